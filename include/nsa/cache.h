@@ -1,0 +1,66 @@
+// Decoding with a key/value cache: one step of m = 1 ... 16 new queries per sequence, and chunked prefill into it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "nsa/operations.h"
+
+namespace nsa {
+
+/// How many tokens a rollback may go back: the rings keep this many more than attention needs.
+inline constexpr int kRollback = 32;
+/// The most new tokens of one decode step; more is prefill.
+inline constexpr int kMaxDecodeTokens = 16;
+
+/// The memory of a cache of B sequences. Lengths and tables lie on the tensors' device, so that a step needs no host
+/// synchronisation. Selection keys/values and compressed tokens lie in pages; a contiguous cache has one page per
+/// sequence. Window and not yet compressed tokens lie in rings: token u in slot u mod ring size.
+struct KVCacheView {
+  TensorView k_slc, v_slc;            // (num_pages, page_size, Hkv, D), page_size a positive multiple of 16
+  TensorView block_table;             // int32 (B, max_pages): page p of a sequence; -1: none
+  TensorView k_c, v_c;                // (num_pages_c, page_size_c, Hkv, D): compressed tokens, keys rotated
+  TensorView block_table_c;           // int32 (B, max_pages_c)
+  TensorView k_swa_ring, v_swa_ring;  // (B, window_size + kRollback, Hkv, D)
+  TensorView k_cmp_ring, v_cmp_ring;  // (B, kernel_size + kRollback, Hkv, D): raw tokens, keys not rotated
+  TensorView cache_seqlens;           // int32 (B): lengths before the step; the step adds num_new
+  TensorView overflow;                // int32 (1): set to 1 by a step that found no room for a sequence
+};
+
+/// Appends the new tokens, folds the compression blocks that they complete, attends, then advances cache_seqlens.
+/// Query r of a sequence stands at cache_seqlens + r. A sequence without room writes nothing, keeps its length, gets
+/// o = 0 and sets `overflow`.
+struct DecodeParams {
+  TensorView q;             // (B, m, H, Dk), rotated
+  TensorView k_cmp, v_cmp;  // (B, m, Hkv, D): the new tokens' raw keys and values, not rotated
+  TensorView k_slc, v_slc;  // (B, m, Hkv, D), rotated
+  TensorView k_swa, v_swa;  // (B, m, Hkv, D), rotated
+  TensorView gates;         // (B, m, H, 3)
+  KVCacheView cache;
+  CompressionWeights weights_k, weights_v;
+  NSAConfig cfg;
+  std::optional<double> softmax_scale;
+  TensorView rope_cos, rope_sin;  // float32 (max_positions, Dk / 2), optional: rotates compressed key i at i * d
+  TensorView num_new;             // int32 (B), 0 ... m, optional: default m; 0 is an idle slot, o = 0
+  TensorView imposed_indices;     // int32 (B, m, Hkv, topk), optional: attend to these blocks
+  TensorView o;                   // (B, m, H, Dv)
+  TensorView indices;             // int32 (B, m, Hkv, topk), optional
+};
+/// m = 1 ... kMaxDecodeTokens.
+Status decode(const DecodeParams& params, const Context& context = {});
+/// The same for any m >= 1: a chunk of the prompt against what the cache holds.
+Status prefill(const DecodeParams& params, const Context& context = {});
+
+/// Copies what a fork cannot share. The child continues the parent at `length` <= the parent's length; both views are of
+/// one cache (rows `parent` and `child` of its tables). Full pages before `length` are shared by putting the same page
+/// numbers into the child's tables (the caller does that); this call copies the rings, the partly filled last pages and
+/// the compressed tokens that are not wholly inside the shared prefix, and sets the child's length.
+struct ForkParams {
+  KVCacheView cache;
+  NSAConfig cfg;
+  std::int64_t parent = 0, child = 0;
+  std::int64_t length = 0;
+};
+Status fork(const ForkParams& params, const Context& context = {});
+
+}  // namespace nsa
