@@ -51,10 +51,10 @@ Status decode(const DecodeParams& params, const Context& context = {});
 /// The same for any m >= 1: a chunk of the prompt against what the cache holds.
 Status prefill(const DecodeParams& params, const Context& context = {});
 
-/// Copies what a fork cannot share. The child continues the parent at `length` <= the parent's length; both views are of
-/// one cache (rows `parent` and `child` of its tables). Full pages before `length` are shared by putting the same page
-/// numbers into the child's tables (the caller does that); this call copies the rings, the partly filled last pages and
-/// the compressed tokens that are not wholly inside the shared prefix, and sets the child's length.
+/// Copies what a fork cannot share. The child continues the parent at `length` <= the parent's length; both views are
+/// of one cache (rows `parent` and `child` of its tables). Full pages before `length` are shared by putting the same
+/// page numbers into the child's tables (the caller does that); this call copies the rings, the partly filled last
+/// pages and the compressed tokens that are not wholly inside the shared prefix, and sets the child's length.
 struct ForkParams {
   KVCacheView cache;
   NSAConfig cfg;

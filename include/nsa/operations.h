@@ -55,9 +55,9 @@ struct CompressParams {
 Status compress(const CompressParams& params, const Context& context = {});
 
 struct CompressBackwardParams {
-  CompressParams forward;      // as given to compress; `out` is not read and may be undefined
-  TensorView d_out;            // like out
-  TensorView d_k;              // like k, optional
+  CompressParams forward;        // as given to compress; `out` is not read and may be undefined
+  TensorView d_out;              // like out
+  TensorView d_k;                // like k, optional
   CompressionWeights d_weights;  // like weights (kind is not read); each defined view is computed
 };
 Status compress_backward(const CompressBackwardParams& params, const Context& context = {});
@@ -108,13 +108,13 @@ Status select_blocks(const SelectBlocksParams& params, const Context& context = 
 
 // -------------------------------------------------------------------------------------------------- selected_attention
 
-/// Query t attends to all tokens u <= t of its blocks. The indices of a row are a set: any order, duplicates count once,
-/// -1 and blocks out of range or in the future are ignored and never read.
+/// Query t attends to all tokens u <= t of its blocks. The indices of a row are a set: any order, duplicates count
+/// once, -1 and blocks out of range or in the future are ignored and never read.
 struct SelectedAttentionParams {
-  TensorView q;        // (B, Sq, H, Dk) or (total_q, H, Dk)
-  TensorView k;        // (B, Sk, Hkv, Dk) or (total_k, Hkv, Dk)
-  TensorView v;        // (B, Sk, Hkv, Dv) or (total_k, Hkv, Dv)
-  TensorView indices;  // int32 (B, Sq, Hkv, n) or (total_q, Hkv, n), any n >= 0
+  TensorView q;         // (B, Sq, H, Dk) or (total_q, H, Dk)
+  TensorView k;         // (B, Sk, Hkv, Dk) or (total_k, Hkv, Dk)
+  TensorView v;         // (B, Sk, Hkv, Dv) or (total_k, Hkv, Dv)
+  TensorView indices;   // int32 (B, Sq, Hkv, n) or (total_q, Hkv, n), any n >= 0
   int block_size = 64;  // a positive multiple of 16
   std::optional<double> softmax_scale;
   Packed packed;
@@ -153,7 +153,8 @@ struct SlidingWindowAttentionBackwardParams {
 Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params,
                                          const Context& context = {});
 
-// ------------------------------------------------------------------------------------------------------ combine (eq. 5)
+// ------------------------------------------------------------------------------------------------------ combine (eq.
+// 5)
 
 /// o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa, gates already passed through the sigmoid.
 struct CombineParams {

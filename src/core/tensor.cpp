@@ -1,0 +1,71 @@
+#include "nsa/tensor.h"
+
+namespace nsa {
+
+std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+    case DType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kInt32:
+      return "int32";
+  }
+  return "unknown";
+}
+
+TensorView TensorView::contiguous(void* data, DType dtype, std::initializer_list<std::int64_t> shape, Device device) {
+  TensorView view;
+  view.data = data;
+  view.dtype = dtype;
+  view.device = device;
+  for (std::int64_t n : shape) view.shape[static_cast<std::size_t>(view.rank++)] = n;
+  std::int64_t stride = 1;
+  for (int i = view.rank - 1; i >= 0; --i) {
+    view.stride[static_cast<std::size_t>(i)] = stride;
+    stride *= view.shape[static_cast<std::size_t>(i)];
+  }
+  return view;
+}
+
+std::int64_t TensorView::numel() const {
+  std::int64_t n = 1;
+  for (int i = 0; i < rank; ++i) n *= size(i);
+  return n;
+}
+
+bool TensorView::is_contiguous() const {
+  std::int64_t expected = 1;
+  for (int i = rank - 1; i >= 0; --i) {
+    if (size(i) != 1 && stride[static_cast<std::size_t>(i)] != expected) return false;
+    expected *= size(i);
+  }
+  return true;
+}
+
+std::string TensorView::describe() const {
+  if (!defined()) return "no tensor";
+  std::string text = std::string(name_of(dtype)) + " (";
+  for (int i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(size(i));
+  return text + ")";
+}
+
+}  // namespace nsa
