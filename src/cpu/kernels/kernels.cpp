@@ -1,0 +1,13 @@
+#include "cpu/kernels/kernels.h"
+
+namespace nsa::cpu::NSA_ISA {
+
+const Kernels& kernels() {
+  static constexpr Kernels table{
+      .combine = combine,
+      .combine_backward = combine_backward,
+  };
+  return table;
+}
+
+}  // namespace nsa::cpu::NSA_ISA
