@@ -6,7 +6,9 @@ include_guard(GLOBAL)
 
 set(NSA_PYTHON "" CACHE FILEPATH "Python interpreter whose torch is used; default .venv/bin/python, then python3")
 if(NOT NSA_PYTHON)
-  if(EXISTS ${PROJECT_SOURCE_DIR}/.venv/bin/python)
+  if(SKBUILD)  # pip's own environment decides
+    set(NSA_PYTHON ${Python_EXECUTABLE})
+  elseif(EXISTS ${PROJECT_SOURCE_DIR}/.venv/bin/python)
     set(NSA_PYTHON ${PROJECT_SOURCE_DIR}/.venv/bin/python)
   else()
     find_program(NSA_PYTHON python3 REQUIRED)

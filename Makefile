@@ -1,0 +1,80 @@
+# The front door. On a fresh Debian or Ubuntu with git, make and python3 every target fetches what it misses first.
+#   TORCH=system   use the torch (>= 2.10) that PYTHON has, instead of the pinned one from PyPI
+#   OFFLINE=1      fetch nothing; stop with a message when something is missing
+#   PYTHON=...     the interpreter .venv is made from        VENV=...   where the environment is
+#   JOBS=...       compile jobs (default: one per CPU and 2 GB of free memory)
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build configure program package test bench demo mutation wheel format lint install-check clean distclean
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= pypi
+OFFLINE ?= 0
+PREFIX ?= /usr/local
+JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n; print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
+
+BIN := $(abspath $(VENV))/bin
+READY := $(VENV)/.ready-$(TORCH)
+export PATH := $(BIN):$(PATH)
+
+help:
+	@echo 'make build      prepare .venv, compile libnsa, the program nsa (build/bin/nsa) and the Python package'
+	@echo 'make demo       train NSA beside full attention on Python sources, report with pictures in demo/'
+	@echo 'make test       all tests: C++, Python, command line'
+	@echo 'make bench      every operation and the whole against dense attention; table and JSON'
+	@echo 'make wheel      the Python package as a wheel in dist/'
+	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
+	@echo 'make mutation   do the tests notice seven planted faults?'
+	@echo 'make clean      remove what was built                      make distclean   and .venv'
+	@echo
+	@sed -n 's/^#   /  /p' Makefile
+
+$(READY): tools/setup.py tools/requirements.txt
+	@$(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1,$(OFFLINE)),--offline)
+	@touch $@
+
+configure: build/build.ninja
+
+build/build.ninja: $(READY)
+	cmake -S . -B build -G Ninja -DNSA_PYTHON=$(BIN)/python
+	@touch $@
+
+program: build/build.ninja
+	@ninja -C build -j $(JOBS)
+	@ln -sf $(abspath build/bin/nsa) $(BIN)/nsa
+
+# The package is installed as a user would install it. Its own copy of libnsa comes out of ccache.
+PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/cpu python -type f -not -name '*.pyc')
+package: build/package.installed
+build/package.installed: $(READY) $(PACKAGE_SOURCES) | program
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
+	@touch $@
+
+build: program package
+
+test: build
+	@tools/test.sh
+
+bench: build
+	build/bin/nsa bench
+
+demo: build
+	@tools/demo.sh
+
+mutation: build
+	@$(BIN)/python tests/mutation/run.py
+
+wheel: $(READY)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
+	@ls -l dist
+
+format lint: $(READY)
+	@tools/$@.sh
+
+clean:
+	rm -rf build dist
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,40 @@
+// A window of one token: every query sees only itself, so the output is v, and the lse is the one score.
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+#include "nsa/config.h"
+#include "nsa/operations.h"
+
+int main() {
+  constexpr int kTokens = 5, kHeads = 2, kDim = 8;
+  std::vector<float> q(kTokens * kHeads * kDim, 0.5F), k(kTokens * kDim, 1.0F), v(kTokens * kDim);
+  std::vector<float> o(q.size(), NAN), lse(kTokens * kHeads, NAN);
+  for (std::size_t i = 0; i < v.size(); ++i) v[i] = static_cast<float>(i);
+
+  const auto view = [](std::vector<float>& data, std::initializer_list<std::int64_t> shape) {
+    return nsa::TensorView::contiguous(data.data(), nsa::DType::kFloat32, shape);
+  };
+  nsa::SlidingWindowAttentionParams params;
+  params.q = view(q, {1, kTokens, kHeads, kDim});
+  params.k = view(k, {1, kTokens, 1, kDim});
+  params.v = view(v, {1, kTokens, 1, kDim});
+  params.window_size = 1;
+  params.softmax_scale = 1.0;
+  params.o = view(o, {1, kTokens, kHeads, kDim});
+  params.lse = view(lse, {1, kHeads, kTokens});
+  if (const nsa::Status status = nsa::sliding_window_attention(params); !status.ok()) {
+    std::fprintf(stderr, "%s\n", status.message().c_str());
+    return 1;
+  }
+  for (int t = 0; t < kTokens; ++t)
+    for (int h = 0; h < kHeads; ++h)
+      for (int c = 0; c < kDim; ++c)
+        if (o[(t * kHeads + h) * kDim + c] != v[t * kDim + c] || lse[h * kTokens + t] != 0.5F * kDim) {
+          std::fprintf(stderr, "token %d head %d channel %d: o %g lse %g\n", t, h, c, o[(t * kHeads + h) * kDim + c],
+                       lse[h * kTokens + t]);
+          return 1;
+        }
+  std::printf("nsa %s: ok\n", nsa::version());
+  return 0;
+}

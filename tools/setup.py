@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Prepares a machine for `make`: Debian packages, then a virtual environment with the Python packages.
+
+Nothing is fetched when nothing is missing, so a second run (and every run on a machine that has it all) works offline.
+Needs only a Python 3.10 without extras; whatever cannot be had ends in one message that says what to do.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "tools" / "requirements.txt"
+INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
+
+# Debian package -> how to see that what we need of it is there, whoever put it there.
+PROGRAMS = {"g++": "g++", "make": "make", "git": "git", "ccache": "ccache"}
+HEADERS = {
+    "libcli11-dev": "CLI/CLI.hpp",
+    "libfmt-dev": "fmt/core.h",
+    "nlohmann-json3-dev": "nlohmann/json.hpp",
+    "libgtest-dev": "gtest/gtest.h",
+}
+
+GB = 1e9
+# Measured on Debian 12 with torch 2.11.0 from PyPI; see "Set-up" in CONTRIBUTING.md.
+TORCH_DOWNLOAD, TORCH_DISK = 2.6 * GB, 5.0 * GB
+REST_DOWNLOAD, REST_DISK = 0.15 * GB, 0.4 * GB
+BUILD_DISK = 1.0 * GB
+
+SEE_WHAT_IS_MISSING = """
+import importlib.metadata as metadata, shutil, sys
+from pip._vendor.packaging.requirements import Requirement
+for line in sys.stdin.read().splitlines():
+    requirement = Requirement(line)
+    try:
+        found = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        found = None
+    if found is None or not requirement.specifier.contains(found, prereleases=True):
+        print(requirement, "" if found is None else "(found " + found + ")", sep="\\t")
+"""
+
+
+def stop(*lines):
+    print("\nset-up stopped:", *lines, sep="\n  ", file=sys.stderr)
+    sys.exit(1)
+
+
+def say(text):
+    print(f"[set-up] {text}", flush=True)
+
+
+def run(command, **keywords):
+    say(" ".join(map(str, command)))
+    return subprocess.run(command, **keywords).returncode == 0
+
+
+def has_header(name):
+    return any(folder and os.path.exists(os.path.join(folder, name)) for folder in INCLUDE_FOLDERS)
+
+
+def missing_debian_packages(need_venv):
+    missing = [package for package, program in PROGRAMS.items() if not shutil.which(program)]
+    missing += [package for package, header in HEADERS.items() if not has_header(header)]
+    if need_venv and subprocess.run([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL).returncode:
+        missing.append("python3-venv")
+    return missing
+
+
+def install_debian_packages(missing, offline):
+    """By apt-get as root or through a sudo that asks nothing; otherwise stops with the one line to run."""
+    if not missing:
+        return
+    names = " ".join(missing)
+    by_hand = f"sudo apt-get update && sudo apt-get install -y --no-install-recommends {names}"
+    if not shutil.which("apt-get"):
+        stop(f"missing: {names} (Debian's names); this system has no apt-get, install their equivalents and run make again")
+    if offline:
+        stop(f"missing Debian packages, and OFFLINE=1 forbids fetching them: {names}")
+    if os.geteuid() == 0:
+        prefix = []
+    elif shutil.which("sudo") and subprocess.run(["sudo", "-n", "true"], stderr=subprocess.DEVNULL).returncode == 0:
+        prefix = ["sudo", "-n"]
+    else:
+        stop(f"missing Debian packages: {names}", "Run this line, then make again:", by_hand)
+    say(f"Debian packages to install: {names}")
+    apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q"]
+    no_input = {"stdin": subprocess.DEVNULL}
+    run([*apt, "update"], **no_input)  # a failing mirror need not matter: the install below decides
+    if not run([*apt, "install", "-y", "--no-install-recommends", *missing], **no_input):
+        stop(f"apt-get could not install: {names}", "Its message is above. By hand:", by_hand)
+
+
+def read_requirements(torch):
+    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    return ["torch>=2.10" if torch == "system" and line.startswith("torch") else line for line in lines]
+
+
+def make_venv(venv, torch):
+    """Creates the environment, or lets an existing one see the system's packages when TORCH=system asks for it."""
+    configuration = venv / "pyvenv.cfg"
+    shares = configuration.exists() and "include-system-site-packages = true" in configuration.read_text()
+    if (venv / "bin" / "pip").exists() and (shares or torch != "system"):
+        return
+    options = ["--system-site-packages"] if torch == "system" else []
+    if not run([sys.executable, "-m", "venv", *options, str(venv)]):
+        stop(f"python3 -m venv could not create {venv}; its message is above")
+
+
+def missing_python_packages(venv, wanted):
+    answer = subprocess.run(
+        [venv / "bin" / "python", "-c", SEE_WHAT_IS_MISSING], input="\n".join(wanted), capture_output=True, text=True
+    )
+    if answer.returncode:
+        stop(f"{venv} does not work; remove the folder and run make again. Python says:", answer.stderr.strip())
+    return [line.split("\t")[0] for line in answer.stdout.splitlines()]
+
+
+def check_disk(missing):
+    """Says what will be fetched and refuses before the download, not in the middle of it."""
+    torch = any(requirement.startswith("torch") for requirement in missing)
+    download = (TORCH_DOWNLOAD if torch else 0) + REST_DOWNLOAD
+    disk = (TORCH_DISK if torch else 0) + REST_DISK
+    need = disk + download + BUILD_DISK  # pip unpacks beside the downloaded files
+    free = shutil.disk_usage(ROOT).free
+    say(
+        f"Python packages to install: {', '.join(missing)}: up to {download / GB:.1f} GB to download, "
+        f"{disk / GB:.1f} GB on disk"
+    )
+    say(f"free space needed with download and build: {need / GB:.1f} GB, free in {ROOT}: {free / GB:.1f} GB")
+    if free < need:
+        stop(f"{ROOT} has {free / GB:.1f} GB free, {need / GB:.1f} GB are needed (the download is removed afterwards)")
+
+
+def install_python_packages(venv, torch, offline):
+    missing = missing_python_packages(venv, read_requirements(torch))
+    if not missing:
+        say(f"{venv} has all Python packages")
+        return
+    if torch == "system" and any(requirement.startswith("torch") for requirement in missing):
+        stop(f"TORCH=system, but {sys.executable} has no torch >= 2.10; name another interpreter by PYTHON=")
+    check_disk(missing)
+    # Wheels of gigabytes are unpacked in TMPDIR, and /tmp is often a small tmpfs; pip's cache would double the space.
+    temporary = ROOT / "build" / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    command = [venv / "bin" / "pip", "install", "--disable-pip-version-check", "--no-cache-dir"]
+    command += ["--no-index"] if offline else []
+    done = run([*command, *missing], env={**os.environ, "TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL)
+    shutil.rmtree(temporary, ignore_errors=True)
+    if not done:
+        stop(
+            "pip could not install: " + " ".join(missing),
+            "OFFLINE=1 takes wheels only from PIP_FIND_LINKS." if offline else "Is PyPI reachable? pip's message is above.",
+            "A torch that is installed already is used with: make TORCH=system PYTHON=/path/to/python3 build",
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
+    parser.add_argument("--torch", choices=["pypi", "system"], default="pypi", help="the pinned torch of PyPI, or the one this Python has")
+    parser.add_argument("--offline", action="store_true", help="fetch nothing; stop when something is missing")
+    options = parser.parse_args()
+    if sys.version_info < (3, 10):
+        stop(f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another by PYTHON=")
+    venv = options.venv.absolute()
+    install_debian_packages(missing_debian_packages(need_venv=not (venv / "bin" / "pip").exists()), options.offline)
+    make_venv(venv, options.torch)
+    install_python_packages(venv, options.torch, options.offline)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs every suite, also after one has failed, and ends with one line per suite and a verdict.
+set -u
+cd "$(dirname "$0")/.."
+started=$SECONDS
+verdict=0
+summary=()
+
+suite() {  # suite NAME COMMAND...
+  local name=$1 begin=$SECONDS outcome=passed
+  shift
+  echo "== $name: $*"
+  "$@" </dev/null || { outcome=FAILED; verdict=1; }
+  summary+=("$(printf '%-14s %s in %d s' "$name" "$outcome" $((SECONDS - begin)))")
+}
+
+suite "C++" ctest --test-dir build --output-on-failure --no-tests=error
+for folder in python cli; do
+  if compgen -G "tests/$folder/test_*.py" >/dev/null; then
+    suite "$folder" python -m pytest -q --durations=5 "tests/$folder"
+  fi
+done
+
+echo
+printf '%s\n' "${summary[@]}"
+if ((verdict == 0)); then echo "make test: all suites passed in $((SECONDS - started)) s"; else
+  echo "make test: FAILED after $((SECONDS - started)) s"; fi
+exit $verdict
