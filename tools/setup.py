@@ -31,8 +31,9 @@ TORCH_DOWNLOAD, TORCH_DISK = 2.6 * GB, 5.0 * GB
 REST_DOWNLOAD, REST_DISK = 0.15 * GB, 0.4 * GB
 BUILD_DISK = 1.0 * GB
 
+# Run inside the environment: prints the requirements it does not meet. A build tool on PATH is as good as PyPI's.
 SEE_WHAT_IS_MISSING = """
-import importlib.metadata as metadata, shutil, sys
+import importlib.metadata as metadata, re, shutil, subprocess, sys
 from pip._vendor.packaging.requirements import Requirement
 for line in sys.stdin.read().splitlines():
     requirement = Requirement(line)
@@ -40,6 +41,9 @@ for line in sys.stdin.read().splitlines():
         found = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         found = None
+    if found is None and requirement.name in ("cmake", "ninja") and shutil.which(requirement.name):
+        answer = subprocess.run([requirement.name, "--version"], capture_output=True, text=True).stdout
+        found = re.search(r"[0-9]+[0-9.]*[0-9]", answer).group()
     if found is None or not requirement.specifier.contains(found, prereleases=True):
         print(requirement, "" if found is None else "(found " + found + ")", sep="\\t")
 """
@@ -78,7 +82,9 @@ def install_debian_packages(missing, offline):
     names = " ".join(missing)
     by_hand = f"sudo apt-get update && sudo apt-get install -y --no-install-recommends {names}"
     if not shutil.which("apt-get"):
-        stop(f"missing: {names} (Debian's names); this system has no apt-get, install their equivalents and run make again")
+        stop(
+            f"missing: {names} (Debian's names); this system has no apt-get, install their equivalents and run make again"
+        )
     if offline:
         stop(f"missing Debian packages, and OFFLINE=1 forbids fetching them: {names}")
     if os.geteuid() == 0:
@@ -155,15 +161,24 @@ def install_python_packages(venv, torch, offline):
     if not done:
         stop(
             "pip could not install: " + " ".join(missing),
-            "OFFLINE=1 takes wheels only from PIP_FIND_LINKS." if offline else "Is PyPI reachable? pip's message is above.",
+            "OFFLINE=1 takes wheels only from PIP_FIND_LINKS."
+            if offline
+            else "Is PyPI reachable? pip's message is above.",
             "A torch that is installed already is used with: make TORCH=system PYTHON=/path/to/python3 build",
         )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
-    parser.add_argument("--torch", choices=["pypi", "system"], default="pypi", help="the pinned torch of PyPI, or the one this Python has")
+    parser.add_argument(
+        "--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be"
+    )
+    parser.add_argument(
+        "--torch",
+        choices=["pypi", "system"],
+        default="pypi",
+        help="the pinned torch of PyPI, or the one this Python has",
+    )
     parser.add_argument("--offline", action="store_true", help="fetch nothing; stop when something is missing")
     options = parser.parse_args()
     if sys.version_info < (3, 10):
