@@ -63,12 +63,17 @@ struct RowView {
   T* at(std::int64_t row, std::int64_t head) const { return data + row * row_stride + head * head_stride; }
 };
 
+/// Elements between the start of a (B, S, heads, D) or (total, heads, D) tensor and row `begin` of a sequence.
+inline std::int64_t row_offset(const TensorView& view, std::int64_t batch, std::int64_t begin) {
+  const int token = view.rank - 3;
+  return (token == 1 ? batch * view.stride[0] : 0) + begin * view.stride[token];
+}
+
 template <class T>
 RowView<T> rows_of(const TensorView& view, std::int64_t batch, std::int64_t begin) {
   if (!view.defined()) return {};
   const int token = view.rank - 3;
-  const std::int64_t offset = (token == 1 ? batch * view.stride[0] : 0) + begin * view.stride[token];
-  return {static_cast<T*>(view.data) + offset, view.stride[token], view.stride[token + 1]};
+  return {static_cast<T*>(view.data) + row_offset(view, batch, begin), view.stride[token], view.stride[token + 1]};
 }
 
 /// lse of one sequence: (B, H, S) or (H, total), element (head, row).
@@ -80,12 +85,17 @@ struct LseView {
   T& at(std::int64_t row, std::int64_t head) const { return data[head * head_stride + row * row_stride]; }
 };
 
+/// Elements between the start of a (B, H, S) or (H, total) tensor and row `begin` of a sequence.
+inline std::int64_t lse_offset(const TensorView& view, std::int64_t batch, std::int64_t begin) {
+  const int head = view.rank - 2;
+  return (head == 1 ? batch * view.stride[0] : 0) + begin * view.stride[head + 1];
+}
+
 template <class T>
 LseView<T> lse_of(const TensorView& view, std::int64_t batch, std::int64_t begin) {
   if (!view.defined()) return {};
   const int head = view.rank - 2;
-  const std::int64_t offset = (head == 1 ? batch * view.stride[0] : 0) + begin * view.stride[head + 1];
-  return {static_cast<T*>(view.data) + offset, view.stride[head], view.stride[head + 1]};
+  return {static_cast<T*>(view.data) + lse_offset(view, batch, begin), view.stride[head], view.stride[head + 1]};
 }
 
 /// Raw key tokens of a batched call behind compressed keys.
