@@ -1,4 +1,4 @@
-// Hyperparameters of Native Sparse Attention (arXiv 2502.11089, section 3) and how a call is executed.
+// Hyperparameters of Native Sparse Attention (arXiv 2502.11089, section 3).
 #pragma once
 
 #include <cstdint>
@@ -38,22 +38,5 @@ enum class CompressionKind : std::int8_t {
 };
 
 const char* name_of(CompressionKind kind);
-
-enum class Backend : std::int8_t {
-  kAuto,       // the fastest that supports the call; NSA_BACKEND=auto|cpu|reference overrides
-  kReference,  // fp64 loops straight from the specification
-  kCPU,        // vectorised and threaded
-};
-
-const char* name_of(Backend backend);
-
-/// How to execute a call. A forced backend that cannot do the call is an error, never a silent fall-back.
-struct Context {
-  Backend backend = Backend::kAuto;
-  int num_threads = 0;  // CPU threads; 0: OpenMP's current maximum. Results do not depend on it.
-};
-
-/// A line per operation: which backend would run it on this machine and why. For `nsa info`.
-const char* version();
 
 }  // namespace nsa

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "nsa/backend.h"
 #include "nsa/config.h"
 #include "nsa/status.h"
 #include "nsa/tensor.h"
@@ -153,8 +154,7 @@ struct SlidingWindowAttentionBackwardParams {
 Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params,
                                          const Context& context = {});
 
-// ------------------------------------------------------------------------------------------------------ combine (eq.
-// 5)
+// ----------------------------------------------------------------------------------------------------- combine (eq. 5)
 
 /// o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa, gates already passed through the sigmoid.
 struct CombineParams {

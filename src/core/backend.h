@@ -1,31 +1,49 @@
-// A backend: the same functions in every backend's namespace, called only with arguments that validate.h accepted.
+// A backend: the same functions in every backend's namespace. dispatch.cpp calls them with arguments that validate.h
+// accepted and that support.h says the backend can do; in addition the last dimension of incoming gradients (d_o,
+// d_out) is contiguous there. They may throw: dispatch turns exceptions into Status::internal.
 #pragma once
 
 #include "nsa/cache.h"
 #include "nsa/operations.h"
 
-#define NSA_BACKEND_OPERATIONS(X) /* the one list of operations: (function, parameters) */ \
-  X(compress, CompressParams)                                                              \
-  X(compress_backward, CompressBackwardParams)                                             \
-  X(compressed_attention, CompressedAttentionParams)                                       \
-  X(compressed_attention_backward, CompressedAttentionBackwardParams)                      \
-  X(select_blocks, SelectBlocksParams)                                                     \
-  X(selected_attention, SelectedAttentionParams)                                           \
-  X(selected_attention_backward, SelectedAttentionBackwardParams)                          \
-  X(sliding_window_attention, SlidingWindowAttentionParams)                                \
-  X(sliding_window_attention_backward, SlidingWindowAttentionBackwardParams)               \
-  X(combine, CombineParams)                                                                \
-  X(combine_backward, CombineBackwardParams)                                               \
-  X(nsa_attention, NsaAttentionParams)                                                     \
-  X(nsa_attention_backward, NsaAttentionBackwardParams)                                    \
-  X(decode, DecodeParams)                                                                  \
-  X(fork, ForkParams)
-
-#define NSA_DECLARE(name, Params) Status name(const Params& params, const Context& context);
+/// fp64 loops straight from the specification: the oracle.
 namespace nsa::reference {
-NSA_BACKEND_OPERATIONS(NSA_DECLARE)
-}
+/// Which variant of its kernels the backend runs on this machine, for logs.
+const char* variant();
+Status compress(const CompressParams& params, const Context& context);
+Status compress_backward(const CompressBackwardParams& params, const Context& context);
+Status compressed_attention(const CompressedAttentionParams& params, const Context& context);
+Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, const Context& context);
+Status select_blocks(const SelectBlocksParams& params, const Context& context);
+Status selected_attention(const SelectedAttentionParams& params, const Context& context);
+Status selected_attention_backward(const SelectedAttentionBackwardParams& params, const Context& context);
+Status sliding_window_attention(const SlidingWindowAttentionParams& params, const Context& context);
+Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, const Context& context);
+Status combine(const CombineParams& params, const Context& context);
+Status combine_backward(const CombineBackwardParams& params, const Context& context);
+Status nsa_attention(const NsaAttentionParams& params, const Context& context);
+Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context);
+/// Serves nsa::decode and nsa::prefill.
+Status decode(const DecodeParams& params, const Context& context);
+}  // namespace nsa::reference
+
+/// Vectorised and threaded.
 namespace nsa::cpu {
-NSA_BACKEND_OPERATIONS(NSA_DECLARE)
-}
-#undef NSA_DECLARE
+const char* variant();
+Status compress(const CompressParams& params, const Context& context);
+Status compress_backward(const CompressBackwardParams& params, const Context& context);
+Status compressed_attention(const CompressedAttentionParams& params, const Context& context);
+Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, const Context& context);
+Status select_blocks(const SelectBlocksParams& params, const Context& context);
+Status selected_attention(const SelectedAttentionParams& params, const Context& context);
+Status selected_attention_backward(const SelectedAttentionBackwardParams& params, const Context& context);
+Status sliding_window_attention(const SlidingWindowAttentionParams& params, const Context& context);
+Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, const Context& context);
+Status combine(const CombineParams& params, const Context& context);
+Status combine_backward(const CombineBackwardParams& params, const Context& context);
+Status nsa_attention(const NsaAttentionParams& params, const Context& context);
+Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context);
+Status decode(const DecodeParams& params, const Context& context);
+/// Copies bytes only: the reference backend shares it.
+Status fork(const ForkParams& params, const Context& context);
+}  // namespace nsa::cpu

@@ -4,8 +4,6 @@
 
 namespace nsa {
 
-const char* version() { return NSA_VERSION; }
-
 const char* name_of(CompressionKind kind) {
   switch (kind) {
     case CompressionKind::kMean:
@@ -14,18 +12,6 @@ const char* name_of(CompressionKind kind) {
       return "linear";
     case CompressionKind::kMlp:
       return "mlp";
-  }
-  return "unknown";
-}
-
-const char* name_of(Backend backend) {
-  switch (backend) {
-    case Backend::kAuto:
-      return "auto";
-    case Backend::kReference:
-      return "reference";
-    case Backend::kCPU:
-      return "cpu";
   }
   return "unknown";
 }

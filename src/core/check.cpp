@@ -1,0 +1,150 @@
+#include "core/check.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace nsa {
+namespace {
+
+std::string describe(const Shape& shape) {
+  std::string text = "(";
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (i > 0) text += ", ";
+    const Dim& dim = *shape[i];
+    text += dim.name;
+    if (dim.value != Dim::kUnknown) text += (*dim.name ? " = " : "") + std::to_string(dim.value);
+  }
+  return text + ")";
+}
+
+std::string describe(const Device& device) {
+  return device.type == DeviceType::kCPU ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+bool is_floating(DType dtype) { return dtype != DType::kInt32; }
+
+}  // namespace
+
+void Checker::check_shape(const std::string& name, const TensorView& view, const Shape& shape) {
+  bool fits = view.rank == static_cast<int>(shape.size());
+  for (int i = 0; fits && i < view.rank; ++i) {
+    const Dim& dim = *shape[static_cast<std::size_t>(i)];
+    fits = view.size(i) >= 0 && (dim.value == Dim::kUnknown || dim.value == view.size(i));
+  }
+  require(fits, name, ": ", view.describe(), ": expected the shape ", describe(shape));
+  if (!ok()) return;
+  for (int i = 0; i < view.rank; ++i) {
+    require(view.size(i) <= std::numeric_limits<std::int32_t>::max(), name, ": ", view.describe(),
+            ": sizes must be below 2^31");
+    shape[static_cast<std::size_t>(i)]->value = view.size(i);
+  }
+}
+
+void Checker::check_tensor(const std::string& name, const TensorView& view, Access access, DType dtype,
+                           const char* dtype_of, const Shape& shape, Strides strides) {
+  if (!ok()) return;
+  require(view.defined(), name, ": not given: expected ", name_of(dtype), " ", describe(shape));
+  if (!ok()) return;
+  if (device_source_.empty()) {
+    device_source_ = name;
+    call_.problem.device = view.device;
+  }
+  require(view.device == call_.problem.device, name, ": on ", describe(view.device), ": expected ",
+          describe(call_.problem.device), " as ", device_source_);
+  require(view.dtype == dtype, name, ": ", view.describe(), ": expected ", name_of(dtype), dtype_of);
+  check_shape(name, view, shape);
+  if (!ok() || view.numel() == 0) {
+    if (ok()) call_.tensors.push_back({name, view, access});
+    return;
+  }
+  require(view.data != nullptr, name, ": ", view.describe(), ": the data pointer is null");
+  const std::int64_t last = view.stride[static_cast<std::size_t>(view.rank - 1)];
+  require(strides == Strides::kAny || view.size(-1) == 1 || last == 1, name, ": ", view.describe(),
+          ": the last dimension has stride ", last, ", expected 1");
+  for (int i = 0; access == Access::kOutput && i < view.rank; ++i)
+    require(view.size(i) == 1 || view.stride[static_cast<std::size_t>(i)] != 0, name, ": ", view.describe(),
+            ": dimension ", i, " of an output has stride 0");
+  if (ok()) call_.tensors.push_back({name, view, access});
+}
+
+DType Checker::data_dtype(const std::string& name, const TensorView& view) {
+  if (ok() && dtype_source_.empty() && view.defined()) {
+    require(is_floating(view.dtype), name, ": ", view.describe(), ": expected float32, bfloat16, float16 or float64");
+    call_.problem.dtype = view.dtype;
+    dtype_source_ = name;
+  }
+  return call_.problem.dtype;
+}
+
+void Checker::tensor(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
+  const DType dtype = data_dtype(name, view);
+  check_tensor(name, view, access, dtype, (" as " + dtype_source_).c_str(), shape, Strides::kLastContiguous);
+}
+
+void Checker::incoming_gradient(const std::string& name, const TensorView& view, const Shape& shape) {
+  const DType dtype = data_dtype(name, view);
+  check_tensor(name, view, Access::kInput, dtype, (" as " + dtype_source_).c_str(), shape, Strides::kAny);
+}
+
+void Checker::float32(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
+  check_tensor(name, view, access, DType::kFloat32, "", shape, Strides::kLastContiguous);
+}
+
+void Checker::int32(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
+  check_tensor(name, view, access, DType::kInt32, "", shape, Strides::kLastContiguous);
+}
+
+void Checker::config(const NSAConfig& cfg) {
+  if (ok()) status_ = cfg.validate();
+  for (const auto& [name, value] : {std::pair{"kernel_size", cfg.kernel_size},
+                                    {"kernel_stride", cfg.kernel_stride},
+                                    {"block_size", cfg.block_size},
+                                    {"topk", cfg.topk},
+                                    {"init_blocks", cfg.init_blocks},
+                                    {"local_blocks", cfg.local_blocks},
+                                    {"window_size", cfg.window_size}})
+    note(name, std::int64_t{value});
+}
+
+void Checker::softmax_scale(const std::optional<double>& scale) {
+  if (!scale) return;
+  require(std::isfinite(*scale), "softmax_scale = ", *scale, ": must be finite");
+  note("softmax_scale", *scale);
+}
+
+void Checker::noise(double noise, std::uint64_t seed) {
+  require(std::isfinite(noise) && noise >= 0, "noise = ", noise, ": must be finite and >= 0");
+  note("noise", noise);
+  note("seed", seed);
+}
+
+void Checker::offsets(const std::string& name, const TensorView& offsets, std::int64_t total) {
+  if (!ok() || offsets.device.type != DeviceType::kCPU) return;
+  const std::int64_t last = offsets.size(0) - 1;
+  require(last >= 0, name, ": ", offsets.describe(), ": expected B + 1 offsets, the first 0");
+  if (!ok()) return;
+  require(int32_at(offsets, 0) == 0, name, "[0] = ", int32_at(offsets, 0), ": must be 0");
+  for (std::int64_t i = 0; i < last && ok(); ++i)
+    require(int32_at(offsets, i) <= int32_at(offsets, i + 1), name, "[", i + 1, "] = ", int32_at(offsets, i + 1),
+            ": must not be less than ", name, "[", i, "] = ", int32_at(offsets, i));
+  require(int32_at(offsets, last) <= total, name, "[", last, "] = ", int32_at(offsets, last),
+          ": must not exceed the rows of the tensor, ", total);
+}
+
+void Checker::check_overlap() {
+  // Views into one buffer may interleave without touching, so only the plain mistake is looked for: the same address.
+  for (const Argument& out : call_.tensors) {
+    if (out.access != Access::kOutput || out.view.numel() == 0) continue;
+    for (const Argument& other : call_.tensors)
+      require(&other == &out || other.view.data != out.view.data || other.view.numel() == 0, out.name,
+              ": an output at the same address as ", other.name);
+  }
+}
+
+Status Checker::finish() {
+  if (ok()) check_overlap();
+  return status_;
+}
+
+}  // namespace nsa

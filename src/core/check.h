@@ -1,0 +1,86 @@
+// Checks of arguments, written as a flat list: the first one that fails gives the message, the later ones do nothing.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/call.h"
+#include "nsa/operations.h"
+
+namespace nsa {
+
+/// A size with a name. The first tensor that has it gives it its value, the others must agree.
+struct Dim {
+  static constexpr std::int64_t kUnknown = -1;
+  const char* name;
+  std::int64_t value = kUnknown;
+};
+using Shape = std::vector<Dim*>;
+
+class Checker {
+ public:
+  explicit Checker(Call& call) : call_(call) {}
+
+  bool ok() const { return status_.ok(); }
+  /// The first failure, or success.
+  Status finish();
+
+  /// Fails with the concatenation of `parts`.
+  template <class... Parts>
+  void require(bool condition, const Parts&... parts) {
+    if (condition || !ok()) return;
+    std::ostringstream message;
+    message.precision(17);
+    (message << ... << parts);
+    status_ = Status::invalid_argument(message.str());
+  }
+  void require(const Status& status) {
+    if (ok()) status_ = status;
+  }
+
+  /// A tensor in the call's floating-point type, which the first such tensor decides.
+  void tensor(const std::string& name, const TensorView& view, Access access, const Shape& shape);
+  void float32(const std::string& name, const TensorView& view, Access access, const Shape& shape);
+  void int32(const std::string& name, const TensorView& view, Access access, const Shape& shape);
+  /// A gradient from outside: like tensor(), with any strides.
+  void incoming_gradient(const std::string& name, const TensorView& view, const Shape& shape);
+  /// The same when `view` is given.
+  void optional_tensor(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
+    if (view.defined()) tensor(name, view, access, shape);
+  }
+  void optional_int32(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
+    if (view.defined()) int32(name, view, access, shape);
+  }
+
+  void config(const NSAConfig& cfg);
+  void softmax_scale(const std::optional<double>& scale);
+  void noise(double noise, std::uint64_t seed);
+  /// Notes a scalar for the dump.
+  void note(std::string name, decltype(Scalar::value) value) { call_.scalars.push_back({std::move(name), value}); }
+
+  /// Offsets of a packed call: 0 first, not decreasing, the last <= total.
+  void offsets(const std::string& name, const TensorView& offsets, std::int64_t total);
+
+  Call& call() { return call_; }
+
+ private:
+  enum class Strides { kLastContiguous, kAny };
+  void check_tensor(const std::string& name, const TensorView& view, Access access, DType dtype, const char* dtype_of,
+                    const Shape& shape, Strides strides);
+  void check_shape(const std::string& name, const TensorView& view, const Shape& shape);
+  void check_overlap();
+  DType data_dtype(const std::string& name, const TensorView& view);
+
+  Call& call_;
+  Status status_;
+  std::string dtype_source_, device_source_;  // the tensors that decided
+};
+
+/// Element i of an int32 vector in host memory.
+inline std::int64_t int32_at(const TensorView& view, std::int64_t i) {
+  return view.as<const std::int32_t>()[i * view.stride[0]];
+}
+
+}  // namespace nsa

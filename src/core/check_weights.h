@@ -1,0 +1,18 @@
+// Checks of the compression function's weights, shared by compress and decode.
+#pragma once
+
+#include <string>
+
+#include "core/check.h"
+
+namespace nsa {
+
+/// `prefix` names the parameter ("weights."); `Hkv` and `D` are those of the tensor that is compressed.
+void check_weights(Checker& check, const std::string& prefix, const CompressionWeights& weights, const NSAConfig& cfg,
+                   Dim Hkv, Dim D);
+
+/// Gradients of those weights that were asked for, in the shapes of the weights.
+void check_weight_gradients(Checker& check, const std::string& prefix, const CompressionWeights& gradients,
+                            const CompressionWeights& weights);
+
+}  // namespace nsa

@@ -1,0 +1,144 @@
+#include <limits>
+#include <string>
+
+#include "core/check.h"
+#include "core/check_weights.h"
+#include "core/validate.h"
+
+namespace nsa {
+namespace {
+
+/// The sizes of a cache and of a step.
+struct Shapes {
+  explicit Shapes(const NSAConfig& cfg)
+      : topk{"topk", cfg.topk},
+        swa_ring{"window_size + 32", std::int64_t{cfg.window_size} + kRollback},
+        cmp_ring{"kernel_size + 32", std::int64_t{cfg.kernel_size} + kRollback} {}
+
+  Dim B{"B"}, m{"m"}, H{"H"}, Hkv{"Hkv"}, Dk{"Dk"}, Dv{"Dv"}, three{"", 3}, one{"", 1}, topk;
+  Dim num_pages{"num_pages"}, page_size{"page_size"}, max_pages{"max_pages"};
+  Dim num_pages_c{"num_pages_c"}, page_size_c{"page_size_c"}, max_pages_c{"max_pages_c"};
+  Dim swa_ring, cmp_ring, max_positions{"max_positions"}, half{"Dk / 2"};
+};
+
+/// Page numbers must exist; -1 is none.
+void check_table(Checker& check, const char* name, const TensorView& table, std::int64_t num_pages) {
+  if (!check.ok() || table.device.type != DeviceType::kCPU) return;
+  for (std::int64_t b = 0; b < table.size(0); ++b)
+    for (std::int64_t p = 0; p < table.size(1); ++p) {
+      const std::int64_t page = table.as<const std::int32_t>()[b * table.stride[0] + p * table.stride[1]];
+      check.require(page >= -1 && page < num_pages, name, "[", b, ", ", p, "] = ", page, ": must be -1 or below ",
+                    num_pages, ", the number of pages");
+    }
+}
+
+void check_page_size(Checker& check, const char* name, const Dim& page_size) {
+  check.require(page_size.value > 0 && page_size.value % 16 == 0, name, ": page_size = ", page_size.value,
+                ": must be a positive multiple of 16");
+}
+
+void check_cache(Checker& check, Shapes& s, const KVCacheView& cache) {
+  constexpr Access kState = Access::kOutput;
+  check.tensor("cache.k_slc", cache.k_slc, kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_slc", cache.v_slc, kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dv});
+  check.int32("cache.cache_seqlens", cache.cache_seqlens, kState, {&s.B});
+  check.int32("cache.block_table", cache.block_table, Access::kInput, {&s.B, &s.max_pages});
+  check.tensor("cache.k_c", cache.k_c, kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_c", cache.v_c, kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dv});
+  check.int32("cache.block_table_c", cache.block_table_c, Access::kInput, {&s.B, &s.max_pages_c});
+  check.tensor("cache.k_swa_ring", cache.k_swa_ring, kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_swa_ring", cache.v_swa_ring, kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dv});
+  check.tensor("cache.k_cmp_ring", cache.k_cmp_ring, kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_cmp_ring", cache.v_cmp_ring, kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dv});
+  check.int32("cache.overflow", cache.overflow, kState, {&s.one});
+  check_page_size(check, "cache.k_slc", s.page_size);
+  check_page_size(check, "cache.k_c", s.page_size_c);
+  check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
+  check_table(check, "cache.block_table_c", cache.block_table_c, s.num_pages_c.value);
+  if (!check.ok() || cache.cache_seqlens.device.type != DeviceType::kCPU) return;
+  for (std::int64_t b = 0; b < s.B.value; ++b)
+    check.require(int32_at(cache.cache_seqlens, b) >= 0, "cache.cache_seqlens[", b,
+                  "] = ", int32_at(cache.cache_seqlens, b), ": must be >= 0");
+}
+
+/// Tokens that sequence b appends; the offsets of its table and rotation must hold them.
+void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& params) {
+  if (!check.ok() || params.q.device.type != DeviceType::kCPU) return;
+  for (std::int64_t b = 0; b < s.B.value && check.ok(); ++b) {
+    const std::int64_t added = params.num_new.defined() ? int32_at(params.num_new, b) : s.m.value;
+    check.require(added >= 0 && added <= s.m.value, "num_new[", b, "] = ", added, ": must be 0 ... m = ", s.m.value);
+    const std::int64_t length = int32_at(params.cache.cache_seqlens, b) + added;
+    check.require(length <= std::numeric_limits<std::int32_t>::max(), "cache.cache_seqlens[", b, "]: ", length,
+                  " tokens after the step: must be below 2^31");
+    const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
+    check.require(!params.rope_cos.defined() || last < s.max_positions.value, "rope_cos: ", params.rope_cos.describe(),
+                  ": sequence ", b, " rotates a compressed key at position ", last);
+  }
+}
+
+}  // namespace
+
+Status validate(const DecodeParams& params, Call& call) {
+  Checker check(call);
+  Shapes s(params.cfg);
+  check.config(params.cfg);
+  check.tensor("q", params.q, Access::kInput, {&s.B, &s.m, &s.H, &s.Dk});
+  check.require(s.m.value >= 1, "q: ", params.q.describe(), ": m must be >= 1");
+  check.tensor("k_cmp", params.k_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
+  check.tensor("v_cmp", params.v_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
+  check.tensor("k_slc", params.k_slc, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
+  check.tensor("v_slc", params.v_slc, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
+  check.tensor("k_swa", params.k_swa, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
+  check.tensor("v_swa", params.v_swa, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
+  check.tensor("gates", params.gates, Access::kInput, {&s.B, &s.m, &s.H, &s.three});
+  if (!check.ok()) return check.finish();
+  check.require(s.H.value > 0 && s.Hkv.value > 0 && s.H.value % s.Hkv.value == 0, "H = ", s.H.value,
+                ", Hkv = ", s.Hkv.value, ": Hkv must divide H, both >= 1");
+  check.require(s.Dk.value > 0 && s.Dv.value > 0, "Dk = ", s.Dk.value, ", Dv = ", s.Dv.value, ": must be >= 1");
+  check_cache(check, s, params.cache);
+  check_weights(check, "weights_k.", params.weights_k, params.cfg, s.Hkv, s.Dk);
+  check_weights(check, "weights_v.", params.weights_v, params.cfg, s.Hkv, s.Dv);
+  check.softmax_scale(params.softmax_scale);
+  check.require(params.rope_cos.defined() == params.rope_sin.defined(),
+                params.rope_cos.defined() ? "rope_sin" : "rope_cos",
+                ": not given: rope_cos and rope_sin come together");
+  if (params.rope_cos.defined()) {
+    check.require(s.Dk.value % 2 == 0, "rope_cos: Dk = ", s.Dk.value, ": only an even head dim can be rotated");
+    s.half.value = s.Dk.value / 2;
+    check.float32("rope_cos", params.rope_cos, Access::kInput, {&s.max_positions, &s.half});
+    check.float32("rope_sin", params.rope_sin, Access::kInput, {&s.max_positions, &s.half});
+  }
+  check.optional_int32("num_new", params.num_new, Access::kInput, {&s.B});
+  check.optional_int32("imposed_indices", params.imposed_indices, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.topk});
+  check.tensor("o", params.o, Access::kOutput, {&s.B, &s.m, &s.H, &s.Dv});
+  check.optional_int32("indices", params.indices, Access::kOutput, {&s.B, &s.m, &s.Hkv, &s.topk});
+  check_new_tokens(check, s, params);
+  call.problem.key_dim = s.Dk.value;
+  call.problem.value_dim = s.Dv.value;
+  return check.finish();
+}
+
+Status validate(const ForkParams& params, Call& call) {
+  Checker check(call);
+  Shapes s(params.cfg);
+  check.config(params.cfg);
+  check_cache(check, s, params.cache);
+  check.require(params.parent >= 0 && params.parent < s.B.value, "parent = ", params.parent,
+                ": must be 0 ... B - 1 = ", s.B.value - 1);
+  check.require(params.child >= 0 && params.child < s.B.value && params.child != params.parent,
+                "child = ", params.child, ": must be 0 ... B - 1 = ", s.B.value - 1, " and not the parent");
+  check.note("parent", params.parent);
+  check.note("child", params.child);
+  check.note("length", params.length);
+  if (!check.ok()) return check.finish();
+  call.problem.key_dim = s.Dk.value;
+  call.problem.value_dim = s.Dv.value;
+  const std::int64_t parent_length = int32_at(params.cache.cache_seqlens, params.parent);
+  check.require(params.length >= 0 && params.length <= parent_length, "length = ", params.length,
+                ": must be 0 ... the parent's length, ", parent_length);
+  check.require(parent_length - params.length <= kRollback, "length = ", params.length, ": at most ", kRollback,
+                " below the parent's length, ", parent_length, ": the rings hold no older tokens");
+  return check.finish();
+}
+
+}  // namespace nsa

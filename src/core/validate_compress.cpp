@@ -1,0 +1,120 @@
+#include "core/check.h"
+#include "core/check_weights.h"
+#include "core/layout.h"
+#include "core/validate.h"
+
+namespace nsa {
+
+void check_weights(Checker& check, const std::string& prefix, const CompressionWeights& weights, const NSAConfig& cfg,
+                   Dim Hkv, Dim D) {
+  check.note(prefix + "kind", std::string(name_of(weights.kind)));
+  Dim P{"P"}, E{"E"}, l{"kernel_size", cfg.kernel_size}, flat{"kernel_size * D", cfg.kernel_size * D.value};
+  const bool linear = weights.kind == CompressionKind::kLinear, mlp = weights.kind == CompressionKind::kMlp;
+  const auto weight = [&](const char* name, const TensorView& view, bool allowed, bool needed, const Shape& shape) {
+    check.require(allowed || !view.defined(), prefix, name, ": ", view.describe(), ": must not be given for kind ",
+                  name_of(weights.kind));
+    if (!allowed || (!needed && !view.defined())) return;
+    check.tensor(prefix + name, view, Access::kInput, shape);
+    check.require(P.value == 1 || P.value == Hkv.value, prefix, name, ": ", view.describe(),
+                  ": the first size must be Hkv = ", Hkv.value, " or 1");
+  };
+  weight("pe", weights.pe, linear || mlp, false, {&P, &l, &D});
+  weight("w1", weights.w1, linear || mlp, true, {&P, &flat, linear ? &D : &E});
+  weight("b1", weights.b1, linear || mlp, false, {&P, linear ? &D : &E});
+  weight("w2", weights.w2, mlp, true, {&P, &E, &D});
+  weight("b2", weights.b2, mlp, false, {&P, &D});
+}
+
+void check_weight_gradients(Checker& check, const std::string& prefix, const CompressionWeights& gradients,
+                            const CompressionWeights& weights) {
+  const auto gradient = [&](const char* name, const TensorView& view, const TensorView& weight) {
+    if (!view.defined()) return;
+    check.require(weight.defined(), prefix, name, ": asked for, but the weight is not given");
+    if (!check.ok()) return;
+    Dim sizes[TensorView::kMaxRank]{{""}, {""}, {""}, {""}};
+    Shape shape;
+    for (int i = 0; i < weight.rank; ++i) {
+      sizes[i].value = weight.size(i);
+      shape.push_back(&sizes[i]);
+    }
+    check.tensor(prefix + name, view, Access::kOutput, shape);
+  };
+  gradient("pe", gradients.pe, weights.pe);
+  gradient("w1", gradients.w1, weights.w1);
+  gradient("b1", gradients.b1, weights.b1);
+  gradient("w2", gradients.w2, weights.w2);
+  gradient("b2", gradients.b2, weights.b2);
+}
+
+namespace {
+
+struct CompressShapes {
+  explicit CompressShapes(bool packed) : packed(packed) {}
+
+  bool packed;
+  Dim B{"B"}, S{"S"}, total{"total"}, rows{packed ? "floor(total / kernel_stride)" : "N_c(S)"}, Hkv{"Hkv"}, D{"D"};
+  Shape k = packed ? Shape{&total, &Hkv, &D} : Shape{&B, &S, &Hkv, &D};
+  Shape out = packed ? Shape{&rows, &Hkv, &D} : Shape{&B, &rows, &Hkv, &D};
+};
+
+void check_forward(Checker& check, CompressShapes& shapes, const CompressParams& params) {
+  check.config(params.cfg);
+  check.tensor("k", params.k, Access::kInput, shapes.k);
+  check.require(shapes.Hkv.value > 0 && shapes.D.value > 0, "k: ", params.k.describe(), ": Hkv and D must be >= 1");
+  if (!check.ok()) return;
+  check_weights(check, "weights.", params.weights, params.cfg, shapes.Hkv, shapes.D);
+  check.call().packed = shapes.packed;
+  check.call().problem.key_dim = check.call().problem.value_dim = shapes.D.value;
+  if (shapes.packed) {
+    Dim count{"B + 1"};
+    check.int32("cu_seqlens", params.cu_seqlens, Access::kInput, {&count});
+    check.offsets("cu_seqlens", params.cu_seqlens, shapes.total.value);
+    shapes.rows.value = shapes.total.value / params.cfg.kernel_stride;
+  } else {
+    shapes.rows.value = params.cfg.num_compressed(shapes.S.value);
+  }
+}
+
+}  // namespace
+
+Status validate(const CompressParams& params, Call& call) {
+  Checker check(call);
+  CompressShapes shapes(params.cu_seqlens.defined());
+  check_forward(check, shapes, params);
+  check.tensor("out", params.out, Access::kOutput, shapes.out);
+  return check.finish();
+}
+
+Status validate(const CompressBackwardParams& params, Call& call) {
+  Checker check(call);
+  CompressShapes shapes(params.forward.cu_seqlens.defined());
+  check_forward(check, shapes, params.forward);
+  check.incoming_gradient("d_out", params.d_out, shapes.out);
+  check.optional_tensor("d_k", params.d_k, Access::kOutput, shapes.k);
+  check_weight_gradients(check, "d_weights.", params.d_weights, params.forward.weights);
+  return check.finish();
+}
+
+Status compressed_cu_seqlens(const TensorView& cu_seqlens, const NSAConfig& cfg, const TensorView& out) {
+  Call call;
+  Checker check(call);
+  Dim count{"B + 1"};
+  check.config(cfg);
+  check.int32("cu_seqlens", cu_seqlens, Access::kInput, {&count});
+  check.int32("out", out, Access::kOutput, {&count});
+  check.require(cu_seqlens.device.type == DeviceType::kCPU, "cu_seqlens: must be in host memory");
+  check.offsets("cu_seqlens", cu_seqlens, std::numeric_limits<std::int32_t>::max());
+  if (Status status = check.finish(); !status.ok()) return status;
+  std::int64_t end = 0;
+  const auto write = [&](std::int64_t i) {
+    out.as<std::int32_t>()[i * out.stride[0]] = static_cast<std::int32_t>(end);
+  };
+  write(0);
+  for (std::int64_t b = 0; b + 1 < count.value; ++b) {
+    end += cfg.num_compressed(int32_at(cu_seqlens, b + 1) - int32_at(cu_seqlens, b));
+    write(b + 1);
+  }
+  return {};
+}
+
+}  // namespace nsa
