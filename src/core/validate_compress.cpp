@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "core/check.h"
 #include "core/check_weights.h"
 #include "core/layout.h"

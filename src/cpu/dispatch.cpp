@@ -1,4 +1,5 @@
 // The CPU backend's operations: forwarded to the kernels of the chosen instruction set.
+#include "core/backend.h"
 #include "cpu/isa.h"
 #include "cpu/kernels/kernels.h"
 
@@ -43,6 +44,11 @@ Status run(Status (*Kernels::*operation)(const Params&, const Context&), const P
 }
 
 }  // namespace
+
+const char* variant() {
+  Isa isa;
+  return choose_isa(isa).ok() ? name_of(isa) : "none: NSA_CPU_ISA asks for what is not there";
+}
 
 Status combine(const CombineParams& p, const Context& c) { return run(&Kernels::combine, p, c); }
 Status combine_backward(const CombineBackwardParams& p, const Context& c) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <limits>
 
+#include "core/backend.h"
 #include "core/half.h"
 
 namespace nsa::reference {
@@ -72,6 +73,8 @@ std::int64_t offset_of(const TensorView& tensor, const std::array<std::int64_t, 
 }
 
 }  // namespace
+
+const char* variant() { return "float64"; }
 
 double rounded(double x, DType dtype) {
   switch (dtype) {
