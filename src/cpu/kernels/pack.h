@@ -1,0 +1,169 @@
+// Keys and values as the micro-kernel reads them: blocks of 64 tokens of one sequence and head, in one of two layouts,
+// made once per call and then read by every query. Any strides come in; nothing outside the given rows is read.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/layout.h"
+#include "cpu/kernels/buffer.h"
+#include "cpu/kernels/simd.h"
+#include "cpu/threads.h"
+
+namespace nsa::cpu::NSA_ISA {
+
+inline constexpr int kBlockTokens = 64;
+static_assert(kBlockTokens % kWidth == 0);
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+constexpr std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
+
+enum class Layout {
+  kColumns,  // [D / kElements][64]: tokens are the columns of a tile's B, its sum runs over D. For q * K^T, dO * V^T.
+  kRows,     // [64 / kElements][D rounded up to kWidth]: the sum runs over tokens. For P * V, dS * K.
+};
+
+/// The packed blocks of one sequence and head.
+struct TokenBlocks {
+  const Slot* data = nullptr;         // of token 0; missing tokens and columns are zero
+  std::ptrdiff_t block_stride = 0;    // slots of a block
+  std::ptrdiff_t step_stride = 0;     // slots between the steps of a tile's sum
+  const std::uint8_t* odd = nullptr;  // per block: it holds a NaN or an infinity
+
+  const Slot* block(std::int64_t b) const { return data + b * block_stride; }
+};
+
+/// The tokens of one sequence in a (B, S, heads, D) or (total, heads, D) tensor.
+struct TokenSpan {
+  std::int64_t batch = 0, begin = 0, length = 0;
+  std::int64_t first = 0;  // tokens before this one are not needed; the blocks wholly before it are not packed
+};
+
+/// One float32, or a bf16 widened or paired with the next, as a slot.
+template <class Slots>
+Slot make_slot(float first, float) {
+  static_assert(Slots::kElements == 1);
+  Slot s;
+  std::memcpy(&s, &first, 4);
+  return s;
+}
+template <class Slots>
+Slot make_slot(bf16 first, bf16 second) {
+  if constexpr (Slots::kElements == 2) return first.bits | Slot{second.bits} << 16;
+  return Slot{first.bits} << 16;
+}
+
+/// kElements-wise slots of `n` consecutive elements (a multiple of kElements).
+template <class Slots, class In>
+void pack_row(const In* x, std::int64_t n, Slot* out) {
+  constexpr int e = Slots::kElements;
+  for (std::int64_t i = 0; i < n / e; ++i) out[i] = make_slot<Slots>(x[i * e], x[i * e + e - 1]);
+}
+
+/// Up to 64 tokens from x, `count` of them there: one block in the layout kColumns.
+template <class Slots, class In>
+void pack_columns(const In* x, std::int64_t token_stride, int count, int dim, Slot* out) {
+  constexpr int e = Slots::kElements;
+  for (int d = 0; d < dim / e; ++d, out += kBlockTokens) {
+    for (int t = 0; t < count; ++t) {
+      const In* pair = x + t * token_stride + d * e;
+      out[t] = make_slot<Slots>(pair[0], pair[e - 1]);
+    }
+    for (int t = count; t < kBlockTokens; ++t) out[t] = 0;
+  }
+}
+
+/// The same in the layout kRows.
+template <class Slots, class In>
+void pack_rows(const In* x, std::int64_t token_stride, int count, int dim, Slot* out) {
+  constexpr int e = Slots::kElements;
+  const std::int64_t columns = round_up(dim, kWidth);
+  for (int t = 0; t < kBlockTokens; t += e, out += columns) {
+    const In *first = x + t * token_stride, *second = first + (e - 1) * token_stride;
+    int d = 0;
+    if (t + e <= count) {
+      for (; d < dim; ++d) out[d] = make_slot<Slots>(first[d], second[d]);
+    } else if (t < count) {
+      for (; d < dim; ++d) out[d] = make_slot<Slots>(first[d], In{});
+    }
+    for (; d < columns; ++d) out[d] = 0;
+  }
+}
+
+/// Whether a slot of n holds a NaN or an infinity: an exponent of all ones.
+template <class Slots>
+bool any_odd(const Slot* slots, std::int64_t n) {
+  constexpr Slot high = 0x7f800000, low = Slots::kElements == 2 ? 0x7f80 : 0x7f800000;
+  Slot odd = 0;
+  for (std::int64_t i = 0; i < n; ++i) odd |= ((slots[i] & high) == high) | ((slots[i] & low) == low);
+  return odd != 0;
+}
+
+/// All sequences and heads of a tensor, packed.
+template <class In>
+class PackedTokens {
+ public:
+  using Slots = typename SlotsOf<In>::type;
+
+  PackedTokens() = default;
+  PackedTokens(const TensorView& tokens, Layout layout, const std::vector<TokenSpan>& spans, const Context& context)
+      : heads_(tokens.size(-2)), dim_(static_cast<int>(tokens.size(-1))), columns_(layout == Layout::kColumns) {
+    std::int64_t blocks = 0;
+    for (const TokenSpan& span : spans) {
+      const std::int64_t skip = std::min(span.first, span.length) / kBlockTokens;
+      const std::int64_t n = ceil_div(span.length, kBlockTokens) - skip;
+      places_.push_back({blocks, n, skip});
+      blocks += n * heads_;
+    }
+    block_stride_ = columns_ ? dim_ / Slots::kElements * std::ptrdiff_t{kBlockTokens}
+                             : round_up(dim_, kWidth) * kBlockTokens / Slots::kElements;
+    slots_ = Buffer<Slot>(static_cast<std::size_t>(blocks * block_stride_));
+    odd_ = Buffer<std::uint8_t>(static_cast<std::size_t>(blocks));
+    std::vector<std::size_t> span_of(static_cast<std::size_t>(blocks));
+    for (std::size_t s = 0; s < spans.size(); ++s)
+      std::fill_n(span_of.begin() + places_[s].begin, places_[s].blocks * heads_, s);
+#pragma omp parallel for schedule(static) num_threads(threads_of(context))
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      const std::size_t s = span_of[static_cast<std::size_t>(i)];
+      const Place& place = places_[s];
+      const std::int64_t head = (i - place.begin) / place.blocks;
+      const std::int64_t token = ((i - place.begin) % place.blocks + place.skip) * kBlockTokens;
+      const RowView<const In> rows = rows_of<const In>(tokens, spans[s].batch, spans[s].begin);
+      const int count = static_cast<int>(std::min<std::int64_t>(spans[s].length - token, kBlockTokens));
+      Slot* out = slots_.data() + i * block_stride_;
+      (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(rows.at(token, head), rows.row_stride, count, dim_,
+                                                                  out);
+      odd_[static_cast<std::size_t>(i)] = any_odd<Slots>(out, block_stride_);
+    }
+  }
+
+  bool defined() const { return dim_ > 0; }
+  int dim() const { return dim_; }
+
+  TokenBlocks of(std::size_t span, std::int64_t head) const {
+    const Place& place = places_[span];
+    const std::int64_t first = place.begin + head * place.blocks - place.skip;
+    return {slots_.data() + first * block_stride_, block_stride_,
+            columns_ ? std::ptrdiff_t{kBlockTokens} : static_cast<std::ptrdiff_t>(round_up(dim_, kWidth)),
+            odd_.data() + first};
+  }
+
+ private:
+  struct Place {
+    std::int64_t begin;   // first block of the span's head 0
+    std::int64_t blocks;  // per head
+    std::int64_t skip;    // blocks of the span that are not there
+  };
+
+  std::vector<Place> places_;
+  std::int64_t heads_ = 0;
+  int dim_ = 0;
+  bool columns_ = true;
+  std::ptrdiff_t block_stride_ = 0;
+  Buffer<Slot> slots_;
+  Buffer<std::uint8_t> odd_;
+};
+
+}  // namespace nsa::cpu::NSA_ISA
