@@ -1,7 +1,7 @@
 # Imported targets for LibTorch out of an installed Python torch. find_package(Torch) is avoided: for a CUDA wheel it
 # demands a full CUDA toolkit even where only the CPU part is used.
 #   torch::headers  include folders only
-#   torch::torch    headers, libc10, libtorch_cpu (and libtorch_cuda where the wheel has it)
+#   torch::torch    headers, libc10, libtorch_cpu
 include_guard(GLOBAL)
 
 set(NSA_PYTHON "" CACHE FILEPATH "Python interpreter whose torch is used; default .venv/bin/python, then python3")
@@ -34,7 +34,3 @@ endforeach()
 add_library(torch_torch INTERFACE)
 add_library(torch::torch ALIAS torch_torch)
 target_link_libraries(torch_torch INTERFACE torch_headers torch_torch_cpu torch_c10)
-if(EXISTS ${NSA_TORCH_DIR}/lib/libtorch_cuda.so)
-  target_link_libraries(torch_torch INTERFACE
-    "LINKER:--no-as-needed,${NSA_TORCH_DIR}/lib/libtorch_cuda.so,--as-needed")
-endif()

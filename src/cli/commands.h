@@ -1,0 +1,11 @@
+// The subcommands of `nsa`, one file each. A function adds its subcommand, whose callback does the work.
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+namespace nsa::cli {
+
+
+}  // namespace nsa::cli

@@ -1,0 +1,38 @@
+// The program `nsa`. Exit codes: 0 done, 1 failed, 2 the arguments or the files they name are at fault.
+#include <c10/util/Exception.h>
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <exception>
+
+#include "cli/commands.h"
+#include "cli/exit.h"
+#include "lm/error.h"
+#include "nsa/backend.h"
+
+int main(int argc, char** argv) {
+  CLI::App app("Native Sparse Attention: train, generate, measure and look inside.", "nsa");
+  app.set_version_flag("--version", std::string("nsa ") + nsa::version());
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(40);
+  app.option_defaults()->always_capture_default();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    fmt::print(stderr, "nsa: {}\nSee nsa --help and nsa SUBCOMMAND --help.\n", error.what());
+    return 2;
+  } catch (const nsa::cli::Exit& exit) {
+    return exit.code;
+  } catch (const nsa::lm::Error& error) {
+    fmt::print(stderr, "nsa: {}\n", error.what());
+    return 2;
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "nsa: internal error: {}\n", error.what_without_backtrace());
+    return 1;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "nsa: internal error: {}\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,226 @@
+#include "lm/block.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/rms_norm.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "lm/phi_init.h"
+#include "lm/random.h"
+
+namespace nsa::lm {
+namespace {
+
+constexpr double kInitDeviation = 0.02;
+const std::array<const char*, 3> kBranches = {"cmp", "slc", "swa"};
+
+std::int64_t num_kv_sets(const ModelConfig& config) {
+  return config.attention == AttentionKind::kNsa && !config.share_kv ? 3 : 1;
+}
+
+CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, const ModelConfig& config,
+                            std::int64_t dim) {
+  const std::int64_t sets = config.phi_per_kv_head ? config.num_kv_heads : 1;
+  const std::int64_t tokens = config.nsa.kernel_size;
+  CompressionTensors phi;
+  phi.kind = config.phi;
+  if (phi.kind == CompressionKind::kMean) return phi;
+  phi.pe = store.constant(prefix + ".pe", {sets, tokens, dim}, 0);
+  if (phi.kind == CompressionKind::kLinear) {
+    phi.w1 = store.add(prefix + ".w1", mean_weight(sets, tokens, dim));
+    phi.b1 = store.constant(prefix + ".b1", {sets, dim}, 0);
+    return phi;
+  }
+  const std::int64_t hidden = config.phi_hidden > 0 ? config.phi_hidden : 2 * dim;
+  // The further units of W1 are drawn by the store, whose generator carries the seed.
+  phi.w1 = store.normal(prefix + ".w1", {sets, tokens * dim, hidden}, 1);
+  phi.b1 = store.constant(prefix + ".b1", {sets, hidden}, 0);
+  phi.w2 = store.normal(prefix + ".w2", {sets, hidden, dim}, 1);
+  phi.b2 = store.constant(prefix + ".b2", {sets, dim}, 0);
+  initialise_mlp(phi.w1, phi.w2, tokens);
+  return phi;
+}
+
+at::Tensor full_attention(const Projected& in, const std::vector<std::int64_t>& offsets) {
+  std::vector<at::Tensor> outputs;
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    const auto sequence = [&](const at::Tensor& t) {
+      return t.slice(0, offsets[b], offsets[b + 1]).transpose(0, 1).unsqueeze(0);
+    };
+    if (offsets[b] == offsets[b + 1]) continue;
+    outputs.push_back(at::scaled_dot_product_attention(sequence(in.q), sequence(in.k_slc), sequence(in.v_slc), {}, 0.0,
+                                                       /*is_causal=*/true, {}, /*enable_gqa=*/true)
+                          .squeeze(0)
+                          .transpose(0, 1));
+  }
+  return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
+}
+
+at::Tensor sparse_attention(const ModelConfig& config, const BlockWeights& weights, const Projected& in,
+                            const ForwardState& state, int layer, LayerTrace* trace) {
+  auto gates = in.gates;
+  if (state.options.gate_scale != std::array<double, 3>{1, 1, 1}) {
+    gates = gates * at::tensor(c10::ArrayRef<double>(state.options.gate_scale), gates.options());
+  }
+  NsaInputs inputs{
+      .q = in.q,
+      .k_c = rotate(compress(in.k_cmp, weights.phi_k, config.nsa, state.cu_seqlens), state.rotation_c),
+      .v_c = compress(in.v_cmp, weights.phi_v, config.nsa, state.cu_seqlens),
+      .k_slc = in.k_slc,
+      .v_slc = in.v_slc,
+      .k_swa = in.k_swa,
+      .v_swa = in.v_swa,
+      .gates = gates,
+      .cu_seqlens = state.cu_seqlens,
+      .noise = state.options.noise,
+      .seed = derive_seed({state.options.seed, static_cast<std::uint64_t>(layer)}),
+  };
+  const auto outputs = nsa_attention(inputs, config.nsa);
+  if (trace) *trace = {gates, outputs.indices};
+  return outputs.o;
+}
+
+}  // namespace
+
+ParameterStore::ParameterStore(NamedTensors& list, std::uint64_t seed)
+    : list_(list), generator_(at::detail::createCPUGenerator(seed)) {}
+
+at::Tensor ParameterStore::add(const std::string& name, at::Tensor value) {
+  value.requires_grad_(true);
+  list_.emplace_back(name, value);
+  return value;
+}
+
+at::Tensor ParameterStore::normal(const std::string& name, at::IntArrayRef shape, double deviation) {
+  return add(name, at::empty(shape).normal_(0, deviation, generator_));
+}
+
+at::Tensor ParameterStore::constant(const std::string& name, at::IntArrayRef shape, double value) {
+  return add(name, at::full(shape, value, at::kFloat));
+}
+
+Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config) : config_(config) {
+  const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
+  const double residual_deviation = kInitDeviation / std::sqrt(2.0 * config.num_layers);
+  const auto matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns, double deviation) {
+    return store.normal(prefix + name + ".weight", {rows, columns}, deviation);
+  };
+  attention_norm_ = store.constant(prefix + "attention_norm.weight", {hidden}, 1);
+  q_proj_ = matrix("attention.q_proj", heads * config.head_dim, hidden, kInitDeviation);
+  const auto sets = num_kv_sets(config);
+  for (std::int64_t i = 0; i < sets; ++i) {
+    const std::string branch = sets == 1 ? "" : std::string(".") + kBranches[static_cast<std::size_t>(i)];
+    k_proj_.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden, kInitDeviation));
+    v_proj_.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden, kInitDeviation));
+  }
+  if (config.attention == AttentionKind::kNsa) {
+    phi_k_ = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
+    phi_v_ = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
+    gate_0_ = matrix("attention.gate.0", hidden / 4, hidden, kInitDeviation);
+    gate_0_bias_ = store.constant(prefix + "attention.gate.0.bias", {hidden / 4}, 0);
+    gate_2_ = store.constant(prefix + "attention.gate.2.weight", {3 * heads, hidden / 4}, 0);
+    gate_2_bias_ = store.constant(prefix + "attention.gate.2.bias", {3 * heads}, 0);
+  }
+  o_proj_ = matrix("attention.o_proj", hidden, heads * config.v_head_dim, residual_deviation);
+  ffn_norm_ = store.constant(prefix + "ffn_norm.weight", {hidden}, 1);
+  gate_proj_ = matrix("ffn.gate_proj", config.ffn_size, hidden, kInitDeviation);
+  up_proj_ = matrix("ffn.up_proj", config.ffn_size, hidden, kInitDeviation);
+  down_proj_ = matrix("ffn.down_proj", hidden, config.ffn_size, residual_deviation);
+}
+
+BlockWeights Block::weights(at::ScalarType dtype) const {
+  std::vector<at::Tensor> in = {q_proj_};
+  in.insert(in.end(), k_proj_.begin(), k_proj_.end());
+  in.insert(in.end(), v_proj_.begin(), v_proj_.end());
+  if (gate_0_.defined()) in.push_back(gate_0_);
+  const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(dtype) : t; };
+  return {
+      .attention_norm = attention_norm_,
+      .ffn_norm = ffn_norm_,
+      .in_proj = cast(at::cat(in, 0)),
+      .gate_bias = cast(gate_0_bias_),
+      .gate_out = cast(gate_2_),
+      .gate_out_bias = cast(gate_2_bias_),
+      .o_proj = cast(o_proj_),
+      .ffn_in = cast(at::cat({gate_proj_, up_proj_}, 0)),
+      .ffn_out = cast(down_proj_),
+      .phi_k = phi_k_.to(dtype),
+      .phi_v = phi_v_.to(dtype),
+  };
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype) {
+  return at::rms_norm(x, weight.sizes(), weight, eps).to(dtype);
+}
+
+Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
+                  const Rotation& rotation) {
+  const std::int64_t rows = x.size(0), kv_heads = config.num_kv_heads;
+  const auto sets = static_cast<std::size_t>(num_kv_sets(config));
+  std::vector<std::int64_t> widths = {std::int64_t{config.num_heads} * config.head_dim};
+  widths.insert(widths.end(), sets, kv_heads * config.head_dim);
+  widths.insert(widths.end(), sets, kv_heads * config.v_head_dim);
+  if (weights.gate_out.defined()) widths.push_back(weights.gate_bias.size(0));
+  const auto normed = rms_norm(x, weights.attention_norm, config.norm_eps, weights.in_proj.scalar_type());
+  const auto parts = at::linear(normed, weights.in_proj).split_with_sizes(widths, 1);
+  const auto key = [&](std::size_t set) {
+    return parts[1 + std::min(set, sets - 1)].view({rows, kv_heads, config.head_dim});
+  };
+  const auto value = [&](std::size_t set) {
+    return parts[1 + sets + std::min(set, sets - 1)].view({rows, kv_heads, config.v_head_dim});
+  };
+
+  Projected out;
+  out.q = rotate(parts[0].view({rows, config.num_heads, config.head_dim}), rotation);
+  out.k_cmp = key(0);
+  out.v_cmp = value(0);
+  out.k_slc = rotate(key(1), rotation);
+  out.v_slc = value(1);
+  out.k_swa = sets == 1 ? out.k_slc : rotate(key(2), rotation);
+  out.v_swa = value(2);
+  if (weights.gate_out.defined()) {
+    out.gates = at::linear(at::silu(parts.back() + weights.gate_bias), weights.gate_out, weights.gate_out_bias)
+                    .sigmoid()
+                    .view({rows, config.num_heads, 3});
+  }
+  return out;
+}
+
+at::Tensor project_out(const BlockWeights& weights, const at::Tensor& o) {
+  return at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj);
+}
+
+at::Tensor feed_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x) {
+  const auto normed = rms_norm(x, weights.ffn_norm, config.norm_eps, weights.ffn_in.scalar_type());
+  const auto parts = at::linear(normed, weights.ffn_in).chunk(2, 1);
+  return x + at::linear(at::silu(parts[0]) * parts[1], weights.ffn_out);
+}
+
+at::Tensor block_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
+                         const ForwardState& state, int layer, LayerTrace* trace) {
+  const auto in = project(config, weights, x, state.rotation);
+  at::Tensor o;
+  switch (config.attention) {
+    case AttentionKind::kNsa:
+      o = sparse_attention(config, weights, in, state, layer, trace);
+      break;
+    case AttentionKind::kFull:
+      o = full_attention(in, state.offsets);
+      break;
+    case AttentionKind::kWindow:
+      o = sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, config.nsa.window_size);
+      break;
+  }
+  return feed_forward(config, weights, x + project_out(weights, o));
+}
+
+}  // namespace nsa::lm

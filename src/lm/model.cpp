@@ -1,0 +1,133 @@
+#include "lm/model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/core.h>
+
+#include <algorithm>
+
+#include "lm/block.h"
+#include "lm/error.h"
+#include "lm/model_impl.h"
+
+namespace nsa::lm {
+namespace {
+
+/// Position of each token in its sequence, int64 (total).
+at::Tensor token_positions(const std::vector<std::int64_t>& offsets) {
+  const auto positions = at::empty({offsets.back()}, at::kLong);
+  auto* const out = positions.mutable_data_ptr<std::int64_t>();
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    for (std::int64_t i = offsets[b]; i < offsets[b + 1]; ++i) out[i] = i - offsets[b];
+  }
+  return positions;
+}
+
+/// First position of each compression block, int64 (floor(total / d)); 0 for the rows past the last block.
+at::Tensor compressed_positions(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg) {
+  const auto positions = at::zeros({offsets.back() / cfg.kernel_stride}, at::kLong);
+  auto* out = positions.mutable_data_ptr<std::int64_t>();
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    const std::int64_t blocks = cfg.num_compressed(offsets[b + 1] - offsets[b]);
+    for (std::int64_t i = 0; i < blocks; ++i) *out++ = i * cfg.kernel_stride;
+  }
+  return positions;
+}
+
+}  // namespace
+
+Batch single(const std::vector<std::int64_t>& tokens) {
+  return {at::tensor(c10::ArrayRef<std::int64_t>(tokens), at::kLong),
+          at::tensor({0, static_cast<int>(tokens.size())}, at::kInt)};
+}
+
+Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_unique<Impl>()) {
+  config.validate();
+  impl_->config = config;
+  ParameterStore store(impl_->parameters, seed);
+  impl_->embedding = store.normal("embedding.weight", {config.vocab_size, config.hidden_size}, 0.02);
+  for (int i = 0; i < config.num_layers; ++i) impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config);
+  impl_->norm = store.constant("norm.weight", {config.hidden_size}, 1);
+}
+
+Model::~Model() = default;
+Model::Model(Model&&) noexcept = default;
+Model& Model::operator=(Model&&) noexcept = default;
+
+const ModelConfig& Model::config() const { return impl_->config; }
+const NamedTensors& Model::parameters() const { return impl_->parameters; }
+void Model::set_compute_dtype(at::ScalarType dtype) { impl_->dtype = dtype; }
+at::ScalarType Model::compute_dtype() const { return impl_->dtype; }
+
+at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) const {
+  const auto& config = impl_->config;
+  const auto* const cu_seqlens = batch.cu_seqlens.const_data_ptr<int>();
+  ForwardState state;
+  state.cu_seqlens = batch.cu_seqlens;
+  state.offsets.assign(cu_seqlens, cu_seqlens + batch.cu_seqlens.numel());
+  std::int64_t longest = 1;
+  for (std::size_t b = 0; b + 1 < state.offsets.size(); ++b) {
+    longest = std::max(longest, state.offsets[b + 1] - state.offsets[b]);
+  }
+  const auto& table = impl_->rotation(longest);
+  state.rotation = table.at(token_positions(state.offsets));
+  if (config.attention == AttentionKind::kNsa) {
+    state.rotation_c = table.at(compressed_positions(state.offsets, config.nsa));
+  }
+  state.options = options;
+  if (options.trace) options.trace->assign(impl_->blocks.size(), {});
+
+  auto x = at::embedding(impl_->embedding, batch.tokens);
+  for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
+    x = block_forward(config, impl_->blocks[i].weights(impl_->dtype), x, state, static_cast<int>(i),
+                      options.trace ? &(*options.trace)[i] : nullptr);
+  }
+  return impl_->logits(x);
+}
+
+at::Tensor Model::Impl::logits(const at::Tensor& x) const {
+  return at::linear(rms_norm(x, norm, config.norm_eps, dtype), embedding.to(dtype)).to(at::kFloat);
+}
+
+const Rotation& Model::Impl::rotation(std::int64_t positions) {
+  if (!table.cos.defined() || table.cos.size(0) < positions) {
+    const at::NoGradGuard no_grad;
+    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config.head_dim, config.rope_theta);
+  }
+  return table;
+}
+
+ParameterCounts parameter_counts(const ModelConfig& config) {
+  const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
+  const std::int64_t dk = config.head_dim, dv = config.v_head_dim;
+  const std::int64_t kv = hidden * kv_heads * (dk + dv);
+  ParameterCounts layer;
+  layer.rest = 2 * hidden + hidden * heads * (dk + dv) + kv + 3 * hidden * config.ffn_size;
+  if (config.attention == AttentionKind::kNsa) {
+    const std::int64_t sets = config.phi_per_kv_head ? kv_heads : 1, tokens = config.nsa.kernel_size;
+    for (const std::int64_t d : {dk, dv}) {
+      const std::int64_t width = config.phi_hidden > 0 ? config.phi_hidden : 2 * d;
+      if (config.phi == CompressionKind::kLinear) layer.phi += sets * (tokens * d + tokens * d * d + d);
+      if (config.phi == CompressionKind::kMlp) {
+        layer.phi += sets * (tokens * d + tokens * d * width + width + width * d + d);
+      }
+    }
+    layer.gates = (hidden / 4) * (hidden + 1) + 3 * heads * (hidden / 4 + 1);
+    if (!config.share_kv) layer.extra_kv = 2 * kv;
+  }
+  const std::int64_t layers = config.num_layers;
+  return {layers * layer.phi, layers * layer.gates, layers * layer.extra_kv,
+          layers * layer.rest + hidden * (config.vocab_size + 1)};
+}
+
+int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& target) {
+  const std::int64_t missing = parameter_counts(target).total() - parameter_counts(config).total();
+  const std::int64_t column = std::int64_t{3} * config.hidden_size * config.num_layers;
+  return static_cast<int>(config.ffn_size + (missing + column / 2) / column);
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,81 @@
+// A decoder-only language model: RMSNorm, rotary positions, grouped-query attention of one of three kinds, SwiGLU, tied
+// embeddings.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lm/config.h"
+
+namespace nsa::lm {
+
+/// Sequences laid one after the other; nothing attends from one to another.
+struct Batch {
+  at::Tensor tokens;      // int64 (total)
+  at::Tensor cu_seqlens;  // int32 (B + 1), first 0, last = total
+};
+
+/// One sequence.
+Batch single(const std::vector<std::int64_t>& tokens);
+
+/// What one layer of attention `nsa` did.
+struct LayerTrace {
+  at::Tensor gates;    // (total, H, 3) in the order cmp, slc, swa, with its gradient
+  at::Tensor indices;  // int32 (total, Hkv, topk)
+};
+
+struct ForwardOptions {
+  double noise = 0;                              // exploration noise of the selection
+  std::uint64_t seed = 0;                        // of the noise; each layer derives its own
+  std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
+  std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
+};
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// Parameters by what they are for.
+struct ParameterCounts {
+  std::int64_t phi = 0, gates = 0, extra_kv = 0, rest = 0;
+  std::int64_t total() const { return phi + gates + extra_kv + rest; }
+};
+
+ParameterCounts parameter_counts(const ModelConfig& config);
+/// The ffn_size with which `config` has as many parameters as `target`, within one column.
+int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& target);
+
+struct DecodeState;
+
+class Model {
+ public:
+  /// Fresh weights from `seed`. Throws Error when `config` is invalid.
+  Model(const ModelConfig& config, std::uint64_t seed);
+  ~Model();
+  Model(Model&&) noexcept;
+  Model& operator=(Model&&) noexcept;
+
+  const ModelConfig& config() const;
+
+  /// Parameters in a fixed order, float32, under the names of the checkpoint; they share memory with the model.
+  const NamedTensors& parameters() const;
+
+  /// The dtype of the matrix products and of attention: float32 (default) or bfloat16. Norms, the residual stream, the
+  /// logits and the parameters themselves stay float32.
+  void set_compute_dtype(at::ScalarType dtype);
+  at::ScalarType compute_dtype() const;
+
+  /// Logits float32 (total, vocab_size) of the token after each token. Differentiable unless under at::NoGradGuard.
+  at::Tensor forward(const Batch& batch, const ForwardOptions& options = {}) const;
+
+ private:
+  friend class Decoder;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nsa::lm

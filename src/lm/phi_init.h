@@ -1,0 +1,18 @@
+// The start of the compression functions: exactly the mean of the block.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace nsa::lm {
+
+/// M (sets, tokens * dim, dim), which averages over the tokens.
+at::Tensor mean_weight(std::int64_t sets, std::int64_t tokens, std::int64_t dim);
+
+/// Rewrites standard normal w1 (P, l*D, E) and w2 (P, E, D), without autograd. From E = 2D on: W1 = [M, -M, R] and
+/// W2 = [I; -I; 0], which is the mean because SiLU(z) - SiLU(-z) = z; R ~ N(0, 1/(l*D)) is scaled from what is there.
+/// For a smaller E: both scaled to Xavier's deviation, and a note on stderr says so.
+void initialise_mlp(const at::Tensor& w1, const at::Tensor& w2, std::int64_t tokens);
+
+}  // namespace nsa::lm

@@ -1,0 +1,24 @@
+// Rotary position embedding: channel pairs (j, j + D/2) turn by position * theta^(-2j/D).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace nsa::lm {
+
+/// Cosines and sines, float32 (rows, D/2).
+struct Rotation {
+  at::Tensor cos, sin;
+
+  /// The rows of the given positions, int64 (n).
+  Rotation at(const at::Tensor& positions) const;
+};
+
+/// One row for each position 0 ... max_positions - 1.
+Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, double theta);
+
+/// Rotates x (n, heads, D) row by row in float32; differentiable. Result in x's dtype, contiguous.
+at::Tensor rotate(const at::Tensor& x, const Rotation& rotation);
+
+}  // namespace nsa::lm
