@@ -1,0 +1,61 @@
+#include "operations.h"
+
+namespace nsa::python {
+namespace {
+
+CompressParams params_of(const Tensor& k, const std::string& kind, const OptionalTensor& pe, const OptionalTensor& w1,
+                         const OptionalTensor& b1, const OptionalTensor& w2, const OptionalTensor& b2, const Ints& cfg,
+                         const OptionalTensor& cu_seqlens) {
+  CompressParams params;
+  params.k = input(k, "k");
+  params.weights = weights_of(kind, pe, w1, b1, w2, b2);
+  params.cfg = config_of(cfg);
+  params.cu_seqlens = input(cu_seqlens, "cu_seqlens");
+  check(params.cfg.validate());  // before a size is computed from it
+  return params;
+}
+
+}  // namespace
+
+Tensor compress(const Tensor& k, std::string kind, OptionalTensor pe, OptionalTensor w1, OptionalTensor b1,
+                OptionalTensor w2, OptionalTensor b2, Ints cfg, OptionalTensor cu_seqlens) {
+  CompressParams params = params_of(k, kind, pe, w1, b1, w2, b2, cfg, cu_seqlens);
+  Shape shape = shape_of(k);
+  if (cu_seqlens)
+    shape[0] /= params.cfg.kernel_stride;
+  else if (shape.size() > 1)
+    shape[1] = params.cfg.num_compressed(shape[1]);
+  Tensor out = make(k, shape);
+  params.out = output(out, "out");
+  check(nsa::compress(params, context()));
+  return out;
+}
+
+Tensors<6> compress_backward(const Tensor& d_out, const Tensor& k, std::string kind, OptionalTensor pe,
+                             OptionalTensor w1, OptionalTensor b1, OptionalTensor w2, OptionalTensor b2, Ints cfg,
+                             OptionalTensor cu_seqlens, Bools needs) {
+  expect_needs(needs, 6);
+  CompressBackwardParams params;
+  params.forward = params_of(k, kind, pe, w1, b1, w2, b2, cfg, cu_seqlens);
+  params.d_out = input(d_out, "d_out");
+  params.d_weights.kind = params.forward.weights.kind;
+  Gradient d_k(k, needs[0]), d_pe(pe, needs[1], k), d_w1(w1, needs[2], k), d_b1(b1, needs[3], k), d_w2(w2, needs[4], k),
+      d_b2(b2, needs[5], k);
+  params.d_k = d_k.view("d_k");
+  params.d_weights.pe = d_pe.view("d_pe");
+  params.d_weights.w1 = d_w1.view("d_w1");
+  params.d_weights.b1 = d_b1.view("d_b1");
+  params.d_weights.w2 = d_w2.view("d_w2");
+  params.d_weights.b2 = d_b2.view("d_b2");
+  check(nsa::compress_backward(params, context()));
+  return {d_k.tensor, d_pe.tensor, d_w1.tensor, d_b1.tensor, d_w2.tensor, d_b2.tensor};
+}
+
+Tensor compressed_cu_seqlens(const Tensor& cu_seqlens, Ints cfg) {
+  const NSAConfig config = config_of(cfg);
+  Tensor out = make(cu_seqlens, shape_of(cu_seqlens));
+  check(nsa::compressed_cu_seqlens(input(cu_seqlens, "cu_seqlens"), config, output(out, "out")));
+  return out;
+}
+
+}  // namespace nsa::python

@@ -1,0 +1,143 @@
+#include "convert.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace nsa::python {
+namespace {
+
+DType dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::Double:
+      return DType::kFloat64;
+    case ScalarType::Int:
+      return DType::kInt32;
+    default:
+      throw std::invalid_argument(
+          std::string(name) + ": dtype " + torch::headeronly::toString(tensor.scalar_type()) +
+          ": must be float32, bfloat16, float16 or float64, and int32 for indices, lengths and tables");
+  }
+}
+
+TensorView view(const Tensor& tensor, void* data, const char* name) {
+  TensorView result;
+  const std::int64_t rank = tensor.dim();
+  if (rank < 1 || rank > TensorView::kMaxRank)
+    throw std::invalid_argument(std::string(name) + ": " + std::to_string(rank) + " dimensions: must be 1 to " +
+                                std::to_string(TensorView::kMaxRank));
+  result.data = data;
+  result.dtype = dtype_of(tensor, name);
+  if (tensor.is_cuda()) result.device = {DeviceType::kCUDA, tensor.get_device_index()};
+  result.rank = static_cast<int>(rank);
+  for (int i = 0; i < result.rank; ++i) {
+    result.shape[static_cast<std::size_t>(i)] = tensor.size(i);
+    result.stride[static_cast<std::size_t>(i)] = tensor.stride(i);
+  }
+  return result;
+}
+
+}  // namespace
+
+TensorView input(const Tensor& tensor, const char* name) {
+  return view(tensor, const_cast<void*>(tensor.const_data_ptr()), name);  // operations only read their inputs
+}
+
+TensorView input(const OptionalTensor& tensor, const char* name) {
+  return tensor ? input(*tensor, name) : TensorView{};
+}
+
+TensorView output(const Tensor& tensor, const char* name) { return view(tensor, tensor.mutable_data_ptr(), name); }
+
+Shape shape_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
+
+Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+Tensor make_o(const Tensor& q, const Tensor& v) {
+  Shape shape = shape_of(q);
+  if (!shape.empty() && v.dim() > 0) shape.back() = v.size(v.dim() - 1);
+  return make(q, shape);
+}
+
+Tensor make_lse(const Tensor& q) {
+  Shape shape = shape_of(q);
+  if (!shape.empty()) shape.pop_back();
+  if (shape.size() >= 2) std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
+  return make(q, shape, ScalarType::Float);
+}
+
+Tensor make_indices(const Tensor& q, const Tensor& k_c, const NSAConfig& cfg) {
+  Shape shape = shape_of(q);
+  if (shape.size() >= 2 && k_c.dim() >= 2) {
+    shape[shape.size() - 2] = k_c.size(k_c.dim() - 2);
+    shape[shape.size() - 1] = cfg.topk;
+  }
+  return make(q, shape, ScalarType::Int);
+}
+
+void expect_needs(const std::vector<bool>& needs, std::size_t count) {
+  if (needs.size() != count)
+    throw std::invalid_argument("needs: " + std::to_string(needs.size()) + " values: must be " + std::to_string(count));
+}
+
+NSAConfig config_of(const std::vector<std::int64_t>& cfg) {
+  NSAConfig config;
+  int* const members[] = {&config.kernel_size, &config.kernel_stride, &config.block_size, &config.topk,
+                          &config.init_blocks, &config.local_blocks,  &config.window_size};
+  if (cfg.size() != std::size(members))
+    throw std::invalid_argument("cfg: " + std::to_string(cfg.size()) + " values: must be the " +
+                                std::to_string(std::size(members)) + " members of NSAConfig");
+  for (std::size_t i = 0; i < cfg.size(); ++i) {
+    if (cfg[i] < std::numeric_limits<int>::min() || cfg[i] > std::numeric_limits<int>::max())
+      throw std::invalid_argument("cfg: " + std::to_string(cfg[i]) + ": must fit into 32 bits");
+    *members[i] = static_cast<int>(cfg[i]);
+  }
+  return config;
+}
+
+Packed packed_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, std::int64_t max_seqlen_q,
+                 std::int64_t max_seqlen_k) {
+  return {input(cu_seqlens_q, "cu_seqlens_q"), input(cu_seqlens_k, "cu_seqlens_k"), max_seqlen_q, max_seqlen_k};
+}
+
+CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe, const OptionalTensor& w1,
+                              const OptionalTensor& b1, const OptionalTensor& w2, const OptionalTensor& b2) {
+  CompressionWeights weights;
+  bool known = false;
+  for (CompressionKind candidate : {CompressionKind::kMean, CompressionKind::kLinear, CompressionKind::kMlp}) {
+    if (kind != name_of(candidate)) continue;
+    weights.kind = candidate;
+    known = true;
+  }
+  if (!known) throw std::invalid_argument("weights.kind = '" + kind + "': must be mean, linear or mlp");
+  weights.pe = input(pe, "weights.pe");
+  weights.w1 = input(w1, "weights.w1");
+  weights.b1 = input(b1, "weights.b1");
+  weights.w2 = input(w2, "weights.w2");
+  weights.b2 = input(b2, "weights.b2");
+  return weights;
+}
+
+Context context() {
+  Context result;
+  result.num_threads = static_cast<int>(torch::stable::get_num_threads());
+  return result;
+}
+
+void check(const Status& status) {
+  if (status.ok()) return;
+  if (status.code() == StatusCode::kInvalidArgument) throw std::invalid_argument(status.message());
+  throw std::runtime_error(status.message());
+}
+
+}  // namespace nsa::python

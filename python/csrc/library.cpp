@@ -1,0 +1,77 @@
+// Schemas and CPU kernels of the operations torch.ops.nsa.*. Fake kernels and autograd formulas are Python's
+// (python/nsa/_registration.py).
+#include <string>
+
+#include "operations.h"
+
+namespace nsa::python {
+namespace {
+
+const std::string kPacked = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k";
+const std::string kWeights = "str kind, Tensor? pe, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2";
+const std::string kBranches =
+    "Tensor q, Tensor k_c, Tensor v_c, Tensor k_slc, Tensor v_slc, Tensor k_swa, Tensor v_swa, Tensor gates";
+
+std::string tensors(int count) {
+  std::string text = "(Tensor";
+  for (int i = 1; i < count; ++i) text += ", Tensor";
+  return text + ")";
+}
+
+void define(torch::stable::detail::StableLibrary& m) {
+  const auto def = [&m](const std::string& schema) { m.def(schema.c_str()); };
+  def("compress(Tensor k, " + kWeights + ", int[] cfg, Tensor? cu_seqlens) -> Tensor");
+  def("compress_backward(Tensor d_out, Tensor k, " + kWeights + ", int[] cfg, Tensor? cu_seqlens, bool[] needs) -> " +
+      tensors(6));
+  def("compressed_cu_seqlens(Tensor cu_seqlens, int[] cfg) -> Tensor");
+  def("compressed_attention(Tensor q, Tensor k_c, Tensor v_c, int[] cfg, float? softmax_scale, SymInt? seqlen_k, " +
+      kPacked + ") -> " + tensors(2));
+  def("compressed_attention_backward(Tensor d_o, Tensor q, Tensor k_c, Tensor v_c, Tensor o, Tensor lse, int[] cfg, "
+      "float? softmax_scale, SymInt? seqlen_k, " +
+      kPacked + ", bool[] needs) -> " + tensors(3));
+  def("select_blocks(Tensor q, Tensor k_c, Tensor lse, int[] cfg, float? softmax_scale, SymInt? seqlen_k, "
+      "float noise, SymInt seed, " +
+      kPacked + ") -> Tensor");
+  def("selected_attention(Tensor q, Tensor k, Tensor v, Tensor indices, int block_size, float? softmax_scale, " +
+      kPacked + ") -> " + tensors(2));
+  def("selected_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor indices, Tensor o, Tensor lse, "
+      "int block_size, float? softmax_scale, " +
+      kPacked + ", bool[] needs) -> " + tensors(3));
+  def("sliding_window_attention(Tensor q, Tensor k, Tensor v, int window_size, float? softmax_scale, " + kPacked +
+      ") -> " + tensors(2));
+  def("sliding_window_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+      "int window_size, float? softmax_scale, " +
+      kPacked + ", bool[] needs) -> " + tensors(3));
+  def("combine(Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor gates) -> Tensor");
+  def("combine_backward(Tensor d_o, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor gates, bool[] needs) -> " +
+      tensors(4));
+  def("nsa_attention(" + kBranches + ", int[] cfg, float? softmax_scale, float noise, SymInt seed, " + kPacked +
+      ", Tensor? imposed_indices, bool keep) -> " + tensors(8));
+  def("nsa_attention_backward(Tensor d_o, " + kBranches +
+      ", Tensor indices, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, "
+      "int[] cfg, float? softmax_scale, " +
+      kPacked + ", bool[] needs) -> " + tensors(8));
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("compress", TORCH_BOX(&compress));
+  m.impl("compress_backward", TORCH_BOX(&compress_backward));
+  m.impl("compressed_cu_seqlens", TORCH_BOX(&compressed_cu_seqlens));
+  m.impl("compressed_attention", TORCH_BOX(&compressed_attention));
+  m.impl("compressed_attention_backward", TORCH_BOX(&compressed_attention_backward));
+  m.impl("select_blocks", TORCH_BOX(&select_blocks));
+  m.impl("selected_attention", TORCH_BOX(&selected_attention));
+  m.impl("selected_attention_backward", TORCH_BOX(&selected_attention_backward));
+  m.impl("sliding_window_attention", TORCH_BOX(&sliding_window_attention));
+  m.impl("sliding_window_attention_backward", TORCH_BOX(&sliding_window_attention_backward));
+  m.impl("combine", TORCH_BOX(&combine));
+  m.impl("combine_backward", TORCH_BOX(&combine_backward));
+  m.impl("nsa_attention", TORCH_BOX(&nsa_attention));
+  m.impl("nsa_attention_backward", TORCH_BOX(&nsa_attention_backward));
+}
+
+}  // namespace
+}  // namespace nsa::python
+
+STABLE_TORCH_LIBRARY(nsa, m) { nsa::python::define(m); }
+STABLE_TORCH_LIBRARY_IMPL(nsa, CPU, m) { nsa::python::implement(m); }

@@ -1,0 +1,25 @@
+#include "operations.h"
+
+namespace nsa::python {
+
+Tensor select_blocks(const Tensor& q, const Tensor& k_c, const Tensor& lse, Ints cfg, Scale softmax_scale,
+                     Length seqlen_k, double noise, std::int64_t seed, OptionalTensor cu_seqlens_q,
+                     OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k) {
+  SelectBlocksParams params;
+  params.q = input(q, "q");
+  params.k_c = input(k_c, "k_c");
+  params.lse = input(lse, "lse");
+  params.cfg = config_of(cfg);
+  params.softmax_scale = softmax_scale;
+  params.seqlen_k = seqlen_k;
+  params.noise = noise;
+  params.seed = static_cast<std::uint64_t>(seed);
+  params.packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
+  check(params.cfg.validate());  // before a size is taken from it
+  Tensor indices = make_indices(q, k_c, params.cfg);
+  params.indices = output(indices, "indices");
+  check(nsa::select_blocks(params, context()));
+  return indices;
+}
+
+}  // namespace nsa::python
