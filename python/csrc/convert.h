@@ -28,9 +28,9 @@ Shape shape_of(const Tensor& tensor);
 /// A new tensor without gaps on the device of `like`, of its dtype or the given one.
 Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dtype = std::nullopt);
 // Outputs of attention. If a rank is too low for them, any shape: the library then refuses the argument by its name.
-Tensor make_o(const Tensor& q, const Tensor& v);                                    // (..., H, Dv)
-Tensor make_lse(const Tensor& q);                                                   // float32 (B, H, S) or (H, total)
-Tensor make_indices(const Tensor& q, const Tensor& k_c, const NSAConfig& cfg);      // int32 (..., Hkv, topk)
+Tensor make_o(const Tensor& q, const Tensor& v);                                // (..., H, Dv)
+Tensor make_lse(const Tensor& q);                                               // float32 (B, H, S) or (H, total)
+Tensor make_indices(const Tensor& q, const Tensor& k_c, const NSAConfig& cfg);  // int32 (..., Hkv, topk)
 
 /// The gradient of an argument: a tensor like it if it is there and wanted, else 1-D without elements and no view.
 struct Gradient {

@@ -50,7 +50,7 @@ void define(torch::stable::detail::StableLibrary& m) {
   def("nsa_attention_backward(Tensor d_o, " + kBranches +
       ", Tensor indices, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, "
       "int[] cfg, float? softmax_scale, " +
-      kPacked + ", bool[] needs) -> " + tensors(8));
+      kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
 }
 
 void implement(torch::stable::detail::StableLibrary& m) {

@@ -59,12 +59,13 @@ Tensors<8> nsa_attention_backward(const Tensor& d_o, const Tensor& q, const Tens
                                   const Tensor& o_swa, const Tensor& lse_cmp, const Tensor& lse_slc,
                                   const Tensor& lse_swa, Ints cfg, Scale softmax_scale, OptionalTensor cu_seqlens_q,
                                   OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                                  Bools needs) {
+                                  OptionalTensor imposed_indices, Bools needs) {
   expect_needs(needs, 8);
   NsaAttentionBackwardParams params;
   params.forward = params_of(q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, cfg, softmax_scale,
                              packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
   params.forward.indices = input(indices, "indices");
+  params.forward.imposed_indices = input(imposed_indices, "imposed_indices");
   params.forward.o_cmp = input(o_cmp, "o_cmp");
   params.forward.o_slc = input(o_slc, "o_slc");
   params.forward.o_swa = input(o_swa, "o_swa");

@@ -80,13 +80,13 @@ Tensors<8> nsa_attention(const Tensor& q, const Tensor& k_c, const Tensor& v_c, 
                          Scale softmax_scale, double noise, std::int64_t seed, OptionalTensor cu_seqlens_q,
                          OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
                          OptionalTensor imposed_indices, bool keep);
-/// d_q, d_k_c, d_v_c, d_k_slc, d_v_slc, d_k_swa, d_v_swa, d_gates; `indices` are those that were attended to
+/// d_q, d_k_c, d_v_c, d_k_slc, d_v_slc, d_k_swa, d_v_swa, d_gates
 Tensors<8> nsa_attention_backward(const Tensor& d_o, const Tensor& q, const Tensor& k_c, const Tensor& v_c,
                                   const Tensor& k_slc, const Tensor& v_slc, const Tensor& k_swa, const Tensor& v_swa,
                                   const Tensor& gates, const Tensor& indices, const Tensor& o_cmp, const Tensor& o_slc,
                                   const Tensor& o_swa, const Tensor& lse_cmp, const Tensor& lse_slc,
                                   const Tensor& lse_swa, Ints cfg, Scale softmax_scale, OptionalTensor cu_seqlens_q,
                                   OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                                  Bools needs);
+                                  OptionalTensor imposed_indices, Bools needs);
 
 }  // namespace nsa::python

@@ -20,8 +20,8 @@ SlidingWindowAttentionParams params_of(const Tensor& q, const Tensor& k, const T
 Tensors<2> sliding_window_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window_size,
                                     Scale softmax_scale, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
                                     std::int64_t max_seqlen_q, std::int64_t max_seqlen_k) {
-  auto params = params_of(q, k, v, window_size, softmax_scale,
-                          packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+  auto params =
+      params_of(q, k, v, window_size, softmax_scale, packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
   Tensor o = make_o(q, v);
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
@@ -37,8 +37,8 @@ Tensors<3> sliding_window_attention_backward(const Tensor& d_o, const Tensor& q,
                                              std::int64_t max_seqlen_k, Bools needs) {
   expect_needs(needs, 3);
   SlidingWindowAttentionBackwardParams params;
-  params.forward = params_of(q, k, v, window_size, softmax_scale,
-                             packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+  params.forward =
+      params_of(q, k, v, window_size, softmax_scale, packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
   params.forward.o = input(o, "o");
   params.forward.lse = input(lse, "lse");
   params.d_o = input(d_o, "d_o");

@@ -1,0 +1,227 @@
+"""The six operations of Native Sparse Attention and the whole, with autograd.
+
+Shapes: batched (B, S, heads, D), or packed (total, heads, D) with int32 `cu_seqlens_q` (and `cu_seqlens_k`, if keys and
+queries differ in length) of length batch + 1. H query heads share Hkv key/value heads. Any strides with a contiguous
+last dimension. q, k, v and gates of one call share a dtype: float32 or bfloat16 (float64 with NSA_BACKEND=reference).
+Query i of Sq stands at position t = i + Sk - Sq. A query that sees no key gets o = 0 and lse = -inf.
+
+`max_seqlen_q` and `max_seqlen_k` are upper bounds of the lengths in tokens (default: the totals); `softmax_scale`
+defaults to 1 / sqrt(Dk). Equal inputs give bitwise equal results, with any number of threads
+(`torch.set_num_threads`).
+
+Every function raises ValueError for an argument that is not allowed, naming it, and RuntimeError for other failures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._registration import ops
+from .config import CompressionWeights, NSAConfig
+
+
+def compress(
+    k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Squeezes every block of kernel_size tokens into one: out[i] = phi(k[i*d : i*d + l] + pe) (eq. 7).
+
+    Args:
+        k: (B, S, Hkv, D) or (total, Hkv, D), keys (not rotated) or values.
+        weights: of phi, see CompressionWeights.
+        cfg: kernel_size l and kernel_stride d are used.
+        cu_seqlens: int32 (batch + 1) for packed sequences; blocks never cross the end of one.
+
+    Returns:
+        (B, N_c(S), Hkv, D); or packed (total // d, Hkv, D), the sequences' compressed tokens at the offsets
+        `compressed_cu_seqlens`, the rows past the last one zero.
+    """
+    return ops.compress(k, *weights.as_arguments(), cfg.as_list(), cu_seqlens)
+
+
+def compressed_cu_seqlens(cu_seqlens: Tensor, cfg: NSAConfig) -> Tensor:
+    """Offsets of the sequences in the packed result of `compress`, int32 (batch + 1), like cu_seqlens."""
+    return ops.compressed_cu_seqlens(cu_seqlens, cfg.as_list())
+
+
+def compressed_attention(
+    q: Tensor,
+    k_c: Tensor,
+    v_c: Tensor,
+    cfg: NSAConfig,
+    softmax_scale: float | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to compressed tokens: query t sees block i exactly if i*d + l - 1 <= t.
+
+    Args:
+        q: (B, Sq, H, Dk) or (total_q, H, Dk).
+        k_c: (B, N_c(Sk), Hkv, Dk) or (total_k // d, Hkv, Dk), from `compress` (and rotated, if q is).
+        v_c: likewise with Dv.
+        seqlen_k: raw key tokens Sk behind k_c, batched calls only; default Sq.
+
+    Returns:
+        o: (B, Sq, H, Dv) or (total_q, H, Dv), in q's dtype.
+        lse: float32 (B, H, Sq) or (H, total_q), natural logarithm of the softmax's denominator; no gradient.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return ops.compressed_attention(q, k_c, v_c, cfg.as_list(), softmax_scale, seqlen_k, *packed)
+
+
+def select_blocks(
+    q: Tensor,
+    k_c: Tensor,
+    lse: Tensor,
+    cfg: NSAConfig,
+    softmax_scale: float | None = None,
+    seqlen_k: int | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Tensor:
+    """The blocks that each query selects, by the compressed attention's probabilities (eq. 8 to 12). No gradient.
+
+    Forced blocks (init_blocks, local_blocks) come first, then those of highest importance summed over the heads of a
+    KV head; a tie goes to the lower index.
+
+    Args:
+        q, k_c, lse: as given to and returned by `compressed_attention`.
+        noise: tau >= 0, Gumbel noise on the logarithm of the importance, for exploration in training; 0: off.
+        seed: of the noise, 64 bits; the same seed draws the same noise on every backend.
+
+    Returns:
+        int32 (B, Sq, Hkv, topk) or (total_q, Hkv, topk), ascending, padded with -1 at the end.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scores = (q.detach(), k_c.detach(), lse.detach())
+    return ops.select_blocks(*scores, cfg.as_list(), softmax_scale, seqlen_k, float(noise), _signed(seed), *packed)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    idx: Tensor,
+    block_size: int = 64,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to all tokens u <= t of the blocks that query t selected.
+
+    Args:
+        q: (B, Sq, H, Dk) or (total_q, H, Dk).
+        k, v: (B, Sk, Hkv, Dk) and (B, Sk, Hkv, Dv), or (total_k, Hkv, Dk) and (total_k, Hkv, Dv).
+        idx: int32 (B, Sq, Hkv, n) or (total_q, Hkv, n), any n: a set of blocks per query. Duplicates count once; -1
+            and blocks out of range or in the future are ignored.
+        block_size: l', a positive multiple of 16.
+
+    Returns:
+        o and lse as in `compressed_attention`.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return ops.selected_attention(q, k, v, idx, block_size, softmax_scale, *packed)
+
+
+def sliding_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to the tokens max(0, t - window_size + 1) ... t.
+
+    Args:
+        q, k, v: as in `selected_attention`.
+        window_size: w >= 1 in tokens, the query itself included.
+
+    Returns:
+        o and lse as in `compressed_attention`.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return ops.sliding_window_attention(q, k, v, window_size, softmax_scale, *packed)
+
+
+def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tensor:
+    """o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa (eq. 5).
+
+    Args:
+        o_cmp, o_slc, o_swa: (B, S, H, Dv) or (total, H, Dv).
+        gates: (B, S, H, 3) or (total, H, 3) in the order cmp, slc, swa, already passed through the sigmoid.
+
+    Returns:
+        o like o_cmp.
+    """
+    return ops.combine(o_cmp, o_slc, o_swa, gates)
+
+
+def nsa_attention(
+    q: Tensor,
+    k_c: Tensor,
+    v_c: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_swa: Tensor,
+    v_swa: Tensor,
+    gates: Tensor,
+    cfg: NSAConfig,
+    softmax_scale: float | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+    return_indices: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compressed, selected and sliding window attention and their gated sum in one call and one backward.
+
+    The branches meet in float32, so that the result is rounded once.
+
+    Args:
+        q: (B, Sq, H, Dk) or (total_q, H, Dk).
+        k_c, v_c: compressed tokens as in `compressed_attention`, of the same raw length as k_slc.
+        k_slc, v_slc, k_swa, v_swa: as in `selected_attention`; they may be the same tensors.
+        gates: as in `combine`.
+        noise, seed: as in `select_blocks`.
+        return_indices: also return the selected blocks.
+
+    Returns:
+        o, or (o, indices): (B, Sq, H, Dv) or (total_q, H, Dv), and int32 as `select_blocks` returns them.
+    """
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = (q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
+    o, indices, *_ = ops.nsa_attention(*tensors, *settings, *packed, None, keep)
+    return (o, indices) if return_indices else o
+
+
+def _packed(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if value is not None and value < 0:
+            raise ValueError(f"{name} = {value}: must be at least 0, or None for the total")
+    return cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0
+
+
+def _signed(seed: int) -> int:
+    """A 64-bit seed as the signed integer that the operators take."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed = {seed}: must be in 0 ... 2**64 - 1")
+    return seed - 2**64 if seed >= 2**63 else seed
