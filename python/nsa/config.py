@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from operator import index
 
 from torch import Tensor
@@ -67,7 +67,15 @@ class NSAConfig:
 
     def as_list(self) -> list[int]:
         """The members in their order, as the operators in torch.ops.nsa take them."""
-        return list(astuple(self))
+        return [
+            self.kernel_size,
+            self.kernel_stride,
+            self.block_size,
+            self.topk,
+            self.init_blocks,
+            self.local_blocks,
+            self.window_size,
+        ]
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ from ._registration import ops
 from .config import CompressionWeights, NSAConfig
 
 
-def compress(
-    k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None
-) -> Tensor:
+def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
     """Squeezes every block of kernel_size tokens into one: out[i] = phi(k[i*d : i*d + l] + pe) (eq. 7).
 
     Args:
