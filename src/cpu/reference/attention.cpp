@@ -41,7 +41,7 @@ Window queries_of(const TensorView& tensor, const Sequence& s, std::int64_t head
 Window lse_of_head(const TensorView& lse, const Sequence& s, std::int64_t head) {
   if (!lse.defined()) return {};
   const int dim = lse.rank - 2;
-  return {lse, lse_offset(lse, s.batch, s.q_begin) + head * lse.stride[dim], lse.stride[dim + 1], s.q_len, 1};
+  return {lse, lse_offset(lse, s.batch, s.q_begin) + head * lse.stride[dim], lse.stride[dim + 1], 1, s.q_len, 1};
 }
 
 }  // namespace

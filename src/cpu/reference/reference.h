@@ -11,6 +11,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "core/element.h"
 #include "core/layout.h"
 #include "nsa/operations.h"
 
@@ -41,9 +42,6 @@ std::vector<double> ranking(const SelectBlocksParams& params, const Sequence& se
 /// Whether block j is always selected by the query at position t.
 bool is_forced(const NSAConfig& cfg, std::int64_t j, std::int64_t t);
 
-/// x as `dtype` would hold it (float64: unchanged).
-double rounded(double x, DType dtype);
-
 /// A dense (rows, cols) array of doubles, zero at first.
 class Matrix {
  public:
@@ -68,7 +66,7 @@ void axpy(double a, const double* x, double* y, std::int64_t n);
 /// A (rows, cols) window onto a tensor of any dtype, or onto no tensor at all: an optional argument that is absent.
 struct Window {
   TensorView tensor;
-  std::int64_t offset = 0, row_stride = 0, rows = 0, cols = 0;
+  std::int64_t offset = 0, row_stride = 0, col_stride = 0, rows = 0, cols = 0;
 };
 
 /// Rows begin ... begin + count - 1 of one head of a (B, S, heads, D) or (total, heads, D) tensor.
