@@ -1,0 +1,78 @@
+// out[i] = phi(k[i*d : i*d + l] + pe). Each block is computed by itself in a fixed order: the same bits alone, in a
+// batch, packed, or folded during decoding.
+#include "cpu/kernels/compress.h"
+
+#include "cpu/kernels/for_dtype.h"
+#include "cpu/kernels/kernels.h"
+
+namespace nsa::cpu::NSA_ISA {
+namespace {
+
+template <class In>
+void mean(const Phi<In>& phi, const BlockRun& run, std::int64_t block, Buffer<float>& sum, In* out) {
+  std::fill_n(sum.data(), phi.dim, 0.0f);
+  for (std::int64_t t = 0; t < phi.l; ++t) {
+    const In* x = phi.token(run, block * phi.d + t);
+    for (std::int64_t c = 0; c < phi.dim; ++c) sum[c] += to_float(x[c]);
+  }
+  for (std::int64_t c = 0; c < phi.dim; ++c) from_float(sum[c] / static_cast<float>(phi.l), out[c]);
+}
+
+/// y = silu(z) * w2 as float32 [block][dim_stride].
+template <class In>
+Buffer<float> second_layer(const Phi<In>& phi, std::int64_t set, std::int64_t rows, const Buffer<float>& z) {
+  using Slots = typename Phi<In>::Slots;
+  Buffer<typename Phi<In>::Element> hidden(rows * phi.width_stride);
+  phi.for_hidden(rows, [&](std::int64_t i, IVec valid) {
+    const Vec x = load(&z[i]);
+    store_floats(&hidden[i], select(valid, x * sigmoid(x), Vec{}));
+  });
+  Buffer<float> y = zeros<float>(rows * phi.dim_stride);
+  const RowsOfProduct product{
+      {reinterpret_cast<const Slot*>(hidden.data()), phi.width_stride / Slots::kElements, 1}, static_cast<int>(rows),
+      y.data(), phi.dim_stride};
+  gemm<Slots>({&product, 1}, phi.dim, ceil_div(phi.width, Slots::kElements),
+              rows_of_b<Slots>([&](std::int64_t e) { return phi.row(phi.w.w2, set, e); }, phi.width));
+  return y;
+}
+
+template <class In>
+void forward(const CompressParams& p, const Context& context) {
+  const Phi<In> phi(p);
+  const std::vector<Pieces> tasks = phi.tasks(phi.blocks_per_task(context));
+  const auto out = [&](const BlockRun& run, std::int64_t block) {
+    return rows_of<In>(p.out, run.s.batch, run.s.c_begin).at(block, run.head);
+  };
+#pragma omp parallel for schedule(dynamic) num_threads(threads_of(context))
+  for (const Pieces& pieces : tasks) {
+    if (p.weights.kind == CompressionKind::kMean) {
+      Buffer<float> sum(phi.dim);
+      for (const Piece& piece : pieces)
+        for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i) 
+          mean(phi, *piece.run, i, sum, out(*piece.run, i));
+      continue;
+    }
+    const std::int64_t set = phi.set_of(*pieces[0].run);
+    Buffer<float> y = phi.first_layer(pieces);
+    if (phi.mlp()) y = second_layer(phi, set, blocks_of(pieces), y);
+    const In* b2 = phi.bias(phi.w.b2, set);
+    const float* row = y.data();
+    for (const Piece& piece : pieces)
+      for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i, row += phi.dim_stride)
+        for (std::int64_t c = 0; c < phi.dim; ++c)
+          from_float(row[c] + (b2 ? to_float(b2[c]) : 0.0f), out(*piece.run, i)[c]);
+  }
+  if (p.out.rank == 4) return;
+  const std::int64_t used = phi.runs.empty() ? 0 : phi.runs.back().s.c_begin + phi.runs.back().s.c_len;
+  for (std::int64_t i = used; i < p.out.size(0); ++i)
+    for (std::int64_t h = 0; h < phi.heads; ++h) std::fill_n(rows_of<In>(p.out, 0, i).at(0, h), phi.dim, In{});
+}
+
+}  // namespace
+
+Status compress(const CompressParams& p, const Context& context) {
+  for_dtype(p.k.dtype, [&]<class In>() { forward<In>(p, context); });
+  return {};
+}
+
+}  // namespace nsa::cpu::NSA_ISA
