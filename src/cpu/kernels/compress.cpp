@@ -28,9 +28,10 @@ Buffer<float> second_layer(const Phi<In>& phi, std::int64_t set, std::int64_t ro
     store_floats(&hidden[i], select(valid, x * sigmoid(x), Vec{}));
   });
   Buffer<float> y = zeros<float>(rows * phi.dim_stride);
-  const RowsOfProduct product{
-      {reinterpret_cast<const Slot*>(hidden.data()), phi.width_stride / Slots::kElements, 1}, static_cast<int>(rows),
-      y.data(), phi.dim_stride};
+  const RowsOfProduct product{{reinterpret_cast<const Slot*>(hidden.data()), phi.width_stride / Slots::kElements, 1},
+                              static_cast<int>(rows),
+                              y.data(),
+                              phi.dim_stride};
   gemm<Slots>({&product, 1}, phi.dim, ceil_div(phi.width, Slots::kElements),
               rows_of_b<Slots>([&](std::int64_t e) { return phi.row(phi.w.w2, set, e); }, phi.width));
   return y;
@@ -48,7 +49,7 @@ void forward(const CompressParams& p, const Context& context) {
     if (p.weights.kind == CompressionKind::kMean) {
       Buffer<float> sum(phi.dim);
       for (const Piece& piece : pieces)
-        for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i) 
+        for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i)
           mean(phi, *piece.run, i, sum, out(*piece.run, i));
       continue;
     }

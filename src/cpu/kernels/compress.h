@@ -37,9 +37,9 @@ struct Phi {
 
   const CompressParams& params;
   const CompressionWeights& w;
-  std::int64_t l, d, dim, heads, sets;   // sets: P, how many sets of weights
-  std::int64_t width;                    // columns of w1: E or D
-  std::int64_t width_stride, dim_stride; // padded to vectors
+  std::int64_t l, d, dim, heads, sets;    // sets: P, how many sets of weights
+  std::int64_t width;                     // columns of w1: E or D
+  std::int64_t width_stride, dim_stride;  // padded to vectors
   std::vector<BlockRun> runs;
   std::int64_t blocks = 0;  // of all runs
 
@@ -114,7 +114,9 @@ struct Phi {
     float* c = z.data();
     const auto add = [&](std::int64_t count, std::int64_t length, const auto& source) {
       products.push_back({{reinterpret_cast<const Slot*>(dst), d * dim / Slots::kElements, 1},
-                          static_cast<int>(count), c, width_stride});
+                          static_cast<int>(count),
+                          c,
+                          width_stride});
       for (std::int64_t t = 0; t < length; ++t, dst += dim) convert(source(t), dim, dst);
       c += count * width_stride;
     };
@@ -127,8 +129,7 @@ struct Phi {
                 rows_of_b<Slots>([&](std::int64_t i) { return row(w.w1, set, i); }, l * dim));
     const In* b1 = bias(w.b1, set);
     for (std::int64_t i = 0; i < rows; ++i)
-      for (std::int64_t e = 0; e < width; ++e)
-        z[i * width_stride + e] += bias_row[e] + (b1 ? to_float(b1[e]) : 0.0f);
+      for (std::int64_t e = 0; e < width; ++e) z[i * width_stride + e] += bias_row[e] + (b1 ? to_float(b1[e]) : 0.0f);
     return z;
   }
 

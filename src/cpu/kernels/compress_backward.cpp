@@ -52,9 +52,10 @@ struct Backward {
     if (phi.mlp()) {
       const Buffer<float> z = phi.first_layer(pieces);
       Buffer<float> d_h = zeros<float>(rows * phi.width_stride);
-      const RowsOfProduct product{
-          {reinterpret_cast<const Slot*>(d_y.data()), phi.dim_stride / Slots::kElements, 1}, static_cast<int>(rows),
-          d_h.data(), phi.width_stride};
+      const RowsOfProduct product{{reinterpret_cast<const Slot*>(d_y.data()), phi.dim_stride / Slots::kElements, 1},
+                                  static_cast<int>(rows),
+                                  d_h.data(),
+                                  phi.width_stride};
       gemm<Slots>({&product, 1}, phi.width, phi.dim / Slots::kElements,
                   columns_of_b<Slots>([&](std::int64_t e) { return phi.row(phi.w.w2, set, e); }, phi.dim));
       h = Buffer<Element>(rows * phi.width_stride), dz = Buffer<Element>(rows * phi.width_stride);
@@ -155,11 +156,13 @@ struct Backward {
         continue;
       }
       const RowsOfProduct product{{reinterpret_cast<const Slot*>(a), phi.width_stride / Slots::kElements, 1},
-                                  static_cast<int>(last - first), rows, stride};
+                                  static_cast<int>(last - first),
+                                  rows,
+                                  stride};
       const std::int64_t set = phi.set_of(run);
-      gemm<Slots>({&product, 1}, columns, ceil_div(phi.width, Slots::kElements),
-                  columns_of_b<Slots>([&](std::int64_t c) { return phi.row(phi.w.w1, set, s * columns + c); },
-                                      phi.width));
+      gemm<Slots>(
+          {&product, 1}, columns, ceil_div(phi.width, Slots::kElements),
+          columns_of_b<Slots>([&](std::int64_t c) { return phi.row(phi.w.w1, set, s * columns + c); }, phi.width));
     }
     for (std::int64_t i = 0; i < count; ++i)
       for (std::int64_t c = 0; c < columns; ++c)

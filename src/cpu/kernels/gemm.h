@@ -1,6 +1,6 @@
-// C += A * B for operands of any size: panels of B are packed as they are needed and multiplied with all rows of A while
-// they lie in L1. Every element of C is one sum over the steps in order, so it depends neither on the other rows nor on
-// how the work is divided.
+// C += A * B for operands of any size: panels of B are packed as they are needed and multiplied with all rows of A
+// while they lie in L1. Every element of C is one sum over the steps in order, so it depends neither on the other rows
+// nor on how the work is divided.
 #pragma once
 
 #include <span>
@@ -76,8 +76,7 @@ auto columns_of_b(const Row& row, std::int64_t count) {
         const std::int64_t i = (step + k) * Slots::kElements, last = i + Slots::kElements - 1;
         const auto* x = c < columns ? row(column + c) : nullptr;
         using T = std::remove_cvref_t<decltype(*x)>;
-        panel[k * kPanelColumns + c] =
-            x && i < count ? make_slot<Slots>(x[i], last < count ? x[last] : T{}) : Slot{};
+        panel[k * kPanelColumns + c] = x && i < count ? make_slot<Slots>(x[i], last < count ? x[last] : T{}) : Slot{};
       }
   };
 }
@@ -120,7 +119,8 @@ void sum_of_outer_products(const RowA& a, std::int64_t rows, const RowB& b, std:
     const std::int64_t first = step * Slots::kElements;
     pack_over_rows<Slots>(a, count, step, k, 0, rows, packed.data(), stride);
     const RowsOfProduct product{{packed.data(), 1, stride}, static_cast<int>(rows), c, c_stride};
-    gemm<Slots>({&product, 1}, columns, k, rows_of_b<Slots>([&](std::int64_t i) { return b(first + i); }, count - first));
+    gemm<Slots>({&product, 1}, columns, k,
+                rows_of_b<Slots>([&](std::int64_t i) { return b(first + i); }, count - first));
   }
 }
 
