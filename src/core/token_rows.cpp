@@ -1,0 +1,60 @@
+#include "core/token_rows.h"
+
+#include <algorithm>
+
+namespace nsa {
+namespace {
+
+std::int64_t byte_stride(const TensorView& tensor, int dim) {
+  return tensor.stride[static_cast<std::size_t>(dim)] * static_cast<std::int64_t>(size_of(tensor.dtype));
+}
+
+}  // namespace
+
+TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int64_t b) {
+  TokenRows rows;
+  rows.data = pages.as<std::byte>();
+  rows.page_stride = byte_stride(pages, 0);
+  rows.row_stride = byte_stride(pages, 1);
+  rows.head_stride = byte_stride(pages, 2);
+  rows.page_size = pages.size(1);
+  rows.table = table.as<const std::int32_t>() + b * table.stride[0];
+  rows.table_stride = table.stride[1];
+  return rows;
+}
+
+TokenRows plain_rows(const TensorView& tensor, std::int64_t b, std::int64_t first) {
+  TokenRows rows;
+  rows.data = tensor.as<std::byte>() + b * byte_stride(tensor, 0);
+  rows.row_stride = byte_stride(tensor, 1);
+  rows.head_stride = byte_stride(tensor, 2);
+  rows.page_size = std::max<std::int64_t>(tensor.size(1), 1);
+  rows.first = first;
+  return rows;
+}
+
+TensorView slice_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, std::int64_t count) {
+  TensorView slice = tensor;
+  if (!tensor.defined()) return slice;
+  slice.data = tensor.as<std::byte>() + b * byte_stride(tensor, 0) + begin * byte_stride(tensor, 1);
+  slice.shape[0] = 1;
+  slice.shape[1] = count;
+  return slice;
+}
+
+void copy_tokens(const TokenRows& from, const TokenRows& to, std::int64_t begin, std::int64_t end, std::int64_t heads,
+                 std::size_t bytes) {
+  for (std::int64_t token = begin; token < end; ++token)
+    for (std::int64_t head = 0; head < heads; ++head) std::memcpy(to.at(token, head), from.at(token, head), bytes);
+}
+
+TokenBuffer::TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count)
+    : storage_(static_cast<std::size_t>(count * like.size(-2) * like.size(-1)) * size_of(like.dtype)),
+      view_(TensorView::contiguous(storage_.data(), like.dtype, {1, count, like.size(-2), like.size(-1)})),
+      rows_(plain_rows(view_, 0, first)) {}
+
+void TokenBuffer::take(const TokenRows& from, std::int64_t begin, std::int64_t end) {
+  copy_tokens(from, rows_, begin, end, view_.size(2), static_cast<std::size_t>(view_.size(3)) * size_of(view_.dtype));
+}
+
+}  // namespace nsa

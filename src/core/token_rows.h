@@ -1,0 +1,58 @@
+// Where the tokens of one sequence lie: in pages found through a table, in a ring, or one after the other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "nsa/tensor.h"
+
+namespace nsa {
+
+struct TokenRows {
+  std::byte* data = nullptr;
+  std::int64_t row_stride = 0, head_stride = 0, page_stride = 0;  // bytes
+  std::int64_t page_size = 1;                                     // rows of a page, of the ring, of the buffer
+  const std::int32_t* table = nullptr;                            // page numbers; null: one page, used as a ring
+  std::int64_t table_stride = 0;
+  std::int64_t first = 0;  // the token in slot 0 of page 0
+
+  std::byte* at(std::int64_t token, std::int64_t head) const {
+    const std::int64_t page = (token - first) / page_size, slot = (token - first) % page_size;
+    return data + (table ? table[page * table_stride] * page_stride : 0) + slot * row_stride + head * head_stride;
+  }
+  /// Tokens from this one on that follow each other at row_stride.
+  std::int64_t run(std::int64_t token) const { return page_size - (token - first) % page_size; }
+};
+
+/// Sequence b of pages (num_pages, page_size, Hkv, D) with a table (B, max_pages).
+TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int64_t b);
+/// Sequence b of (B, rows, Hkv, D): a ring, or plain rows the first of which is token `first`.
+TokenRows plain_rows(const TensorView& tensor, std::int64_t b, std::int64_t first = 0);
+
+/// Rows begin ... begin + count - 1 of sequence b of a (B, rows, heads, D) tensor, as a batch of one.
+TensorView slice_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, std::int64_t count);
+
+/// Copies `heads` rows of `bytes` for each of the tokens begin ... end - 1.
+void copy_tokens(const TokenRows& from, const TokenRows& to, std::int64_t begin, std::int64_t end, std::int64_t heads,
+                 std::size_t bytes);
+
+/// A tensor (1, count, Hkv, D) of its own for the tokens from `first` on.
+class TokenBuffer {
+ public:
+  /// Of the type and sizes of `like` (.., .., Hkv, D).
+  TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count);
+
+  const TensorView& view() const { return view_; }
+  const TokenRows& rows() const { return rows_; }
+  /// Fills the tokens begin ... end - 1 from elsewhere.
+  void take(const TokenRows& from, std::int64_t begin, std::int64_t end);
+
+ private:
+  std::vector<std::byte> storage_;
+  TensorView view_;
+  TokenRows rows_;
+};
+
+}  // namespace nsa
