@@ -1,10 +1,9 @@
 #include "core/cache_step.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/check.h"
-#include "core/half.h"
+#include "core/element.h"
 
 namespace nsa {
 namespace {
@@ -29,41 +28,13 @@ void clear_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, in
     for (std::int64_t head = 0; head < tensor.size(2); ++head) std::memset(rows.at(r, head), byte, bytes);
 }
 
-double load(const std::byte* row, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return to_float(reinterpret_cast<const BFloat16*>(row)[i]);
-    case DType::kFloat16:
-      return to_float(reinterpret_cast<const Float16*>(row)[i]);
-    case DType::kFloat64:
-      return reinterpret_cast<const double*>(row)[i];
-    default:
-      return reinterpret_cast<const float*>(row)[i];
-  }
-}
-
-void store(double x, std::byte* row, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      reinterpret_cast<BFloat16*>(row)[i] = to_bfloat16(static_cast<float>(x));
-      break;
-    case DType::kFloat16:
-      reinterpret_cast<Float16*>(row)[i] = to_float16(static_cast<float>(x));
-      break;
-    case DType::kFloat64:
-      reinterpret_cast<double*>(row)[i] = x;
-      break;
-    default:
-      reinterpret_cast<float*>(row)[i] = static_cast<float>(x);
-  }
-}
-
-/// Rotates the pairs (x[j], x[j + D/2]) of one row by the angles of a position.
-void rotate(std::byte* row, DType dtype, std::int64_t dim, const float* cos, const float* sin) {
-  for (std::int64_t j = 0; j < dim / 2; ++j) {
-    const double x = load(row, dtype, j), y = load(row, dtype, j + dim / 2);
-    store(x * cos[j] - y * sin[j], row, dtype, j);
-    store(y * cos[j] + x * sin[j], row, dtype, j + dim / 2);
+/// Rotates the pairs (x[j], x[j + D/2]) of a row by the angles of a position.
+void rotate(const TensorView& row, const float* cos, const float* sin) {
+  const std::int64_t half = row.size(0) / 2;
+  for (std::int64_t j = 0; j < half; ++j) {
+    const double x = get_element(row, j), y = get_element(row, j + half);
+    set_element(row, j, x * cos[j] - y * sin[j]);
+    set_element(row, j + half, y * cos[j] + x * sin[j]);
   }
 }
 
@@ -189,7 +160,7 @@ Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const Co
         const auto angles = [&](const TensorView& table) {
           return table.as<const float>() + i * stride * table.stride[0];
         };
-        rotate(target, fresh.dtype, dim, angles(params_.rope_cos), angles(params_.rope_sin));
+        rotate(TensorView::contiguous(target, fresh.dtype, {dim}), angles(params_.rope_cos), angles(params_.rope_sin));
       }
   }
   return {};

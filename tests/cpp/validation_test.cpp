@@ -123,7 +123,10 @@ TEST(Refused, Compress) {
            "compress: out: float32 (2, 12, 2, 16): expected the shape (B = 2, N_c(S) = 11, Hkv = 2, D = 16)"},
           {[](P& p) { p.out.stride[0] = 0; },
            "compress: out: float32 (2, 11, 2, 16): dimension 0 of an output has stride 0"},
-          {[](P& p) { p.out.device = {DeviceType::kCUDA, 1}; }, "compress: out: on cuda:1: expected cpu as k"},
+          {[](P& p) {
+             p.out.device = {DeviceType::kCUDA, 1};
+           },
+           "compress: out: on cuda:1: expected cpu as k"},
           {[](P& p) { p.out.data = p.k.data; }, "compress: out: an output at the same address as k"},
       });
 }
@@ -144,18 +147,18 @@ TEST(Refused, CompressPacked) {
   expect_refused<P>(
       compress, good,
       {
-          {[&](P& p) { p.cu_seqlens = falling; }, "compress: cu_seqlens[2] = 5: must not be less than cu_seqlens[1] = 9"},
+          {[&](P& p) { p.cu_seqlens = falling; },
+           "compress: cu_seqlens[2] = 5: must not be less than cu_seqlens[1] = 9"},
           {[&](P& p) { p.cu_seqlens = late; }, "compress: cu_seqlens[0] = 1: must be 0"},
           {[&](P& p) { p.cu_seqlens = beyond; },
            "compress: cu_seqlens[1] = 41: must not exceed the rows of the tensor, 40"},
-          {[&](P& p) { p.cu_seqlens = none; },
-           "compress: cu_seqlens: int32 (0): expected B + 1 offsets, the first 0"},
-          {[&](P& p) { p.cu_seqlens.dtype = DType::kFloat32; },
-           "compress: cu_seqlens: float32 (4): expected int32"},
+          {[&](P& p) { p.cu_seqlens = none; }, "compress: cu_seqlens: int32 (0): expected B + 1 offsets, the first 0"},
+          {[&](P& p) { p.cu_seqlens.dtype = DType::kFloat32; }, "compress: cu_seqlens: float32 (4): expected int32"},
           {[&](P& p) { p.cu_seqlens.stride[0] = 2; },
            "compress: cu_seqlens: int32 (4): the last dimension has stride 2, expected 1"},
           {[&](P& p) { p.out.shape[0] = 9; },
-           "compress: out: float32 (9, 2, 16): expected the shape (floor(total / kernel_stride) = 10, Hkv = 2, D = 16)"},
+           "compress: out: float32 (9, 2, 16): expected the shape (floor(total / kernel_stride) = 10, Hkv = 2, D = "
+           "16)"},
       });
 }
 
@@ -171,7 +174,7 @@ TEST(Refused, CompressBackward) {
       compress_backward, good,
       {
           {[](P& p) { p.d_out = {}; },
-           "compress_backward: d_out: not given: expected float32 as k (B = 2, N_c(S) = 11, Hkv = 2, D = 16)"},
+           "compress_backward: d_out: not given: expected float32 (B = 2, N_c(S) = 11, Hkv = 2, D = 16)"},
           {[](P& p) { p.d_k.shape[1] = 47; },
            "compress_backward: d_k: float32 (2, 47, 2, 16): expected the shape (B = 2, S = 48, Hkv = 2, D = 16)"},
           {[](P& p) { p.d_weights.w1 = p.forward.weights.w1, p.d_weights.w1.shape[0] = 1; },
@@ -285,10 +288,8 @@ TEST(Refused, SelectedAttention) {
   expect_refused<P>(
       selected_attention, good,
       {
-          {[](P& p) { p.block_size = 0; },
-           "selected_attention: block_size = 0: must be a positive multiple of 16"},
-          {[](P& p) { p.block_size = 24; },
-           "selected_attention: block_size = 24: must be a positive multiple of 16"},
+          {[](P& p) { p.block_size = 0; }, "selected_attention: block_size = 0: must be a positive multiple of 16"},
+          {[](P& p) { p.block_size = 24; }, "selected_attention: block_size = 24: must be a positive multiple of 16"},
           {[](P& p) { p.k.shape[1] = p.v.shape[1] = 39; },
            "selected_attention: Sq = 40, Sk = 39: Sq must not exceed Sk"},
           {[](P& p) { p.v.shape[2] = 1; },
@@ -315,8 +316,7 @@ TEST(Refused, SlidingWindowAttentionBackward) {
   expect_refused<P>(
       sliding_window_attention_backward, good,
       {
-          {[](P& p) { p.forward.window_size = 0; },
-           "sliding_window_attention_backward: window_size = 0: must be >= 1"},
+          {[](P& p) { p.forward.window_size = 0; }, "sliding_window_attention_backward: window_size = 0: must be >= 1"},
           {[](P& p) { p.forward.lse = {}; },
            "sliding_window_attention_backward: lse: not given: expected float32 (B = 2, H = 6, Sq = 40)"},
           {[](P& p) { p.d_o.dtype = DType::kFloat64; },
@@ -335,16 +335,15 @@ TEST(Refused, Combine) {
   CombineParams good = problem.combination();
   good.o = o;
   using P = CombineParams;
-  expect_refused<P>(
-      combine, good,
-      {
-          {[](P& p) { p.o_slc.shape[1] = 39; },
-           "combine: o_slc: float32 (2, 39, 6, 8): expected the shape (B = 2, Sq = 40, H = 6, Dv = 8)"},
-          {[](P& p) { p.gates.shape[3] = 2; },
-           "combine: gates: float32 (2, 40, 6, 2): expected the shape (B = 2, Sq = 40, H = 6, 3)"},
-          {[](P& p) { p.gates.dtype = DType::kBFloat16; },
-           "combine: gates: bfloat16 (2, 40, 6, 3): expected float32 as o_cmp"},
-      });
+  expect_refused<P>(combine, good,
+                    {
+                        {[](P& p) { p.o_slc.shape[1] = 39; },
+                         "combine: o_slc: float32 (2, 39, 6, 8): expected the shape (B = 2, Sq = 40, H = 6, Dv = 8)"},
+                        {[](P& p) { p.gates.shape[3] = 2; },
+                         "combine: gates: float32 (2, 40, 6, 2): expected the shape (B = 2, Sq = 40, H = 6, 3)"},
+                        {[](P& p) { p.gates.dtype = DType::kBFloat16; },
+                         "combine: gates: bfloat16 (2, 40, 6, 3): expected float32 as o_cmp"},
+                    });
 }
 
 TEST(Refused, NsaAttention) {
