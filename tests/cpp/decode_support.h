@@ -1,0 +1,203 @@
+// Streams of tokens that tests feed into a cache step by step, and the same through one forward pass.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "nsa/kv_cache.h"
+#include "support/tensor.h"
+
+namespace nsa::test {
+
+struct StreamCase {
+  Backend backend = Backend::kReference;
+  DType dtype = DType::kFloat64;
+  std::int64_t batch = 2, length = 90, kv_heads = 2, group = 3, dk = 16, dv = 8;
+  CompressionKind kind = CompressionKind::kMlp;
+  bool rope = true;
+  std::int64_t page_size = 16;  // 0: contiguous
+  NSAConfig cfg = {8, 4, 16, 4, 1, 2, 20};
+};
+
+/// All tensors (B, length, heads, D) of B sequences.
+struct Stream {
+  explicit Stream(const StreamCase& c, unsigned seed = 1) : c(c) {
+    const auto rows = [&](std::int64_t heads, std::int64_t width) {
+      Tensor t(c.dtype, {c.batch, c.length, heads, width});
+      fill_normal(t, ++seed * 7919);
+      return t;
+    };
+    const std::int64_t heads = c.kv_heads * c.group;
+    q = rows(heads, c.dk), gates = rows(heads, 3);
+    k_cmp = rows(c.kv_heads, c.dk), k_slc = rows(c.kv_heads, c.dk), k_swa = rows(c.kv_heads, c.dk);
+    v_cmp = rows(c.kv_heads, c.dv), v_slc = rows(c.kv_heads, c.dv), v_swa = rows(c.kv_heads, c.dv);
+    weights_k = make_weights(c.dk, 5), weights_v = make_weights(c.dv, 6);
+    if (!c.rope) return;
+    rope_cos = Tensor(DType::kFloat32, {c.length, c.dk / 2}), rope_sin = Tensor(DType::kFloat32, {c.length, c.dk / 2});
+    for (std::int64_t t = 0; t < c.length; ++t)
+      for (std::int64_t j = 0; j < c.dk / 2; ++j) {
+        const double angle =
+            static_cast<double>(t) * std::pow(1e4, -2.0 * static_cast<double>(j) / static_cast<double>(c.dk));
+        rope_cos.set({t, j}, std::cos(angle)), rope_sin.set({t, j}, std::sin(angle));
+      }
+  }
+
+  struct Weights {
+    Tensor w1, w2;
+    CompressionKind kind;
+    CompressionWeights view() const { return {kind, {}, w1, {}, w2, {}}; }
+  };
+
+  Weights make_weights(std::int64_t width, unsigned seed) const {
+    Weights w{{}, {}, c.kind};
+    const std::int64_t flat = c.cfg.kernel_size * width, hidden = 2 * width;
+    if (c.kind == CompressionKind::kMean) return w;
+    const bool mlp = c.kind == CompressionKind::kMlp;
+    w.w1 = Tensor(c.dtype, {c.kv_heads, flat, mlp ? hidden : width});
+    fill_normal(w.w1, seed, 1 / std::sqrt(static_cast<double>(flat)));
+    if (!mlp) return w;
+    w.w2 = Tensor(c.dtype, {c.kv_heads, hidden, width});
+    fill_normal(w.w2, seed + 1, 2 / std::sqrt(static_cast<double>(hidden)));
+    return w;
+  }
+
+  StreamCase c;
+  Tensor q, gates, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, rope_cos, rope_sin;
+  Weights weights_k, weights_v;
+};
+
+/// Results for every token of a stream.
+struct Results {
+  explicit Results(const StreamCase& c)
+      : o(c.dtype, {c.batch, c.length, c.kv_heads * c.group, c.dv}),
+        indices(DType::kInt32, {c.batch, c.length, c.kv_heads, c.cfg.topk}) {}
+  Tensor o, indices;
+};
+
+struct Forward : Results {
+  explicit Forward(const Stream& s) : Results(s.c) {
+    const std::int64_t blocks = s.c.cfg.num_compressed(s.c.length);
+    k_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dk});
+    v_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dv});
+    const Context context{s.c.backend};
+    expect_ok(compress({s.k_cmp, s.weights_k.view(), s.c.cfg, {}, k_c}, context));
+    expect_ok(compress({s.v_cmp, s.weights_v.view(), s.c.cfg, {}, v_c}, context));
+    for (std::int64_t b = 0; s.c.rope && b < s.c.batch; ++b)
+      for (std::int64_t i = 0; i < blocks; ++i)
+        for (std::int64_t h = 0; h < s.c.kv_heads; ++h)
+          for (std::int64_t j = 0, half = s.c.dk / 2; j < half; ++j) {
+            const double cos = s.rope_cos.get({i * s.c.cfg.kernel_stride, j});
+            const double sin = s.rope_sin.get({i * s.c.cfg.kernel_stride, j});
+            const double x = k_c.get({b, i, h, j}), y = k_c.get({b, i, h, j + half});
+            k_c.set({b, i, h, j}, x * cos - y * sin), k_c.set({b, i, h, j + half}, y * cos + x * sin);
+          }
+    NsaAttentionParams p;
+    p.q = s.q, p.k_c = k_c, p.v_c = v_c, p.k_slc = s.k_slc, p.v_slc = s.v_slc, p.k_swa = s.k_swa, p.v_swa = s.v_swa;
+    p.gates = s.gates, p.cfg = s.c.cfg, p.o = o, p.indices = indices;
+    expect_ok(nsa_attention(p, context));
+  }
+
+  static void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
+  Tensor k_c, v_c;
+};
+
+/// Every byte 0xff: NaN, or -1.
+inline void poison(const TensorView& view) {
+  std::memset(view.data, 0xff, static_cast<std::size_t>(view.numel()) * size_of(view.dtype));
+}
+
+inline KVCache make_cache(const StreamCase& c, std::int64_t num_pages = 0) {
+  KVCache cache;
+  const Status status =
+      KVCache::create({c.batch, c.kv_heads, c.dk, c.dv, c.dtype, c.cfg, c.length, c.page_size, num_pages}, cache);
+  EXPECT_TRUE(status.ok()) << status.message();
+  const KVCacheView view = cache.view();
+  for (const TensorView& t :
+       {view.k_slc, view.v_slc, view.k_c, view.v_c, view.k_swa_ring, view.v_swa_ring, view.k_cmp_ring, view.v_cmp_ring})
+    poison(t);
+  return cache;
+}
+
+/// One call: sequence b takes counts[b] tokens of row rows[b] of the stream, from the sequence's length on.
+struct Feed {
+  const Stream& stream;
+  KVCache& cache;
+  const Tensor* imposed = nullptr;  // indices like Results::indices
+
+  Status operator()(const std::vector<std::int64_t>& counts, Results& results, std::vector<std::int64_t> rows = {},
+                    int num_threads = 0, bool reserve = true) const {
+    const StreamCase& c = stream.c;
+    const std::int64_t m = std::max<std::int64_t>(1, *std::max_element(counts.begin(), counts.end()));
+    std::vector<std::int64_t> before, after;
+    for (std::int64_t b = 0; b < c.batch; ++b) {
+      if (static_cast<std::int64_t>(rows.size()) <= b) rows.push_back(b);
+      before.push_back(cache.length(b)), after.push_back(cache.length(b) + counts[b]);
+    }
+    if (reserve)
+      if (Status s = cache.reserve(after); !s.ok()) return s;
+    Tensor num_new(DType::kInt32, {c.batch});
+    for (std::int64_t b = 0; b < c.batch; ++b) num_new.set({b}, static_cast<double>(counts[b]));
+    std::vector<Tensor> taken;
+    const auto take = [&](const TensorView& from) {
+      taken.emplace_back(from.dtype, std::vector<std::int64_t>{c.batch, m, from.size(2), from.size(3)});
+      for (std::int64_t b = 0; b < c.batch; ++b) copy(from, rows[b], before[b], taken.back(), b, 0, counts[b]);
+      return taken.back().view();
+    };
+    DecodeParams p;
+    p.q = take(stream.q), p.gates = take(stream.gates);
+    p.k_cmp = take(stream.k_cmp), p.k_slc = take(stream.k_slc), p.k_swa = take(stream.k_swa);
+    p.v_cmp = take(stream.v_cmp), p.v_slc = take(stream.v_slc), p.v_swa = take(stream.v_swa);
+    if (imposed) p.imposed_indices = take(*imposed);
+    p.cache = cache.view();
+    p.weights_k = stream.weights_k.view(), p.weights_v = stream.weights_v.view();
+    p.cfg = c.cfg;
+    p.rope_cos = stream.rope_cos, p.rope_sin = stream.rope_sin;
+    p.num_new = num_new;
+    const Tensor o(c.dtype, {c.batch, m, c.kv_heads * c.group, c.dv});
+    const Tensor indices(DType::kInt32, {c.batch, m, c.kv_heads, c.cfg.topk});
+    p.o = o, p.indices = indices;
+    const Context context{c.backend, num_threads};
+    const Status status = m > kMaxDecodeTokens ? prefill(p, context) : decode(p, context);
+    for (std::int64_t b = 0; b < c.batch; ++b) {
+      const std::int64_t added = cache.length(b) - before[b];
+      copy(o, b, 0, results.o, b, before[b], added);
+      copy(indices, b, 0, results.indices, b, before[b], added);
+      for (std::int64_t r = added; r < m; ++r) {  // idle, or without room
+        EXPECT_EQ(values_of(slice(slice(o, 0, b, b + 1), 1, r, r + 1)),
+                  std::vector<double>(static_cast<std::size_t>(c.kv_heads * c.group * c.dv), 0.0));
+        EXPECT_EQ(values_of(slice(slice(indices, 0, b, b + 1), 1, r, r + 1)),
+                  std::vector<double>(static_cast<std::size_t>(c.kv_heads * c.cfg.topk), -1.0));
+      }
+    }
+    return status;
+  }
+
+ private:
+  static void copy(const TensorView& from, std::int64_t from_row, std::int64_t from_begin, const TensorView& to,
+                   std::int64_t to_row, std::int64_t to_begin, std::int64_t count) {
+    for (std::int64_t r = 0; r < count; ++r)
+      for (std::int64_t h = 0; h < from.size(2); ++h)
+        std::memcpy(to.as<std::byte>() + offset_of(to, {to_row, to_begin + r, h}) * size_of(to.dtype),
+                    from.as<std::byte>() + offset_of(from, {from_row, from_begin + r, h}) * size_of(from.dtype),
+                    static_cast<std::size_t>(from.size(3)) * size_of(from.dtype));
+  }
+};
+
+/// max|a - b| <= tolerance * max|b|, no NaN anywhere.
+inline void expect_close(const TensorView& a, const TensorView& b, double tolerance) {
+  const std::vector<double> x = values_of(a), y = values_of(b);
+  ASSERT_EQ(x.size(), y.size());
+  double largest = 0, error = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    ASSERT_FALSE(std::isnan(x[i]) || std::isnan(y[i])) << "element " << i;
+    largest = std::max(largest, std::abs(y[i])), error = std::max(error, std::abs(x[i] - y[i]));
+  }
+  EXPECT_LE(error, tolerance * largest);
+}
+
+}  // namespace nsa::test

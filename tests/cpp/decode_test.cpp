@@ -1,0 +1,215 @@
+// Decoding with a cache is the forward pass, however the tokens come; rollback and forks leave no trace.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "decode_support.h"
+
+namespace nsa::test {
+namespace {
+
+/// Rounding between two ways of computing the same thing.
+double tolerance_of(DType dtype) { return dtype == DType::kFloat64 ? 1e-12 : dtype == DType::kFloat32 ? 1e-5 : 0.01; }
+
+class Decode : public testing::TestWithParam<StreamCase> {
+ protected:
+  StreamCase c = GetParam();
+
+  static void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
+
+  /// Imposed indices: equal to the forward but for rounding. Own indices: equal but for ties within rounding.
+  void expect_forward(const Stream& stream, const std::vector<std::vector<std::int64_t>>& steps) {
+    const Forward forward(stream);
+    for (const bool imposed : {true, false}) {
+      KVCache cache = make_cache(c);
+      Results results(c);
+      for (const auto& counts : steps)
+        expect_ok(Feed{stream, cache, imposed ? &forward.indices : nullptr}(counts, results));
+      for (std::int64_t b = 0; b < c.batch; ++b) {
+        SCOPED_TRACE("sequence " + std::to_string(b) + (imposed ? ", imposed indices" : ""));
+        const auto fed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, 0, cache.length(b)); };
+        if (imposed) {
+          expect_close(fed(results.o), fed(forward.o), tolerance_of(c.dtype));
+          expect_compressed(forward, cache, b);
+        }
+        const std::vector<double> own = values_of(fed(results.indices)), expected = values_of(fed(forward.indices));
+        std::size_t same = 0;
+        for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
+        EXPECT_GE(static_cast<double>(same), 0.99 * static_cast<double>(own.size()));
+      }
+      expect_ok(cache.check());
+    }
+  }
+
+  /// The folded tokens are bitwise those of compress, rotated.
+  void expect_compressed(const Forward& forward, KVCache& cache, std::int64_t b) {
+    const KVCacheView view = cache.view();
+    for (std::int64_t i = 0; i < c.cfg.num_compressed(cache.length(b)); ++i) {
+      const std::int64_t page_size = view.k_c.size(1);
+      const auto page = static_cast<std::int64_t>(
+          view.block_table_c.as<std::int32_t>()[b * view.block_table_c.stride[0] + i / page_size]);
+      const auto cached = [&](const TensorView& t) {
+        return slice(slice(t, 0, page, page + 1), 1, i % page_size, i % page_size + 1);
+      };
+      const auto computed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, i, i + 1); };
+      EXPECT_TRUE(same_bits(cached(view.k_c), computed(forward.k_c))) << "key " << i;
+      EXPECT_TRUE(same_bits(cached(view.v_c), computed(forward.v_c))) << "value " << i;
+    }
+  }
+};
+
+TEST_P(Decode, TokenByToken) {
+  const Stream stream(c);
+  expect_forward(stream, std::vector<std::vector<std::int64_t>>(c.length, {1, 1}));
+}
+
+TEST_P(Decode, EverySplitOfPrefillAndSteps) {
+  const Stream stream(c);
+  for (std::int64_t split = 1; split < c.length; split += 1 + split % 3) {
+    SCOPED_TRACE("split " + std::to_string(split));
+    std::vector<std::vector<std::int64_t>> steps{{split, split}};
+    for (std::int64_t at = split, m = 1; at < c.length; at += m, m = m % kMaxDecodeTokens + 5) {
+      m = std::min({m, c.length - at, std::int64_t{kMaxDecodeTokens}});
+      steps.push_back({m, m});
+    }
+    expect_forward(stream, steps);
+  }
+}
+
+TEST_P(Decode, ChunkedPrefill) {
+  for (const std::int64_t chunk : {17, 33, 64}) {
+    std::vector<std::vector<std::int64_t>> steps;
+    for (std::int64_t at = 0; at < c.length; at += chunk) {
+      const std::int64_t m = std::min(chunk, c.length - at);
+      steps.push_back({m, m});
+    }
+    expect_forward(Stream(c), steps);
+  }
+}
+
+TEST_P(Decode, RaggedStepsAndIdleSlots) {
+  std::vector<std::vector<std::int64_t>> steps{{0, 40}, {0, 0}, {16, 0}, {3, 1}, {0, 7}, {9, 0}, {16, 16}, {40, 2}};
+  expect_forward(Stream(c), steps);
+}
+
+TEST_P(Decode, RollbackThenAppendIsAsIfNeverAppended) {
+  const Stream stream(c), other(c, 99);
+  for (const std::int64_t back : {1, 5, 16, 32}) {
+    KVCache straight = make_cache(c), rolled = make_cache(c);
+    Results expected(c), results(c), ignored(c);
+    for (const std::int64_t m : {41, 10, 1, 16}) {
+      expect_ok(Feed{stream, straight}({m, m}, expected));
+      expect_ok(Feed{stream, rolled}({m, m}, results));
+      const std::int64_t length = rolled.length(0);
+      for (std::int64_t rest = std::min(back, c.length - length); rest > 0; rest -= 16)
+        expect_ok(Feed{other, rolled}({std::min<std::int64_t>(rest, 16), 0}, ignored));
+      expect_ok(rolled.rollback(0, length));
+    }
+    const auto fed = [&](const TensorView& t) { return slice(t, 1, 0, straight.length(0)); };
+    EXPECT_TRUE(same_bits(fed(expected.o), fed(results.o))) << back << " back";
+    EXPECT_TRUE(same_bits(fed(expected.indices), fed(results.indices))) << back << " back";
+  }
+}
+
+TEST_P(Decode, ForksOfASharedPrefixDiverge) {
+  // Sequence 0 goes on with row 0 of the stream, its fork with row 1; alone, a sequence of the same tokens gives the
+  // same bits. Lengths on both sides of the ends of pages and of compression blocks.
+  const Stream stream(c), other(c, 99);
+  for (const std::int64_t shared : {0, 7, 8, 31, 32, 33, 47, 48, 60}) {
+    for (const std::int64_t below : {0, 3}) {  // the fork starts this much before the parent's end
+      SCOPED_TRACE("shared " + std::to_string(shared) + ", " + std::to_string(below) + " below");
+      KVCache cache = make_cache(c), alone = make_cache(c);
+      Results results(c), expected(c), ignored(c);
+      const Feed feed{stream, cache}, feed_alone{stream, alone};
+      if (shared + below > 0) expect_ok(feed({shared + below, 0}, results));
+      expect_ok(cache.fork(0, 1, shared));
+      for (const std::int64_t m : {5, 16, 3}) expect_ok(feed({m, m}, results));
+      // The parent goes back into what is shared and writes something else there; the child must not notice.
+      const std::int64_t back = std::max<std::int64_t>(0, shared - 5);
+      expect_ok(cache.rollback(0, back));
+      expect_ok(Feed{other, cache}({5, 0}, ignored));
+      expect_ok(feed({0, 1}, results));
+      expect_ok(cache.rollback(0, back));
+      expect_ok(feed({16, 0}, results));
+
+      if (shared + below > 0) expect_ok(feed_alone({shared + below, 0}, expected));
+      if (shared > 0) expect_ok(feed_alone({0, shared}, ignored, {0, 0}));
+      for (const std::int64_t m : {5, 16, 3}) expect_ok(feed_alone({m, m}, expected));
+      expect_ok(feed_alone({0, 1}, expected));
+      const auto rows = [](const TensorView& t, std::int64_t b, std::int64_t begin, std::int64_t end) {
+        return slice(slice(t, 0, b, b + 1), 1, begin, end);
+      };
+      const std::int64_t end = shared + 24;
+      EXPECT_TRUE(same_bits(rows(results.o, 0, 0, end + below), rows(expected.o, 0, 0, end + below)));
+      EXPECT_TRUE(same_bits(rows(results.o, 1, shared, end + 1), rows(expected.o, 1, shared, end + 1)));
+      EXPECT_TRUE(same_bits(rows(results.indices, 1, shared, end + 1), rows(expected.indices, 1, shared, end + 1)));
+    }
+  }
+}
+
+TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
+  if (c.page_size == 0) GTEST_SKIP() << "pages only";
+  const Stream stream(c);
+  KVCache cache = make_cache(c);
+  Results results(c);
+  const Feed feed{stream, cache};
+  expect_ok(feed({30, 30}, results));
+  expect_ok(cache.reserve({40, 32}));
+  const KVCacheView view = cache.view();
+  std::vector<Tensor> before;
+  for (const TensorView& ring : {view.k_swa_ring, view.v_swa_ring, view.k_cmp_ring, view.v_cmp_ring}) {
+    before.emplace_back(ring.dtype, shape_of(ring));
+    std::memcpy(before.back().view().data, ring.data, static_cast<std::size_t>(ring.numel()) * size_of(ring.dtype));
+  }
+  // Sequence 1 has a page to token 32: three more do not fit. Sequence 0 goes on.
+  expect_ok(feed({3, 3}, results, {}, 0, false));
+  EXPECT_EQ(cache.length(0), 33);
+  EXPECT_EQ(cache.length(1), 30);
+  std::size_t n = 0;
+  for (const TensorView& ring : {view.k_swa_ring, view.v_swa_ring, view.k_cmp_ring, view.v_cmp_ring})
+    EXPECT_TRUE(same_bits(slice(ring, 0, 1, 2), slice(before[n++], 0, 1, 2)));
+  const Status status = cache.check();
+  EXPECT_EQ(status.code(), StatusCode::kOutOfCapacity);
+  EXPECT_EQ(status.message(), "a step found no room for a sequence: reserve() before each step");
+  expect_ok(cache.check());
+  // With room, it goes on as if nothing had been.
+  expect_ok(feed({0, 3}, results));
+  const Forward forward(stream);
+  const auto fed = [](const TensorView& t) { return slice(t, 1, 0, 33); };
+  expect_close(fed(results.o), fed(forward.o), tolerance_of(c.dtype));
+}
+
+TEST_P(Decode, TheSameBitsWithAnyNumberOfThreads) {
+  const Stream stream(c);
+  Results one(c), three(c);
+  for (const int threads : {1, 3}) {
+    KVCache cache = make_cache(c);
+    for (const std::int64_t m : {50, 16, 1, 1, 7})
+      expect_ok(Feed{stream, cache}({m, m - 1}, threads == 1 ? one : three, {}, threads));
+  }
+  EXPECT_TRUE(same_bits(slice(one.o, 1, 0, 70), slice(three.o, 1, 0, 70)));
+}
+
+std::string name_of_case(const testing::TestParamInfo<StreamCase>& info) {
+  const StreamCase& c = info.param;
+  return std::string(name_of(c.backend)) + "_" + name_of(c.dtype) + "_" + name_of(c.kind) + "_g" +
+         std::to_string(c.group) + (c.page_size ? "_page" + std::to_string(c.page_size) : "_contiguous") +
+         (c.rope ? "" : "_norope");
+}
+
+StreamCase with(Backend backend, DType dtype, auto&& change) {
+  StreamCase c;
+  c.backend = backend, c.dtype = dtype;
+  change(c);
+  return c;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Reference, Decode,
+    testing::Values(with(Backend::kReference, DType::kFloat64, [](auto&) {}),
+                    with(Backend::kReference, DType::kFloat64, [](auto& c) { c.page_size = 0, c.rope = false; }),
+                    with(Backend::kReference, DType::kBFloat16, [](auto& c) { c.kind = CompressionKind::kMean; })),
+    name_of_case);
+
+}  // namespace
+}  // namespace nsa::test
