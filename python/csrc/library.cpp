@@ -18,7 +18,7 @@ std::string tensors(int count) {
   return text + ")";
 }
 
-void define(torch::stable::detail::StableLibrary& m) {
+void define(Library& m) {
   const auto def = [&m](const std::string& schema) { m.def(schema.c_str()); };
   def("compress(Tensor k, " + kWeights + ", int[] cfg, Tensor? cu_seqlens) -> Tensor");
   def("compress_backward(Tensor d_out, Tensor k, " + kWeights + ", int[] cfg, Tensor? cu_seqlens, bool[] needs) -> " +
@@ -53,7 +53,7 @@ void define(torch::stable::detail::StableLibrary& m) {
       kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
 }
 
-void implement(torch::stable::detail::StableLibrary& m) {
+void implement(Library& m) {
   m.impl("compress", TORCH_BOX(&compress));
   m.impl("compress_backward", TORCH_BOX(&compress_backward));
   m.impl("compressed_cu_seqlens", TORCH_BOX(&compressed_cu_seqlens));
@@ -73,5 +73,11 @@ void implement(torch::stable::detail::StableLibrary& m) {
 }  // namespace
 }  // namespace nsa::python
 
-STABLE_TORCH_LIBRARY(nsa, m) { nsa::python::define(m); }
-STABLE_TORCH_LIBRARY_IMPL(nsa, CPU, m) { nsa::python::implement(m); }
+STABLE_TORCH_LIBRARY(nsa, m) {
+  nsa::python::define(m);
+  nsa::python::define_decode(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(nsa, CPU, m) {
+  nsa::python::implement(m);
+  nsa::python::implement_decode(m);
+}

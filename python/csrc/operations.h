@@ -89,4 +89,9 @@ Tensors<8> nsa_attention_backward(const Tensor& d_o, const Tensor& q, const Tens
                                   OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
                                   OptionalTensor imposed_indices, Bools needs);
 
+// decode, prefill and fork change the cache's tensors; decode.cpp has their schemas beside them.
+using Library = torch::stable::detail::StableLibrary;
+void define_decode(Library& m);
+void implement_decode(Library& m);
+
 }  // namespace nsa::python

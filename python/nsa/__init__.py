@@ -1,6 +1,9 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
+from .cache import KVCache
+from .compression import CompressionFunction, initial_compression_weights
 from .config import CompressionWeights, NSAConfig
+from .decoding import decode, prefill
 from .functional import (
     combine,
     compress,
@@ -11,15 +14,25 @@ from .functional import (
     selected_attention,
     sliding_window_attention,
 )
+from .layer import NativeSparseAttention
+from .rotary import rotary_tables, rotate
 
 __all__ = [
+    "CompressionFunction",
     "CompressionWeights",
+    "KVCache",
     "NSAConfig",
+    "NativeSparseAttention",
     "combine",
     "compress",
     "compressed_attention",
     "compressed_cu_seqlens",
+    "decode",
+    "initial_compression_weights",
     "nsa_attention",
+    "prefill",
+    "rotary_tables",
+    "rotate",
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",

@@ -121,6 +121,18 @@ def _(d_o, q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, *rest):
     return _gradients(rest[-1], q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates)
 
 
+@_fake("decode")
+@_fake("prefill")
+def _(q, k_cmp, v_cmp, *rest):
+    cfg = rest[-6]
+    return _o(q, v_cmp), _indices(q, k_cmp, cfg)
+
+
+@_fake("fork")
+def _(*arguments):
+    return None
+
+
 def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     """Gives operator `name` the gradient that operator `name`_backward computes, for output 0 only.
 

@@ -1,0 +1,104 @@
+"""The compression function phi as a module, and its initial weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from .config import CompressionWeights
+
+
+def initial_compression_weights(
+    kind: str,
+    kernel_size: int,
+    head_dim: int,
+    num_sets: int = 1,
+    hidden: int | None = None,
+    generator: torch.Generator | None = None,
+) -> CompressionWeights:
+    """float32 weights with which phi is exactly the mean of the block's tokens.
+
+    For "mlp", W1 = [M, -M, R] and W2 = [I; -I; 0] with M the average, because SiLU(z) - SiLU(-z) = z; R ~ N(0, 1/(l*D))
+    are the further hidden units. Biases and pe are zero.
+
+    Args:
+        kind: "mlp", "linear" or "mean".
+        kernel_size: l, tokens in a compression block.
+        head_dim: D of the keys or of the values.
+        num_sets: P, the number of KV heads, or 1 for weights shared by all.
+        hidden: E of the mlp, default 2 * D. Below 2 * D the weights cannot be the mean: they are Xavier's, with a
+            warning.
+        generator: of R.
+
+    Raises:
+        ValueError: an unknown kind or a size below 1.
+    """
+    hidden = 2 * head_dim if hidden is None else hidden
+    for name, value in (
+        ("kernel_size", kernel_size),
+        ("head_dim", head_dim),
+        ("num_sets", num_sets),
+        ("hidden", hidden),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} = {value}: must be >= 1")
+    if kind == "mean":
+        return CompressionWeights("mean")
+    inputs = kernel_size * head_dim
+    eye = torch.eye(head_dim)
+    mean = (eye / kernel_size).repeat(num_sets, kernel_size, 1)
+    pe = torch.zeros(num_sets, kernel_size, head_dim)
+    b_out = torch.zeros(num_sets, head_dim)
+    if kind == "linear":
+        return CompressionWeights("linear", pe, mean, b_out)
+    if kind != "mlp":
+        raise ValueError(f"kind = {kind!r}: must be mean, linear or mlp")
+    w1 = torch.randn(num_sets, inputs, hidden, generator=generator)
+    w2 = torch.zeros(num_sets, hidden, head_dim)
+    if hidden < 2 * head_dim:
+        warnings.warn(
+            f"phi starts from Xavier weights, not as the mean: hidden = {hidden} is below 2 * head_dim = {2 * head_dim}",
+            stacklevel=2,
+        )
+        w1 *= math.sqrt(2 / (inputs + hidden))
+        w2.normal_(0, math.sqrt(2 / (hidden + head_dim)), generator=generator)
+    else:
+        w1 /= math.sqrt(inputs)
+        w1[..., :head_dim] = mean
+        w1[..., head_dim : 2 * head_dim] = -mean
+        w2[:, :head_dim] = eye
+        w2[:, head_dim : 2 * head_dim] = -eye
+    return CompressionWeights("mlp", pe, w1, torch.zeros(num_sets, hidden), w2, b_out)
+
+
+class CompressionFunction(nn.Module):
+    """phi of keys or of values: the parameters pe, w1, b1, w2, b2 (those its kind has), float32 at first.
+
+    Args: as for `initial_compression_weights`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        kernel_size: int,
+        head_dim: int,
+        num_sets: int = 1,
+        hidden: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        initial = initial_compression_weights(kind, kernel_size, head_dim, num_sets, hidden, generator)
+        self.kind = kind
+        for name, tensor in zip(("pe", "w1", "b1", "w2", "b2"), initial.as_arguments()[1:], strict=True):
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
+
+    def weights(self, dtype: torch.dtype) -> CompressionWeights:
+        """The parameters in the dtype of what is compressed."""
+
+        def cast(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(dtype)
+
+        return CompressionWeights(self.kind, cast(self.pe), cast(self.w1), cast(self.b1), cast(self.w2), cast(self.b2))

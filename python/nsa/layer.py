@@ -1,0 +1,219 @@
+"""Native Sparse Attention as a layer of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .cache import KVCache
+from .compression import CompressionFunction
+from .config import NSAConfig
+from .decoding import decode, prefill
+from .functional import compress, compressed_cu_seqlens, nsa_attention
+from .rotary import rotary_tables, rotate
+
+BRANCHES = ("cmp", "slc", "swa")
+MAX_DECODE_TOKENS = 16
+"""The most new tokens of one decode step; more is prefill."""
+
+
+class NativeSparseAttention(nn.Module):
+    """Projections, rotation, compression, gates and output projection around `nsa_attention`.
+
+    q is rotated once for all branches, k_slc and k_swa at their positions, compressed key i at position i*d after
+    phi has seen the unrotated k_cmp; values never. Gates are sigmoid(gate(x)), one per branch, token and head; the last
+    gate layer starts at zero, so that every gate starts at 1/2. phi starts as the mean of its block.
+
+    Parameters are named q_proj, k_proj.{cmp,slc,swa}, v_proj.{cmp,slc,swa} (k_proj and v_proj with share_kv),
+    phi_k.{pe,w1,b1,w2,b2}, phi_v.{...}, gate.0, gate.2, o_proj: as in the checkpoints of the program `nsa`.
+
+    Args:
+        hidden_size: width of x.
+        num_heads, num_kv_heads: H and Hkv, which divides H.
+        head_dim: Dk, even if keys are rotated.
+        v_head_dim: Dv, default Dk.
+        cfg: hyperparameters, default the paper's.
+        share_kv: one key and one value projection for the three branches.
+        compression: phi's kind, "mlp", "linear" or "mean".
+        compression_hidden: E of the mlp, default 2 * D.
+        shared_phi: one phi for all KV heads instead of one for each.
+        max_positions: rows of the rotation tables, the longest sequence in tokens.
+        rope_theta: base of the rotation; None: no rotation.
+        noise: exploration noise of the selection while training, see `select_blocks`; the attribute may be changed.
+        seed: of phi's initial units beyond the mean.
+
+    Raises:
+        ValueError: num_kv_heads does not divide num_heads, or a size is not allowed.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        cfg: NSAConfig | None = None,
+        *,
+        share_kv: bool = False,
+        compression: str = "mlp",
+        compression_hidden: int | None = None,
+        shared_phi: bool = False,
+        max_positions: int = 65536,
+        rope_theta: float | None = 10000.0,
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, value in {**sizes, "head_dim": head_dim, "v_head_dim": v_head_dim}.items():
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be >= 1")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads = {num_kv_heads}: must divide num_heads = {num_heads}")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.v_head_dim = head_dim, v_head_dim
+        self.cfg = NSAConfig() if cfg is None else cfg
+        self.noise = noise
+
+        def key_value_projection(dim: int) -> nn.Module:
+            def one() -> nn.Linear:
+                return nn.Linear(hidden_size, num_kv_heads * dim, bias=False)
+
+            return one() if share_kv else nn.ModuleDict({branch: one() for branch in BRANCHES})
+
+        def phi(dim: int, salt: int) -> CompressionFunction:
+            generator = torch.Generator().manual_seed(2 * seed + salt)
+            sets = 1 if shared_phi else num_kv_heads
+            return CompressionFunction(
+                compression, self.cfg.kernel_size, dim, sets, compression_hidden, generator=generator
+            )
+
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = key_value_projection(head_dim)
+        self.v_proj = key_value_projection(v_head_dim)
+        self.phi_k, self.phi_v = phi(head_dim, 0), phi(v_head_dim, 1)
+        gate_hidden = max(1, hidden_size // 4)
+        self.gate = nn.Sequential(nn.Linear(hidden_size, gate_hidden), nn.SiLU(), nn.Linear(gate_hidden, 3 * num_heads))
+        nn.init.zeros_(self.gate[2].weight)
+        nn.init.zeros_(self.gate[2].bias)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
+        tables = (None, None) if rope_theta is None else rotary_tables(max_positions, head_dim, rope_theta)
+        self.register_buffer("rope_cos", tables[0], persistent=False)
+        self.register_buffer("rope_sin", tables[1], persistent=False)
+
+    def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options) -> KVCache:
+        """A KVCache for this layer, on its device; `options` are KVCache's (page_size, num_pages)."""
+        weight = self.q_proj.weight
+        return KVCache(
+            *(batch_size, self.num_kv_heads, self.head_dim, self.v_head_dim, self.cfg),
+            max_length=max_length,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+            **options,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        *,
+        cache: KVCache | None = None,
+        num_new: Tensor | None = None,
+        seed: int = 0,
+        return_indices: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention over whole sequences, or, with a cache, of new tokens to all that the cache holds.
+
+        Args:
+            x: (B, S, hidden_size); or packed (total, hidden_size) with cu_seqlens.
+            cu_seqlens: int32 (batch + 1).
+            max_seqlen: upper bound of the lengths in tokens, default the total.
+            cache: x are the next S tokens per row, appended to it; no gradient. Up to 16 run as `decode`, more as
+                `prefill`. Room must have been reserved.
+            num_new: int32 (B), with a cache: how many of the S tokens of each row count, default all.
+            seed: of the exploration noise in training; derive it from run, step, micro-batch, rank and layer.
+            return_indices: also return the selected blocks.
+
+        Returns:
+            Like x; or (that, indices int32 (B, S, Hkv, topk) or (total, Hkv, topk)).
+
+        Raises:
+            ValueError: arguments that do not go together, or a sequence longer than max_positions.
+        """
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens: must not be given with a cache, whose rows are the sequences")
+        if num_new is not None and cache is None:
+            raise ValueError("num_new: must be given with a cache only")
+        q = self._heads(self.q_proj(x), self.num_heads)
+        k = self._branches(self.k_proj, x)
+        v = self._branches(self.v_proj, x)
+        gates = torch.sigmoid(self.gate(x)).to(q.dtype).unflatten(-1, (self.num_heads, 3))
+        weights_k, weights_v = self.phi_k.weights(q.dtype), self.phi_v.weights(q.dtype)
+        positions = self._positions(x, cu_seqlens, cache)
+        q, k_slc, k_swa = self._rotate(positions, q, k["slc"], k["swa"])
+        if cache is not None:
+            step = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
+            rope = None if self.rope_cos is None else (self.rope_cos, self.rope_sin)
+            new_kv = (k["cmp"], v["cmp"], k_slc, v["slc"], k_swa, v["swa"])
+            o, indices = step(
+                *(q, new_kv, gates, cache, weights_k, weights_v, self.cfg),
+                rope=rope,
+                num_new=num_new,
+                return_indices=True,
+            )
+        else:
+            k_c = compress(k["cmp"], weights_k, self.cfg, cu_seqlens)
+            v_c = compress(v["cmp"], weights_v, self.cfg, cu_seqlens)
+            (k_c,) = self._rotate(self._compressed_positions(k_c, cu_seqlens), k_c)
+            o, indices = nsa_attention(
+                *(q, k_c, v_c, k_slc, v["slc"], k_swa, v["swa"], gates, self.cfg),
+                noise=self.noise if self.training else 0.0,
+                seed=seed,
+                return_indices=True,
+                cu_seqlens_q=cu_seqlens,
+                max_seqlen_q=max_seqlen,
+            )
+        o = self.o_proj(o.flatten(-2))
+        return (o, indices) if return_indices else o
+
+    @staticmethod
+    def _heads(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1))
+
+    def _branches(self, projection: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        if isinstance(projection, nn.ModuleDict):
+            return {branch: self._heads(projection[branch](x), self.num_kv_heads) for branch in BRANCHES}
+        return dict.fromkeys(BRANCHES, self._heads(projection(x), self.num_kv_heads))
+
+    def _positions(self, x: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
+        """Positions of the rows of x in their sequences, int64, to be broadcast over the batch."""
+        if cu_seqlens is not None:
+            return _rows_within(cu_seqlens, x.shape[0])
+        rows = torch.arange(x.shape[1], device=x.device)
+        return rows if cache is None else cache.cache_seqlens[:, None] + rows
+
+    def _compressed_positions(self, k_c: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Positions i*d at which compressed keys are rotated."""
+        if cu_seqlens is None:
+            blocks = torch.arange(k_c.shape[1], device=k_c.device)
+        else:
+            blocks = _rows_within(compressed_cu_seqlens(cu_seqlens, self.cfg), k_c.shape[0])
+        return blocks * self.cfg.kernel_stride
+
+    def _rotate(self, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.rope_cos is None:
+            return tensors
+        # Rows past the end of a sequence or of an idle slot may stand anywhere; they must not index out of the table.
+        positions = positions.clamp(max=self.rope_cos.shape[0] - 1)
+        cos, sin = self.rope_cos[positions], self.rope_sin[positions]
+        return tuple(rotate(t, cos, sin) for t in tensors)
+
+
+def _rows_within(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Number of each of `total` packed rows within its sequence, int64; rows past the last sequence count on."""
+    rows = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
+    return rows - cu_seqlens[sequence]
