@@ -60,7 +60,7 @@ def initial_compression_weights(
     w2 = torch.zeros(num_sets, hidden, head_dim)
     if hidden < 2 * head_dim:
         warnings.warn(
-            f"phi starts from Xavier weights, not as the mean: hidden = {hidden} is below 2 * head_dim = {2 * head_dim}",
+            f"phi starts from Xavier weights, not as the mean: hidden = {hidden}, below 2 * head_dim = {2 * head_dim}",
             stacklevel=2,
         )
         w1 *= math.sqrt(2 / (inputs + hidden))

@@ -37,7 +37,6 @@ class NativeSparseAttention(nn.Module):
         compression: phi's kind, "mlp", "linear" or "mean".
         compression_hidden: E of the mlp, default 2 * D.
         shared_phi: one phi for all KV heads instead of one for each.
-        max_positions: rows of the rotation tables, the longest sequence in tokens.
         rope_theta: base of the rotation; None: no rotation.
         noise: exploration noise of the selection while training, see `select_blocks`; the attribute may be changed.
         seed: of phi's initial units beyond the mean.
@@ -59,7 +58,6 @@ class NativeSparseAttention(nn.Module):
         compression: str = "mlp",
         compression_hidden: int | None = None,
         shared_phi: bool = False,
-        max_positions: int = 65536,
         rope_theta: float | None = 10000.0,
         noise: float = 0.0,
         seed: int = 0,
@@ -99,9 +97,10 @@ class NativeSparseAttention(nn.Module):
         nn.init.zeros_(self.gate[2].weight)
         nn.init.zeros_(self.gate[2].bias)
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
-        tables = (None, None) if rope_theta is None else rotary_tables(max_positions, head_dim, rope_theta)
-        self.register_buffer("rope_cos", tables[0], persistent=False)
-        self.register_buffer("rope_sin", tables[1], persistent=False)
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(f"head_dim = {head_dim}: must be even to be rotated")
+        self.rope_theta = rope_theta
+        self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
 
     def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options) -> KVCache:
         """A KVCache for this layer, on its device; `options` are KVCache's (page_size, num_pages)."""
@@ -141,7 +140,7 @@ class NativeSparseAttention(nn.Module):
             Like x; or (that, indices int32 (B, S, Hkv, topk) or (total, Hkv, topk)).
 
         Raises:
-            ValueError: arguments that do not go together, or a sequence longer than max_positions.
+            ValueError: arguments that do not go together, or that an operation refuses.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens: must not be given with a cache, whose rows are the sequences")
@@ -153,10 +152,11 @@ class NativeSparseAttention(nn.Module):
         gates = torch.sigmoid(self.gate(x)).to(q.dtype).unflatten(-1, (self.num_heads, 3))
         weights_k, weights_v = self.phi_k.weights(q.dtype), self.phi_v.weights(q.dtype)
         positions = self._positions(x, cu_seqlens, cache)
-        q, k_slc, k_swa = self._rotate(positions, q, k["slc"], k["swa"])
+        q, k_slc = self._rotate(positions, q, k["slc"])
+        k_swa = k_slc if k["swa"] is k["slc"] else self._rotate(positions, k["swa"])[0]
         if cache is not None:
             step = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
-            rope = None if self.rope_cos is None else (self.rope_cos, self.rope_sin)
+            rope = self._tables_for(cache)
             new_kv = (k["cmp"], v["cmp"], k_slc, v["slc"], k_swa, v["swa"])
             o, indices = step(
                 *(q, new_kv, gates, cache, weights_k, weights_v, self.cfg),
@@ -189,7 +189,7 @@ class NativeSparseAttention(nn.Module):
         return dict.fromkeys(BRANCHES, self._heads(projection(x), self.num_kv_heads))
 
     def _positions(self, x: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Positions of the rows of x in their sequences, int64, to be broadcast over the batch."""
+        """Positions of the rows of x in their sequences, to be broadcast over the batch."""
         if cu_seqlens is not None:
             return _rows_within(cu_seqlens, x.shape[0])
         rows = torch.arange(x.shape[1], device=x.device)
@@ -204,16 +204,24 @@ class NativeSparseAttention(nn.Module):
         return blocks * self.cfg.kernel_stride
 
     def _rotate(self, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.rope_cos is None:
+        if self.rope_theta is None:
             return tensors
-        # Rows past the end of a sequence or of an idle slot may stand anywhere; they must not index out of the table.
-        positions = positions.clamp(max=self.rope_cos.shape[0] - 1)
-        cos, sin = self.rope_cos[positions], self.rope_sin[positions]
+        cos, sin = rotary_tables(positions, self.head_dim, self.rope_theta)
         return tuple(rotate(t, cos, sin) for t in tensors)
+
+    def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of every position in the cache."""
+        if self.rope_theta is None:
+            return None
+        tables, device = self._fold_tables, cache.cache_seqlens.device
+        if tables is None or tables[0].shape[0] < cache.max_length or tables[0].device != device:
+            positions = torch.arange(cache.max_length, device=device)
+            tables = self._fold_tables = rotary_tables(positions, self.head_dim, self.rope_theta)
+        return tables
 
 
 def _rows_within(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Number of each of `total` packed rows within its sequence, int64; rows past the last sequence count on."""
-    rows = torch.arange(total, device=cu_seqlens.device)
+    """Number of each of `total` packed rows within its sequence, int32; rows past the last sequence count on."""
+    rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
     return rows - cu_seqlens[sequence]

@@ -6,23 +6,21 @@ import torch
 from torch import Tensor
 
 
-def rotary_tables(
-    max_positions: int, head_dim: int, theta: float = 10000.0, device: torch.device | str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 ... max_positions - 1, each float32 (max_positions, head_dim / 2).
+def rotary_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of integer positions (...), each float32 (..., head_dim / 2).
 
     Raises:
         ValueError: head_dim is odd.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim = {head_dim}: must be even to be rotated")
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
-    angles = torch.arange(max_positions, dtype=torch.float64, device=device)[:, None] * frequencies
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+    angles = positions[..., None] * theta ** (-pairs / head_dim)
     return angles.cos().float(), angles.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (..., S, heads, D) by the rows cos, sin (..., S, D/2) of its tokens, in float32; result in x's dtype."""
+    """Rotates x (..., S, heads, D) by its tokens' rows cos, sin (..., S, D/2), in float32; result in x's dtype."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
