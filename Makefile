@@ -6,13 +6,12 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build configure program package test bench demo mutation wheel format lint install-check clean distclean
+.PHONY: help build configure program package test bench demo mutation wheel format lint clean distclean
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= pypi
 OFFLINE ?= 0
-PREFIX ?= /usr/local
 JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n; print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
 
 BIN := $(abspath $(VENV))/bin
@@ -31,8 +30,9 @@ help:
 	@echo
 	@sed -n 's/^#   /  /p' Makefile
 
+SETUP = $(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1,$(OFFLINE)),--offline)
 $(READY): tools/setup.py tools/requirements.txt
-	@$(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1,$(OFFLINE)),--offline)
+	@$(SETUP)
 	@touch $@
 
 configure: build/build.ninja
@@ -70,8 +70,12 @@ wheel: $(READY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
 	@ls -l dist
 
-format lint: $(READY)
-	@tools/$@.sh
+format: $(READY)
+	@tools/format.sh
+
+lint: build/build.ninja
+	@$(SETUP) --also clang-tidy
+	@tools/lint.sh
 
 clean:
 	rm -rf build dist

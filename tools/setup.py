@@ -6,6 +6,7 @@ Needs only a Python 3.10 without extras; whatever cannot be had ends in one mess
 """
 
 import argparse
+import glob
 import os
 import pathlib
 import shutil
@@ -17,18 +18,24 @@ REQUIREMENTS = ROOT / "tools" / "requirements.txt"
 INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
 
 # Debian package -> how to see that what we need of it is there, whoever put it there.
-PROGRAMS = {"g++": "g++", "make": "make", "git": "git", "ccache": "ccache"}
+PROGRAMS = {"g++": "g++", "git": "git", "ccache": "ccache"}
 HEADERS = {
     "libcli11-dev": "CLI/CLI.hpp",
     "libfmt-dev": "fmt/core.h",
     "nlohmann-json3-dev": "nlohmann/json.hpp",
     "libgtest-dev": "gtest/gtest.h",
 }
+# Wanted by `make lint` and .ci/run only: --also.
+EXTRA = {
+    "clang": "/usr/bin/clang++",
+    "clang-tidy": "/usr/bin/clang-tidy",
+    "libomp-dev": "/usr/lib/llvm-*/lib/libarcher.so",
+}
 
 GB = 1e9
 # Measured on Debian 12 with torch 2.11.0 from PyPI; see "Set-up" in CONTRIBUTING.md.
-TORCH_DOWNLOAD, TORCH_DISK = 2.6 * GB, 5.0 * GB
-REST_DOWNLOAD, REST_DISK = 0.15 * GB, 0.4 * GB
+TORCH_DOWNLOAD, TORCH_DISK = 2.7 * GB, 4.7 * GB
+REST_DOWNLOAD, REST_DISK = 0.15 * GB, 0.3 * GB
 BUILD_DISK = 1.0 * GB
 
 # Run inside the environment: prints the requirements it does not meet. A build tool on PATH is as good as PyPI's.
@@ -67,12 +74,12 @@ def has_header(name):
     return any(folder and os.path.exists(os.path.join(folder, name)) for folder in INCLUDE_FOLDERS)
 
 
-def missing_debian_packages(need_venv):
+def missing_debian_packages(need_venv, also):
     missing = [package for package, program in PROGRAMS.items() if not shutil.which(program)]
     missing += [package for package, header in HEADERS.items() if not has_header(header)]
     if need_venv and subprocess.run([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL).returncode:
         missing.append("python3-venv")
-    return missing
+    return missing + [package for package in also if not glob.glob(EXTRA[package])]
 
 
 def install_debian_packages(missing, offline):
@@ -170,21 +177,17 @@ def install_python_packages(venv, torch, offline):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be"
-    )
-    parser.add_argument(
-        "--torch",
-        choices=["pypi", "system"],
-        default="pypi",
-        help="the pinned torch of PyPI, or the one this Python has",
-    )
-    parser.add_argument("--offline", action="store_true", help="fetch nothing; stop when something is missing")
+    option = parser.add_argument
+    option("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
+    option("--torch", choices=["pypi", "system"], default="pypi", help="PyPI's at the pinned version, or this Python's")
+    option("--offline", action="store_true", help="fetch nothing; stop when something is missing")
+    option("--also", choices=sorted(EXTRA), nargs="*", default=[], help="further Debian packages")
     options = parser.parse_args()
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells an older Python
         stop(f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another by PYTHON=")
     venv = options.venv.absolute()
-    install_debian_packages(missing_debian_packages(need_venv=not (venv / "bin" / "pip").exists()), options.offline)
+    need_venv = not (venv / "bin" / "pip").exists()
+    install_debian_packages(missing_debian_packages(need_venv, options.also), options.offline)
     make_venv(venv, options.torch)
     install_python_packages(venv, options.torch, options.offline)
 
