@@ -11,7 +11,11 @@
 
 namespace nsa {
 
-enum class Access { kInput, kOutput };
+enum class Access {
+  kInput,
+  kOutput,
+  kState,  // read and written: a cache
+};
 
 struct Argument {
   std::string name;

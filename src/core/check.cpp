@@ -62,7 +62,7 @@ void Checker::check_tensor(const std::string& name, const TensorView& view, Acce
   const std::int64_t last = view.stride[static_cast<std::size_t>(view.rank - 1)];
   require(strides == Strides::kAny || view.size(-1) == 1 || last == 1, name, ": ", view.describe(),
           ": the last dimension has stride ", last, ", expected 1");
-  for (int i = 0; access == Access::kOutput && i < view.rank; ++i)
+  for (int i = 0; access != Access::kInput && i < view.rank; ++i)
     require(view.size(i) == 1 || view.stride[static_cast<std::size_t>(i)] != 0, name, ": ", view.describe(),
             ": dimension ", i, " of an output has stride 0");
   if (ok()) call_.tensors.push_back({name, view, access});
@@ -135,7 +135,7 @@ void Checker::offsets(const std::string& name, const TensorView& offsets, std::i
 void Checker::check_overlap() {
   // Views into one buffer may interleave without touching, so only the plain mistake is looked for: the same address.
   for (const Argument& out : call_.tensors) {
-    if (out.access != Access::kOutput || out.view.numel() == 0) continue;
+    if (out.access == Access::kInput || out.view.numel() == 0) continue;
     for (const Argument& other : call_.tensors)
       require(&other == &out || other.view.data != out.view.data || other.view.numel() == 0, out.name,
               ": an output at the same address as ", other.name);

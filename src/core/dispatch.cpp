@@ -1,10 +1,11 @@
-// The public functions: validate, choose the backend, log, run.
+// The public functions: validate, choose the backend, log, dump, run.
 #include <exception>
 #include <new>
 #include <string>
 
 #include "core/backend.h"
 #include "core/call.h"
+#include "core/dump.h"
 #include "core/log.h"
 #include "core/strided.h"
 #include "core/validate.h"
@@ -59,6 +60,7 @@ Status run(const char* operation, const Params& params, const Context& context,
                                     ": must be >= 0");
   const bool reference = backend == Backend::kReference;
   log_call(operation, backend, reference ? reference::variant() : cpu::variant(), call);
+  if (Status status = dump_call(operation, call); !status.ok()) return named(operation, status);
   return named(operation,
                run_with_plain_gradient(reference ? implementations.reference : implementations.cpu, params, context));
 } catch (const std::bad_alloc&) {

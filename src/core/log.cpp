@@ -12,7 +12,7 @@ void log_call(const char* operation, Backend backend, const char* variant, const
   std::string line = std::string("nsa: ") + operation + " backend=" + name_of(backend) + " variant=" + variant +
                      (call.packed ? " packed" : " batched");
   for (const Argument& argument : call.tensors)
-    if (argument.access == Access::kInput) line += " " + argument.name + "=" + argument.view.describe();
+    if (argument.access != Access::kOutput) line += " " + argument.name + "=" + argument.view.describe();
   line += "\n";
   std::fwrite(line.data(), 1, line.size(), stderr);  // one write: lines of several threads stay whole
 }

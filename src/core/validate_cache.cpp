@@ -38,19 +38,18 @@ void check_page_size(Checker& check, const char* name, const Dim& page_size) {
 }
 
 void check_cache(Checker& check, Shapes& s, const KVCacheView& cache) {
-  constexpr Access kState = Access::kOutput;
-  check.tensor("cache.k_slc", cache.k_slc, kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_slc", cache.v_slc, kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dv});
-  check.int32("cache.cache_seqlens", cache.cache_seqlens, kState, {&s.B});
+  check.tensor("cache.k_slc", cache.k_slc, Access::kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_slc", cache.v_slc, Access::kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dv});
+  check.int32("cache.cache_seqlens", cache.cache_seqlens, Access::kState, {&s.B});
   check.int32("cache.block_table", cache.block_table, Access::kInput, {&s.B, &s.max_pages});
-  check.tensor("cache.k_c", cache.k_c, kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_c", cache.v_c, kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dv});
+  check.tensor("cache.k_c", cache.k_c, Access::kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_c", cache.v_c, Access::kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dv});
   check.int32("cache.block_table_c", cache.block_table_c, Access::kInput, {&s.B, &s.max_pages_c});
-  check.tensor("cache.k_swa_ring", cache.k_swa_ring, kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_swa_ring", cache.v_swa_ring, kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dv});
-  check.tensor("cache.k_cmp_ring", cache.k_cmp_ring, kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_cmp_ring", cache.v_cmp_ring, kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dv});
-  check.int32("cache.overflow", cache.overflow, kState, {&s.one});
+  check.tensor("cache.k_swa_ring", cache.k_swa_ring, Access::kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_swa_ring", cache.v_swa_ring, Access::kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dv});
+  check.tensor("cache.k_cmp_ring", cache.k_cmp_ring, Access::kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_cmp_ring", cache.v_cmp_ring, Access::kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dv});
+  check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_page_size(check, "cache.k_slc", s.page_size);
   check_page_size(check, "cache.k_c", s.page_size_c);
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);

@@ -1,0 +1,15 @@
+// NSA_DUMP=folder: every call leaves its inputs in a file, for `nsa debug compare` or anything that reads safetensors.
+#pragma once
+
+#include "core/call.h"
+#include "nsa/status.h"
+
+namespace nsa {
+
+/// Writes folder/PROCESS-NNNNNN-operation.safetensors: the tensors that the call reads, contiguous, under the names of
+/// its parameters ("k_slc", "weights.w1", "cache.block_table"), a backward's forward without a prefix; in __metadata__
+/// "operation", "layout" (batched or packed) and every scalar parameter under its name, as decimal text. Nothing unless
+/// NSA_DUMP is set.
+Status dump_call(const char* operation, const Call& call);
+
+}  // namespace nsa

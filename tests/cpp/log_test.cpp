@@ -1,0 +1,112 @@
+// NSA_LOG, NSA_DUMP and NSA_BACKEND.
+#include <gtest/gtest.h>
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "core/backend.h"
+#include "support/tensor.h"
+
+namespace nsa::test {
+namespace {
+
+/// An environment variable as long as this lives.
+class Environment {
+ public:
+  Environment(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
+  ~Environment() { unsetenv(name_); }
+  Environment(const Environment&) = delete;
+
+ private:
+  const char* name_;
+};
+
+struct Example {
+  Tensor k{DType::kFloat32, {1, 40, 1, 16}, Layout::kHeadsFirst}, out{DType::kFloat32, {1, 1, 1, 16}};
+  CompressParams params;
+
+  Example() {
+    fill_normal(k, 1);
+    params.k = k, params.out = out;
+    params.weights.kind = CompressionKind::kMean;
+  }
+};
+
+TEST(Log, OneLinePerCall) {
+  Example example;
+  const Environment log("NSA_LOG", "1");
+  testing::internal::CaptureStderr();
+  ASSERT_TRUE(compress(example.params, {Backend::kReference}).ok());
+  ASSERT_TRUE(compress(example.params).ok());
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            std::string("nsa: compress backend=reference variant=float64 batched k=float32 (1, 40, 1, 16)\n") +
+                "nsa: compress backend=cpu variant=" + cpu::variant() + " batched k=float32 (1, 40, 1, 16)\n");
+}
+
+TEST(Log, NothingUnlessAskedFor) {
+  Example example;
+  const Environment log("NSA_LOG", "0");
+  testing::internal::CaptureStderr();
+  ASSERT_TRUE(compress(example.params).ok());
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(Backends, TheEnvironmentChoosesUnlessTheCallDoes) {
+  Backend chosen;
+  {
+    const Environment backend("NSA_BACKEND", "reference");
+    ASSERT_TRUE(choose_backend({}, {}, chosen).ok());
+    EXPECT_EQ(chosen, Backend::kReference);
+    ASSERT_TRUE(choose_backend({}, {Backend::kCPU}, chosen).ok());
+    EXPECT_EQ(chosen, Backend::kCPU);
+    EXPECT_NE(describe_backends().find("chosen: reference, NSA_BACKEND = reference"), std::string::npos);
+  }
+  const Environment backend("NSA_BACKEND", "gpu");
+  EXPECT_EQ(choose_backend({}, {}, chosen).message(), "NSA_BACKEND = 'gpu': must be auto, cpu or reference");
+  EXPECT_EQ(compress(Example().params).message(), "compress: NSA_BACKEND = 'gpu': must be auto, cpu or reference");
+}
+
+TEST(Dump, InputsAsSafetensors) {
+  Example example;
+  const auto folder = std::filesystem::path(testing::TempDir()) / ("nsa_dump_" + std::to_string(getpid()));
+  std::filesystem::create_directory(folder);
+  {
+    const Environment dump("NSA_DUMP", folder.string());
+    ASSERT_TRUE(compress(example.params).ok());
+  }
+  std::string content;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    EXPECT_TRUE(entry.path().string().ends_with("-compress.safetensors")) << entry.path();
+    std::ifstream file(entry.path(), std::ios::binary);
+    content.assign(std::istreambuf_iterator<char>(file), {});
+  }
+  std::filesystem::remove_all(folder);
+  std::uint64_t length = 0;
+  ASSERT_GE(content.size(), 8u);
+  std::memcpy(&length, content.data(), 8);
+  const std::string header = content.substr(8, length), data = content.substr(8 + length);
+  EXPECT_EQ(header.substr(0, header.find_last_of('}') + 1),
+            R"({"__metadata__":{"operation":"compress","layout":"batched","kernel_size":"32","kernel_stride":"16",)"
+            R"("block_size":"64","topk":"16","init_blocks":"1","local_blocks":"2","window_size":"512",)"
+            R"("weights.kind":"mean"},"k":{"dtype":"F32","shape":[1,40,1,16],"data_offsets":[0,2560]}})");
+  Tensor k(DType::kFloat32, {1, 40, 1, 16});
+  ASSERT_EQ(data.size(), 2560u);
+  std::memcpy(k.view().data, data.data(), data.size());
+  EXPECT_TRUE(same_bits(k, example.k));
+}
+
+TEST(Dump, AFolderThatIsNotThereIsAnError) {
+  const Environment dump("NSA_DUMP", "/nonexistent");
+  const Status status = compress(Example().params);
+  EXPECT_EQ(status.code(), StatusCode::kInternal);
+  EXPECT_EQ(status.message().rfind("compress: NSA_DUMP: could not write /nonexistent/", 0), 0u) << status.message();
+}
+
+}  // namespace
+}  // namespace nsa::test
