@@ -1,0 +1,167 @@
+// The three branches of NSA: which keys a group of queries sees. Each packs its keys and values once per call and then
+// lists segments for one group after the other.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels/attend.h"
+#include "cpu/kernels/queries.h"
+#include "cpu/kernels/segments.h"
+#include "nsa/config.h"
+
+namespace nsa::cpu::NSA_ISA {
+
+/// Room for the ends of a range rounded to segments.
+inline constexpr std::int64_t kRangeEnds = 2 * kSegmentTokens;
+
+inline constexpr int kMaxNeighbours = 16;
+
+/// Queries attended together: with few heads a key block would be read for one or two rows only, so neighbouring
+/// queries share it.
+inline int neighbours(int heads) { return heads >= 4 ? 1 : kMaxNeighbours / heads; }
+
+/// The raw tokens of every sequence that has queries.
+template <class In>
+std::vector<TokenSpan> raw_spans(const Queries<In>& queries) {
+  std::vector<TokenSpan> spans;
+  for (const Sequence& s : queries.sequences()) spans.push_back({s.batch, s.k_begin, s.q_len > 0 ? s.k_len : 0});
+  return spans;
+}
+
+/// Lists the keys of positions ranges[0].begin ... ranges[count - 1].end: ranges of neighbouring queries, both ends
+/// ascending.
+template <class In>
+void attend_to_ranges(const Queries<In>& queries, const PackedBranch<In>& branch, const QueryGroup& group,
+                      const Range* ranges, Attention<typename Queries<In>::Slots>& attention) {
+  attention.begin(group.count, queries.heads(), ranges);
+  queries.load(group, attention);
+  branch.of(group.sequence, group.kv_head).cover({ranges[0].begin, ranges[group.count - 1].end}, attention.segments());
+}
+
+/// Query t sees the compressed tokens of the blocks that end at or before t.
+template <class In>
+class CompressedBranch {
+ public:
+  CompressedBranch(const Queries<In>& queries, const TensorView& k_c, const TensorView& v_c, const NSAConfig& cfg,
+                   const Context& context)
+      : queries_(queries), cfg_(cfg), packed_(k_c, v_c, spans(queries), context) {}
+
+  std::int64_t tokens() const { return cfg_.num_compressed(queries_.longest()) + kRangeEnds; }
+
+  int value_dim() const { return packed_.value_dim(); }
+
+  void list(const QueryGroup& group, Attention<typename Queries<In>::Slots>& attention) const {
+    Range ranges[kMaxNeighbours];
+    for (int a = 0; a < group.count; ++a) ranges[a].end = cfg_.num_compressed(queries_.position(group, a) + 1);
+    attend_to_ranges(queries_, packed_, group, ranges, attention);
+  }
+
+ private:
+  static std::vector<TokenSpan> spans(const Queries<In>& queries) {
+    std::vector<TokenSpan> spans;
+    for (const Sequence& s : queries.sequences()) spans.push_back({s.batch, s.c_begin, s.q_len > 0 ? s.c_len : 0});
+    return spans;
+  }
+
+  const Queries<In>& queries_;
+  NSAConfig cfg_;
+  PackedBranch<In> packed_;
+};
+
+/// Query t sees the last window_size tokens up to and including t.
+template <class In>
+class WindowBranch {
+ public:
+  WindowBranch(const Queries<In>& queries, const TensorView& k, const TensorView& v, std::int64_t window_size,
+               const Context& context)
+      : queries_(queries), window_size_(window_size), packed_(k, v, spans(queries, window_size), context) {}
+
+  std::int64_t tokens() const { return std::min(window_size_ + kMaxNeighbours, queries_.longest()) + kRangeEnds; }
+
+  int value_dim() const { return packed_.value_dim(); }
+
+  void list(const QueryGroup& group, Attention<typename Queries<In>::Slots>& attention) const {
+    Range ranges[kMaxNeighbours];
+    for (int a = 0; a < group.count; ++a) {
+      const std::int64_t end = queries_.position(group, a) + 1;
+      ranges[a] = {std::max<std::int64_t>(0, end - window_size_), end};
+    }
+    attend_to_ranges(queries_, packed_, group, ranges, attention);
+  }
+
+ private:
+  static std::vector<TokenSpan> spans(const Queries<In>& queries, std::int64_t window_size) {
+    std::vector<TokenSpan> spans = raw_spans(queries);
+    for (std::size_t i = 0; i < spans.size(); ++i)
+      spans[i].first = std::max<std::int64_t>(0, queries.sequences()[i].position(0) + 1 - window_size);
+    return spans;
+  }
+
+  const Queries<In>& queries_;
+  std::int64_t window_size_;
+  PackedBranch<In> packed_;
+};
+
+/// Query t sees the tokens up to and including t of the blocks whose numbers it is given.
+template <class In>
+class SelectedBranch {
+ public:
+  SelectedBranch(const Queries<In>& queries, const TensorView& k, const TensorView& v, int block_size,
+                 const Context& context)
+      : queries_(queries), block_size_(block_size), packed_(k, v, raw_spans(queries), context) {}
+
+  /// With `blocks` block numbers a query.
+  std::int64_t tokens(std::int64_t blocks) const {
+    return std::min(blocks, ceil_div(queries_.longest(), block_size_)) * block_size_ + kRangeEnds;
+  }
+
+  int value_dim() const { return packed_.value_dim(); }
+
+  /// For a group of one query: the numbers in any order, twice or out of range. `sorted` has room for them.
+  void list(const QueryGroup& group, const std::int32_t* blocks, std::int64_t count, std::int32_t* sorted,
+            Attention<typename Queries<In>::Slots>& attention) const {
+    const std::int64_t t = queries_.position(group, 0);
+    std::int32_t* end = std::copy_if(blocks, blocks + count, sorted,
+                                     [&](std::int32_t b) { return b >= 0 && std::int64_t{b} * block_size_ <= t; });
+    if (!std::is_sorted(sorted, end)) std::sort(sorted, end);
+    end = std::unique(sorted, end);
+
+    const Range visible{0, t + 1};
+    attention.begin(1, queries_.heads(), &visible);
+    queries_.load(group, attention);
+    const KeyValueBlocks packed = packed_.of(group.sequence, group.kv_head);
+    while (sorted != end) {  // neighbouring blocks as one range
+      const std::int32_t first = *sorted;
+      std::int32_t next = first;
+      while (sorted != end && *sorted == next) ++sorted, ++next;
+      packed.cover({std::int64_t{first} * block_size_, std::min(std::int64_t{next} * block_size_, t + 1)},
+                   attention.segments());
+    }
+  }
+
+ private:
+  const Queries<In>& queries_;
+  int block_size_;
+  PackedBranch<In> packed_;
+};
+
+/// One branch alone: o and lse of every query.
+template <class In, class Branch>
+void attend_to_branch(const Queries<In>& queries, const Branch& branch, const TensorView& o, const TensorView& lse,
+                      const Context& context) {
+  using Rows = Attention<typename Queries<In>::Slots>;
+  const int count = neighbours(queries.heads());
+  queries.for_groups(
+      count, context,
+      [&] { return Rows(count * queries.heads(), branch.tokens(), queries.key_dim(), branch.value_dim()); },
+      [&](Rows& attention, const QueryGroup& group) {
+        branch.list(group, attention);
+        attention.attend(queries.scale());
+        store_outputs(queries, group, attention, o, lse);
+      });
+  fill_unused(queries, o, lse);
+}
+
+}  // namespace nsa::cpu::NSA_ISA

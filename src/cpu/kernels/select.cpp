@@ -1,0 +1,103 @@
+#include "cpu/kernels/select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/philox.h"
+
+namespace nsa::cpu::NSA_ISA {
+
+BlockSelector::BlockSelector(const NSAConfig& cfg, std::int64_t length)
+    : cfg_(cfg), margin_(round_up(cfg.kernel_size / cfg.kernel_stride - 1, kWidth)) {
+  const std::int64_t blocks = length / cfg.block_size + 1;
+  const std::int64_t strides = blocks * (cfg.block_size / cfg.kernel_stride);
+  sums_ = Buffer<float>(static_cast<std::size_t>(margin_ + strides + 2 * kWidth));
+  importance_ = Buffer<float>(static_cast<std::size_t>(blocks));
+  ranks_ = Buffer<std::int32_t>(static_cast<std::size_t>(blocks + kWidth));
+  std::fill_n(sums_.data(), margin_, 0.0f);
+}
+
+void BlockSelector::select(const Probabilities& p, std::int64_t t, const Noise& noise, std::int32_t* indices) {
+  const std::int64_t candidates = t / cfg_.block_size + 1;
+  const bool all = candidates <= cfg_.topk;
+  // the blocks that are not forced; more candidates than topk leave the first and the local ones apart
+  const std::int64_t first = all ? candidates : cfg_.init_blocks,
+                     last = all ? candidates : candidates - cfg_.local_blocks;
+  const std::int64_t need = cfg_.topk - first - (candidates - last);
+  std::int32_t *out = indices, *end = indices + cfg_.topk;
+  for (std::int64_t j = 0; j < first; ++j) *out++ = static_cast<std::int32_t>(j);
+  if (!all && need > 0) {
+    importance(p, first, last);
+    rank(first, last, t, noise, p.heads);
+    out = pick(first, last, need, out);
+  }
+  for (std::int64_t j = last; j < candidates; ++j) *out++ = static_cast<std::int32_t>(j);
+  std::fill(out, end, -1);
+}
+
+/// Compression block i and selection block j share overlap(i, j) / d strides, so that the weighted sum is a sum over
+/// the strides of j of a sum over the l / d compression blocks that contain the stride.
+void BlockSelector::importance(const Probabilities& p, std::int64_t first, std::int64_t last) {
+  const std::int64_t per_key = cfg_.kernel_size / cfg_.kernel_stride, per_block = cfg_.block_size / cfg_.kernel_stride;
+  const std::int64_t end = last * per_block, known = std::min(round_up(end, kWidth), p.columns);
+  float* sums = sums_.data() + margin_;
+  for (std::int64_t i = 0; i < known; i += kWidth) {
+    Vec sum{};
+    for (int h = 0; h < p.heads; ++h) sum = fma(load(p.data + h * p.stride + i), splat(p.factor[h]), sum);
+    store(sums + i, sum);
+  }
+  for (std::int64_t i = known; i < end; ++i) sums[i] = 0;
+  for (std::int64_t j = first; j < last; ++j) {
+    float sum = 0;
+    for (std::int64_t i = j * per_block; i < (j + 1) * per_block; ++i)
+      for (std::int64_t b = 0; b < per_key; ++b) sum += sums[i - b];
+    importance_[static_cast<std::size_t>(j)] = sum;
+  }
+}
+
+void BlockSelector::rank(std::int64_t first, std::int64_t last, std::int64_t t, const Noise& noise, int heads) {
+  if (noise.tau != 0) {
+    const double largest = static_cast<double>(heads) * cfg_.kernel_size / cfg_.kernel_stride;
+    for (std::int64_t j = first; j < last; ++j) {
+      float& x = importance_[static_cast<std::size_t>(j)];
+      x = static_cast<float>(std::log(x / largest + 1e-4) +
+                             noise.tau * gumbel(noise.seed, j, t, noise.kv_head, noise.sequence));
+    }
+  }
+  for (std::int64_t j = first; j < last; ++j) {
+    const float x = importance_[static_cast<std::size_t>(j)];
+    std::int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits ^= (bits >> 31) & 0x7fffffff;  // negative floats order backwards
+    ranks_[static_cast<std::size_t>(j - first)] = x == x ? bits : std::numeric_limits<std::int32_t>::min();
+  }
+}
+
+/// The `need` highest ranks of the blocks first ... last - 1, a tie to the lower block: bisection for the lowest rank
+/// taken, then one pass. need < last - first.
+std::int32_t* BlockSelector::pick(std::int64_t first, std::int64_t last, std::int64_t need,
+                                  std::int32_t* indices) const {
+  const std::int32_t* ranks = ranks_.data();
+  const std::int64_t n = last - first;
+  const auto count_from = [&](std::int64_t bound) {
+    std::int64_t count = 0;
+    for (std::int64_t j = 0; j < n; ++j) count += ranks[j] >= static_cast<std::int32_t>(bound);
+    return count;
+  };
+  const auto [least, greatest] = std::minmax_element(ranks, ranks + n);
+  std::int64_t low = *least, high = std::int64_t{*greatest} + 1;  // count_from(low) >= need > count_from(high)
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2, count = count_from(middle);
+    (count >= need ? low : high) = middle;
+    if (count == need) break;
+  }
+  std::int64_t ties = need;
+  for (std::int64_t j = 0; j < n; ++j) ties -= ranks[j] > low;
+  for (std::int64_t j = 0; j < n; ++j)
+    if (ranks[j] > low || (ranks[j] == low && ties-- > 0)) *indices++ = static_cast<std::int32_t>(first + j);
+  return indices;
+}
+
+}  // namespace nsa::cpu::NSA_ISA

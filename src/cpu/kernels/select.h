@@ -1,0 +1,43 @@
+// From the probabilities of the compressed keys to the selected blocks of one query (eq. 8 to 12).
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels/attend.h"
+#include "cpu/kernels/buffer.h"
+#include "nsa/config.h"
+
+namespace nsa::cpu::NSA_ISA {
+
+/// Exploration noise of one query: tau = 0 is off.
+struct Noise {
+  double tau = 0;
+  std::uint64_t seed = 0;
+  std::int64_t kv_head = 0, sequence = 0;
+};
+
+/// Scratch of one thread.
+class BlockSelector {
+ public:
+  /// For sequences of up to `length` tokens. Throws std::bad_alloc; select() does not.
+  BlockSelector(const NSAConfig& cfg, std::int64_t length);
+
+  /// Of the query at position t: topk block numbers, ascending, padded with -1.
+  void select(const Probabilities& p, std::int64_t t, const Noise& noise, std::int32_t* indices);
+
+  /// Whether the choice for the query at position t depends on probabilities at all.
+  bool chooses(std::int64_t t) const { return t / cfg_.block_size + 1 > cfg_.topk; }
+
+ private:
+  void importance(const Probabilities& p, std::int64_t first, std::int64_t last);
+  void rank(std::int64_t first, std::int64_t last, std::int64_t t, const Noise& noise, int heads);
+  std::int32_t* pick(std::int64_t first, std::int64_t last, std::int64_t need, std::int32_t* indices) const;
+
+  NSAConfig cfg_;
+  std::int64_t margin_;         // zeros before the first compressed key
+  Buffer<float> sums_;          // [margin + compressed keys]: over the heads, then over overlapping blocks
+  Buffer<float> importance_;    // [selection blocks]
+  Buffer<std::int32_t> ranks_;  // the same, as integers that order like them; NaN lowest
+};
+
+}  // namespace nsa::cpu::NSA_ISA

@@ -1,0 +1,44 @@
+#include <vector>
+
+#include "cpu/kernels/branches.h"
+#include "cpu/kernels/for_dtype.h"
+#include "cpu/kernels/kernels.h"
+
+namespace nsa::cpu::NSA_ISA {
+namespace {
+
+template <class In>
+struct Worker {
+  Attention<typename Queries<In>::Slots> attention;
+  std::vector<std::int32_t> sorted;
+};
+
+template <class In>
+void forward(const SelectedAttentionParams& p, const Context& context) {
+  const Queries<In> queries(p.q, p.k.size(-2), sequences_of(p.q, p.k.size(1), p.packed, {}), p.softmax_scale);
+  const SelectedBranch<In> branch(queries, p.k, p.v, p.block_size, context);
+  const std::int64_t blocks = p.indices.size(-1);
+  queries.for_groups(
+      1, context,
+      [&] {
+        return Worker<In>{{queries.heads(), branch.tokens(blocks), queries.key_dim(), branch.value_dim()},
+                          std::vector<std::int32_t>(static_cast<std::size_t>(blocks))};
+      },
+      [&](Worker<In>& worker, const QueryGroup& group) {
+        const Sequence& s = queries.sequence(group);
+        const auto indices = rows_of<const std::int32_t>(p.indices, s.batch, s.q_begin);
+        branch.list(group, indices.at(group.first, group.kv_head), blocks, worker.sorted.data(), worker.attention);
+        worker.attention.attend(queries.scale());
+        store_outputs(queries, group, worker.attention, p.o, p.lse);
+      });
+  fill_unused(queries, p.o, p.lse);
+}
+
+}  // namespace
+
+Status selected_attention(const SelectedAttentionParams& p, const Context& context) {
+  for_dtype(p.q.dtype, [&]<class In>() { forward<In>(p, context); });
+  return {};
+}
+
+}  // namespace nsa::cpu::NSA_ISA
