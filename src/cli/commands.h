@@ -7,5 +7,6 @@ class App;
 
 namespace nsa::cli {
 
+void add_train(CLI::App& app);
 
 }  // namespace nsa::cli

@@ -16,6 +16,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   app.get_formatter()->column_width(40);
   app.option_defaults()->always_capture_default();
+  nsa::cli::add_train(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

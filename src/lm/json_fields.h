@@ -31,6 +31,15 @@ class FieldReader {
     }
   }
 
+  /// A field that is itself an object, to be read by another reader.
+  void object(const char* name, nlohmann::json& value) {
+    seen_.insert(name);
+    const auto it = json_.find(name);
+    if (it == json_.end()) throw Error(fmt::format("{}: field '{}' is missing", where_, name));
+    if (!it->is_object()) throw Error(fmt::format("{}: field '{}' must be an object", where_, name));
+    value = *it;
+  }
+
   /// Refuses fields that nobody read.
   void finish() const {
     for (const auto& item : json_.items()) {

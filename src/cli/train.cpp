@@ -1,0 +1,193 @@
+// nsa train: a run folder from data and options, or on from its last checkpoint.
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/exit.h"
+#include "lm/error.h"
+#include "lm/trainer.h"
+
+namespace nsa::cli {
+namespace {
+
+using lm::AttentionKind;
+
+/// The options of `nsa train`, and which field of config.json each one sets.
+class TrainCommand {
+ public:
+  explicit TrainCommand(CLI::App& app) : command_(*app.add_subcommand("train", "Train a language model.")) {
+    command_.add_option("-o,--out", out_, "Run folder: configuration, checkpoint and metrics")->required();
+    command_.add_flag("--resume", resume_, "Go on with the run in --out exactly where its last checkpoint stands");
+    command_.add_flag("--overwrite", overwrite_, "Start anew although --out holds a run");
+    command_.add_flag("--equal-parameters", equal_parameters_,
+                      "Widen the feed-forward layers until there are as many parameters as with attention nsa");
+    add_data_options();
+    add_model_options();
+    add_length_options();
+    add_training_options();
+    command_.callback([this] { run(); });
+  }
+
+ private:
+  template <class T>
+  CLI::Option* option(const std::string& name, const char* field, T& value, const std::string& help) {
+    CLI::Option* const added = command_.add_option(name, value, help)->group(group_);
+    fields_.emplace_back(added, field);
+    return added;
+  }
+  CLI::Option* flag(const std::string& name, const char* field, bool& value, const std::string& help) {
+    CLI::Option* const added = command_.add_flag(name, value, help)->group(group_);
+    fields_.emplace_back(added, field);
+    return added;
+  }
+
+  void add_data_options() {
+    auto& data = config_.data;
+    group_ = "Data";
+    option("--data", "paths", data.paths,
+           "Text files or folders; without it the Python sources of this machine's Python and its packages");
+    option("--extension", "extensions", data.extensions, "Of the files taken from folders, e.g. .py; without it all");
+    flag("--join", "join", data.join,
+         "Join the files of each first-level folder into documents (the default data are)");
+    option("--document-bytes", "document_bytes", data.document_bytes,
+           "A joined document ends with the file that reaches this size, bytes");
+    option("--held-out-percent", "held_out_percent", data.held_out_percent,
+           "Documents kept for evaluation, by hash, percent")
+        ->check(CLI::Range(0, 100));
+    option("--tokenizer", "tokenizer", data.tokenizer, "bytes, or the path of a SentencePiece model");
+  }
+
+  void add_model_options() {
+    auto& model = config_.model;
+    group_ = "Model";
+    option("--attention", "attention", attention_, "nsa, full or window");
+    option("--layers", "num_layers", model.num_layers, "Layers");
+    option("--hidden-size", "hidden_size", model.hidden_size, "Width, channels");
+    option("--heads", "num_heads", model.num_heads, "Query heads");
+    option("--kv-heads", "num_kv_heads", model.num_kv_heads, "Key/value heads");
+    option("--head-dim", "head_dim", model.head_dim, "Channels of a query or key");
+    v_head_dim_ = option("--v-head-dim", "v_head_dim", model.v_head_dim, "Channels of a value; default --head-dim");
+    v_head_dim_->default_str("");
+    ffn_size_ = option("--ffn-size", "ffn_size", model.ffn_size,
+                       "Inner width of the feed-forward layers, channels; default 3 x --hidden-size");
+    ffn_size_->default_str("");
+    option("--rope-theta", "rope_theta", model.rope_theta, "Base of the rotary frequencies");
+    option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
+    group_ = "Sparse attention";
+    option("--kernel-size", "kernel_size", model.nsa.kernel_size, "l: tokens in a compression block");
+    option("--kernel-stride", "kernel_stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
+    option("--block-size", "block_size", model.nsa.block_size, "l': tokens in a selection block");
+    option("--topk", "topk", model.nsa.topk, "n: selection blocks per query, forced ones included");
+    option("--init-blocks", "init_blocks", model.nsa.init_blocks, "First blocks, always selected");
+    option("--local-blocks", "local_blocks", model.nsa.local_blocks, "Last blocks, always selected");
+    option("--window-size", "window_size", model.nsa.window_size, "w: tokens of the sliding window");
+    option("--phi", "phi", phi_, "Compression function: mean, linear or mlp");
+    option("--phi-hidden", "phi_hidden", model.phi_hidden, "E: hidden units of phi mlp; 0: 2 x head dim");
+    flag("--phi-per-kv-head", "phi_per_kv_head", model.phi_per_kv_head, "Own weights of phi for each key/value head");
+    flag("--share-kv", "share_kv", model.share_kv, "One key and one value projection for the three branches");
+    option("--noise", "noise", config_.train.noise,
+           "Exploration noise on the log-importances of the selection at the start");
+    option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");
+    option("--gate-balance", "gate_balance", config_.train.gate_balance,
+           "Weight of the penalty on gates that neglect a branch");
+  }
+
+  void add_length_options() {
+    auto& train = config_.train;
+    group_ = "Length of the run (exactly one; without any: --minutes 3)";
+    option("--steps", "steps", train.steps, "Optimiser steps");
+    option("--tokens", "tokens", train.tokens, "Training tokens, rounded up to steps");
+    option("--minutes", "minutes", train.minutes,
+           "Minutes of training; the first ten steps' speed fixes the number of steps");
+  }
+
+  void add_training_options() {
+    auto& train = config_.train;
+    group_ = "Training";
+    option("--context", "context", train.context, "Longest sequence, tokens");
+    option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time");
+    option("--accumulate", "accumulate", train.accumulate, "Batches to a step");
+    option("--lr", "lr", train.lr, "Peak learning rate of AdamW");
+    option("--min-lr-ratio", "min_lr_ratio", train.min_lr_ratio, "The cosine ends at --lr times this");
+    option("--warmup-steps", "warmup_steps", train.warmup_steps, "Steps of linear warm-up");
+    option("--weight-decay", "weight_decay", train.weight_decay, "Of the matrices");
+    option("--beta1", "beta1", train.beta1, "Decay of AdamW's first moment");
+    option("--beta2", "beta2", train.beta2, "Decay of AdamW's second moment");
+    option("--clip", "clip", train.clip, "Largest norm of the gradients; 0: no clipping");
+    option("--seed", "seed", train.seed, "Of weights, order and noise");
+    option(
+        "--dtype", "dtype", train.dtype,
+        "Of matrix products and attention: auto (bfloat16 where the CPU has instructions for it), float32 or bfloat16");
+    option("--threads", "threads", train.threads, "0: one for each core");
+    option("--log-every", "log_every", train.log_every, "Steps between lines in metrics.jsonl");
+    option("--eval-every", "eval_every", train.eval_every, "Steps between evaluations; 0: at the end alone");
+    option("--eval-tokens", "eval_tokens", train.eval_tokens, "Held-out tokens of an evaluation; 0: all");
+    option("--save-every", "save_every", train.save_every, "Steps between checkpoints; 0: at the end alone");
+  }
+
+  /// Settles the options that follow from others.
+  void complete() {
+    auto& model = config_.model;
+    model.attention = lm::attention_kind(attention_);
+    model.phi = lm::compression_kind(phi_);
+    if (v_head_dim_->count() == 0) model.v_head_dim = model.head_dim;
+    if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
+    auto& train = config_.train;
+    if (train.steps == 0 && train.tokens == 0 && train.minutes == 0) train.minutes = 3;
+    if (equal_parameters_) {
+      lm::ModelConfig sparse = model;
+      sparse.attention = AttentionKind::kNsa;
+      model.ffn_size = lm::ffn_size_of_equal_parameters(model, sparse);
+    }
+  }
+
+  /// The fields that were given on the command line.
+  nlohmann::json given() const {
+    const nlohmann::json all = config_;
+    nlohmann::json fields = nlohmann::json::object();
+    for (const auto& [option, field] : fields_) {
+      if (option->count() == 0) continue;
+      for (const char* section : {"model", "train", "data"}) {
+        if (all[section].contains(field)) fields[field] = all[section][field];
+      }
+    }
+    if (equal_parameters_) fields["ffn_size"] = config_.model.ffn_size;
+    return fields;
+  }
+
+  void run() {
+    if (resume_ && overwrite_) throw lm::Error("--resume and --overwrite exclude each other");
+    complete();
+    const auto result = resume_ ? lm::resume(out_, given()) : lm::train({out_, config_, overwrite_});
+    if (result.signal != 0) {
+      fmt::print("stopped at step {}; saved in {}; --resume goes on\n", result.step, out_);
+      throw Exit{128 + result.signal};
+    }
+    fmt::print("done: {} steps, {} tokens, saved in {}\n", result.step, result.tokens, out_);
+  }
+
+  CLI::App& command_;
+  std::string group_;
+  std::string out_, attention_ = "nsa", phi_ = "mlp";
+  bool resume_ = false, overwrite_ = false, equal_parameters_ = false;
+  lm::RunConfig config_;
+  CLI::Option* v_head_dim_ = nullptr;
+  CLI::Option* ffn_size_ = nullptr;
+  std::vector<std::pair<CLI::Option*, std::string>> fields_;
+};
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  // The callback refers to the command, which therefore lives as long as the program.
+  static std::unique_ptr<TrainCommand> command;
+  command = std::make_unique<TrainCommand>(app);
+}
+
+}  // namespace nsa::cli

@@ -1,0 +1,30 @@
+// Tensors and models in files.
+#pragma once
+
+#include <string>
+
+#include "lm/model.h"
+#include "lm/safetensors.h"
+
+namespace nsa::lm {
+
+inline constexpr const char* kModelFormat = "nsa-lm";
+
+void save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata);
+
+/// Copies the file's tensors into `tensors`. Throws Error naming the first that is missing, unknown, or of another
+/// shape or dtype.
+void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors);
+
+/// A model and the text of the configuration it was saved with.
+struct LoadedModel {
+  Model model;
+  std::string tokenizer;
+  std::int64_t context = 0;  // it was trained with
+  std::int64_t step = 0;
+};
+
+/// `path`: a run folder, or the model.safetensors in it. Throws Error when it is no sound checkpoint of this program.
+LoadedModel load_model(const std::string& path);
+
+}  // namespace nsa::lm

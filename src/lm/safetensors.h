@@ -1,0 +1,46 @@
+// The safetensors file format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes.
+// https://huggingface.co/docs/safetensors. Here without torch; see checkpoint.h for tensors.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace nsa::lm {
+
+struct StoredTensor {
+  std::string name;
+  std::string dtype;  // "F32", "BF16", "I64", ...
+  std::vector<std::int64_t> shape;
+  std::span<const std::byte> bytes;  // row-major
+};
+
+using Metadata = std::map<std::string, std::string>;
+
+/// A file mapped into memory; the tensors point into it.
+class SafetensorsFile {
+ public:
+  /// Throws Error, naming the file and what is wrong, unless the whole file is sound: header, names, dtypes, shapes and
+  /// offsets, which must cover the data without gaps or overlaps.
+  static SafetensorsFile open(const std::string& path);
+
+  const Metadata& metadata() const { return metadata_; }
+  const std::vector<StoredTensor>& tensors() const { return tensors_; }
+
+ private:
+  std::shared_ptr<const void> mapping_;
+  Metadata metadata_;
+  std::vector<StoredTensor> tensors_;
+};
+
+/// Writes `path`.tmp, flushes it to the disk and renames it: at any moment `path` is the old file or the new one.
+/// Throws Error when that fails.
+void write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, const Metadata& metadata);
+
+/// The same way of writing for a text.
+void write_atomically(const std::string& path, const std::string& text);
+
+}  // namespace nsa::lm

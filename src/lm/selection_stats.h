@@ -1,0 +1,28 @@
+// Scalars that show whether the selection works or has collapsed.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "nsa/config.h"
+
+namespace nsa::lm {
+
+struct SelectionStats {
+  double unforced_share = 0;     // of all picks, those that were neither first nor local blocks
+  double entropy = 0;            // nats, of the unforced picks of a sequence over its blocks
+  double entropy_max = 0;        // nats, if they were spread evenly over all blocks that could be picked
+  double neighbour_overlap = 0;  // share of a query's blocks that the query before chose too, where there is a choice
+};
+
+/// True for a block that every query at position t takes.
+inline bool is_forced(std::int64_t block, std::int64_t t, const NSAConfig& cfg) {
+  return block < cfg.init_blocks || block > t / cfg.block_size - cfg.local_blocks;
+}
+
+/// `indices` (total, Hkv, topk) as select_blocks writes them, `offsets` the B + 1 starts of the sequences. Entropies
+/// are means over the sequences, weighted by their unforced picks; all zero where nothing could be chosen.
+SelectionStats selection_stats(std::span<const std::int32_t> indices, std::span<const std::int32_t> offsets,
+                               const NSAConfig& cfg, int num_kv_heads, int kv_head);
+
+}  // namespace nsa::lm

@@ -1,0 +1,29 @@
+// Text to tokens and back.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace nsa::lm {
+
+class Tokenizer {
+ public:
+  virtual ~Tokenizer() = default;
+  virtual std::vector<std::int32_t> encode(std::string_view text) const = 0;
+  /// The bytes of a token; the end-of-document token has none.
+  virtual std::string decode(std::int32_t token) const = 0;
+  virtual int vocab_size() const = 0;
+  /// Stands before and after every document.
+  virtual std::int32_t end_of_document() const = 0;
+  /// One token is one byte of text.
+  virtual bool is_byte_level() const = 0;
+};
+
+/// "bytes": 256 bytes and the end of a document; else the path of a SentencePiece model. Throws Error when the file
+/// cannot be read, or when the program was built without SentencePiece.
+std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name);
+
+}  // namespace nsa::lm

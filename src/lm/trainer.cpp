@@ -1,0 +1,404 @@
+#include "lm/trainer.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/stack.h>
+#include <fmt/core.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "lm/checkpoint.h"
+#include "lm/error.h"
+#include "lm/evaluate.h"
+#include "lm/interrupt.h"
+#include "lm/json_fields.h"
+#include "lm/optimizer.h"
+#include "lm/progress.h"
+#include "lm/random.h"
+
+namespace nsa::lm {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::int64_t kTimedSteps = 10;  // before a run of so many minutes knows its number of steps
+
+/// What a checkpoint keeps beside weights and moments. With the configuration it determines the rest of the run: the
+/// rows, the noise and the learning rate are functions of the step.
+struct State {
+  std::int64_t step = 0;
+  std::int64_t tokens = 0;         // seen
+  std::int64_t planned_steps = 0;  // 0: not yet known
+  double seconds = 0;              // of training
+  double loss_sum = 0;             // since the last line of the log
+  std::int64_t loss_tokens = 0;
+  double logged_seconds = 0;  // at the last line of the log
+};
+
+template <class S, class Visit>
+void for_each_field(S& state, Visit&& visit) {
+  visit("step", state.step);
+  visit("tokens", state.tokens);
+  visit("planned_steps", state.planned_steps);
+  visit("seconds", state.seconds);
+  visit("loss_sum", state.loss_sum);
+  visit("loss_tokens", state.loss_tokens);
+  visit("logged_seconds", state.logged_seconds);
+}
+
+/// Without such instructions torch's bfloat16 products are slower than float32.
+bool has_bfloat16_products() {
+#ifdef __x86_64__
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+at::ScalarType dtype_of(const std::string& name) {
+  if (name == "auto") return has_bfloat16_products() ? at::kBFloat16 : at::kFloat;
+  return name == "bfloat16" ? at::kBFloat16 : at::kFloat;
+}
+
+/// KL(uniform || mean gate shares), summed over the layers.
+at::Tensor gate_imbalance(const std::vector<LayerTrace>& trace) {
+  std::vector<at::Tensor> layers;
+  for (const LayerTrace& layer : trace) {
+    const auto gates = layer.gates.to(at::kFloat);
+    const auto shares = (gates / gates.sum(-1, true)).mean(at::IntArrayRef{0, 1});
+    layers.push_back(-(shares * 3).log().mean());
+  }
+  return at::stack(layers).sum();
+}
+
+class Trainer {
+ public:
+  Trainer(std::string out, RunConfig config, Corpus corpus)
+      : out_(std::move(out)),
+        config_(std::move(config)),
+        corpus_(std::move(corpus)),
+        rows_(make_rows(corpus_.train, config_.train.context)),
+        eval_rows_(choose_rows(make_rows(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
+        model_(config_.model, config_.train.seed),
+        optimizer_(model_.parameters(),
+                   {config_.train.beta1, config_.train.beta2, 1e-8, config_.train.weight_decay, config_.train.clip}) {
+    if (rows_.empty()) throw Error("data: no document is left to train on");
+    model_.set_compute_dtype(dtype_of(config_.train.dtype));
+    byte_level_ = config_.data.tokenizer == "bytes";
+  }
+
+  void load();
+  TrainResult run();
+
+ private:
+  std::string file(const std::string& name) const { return (fs::path(out_) / name).string(); }
+  std::vector<TrainingBatch> next_batches();
+  const std::vector<std::int32_t>& order_of(std::int64_t epoch);
+  void plan();
+  void train_step(double rate);
+  void log_step(double rate, double norm);
+  void evaluate_now();
+  void write_metrics(const nlohmann::json& line);
+  void save();
+  double noise() const;
+
+  std::string out_;
+  RunConfig config_;
+  Corpus corpus_;
+  std::vector<Row> rows_, eval_rows_;
+  Model model_;
+  AdamW optimizer_;
+  State state_;
+  bool byte_level_ = true;
+  std::vector<LayerScalars> layers_;
+  std::int64_t epoch_ = -1;
+  std::vector<std::int32_t> order_;
+  Progress progress_{0};
+  Clock::time_point step_start_;
+};
+
+/// The rows' order in an epoch.
+const std::vector<std::int32_t>& Trainer::order_of(std::int64_t epoch) {
+  if (epoch != epoch_) {
+    order_.resize(rows_.size());
+    for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<std::int32_t>(i);
+    shuffle(order_, derive_seed({config_.train.seed, 1, static_cast<std::uint64_t>(epoch)}));
+    epoch_ = epoch;
+  }
+  return order_;
+}
+
+std::vector<TrainingBatch> Trainer::next_batches() {
+  const auto& train = config_.train;
+  const auto num_rows = static_cast<std::int64_t>(rows_.size());
+  std::int64_t at = state_.step * train.accumulate * train.batch_size;
+  std::vector<TrainingBatch> batches;
+  for (std::int64_t i = 0; i < train.accumulate; ++i) {
+    std::vector<Row> rows;
+    for (std::int64_t j = 0; j < train.batch_size; ++j, ++at) {
+      const auto row = order_of(at / num_rows)[static_cast<std::size_t>(at % num_rows)];
+      rows.push_back(rows_[static_cast<std::size_t>(row)]);
+    }
+    batches.push_back(make_batch(corpus_.train, rows));
+  }
+  return batches;
+}
+
+/// Settles the number of steps where the configuration gives tokens or minutes.
+void Trainer::plan() {
+  const auto& train = config_.train;
+  if (state_.planned_steps > 0) return;
+  if (train.steps > 0) state_.planned_steps = train.steps;
+  if (train.tokens > 0) {
+    const std::int64_t per_step = train.context * train.batch_size * train.accumulate;
+    state_.planned_steps = (train.tokens + per_step - 1) / per_step;
+  }
+  if (train.minutes > 0) {
+    if (state_.step < kTimedSteps) return;
+    const double per_step = state_.seconds / static_cast<double>(state_.step);
+    const double left = std::max(0.0, train.minutes * 60 - state_.seconds);
+    state_.planned_steps = state_.step + std::max<std::int64_t>(1, static_cast<std::int64_t>(left / per_step));
+  }
+  progress_.set_total(state_.planned_steps);
+}
+
+double Trainer::noise() const {
+  const auto& train = config_.train;
+  if (state_.planned_steps == 0) return train.noise;
+  const double end = train.noise_until * static_cast<double>(state_.planned_steps);
+  return end > 0 ? train.noise * std::max(0.0, 1 - static_cast<double>(state_.step) / end) : 0;
+}
+
+void Trainer::train_step(double rate) {
+  const bool log = (state_.step + 1) % config_.train.log_every == 0;
+  const bool is_nsa = config_.model.attention == AttentionKind::kNsa;
+  const auto batches = next_batches();
+  std::int64_t tokens = 0;
+  for (const auto& batch : batches) tokens += batch.targets.numel();
+  std::vector<LayerTrace> trace;
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    ForwardOptions options;
+    options.noise = noise();
+    options.seed = derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), i});
+    if (is_nsa && (log || config_.train.gate_balance > 0)) options.trace = &trace;
+    const auto loss_sum = token_losses(model_.forward(batches[i].batch, options), batches[i].targets).sum();
+    auto loss = loss_sum / static_cast<double>(tokens);
+    if (is_nsa && config_.train.gate_balance > 0) {
+      const double share = static_cast<double>(batches[i].targets.numel()) / static_cast<double>(tokens);
+      loss = loss + gate_imbalance(trace) * (config_.train.gate_balance * share);
+    }
+    loss.backward();
+    state_.loss_sum += loss_sum.item<float>();
+  }
+  const double norm = optimizer_.step(rate);
+  if (!std::isfinite(norm)) {
+    throw std::runtime_error(fmt::format("step {}: the gradients are not finite; a lower --lr may help", state_.step));
+  }
+  ++state_.step;
+  state_.tokens += tokens;
+  state_.loss_tokens += tokens;
+  const double before = state_.seconds;
+  const auto now = Clock::now();
+  state_.seconds += std::chrono::duration<double>(now - step_start_).count();
+  step_start_ = now;
+  const double speed = static_cast<double>(tokens) / (state_.seconds - before);
+  const double left = state_.planned_steps > 0
+                          ? static_cast<double>(state_.planned_steps - state_.step) * (state_.seconds - before)
+                          : -1;
+  progress_.update(
+      state_.step,
+      fmt::format("loss {:.3f}  {:.0f} tokens/s", state_.loss_sum / static_cast<double>(state_.loss_tokens), speed),
+      left);
+  if (log) {
+    if (is_nsa) layers_ = layer_scalars(model_, batches.back().batch, trace);
+    log_step(rate, norm);
+  }
+}
+
+void Trainer::log_step(double rate, double norm) {
+  nlohmann::json line = {
+      {"kind", "train"},
+      {"step", state_.step},
+      {"tokens", state_.tokens},
+      {"seconds", state_.seconds},
+      {"loss", state_.loss_sum / static_cast<double>(state_.loss_tokens)},
+      {"lr", rate},
+      {"grad_norm", norm},
+      {"tokens_per_second", static_cast<double>(state_.loss_tokens) / (state_.seconds - state_.logged_seconds)},
+      {"noise", noise()}};
+  if (!layers_.empty()) line["layers"] = layers_;
+  write_metrics(line);
+  state_.loss_sum = 0;
+  state_.loss_tokens = 0;
+  state_.logged_seconds = state_.seconds;
+}
+
+void Trainer::evaluate_now() {
+  if (eval_rows_.empty()) return;
+  const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, byte_level_);
+  nlohmann::json line = {
+      {"kind", "eval"}, {"step", state_.step}, {"tokens", state_.tokens}, {"seconds", state_.seconds}};
+  line.update(nlohmann::json(evaluation));
+  write_metrics(line);
+  progress_.print(fmt::format(
+      "step {}: held-out loss {:.4f} nats/token{}", state_.step, evaluation.loss,
+      evaluation.bits_per_byte ? fmt::format(" ({:.3f} bits/byte)", *evaluation.bits_per_byte) : std::string()));
+}
+
+void Trainer::write_metrics(const nlohmann::json& line) {
+  std::ofstream metrics(file("metrics.jsonl"), std::ios::app);
+  metrics << line.dump() + "\n" << std::flush;
+  if (!metrics) throw Error(fmt::format("{}: cannot write", file("metrics.jsonl")));
+}
+
+/// The rename of model.safetensors makes the checkpoint valid: it names its optimizer file, which lies there by then.
+void Trainer::save() {
+  nlohmann::json state;
+  for_each_field(state_, [&](const char* name, const auto& value) { state[name] = value; });
+  const std::string optimizer = fmt::format("optimizer-{}.safetensors", state_.step);
+  save_tensors(file(optimizer), optimizer_.state(), {{"format", "nsa-adamw"}});
+  save_tensors(file("model.safetensors"), model_.parameters(),
+               {{"format", kModelFormat},
+                {"step", std::to_string(state_.step)},
+                {"config", nlohmann::json(config_).dump()},
+                {"state", state.dump()},
+                {"optimizer", optimizer}});
+  for (const auto& entry : fs::directory_iterator(out_)) {
+    const std::string name = entry.path().filename().string();
+    if ((name.starts_with("optimizer-") && name != optimizer) || name.ends_with(".tmp")) fs::remove(entry.path());
+  }
+}
+
+void Trainer::load() {
+  const std::string path = file("model.safetensors");
+  if (!fs::exists(path)) {  // killed before the first checkpoint
+    fs::remove(file("metrics.jsonl"));
+    return;
+  }
+  const auto checkpoint = SafetensorsFile::open(path);
+  const auto field = [&](const char* name) {
+    const auto it = checkpoint.metadata().find(name);
+    if (it == checkpoint.metadata().end()) {
+      throw Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, name));
+    }
+    return it->second;
+  };
+  if (field("format") != kModelFormat) throw Error(fmt::format("{}: metadata 'format' is not {}", path, kModelFormat));
+  const auto config = nlohmann::json::parse(field("config"), nullptr, false);
+  const std::string difference = first_difference(nlohmann::json(config_), config);
+  if (!difference.empty()) throw Error(fmt::format("{}: config.json changed: {}", out_, difference));
+  const auto state = nlohmann::json::parse(field("state"), nullptr, false);
+  FieldReader reader(state, path + ": state");
+  for_each_field(state_, reader);
+  reader.finish();
+  load_tensors(path, checkpoint, model_.parameters());
+  const std::string optimizer = file(fs::path(field("optimizer")).filename().string());
+  load_tensors(optimizer, SafetensorsFile::open(optimizer), optimizer_.state());
+
+  // The log goes on from the checkpoint.
+  if (!fs::exists(file("metrics.jsonl"))) return;
+  std::istringstream lines(read_text(file("metrics.jsonl")));
+  std::string kept;
+  for (std::string text; std::getline(lines, text);) {
+    const auto line = nlohmann::json::parse(text, nullptr, false);
+    if (line.is_object() && line.value("step", INT64_MAX) <= state_.step && line.value("kind", "") != "end") {
+      kept += text + "\n";
+    }
+  }
+  write_atomically(file("metrics.jsonl"), kept);
+}
+
+TrainResult Trainer::run() {
+  const InterruptGuard interrupt;
+  const auto& train = config_.train;
+  plan();
+  if (state_.planned_steps > 0) progress_.set_total(state_.planned_steps);
+  step_start_ = Clock::now();
+  while (state_.planned_steps == 0 || state_.step < state_.planned_steps) {
+    const std::int64_t steps = state_.planned_steps;
+    train_step(
+        learning_rate(state_.step, steps == 0 ? INT64_MAX : steps, train.warmup_steps, train.lr, train.min_lr_ratio));
+    plan();
+    const bool last = state_.step == state_.planned_steps;
+    if (last || (train.eval_every > 0 && state_.step % train.eval_every == 0)) evaluate_now();
+    if (last || interrupt.signal() != 0 || (train.save_every > 0 && state_.step % train.save_every == 0)) save();
+    step_start_ = Clock::now();
+    if (interrupt.signal() != 0 && !last) break;
+  }
+  const bool finished = state_.step == state_.planned_steps;
+  write_metrics({{"kind", "end"},
+                 {"step", state_.step},
+                 {"tokens", state_.tokens},
+                 {"seconds", state_.seconds},
+                 {"reason", finished ? "finished" : "interrupted"}});
+  return {state_.step, state_.tokens, finished ? 0 : interrupt.signal()};
+}
+
+std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
+
+void print_summary(const RunConfig& config, const Corpus& corpus) {
+  const auto counts = parameter_counts(config.model);
+  fmt::print("model: attention {}, {} parameters: phi {}, gates {}, extra K/V {}, rest {}\n",
+             name_of(config.model.attention), counts.total(), counts.phi, counts.gates, counts.extra_kv, counts.rest);
+  fmt::print("data: {:.1f} MB of text, {} documents to train on, {} held out\n",
+             static_cast<double>(corpus.bytes) / 1e6, corpus.train.size(), corpus.held_out.size());
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+TrainResult train(TrainRequest request) {
+  auto& config = request.config;
+  const auto tokenizer = make_tokenizer(config.data.tokenizer);
+  config.model.vocab_size = tokenizer->vocab_size();
+  config.model.validate();
+  if (config.train.threads > 0) at::set_num_threads(static_cast<int>(config.train.threads));
+  config.train.threads = at::get_num_threads();
+  config.train.validate();
+  const fs::path out(request.out);
+  if (fs::exists(out / "config.json") && !request.overwrite) {
+    throw Error(fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", request.out));
+  }
+  auto corpus = load_corpus(config.data, *tokenizer);
+  config.fingerprint = hex(corpus.fingerprint);
+  std::error_code error;
+  fs::create_directories(out, error);
+  if (error) throw Error(fmt::format("{}: {}", request.out, error.message()));
+  for (const char* name : {"model.safetensors", "metrics.jsonl"}) fs::remove(out / name);
+  write_atomically((out / "config.json").string(), nlohmann::json(config).dump(2) + "\n");
+  print_summary(config, corpus);
+  return Trainer(request.out, config, std::move(corpus)).run();
+}
+
+TrainResult resume(const std::string& out, const nlohmann::json& given) {
+  const std::string path = (fs::path(out) / "config.json").string();
+  const auto config = parse_run_config(read_text(path), path);
+  const nlohmann::json stored = config;
+  for (const auto& [name, value] : given.items()) {
+    for (const char* section : {"model", "train", "data"}) {
+      if (stored[section].contains(name) && stored[section][name] != value) {
+        throw Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name, value.dump(),
+                                stored[section][name].dump()));
+      }
+    }
+  }
+  at::set_num_threads(static_cast<int>(config.train.threads));
+  const auto tokenizer = make_tokenizer(config.data.tokenizer);
+  auto corpus = load_corpus(config.data, *tokenizer);
+  if (hex(corpus.fingerprint) != config.fingerprint) {
+    throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
+                            hex(corpus.fingerprint), config.fingerprint));
+  }
+  print_summary(config, corpus);
+  Trainer trainer(out, config, std::move(corpus));
+  trainer.load();
+  return trainer.run();
+}
+
+}  // namespace nsa::lm
