@@ -73,6 +73,14 @@ Tensor Problem::random_key_rows(std::int64_t width, unsigned seed) const {
   return tensor;
 }
 
+Tensor Problem::random_compressed_rows(std::int64_t width, unsigned seed) const {
+  Tensor tensor = compressed_rows(width, c.dtype);
+  std::int64_t used = 0;
+  for (std::int64_t length : c.key_lengths()) used += c.cfg.num_compressed(length);
+  fill_normal(tensor, seed, 1, used);
+  return tensor;
+}
+
 Problem::Weights Problem::make_weights(std::int64_t width, unsigned seed) const {
   Weights w;
   if (c.kind == CompressionKind::kMean) return w;
@@ -115,17 +123,8 @@ Problem::Problem(const Case& c, unsigned seed) : c(c) {
   weights_k = make_weights(c.dk, ++seed);
   weights_v = make_weights(c.dv, seed + 10);
 
-  k_c = compressed_rows(c.dk, c.dtype);
-  v_c = compressed_rows(c.dv, c.dtype);
-  for (auto [params, out] : {std::pair{compress_keys(), &k_c}, std::pair{compress_values(), &v_c}}) {
-    params.out = *out;
-    (void)reference::compress(params, Context{});
-  }
-  if (c.packed) {
-    std::int64_t used = 0;
-    for (std::int64_t length : c.key_lengths()) used += c.cfg.num_compressed(length);
-    for (Tensor* t : {&k_c, &v_c}) fill_value(slice(*t, 0, used, t->view().size(0)), std::nan(""));
-  }
+  k_c = random_compressed_rows(c.dk, ++seed);
+  v_c = random_compressed_rows(c.dv, ++seed);
 
   lse = lse_rows(DType::kFloat32);
   Tensor o = query_rows(c.heads(), c.dv, DType::kFloat64);

@@ -40,8 +40,8 @@ std::ostream& operator<<(std::ostream& out, const Case& c);
 /// A small configuration in which all branches and edges matter at lengths of about a hundred tokens.
 NSAConfig small_config();
 
-/// The inputs of a case, random; k_c and v_c are the oracle's compression rounded to the dtype, lse and indices those
-/// of the oracle. Every row that no sequence owns holds NaN. Parameters come with their outputs undefined.
+/// The inputs of a case, random, k_c and v_c too; lse and indices are the oracle's. Every row that no sequence owns
+/// holds NaN. Parameters come with their outputs undefined.
 struct Problem {
   explicit Problem(const Case& c, unsigned seed = 1);
 
@@ -62,6 +62,7 @@ struct Problem {
   /// Random values in the rows that sequences own.
   Tensor random_query_rows(std::int64_t heads, std::int64_t width, unsigned seed) const;
   Tensor random_key_rows(std::int64_t width, unsigned seed) const;
+  Tensor random_compressed_rows(std::int64_t width, unsigned seed) const;
 
   Case c;
   Tensor cu_q, cu_k;  // packed only

@@ -32,6 +32,17 @@ Tensor Tensor::clone() const {
   return copy;
 }
 
+bool Tensor::gaps_intact() const {
+  std::vector<bool> covered(bytes_.size());
+  const std::size_t item = size_of(view_.dtype);
+  for_each_index(view_, [&](const Index& index) {
+    for (std::size_t i = 0; i < item; ++i) covered[static_cast<std::size_t>(offset_of(view_, index)) * item + i] = true;
+  });
+  for (std::size_t i = 0; i < bytes_.size(); ++i)
+    if (!covered[i] && bytes_[i] != std::byte{0xff}) return false;
+  return true;
+}
+
 std::vector<std::int64_t> shape_of(const TensorView& view) {
   return {view.shape.begin(), view.shape.begin() + view.rank};
 }

@@ -29,6 +29,8 @@ class Tensor {
   const TensorView& view() const { return view_; }
   operator const TensorView&() const { return view_; }
   double get(const Index& index) const { return get_element(view_, offset_of(view_, index)); }
+  /// Whether all memory outside the view still holds its poison.
+  bool gaps_intact() const;
   void set(const Index& index, double value) { set_element(view_, offset_of(view_, index), value); }
 
  private:

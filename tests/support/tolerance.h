@@ -19,7 +19,7 @@ namespace nsa::test {
 /// infinities must be where the oracle has them.
 testing::AssertionResult within_bound(const TensorView& x, const TensorView& plain, const TensorView& oracle);
 
-/// One output of an operation: the view within its parameters, and the shape, dtype and layout a backend gets.
+/// One output of an operation: its view within the parameters, and how to make a fresh poisoned tensor for it.
 template <class Params>
 struct Output {
   std::string name;
@@ -28,12 +28,15 @@ struct Output {
   DType dtype;
 };
 
+/// The CPU backend, asked for through the public functions.
+inline const Context kCpu{.backend = Backend::kCPU};
+
 template <class Params>
 using Operation = Status (*)(const Params&, const Context&);
 template <class Params>
 using PlainOperation = Status (*)(const Params&, DType);
 
-/// Runs an operation into fresh, poisoned outputs of the given dtype (its own if none) and returns them.
+/// Runs an operation into fresh outputs and returns them; float64 ones if `exact`, otherwise of their own dtype.
 template <class Params, class Run>
 std::vector<Tensor> outputs_of(Params params, const std::vector<Output<Params>>& outputs, bool exact, Run&& run) {
   std::vector<Tensor> results;
@@ -43,6 +46,8 @@ std::vector<Tensor> outputs_of(Params params, const std::vector<Output<Params>>&
   }
   const Status status = run(params);
   EXPECT_TRUE(status.ok()) << status.message();
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    EXPECT_TRUE(results[i].gaps_intact()) << outputs[i].name << ": wrote outside the view";
   return results;
 }
 
@@ -50,7 +55,7 @@ std::vector<Tensor> outputs_of(Params params, const std::vector<Output<Params>>&
 template <class Params>
 std::vector<Tensor> expect_within_bound(const Params& params, const std::vector<Output<Params>>& outputs, DType dtype,
                                         Operation<Params> backend, PlainOperation<Params> reference) {
-  auto x = outputs_of(params, outputs, false, [&](const Params& p) { return backend(p, Context{}); });
+  auto x = outputs_of(params, outputs, false, [&](const Params& p) { return backend(p, kCpu); });
   const auto oracle = outputs_of(params, outputs, true, [&](const Params& p) { return reference(p, DType::kFloat64); });
   const auto plain = outputs_of(params, outputs, true, [&](const Params& p) { return reference(p, dtype); });
   for (std::size_t i = 0; i < outputs.size(); ++i)
