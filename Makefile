@@ -17,6 +17,7 @@ JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready-$(TORCH)
 export PATH := $(BIN):$(PATH)
+export CXX  # one name of the compiler everywhere, for ccache
 
 help:
 	@echo 'make build      prepare .venv, compile libnsa, the program nsa (build/bin/nsa) and the Python package'
