@@ -8,5 +8,6 @@ class App;
 namespace nsa::cli {
 
 void add_train(CLI::App& app);
+void add_generate(CLI::App& app);
 
 }  // namespace nsa::cli

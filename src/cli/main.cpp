@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
   app.get_formatter()->column_width(40);
   app.option_defaults()->always_capture_default();
   nsa::cli::add_train(app);
+  nsa::cli::add_generate(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -49,8 +49,6 @@ ParameterCounts parameter_counts(const ModelConfig& config);
 /// The ffn_size with which `config` has as many parameters as `target`, within one column.
 int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& target);
 
-struct DecodeState;
-
 class Model {
  public:
   /// Fresh weights from `seed`. Throws Error when `config` is invalid.

@@ -1,0 +1,95 @@
+// nsa generate: text from a trained model, printed as it comes.
+#include <ATen/Parallel.h>
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "cli/commands.h"
+#include "lm/checkpoint.h"
+#include "lm/error.h"
+#include "lm/generate.h"
+#include "lm/interrupt.h"
+#include "lm/run_config.h"
+#include "lm/tokenizer.h"
+
+namespace nsa::cli {
+namespace {
+
+struct GenerateArguments {
+  std::string checkpoint, prompt, prompt_file, dtype = "float32", json;
+  bool no_cache = false, ignore_end = false, no_echo = false;
+  int threads = 0;
+  lm::GenerateOptions options;
+};
+
+void run(const GenerateArguments& arguments) {
+  if (arguments.threads > 0) at::set_num_threads(arguments.threads);
+  auto loaded = lm::load_model(arguments.checkpoint);
+  const auto tokenizer = lm::make_tokenizer(loaded.tokenizer);
+  if (arguments.dtype == "bfloat16") loaded.model.set_compute_dtype(at::kBFloat16);
+  const std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
+  std::vector<std::int64_t> tokens = {tokenizer->end_of_document()};
+  for (const std::int32_t token : tokenizer->encode(prompt)) tokens.push_back(token);
+
+  auto options = arguments.options;
+  options.cached = !arguments.no_cache;
+  if (!arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
+  if (!arguments.no_echo) fmt::print("{}", prompt);
+  std::fflush(stdout);
+  const lm::InterruptGuard interrupt;
+  const auto result = lm::generate(loaded.model, tokens, options, [&](std::int64_t token) {
+    const std::string text = tokenizer->decode(static_cast<std::int32_t>(token));
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+    return interrupt.signal() == 0;
+  });
+  fmt::print("\n");
+  std::fflush(stdout);
+  const auto generated = static_cast<double>(result.tokens.size());
+  fmt::print(stderr, "prompt: {} tokens, {:.0f} tokens/s; generated: {} tokens, {:.1f} tokens/s\n", tokens.size(),
+             static_cast<double>(tokens.size()) / result.prefill_seconds, result.tokens.size(),
+             generated > 1 ? (generated - 1) / result.decode_seconds : 0.0);
+  if (!arguments.json.empty()) {
+    const nlohmann::json report = {{"kind", "nsa-generate"},
+                                   {"checkpoint", arguments.checkpoint},
+                                   {"cached", options.cached},
+                                   {"prompt_tokens", tokens.size()},
+                                   {"tokens", result.tokens},
+                                   {"margins", result.margins},
+                                   {"prefill_seconds", result.prefill_seconds},
+                                   {"decode_seconds", result.decode_seconds}};
+    lm::write_atomically(arguments.json, report.dump() + "\n");
+  }
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app) {
+  auto* const command = app.add_subcommand("generate", "Continue a text with a trained model.");
+  const auto arguments = std::make_shared<GenerateArguments>();
+  auto& options = arguments->options;
+  command->add_option("checkpoint", arguments->checkpoint, "Run folder or its model.safetensors")->required();
+  auto* const prompt = command->add_option("-p,--prompt", arguments->prompt, "Text to continue; empty: a new document");
+  command->add_option("--prompt-file", arguments->prompt_file, "File with the text to continue")->excludes(prompt);
+  command->add_option("-n,--tokens", options.max_tokens, "Tokens to generate at most")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
+  command->add_option("--temperature", options.sampler.temperature, "0: always the most likely token");
+  command->add_option("--top-k", options.sampler.top_k, "Choose among the k most likely tokens; 0: all");
+  command->add_option("--top-p", options.sampler.top_p,
+                      "Choose among the fewest tokens whose probabilities reach this, 0 ... 1");
+  command->add_option("--seed", options.sampler.seed, "Of the choices");
+  command->add_option("--dtype", arguments->dtype, "Of matrix products and attention: float32 or bfloat16")
+      ->check(CLI::IsMember({"float32", "bfloat16"}));
+  command->add_option("--threads", arguments->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
+  command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");
+  command->add_flag("--no-echo", arguments->no_echo, "Print the new text alone, without the prompt");
+  command->add_option("--json", arguments->json, "Write tokens, margins of the choices and times to this file");
+  command->callback([arguments] { run(*arguments); });
+}
+
+}  // namespace nsa::cli

@@ -1,0 +1,78 @@
+#include "lm/decoder.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/tensor.h>
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "lm/error.h"
+#include "lm/layer_cache.h"
+#include "lm/model_impl.h"
+
+namespace nsa::lm {
+namespace {
+
+constexpr std::int64_t kChunk = 4096;  // tokens of a prompt that go through the model together
+
+}  // namespace
+
+struct Decoder::Impl {
+  Impl(const Model::Impl& model, std::int64_t capacity) : model(model), capacity(capacity) {}
+
+  const Model::Impl& model;
+  std::int64_t capacity;
+  std::int64_t length = 0;
+  Rotation rotation;
+  std::vector<BlockWeights> weights;
+  std::vector<std::unique_ptr<LayerCache>> caches;
+
+  /// The residual stream after the last layer, (m, hidden).
+  at::Tensor append(std::span<const std::int64_t> tokens) {
+    const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
+    const auto end = length + static_cast<std::int64_t>(tokens.size());
+    const Rotation here{rotation.cos.slice(0, length, end), rotation.sin.slice(0, length, end)};
+    auto x = at::embedding(model.embedding, ids);
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      const auto o = caches[i]->attend(weights[i], project(model.config, weights[i], x, here));
+      x = feed_forward(model.config, weights[i], x + project_out(weights[i], o));
+    }
+    length = end;
+    return x;
+  }
+};
+
+Decoder::Decoder(const Model& model, std::int64_t capacity) : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
+  const at::NoGradGuard no_grad;
+  const auto& config = model.config();
+  impl_->rotation = rotation_table(capacity, config.head_dim, config.rope_theta);
+  for (const Block& block : impl_->model.blocks) {
+    impl_->weights.push_back(block.weights(model.compute_dtype()));
+    impl_->caches.push_back(make_layer_cache(config, capacity, model.compute_dtype(), impl_->rotation));
+  }
+}
+
+Decoder::~Decoder() = default;
+
+std::int64_t Decoder::length() const { return impl_->length; }
+
+at::Tensor Decoder::append(std::span<const std::int64_t> tokens) {
+  const at::NoGradGuard no_grad;
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  if (count < 1 || impl_->length + count > impl_->capacity) {
+    throw Error(fmt::format("cache: {} more tokens after {} do not fit into its capacity of {}", count, impl_->length,
+                            impl_->capacity));
+  }
+  at::Tensor x;
+  while (!tokens.empty()) {
+    const auto chunk = tokens.first(std::min<std::size_t>(tokens.size(), kChunk));
+    x = impl_->append(chunk);
+    tokens = tokens.subspan(chunk.size());
+  }
+  return impl_->model.logits(x.slice(0, x.size(0) - 1)).squeeze(0);
+}
+
+}  // namespace nsa::lm

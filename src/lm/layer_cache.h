@@ -1,0 +1,23 @@
+// The cached keys and values of one layer of one sequence.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "lm/block.h"
+
+namespace nsa::lm {
+
+class LayerCache {
+ public:
+  virtual ~LayerCache() = default;
+  /// Appends the projected tokens, `in` (m, heads, D), and attends: o (m, H, Dv).
+  virtual at::Tensor attend(const BlockWeights& weights, const Projected& in) = 0;
+};
+
+/// The cache for the model's kind of attention. `rotation` is the table that rotates compressed keys; it must outlive
+/// the cache.
+std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t capacity, at::ScalarType dtype,
+                                             const Rotation& rotation);
+
+}  // namespace nsa::lm
