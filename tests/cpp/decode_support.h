@@ -24,6 +24,8 @@ struct StreamCase {
   NSAConfig cfg = {8, 4, 16, 4, 1, 2, 20};
 };
 
+inline void PrintTo(const StreamCase& c, std::ostream* out) { *out << name_of(c.backend) << ' ' << name_of(c.dtype); }
+
 /// All tensors (B, length, heads, D) of B sequences.
 struct Stream {
   explicit Stream(const StreamCase& c, unsigned seed = 1) : c(c) {
@@ -84,7 +86,7 @@ struct Forward : Results {
     const std::int64_t blocks = s.c.cfg.num_compressed(s.c.length);
     k_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dk});
     v_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dv});
-    const Context context{s.c.backend};
+    const Context context{s.c.backend, 1};
     expect_ok(compress({s.k_cmp, s.weights_k.view(), s.c.cfg, {}, k_c}, context));
     expect_ok(compress({s.v_cmp, s.weights_v.view(), s.c.cfg, {}, v_c}, context));
     for (std::int64_t b = 0; s.c.rope && b < s.c.batch; ++b)
@@ -130,7 +132,7 @@ struct Feed {
   const Tensor* imposed = nullptr;  // indices like Results::indices
 
   Status operator()(const std::vector<std::int64_t>& counts, Results& results, std::vector<std::int64_t> rows = {},
-                    int num_threads = 0, bool reserve = true) const {
+                    int num_threads = 1, bool reserve = true) const {
     const StreamCase& c = stream.c;
     const std::int64_t m = std::max<std::int64_t>(1, *std::max_element(counts.begin(), counts.end()));
     std::vector<std::int64_t> before, after;

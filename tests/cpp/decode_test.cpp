@@ -65,7 +65,7 @@ TEST_P(Decode, TokenByToken) {
 
 TEST_P(Decode, EverySplitOfPrefillAndSteps) {
   const Stream stream(c);
-  for (std::int64_t split = 1; split < c.length; split += 1 + split % 3) {
+  for (std::int64_t split = 1; split < c.length; split += 1 + split % 5) {
     SCOPED_TRACE("split " + std::to_string(split));
     std::vector<std::vector<std::int64_t>> steps{{split, split}};
     for (std::int64_t at = split, m = 1; at < c.length; at += m, m = m % kMaxDecodeTokens + 5) {
@@ -153,18 +153,19 @@ TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
   KVCache cache = make_cache(c);
   Results results(c);
   const Feed feed{stream, cache};
-  expect_ok(feed({30, 30}, results));
-  expect_ok(cache.reserve({40, 32}));
+  const std::int64_t page = c.page_size;
+  expect_ok(feed({page - 2, page - 2}, results));
+  expect_ok(cache.reserve({page + 8, page}));
   const KVCacheView view = cache.view();
   std::vector<Tensor> before;
   for (const TensorView& ring : {view.k_swa_ring, view.v_swa_ring, view.k_cmp_ring, view.v_cmp_ring}) {
     before.emplace_back(ring.dtype, shape_of(ring));
     std::memcpy(before.back().view().data, ring.data, static_cast<std::size_t>(ring.numel()) * size_of(ring.dtype));
   }
-  // Sequence 1 has a page to token 32: three more do not fit. Sequence 0 goes on.
-  expect_ok(feed({3, 3}, results, {}, 0, false));
-  EXPECT_EQ(cache.length(0), 33);
-  EXPECT_EQ(cache.length(1), 30);
+  // Sequence 1 has one page: three more tokens do not fit. Sequence 0 goes on.
+  expect_ok(feed({3, 3}, results, {}, 1, false));
+  EXPECT_EQ(cache.length(0), page + 1);
+  EXPECT_EQ(cache.length(1), page - 2);
   std::size_t n = 0;
   for (const TensorView& ring : {view.k_swa_ring, view.v_swa_ring, view.k_cmp_ring, view.v_cmp_ring})
     EXPECT_TRUE(same_bits(slice(ring, 0, 1, 2), slice(before[n++], 0, 1, 2)));
@@ -175,7 +176,7 @@ TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
   // With room, it goes on as if nothing had been.
   expect_ok(feed({0, 3}, results));
   const Forward forward(stream);
-  const auto fed = [](const TensorView& t) { return slice(t, 1, 0, 33); };
+  const auto fed = [&](const TensorView& t) { return slice(t, 1, 0, page + 1); };
   expect_close(fed(results.o), fed(forward.o), tolerance_of(c.dtype));
 }
 
@@ -209,6 +210,16 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(with(Backend::kReference, DType::kFloat64, [](auto&) {}),
                     with(Backend::kReference, DType::kFloat64, [](auto& c) { c.page_size = 0, c.rope = false; }),
                     with(Backend::kReference, DType::kBFloat16, [](auto& c) { c.kind = CompressionKind::kMean; })),
+    name_of_case);
+
+INSTANTIATE_TEST_SUITE_P(
+    Cpu, Decode,
+    testing::Values(with(Backend::kCPU, DType::kFloat32, [](auto&) {}),
+                    with(Backend::kCPU, DType::kFloat32, [](auto& c) { c.page_size = 48, c.group = 1; }),
+                    with(Backend::kCPU, DType::kFloat32, [](auto& c) { c.page_size = 0, c.cfg.block_size = 32; }),
+                    with(Backend::kCPU, DType::kBFloat16, [](auto& c) { c.kind = CompressionKind::kLinear; }),
+                    with(Backend::kCPU, DType::kBFloat16,
+                         [](auto& c) { c.page_size = 0, c.group = 5, c.rope = false; })),
     name_of_case);
 
 }  // namespace

@@ -44,7 +44,8 @@ void attend_to_ranges(const Queries<In>& queries, const PackedBranch<In>& branch
 template <class In>
 class CompressedBranch {
  public:
-  CompressedBranch(const Queries<In>& queries, const TensorView& k_c, const TensorView& v_c, const NSAConfig& cfg,
+  template <class Tokens>
+  CompressedBranch(const Queries<In>& queries, const Tokens& k_c, const Tokens& v_c, const NSAConfig& cfg,
                    const Context& context)
       : queries_(queries), cfg_(cfg), packed_(k_c, v_c, spans(queries), context) {}
 
@@ -74,7 +75,8 @@ class CompressedBranch {
 template <class In>
 class WindowBranch {
  public:
-  WindowBranch(const Queries<In>& queries, const TensorView& k, const TensorView& v, std::int64_t window_size,
+  template <class Tokens>
+  WindowBranch(const Queries<In>& queries, const Tokens& k, const Tokens& v, std::int64_t window_size,
                const Context& context)
       : queries_(queries), window_size_(window_size), packed_(k, v, spans(queries, window_size), context) {}
 
@@ -104,12 +106,13 @@ class WindowBranch {
   PackedBranch<In> packed_;
 };
 
-/// Query t sees the tokens up to and including t of the blocks whose numbers it is given.
-template <class In>
+/// Query t sees the tokens up to and including t of the blocks whose numbers it is given. Packed: PackedBranch, or one
+/// that packs what is listed.
+template <class In, class Packed = PackedBranch<In>>
 class SelectedBranch {
  public:
-  SelectedBranch(const Queries<In>& queries, const TensorView& k, const TensorView& v, int block_size,
-                 const Context& context)
+  template <class Tokens>
+  SelectedBranch(const Queries<In>& queries, const Tokens& k, const Tokens& v, int block_size, const Context& context)
       : queries_(queries), block_size_(block_size), packed_(k, v, raw_spans(queries), context) {}
 
   /// With `blocks` block numbers a query.
@@ -119,10 +122,21 @@ class SelectedBranch {
 
   int value_dim() const { return packed_.value_dim(); }
 
-  /// For a group of one query: the numbers in any order, twice or out of range. `sorted` has room for them.
-  void list(const QueryGroup& group, const std::int32_t* blocks, std::int64_t count, std::int32_t* sorted,
+  /// What a thread needs to list `blocks` block numbers a query.
+  struct Scratch {
+    std::vector<std::int32_t> sorted;
+    typename Packed::Scratch packed;
+  };
+  Scratch make_scratch(std::int64_t blocks) const {
+    return {std::vector<std::int32_t>(static_cast<std::size_t>(blocks)),
+            packed_.make_scratch(blocks * round_up(block_size_, kBlockTokens))};
+  }
+
+  /// For a group of one query: the numbers in any order, twice or out of range.
+  void list(const QueryGroup& group, const std::int32_t* blocks, std::int64_t count, Scratch& scratch,
             Attention<typename Queries<In>::Slots>& attention) const {
     const std::int64_t t = queries_.position(group, 0);
+    std::int32_t* sorted = scratch.sorted.data();
     std::int32_t* end = std::copy_if(blocks, blocks + count, sorted,
                                      [&](std::int32_t b) { return b >= 0 && std::int64_t{b} * block_size_ <= t; });
     if (!std::is_sorted(sorted, end)) std::sort(sorted, end);
@@ -131,7 +145,7 @@ class SelectedBranch {
     const Range visible{0, t + 1};
     attention.begin(1, queries_.heads(), &visible);
     queries_.load(group, attention);
-    const KeyValueBlocks packed = packed_.of(group.sequence, group.kv_head);
+    auto packed = packed_.of(group.sequence, group.kv_head, scratch.packed);
     while (sorted != end) {  // neighbouring blocks as one range
       const std::int32_t first = *sorted;
       std::int32_t next = first;
@@ -144,7 +158,7 @@ class SelectedBranch {
  private:
   const Queries<In>& queries_;
   int block_size_;
-  PackedBranch<In> packed_;
+  Packed packed_;
 };
 
 /// One branch alone: o and lse of every query.

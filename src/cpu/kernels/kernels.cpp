@@ -13,6 +13,7 @@ const Kernels& kernels() {
       .combine = combine,
       .combine_backward = combine_backward,
       .nsa_attention = nsa_attention,
+      .decode = decode,
   };
   return table;
 }

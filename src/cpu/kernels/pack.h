@@ -2,6 +2,8 @@
 // made once per call and then read by every query. Any strides come in; nothing outside the given rows is read.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -101,14 +103,31 @@ bool any_odd(const Slot* slots, std::int64_t n) {
   return odd != 0;
 }
 
-/// All sequences and heads of a tensor, packed.
+/// Tokens of one head in memory: token i of them at data + i * stride.
+template <class In>
+struct TokenRun {
+  const In* data;
+  std::int64_t stride;
+};
+
+/// `count` tokens from `token` on, of a head of span s. Kinds of tokens that do not lie at one stride (cached_tokens.h)
+/// copy them to `scratch`, which has room for a block.
+template <class In>
+TokenRun<In> run_of(const TensorView& tokens, const std::vector<TokenSpan>& spans, std::size_t s, std::int64_t head,
+                    std::int64_t token, int /*count*/, In* /*scratch*/) {
+  const RowView<const In> rows = rows_of<const In>(tokens, spans[s].batch, spans[s].begin);
+  return {rows.at(token, head), rows.row_stride};
+}
+
+/// All sequences and heads of a tensor or of a cache, packed.
 template <class In>
 class PackedTokens {
  public:
   using Slots = typename SlotsOf<In>::type;
 
   PackedTokens() = default;
-  PackedTokens(const TensorView& tokens, Layout layout, const std::vector<TokenSpan>& spans, const Context& context)
+  template <class Tokens>
+  PackedTokens(const Tokens& tokens, Layout layout, const std::vector<TokenSpan>& spans, const Context& context)
       : heads_(tokens.size(-2)), dim_(static_cast<int>(tokens.size(-1))), columns_(layout == Layout::kColumns) {
     std::int64_t blocks = 0;
     for (const TokenSpan& span : spans) {
@@ -124,17 +143,19 @@ class PackedTokens {
     std::vector<std::size_t> span_of(static_cast<std::size_t>(blocks));
     for (std::size_t s = 0; s < spans.size(); ++s)
       std::fill_n(span_of.begin() + places_[s].begin, places_[s].blocks * heads_, s);
-#pragma omp parallel for schedule(static) num_threads(threads_of(context))
+    const int threads = threads_of(context);
+    Buffer<In> scratch(static_cast<std::size_t>(threads) * kBlockTokens * static_cast<std::size_t>(dim_));
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (std::int64_t i = 0; i < blocks; ++i) {
       const std::size_t s = span_of[static_cast<std::size_t>(i)];
       const Place& place = places_[s];
       const std::int64_t head = (i - place.begin) / place.blocks;
       const std::int64_t token = ((i - place.begin) % place.blocks + place.skip) * kBlockTokens;
-      const RowView<const In> rows = rows_of<const In>(tokens, spans[s].batch, spans[s].begin);
       const int count = static_cast<int>(std::min<std::int64_t>(spans[s].length - token, kBlockTokens));
+      const TokenRun<In> run =
+          run_of<In>(tokens, spans, s, head, token, count, scratch.data() + omp_get_thread_num() * kBlockTokens * dim_);
       Slot* out = slots_.data() + i * block_stride_;
-      (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(rows.at(token, head), rows.row_stride, count, dim_,
-                                                                  out);
+      (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(run.data, run.stride, count, dim_, out);
       odd_[static_cast<std::size_t>(i)] = any_odd<Slots>(out, block_stride_);
     }
   }

@@ -52,8 +52,13 @@ struct KeyValueBlocks {
 template <class In>
 class PackedBranch {
  public:
+  /// Nothing but all blocks packed beforehand: no scratch to list them.
+  struct Scratch {};
+  Scratch make_scratch(std::int64_t) const { return {}; }
+
   /// An undefined `v`: keys only.
-  PackedBranch(const TensorView& k, const TensorView& v, const std::vector<TokenSpan>& spans, const Context& context)
+  template <class Tokens>
+  PackedBranch(const Tokens& k, const Tokens& v, const std::vector<TokenSpan>& spans, const Context& context)
       : keys_(k, Layout::kColumns, spans, context) {
     if (v.defined()) values_ = PackedTokens<In>(v, Layout::kRows, spans, context);
   }
@@ -65,6 +70,7 @@ class PackedBranch {
     return {keys_.of(span, head), values_.defined() ? values_.of(span, head) : TokenBlocks{},
             SlotsOf<In>::type::kElements};
   }
+  KeyValueBlocks of(std::size_t span, std::int64_t head, Scratch&) const { return of(span, head); }
 
  private:
   PackedTokens<In> keys_, values_;

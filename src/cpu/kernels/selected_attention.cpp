@@ -1,5 +1,3 @@
-#include <vector>
-
 #include "cpu/kernels/branches.h"
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
@@ -10,7 +8,7 @@ namespace {
 template <class In>
 struct Worker {
   Attention<typename Queries<In>::Slots> attention;
-  std::vector<std::int32_t> sorted;
+  typename SelectedBranch<In>::Scratch scratch;
 };
 
 template <class In>
@@ -22,12 +20,12 @@ void forward(const SelectedAttentionParams& p, const Context& context) {
       1, context,
       [&] {
         return Worker<In>{{queries.heads(), branch.tokens(blocks), queries.key_dim(), branch.value_dim()},
-                          std::vector<std::int32_t>(static_cast<std::size_t>(blocks))};
+                          branch.make_scratch(blocks)};
       },
       [&](Worker<In>& worker, const QueryGroup& group) {
         const Sequence& s = queries.sequence(group);
         const auto indices = rows_of<const std::int32_t>(p.indices, s.batch, s.q_begin);
-        branch.list(group, indices.at(group.first, group.kv_head), blocks, worker.sorted.data(), worker.attention);
+        branch.list(group, indices.at(group.first, group.kv_head), blocks, worker.scratch, worker.attention);
         worker.attention.attend(queries.scale());
         store_outputs(queries, group, worker.attention, p.o, p.lse);
       });

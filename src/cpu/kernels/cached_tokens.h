@@ -1,0 +1,116 @@
+// Keys and values that lie in the pages and rings of a cache.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "core/token_rows.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/segments.h"
+
+namespace nsa::cpu::NSA_ISA {
+
+/// One kind of keys or values of several sequences; a span is a sequence.
+struct CachedTokens {
+  std::vector<TokenRows> spans;
+  std::int64_t heads = 0, dim = 0;
+
+  std::int64_t size(int d) const { return d == -1 ? dim : heads; }
+  bool defined() const { return dim > 0; }
+};
+
+/// Tokens before the span's first are not in a ring any more: zeros.
+template <class In>
+TokenRun<In> run_of(const CachedTokens& tokens, const std::vector<TokenSpan>& spans, std::size_t s, std::int64_t head,
+                    std::int64_t token, int count, In* scratch) {
+  const TokenRows& rows = tokens.spans[s];
+  const auto data_at = [&](std::int64_t t) { return reinterpret_cast<const In*>(rows.at(t, head)); };
+  const std::int64_t end = token + count, begin = std::min(std::max(token, spans[s].first), end);
+  const auto stride = static_cast<std::int64_t>(rows.row_stride / std::int64_t{sizeof(In)});
+  if (begin == token && rows.run(token) >= count) return {data_at(token), stride};
+  std::fill_n(scratch, (begin - token) * tokens.dim, In{});
+  for (std::int64_t t = begin; t < end;) {
+    const std::int64_t next = std::min(end, t + rows.run(t));
+    const In* row = data_at(t);
+    for (; t < next; ++t, row += stride) std::copy_n(row, tokens.dim, scratch + (t - token) * tokens.dim);
+  }
+  return {scratch, tokens.dim};
+}
+
+/// A branch of which a query sees little: its keys and values are packed when they are listed.
+template <class In>
+class PackedOnDemand {
+ public:
+  using Slots = typename SlotsOf<In>::type;
+
+  PackedOnDemand(const CachedTokens& k, const CachedTokens& v, const std::vector<TokenSpan>& spans, const Context&)
+      : k_(k),
+        v_(v),
+        spans_(spans),
+        value_columns_(round_up(v.dim, kWidth)),
+        key_slots_(k.dim / Slots::kElements * kBlockTokens),
+        value_slots_(value_columns_ * kBlockTokens / Slots::kElements) {}
+
+  int value_dim() const { return static_cast<int>(v_.dim); }
+
+  /// Blocks packed for the query at hand, and a block's tokens in a row.
+  struct Scratch {
+    Buffer<Slot> keys, values;
+    Buffer<In> tokens;
+    std::int64_t blocks = 0;
+  };
+  /// For queries that list up to `tokens` tokens, counted in whole blocks.
+  Scratch make_scratch(std::int64_t tokens) const {
+    const std::int64_t blocks = tokens / kBlockTokens;
+    return {Buffer<Slot>(static_cast<std::size_t>(blocks * key_slots_)),
+            Buffer<Slot>(static_cast<std::size_t>(blocks * value_slots_)),
+            Buffer<In>(static_cast<std::size_t>(kBlockTokens * std::max(k_.dim, v_.dim)))};
+  }
+
+  class Lister {
+   public:
+    Lister(const PackedOnDemand& branch, std::size_t span, std::int64_t head, Scratch& scratch)
+        : branch_(branch), span_(span), head_(head), scratch_(scratch) {}
+
+    /// As KeyValueBlocks::cover, for a range that begins at a multiple of kSegmentTokens.
+    void cover(Range range, std::vector<Segment>& segments) const {
+      for (std::int64_t token = range.begin; token < range.end; token += kBlockTokens)
+        segments.push_back(branch_.pack(span_, head_, token, range.end, scratch_));
+    }
+
+   private:
+    const PackedOnDemand& branch_;
+    std::size_t span_;
+    std::int64_t head_;
+    Scratch& scratch_;
+  };
+
+  Lister of(std::size_t span, std::int64_t head, Scratch& scratch) const {
+    scratch.blocks = 0;
+    return {*this, span, head, scratch};
+  }
+
+ private:
+  Segment pack(std::size_t span, std::int64_t head, std::int64_t token, std::int64_t end, Scratch& scratch) const {
+    Slot* keys = scratch.keys.data() + scratch.blocks * key_slots_;
+    Slot* values = scratch.values.data() + scratch.blocks * value_slots_;
+    ++scratch.blocks;
+    const int count = static_cast<int>(std::min<std::int64_t>(end - token, kBlockTokens));
+    const auto run = [&](const CachedTokens& tokens) {
+      return run_of<In>(tokens, spans_, span, head, token, count, scratch.tokens.data());
+    };
+    const TokenRun<In> k = run(k_);
+    pack_columns<Slots, In>(k.data, k.stride, count, static_cast<int>(k_.dim), keys);
+    const TokenRun<In> v = run(v_);
+    pack_rows<Slots, In>(v.data, v.stride, count, static_cast<int>(v_.dim), values);
+    return {keys, values, token, static_cast<int>(round_up(count, kSegmentTokens)),
+            any_odd<Slots>(values, value_slots_)};
+  }
+
+  CachedTokens k_, v_;
+  std::vector<TokenSpan> spans_;
+  std::int64_t value_columns_, key_slots_, value_slots_;
+};
+
+}  // namespace nsa::cpu::NSA_ISA

@@ -1,0 +1,79 @@
+// A step with a cache: append and fold (core/cache_step.h), then the pass of nsa_attention over pages and rings.
+#include "core/cache_step.h"
+#include "cpu/kernels/cached_tokens.h"
+#include "cpu/kernels/for_dtype.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/nsa_forward.h"
+
+namespace nsa::cpu::NSA_ISA {
+namespace {
+
+/// What of nsa_attention's parameters a step has.
+NsaAttentionParams attention_of(const DecodeParams& p) {
+  NsaAttentionParams attention;
+  attention.q = p.q;
+  attention.gates = p.gates;
+  attention.cfg = p.cfg;
+  attention.softmax_scale = p.softmax_scale;
+  attention.imposed_indices = p.imposed_indices;
+  attention.o = p.o;
+  attention.indices = p.indices;
+  return attention;
+}
+
+std::vector<Sequence> sequences_of(const std::vector<StepSequence>& steps, const NSAConfig& cfg) {
+  std::vector<Sequence> sequences;
+  for (const StepSequence& step : steps) {
+    Sequence s;
+    s.index = s.batch = step.batch;
+    s.q_len = step.num_new;
+    s.k_len = step.length;
+    s.c_len = cfg.num_compressed(step.length);
+    sequences.push_back(s);
+  }
+  return sequences;
+}
+
+BranchTokens<CachedTokens> tokens_of(const std::vector<StepSequence>& steps, const DecodeParams& p) {
+  const auto collect = [&](TokenRows StepSequence::*rows, const TensorView& like) {
+    CachedTokens tokens{{}, like.size(-2), like.size(-1)};
+    for (const StepSequence& step : steps) tokens.spans.push_back(step.*rows);
+    return tokens;
+  };
+  return {collect(&StepSequence::k_c, p.k_cmp),   collect(&StepSequence::v_c, p.v_cmp),
+          collect(&StepSequence::k_slc, p.k_slc), collect(&StepSequence::v_slc, p.v_slc),
+          collect(&StepSequence::k_swa, p.k_swa), collect(&StepSequence::v_swa, p.v_swa)};
+}
+
+/// Whether the queries together select so much that packing the whole cache once is less work.
+bool select_most(const std::vector<StepSequence>& steps, const NSAConfig& cfg) {
+  std::int64_t selected = 0, held = 0;
+  for (const StepSequence& step : steps) {
+    selected += step.num_new * std::min<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, step.length);
+    held += step.length;
+  }
+  return selected >= held;
+}
+
+}  // namespace
+
+Status decode(const DecodeParams& p, const Context& context) {
+  CacheStep step(p);
+  if (Status status = step.append(NSA_ISA::compress, context); !status.ok()) return status;
+  for_dtype(p.q.dtype, [&]<class In>() {
+    const auto attend = [&]<class Selected>() {
+      NsaForward<In, Selected>(attention_of(p), sequences_of(step.sequences(), p.cfg), tokens_of(step.sequences(), p),
+                               context)
+          .run(context);
+    };
+    if (select_most(step.sequences(), p.cfg)) {
+      attend.template operator()<SelectedBranch<In>>();
+    } else {
+      attend.template operator()<SelectedBranch<In, PackedOnDemand<In>>>();
+    }
+  });
+  step.finish();
+  return {};
+}
+
+}  // namespace nsa::cpu::NSA_ISA
