@@ -162,6 +162,7 @@ class KVCache:
         self.k_cmp_ring, self.v_cmp_ring = ring(cfg.kernel_size, head_dim), ring(cfg.kernel_size, v_head_dim)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._longest = [0] * batch_size  # before the last rollback: the rings have lost what is older than 32 tokens
         if self.contiguous:
             self.reserve(max_length)
 
@@ -217,74 +218,72 @@ class KVCache:
             self.overflow.zero_()
             raise RuntimeError("KVCache: a step found no room for a sequence and dropped its tokens: reserve more")
 
-    def rollback(self, tokens: int | Sequence[int]) -> None:
-        """Takes back the last tokens (one number for all sequences, or one each), as if never appended.
-
-        Waits for the device.
+    def rollback(self, sequence: int, length: int) -> None:
+        """Forgets the tokens of a row from `length` on, as if they had never been appended. Waits for the device.
 
         Raises:
-            ValueError: a number is not in 0 ... 32 or above the sequence's length.
-            RuntimeError: a page shared with a fork would have to be copied, and none is free; nothing was taken back.
+            ValueError: the row, or a length above its own or more than 32 below the longest that it has been.
+            RuntimeError: pages shared with a fork would have to be copied, and too few are free; nothing was forgotten.
         """
-        counts = [tokens] * self.batch_size if isinstance(tokens, int) else list(tokens)
-        if len(counts) != self.batch_size:
-            raise ValueError(f"tokens: {len(counts)} numbers: must be one, or {self.batch_size}, one per sequence")
-        lengths = self.cache_seqlens.tolist()
-        for count, length in zip(counts, lengths, strict=True):
-            if not 0 <= count <= min(ROLLBACK, length):
-                raise ValueError(f"tokens = {count}: must be 0 ... {ROLLBACK} and at most the length, {length}")
-        after = [length - count for length, count in zip(lengths, counts, strict=True)]
-        first = ((self._pages, after), (self._pages_c, [self.cfg.num_compressed(length) for length in after]))
-        for pages, written in first:
-            pages.require(sum(pages.shared_from(b, written[b]) for b in range(self.batch_size) if counts[b]), 0)
-        for (pages, written), stores in zip(first, ((self.k_slc, self.v_slc), (self.k_c, self.v_c)), strict=True):
-            for b in range(self.batch_size):
-                for old, new in pages.own(b, written[b]) if counts[b] else ():
-                    for store in stores:
-                        store[new] = store[old]
-        self.cache_seqlens.copy_(torch.tensor(after, dtype=torch.int32))
+        self._check_going_back("sequence", sequence, length)
+        plan = (
+            (self._pages, length, (self.k_slc, self.v_slc)),
+            (self._pages_c, self.cfg.num_compressed(length), (self.k_c, self.v_c)),
+        )
+        for pages, tokens, _ in plan:
+            pages.require(pages.shared_from(sequence, tokens), 0)
+        for pages, tokens, stores in plan:
+            for old, new in pages.own(sequence, tokens):
+                for store in stores:
+                    store[new] = store[old]
+        self.cache_seqlens[sequence] = length
 
     def fork(self, parent: int, child: int, length: int | None = None) -> None:
-        """Makes row `child` continue row `parent` after its first `length` tokens (default: all). Waits for the device.
+        """Makes the empty row `child` continue row `parent` after `length` tokens (default: all). Waits for the device.
 
-        Full pages before `length` are shared, and compressed pages of which every block ends before it; the rest is
-        copied. What the child held is released. A contiguous cache copies everything.
-
-        Args:
-            parent, child: different rows.
-            length: at most 32 below the parent's length.
+        Full pages before `length` are shared, and full pages of compressed tokens whose blocks end before it; the rest
+        is copied. A contiguous cache copies everything.
 
         Raises:
-            ValueError: a row or the length is not allowed.
-            RuntimeError: the pool has too few free pages; the child is then empty.
+            ValueError: a row, a child that is not empty, or a length above the parent's or more than 32 below the
+                longest that it has been.
+            RuntimeError: the pool has too few free pages; nothing was changed.
         """
-        for name, row in (("parent", parent), ("child", child)):
-            if not 0 <= row < self.batch_size:
-                raise ValueError(f"{name} = {row}: must be 0 ... B - 1 = {self.batch_size - 1}")
-        if parent == child:
-            raise ValueError(f"child = {child}: must not be the parent")
-        available = int(self.cache_seqlens[parent])
-        length = available if length is None else length
-        if not max(0, available - ROLLBACK) <= length <= available:
-            raise ValueError(f"length = {length}: must be at most {ROLLBACK} below the parent's, {available}")
+        length = int(self.cache_seqlens[self._row("parent", parent)]) if length is None else length
+        self._check_going_back("parent", parent, length)
+        if self._row("child", child) == parent or int(self.cache_seqlens[child]):
+            raise ValueError(f"child = {child}: must be an empty row and not the parent")
         if not self.contiguous:
             self.release(child)
             plan = ((self._pages, length), (self._pages_c, self.cfg.num_compressed(length)))
             for pages, tokens in plan:
-                pages.require(-(-tokens // pages.page_size) - tokens // pages.page_size, 0)
+                pages.require(int(tokens % pages.page_size > 0), 0)
             for pages, tokens in plan:
                 pages.share(parent, child, tokens // pages.page_size)
                 pages.grow(child, tokens)
         ops.fork(*self.tensors(), self.cfg.as_list(), parent, child, length)
+        self._longest[child] = self._longest[parent]
 
     def release(self, sequence: int) -> None:
         """Empties a row and gives its pages back to the pool (a contiguous row keeps its page)."""
-        if not 0 <= sequence < self.batch_size:
-            raise ValueError(f"sequence = {sequence}: must be 0 ... B - 1 = {self.batch_size - 1}")
-        self.cache_seqlens[sequence] = 0
+        self.cache_seqlens[self._row("sequence", sequence)] = 0
+        self._longest[sequence] = 0
         if not self.contiguous:
             self._pages.release(sequence)
             self._pages_c.release(sequence)
+
+    def _row(self, name: str, row: int) -> int:
+        if not 0 <= row < self.batch_size:
+            raise ValueError(f"{name} = {row}: must be 0 ... B - 1 = {self.batch_size - 1}")
+        return row
+
+    def _check_going_back(self, name: str, row: int, length: int) -> None:
+        available = int(self.cache_seqlens[self._row(name, row)])
+        longest = self._longest[row] = max(self._longest[row], available)
+        if not 0 <= length <= available:
+            raise ValueError(f"length = {length}: must be 0 ... the row's length, {available}")
+        if longest - length > ROLLBACK:
+            raise ValueError(f"length = {length}: must be at most {ROLLBACK} below the longest it has been, {longest}")
 
 
 def _multiple_of_16(count: int) -> int:

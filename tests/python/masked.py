@@ -133,7 +133,9 @@ def nsa_attention(q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, indices, cfg, 
     return combine(o_cmp, o_slc, o_swa, gates)
 
 
-def select_with_noise(q: Tensor, k_c: Tensor, cfg: NSAConfig, sk: int, noise: float, seed: int, sequence: int) -> Tensor:
+def select_with_noise(
+    q: Tensor, k_c: Tensor, cfg: NSAConfig, sk: int, noise: float, seed: int, sequence: int
+) -> Tensor:
     """Indices (Sq, Hkv, topk) under exploration noise, from float64 scores."""
     scores = importance(q, k_c, cfg, sk)
     group = q.shape[1] // k_c.shape[1]

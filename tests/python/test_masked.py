@@ -1,0 +1,126 @@
+"""The operations against dense masked softmax in plain torch: outputs, lse and gradients, batched and packed."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import masked
+import nsa
+from problem import OPERATIONS, SMALL, Problem, assert_within_bound, cast, gradients
+
+PROBLEMS = {
+    "batched": Problem([(70, 70)] * 2),
+    "one token": Problem([(1, 1)]),
+    "kernel_size - 1": Problem([(7, 7)]),
+    "kernel_size": Problem([(8, 8)]),
+    "kernel_size + 1": Problem([(9, 9)]),
+    "continued": Problem([(5, 83)] * 2),
+    "packed": Problem([(70, 70), (0, 0), (33, 33), (1, 1), (8, 8)], packed=True),
+    "packed and continued": Problem([(3, 41), (0, 9), (16, 16), (0, 0), (30, 77)], packed=True),
+    "packed with a tail": Problem([(9, 20), (40, 40)], packed=True, tail=7),
+    "no tokens": Problem([(0, 0)] * 2),
+    "nothing packed": Problem([(0, 0)], packed=True),
+    "one head": Problem([(50, 50)], heads=(1, 1)),
+    "three heads a group": Problem([(50, 50)], heads=(6, 2), dims=(32, 16)),
+    "seven heads a group": Problem([(40, 61)], heads=(7, 1)),
+    "wide": Problem([(150, 150)], nsa.NSAConfig(32, 16, 64, 4, 1, 1, 33), heads=(16, 1), dims=(64, 64)),
+    "uneven dims": Problem([(60, 60)], dims=(192, 128)),
+    "kernel over block": Problem([(90, 90)], nsa.NSAConfig(48, 16, 16, 5, 2, 1, 1)),
+    "stride 1": Problem([(30, 40)], nsa.NSAConfig(3, 1, 16, 2, 0, 1, 64)),
+}
+
+
+def check(backend, operation, problem):
+    """Output, lse, indices and gradients; for float64 the plain computation is the truth itself."""
+    for dtype in (torch.float64, torch.float32) if backend == "reference" else (torch.float32, torch.bfloat16):
+        inputs = problem.inputs(operation, dtype)
+        truths, plains = cast(inputs, torch.float64), cast(inputs, dtype)
+        actual = problem.by_library(operation, inputs, problem.random_indices())
+        if operation == "nsa_attention":
+            check_indices(problem, inputs, actual.indices)
+        truth = problem.by_masks(operation, truths, actual.indices)
+        plain = problem.by_masks(operation, plains, actual.indices)
+        assert actual.out.dtype == dtype
+        assert_within_bound("out", actual.out, plain.out, truth.out)
+        if actual.lse is not None:
+            assert actual.lse.dtype == torch.float32 and not actual.lse.requires_grad
+            torch.testing.assert_close(actual.lse.double(), truth.lse, rtol=1e-5, atol=1e-5)
+        d_out = problem.random(*actual.out.shape).to(dtype)
+        found = gradients(actual.out, inputs, d_out)
+        plain_gradients, true_gradients = gradients(plain.out, plains, d_out), gradients(truth.out, truths, d_out)
+        for name in inputs:
+            assert found[name].dtype == dtype
+            assert_within_bound(f"d_{name}", found[name], plain_gradients[name], true_gradients[name])
+
+
+def check_indices(problem, inputs, indices):
+    for i, (_, sk) in enumerate(problem.lengths):
+        q, k_c = (problem.part(name, inputs[name], i).detach().double() for name in ("q", "k_c"))
+        errors = masked.selection_errors(problem.part("q", indices, i), q, k_c, problem.cfg, sk)
+        assert not errors, errors[:3]
+    assert (indices[sum(problem.q_lens) :] == -1).all()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation(backend, operation, name):
+    check(backend, operation, PROBLEMS[name])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compress(backend, phi, shared, packed):
+    lengths = [(40, 40), (3, 3), (25, 25)] if packed else [(40, 40)] * 2
+    check(backend, "compress", Problem(lengths, packed=packed, phi=phi, shared_phi=shared))
+
+
+@st.composite
+def problems(draw):
+    stride = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    block = 16 * draw(st.integers(1, 3))
+    init, local = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    cfg = nsa.NSAConfig(
+        kernel_size=stride * draw(st.integers(1, 4)),
+        kernel_stride=stride,
+        block_size=block,
+        topk=init + local + draw(st.integers(0, 3)),
+        init_blocks=init,
+        local_blocks=local,
+        window_size=draw(st.integers(1, 100)),
+    )
+    length = st.integers(0, 130).flatmap(lambda k: st.tuples(st.integers(0, k), st.just(k)))
+    packed = draw(st.booleans())
+    lengths = draw(st.lists(length, min_size=1, max_size=4)) if packed else [draw(length)] * draw(st.integers(1, 2))
+    kv_heads, dims = draw(st.integers(1, 2)), st.sampled_from([8, 16, 24])
+    heads = (kv_heads * draw(st.sampled_from([1, 2, 3, 5])), kv_heads)
+    return Problem(lengths, cfg, heads, (draw(dims), draw(dims)), packed, seed=draw(st.integers(0, 99)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(), operation=st.sampled_from(OPERATIONS))
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_anything_valid(name, operation, problem):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_BACKEND", name)
+        check(name, operation, problem)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_selection_with_noise(backend, noise):
+    problem = Problem([(150, 150), (60, 100)], packed=True, tail=3)
+    inputs = problem.inputs("compressed_attention", torch.float32)
+    _, lse = nsa.compressed_attention(*inputs.values(), SMALL, **problem.packing())
+    q, k_c = inputs["q"], inputs["k_c"]
+    seed = 2**63 + 12345
+    indices = nsa.select_blocks(q, k_c, lse, SMALL, noise=noise, seed=seed, **problem.packing())
+    same = total = 0
+    for i, (_, sk) in enumerate(problem.lengths):
+        part = [problem.part(n, t.detach().double(), i) for n, t in (("q", q), ("k_c", k_c))]
+        expected = masked.select_with_noise(*part, SMALL, sk, noise, seed, i)
+        same += (problem.part("q", indices, i) == expected).all(-1).sum().item()
+        total += expected[..., 0].numel()
+    assert same >= 0.99 * total
+    if noise:
+        assert not torch.equal(indices, nsa.select_blocks(q, k_c, lse, SMALL, **problem.packing()))
