@@ -89,9 +89,7 @@ def install_debian_packages(missing, offline):
     names = " ".join(missing)
     by_hand = f"sudo apt-get update && sudo apt-get install -y --no-install-recommends {names}"
     if not shutil.which("apt-get"):
-        stop(
-            f"missing: {names} (Debian's names); this system has no apt-get, install their equivalents and run make again"
-        )
+        stop(f"missing: {names}", "Those are Debian's names; this system has no apt-get: install their equivalents.")
     if offline:
         stop(f"missing Debian packages, and OFFLINE=1 forbids fetching them: {names}")
     if os.geteuid() == 0:
