@@ -18,8 +18,8 @@ struct Backward {
   const CompressBackwardParams& p;
   const Context& context;
   const Phi<In> phi{p.forward};
-  Buffer<Element> hidden, d_z;  // [block][width_stride] of all blocks: silu(z) and the gradient of z
-  Buffer<float> d_b1;           // [set][width_stride]: sums of d_z
+  Buffer<Element> hidden{}, d_z{};  // [block][width_stride] of all blocks: silu(z) and the gradient of z
+  Buffer<float> d_b1{};             // [set][width_stride]: sums of d_z
 
   const In* d_out(const BlockRun& run, std::int64_t block) const {
     return rows_of<const In>(p.d_out, run.s.batch, run.s.c_begin).at(block, run.head);

@@ -7,12 +7,16 @@ const Kernels& kernels() {
       .compress = compress,
       .compress_backward = compress_backward,
       .compressed_attention = compressed_attention,
+      .compressed_attention_backward = compressed_attention_backward,
       .select_blocks = select_blocks,
       .selected_attention = selected_attention,
+      .selected_attention_backward = selected_attention_backward,
       .sliding_window_attention = sliding_window_attention,
+      .sliding_window_attention_backward = sliding_window_attention_backward,
       .combine = combine,
       .combine_backward = combine_backward,
       .nsa_attention = nsa_attention,
+      .nsa_attention_backward = nsa_attention_backward,
       .decode = decode,
   };
   return table;

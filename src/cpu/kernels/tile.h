@@ -31,16 +31,11 @@ struct OperandB {
   OperandB columns_from(int column) const { return {data + column, step_stride}; }
 };
 
-/// R rows x NV vectors of columns. begin(row, vector) gives the start value of an accumulator, finish(row, vector, sum)
-/// takes the result; both are called in registers. A non-null `prefetch` is walked one cache line per step.
-template <class Slots, int R, int NV, class Begin, class Finish>
-inline __attribute__((always_inline)) void tile(OperandA a, OperandB b, int steps, const Begin& begin,
-                                                const Finish& finish, const char* prefetch = nullptr) {
-  Vec acc[R][NV];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int c = 0; c < NV; ++c) acc[r][c] = begin(r, c);
+/// acc[row][vector] += A * B for R rows x NV vectors of columns, in registers. A non-null `prefetch` is walked one
+/// cache line per step.
+template <class Slots, int R, int NV>
+inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][NV], OperandA a, OperandB b, int steps,
+                                                    const char* prefetch = nullptr) {
   for (int k = 0; k < steps; ++k) {
     SlotVec column[NV];
 #pragma GCC unroll 16
@@ -53,10 +48,32 @@ inline __attribute__((always_inline)) void tile(OperandA a, OperandB b, int step
       for (int c = 0; c < NV; ++c) acc[r][c] = Slots::dot(acc[r][c], x, column[c]);
     }
   }
+}
+
+/// C = begin + all that products(acc) adds with multiply(). begin(row, vector) gives the start value of an accumulator,
+/// finish(row, vector, sum) takes the result; both are called in registers.
+template <int R, int NV, class Begin, class Products, class Finish>
+inline __attribute__((always_inline)) void accumulate(const Begin& begin, const Products& products,
+                                                      const Finish& finish) {
+  Vec acc[R][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int c = 0; c < NV; ++c) acc[r][c] = begin(r, c);
+  products(acc);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int c = 0; c < NV; ++c) finish(r, c, acc[r][c]);
+}
+
+/// One product: R rows x NV vectors of columns.
+template <class Slots, int R, int NV, class Begin, class Finish>
+inline __attribute__((always_inline)) void tile(OperandA a, OperandB b, int steps, const Begin& begin,
+                                                const Finish& finish, const char* prefetch = nullptr) {
+  accumulate<R, NV>(
+      begin, [&](Vec(&acc)[R][NV]) __attribute__((always_inline)) { multiply<Slots>(acc, a, b, steps, prefetch); },
+      finish);
 }
 
 /// All rows and `columns` columns (a multiple of kWidth) in tiles of kTileRows x kTileVectors and smaller remainders.
