@@ -36,8 +36,8 @@ TEST_P(Compression, ForwardAndBackward) {
 TEST_P(Grid, CompressedAttention) {
   const auto outputs = check<CompressedAttentionParams>(p.compressed(), compressed_outputs(p),
                                                         nsa::compressed_attention, reference::compressed_attention);
-  check<CompressedAttentionBackwardParams>(backward_of(p.compressed(), outputs, p.d_o), compressed_backward_outputs(p),
-                                           nsa::compressed_attention_backward,
+  check<CompressedAttentionBackwardParams>(backward_of(p.compressed(), views_of(outputs), p.d_o),
+                                           compressed_backward_outputs(p), nsa::compressed_attention_backward,
                                            reference::compressed_attention_backward);
 }
 
@@ -51,15 +51,16 @@ TEST_P(Grid, SelectBlocks) {
 TEST_P(Grid, SelectedAttention) {
   const auto outputs = check<SelectedAttentionParams>(p.selected(), selected_outputs(p), nsa::selected_attention,
                                                       reference::selected_attention);
-  check<SelectedAttentionBackwardParams>(backward_of(p.selected(), outputs, p.d_o), selected_backward_outputs(p),
-                                         nsa::selected_attention_backward, reference::selected_attention_backward);
+  check<SelectedAttentionBackwardParams>(backward_of(p.selected(), views_of(outputs), p.d_o),
+                                         selected_backward_outputs(p), nsa::selected_attention_backward,
+                                         reference::selected_attention_backward);
 }
 
 TEST_P(Grid, SlidingWindowAttention) {
   const auto outputs = check<SlidingWindowAttentionParams>(p.window(), window_outputs(p), nsa::sliding_window_attention,
                                                            reference::sliding_window_attention);
-  check<SlidingWindowAttentionBackwardParams>(backward_of(p.window(), outputs, p.d_o), window_backward_outputs(p),
-                                              nsa::sliding_window_attention_backward,
+  check<SlidingWindowAttentionBackwardParams>(backward_of(p.window(), views_of(outputs), p.d_o),
+                                              window_backward_outputs(p), nsa::sliding_window_attention_backward,
                                               reference::sliding_window_attention_backward);
 }
 
@@ -83,7 +84,7 @@ TEST_P(Grid, NsaAttention) {
   const auto outputs = outputs_of(f, whole_outputs(p), false,
                                   [](const NsaAttentionParams& params) { return nsa::nsa_attention(params, kCpu); });
   expect_valid_selection(p.selection(), outputs[1], 1e-5);
-  check<NsaAttentionBackwardParams>(backward_of(f, outputs, p.d_o), whole_backward_outputs(p),
+  check<NsaAttentionBackwardParams>(backward_of(f, views_of(outputs), p.d_o), whole_backward_outputs(p),
                                     nsa::nsa_attention_backward, reference::nsa_attention_backward);
 }
 

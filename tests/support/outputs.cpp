@@ -1,5 +1,8 @@
 #include "support/outputs.h"
 
+#include <type_traits>
+#include <utility>
+
 namespace nsa::test {
 namespace {
 
@@ -8,37 +11,54 @@ std::function<TensorView&(Params&)> at(TensorView Params::*member) {
   return [member](Params& params) -> TensorView& { return params.*member; };
 }
 
-/// A fresh tensor per kind of row of the problem.
-auto query_rows(const Problem& p, std::int64_t heads, std::int64_t width) {
-  return [&p, heads, width](DType dtype) { return p.query_rows(heads, width, dtype); };
-}
-auto o_rows(const Problem& p) { return query_rows(p, p.c.heads(), p.c.dv); }
-auto lse_rows(const Problem& p) {
-  return [&p](DType dtype) { return p.lse_rows(dtype); };
-}
-auto key_rows(const Problem& p, std::int64_t width) {
-  return [&p, width](DType dtype) { return p.key_rows(width, dtype); };
-}
-auto compressed_rows(const Problem& p, std::int64_t width) {
-  return [&p, width](DType dtype) { return p.compressed_rows(width, dtype); };
+template <class Params>
+Output<Params> queries(const Problem& p, const char* name, TensorView Params::*member, std::int64_t heads,
+                       std::int64_t width, DType dtype) {
+  return {name, Rows::kQueries, at(member), [&p, heads, width](DType t) { return p.query_rows(heads, width, t); },
+          dtype};
 }
 
-/// o and lse of an attention.
+template <class Params>
+Output<Params> keys(const Problem& p, const char* name, TensorView Params::*member, std::int64_t width) {
+  return {name, Rows::kKeys, at(member), [&p, width](DType t) { return p.key_rows(width, t); }, p.c.dtype};
+}
+
+template <class Params>
+Output<Params> compressed(const Problem& p, const char* name, TensorView Params::*member, std::int64_t width) {
+  return {name, Rows::kCompressed, at(member), [&p, width](DType t) { return p.compressed_rows(width, t); }, p.c.dtype};
+}
+
+/// Like o, or lse.
+template <class Params>
+Output<Params> o_rows(const Problem& p, const char* name, TensorView Params::*member) {
+  return queries(p, name, member, p.c.heads(), p.c.dv, p.c.dtype);
+}
+template <class Params>
+Output<Params> lse_rows(const Problem& p, const char* name, TensorView Params::*member) {
+  return {name, Rows::kLse, at(member), [&p](DType t) { return p.lse_rows(t); }, DType::kFloat32};
+}
+template <class Params>
+Output<Params> d_q_rows(const Problem& p) {
+  return queries(p, "d_q", &Params::d_q, p.c.heads(), p.c.dk, p.c.dtype);
+}
+template <class Params>
+Output<Params> index_rows(const Problem& p) {
+  return queries(p, "indices", &Params::indices, p.c.kv_heads, p.c.cfg.topk, DType::kInt32);
+}
+
 template <class Params>
 std::vector<Output<Params>> attention_outputs(const Problem& p) {
-  return {{"o", at(&Params::o), o_rows(p), p.c.dtype}, {"lse", at(&Params::lse), lse_rows(p), DType::kFloat32}};
+  return {o_rows(p, "o", &Params::o), lse_rows(p, "lse", &Params::lse)};
 }
 
-/// d_q, d_k and d_v of attention to raw keys.
+/// Of attention to raw keys.
 template <class Params>
 std::vector<Output<Params>> raw_backward_outputs(const Problem& p) {
-  return {{"d_q", at(&Params::d_q), query_rows(p, p.c.heads(), p.c.dk), p.c.dtype},
-          {"d_k", at(&Params::d_k), key_rows(p, p.c.dk), p.c.dtype},
-          {"d_v", at(&Params::d_v), key_rows(p, p.c.dv), p.c.dtype}};
+  return {d_q_rows<Params>(p), keys(p, "d_k", &Params::d_k, p.c.dk), keys(p, "d_v", &Params::d_v, p.c.dv)};
 }
 
 template <class Backward, class Forward>
-Backward attention_backward_of(Forward f, const std::vector<Tensor>& outputs, const TensorView& d_o) {
+Backward attention_backward_of(Forward f, const std::vector<TensorView>& outputs, const TensorView& d_o) {
   f.o = outputs[0], f.lse = outputs[1];
   Backward b;
   b.forward = f;
@@ -49,16 +69,16 @@ Backward attention_backward_of(Forward f, const std::vector<Tensor>& outputs, co
 }  // namespace
 
 std::vector<Output<CompressParams>> compress_outputs(const Problem& p, const CompressParams& params) {
-  return {{"out", at(&CompressParams::out), compressed_rows(p, params.k.size(-1)), p.c.dtype}};
+  return {compressed(p, "out", &CompressParams::out, params.k.size(-1))};
 }
 
 std::vector<Output<CompressBackwardParams>> compress_backward_outputs(const Problem& p, const CompressParams& forward) {
   using Params = CompressBackwardParams;
-  std::vector<Output<Params>> outputs{{"d_k", at(&Params::d_k), key_rows(p, forward.k.size(-1)), p.c.dtype}};
+  std::vector<Output<Params>> outputs{keys(p, "d_k", &Params::d_k, forward.k.size(-1))};
   const auto add = [&](const char* name, TensorView CompressionWeights::*weight) {
     const TensorView& like = forward.weights.*weight;
     if (!like.defined()) return;
-    outputs.push_back({name, [weight](Params& b) -> TensorView& { return b.d_weights.*weight; },
+    outputs.push_back({name, Rows::kNone, [weight](Params& b) -> TensorView& { return b.d_weights.*weight; },
                        [shape = shape_of(like)](DType dtype) { return Tensor(dtype, shape); }, p.c.dtype});
   };
   add("d_pe", &CompressionWeights::pe);
@@ -75,13 +95,12 @@ std::vector<Output<CompressedAttentionParams>> compressed_outputs(const Problem&
 
 std::vector<Output<CompressedAttentionBackwardParams>> compressed_backward_outputs(const Problem& p) {
   using Params = CompressedAttentionBackwardParams;
-  return {{"d_q", at(&Params::d_q), query_rows(p, p.c.heads(), p.c.dk), p.c.dtype},
-          {"d_k_c", at(&Params::d_k_c), compressed_rows(p, p.c.dk), p.c.dtype},
-          {"d_v_c", at(&Params::d_v_c), compressed_rows(p, p.c.dv), p.c.dtype}};
+  return {d_q_rows<Params>(p), compressed(p, "d_k_c", &Params::d_k_c, p.c.dk),
+          compressed(p, "d_v_c", &Params::d_v_c, p.c.dv)};
 }
 
 std::vector<Output<SelectBlocksParams>> selection_outputs(const Problem& p) {
-  return {{"indices", at(&SelectBlocksParams::indices), query_rows(p, p.c.kv_heads, p.c.cfg.topk), DType::kInt32}};
+  return {index_rows<SelectBlocksParams>(p)};
 }
 
 std::vector<Output<SelectedAttentionParams>> selected_outputs(const Problem& p) {
@@ -100,58 +119,54 @@ std::vector<Output<SlidingWindowAttentionBackwardParams>> window_backward_output
   return raw_backward_outputs<SlidingWindowAttentionBackwardParams>(p);
 }
 
-std::vector<Output<CombineParams>> combine_outputs(const Problem& p) {
-  return {{"o", at(&CombineParams::o), o_rows(p), p.c.dtype}};
-}
+std::vector<Output<CombineParams>> combine_outputs(const Problem& p) { return {o_rows(p, "o", &CombineParams::o)}; }
 
 std::vector<Output<CombineBackwardParams>> combine_backward_outputs(const Problem& p) {
   using Params = CombineBackwardParams;
-  return {{"d_o_cmp", at(&Params::d_o_cmp), o_rows(p), p.c.dtype},
-          {"d_o_slc", at(&Params::d_o_slc), o_rows(p), p.c.dtype},
-          {"d_o_swa", at(&Params::d_o_swa), o_rows(p), p.c.dtype},
-          {"d_gates", at(&Params::d_gates), query_rows(p, p.c.heads(), 3), p.c.dtype}};
+  return {o_rows(p, "d_o_cmp", &Params::d_o_cmp), o_rows(p, "d_o_slc", &Params::d_o_slc),
+          o_rows(p, "d_o_swa", &Params::d_o_swa), queries(p, "d_gates", &Params::d_gates, p.c.heads(), 3, p.c.dtype)};
 }
 
 std::vector<Output<NsaAttentionParams>> whole_outputs(const Problem& p) {
   using Params = NsaAttentionParams;
-  return {{"o", at(&Params::o), o_rows(p), p.c.dtype},
-          {"indices", at(&Params::indices), query_rows(p, p.c.kv_heads, p.c.cfg.topk), DType::kInt32},
-          {"o_cmp", at(&Params::o_cmp), o_rows(p), p.c.dtype},
-          {"o_slc", at(&Params::o_slc), o_rows(p), p.c.dtype},
-          {"o_swa", at(&Params::o_swa), o_rows(p), p.c.dtype},
-          {"lse_cmp", at(&Params::lse_cmp), lse_rows(p), DType::kFloat32},
-          {"lse_slc", at(&Params::lse_slc), lse_rows(p), DType::kFloat32},
-          {"lse_swa", at(&Params::lse_swa), lse_rows(p), DType::kFloat32}};
+  return {o_rows(p, "o", &Params::o),
+          index_rows<Params>(p),
+          o_rows(p, "o_cmp", &Params::o_cmp),
+          o_rows(p, "o_slc", &Params::o_slc),
+          o_rows(p, "o_swa", &Params::o_swa),
+          lse_rows(p, "lse_cmp", &Params::lse_cmp),
+          lse_rows(p, "lse_slc", &Params::lse_slc),
+          lse_rows(p, "lse_swa", &Params::lse_swa)};
 }
 
 std::vector<Output<NsaAttentionBackwardParams>> whole_backward_outputs(const Problem& p) {
   using Params = NsaAttentionBackwardParams;
-  return {{"d_q", at(&Params::d_q), query_rows(p, p.c.heads(), p.c.dk), p.c.dtype},
-          {"d_k_c", at(&Params::d_k_c), compressed_rows(p, p.c.dk), p.c.dtype},
-          {"d_v_c", at(&Params::d_v_c), compressed_rows(p, p.c.dv), p.c.dtype},
-          {"d_k_slc", at(&Params::d_k_slc), key_rows(p, p.c.dk), p.c.dtype},
-          {"d_v_slc", at(&Params::d_v_slc), key_rows(p, p.c.dv), p.c.dtype},
-          {"d_k_swa", at(&Params::d_k_swa), key_rows(p, p.c.dk), p.c.dtype},
-          {"d_v_swa", at(&Params::d_v_swa), key_rows(p, p.c.dv), p.c.dtype},
-          {"d_gates", at(&Params::d_gates), query_rows(p, p.c.heads(), 3), p.c.dtype}};
+  return {d_q_rows<Params>(p),
+          compressed(p, "d_k_c", &Params::d_k_c, p.c.dk),
+          compressed(p, "d_v_c", &Params::d_v_c, p.c.dv),
+          keys(p, "d_k_slc", &Params::d_k_slc, p.c.dk),
+          keys(p, "d_v_slc", &Params::d_v_slc, p.c.dv),
+          keys(p, "d_k_swa", &Params::d_k_swa, p.c.dk),
+          keys(p, "d_v_swa", &Params::d_v_swa, p.c.dv),
+          queries(p, "d_gates", &Params::d_gates, p.c.heads(), 3, p.c.dtype)};
 }
 
-CompressedAttentionBackwardParams backward_of(CompressedAttentionParams f, const std::vector<Tensor>& outputs,
+CompressedAttentionBackwardParams backward_of(CompressedAttentionParams f, const std::vector<TensorView>& outputs,
                                               const TensorView& d_o) {
   return attention_backward_of<CompressedAttentionBackwardParams>(f, outputs, d_o);
 }
 
-SelectedAttentionBackwardParams backward_of(SelectedAttentionParams f, const std::vector<Tensor>& outputs,
+SelectedAttentionBackwardParams backward_of(SelectedAttentionParams f, const std::vector<TensorView>& outputs,
                                             const TensorView& d_o) {
   return attention_backward_of<SelectedAttentionBackwardParams>(f, outputs, d_o);
 }
 
-SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f, const std::vector<Tensor>& outputs,
+SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f, const std::vector<TensorView>& outputs,
                                                  const TensorView& d_o) {
   return attention_backward_of<SlidingWindowAttentionBackwardParams>(f, outputs, d_o);
 }
 
-NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<Tensor>& outputs,
+NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<TensorView>& outputs,
                                        const TensorView& d_o) {
   f.o = outputs[0], f.indices = outputs[1];
   f.o_cmp = outputs[2], f.o_slc = outputs[3], f.o_swa = outputs[4];
@@ -160,6 +175,49 @@ NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<T
   b.forward = f;
   b.d_o = d_o;
   return b;
+}
+
+std::vector<Result> run_all(const Problem& p, const Context& context) {
+  std::vector<Result> results;
+  /// Runs one operation; returns where its outputs start in `results`.
+  const auto run = [&]<class Params>(const char* name, const Params& params, const std::vector<Output<Params>>& outputs,
+                                     std::type_identity_t<Operation<Params>> operation) {
+    std::vector<Tensor> values =
+        outputs_of(params, outputs, false, [&](const Params& bound) { return operation(bound, context); });
+    std::vector<TensorView> views;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      views.push_back(values[i]);
+      results.push_back({std::string(name).append(".").append(outputs[i].name), outputs[i].rows, std::move(values[i])});
+    }
+    return views;
+  };
+  for (const bool keys : {true, false}) {
+    const CompressParams f = keys ? p.compress_keys() : p.compress_values();
+    run("compress", f, compress_outputs(p, f), nsa::compress);
+    CompressBackwardParams b;
+    b.forward = f;
+    b.d_out = keys ? p.d_k_c : p.d_v_c;
+    run("compress_backward", b, compress_backward_outputs(p, f), nsa::compress_backward);
+  }
+  const auto compressed = run("compressed_attention", p.compressed(), compressed_outputs(p), nsa::compressed_attention);
+  run("compressed_attention_backward", backward_of(p.compressed(), compressed, p.d_o), compressed_backward_outputs(p),
+      nsa::compressed_attention_backward);
+  run("select_blocks", p.selection(), selection_outputs(p), nsa::select_blocks);
+  const auto selected = run("selected_attention", p.selected(), selected_outputs(p), nsa::selected_attention);
+  run("selected_attention_backward", backward_of(p.selected(), selected, p.d_o), selected_backward_outputs(p),
+      nsa::selected_attention_backward);
+  const auto window = run("sliding_window_attention", p.window(), window_outputs(p), nsa::sliding_window_attention);
+  run("sliding_window_attention_backward", backward_of(p.window(), window, p.d_o), window_backward_outputs(p),
+      nsa::sliding_window_attention_backward);
+  run("combine", p.combination(), combine_outputs(p), nsa::combine);
+  CombineBackwardParams combined;
+  combined.forward = p.combination();
+  combined.d_o = p.d_o;
+  run("combine_backward", combined, combine_backward_outputs(p), nsa::combine_backward);
+  const auto whole = run("nsa_attention", p.whole(), whole_outputs(p), nsa::nsa_attention);
+  run("nsa_attention_backward", backward_of(p.whole(), whole, p.d_o), whole_backward_outputs(p),
+      nsa::nsa_attention_backward);
+  return results;
 }
 
 }  // namespace nsa::test

@@ -21,12 +21,23 @@ std::vector<Output<NsaAttentionParams>> whole_outputs(const Problem& p);
 std::vector<Output<NsaAttentionBackwardParams>> whole_backward_outputs(const Problem& p);
 
 /// Backward parameters from the outputs of the forward, gradients still undefined.
-CompressedAttentionBackwardParams backward_of(CompressedAttentionParams f, const std::vector<Tensor>& outputs,
+CompressedAttentionBackwardParams backward_of(CompressedAttentionParams f, const std::vector<TensorView>& outputs,
                                               const TensorView& d_o);
-SelectedAttentionBackwardParams backward_of(SelectedAttentionParams f, const std::vector<Tensor>& outputs,
+SelectedAttentionBackwardParams backward_of(SelectedAttentionParams f, const std::vector<TensorView>& outputs,
                                             const TensorView& d_o);
-SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f, const std::vector<Tensor>& outputs,
+SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f, const std::vector<TensorView>& outputs,
                                                  const TensorView& d_o);
-NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<Tensor>& outputs, const TensorView& d_o);
+NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<TensorView>& outputs,
+                                       const TensorView& d_o);
+
+/// One output of run_all.
+struct Result {
+  std::string name;  // operation.output
+  Rows rows;
+  Tensor value;
+};
+
+/// Every operation of the CPU backend on a problem's tensors, forward and backward; the whole with indices of its own.
+std::vector<Result> run_all(const Problem& p, const Context& context = kCpu);
 
 }  // namespace nsa::test

@@ -29,6 +29,21 @@ std::int64_t Case::total_k() const { return sum(key_lengths()) + slack; }
 
 std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 
+std::vector<Sequence> sequences_of(const Case& c) {
+  std::vector<Sequence> result;
+  Sequence s;
+  for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
+    s.index = static_cast<std::int64_t>(b);
+    s.q_len = c.q_lens[b], s.k_len = c.key_lengths()[b], s.c_len = c.cfg.num_compressed(s.k_len);
+    result.push_back(s);
+    if (c.packed)
+      s.q_begin += s.q_len, s.k_begin += s.k_len, s.c_begin += s.c_len;
+    else
+      ++s.batch;
+  }
+  return result;
+}
+
 NSAConfig small_config() {
   return {.kernel_size = 8,
           .kernel_stride = 4,
@@ -106,7 +121,7 @@ CompressionWeights Problem::Weights::view(CompressionKind kind) const {
   return {kind, pe.view(), w1.view(), b1.view(), w2.view(), b2.view()};
 }
 
-Problem::Problem(const Case& c, unsigned seed) : c(c) {
+Problem::Problem(const Case& c, unsigned seed) : c(c), seed(seed) {
   if (c.packed) {
     cu_q = offsets(c.q_lens);
     cu_k = offsets(c.key_lengths());
@@ -125,6 +140,8 @@ Problem::Problem(const Case& c, unsigned seed) : c(c) {
 
   k_c = random_compressed_rows(c.dk, ++seed);
   v_c = random_compressed_rows(c.dv, ++seed);
+  d_k_c = random_compressed_rows(c.dk, ++seed);
+  d_v_c = random_compressed_rows(c.dv, ++seed);
 
   lse = lse_rows(DType::kFloat32);
   Tensor o = query_rows(c.heads(), c.dv, DType::kFloat64);
@@ -135,6 +152,42 @@ Problem::Problem(const Case& c, unsigned seed) : c(c) {
   SelectBlocksParams select = selection();
   select.indices = indices;
   (void)reference::select_blocks(select, Context{});
+}
+
+Problem Problem::alone(std::size_t b) const {
+  Case single = c;
+  single.packed = false, single.slack = 0;
+  single.q_lens = {c.q_lens[b]}, single.k_lens = {c.key_lengths()[b]};
+  const Sequence s = sequences_of(c)[b];
+  Problem result(single, seed);
+  const auto take = [&](Rows rows, const Tensor& from, const Tensor& to) { assign(part_of(from, rows, s), to); };
+  for (auto [from, to] : {std::pair{&q, &result.q},
+                          {&gates, &result.gates},
+                          {&o_cmp, &result.o_cmp},
+                          {&o_slc, &result.o_slc},
+                          {&o_swa, &result.o_swa},
+                          {&d_o, &result.d_o},
+                          {&indices, &result.indices}})
+    take(Rows::kQueries, *from, *to);
+  for (auto [from, to] : {std::pair{&k_cmp, &result.k_cmp},
+                          {&v_cmp, &result.v_cmp},
+                          {&k_slc, &result.k_slc},
+                          {&v_slc, &result.v_slc},
+                          {&k_swa, &result.k_swa},
+                          {&v_swa, &result.v_swa}})
+    take(Rows::kKeys, *from, *to);
+  for (auto [from, to] :
+       {std::pair{&k_c, &result.k_c}, {&v_c, &result.v_c}, {&d_k_c, &result.d_k_c}, {&d_v_c, &result.d_v_c}})
+    take(Rows::kCompressed, *from, *to);
+  take(Rows::kLse, lse, result.lse);
+  return result;
+}
+
+void Problem::compress() {
+  for (auto [params, out] : {std::pair{compress_keys(), &k_c}, std::pair{compress_values(), &v_c}}) {
+    params.out = *out;
+    (void)nsa::compress(params, {.backend = Backend::kCPU});
+  }
 }
 
 CompressParams Problem::compress_keys() const {

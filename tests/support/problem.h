@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/layout.h"
 #include "nsa/operations.h"
 #include "support/tensor.h"
 
@@ -37,6 +38,9 @@ struct Case {
 
 std::ostream& operator<<(std::ostream& out, const Case& c);
 
+/// The sequences of a case, with or without the tensors.
+std::vector<Sequence> sequences_of(const Case& c);
+
 /// A small configuration in which all branches and edges matter at lengths of about a hundred tokens.
 NSAConfig small_config();
 
@@ -44,6 +48,11 @@ NSAConfig small_config();
 /// holds NaN. Parameters come with their outputs undefined.
 struct Problem {
   explicit Problem(const Case& c, unsigned seed = 1);
+
+  /// The same inputs, of sequence b alone, batched.
+  Problem alone(std::size_t b) const;
+  /// Sets k_c and v_c to what the CPU backend compresses k_cmp and v_cmp to; lse and indices stay.
+  void compress();
 
   CompressParams compress_keys() const;
   CompressParams compress_values() const;
@@ -65,11 +74,12 @@ struct Problem {
   Tensor random_compressed_rows(std::int64_t width, unsigned seed) const;
 
   Case c;
+  unsigned seed;
   Tensor cu_q, cu_k;  // packed only
   Packed packed;
   Tensor q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, gates;
   Tensor o_cmp, o_slc, o_swa;  // random, inputs of combine
-  Tensor d_o;
+  Tensor d_o, d_k_c, d_v_c;    // incoming gradients: of the attention's o, and of what compress returns
   struct Weights {
     Tensor pe, w1, b1, w2, b2;
     CompressionWeights view(CompressionKind kind) const;

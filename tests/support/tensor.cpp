@@ -1,7 +1,6 @@
 #include "support/tensor.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace nsa::test {
@@ -43,6 +42,8 @@ bool Tensor::gaps_intact() const {
   return true;
 }
 
+std::vector<TensorView> views_of(const std::vector<Tensor>& tensors) { return {tensors.begin(), tensors.end()}; }
+
 std::vector<std::int64_t> shape_of(const TensorView& view) {
   return {view.shape.begin(), view.shape.begin() + view.rank};
 }
@@ -53,16 +54,22 @@ std::vector<double> values_of(const TensorView& view) {
   return values;
 }
 
-bool same_bits(const TensorView& a, const TensorView& b) {
-  bool same = a.dtype == b.dtype && shape_of(a) == shape_of(b);
-  const std::size_t bytes = size_of(a.dtype);
-  if (same)
-    for_each_index(a, [&](const Index& index) {
-      same &= std::memcmp(a.as<char>() + offset_of(a, index) * static_cast<std::int64_t>(bytes),
-                          b.as<char>() + offset_of(b, index) * static_cast<std::int64_t>(bytes), bytes) == 0;
-    });
-  return same;
+namespace {
+
+/// Elements in row-major order as bytes.
+std::vector<std::byte> bytes_of(const TensorView& view) {
+  std::vector<std::byte> bytes;
+  const auto item = static_cast<std::int64_t>(size_of(view.dtype));
+  for_each_index(view, [&](const Index& index) {
+    const std::byte* element = view.as<const std::byte>() + offset_of(view, index) * item;
+    bytes.insert(bytes.end(), element, element + item);
+  });
+  return bytes;
 }
+
+}  // namespace
+
+bool same_bits(const TensorView& a, const TensorView& b) { return a.dtype == b.dtype && bytes_of(a) == bytes_of(b); }
 
 void fill_normal(const TensorView& view, unsigned seed, double deviation, std::int64_t rows) {
   std::mt19937 generator(seed);
@@ -94,6 +101,21 @@ TensorView slice(TensorView view, int dim, std::int64_t begin, std::int64_t end)
   view.data = view.as<char>() + begin * view.stride[i] * static_cast<std::int64_t>(size_of(view.dtype));
   view.shape[i] = end - begin;
   return view;
+}
+
+TensorView part_of(const TensorView& view, Rows rows, const Sequence& s) {
+  const bool lse = rows == Rows::kLse, packed = view.rank == (lse ? 2 : 3);
+  const int dim = lse ? view.rank - 1 : view.rank - 3;
+  const TensorView own = packed ? view : slice(view, 0, s.batch, s.batch + 1);
+  if (rows == Rows::kKeys) return slice(own, dim, s.k_begin, s.k_begin + s.k_len);
+  if (rows == Rows::kCompressed) return slice(own, dim, s.c_begin, s.c_begin + s.c_len);
+  return slice(own, dim, s.q_begin, s.q_begin + s.q_len);
+}
+
+void assign(const TensorView& from, const TensorView& to) {
+  const std::vector<double> values = values_of(from);
+  std::size_t n = 0;
+  for_each_index(to, [&](const Index& index) { set_element(to, offset_of(to, index), values[n++]); });
 }
 
 }  // namespace nsa::test

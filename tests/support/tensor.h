@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/element.h"
+#include "core/layout.h"
 #include "nsa/tensor.h"
 
 namespace nsa::test {
@@ -38,12 +39,14 @@ class Tensor {
   TensorView view_;
 };
 
+std::vector<TensorView> views_of(const std::vector<Tensor>& tensors);
+
 std::vector<std::int64_t> shape_of(const TensorView& view);
 
 /// Elements in row-major order.
 std::vector<double> values_of(const TensorView& view);
 
-/// The same elements, bit for bit (NaN equal to NaN of the same bits). Shapes and dtypes must agree.
+/// The same elements in row-major order, bit for bit (NaN equal to NaN of the same bits).
 bool same_bits(const TensorView& a, const TensorView& b);
 
 /// Random values, normal with this deviation. Only the first `rows` token rows of a packed (rank 3) tensor are
@@ -57,5 +60,14 @@ void fill_value(const TensorView& view, double value);
 TensorView broadcast(TensorView view, int dim);
 /// Rows [begin, end) of dimension `dim`.
 TensorView slice(TensorView view, int dim, std::int64_t begin, std::int64_t end);
+
+/// What the rows of a tensor stand for.
+enum class Rows { kQueries, kKeys, kCompressed, kLse, kNone };
+
+/// One sequence's part of a batched or packed tensor.
+TensorView part_of(const TensorView& view, Rows rows, const Sequence& s);
+
+/// Copies elements in row-major order; shapes may differ, their number of elements not.
+void assign(const TensorView& from, const TensorView& to);
 
 }  // namespace nsa::test

@@ -23,6 +23,7 @@ testing::AssertionResult within_bound(const TensorView& x, const TensorView& pla
 template <class Params>
 struct Output {
   std::string name;
+  Rows rows;
   std::function<TensorView&(Params&)> slot;
   std::function<Tensor(DType)> make;
   DType dtype;

@@ -1,0 +1,98 @@
+// Block selection where it is not trivial: many candidates, ties, noise.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "support/outputs.h"
+
+namespace nsa::test {
+namespace {
+
+Tensor select(const Problem& p) {
+  auto outputs = outputs_of(p.selection(), selection_outputs(p), false,
+                            [](const SelectBlocksParams& params) { return nsa::select_blocks(params, kCpu); });
+  return std::move(outputs[0]);
+}
+
+class Selection : public testing::TestWithParam<Case> {};
+
+TEST_P(Selection, ManyCandidates) {
+  const Problem p(GetParam());
+  const Tensor indices = select(p);
+  const SelectionResult result = expect_valid_selection(p.selection(), indices, 1e-5);
+  EXPECT_GE(result.share(), 0.999) << result.identical << " of " << result.rows << " rows identical";
+  // Not trivial: somewhere a block between the forced ones was left out, and a later one taken.
+  bool gap = false;
+  for_each_index(indices.view(), [&](const Index& index) {
+    if (index[3] == 0 || indices.get(index) < 0) return;
+    Index before = index;
+    --before[3];
+    gap |= indices.get(index) > indices.get(before) + 1;
+  });
+  EXPECT_TRUE(gap);
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const std::string suffix = dtype == DType::kFloat32 ? "_f32" : "_bf16";
+    Case paper{.dtype = dtype, .q_lens = {40}, .k_lens = {2600}, .kv_heads = 2, .group = 4};
+    paper.name = "paper" + suffix;
+    all.push_back(paper);
+    paper.name = "noise" + suffix, paper.noise = 0.7, paper.seed = 0x123456789abcdef;
+    all.push_back(paper);
+    Case small{.dtype = dtype, .q_lens = {500}, .kv_heads = 1, .group = 16, .cfg = small_config()};
+    small.name = "small" + suffix;
+    all.push_back(small);
+    small.name = "small_noise" + suffix, small.noise = 2, small.seed = 3;
+    all.push_back(small);
+    Case dense{.dtype = dtype, .q_lens = {300}, .kv_heads = 2, .group = 3, .softmax_scale = 0.02};
+    dense.cfg = {
+        .kernel_size = 48, .kernel_stride = 4, .block_size = 16, .topk = 6, .init_blocks = 0, .local_blocks = 1};
+    dense.name = "flat" + suffix;
+    all.push_back(dense);
+  }
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Selection, testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(SelectionTies, GoToTheLowerIndex) {
+  // All compressed keys alike: every block is as important as the next, save those at the ends.
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    Problem p({.dtype = dtype, .q_lens = {400}, .kv_heads = 1, .group = 5, .cfg = small_config()});
+    fill_value(p.k_c, 0.5);
+    fill_exact(p.q, 3);
+    const CompressedAttentionParams f = [&] {
+      CompressedAttentionParams params = p.compressed();
+      params.lse = p.lse;
+      return params;
+    }();
+    Tensor o = p.query_rows(5, 64, dtype);
+    CompressedAttentionParams with_o = f;
+    with_o.o = o;
+    ASSERT_TRUE(nsa::compressed_attention(with_o, kCpu).ok());
+    const Tensor indices = select(p);
+    // With l = 8, d = 4, l' = 16 block 0 weighs 1 less than the others: init block 0, then 1, then the local ones.
+    const double t = 399, last = std::floor(t / 16);
+    const double expected[] = {0, 1, last - 1, last};
+    for (std::int64_t n = 0; n < 4; ++n) EXPECT_EQ(indices.get({0, 399, 0, n}), expected[n]);
+    expect_valid_selection(p.selection(), indices, 0);
+  }
+}
+
+TEST(SelectionNoise, SeedDecides) {
+  Case c{.q_lens = {300}, .kv_heads = 2, .group = 2, .cfg = small_config(), .noise = 1.5, .seed = 11};
+  const Tensor first = select(Problem(c)), again = select(Problem(c));
+  c.seed = 12;
+  const Tensor other = select(Problem(c));
+  c.noise = 0;
+  const Tensor none = select(Problem(c));
+  EXPECT_TRUE(same_bits(first, again));
+  EXPECT_FALSE(same_bits(first, other));
+  EXPECT_FALSE(same_bits(first, none));
+}
+
+}  // namespace
+}  // namespace nsa::test
