@@ -16,7 +16,7 @@ JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n
 
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready-$(TORCH)
-export PATH := $(BIN):$(PATH)
+export PATH := $(BIN):$(if $(filter system,$(TORCH)),$(dir $(shell which $(PYTHON))):)$(PATH)
 export CXX  # one name of the compiler everywhere, for ccache
 
 help:
@@ -72,10 +72,11 @@ wheel: $(READY)
 	@ls -l dist
 
 format: $(READY)
+	@$(SETUP) --for lint
 	@tools/format.sh
 
 lint: build/build.ninja
-	@$(SETUP) --also clang-tidy
+	@$(SETUP) --for lint
 	@tools/lint.sh
 
 clean:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REQUIREMENTS = ROOT / "tools" / "requirements.txt"
 INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
 
 # Debian package -> how to see that what we need of it is there, whoever put it there.
@@ -25,18 +24,15 @@ HEADERS = {
     "nlohmann-json3-dev": "nlohmann/json.hpp",
     "libgtest-dev": "gtest/gtest.h",
 }
-# Wanted by `make lint` and .ci/run only: --also.
+# What `make lint` and .ci/run want besides.
 EXTRA = {
-    "clang": "/usr/bin/clang++",
-    "clang-tidy": "/usr/bin/clang-tidy",
-    "libomp-dev": "/usr/lib/llvm-*/lib/libarcher.so",
+    "lint": {"clang-tidy": "/usr/bin/clang-tidy"},
+    "tsan": {"clang": "/usr/bin/clang++", "libomp-dev": "/usr/lib/llvm-*/lib/libarcher.so"},
 }
 
 GB = 1e9
 # Measured on Debian 12 with torch 2.11.0 from PyPI; see "Set-up" in CONTRIBUTING.md.
-TORCH_DOWNLOAD, TORCH_DISK = 2.7 * GB, 4.7 * GB
-REST_DOWNLOAD, REST_DISK = 0.15 * GB, 0.3 * GB
-BUILD_DISK = 1.0 * GB
+DOWNLOAD, DISK, BUILD_DISK = 2.8 * GB, 5.0 * GB, 1.0 * GB
 
 # Run inside the environment: prints the requirements it does not meet. A build tool on PATH is as good as PyPI's.
 SEE_WHAT_IS_MISSING = """
@@ -74,12 +70,12 @@ def has_header(name):
     return any(folder and os.path.exists(os.path.join(folder, name)) for folder in INCLUDE_FOLDERS)
 
 
-def missing_debian_packages(need_venv, also):
+def missing_debian_packages(need_venv, purpose):
     missing = [package for package, program in PROGRAMS.items() if not shutil.which(program)]
     missing += [package for package, header in HEADERS.items() if not has_header(header)]
     if need_venv and subprocess.run([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL).returncode:
         missing.append("python3-venv")
-    return missing + [package for package in also if not glob.glob(EXTRA[package])]
+    return missing + [package for package, path in EXTRA.get(purpose, {}).items() if not glob.glob(path)]
 
 
 def install_debian_packages(missing, offline):
@@ -106,21 +102,22 @@ def install_debian_packages(missing, offline):
         stop(f"apt-get could not install: {names}", "Its message is above. By hand:", by_hand)
 
 
-def read_requirements(torch):
-    lines = [line.strip() for line in REQUIREMENTS.read_text().splitlines()]
+def read_requirements(torch, purpose):
+    lines = (ROOT / "tools" / "requirements.txt").read_text().splitlines()
+    if purpose == "lint":
+        lines += (ROOT / "tools" / "requirements-lint.txt").read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#")]
     return ["torch>=2.10" if torch == "system" and line.startswith("torch") else line for line in lines]
 
 
 def make_venv(venv, torch):
-    """Creates the environment, or lets an existing one see the system's packages when TORCH=system asks for it."""
-    configuration = venv / "pyvenv.cfg"
-    shares = configuration.exists() and "include-system-site-packages = true" in configuration.read_text()
-    if (venv / "bin" / "pip").exists() and (shares or torch != "system"):
-        return
-    options = ["--system-site-packages"] if torch == "system" else []
-    if not run([sys.executable, "-m", "venv", *options, str(venv)]):
+    """Creates the environment; for TORCH=system it also sees the packages of the Python that runs this."""
+    if not (venv / "bin" / "pip").exists() and not run([sys.executable, "-m", "venv", str(venv)]):
         stop(f"python3 -m venv could not create {venv}; its message is above")
+    if torch == "system":
+        folders = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+        (own,) = venv.glob("lib/python*/site-packages")
+        (own / "system-torch.pth").write_text("\n".join(folders) + "\n")
 
 
 def missing_python_packages(venv, wanted):
@@ -132,30 +129,26 @@ def missing_python_packages(venv, wanted):
     return [line.split("\t")[0] for line in answer.stdout.splitlines()]
 
 
-def check_disk(missing):
-    """Says what will be fetched and refuses before the download, not in the middle of it."""
-    torch = any(requirement.startswith("torch") for requirement in missing)
-    download = (TORCH_DOWNLOAD if torch else 0) + REST_DOWNLOAD
-    disk = (TORCH_DISK if torch else 0) + REST_DISK
-    need = disk + download + BUILD_DISK  # pip unpacks beside the downloaded files
+def check_disk():
+    """Says what the first set-up fetches, and refuses before anything is downloaded, not in the middle of it."""
+    need = DISK + DOWNLOAD + BUILD_DISK  # pip unpacks beside the downloaded files
     free = shutil.disk_usage(ROOT).free
     say(
-        f"Python packages to install: {', '.join(missing)}: up to {download / GB:.1f} GB to download, "
-        f"{disk / GB:.1f} GB on disk"
+        f"torch and the other Python packages: {DOWNLOAD / GB:.1f} GB to download, {DISK / GB:.1f} GB on disk; "
+        f"with the download and the build {need / GB:.1f} GB must be free, there are {free / GB:.1f} GB"
     )
-    say(f"free space needed with download and build: {need / GB:.1f} GB, free in {ROOT}: {free / GB:.1f} GB")
     if free < need:
         stop(f"{ROOT} has {free / GB:.1f} GB free, {need / GB:.1f} GB are needed (the download is removed afterwards)")
 
 
-def install_python_packages(venv, torch, offline):
-    missing = missing_python_packages(venv, read_requirements(torch))
+def install_python_packages(venv, torch, offline, purpose):
+    missing = missing_python_packages(venv, read_requirements(torch, purpose))
     if not missing:
         say(f"{venv} has all Python packages")
         return
     if torch == "system" and any(requirement.startswith("torch") for requirement in missing):
         stop(f"TORCH=system, but {sys.executable} has no torch >= 2.10; name another interpreter by PYTHON=")
-    check_disk(missing)
+    say(f"Python packages to install: {', '.join(missing)}")
     # Wheels of gigabytes are unpacked in TMPDIR, and /tmp is often a small tmpfs; pip's cache would double the space.
     temporary = ROOT / "build" / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
@@ -179,15 +172,17 @@ def main():
     option("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
     option("--torch", choices=["pypi", "system"], default="pypi", help="PyPI's at the pinned version, or this Python's")
     option("--offline", action="store_true", help="fetch nothing; stop when something is missing")
-    option("--also", choices=sorted(EXTRA), nargs="*", default=[], help="further Debian packages")
+    option("--for", dest="purpose", choices=sorted(EXTRA), help="also what linting or ThreadSanitizer wants")
     options = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells an older Python
         stop(f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another by PYTHON=")
     venv = options.venv.absolute()
+    if options.torch == "pypi" and not list(venv.glob("lib/python*/site-packages/torch")):
+        check_disk()
     need_venv = not (venv / "bin" / "pip").exists()
-    install_debian_packages(missing_debian_packages(need_venv, options.also), options.offline)
+    install_debian_packages(missing_debian_packages(need_venv, options.purpose), options.offline)
     make_venv(venv, options.torch)
-    install_python_packages(venv, options.torch, options.offline)
+    install_python_packages(venv, options.torch, options.offline, options.purpose)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ class Checker {
   void softmax_scale(const std::optional<double>& scale);
   void noise(double noise, std::uint64_t seed);
   /// Notes a scalar for the dump.
-  void note(std::string name, decltype(Scalar::value) value) { call_.scalars.push_back({std::move(name), std::move(value)}); }
+  void note(std::string name, decltype(Scalar::value) value) {
+    call_.scalars.push_back({std::move(name), std::move(value)});
+  }
 
   /// Offsets of a packed call: 0 first, not decreasing, the last <= total.
   void offsets(const std::string& name, const TensorView& offsets, std::int64_t total);
