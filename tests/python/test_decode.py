@@ -1,0 +1,253 @@
+"""Decoding and prefill with a cache against one forward pass; rollback, forks, idle rows, capacity."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nsa
+from problem import SMALL
+
+KINDS = {"contiguous": {}, "paged": {"page_size": 16}, "large pages": {"page_size": 48}}
+LENGTH = 110
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(1)
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, 24, SMALL).eval().requires_grad_(False)
+    torch.nn.init.normal_(layer.gate[2].weight)
+    return layer
+
+
+def feed(layer, cache, x, steps, **options):
+    """The layer's outputs over x (B, S, hidden), given in chunks of the given sizes."""
+    outs, begin = [], 0
+    for m in steps:
+        outs.append(layer(x[:, begin : begin + m], cache=cache, **options))
+        begin += m
+    assert begin == x.shape[1]
+    cache.check()
+    return torch.cat(outs, 1)
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [16] * 6 + [14], [LENGTH], [7, 1, 60, 16, 2, 20, 1, 1, 2], [37, 73]])
+def test_equals_forward(backend, layer, kind, steps):
+    x = torch.randn(2, LENGTH, 32)
+    cache = layer.make_cache(2, LENGTH, **KINDS[kind])
+    cache.reserve(LENGTH)
+    assert_same(feed(layer, cache, x, steps), layer(x))
+    assert cache.cache_seqlens.tolist() == [LENGTH] * 2
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_any_split(name, data):
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    layer = nsa.NativeSparseAttention(16, 2, 1, 8, cfg=SMALL, share_kv=True).eval().requires_grad_(False)
+    steps = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    x = torch.randn(1, sum(steps), 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_BACKEND", name)
+        cache = layer.make_cache(1, x.shape[1], page_size=data.draw(st.sampled_from([None, 16, 32])))
+        cache.reserve(x.shape[1])
+        assert_same(feed(layer, cache, x, steps), layer(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_steps_and_idle_rows(backend, layer, kind):
+    x = torch.randn(3, LENGTH, 32)
+    expected, cache = layer(x), layer.make_cache(3, LENGTH, **KINDS[kind])
+    cache.reserve(LENGTH)
+    at, generator = [0, 0, 0], torch.Generator().manual_seed(3)
+    while min(at) < LENGTH:
+        m = int(torch.randint(1, 25, (), generator=generator))
+        counts = [min(int(torch.randint(0, m + 1, (), generator=generator)), LENGTH - a) for a in at]
+        step = torch.full((3, m, 32), torch.nan)  # what lies behind num_new must not matter
+        for b, count in enumerate(counts):
+            step[b, :count] = x[b, at[b] : at[b] + count]
+        out = layer(step, cache=cache, num_new=torch.tensor(counts, dtype=torch.int32))
+        for b, count in enumerate(counts):
+            assert_same(out[b, :count], expected[b, at[b] : at[b] + count])
+            at[b] += count
+    assert cache.cache_seqlens.tolist() == at
+    idle = layer(x[:, :1], cache=cache, num_new=torch.zeros(3, dtype=torch.int32))
+    assert not idle.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollback_is_as_if_never_appended(backend, layer, kind):
+    x = torch.randn(1, 90, 32)
+    caches = [layer.make_cache(1, 140, **KINDS[kind]) for _ in range(2)]
+    for cache in caches:
+        cache.reserve(140)
+        feed(layer, cache, x[:, :70], [50, 16, 4])
+    for _ in range(2):  # reject 32 speculative tokens, twice
+        feed(layer, caches[0], torch.randn(1, 32, 32), [16, 16])
+        caches[0].rollback(0, 70)
+    steps = [3, 1, 16]
+    assert torch.equal(feed(layer, caches[0], x[:, 70:], steps), feed(layer, caches[1], x[:, 70:], steps))
+
+
+@pytest.mark.parametrize("length", [64, 70, 83, 95, 96])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forks_go_their_own_ways(backend, layer, kind, length):
+    x, other = torch.randn(1, 130, 32), torch.randn(1, 130, 32)
+    cache = layer.make_cache(2, 130, **KINDS[kind])
+    cache.reserve([130, 0])
+    pad = torch.zeros(1, 1, 32)
+    only = [torch.tensor(n, dtype=torch.int32) for n in ([1, 0], [0, 1])]
+    layer(torch.cat((x[:, :96], torch.zeros(1, 96, 32))), cache=cache, num_new=torch.tensor([96, 0], dtype=torch.int32))
+    free = cache.free_pages
+    cache.fork(0, 1, length)
+    if kind == "paged":
+        assert free - cache.free_pages == (length % 16 > 0)  # full pages are shared
+    cache.reserve([130, 130] if kind != "paged" else [130, 130])
+    other[:, :length] = x[:, :length]
+    expected = [layer(x)[0], layer(other)[0]]
+    for i in range(length, 130):  # in turns, so that each would spoil what the other shares
+        if i >= 96:
+            assert_same(layer(torch.cat((x[:, i : i + 1], pad)), cache=cache, num_new=only[0])[0, 0], expected[0][i])
+        out = layer(torch.cat((pad, other[:, i : i + 1])), cache=cache, num_new=only[1])
+        assert_same(out[1, 0], expected[1][i])
+    cache.check()
+
+
+def test_rollback_into_a_shared_page(backend, layer):
+    x, other = torch.randn(1, 80, 32), torch.randn(1, 80, 32)
+    cache = layer.make_cache(2, 96, page_size=16)
+    cache.reserve([80, 0])
+    layer(torch.cat((x[:, :64], x[:, :64])), cache=cache, num_new=torch.tensor([64, 0], dtype=torch.int32))
+    cache.fork(0, 1)
+    cache.rollback(1, 40)  # into pages that both hold
+    cache.reserve(80)
+    other[:, :40] = x[:, :40]
+    layer(torch.cat((x[:, :40], other[:, 40:])), cache=cache, num_new=torch.tensor([0, 40], dtype=torch.int32))
+    out = layer(torch.cat((x[:, 64:], other[:, :16])), cache=cache, num_new=torch.tensor([16, 0], dtype=torch.int32))
+    assert_same(out[:1], layer(x)[:, 64:])
+    cache.release(0)
+    cache.release(1)
+    assert cache.free_pages == 12
+
+
+def test_pages_come_back():
+    cache = nsa.KVCache(3, 1, 8, cfg=SMALL, max_length=64, page_size=16, num_pages=6)
+    cache.reserve([64, 32, 0])
+    with pytest.raises(RuntimeError, match="1 more pages are needed, 0 are free"):
+        cache.reserve([64, 32, 1])
+    assert cache.block_table.tolist()[2] == [-1] * 4
+    cache.release(0)
+    cache.reserve([0, 32, 64])
+    held = [page for row in cache.block_table.tolist() for page in row if page >= 0]
+    assert sorted(held) == list(range(6))
+
+
+def test_a_step_without_room_writes_nothing(backend, layer):
+    cache = layer.make_cache(2, 64, page_size=16)
+    cache.reserve([64, 16])
+    before = [t.clone() for t in cache.tensors()]
+    out = layer(torch.randn(2, 17, 32), cache=cache)
+    assert out[0].any() and not out[1].any()
+    assert cache.cache_seqlens.tolist() == [17, 0]
+    page = int(cache.block_table[1, 0])
+    assert torch.equal(cache.k_slc[page], before[0][page]) and torch.equal(cache.k_swa_ring[1], before[4][1])
+    with pytest.raises(RuntimeError, match="found no room"):
+        cache.check()
+    cache.check()
+
+
+def test_unwritten_memory_may_hold_nan(backend, layer):
+    x = torch.randn(2, 60, 32)
+    caches = [layer.make_cache(2, 96, page_size=16) for _ in range(2)]
+    for t in caches[1].tensors():
+        if t.is_floating_point():
+            t.fill_(torch.nan)
+    outs = []
+    for cache in caches:
+        cache.reserve(96)
+        outs.append(feed(layer, cache, x, [30, 16, 1, 13]))
+    assert torch.equal(*outs)
+
+
+def test_folded_tokens_are_compressed_tokens(backend, layer):
+    """k~ folded in decoding is bitwise compress's."""
+    weights = layer.phi_k.weights(torch.float32)
+    k, v = torch.randn(1, 50, 2, 16), torch.randn(1, 50, 2, 24)
+    cache = layer.make_cache(1, 64)
+    for i in range(50):
+        one, value = k[:, i : i + 1], v[:, i : i + 1]
+        q = torch.randn(1, 1, 4, 16)
+        new_kv = (one, value) * 3
+        nsa.decode(q, new_kv, torch.rand(1, 1, 4, 3), cache, weights, layer.phi_v.weights(torch.float32), SMALL)
+    assert torch.equal(cache.k_c[:, : SMALL.num_compressed(50)], nsa.compress(k, weights, SMALL))
+
+
+def test_bfloat16(layer):
+    layer = layer.bfloat16()
+    x = torch.randn(2, 60, 32).bfloat16()
+    cache = layer.make_cache(2, 64)
+    out = feed(layer, cache, x, [40, 1, 16, 3])
+    assert out.dtype == torch.bfloat16 and (out - layer(x)).abs().max() < 0.1
+
+
+def test_refused(layer):
+    def step(m=1, cache=None, **changes):
+        new = [torch.randn(1, m, 2, d) for d in (16, 24)] * 3
+        weights = (layer.phi_k.weights(torch.float32), layer.phi_v.weights(torch.float32))
+        arguments = {"q": torch.randn(1, m, 4, 16), "new_kv": new, "gates": torch.rand(1, m, 4, 3), "cfg": SMALL}
+        cache = layer.make_cache(1, 64) if cache is None else cache
+        return nsa.decode(**(arguments | changes), cache=cache, weights_k=weights[0], weights_v=weights[1])
+
+    step(16)
+    with pytest.raises(ValueError, match="16"):
+        step(17)
+    with pytest.raises(ValueError, match="num_new"):
+        step(2, num_new=torch.tensor([3], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"cfg = .*: must be the cache's"):
+        step(cfg=nsa.NSAConfig())
+    with pytest.raises(ValueError, match="rope_cos"):
+        step(rope=(torch.ones(9, 7), torch.ones(9, 7)))
+    with pytest.raises(ValueError, match="k_slc"):
+        step(cache=nsa.KVCache(1, 2, 16, 24, SMALL, max_length=64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda c: c.reserve(97), "upper_bound = 97: must be 0 ... max_length = 96"),
+        (lambda c: c.reserve([1]), "upper_bound: 1 numbers: must be one, or 2"),
+        (lambda c: c.rollback(0, 41), "length = 41: must be 0 ... the row's length, 40"),
+        (lambda c: c.rollback(0, 7), "length = 7: must be at most 32 below the longest it has been, 40"),
+        (lambda c: c.rollback(2, 0), "sequence = 2: must be 0 ... B - 1 = 1"),
+        (lambda c: c.fork(0, 0), "child = 0: must be an empty row and not the parent"),
+        (lambda c: c.fork(1, 0), "child = 0: must be an empty row and not the parent"),
+        (lambda c: c.fork(0, 5), "child = 5: must be 0 ... B - 1 = 1"),
+        (lambda c: c.release(-1), "sequence = -1: must be 0"),
+        (lambda c: (c.rollback(0, 20), c.rollback(0, 6)), "length = 6: must be at most 32 below the longest"),
+    ],
+)
+def test_cache_refuses(call, message):
+    cache = nsa.KVCache(2, 1, 8, cfg=SMALL, max_length=96)
+    cache.cache_seqlens[0] = 40
+    with pytest.raises(ValueError, match=message):
+        call(cache)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"batch_size": 0}, "batch_size = 0: must be >= 1"),
+        ({"max_length": 0}, "max_length = 0: must be >= 1"),
+        ({"page_size": 24}, "page_size = 24: must be a positive multiple of 16"),
+        ({"num_pages": 4}, "num_pages = 4: must be >= 1, and goes with page_size"),
+    ],
+)
+def test_cache_options_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        nsa.KVCache(**{"batch_size": 1, "num_kv_heads": 1, "head_dim": 8, "max_length": 32} | options)

@@ -1,0 +1,166 @@
+"""The layer against the functional operations, its parameters and their initial values."""
+
+import pytest
+import torch
+
+import nsa
+from problem import SMALL
+
+PHI = [f"{phi}.{name}" for phi in ("phi_k", "phi_v") for name in ("pe", "w1", "b1", "w2", "b2")]
+GATE = ["gate.0.weight", "gate.0.bias", "gate.2.weight", "gate.2.bias"]
+
+
+def layer_of(**options):
+    return nsa.NativeSparseAttention(**{"hidden_size": 32, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16} | options)
+
+
+def test_parameter_names():
+    separate = [f"{x}_proj.{branch}.weight" for x in "kv" for branch in ("cmp", "slc", "swa")]
+    names = [name for name, _ in layer_of(cfg=SMALL).named_parameters()]
+    assert names == ["q_proj.weight", *separate, *PHI, *GATE, "o_proj.weight"]
+    names = [name for name, _ in layer_of(cfg=SMALL, share_kv=True).named_parameters()]
+    assert names == ["q_proj.weight", "k_proj.weight", "v_proj.weight", *PHI, *GATE, "o_proj.weight"]
+    assert not any("phi" in n for n, _ in layer_of(cfg=SMALL, compression="mean").named_parameters())
+
+
+def test_parameter_shapes():
+    layer = layer_of(cfg=SMALL, v_head_dim=24)
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes["q_proj.weight"] == (6 * 16, 32) and shapes["o_proj.weight"] == (32, 6 * 24)
+    assert shapes["k_proj.slc.weight"] == (2 * 16, 32) and shapes["v_proj.slc.weight"] == (2 * 24, 32)
+    assert shapes["phi_k.pe"] == (2, 8, 16) and shapes["phi_k.w1"] == (2, 8 * 16, 32)
+    assert shapes["phi_v.w1"] == (2, 8 * 24, 48) and shapes["phi_v.w2"] == (2, 48, 24)
+    assert shapes["gate.0.weight"] == (8, 32) and shapes["gate.2.weight"] == (18, 8)
+    assert layer_of(cfg=SMALL, shared_phi=True).phi_k.w1.shape[0] == 1
+
+
+@pytest.mark.parametrize("hidden", [None, 45])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_phi_starts_as_the_mean(backend, kind, hidden):
+    weights = nsa.initial_compression_weights(kind, 8, 16, 2, hidden, torch.Generator().manual_seed(1))
+    k = torch.randn(2, 40, 2, 16)
+    mean = nsa.compress(k, nsa.CompressionWeights("mean"), SMALL)
+    torch.testing.assert_close(nsa.compress(k, weights, SMALL), mean, rtol=1e-5, atol=1e-6)
+    assert not any(t.any() for t in (weights.pe, weights.b1, weights.b2) if t is not None)
+
+
+def test_further_hidden_units():
+    weights = nsa.initial_compression_weights("mlp", 32, 64, 1, 1128, torch.Generator().manual_seed(1))
+    units = weights.w1[..., 128:]
+    assert abs(units.std().item() * (32 * 64) ** 0.5 - 1) < 0.01
+    again = nsa.initial_compression_weights("mlp", 32, 64, 1, 1128, torch.Generator().manual_seed(1))
+    assert torch.equal(weights.w1, again.w1)
+
+
+def test_too_few_hidden_units_warn():
+    with pytest.warns(UserWarning, match="Xavier weights, not as the mean: hidden = 31"):
+        weights = nsa.initial_compression_weights("mlp", 8, 16, 1, 31)
+    assert weights.w2.any()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"share_kv": True}, {"shared_phi": True, "v_head_dim": 24}, {"rope_theta": None}]
+)
+def test_layer_is_its_operations(backend, options):
+    layer = layer_of(cfg=SMALL, **options)
+    torch.nn.init.normal_(layer.gate[2].weight)
+    x = torch.randn(2, 60, 32)
+
+    def heads(linear, count):
+        return linear(x).unflatten(-1, (count, -1))
+
+    def of(projection, branch):
+        return heads(projection if options.get("share_kv") else projection[branch], 2)
+
+    def turned(t, positions):
+        if layer.rope_theta is None:
+            return t
+        angles = positions[:, None, None] * layer.rope_theta ** (-torch.arange(8, dtype=torch.float64) / 8)
+        half = torch.view_as_complex(torch.stack((t[..., :8], t[..., 8:]), -1).double())
+        out = torch.view_as_real(half * torch.polar(torch.ones_like(angles), angles))
+        return torch.cat((out[..., 0], out[..., 1]), -1).float()
+
+    rows = torch.arange(60)
+    k_c = nsa.compress(of(layer.k_proj, "cmp"), layer.phi_k.weights(torch.float32), SMALL)
+    v_c = nsa.compress(of(layer.v_proj, "cmp"), layer.phi_v.weights(torch.float32), SMALL)
+    o, indices = nsa.nsa_attention(
+        turned(heads(layer.q_proj, 6), rows),
+        *(turned(k_c, torch.arange(k_c.shape[1]) * 4), v_c),
+        *(turned(of(layer.k_proj, "slc"), rows), of(layer.v_proj, "slc")),
+        *(turned(of(layer.k_proj, "swa"), rows), of(layer.v_proj, "swa")),
+        torch.sigmoid(layer.gate(x)).unflatten(-1, (6, 3)),
+        SMALL,
+        return_indices=True,
+    )
+    found, found_indices = layer(x, return_indices=True)
+    torch.testing.assert_close(found, layer.o_proj(o.flatten(-2)), rtol=1e-4, atol=1e-5)
+    assert (found_indices == indices).all(-1).double().mean() > 0.99
+
+
+def test_packed_equals_alone(backend):
+    layer = layer_of(cfg=SMALL)
+    x = torch.randn(100, 32)
+    packed = layer(x, torch.tensor([0, 55, 55, 62, 100], dtype=torch.int32), 55)
+    for begin, end in ((0, 55), (55, 62), (62, 100)):
+        alone = layer(x[None, begin:end])[0]
+        torch.testing.assert_close(packed[begin:end], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_future_changes_nothing(backend):
+    layer = layer_of(cfg=SMALL)
+    x = torch.randn(1, 60, 32)
+    other = x.clone()
+    other[:, 37:] = 100 * torch.randn(1, 23, 32)
+    assert torch.equal(layer(x)[:, :37], layer(other)[:, :37])
+
+
+def test_noise_only_in_training(backend):
+    layer = layer_of(cfg=SMALL, noise=3.0)
+    x = torch.randn(1, 200, 32)
+    indices = {seed: layer(x, seed=seed, return_indices=True)[1] for seed in (0, 1)}
+    assert not torch.equal(indices[0], indices[1])
+    assert torch.equal(indices[1], layer(x, seed=1, return_indices=True)[1])
+    layer.eval()
+    quiet = layer(x, seed=1, return_indices=True)[1]
+    layer.train().noise = 0.0
+    assert torch.equal(quiet, layer(x, seed=7, return_indices=True)[1])
+
+
+def test_every_parameter_learns(backend):
+    layer = layer_of(cfg=SMALL)
+    layer(torch.randn(1, 60, 32)).square().sum().backward()
+    still = {"gate.0.weight", "gate.0.bias"}  # behind a weight that starts at zero
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all() and (parameter.grad.any() or name in still), name
+
+
+def test_bfloat16_and_autocast():
+    x = torch.randn(1, 60, 32)
+    layer = layer_of(cfg=SMALL)
+    exact = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (layer(x).float() - exact).abs().max() < 0.05 * exact.abs().max()
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_kv_heads": 4}, "num_kv_heads = 4: must divide num_heads = 6"),
+        ({"head_dim": 15}, "head_dim = 15: must be even"),
+        ({"head_dim": 0}, "head_dim = 0: must be >= 1"),
+        ({"compression": "max"}, "kind = 'max': must be mean, linear or mlp"),
+        ({"compression_hidden": 0}, "hidden = 0: must be >= 1"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        layer_of(**options)
+
+
+def test_arguments_that_do_not_go_together():
+    layer = layer_of(cfg=SMALL)
+    with pytest.raises(ValueError, match="cu_seqlens: must not be given with a cache"):
+        layer(torch.randn(4, 32), torch.tensor([0, 4], dtype=torch.int32), cache=layer.make_cache(1, 8))
+    with pytest.raises(ValueError, match="num_new: must be given with a cache only"):
+        layer(torch.randn(1, 4, 32), num_new=torch.tensor([2], dtype=torch.int32))
