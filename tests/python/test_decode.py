@@ -108,7 +108,7 @@ def test_forks_go_their_own_ways(backend, layer, kind, length):
     cache.fork(0, 1, length)
     if kind == "paged":
         assert free - cache.free_pages == (length % 16 > 0)  # full pages are shared
-    cache.reserve([130, 130] if kind != "paged" else [130, 130])
+    cache.reserve(130)
     other[:, :length] = x[:, :length]
     expected = [layer(x)[0], layer(other)[0]]
     for i in range(length, 130):  # in turns, so that each would spoil what the other shares
