@@ -59,7 +59,7 @@ test: build
 	@tools/test.sh
 
 bench: build
-	build/bin/nsa bench
+	@bench/run.sh
 
 demo: build
 	@tools/demo.sh

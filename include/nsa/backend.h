@@ -40,6 +40,16 @@ Status choose_backend(const Problem& problem, const Context& context, Backend& c
 /// A line per backend: what it takes, the variant that runs on this machine; then which one is chosen and why.
 std::string describe_backends();
 
+/// The variant of its kernels that `backend` (not kAuto) runs on this machine: "avx512bf16", "portable", ...
+std::string variant_of(Backend backend);
+
+/// A line per instruction set the CPU backend has kernels for, best first: whether this machine can run it; then which
+/// one is chosen and why (NSA_CPU_ISA).
+std::string describe_instruction_sets();
+
+/// Threads of a call whose Context does not say: OpenMP's current maximum (OMP_NUM_THREADS).
+int default_num_threads();
+
 /// "0.1.0"
 const char* version();
 

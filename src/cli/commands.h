@@ -9,5 +9,7 @@ namespace nsa::cli {
 
 void add_train(CLI::App& app);
 void add_generate(CLI::App& app);
+void add_bench(CLI::App& app);
+void add_info(CLI::App& app);
 
 }  // namespace nsa::cli

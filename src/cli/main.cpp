@@ -18,6 +18,8 @@ int main(int argc, char** argv) {
   app.option_defaults()->always_capture_default();
   nsa::cli::add_train(app);
   nsa::cli::add_generate(app);
+  nsa::cli::add_bench(app);
+  nsa::cli::add_info(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -3,6 +3,8 @@
 // d_out) is contiguous there. They may throw: dispatch turns exceptions into Status::internal.
 #pragma once
 
+#include <string>
+
 #include "nsa/cache.h"
 #include "nsa/operations.h"
 
@@ -30,6 +32,8 @@ Status decode(const DecodeParams& params, const Context& context);
 /// Vectorised and threaded.
 namespace nsa::cpu {
 const char* variant();
+/// As nsa::describe_instruction_sets.
+std::string describe_instruction_sets();
 Status compress(const CompressParams& params, const Context& context);
 Status compress_backward(const CompressBackwardParams& params, const Context& context);
 Status compressed_attention(const CompressedAttentionParams& params, const Context& context);

@@ -1,4 +1,6 @@
 // What is supported by which backend, and the choice among them: decided here and nowhere else.
+#include <omp.h>
+
 #include <cstdlib>
 #include <string>
 
@@ -60,6 +62,14 @@ Status choose_backend(const Problem& problem, const Context& context, Backend& c
   if (chosen == Backend::kAuto) chosen = Backend::kCPU;
   return supports(chosen, problem);
 }
+
+std::string variant_of(Backend backend) {
+  return backend == Backend::kReference ? reference::variant() : cpu::variant();
+}
+
+std::string describe_instruction_sets() { return cpu::describe_instruction_sets(); }
+
+int default_num_threads() { return omp_get_max_threads(); }
 
 std::string describe_backends() {
   std::string text = std::string("cpu: float32, bfloat16, head dims that are multiples of 8; runs as ") +

@@ -49,4 +49,17 @@ Status choose_isa(Isa& chosen) {
   return Status::invalid_argument("NSA_CPU_ISA = '" + name + "': must be auto, avx512bf16, avx512, avx2 or portable");
 }
 
+std::string describe_instruction_sets() {
+  std::string text;
+  for (Isa isa : kAll) {
+    text += std::string(name_of(isa)) + (available(isa) ? ": available\n" : ": not on this machine or not built\n");
+  }
+  Isa chosen;
+  if (const Status status = choose_isa(chosen); !status.ok()) return text + "chosen: none, " + status.message();
+  const char* wish = std::getenv("NSA_CPU_ISA");
+  const std::string name = wish ? wish : "";
+  return text + "chosen: " + name_of(chosen) +
+         (name.empty() || name == "auto" ? ", the best available" : ", NSA_CPU_ISA = " + name);
+}
+
 }  // namespace nsa::cpu

@@ -1,6 +1,8 @@
 // Instruction sets the CPU backend is built for, and the one a call uses.
 #pragma once
 
+#include <string>
+
 #include "nsa/status.h"
 
 namespace nsa::cpu {
@@ -15,5 +17,8 @@ bool available(Isa isa);
 
 /// The best that is available, or what NSA_CPU_ISA asks for; an error if that is unknown or not available.
 Status choose_isa(Isa& chosen);
+
+/// As nsa::describe_instruction_sets.
+std::string describe_instruction_sets();
 
 }  // namespace nsa::cpu

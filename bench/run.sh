@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The benchmark: NSA beside dense attention, both dtypes, with the project's speed goals judged. About 25 minutes on two
+# cores. Results: build/bench/{bfloat16,float32}.{txt,json}; exit code 1 if a goal was missed.
+#   NSA=path of the program      OUT=folder for the results
+set -uo pipefail
+cd "$(dirname "$0")/.."
+nsa=${NSA:-build/bin/nsa}
+out=${OUT:-build/bench}
+mkdir -p "$out"
+missed=0
+measure() {  # dtype, lengths, further options
+  "$nsa" bench --dtype "$1" --lengths "$2" --json "$out/$1.json" --bars "${@:3}" 2>&1 | tee "$out/$1.txt" || missed=1
+}
+measure bfloat16 1024,2048,4096,8192,16384,32768,65536,131072
+measure float32 1024,4096,16384,65536
+exit $missed

@@ -1,0 +1,153 @@
+// nsa bench: NSA over sequence length beside dense attention, as a table and as JSON.
+#include <ATen/Parallel.h>
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "cli/bench_bars.h"
+#include "cli/commands.h"
+#include "cli/output.h"
+#include "lm/bench.h"
+#include "lm/config.h"
+#include "lm/error.h"
+#include "lm/machine.h"
+
+namespace nsa::cli {
+namespace {
+
+/// OpenMP's idle threads spin by default, which looks like work in the CPU time and takes cores from whoever works. It
+/// reads the variable when the program starts, so the program starts again.
+void let_idle_threads_sleep() {
+  if (std::getenv("OMP_WAIT_POLICY") != nullptr) return;
+  setenv("OMP_WAIT_POLICY", "passive", 0);
+  std::ifstream file("/proc/self/cmdline");
+  std::vector<std::string> words;
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  std::vector<char*> arguments;
+  for (auto& word : words) arguments.push_back(word.data());
+  arguments.push_back(nullptr);
+  execv("/proc/self/exe", arguments.data());
+  throw lm::Error("cannot start again with OMP_WAIT_POLICY=passive; set it yourself");
+}
+
+void print_result(const lm::BenchResult& r) {
+  std::string notes;
+  if (r.extrapolated) notes += " extrapolated as length squared";
+  if (!r.timing.judged) notes += " not judged";
+  const auto peak = r.peak_gflops && !r.extrapolated ? fmt::format("{:.0f} %", 100 * r.gflops() / *r.peak_gflops) : "";
+  fmt::print("{:>7}  {:<33} {:<9} {:>10.2f} {:>10.2f} {:>9.1f} {:>7.0f} {:>6} {:>9.1f} {:>6.2f} {}\n", r.length, r.op,
+             r.variant, 1e3 * r.timing.best_s, 1e3 * r.timing.median_s, r.gflop, r.gflops(), peak,
+             1e-6 * static_cast<double>(r.bytes), r.timing.cpu_over_wall, notes);
+  std::fflush(stdout);
+}
+
+void print_ratios(const lm::BenchReport& report) {
+  fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA beside dense", "length", "NSA ms", "torch ms",
+             "ratio", "own dense ms", "ratio");
+  for (const auto& r : report.ratios) {
+    fmt::print("{:<17} {:>7} {:>10.2f} {:>12.2f} {:>8.2f} {:>13.2f} {:>8.2f} {}{}\n", r.pass, r.length, 1e3 * r.seconds,
+               1e3 * r.dense_seconds, r.over_dense(), 1e3 * r.plain_seconds, r.over_plain(),
+               r.extrapolated ? " dense extrapolated" : "", r.judged ? "" : " not judged");
+  }
+  const auto length = [&](const char* pass, auto over) {
+    const auto found = report.crossover(pass, over);
+    return found ? fmt::format("from {:.0f} tokens", *found) : std::string("at no measured length");
+  };
+  for (const char* pass : {"forward", "forward_backward"}) {
+    if (pass == std::string("forward_backward") && !report.options.backward) continue;
+    fmt::print("{}: faster than torch's dense attention {}, than dense attention on the same kernels {}\n", pass,
+               length(pass, &lm::BenchRatio::over_dense), length(pass, &lm::BenchRatio::over_plain));
+  }
+}
+
+class BenchCommand {
+ public:
+  explicit BenchCommand(CLI::App& app)
+      : command_(
+            *app.add_subcommand("bench", "Time every operation and the whole of NSA, and dense attention beside.")) {
+    auto& shape = options_.shape;
+    options_.lengths = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
+    command_.add_option("--lengths", options_.lengths, "Sequence lengths, tokens")->delimiter(',');
+    command_.add_option("--dtype", dtype_, "bfloat16 or float32")->check(CLI::IsMember({"bfloat16", "float32"}));
+    command_.add_option("--heads", shape.num_heads, "Query heads")->check(CLI::Range(1, 1024));
+    command_.add_option("--kv-heads", shape.num_kv_heads, "Key/value heads")->check(CLI::Range(1, 1024));
+    command_.add_option("--head-dim", shape.head_dim, "Channels of queries and keys")->check(CLI::Range(8, 1024));
+    command_.add_option("--v-head-dim", shape.v_head_dim, "Channels of values")->check(CLI::Range(8, 1024));
+    command_.add_option("--phi", phis_, "Compression functions: mean, linear, mlp; ratios are about the first")
+        ->delimiter(',');
+    command_.add_option("--threads", shape.threads, "Threads; 0: one for each core")->check(CLI::Range(0, 1024));
+    command_.add_option("--repeats", options_.timing.repeats, "Undisturbed runs of each")->check(CLI::Range(1, 1000));
+    command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds");
+    command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
+    command_.add_flag("!--no-parts", options_.parts, "Only the whole, not each operation");
+    command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens");
+    command_.add_option("--longest-dense-forward", options_.longest_dense_forward,
+                        "Beyond this length dense attention is extrapolated, tokens");
+    command_.add_option("--longest-dense-backward", options_.longest_dense_backward, "The same with the backward");
+    auto& nsa = shape.nsa;
+    command_.add_option("--kernel-size", nsa.kernel_size, "l: tokens in a compression block");
+    command_.add_option("--kernel-stride", nsa.kernel_stride, "d: tokens between compression blocks");
+    command_.add_option("--block-size", nsa.block_size, "l': tokens in a selection block");
+    command_.add_option("--topk", nsa.topk, "n: selection blocks per query");
+    command_.add_option("--window-size", nsa.window_size, "w: tokens of the sliding window");
+    command_.add_flag("--bars", bars_,
+                      "Say which of the project's speed goals are reached; exit code 1 if one is missed");
+    command_.add_option("--json", json_, "Write the results to this file");
+    command_.callback([this] { run(); });
+  }
+
+ private:
+  void run() {
+    auto& shape = options_.shape;
+    let_idle_threads_sleep();
+    if (const Status status = shape.nsa.validate(); !status.ok()) throw lm::Error(status.message());
+    if (shape.num_heads % shape.num_kv_heads != 0) {
+      throw lm::Error(fmt::format("--kv-heads {}: must divide --heads {}", shape.num_kv_heads, shape.num_heads));
+    }
+    for (const auto length : options_.lengths) {
+      if (length < shape.nsa.kernel_size) {
+        throw lm::Error(fmt::format("--lengths {}: must be at least --kernel-size {}", length, shape.nsa.kernel_size));
+      }
+    }
+    std::sort(options_.lengths.begin(), options_.lengths.end());
+    for (const auto& phi : phis_) options_.phis.push_back(lm::compression_kind(phi));
+    shape.bfloat16 = dtype_ == "bfloat16";
+    if (shape.threads == 0) shape.threads = default_num_threads();
+    options_.timing.threads = shape.threads;
+    at::set_num_threads(shape.threads);
+
+    const auto machine = lm::machine_json(shape.threads);
+    fmt::print("{}, {} threads, {} ({}); H = {}, Hkv = {}, Dk = {}, Dv = {}, {}\n", machine["cpu"].get<std::string>(),
+               shape.threads, machine["backend"].get<std::string>(), machine["isa"].get<std::string>(), shape.num_heads,
+               shape.num_kv_heads, shape.head_dim, shape.v_head_dim, dtype_);
+    fmt::print("{:>7}  {:<33} {:<9} {:>10} {:>10} {:>9} {:>7} {:>6} {:>9} {:>6}\n", "length", "operation", "variant",
+               "best ms", "median ms", "GFLOP", "GF/s", "peak", "MB", "cpu");
+    const auto report = lm::run_bench(options_, print_result);
+    print_ratios(report);
+    write_json(json_, report);
+    if (bars_) judge_bars(report);
+  }
+
+  CLI::App& command_;
+  lm::BenchOptions options_;
+  std::string dtype_ = "bfloat16", json_;
+  std::vector<std::string> phis_ = {"mean", "mlp"};
+  bool bars_ = false;
+};
+
+}  // namespace
+
+void add_bench(CLI::App& app) {
+  static std::unique_ptr<BenchCommand> command;  // its callback refers to it
+  command = std::make_unique<BenchCommand>(app);
+}
+
+}  // namespace nsa::cli

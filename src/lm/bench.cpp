@@ -1,0 +1,182 @@
+#include "lm/bench.h"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "lm/machine.h"
+
+namespace nsa::lm {
+namespace {
+
+/// Up to here both forms of torch's attention are timed; beyond only the one that was faster.
+constexpr std::int64_t kLongestBothForms = 8192;
+
+class Runner {
+ public:
+  Runner(BenchReport& report, const std::function<void(const BenchResult&)>& on_result)
+      : report_(report), options_(report.options), on_result_(on_result) {}
+
+  void run(std::int64_t length) {
+    BenchProblem problem(options_.shape, length);
+    for (const bool backward : {false, true}) {
+      if (backward && (!options_.backward || length > options_.longest_backward)) break;
+      BenchRatio ratio{.pass = backward ? "forward_backward" : "forward", .length = length};
+      for (std::size_t i = 0; i < options_.phis.size(); ++i) {
+        const auto result = time(problem.whole(options_.phis[i], backward), length);
+        if (i > 0) continue;
+        ratio.seconds = result.timing.best_s;
+        ratio.judged = result.timing.judged;
+      }
+      if (options_.parts) {
+        for (auto& operation : problem.operations(options_.phis, backward)) time(operation, length);
+      }
+      const auto longest = backward ? options_.longest_dense_backward : options_.longest_dense_forward;
+      const BenchResult plain =
+          length <= longest ? time(problem.plain(backward), length) : extrapolate(plain_[backward], length);
+      plain_[backward] = plain.extrapolated ? plain_[backward] : plain;
+      if (length > longest) {
+        extrapolate_dense(backward, length, ratio);
+      } else {
+        time_dense(problem, backward, length, ratio);
+      }
+      ratio.plain_seconds = plain.timing.best_s;
+      ratio.extrapolated = ratio.extrapolated || plain.extrapolated;
+      ratio.judged = ratio.judged && plain.timing.judged;
+      report_.ratios.push_back(ratio);
+    }
+  }
+
+ private:
+  BenchResult add(BenchResult result) {
+    report_.results.push_back(result);
+    on_result_(result);
+    return result;
+  }
+
+  BenchResult time(const BenchCase& work, std::int64_t length) {
+    const Timing timing = time_runs(work.work, options_.timing);
+    return add({work.op, work.variant, length, timing, false, work.gflop, work.bytes,
+                register_peak_gflops(options_.shape.bfloat16, options_.shape.threads)});
+  }
+
+  BenchResult extrapolate(BenchResult result, std::int64_t length) {
+    if (result.length == 0) return result;  // nothing shorter was measured
+    const double growth = static_cast<double>(length) / static_cast<double>(result.length);
+    result.timing.best_s *= growth * growth;
+    result.timing.median_s *= growth * growth;
+    result.gflop *= growth * growth;
+    result.bytes = static_cast<std::int64_t>(static_cast<double>(result.bytes) * growth);
+    result.length = length;
+    result.extrapolated = true;
+    return add(result);
+  }
+
+  void time_dense(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
+    BenchResult& best = dense_[backward];
+    const bool both = length <= kLongestBothForms || best.length == 0;
+    const bool gqa_was_faster = best.variant == "gqa";
+    if (both || !gqa_was_faster) best = time(problem.dense(false, backward), length);
+    if (both || gqa_was_faster) {
+      const auto gqa = time(problem.dense(true, backward), length);
+      if (!both || gqa.timing.best_s < best.timing.best_s) best = gqa;
+    }
+    ratio.dense_seconds = best.timing.best_s;
+    ratio.judged = ratio.judged && best.timing.judged;
+  }
+
+  void extrapolate_dense(bool backward, std::int64_t length, BenchRatio& ratio) {
+    const auto result = extrapolate(dense_[backward], length);
+    ratio.dense_seconds = result.timing.best_s;
+    ratio.judged = ratio.judged && result.timing.judged;
+    ratio.extrapolated = true;
+  }
+
+  BenchReport& report_;
+  const BenchOptions& options_;
+  const std::function<void(const BenchResult&)>& on_result_;
+  BenchResult plain_[2], dense_[2];  // the last ones measured, forward and with backward
+};
+
+}  // namespace
+
+std::optional<double> BenchReport::crossover(const std::string& pass, double (BenchRatio::*over)() const) const {
+  const BenchRatio* slower = nullptr;  // the longest length at which NSA is not faster
+  const BenchRatio* faster = nullptr;  // the next measured one
+  for (const auto& ratio : ratios) {
+    if (ratio.pass != pass) continue;
+    if ((ratio.*over)() < 1) {
+      slower = &ratio;
+      faster = nullptr;
+    } else if (faster == nullptr) {
+      faster = &ratio;
+    }
+  }
+  if (faster == nullptr) return std::nullopt;
+  const auto length = static_cast<double>(faster->length);
+  if (slower == nullptr) return length;
+  const auto before = static_cast<double>(slower->length);
+  const double low = std::log((slower->*over)()), high = std::log((faster->*over)());
+  return before * std::pow(length / before, -low / (high - low));
+}
+
+BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result) {
+  BenchReport report{.options = options, .results = {}, .ratios = {}};
+  Runner runner(report, on_result);
+  for (const auto length : options.lengths) runner.run(length);
+  return report;
+}
+
+void to_json(nlohmann::json& json, const BenchReport& report) {
+  const auto& shape = report.options.shape;
+  const auto& cfg = shape.nsa;
+  json = {{"kind", "nsa-bench"}, {"version", version()}, {"machine", machine_json(shape.threads)}};
+  json["settings"] = {{"dtype", shape.bfloat16 ? "bfloat16" : "float32"},
+                      {"num_heads", shape.num_heads},
+                      {"num_kv_heads", shape.num_kv_heads},
+                      {"head_dim", shape.head_dim},
+                      {"v_head_dim", shape.v_head_dim},
+                      {"phi", name_of(report.options.phis.front())},
+                      {"kernel_size", cfg.kernel_size},
+                      {"kernel_stride", cfg.kernel_stride},
+                      {"block_size", cfg.block_size},
+                      {"topk", cfg.topk},
+                      {"init_blocks", cfg.init_blocks},
+                      {"local_blocks", cfg.local_blocks},
+                      {"window_size", cfg.window_size},
+                      {"repeats", report.options.timing.repeats}};
+  for (const auto& r : report.results) {
+    json["results"].push_back({{"op", r.op},
+                               {"variant", r.variant},
+                               {"length", r.length},
+                               {"best_s", r.timing.best_s},
+                               {"median_s", r.timing.median_s},
+                               {"cpu_over_wall", r.timing.cpu_over_wall},
+                               {"judged", r.timing.judged},
+                               {"extrapolated", r.extrapolated},
+                               {"gflop", r.gflop},
+                               {"gflops", r.gflops()},
+                               {"bytes", r.bytes},
+                               {"peak_gflops", r.peak_gflops ? nlohmann::json(*r.peak_gflops) : nlohmann::json()}});
+  }
+  for (const auto& r : report.ratios) {
+    json["ratios"].push_back({{"length", r.length},
+                              {"pass", r.pass},
+                              {"seconds", r.seconds},
+                              {"dense_seconds", r.dense_seconds},
+                              {"plain_seconds", r.plain_seconds},
+                              {"over_dense", r.over_dense()},
+                              {"over_plain", r.over_plain()},
+                              {"extrapolated", r.extrapolated},
+                              {"judged", r.judged}});
+  }
+  for (const char* pass : {"forward", "forward_backward"}) {
+    const auto length = [&](auto over) {
+      const auto found = report.crossover(pass, over);
+      return found ? nlohmann::json(*found) : nlohmann::json();
+    };
+    json["crossover"][pass] = {{"dense", length(&BenchRatio::over_dense)}, {"plain", length(&BenchRatio::over_plain)}};
+  }
+}
+
+}  // namespace nsa::lm

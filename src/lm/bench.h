@@ -1,0 +1,67 @@
+// The benchmark: NSA over sequence length, by operation and as a whole, with dense attention beside it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lm/bench_problem.h"
+#include "lm/timing.h"
+
+namespace nsa::lm {
+
+struct BenchOptions {
+  BenchShape shape;
+  std::vector<std::int64_t> lengths;
+  std::vector<CompressionKind> phis;   // of compress and of the whole; ratios are about the first
+  bool backward = true, parts = true;  // parts: each operation alone too
+  TimingOptions timing;
+  std::int64_t longest_backward = 65536;       // no backward beyond this length
+  std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
+  std::int64_t longest_dense_backward = 8192;
+};
+
+struct BenchResult {
+  std::string op, variant;
+  std::int64_t length = 0;
+  Timing timing;
+  bool extrapolated = false;  // from a shorter length, as its square
+  double gflop = 0;
+  std::int64_t bytes = 0;
+  std::optional<double> peak_gflops;  // of the registers, measured right after
+
+  double gflops() const { return gflop / timing.best_s; }
+};
+
+/// How many times faster NSA is than dense attention.
+struct BenchRatio {
+  std::string pass;  // "forward" or "forward_backward"
+  std::int64_t length = 0;
+  double seconds = 0;                           // NSA
+  double dense_seconds = 0, plain_seconds = 0;  // torch's, the faster form; causal attention on libnsa's kernels
+  bool extrapolated = false;                    // dense or plain
+  bool judged = false;                          // every run was undisturbed
+
+  double over_dense() const { return dense_seconds / seconds; }
+  double over_plain() const { return plain_seconds / seconds; }
+};
+
+struct BenchReport {
+  BenchOptions options;
+  std::vector<BenchResult> results;
+  std::vector<BenchRatio> ratios;
+
+  /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where
+  /// it is faster already, empty where it never is. `over`: BenchRatio::over_dense or over_plain.
+  std::optional<double> crossover(const std::string& pass, double (BenchRatio::*over)() const) const;
+};
+
+/// `on_result` is called as soon as a result is there.
+BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result);
+
+void to_json(nlohmann::json& json, const BenchReport& report);
+
+}  // namespace nsa::lm
