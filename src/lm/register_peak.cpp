@@ -18,17 +18,19 @@ namespace {
 constexpr int kAccumulators = 24;
 constexpr long kSteps = 200000;  // a few milliseconds
 
-/// Hides the value from the compiler, which would see that all accumulators are equal and keep one.
+/// Hides a zero from the compiler, which would otherwise see that all accumulators are equal and keep one.
 template <class Vector>
-inline __attribute__((always_inline)) Vector opaque(Vector value) {
+inline __attribute__((always_inline)) void hide(Vector& value) {
   asm volatile("" : "+x"(value));
-  return value;
 }
 
 __attribute__((target("avx512f,avx512bf16"))) float spin_bf16() {
   __m512 sums[kAccumulators];
 #pragma GCC unroll 24
-  for (auto& sum : sums) sum = opaque(_mm512_setzero_ps());
+  for (auto& sum : sums) {
+    sum = _mm512_setzero_ps();
+    hide(sum);
+  }
   const auto a = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3f003f00));
   for (long step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 24
@@ -42,7 +44,10 @@ __attribute__((target("avx512f,avx512bf16"))) float spin_bf16() {
 __attribute__((target("avx512f"))) float spin_avx512() {
   __m512 sums[kAccumulators];
 #pragma GCC unroll 24
-  for (auto& sum : sums) sum = opaque(_mm512_setzero_ps());
+  for (auto& sum : sums) {
+    sum = _mm512_setzero_ps();
+    hide(sum);
+  }
   const auto a = _mm512_set1_ps(0.5f);
   for (long step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 24
@@ -57,7 +62,10 @@ __attribute__((target("avx2,fma"))) float spin_avx2() {
   constexpr int kRegisters = 12;  // of 16
   __m256 sums[kRegisters];
 #pragma GCC unroll 12
-  for (auto& sum : sums) sum = opaque(_mm256_setzero_ps());
+  for (auto& sum : sums) {
+    sum = _mm256_setzero_ps();
+    hide(sum);
+  }
   const auto a = _mm256_set1_ps(0.5f);
   for (long step = 0; step < kSteps * kAccumulators / kRegisters; ++step) {
 #pragma GCC unroll 12
