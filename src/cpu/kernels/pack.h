@@ -143,7 +143,8 @@ class PackedTokens {
     std::vector<std::size_t> span_of(static_cast<std::size_t>(blocks));
     for (std::size_t s = 0; s < spans.size(); ++s)
       std::fill_n(span_of.begin() + places_[s].begin, places_[s].blocks * heads_, s);
-    const int threads = threads_of(context);
+    // Waking a thread takes about as long as packing a few blocks: a step of decoding packs no more than that.
+    const int threads = static_cast<int>(std::clamp<std::int64_t>(blocks / 16, 1, threads_of(context)));
     Buffer<In> scratch(static_cast<std::size_t>(threads) * kBlockTokens * static_cast<std::size_t>(dim_));
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (std::int64_t i = 0; i < blocks; ++i) {

@@ -80,7 +80,7 @@ class Queries {
   /// first. Workers are scratch, made by make_worker() before the threads start.
   template <class MakeWorker, class F>
   void for_groups(int count, const Context& context, const MakeWorker& make_worker, const F& f) const {
-    const std::vector<QueryRun> runs = this->runs();
+    const std::vector<QueryRun> runs = this->runs(threads_of(context));
     std::vector<decltype(make_worker())> workers;
     const std::size_t threads = std::min(static_cast<std::size_t>(threads_of(context)), runs.size());
     workers.reserve(threads);
@@ -96,13 +96,16 @@ class Queries {
   }
 
  private:
-  std::vector<QueryRun> runs() const {
-    constexpr std::int64_t kRun = 32;
+  /// Runs of 32 queries, which share key blocks in the cache; shorter where that leaves threads without work.
+  std::vector<QueryRun> runs(int threads) const {
+    std::int64_t queries = 0;
+    for (const Sequence& s : sequences_) queries += s.q_len * kv_heads_;
+    const std::int64_t length = std::clamp<std::int64_t>(queries / (4 * threads), 1, 32);
     std::vector<QueryRun> runs;
     for (std::size_t s = 0; s < sequences_.size(); ++s)
       for (std::int64_t head = 0; head < kv_heads_; ++head)
-        for (std::int64_t q = 0; q < sequences_[s].q_len; q += kRun)
-          runs.push_back({s, head, q, std::min(q + kRun, sequences_[s].q_len)});
+        for (std::int64_t q = 0; q < sequences_[s].q_len; q += length)
+          runs.push_back({s, head, q, std::min(q + length, sequences_[s].q_len)});
     std::stable_sort(runs.begin(), runs.end(), [&](const QueryRun& a, const QueryRun& b) {
       return sequences_[a.sequence].position(a.end) > sequences_[b.sequence].position(b.end);
     });

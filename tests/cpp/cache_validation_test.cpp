@@ -1,0 +1,181 @@
+// What decode, prefill, fork and KVCache refuse, and the message that says why.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "decode_support.h"
+
+namespace nsa::test {
+namespace {
+
+/// A valid call of decode: 2 sequences at lengths 0, a page of 16 tokens each.
+struct Step {
+  StreamCase c;
+  Stream stream{c};
+  KVCache cache = make_cache(c);
+  Tensor o{DType::kFloat64, {2, 3, 6, 8}}, num_new{DType::kInt32, {2}}, indices{DType::kInt32, {2, 3, 2, 4}};
+  DecodeParams params;
+
+  Step() {
+    EXPECT_TRUE(cache.reserve({16, 16}).ok());
+    const auto first = [](const TensorView& t) { return slice(t, 1, 0, 3); };
+    params.q = first(stream.q), params.gates = first(stream.gates);
+    params.k_cmp = first(stream.k_cmp), params.k_slc = first(stream.k_slc), params.k_swa = first(stream.k_swa);
+    params.v_cmp = first(stream.v_cmp), params.v_slc = first(stream.v_slc), params.v_swa = first(stream.v_swa);
+    params.weights_k = stream.weights_k.view(), params.weights_v = stream.weights_v.view();
+    params.rope_cos = stream.rope_cos, params.rope_sin = stream.rope_sin;
+    params.cache = cache.view();
+    params.cfg = c.cfg;
+    params.num_new = num_new, params.o = o, params.indices = indices;
+    fill_value(num_new, 3);
+  }
+};
+
+TEST(CacheRefused, Decode) {
+  Step step;
+  ASSERT_EQ(decode(step.params, {Backend::kReference}).message(), "");
+  struct Refusal {
+    std::function<void(DecodeParams&)> spoil;
+    std::string message;
+  };
+  Tensor table(DType::kInt32, {2, 6}), lengths(DType::kInt32, {2}), too_many(DType::kInt32, {2});
+  fill_value(table, 12);
+  fill_value(lengths, -1);
+  fill_value(too_many, 4);
+  using P = DecodeParams;
+  const std::vector<Refusal> refusals = {
+      {[](P& p) { p.cfg.window_size = 0; }, "window_size = 0: must be >= 1"},
+      {[](P& p) { p.q = {}; }, "q: not given: expected float32 (B, m, H, Dk)"},
+      {[](P& p) { p.q = slice(p.q, 1, 0, 0); }, "q: float64 (2, 0, 6, 16): m must be >= 1"},
+      {[](P& p) { p.k_slc.dtype = DType::kFloat32; }, "k_slc: float32 (2, 3, 2, 16): expected float64 as q"},
+      {[](P& p) { p.v_swa.shape[3] = 16; },
+       "v_swa: float64 (2, 3, 2, 16): expected the shape (B = 2, m = 3, Hkv = 2, Dv = 8)"},
+      {[](P& p) { p.q.shape[2] = p.gates.shape[2] = p.o.shape[2] = 5; },
+       "H = 5, Hkv = 2: Hkv must divide H, both >= 1"},
+      {[](P& p) { p.cfg.window_size = 21; },
+       "cache.k_swa_ring: float64 (2, 52, 2, 16): expected the shape (B = 2, window_size + 32 = 53, Hkv = 2, Dk = 16)"},
+      {[](P& p) { p.cfg.kernel_size = 4; },
+       "cache.k_cmp_ring: float64 (2, 40, 2, 16): expected the shape (B = 2, kernel_size + 32 = 36, Hkv = 2, Dk = 16)"},
+      {[](P& p) { p.cache.k_slc.shape[1] = p.cache.v_slc.shape[1] = 8; },
+       "cache.k_slc: page_size = 8: must be a positive multiple of 16"},
+      {[](P& p) { p.cache.v_slc.shape[0] = 11; },
+       "cache.v_slc: float64 (11, 16, 2, 8): expected the shape (num_pages = 12, page_size = 16, Hkv = 2, Dv = 8)"},
+      {[](P& p) { p.cache.k_slc.stride[2] = 0; },
+       "cache.k_slc: float64 (12, 16, 2, 16): dimension 2 of an output has stride 0"},
+      {[&](P& p) { p.cache.block_table = table; },
+       "cache.block_table[0, 0] = 12: must be -1 or below 12, the number of pages"},
+      {[&](P& p) { p.cache.cache_seqlens = lengths; }, "cache.cache_seqlens[0] = -1: must be >= 0"},
+      {[](P& p) { p.cache.overflow = {}; }, "cache.overflow: not given: expected int32 (1)"},
+      {[&](P& p) { p.num_new = too_many; }, "num_new[0] = 4: must be 0 ... m = 3"},
+      {[](P& p) { p.rope_sin = {}; }, "rope_sin: not given: rope_cos and rope_sin come together"},
+      {[](P& p) { p.rope_cos.shape[1] = 16; },
+       "rope_cos: float32 (90, 16): expected the shape (max_positions, Dk / 2 = 8)"},
+      {[](P& p) { p.weights_v.w2 = {}; }, "weights_v.w2: not given: expected float64 (P = 2, E = 16, Dv = 8)"},
+      {[](P& p) { p.imposed_indices = slice(p.indices, 3, 0, 2); },
+       "imposed_indices: int32 (2, 3, 2, 2): expected the shape (B = 2, m = 3, Hkv = 2, topk = 4)"},
+      {[](P& p) { p.o = p.q; }, "o: float64 (2, 3, 6, 16): expected the shape (B = 2, m = 3, H = 6, Dv = 8)"},
+      {[](P& p) { p.k_slc.device.type = DeviceType::kCUDA; }, "k_slc: on cuda:0: expected cpu as q"},
+  };
+  for (const Refusal& refusal : refusals) {
+    DecodeParams params = step.params;
+    refusal.spoil(params);
+    const Status status = decode(params, {Backend::kReference});
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(status.message(), "decode: " + refusal.message);
+  }
+}
+
+TEST(CacheRefused, MoreNewTokensThanAStepTakes) {
+  Step step;
+  step.params.q = slice(step.stream.q, 1, 0, 17);
+  EXPECT_EQ(decode(step.params).message(),
+            "decode: q: float64 (2, 17, 6, 16): at most 16 new tokens; prefill takes more");
+}
+
+TEST(CacheRefused, ARotationTableThatIsTooShort) {
+  Step step;
+  step.params.rope_cos = slice(step.params.rope_cos, 0, 0, 4),
+  step.params.rope_sin = slice(step.params.rope_sin, 0, 0, 4);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(decode(step.params, {Backend::kReference}).message(), "");
+  EXPECT_EQ(step.cache.length(0), 9);  // one block, at position 0; the next stands at 4
+  EXPECT_EQ(decode(step.params, {Backend::kReference}).message(),
+            "decode: rope_cos: float32 (4, 8): sequence 0 rotates a compressed key at position 4");
+}
+
+TEST(CacheRefused, Fork) {
+  Step step;
+  ASSERT_TRUE(decode(step.params, {Backend::kReference}).ok());
+  const auto message = [&](std::int64_t parent, std::int64_t child, std::int64_t length) {
+    return fork({step.cache.view(), step.c.cfg, parent, child, length}, {Backend::kReference}).message();
+  };
+  EXPECT_EQ(message(2, 1, 0), "fork: parent = 2: must be 0 ... B - 1 = 1");
+  EXPECT_EQ(message(0, 0, 0), "fork: child = 0: must be 0 ... B - 1 = 1 and not the parent");
+  EXPECT_EQ(message(0, 1, 4), "fork: length = 4: must be 0 ... the parent's length, 3");
+  KVCacheView view = step.cache.view();
+  view.block_table.as<std::int32_t>()[view.block_table.stride[0]] = view.block_table.as<std::int32_t>()[0];
+  EXPECT_EQ(message(0, 1, 3),
+            "fork: cache.block_table[1, 0]: shared with the parent, but not full at the shared length");
+  view.block_table.as<std::int32_t>()[view.block_table.stride[0]] = -1;
+  EXPECT_EQ(message(0, 1, 3), "fork: cache.block_table[1, 0]: no page for the child's tokens");
+}
+
+TEST(CacheRefused, Options) {
+  const auto message = [](auto&& change) {
+    KVCacheOptions options;
+    options.capacity = 100;
+    change(options);
+    KVCache cache;
+    return KVCache::create(options, cache).message();
+  };
+  EXPECT_EQ(message([](auto&) {}), "");
+  EXPECT_EQ(message([](auto& o) { o.batch = 0; }), "batch = 0: must be >= 1");
+  EXPECT_EQ(message([](auto& o) { o.num_kv_heads = 0; }), "num_kv_heads = 0: must be >= 1");
+  EXPECT_EQ(message([](auto& o) { o.key_dim = 0; }), "key_dim = 0: must be >= 1");
+  EXPECT_EQ(message([](auto& o) { o.value_dim = -8; }), "value_dim = -8: must be >= 1");
+  EXPECT_EQ(message([](auto& o) { o.dtype = DType::kInt32; }), "dtype = int32: must be a floating-point type");
+  EXPECT_EQ(message([](auto& o) { o.capacity = 0; }), "capacity = 0: must be >= 1 and below 2^31");
+  EXPECT_EQ(message([](auto& o) { o.page_size = 24; }),
+            "page_size = 24: must be a positive multiple of 16, or 0: contiguous");
+  EXPECT_EQ(message([](auto& o) { o.num_pages = -1; }), "num_pages = -1: must be >= 0");
+  EXPECT_EQ(message([](auto& o) { o.cfg.topk = 0; }), "topk = 0: must be >= 1");
+}
+
+TEST(CacheRefused, Capacity) {
+  StreamCase c;
+  KVCache cache = make_cache(c, 4);  // pages of 16 tokens for two sequences of up to 90
+  EXPECT_EQ(cache.reserve({1}).message(), "reserve: 1 lengths: expected one for each of 2 sequences");
+  const Status beyond = cache.reserve({91, 0});
+  EXPECT_EQ(beyond.code(), StatusCode::kOutOfCapacity);
+  EXPECT_EQ(beyond.message(), "reserve: sequence 0: 91 tokens: the capacity is 90");
+  EXPECT_EQ(cache.reserve({40, 20}).message(),
+            "reserve: needs 5 pages of tokens and 2 of compressed tokens: free are 4 and 3");
+  ASSERT_TRUE(cache.reserve({40, 16}).ok());
+  EXPECT_EQ(cache.reserve({40, 17}).code(), StatusCode::kOutOfCapacity);
+  cache.release(0);
+  EXPECT_TRUE(cache.reserve({0, 64}).ok());
+}
+
+TEST(CacheRefused, GoingBackTooFar) {
+  StreamCase c;
+  const Stream stream(c);
+  KVCache cache = make_cache(c);
+  Results results(c);
+  ASSERT_TRUE((Feed{stream, cache}({60, 5}, results)).ok());
+  EXPECT_EQ(cache.rollback(2, 0).message(), "rollback: sequence 2: there are 2");
+  EXPECT_EQ(cache.rollback(0, 61).message(), "rollback: sequence 0: length = 61: must be 0 ... its length, 60");
+  EXPECT_EQ(cache.rollback(0, 27).message(),
+            "rollback: sequence 0: length = 27: at most 32 below the longest it has been, 60");
+  EXPECT_EQ(cache.fork(0, 1, 50).message(), "fork: child = 1: must be an empty sequence");
+  cache.release(1);
+  EXPECT_EQ(cache.fork(0, 1, 27).message(),
+            "fork: sequence 0: length = 27: at most 32 below the longest it has been, 60");
+  ASSERT_TRUE(cache.rollback(0, 40).ok());
+  EXPECT_EQ(cache.length(0), 40);
+  EXPECT_EQ(cache.rollback(0, 27).message(),  // the ring has lost what came before
+            "rollback: sequence 0: length = 27: at most 32 below the longest it has been, 60");
+}
+
+}  // namespace
+}  // namespace nsa::test
