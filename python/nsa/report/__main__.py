@@ -1,0 +1,85 @@
+"""Draws the report: python -m nsa.report PATH... [--out DIR]."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .sources import ReportError, read_sources
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa.report",
+        description="Draws training runs and measurements as one HTML page with PNGs beside it.",
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="a run folder of `nsa train` (results lying in it are shown too), or a JSON file of nsa bench, eval, "
+        "needle, inspect or recall",
+    )
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
+    options = parser.parse_args(arguments)
+    try:
+        sources = read_sources(options.paths)
+    except ReportError as error:
+        print(f"nsa.report: {error}", file=sys.stderr)
+        return 2
+    try:
+        from . import measurements, training
+        from .page import write_page
+    except ImportError as error:
+        print(f"nsa.report: {error}: pip install matplotlib", file=sys.stderr)
+        return 1
+
+    sections = [
+        (
+            "loss",
+            training.loss,
+            "Loss",
+            "In training (lines) and on held-out documents (points), at equal tokens and equal time.",
+        ),
+        (
+            "loss_by_position",
+            training.loss_by_position,
+            "Loss by position",
+            "Further back in the context means more to attend to; a model that uses it has a lower loss there.",
+        ),
+        ("speed", training.speed, "Training speed", "Whole model, evaluations not counted."),
+        (
+            "attention_time",
+            measurements.attention_time,
+            "Attention time over length",
+            "One call of attention, without projections; both axes are logarithmic.",
+        ),
+        ("selection_map", measurements.selection_map, "Selection map", "Blocks that the queries of one text selected."),
+        ("gates", training.gates, "Gates", "Mean of each branch's gate; a branch near 0 is starved."),
+        (
+            "selection_health",
+            training.selection_health,
+            "Selection during training",
+            "A collapsing selection shows as entropy or free picks that fall towards 0.",
+        ),
+        ("needle", measurements.needle, "Needle in a haystack", "A fact hidden in a long text, asked for at its end."),
+        ("recall", training.recall, "Recall", "Key-value pairs further apart than the sliding window."),
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    for name, draw, title, text in sections:
+        picture = draw(sources)
+        if picture is not None:
+            file = options.out / f"{name}.png"
+            picture.savefig(file)
+            pictures.append((title, text, file))
+    page = options.out / "report.html"
+    write_page(page, sources, pictures)
+    print(f"{page}: {len(pictures)} pictures of {len(sources.runs)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

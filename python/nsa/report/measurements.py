@@ -1,0 +1,136 @@
+"""Pictures of measurements: attention time over length, the selection map, the needle map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from .sources import Sources
+from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis, tokens
+
+_PASSES = {"forward": "Forward", "forward_backward": "Forward and backward"}
+
+
+def attention_time(sources: Sources) -> Figure | None:
+    """Time of one attention call over length, with the length from which NSA is faster; one row per benchmark."""
+    benches = [b for b in sources.of("bench") if any(r["op"] in _PASSES for r in b["results"])]
+    if not benches:
+        return None
+    fig, axes = figure(columns=len(_PASSES), rows=len(benches), width=6.6, height=4.8)
+    for i, bench in enumerate(benches):
+        for ax, pass_name in zip(axes[len(_PASSES) * i :], _PASSES, strict=False):
+            _draw_pass(ax, bench, pass_name)
+        settings, machine = bench["settings"], bench["machine"]
+        axes[len(_PASSES) * i].set_title(
+            f"{settings['dtype']}, H = {settings['num_heads']}, Hkv = {settings['num_kv_heads']}, "
+            f"D = {settings['head_dim']}; {machine['cpu']}, {machine['threads']} threads, {machine['isa']}\n",
+            fontsize=9,
+            loc="left",
+        )
+    return fig
+
+
+def _draw_pass(ax: Axes, bench: dict[str, Any], pass_name: str) -> None:
+    series = _series(bench, pass_name)
+    if not series:
+        ax.set_visible(False)
+        return
+    for (op, variant), points in series.items():
+        dense, plain = op.startswith("dense"), op.startswith("plain")
+        name = "full attention, torch" if dense else "full attention, our kernels" if plain else f"NSA, φ = {variant}"
+        colour = ATTENTION_COLOURS["full" if dense else "window" if plain else "nsa"]
+        style = "--" if variant == "mlp" else "-"
+        ax.plot([p["length"] for p in points], [p["best_s"] for p in points], style, color=colour, label=name)
+        for extrapolated in (False, True):
+            part = [p for p in points if p["extrapolated"] == extrapolated]
+            face = "white" if extrapolated else colour
+            ax.plot([p["length"] for p in part], [p["best_s"] for p in part], "o", color=colour, mfc=face, ms=6)
+    crossover = (bench.get("crossover", {}).get(pass_name) or {}).get("dense")
+    if crossover:
+        ax.axvline(crossover, color="black", ls=":", lw=1.2, label=f"NSA faster from {tokens(crossover)} tokens")
+    if any(p["extrapolated"] for points in series.values() for p in points):
+        ax.plot([], [], "o", color="black", mfc="white", label="extrapolated as length squared")
+    length_axis(ax, sorted({p["length"] for points in series.values() for p in points}))
+    ax.set(yscale="log", xlabel="sequence length (tokens)", ylabel="time of one call (s)", title=_PASSES[pass_name])
+    ax.legend(fontsize=9)
+
+
+def _series(bench: dict[str, Any], pass_name: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Curves of one pass; of dense attention the faster variant at each length."""
+    series: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for op in (f"dense_{pass_name}", f"plain_{pass_name}", pass_name):
+        for r in bench["results"]:
+            if r["op"] != op:
+                continue
+            curve = series.setdefault((op, r["variant"] if op == pass_name else ""), {})
+            best = curve.get(r["length"])
+            if best is None or r["best_s"] < best["best_s"]:
+                curve[r["length"]] = r
+    return {key: [curve[length] for length in sorted(curve)] for key, curve in series.items()}
+
+
+def selection_map(sources: Sources) -> Figure | None:
+    """Which blocks each query selected, per layer and KV head."""
+    results = [r for r in sources.of("inspect") if r["layers"]]
+    if not results:
+        return None
+    layers = results[-1]["layers"]
+    heads = max(len(layer["kv_heads"]) for layer in layers)
+    fig, axes = figure(columns=heads, rows=len(layers), width=4.4, height=3.3, sharex=True, sharey=True)
+    palette = ListedColormap(["white", "#c9ced3", BRANCH_COLOURS["slc"]])
+    for r, layer in enumerate(layers):
+        for c in range(heads):
+            ax = axes[r * heads + c]
+            if c >= len(layer["kv_heads"]):
+                ax.set_visible(False)
+                continue
+            head = layer["kv_heads"][c]
+            picture, positions = _picture(head["map"])
+            extent = (-0.5, picture.shape[1] - 0.5, positions[-1], positions[0])
+            ax.imshow(picture, cmap=palette, vmin=0, vmax=2, aspect="auto", extent=extent, interpolation="nearest")
+            ax.grid(visible=False)
+            ax.set_title(
+                f"layer {layer['layer']}, KV head {head['kv_head']}: {head['unforced_share']:.0%} free", fontsize=10
+            )
+            if r == len(layers) - 1:
+                ax.set_xlabel("selection block")
+            if c == 0:
+                ax.set_ylabel("query position (tokens)")
+    legend = [Patch(color=BRANCH_COLOURS["slc"], label="chosen"), Patch(color="#c9ced3", label="forced (first, local)")]
+    fig.legend(handles=legend, loc="outside upper center", ncols=2, title="Selected blocks by query")
+    return fig
+
+
+def _picture(chosen: dict[str, Any]) -> tuple[np.ndarray, list[int]]:
+    """0: not selected, 1: forced, 2: chosen; one row per query."""
+    blocks = 1 + max((block for row in chosen["blocks"] for block in row), default=0)
+    picture = np.zeros((len(chosen["blocks"]), blocks))
+    for row, (selected, forced) in enumerate(zip(chosen["blocks"], chosen["forced"], strict=True)):
+        picture[row, [block for block in selected if block >= 0]] = 2
+        picture[row, [block for block in forced if block >= 0]] = 1
+    return picture, chosen["query_positions"]
+
+
+def needle(sources: Sources) -> Figure | None:
+    """Share of needles found by length of the text and depth of the needle in it."""
+    results = sources.of("needle")
+    if not results:
+        return None
+    fig, axes = figure(columns=len(results), width=6.4, height=4.2)
+    for ax, result in zip(axes, results, strict=True):
+        found = 100 * np.array(result["accuracy"]).T  # depths by lengths
+        image = ax.imshow(found, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        for (depth, length), value in np.ndenumerate(found):
+            ax.text(length, depth, f"{value:.0f}", ha="center", va="center", fontsize=9)
+        ax.set_xticks(range(len(result["lengths"])), [tokens(n) for n in result["lengths"]])
+        ax.set_yticks(range(len(result["depths"])), [f"{100 * d:.0f} %" for d in result["depths"]])
+        name = result["checkpoint"].rstrip("/").split("/")[-1]
+        ax.set(xlabel="length of the text (tokens)", ylabel="depth of the needle", title=f"Needles found: {name}")
+        ax.grid(visible=False)
+        fig.colorbar(image, ax=ax, label=f"found (%), {result['samples']} samples each")
+    return fig

@@ -1,0 +1,68 @@
+"""How the pictures look: one colour per attention and per branch, everywhere the same."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+ATTENTION_COLOURS = {"nsa": "#0b6e99", "full": "#c8553d", "window": "#8a8d91"}
+BRANCH_COLOURS = {"cmp": "#e0a030", "slc": "#0b6e99", "swa": "#7a9e7e"}
+BRANCH_NAMES = {"cmp": "compressed", "slc": "selected", "swa": "sliding window"}
+_FURTHER = ("#7b4b94", "#3a7d44", "#b08900", "#444444")
+
+plt.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "savefig.bbox": "tight",
+        "font.size": 11,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "axes.titlesize": 12,
+    }
+)
+
+
+def figure(
+    columns: int = 1, rows: int = 1, width: float = 6.2, height: float = 4.2, **options
+) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes in reading order."""
+    fig, axes = plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained", **options
+    )
+    return fig, list(axes.flat)
+
+
+def colours(attentions: list[str]) -> list[str]:
+    """One colour per run; the second run of an attention gets another one."""
+    result: list[str] = []
+    further = iter(_FURTHER * len(attentions))
+    for attention in attentions:
+        colour = ATTENTION_COLOURS.get(attention)
+        result.append(colour if colour and colour not in result else next(further))
+    return result
+
+
+def tokens(value: float, _position: int | None = None) -> str:
+    """4096 -> "4K", 2000000 -> "2M": powers of two up to 1M, decimal above."""
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    if value >= 1024 and value % 1024 == 0:
+        return f"{int(value) // 1024}K"
+    return f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"
+
+
+def length_axis(ax: Axes, lengths: list[int]) -> None:
+    """A logarithmic axis of lengths in tokens with a tick at each."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths)
+    ax.xaxis.set_major_formatter(FuncFormatter(tokens))
+    ax.xaxis.set_minor_locator(NullLocator())
