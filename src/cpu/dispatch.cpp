@@ -7,7 +7,6 @@ namespace nsa::cpu {
 namespace portable {
 const Kernels& kernels();
 }
-#if NSA_CPU_X86
 namespace avx2 {
 const Kernels& kernels();
 }
@@ -17,17 +16,20 @@ const Kernels& kernels();
 namespace avx512bf16 {
 const Kernels& kernels();
 }
-#endif
 
 namespace {
 
 const Kernels& kernels_of(Isa isa) {
   switch (isa) {
-#if NSA_CPU_X86
+#if NSA_CPU_AVX512BF16
     case Isa::kAvx512Bf16:
       return avx512bf16::kernels();
+#endif
+#if NSA_CPU_AVX512
     case Isa::kAvx512:
       return avx512::kernels();
+#endif
+#if NSA_CPU_AVX2
     case Isa::kAvx2:
       return avx2::kernels();
 #endif

@@ -24,14 +24,14 @@ const char* name_of(Isa isa) {
 
 bool available(Isa isa) {
   if (isa == Isa::kPortable) return true;
-#if NSA_CPU_X86
+#if NSA_CPU_AVX2 || NSA_CPU_AVX512 || NSA_CPU_AVX512BF16
   static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   static const bool avx512bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  if (isa == Isa::kAvx2) return avx2;
-  if (isa == Isa::kAvx512) return avx512;
-  if (isa == Isa::kAvx512Bf16) return avx512bf16;
+  if (isa == Isa::kAvx2) return NSA_CPU_AVX2 && avx2;
+  if (isa == Isa::kAvx512) return NSA_CPU_AVX512 && avx512;
+  if (isa == Isa::kAvx512Bf16) return NSA_CPU_AVX512BF16 && avx512bf16;
 #endif
   return false;
 }
