@@ -11,5 +11,9 @@ void add_train(CLI::App& app);
 void add_generate(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_info(CLI::App& app);
+void add_eval(CLI::App& app);
+void add_recall(CLI::App& app);
+void add_needle(CLI::App& app);
+void add_inspect(CLI::App& app);
 
 }  // namespace nsa::cli

@@ -20,6 +20,10 @@ int main(int argc, char** argv) {
   nsa::cli::add_generate(app);
   nsa::cli::add_bench(app);
   nsa::cli::add_info(app);
+  nsa::cli::add_eval(app);
+  nsa::cli::add_recall(app);
+  nsa::cli::add_needle(app);
+  nsa::cli::add_inspect(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

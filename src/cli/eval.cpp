@@ -1,0 +1,62 @@
+// nsa eval: loss on held-out documents, and by position in the context.
+#include <ATen/Parallel.h>
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/output.h"
+#include "lm/evaluate.h"
+#include "lm/subject.h"
+
+namespace nsa::cli {
+namespace {
+
+struct EvalCommand {
+  std::string checkpoint, json;
+  std::vector<std::string> data;
+  std::int64_t context = 0, tokens = 262144;
+  int threads = 0;
+
+  void run() const {
+    if (threads > 0) at::set_num_threads(threads);
+    const auto subject = lm::open_subject(checkpoint);
+    const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
+    const auto length = context > 0 ? context : subject.loaded.context;
+    const auto rows = lm::choose_rows(lm::make_rows(texts.documents, length), tokens);
+    const auto result = lm::evaluate(subject.model(), texts.documents, rows, subject.tokenizer->is_byte_level());
+    fmt::print("{}: {} tokens of {}, context {}\n", checkpoint, result.tokens, texts.source, length);
+    fmt::print("loss {:.4f} nats/token", result.loss);
+    if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
+    fmt::print("\n\n{:>15}  {:>10}  {:>9}\n", "position", "nats/token", "tokens");
+    for (const auto& part : result.by_position) {
+      fmt::print("{:>6} ..{:>6}  {:>11.4f}  {:>9}\n", part.from, part.to - 1, part.loss, part.tokens);
+    }
+    nlohmann::json out = {{"kind", "nsa-eval"},      {"checkpoint", checkpoint},
+                          {"data", texts.source},    {"documents", texts.documents.size()},
+                          {"tokens", result.tokens}, {"context", length}};
+    out.update(nlohmann::json(result));
+    write_json(json, out);
+  }
+};
+
+}  // namespace
+
+void add_eval(CLI::App& app) {
+  static std::unique_ptr<EvalCommand> state;  // the callback refers to it
+  state = std::make_unique<EvalCommand>();
+  auto* const command = app.add_subcommand("eval", "Measure the loss on held-out documents, and by position.");
+  command->add_option("checkpoint", state->checkpoint, "Run folder, or the model.safetensors in it")->required();
+  command->add_option("--data", state->data, "Text files or folders; without it the documents that the run held out");
+  command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
+      ->check(CLI::Range(0, 1 << 24));
+  command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all");
+  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  command->add_option("--json", state->json, "Write the results to this file");
+  command->callback([] { state->run(); });
+}
+
+}  // namespace nsa::cli

@@ -1,0 +1,116 @@
+// nsa inspect: which blocks a checkpoint's queries select on a text, and what its gates do.
+#include <ATen/Parallel.h>
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/output.h"
+#include "lm/error.h"
+#include "lm/inspect.h"
+#include "lm/subject.h"
+
+namespace nsa::cli {
+namespace {
+
+struct InspectCommand {
+  std::string checkpoint, json;
+  std::vector<std::string> data;
+  std::int64_t tokens = 0;
+  int queries = 64, threads = 0;
+  bool maps = false;
+
+  void run() const {
+    if (threads > 0) at::set_num_threads(threads);
+    const auto subject = lm::open_subject(checkpoint);
+    const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
+    // The longest document shows most of the selection.
+    const auto& document = *std::max_element(
+        texts.documents.begin(), texts.documents.end(),
+        [](const lm::Document& a, const lm::Document& b) { return a.tokens.size() < b.tokens.size(); });
+    const auto wanted = static_cast<std::size_t>(tokens > 0 ? tokens : subject.loaded.context);
+    const auto length = std::min(wanted, document.tokens.size());
+    const std::vector<std::int64_t> text(document.tokens.begin(),
+                                         document.tokens.begin() + static_cast<std::ptrdiff_t>(length));
+    const auto layers = lm::inspect(subject.model(), text, queries);
+    fmt::print("{}: the first {} tokens of {}\n", checkpoint, length, document.name);
+    print_table(layers);
+    if (maps) print_maps(layers, subject.model().config().nsa.block_size);
+    nlohmann::json out = {{"kind", "nsa-inspect"},
+                          {"checkpoint", checkpoint},
+                          {"document", document.name},
+                          {"tokens", length},
+                          {"block_size", subject.model().config().nsa.block_size},
+                          {"topk", subject.model().config().nsa.topk},
+                          {"layers", nlohmann::json::array()}};
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      nlohmann::json layer = layers[i];
+      layer["layer"] = i;
+      out["layers"].push_back(layer);
+    }
+    write_json(json, out);
+  }
+
+  static void print_table(const std::vector<lm::LayerView>& layers) {
+    fmt::print("{:>5} {:>7}  {:>21}  {:>8}  {:>15}  {:>9}\n", "", "", "mean gate", "not", "entropy of them",
+               "shared with");
+    fmt::print("{:>5} {:>7}  {:>6} {:>6} {:>7}  {:>8}  {:>7} {:>7}  {:>9}\n", "layer", "KV head", "cmp", "slc", "swa",
+               "forced", "nats", "of most", "neighbour");
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      const auto& layer = layers[i];
+      const std::size_t group = layer.gates_by_head.size() / layer.kv_heads.size();
+      for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
+        const auto& stats = layer.kv_heads[head].stats;
+        std::array<double, 3> gates{};
+        for (std::size_t h = head * group; h < (head + 1) * group; ++h) {
+          for (std::size_t b = 0; b < 3; ++b) gates[b] += layer.gates_by_head[h][b] / static_cast<double>(group);
+        }
+        fmt::print("{:>5} {:>7}  {:>6.3f} {:>6.3f} {:>7.3f}  {:>6.1f} %  {:>7.2f} {:>7.2f}  {:>8.1f}%\n", i, head,
+                   gates[0], gates[1], gates[2], 100 * stats.unforced_share, stats.entropy, stats.entropy_max,
+                   100 * stats.neighbour_overlap);
+      }
+    }
+  }
+
+  /// A line per query, a column per block: '#' chosen, '.' forced.
+  static void print_maps(const std::vector<lm::LayerView>& layers, int block_size) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      for (std::size_t head = 0; head < layers[i].kv_heads.size(); ++head) {
+        fmt::print("\nlayer {}, KV head {}: a line per query, a column per block of {} tokens; # chosen, . forced\n", i,
+                   head, block_size);
+        const auto& map = layers[i].kv_heads[head].map;
+        for (std::size_t q = 0; q < map.blocks.size(); ++q) {
+          std::string line(static_cast<std::size_t>(map.query_positions[q] / block_size + 1), ' ');
+          for (const auto block : map.blocks[q]) line[static_cast<std::size_t>(block)] = '#';
+          for (const auto block : map.forced[q]) line[static_cast<std::size_t>(block)] = '.';
+          fmt::print("{:>7} |{}|\n", map.query_positions[q], line);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void add_inspect(CLI::App& app) {
+  static std::unique_ptr<InspectCommand> state;  // the callback refers to it
+  state = std::make_unique<InspectCommand>();
+  auto* const command =
+      app.add_subcommand("inspect", "Look inside the attention: selected blocks and gates on a text.");
+  command->add_option("checkpoint", state->checkpoint, "Run folder, or the model.safetensors in it")->required();
+  command->add_option("--data", state->data,
+                      "Text files or folders, of which the longest is read; without it the held-out documents");
+  command->add_option("--tokens", state->tokens, "Tokens to read; 0: the context of the training")
+      ->check(CLI::Range(0, 1 << 24));
+  command->add_option("--queries", state->queries, "Queries of each selection map")->check(CLI::Range(1, 100000));
+  command->add_flag("--maps", state->maps, "Print the selection maps");
+  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  command->add_option("--json", state->json, "Write the results, maps included, to this file");
+  command->callback([] { state->run(); });
+}
+
+}  // namespace nsa::cli

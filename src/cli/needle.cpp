@@ -1,0 +1,101 @@
+// nsa needle: a line hidden at several depths of contexts of several lengths, as a heat map and as JSON.
+#include <ATen/Parallel.h>
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "cli/output.h"
+#include "lm/needle.h"
+
+namespace nsa::cli {
+namespace {
+
+struct NeedleCommand {
+  std::string checkpoint, json;
+  std::vector<std::string> data;
+  lm::NeedleOptions options;
+  int threads = 0;
+
+  void run() {
+    if (threads > 0) at::set_num_threads(threads);
+    const auto subject = lm::open_subject(checkpoint);
+    const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
+    if (options.lengths.empty()) {
+      const auto context = subject.loaded.context;
+      for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));
+    }
+    fmt::print("answer tokens right, percent (nats/token gained by the needle), {} samples each\n{:>9} ",
+               options.samples, "length");
+    for (const double depth : options.depths) fmt::print(" {:>14}", fmt::format("depth {:.2f}", depth));
+    fmt::print("\n");
+    const auto cells = lm::run_needle(subject, texts.documents, options, print_row);
+    write_json(json, to_json(cells));
+  }
+
+  /// The darker the shade, the better.
+  static void print_row(std::int64_t length, const std::vector<lm::NeedleCell>& row) {
+    static const std::string shades = " .:-=+*#%@";
+    fmt::print("{:>9} ", length);
+    for (const auto& cell : row) {
+      const auto shade = shades[static_cast<std::size_t>(cell.accuracy * static_cast<double>(shades.size() - 1))];
+      fmt::print(" {0}{0}{0} {1:>3.0f} ({2:>4.1f})", shade, 100 * cell.accuracy, cell.loss_without - cell.loss);
+    }
+    fmt::print("\n");
+    std::fflush(stdout);
+  }
+
+  nlohmann::json to_json(const std::vector<std::vector<lm::NeedleCell>>& cells) const {
+    nlohmann::json out = {{"kind", "nsa-needle"},
+                          {"checkpoint", checkpoint},
+                          {"lengths", options.lengths},
+                          {"depths", options.depths},
+                          {"samples", options.samples}};
+    const auto table = [&](double lm::NeedleCell::*field) {
+      std::vector<std::vector<double>> values;
+      for (const auto& row : cells) {
+        auto& line = values.emplace_back();
+        for (const auto& cell : row) line.push_back(cell.*field);
+      }
+      return values;
+    };
+    out["accuracy"] = table(&lm::NeedleCell::accuracy);
+    out["exact"] = table(&lm::NeedleCell::exact);
+    out["loss"] = table(&lm::NeedleCell::loss);
+    out["loss_without_needle"] = table(&lm::NeedleCell::loss_without);
+    return out;
+  }
+};
+
+}  // namespace
+
+void add_needle(CLI::App& app) {
+  static std::unique_ptr<NeedleCommand> state;  // the callback refers to it
+  state = std::make_unique<NeedleCommand>();
+  auto* const command =
+      app.add_subcommand("needle", "Hide a line at several depths of long contexts and ask a checkpoint for it.");
+  auto& options = state->options;
+  command->add_option("checkpoint", state->checkpoint, "Run folder, or the model.safetensors in it")->required();
+  command->add_option("--data", state->data,
+                      "Text files or folders for the haystack; without it the held-out documents");
+  command
+      ->add_option("--lengths", options.lengths, "Contexts, tokens; default: 1/8, 1/4, 1/2 and all of the training's")
+      ->delimiter(',')
+      ->check(CLI::Range(64, 1 << 24));
+  command->add_option("--depths", options.depths, "0: at the start, 1: at the end")
+      ->delimiter(',')
+      ->check(CLI::Range(0.0, 1.0));
+  command->add_option("--samples", options.samples, "Contexts of each length")->check(CLI::Range(1, 100000));
+  command->add_option("--needle", options.needle, "What is hidden; {key} and {value} are filled in");
+  command->add_option("--question", options.question, "What is asked at the end; the answer is {value}");
+  command->add_option("--seed", options.seed, "Of places, keys and values");
+  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  command->add_option("--json", state->json, "Write the results to this file");
+  command->callback([] { state->run(); });
+}
+
+}  // namespace nsa::cli

@@ -1,0 +1,35 @@
+// A checkpoint with what is needed to look at it: its tokenizer and the texts it is tried on.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lm/checkpoint.h"
+#include "lm/corpus.h"
+#include "lm/tokenizer.h"
+
+namespace nsa::lm {
+
+struct Subject {
+  LoadedModel loaded;
+  std::unique_ptr<Tokenizer> tokenizer;
+
+  const Model& model() const { return loaded.model; }
+};
+
+/// `path`: a run folder, or the model.safetensors in it. Throws Error.
+Subject open_subject(const std::string& path);
+
+struct SubjectTexts {
+  std::vector<Document> documents;
+  std::string source;  // for reports: the paths, or "held-out documents of RUN"
+};
+
+/// All documents of `paths` (files or folders); without paths those that the run at `checkpoint` held out. Throws Error
+/// when there are none, or when the run's data changed since (then what it was trained on might be among them).
+SubjectTexts open_texts(const std::string& checkpoint, const std::vector<std::string>& paths,
+                        const Tokenizer& tokenizer);
+
+}  // namespace nsa::lm
