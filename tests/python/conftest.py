@@ -1,5 +1,10 @@
+import os
 import sys
 from pathlib import Path
+
+# Read when the OpenMP runtime is loaded. The calls here are tiny: threads that spin between them only steal time from
+# each other, many times over where other work runs beside the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

@@ -51,7 +51,8 @@ def check(backend, operation, problem):
         plain_gradients, true_gradients = gradients(plain.out, plains, d_out), gradients(truth.out, truths, d_out)
         for name in inputs:
             assert found[name].dtype == dtype
-            assert_within_bound(f"d_{name}", found[name], plain_gradients[name], true_gradients[name])
+            cancelled = d_out.abs().max().item() if d_out.numel() and name[0] in "qk" else 0.0
+            assert_within_bound(f"d_{name}", found[name], plain_gradients[name], true_gradients[name], cancelled)
 
 
 def check_indices(problem, inputs, indices):
