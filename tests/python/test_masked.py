@@ -11,10 +11,11 @@ from problem import OPERATIONS, SMALL, Problem, assert_within_bound, cast, gradi
 
 PROBLEMS = {
     "batched": Problem([(70, 70)] * 2),
-    "one token": Problem([(1, 1)]),
-    "kernel_size - 1": Problem([(7, 7)]),
-    "kernel_size": Problem([(8, 8)]),
-    "kernel_size + 1": Problem([(9, 9)]),
+    # Many of the small ones, so that the largest error is not a matter of luck.
+    "one token": Problem([(1, 1)] * 40),
+    "kernel_size - 1": Problem([(7, 7)] * 20),
+    "kernel_size": Problem([(8, 8)] * 20),
+    "kernel_size + 1": Problem([(9, 9)] * 20),
     "continued": Problem([(5, 83)] * 2),
     "packed": Problem([(70, 70), (0, 0), (33, 33), (1, 1), (8, 8)], packed=True),
     "packed and continued": Problem([(3, 41), (0, 9), (16, 16), (0, 0), (30, 77)], packed=True),
@@ -31,7 +32,7 @@ PROBLEMS = {
 }
 
 
-def check(backend, operation, problem):
+def check(backend, operation, problem, luck=1.0):
     """Output, lse, indices and gradients; for float64 the plain computation is the truth itself."""
     for dtype in (torch.float64, torch.float32) if backend == "reference" else (torch.float32, torch.bfloat16):
         inputs = problem.inputs(operation, dtype)
@@ -42,7 +43,7 @@ def check(backend, operation, problem):
         truth = problem.by_masks(operation, truths, actual.indices)
         plain = problem.by_masks(operation, plains, actual.indices)
         assert actual.out.dtype == dtype
-        assert_within_bound("out", actual.out, plain.out, truth.out)
+        assert_within_bound("out", actual.out, plain.out, truth.out, luck=luck)
         if actual.lse is not None:
             assert actual.lse.dtype == torch.float32 and not actual.lse.requires_grad
             torch.testing.assert_close(actual.lse.double(), truth.lse, rtol=1e-5, atol=1e-5)
@@ -52,7 +53,8 @@ def check(backend, operation, problem):
         for name in inputs:
             assert found[name].dtype == dtype
             cancelled = d_out.abs().max().item() if d_out.numel() and name[0] in "qk" else 0.0
-            assert_within_bound(f"d_{name}", found[name], plain_gradients[name], true_gradients[name], cancelled)
+            three = found[name], plain_gradients[name], true_gradients[name]
+            assert_within_bound(f"d_{name}", *three, cancelled, luck)
 
 
 def check_indices(problem, inputs, indices):
@@ -99,13 +101,13 @@ def problems(draw):
     return Problem(lengths, cfg, heads, (draw(dims), draw(dims)), packed, seed=draw(st.integers(0, 99)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(problem=problems(), operation=st.sampled_from(OPERATIONS))
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_anything_valid(name, operation, problem):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NSA_BACKEND", name)
-        check(name, operation, problem)
+        check(name, operation, problem, luck=4.0)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
