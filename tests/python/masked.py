@@ -1,6 +1,6 @@
 """The operations as dense masked softmax in plain torch: every mask written out, gradients by torch's autograd.
 
-Written from docs/spec.md, not from the C++ code, so that the two check each other. It runs in the dtype of its inputs:
+Written from docs/operations.md, not from the C++ code, so that the two check each other. It runs in its inputs' dtype:
 float64 makes the truth, float32 and bfloat16 the plain same-precision computation of the error bound. One sequence at a
 time: q (Sq, H, Dk), k (Sk, Hkv, Dk), v (Sk, Hkv, Dv), query i at position i + Sk - Sq.
 """
