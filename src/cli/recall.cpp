@@ -17,14 +17,16 @@ namespace {
 
 struct RecallCommand {
   lm::RecallOptions options;
-  std::string json;
+  std::string json, phi = "mlp";
   int threads = 0;
   bool check = false;
 
-  void run() const {
+  void run() {
     if (threads > 0) at::set_num_threads(threads);
     const auto& task = options.task;
-    const auto model = lm::recall_model(task, lm::AttentionKind::kNsa);
+    auto& model = options.model;
+    model.phi = lm::compression_kind(phi);
+    model.v_head_dim = model.head_dim;
     fmt::print("{} key-value pairs in sequences of {} tokens, window {}, {} selected tokens\n", task.pairs,
                task.length(), model.nsa.window_size, model.nsa.topk * model.nsa.block_size);
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
@@ -61,6 +63,32 @@ void add_recall(CLI::App& app) {
   command->add_option("--tokens-per-step", state->options.tokens_per_step, "Tokens of an optimiser step")
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("--lr", state->options.lr, "Learning rate of AdamW");
+  auto& task = state->options.task;
+  const auto count = CLI::Range(1, 1 << 20);
+  command->add_option("--pairs", task.pairs, "Key-value pairs")->check(count)->group("Task");
+  command->add_option("--slot", task.slot, "Tokens from a key to the next")->check(CLI::Range(2, 1024))->group("Task");
+  command->add_option("--gap", task.gap, "Tokens between the last pair and the first question")
+      ->check(count)
+      ->group("Task");
+  command->add_option("--values", task.num_values, "Values to choose from")->check(count)->group("Task");
+  auto& model = state->options.model;
+  const auto model_option = [&](const char* name, int& value, const char* help) {
+    command->add_option(name, value, help)->check(count)->group("Model");
+  };
+  model_option("--layers", model.num_layers, "Layers");
+  model_option("--hidden-size", model.hidden_size, "Width, channels");
+  model_option("--ffn-size", model.ffn_size, "Inner width of the feed-forward layers, channels");
+  model_option("--heads", model.num_heads, "Query heads");
+  model_option("--kv-heads", model.num_kv_heads, "Key/value heads");
+  model_option("--head-dim", model.head_dim, "Channels of queries, keys and values");
+  model_option("--kernel-size", model.nsa.kernel_size, "l: tokens in a compression block");
+  model_option("--kernel-stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
+  model_option("--block-size", model.nsa.block_size, "l': tokens in a selection block");
+  model_option("--topk", model.nsa.topk, "n: selection blocks per query, forced ones included");
+  model_option("--window-size", model.nsa.window_size, "w: tokens of the sliding window");
+  command->add_option("--phi", state->phi, "Compression function: mean, linear or mlp")->group("Model");
+  command->add_flag("--share-kv", model.share_kv, "One key and one value projection for the three branches")
+      ->group("Model");
   command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
   command->add_flag("--check", state->check, "Exit code 1 unless NSA reaches 95 % and the window stays at chance");
   command->add_option("--json", state->json, "Write the results to this file");

@@ -4,12 +4,15 @@
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/empty.h>
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <utility>
 
+#include "lm/error.h"
 #include "lm/evaluate.h"
 #include "lm/optimizer.h"
 #include "lm/random.h"
@@ -41,12 +44,10 @@ class Trainer {
  public:
   Trainer(const RecallOptions& options, AttentionKind attention)
       : options_(options),
-        model_(recall_model(options.task, attention), options.seed),
+        model_(config_of(options, attention), options.seed),
         optimizer_(model_.parameters(), {.beta1 = 0.9, .beta2 = 0.98, .weight_decay = 0.01, .clip = 1}) {
     scale_initial_weights(model_);
   }
-
-  const Model& model() const { return model_; }
 
   /// One step on sequences of `pairs` pairs; returns loss and accuracy.
   std::pair<double, double> step(int pairs) {
@@ -74,6 +75,13 @@ class Trainer {
   }
 
  private:
+  static ModelConfig config_of(const RecallOptions& options, AttentionKind attention) {
+    ModelConfig config = options.model;
+    config.attention = attention;
+    config.vocab_size = options.task.vocab_size();
+    return config;
+  }
+
   const RecallOptions& options_;
   Model model_;
   AdamW optimizer_;
@@ -122,10 +130,8 @@ RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, 
   return data;
 }
 
-ModelConfig recall_model(const RecallTask& task, AttentionKind attention) {
+ModelConfig recall_model() {
   ModelConfig config;
-  config.attention = attention;
-  config.vocab_size = task.vocab_size();
   config.num_layers = 2;
   config.hidden_size = 64;
   config.num_heads = 2;
@@ -148,6 +154,11 @@ bool RecallReport::as_expected() const {
 }
 
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step) {
+  const auto& task = options.task;
+  const int reach = options.model.num_layers * (options.model.nsa.window_size - 1);
+  if (task.gap <= reach) {
+    throw Error(fmt::format("gap = {}: must be more than layers * (window_size - 1) = {}", task.gap, reach));
+  }
   const auto start = std::chrono::steady_clock::now();
   RecallReport report;
   report.options = options;
