@@ -34,6 +34,11 @@ at::Tensor gradient_of(const at::Tensor& like, bool wanted = true) {
   return like.defined() && wanted ? at::empty(like.sizes(), like.options()) : at::Tensor();
 }
 
+/// torch's Function takes no undefined inputs where gradients are recorded: an absent weight travels as an empty
+/// tensor.
+at::Tensor packed_up(const at::Tensor& optional) { return optional.defined() ? optional : at::empty({0}); }
+at::Tensor unpacked(const at::Tensor& tensor) { return tensor.numel() > 0 ? tensor : at::Tensor(); }
+
 class Compress : public Function<Compress> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& k, const at::Tensor& pe, const at::Tensor& w1,
@@ -55,7 +60,8 @@ class Compress : public Function<Compress> {
     params.forward = params_of(saved, ctx->saved_data["kind"].toInt(), unpack(ctx->saved_data["cfg"]));
     params.d_out = view_of(d_outputs[0]);
     variable_list gradients(9);
-    for (std::size_t i = 0; i < 6; ++i) gradients[i] = gradient_of(saved[i]);
+    gradients[0] = gradient_of(saved[0]);
+    for (std::size_t i = 1; i < 6; ++i) gradients[i] = gradient_of(unpacked(saved[i]));
     params.d_k = view_of(gradients[0]);
     params.d_weights.pe = view_of(gradients[1]);
     params.d_weights.w1 = view_of(gradients[2]);
@@ -80,12 +86,8 @@ class Compress : public Function<Compress> {
   static CompressParams params_of(const variable_list& saved, std::int64_t kind, const NSAConfig& cfg) {
     CompressParams params;
     params.k = view_of(saved[0]);
-    params.weights = {static_cast<CompressionKind>(kind),
-                      view_of(saved[1]),
-                      view_of(saved[2]),
-                      view_of(saved[3]),
-                      view_of(saved[4]),
-                      view_of(saved[5])};
+    params.weights = {static_cast<CompressionKind>(kind), view_of(unpacked(saved[1])), view_of(unpacked(saved[2])),
+                      view_of(unpacked(saved[3])),        view_of(unpacked(saved[4])), view_of(unpacked(saved[5]))};
     params.cu_seqlens = view_of(saved[6]);
     params.cfg = cfg;
     return params;
@@ -248,8 +250,8 @@ CompressionWeights CompressionTensors::views() const {
 
 at::Tensor compress(const at::Tensor& k, const CompressionTensors& weights, const NSAConfig& cfg,
                     const at::Tensor& cu_seqlens) {
-  return Compress::apply(k, weights.pe, weights.w1, weights.b1, weights.w2, weights.b2, cu_seqlens,
-                         static_cast<std::int64_t>(weights.kind), cfg);
+  return Compress::apply(k, packed_up(weights.pe), packed_up(weights.w1), packed_up(weights.b1), packed_up(weights.w2),
+                         packed_up(weights.b2), cu_seqlens, static_cast<std::int64_t>(weights.kind), cfg);
 }
 
 NsaOutputs nsa_attention(const NsaInputs& in, const NSAConfig& cfg) {
