@@ -188,6 +188,19 @@ def test_folded_tokens_are_compressed_tokens(backend, layer):
     assert torch.equal(cache.k_c[:, : SMALL.num_compressed(50)], nsa.compress(k, weights, SMALL))
 
 
+def test_compiled_steps(backend, layer):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 60, 32)
+    outs = []
+    for module in (layer, compiled):
+        cache = layer.make_cache(2, 64, page_size=16)
+        cache.reserve(64)
+        outs.append(feed(module, cache, x, [40, 1, 1, 1, 1, 16]))
+        assert cache.cache_seqlens.tolist() == [60, 60]
+    assert torch.equal(*outs)
+
+
 def test_bfloat16(layer):
     layer = layer.bfloat16()
     x = torch.randn(2, 60, 32).bfloat16()
