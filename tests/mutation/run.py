@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""Do the C++ tests notice planted faults?
+
+Copies the sources to a scratch folder, checks that the tests pass there, then plants one fault at a time in the CPU
+backend, rebuilds and runs the tests: each fault must make them fail. Writes docs/results/mutation.md.
+
+    tests/mutation/run.py [--keep] [--only NAME]
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = ROOT / "docs" / "results" / "mutation.md"
+KERNELS = "src/cpu/kernels/"
+# The programs that check what the CPU backend computes, each run with the best instruction set of this machine.
+TESTS = ["inputs_test", "invariance_test", "isolation_test", "selection_test", "grid_test"]
+
+
+@dataclass
+class Fault:
+    """A fault as a replacement of source text that occurs exactly once."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+FAULTS = [
+    Fault(
+        "visibility off by one: a compression block is seen one token late",
+        KERNELS + "branches.h",
+        "cfg_.num_compressed(queries_.position(group, a) + 1)",
+        "cfg_.num_compressed(queries_.position(group, a))",
+    ),
+    Fault(
+        "window off by one: one token short",
+        KERNELS + "branches.h",
+        "std::max<std::int64_t>(0, end - window_size_)",
+        "std::max<std::int64_t>(0, end - window_size_ + 1)",
+    ),
+    Fault(
+        "all overlap weights 1",
+        KERNELS + "select.cpp",
+        """    for (std::int64_t i = j * per_block; i < (j + 1) * per_block; ++i)
+      for (std::int64_t b = 0; b < per_key; ++b) sum += sums[i - b];
+""",
+        """    for (std::int64_t i = j * per_block - per_key + 1; i < (j + 1) * per_block; ++i) sum += sums[i];
+""",
+    ),
+    Fault(
+        "tie order reversed: to the higher index",
+        KERNELS + "select.cpp",
+        """  for (std::int64_t j = 0; j < n; ++j)
+    if (ranks[j] > low || (ranks[j] == low && ties-- > 0))""",
+        """  ties -= std::count(ranks, ranks + n, static_cast<std::int32_t>(low));
+  for (std::int64_t j = 0; j < n; ++j)
+    if (ranks[j] > low || (ranks[j] == low && ties++ >= 0))""",
+    ),
+    Fault(
+        "a forced block dropped: the first of the local ones",
+        KERNELS + "select.cpp",
+        "last = all ? candidates : candidates - cfg_.local_blocks;",
+        "last = all ? candidates : candidates - cfg_.local_blocks + 1;",
+    ),
+    Fault(
+        "one head missing from the group sum",
+        KERNELS + "select.cpp",
+        "for (int h = 0; h < p.heads; ++h) sum = fma(",
+        "for (int h = 0; h + 1 < p.heads; ++h) sum = fma(",
+    ),
+    Fault(
+        "two gates swapped in nsa_attention",
+        KERNELS + "nsa_forward.h",
+        "enum Gate { kCompressed, kSelected, kWindow };",
+        "enum Gate { kSelected, kCompressed, kWindow };",
+    ),
+    Fault(
+        "two gates swapped in combine",
+        KERNELS + "combine.cpp",
+        "gx = to_float(g[0]), gy = to_float(g[1])",
+        "gx = to_float(g[1]), gy = to_float(g[0])",
+    ),
+]
+
+
+def copy_sources(scratch: Path) -> None:
+    """What git tracks or would track, without what is built."""
+    files = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-co", "--exclude-standard"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    for name in files:
+        if (ROOT / name).is_file():
+            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, scratch / name)
+
+
+def build(scratch: Path) -> None:
+    folder = scratch / "build"
+    if not folder.exists():
+        subprocess.run(
+            ["cmake", "-S", scratch, "-B", folder, "-G", "Ninja", "-DNSA_BUILD_LM=OFF", "-DNSA_BUILD_TESTS=ON"],
+            check=True,
+            capture_output=True,
+        )
+    result = subprocess.run(["ninja", "-C", folder, *TESTS], capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"the sources do not build:\n{result.stdout[-4000:]}")
+
+
+def run_tests(scratch: Path) -> dict[str, list[str]]:
+    """The failed tests of each program."""
+    failed = {}
+    for test in TESTS:
+        result = subprocess.run(
+            [scratch / "build" / "bin" / test, "--gtest_brief=1"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1200,
+            env={key: value for key, value in os.environ.items() if key != "NSA_CPU_ISA"},
+        )
+        names = re.findall(r"^\[  FAILED  \] ([\w/.]+)", result.stdout, re.MULTILINE)
+        if result.returncode and not names:
+            names = [f"{test} ended with {result.returncode}"]
+        if result.returncode:
+            failed[test] = names
+    return failed
+
+
+def summary(failed: dict[str, list[str]]) -> str:
+    if not failed:
+        return "**nothing**"
+    kinds = {}
+    for test, names in failed.items():
+        for name in names:
+            # Suite/Class.Test/case -> Class.Test
+            kind = name.split("/")[1] if name.count("/") > 1 else name
+            kinds[test, kind] = kinds.get((test, kind), 0) + 1
+    return ", ".join(f"{test}: {kind} ({count})" for (test, kind), count in kinds.items())
+
+
+def plant(scratch: Path, fault: Fault) -> str:
+    """Returns the text that was there."""
+    path = scratch / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        sys.exit(f"{fault.name}: {fault.file} holds the text to replace {text.count(fault.old)} times, not once")
+    path.write_text(text.replace(fault.old, fault.new))
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="keep the scratch folder")
+    parser.add_argument("--only", default="", help="faults whose name contains this; writes no report")
+    arguments = parser.parse_args()
+
+    scratch = Path(tempfile.mkdtemp(prefix="nsa-mutation-"))
+    rows, missed = [], []
+    try:
+        copy_sources(scratch)
+        build(scratch)
+        if failed := run_tests(scratch):
+            sys.exit(f"the tests fail without any fault: {summary(failed)}")
+        for fault in FAULTS:
+            if arguments.only not in fault.name:
+                continue
+            start = time.monotonic()
+            original = plant(scratch, fault)
+            build(scratch)
+            failed = run_tests(scratch)
+            (scratch / fault.file).write_text(original)
+            if not failed:
+                missed.append(fault.name)
+            rows.append(f"| {fault.name} | `{fault.file}` | {summary(failed)} |")
+            print(f"{'caught' if failed else 'MISSED'} in {time.monotonic() - start:.0f} s: {fault.name}", flush=True)
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(scratch)
+    if not arguments.only:
+        REPORT.parent.mkdir(parents=True, exist_ok=True)
+        REPORT.write_text(
+            "# Planted faults\n\n"
+            "`make mutation` plants these faults one at a time in a copy of the CPU backend, rebuilds it and runs the\n"
+            "C++ tests that check what it computes. Each has to make them fail. In brackets: how many cases failed.\n\n"
+            "| fault | where | noticed by |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
