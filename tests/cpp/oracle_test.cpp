@@ -132,6 +132,23 @@ TEST(Oracle, WindowIncludesTheQuery) {
   EXPECT_NEAR(o.get({0, 20, 0, 0}), 18, 1e-12);  // mean of 16 ... 20
 }
 
+TEST(Oracle, TakesEveryType) {
+  // The dtype decides what the inputs can hold and how the output is rounded, nothing else.
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const Problem p({.dtype = dtype, .q_lens = {40}, .cfg = small_config()});
+    Problem wide({.dtype = DType::kFloat64, .q_lens = {40}, .cfg = small_config()});
+    for (auto [from, to] : {std::pair{&p.q, &wide.q}, {&p.k_swa, &wide.k_swa}, {&p.v_swa, &wide.v_swa}})
+      assign(*from, *to);
+    const Tensor o = p.query_rows(4, 64, dtype), expected = wide.query_rows(4, 64, DType::kFloat64);
+    SlidingWindowAttentionParams f = p.window(), wide_f = wide.window();
+    f.o = o, wide_f.o = expected;
+    ASSERT_TRUE(reference::sliding_window_attention(f, Context{}).ok());
+    ASSERT_TRUE(reference::sliding_window_attention(wide_f, Context{}).ok());
+    const std::vector<double> x = values_of(o), y = values_of(expected);
+    for (std::size_t i = 0; i < x.size(); ++i) ASSERT_EQ(x[i], rounded(y[i], dtype)) << name_of(dtype);
+  }
+}
+
 TEST(Oracle, PlainComputationRounds) {
   // With a precision the oracle is as far from itself as that precision, no further.
   const Problem p({.dtype = DType::kFloat64, .q_lens = {64}, .cfg = small_config()});

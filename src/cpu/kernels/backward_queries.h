@@ -30,7 +30,13 @@ class QueryWorker {
     load_queries(call, item, number, out);
     std::fill_n(d_q_.data(), group_.heads * group_.key_columns, 0.0f);
     for (std::size_t b = 0; b < branches.size(); ++b) {
-      load_rows(call, branches[b].call, b, item);
+      std::int64_t seen = 0;
+      for (std::int64_t i = item.entries[b]; i < item.entries[b + 1]; ++i) {
+        const Entry& entry = chunk.entries()[static_cast<std::size_t>(i)];
+        seen += entry.end - entry.begin;
+      }
+      // The softmax of one key is constant: a difference of d_p and dot would be rounding alone.
+      load_rows(call, branches[b].call, b, item, seen == 1 ? 0 : call.scale);
       for (std::int64_t i = item.entries[b]; i < item.entries[b + 1]; ++i)
         meet(call, branches[b], item, chunk.entries()[static_cast<std::size_t>(i)], i, out);
     }
@@ -47,7 +53,7 @@ class QueryWorker {
  private:
   /// What a head contributes to p and d_s: p = factor * exp2(score * scale - shift), d_s = scale * p * (d_p - dot).
   struct Row {
-    float shift, factor, dot;
+    float shift, factor, dot, scale;
     bool empty;  // lse = -inf: no probabilities
   };
 
@@ -70,7 +76,8 @@ class QueryWorker {
   }
 
   /// Per head: lse, gate and d_o * o, which also is the gradient of the gate.
-  void load_rows(const BackwardCall& call, const BranchCall& branch, std::size_t number, const Item& item) {
+  void load_rows(const BackwardCall& call, const BranchCall& branch, std::size_t number, const Item& item,
+                 float scale) {
     const Sequence& s = call.sequences[item.sequence];
     const LseView<const float> lse = lse_of<const float>(branch.lse, s.batch, s.q_begin);
     const auto row = [&](const TensorView& tensor, std::int64_t head) {
@@ -86,7 +93,7 @@ class QueryWorker {
       for (; d < group_.value_dim; ++d) dot += to_float(d_o[d]) * to_float(o[d]);
       const float l = lse.at(item.row, head),
                   gate = call.gates.defined() ? to_float(row(call.gates, head)[number]) : 1.0f;
-      rows_[static_cast<std::size_t>(h)] = {l * kLog2E, gate, dot, l == -kInf};
+      rows_[static_cast<std::size_t>(h)] = {l * kLog2E, gate, dot, scale, l == -kInf};
       if (call.d_gates.defined())
         from_float(dot, rows_of<In>(call.d_gates, s.batch, s.q_begin).at(item.row, head)[number]);
     }
@@ -134,10 +141,11 @@ class QueryWorker {
     for (int h = 0; h < group_.heads; ++h) {
       const Row& row = rows_[static_cast<std::size_t>(h)];
       const Vec factor = splat(row.factor), shift = splat(-row.shift), dot = splat(row.dot);
+      const Vec d_s_scale = splat(row.scale);
       for (int c = entry.first(); c < entry.last(); c += kWidth) {
         const std::size_t at = static_cast<std::size_t>(h * kBlockTokens + c);
         Vec p = factor * exp2(fma(load(&scores_[at]), splat(scale * kLog2E), shift));
-        Vec d_s = splat(scale) * (p * (load(&d_p_[at]) - dot));
+        Vec d_s = d_s_scale * (p * (load(&d_p_[at]) - dot));
         if (partly || row.empty) {
           const IVec seen = row.empty ? IVec{} : lanes(entry.begin - c, entry.end - c);
           p = select(seen, p, Vec{});
