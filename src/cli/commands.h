@@ -15,5 +15,6 @@ void add_eval(CLI::App& app);
 void add_recall(CLI::App& app);
 void add_needle(CLI::App& app);
 void add_inspect(CLI::App& app);
+void add_debug(CLI::App& app);
 
 }  // namespace nsa::cli

@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
   nsa::cli::add_recall(app);
   nsa::cli::add_needle(app);
   nsa::cli::add_inspect(app);
+  nsa::cli::add_debug(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -24,6 +24,7 @@ constexpr int kFirstPairs = 4;
 constexpr double kGrowAt = 0.9, kSuccess = 0.97;  // accuracies
 constexpr double kMemory = 0.8;                   // of the running accuracy, per step
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
+constexpr std::int64_t kDecaySteps = 400;  // at the full length, down to a tenth of the learning rate
 constexpr int kEvaluationSequences = 32;
 /// The language model's initial deviation, 0.02, suits wide layers. At width 64 signals start too small to learn from.
 constexpr double kInitialScale = 5;
@@ -49,18 +50,22 @@ class Trainer {
     scale_initial_weights(model_);
   }
 
-  /// One step on sequences of `pairs` pairs; returns loss and accuracy.
-  std::pair<double, double> step(int pairs) {
+  struct Plan {
+    int pairs = 0;  // of the sequences
+    double lr = 0;
+  };
+
+  /// One step; returns loss and accuracy.
+  std::pair<double, double> step(const Plan& plan) {
     RecallTask shape = options_.task;
-    shape.pairs = pairs;
+    shape.pairs = plan.pairs;
     const auto sequences = std::max<std::int64_t>(1, options_.tokens_per_step / shape.length());
-    const auto data = make_recall_batch(options_.task, pairs, static_cast<int>(sequences),
+    const auto data = make_recall_batch(options_.task, plan.pairs, static_cast<int>(sequences),
                                         derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
     const auto logits = model_.forward(data.batch).index_select(0, data.queries);
     const auto loss = token_losses(logits, data.answers).mean();
     loss.backward();
-    const double warmup = std::min(1.0, static_cast<double>(steps_ + 1) / kWarmupSteps);
-    optimizer_.step(options_.lr * warmup);
+    optimizer_.step(plan.lr);
     ++steps_;
     return {loss.item<float>(), accuracy(logits.detach(), data.answers)};
   }
@@ -163,15 +168,19 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
   RecallReport report;
   report.options = options;
   Trainer sparse(options, AttentionKind::kNsa);
-  std::vector<int> lengths;  // pairs at each step
+  std::vector<Trainer::Plan> plans;  // of each step
+  std::int64_t at_full_length = 0;   // steps
   int pairs = std::min(kFirstPairs, options.task.pairs);
   double running = 0;
   std::int64_t left = options.most_steps;
   while (left-- > 0) {
-    const auto [loss, share] = sparse.step(pairs);
-    lengths.push_back(pairs);
+    const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
+    if (pairs == task.pairs) ++at_full_length;
+    const double decay = std::max(0.1, 1 - static_cast<double>(at_full_length) / kDecaySteps);
+    plans.push_back({pairs, options.lr * warmup * decay});
+    const auto [loss, share] = sparse.step(plans.back());
     running = kMemory * running + (1 - kMemory) * share;
-    const auto step = static_cast<std::int64_t>(lengths.size());
+    const auto step = static_cast<std::int64_t>(plans.size());
     if (step % kHistoryEvery == 0 || left == 0) {
       report.history.push_back({step, pairs, loss, running});
       on_step(report.history.back());
@@ -190,7 +199,7 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
   report.nsa_without_slc = sparse.evaluate({1, 0, 1});
 
   Trainer window(options, AttentionKind::kWindow);
-  for (const int at_this_step : lengths) window.step(at_this_step);
+  for (const auto& plan : plans) window.step(plan);
   report.window = window.evaluate();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return report;

@@ -1,0 +1,47 @@
+// nsa debug compare: a call that NSA_DUMP wrote, run again and compared with the oracle.
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cli/commands.h"
+#include "lm/dump_call.h"
+#include "nsa/backend.h"
+
+namespace nsa::cli {
+namespace {
+
+void compare(const std::string& path) {
+  const auto call = lm::read_dump(path);
+  fmt::print("{}: {} on the backend chosen by default ({}) against the fp64 oracle\n", path, call.operation,
+             variant_of(Backend::kCPU));
+  fmt::print("{:<22} {:>12} {:>12} {:>12}  {}\n", "output", "max error", "max |oracle|", "of it", "");
+  for (const auto& d : lm::compare_with_oracle(call)) {
+    if (d.is_integer) {
+      fmt::print("{:<22} {:>38.2f}  percent of rows equal\n", d.name, 100 * d.rows_equal);
+      continue;
+    }
+    fmt::print(
+        "{:<22} {:>12.3e} {:>12.3e} {:>12.3e}  {}\n", d.name, d.max_error, d.max_oracle,
+        d.max_oracle > 0 ? d.max_error / d.max_oracle : 0,
+        d.not_finite_differ > 0 ? fmt::format("{} elements are not finite in one alone", d.not_finite_differ) : "");
+  }
+}
+
+}  // namespace
+
+void add_debug(CLI::App& app) {
+  static std::vector<std::string> dumps;  // the callback refers to them
+  auto* const debug = app.add_subcommand("debug", "Tools for whoever looks for an error.");
+  debug->require_subcommand(1);
+  auto* const command =
+      debug->add_subcommand("compare", "Run dumped calls again and print how far each output is from the oracle's.");
+  command->add_option("dump", dumps, "Files that a program run with NSA_DUMP=folder left there")->required();
+  command->callback([] {
+    for (const auto& path : dumps) compare(path);
+  });
+}
+
+}  // namespace nsa::cli

@@ -1,0 +1,78 @@
+// A call of libnsa that NSA_DUMP wrote to a file, ready to be run again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lm/safetensors.h"
+#include "nsa/cache.h"
+#include "nsa/operations.h"
+
+namespace nsa::lm {
+
+struct DumpedCall {
+  std::string path, operation;
+  Metadata scalars;
+  std::map<std::string, at::Tensor> tensors;
+};
+
+/// Throws Error unless it is a dump.
+DumpedCall read_dump(const std::string& path);
+
+/// The tensors of one repetition of a call: its inputs under their dumped names, and fresh outputs.
+class CallArguments {
+ public:
+  /// `exact`: in float64, as the reference backend takes it; log-sums, rotations and integers keep their type.
+  CallArguments(const DumpedCall& call, bool exact);
+
+  /// A tensor of the dump; undefined where the call was made without it.
+  TensorView in(const std::string& name) const;
+  /// One that the call reads and changes: a copy, which counts as an output.
+  TensorView state(const std::string& name);
+  TensorView out(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype);
+  TensorView out(const std::string& name, at::IntArrayRef shape) { return out(name, shape, dtype_); }
+  /// Of the shape and type of an input; undefined where that is.
+  TensorView out_like(const std::string& name, const std::string& input);
+
+  at::IntArrayRef shape(const std::string& name) const;
+  bool has(const std::string& name) const { return inputs_.count(name) > 0; }
+
+  NSAConfig config() const;
+  Packed packed() const;
+  CompressionWeights weights(const std::string& prefix) const;
+  std::optional<double> softmax_scale() const;
+  /// A scalar of the dump. Throws Error when it is missing or no number.
+  template <class T>
+  T scalar(const std::string& name) const;
+
+  const std::vector<std::pair<std::string, at::Tensor>>& outputs() const { return outputs_; }
+
+ private:
+  const DumpedCall& call_;
+  at::ScalarType dtype_ = at::kFloat;  // of the call's tensors
+  std::map<std::string, at::Tensor> inputs_;
+  std::vector<std::pair<std::string, at::Tensor>> outputs_;
+};
+
+/// Runs the call on `backend`. Throws Error for an operation that cannot be repeated, or when the backend refuses.
+/// `imposed`: the blocks that nsa_attention and decode are to attend to, if not their own choice.
+void run_call(const DumpedCall& call, CallArguments& arguments, Backend backend, const at::Tensor& imposed = {});
+
+/// How far an output of `got` is from the oracle's.
+struct Difference {
+  std::string name;
+  double max_error = 0, max_oracle = 0;  // over the elements that are finite in both
+  std::int64_t not_finite_differ = 0;    // elements that are NaN or infinite in one alone, or unequally so
+  double rows_equal = 1;                 // integers: share of rows (last dimension) that are the same
+  bool is_integer = false;
+};
+
+/// The backend that a call takes by default against the oracle, output by output. Blocks that it selected are imposed
+/// on the oracle, so that a tie decided otherwise does not count as an error of the attention.
+std::vector<Difference> compare_with_oracle(const DumpedCall& call);
+
+}  // namespace nsa::lm
