@@ -4,6 +4,7 @@
 
 #include "cpu/kernels/backward_keys.h"
 #include "cpu/kernels/backward_queries.h"
+#include "cpu/kernels/queries.h"
 
 namespace nsa::cpu::NSA_ISA {
 namespace {
@@ -42,8 +43,8 @@ class Backward {
       write(branch, branch.d_k, branch.call.d_k);
       write(branch, branch.d_v, branch.call.d_v);
     }
-    fill_unused_rows(call_.d_q, rows_used());
-    fill_unused_rows(call_.d_gates, rows_used());
+    fill_unused_rows<In>(call_.d_q, rows_used(call_.sequences));
+    fill_unused_rows<In>(call_.d_gates, rows_used(call_.sequences));
   }
 
  private:
@@ -107,22 +108,10 @@ class Backward {
       for (std::int64_t head = 0; head < call_.kv_heads; ++head)
         for (std::int64_t t = 0; t < span.length; ++t) {
           const float* x = sums.data() + ((branch.key_of(s, head) - branch.first_key) * kBlockTokens + t) * columns;
-          for (std::int64_t d = 0; d < dim; ++d) from_float(x[d], rows.at(t, head)[d]);
+          store_row(x, static_cast<int>(dim), rows.at(t, head));
         }
     }
-    fill_unused_rows(gradient, used);
-  }
-
-  std::int64_t rows_used() const {
-    return call_.sequences.empty() ? 0 : call_.sequences.back().q_begin + call_.sequences.back().q_len;
-  }
-
-  static void fill_unused_rows(const TensorView& gradient, std::int64_t used) {
-    if (!gradient.defined() || gradient.rank == 4) return;
-    const RowView<In> rows = rows_of<In>(gradient, 0, 0);
-    for (std::int64_t row = used; row < gradient.size(0); ++row)
-      for (std::int64_t head = 0; head < gradient.size(1); ++head)
-        std::fill_n(rows.at(row, head), gradient.size(2), In{});
+    fill_unused_rows<In>(gradient, used);
   }
 
   const BackwardCall& call_;

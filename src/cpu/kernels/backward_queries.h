@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/kernels/attention_backward.h"
+#include "cpu/kernels/queries.h"
 
 namespace nsa::cpu::NSA_ISA {
 
@@ -43,11 +44,9 @@ class QueryWorker {
     if (!call.d_q.defined()) return;
     const Sequence& s = call.sequences[item.sequence];
     const RowView<In> d_q = rows_of<In>(call.d_q, s.batch, s.q_begin);
-    for (int h = 0; h < group_.heads; ++h) {
-      In* row = d_q.at(item.row, item.kv_head * group_.heads + h);
-      for (int d = 0; d < group_.key_dim; ++d)
-        from_float(d_q_[static_cast<std::size_t>(h * group_.key_columns + d)], row[d]);
-    }
+    for (int h = 0; h < group_.heads; ++h)
+      store_row(d_q_.data() + h * group_.key_columns, group_.key_dim,
+                d_q.at(item.row, item.kv_head * group_.heads + h));
   }
 
  private:

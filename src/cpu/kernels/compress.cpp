@@ -4,6 +4,7 @@
 
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/queries.h"
 
 namespace nsa::cpu::NSA_ISA {
 namespace {
@@ -44,14 +45,14 @@ void forward(const CompressParams& p, const Context& context) {
   const auto out = [&](const BlockRun& run, std::int64_t block) {
     return rows_of<In>(p.out, run.s.batch, run.s.c_begin).at(block, run.head);
   };
-#pragma omp parallel for schedule(dynamic) num_threads(threads_of(context))
-  for (const Pieces& pieces : tasks) {
+  parallel_for(static_cast<std::int64_t>(tasks.size()), context, [&](std::int64_t task) {
+    const Pieces& pieces = tasks[static_cast<std::size_t>(task)];
     if (p.weights.kind == CompressionKind::kMean) {
       Buffer<float> sum(phi.dim);
       for (const Piece& piece : pieces)
         for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i)
           mean(phi, *piece.run, i, sum, out(*piece.run, i));
-      continue;
+      return;
     }
     const std::int64_t set = phi.set_of(*pieces[0].run);
     Buffer<float> y = phi.first_layer(pieces);
@@ -62,11 +63,8 @@ void forward(const CompressParams& p, const Context& context) {
       for (std::int64_t i = piece.begin; i < piece.begin + piece.count; ++i, row += phi.dim_stride)
         for (std::int64_t c = 0; c < phi.dim; ++c)
           from_float(row[c] + (b2 ? to_float(b2[c]) : 0.0f), out(*piece.run, i)[c]);
-  }
-  if (p.out.rank == 4) return;
-  const std::int64_t used = phi.runs.empty() ? 0 : phi.runs.back().s.c_begin + phi.runs.back().s.c_len;
-  for (std::int64_t i = used; i < p.out.size(0); ++i)
-    for (std::int64_t h = 0; h < phi.heads; ++h) std::fill_n(rows_of<In>(p.out, 0, i).at(0, h), phi.dim, In{});
+  });
+  fill_unused_rows<In>(p.out, phi.runs.empty() ? 0 : phi.runs.back().s.c_begin + phi.runs.back().s.c_len);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "cpu/kernels/compress.h"
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/queries.h"
 
 namespace nsa::cpu::NSA_ISA {
 namespace {
@@ -31,13 +32,6 @@ struct Backward {
     return d_weight.as<In>() + set * d_weight.stride[0] + i * d_weight.stride[1];
   }
   bool in_set(const BlockRun& run, std::int64_t set) const { return phi.set_of(run) == set; }
-
-  /// f(i) for i < count, each on one thread.
-  template <class F>
-  void parallel(std::int64_t count, const F& f) const {
-#pragma omp parallel for schedule(dynamic) num_threads(threads_of(context))
-    for (std::int64_t i = 0; i < count; ++i) f(i);
-  }
 
   /// Gradient of the first layer's output, and the hidden values for d_w2.
   void gradient_of_first_layer(const Pieces& pieces) {
@@ -135,8 +129,7 @@ struct Backward {
                                      count, [&](std::int64_t i) { return d_out(run, i); }, phi.dim, run.s.c_len,
                                      sum.data(), phi.dim_stride);
     for (std::int64_t i = 0; i < count; ++i)
-      for (std::int64_t c = 0; c < phi.dim; ++c)
-        from_float(sum[i * phi.dim_stride + c], gradient_row(p.d_weights.w2, set, e + i)[c]);
+      store_row(&sum[i * phi.dim_stride], static_cast<int>(phi.dim), gradient_row(p.d_weights.w2, set, e + i));
   }
 
   /// d_k of the tokens [g*d, (g + count)*d). The s-th d tokens of a block are the g-th of the sequence for block g - s:
@@ -181,12 +174,9 @@ struct Backward {
         parts.push_back({&run, g, std::min(kTokenGroups, groups - g)});
       for (std::int64_t t = groups * phi.d; t < run.s.k_len; ++t) std::fill_n(d_token(run, t), phi.dim, In{});
     }
-    parallel(static_cast<std::int64_t>(parts.size()),
-             [&](std::int64_t i) { gradient_of_tokens(*parts[i].run, parts[i].group, parts[i].count); });
-    if (p.d_k.rank == 4) return;
-    const std::int64_t used = phi.runs.empty() ? 0 : phi.runs.back().s.k_begin + phi.runs.back().s.k_len;
-    for (std::int64_t t = used; t < p.d_k.size(0); ++t)
-      for (std::int64_t h = 0; h < phi.heads; ++h) std::fill_n(rows_of<In>(p.d_k, 0, t).at(0, h), phi.dim, In{});
+    parallel_for(static_cast<std::int64_t>(parts.size()), context,
+                 [&](std::int64_t i) { gradient_of_tokens(*parts[i].run, parts[i].group, parts[i].count); });
+    fill_unused_rows<In>(p.d_k, phi.runs.empty() ? 0 : phi.runs.back().s.k_begin + phi.runs.back().s.k_len);
   }
 
   void run() {
@@ -194,17 +184,18 @@ struct Backward {
     if (phi.mlp()) hidden = Buffer<Element>(phi.blocks * phi.width_stride);
     d_b1 = Buffer<float>(phi.sets * phi.width_stride);
     const std::vector<Pieces> tasks = phi.tasks(phi.blocks_per_task(context));
-    parallel(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i) { gradient_of_first_layer(tasks[i]); });
+    parallel_for(static_cast<std::int64_t>(tasks.size()), context,
+                 [&](std::int64_t i) { gradient_of_first_layer(tasks[i]); });
     if (phi.w.kind != CompressionKind::kMean) {
-      parallel(phi.sets, [&](std::int64_t set) { gradient_of_biases(set); });
+      parallel_for(phi.sets, context, [&](std::int64_t set) { gradient_of_biases(set); });
       const std::int64_t chunks = ceil_div(phi.dim, kGradientRows);
-      parallel(phi.sets * phi.l * chunks, [&](std::int64_t i) {
+      parallel_for(phi.sets * phi.l * chunks, context, [&](std::int64_t i) {
         const std::int64_t c = i % chunks * kGradientRows;
         gradient_of_w1(i / chunks / phi.l, i / chunks % phi.l, c, std::min(kGradientRows, phi.dim - c));
       });
       if (p.d_weights.w2.defined()) {
         const std::int64_t parts = ceil_div(phi.width, kGradientRows);
-        parallel(phi.sets * parts, [&](std::int64_t i) {
+        parallel_for(phi.sets * parts, context, [&](std::int64_t i) {
           const std::int64_t e = i % parts * kGradientRows;
           gradient_of_w2(i / parts, e, std::min(kGradientRows, phi.width - e));
         });
