@@ -1,9 +1,10 @@
 #include "nsa/kv_cache.h"
 
 #include <algorithm>
-#include <new>
+#include <exception>
 #include <numeric>
 #include <string>
+#include <utility>
 
 namespace nsa {
 namespace {
@@ -82,8 +83,8 @@ Status KVCache::create(const KVCacheOptions& options, KVCache& cache) try {
   made.longest_.assign(static_cast<std::size_t>(options.batch), 0);
   cache = std::move(made);
   return {};
-} catch (const std::bad_alloc&) {
-  return Status::internal("KVCache: out of memory");
+} catch (const std::exception& error) {
+  return Status::internal(std::string("KVCache: no memory for it: ") + error.what());
 }
 
 KVCacheView KVCache::view() {

@@ -1,4 +1,6 @@
+#include <exception>
 #include <limits>
+#include <string>
 
 #include "core/check.h"
 #include "core/check_weights.h"
@@ -6,48 +8,6 @@
 #include "core/validate.h"
 
 namespace nsa {
-
-void check_weights(Checker& check, const std::string& prefix, const CompressionWeights& weights, const NSAConfig& cfg,
-                   Dim Hkv, Dim D) {
-  check.note(prefix + "kind", std::string(name_of(weights.kind)));
-  Dim P{"P"}, E{"E"}, l{"kernel_size", cfg.kernel_size}, flat{"kernel_size * D", cfg.kernel_size * D.value};
-  const bool linear = weights.kind == CompressionKind::kLinear, mlp = weights.kind == CompressionKind::kMlp;
-  const auto weight = [&](const char* name, const TensorView& view, bool allowed, bool needed, const Shape& shape) {
-    check.require(allowed || !view.defined(), prefix, name, ": ", view.describe(), ": must not be given for kind ",
-                  name_of(weights.kind));
-    if (!allowed || (!needed && !view.defined())) return;
-    check.tensor(prefix + name, view, Access::kInput, shape);
-    check.require(P.value == 1 || P.value == Hkv.value, prefix, name, ": ", view.describe(),
-                  ": the first size must be Hkv = ", Hkv.value, " or 1");
-  };
-  weight("pe", weights.pe, linear || mlp, false, {&P, &l, &D});
-  weight("w1", weights.w1, linear || mlp, true, {&P, &flat, linear ? &D : &E});
-  weight("b1", weights.b1, linear || mlp, false, {&P, linear ? &D : &E});
-  weight("w2", weights.w2, mlp, true, {&P, &E, &D});
-  weight("b2", weights.b2, mlp, false, {&P, &D});
-}
-
-void check_weight_gradients(Checker& check, const std::string& prefix, const CompressionWeights& gradients,
-                            const CompressionWeights& weights) {
-  const auto gradient = [&](const char* name, const TensorView& view, const TensorView& weight) {
-    if (!view.defined()) return;
-    check.require(weight.defined(), prefix, name, ": asked for, but the weight is not given");
-    if (!check.ok()) return;
-    Dim sizes[TensorView::kMaxRank]{{""}, {""}, {""}, {""}};
-    Shape shape;
-    for (int i = 0; i < weight.rank; ++i) {
-      sizes[i].value = weight.size(i);
-      shape.push_back(&sizes[i]);
-    }
-    check.tensor(prefix + name, view, Access::kOutput, shape);
-  };
-  gradient("pe", gradients.pe, weights.pe);
-  gradient("w1", gradients.w1, weights.w1);
-  gradient("b1", gradients.b1, weights.b1);
-  gradient("w2", gradients.w2, weights.w2);
-  gradient("b2", gradients.b2, weights.b2);
-}
-
 namespace {
 
 struct CompressShapes {
@@ -97,7 +57,7 @@ Status validate(const CompressBackwardParams& params, Call& call) {
   return check.finish();
 }
 
-Status compressed_cu_seqlens(const TensorView& cu_seqlens, const NSAConfig& cfg, const TensorView& out) {
+Status compressed_cu_seqlens(const TensorView& cu_seqlens, const NSAConfig& cfg, const TensorView& out) try {
   Call call;
   Checker check(call);
   Dim count{"B + 1"};
@@ -117,6 +77,8 @@ Status compressed_cu_seqlens(const TensorView& cu_seqlens, const NSAConfig& cfg,
     write(b + 1);
   }
   return {};
+} catch (const std::exception& error) {
+  return Status::internal(std::string("compressed_cu_seqlens: ") + error.what());
 }
 
 }  // namespace nsa
