@@ -5,6 +5,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,6 +39,7 @@ class TrainCommand {
   template <class T>
   CLI::Option* option(const std::string& name, const char* field, T& value, const std::string& help) {
     CLI::Option* const added = command_.add_option(name, value, help)->group(group_);
+    if constexpr (!std::is_same_v<T, std::vector<std::string>>) added->take_last();  // a later one overrides
     fields_.emplace_back(added, field);
     return added;
   }

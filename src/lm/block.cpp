@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/rms_norm.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/tensor.h>
@@ -14,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lm/norm.h"
 #include "lm/phi_init.h"
 #include "lm/random.h"
 
@@ -156,10 +156,6 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
       .phi_k = phi_k_.to(dtype),
       .phi_v = phi_v_.to(dtype),
   };
-}
-
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype) {
-  return at::rms_norm(x, weight.sizes(), weight, eps).to(dtype);
 }
 
 Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,

@@ -72,9 +72,6 @@ class Block {
   at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;
 };
 
-/// RMSNorm in float32, then a cast.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype);
-
 /// x (rows, hidden) normalised and projected; `rotation` holds each row's angles.
 Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
                   const Rotation& rotation);

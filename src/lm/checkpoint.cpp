@@ -47,6 +47,16 @@ void load_tensors(const std::string& path, const SafetensorsFile& file, const Na
   }
 }
 
+void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config) {
+  std::int64_t stored = 0;
+  for (const auto& tensor : file.tensors()) stored += static_cast<std::int64_t>(tensor.bytes.size() / sizeof(float));
+  const std::int64_t needed = parameter_counts(config).total();
+  if (needed / 2 > stored) {
+    throw Error(
+        fmt::format("{}: holds {} values, the configuration describes a model of {} parameters", path, stored, needed));
+  }
+}
+
 LoadedModel load_model(const std::string& path) {
   namespace fs = std::filesystem;
   const fs::path file_path = fs::is_directory(path) ? fs::path(path) / "model.safetensors" : fs::path(path);
@@ -58,6 +68,7 @@ LoadedModel load_model(const std::string& path) {
   }
   const fs::path config_path = file_path.parent_path() / "config.json";
   const auto config = parse_run_config(read_text(config_path.string()), config_path.string());
+  refuse_oversized(file_path.string(), file, config.model);
   LoadedModel loaded{Model(config.model, 0), config.data.tokenizer, config.train.context};
   load_tensors(file_path.string(), file, loaded.model.parameters());
   if (const auto step = file.metadata().find("step"); step != file.metadata().end()) {

@@ -16,12 +16,16 @@ void save_tensors(const std::string& path, const NamedTensors& tensors, const Me
 /// shape or dtype.
 void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors);
 
-/// A model and the text of the configuration it was saved with.
+/// Throws Error when the model would be more than twice as large as the file: before memory is taken for a damaged
+/// configuration. Smaller differences are for load_tensors, which names the tensor.
+void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config);
+
+/// A model, and what its run folder says about it.
 struct LoadedModel {
   Model model;
   std::string tokenizer;
-  std::int64_t context = 0;  // it was trained with
-  std::int64_t step = 0;
+  std::int64_t context = 0;  // it was trained with, tokens
+  std::int64_t step = 0;     // of its training
 };
 
 /// `path`: a run folder, or the model.safetensors in it. Throws Error when it is no sound checkpoint of this program.

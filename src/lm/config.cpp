@@ -80,6 +80,8 @@ void ModelConfig::validate() const {
   in_range("v_head_dim", v_head_dim, 8, 1024);
   in_range("ffn_size", ffn_size, 1, 1 << 18);
   in_range("phi_hidden", phi_hidden, 0, 1 << 16);
+  in_range("kernel_size", nsa.kernel_size, 1, 1 << 16);
+  in_range("topk", nsa.topk, 1, 1 << 16);
   require(hidden_size % 4 == 0, fmt::format("hidden_size = {}: must be a multiple of 4", hidden_size));
   require(head_dim % 8 == 0, fmt::format("head_dim = {}: must be a multiple of 8", head_dim));
   require(v_head_dim % 8 == 0, fmt::format("v_head_dim = {}: must be a multiple of 8", v_head_dim));

@@ -17,6 +17,8 @@ class SparseCache : public LayerCache {
  public:
   SparseCache(const ModelConfig& config, std::int64_t capacity, at::ScalarType dtype, const Rotation& rotation)
       : cfg_(config.nsa), rotation_(rotation) {
+    // A window longer than the sequence sees the same and would only take memory.
+    cfg_.window_size = static_cast<int>(std::min<std::int64_t>(cfg_.window_size, capacity));
     KVCacheOptions options;
     options.num_kv_heads = config.num_kv_heads;
     options.key_dim = config.head_dim;

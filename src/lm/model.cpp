@@ -13,6 +13,7 @@
 #include "lm/block.h"
 #include "lm/error.h"
 #include "lm/model_impl.h"
+#include "lm/norm.h"
 
 namespace nsa::lm {
 namespace {

@@ -297,6 +297,8 @@ void Trainer::load() {
   FieldReader reader(state, path + ": state");
   for_each_field(state_, reader);
   reader.finish();
+  if (state_.step < 0 || state_.planned_steps < 0)
+    throw Error(fmt::format("{}: state: negative number of steps", path));
   load_tensors(path, checkpoint, model_.parameters());
   const std::string optimizer = file(fs::path(field("optimizer")).filename().string());
   load_tensors(optimizer, SafetensorsFile::open(optimizer), optimizer_.state());

@@ -1,0 +1,100 @@
+#include "lm/norm.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <cmath>
+
+namespace nsa::lm {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The weight's gradient is summed over fixed runs of rows and then over the runs, so that threads do not change it.
+constexpr std::int64_t kRun = 128;
+
+template <class T>
+void forward_rows(const float* x, const float* weight, T* y, float* scale, std::int64_t rows, std::int64_t width,
+                  float eps) {
+  at::parallel_for(0, rows, kRun, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      const float* const in = x + row * width;
+      float squares = 0;
+#pragma omp simd reduction(+ : squares)
+      for (std::int64_t c = 0; c < width; ++c) squares += in[c] * in[c];
+      const float inverse = 1 / std::sqrt(squares / static_cast<float>(width) + eps);
+      scale[row] = inverse;
+      T* const out = y + row * width;
+      for (std::int64_t c = 0; c < width; ++c) out[c] = static_cast<T>(in[c] * inverse * weight[c]);
+    }
+  });
+}
+
+/// dx = s (w dy) - x s^3 mean(x w dy), dw = sum over rows of dy x s, with s the row's scale.
+template <class T>
+void backward_rows(const float* x, const float* weight, const T* d_y, const float* scale, float* d_x, float* d_weights,
+                   std::int64_t rows, std::int64_t width) {
+  at::parallel_for(0, (rows + kRun - 1) / kRun, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t run = begin; run < end; ++run) {
+      float* const d_weight = d_weights + run * width;
+      for (std::int64_t row = run * kRun; row < std::min(rows, (run + 1) * kRun); ++row) {
+        const float* const in = x + row * width;
+        const T* const d_out = d_y + row * width;
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (std::int64_t c = 0; c < width; ++c) dot += in[c] * weight[c] * static_cast<float>(d_out[c]);
+        const float s = scale[row];
+        const float pull = dot * s * s * s / static_cast<float>(width);
+        float* const d_in = d_x + row * width;
+        for (std::int64_t c = 0; c < width; ++c) {
+          const auto d = static_cast<float>(d_out[c]);
+          d_in[c] = s * weight[c] * d - in[c] * pull;
+          d_weight[c] += d * in[c] * s;
+        }
+      }
+    }
+  });
+}
+
+class RmsNorm : public torch::autograd::Function<RmsNorm> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, double eps,
+                            at::ScalarType dtype) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == 2 && weight.numel() == x.size(1),
+                "rms_norm: x ", x.sizes(), " with weight ", weight.sizes());
+    const auto y = at::empty(x.sizes(), x.options().dtype(dtype));
+    const auto scale = at::empty({x.size(0)}, x.options());
+    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "rms_norm", [&] {
+      forward_rows(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), y.mutable_data_ptr<scalar_t>(),
+                   scale.mutable_data_ptr<float>(), x.size(0), x.size(1), static_cast<float>(eps));
+    });
+    ctx->save_for_backward({x, weight, scale});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], &scale = saved[2];
+    const auto d_y = d_outputs[0].contiguous();
+    const auto d_x = at::empty(x.sizes(), x.options());
+    const auto d_weights = at::zeros({(x.size(0) + kRun - 1) / kRun, x.size(1)}, x.options());
+    AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, d_y.scalar_type(), "rms_norm_backward", [&] {
+      backward_rows(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), d_y.const_data_ptr<scalar_t>(),
+                    scale.const_data_ptr<float>(), d_x.mutable_data_ptr<float>(), d_weights.mutable_data_ptr<float>(),
+                    x.size(0), x.size(1));
+    });
+    return {d_x, d_weights.sum(0), {}, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype) {
+  return RmsNorm::apply(x, weight, eps, dtype);
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,65 @@
+"""The program `nsa` as a user runs it: a process with arguments, its output and its exit code."""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(os.environ.get("NSA_PROGRAM", ROOT / "build" / "bin" / "nsa"))
+
+TINY_MODEL = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32".split()
+TINY_NSA = "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --window-size 32".split()
+TINY_RUN = "--context 256 --batch-size 1 --held-out-percent 20 --log-every 4 --eval-every 8 --threads 2".split()
+TINY = TINY_MODEL + TINY_NSA + TINY_RUN
+
+
+def nsa(*arguments, code=0, timeout=300):
+    """Runs the program and returns the finished process; its exit code must be `code`."""
+    done = subprocess.run(
+        [PROGRAM, *map(str, arguments)], capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL
+    )
+    output = f"{done.stdout.decode(errors='replace')}\n{done.stderr.decode(errors='replace')}"
+    assert done.returncode == code, f"nsa {' '.join(map(str, arguments))}: exit code {done.returncode}\n{output}"
+    done.text = output
+    return done
+
+
+def refused(*arguments):
+    """The one-line message with which the program refuses; exit code 2, no trace."""
+    done = nsa(*arguments, code=2)
+    message = done.stderr.decode()
+    assert message.startswith("nsa: "), message
+    assert "terminate" not in message and "frame #" not in message, message
+    return message
+
+
+def metrics(run, kind):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of small texts, the same on every machine, some longer than the tiny context."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(7)
+    words = ["def", "return", "self", "value", "for", "in", "import", "class", "None", "(", ")", ":", "\n    ", "="]
+    for i in range(20):
+        text = " ".join(draw.choice(words) for _ in range(draw.randrange(20, 300)))
+        (folder / f"file{i:02}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, corpus):
+    """One small finished run of each kind of attention."""
+    runs = {}
+    for attention in ("nsa", "full", "window"):
+        out = tmp_path_factory.mktemp("runs") / attention
+        nsa("train", "--out", out, "--data", corpus, "--attention", attention, "--steps", 24, *TINY)
+        runs[attention] = out
+    return runs

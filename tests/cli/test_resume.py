@@ -1,0 +1,122 @@
+"""A run that is stopped or killed and resumed ends with the same bits as one that never was."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from conftest import PROGRAM, TINY, metrics, nsa, refused
+
+# Noise, accumulation and several epochs: everything that could depend on how far the run was. --steps is long enough
+# that a kill at a random moment falls into the training.
+OPTIONS = [*TINY, "--steps", 60, "--accumulate", 2, "--noise", 0.5, "--gate-balance", 0.05, "--save-every", 7]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, corpus):
+    out = tmp_path_factory.mktemp("resume") / "reference"
+    start = time.monotonic()
+    nsa("train", "--out", out, "--data", corpus, *OPTIONS)
+    return out, time.monotonic() - start
+
+
+def same_bits(a, b):
+    for name in ("model.safetensors", next(a.glob("optimizer-*")).name):
+        left, right = load_file(a / name), load_file(b / name)
+        assert left.keys() == right.keys()
+        for key in left:
+            assert np.array_equal(left[key].view(np.int32), right[key].view(np.int32)), key
+    timing = {"seconds", "tokens_per_second"}
+    for kind in ("train", "eval"):
+        lines = [[{k: v for k, v in line.items() if k not in timing} for line in metrics(run, kind)] for run in (a, b)]
+        assert lines[0] == lines[1]
+
+
+def interrupt(out, arguments, seconds, how):
+    process = subprocess.Popen([PROGRAM, "train", "--out", out, *map(str, arguments)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(how)
+    return process.wait(60)
+
+
+def test_kills_at_any_moment_leave_no_trace(tmp_path, corpus, uninterrupted):
+    reference, seconds = uninterrupted
+    draw = random.Random(time.time_ns())
+    out, arguments, kills = tmp_path / "killed", ["--data", corpus, *OPTIONS], 0
+    while kills < 8:
+        code = interrupt(out, arguments, draw.uniform(0, 0.6 * seconds), signal.SIGKILL)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        kills += 1
+        if (out / "config.json").exists():
+            arguments = ["--resume"]
+    if (out / "config.json").exists():
+        nsa("train", "--out", out, "--resume")
+    else:
+        nsa("train", "--out", out, *arguments)
+    assert kills > 0
+    same_bits(reference, out)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, how):
+    reference, _ = uninterrupted
+    out = tmp_path / "run"
+    process = subprocess.Popen([PROGRAM, "train", "--out", out, "--data", corpus, *map(str, OPTIONS)],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process.stderr.readline()  # the first step is done
+    process.send_signal(how)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + how, errors
+    assert "--resume goes on" in output
+    end = metrics(out, "end")[-1]
+    assert end["reason"] == "interrupted" and 0 < end["step"] < 60
+    nsa("train", "--out", out, "--resume")
+    same_bits(reference, out)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, uninterrupted):
+    reference, _ = uninterrupted
+    shutil.copytree(reference, tmp_path / "run")
+    nsa("train", "--out", tmp_path / "run", "--resume")
+    same_bits(reference, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [(["--lr", 0.1], "train.lr"), (["--layers", 2], "model.num_layers"), (["--noise", 0], "train.noise"),
+     (["--attention", "full"], "model.attention"), (["--held-out-percent", 50], "data.held_out_percent")],
+)  # fmt: skip
+def test_other_options_are_refused_by_name(uninterrupted, option, expected):
+    assert expected in refused("train", "--out", uninterrupted[0], "--resume", *option)
+
+
+def test_a_changed_config_is_refused_by_name(tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["train"]["lr"] *= 2
+    path.write_text(json.dumps(config))
+    assert "train.lr" in refused("train", "--out", tmp_path / "run", "--resume")
+
+
+def test_changed_data_are_refused(tmp_path, corpus):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    nsa("train", "--out", tmp_path / "run", "--data", data, *TINY, "--steps", 1)
+    (data / "file03.py").write_text("changed")
+    assert "fingerprint" in refused("train", "--out", tmp_path / "run", "--resume")
+
+
+def test_there_must_be_something_to_resume(tmp_path):
+    assert "config.json" in refused("train", "--out", tmp_path / "none", "--resume")

@@ -1,0 +1,125 @@
+"""nsa train: what it writes, that it learns, what it refuses."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from safetensors.numpy import load_file
+
+from conftest import TINY, metrics, nsa, refused
+
+
+@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
+def test_it_learns_and_writes_a_run_folder(trained, attention):
+    run = trained[attention]
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["attention"] == attention
+    losses = [line["loss"] for line in metrics(run, "train")]
+    assert losses[-1] < 0.8 * losses[0]
+    evaluations = metrics(run, "eval")
+    assert [line["step"] for line in evaluations] == [8, 16, 24]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+    assert metrics(run, "end")[-1]["reason"] == "finished"
+
+
+def test_loss_by_position_adds_up(trained):
+    line = metrics(trained["nsa"], "eval")[-1]
+    parts = line["loss_by_position"]
+    assert parts[0]["from"] == 0 and all(a["to"] == b["from"] for a, b in pairwise(parts))
+    assert sum(part["tokens"] for part in parts) == line["eval_tokens"]
+    mean = sum(part["loss"] * part["tokens"] for part in parts) / line["eval_tokens"]
+    assert mean == pytest.approx(line["loss"], rel=1e-9)
+
+
+def test_the_log_has_the_scalars_of_the_selection(trained):
+    for line in metrics(trained["nsa"], "train"):
+        for layer in line["layers"]:
+            for gate in ("gate_cmp", "gate_slc", "gate_swa"):
+                assert 0 < layer[gate] < 1
+            assert 0 <= layer["unforced_share"] <= 0.25  # one of four picks is free
+            assert 0 <= layer["neighbour_overlap"] <= 1
+    assert "layers" not in metrics(trained["full"], "train")[-1]
+
+
+def test_weights_are_readable_from_python_and_counted_right(trained):
+    run = trained["nsa"]
+    weights = load_file(run / "model.safetensors")
+    counts = json.loads((run / "config.json").read_text())["parameters"]
+    size = {name: array.size for name, array in weights.items()}
+    assert sum(size.values()) == counts["total"]
+    assert sum(n for name, n in size.items() if ".phi_" in name) == counts["phi"]
+    assert sum(n for name, n in size.items() if ".gate." in name) == counts["gates"]
+    assert sum(n for name, n in size.items() if ".k_proj.c" in name or ".v_proj.c" in name) * 2 == counts["extra_kv"]
+    for name in ("q_proj.weight", "k_proj.cmp.weight", "v_proj.swa.weight", "phi_k.pe", "phi_v.w2", "gate.0.weight"):
+        assert f"layers.0.attention.{name}" in weights
+
+
+@pytest.mark.parametrize("option", [["--share-kv"], ["--phi", "linear"], ["--phi", "mean"], ["--phi-per-kv-head"]])
+def test_variants_of_the_model_train(tmp_path, corpus, option):
+    arguments = ["--steps", 2, "--noise", 0.5, "--gate-balance", 0.1, *TINY, "--kv-heads", 2, *option]
+    nsa("train", "--out", tmp_path / "run", "--data", corpus, *arguments)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    counts = json.loads((tmp_path / "run" / "config.json").read_text())["parameters"]
+    assert sum(array.size for array in weights.values()) == counts["total"]
+
+
+def test_equal_parameters_widens_the_full_model(tmp_path, corpus, trained):
+    nsa("train", "--out", tmp_path / "run", "--data", corpus, "--attention", "full", "--equal-parameters", "--steps", 1,
+        *TINY)  # fmt: skip
+    totals = [json.loads((run / "config.json").read_text())["parameters"]["total"]
+              for run in (tmp_path / "run", trained["nsa"])]  # fmt: skip
+    assert abs(totals[0] - totals[1]) <= 3 * 32 / 2
+
+
+def test_gradients_accumulate_to_the_same_step(tmp_path, corpus):
+    """Two rows at once and two rows one after the other are the same step up to rounding."""
+    weights = []
+    for name, shape in (("wide", ["--batch-size", 2]), ("deep", ["--batch-size", 1, "--accumulate", 2])):
+        out = tmp_path / name
+        nsa("train", "--out", out, "--data", corpus, "--steps", 1, *TINY, *shape)
+        weights.append(load_file(out / "model.safetensors"))
+    norms = [metrics(tmp_path / name, "end")[0]["tokens"] for name in ("wide", "deep")]
+    assert norms[0] == norms[1]
+    losses = [metrics(tmp_path / name, "eval")[-1]["loss"] for name in ("wide", "deep")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_gate_penalty_pulls_the_gates_together(tmp_path, corpus):
+    def imbalance(weight):
+        out = tmp_path / str(weight)
+        nsa("train", "--out", out, "--data", corpus, "--steps", 24, "--lr", 0.02, "--gate-balance", weight, *TINY)
+        layer = metrics(out, "train")[-1]["layers"][0]
+        gates = [layer["gate_cmp"], layer["gate_slc"], layer["gate_swa"]]
+        return max(gates) / min(gates)
+
+    assert imbalance(10) < imbalance(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--steps", "0", "--tokens", "-1"], "tokens"),
+        (["--steps", "3", "--minutes", "1"], "exactly one of steps, tokens and minutes"),
+        (["--attention", "sparse"], "attention = 'sparse': must be nsa, full or window"),
+        (["--phi", "max"], "phi = 'max': must be mean, linear or mlp"),
+        (["--kernel-stride", "7"], "kernel_stride"),
+        (["--topk", "2"], "topk"),
+        (["--heads", "3", "--kv-heads", "2"], "num_kv_heads = 2: must divide num_heads = 3"),
+        (["--head-dim", "20"], "head_dim = 20: must be a multiple of 8"),
+        (["--lr", "nan"], "lr"),
+        (["--dtype", "float8"], "dtype = 'float8'"),
+        (["--data", "/no/such/folder"], "/no/such/folder"),
+        (["--tokenizer", "/no/such/model"], "tokenizer"),
+        (["--held-out-percent", "101"], "--held-out-percent"),
+        (["--batch-size", "99999999999"], "batch_size"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(tmp_path, corpus, arguments, expected):
+    data = [] if "--data" in arguments else ["--data", corpus]
+    assert expected in refused("train", "--out", tmp_path / "run", *data, *arguments)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_finished_run_is_not_overwritten_unasked(trained, corpus):
+    assert "--resume" in refused("train", "--out", trained["nsa"], "--data", corpus, "--steps", 1)

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# From Python sources to a report: trains a byte-level NSA model beside the same model with full attention, generates
+# text, measures attention over length, looks at the selection. Called by `make demo`; about 9 minutes on 2 cores.
+#   OUT=demo       where everything goes        MINUTES=2.5   training time of each model
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${OUT:-demo}
+minutes=${MINUTES:-2.5}
+nsa=build/bin/nsa
+mkdir -p "$out"
+
+step() { printf '\n== %s\n' "$*"; }
+
+# Context 4096; topk * block_size = 16 * 64 = 1024, a quarter of it. Documents are joined files of about 64 KiB.
+model=(--layers 4 --hidden-size 192 --heads 8 --kv-heads 2 --head-dim 32 --context 4096
+       --kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16 --window-size 512)
+training=(--minutes "$minutes" --batch-size 2 --lr 3e-3 --log-every 5 --eval-every 40 --eval-tokens 32768 --overwrite)
+
+step "NSA: $minutes minutes of training on this machine's Python sources"
+"$nsa" train --out "$out/nsa" --attention nsa "${model[@]}" "${training[@]}"
+
+step "full attention, the same model otherwise: $minutes minutes"
+"$nsa" train --out "$out/full" --attention full "${model[@]}" "${training[@]}"
+
+step "text from the NSA model, through its KV cache"
+printf 'def read_config(path, default=None):\n    """' >"$out/prompt.txt"
+"$nsa" generate "$out/nsa" --prompt-file "$out/prompt.txt" --tokens 400 --temperature 0.7 --seed 1 | tee "$out/generated.txt"
+
+step "attention over sequence length"
+"$nsa" bench --lengths 1024,2048,4096,8192,16384 --no-parts --phi mlp --repeats 1 --longest-dense-backward 8192 \
+  --json "$out/bench.json"
+
+step "what the selection looks at"
+"$nsa" inspect "$out/nsa" --json "$out/nsa/inspect.json"
+
+step "finding a needle"
+"$nsa" needle "$out/nsa" --json "$out/nsa/needle.json"
+
+step "report"
+python -m nsa.report "$out/nsa" "$out/full" --bench "$out/bench.json" --out "$out/report"
+
+python - "$out/nsa/metrics.jsonl" <<'PY'
+import json, sys
+
+lines = [json.loads(line) for line in open(sys.argv[1])]
+layers = [line for line in lines if line["kind"] == "eval"][-1]["layers"]
+share = sum(layer["unforced_share"] for layer in layers) / len(layers)
+print(f"share of selections that were not forced: {share:.1%}")
+PY
+echo "report: $out/report/report.html"
