@@ -1,5 +1,6 @@
 #include "grid.h"
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <random>
@@ -68,16 +69,20 @@ Option configs() {
                           .window_size = 100})};
 }
 
-/// Edge lengths, lengths that are no multiple of anything, sequences of many lengths, fewer queries than keys.
+/// Edge lengths, lengths that are no multiple of anything, sequences of many lengths, fewer queries than keys. Of short
+/// sequences there are many, so that the largest error of a tensor, which bounds are about, is not a matter of luck.
 Option lengths() {
-  const auto l_plus = [](int offset) {
-    return [offset](const NSAConfig& cfg) { return std::vector<std::int64_t>{cfg.kernel_size + offset}; };
+  const auto many = [](std::int64_t length) {
+    return std::vector<std::int64_t>(static_cast<std::size_t>(std::max<std::int64_t>(1, 96 / length)), length);
+  };
+  const auto l_plus = [many](int offset) {
+    return [many, offset](const NSAConfig& cfg) { return many(cfg.kernel_size + offset); };
   };
   const auto ragged = [](const NSAConfig& cfg) {
     return std::vector<std::int64_t>{0, 61, 1, 0, 130, cfg.kernel_size - 1, cfg.kernel_size, 0};
   };
   return {self("none", [](const NSAConfig&) { return std::vector<std::int64_t>{0}; }),
-          self("one", [](const NSAConfig&) { return std::vector<std::int64_t>{1}; }),
+          self("one", [many](const NSAConfig&) { return many(1); }),
           self("l_minus_1", l_plus(-1)),
           self("l", l_plus(0)),
           self("l_plus_1", l_plus(1)),
