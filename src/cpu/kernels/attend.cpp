@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/kernels/tile.h"
-
 namespace nsa::cpu::NSA_ISA {
 namespace {
 
 constexpr float kLog2e = 1.44269504f;
 
-const char* bytes(const Slot* p) { return reinterpret_cast<const char*>(p); }
+/// Segments for which a row of O is loaded and stored once. Their values, for the columns of one tile, fill L1.
+template <class Slots>
+constexpr std::size_t kSegmentsPerPass = 2 * Slots::kElements;
 
 }  // namespace
 
@@ -34,8 +34,8 @@ Attention<Slots>::Attention(std::int64_t rows, std::int64_t tokens, int key_dim,
 }
 
 template <class Slots>
-void Attention<Slots>::begin(int queries, int heads, const Range* ranges) {
-  queries_ = queries;
+void Attention<Slots>::begin(int first, int queries, int heads, const Range* ranges) {
+  first_row_ = first * heads;
   heads_ = heads;
   rows_ = queries * heads;
   for (int row = 0; row < rows_; ++row) ranges_[static_cast<std::size_t>(row)] = ranges[row / heads];
@@ -51,30 +51,38 @@ bool Attention<Slots>::all_see(const Segment& segment) const {
 
 template <class Slots>
 void Attention<Slots>::score() {
-  const OperandA q{q_.data(), key_steps_, 1};
+  const OperandA q{q_.data() + first_row_ * key_steps_, key_steps_, 1};
   std::fill_n(max_.data(), rows_ * kWidth, -kInf);
   columns_ = 0;
   for (std::size_t i = 0; i < segments_.size(); ++i) {
     const Segment& segment = segments_[i];
-    const OperandB keys{segment.keys, kBlockTokens};
-    const Slot* next = i + 1 < segments_.size() ? segments_[i + 1].keys : segments_[0].values;
-    float* scores = scores_.data() + columns_;
     const auto zero = [](int, int) { return Vec{}; };
-    const auto keep = [&](int row, int column, Vec x) {
-      float* m = max_.data() + row * kWidth;
-      store(m, max(load(m), x));
-      store(scores + row * stride_ + column, x);
+    const auto keep = [max = max_.data(), scores = scores_.data() + columns_, stride = stride_]<int NV>(
+                          int row, int column, Vec(&sums)[NV]) {
+      Vec m = load(max + row * kWidth);
+      for (int c = 0; c < NV; ++c) {
+        m = larger(m, sums[c]);
+        store(scores + row * stride + column + c * kWidth, sums[c]);
+      }
+      store(max + row * kWidth, m);
     };
-    const auto keep_visible = [&](int row, int column, Vec x) {
-      const Range& range = ranges_[static_cast<std::size_t>(row)];
-      const std::int64_t first = segment.position + column;
-      keep(row, column, select(lanes(range.begin - first, range.end - first), x, splat(-kInf)));
+    const auto keep_visible = [keep, ranges = ranges_.data(), position = segment.position]<int NV>(int row, int column,
+                                                                                                   Vec(&sums)[NV]) {
+      const Range& range = ranges[row];
+      for (int c = 0; c < NV; ++c) {
+        const std::int64_t first = position + column + c * kWidth;
+        sums[c] = select(lanes(range.begin - first, range.end - first), sums[c], splat(-kInf));
+      }
+      keep(row, column, sums);
     };
+    const OperandB keys{segment.keys, kBlockTokens};
     const int steps = static_cast<int>(key_steps_);
+    const Prefetch next = i + 1 < segments_.size() ? Prefetch::of(segments_[i + 1].keys, key_steps_ * kBlockTokens)
+                                                   : Prefetch::of(segments_[0].values, value_slots(segments_[0]));
     if (all_see(segment)) {
-      tiles<Slots>(q, rows_, keys, segment.count, steps, zero, keep, bytes(next));
+      tiles<Slots>(q, rows_, keys, segment.count, steps, zero, keep, next);
     } else {
-      tiles<Slots>(q, rows_, keys, segment.count, steps, zero, keep_visible, bytes(next));
+      tiles<Slots>(q, rows_, keys, segment.count, steps, zero, keep_visible, next);
     }
     columns_ += segment.count;
   }
@@ -122,30 +130,50 @@ void Attention<Slots>::weigh() {
   const Slot* p = p_.data();
   if constexpr (Slots::kElements == 1) p = reinterpret_cast<const Slot*>(scores_.data());
   std::fill_n(o_.data(), rows_ * value_columns_, 0.0f);
-  for (std::size_t i = 0; i < segments_.size(); ++i) {
-    const Segment& segment = segments_[i];
-    const int columns = static_cast<int>(value_columns_), steps = segment.count / Slots::kElements;
-    const Slot* next = i + 1 < segments_.size() ? segments_[i + 1].values : nullptr;
-    const auto add = [&](int first_row, int rows, const Slot* values) {
-      float* o = o_.data() + first_row * value_columns_;
-      tiles<Slots>(
-          {p + first_row * p_stride_, p_stride_, 1}, rows, {values, value_columns_}, columns, steps,
-          [&](int row, int column) { return load(o + row * value_columns_ + column); },
-          [&](int row, int column, Vec x) { store(o + row * value_columns_ + column, x); }, bytes(next));
-    };
-    if (!segment.odd || all_see(segment)) {
-      add(0, rows_, segment.values);
-    } else {
-      for (int row = 0; row < rows_; row += heads_)
-        add(row, heads_, visible_values(segment, ranges_[static_cast<std::size_t>(row)]));
+  for (std::size_t i = 0; i < segments_.size();) {
+    if (segments_[i].odd && !all_see(segments_[i])) {
+      for (int row = 0; row < rows_; row += heads_) {
+        Segment visible = segments_[i];
+        visible.values = visible_values(visible, ranges_[static_cast<std::size_t>(row)]);
+        add_values({&visible, 1}, p + row * p_stride_, row, heads_, {});
+      }
+      p += segments_[i++].count / Slots::kElements;
+      continue;
     }
-    p += steps;
+    std::size_t n = 1;
+    while (n < kSegmentsPerPass<Slots> && i + n < segments_.size() && !segments_[i + n].odd) ++n;
+    const std::span<const Segment> part(&segments_[i], n);
+    i += n;
+    add_values(part, p, 0, rows_,
+               i < segments_.size() ? Prefetch::of(segments_[i].values, value_slots(segments_[i])) : Prefetch{});
+    for (const Segment& segment : part) p += segment.count / Slots::kElements;
   }
   for (int row = 0; row < rows_; ++row) {
     const Vec factor = splat(factor_[static_cast<std::size_t>(row)]);
     float* o = o_.data() + row * value_columns_;
     for (std::ptrdiff_t d = 0; d < value_columns_; d += kWidth) store(o + d, load(o + d) * factor);
   }
+}
+
+/// o += p * values for rows first_row ... first_row + rows - 1; p: of the first of these rows, at the first segment.
+template <class Slots>
+void Attention<Slots>::add_values(std::span<const Segment> segments, const Slot* p, int first_row, int rows,
+                                  Prefetch prefetch) {
+  float* const o = o_.data() + first_row * value_columns_;
+  const std::ptrdiff_t stride = value_columns_, p_stride = p_stride_;
+  for_tiles(rows, static_cast<int>(value_columns_), [&]<int R, int NV>(int row, int column) {
+    float* const out = o + row * stride + column;
+    accumulate<R, NV>([&](int r, int c) { return load(out + r * stride + c * kWidth); },
+                      [&](Vec(&acc)[R][NV]) __attribute__((always_inline)) {
+                        OperandA weights{p + row * p_stride, p_stride, 1};
+                        for (const Segment& segment : segments) {
+                          const int steps = segment.count / Slots::kElements;
+                          multiply<Slots>(acc, weights, {segment.values + column, stride}, steps, prefetch);
+                          weights.data += steps;
+                        }
+                      },
+                      [&](int r, int c, Vec sum) { store(out + r * stride + c * kWidth, sum); });
+  });
 }
 
 /// A copy of the segment's values with zeros where the range does not reach: their probability is zero, but zero times

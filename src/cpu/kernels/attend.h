@@ -11,11 +11,13 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "cpu/kernels/buffer.h"
 #include "cpu/kernels/segments.h"
 #include "cpu/kernels/simd.h"
+#include "cpu/kernels/tile.h"
 
 namespace nsa::cpu::NSA_ISA {
 
@@ -35,8 +37,9 @@ class Attention {
   /// nothing below does. value_dim = 0: scores only.
   Attention(std::int64_t rows, std::int64_t tokens, int key_dim, int value_dim);
 
-  /// Clears the list of segments. ranges: one per query, copied.
-  void begin(int queries, int heads, const Range* ranges);
+  /// From query `first` on; row 0 of the results is its first head. Clears the list of segments. ranges: one per query,
+  /// copied.
+  void begin(int first, int queries, int heads, const Range* ranges);
   Slot* query(int row) { return q_.data() + row * key_steps_; }
   std::vector<Segment>& segments() { return segments_; }
 
@@ -67,7 +70,9 @@ class Attention {
 
  private:
   bool all_see(const Segment& segment) const;
+  std::ptrdiff_t value_slots(const Segment& segment) const { return segment.count / Slots::kElements * value_columns_; }
   void exponentials_of_row(int row, float scale, float lse);
+  void add_values(std::span<const Segment> segments, const Slot* p, int first_row, int rows, Prefetch prefetch);
   const Slot* visible_values(const Segment& segment, const Range& range);
 
   std::ptrdiff_t key_steps_, value_columns_, stride_, p_stride_;
@@ -77,8 +82,8 @@ class Attention {
   Buffer<float> o_;             // [row][value_columns]
   Buffer<Range> ranges_;        // [row]
   std::vector<Segment> segments_;
-  int queries_ = 0, heads_ = 0, rows_ = 0;
-  std::int64_t columns_ = 0;  // of the listed segments
+  int first_row_ = 0, heads_ = 0, rows_ = 0;  // first_row_: in q_
+  std::int64_t columns_ = 0;                  // of the listed segments
 };
 
 }  // namespace nsa::cpu::NSA_ISA

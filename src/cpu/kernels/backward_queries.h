@@ -111,7 +111,7 @@ class QueryWorker {
     if (branch.need_d_s) values = branch.value_columns.of(item.sequence, item.kv_head);
     if (call.d_q.defined()) key_rows = branch.key_rows.of(item.sequence, item.kv_head);
     const auto next = [&](const TokenBlocks& blocks) {
-      return blocks.data ? reinterpret_cast<const char*>(blocks.block(entry.block)) : nullptr;
+      return blocks.data ? Prefetch::of(blocks.block(entry.block), blocks.block_stride) : Prefetch{};
     };
     tiles<Slots>({q_.data(), group_.key_steps, 1}, heads, {keys.block(entry.block) + first, keys.step_stride}, count,
                  group_.key_steps, zero, into(scores_), next(values));

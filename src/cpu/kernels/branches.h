@@ -30,13 +30,12 @@ std::vector<TokenSpan> raw_spans(const Queries<In>& queries) {
   return spans;
 }
 
-/// Lists the keys of positions ranges[0].begin ... ranges[count - 1].end: ranges of neighbouring queries, both ends
-/// ascending.
+/// Lists for queries that are loaded the keys of positions ranges[0].begin ... ranges[count - 1].end: ranges of
+/// neighbouring queries, both ends ascending.
 template <class In>
 void attend_to_ranges(const Queries<In>& queries, const PackedBranch<In>& branch, const QueryGroup& group,
                       const Range* ranges, Attention<typename Queries<In>::Slots>& attention) {
-  attention.begin(group.count, queries.heads(), ranges);
-  queries.load(group, attention);
+  attention.begin(0, group.count, queries.heads(), ranges);
   branch.of(group.sequence, group.kv_head).cover({ranges[0].begin, ranges[group.count - 1].end}, attention.segments());
 }
 
@@ -132,10 +131,10 @@ class SelectedBranch {
             packed_.make_scratch(blocks * round_up(block_size_, kBlockTokens))};
   }
 
-  /// For a group of one query: the numbers in any order, twice or out of range.
-  void list(const QueryGroup& group, const std::int32_t* blocks, std::int64_t count, Scratch& scratch,
+  /// Of one query of the group: the numbers in any order, twice or out of range.
+  void list(const QueryGroup& group, int query, const std::int32_t* blocks, std::int64_t count, Scratch& scratch,
             Attention<typename Queries<In>::Slots>& attention) const {
-    const std::int64_t t = queries_.position(group, 0);
+    const std::int64_t t = queries_.position(group, query);
     std::int32_t* sorted = scratch.sorted.data();
     std::int32_t* end = std::copy_if(blocks, blocks + count, sorted,
                                      [&](std::int32_t b) { return b >= 0 && std::int64_t{b} * block_size_ <= t; });
@@ -143,8 +142,7 @@ class SelectedBranch {
     end = std::unique(sorted, end);
 
     const Range visible{0, t + 1};
-    attention.begin(1, queries_.heads(), &visible);
-    queries_.load(group, attention);
+    attention.begin(query, 1, queries_.heads(), &visible);
     auto packed = packed_.of(group.sequence, group.kv_head, scratch.packed);
     while (sorted != end) {  // neighbouring blocks as one range
       const std::int32_t first = *sorted;
@@ -171,6 +169,7 @@ void attend_to_branch(const Queries<In>& queries, const Branch& branch, const Te
       count, context,
       [&] { return Rows(count * queries.heads(), branch.tokens(), queries.key_dim(), branch.value_dim()); },
       [&](Rows& attention, const QueryGroup& group) {
+        queries.load(group, attention);
         branch.list(group, attention);
         attention.attend(queries.scale());
         store_outputs(queries, group, attention, o, lse);

@@ -70,6 +70,7 @@ class NsaForward {
     Rows& attention = worker.attention;
     std::fill_n(worker.sum.data(), worker.rows * columns_, 0.0f);
 
+    queries_.load(group, attention);
     compressed_.list(group, attention);
     attention.score();
     attention.softmax(queries_.scale(), /*keep=*/true);
@@ -83,7 +84,7 @@ class NsaForward {
 
     for (int a = 0; a < group.count; ++a) {
       const QueryGroup one{group.sequence, group.kv_head, group.first + a, 1};
-      selected_.list(one, blocks(worker, group, a), p_.cfg.topk, worker.scratch, attention);
+      selected_.list(group, a, blocks(worker, group, a), p_.cfg.topk, worker.scratch, attention);
       attention.attend(queries_.scale());
       add(worker, one, a, kSelected, p_.o_slc, p_.lse_slc);
     }

@@ -4,17 +4,42 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "core/philox.h"
 
 namespace nsa::cpu::NSA_ISA {
+namespace {
+
+/// y[i] = x[2 i] + x[2 i + 1]
+void fold_pairs(const float* __restrict x, float* __restrict y, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = x[2 * i] + x[2 * i + 1];
+}
+
+/// out[i] = the sum of x[i * width ... i * width + width - 1]; x is used up. Both hold n * width values.
+void fold(float* x, float* out, std::int64_t n, std::int64_t width) {
+  float* result = out;
+  for (; width % 2 == 0; width /= 2) {
+    fold_pairs(x, out, n * width / 2);
+    std::swap(x, out);
+  }
+  for (std::int64_t i = 0; width > 1 && i < n; ++i) {
+    float sum = x[i * width];
+    for (std::int64_t a = 1; a < width; ++a) sum += x[i * width + a];
+    x[i] = sum;
+  }
+  if (x != result) std::copy_n(x, n, result);
+}
+
+}  // namespace
 
 BlockSelector::BlockSelector(const NSAConfig& cfg, std::int64_t length)
     : cfg_(cfg), margin_(round_up(cfg.kernel_size / cfg.kernel_stride - 1, kWidth)) {
   const std::int64_t blocks = length / cfg.block_size + 1;
   const std::int64_t strides = blocks * (cfg.block_size / cfg.kernel_stride);
   sums_ = Buffer<float>(static_cast<std::size_t>(margin_ + strides + 2 * kWidth));
-  importance_ = Buffer<float>(static_cast<std::size_t>(blocks));
+  strides_ = Buffer<float>(static_cast<std::size_t>(strides + kWidth));
+  importance_ = Buffer<float>(static_cast<std::size_t>(strides + kWidth));
   ranks_ = Buffer<std::int32_t>(static_cast<std::size_t>(blocks + kWidth));
   std::fill_n(sums_.data(), margin_, 0.0f);
 }
@@ -37,41 +62,43 @@ void BlockSelector::select(const Probabilities& p, std::int64_t t, const Noise& 
   std::fill(out, end, -1);
 }
 
-/// Compression block i and selection block j share overlap(i, j) / d strides, so that the weighted sum is a sum over
-/// the strides of j of a sum over the l / d compression blocks that contain the stride.
+/// Compression block i and selection block j share overlap(i, j) / d strides, so that the weighted sum over i is a sum
+/// over the strides of j of a sum over the l / d compression blocks that contain the stride.
 void BlockSelector::importance(const Probabilities& p, std::int64_t first, std::int64_t last) {
   const std::int64_t per_key = cfg_.kernel_size / cfg_.kernel_stride, per_block = cfg_.block_size / cfg_.kernel_stride;
-  const std::int64_t end = last * per_block, known = std::min(round_up(end, kWidth), p.columns);
-  float* sums = sums_.data() + margin_;
+  const std::int64_t begin = first * per_block, end = last * per_block;
+  const std::int64_t known = std::min(round_up(end, kWidth), p.columns);
+  float *sums = sums_.data() + margin_, *strides = strides_.data();
   for (std::int64_t i = 0; i < known; i += kWidth) {
     Vec sum{};
     for (int h = 0; h < p.heads; ++h) sum = fma(load(p.data + h * p.stride + i), splat(p.factor[h]), sum);
     store(sums + i, sum);
   }
   for (std::int64_t i = known; i < end; ++i) sums[i] = 0;
-  for (std::int64_t j = first; j < last; ++j) {
-    float sum = 0;
-    for (std::int64_t i = j * per_block; i < (j + 1) * per_block; ++i)
-      for (std::int64_t b = 0; b < per_key; ++b) sum += sums[i - b];
-    importance_[static_cast<std::size_t>(j)] = sum;
+  for (std::int64_t i = begin; i < end; i += kWidth) {
+    Vec sum{};
+    for (std::int64_t b = 0; b < per_key; ++b) sum += load(sums + i - b);
+    store(strides + i - begin, sum);
   }
+  fold(strides, importance_.data(), last - first, per_block);
 }
 
 void BlockSelector::rank(std::int64_t first, std::int64_t last, std::int64_t t, const Noise& noise, int heads) {
   if (noise.tau != 0) {
     const double largest = static_cast<double>(heads) * cfg_.kernel_size / cfg_.kernel_stride;
     for (std::int64_t j = first; j < last; ++j) {
-      float& x = importance_[static_cast<std::size_t>(j)];
+      float& x = importance_[static_cast<std::size_t>(j - first)];
       x = static_cast<float>(std::log(x / largest + 1e-4) +
                              noise.tau * gumbel(noise.seed, j, t, noise.kv_head, noise.sequence));
     }
   }
-  for (std::int64_t j = first; j < last; ++j) {
-    const float x = importance_[static_cast<std::size_t>(j)];
+  const float* x = importance_.data();
+  std::int32_t* ranks = ranks_.data();
+  for (std::int64_t j = 0; j < last - first; ++j) {
     std::int32_t bits;
-    std::memcpy(&bits, &x, 4);
+    std::memcpy(&bits, x + j, 4);
     bits ^= (bits >> 31) & 0x7fffffff;  // negative floats order backwards
-    ranks_[static_cast<std::size_t>(j - first)] = x == x ? bits : std::numeric_limits<std::int32_t>::min();
+    ranks[j] = x[j] == x[j] ? bits : std::numeric_limits<std::int32_t>::min();
   }
 }
 
@@ -82,12 +109,16 @@ std::int32_t* BlockSelector::pick(std::int64_t first, std::int64_t last, std::in
   const std::int32_t* ranks = ranks_.data();
   const std::int64_t n = last - first;
   const auto count_from = [&](std::int64_t bound) {
-    std::int64_t count = 0;
+    std::int32_t count = 0;
     for (std::int64_t j = 0; j < n; ++j) count += ranks[j] >= static_cast<std::int32_t>(bound);
     return count;
   };
-  const auto [least, greatest] = std::minmax_element(ranks, ranks + n);
-  std::int64_t low = *least, high = std::int64_t{*greatest} + 1;  // count_from(low) >= need > count_from(high)
+  std::int32_t least = ranks[0], greatest = ranks[0];
+  for (std::int64_t j = 1; j < n; ++j) {
+    least = std::min(least, ranks[j]);
+    greatest = std::max(greatest, ranks[j]);
+  }
+  std::int64_t low = least, high = std::int64_t{greatest} + 1;  // count_from(low) >= need > count_from(high)
   while (high - low > 1) {
     const std::int64_t middle = low + (high - low) / 2, count = count_from(middle);
     (count >= need ? low : high) = middle;

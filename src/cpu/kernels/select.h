@@ -35,9 +35,10 @@ class BlockSelector {
 
   NSAConfig cfg_;
   std::int64_t margin_;         // zeros before the first compressed key
-  Buffer<float> sums_;          // [margin + compressed keys]: over the heads, then over overlapping blocks
-  Buffer<float> importance_;    // [selection blocks]
-  Buffer<std::int32_t> ranks_;  // the same, as integers that order like them; NaN lowest
+  Buffer<float> sums_;          // [margin + compressed keys]: probabilities summed over the heads
+  Buffer<float> strides_;       // [strides of the unforced blocks]: summed over the compression blocks around each
+  Buffer<float> importance_;    // [unforced blocks], and room for as many values as strides_ has
+  Buffer<std::int32_t> ranks_;  // [unforced blocks]: integers that order like the importances; NaN lowest
 };
 
 }  // namespace nsa::cpu::NSA_ISA

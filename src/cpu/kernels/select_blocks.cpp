@@ -29,6 +29,7 @@ void forward(const SelectBlocksParams& p, const Context& context) {
         const auto lse = lse_of<const float>(p.lse, s.batch, s.q_begin);
         const auto indices = rows_of<std::int32_t>(p.indices, s.batch, s.q_begin);
         if (worker.selector.chooses(queries.position(group, group.count - 1))) {
+          queries.load(group, worker.attention);
           branch.list(group, worker.attention);
           worker.attention.score();
           worker.attention.exponentials(queries.scale(), [&](int row) {

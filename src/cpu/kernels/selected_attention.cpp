@@ -25,7 +25,8 @@ void forward(const SelectedAttentionParams& p, const Context& context) {
       [&](Worker<In>& worker, const QueryGroup& group) {
         const Sequence& s = queries.sequence(group);
         const auto indices = rows_of<const std::int32_t>(p.indices, s.batch, s.q_begin);
-        branch.list(group, indices.at(group.first, group.kv_head), blocks, worker.scratch, worker.attention);
+        queries.load(group, worker.attention);
+        branch.list(group, 0, indices.at(group.first, group.kv_head), blocks, worker.scratch, worker.attention);
         worker.attention.attend(queries.scale());
         store_outputs(queries, group, worker.attention, p.o, p.lse);
       });

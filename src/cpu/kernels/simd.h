@@ -31,13 +31,22 @@ using UVec = std::uint32_t __attribute__((vector_size(kWidth * 4), aligned(kWidt
 
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat_bits(std::uint32_t bits) { return (Vec)(UVec{} + bits); }
+inline Vec splat(float x) {  // an integer sum with zero is folded into the broadcast, one of floats is not: -0 + 0 = 0
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return splat_bits(bits);
+}
 inline Vec load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+/// Of type float for the compiler: unlike memcpy it lets everything that is not a float stay in registers.
+inline void store(float* p, Vec v) {
+  using Unaligned = float __attribute__((vector_size(kWidth * 4), aligned(4)));
+  *reinterpret_cast<Unaligned*>(p) = v;
+}
 
 /// a * b + c, fused where the instruction set can.
 inline Vec fma(Vec a, Vec b, Vec c) {
@@ -53,7 +62,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 }
 
 /// b where either is NaN, like the instruction.
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 inline float reduce_add(Vec v) {  // a fixed tree
   float x[kWidth];
@@ -163,6 +172,12 @@ inline void store_floats(bf16* p, Vec v) {
 using Slot = std::uint32_t;
 using SlotVec = UVec;
 
+/// Slots may have been written as floats or as bf16, so they are read as bytes.
+inline Slot load_slot(const Slot* p) {
+  Slot s;
+  std::memcpy(&s, p, sizeof s);
+  return s;
+}
 inline SlotVec load_slots(const Slot* p) {
   SlotVec v;
   std::memcpy(&v, p, sizeof v);
@@ -172,11 +187,7 @@ inline SlotVec load_slots(const Slot* p) {
 /// A slot is one float32.
 struct Floats {
   static constexpr int kElements = 1;
-  static Vec dot(Vec acc, Slot a, SlotVec b) {
-    float x;
-    std::memcpy(&x, &a, 4);
-    return fma(splat(x), (Vec)b, acc);
-  }
+  static Vec dot(Vec acc, Slot a, SlotVec b) { return fma(splat_bits(a), (Vec)b, acc); }
 };
 
 #if defined(__AVX512BF16__)

@@ -31,27 +31,52 @@ struct OperandB {
   OperandB columns_from(int column) const { return {data + column, step_stride}; }
 };
 
-/// acc[row][vector] += A * B for R rows x NV vectors of columns, in registers. A non-null `prefetch` is walked one
-/// cache line per step.
+/// Memory to bring into the first cache on the way: two lines per step of a product, until there is no more.
+struct Prefetch {
+  const char* next = nullptr;
+  const char* end = nullptr;
+
+  static Prefetch of(const Slot* data, std::ptrdiff_t slots) {
+    const char* p = reinterpret_cast<const char*>(data);
+    return {p, p ? p + slots * std::ptrdiff_t{sizeof(Slot)} : nullptr};
+  }
+  void step() {
+    if (next < end) {
+      __builtin_prefetch(next);
+      __builtin_prefetch(next + 64);
+      next += 128;
+    }
+  }
+};
+
+/// acc[row][vector] += A * B for R rows x NV vectors of columns, in registers.
 template <class Slots, int R, int NV>
 inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][NV], OperandA a, OperandB b, int steps,
-                                                    const char* prefetch = nullptr) {
+                                                    Prefetch& prefetch) {
+  Prefetch ahead = prefetch;
   for (int k = 0; k < steps; ++k) {
     SlotVec column[NV];
 #pragma GCC unroll 16
     for (int c = 0; c < NV; ++c) column[c] = load_slots(b.data + k * b.step_stride + c * kWidth);
-    if (prefetch) __builtin_prefetch(prefetch + std::ptrdiff_t{k} * 64);
+    ahead.step();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Slot x = a.data[r * a.row_stride + k * a.step_stride];
+      const Slot x = load_slot(a.data + r * a.row_stride + k * a.step_stride);
 #pragma GCC unroll 16
       for (int c = 0; c < NV; ++c) acc[r][c] = Slots::dot(acc[r][c], x, column[c]);
     }
   }
+  prefetch = ahead;
 }
 
-/// C = begin + all that products(acc) adds with multiply(). begin(row, vector) gives the start value of an accumulator,
-/// finish(row, vector, sum) takes the result; both are called in registers.
+template <class Slots, int R, int NV>
+inline __attribute__((always_inline)) void multiply(Vec (&acc)[R][NV], OperandA a, OperandB b, int steps) {
+  Prefetch nothing;
+  multiply<Slots>(acc, a, b, steps, nothing);
+}
+
+/// C = begin + all that products(acc) adds with multiply(). begin(row, vector) gives the start value of an accumulator;
+/// finish(row, sums) takes the NV results of a row, finish(row, vector, sum) one. All are called in registers.
 template <int R, int NV, class Begin, class Products, class Finish>
 inline __attribute__((always_inline)) void accumulate(const Begin& begin, const Products& products,
                                                       const Finish& finish) {
@@ -62,55 +87,60 @@ inline __attribute__((always_inline)) void accumulate(const Begin& begin, const 
     for (int c = 0; c < NV; ++c) acc[r][c] = begin(r, c);
   products(acc);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    if constexpr (requires { finish(r, acc[r]); }) {
+      finish(r, acc[r]);
+    } else {
 #pragma GCC unroll 16
-    for (int c = 0; c < NV; ++c) finish(r, c, acc[r][c]);
+      for (int c = 0; c < NV; ++c) finish(r, c, acc[r][c]);
+    }
+  }
 }
 
-/// One product: R rows x NV vectors of columns.
-template <class Slots, int R, int NV, class Begin, class Finish>
-inline __attribute__((always_inline)) void tile(OperandA a, OperandB b, int steps, const Begin& begin,
-                                                const Finish& finish, const char* prefetch = nullptr) {
-  accumulate<R, NV>(
-      begin, [&](Vec(&acc)[R][NV]) __attribute__((always_inline)) { multiply<Slots>(acc, a, b, steps, prefetch); },
-      finish);
+/// f.operator()<R, NV>(row, column) for tiles of kTileRows x kTileVectors, and smaller ones at the ends, that make up
+/// `rows` x `columns` (a multiple of kWidth). The columns of B that a tile reads stay in the cache for all rows.
+template <class F>
+inline void for_tiles(int rows, int columns, const F& f) {
+  const auto all_rows = [&]<int NV>(int column) {
+    int row = 0;
+    for (; row + kTileRows <= rows; row += kTileRows) f.template operator()<kTileRows, NV>(row, column);
+    switch (rows - row) {
+      case 5:
+        return f.template operator()<5, NV>(row, column);
+      case 4:
+        return f.template operator()<4, NV>(row, column);
+      case 3:
+        return f.template operator()<3, NV>(row, column);
+      case 2:
+        return f.template operator()<2, NV>(row, column);
+      case 1:
+        return f.template operator()<1, NV>(row, column);
+      default:
+        return;
+    }
+  };
+  int column = 0;
+  for (; column + kTileVectors * kWidth <= columns; column += kTileVectors * kWidth)
+    all_rows.template operator()<kTileVectors>(column);
+  for (; column < columns; column += kWidth) all_rows.template operator()<1>(column);
 }
 
-/// All rows and `columns` columns (a multiple of kWidth) in tiles of kTileRows x kTileVectors and smaller remainders.
-/// begin(row, column) and finish(row, column, sum): column counts elements. A result does not depend on the tiling:
-/// each sum runs over the steps in order.
+/// C = begin + A * B. begin(row, column) and finish(row, column, sum) or finish(row, column, sums): column counts
+/// elements. A result does not depend on the tiling: each sum runs over the steps in order.
 template <class Slots, class Begin, class Finish>
 inline void tiles(OperandA a, int rows, OperandB b, int columns, int steps, const Begin& begin, const Finish& finish,
-                  const char* prefetch = nullptr) {
-  const auto row_group = [&]<int R>(int row) {
-    const OperandA ar = a.rows_from(row);
-    const auto at = [&]<int NV>(int column) {
-      tile<Slots, R, NV>(
-          ar, b.columns_from(column), steps, [&](int r, int c) { return begin(row + r, column + c * kWidth); },
-          [&](int r, int c, Vec sum) { finish(row + r, column + c * kWidth, sum); }, prefetch);
-      if (prefetch) prefetch += std::ptrdiff_t{steps} * 64;
+                  Prefetch prefetch = {}) {
+  for_tiles(rows, columns, [&]<int R, int NV>(int row, int column) {
+    const auto start = [&](int r, int c) { return begin(row + r, column + c * kWidth); };
+    const auto products = [&](Vec(&acc)[R][NV]) __attribute__((always_inline)) {
+      multiply<Slots>(acc, a.rows_from(row), b.columns_from(column), steps, prefetch);
     };
-    int column = 0;
-    for (; column + kTileVectors * kWidth <= columns; column += kTileVectors * kWidth)
-      at.template operator()<kTileVectors>(column);
-    for (; column < columns; column += kWidth) at.template operator()<1>(column);
-  };
-  int row = 0;
-  for (; row + kTileRows <= rows; row += kTileRows) row_group.template operator()<kTileRows>(row);
-  switch (rows - row) {
-    case 5:
-      return row_group.template operator()<5>(row);
-    case 4:
-      return row_group.template operator()<4>(row);
-    case 3:
-      return row_group.template operator()<3>(row);
-    case 2:
-      return row_group.template operator()<2>(row);
-    case 1:
-      return row_group.template operator()<1>(row);
-    default:
-      return;
-  }
+    if constexpr (requires(Vec sum) { finish(row, column, sum); }) {
+      accumulate<R, NV>(start, products, [&](int r, int c, Vec sum) { finish(row + r, column + c * kWidth, sum); });
+    } else {
+      accumulate<R, NV>(start, products, [&](int r, Vec(&sums)[NV]) { finish(row + r, column, sums); });
+    }
+  });
 }
 
 }  // namespace nsa::cpu::NSA_ISA
