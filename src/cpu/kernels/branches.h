@@ -9,6 +9,7 @@
 #include "cpu/kernels/attend.h"
 #include "cpu/kernels/queries.h"
 #include "cpu/kernels/segments.h"
+#include "cpu/kernels/visible.h"
 #include "nsa/config.h"
 
 namespace nsa::cpu::NSA_ISA {
@@ -54,7 +55,7 @@ class CompressedBranch {
 
   void list(const QueryGroup& group, Attention<typename Queries<In>::Slots>& attention) const {
     Range ranges[kMaxNeighbours];
-    for (int a = 0; a < group.count; ++a) ranges[a].end = cfg_.num_compressed(queries_.position(group, a) + 1);
+    for (int a = 0; a < group.count; ++a) ranges[a] = visible_in_compressed(cfg_, queries_.position(group, a));
     attend_to_ranges(queries_, packed_, group, ranges, attention);
   }
 
@@ -79,16 +80,13 @@ class WindowBranch {
                const Context& context)
       : queries_(queries), window_size_(window_size), packed_(k, v, spans(queries, window_size), context) {}
 
-  std::int64_t tokens() const { return std::min(window_size_ + kMaxNeighbours, queries_.longest()) + kRangeEnds; }
+  std::int64_t tokens() const { return std::min(window_size_, queries_.longest()) + kMaxNeighbours + kRangeEnds; }
 
   int value_dim() const { return packed_.value_dim(); }
 
   void list(const QueryGroup& group, Attention<typename Queries<In>::Slots>& attention) const {
     Range ranges[kMaxNeighbours];
-    for (int a = 0; a < group.count; ++a) {
-      const std::int64_t end = queries_.position(group, a) + 1;
-      ranges[a] = {std::max<std::int64_t>(0, end - window_size_), end};
-    }
+    for (int a = 0; a < group.count; ++a) ranges[a] = visible_in_window(window_size_, queries_.position(group, a));
     attend_to_ranges(queries_, packed_, group, ranges, attention);
   }
 
@@ -96,7 +94,7 @@ class WindowBranch {
   static std::vector<TokenSpan> spans(const Queries<In>& queries, std::int64_t window_size) {
     std::vector<TokenSpan> spans = raw_spans(queries);
     for (std::size_t i = 0; i < spans.size(); ++i)
-      spans[i].first = std::max<std::int64_t>(0, queries.sequences()[i].position(0) + 1 - window_size);
+      spans[i].first = visible_in_window(window_size, queries.sequences()[i].position(0)).begin;
     return spans;
   }
 
@@ -135,22 +133,11 @@ class SelectedBranch {
   void list(const QueryGroup& group, int query, const std::int32_t* blocks, std::int64_t count, Scratch& scratch,
             Attention<typename Queries<In>::Slots>& attention) const {
     const std::int64_t t = queries_.position(group, query);
-    std::int32_t* sorted = scratch.sorted.data();
-    std::int32_t* end = std::copy_if(blocks, blocks + count, sorted,
-                                     [&](std::int32_t b) { return b >= 0 && std::int64_t{b} * block_size_ <= t; });
-    if (!std::is_sorted(sorted, end)) std::sort(sorted, end);
-    end = std::unique(sorted, end);
-
     const Range visible{0, t + 1};
     attention.begin(query, 1, queries_.heads(), &visible);
     auto packed = packed_.of(group.sequence, group.kv_head, scratch.packed);
-    while (sorted != end) {  // neighbouring blocks as one range
-      const std::int32_t first = *sorted;
-      std::int32_t next = first;
-      while (sorted != end && *sorted == next) ++sorted, ++next;
-      packed.cover({std::int64_t{first} * block_size_, std::min(std::int64_t{next} * block_size_, t + 1)},
-                   attention.segments());
-    }
+    for_visible_in_selected(blocks, count, block_size_, t, scratch.sorted.data(),
+                            [&](const Range& range) { packed.cover(range, attention.segments()); });
   }
 
  private:
