@@ -31,7 +31,8 @@ struct OperandB {
   OperandB columns_from(int column) const { return {data + column, step_stride}; }
 };
 
-/// Memory to bring into the first cache on the way: two lines per step of a product, until there is no more.
+/// Memory to bring nearer on the way: two lines per step of a product, until there is no more. Into the second cache:
+/// the first is full of what the product reads.
 struct Prefetch {
   const char* next = nullptr;
   const char* end = nullptr;
@@ -42,8 +43,8 @@ struct Prefetch {
   }
   void step() {
     if (next < end) {
-      __builtin_prefetch(next);
-      __builtin_prefetch(next + 64);
+      __builtin_prefetch(next, 0, 2);
+      __builtin_prefetch(next + 64, 0, 2);
       next += 128;
     }
   }
