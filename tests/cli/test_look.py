@@ -1,0 +1,157 @@
+"""Measuring and looking inside: eval, recall, needle, inspect, bench, info and debug compare."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from conftest import TINY, nsa, refused
+
+TINY_BENCH = "--lengths 64,96 --heads 2 --head-dim 16 --v-head-dim 16 --repeats 1 --budget 0.01 --threads 2".split()
+
+
+def result(tmp_path, *arguments):
+    path = tmp_path / "out.json"
+    text = nsa(*arguments, "--json", path).text
+    return json.loads(path.read_text()), text
+
+
+def test_eval_by_position_adds_up(trained, corpus, tmp_path):
+    out, _ = result(tmp_path, "eval", trained["nsa"], "--tokens", 0)
+    parts = out["loss_by_position"]
+    assert out["kind"] == "nsa-eval" and out["tokens"] == sum(p["tokens"] for p in parts) > 256
+    mean = sum(p["loss"] * p["tokens"] for p in parts) / out["tokens"]
+    assert out["loss"] == pytest.approx(mean) and out["bits_per_byte"] == pytest.approx(mean / math.log(2))
+    assert all(a["to"] == b["from"] for a, b in itertools.pairwise(parts))
+    assert 0 < out["loss"] < math.log(257) + 0.5
+
+
+def test_eval_equals_the_last_evaluation_of_the_training(trained, tmp_path):
+    lines = [json.loads(line) for line in (trained["nsa"] / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "eval"][-1]
+    out, _ = result(tmp_path, "eval", trained["nsa"], "--tokens", 65536, "--threads", 2)
+    assert out["tokens"] == last["eval_tokens"]
+    assert out["loss"] == pytest.approx(last["loss"], rel=1e-3)
+
+
+def test_eval_refuses_what_is_no_checkpoint(tmp_path, corpus):
+    assert "nowhere" in refused("eval", tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").write_bytes(b"no checkpoint")
+    refused("eval", tmp_path / "model.safetensors", "--data", corpus)
+
+
+def test_inspect_tells_what_the_queries_select(trained, corpus, tmp_path):
+    out, text = result(tmp_path, "inspect", trained["nsa"], "--queries", 8, "--maps")
+    (layer,) = out["layers"]
+    (head,) = layer["kv_heads"]
+    assert "KV head 0" in text
+    assert all(0 < layer["gates"][branch] < 1 for branch in ("cmp", "slc", "swa"))
+    assert 0 <= head["entropy"] <= head["entropy_max"] + 1e-9
+    for position, blocks, forced in zip(
+        *(head["map"][k] for k in ("query_positions", "blocks", "forced")), strict=True
+    ):
+        own = position // out["block_size"]
+        assert len(blocks) == min(out["topk"], own + 1) and blocks == sorted(set(blocks)) and blocks[-1] == own
+        assert set(forced) == {b for b in range(own + 1) if b < 1 or b > own - 2}
+
+
+def test_inspect_needs_a_selection(trained):
+    assert "attention full" in refused("inspect", trained["full"])
+
+
+def test_needle_is_a_table_of_lengths_and_depths(trained, tmp_path):
+    arguments = "--lengths 64,128 --depths 0,0.5,1 --samples 2".split()
+    out, _ = result(tmp_path, "needle", trained["window"], *arguments)
+    assert out["lengths"] == [64, 128] and out["depths"] == [0, 0.5, 1]
+    for table in ("accuracy", "exact", "loss", "loss_without_needle"):
+        assert [len(row) for row in out[table]] == [3, 3]
+    assert all(0 <= cell <= 1 for row in out["accuracy"] for cell in row)
+
+
+def test_needle_refuses_a_context_longer_than_the_texts(trained):
+    assert "too few" in refused("needle", trained["nsa"], "--lengths", 10_000_000)
+
+
+def test_recall_beyond_the_window():
+    """NSA recalls pairs from beyond its window; the window alone cannot, trained alone or cut out of the NSA model."""
+    text = nsa("recall", "--check", "--threads", 2, timeout=900).text
+    assert "chance" in text
+
+
+def test_recall_refuses_a_gap_that_windows_can_bridge():
+    assert "gap = 5" in refused("recall", "--gap", 5, "--steps", 1)
+
+
+def test_bench_reports_every_operation(tmp_path):
+    out, text = result(tmp_path, "bench", *TINY_BENCH)
+    operations = {r["op"] for r in out["results"]}
+    forward = {"compress", "compressed_attention", "selected_attention", "sliding_window_attention"}
+    assert forward | {f"{op}_backward" for op in forward} | {"select_blocks", "combine"} <= operations
+    whole = {"forward", "plain_forward", "dense_forward"}
+    assert whole | {f"{op}_backward" for op in whole} <= operations
+    assert {r["variant"] for r in out["results"] if r["op"] == "forward"} == {"mean", "mlp"}
+    for r in out["results"]:
+        assert r["best_s"] > 0 and r["median_s"] >= r["best_s"] and r["judged"] == (r["cpu_over_wall"] >= 1.9)
+    for ratio in out["ratios"]:
+        assert ratio["over_dense"] == pytest.approx(ratio["dense_seconds"] / ratio["seconds"])
+    assert "faster than torch's dense attention" in text
+
+
+def test_bench_marks_what_it_extrapolates(tmp_path):
+    limits = "--longest-dense-forward 64 --no-backward --no-parts".split()
+    out, _ = result(tmp_path, "bench", *TINY_BENCH, *limits)
+    dense = {
+        r["length"]: r
+        for r in out["results"]
+        if r["op"] == "dense_forward" and (r["extrapolated"] or r["length"] == 64)
+    }
+    assert dense[96]["extrapolated"] and not dense[64]["extrapolated"]
+    best = min(r["best_s"] for r in out["results"] if r["op"] == "dense_forward" and r["length"] == 64)
+    assert dense[96]["best_s"] == pytest.approx(best * (96 / 64) ** 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--lengths", "8"],
+        ["--kv-heads", "3"],
+        ["--topk", "2"],
+        ["--dtype", "float16"],
+        ["--phi", "max"],
+        ["--lengths", "x"],
+    ],
+)
+def test_bench_refuses(arguments):
+    refused("bench", *arguments)
+
+
+def test_info_says_what_was_chosen_and_why(monkeypatch):
+    assert "NSA_BACKEND is not set" in nsa("info").text
+    monkeypatch.setenv("NSA_BACKEND", "reference")
+    monkeypatch.setenv("NSA_CPU_ISA", "portable")
+    text = nsa("info").text
+    assert "chosen: reference, NSA_BACKEND = reference" in text
+    assert "chosen: portable, NSA_CPU_ISA = portable" in text
+
+
+def test_debug_compare_repeats_dumped_calls(corpus, tmp_path, monkeypatch):
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    monkeypatch.setenv("NSA_DUMP", str(dumps))
+    nsa("train", "--out", tmp_path / "run", "--data", corpus, "--steps", 1, *TINY)
+    nsa("bench", *TINY_BENCH, "--lengths", 64, "--dtype", "bfloat16", "--phi", "linear")
+    monkeypatch.delenv("NSA_DUMP")
+    one_of_each = {path.stem.split("-", 2)[2]: path for path in sorted(dumps.iterdir())}
+    assert len(one_of_each) >= 12, sorted(one_of_each)
+    text = nsa("debug", "compare", *one_of_each.values()).text
+    for operation, path in one_of_each.items():
+        part = text.split(str(path))[1].split("/dumps/")[0]
+        assert f"{operation} on the backend" in part
+        errors = [line.split() for line in part.splitlines() if "e-" in line or "e+" in line]
+        assert all(float(e[3]) < 2e-2 for e in errors), part  # bfloat16
+        assert "not finite" not in part
+
+
+def test_debug_compare_refuses_other_files(trained):
+    assert "no dump" in refused("debug", "compare", trained["nsa"] / "model.safetensors")
