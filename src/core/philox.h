@@ -8,7 +8,7 @@
 namespace nsa {
 
 /// Ten rounds on a counter of four words under a 64-bit key (low word first).
-inline std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> counter, std::uint64_t key) {
+constexpr std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> counter, std::uint64_t key) {
   auto key0 = static_cast<std::uint32_t>(key), key1 = static_cast<std::uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t product0 = std::uint64_t{0xD2511F53} * counter[0];
@@ -21,14 +21,20 @@ inline std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> counter,
   return counter;
 }
 
-/// Gumbel noise g = -ln(-ln u) of a selection block, for the query at position t of a sequence. u has 23 bits and lies
-/// strictly between 0 and 1.
+/// The uniform number u behind the noise of a selection block, for the query at position t of a sequence: 23 bits,
+/// strictly between 0 and 1. (constexpr, so that CUDA kernels can call it.)
+constexpr double gumbel_uniform(std::uint64_t seed, std::int64_t block, std::int64_t t, std::int64_t kv_head,
+                                std::int64_t sequence) {
+  const std::array<std::uint32_t, 4> counter{static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(t),
+                                             static_cast<std::uint32_t>(kv_head),
+                                             static_cast<std::uint32_t>(sequence)};
+  return (static_cast<double>(philox(counter, seed)[0] >> 9) + 0.5) * 0x1p-23;
+}
+
+/// Gumbel noise g = -ln(-ln u).
 inline double gumbel(std::uint64_t seed, std::int64_t block, std::int64_t t, std::int64_t kv_head,
                      std::int64_t sequence) {
-  const auto word = [](std::int64_t x) { return static_cast<std::uint32_t>(x); };
-  const std::uint32_t x = philox({word(block), word(t), word(kv_head), word(sequence)}, seed)[0];
-  const double u = (static_cast<double>(x >> 9) + 0.5) * 0x1p-23;
-  return -std::log(-std::log(u));
+  return -std::log(-std::log(gumbel_uniform(seed, block, t, kv_head, sequence)));
 }
 
 }  // namespace nsa

@@ -6,7 +6,8 @@
 
 namespace nsa::test {
 
-testing::AssertionResult within_bound(const TensorView& x, const TensorView& plain, const TensorView& oracle) {
+testing::AssertionResult within_bound(const TensorView& x, const TensorView& plain, const TensorView& oracle,
+                                      double floor) {
   const std::vector<double> xs = values_of(x), ps = values_of(plain), os = values_of(oracle);
   if (xs.size() != os.size()) return testing::AssertionFailure() << x.describe() << " against " << oracle.describe();
   double error = 0, plain_error = 0, largest = 0;
@@ -26,7 +27,7 @@ testing::AssertionResult within_bound(const TensorView& x, const TensorView& pla
       worst = i;
     }
   }
-  const double bound = 2 * plain_error + 1e-5 * largest;
+  const double bound = 2 * plain_error + 1e-5 * largest + (largest == 0 ? floor : 0);
   if (error <= bound) return testing::AssertionSuccess();
   return testing::AssertionFailure() << "error " << error << " at element " << worst << " (" << xs[worst]
                                      << ", the oracle's " << os[worst] << ") above the bound " << bound << " = 2 * "

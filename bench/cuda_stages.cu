@@ -1,0 +1,219 @@
+// Times every stage of NSA on one GPU, forward and backward, through the CUDA backend's own functions.
+//   cuda_stages [length ...]      B = 1, H = 64, Hkv = 4, D = 128, bfloat16, MLP phi, default hyperparameters
+// Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <vector>
+
+#include "cuda/common/element.cuh"
+#include "cuda/portable/portable.h"
+
+namespace {
+
+using namespace nsa;
+using cuda::portable::Execution;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+void check(const Status& status, const char* what) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s: %s\n", what, status.message().c_str());
+  std::exit(1);
+}
+
+__device__ unsigned hash(unsigned x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+/// About normal (sum of four uniforms), deviation as given.
+__global__ void fill_normal(cuda::Bf16* p, std::int64_t n, unsigned seed, float deviation, float shift) {
+  for (std::int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) {
+    float sum = 0;
+    for (unsigned j = 0; j < 4; ++j)
+      sum += static_cast<float>(hash(static_cast<unsigned>(i) * 4 + j + seed * 0x9e3779b9u)) * 0x1p-32f;
+    p[i] = __float2bfloat16((sum - 2) * 1.732f * deviation + shift);
+  }
+}
+/// First, previous and own block, and 13 others: uniform (random), or drifting slowly with the query (clustered).
+__global__ void fill_indices(int* p, int length, int heads, bool clustered) {
+  const int i = blockIdx.x * 256 + threadIdx.x;
+  if (i >= length * heads) return;
+  const int t = i / heads, head = i % heads, last = t / 64;
+  int* row = p + static_cast<std::int64_t>(i) * 16;
+  int n = 0;
+  const auto add = [&](int b) {
+    for (int j = 0; j < n; ++j)
+      if (row[j] == b) return;
+    row[n++] = b;
+  };
+  add(0), add(last);
+  if (last > 0) add(last - 1);
+  for (int k = 0; n < 16 && n <= last; ++k) {
+    const int slot = k % 13, round = k / 13;
+    const unsigned seed =
+        clustered ? static_cast<unsigned>((t + slot * 5) / 48 * 16 + slot) : static_cast<unsigned>(t * 16 + slot);
+    add(static_cast<int>(hash(seed * 64 + static_cast<unsigned>(head) + static_cast<unsigned>(round) * 0x51ed270bu) %
+                         static_cast<unsigned>(last + 1)));
+  }
+  while (n < 16) row[n++] = -1;
+}
+
+struct Device {
+  void* take(std::size_t bytes) {
+    void* p;
+    check(cudaMalloc(&p, std::max<std::size_t>(bytes, 256)), "cudaMalloc");
+    all.push_back(p);
+    return p;
+  }
+  TensorView tensor(DType dtype, std::initializer_list<std::int64_t> shape) {
+    TensorView t = TensorView::contiguous(nullptr, dtype, shape, {DeviceType::kCUDA, 0});
+    t.data = take(static_cast<std::size_t>(t.numel()) * size_of(dtype));
+    return t;
+  }
+  TensorView random(std::initializer_list<std::int64_t> shape, float deviation = 1, float shift = 0) {
+    const TensorView t = tensor(DType::kBFloat16, shape);
+    fill_normal<<<1024, 256>>>(t.as<cuda::Bf16>(), t.numel(), static_cast<unsigned>(all.size()), deviation, shift);
+    return t;
+  }
+  ~Device() {
+    for (void* p : all) cudaFree(p);
+  }
+  std::vector<void*> all;
+};
+
+template <class Params>
+double time(const char* name, const Params& params, Status (*operation)(const Params&, Execution&), void* flush) {
+  Execution execution;
+  check(operation(params, execution), name);
+  const std::size_t bytes = execution.arena.used();
+  void* workspace;
+  check(cudaMalloc(&workspace, bytes + 256), "cudaMalloc");
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "event");
+  check(cudaEventCreate(&end), "event");
+  std::vector<float> times;
+  for (int i = 0; i < 9; ++i) {
+    check(cudaMemsetAsync(flush, i, 256 << 20), "flush");
+    execution.arena = {workspace, bytes + 256};
+    check(cudaEventRecord(begin), "event");
+    check(operation(params, execution), name);
+    check(cudaEventRecord(end), "event");
+    check(cudaEventSynchronize(end), name);
+    float ms;
+    check(cudaEventElapsedTime(&ms, begin, end), "event");
+    if (i >= 2) times.push_back(ms);
+  }
+  check(cudaFree(workspace), "cudaFree");
+  std::sort(times.begin(), times.end());
+  std::printf("  %-34s %9.3f ms   workspace %8.1f MiB\n", name, times[times.size() / 2],
+              static_cast<double>(bytes) / (1 << 20));
+  std::fflush(stdout);
+  return times[times.size() / 2];
+}
+
+void run(std::int64_t s) {
+  namespace ops = cuda::portable;
+  constexpr std::int64_t h = 64, kv = 4, d = 128;
+  const NSAConfig cfg;
+  const std::int64_t nc = cfg.num_compressed(s);
+  Device dev;
+  void* flush = dev.take(256 << 20);
+  const auto heads = [&](std::int64_t n) { return dev.random({1, s, n, d}); };
+  const TensorView q = heads(h), k_cmp = heads(kv), k_slc = heads(kv), v_slc = heads(kv), k_swa = heads(kv),
+                   v_swa = heads(kv);
+  const TensorView d_o = heads(h), gates = dev.random({1, s, h, 3}, 0.1f, 0.5f);
+  const auto out = [&] { return dev.tensor(DType::kBFloat16, {1, s, h, d}); };
+  const auto lse = [&] { return dev.tensor(DType::kFloat32, {1, h, s}); };
+  CompressionWeights w{CompressionKind::kMlp,
+                       dev.random({kv, 32, d}, 0.02f),
+                       dev.random({kv, 32 * d, 2 * d}, 0.016f),
+                       {},
+                       dev.random({kv, 2 * d, d}, 0.06f),
+                       {}};
+  const TensorView k_c = dev.random({1, nc, kv, d}), v_c = dev.random({1, nc, kv, d});
+  const TensorView random = dev.tensor(DType::kInt32, {1, s, kv, 16}),
+                   clustered = dev.tensor(DType::kInt32, {1, s, kv, 16});
+  fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(random.as<int>(), static_cast<int>(s), kv, false);
+  fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(clustered.as<int>(), static_cast<int>(s), kv,
+                                                                     true);
+  std::printf("S = %lld\n", static_cast<long long>(s));
+
+  const TensorView compressed = dev.tensor(DType::kBFloat16, {1, nc, kv, d});
+  CompressParams compress{k_cmp, w, cfg, {}, compressed};
+  time("compress (mlp, one of k, v)", compress, ops::compress, flush);
+  CompressBackwardParams compress_back{compress, compressed, dev.tensor(DType::kBFloat16, {1, s, kv, d}), w};
+  compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, 32, d});
+  compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, 32 * d, 2 * d});
+  compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * d, d});
+  time("compress backward", compress_back, ops::compress_backward, flush);
+
+  NsaAttentionParams whole{};
+  whole.q = q, whole.k_c = k_c, whole.v_c = v_c, whole.k_slc = k_slc, whole.v_slc = v_slc, whole.k_swa = k_swa,
+  whole.v_swa = v_swa;
+  whole.gates = gates;
+  whole.cfg = cfg;
+  whole.imposed_indices = random;
+  whole.o = out();
+  whole.indices = dev.tensor(DType::kInt32, {1, s, kv, 16});
+  whole.o_cmp = out(), whole.o_slc = out(), whole.o_swa = out();
+  whole.lse_cmp = lse(), whole.lse_slc = lse(), whole.lse_swa = lse();
+
+  CompressedAttentionParams cmp{q, k_c, v_c, cfg, {}, s, {}, whole.o_cmp, whole.lse_cmp};
+  time("compressed_attention", cmp, ops::compressed_attention, flush);
+  SelectBlocksParams select{q, k_c, whole.lse_cmp, cfg, {}, s, 0, 0, {}, whole.indices};
+  time("select_blocks", select, ops::select_blocks, flush);
+  SelectedAttentionParams slc{q, k_slc, v_slc, random, 64, {}, {}, whole.o_slc, whole.lse_slc};
+  time("selected_attention, random", slc, ops::selected_attention, flush);
+  slc.indices = clustered;
+  time("selected_attention, clustered", slc, ops::selected_attention, flush);
+  SlidingWindowAttentionParams swa{q, k_swa, v_swa, 512, {}, {}, whole.o_swa, whole.lse_swa};
+  time("sliding_window_attention", swa, ops::sliding_window_attention, flush);
+  time("combine", CombineParams{whole.o_cmp, whole.o_slc, whole.o_swa, gates, whole.o}, ops::combine, flush);
+  time("nsa_attention, random", whole, ops::nsa_attention, flush);
+  whole.imposed_indices = clustered;
+  time("nsa_attention, clustered", whole, ops::nsa_attention, flush);
+
+  const auto like_k = [&](const TensorView& t) { return dev.tensor(DType::kBFloat16, {1, t.size(1), kv, d}); };
+  const TensorView d_q = out();
+  time("compressed_attention backward", CompressedAttentionBackwardParams{cmp, d_o, d_q, like_k(k_c), like_k(v_c)},
+       ops::compressed_attention_backward, flush);
+  time("selected_attention backward, clust.",
+       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, ops::selected_attention_backward,
+       flush);
+  slc.indices = random;
+  check(cudaDeviceSynchronize(), "sync");
+  time("selected_attention backward, random",
+       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, ops::selected_attention_backward,
+       flush);
+  time("sliding_window_attention backward",
+       SlidingWindowAttentionBackwardParams{swa, d_o, d_q, like_k(k_swa), like_k(v_swa)},
+       ops::sliding_window_attention_backward, flush);
+  NsaAttentionBackwardParams back{
+      whole,         d_o,           d_q,           like_k(k_c),   like_k(v_c),
+      like_k(k_slc), like_k(v_slc), like_k(k_swa), like_k(v_swa), dev.tensor(DType::kBFloat16, {1, s, h, 3})};
+  time("nsa_attention backward, clustered", back, ops::nsa_attention_backward, flush);
+  back.forward.imposed_indices = random;
+  time("nsa_attention backward, random", back, ops::nsa_attention_backward, flush);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  cudaDeviceProp device;
+  check(cudaGetDeviceProperties(&device, 0), "device");
+  std::printf("%s\n", device.name);
+  std::vector<long long> lengths;
+  for (int i = 1; i < argc; ++i) lengths.push_back(std::atoll(argv[i]));
+  if (lengths.empty()) lengths = {8192, 65536};
+  for (long long s : lengths) run(s);
+  return 0;
+}

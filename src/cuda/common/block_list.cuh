@@ -1,0 +1,37 @@
+// The selected blocks of one query as a clean list.
+#pragma once
+
+#include "cuda/common/geometry.cuh"
+
+namespace nsa::cuda {
+
+/// Whether entry i of a row of n indices counts: in range, not in the future of `position`, not a duplicate of an
+/// earlier entry. `stride` lies between entries.
+__device__ inline bool counts(const int* indices, int i, int position, int block_size) {
+  const int b = indices[i];
+  if (b < 0 || static_cast<std::int64_t>(b) * block_size > position) return false;
+  for (int j = 0; j < i; ++j)
+    if (indices[j] == b) return false;
+  return true;
+}
+
+/// Writes the blocks that count to `list` (n ints of shared memory) in their order and returns how many there are. All
+/// threads of the block call it; it ends with a barrier.
+__device__ inline int clean_list(const int* indices, int n, int position, int block_size, int* list) {
+  __shared__ int count;
+  if (threadIdx.x < 32) {
+    int found = 0;
+    for (int first = 0; first < n; first += 32) {
+      const int i = first + threadIdx.x;
+      const bool good = i < n && counts(indices, i, position, block_size);
+      const unsigned ballot = __ballot_sync(0xffffffffu, good);
+      if (good) list[found + __popc(ballot & ((1u << threadIdx.x) - 1))] = indices[i];
+      found += __popc(ballot);
+    }
+    if (threadIdx.x == 0) count = found;
+  }
+  __syncthreads();
+  return count;
+}
+
+}  // namespace nsa::cuda

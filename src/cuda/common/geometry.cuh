@@ -1,0 +1,108 @@
+// What attention kernels need to know of a call, and how they find their rows in it.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/element.cuh"
+
+namespace nsa::cuda {
+
+/// A (B, S, heads, D) or (total, heads, D) tensor; batch = 0 when packed. Strides in elements, the last is 1.
+struct Strided {
+  void* data = nullptr;
+  std::int64_t batch = 0, row = 0, head = 0;
+
+  template <class T>
+  __device__ T* at(int b, std::int64_t r, int h) const {
+    return static_cast<T*>(data) + b * batch + r * row + h * head;
+  }
+};
+
+/// lse and other float32 per row and head: (B, H, S) or (H, total).
+struct PerRow {
+  float* data = nullptr;
+  std::int64_t batch = 0, head = 0, row = 0;
+
+  __device__ float& at(int b, std::int64_t r, int h) const { return data[b * batch + h * head + r * row]; }
+};
+
+/// How the query and key rows of a call are cut into sequences and groups.
+struct Geometry {
+  int batches = 0;            // sequences
+  int heads = 0;              // H
+  int kv_heads = 0;           // Hkv
+  int group = 0;              // G
+  int q_len = 0;              // batched: Sq of every sequence; packed: an upper bound of it
+  int k_len = 0;              // batched: Sk of every sequence; packed: an upper bound of it
+  const int* cu_q = nullptr;  // packed: offsets (batches + 1); null: batched
+  const int* cu_k = nullptr;
+  std::int64_t total_q = 0, total_k = 0;  // packed: rows of the tensors, to which offsets are clamped
+  int kernel_size = 32, kernel_stride = 16;
+};
+
+/// One sequence. Rows count from the start of batch `batch` of a batched tensor, or of a packed tensor (batch = 0).
+struct DeviceSequence {
+  int index, batch;
+  int q_begin, q_len, k_begin, k_len;
+
+  __device__ int position(int i) const { return i + k_len - q_len; }
+};
+
+__device__ inline int clamp_offset(int x, std::int64_t total) {
+  return x < 0 ? 0 : x > total ? static_cast<int>(total) : x;
+}
+
+__device__ inline DeviceSequence sequence_of(const Geometry& p, int b) {
+  if (!p.cu_q) return {b, b, 0, p.q_len, 0, p.k_len};
+  const int q0 = clamp_offset(p.cu_q[b], p.total_q), q1 = clamp_offset(p.cu_q[b + 1], p.total_q);
+  const int k0 = clamp_offset(p.cu_k[b], p.total_k), k1 = clamp_offset(p.cu_k[b + 1], p.total_k);
+  const int k_len = max(k1 - k0, 0);
+  return {b, 0, q0, min(max(q1 - q0, 0), k_len), k0, k_len};
+}
+
+/// N_c(length).
+__device__ inline int num_compressed(const Geometry& p, int length) {
+  return length < p.kernel_size ? 0 : (length - p.kernel_size) / p.kernel_stride + 1;
+}
+
+/// First compressed row of sequence b: the compressed tokens of packed sequences follow each other. All threads of the
+/// block call it; it ends with a barrier.
+__device__ inline int compressed_begin(const Geometry& p, int b) {
+  if (!p.cu_q) return 0;
+  __shared__ int sum;
+  if (threadIdx.x == 0) sum = 0;
+  __syncthreads();
+  int mine = 0;
+  for (int i = threadIdx.x; i < b; i += blockDim.x) {
+    const int k0 = clamp_offset(p.cu_k[i], p.total_k), k1 = clamp_offset(p.cu_k[i + 1], p.total_k);
+    mine += num_compressed(p, max(k1 - k0, 0));
+  }
+  if (mine) atomicAdd(&sum, mine);  // integers: the order does not matter
+  __syncthreads();
+  return sum;
+}
+
+/// Keys [first, last) that a query sees.
+struct KeyRange {
+  int first, last;
+};
+
+/// The rule of the sliding window (window > 0) or of the compressed branch (window == 0).
+__device__ inline KeyRange visible_keys(const Geometry& p, int window, int position) {
+  if (window > 0) return {max(position - window + 1, 0), position + 1};
+  return {0, num_compressed(p, position + 1)};
+}
+
+/// Query rows of a tile: row r of a sequence and KV head is query r / G, head r % G of the group.
+struct Row {
+  int query, head;
+  bool valid;
+};
+__device__ inline Row row_of(const Geometry& p, const DeviceSequence& s, int kv_head, std::int64_t r) {
+  const bool valid = r < static_cast<std::int64_t>(s.q_len) * p.group;
+  const int query = valid ? static_cast<int>(r / p.group) : 0;
+  return {query, kv_head * p.group + (valid ? static_cast<int>(r - static_cast<std::int64_t>(query) * p.group) : 0),
+          valid};
+}
+
+}  // namespace nsa::cuda

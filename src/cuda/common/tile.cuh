@@ -1,0 +1,191 @@
+// Tiles of rows in shared memory, and the products that kernels build on them.
+//
+// A tile holds `rows` rows of D elements, each row padded by 16 bytes, so that the eight 16-byte rows of an ldmatrix
+// lie in different banks (the row pitch is an odd multiple of 16 bytes).
+#pragma once
+
+#include "cuda/common/element.cuh"
+
+namespace nsa::cuda {
+
+template <class T, int D>
+struct Tile {
+  static constexpr int kPitch = D * static_cast<int>(sizeof(T)) + 16;  // bytes
+  static constexpr int kChunks = D * static_cast<int>(sizeof(T)) / 16;
+  static_assert(kPitch / 16 % 2 == 1);
+
+  static constexpr int bytes(int rows) { return rows * kPitch; }
+
+  /// Row r comes from source(r), a null pointer gives zeros. All `threads` of the group call it.
+  template <class Source>
+  __device__ static void load(std::uint32_t tile, int rows, int thread, int threads, const Source& source) {
+    for (int i = thread; i < rows * kChunks; i += threads) {
+      const int r = i / kChunks, c = i % kChunks;
+      const T* from = source(r);
+      copy16(tile + r * kPitch + c * 16, reinterpret_cast<const char*>(from) + (from ? c * 16 : 0), from != nullptr);
+    }
+  }
+
+  /// The B operand of two neighbouring column tiles (rows `row` .. `row` + 15 of the tile are its columns) at reduction
+  /// step k: {b0, b1} of the first and {b0, b1} of the second.
+  __device__ static void load_b(std::uint32_t (&b)[4], std::uint32_t tile, int row, int k, int lane) {
+    ldmatrix4(b, tile + (row + (lane & 16) / 2 + (lane & 7)) * kPitch + k * 32 + (lane & 8) * 2);
+  }
+  /// The B operand of one column tile (rows `row` .. `row` + 7) at reduction steps k and k + 1.
+  __device__ static void load_b_narrow(std::uint32_t (&b)[4], std::uint32_t tile, int row, int k, int lane) {
+    ldmatrix4(b, tile + (row + (lane & 7)) * kPitch + k * 32 + (lane / 8) * 16);
+  }
+  /// The A operand: rows `row` .. `row` + 15 at reduction step k.
+  __device__ static void load_a(std::uint32_t (&a)[4], std::uint32_t tile, int row, int k, int lane) {
+    ldmatrix4(a, tile + (row + (lane & 15)) * kPitch + k * 32 + (lane & 16));
+  }
+  /// The B operand when the tile's rows are the reduction: rows `row` .. `row` + kStep - 1, columns `column` .. + 15.
+  /// For float32 row 2t and 2t + 1 of the tile take the places t and t + 4 of the reduction: see operand_a.
+  __device__ static void load_b_rows(std::uint32_t (&b)[4], std::uint32_t tile, int row, int column, int lane) {
+    if constexpr (sizeof(T) == 2) {
+      ldmatrix4_transposed(b, tile + (row + (lane & 15)) * kPitch + (column + (lane & 16) / 2) * 2);
+    } else {
+      const std::uint32_t at = tile + (row + 2 * (lane & 3)) * kPitch + (column + lane / 4) * 4;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[0]) : "r"(at));
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[1]) : "r"(at + kPitch));
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[2]) : "r"(at + 32));
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[3]) : "r"(at + 32 + kPitch));
+    }
+  }
+};
+
+/// C fragments (row x reduction) of columns step*kStep .. as the A operand of the next product.
+template <class T, int N>
+__device__ inline void operand_a(std::uint32_t (&a)[4], const float (&c)[N][4], int step) {
+  if constexpr (sizeof(T) == 2) {
+    a[0] = pack(T{}, c[2 * step][0], c[2 * step][1]);
+    a[1] = pack(T{}, c[2 * step][2], c[2 * step][3]);
+    a[2] = pack(T{}, c[2 * step + 1][0], c[2 * step + 1][1]);
+    a[3] = pack(T{}, c[2 * step + 1][2], c[2 * step + 1][3]);
+  } else {
+    a[0] = __float_as_uint(c[step][0]);
+    a[1] = __float_as_uint(c[step][2]);
+    a[2] = __float_as_uint(c[step][1]);
+    a[3] = __float_as_uint(c[step][3]);
+  }
+}
+
+/// c[n] = a * tile^T: 16 rows of a (fragments, or a second tile) against `8 * N` rows of a tile, over D.
+template <class T, int D, int N, class LoadA>
+__device__ inline void multiply_transposed(float (&c)[N][4], const LoadA& load_a, std::uint32_t tile, int row,
+                                           int lane) {
+  constexpr int kSteps = D / kStep<T>;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[n][i] = 0;
+  if constexpr (N == 1) {
+    static_assert(kSteps % 2 == 0);
+#pragma unroll
+    for (int k = 0; k < kSteps; k += 2) {
+      std::uint32_t b[4], a0[4], a1[4];
+      Tile<T, D>::load_b_narrow(b, tile, row, k, lane);
+      load_a(a0, k);
+      load_a(a1, k + 1);
+      mma(T{}, c[0], a0, b[0], b[1]);
+      mma(T{}, c[0], a1, b[2], b[3]);
+    }
+  } else {
+    // The next fragment is on its way while the current one is multiplied.
+    constexpr int kPairs = N / 2;
+    std::uint32_t b[2][4];
+    Tile<T, D>::load_b(b[0], tile, row, 0, lane);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      std::uint32_t a[4];
+      load_a(a, k);
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+        const int i = k * kPairs + n, next = i + 1;
+        if (next < kSteps * kPairs)
+          Tile<T, D>::load_b(b[next % 2], tile, row + next % kPairs * 16, next / kPairs, lane);
+        mma(T{}, c[2 * n], a, b[i % 2][0], b[i % 2][1]);
+        mma(T{}, c[2 * n + 1], a, b[i % 2][2], b[i % 2][3]);
+      }
+    }
+  }
+}
+
+/// acc += p * tile: p (C fragments, 16 x 8*N, rounded to T) against rows `row` .. of a tile, D columns.
+template <class T, int D, int N>
+__device__ inline void multiply_accumulate(float (&acc)[D / 8][4], const float (&p)[N][4], std::uint32_t tile, int row,
+                                           int lane) {
+  constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16;
+  std::uint32_t b[2][4];
+  Tile<T, D>::load_b_rows(b[0], tile, row, 0, lane);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    std::uint32_t a[4];
+    operand_a<T>(a, p, k);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int i = k * kPairs + n, next = i + 1;
+      if (next < kSteps * kPairs)
+        Tile<T, D>::load_b_rows(b[next % 2], tile, row + next / kPairs * kStep<T>, next % kPairs * 16, lane);
+      mma(T{}, acc[2 * n], a, b[i % 2][0], b[i % 2][1]);
+      mma(T{}, acc[2 * n + 1], a, b[i % 2][2], b[i % 2][3]);
+    }
+  }
+}
+
+// Where a row of p sees only some rows of a tile (its p is 0 for the others) and the tile holds a NaN or an infinity,
+// 0 * NaN would leak. Then: add_nonfinite, a barrier, clear_nonfinite, a barrier, multiply_accumulate. Rows of p that
+// do not see the bad elements get the same bits as if these were finite.
+
+__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028234663852886e38f; }
+
+/// acc += p * x for the elements x of the tile's rows `row` .. that are not finite, where visible(i, j); i = 0, 1 for
+/// the rows lane/4, lane/4 + 8 of p, j a row of the tile counted from `row`. Slow and rare.
+template <class T, int D, int N, class Visible>
+__device__ inline void add_nonfinite(float (&acc)[D / 8][4], const float (&p)[N][4], const char* tile, int row,
+                                     int lane, const Visible& visible) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    for (int j = 0; j < 8; ++j) {
+      const int source = (lane & ~3) | (j / 2);
+      const float low0 = __shfl_sync(0xffffffffu, p[n][0], source), low1 = __shfl_sync(0xffffffffu, p[n][1], source);
+      const float high0 = __shfl_sync(0xffffffffu, p[n][2], source), high1 = __shfl_sync(0xffffffffu, p[n][3], source);
+      const float x = j & 1 ? low1 : low0, y = j & 1 ? high1 : high0;
+      const bool see_x = visible(0, n * 8 + j), see_y = visible(1, n * 8 + j);
+      const T* values = reinterpret_cast<const T*>(tile + (row + n * 8 + j) * Tile<T, D>::kPitch) + 2 * (lane & 3);
+#pragma unroll
+      for (int m = 0; m < D / 8; ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float v = to_float(values[m * 8 + i]);
+          if (!is_finite(v) && see_x) acc[m][i] += x * v;
+          if (!is_finite(v) && see_y) acc[m][2 + i] += y * v;
+        }
+      }
+    }
+  }
+}
+
+/// f(element) for this thread's share of the tile's rows.
+template <class T, int D, class F>
+__device__ inline void for_elements(char* tile, int rows, int thread, int threads, const F& f) {
+  for (int i = thread; i < rows * Tile<T, D>::kChunks; i += threads) {
+    T* x = reinterpret_cast<T*>(tile + i / Tile<T, D>::kChunks * Tile<T, D>::kPitch + i % Tile<T, D>::kChunks * 16);
+#pragma unroll
+    for (int j = 0; j < 16 / static_cast<int>(sizeof(T)); ++j) f(x[j]);
+  }
+}
+template <class T, int D>
+__device__ inline bool has_nonfinite(char* tile, int rows, int thread, int threads) {
+  bool found = false;
+  for_elements<T, D>(tile, rows, thread, threads, [&](T& x) { found |= !is_finite(to_float(x)); });
+  return found;
+}
+template <class T, int D>
+__device__ inline void clear_nonfinite(char* tile, int rows, int thread, int threads) {
+  for_elements<T, D>(tile, rows, thread, threads, [&](T& x) {
+    if (!is_finite(to_float(x))) x = from_float<T>(0);
+  });
+}
+
+}  // namespace nsa::cuda

@@ -1,0 +1,136 @@
+// One plain parameter struct per kernel of this folder.
+#pragma once
+
+#include "cuda/common/geometry.cuh"
+
+namespace nsa::cuda::portable {
+
+struct RangeArgs {
+  Geometry geometry;
+  Strided q, k, v, o;
+  PerRow lse;
+  int window;   // tokens; 0: compressed keys
+  float scale;  // softmax scale
+};
+
+struct SelectedArgs {
+  Geometry geometry;
+  Strided q, k, v, o;
+  PerRow lse;
+  Strided indices;  // int32
+  int topk;         // entries of a row of indices
+  int block_size;
+  float scale;
+};
+
+struct SelectArgs {
+  Geometry geometry;
+  Strided q, k;
+  PerRow lse;
+  Strided indices;  // int32
+  int topk, block_size, init_blocks, local_blocks;
+  float scale, noise;
+  float inverse_stride;  // 1 / d
+  float share;           // d / (G * l): makes importances shares of 1
+  unsigned long long seed;
+  float* scratch;               // per thread block: queries x (keys + blocks) floats
+  std::int64_t scratch_keys;    // floats per query for the sums
+  std::int64_t scratch_blocks;  // floats per query for the importances
+  int queries;                  // per tile
+  int tiles;                    // per sequence and KV head, an upper bound
+};
+
+struct CombineArgs {
+  Strided branch[3], gates, o;
+  int rows, heads, dim;  // rows of a batch
+};
+
+struct CombineBackwardArgs {
+  Strided d_o;
+  int branches;         // 3; 1 for the backward of a single branch (no gates)
+  Strided o[3];         // outputs of the branches
+  Strided gates;        // null data: every gate is 1
+  Strided d_branch[3];  // g_i * d_o; null data: not wanted
+  Strided d_gates;      // rowsum(d_o * o_i); null data: not wanted
+  PerRow delta[3];      // g_i * rowsum(d_o * o_i); null data: not wanted
+  PerRow gate[3];       // g_i as float32; null data: not wanted
+  int rows, heads, dim;
+};
+
+/// One KV head's share of weights, (P, rows, columns) contiguous in the last dimension.
+struct Weights {
+  void* data = nullptr;
+  std::int64_t head = 0, row = 0;  // elements; head = 0: shared
+
+  template <class T>
+  __device__ T* at(int h, std::int64_t r, int c) const {
+    return static_cast<T*>(data) + h * head + r * row + c;
+  }
+};
+
+struct CompressArgs {
+  Geometry geometry;         // kv_heads, kernel_size, kernel_stride, lengths of keys
+  Strided k, out;            // tokens; compressed rows
+  int compressed_per_batch;  // batched: N_c; packed: all rows
+  int rows;                  // compressed rows of all batches
+  int groups;                // groups of d tokens of all sequences, an upper bound
+  int dim, hidden;           // D; E, or D for linear
+  bool mlp;
+  Weights pe, w1, b1, w2, b2;
+  std::int64_t* first_token;  // (rows): element offset of a row's first token from k.data, -1: none
+  int4* group;                // (groups): {sequence, first token, tokens, first compressed row}, tokens 0: none
+  float* constant;            // (P, hidden): pe W1 + b1
+  float* z;                   // (kv_heads, rows, hidden), backward of mlp
+  void* h;                    // (kv_heads, rows, hidden), T
+  // Backward.
+  Strided d_out, d_k;
+  void* d_z;  // (kv_heads, rows, hidden), T; linear: a copy of d_out with zeros past the last block
+  Weights d_pe, d_w1, d_b1, d_w2, d_b2;
+  float* d_z_sum;  // (P, hidden): column sums of d_z
+  bool shared;     // P == 1
+
+  __device__ std::int64_t buffer(int head, int m) const {
+    return (static_cast<std::int64_t>(head) * rows + m) * hidden;
+  }
+  __device__ int batch_of(int m) const { return geometry.cu_q ? 0 : m / compressed_per_batch; }
+  __device__ int row_of(int m) const { return geometry.cu_q ? m : m % compressed_per_batch; }
+};
+
+struct BackwardArgs {
+  Geometry geometry;
+  Strided q, k, v, d_o;
+  PerRow lse, delta, gate;   // gate.data == nullptr: 1
+  Strided d_q, d_k, d_v;     // d_q is written unless sum_to is set
+  Strided sum_from, sum_to;  // float32, like q: what other branches gave to dQ (null: nothing), where the sum goes
+  int window;                // tokens; 0: compressed keys, or selected blocks if indices are given
+  Strided indices;           // int32; null data: a range
+  int topk, block_size;
+  float scale;
+  // dK and dV: the inverse index of the selection and the partial sums; see inverse_index.cuh
+  const int* list;         // queries that chose a block, ascending, block after block, per (batch, KV head)
+  const int* list_begin;   // (batch, KV head, blocks + 1): where a block's queries begin in `list` of its KV head
+  const int* item_begin;   // (batch, KV head, key tiles + 1): first item of a key tile
+  std::int64_t list_size;  // ints of `list` per (batch, KV head)
+  int blocks, key_tiles;   // upper bounds per sequence
+  int chunk;               // queries of an item
+  int chunks;              // items per key tile of a range
+  float* partials;         // (batch, KV head, item, 64, Dk + Dv)
+  std::int64_t items;      // per (batch, KV head)
+};
+
+struct InverseArgs {
+  Geometry geometry;
+  Strided indices;
+  int topk, block_size;
+  int blocks;       // upper bound per sequence
+  int chunks;       // of queries
+  int* offsets;     // (batch, KV head, chunks, blocks): counts, then offsets within the block's list
+  int* list;        // (batch, KV head, list_size)
+  int* list_begin;  // (batch, KV head, blocks + 1)
+  int* item_begin;  // (batch, KV head, blocks * tiles_per_block + 1)
+  std::int64_t list_size;
+  int tiles_per_block;  // key tiles of 64 in a block
+  int item_queries;     // queries of an item
+};
+
+}  // namespace nsa::cuda::portable

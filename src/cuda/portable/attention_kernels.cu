@@ -1,0 +1,61 @@
+// One instance of the attention kernels: compiled with NSA_ELEMENT, NSA_KEY_DIM and NSA_VALUE_DIM.
+#include "cuda/portable/d_kv.cuh"
+#include "cuda/portable/kernels.h"
+#include "cuda/portable/launch.cuh"
+#include "cuda/portable/range_d_q.cuh"
+#include "cuda/portable/range_forward.cuh"
+#include "cuda/portable/selected_d_q.cuh"
+#include "cuda/portable/selected_forward.cuh"
+
+namespace nsa::cuda::portable {
+namespace {
+
+using T = NSA_ELEMENT;
+constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+
+unsigned row_tiles(const Geometry& g) {
+  return static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
+}
+
+cudaError_t run_range_forward(const RangeArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  return launch(range_forward<T, Dk, Dv>, dim3(row_tiles(g), g.kv_heads, g.batches), 128, 2 * kRangeStage<T, Dk, Dv>,
+                stream, args);
+}
+
+cudaError_t run_selected_forward(const SelectedArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  return launch(selected_forward<T, Dk, Dv>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
+                SelectedForward<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
+}
+
+cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  return launch(range_d_q<T, Dk, Dv>, dim3(row_tiles(g), g.kv_heads, g.batches), 128, RangeDq<T, Dk, Dv>::kMemory,
+                stream, args);
+}
+
+cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  return launch(selected_d_q<T, Dk, Dv>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
+                SelectedDq<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
+}
+
+cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const dim3 grid(static_cast<unsigned>(args.items), g.kv_heads, g.batches);
+  const cudaError_t error = launch(d_kv<T, Dk, Dv>, grid, 128, KeyGradients<T, Dk, Dv>::kMemory, stream, args);
+  if (error != cudaSuccess || !args.partials) return error;
+  return launch(sum_partials<T>, grid, 128, 0, stream, args, Dk, Dv);
+}
+
+}  // namespace
+
+template <>
+const AttentionKernels& attention_instance<T, Dk, Dv>() {
+  static constexpr AttentionKernels table{run_range_forward, run_selected_forward, run_range_d_q, run_selected_d_q,
+                                          run_d_kv};
+  return table;
+}
+
+}  // namespace nsa::cuda::portable

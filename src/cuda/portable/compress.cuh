@@ -1,0 +1,290 @@
+// phi: blocks of tokens squeezed into one, and its gradients, as products (gemm.cuh) that read the tokens in place.
+//
+// Compressed rows of all sequences are numbered m = 0, 1, ...; a table gives each one's first token (-1: the row is
+// past the last block, zero). With x = tokens + pe: mlp z = x W1 + b1, h = silu(z), out = h W2 + b2; linear out = x W1
+// + b1. pe never touches the tokens: pe W1 is one row of constants.
+//
+// Gradient of the tokens: token j*d + s of a sequence is token q*d + s of block j - q, q < l/d, so groups of d tokens
+// are the rows of one product over (q, hidden unit), and every sum has one order.
+#pragma once
+
+#include "cuda/common/geometry.cuh"
+#include "cuda/portable/arguments.h"
+#include "cuda/portable/gemm.cuh"
+
+namespace nsa::cuda::portable {
+
+/// Fills first_token and group. A thread block per sequence.
+template <class T>
+__global__ void __launch_bounds__(256) compress_tables(const __grid_constant__ CompressArgs args) {
+  const Geometry& p = args.geometry;
+  const int b = blockIdx.x, d = p.kernel_stride;
+  const DeviceSequence seq = sequence_of(p, b);
+  const int c_begin = p.cu_q ? compressed_begin(p, b) : b * args.compressed_per_batch;
+  const int blocks = num_compressed(p, seq.k_len);
+  for (int i = threadIdx.x; i < blocks; i += blockDim.x)
+    args.first_token[c_begin + i] =
+        seq.batch * args.k.batch + (seq.k_begin + static_cast<std::int64_t>(i) * d) * args.k.row;
+  if (!args.group) return;
+  // Packed: sequence b's groups begin at floor(first token / d) + b, which leaves room for its last, partly filled one.
+  const int per_batch = (p.k_len + d - 1) / d, g_begin = p.cu_q ? seq.k_begin / d + b : b * per_batch;
+  const int groups = (seq.k_len + d - 1) / d;
+  for (int j = threadIdx.x; j < groups; j += blockDim.x)
+    args.group[g_begin + j] = make_int4(b, j, min(seq.k_len - j * d, d), c_begin);
+}
+
+/// constant = pe W1 + b1. A thread block of 32 x 8 threads per 32 hidden units and set of weights.
+template <class T>
+__global__ void __launch_bounds__(256) compress_constant(const __grid_constant__ CompressArgs args) {
+  __shared__ float parts[8][32];
+  const int n = blockIdx.x * 32 + threadIdx.x, set = blockIdx.y, size = args.geometry.kernel_size * args.dim;
+  float sum = 0;
+  if (args.pe.data && n < args.hidden)
+    for (int k = threadIdx.y; k < size; k += 8)
+      sum += to_float(*args.pe.at<T>(set, k / args.dim, k % args.dim)) * to_float(*args.w1.at<T>(set, k, n));
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || n >= args.hidden) return;
+  sum = args.b1.data ? to_float(*args.b1.at<T>(set, 0, n)) : 0;
+  for (int i = 0; i < 8; ++i) sum += parts[i][threadIdx.x];
+  args.constant[set * args.hidden + n] = sum;
+}
+
+__device__ inline float sigmoid(float x) { return 1 / (1 + exp2_fast(-x * kLog2e)); }
+
+/// A problem for gemm(): the arguments and the KV head (or set of weights) that blockIdx.z stands for.
+struct CompressOp : CompressArgs {
+  int m = 0, n = 0, outer = 1, inner = 0;
+  int head = 0;
+
+  __device__ int set() const { return shared ? 0 : head; }
+};
+
+/// z = x W1 + constant: written as h = silu(z) (and z, for the backward), or as the output of `linear`.
+template <class T>
+struct FirstLayer : CompressOp {
+  static constexpr bool kARows = false, kBRows = true;
+  __device__ FirstLayer at(int z) const {
+    FirstLayer op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int m, int, int k) const {
+    const std::int64_t first = first_token[m];
+    if (first < 0) return nullptr;
+    return static_cast<const T*>(this->k.data) + first + (k / dim) * this->k.row + head * this->k.head + k % dim;
+  }
+  __device__ const T* b(int, int k, int n) const { return w1.at<T>(set(), k, n); }
+  __device__ void write(int m, int n, float x, float y) const {
+    const bool none = first_token[m] < 0;
+    x = none ? 0 : x + constant[set() * hidden + n];
+    y = none ? 0 : y + constant[set() * hidden + n + 1];
+    if (!mlp) {
+      store_pair(out.at<T>(batch_of(m), row_of(m), head) + n, x, y);
+      return;
+    }
+    if (z) store_pair(z + buffer(head, m) + n, x, y);
+    store_pair(static_cast<T*>(h) + buffer(head, m) + n, x * sigmoid(x), y * sigmoid(y));
+  }
+};
+
+/// out = h W2 + b2.
+template <class T>
+struct SecondLayer : CompressOp {
+  static constexpr bool kARows = false, kBRows = true;
+  __device__ SecondLayer at(int z) const {
+    SecondLayer op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int m, int, int k) const { return static_cast<const T*>(h) + buffer(head, m) + k; }
+  __device__ const T* b(int, int k, int n) const { return w2.at<T>(set(), k, n); }
+  __device__ void write(int m, int n, float x, float y) const {
+    const bool none = first_token[m] < 0;
+    x = none ? 0 : x + (b2.data ? to_float(*b2.at<T>(set(), 0, n)) : 0);
+    y = none ? 0 : y + (b2.data ? to_float(*b2.at<T>(set(), 0, n + 1)) : 0);
+    store_pair(out.at<T>(batch_of(m), row_of(m), head) + n, x, y);
+  }
+};
+
+/// d_z = (d_out W2^T) * silu'(z).
+template <class T>
+struct HiddenGradient : CompressOp {
+  static constexpr bool kARows = false, kBRows = false;
+  __device__ HiddenGradient at(int z) const {
+    HiddenGradient op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int m, int, int k) const {
+    return first_token[m] < 0 ? nullptr : d_out.at<T>(batch_of(m), row_of(m), head) + k;
+  }
+  __device__ const T* b(int, int k, int n) const { return w2.at<T>(set(), n, k); }
+  __device__ void write(int m, int n, float x, float y) const {
+    const float* at = z + buffer(head, m) + n;
+    const auto slope = [](float z) {
+      const float s = sigmoid(z);
+      return s * (1 + z * (1 - s));
+    };
+    store_pair(static_cast<T*>(d_z) + buffer(head, m) + n, x * slope(at[0]), y * slope(at[1]));
+  }
+};
+
+/// d_k: rows are groups of d tokens, columns (token of the group, channel), the reduction runs over (q, hidden unit).
+template <class T>
+struct TokenGradient : CompressOp {
+  static constexpr bool kARows = false, kBRows = false;
+  __device__ TokenGradient at(int z) const {
+    TokenGradient op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int m, int o, int k) const {
+    const int4 g = group[m];
+    const int i = g.y - o;  // the block of which these are the tokens o*d ...
+    if (g.z == 0 || i < 0 || i >= num_compressed(geometry, sequence_of(geometry, g.x).k_len)) return nullptr;
+    return static_cast<const T*>(d_z) + buffer(head, g.w + i) + k;
+  }
+  __device__ const T* b(int o, int k, int n) const {
+    return w1.at<T>(set(), static_cast<std::int64_t>(o) * geometry.kernel_stride * dim + n, k);
+  }
+  __device__ void write(int m, int n, float x, float y) const {
+    const int4 g = group[m];
+    if (n / dim >= g.z) return;
+    const DeviceSequence seq = sequence_of(geometry, g.x);
+    const std::int64_t token = seq.k_begin + static_cast<std::int64_t>(g.y) * geometry.kernel_stride + n / dim;
+    store_pair(d_k.at<T>(seq.batch, token, head) + n % dim, x, y);
+  }
+};
+
+/// d_w1 = x^T d_z, over the compressed rows of one KV head, or of all of them when the weights are shared.
+template <class T>
+struct FirstWeightGradient : CompressOp {
+  static constexpr bool kARows = true, kBRows = true;
+  __device__ FirstWeightGradient at(int z) const {
+    FirstWeightGradient op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int m, int o, int k) const {
+    const std::int64_t first = first_token[k];
+    if (first < 0) return nullptr;
+    return static_cast<const T*>(this->k.data) + first + (m / dim) * this->k.row + (head + o) * this->k.head + m % dim;
+  }
+  __device__ const T* b(int o, int k, int n) const { return static_cast<const T*>(d_z) + buffer(head + o, k) + n; }
+  __device__ void write(int m, int n, float x, float y) const {
+    const float position = pe.data ? to_float(*pe.at<T>(set(), m / dim, m % dim)) : 0;
+    const float* sum = d_z_sum + set() * hidden + n;
+    store_pair(d_w1.at<T>(set(), m, n), x + position * sum[0], y + position * sum[1]);
+  }
+};
+
+/// d_w2 = h^T d_out.
+template <class T>
+struct SecondWeightGradient : CompressOp {
+  static constexpr bool kARows = true, kBRows = true;
+  __device__ SecondWeightGradient at(int z) const {
+    SecondWeightGradient op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int m, int o, int k) const { return static_cast<const T*>(h) + buffer(head + o, k) + m; }
+  __device__ const T* b(int o, int k, int n) const {
+    return first_token[k] < 0 ? nullptr : d_out.at<T>(batch_of(k), row_of(k), head + o) + n;
+  }
+  __device__ void write(int m, int n, float x, float y) const { store_pair(d_w2.at<T>(set(), m, n), x, y); }
+};
+
+/// Column sums over compressed rows (and KV heads when shared), 32 columns of 8 strided partial sums per thread block.
+/// value(head, m, column) must be 0 for rows past the last block.
+template <class Value, class Write>
+__device__ inline void column_sums(const CompressArgs& args, int columns, const Value& value, const Write& write) {
+  __shared__ float parts[8][32];
+  const int n = blockIdx.x * 32 + threadIdx.x, set = blockIdx.y;
+  float sum = 0;
+  if (n < columns)
+    for (int head = args.shared ? 0 : set; head < (args.shared ? args.geometry.kv_heads : set + 1); ++head)
+      for (int m = threadIdx.y; m < args.rows; m += 8) sum += value(head, m, n);
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || n >= columns) return;
+  sum = 0;
+  for (int i = 0; i < 8; ++i) sum += parts[i][threadIdx.x];
+  write(set, n, sum);
+}
+
+/// d_z_sum, d_b1 (the same, rounded) and, for mlp, nothing else.
+template <class T>
+__global__ void __launch_bounds__(256) hidden_sums(const __grid_constant__ CompressArgs args) {
+  column_sums(
+      args, args.hidden,
+      [&](int head, int m, int n) { return to_float(static_cast<const T*>(args.d_z)[args.buffer(head, m) + n]); },
+      [&](int set, int n, float sum) {
+        args.d_z_sum[set * args.hidden + n] = sum;
+        if (args.d_b1.data) *args.d_b1.at<T>(set, 0, n) = from_float<T>(sum);
+      });
+}
+/// d_b2.
+template <class T>
+__global__ void __launch_bounds__(256) output_sums(const __grid_constant__ CompressArgs args) {
+  column_sums(
+      args, args.dim,
+      [&](int head, int m, int n) {
+        return args.first_token[m] < 0 ? 0 : to_float(args.d_out.at<T>(args.batch_of(m), args.row_of(m), head)[n]);
+      },
+      [&](int set, int n, float sum) { *args.d_b2.at<T>(set, 0, n) = from_float<T>(sum); });
+}
+/// d_pe[r][c] = W1[r*D + c] . d_z_sum, a warp each.
+template <class T>
+__global__ void __launch_bounds__(256) position_gradient(const __grid_constant__ CompressArgs args) {
+  const int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, set = blockIdx.y;
+  if (i >= args.geometry.kernel_size * args.dim) return;
+  float sum = 0;
+  for (int n = lane; n < args.hidden; n += 32)
+    sum += to_float(*args.w1.at<T>(set, i, n)) * args.d_z_sum[set * args.hidden + n];
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if (lane == 0) *args.d_pe.at<T>(set, i / args.dim, i % args.dim) = from_float<T>(sum);
+}
+/// linear: d_z is d_out, with zeros past the last block. A thread per element.
+template <class T>
+__global__ void __launch_bounds__(256) copy_output_gradient(const __grid_constant__ CompressArgs args) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int head = blockIdx.y;
+  if (i >= static_cast<std::int64_t>(args.rows) * args.hidden) return;
+  const int m = static_cast<int>(i / args.hidden), n = static_cast<int>(i % args.hidden);
+  static_cast<T*>(args.d_z)[args.buffer(head, m) + n] =
+      args.first_token[m] < 0 ? from_float<T>(0) : args.d_out.at<T>(args.batch_of(m), args.row_of(m), head)[n];
+}
+
+/// mean: the average of a block's tokens. A warp per compressed row and KV head.
+template <class T>
+__global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ CompressArgs args) {
+  const int m = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, head = blockIdx.y;
+  if (m >= args.rows) return;
+  const std::int64_t first = args.first_token[m];
+  for (int c = lane; c < args.dim; c += 32) {
+    float sum = 0;
+    const T* at = static_cast<const T*>(args.k.data) + first + head * args.k.head + c;
+    if (first >= 0)
+      for (int r = 0; r < args.geometry.kernel_size; ++r) sum += to_float(at[r * args.k.row]);
+    args.out.at<T>(args.batch_of(m), args.row_of(m), head)[c] = from_float<T>(sum / args.geometry.kernel_size);
+  }
+}
+/// A warp per token and KV head; grid z: batch.
+template <class T>
+__global__ void __launch_bounds__(256) mean_backward(const __grid_constant__ CompressArgs args) {
+  const Geometry& p = args.geometry;
+  const DeviceSequence seq = sequence_of(p, blockIdx.z);
+  const int c_begin = compressed_begin(p, blockIdx.z);  // all threads: it has barriers
+  const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, head = blockIdx.y;
+  if (token >= seq.k_len) return;
+  const int l = p.kernel_size, d = p.kernel_stride;
+  const int first = token < l ? 0 : (token - l) / d + 1, last = min(token / d, num_compressed(p, seq.k_len) - 1);
+  for (int c = lane; c < args.dim; c += 32) {
+    float sum = 0;
+    for (int i = first; i <= last; ++i) sum += to_float(args.d_out.at<T>(seq.batch, c_begin + i, head)[c]);
+    args.d_k.at<T>(seq.batch, seq.k_begin + token, head)[c] = from_float<T>(sum / l);
+  }
+}
+
+}  // namespace nsa::cuda::portable

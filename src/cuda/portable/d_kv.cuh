@@ -1,0 +1,247 @@
+// dK and dV: a thread block stands on up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
+// them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cuh).
+// Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials.
+#pragma once
+
+#include "cuda/portable/arguments.h"
+#include "cuda/portable/attention_backward.cuh"
+
+namespace nsa::cuda::portable {
+
+template <class T, int Dk, int Dv>
+struct KeyGradients {
+  static constexpr int kRows = sizeof(T) == 2 ? (Dk > 128 ? 16 : 32) : 8;  // query rows of a stage
+  static constexpr int kStages = sizeof(T) == 4 && Dk > 128 ? 1 : 2;       // within 99 KB
+  static constexpr int kValues = Tile<T, Dk>::bytes(64);
+  static constexpr int kKeysAndValues = kValues + Tile<T, Dv>::bytes(64);
+  static constexpr int kGradients = Tile<T, Dk>::bytes(kRows);  // where a stage's dO rows begin
+  static constexpr int kStage = kGradients + Tile<T, Dv>::bytes(kRows);
+  static constexpr int kMemory = kKeysAndValues + kStages * kStage;
+};
+
+/// Keys [first, first + count) of a sequence and the queries that may see them.
+struct KeyTile {
+  int first, count;
+  int query_begin, query_end;  // a range of queries, or of entries of the list
+  int item, items;             // this thread block's item, and how many the key tile has
+};
+
+/// Which keys and queries item `x` of a range is about.
+__device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count, int x) {
+  const Geometry& p = args.geometry;
+  const int tile = x / args.chunks, item = x % args.chunks;
+  const int first = tile * 64, count = min(key_count - first, 64);
+  if (count <= 0) return {0, 0, 0, 0, 0, 0};
+  const int shift = seq.k_len - seq.q_len;  // position of query 0
+  const std::int64_t begin =
+      args.window ? first : static_cast<std::int64_t>(first) * p.kernel_stride + p.kernel_size - 1;
+  const std::int64_t end = args.window ? static_cast<std::int64_t>(first) + count - 1 + args.window : seq.k_len;
+  const int query_begin = static_cast<int>(max(begin - shift, std::int64_t{0}));
+  const int query_end = static_cast<int>(min(end - shift, static_cast<std::int64_t>(seq.q_len)));
+  const int from = query_begin + item * args.chunk;
+  return {first, count, from, min(from + args.chunk, query_end), item, args.chunks};
+}
+
+/// The same for the selection: items of all key tiles follow each other, found by bisection.
+__device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSequence& seq, int kv_head, int x) {
+  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * args.geometry.kv_heads + kv_head;
+  const int* item_begin = args.item_begin + pair * (args.key_tiles + 1);
+  if (x >= item_begin[args.key_tiles]) return {0, 0, 0, 0, 0, 0};
+  int low = 0, high = args.key_tiles;  // item_begin[low] <= x < item_begin[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (item_begin[middle] <= x ? low : high) = middle;
+  }
+  const int tiles_per_block = (args.block_size + 63) / 64, block = low / tiles_per_block;
+  const int first = block * args.block_size + low % tiles_per_block * 64;
+  const int count = min(min(first + 64, (block + 1) * args.block_size), seq.k_len) - first;
+  if (count <= 0) return {0, 0, 0, 0, 0, 0};
+  const int* list_begin = args.list_begin + pair * (args.blocks + 1) + block;
+  const int item = x - item_begin[low], from = list_begin[0] + item * args.chunk;
+  return {first, count, from, min(from + args.chunk, list_begin[1]), item, item_begin[low + 1] - item_begin[low]};
+}
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs args) {
+  using Shape = KeyGradients<T, Dk, Dv>;
+  constexpr int kRows = Shape::kRows, kN = kRows / 8;
+  extern __shared__ __align__(16) char memory[];
+  __shared__ float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
+  __shared__ int stage_position[2][kRows];
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
+  const Geometry& p = args.geometry;
+  const DeviceSequence seq = sequence_of(p, blockIdx.z);
+  const bool selected = args.indices.data != nullptr, compressed = !selected && args.window == 0;
+  const int key_begin = compressed ? compressed_begin(p, blockIdx.z) : seq.k_begin;
+  const int key_count = compressed ? num_compressed(p, seq.k_len) : seq.k_len;
+  const KeyTile tile =
+      selected ? selected_item(args, seq, kv_head, blockIdx.x) : range_item(args, seq, key_count, blockIdx.x);
+  if (tile.count == 0) return;
+  const int* list =
+      selected ? args.list + (static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head) * args.list_size : nullptr;
+
+  const auto key_source = [&](const Strided& t) {
+    return [&](int r) {
+      return r < tile.count ? t.at<T>(seq.batch, key_begin + tile.first + r, kv_head) : static_cast<T*>(nullptr);
+    };
+  };
+  const std::uint32_t keys = shared_address(memory), values = keys + Shape::kValues;
+  Tile<T, Dk>::load(keys, 64, thread, 128, key_source(args.k));
+  Tile<T, Dv>::load(values, 64, thread, 128, key_source(args.v));
+
+  const int rows = max(tile.query_end - tile.query_begin, 0) * p.group;
+  const int stages = (rows + kRows - 1) / kRows;
+  const auto query_of = [&](int r) {
+    const int i = tile.query_begin + r / p.group;
+    return selected ? list[i] : i;
+  };
+  const auto load = [&](int stage) {
+    const std::uint32_t to = keys + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
+    const auto source = [&](const Strided& t) {
+      return [&](int i) {
+        const int r = stage * kRows + i;
+        return r < rows ? t.at<T>(seq.batch, seq.q_begin + query_of(r), kv_head * p.group + r % p.group)
+                        : static_cast<T*>(nullptr);
+      };
+    };
+    Tile<T, Dk>::load(to, kRows, thread, 128, source(args.q));
+    Tile<T, Dv>::load(to + Shape::kGradients, kRows, thread, 128, source(args.d_o));
+    if (thread < kRows) {
+      const int r = stage * kRows + thread, slot = stage % 2;
+      if (r < rows) {
+        const int query = query_of(r), head = kv_head * p.group + r % p.group;
+        stage_lse[slot][thread] = args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e;
+        stage_delta[slot][thread] = args.delta.at(seq.batch, seq.q_begin + query, head);
+        stage_gate[slot][thread] = gate_of(args, seq.batch, seq.q_begin + query, head);
+        stage_position[slot][thread] = seq.position(query);
+      } else {
+        stage_lse[slot][thread] = stage_delta[slot][thread] = stage_gate[slot][thread] = 0;
+        stage_position[slot][thread] = -1;
+      }
+    }
+    commit_copies();
+  };
+  // Whether a query sees a key of the tile.
+  const auto sees = [&](int position, int key) {
+    if (key >= tile.count || position < 0) return false;
+    const int absolute = tile.first + key;
+    if (selected) return absolute <= position;
+    const KeyRange range = visible_keys(p, args.window, position);
+    return absolute >= range.first && absolute < range.last;
+  };
+
+  float d_key[Dk / 8][4] = {}, d_value[Dv / 8][4] = {};
+  const float scale = args.scale * kLog2e;
+  const auto key_fragments = [&](std::uint32_t(&a)[4], int k) { Tile<T, Dk>::load_a(a, keys, warp * 16, k, lane); };
+  const auto value_fragments = [&](std::uint32_t(&a)[4], int k) { Tile<T, Dv>::load_a(a, values, warp * 16, k, lane); };
+  if constexpr (Shape::kStages == 2) {
+    if (stages > 0) load(0);
+  }
+  for (int stage = 0; stage < stages; ++stage) {
+    if constexpr (Shape::kStages == 1) {
+      load(stage);
+      wait_copies<0>();
+    } else if (stage + 1 < stages) {
+      load(stage + 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    __syncthreads();
+    char* queries = memory + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
+    char* gradients = queries + Shape::kGradients;
+    const int slot = stage % 2;
+    float s[kN][4], dp[kN][4];
+    multiply_transposed<T, Dk>(s, key_fragments, shared_address(queries), 0, lane);
+    multiply_transposed<T, Dv>(dp, value_fragments, shared_address(gradients), 0, lane);
+    // Positions ascend in a stage, so its ends tell whether all of its rows see all keys.
+    bool partial =
+        !sees(stage_position[slot][0], tile.count - 1) || !sees(stage_position[slot][kRows - 1], 0) || tile.count < 64;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = n * 8 + 2 * (lane & 3) + i % 2, key = warp * 16 + lane / 4 + i / 2 * 8;
+        const bool visible = !partial || sees(stage_position[slot][column], key);
+        const float x = visible ? exp2_fast(s[n][i] * scale - stage_lse[slot][column]) : 0;
+        const float gate = stage_gate[slot][column];
+        s[n][i] = visible ? x * gate : 0;
+        dp[n][i] = visible ? x * (gate * dp[n][i] - stage_delta[slot][column]) : 0;
+      }
+    }
+    if (partial) {
+      const auto visible = [&](int i, int j) { return sees(stage_position[slot][j], warp * 16 + lane / 4 + i * 8); };
+      const bool bad_query = __syncthreads_or(has_nonfinite<T, Dk>(queries, kRows, thread, 128));
+      const bool bad_gradient = __syncthreads_or(has_nonfinite<T, Dv>(gradients, kRows, thread, 128));
+      if (bad_query || bad_gradient) {
+        add_nonfinite<T, Dv>(d_value, s, gradients, 0, lane, visible);
+        add_nonfinite<T, Dk>(d_key, dp, queries, 0, lane, visible);
+        __syncthreads();
+        clear_nonfinite<T, Dv>(gradients, kRows, thread, 128);
+        clear_nonfinite<T, Dk>(queries, kRows, thread, 128);
+        __syncthreads();
+      }
+    }
+    multiply_accumulate<T, Dv>(d_value, s, shared_address(gradients), 0, lane);
+    multiply_accumulate<T, Dk>(d_key, dp, shared_address(queries), 0, lane);
+    __syncthreads();  // the stage is free
+  }
+  wait_copies<0>();
+
+  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int key = warp * 16 + lane / 4 + 8 * i;
+    if (key >= tile.count) continue;
+    if (tile.items > 1) {
+      float* to = args.partials + ((pair * args.items + blockIdx.x) * 64 + key) * (Dk + Dv) + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n) store_pair(to + n * 8, d_key[n][2 * i], d_key[n][2 * i + 1]);
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) store_pair(to + Dk + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
+    } else {
+      const std::int64_t row = key_begin + tile.first + key;
+      if (args.d_k.data) {
+        T* to = args.d_k.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < Dk / 8; ++n)
+          store_pair(to + n * 8, d_key[n][2 * i] * args.scale, d_key[n][2 * i + 1] * args.scale);
+      }
+      if (args.d_v.data) {
+        T* to = args.d_v.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < Dv / 8; ++n) store_pair(to + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
+      }
+    }
+  }
+}
+
+/// Adds the partial sums of key tiles with several items, in order. One thread block per item; only first items work.
+template <class T>
+__global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ BackwardArgs args, int dk, int dv) {
+  const Geometry& p = args.geometry;
+  const int kv_head = blockIdx.y;
+  const DeviceSequence seq = sequence_of(p, blockIdx.z);
+  const bool selected = args.indices.data != nullptr, compressed = !selected && args.window == 0;
+  const int key_begin = compressed ? compressed_begin(p, blockIdx.z) : seq.k_begin;
+  const int key_count = compressed ? num_compressed(p, seq.k_len) : seq.k_len;
+  const KeyTile tile =
+      selected ? selected_item(args, seq, kv_head, blockIdx.x) : range_item(args, seq, key_count, blockIdx.x);
+  if (tile.count == 0 || tile.items <= 1 || tile.item != 0) return;
+  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head;
+  const int width = dk + dv;
+  const float* from = args.partials + (pair * args.items + blockIdx.x) * 64 * width;
+  for (int e = threadIdx.x; e < tile.count * width; e += blockDim.x) {
+    const int key = e / width, column = e % width;
+    float sum = 0;
+    for (int i = 0; i < tile.items; ++i) sum += from[static_cast<std::int64_t>(i) * 64 * width + e];
+    const std::int64_t row = key_begin + tile.first + key;
+    if (column < dk) {
+      if (args.d_k.data) args.d_k.at<T>(seq.batch, row, kv_head)[column] = from_float<T>(sum * args.scale);
+    } else if (args.d_v.data) {
+      args.d_v.at<T>(seq.batch, row, kv_head)[column - dk] = from_float<T>(sum);
+    }
+  }
+}
+
+}  // namespace nsa::cuda::portable

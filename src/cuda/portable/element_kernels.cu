@@ -1,0 +1,117 @@
+// One instance of the kernels that depend on the element type only: compiled with NSA_ELEMENT.
+#include "cuda/portable/combine.cuh"
+#include "cuda/portable/compress.cuh"
+#include "cuda/portable/kernels.h"
+#include "cuda/portable/launch.cuh"
+#include "cuda/portable/select_blocks.cuh"
+
+namespace nsa::cuda::portable {
+namespace {
+
+using T = NSA_ELEMENT;
+
+unsigned row_warps(int batches, int rows, int heads, int threads) {
+  return static_cast<unsigned>(tiles(static_cast<std::int64_t>(batches) * rows * heads * 32, threads));
+}
+
+cudaError_t run_combine(const CombineArgs& args, int batches, cudaStream_t stream) {
+  return launch(combine<T>, row_warps(batches, args.rows, args.heads, 256), 256, 0, stream, args, batches);
+}
+
+cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, cudaStream_t stream) {
+  return launch(combine_backward<T>, row_warps(batches, args.rows, args.heads, 256), 256, 0, stream, args, batches);
+}
+
+template <template <class> class Op>
+cudaError_t run_gemm(const CompressArgs& args, int m, int n, int outer, int inner, int count, cudaStream_t stream) {
+  Op<T> op;
+  static_cast<CompressArgs&>(op) = args;
+  op.m = m;
+  op.n = n;
+  op.outer = outer;
+  op.inner = inner;
+  return launch(gemm<T, Op<T>>,
+                dim3(static_cast<unsigned>(tiles(n, kGemmTile)), static_cast<unsigned>(tiles(m, kGemmTile)), count),
+                128, GemmShape<T, Op<T>>::kMemory, stream, op);
+}
+
+/// The tables, and for linear and mlp the constants and the first layer.
+cudaError_t first_layer(const CompressArgs& args, bool mean, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  cudaError_t error = cudaMemsetAsync(args.first_token, 0xff, static_cast<std::size_t>(args.rows) * 8, stream);
+  if (error == cudaSuccess && args.group)
+    error = cudaMemsetAsync(args.group, 0, static_cast<std::size_t>(args.groups) * 16, stream);
+  if (error == cudaSuccess) error = launch(compress_tables<T>, g.batches, 256, 0, stream, args);
+  if (error != cudaSuccess || mean) return error;
+  error =
+      launch(compress_constant<T>, dim3(static_cast<unsigned>(tiles(args.hidden, 32)), args.shared ? 1 : g.kv_heads),
+             dim3(32, 8), 0, stream, args);
+  if (error != cudaSuccess) return error;
+  return run_gemm<FirstLayer>(args, args.rows, args.hidden, 1, g.kernel_size * args.dim, g.kv_heads, stream);
+}
+
+cudaError_t run_compress(const CompressArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const bool mean = !args.w1.data;
+  if (args.rows == 0) return cudaSuccess;
+  const cudaError_t error = first_layer(args, mean, stream);
+  if (error != cudaSuccess) return error;
+  if (mean)
+    return launch(mean_blocks<T>, dim3(static_cast<unsigned>(tiles(args.rows, 8)), g.kv_heads), 256, 0, stream, args);
+  if (!args.mlp) return cudaSuccess;
+  return run_gemm<SecondLayer>(args, args.rows, args.dim, 1, args.hidden, g.kv_heads, stream);
+}
+
+cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const int sets = args.shared ? 1 : g.kv_heads, over = args.shared ? g.kv_heads : 1;
+  if (!args.w1.data)
+    return launch(mean_backward<T>, dim3(static_cast<unsigned>(tiles(g.k_len, 8)), g.kv_heads, g.batches), 256, 0,
+                  stream, args);
+  // For linear the first layer's product is not needed: only the tables and constants.
+  cudaError_t error = first_layer(args, !args.mlp, stream);
+  if (error == cudaSuccess && args.mlp)
+    error = run_gemm<HiddenGradient>(args, args.rows, args.hidden, 1, args.dim, g.kv_heads, stream);
+  if (error == cudaSuccess && !args.mlp)
+    error =
+        launch(copy_output_gradient<T>,
+               dim3(static_cast<unsigned>(tiles(static_cast<std::int64_t>(args.rows) * args.hidden, 256)), g.kv_heads),
+               256, 0, stream, args);
+  if (error == cudaSuccess)
+    error =
+        launch(hidden_sums<T>, dim3(static_cast<unsigned>(tiles(args.hidden, 32)), sets), dim3(32, 8), 0, stream, args);
+  if (error == cudaSuccess && args.d_k.data)
+    error = run_gemm<TokenGradient>(args, args.groups, g.kernel_stride * args.dim, g.kernel_size / g.kernel_stride,
+                                    args.hidden, g.kv_heads, stream);
+  if (error == cudaSuccess && args.d_w1.data)
+    error = run_gemm<FirstWeightGradient>(args, g.kernel_size * args.dim, args.hidden, over, args.rows, sets, stream);
+  if (error == cudaSuccess && args.d_w2.data)
+    error = run_gemm<SecondWeightGradient>(args, args.hidden, args.dim, over, args.rows, sets, stream);
+  if (error == cudaSuccess && args.d_b2.data)
+    error =
+        launch(output_sums<T>, dim3(static_cast<unsigned>(tiles(args.dim, 32)), sets), dim3(32, 8), 0, stream, args);
+  if (error == cudaSuccess && args.d_pe.data)
+    error = launch(position_gradient<T>, dim3(static_cast<unsigned>(tiles(g.kernel_size * args.dim, 8)), sets), 256, 0,
+                   stream, args);
+  return error;
+}
+
+cudaError_t run_select_blocks(const SelectArgs& args, int key_dim, int blocks_of_threads, cudaStream_t stream) {
+  const auto run = [&]<int Dk>() {
+    return launch(select_blocks<T, Dk>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory, stream, args);
+  };
+  return key_dim == 64    ? run.template operator()<64>()
+         : key_dim == 128 ? run.template operator()<128>()
+                          : run.template operator()<192>();
+}
+
+}  // namespace
+
+template <>
+const ElementKernels& element_instance<T>() {
+  static constexpr ElementKernels table{run_combine, run_combine_backward, run_compress, run_compress_backward,
+                                        run_select_blocks};
+  return table;
+}
+
+}  // namespace nsa::cuda::portable

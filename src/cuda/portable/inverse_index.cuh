@@ -1,0 +1,127 @@
+// Which queries chose a block: the inverse of the selection, built on the device by a counting sort.
+//
+//   count_queries   per chunk of queries and block, how many queries chose it
+//   scan_queries    offsets of chunks within a block's list, of lists, and of the items that d_kv works on
+//   fill_queries    the lists, ascending
+//
+// A chunk marks its queries in a bit mask per block (bits set by atomicOr, so in any order with one result), 128
+// queries at a time.
+#pragma once
+
+#include "cuda/common/block_list.cuh"
+#include "cuda/portable/arguments.h"
+
+namespace nsa::cuda::portable {
+
+inline constexpr int kMaskBlocks = 2048, kMaskWords = 4;
+
+/// f(block, words): the queries of one batch of 128 that chose `block`, for all blocks, each by one thread.
+template <class F>
+__device__ inline void for_marked(const InverseArgs& args, const DeviceSequence& seq, int kv_head, int first, int count,
+                                  const F& f) {
+  __shared__ unsigned mask[kMaskBlocks][kMaskWords];
+  const int blocks = (seq.k_len + args.block_size - 1) / args.block_size;
+  for (int base = 0; base < blocks; base += kMaskBlocks) {
+    const int window = min(blocks - base, kMaskBlocks);
+    for (int i = threadIdx.x; i < window * kMaskWords; i += blockDim.x) mask[i / kMaskWords][i % kMaskWords] = 0;
+    __syncthreads();
+    for (int e = threadIdx.x; e < count * args.topk; e += blockDim.x) {
+      const int query = e / args.topk, i = e % args.topk;
+      const int* row = args.indices.at<int>(seq.batch, seq.q_begin + first + query, kv_head);
+      const int block = row[i] - base;
+      if (block >= 0 && block < window && counts(row, i, seq.position(first + query), args.block_size))
+        atomicOr(&mask[block][query / 32], 1u << query % 32);
+    }
+    __syncthreads();
+    for (int block = threadIdx.x; block < window; block += blockDim.x) f(base + block, mask[block]);
+    __syncthreads();
+  }
+}
+
+template <bool kFill>
+__global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ InverseArgs args) {
+  const int kv_head = blockIdx.y;
+  const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
+  const int pair = seq.index * args.geometry.kv_heads + kv_head;
+  int* offsets = args.offsets + (static_cast<std::int64_t>(pair) * args.chunks + blockIdx.x) * args.blocks;
+  const int length = (seq.q_len + args.chunks - 1) / args.chunks;
+  const int begin = min(static_cast<int>(blockIdx.x) * length, seq.q_len), end = min(begin + length, seq.q_len);
+  if (!kFill)
+    for (int block = threadIdx.x; block < args.blocks; block += blockDim.x) offsets[block] = 0;
+  __syncthreads();
+  for (int first = begin; first < end; first += 32 * kMaskWords) {
+    for_marked(args, seq, kv_head, first, min(end - first, 32 * kMaskWords),
+               [&](int block, const unsigned(&words)[kMaskWords]) {
+                 int at = offsets[block];
+                 if (kFill) {
+                   int* list = args.list + pair * args.list_size +
+                               args.list_begin[static_cast<std::int64_t>(pair) * (args.blocks + 1) + block];
+#pragma unroll
+                   for (int w = 0; w < kMaskWords; ++w)
+                     for (unsigned bits = words[w]; bits != 0; bits &= bits - 1)
+                       list[at++] = first + w * 32 + __ffs(static_cast<int>(bits)) - 1;
+                 } else {
+#pragma unroll
+                   for (int w = 0; w < kMaskWords; ++w) at += __popc(words[w]);
+                 }
+                 offsets[block] = at;
+               });
+  }
+}
+
+/// Exclusive prefix sum of value(i), i < n, written by write(i, sum); returns the total. One block of threads.
+template <class Value, class Write>
+__device__ inline int scan(int n, const Value& value, const Write& write) {
+  __shared__ int sums[1024];
+  int carry = 0;
+  for (int base = 0; base < n; base += blockDim.x) {
+    const int i = base + threadIdx.x, mine = i < n ? value(i) : 0;
+    sums[threadIdx.x] = mine;
+    __syncthreads();
+    for (int offset = 1; offset < blockDim.x; offset *= 2) {
+      const int other = threadIdx.x >= offset ? sums[threadIdx.x - offset] : 0;
+      __syncthreads();
+      sums[threadIdx.x] += other;
+      __syncthreads();
+    }
+    if (i < n) write(i, carry + sums[threadIdx.x] - mine);
+    carry += sums[blockDim.x - 1];
+    __syncthreads();
+  }
+  return carry;
+}
+
+__global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ InverseArgs args) {
+  const int kv_head = blockIdx.y;
+  const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
+  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * args.geometry.kv_heads + kv_head;
+  int* offsets = args.offsets + pair * args.chunks * args.blocks;
+  int* list_begin = args.list_begin + pair * (args.blocks + 1);
+  const int key_tiles = args.blocks * args.tiles_per_block;
+  int* item_begin = args.item_begin + pair * (key_tiles + 1);
+  const int total = scan(
+      args.blocks,
+      [&](int block) {
+        int sum = 0;
+        for (int c = 0; c < args.chunks; ++c) {
+          int& at = offsets[static_cast<std::int64_t>(c) * args.blocks + block];
+          const int count = at;
+          at = sum;
+          sum += count;
+        }
+        return sum;
+      },
+      [&](int block, int sum) { list_begin[block] = sum; });
+  if (threadIdx.x == 0) list_begin[args.blocks] = total;
+  __syncthreads();
+  const int items = scan(
+      key_tiles,
+      [&](int tile) {
+        const int block = tile / args.tiles_per_block, queries = list_begin[block + 1] - list_begin[block];
+        return max((queries + args.item_queries - 1) / args.item_queries, 1);
+      },
+      [&](int tile, int sum) { item_begin[tile] = sum; });
+  if (threadIdx.x == 0) item_begin[key_tiles] = items;
+}
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,35 @@
+// The kernels as functions of the host, one table per element type and head dims. Each table is compiled in a
+// translation unit of its own (attention_kernels.cu, element_kernels.cu).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/portable/arguments.h"
+#include "nsa/tensor.h"
+
+namespace nsa::cuda::portable {
+
+struct AttentionKernels {
+  cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t);
+  cudaError_t (*selected_forward)(const SelectedArgs&, cudaStream_t);
+  cudaError_t (*range_d_q)(const BackwardArgs&, cudaStream_t);
+  cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t);
+  cudaError_t (*d_kv)(const BackwardArgs&, cudaStream_t);  // and the sum of its partial results
+};
+
+struct ElementKernels {
+  cudaError_t (*combine)(const CombineArgs&, int batches, cudaStream_t);
+  cudaError_t (*combine_backward)(const CombineBackwardArgs&, int batches, cudaStream_t);
+  cudaError_t (*compress)(const CompressArgs&, cudaStream_t);
+  cudaError_t (*compress_backward)(const CompressArgs&, cudaStream_t);
+  cudaError_t (*select_blocks)(const SelectArgs&, int key_dim, int blocks_of_threads, cudaStream_t);
+};
+
+/// Null where there is no such instance: head dims (Dk, Dv) are 64/64, 128/128 and 192/128.
+const AttentionKernels* attention_kernels(DType dtype, int key_dim, int value_dim);
+const ElementKernels* element_kernels(DType dtype);
+
+/// The lists of queries that chose each block.
+cudaError_t build_inverse_index(const InverseArgs& args, cudaStream_t stream);
+
+}  // namespace nsa::cuda::portable

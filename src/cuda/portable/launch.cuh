@@ -1,0 +1,29 @@
+// Launching kernels, and the tables of their instances.
+#pragma once
+
+#include "cuda/portable/kernels.h"
+
+namespace nsa::cuda::portable {
+
+inline std::int64_t tiles(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+
+/// Nothing to do for an empty grid. Allows `memory` bytes of dynamic shared memory.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size_t memory, cudaStream_t stream,
+                   const Args&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
+  if (memory > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<grid, threads, memory, stream>>>(args...);
+  return cudaGetLastError();
+}
+
+template <class T, int Dk, int Dv>
+const AttentionKernels& attention_instance();
+template <class T>
+const ElementKernels& element_instance();
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,183 @@
+// Importance of selection blocks from the compressed branch's probabilities, and the top n of them.
+//
+// A thread block takes all heads of a few neighbouring queries of one KV head, walks the compressed keys once, sums the
+// probabilities over the heads in a fixed order, and keeps the sums (one float per compressed key and query) in a
+// scratch of its own in global memory, where they stay in the cache. Then a warp per query gathers the importances and
+// picks. The grid is persistent, so the scratch does not grow with the number of queries.
+#pragma once
+
+#include "core/philox.h"
+#include "cuda/common/geometry.cuh"
+#include "cuda/portable/arguments.h"
+#include "cuda/portable/softmax.cuh"
+
+namespace nsa::cuda::portable {
+
+template <class T, int Dk>
+struct SelectShape {
+  static constexpr int kKeys = sizeof(T) == 2 && Dk <= 128 ? 64 : 32;
+  static constexpr int kStage = Tile<T, Dk>::bytes(kKeys);
+  static constexpr int kPitch = kKeys + 4;  // floats of a row of probabilities
+  static constexpr int kMemory = 2 * kStage + 64 * kPitch * 4;
+};
+
+/// Bits that order like the floats; NaN comes first of all.
+__device__ inline unsigned ordered(float x) {
+  if (x != x) return 0xffffffffu;
+  const unsigned u = __float_as_uint(x);
+  return u >> 31 ? ~u : u | 0x80000000u;
+}
+
+/// Writes the `topk` blocks of one query. One warp.
+__device__ inline void pick_blocks(const SelectArgs& args, const DeviceSequence& seq, int position, int kv_head,
+                                   const float* sums, float* importance, int* out, int lane) {
+  const Geometry& p = args.geometry;
+  const int candidates = position / args.block_size + 1;
+  if (candidates <= args.topk) {
+    for (int i = lane; i < args.topk; i += 32) out[i] = i < candidates ? i : -1;
+    return;
+  }
+  const int first_local = max(candidates - args.local_blocks, 0);
+  const auto forced = [&](int j) { return j < args.init_blocks || j >= first_local; };
+  const int places = args.topk - min(args.init_blocks, candidates) - (candidates - max(first_local, args.init_blocks));
+  const int visible = num_compressed(p, position + 1), l = p.kernel_size, d = p.kernel_stride;
+  for (int j = lane; j < candidates; j += 32) {
+    const int begin = j * args.block_size, end = begin + args.block_size;
+    const int first = begin < l ? 0 : (begin - l) / d + 1, last = min((end - 1) / d, visible - 1);
+    float sum = 0;
+    for (int i = first; i <= last; ++i)
+      sum += sums[i] * (static_cast<float>(min(i * d + l, end) - max(i * d, begin)) * args.inverse_stride);
+    if (args.noise > 0) {
+      const float u = static_cast<float>(gumbel_uniform(args.seed, j, position, kv_head, seq.index));  // exact: 23 bits
+      sum = logf(sum * args.share + 1e-4f) - args.noise * logf(-logf(u));
+    }
+    importance[j] = __uint_as_float(forced(j) ? 0 : ordered(sum));
+  }
+  __syncwarp();
+  // The largest threshold that at least `places` unforced blocks reach, bit by bit.
+  const auto reach = [&](unsigned threshold) {
+    int n = 0;
+    for (int j = lane; j < candidates; j += 32) n += !forced(j) && __float_as_uint(importance[j]) >= threshold;
+    return __reduce_add_sync(0xffffffffu, n);
+  };
+  unsigned threshold = 0;
+  int above = 0;  // blocks that reach threshold + 1, at the end
+  for (int bit = 31; bit >= 0; --bit) {
+    const unsigned next = threshold | (1u << bit);
+    const int n = reach(next);
+    if (n >= places) threshold = next;
+    if (n == places) break;
+  }
+  above = threshold == 0xffffffffu ? 0 : reach(threshold + 1);
+  int ties = places - above, written = 0;
+  for (int first = 0; first < candidates; first += 32) {
+    const int j = first + lane;
+    const bool is_forced = j < candidates && forced(j);
+    const unsigned key = j < candidates && !is_forced ? __float_as_uint(importance[j]) : 0;
+    const bool tied = j < candidates && !is_forced && key == threshold;
+    const unsigned tied_lanes = __ballot_sync(0xffffffffu, tied);
+    const bool wins = tied && __popc(tied_lanes & ((1u << lane) - 1)) < ties;
+    const bool chosen = is_forced || wins || (j < candidates && !is_forced && key > threshold);
+    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
+    if (chosen) out[written + __popc(lanes & ((1u << lane) - 1))] = j;
+    written += __popc(lanes);
+    ties -= min(ties, __popc(tied_lanes));
+  }
+}
+
+template <class T, int Dk>
+__global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ SelectArgs args) {
+  using Shape = SelectShape<T, Dk>;
+  constexpr int kKeys = Shape::kKeys, kPitch = Shape::kPitch;
+  extern __shared__ __align__(16) char memory[];
+  float* probabilities = reinterpret_cast<float*>(memory + 2 * Shape::kStage);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const Geometry& p = args.geometry;
+  float* sums =
+      args.scratch + static_cast<std::int64_t>(blockIdx.x) * args.queries * (args.scratch_keys + args.scratch_blocks);
+  float* importances = sums + args.queries * args.scratch_keys;
+  const float scale = args.scale * kLog2e;
+  const int work = args.tiles * p.kv_heads * p.batches;
+
+  for (int item = blockIdx.x; item < work; item += gridDim.x) {
+    // Last queries (the longest) first; tiles of one KV head follow each other.
+    const int tile = args.tiles - 1 - item % args.tiles;
+    const int kv_head = item / args.tiles % p.kv_heads, b = item / args.tiles / p.kv_heads;
+    const DeviceSequence seq = sequence_of(p, b);
+    const int first_query = tile * args.queries;
+    if (first_query >= seq.q_len) continue;
+    const int queries = min(args.queries, seq.q_len - first_query);
+    const int key_begin = compressed_begin(p, b);
+    const int last_position = seq.position(first_query + queries - 1);
+    // Where everything is selected anyway the probabilities do not matter.
+    const int keys = last_position / args.block_size + 1 <= args.topk ? 0 : num_compressed(p, last_position + 1);
+    const int key_tiles = (keys + kKeys - 1) / kKeys;
+
+    for (int chunk = 0; chunk * 64 < queries * p.group; ++chunk) {
+      bool valid[2];
+      int visible[2];
+      float lse[2];
+      const T* q_row[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int r = chunk * 64 + warp * 16 + lane / 4 + 8 * i;
+        valid[i] = r < queries * p.group;
+        const int query = first_query + (valid[i] ? r / p.group : 0), head = kv_head * p.group + r % p.group;
+        visible[i] = valid[i] ? num_compressed(p, seq.position(query) + 1) : 0;
+        q_row[i] = valid[i] ? args.q.at<T>(seq.batch, seq.q_begin + query, head) : nullptr;
+        lse[i] = valid[i] ? args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e : 0;
+      }
+      const RowFragments<T, Dk> q(q_row[0], q_row[1], lane);
+      const auto load = [&](int key_tile) {
+        Tile<T, Dk>::load(shared_address(memory) + key_tile % 2 * Shape::kStage, kKeys, thread, 128, [&](int r) {
+          const int key = key_tile * kKeys + r;
+          return key < keys ? args.k.at<T>(seq.batch, key_begin + key, kv_head) : static_cast<T*>(nullptr);
+        });
+        commit_copies();
+      };
+      if (key_tiles > 0) load(0);
+      for (int key_tile = 0; key_tile < key_tiles; ++key_tile) {
+        if (key_tile + 1 < key_tiles) {
+          load(key_tile + 1);
+          wait_copies<1>();
+        } else {
+          wait_copies<0>();
+        }
+        __syncthreads();
+        float s[kKeys / 8][4];
+        multiply_transposed<T, Dk>(s, q, shared_address(memory) + key_tile % 2 * Shape::kStage, 0, lane);
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column = n * 8 + 2 * (lane & 3), key = key_tile * kKeys + column;
+            const float x = key < visible[i] ? exp2_fast(s[n][2 * i] * scale - lse[i]) : 0;
+            const float y = key + 1 < visible[i] ? exp2_fast(s[n][2 * i + 1] * scale - lse[i]) : 0;
+            *reinterpret_cast<float2*>(probabilities + (warp * 16 + lane / 4 + 8 * i) * kPitch + column) =
+                make_float2(x, y);
+          }
+        }
+        __syncthreads();
+        // Rows of the chunk that belong to a query, added in the order of the heads.
+        for (int e = thread; e < queries * kKeys; e += 128) {
+          const int query = e / kKeys, column = e % kKeys;
+          const int first = max(query * p.group - chunk * 64, 0), last = min((query + 1) * p.group - chunk * 64, 64);
+          if (first >= last) continue;
+          float* sum = sums + query * args.scratch_keys + key_tile * kKeys + column;
+          float x = query * p.group < chunk * 64 ? *sum : 0;
+          for (int r = first; r < last; ++r) x += probabilities[r * kPitch + column];
+          *sum = x;
+        }
+        __syncthreads();  // the stage and the probabilities are free
+      }
+    }
+    __syncthreads();
+    for (int query = warp; query < queries; query += 4)
+      pick_blocks(args, seq, seq.position(first_query + query), kv_head, sums + query * args.scratch_keys,
+                  importances + query * args.scratch_blocks,
+                  args.indices.at<int>(seq.batch, seq.q_begin + first_query + query, kv_head), lane);
+    __syncthreads();
+  }
+}
+
+}  // namespace nsa::cuda::portable

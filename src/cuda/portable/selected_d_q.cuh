@@ -1,0 +1,126 @@
+// dQ of one query over its selected blocks. The same walk as selected_forward.cuh.
+#pragma once
+
+#include "cuda/portable/arguments.h"
+#include "cuda/portable/attention_backward.cuh"
+#include "cuda/portable/selected_forward.cuh"
+
+namespace nsa::cuda::portable {
+
+template <class T, int Dk, int Dv>
+struct SelectedDq {
+  static constexpr int kUnit = kStep<T>;  // keys
+  static constexpr int kValues = Tile<T, Dk>::bytes(kUnit);
+  static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kUnit);
+  static constexpr int kPartialPitch = Dk + 4;  // floats
+  static constexpr int kPartials = 4 * 16 * kPartialPitch * 4;
+  static constexpr int kMemory = 8 * kStage > kPartials ? 8 * kStage : kPartials;
+};
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ BackwardArgs args) {
+  using Shape = SelectedDq<T, Dk, Dv>;
+  constexpr int kUnit = Shape::kUnit;
+  extern __shared__ __align__(16) char memory[];
+  int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Geometry& p = args.geometry;
+  const int row_groups = (p.group + 15) / 16;
+  const int kv_head = blockIdx.y / row_groups, first_head = blockIdx.y % row_groups * 16;
+  const DeviceSequence seq = sequence_of(p, blockIdx.z);
+  const int query = blockIdx.x;
+  if (query >= seq.q_len) return;
+  const int position = seq.position(query);
+  const std::int64_t query_row = seq.q_begin + query;
+
+  QueryRows mine;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int head = first_head + lane / 4 + 8 * i;
+    mine.valid[i] = head < p.group;
+    mine.head[i] = kv_head * p.group + head;
+    mine.row[i] = query_row;
+    mine.read(args, seq.batch, i);
+  }
+  const RowFragments<T, Dk> q(mine.at<T>(args.q, seq.batch, 0), mine.at<T>(args.q, seq.batch, 1), lane);
+  const RowFragments<T, Dv> d_o(mine.at<T>(args.d_o, seq.batch, 0), mine.at<T>(args.d_o, seq.batch, 1), lane);
+  const int blocks =
+      clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
+  const int units_per_block = args.block_size / kUnit, units = blocks * units_per_block;
+  const auto key_of = [&](int unit) {
+    return list[unit / units_per_block] * args.block_size + unit % units_per_block * kUnit;
+  };
+
+  char* stages = memory + warp * 2 * Shape::kStage;
+  const auto load = [&](int unit, int stage) {
+    const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
+    const int key = key_of(unit);
+    const auto source = [&](const Strided& t) {
+      return [&](int r) {
+        return key + r < seq.k_len ? t.at<T>(seq.batch, seq.k_begin + key + r, kv_head) : static_cast<T*>(nullptr);
+      };
+    };
+    if (key <= position) {
+      Tile<T, Dk>::load(to, kUnit, lane, 32, source(args.k));
+      Tile<T, Dv>::load(to + Shape::kValues, kUnit, lane, 32, source(args.v));
+    }
+    commit_copies();
+  };
+
+  float acc[Dk / 8][4] = {};
+  const float scale = args.scale * kLog2e;
+  if (warp < units) load(warp, 0);
+  for (int unit = warp, stage = 0; unit < units; unit += 4, stage ^= 1) {
+    if (unit + 4 < units) {
+      load(unit + 4, stage ^ 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    __syncwarp();
+    const int key = key_of(unit);
+    if (key <= position) {
+      char* keys = stages + stage * Shape::kStage;
+      float s[kUnit / 8][4], dp[kUnit / 8][4];
+      multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
+      multiply_transposed<T, Dv>(dp, d_o, shared_address(keys + Shape::kValues), 0, lane);
+      const bool partial = key + kUnit > position + 1;
+      row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate,
+                    [&](int, int n, int j) { return !partial || key + n * 8 + 2 * (lane & 3) + j <= position; });
+      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
+        add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
+        __syncwarp();
+        clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
+        __syncwarp();
+      }
+      multiply_accumulate<T, Dk>(acc, dp, shared_address(keys), 0, lane);
+    }
+    __syncwarp();  // the stage is free
+  }
+
+  // The sum over the warps, in their order.
+  __syncthreads();
+  float* partials = reinterpret_cast<float*>(memory);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float* to = partials + (warp * 16 + lane / 4 + 8 * i) * Shape::kPartialPitch + 2 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < Dk / 8; ++n)
+      *reinterpret_cast<float2*>(to + n * 8) = make_float2(acc[n][2 * i], acc[n][2 * i + 1]);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < 16 * (Dk / 2); e += 128) {
+    const int r = e / (Dk / 2), column = e % (Dk / 2) * 2;
+    if (first_head + r >= p.group) continue;
+    float x = 0, y = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 part = *reinterpret_cast<const float2*>(partials + (w * 16 + r) * Shape::kPartialPitch + column);
+      x += part.x, y += part.y;
+    }
+    store_d_q<T>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, x * args.scale,
+                 y * args.scale);
+  }
+}
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,150 @@
+// Attention of one query, all heads of its group, to the blocks selected for it.
+//
+// A thread block of four warps takes one query and up to sixteen heads (the rows of a tensor-core tile). The keys of
+// its blocks are cut into units of one reduction step (16 keys, 8 in float32); warp w takes the units w, w + 4, ...
+// through two stages of shared memory of its own, so that the warps never wait for each other. The four partial
+// softmaxes are merged at the end in a fixed order.
+#pragma once
+
+#include "cuda/common/block_list.cuh"
+#include "cuda/portable/arguments.h"
+#include "cuda/portable/softmax.cuh"
+
+namespace nsa::cuda::portable {
+
+template <class T, int Dk, int Dv>
+struct SelectedForward {
+  static constexpr int kUnit = kStep<T>;  // keys
+  static constexpr int kValues = Tile<T, Dk>::bytes(kUnit);
+  static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kUnit);
+  static constexpr int kStages = 2;
+  static constexpr int kPartialPitch = Dv + 4;  // floats
+  static constexpr int kPartials = 4 * 16 * kPartialPitch * 4;
+  static constexpr int kMemory = 4 * kStages * kStage > kPartials ? 4 * kStages* kStage : kPartials;
+};
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ SelectedArgs args) {
+  using Shape = SelectedForward<T, Dk, Dv>;
+  constexpr int kUnit = Shape::kUnit;
+  extern __shared__ __align__(16) char memory[];
+  __shared__ float partial_max[4][16], partial_sum[4][16];
+  int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Geometry& p = args.geometry;
+  const int row_groups = (p.group + 15) / 16;
+  const int kv_head = blockIdx.y / row_groups, first_head = blockIdx.y % row_groups * 16;
+  const DeviceSequence seq = sequence_of(p, blockIdx.z);
+  const int query = blockIdx.x;
+  if (query >= seq.q_len) return;
+  const int position = seq.position(query);
+  const std::int64_t query_row = seq.q_begin + query;
+
+  bool valid[2];
+  const T* q_row[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int head = first_head + lane / 4 + 8 * i;
+    valid[i] = head < p.group;
+    q_row[i] = valid[i] ? args.q.at<T>(seq.batch, query_row, kv_head * p.group + head) : nullptr;
+  }
+  const RowFragments<T, Dk> q(q_row[0], q_row[1], lane);
+  const int blocks =
+      clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
+  const int units_per_block = args.block_size / kUnit, units = blocks * units_per_block;
+  const auto key_of = [&](int unit) {
+    return list[unit / units_per_block] * args.block_size + unit % units_per_block * kUnit;
+  };
+
+  char* stages = memory + warp * Shape::kStages * Shape::kStage;
+  const auto load = [&](int unit, int stage) {
+    const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
+    const int key = key_of(unit);
+    const auto source = [&](const Strided& t) {
+      return [&](int r) {
+        return key + r < seq.k_len ? t.at<T>(seq.batch, seq.k_begin + key + r, kv_head) : static_cast<T*>(nullptr);
+      };
+    };
+    if (key <= position) {
+      Tile<T, Dk>::load(to, kUnit, lane, 32, source(args.k));
+      Tile<T, Dv>::load(to + Shape::kValues, kUnit, lane, 32, source(args.v));
+    }
+    commit_copies();
+  };
+
+  OnlineSoftmax<Dv> state;
+  const float scale = args.scale * kLog2e;
+  if (warp < units) load(warp, 0);
+  for (int unit = warp, stage = 0; unit < units; unit += 4, stage ^= 1) {
+    if (unit + 4 < units) {
+      load(unit + 4, stage ^ 1);
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    __syncwarp();
+    const int key = key_of(unit);
+    if (key <= position) {
+      char* keys = stages + stage * Shape::kStage;
+      char* values = keys + Shape::kValues;
+      float s[kUnit / 8][4];
+      multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
+      const bool partial = key + kUnit > position + 1;
+#pragma unroll
+      for (int n = 0; n < kUnit / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[n][i] *= scale;
+          if (partial && key + n * 8 + 2 * (lane & 3) + i % 2 > position) s[n][i] = -INFINITY;
+        }
+      }
+      state.update(s);
+      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dv>(values, kUnit, lane, 32))) {
+        add_nonfinite<T, Dv>(state.acc, s, values, 0, lane, [&](int, int j) { return key + j <= position; });
+        __syncwarp();
+        clear_nonfinite<T, Dv>(values, kUnit, lane, 32);
+        __syncwarp();
+      }
+      multiply_accumulate<T, Dv>(state.acc, s, shared_address(values), 0, lane);
+    }
+    __syncwarp();  // the stage is free
+  }
+
+  // Merge.
+  __syncthreads();
+  float* partials = reinterpret_cast<float*>(memory);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int r = lane / 4 + 8 * i;
+    const float sum = row_sum(state.sum[i]);
+    if (lane % 4 == 0) partial_max[warp][r] = state.max[i], partial_sum[warp][r] = sum;
+    float* acc = partials + (warp * 16 + r) * Shape::kPartialPitch + 2 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < Dv / 8; ++n)
+      *reinterpret_cast<float2*>(acc + n * 8) = make_float2(state.acc[n][2 * i], state.acc[n][2 * i + 1]);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < 16 * (Dv / 2); e += 128) {
+    const int r = e / (Dv / 2), column = e % (Dv / 2) * 2, head = first_head + r;
+    if (head >= p.group) continue;
+    float m = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) m = fmaxf(m, partial_max[w][r]);
+    const float base = m == -INFINITY ? 0 : m;
+    float sum = 0, x = 0, y = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float factor = exp2_fast(partial_max[w][r] - base);
+      const float2 acc = *reinterpret_cast<const float2*>(partials + (w * 16 + r) * Shape::kPartialPitch + column);
+      // A warp that saw nothing has sum 0 and acc 0; skipping it keeps 0 * inf out.
+      if (factor != 0 || partial_sum[w][r] != 0)
+        sum += partial_sum[w][r] * factor, x += acc.x * factor, y += acc.y * factor;
+    }
+    const float inverse = blocks > 0 ? 1 / sum : 0;
+    const int h = kv_head * p.group + head;
+    store_pair(args.o.at<T>(seq.batch, query_row, h) + column, x * inverse, y * inverse);
+    if (column == 0) args.lse.at(seq.batch, query_row, h) = blocks > 0 ? (m + log2f(sum)) * kLn2 : -INFINITY;
+  }
+}
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,86 @@
+// Sixteen rows of one warp: their fragments as the first factor, and their softmax as keys stream past.
+#pragma once
+
+#include "cuda/common/tile.cuh"
+
+namespace nsa::cuda::portable {
+
+/// The A fragments of sixteen rows, given by pointers to this lane's two (lane/4 and lane/4 + 8; null: zeros). Rows are
+/// kept in registers, or (float32 rows would not fit) read again each time, from the first-level cache.
+template <class T, int D, bool kKept = sizeof(T) == 2>
+class RowFragments {
+ public:
+  __device__ RowFragments(const T* low, const T* high, int lane) : low_(low), high_(high), lane_(lane) {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) read(kept_[k], k);
+    }
+  }
+
+  __device__ void operator()(std::uint32_t (&a)[4], int k) const {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = kept_[k][i];
+    } else {
+      read(a, k);
+    }
+  }
+
+ private:
+  static constexpr int kSteps = D / kStep<T>;
+
+  __device__ void read(std::uint32_t (&a)[4], int k) const {
+    const int column = k * kStep<T> + (lane_ & 3) * (kStep<T> / 8);
+    const auto at = [&](const T* row, int offset) {
+      return row ? *reinterpret_cast<const std::uint32_t*>(row + column + offset) : 0u;
+    };
+    a[0] = at(low_, 0);
+    a[1] = at(high_, 0);
+    a[2] = at(low_, kStep<T> / 2);
+    a[3] = at(high_, kStep<T> / 2);
+  }
+
+  const T *low_, *high_;
+  int lane_;
+  std::uint32_t kept_[kKept ? kSteps : 1][4];
+};
+
+/// Running maximum (in base-2 units), sum and output of two rows.
+template <int D>
+struct OnlineSoftmax {
+  float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  float acc[D / 8][4] = {};
+
+  /// s: scores in base-2 units, -inf where masked. Turns them into probabilities relative to the new maximum.
+  template <int N>
+  __device__ void update(float (&s)[N][4]) {
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float m = s[0][2 * i];
+#pragma unroll
+      for (int n = 0; n < N; ++n) m = fmaxf(m, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+      m = fmaxf(max[i], row_max(m));
+      const float base = m == -INFINITY ? 0 : m;  // nothing seen yet
+      factor[i] = exp2_fast(max[i] - base);
+      max[i] = m;
+      float part = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        s[n][2 * i] = exp2_fast(s[n][2 * i] - base);
+        s[n][2 * i + 1] = exp2_fast(s[n][2 * i + 1] - base);
+        part += s[n][2 * i] + s[n][2 * i + 1];
+      }
+      sum[i] = sum[i] * factor[i] + part;  // this lane's share of the row
+    }
+    if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) {
+        acc[n][0] *= factor[0], acc[n][1] *= factor[0];
+        acc[n][2] *= factor[1], acc[n][3] *= factor[1];
+      }
+    }
+  }
+};
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,22 @@
+#include "under_test.h"
+
+namespace nsa::test {
+
+const Operations under_test{compress,
+                            compress_backward,
+                            compressed_attention,
+                            compressed_attention_backward,
+                            select_blocks,
+                            selected_attention,
+                            selected_attention_backward,
+                            sliding_window_attention,
+                            sliding_window_attention_backward,
+                            combine,
+                            combine_backward,
+                            nsa_attention,
+                            nsa_attention_backward,
+                            0};
+
+std::vector<Case> supported(std::vector<Case> cases) { return cases; }
+
+}  // namespace nsa::test

@@ -1,0 +1,171 @@
+#include "device.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace nsa::test {
+namespace {
+
+// Every tensor of a call.
+template <class F>
+void for_views(CompressionWeights& w, const F& f) {
+  for (TensorView* t : {&w.pe, &w.w1, &w.b1, &w.w2, &w.b2}) f(*t);
+}
+template <class F>
+void for_views(Packed& p, const F& f) {
+  f(p.cu_seqlens_q), f(p.cu_seqlens_k);
+}
+template <class F>
+void for_views(CompressParams& p, const F& f) {
+  f(p.k), f(p.cu_seqlens), f(p.out);
+  for_views(p.weights, f);
+}
+template <class F>
+void for_views(CompressedAttentionParams& p, const F& f) {
+  for (TensorView* t : {&p.q, &p.k_c, &p.v_c, &p.o, &p.lse}) f(*t);
+  for_views(p.packed, f);
+}
+template <class F>
+void for_views(SelectBlocksParams& p, const F& f) {
+  for (TensorView* t : {&p.q, &p.k_c, &p.lse, &p.indices}) f(*t);
+  for_views(p.packed, f);
+}
+template <class F>
+void for_views(SelectedAttentionParams& p, const F& f) {
+  for (TensorView* t : {&p.q, &p.k, &p.v, &p.indices, &p.o, &p.lse}) f(*t);
+  for_views(p.packed, f);
+}
+template <class F>
+void for_views(SlidingWindowAttentionParams& p, const F& f) {
+  for (TensorView* t : {&p.q, &p.k, &p.v, &p.o, &p.lse}) f(*t);
+  for_views(p.packed, f);
+}
+template <class F>
+void for_views(CombineParams& p, const F& f) {
+  for (TensorView* t : {&p.o_cmp, &p.o_slc, &p.o_swa, &p.gates, &p.o}) f(*t);
+}
+template <class F>
+void for_views(NsaAttentionParams& p, const F& f) {
+  for (TensorView* t : {&p.q, &p.k_c, &p.v_c, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.imposed_indices,
+                        &p.o, &p.indices, &p.o_cmp, &p.o_slc, &p.o_swa, &p.lse_cmp, &p.lse_slc, &p.lse_swa})
+    f(*t);
+  for_views(p.packed, f);
+}
+template <class Params, class F>
+requires requires(Params& p) { p.forward; }
+void for_views(Params& p, const F& f) {
+  for_views(p.forward, f);
+  const auto each = [&](auto... views) { (f(p.*views), ...); };
+  if constexpr (requires { p.d_weights; }) {
+    each(&Params::d_out, &Params::d_k);
+    for_views(p.d_weights, f);
+  } else if constexpr (requires { p.d_k_slc; }) {
+    each(&Params::d_o, &Params::d_q, &Params::d_k_c, &Params::d_v_c, &Params::d_k_slc, &Params::d_v_slc,
+         &Params::d_k_swa, &Params::d_v_swa, &Params::d_gates);
+  } else if constexpr (requires { p.d_gates; }) {
+    each(&Params::d_o, &Params::d_o_cmp, &Params::d_o_slc, &Params::d_o_swa, &Params::d_gates);
+  } else if constexpr (requires { p.d_k_c; }) {
+    each(&Params::d_o, &Params::d_q, &Params::d_k_c, &Params::d_v_c);
+  } else {
+    each(&Params::d_o, &Params::d_q, &Params::d_k, &Params::d_v);
+  }
+}
+
+struct DeviceMemory {
+  explicit DeviceMemory(std::size_t bytes) {
+    error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
+    if (error == cudaSuccess) error = cudaMemset(data, 0xff, bytes);  // poison
+  }
+  DeviceMemory(const DeviceMemory&) = delete;
+  ~DeviceMemory() { cudaFree(data); }
+
+  void* data = nullptr;
+  cudaError_t error;
+};
+
+Status failed(const char* what, cudaError_t error) {
+  return Status::internal(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+template <class Params>
+Status on_device(Params params, Status (*operation)(const Params&, cuda::portable::Execution&)) {
+  struct Copy {
+    void* host;
+    std::size_t bytes;
+    DeviceMemory device;
+    Copy(void* host, std::size_t bytes) : host(host), bytes(bytes), device(bytes) {}
+  };
+  std::map<void*, Copy> copies;
+  cudaError_t error = cudaSuccess;
+  for_views(params, [&](TensorView& t) {
+    if (!t.defined()) return;
+    std::int64_t last = 0;  // strides are not negative
+    for (int i = 0; i < t.rank; ++i)
+      last += std::max<std::int64_t>(t.size(i) - 1, 0) * t.stride[static_cast<std::size_t>(i)];
+    const std::size_t bytes = t.numel() ? static_cast<std::size_t>(last + 1) * size_of(t.dtype) : 0;
+    auto [at, is_new] = copies.try_emplace(t.data, t.data, bytes);
+    if (is_new && bytes)
+      error = std::max(error, cudaMemcpy(at->second.device.data, t.data, bytes, cudaMemcpyHostToDevice));
+    error = std::max(error, at->second.device.error);
+    t.data = at->second.device.data;
+  });
+  if (error != cudaSuccess) return failed("copy to the device", error);
+  cuda::portable::Execution measuring;
+  if (Status s = operation(params, measuring); !s.ok()) return s;
+  DeviceMemory workspace(measuring.arena.used());
+  cuda::portable::Execution execution;
+  execution.arena = {workspace.data, measuring.arena.used()};
+  if (Status s = operation(params, execution); !s.ok()) return s;
+  if (error = cudaDeviceSynchronize(); error != cudaSuccess) return failed("kernel", error);
+  for (auto& [host, copy] : copies)
+    error = std::max(error, cudaMemcpy(copy.host, copy.device.data, copy.bytes, cudaMemcpyDeviceToHost));
+  return error == cudaSuccess ? Status{} : failed("copy from the device", error);
+}
+
+}  // namespace
+
+bool has_device() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
+Status cuda_compress(const CompressParams& p, const Context&) { return on_device(p, cuda::portable::compress); }
+Status cuda_compress_backward(const CompressBackwardParams& p, const Context&) {
+  return on_device(p, cuda::portable::compress_backward);
+}
+Status cuda_compressed_attention(const CompressedAttentionParams& p, const Context&) {
+  return on_device(p, cuda::portable::compressed_attention);
+}
+Status cuda_compressed_attention_backward(const CompressedAttentionBackwardParams& p, const Context&) {
+  return on_device(p, cuda::portable::compressed_attention_backward);
+}
+Status cuda_select_blocks(const SelectBlocksParams& p, const Context&) {
+  return on_device(p, cuda::portable::select_blocks);
+}
+Status cuda_selected_attention(const SelectedAttentionParams& p, const Context&) {
+  return on_device(p, cuda::portable::selected_attention);
+}
+Status cuda_selected_attention_backward(const SelectedAttentionBackwardParams& p, const Context&) {
+  return on_device(p, cuda::portable::selected_attention_backward);
+}
+Status cuda_sliding_window_attention(const SlidingWindowAttentionParams& p, const Context&) {
+  return on_device(p, cuda::portable::sliding_window_attention);
+}
+Status cuda_sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, const Context&) {
+  return on_device(p, cuda::portable::sliding_window_attention_backward);
+}
+Status cuda_combine(const CombineParams& p, const Context&) { return on_device(p, cuda::portable::combine); }
+Status cuda_combine_backward(const CombineBackwardParams& p, const Context&) {
+  return on_device(p, cuda::portable::combine_backward);
+}
+Status cuda_nsa_attention(const NsaAttentionParams& p, const Context&) {
+  return on_device(p, cuda::portable::nsa_attention);
+}
+Status cuda_nsa_attention_backward(const NsaAttentionBackwardParams& p, const Context&) {
+  return on_device(p, cuda::portable::nsa_attention_backward);
+}
+
+}  // namespace nsa::test
