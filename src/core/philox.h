@@ -26,8 +26,7 @@ constexpr std::array<std::uint32_t, 4> philox(std::array<std::uint32_t, 4> count
 constexpr double gumbel_uniform(std::uint64_t seed, std::int64_t block, std::int64_t t, std::int64_t kv_head,
                                 std::int64_t sequence) {
   const std::array<std::uint32_t, 4> counter{static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(t),
-                                             static_cast<std::uint32_t>(kv_head),
-                                             static_cast<std::uint32_t>(sequence)};
+                                             static_cast<std::uint32_t>(kv_head), static_cast<std::uint32_t>(sequence)};
   return (static_cast<double>(philox(counter, seed)[0] >> 9) + 0.5) * 0x1p-23;
 }
 
