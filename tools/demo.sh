@@ -37,7 +37,7 @@ step "finding a needle"
 "$nsa" needle "$out/nsa" --json "$out/nsa/needle.json"
 
 step "report"
-python -m nsa.report "$out/nsa" "$out/full" --bench "$out/bench.json" --out "$out/report"
+python -m nsa.report "$out/nsa" "$out/full" "$out/bench.json" --out "$out/report"
 
 python - "$out/nsa/metrics.jsonl" <<'PY'
 import json, sys
