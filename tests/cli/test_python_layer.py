@@ -1,0 +1,72 @@
+"""A checkpoint of the program in Python: the same names, the same rotation and gates, the same next tokens."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import linear, rms_norm, silu
+
+import nsa
+from conftest import nsa as program
+
+PROMPT = "def value(self): return self in None\n    import class for value in ( self )"
+START = 256  # the token before a document
+
+
+class Model:
+    """The program's language model around nsa.NativeSparseAttention."""
+
+    def __init__(self, run):
+        config = json.loads((run / "config.json").read_text())["model"]
+        self.weights, self.eps = load_file(run / "model.safetensors"), config["norm_eps"]
+        names = ("kernel_size", "kernel_stride", "block_size", "topk", "init_blocks", "local_blocks", "window_size")
+        self.layers = []
+        for i in range(config["num_layers"]):
+            layer = nsa.NativeSparseAttention(
+                *(config[name] for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")),
+                nsa.NSAConfig(**{name: config[name] for name in names}),
+                share_kv=config["share_kv"],
+                compression=config["phi"],
+                shared_phi=not config["phi_per_kv_head"],
+                rope_theta=config["rope_theta"],
+            )
+            prefix = f"layers.{i}.attention."
+            mine = {n.removeprefix(prefix): t for n, t in self.weights.items() if n.startswith(prefix)}
+            layer.load_state_dict(mine, strict=True)
+            self.layers.append(layer.eval())
+        self.caches = [layer.make_cache(1, 1024) for layer in self.layers]
+
+    def norm(self, x, name):
+        weight = self.weights[f"{name}.weight"]
+        return rms_norm(x, weight.shape, weight, self.eps)
+
+    @torch.no_grad()
+    def next_logits(self, tokens):
+        """Of the token after `tokens`, which are appended to the cache."""
+        x = self.weights["embedding.weight"][torch.tensor([tokens])]
+        for i, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+            x = x + layer(self.norm(x, f"layers.{i}.attention_norm"), cache=cache)
+            y = self.norm(x, f"layers.{i}.ffn_norm")
+            gate, up, down = (self.weights[f"layers.{i}.ffn.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            x = x + linear(silu(linear(y, gate)) * linear(y, up), down)
+        return linear(self.norm(x[0, -1], "norm"), self.weights["embedding.weight"])
+
+
+def compare(run, tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--temperature", 0, "--tokens", 60, "--ignore-end", "--json", path]
+    program("generate", run, "--prompt", PROMPT, *options)
+    expected, model = json.loads(path.read_text()), Model(run)
+    tokens = [START, *PROMPT.encode()]
+    assert len(tokens) == expected["prompt_tokens"]
+    for token, margin in zip(expected["tokens"], expected["margins"], strict=True):
+        best = model.next_logits(tokens).topk(2)
+        assert float(best.values[0] - best.values[1]) == pytest.approx(margin, abs=1e-3)
+        if margin > 1e-3:
+            assert int(best.indices[0]) == token
+        tokens = [token]
+
+
+def test_generates_what_the_program_generates(trained, tmp_path):
+    compare(trained["nsa"], tmp_path)
