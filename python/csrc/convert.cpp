@@ -22,9 +22,8 @@ DType dtype_of(const Tensor& tensor, const char* name) {
     case ScalarType::Int:
       return DType::kInt32;
     default:
-      throw std::invalid_argument(
-          std::string(name) + ": dtype " + torch::headeronly::toString(tensor.scalar_type()) +
-          ": must be float32, bfloat16, float16 or float64, and int32 for indices, lengths and tables");
+      refuse(std::string(name) + ": dtype " + torch::headeronly::toString(tensor.scalar_type()) +
+             ": must be float32, bfloat16, float16 or float64, and int32 for indices, lengths and tables");
   }
 }
 
@@ -32,8 +31,8 @@ TensorView view(const Tensor& tensor, void* data, const char* name) {
   TensorView result;
   const std::int64_t rank = tensor.dim();
   if (rank < 1 || rank > TensorView::kMaxRank)
-    throw std::invalid_argument(std::string(name) + ": " + std::to_string(rank) + " dimensions: must be 1 to " +
-                                std::to_string(TensorView::kMaxRank));
+    refuse(std::string(name) + ": " + std::to_string(rank) + " dimensions: must be 1 to " +
+           std::to_string(TensorView::kMaxRank));
   result.data = data;
   result.dtype = dtype_of(tensor, name);
   if (tensor.is_cuda()) result.device = {DeviceType::kCUDA, tensor.get_device_index()};
@@ -87,7 +86,7 @@ Tensor make_indices(const Tensor& q, const Tensor& k_c, const NSAConfig& cfg) {
 
 void expect_needs(const std::vector<bool>& needs, std::size_t count) {
   if (needs.size() != count)
-    throw std::invalid_argument("needs: " + std::to_string(needs.size()) + " values: must be " + std::to_string(count));
+    refuse("needs: " + std::to_string(needs.size()) + " values: must be " + std::to_string(count));
 }
 
 NSAConfig config_of(const std::vector<std::int64_t>& cfg) {
@@ -95,11 +94,11 @@ NSAConfig config_of(const std::vector<std::int64_t>& cfg) {
   int* const members[] = {&config.kernel_size, &config.kernel_stride, &config.block_size, &config.topk,
                           &config.init_blocks, &config.local_blocks,  &config.window_size};
   if (cfg.size() != std::size(members))
-    throw std::invalid_argument("cfg: " + std::to_string(cfg.size()) + " values: must be the " +
-                                std::to_string(std::size(members)) + " members of NSAConfig");
+    refuse("cfg: " + std::to_string(cfg.size()) + " values: must be the " + std::to_string(std::size(members)) +
+           " members of NSAConfig");
   for (std::size_t i = 0; i < cfg.size(); ++i) {
     if (cfg[i] < std::numeric_limits<int>::min() || cfg[i] > std::numeric_limits<int>::max())
-      throw std::invalid_argument("cfg: " + std::to_string(cfg[i]) + ": must fit into 32 bits");
+      refuse("cfg: " + std::to_string(cfg[i]) + ": must fit into 32 bits");
     *members[i] = static_cast<int>(cfg[i]);
   }
   return config;
@@ -119,7 +118,7 @@ CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe,
     weights.kind = candidate;
     known = true;
   }
-  if (!known) throw std::invalid_argument("weights.kind = '" + kind + "': must be mean, linear or mlp");
+  if (!known) refuse("weights.kind = '" + kind + "': must be mean, linear or mlp");
   weights.pe = input(pe, "weights.pe");
   weights.w1 = input(w1, "weights.w1");
   weights.b1 = input(b1, "weights.b1");
@@ -134,9 +133,11 @@ Context context() {
   return result;
 }
 
+void refuse(const std::string& message) { throw std::invalid_argument("invalid argument: " + message); }
+
 void check(const Status& status) {
   if (status.ok()) return;
-  if (status.code() == StatusCode::kInvalidArgument) throw std::invalid_argument(status.message());
+  if (status.code() == StatusCode::kInvalidArgument) refuse(status.message());
   throw std::runtime_error(status.message());
 }
 

@@ -54,7 +54,10 @@ CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe,
 
 /// As many threads as torch uses (torch.set_num_threads).
 Context context();
-/// Throws what Python shows as ValueError (kInvalidArgument) or RuntimeError (the rest).
+/// Throws for an argument that is not allowed. Some versions of torch show it as ValueError, some as RuntimeError; by
+/// its first words, "invalid argument: ", Python makes it a ValueError in all of them.
+[[noreturn]] void refuse(const std::string& message);
+/// Refuses (kInvalidArgument), or throws what Python shows as RuntimeError (the rest).
 void check(const Status& status);
 
 }  // namespace nsa::python

@@ -1,5 +1,4 @@
 #include <limits>
-#include <stdexcept>
 
 #include "operations.h"
 
@@ -9,7 +8,7 @@ namespace {
 SelectedAttentionParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices,
                                   std::int64_t block_size, Scale softmax_scale, const Packed& packed) {
   if (block_size < 0 || block_size > std::numeric_limits<int>::max())
-    throw std::invalid_argument("block_size = " + std::to_string(block_size) + ": must be a positive multiple of 16");
+    refuse("block_size = " + std::to_string(block_size) + ": must be a positive multiple of 16");
   SelectedAttentionParams params;
   params.q = input(q, "q");
   params.k = input(k, "k");

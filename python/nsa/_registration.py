@@ -21,6 +21,19 @@ if not _LIBRARY.exists():
 torch.ops.load_library(_LIBRARY)
 ops = torch.ops.nsa
 
+_REFUSED = "invalid argument: "
+
+
+def call(operator: Callable, *arguments: Any) -> Any:
+    """operator(*arguments), with ValueError for a refused argument in every version of torch."""
+    try:
+        return operator(*arguments)
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+        if message.startswith(_REFUSED):
+            raise ValueError(message.removeprefix(_REFUSED)) from None
+        raise
+
 
 def _fake(name: str) -> Callable[[Callable], Callable]:
     return torch.library.register_fake(f"nsa::{name}")

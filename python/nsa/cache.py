@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._registration import ops
+from ._registration import call, ops
 from .config import NSAConfig
 
 ROLLBACK = 32
@@ -261,7 +261,7 @@ class KVCache:
             for pages, tokens in plan:
                 pages.share(parent, child, tokens // pages.page_size)
                 pages.grow(child, tokens)
-        ops.fork(*self.tensors(), self.cfg.as_list(), parent, child, length)
+        call(ops.fork, *self.tensors(), self.cfg.as_list(), parent, child, length)
         self._longest[child] = self._longest[parent]
 
     def release(self, sequence: int) -> None:

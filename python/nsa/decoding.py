@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._registration import ops
+from ._registration import call, ops
 from .cache import KVCache
 from .config import CompressionWeights, NSAConfig
 
@@ -96,7 +96,8 @@ def _step(
         raise ValueError(f"cfg = {cfg}: must be the cache's, {cache.cfg}")
     cos, sin = (None, None) if rope is None else rope
     with torch.no_grad():
-        o, indices = op(
+        o, indices = call(
+            op,
             *(q, *new_kv, gates),
             *cache.tensors(),
             *weights_k.as_arguments(),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._registration import ops
+from ._registration import call, ops
 from .config import CompressionWeights, NSAConfig
 
 
@@ -34,12 +34,12 @@ def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens:
         (B, N_c(S), Hkv, D); or packed (total // d, Hkv, D), the sequences' compressed tokens at the offsets
         `compressed_cu_seqlens`, the rows past the last one zero.
     """
-    return ops.compress(k, *weights.as_arguments(), cfg.as_list(), cu_seqlens)
+    return call(ops.compress, k, *weights.as_arguments(), cfg.as_list(), cu_seqlens)
 
 
 def compressed_cu_seqlens(cu_seqlens: Tensor, cfg: NSAConfig) -> Tensor:
     """Offsets of the sequences in the packed result of `compress`, int32 (batch + 1), like cu_seqlens."""
-    return ops.compressed_cu_seqlens(cu_seqlens, cfg.as_list())
+    return call(ops.compressed_cu_seqlens, cu_seqlens, cfg.as_list())
 
 
 def compressed_attention(
@@ -67,7 +67,7 @@ def compressed_attention(
         lse: float32 (B, H, Sq) or (H, total_q), natural logarithm of the softmax's denominator; no gradient.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return ops.compressed_attention(q, k_c, v_c, cfg.as_list(), softmax_scale, seqlen_k, *packed)
+    return call(ops.compressed_attention, q, k_c, v_c, cfg.as_list(), softmax_scale, seqlen_k, *packed)
 
 
 def select_blocks(
@@ -99,7 +99,9 @@ def select_blocks(
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scores = (q.detach(), k_c.detach(), lse.detach())
-    return ops.select_blocks(*scores, cfg.as_list(), softmax_scale, seqlen_k, float(noise), _signed(seed), *packed)
+    return call(
+        ops.select_blocks, *scores, cfg.as_list(), softmax_scale, seqlen_k, float(noise), _signed(seed), *packed
+    )
 
 
 def selected_attention(
@@ -127,7 +129,7 @@ def selected_attention(
         o and lse as in `compressed_attention`.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return ops.selected_attention(q, k, v, idx, block_size, softmax_scale, *packed)
+    return call(ops.selected_attention, q, k, v, idx, block_size, softmax_scale, *packed)
 
 
 def sliding_window_attention(
@@ -151,7 +153,7 @@ def sliding_window_attention(
         o and lse as in `compressed_attention`.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return ops.sliding_window_attention(q, k, v, window_size, softmax_scale, *packed)
+    return call(ops.sliding_window_attention, q, k, v, window_size, softmax_scale, *packed)
 
 
 def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tensor:
@@ -164,7 +166,7 @@ def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tenso
     Returns:
         o like o_cmp.
     """
-    return ops.combine(o_cmp, o_slc, o_swa, gates)
+    return call(ops.combine, o_cmp, o_slc, o_swa, gates)
 
 
 def nsa_attention(
@@ -205,7 +207,7 @@ def nsa_attention(
     tensors = (q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
-    o, indices, *_ = ops.nsa_attention(*tensors, *settings, *packed, None, keep)
+    o, indices, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, None, keep)
     return (o, indices) if return_indices else o
 
 

@@ -52,9 +52,8 @@ def check(backend, operation, problem, luck=1.0):
         plain_gradients, true_gradients = gradients(plain.out, plains, d_out), gradients(truth.out, truths, d_out)
         for name in inputs:
             assert found[name].dtype == dtype
-            cancelled = d_out.abs().max().item() if d_out.numel() and name[0] in "qk" else 0.0
             three = found[name], plain_gradients[name], true_gradients[name]
-            assert_within_bound(f"d_{name}", *three, cancelled, luck)
+            assert_within_bound(f"d_{name}", *three, luck)
 
 
 def check_indices(problem, inputs, indices):
