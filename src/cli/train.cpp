@@ -106,7 +106,7 @@ class TrainCommand {
     option("--steps", "steps", train.steps, "Optimiser steps");
     option("--tokens", "tokens", train.tokens, "Training tokens, rounded up to steps");
     option("--minutes", "minutes", train.minutes,
-           "Minutes of training; the first ten steps' speed fixes the number of steps");
+           "Minutes of training; the speed of the first tenth fixes the number of steps");
   }
 
   void add_training_options() {

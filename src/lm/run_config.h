@@ -16,7 +16,7 @@ struct TrainConfig {
   std::int64_t accumulate = 1;  // batches whose gradients make one step
   std::int64_t steps = 0;       // one of steps, tokens and minutes says how long the run is
   std::int64_t tokens = 0;      // 0: not given
-  double minutes = 0;           // of training; the number of steps follows from the first ones' speed
+  double minutes = 0;           // of training; the number of steps follows from the speed of the first tenth
   double lr = 3e-3;             // peak
   double min_lr_ratio = 0.1;    // the cosine ends at lr * min_lr_ratio
   std::int64_t warmup_steps = 20;

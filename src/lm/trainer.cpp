@@ -5,6 +5,7 @@
 #include <ATen/ops/stack.h>
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -27,7 +28,10 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::int64_t kTimedSteps = 10;  // before a run of so many minutes knows its number of steps
+// A run of so many minutes settles its number of steps by the speed of its first steps: at least this many, and this
+// share of the time.
+constexpr std::size_t kTimedSteps = 10;
+constexpr double kTimedShare = 0.1;
 
 /// What a checkpoint keeps beside weights and moments. With the configuration it determines the rest of the run: the
 /// rows, the noise and the learning rate are functions of the step.
@@ -121,6 +125,7 @@ class Trainer {
   std::vector<std::int32_t> order_;
   Progress progress_{0};
   Clock::time_point step_start_;
+  std::vector<double> step_seconds_;  // of this process's steps
 };
 
 /// The rows' order in an epoch.
@@ -160,10 +165,12 @@ void Trainer::plan() {
     state_.planned_steps = (train.tokens + per_step - 1) / per_step;
   }
   if (train.minutes > 0) {
-    if (state_.step < kTimedSteps) return;
-    const double per_step = state_.seconds / static_cast<double>(state_.step);
-    const double left = std::max(0.0, train.minutes * 60 - state_.seconds);
-    state_.planned_steps = state_.step + std::max<std::int64_t>(1, static_cast<std::int64_t>(left / per_step));
+    const double budget = train.minutes * 60;
+    if (step_seconds_.size() < kTimedSteps || state_.seconds < kTimedShare * budget) return;
+    const auto median = step_seconds_.begin() + static_cast<std::ptrdiff_t>(step_seconds_.size() / 2);
+    std::nth_element(step_seconds_.begin(), median, step_seconds_.end());
+    const auto more = static_cast<std::int64_t>(std::max(0.0, budget - state_.seconds) / *median);
+    state_.planned_steps = state_.step + std::max<std::int64_t>(1, more);
   }
   progress_.set_total(state_.planned_steps);
 }
@@ -203,14 +210,13 @@ void Trainer::train_step(double rate) {
   ++state_.step;
   state_.tokens += tokens;
   state_.loss_tokens += tokens;
-  const double before = state_.seconds;
   const auto now = Clock::now();
-  state_.seconds += std::chrono::duration<double>(now - step_start_).count();
+  const double seconds = std::chrono::duration<double>(now - step_start_).count();
   step_start_ = now;
-  const double speed = static_cast<double>(tokens) / (state_.seconds - before);
-  const double left = state_.planned_steps > 0
-                          ? static_cast<double>(state_.planned_steps - state_.step) * (state_.seconds - before)
-                          : -1;
+  step_seconds_.push_back(seconds);
+  state_.seconds += seconds;
+  const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * seconds
+                                               : config_.train.minutes * 60 - state_.seconds;
   progress_.update(
       state_.step,
       fmt::format("loss {:.3f}  {:.0f} tokens/s", state_.loss_sum / static_cast<double>(state_.loss_tokens), speed),
