@@ -219,7 +219,8 @@ void Trainer::train_step(double rate) {
                                                : config_.train.minutes * 60 - state_.seconds;
   progress_.update(
       state_.step,
-      fmt::format("loss {:.3f}  {:.0f} tokens/s", state_.loss_sum / static_cast<double>(state_.loss_tokens), speed),
+      fmt::format("loss {:.3f}  {:.0f} tokens/s", state_.loss_sum / static_cast<double>(state_.loss_tokens),
+                  static_cast<double>(tokens) / seconds),
       left);
   if (log) {
     if (is_nsa) layers_ = layer_scalars(model_, batches.back().batch, trace);
