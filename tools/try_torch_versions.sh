@@ -19,7 +19,7 @@ for version in "${versions[@]}"; do
     numpy pytest hypothesis
   name=$("$work/venv/bin/python" -c 'import torch; print(torch.__version__)')
   if PYTHONPATH=python "$work/venv/bin/python" -m pytest -q -p no:cacheprovider tests/python/test_operators.py \
-    tests/python/test_config.py -k "not inductor"; then
+    tests/python/test_config.py tests/python/test_errors.py -k "not inductor"; then
     echo "torch $name: passed"
   else
     echo "torch $name: FAILED"
