@@ -6,7 +6,7 @@
 namespace nsa::cuda {
 
 /// Whether entry i of a row of n indices counts: in range, not in the future of `position`, not a duplicate of an
-/// earlier entry. `stride` lies between entries.
+/// earlier entry.
 __device__ inline bool counts(const int* indices, int i, int position, int block_size) {
   const int b = indices[i];
   if (b < 0 || static_cast<std::int64_t>(b) * block_size > position) return false;

@@ -314,6 +314,12 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   return backward(b, p.d_o, p.forward.lse, delta, {}, {p.d_q, d_k, d_v, {}, {}}, p.forward.packed, compressed, e);
 }
 
+/// (P, rows, columns) or (P, columns); one set for all KV heads when P = 1.
+Weights weights_of(const TensorView& t) {
+  if (!t.defined()) return {};
+  return {t.data, t.size(0) > 1 ? t.stride[0] : 0, t.rank == 3 ? t.stride[1] : 0};
+}
+
 CompressArgs compress_args(const CompressParams& p, Execution& e, bool with_groups) {
   CompressArgs args{};
   const bool packed = p.cu_seqlens.defined();
@@ -340,20 +346,12 @@ CompressArgs compress_args(const CompressParams& p, Execution& e, bool with_grou
   args.out = strided(p.out);
   args.dim = to_int(p.k.size(-1));
   args.mlp = p.weights.kind == CompressionKind::kMlp;
-  const auto weights = [](const TensorView& t) {
-    Weights w;
-    if (!t.defined()) return w;
-    w.data = t.data;
-    w.head = t.size(0) > 1 ? t.stride[0] : 0;
-    w.row = t.rank == 3 ? t.stride[1] : 0;
-    return w;
-  };
   const CompressionWeights& from = p.weights;
-  args.pe = weights(from.pe);
-  args.w1 = weights(from.w1);
-  args.b1 = weights(from.b1);
-  args.w2 = weights(from.w2);
-  args.b2 = weights(from.b2);
+  args.pe = weights_of(from.pe);
+  args.w1 = weights_of(from.w1);
+  args.b1 = weights_of(from.b1);
+  args.w2 = weights_of(from.w2);
+  args.b2 = weights_of(from.b2);
   args.first_token = e.arena.take<std::int64_t>(args.rows);
   if (with_groups) args.group = e.arena.take<int4>(args.groups);
   if (from.w1.defined()) {
@@ -379,16 +377,11 @@ Status compress_backward(const CompressBackwardParams& p, Execution& e) {
   CompressArgs args = compress_args(p.forward, e, true);
   args.d_out = strided(p.d_out);
   args.d_k = strided(p.d_k);
-  const auto weights = [](const TensorView& t) {
-    Weights w;
-    if (!t.defined()) return w;
-    return Weights{t.data, t.size(0) > 1 ? t.stride[0] : 0, t.rank == 3 ? t.stride[1] : 0};
-  };
-  args.d_pe = weights(p.d_weights.pe);
-  args.d_w1 = weights(p.d_weights.w1);
-  args.d_b1 = weights(p.d_weights.b1);
-  args.d_w2 = weights(p.d_weights.w2);
-  args.d_b2 = weights(p.d_weights.b2);
+  args.d_pe = weights_of(p.d_weights.pe);
+  args.d_w1 = weights_of(p.d_weights.w1);
+  args.d_b1 = weights_of(p.d_weights.b1);
+  args.d_w2 = weights_of(p.d_weights.w2);
+  args.d_b2 = weights_of(p.d_weights.b2);
   if (args.w1.data) {
     const std::int64_t count = static_cast<std::int64_t>(args.geometry.kv_heads) * args.rows * args.hidden;
     if (args.mlp) args.z = e.arena.take<float>(count);
