@@ -1,4 +1,4 @@
-// Times every stage of NSA on one GPU, forward and backward, through the CUDA backend's own functions.
+// Times every stage of NSA on one GPU, forward and backward, through the public API.
 //   cuda_stages [length ...]      B = 1, H = 64, Hkv = 4, D = 128, bfloat16, MLP phi, default hyperparameters
 // Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
 #include <algorithm>
@@ -9,12 +9,11 @@
 #include <vector>
 
 #include "cuda/common/element.cuh"
-#include "cuda/portable/portable.h"
+#include "nsa/operations.h"
 
 namespace {
 
 using namespace nsa;
-using cuda::portable::Execution;
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -91,37 +90,33 @@ struct Device {
 };
 
 template <class Params>
-double time(const char* name, const Params& params, Status (*operation)(const Params&, Execution&), void* flush) {
-  Execution execution;
-  check(operation(params, execution), name);
-  const std::size_t bytes = execution.arena.used();
-  void* workspace;
-  check(cudaMalloc(&workspace, bytes + 256), "cudaMalloc");
+double time(const char* name, const Params& params, Status (*operation)(const Params&, const Context&), void* flush) {
+  Context context;
+  check(workspace_size(params, context.workspace_size), name);
+  check(cudaMalloc(&context.workspace, context.workspace_size + 256), "cudaMalloc");
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin), "event");
   check(cudaEventCreate(&end), "event");
   std::vector<float> times;
   for (int i = 0; i < 9; ++i) {
     check(cudaMemsetAsync(flush, i, 256 << 20), "flush");
-    execution.arena = {workspace, bytes + 256};
     check(cudaEventRecord(begin), "event");
-    check(operation(params, execution), name);
+    check(operation(params, context), name);
     check(cudaEventRecord(end), "event");
     check(cudaEventSynchronize(end), name);
     float ms;
     check(cudaEventElapsedTime(&ms, begin, end), "event");
     if (i >= 2) times.push_back(ms);
   }
-  check(cudaFree(workspace), "cudaFree");
+  check(cudaFree(context.workspace), "cudaFree");
   std::sort(times.begin(), times.end());
   std::printf("  %-34s %9.3f ms   workspace %8.1f MiB\n", name, times[times.size() / 2],
-              static_cast<double>(bytes) / (1 << 20));
+              static_cast<double>(context.workspace_size) / (1 << 20));
   std::fflush(stdout);
   return times[times.size() / 2];
 }
 
 void run(std::int64_t s) {
-  namespace ops = cuda::portable;
   constexpr std::int64_t h = 64, kv = 4, d = 128;
   const NSAConfig cfg;
   const std::int64_t nc = cfg.num_compressed(s);
@@ -149,12 +144,12 @@ void run(std::int64_t s) {
 
   const TensorView compressed = dev.tensor(DType::kBFloat16, {1, nc, kv, d});
   CompressParams compress{k_cmp, w, cfg, {}, compressed};
-  time("compress (mlp, one of k, v)", compress, ops::compress, flush);
+  time("compress (mlp, one of k, v)", compress, nsa::compress, flush);
   CompressBackwardParams compress_back{compress, compressed, dev.tensor(DType::kBFloat16, {1, s, kv, d}), w};
   compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, 32, d});
   compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, 32 * d, 2 * d});
   compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * d, d});
-  time("compress backward", compress_back, ops::compress_backward, flush);
+  time("compress backward", compress_back, nsa::compress_backward, flush);
 
   NsaAttentionParams whole{};
   whole.q = q, whole.k_c = k_c, whole.v_c = v_c, whole.k_slc = k_slc, whole.v_slc = v_slc, whole.k_swa = k_swa,
@@ -168,41 +163,41 @@ void run(std::int64_t s) {
   whole.lse_cmp = lse(), whole.lse_slc = lse(), whole.lse_swa = lse();
 
   CompressedAttentionParams cmp{q, k_c, v_c, cfg, {}, s, {}, whole.o_cmp, whole.lse_cmp};
-  time("compressed_attention", cmp, ops::compressed_attention, flush);
+  time("compressed_attention", cmp, nsa::compressed_attention, flush);
   SelectBlocksParams select{q, k_c, whole.lse_cmp, cfg, {}, s, 0, 0, {}, whole.indices};
-  time("select_blocks", select, ops::select_blocks, flush);
+  time("select_blocks", select, nsa::select_blocks, flush);
   SelectedAttentionParams slc{q, k_slc, v_slc, random, 64, {}, {}, whole.o_slc, whole.lse_slc};
-  time("selected_attention, random", slc, ops::selected_attention, flush);
+  time("selected_attention, random", slc, nsa::selected_attention, flush);
   slc.indices = clustered;
-  time("selected_attention, clustered", slc, ops::selected_attention, flush);
+  time("selected_attention, clustered", slc, nsa::selected_attention, flush);
   SlidingWindowAttentionParams swa{q, k_swa, v_swa, 512, {}, {}, whole.o_swa, whole.lse_swa};
-  time("sliding_window_attention", swa, ops::sliding_window_attention, flush);
-  time("combine", CombineParams{whole.o_cmp, whole.o_slc, whole.o_swa, gates, whole.o}, ops::combine, flush);
-  time("nsa_attention, random", whole, ops::nsa_attention, flush);
+  time("sliding_window_attention", swa, nsa::sliding_window_attention, flush);
+  time("combine", CombineParams{whole.o_cmp, whole.o_slc, whole.o_swa, gates, whole.o}, nsa::combine, flush);
+  time("nsa_attention, random", whole, nsa::nsa_attention, flush);
   whole.imposed_indices = clustered;
-  time("nsa_attention, clustered", whole, ops::nsa_attention, flush);
+  time("nsa_attention, clustered", whole, nsa::nsa_attention, flush);
 
   const auto like_k = [&](const TensorView& t) { return dev.tensor(DType::kBFloat16, {1, t.size(1), kv, d}); };
   const TensorView d_q = out();
   time("compressed_attention backward", CompressedAttentionBackwardParams{cmp, d_o, d_q, like_k(k_c), like_k(v_c)},
-       ops::compressed_attention_backward, flush);
+       nsa::compressed_attention_backward, flush);
   time("selected_attention backward, clust.",
-       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, ops::selected_attention_backward,
+       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, nsa::selected_attention_backward,
        flush);
   slc.indices = random;
   check(cudaDeviceSynchronize(), "sync");
   time("selected_attention backward, random",
-       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, ops::selected_attention_backward,
+       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, nsa::selected_attention_backward,
        flush);
   time("sliding_window_attention backward",
        SlidingWindowAttentionBackwardParams{swa, d_o, d_q, like_k(k_swa), like_k(v_swa)},
-       ops::sliding_window_attention_backward, flush);
+       nsa::sliding_window_attention_backward, flush);
   NsaAttentionBackwardParams back{
       whole,         d_o,           d_q,           like_k(k_c),   like_k(v_c),
       like_k(k_slc), like_k(v_slc), like_k(k_swa), like_k(v_swa), dev.tensor(DType::kBFloat16, {1, s, h, 3})};
-  time("nsa_attention backward, clustered", back, ops::nsa_attention_backward, flush);
+  time("nsa_attention backward, clustered", back, nsa::nsa_attention_backward, flush);
   back.forward.imposed_indices = random;
-  time("nsa_attention backward, random", back, ops::nsa_attention_backward, flush);
+  time("nsa_attention backward, random", back, nsa::nsa_attention_backward, flush);
 }
 
 }  // namespace

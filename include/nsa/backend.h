@@ -1,6 +1,7 @@
 // Who executes a call. What a backend supports is decided in one place, which can be asked before a call.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -10,9 +11,10 @@
 namespace nsa {
 
 enum class Backend : std::int8_t {
-  kAuto,       // as NSA_BACKEND=auto|cpu|reference says; auto: the fast backend of the tensors' device
-  kReference,  // fp64 loops straight from the specification; runs only when asked for
+  kAuto,       // as NSA_BACKEND=auto|cpu|cuda|reference says; auto: the fast backend of the tensors' device
+  kReference,  // fp64 loops straight from the specification, in host memory; runs only when asked for
   kCPU,        // vectorised and threaded
+  kCUDA,       // NVIDIA GPUs from compute capability 8.0 on, if the library was built with it
 };
 
 const char* name_of(Backend backend);
@@ -21,13 +23,20 @@ const char* name_of(Backend backend);
 struct Context {
   Backend backend = Backend::kAuto;
   int num_threads = 0;  // CPU threads; 0: OpenMP's current maximum. Results do not depend on it.
+  // On a GPU a call launches kernels on `stream`, works in `workspace`, and returns: it allocates nothing, waits for
+  // nothing and uses no other stream, so calls may be captured in a CUDA graph.
+  void* stream = nullptr;          // cudaStream_t of the tensors' device; null: the default stream
+  void* workspace = nullptr;       // memory of the tensors' device, aligned to 256 bytes; free again after the call
+  std::size_t workspace_size = 0;  // bytes, at least what workspace_size() (operations.h) says
 };
 
 /// What the choice of a backend depends on.
 struct Problem {
   DType dtype = DType::kFloat32;  // of q, k, v
   Device device;
-  std::int64_t key_dim = 64, value_dim = 64;  // Dk, Dv
+  // Dk and Dv of an attention. Without values (select_blocks): value_dim = 0; nothing attends (compress, combine):
+  // key_dim = 0, value_dim the width of a row.
+  std::int64_t key_dim = 64, value_dim = 64;
 };
 
 /// Whether `backend` (not kAuto) can run such a call. Unsupported: the message names what it cannot do.
@@ -46,6 +55,11 @@ std::string variant_of(Backend backend);
 /// A line per instruction set the CPU backend has kernels for, best first: whether this machine can run it; then which
 /// one is chosen and why (NSA_CPU_ISA).
 std::string describe_instruction_sets();
+
+/// A line per CUDA device: name, compute capability, memory; or why there is none.
+std::string describe_devices();
+/// CUDA devices that the backend can use; 0 as well if the library was built without it.
+int device_count();
 
 /// Threads of a call whose Context does not say: OpenMP's current maximum (OMP_NUM_THREADS).
 int default_num_threads();

@@ -13,6 +13,7 @@
 // defined is not computed where the comment says "optional".
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -22,6 +23,12 @@
 #include "nsa/tensor.h"
 
 namespace nsa {
+
+/// Bytes of device memory that the call with these parameters works in (Context::workspace); 0 on the CPU, which
+/// allocates. It depends on shapes, types and options only, not on what the tensors hold. `Params` is the parameter
+/// struct of any operation of this header or of cache.h; the views must be such that the call would be accepted.
+template <class Params>
+Status workspace_size(const Params& params, std::size_t& bytes, const Context& context = {});
 
 /// Where the sequences of a packed call lie. All views undefined: the call is batched.
 struct Packed {

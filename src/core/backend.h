@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "core/execution.h"
 #include "nsa/cache.h"
 #include "nsa/operations.h"
 
@@ -51,3 +52,50 @@ Status decode(const DecodeParams& params, const Context& context);
 /// Copies bytes only: the reference backend shares it.
 Status fork(const ForkParams& params, const Context& context);
 }  // namespace nsa::cpu
+
+/// NVIDIA GPUs. In a build without CUDA every function is kUnsupported (cuda/absent.cpp).
+namespace nsa::cuda {
+/// As nsa::describe_devices.
+std::string describe_devices();
+int device_count();
+/// Why the backend cannot run here; success if it was built in and there is a device.
+Status available();
+
+/// While it lives: the device of the tensors is the current one, and an NVTX range with the operation's name is open.
+class Scope {
+ public:
+  Scope(const Device& device, const char* operation);
+  Scope(const Scope&) = delete;
+  ~Scope();
+
+ private:
+  int previous_ = -1;
+};
+/// Waits for the device.
+Status copy_to_host(void* host, const void* device, std::size_t bytes);
+/// A copy of `t` with a contiguous last dimension in the execution's memory.
+Status make_contiguous(TensorView& t, Execution& execution);
+}  // namespace nsa::cuda
+
+/// Any GPU from sm_80 on. Nothing here allocates, synchronises or uses another stream than the execution's.
+namespace nsa::cuda::portable {
+const char* variant();
+/// Whether this build has the kernels for such a call.
+bool built(const Problem& problem);
+Status compress(const CompressParams& params, Execution& execution);
+Status compress_backward(const CompressBackwardParams& params, Execution& execution);
+Status compressed_attention(const CompressedAttentionParams& params, Execution& execution);
+Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, Execution& execution);
+Status select_blocks(const SelectBlocksParams& params, Execution& execution);
+Status selected_attention(const SelectedAttentionParams& params, Execution& execution);
+Status selected_attention_backward(const SelectedAttentionBackwardParams& params, Execution& execution);
+Status sliding_window_attention(const SlidingWindowAttentionParams& params, Execution& execution);
+Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, Execution& execution);
+Status combine(const CombineParams& params, Execution& execution);
+Status combine_backward(const CombineBackwardParams& params, Execution& execution);
+Status nsa_attention(const NsaAttentionParams& params, Execution& execution);
+Status nsa_attention_backward(const NsaAttentionBackwardParams& params, Execution& execution);
+/// Serves nsa::decode and nsa::prefill.
+Status decode(const DecodeParams& params, Execution& execution);
+Status fork(const ForkParams& params, Execution& execution);
+}  // namespace nsa::cuda::portable

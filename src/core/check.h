@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "core/call.h"
+#include "core/strided.h"
 #include "nsa/operations.h"
 
 namespace nsa {
@@ -62,8 +64,12 @@ class Checker {
     call_.scalars.push_back({std::move(name), std::move(value)});
   }
 
+  /// What int32 tensor `view` holds, in host memory; undefined if it is on a device and must not be waited for (unless
+  /// NSA_VALIDATE is set to something other than 0). Valid as long as the Checker.
+  TensorView readable(const TensorView& view);
+
   /// Offsets of a packed call: 0 first, not decreasing, the last <= total.
-  void offsets(const std::string& name, const TensorView& offsets, std::int64_t total);
+  void offsets(const std::string& name, const TensorView& given, std::int64_t total);
 
   Call& call() { return call_; }
 
@@ -78,6 +84,7 @@ class Checker {
   Call& call_;
   Status status_;
   std::string dtype_source_, device_source_;  // the tensors that decided
+  std::deque<HostCopy> copies_;
 };
 
 /// Element i of an int32 vector in host memory.

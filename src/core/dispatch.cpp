@@ -1,6 +1,7 @@
 // The public functions: validate, choose the backend, log, dump, run.
 #include <exception>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "core/backend.h"
@@ -8,6 +9,7 @@
 #include "core/dump.h"
 #include "core/log.h"
 #include "core/strided.h"
+#include "core/support.h"
 #include "core/validate.h"
 
 namespace nsa {
@@ -16,15 +18,47 @@ namespace {
 template <class Params>
 using Function = Status (*)(const Params&, const Context&);
 
-/// One operation of every backend.
+/// An operation: its name and what every backend has for it.
 template <class Params>
-struct Implementations {
+struct Operation {
+  const char* name;
   Function<Params> cpu, reference;
+  Status (*cuda)(const Params&, Execution&);
 };
 
-Status named(const char* operation, const Status& status) {
-  return status.ok() ? status : Status(status.code(), std::string(operation) + ": " + status.message());
-}
+constexpr Operation<CompressParams> kCompress{"compress", cpu::compress, reference::compress, cuda::portable::compress};
+constexpr Operation<CompressBackwardParams> kCompressBackward{
+    "compress_backward", cpu::compress_backward, reference::compress_backward, cuda::portable::compress_backward};
+constexpr Operation<CompressedAttentionParams> kCompressedAttention{"compressed_attention", cpu::compressed_attention,
+                                                                    reference::compressed_attention,
+                                                                    cuda::portable::compressed_attention};
+constexpr Operation<CompressedAttentionBackwardParams> kCompressedAttentionBackward{
+    "compressed_attention_backward", cpu::compressed_attention_backward, reference::compressed_attention_backward,
+    cuda::portable::compressed_attention_backward};
+constexpr Operation<SelectBlocksParams> kSelectBlocks{"select_blocks", cpu::select_blocks, reference::select_blocks,
+                                                      cuda::portable::select_blocks};
+constexpr Operation<SelectedAttentionParams> kSelectedAttention{
+    "selected_attention", cpu::selected_attention, reference::selected_attention, cuda::portable::selected_attention};
+constexpr Operation<SelectedAttentionBackwardParams> kSelectedAttentionBackward{
+    "selected_attention_backward", cpu::selected_attention_backward, reference::selected_attention_backward,
+    cuda::portable::selected_attention_backward};
+constexpr Operation<SlidingWindowAttentionParams> kSlidingWindowAttention{
+    "sliding_window_attention", cpu::sliding_window_attention, reference::sliding_window_attention,
+    cuda::portable::sliding_window_attention};
+constexpr Operation<SlidingWindowAttentionBackwardParams> kSlidingWindowAttentionBackward{
+    "sliding_window_attention_backward", cpu::sliding_window_attention_backward,
+    reference::sliding_window_attention_backward, cuda::portable::sliding_window_attention_backward};
+constexpr Operation<CombineParams> kCombine{"combine", cpu::combine, reference::combine, cuda::portable::combine};
+constexpr Operation<CombineBackwardParams> kCombineBackward{
+    "combine_backward", cpu::combine_backward, reference::combine_backward, cuda::portable::combine_backward};
+constexpr Operation<NsaAttentionParams> kNsaAttention{"nsa_attention", cpu::nsa_attention, reference::nsa_attention,
+                                                      cuda::portable::nsa_attention};
+constexpr Operation<NsaAttentionBackwardParams> kNsaAttentionBackward{
+    "nsa_attention_backward", cpu::nsa_attention_backward, reference::nsa_attention_backward,
+    cuda::portable::nsa_attention_backward};
+constexpr Operation<DecodeParams> kDecode{"decode", cpu::decode, reference::decode, cuda::portable::decode};
+constexpr Operation<DecodeParams> kPrefill{"prefill", cpu::decode, reference::decode, cuda::portable::decode};
+constexpr Operation<ForkParams> kFork{"fork", cpu::fork, cpu::fork, cuda::portable::fork};
 
 template <class Params>
 constexpr TensorView Params::*incoming_gradient() {
@@ -33,114 +67,226 @@ constexpr TensorView Params::*incoming_gradient() {
   return nullptr;
 }
 
-/// Backends may rely on a contiguous last dimension; incoming gradients may come expanded or transposed.
-template <class Params>
-Status run_with_plain_gradient(Function<Params> function, const Params& params, const Context& context) {
+/// Backends may rely on a contiguous last dimension; incoming gradients may come expanded or transposed. run(params)
+/// is called with a copy where they do, which make_plain(view) makes.
+template <class Params, class MakePlain, class Run>
+Status with_plain_gradient(const Params& params, const MakePlain& make_plain, const Run& run) {
   if constexpr (incoming_gradient<Params>() != nullptr) {
     const TensorView& gradient = params.*incoming_gradient<Params>();
     if (gradient.size(-1) > 1 && gradient.stride[static_cast<std::size_t>(gradient.rank - 1)] != 1) {
-      const ContiguousCopy copy(gradient);
       Params plain = params;
-      plain.*incoming_gradient<Params>() = copy.view;
-      return function(plain, context);
+      if (Status status = make_plain(plain.*incoming_gradient<Params>()); !status.ok()) return status;
+      return run(plain);
     }
   }
-  return function(params, context);
+  return run(params);
 }
 
 template <class Params>
-Status run(const char* operation, const Params& params, const Context& context,
-           Implementations<Params> implementations) try {
-  Call call;
-  Backend backend;
-  if (Status status = validate(params, call); !status.ok()) return named(operation, status);
-  if (Status status = choose_backend(call.problem, context, backend); !status.ok()) return named(operation, status);
+Status run_on_host(Function<Params> function, const Params& params, const Context& context) {
+  std::optional<ContiguousCopy> copy;
+  const auto make_plain = [&](TensorView& gradient) {
+    gradient = copy.emplace(gradient).view;
+    return Status{};
+  };
+  return with_plain_gradient(params, make_plain, [&](const Params& plain) { return function(plain, context); });
+}
+
+template <class Params>
+Status run_on_device(const Operation<Params>& operation, const Params& params, const Device& device,
+                     Execution& execution) {
+  const cuda::Scope scope(device, operation.name);
+  return with_plain_gradient(
+      params, [&](TensorView& gradient) { return cuda::make_contiguous(gradient, execution); },
+      [&](const Params& plain) { return operation.cuda(plain, execution); });
+}
+
+Status accept(const auto& params, const Context& context, Call& call, Backend& backend) {
+  if (Status status = validate(params, call); !status.ok()) return status;
+  if (Status status = choose_backend(call.problem, context, backend); !status.ok()) return status;
+  if (backend == Backend::kCUDA)
+    if (Status status = supports_layout(call); !status.ok()) return status;
   if (context.num_threads < 0)
-    return Status::invalid_argument(std::string(operation) + ": num_threads = " + std::to_string(context.num_threads) +
-                                    ": must be >= 0");
-  const bool reference = backend == Backend::kReference;
-  log_call(operation, backend, reference ? reference::variant() : cpu::variant(), call);
-  if (Status status = dump_call(operation, call); !status.ok()) return named(operation, status);
-  return named(operation,
-               run_with_plain_gradient(reference ? implementations.reference : implementations.cpu, params, context));
+    return Status::invalid_argument("num_threads = " + std::to_string(context.num_threads) + ": must be >= 0");
+  return {};
+}
+
+/// Runs `body`, whose failures, exceptions included, get the operation's name.
+template <class Body>
+Status named(const char* operation, const Body& body) try {
+  const Status status = body();
+  return status.ok() ? status : Status(status.code(), std::string(operation) + ": " + status.message());
 } catch (const std::bad_alloc&) {
   return Status::internal(std::string(operation) + ": out of memory");
 } catch (const std::exception& error) {
   return Status::internal(std::string(operation) + ": " + error.what());
 }
 
-}  // namespace
-
-Status compress(const CompressParams& params, const Context& context) {
-  return run("compress", params, context, {cpu::compress, reference::compress});
+template <class Params>
+Status run(const Operation<Params>& operation, const Params& params, const Context& context) {
+  return named(operation.name, [&]() -> Status {
+    Call call;
+    Backend backend;
+    if (Status status = accept(params, context, call, backend); !status.ok()) return status;
+    log_call(operation.name, backend, variant_of(backend).c_str(), call);
+    if (Status status = dump_call(operation.name, call); !status.ok()) return status;
+    if (backend == Backend::kCUDA) {
+      Execution execution{static_cast<CUstream_st*>(context.stream), {context.workspace, context.workspace_size}};
+      return run_on_device(operation, params, call.problem.device, execution);
+    }
+    return run_on_host(backend == Backend::kReference ? operation.reference : operation.cpu, params, context);
+  });
 }
 
+template <class Params>
+Status measure(const Operation<Params>& operation, const Params& params, std::size_t& bytes, const Context& context) {
+  bytes = 0;
+  return named(operation.name, [&]() -> Status {
+    Call call;
+    Backend backend;
+    if (Status status = accept(params, context, call, backend); !status.ok() || backend != Backend::kCUDA)
+      return status;
+    Execution execution;
+    Status status = run_on_device(operation, params, call.problem.device, execution);
+    bytes = execution.arena.used();
+    return status;
+  });
+}
+
+}  // namespace
+
+Status compress(const CompressParams& params, const Context& context) { return run(kCompress, params, context); }
+
 Status compress_backward(const CompressBackwardParams& params, const Context& context) {
-  return run("compress_backward", params, context, {cpu::compress_backward, reference::compress_backward});
+  return run(kCompressBackward, params, context);
 }
 
 Status compressed_attention(const CompressedAttentionParams& params, const Context& context) {
-  return run("compressed_attention", params, context, {cpu::compressed_attention, reference::compressed_attention});
+  return run(kCompressedAttention, params, context);
 }
 
 Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, const Context& context) {
-  return run("compressed_attention_backward", params, context,
-             {cpu::compressed_attention_backward, reference::compressed_attention_backward});
+  return run(kCompressedAttentionBackward, params, context);
 }
 
 Status select_blocks(const SelectBlocksParams& params, const Context& context) {
-  return run("select_blocks", params, context, {cpu::select_blocks, reference::select_blocks});
+  return run(kSelectBlocks, params, context);
 }
 
 Status selected_attention(const SelectedAttentionParams& params, const Context& context) {
-  return run("selected_attention", params, context, {cpu::selected_attention, reference::selected_attention});
+  return run(kSelectedAttention, params, context);
 }
 
 Status selected_attention_backward(const SelectedAttentionBackwardParams& params, const Context& context) {
-  return run("selected_attention_backward", params, context,
-             {cpu::selected_attention_backward, reference::selected_attention_backward});
+  return run(kSelectedAttentionBackward, params, context);
 }
 
 Status sliding_window_attention(const SlidingWindowAttentionParams& params, const Context& context) {
-  return run("sliding_window_attention", params, context,
-             {cpu::sliding_window_attention, reference::sliding_window_attention});
+  return run(kSlidingWindowAttention, params, context);
 }
 
 Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, const Context& context) {
-  return run("sliding_window_attention_backward", params, context,
-             {cpu::sliding_window_attention_backward, reference::sliding_window_attention_backward});
+  return run(kSlidingWindowAttentionBackward, params, context);
 }
 
-Status combine(const CombineParams& params, const Context& context) {
-  return run("combine", params, context, {cpu::combine, reference::combine});
-}
+Status combine(const CombineParams& params, const Context& context) { return run(kCombine, params, context); }
 
 Status combine_backward(const CombineBackwardParams& params, const Context& context) {
-  return run("combine_backward", params, context, {cpu::combine_backward, reference::combine_backward});
+  return run(kCombineBackward, params, context);
 }
 
 Status nsa_attention(const NsaAttentionParams& params, const Context& context) {
-  return run("nsa_attention", params, context, {cpu::nsa_attention, reference::nsa_attention});
+  return run(kNsaAttention, params, context);
 }
 
 Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context) {
-  return run("nsa_attention_backward", params, context,
-             {cpu::nsa_attention_backward, reference::nsa_attention_backward});
+  return run(kNsaAttentionBackward, params, context);
 }
 
 Status decode(const DecodeParams& params, const Context& context) {
   if (params.q.rank == 4 && params.q.size(1) > kMaxDecodeTokens)
     return Status::invalid_argument("decode: q: " + params.q.describe() + ": at most " +
                                     std::to_string(kMaxDecodeTokens) + " new tokens; prefill takes more");
-  return run("decode", params, context, {cpu::decode, reference::decode});
+  return run(kDecode, params, context);
 }
 
-Status prefill(const DecodeParams& params, const Context& context) {
-  return run("prefill", params, context, {cpu::decode, reference::decode});
+Status prefill(const DecodeParams& params, const Context& context) { return run(kPrefill, params, context); }
+
+Status fork(const ForkParams& params, const Context& context) { return run(kFork, params, context); }
+
+template <>
+Status workspace_size(const CompressParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kCompress, params, bytes, context);
 }
 
-Status fork(const ForkParams& params, const Context& context) {
-  return run("fork", params, context, {cpu::fork, cpu::fork});
+template <>
+Status workspace_size(const CompressBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kCompressBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const CompressedAttentionParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kCompressedAttention, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const CompressedAttentionBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kCompressedAttentionBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const SelectBlocksParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kSelectBlocks, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const SelectedAttentionParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kSelectedAttention, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const SelectedAttentionBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kSelectedAttentionBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const SlidingWindowAttentionParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kSlidingWindowAttention, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const SlidingWindowAttentionBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kSlidingWindowAttentionBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const CombineParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kCombine, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const CombineBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kCombineBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const NsaAttentionParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kNsaAttention, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const NsaAttentionBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kNsaAttentionBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const DecodeParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kPrefill, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const ForkParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kFork, params, bytes, context);
 }
 
 }  // namespace nsa

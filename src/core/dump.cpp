@@ -79,7 +79,11 @@ Status dump_call(const char* operation, const Call& call) {
   file << header;
   for (const Argument& argument : call.tensors) {
     if (argument.access == Access::kOutput) continue;
-    const std::vector<std::byte> data = gather(argument.view);
+    HostCopy host;
+    const bool on_device = argument.view.device.type == DeviceType::kCUDA;
+    if (on_device)
+      if (Status status = HostCopy::make(argument.view, host); !status.ok()) return status;
+    const std::vector<std::byte> data = gather(on_device ? host.view : argument.view);
     file.write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(data.size()));
   }
   file.close();

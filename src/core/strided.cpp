@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "core/backend.h"
+
 namespace nsa {
 namespace {
 
@@ -28,6 +30,18 @@ std::vector<std::byte> gather(const TensorView& view) {
   std::vector<std::byte> result(static_cast<std::size_t>(view.numel()) * size_of(view.dtype));
   if (!result.empty()) gather_dim(view, 0, static_cast<const std::byte*>(view.data), result.data());
   return result;
+}
+
+Status HostCopy::make(const TensorView& source, HostCopy& copy) {
+  copy.view = source;
+  copy.view.device = {};
+  if (source.numel() == 0) return {};
+  std::int64_t last = 0;
+  for (int i = 0; i < source.rank; ++i) last += (source.size(i) - 1) * source.stride[static_cast<std::size_t>(i)];
+  copy.storage_.resize(static_cast<std::size_t>(last + 1) * size_of(source.dtype));
+  copy.view.data = copy.storage_.data();
+  const cuda::Scope scope(source.device, "copy_to_host");
+  return cuda::copy_to_host(copy.view.data, source.data, copy.storage_.size());
 }
 
 ContiguousCopy::ContiguousCopy(const TensorView& source) : storage(gather(source)), view(source) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/backend.h"
+#include "core/support.h"
 
 namespace nsa {
 namespace {
@@ -12,14 +13,43 @@ namespace {
 Status wish_of_environment(Backend& wish) {
   const char* value = std::getenv("NSA_BACKEND");
   const std::string name = value ? value : "";
-  for (Backend backend : {Backend::kAuto, Backend::kReference, Backend::kCPU})
+  for (Backend backend : {Backend::kAuto, Backend::kReference, Backend::kCPU, Backend::kCUDA})
     if (name == name_of(backend)) {
       wish = backend;
       return {};
     }
   wish = Backend::kAuto;
   if (name.empty()) return {};
-  return Status::invalid_argument("NSA_BACKEND = '" + name + "': must be auto, cpu or reference");
+  return Status::invalid_argument("NSA_BACKEND = '" + name + "': must be auto, cpu, cuda or reference");
+}
+
+Status supports_cpu(const std::string& name, const Problem& problem) {
+  if (problem.dtype != DType::kFloat32 && problem.dtype != DType::kBFloat16)
+    return Status::unsupported(name + name_of(problem.dtype) +
+                               ": takes float32 and bfloat16 (the reference backend takes every type)");
+  for (std::int64_t dim : {problem.key_dim, problem.value_dim})
+    if (dim % 8 != 0)
+      return Status::unsupported(name + "head dim " + std::to_string(dim) +
+                                 ": takes multiples of 8 (the reference backend takes every head dim)");
+  return {};
+}
+
+Status supports_cuda(const std::string& name, const Problem& problem) {
+  if (Status status = cuda::available(); !status.ok()) return status;
+  if (problem.dtype == DType::kFloat64)
+    return Status::unsupported(name + "float64: takes float32, bfloat16 and float16");
+  const std::int64_t k = problem.key_dim, v = problem.value_dim;
+  const bool head_dims = k == 0 || (k == 64 && (v == 64 || v == 0)) || (k == 128 && (v == 128 || v == 0)) ||
+                         (k == 192 && (v == 128 || v == 0));
+  const std::string dims =
+      (k ? "Dk = " + std::to_string(k) : "") + (k && v ? ", " : "") + (v ? "Dv = " + std::to_string(v) : "");
+  if (!head_dims) return Status::unsupported(name + "head dims " + dims + ": takes 64/64, 128/128 and 192/128");
+  if (k == 0 && v % 8 != 0)
+    return Status::unsupported(name + "head dim " + std::to_string(v) + ": takes multiples of 8");
+  if (!cuda::portable::built(problem))
+    return Status::unsupported(name + name_of(problem.dtype) + ", " + dims +
+                               ": this build has no kernels for it (NSA_CUDA_INSTANCES, NSA_CUDA_HEAD_DIMS)");
+  return {};
 }
 
 }  // namespace
@@ -34,6 +64,8 @@ const char* name_of(Backend backend) {
       return "reference";
     case Backend::kCPU:
       return "cpu";
+    case Backend::kCUDA:
+      return "cuda";
   }
   return "unknown";
 }
@@ -41,17 +73,29 @@ const char* name_of(Backend backend) {
 Status supports(Backend backend, const Problem& problem) {
   const std::string name = std::string("backend ") + name_of(backend) + ": ";
   if (backend == Backend::kAuto) return Status::invalid_argument(name + "ask choose_backend");
-  if (problem.device.type != DeviceType::kCPU)
-    return Status::unsupported(name + "tensors on cuda:" + std::to_string(problem.device.index) +
-                               ": takes tensors in host memory");
+  const bool on_device = problem.device.type == DeviceType::kCUDA;
+  if (on_device != (backend == Backend::kCUDA))
+    return Status::unsupported(name + "tensors on " +
+                               (on_device ? "cuda:" + std::to_string(problem.device.index) : std::string("the cpu")) +
+                               (on_device ? ": takes tensors in host memory" : ": takes tensors on a CUDA device"));
   if (backend == Backend::kReference) return {};
-  if (problem.dtype != DType::kFloat32 && problem.dtype != DType::kBFloat16)
-    return Status::unsupported(name + name_of(problem.dtype) +
-                               ": takes float32 and bfloat16 (the reference backend takes every type)");
-  for (std::int64_t dim : {problem.key_dim, problem.value_dim})
-    if (dim % 8 != 0)
-      return Status::unsupported(name + "head dim " + std::to_string(dim) +
-                                 ": takes multiples of 8 (the reference backend takes every head dim)");
+  return backend == Backend::kCUDA ? supports_cuda(name, problem) : supports_cpu(name, problem);
+}
+
+Status supports_layout(const Call& call) {
+  for (const Argument& argument : call.tensors) {
+    const TensorView& t = argument.view;
+    // gates (..., 3) are read one by one, int32 and lse too.
+    if (t.dtype != call.problem.dtype || t.size(-1) <= 3 || t.numel() == 0 || argument.name == "lse") continue;
+    const auto item = static_cast<std::int64_t>(size_of(t.dtype));
+    bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
+    const bool plain = t.stride[static_cast<std::size_t>(t.rank - 1)] == 1;  // else it is copied first
+    for (int i = 0; plain && i + 1 < t.rank; ++i)
+      aligned = aligned && (t.size(i) == 1 || t.stride[static_cast<std::size_t>(i)] * item % 16 == 0);
+    if (!aligned)
+      return Status::unsupported("backend cuda: " + argument.name + ": " + t.describe() +
+                                 ": every row must begin at a multiple of 16 bytes");
+  }
   return {};
 }
 
@@ -59,27 +103,40 @@ Status choose_backend(const Problem& problem, const Context& context, Backend& c
   chosen = context.backend;
   if (chosen == Backend::kAuto)
     if (Status status = wish_of_environment(chosen); !status.ok()) return status;
-  if (chosen == Backend::kAuto) chosen = Backend::kCPU;
+  if (chosen == Backend::kAuto) chosen = problem.device.type == DeviceType::kCUDA ? Backend::kCUDA : Backend::kCPU;
   return supports(chosen, problem);
 }
 
 std::string variant_of(Backend backend) {
-  return backend == Backend::kReference ? reference::variant() : cpu::variant();
+  return backend == Backend::kReference ? reference::variant()
+         : backend == Backend::kCUDA    ? cuda::portable::variant()
+                                        : cpu::variant();
 }
+
+std::string describe_devices() { return cuda::describe_devices(); }
+
+int device_count() { return cuda::device_count(); }
 
 std::string describe_instruction_sets() { return cpu::describe_instruction_sets(); }
 
 int default_num_threads() { return omp_get_max_threads(); }
 
 std::string describe_backends() {
+  const Status gpu = cuda::available();
   std::string text = std::string("cpu: float32, bfloat16, head dims that are multiples of 8; runs as ") +
-                     cpu::variant() + "\nreference: every type and head dim, fp64 loops; runs as " +
-                     reference::variant() + "\n";
+                     cpu::variant() + "\ncuda: float32, bfloat16, float16, head dims 64/64, 128/128, 192/128; " +
+                     (gpu.ok() ? std::string("runs as ") + cuda::portable::variant() : "cannot run: " + gpu.message()) +
+                     "\nreference: every type and head dim, fp64 loops; runs as " + reference::variant() + "\n";
   const char* wish = std::getenv("NSA_BACKEND");
-  Backend chosen;
-  if (Status status = choose_backend({}, {}, chosen); !status.ok()) return text + "chosen: none, " + status.message();
-  return text + "chosen: " + name_of(chosen) +
-         (wish && *wish ? std::string(", NSA_BACKEND = ") + wish : std::string(", NSA_BACKEND is not set"));
+  const std::string because =
+      wish && *wish ? std::string(", NSA_BACKEND = ") + wish : std::string(", NSA_BACKEND is not set");
+  const auto choice = [&](const Device& device) {
+    Backend chosen;
+    const Status status = choose_backend({.device = device}, {}, chosen);
+    return status.ok() ? name_of(chosen) + because : "none, " + status.message();
+  };
+  text += "chosen: " + choice({});
+  return gpu.ok() ? text + "\nchosen for tensors on a GPU: " + choice({DeviceType::kCUDA, 0}) : text;
 }
 
 }  // namespace nsa

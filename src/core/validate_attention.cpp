@@ -39,14 +39,16 @@ void check_heads(Checker& check, const Shapes& shapes) {
   Call& call = check.call();
   call.packed = shapes.packed;
   call.problem.key_dim = shapes.Dk.value;
-  call.problem.value_dim = shapes.Dv.value == Dim::kUnknown ? shapes.Dk.value : shapes.Dv.value;
+  call.problem.value_dim = shapes.Dv.value == Dim::kUnknown ? 0 : shapes.Dv.value;
 }
 
 void check_upper_bound(Checker& check, const char* name, std::int64_t bound, const char* source,
-                       const TensorView& offsets) {
+                       const TensorView& given) {
   check.require(bound >= 0, name, " = ", bound, ": must be >= 0 (0: the total)");
   check.note(name, bound);
-  if (bound <= 0 || offsets.device.type != DeviceType::kCPU) return;
+  if (bound <= 0) return;
+  const TensorView offsets = check.readable(given);
+  if (!offsets.defined()) return;
   for (std::int64_t b = 0; check.ok() && b + 1 < offsets.size(0); ++b) {
     const std::int64_t length = int32_at(offsets, b + 1) - int32_at(offsets, b);
     check.require(length <= bound, name, " = ", bound, ": ", source, " has a sequence of ", length);
@@ -73,10 +75,12 @@ void check_lengths(Checker& check, const Shapes& shapes, const Packed& packed, s
   if (!check.ok()) return;
   check_upper_bound(check, "max_seqlen_q", packed.max_seqlen_q, "cu_seqlens_q", packed.cu_seqlens_q);
   check_upper_bound(check, "max_seqlen_k", packed.max_seqlen_k, k_name, k_offsets);
-  if (!own_k || k_offsets.device.type != DeviceType::kCPU) return;
+  if (!own_k) return;
+  const TensorView q_read = check.readable(packed.cu_seqlens_q), k_read = check.readable(k_offsets);
+  if (!q_read.defined() || !k_read.defined()) return;
   for (std::int64_t b = 0; check.ok() && b + 1 < count.value; ++b) {
-    const std::int64_t q_len = int32_at(packed.cu_seqlens_q, b + 1) - int32_at(packed.cu_seqlens_q, b);
-    const std::int64_t k_len_b = int32_at(k_offsets, b + 1) - int32_at(k_offsets, b);
+    const std::int64_t q_len = int32_at(q_read, b + 1) - int32_at(q_read, b);
+    const std::int64_t k_len_b = int32_at(k_read, b + 1) - int32_at(k_read, b);
     check.require(q_len <= k_len_b, "cu_seqlens_q: sequence ", b, " has ", q_len, " queries, but only ", k_len_b,
                   " keys in cu_seqlens_k");
   }
@@ -101,8 +105,8 @@ void check_compressed_lengths(Checker& check, const Shapes& shapes, const Packed
                   cfg.num_compressed(k_len));
     return;
   }
-  const TensorView& offsets = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
-  if (offsets.device.type != DeviceType::kCPU) return;
+  const TensorView offsets = check.readable(packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q);
+  if (!offsets.defined()) return;
   const std::int64_t needed = int32_at(offsets, offsets.size(0) - 1) / cfg.kernel_stride;
   check.require(shapes.Nc.value >= needed, "k_c: ", shapes.Nc.value,
                 " rows: expected floor(total_k / kernel_stride), at least ", needed);
@@ -201,7 +205,8 @@ void check_forward(Checker& check, Shapes& shapes, const CombineParams& params) 
   check.tensor("o_swa", params.o_swa, Access::kInput, shapes.o());
   check.tensor("gates", params.gates, Access::kInput, shapes.gates());
   check.call().packed = shapes.packed;
-  check.call().problem.key_dim = check.call().problem.value_dim = shapes.Dv.value;
+  check.call().problem.key_dim = 0;
+  check.call().problem.value_dim = shapes.Dv.value;
 }
 
 /// combine has no sequences: rank 3 is the packed layout.

@@ -22,8 +22,9 @@ struct Shapes {
 };
 
 /// Page numbers must exist; -1 is none.
-void check_table(Checker& check, const char* name, const TensorView& table, std::int64_t num_pages) {
-  if (!check.ok() || table.device.type != DeviceType::kCPU) return;
+void check_table(Checker& check, const char* name, const TensorView& given, std::int64_t num_pages) {
+  const TensorView table = check.readable(given);
+  if (!table.defined()) return;
   for (std::int64_t b = 0; b < table.size(0); ++b)
     for (std::int64_t p = 0; p < table.size(1); ++p) {
       const std::int64_t page = table.as<const std::int32_t>()[b * table.stride[0] + p * table.stride[1]];
@@ -54,19 +55,21 @@ void check_cache(Checker& check, Shapes& s, const KVCacheView& cache) {
   check_page_size(check, "cache.k_c", s.page_size_c);
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
   check_table(check, "cache.block_table_c", cache.block_table_c, s.num_pages_c.value);
-  if (!check.ok() || cache.cache_seqlens.device.type != DeviceType::kCPU) return;
+  const TensorView lengths = check.readable(cache.cache_seqlens);
+  if (!lengths.defined()) return;
   for (std::int64_t b = 0; b < s.B.value; ++b)
-    check.require(int32_at(cache.cache_seqlens, b) >= 0, "cache.cache_seqlens[", b,
-                  "] = ", int32_at(cache.cache_seqlens, b), ": must be >= 0");
+    check.require(int32_at(lengths, b) >= 0, "cache.cache_seqlens[", b, "] = ", int32_at(lengths, b), ": must be >= 0");
 }
 
 /// Tokens that sequence b appends; the offsets of its table and rotation must hold them.
 void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& params) {
-  if (!check.ok() || params.q.device.type != DeviceType::kCPU) return;
+  const TensorView lengths = check.readable(params.cache.cache_seqlens);
+  const TensorView num_new = params.num_new.defined() ? check.readable(params.num_new) : TensorView{};
+  if (!lengths.defined()) return;
   for (std::int64_t b = 0; b < s.B.value && check.ok(); ++b) {
-    const std::int64_t added = params.num_new.defined() ? int32_at(params.num_new, b) : s.m.value;
+    const std::int64_t added = num_new.defined() ? int32_at(num_new, b) : s.m.value;
     check.require(added >= 0 && added <= s.m.value, "num_new[", b, "] = ", added, ": must be 0 ... m = ", s.m.value);
-    const std::int64_t length = int32_at(params.cache.cache_seqlens, b) + added;
+    const std::int64_t length = int32_at(lengths, b) + added;
     check.require(length <= std::numeric_limits<std::int32_t>::max(), "cache.cache_seqlens[", b, "]: ", length,
                   " tokens after the step: must be below 2^31");
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
@@ -132,7 +135,10 @@ Status validate(const ForkParams& params, Call& call) {
   if (!check.ok()) return check.finish();
   call.problem.key_dim = s.Dk.value;
   call.problem.value_dim = s.Dv.value;
-  const std::int64_t parent_length = int32_at(params.cache.cache_seqlens, params.parent);
+  check.require(params.length >= 0, "length = ", params.length, ": must be >= 0");
+  const TensorView lengths = check.readable(params.cache.cache_seqlens);
+  if (!lengths.defined()) return check.finish();
+  const std::int64_t parent_length = int32_at(lengths, params.parent);
   check.require(params.length >= 0 && params.length <= parent_length, "length = ", params.length,
                 ": must be 0 ... the parent's length, ", parent_length);
   check.require(parent_length - params.length <= kRollback, "length = ", params.length, ": at most ", kRollback,

@@ -26,7 +26,8 @@ void check_forward(Checker& check, CompressShapes& shapes, const CompressParams&
   if (!check.ok()) return;
   check_weights(check, "weights.", params.weights, params.cfg, shapes.Hkv, shapes.D);
   check.call().packed = shapes.packed;
-  check.call().problem.key_dim = check.call().problem.value_dim = shapes.D.value;
+  check.call().problem.key_dim = 0;
+  check.call().problem.value_dim = shapes.D.value;
   if (shapes.packed) {
     Dim count{"B + 1"};
     check.int32("cu_seqlens", params.cu_seqlens, Access::kInput, {&count});

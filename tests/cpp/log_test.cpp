@@ -68,8 +68,9 @@ TEST(Backends, TheEnvironmentChoosesUnlessTheCallDoes) {
     EXPECT_NE(describe_backends().find("chosen: reference, NSA_BACKEND = reference"), std::string::npos);
   }
   const Environment backend("NSA_BACKEND", "gpu");
-  EXPECT_EQ(choose_backend({}, {}, chosen).message(), "NSA_BACKEND = 'gpu': must be auto, cpu or reference");
-  EXPECT_EQ(compress(Example().params).message(), "compress: NSA_BACKEND = 'gpu': must be auto, cpu or reference");
+  EXPECT_EQ(choose_backend({}, {}, chosen).message(), "NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference");
+  EXPECT_EQ(compress(Example().params).message(),
+            "compress: NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference");
 }
 
 TEST(Dump, InputsAsSafetensors) {

@@ -402,8 +402,15 @@ TEST(Backends, WhatIsNotSupportedIsAnErrorWithTheReason) {
   EXPECT_EQ(message(Problem(c), Backend::kCPU),
             "backend cpu: head dim 12: takes multiples of 8 (the reference backend takes every head dim)");
   Backend chosen;
-  EXPECT_EQ(choose_backend({DType::kFloat32, {DeviceType::kCUDA, 2}, 64, 64}, {}, chosen).message(),
+  const nsa::Problem on_gpu{DType::kFloat32, {DeviceType::kCUDA, 2}, 64, 64};
+  EXPECT_EQ(choose_backend(on_gpu, {Backend::kCPU}, chosen).message(),
             "backend cpu: tensors on cuda:2: takes tensors in host memory");
+  EXPECT_EQ(choose_backend({}, {Backend::kCUDA}, chosen).message(),
+            "backend cuda: tensors on the cpu: takes tensors on a CUDA device");
+  if (device_count() == 0) {
+    EXPECT_EQ(choose_backend(on_gpu, {}, chosen).code(), StatusCode::kUnsupported);
+    EXPECT_EQ(supports(Backend::kCUDA, on_gpu).message().find("backend cuda: "), 0u);
+  }
 }
 
 }  // namespace

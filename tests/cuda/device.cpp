@@ -1,5 +1,7 @@
 #include "device.h"
 
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <map>
@@ -90,8 +92,10 @@ Status failed(const char* what, cudaError_t error) {
   return Status::internal(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+}  // namespace
+
 template <class Params>
-Status on_device(Params params, Status (*operation)(const Params&, cuda::portable::Execution&)) {
+Status on_device(Params params, const Function<Params>& function) {
   struct Copy {
     void* host;
     std::size_t bytes;
@@ -111,61 +115,32 @@ Status on_device(Params params, Status (*operation)(const Params&, cuda::portabl
       error = std::max(error, cudaMemcpy(at->second.device.data, t.data, bytes, cudaMemcpyHostToDevice));
     error = std::max(error, at->second.device.error);
     t.data = at->second.device.data;
+    t.device = {DeviceType::kCUDA, 0};
   });
   if (error != cudaSuccess) return failed("copy to the device", error);
-  cuda::portable::Execution measuring;
-  if (Status s = operation(params, measuring); !s.ok()) return s;
-  DeviceMemory workspace(measuring.arena.used());
-  cuda::portable::Execution execution;
-  execution.arena = {workspace.data, measuring.arena.used()};
-  if (Status s = operation(params, execution); !s.ok()) return s;
+  Context context;
+  if (Status s = workspace_size(params, context.workspace_size); !s.ok()) return s;
+  const DeviceMemory workspace(context.workspace_size);
+  context.workspace = workspace.data;
+  if (Status s = function(params, context); !s.ok()) return s;
   if (error = cudaDeviceSynchronize(); error != cudaSuccess) return failed("kernel", error);
   for (auto& [host, copy] : copies)
     error = std::max(error, cudaMemcpy(copy.host, copy.device.data, copy.bytes, cudaMemcpyDeviceToHost));
   return error == cudaSuccess ? Status{} : failed("copy from the device", error);
 }
 
-}  // namespace
-
-bool has_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-}
-
-Status cuda_compress(const CompressParams& p, const Context&) { return on_device(p, cuda::portable::compress); }
-Status cuda_compress_backward(const CompressBackwardParams& p, const Context&) {
-  return on_device(p, cuda::portable::compress_backward);
-}
-Status cuda_compressed_attention(const CompressedAttentionParams& p, const Context&) {
-  return on_device(p, cuda::portable::compressed_attention);
-}
-Status cuda_compressed_attention_backward(const CompressedAttentionBackwardParams& p, const Context&) {
-  return on_device(p, cuda::portable::compressed_attention_backward);
-}
-Status cuda_select_blocks(const SelectBlocksParams& p, const Context&) {
-  return on_device(p, cuda::portable::select_blocks);
-}
-Status cuda_selected_attention(const SelectedAttentionParams& p, const Context&) {
-  return on_device(p, cuda::portable::selected_attention);
-}
-Status cuda_selected_attention_backward(const SelectedAttentionBackwardParams& p, const Context&) {
-  return on_device(p, cuda::portable::selected_attention_backward);
-}
-Status cuda_sliding_window_attention(const SlidingWindowAttentionParams& p, const Context&) {
-  return on_device(p, cuda::portable::sliding_window_attention);
-}
-Status cuda_sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, const Context&) {
-  return on_device(p, cuda::portable::sliding_window_attention_backward);
-}
-Status cuda_combine(const CombineParams& p, const Context&) { return on_device(p, cuda::portable::combine); }
-Status cuda_combine_backward(const CombineBackwardParams& p, const Context&) {
-  return on_device(p, cuda::portable::combine_backward);
-}
-Status cuda_nsa_attention(const NsaAttentionParams& p, const Context&) {
-  return on_device(p, cuda::portable::nsa_attention);
-}
-Status cuda_nsa_attention_backward(const NsaAttentionBackwardParams& p, const Context&) {
-  return on_device(p, cuda::portable::nsa_attention_backward);
-}
+template Status on_device(CompressParams, const Function<CompressParams>&);
+template Status on_device(CompressBackwardParams, const Function<CompressBackwardParams>&);
+template Status on_device(CompressedAttentionParams, const Function<CompressedAttentionParams>&);
+template Status on_device(CompressedAttentionBackwardParams, const Function<CompressedAttentionBackwardParams>&);
+template Status on_device(SelectBlocksParams, const Function<SelectBlocksParams>&);
+template Status on_device(SelectedAttentionParams, const Function<SelectedAttentionParams>&);
+template Status on_device(SelectedAttentionBackwardParams, const Function<SelectedAttentionBackwardParams>&);
+template Status on_device(SlidingWindowAttentionParams, const Function<SlidingWindowAttentionParams>&);
+template Status on_device(SlidingWindowAttentionBackwardParams, const Function<SlidingWindowAttentionBackwardParams>&);
+template Status on_device(CombineParams, const Function<CombineParams>&);
+template Status on_device(CombineBackwardParams, const Function<CombineBackwardParams>&);
+template Status on_device(NsaAttentionParams, const Function<NsaAttentionParams>&);
+template Status on_device(NsaAttentionBackwardParams, const Function<NsaAttentionBackwardParams>&);
 
 }  // namespace nsa::test

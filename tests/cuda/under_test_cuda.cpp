@@ -6,19 +6,28 @@
 
 namespace nsa::test {
 
-const Operations under_test{cuda_compress,
-                            cuda_compress_backward,
-                            cuda_compressed_attention,
-                            cuda_compressed_attention_backward,
-                            cuda_select_blocks,
-                            cuda_selected_attention,
-                            cuda_selected_attention_backward,
-                            cuda_sliding_window_attention,
-                            cuda_sliding_window_attention_backward,
-                            cuda_combine,
-                            cuda_combine_backward,
-                            cuda_nsa_attention,
-                            cuda_nsa_attention_backward,
+namespace {
+
+template <class Params, Status (*function)(const Params&, const Context&)>
+Status run(const Params& params, const Context&) {
+  return on_device<Params>(params, function);
+}
+
+}  // namespace
+
+const Operations under_test{run<CompressParams, compress>,
+                            run<CompressBackwardParams, compress_backward>,
+                            run<CompressedAttentionParams, compressed_attention>,
+                            run<CompressedAttentionBackwardParams, compressed_attention_backward>,
+                            run<SelectBlocksParams, select_blocks>,
+                            run<SelectedAttentionParams, selected_attention>,
+                            run<SelectedAttentionBackwardParams, selected_attention_backward>,
+                            run<SlidingWindowAttentionParams, sliding_window_attention>,
+                            run<SlidingWindowAttentionBackwardParams, sliding_window_attention_backward>,
+                            run<CombineParams, combine>,
+                            run<CombineBackwardParams, combine_backward>,
+                            run<NsaAttentionParams, nsa_attention>,
+                            run<NsaAttentionBackwardParams, nsa_attention_backward>,
                             3e-5};  // one visible key: dP - delta is rounding noise instead of 0
 
 /// Head dims of the kernels instead of odd ones, hidden units in multiples of 8; every third 16-bit case in float16.

@@ -25,11 +25,9 @@ struct ElementKernels {
   cudaError_t (*select_blocks)(const SelectArgs&, int key_dim, int blocks_of_threads, cudaStream_t);
 };
 
-/// Null where there is no such instance: head dims (Dk, Dv) are 64/64, 128/128 and 192/128.
-const AttentionKernels* attention_kernels(DType dtype, int key_dim, int value_dim);
+/// Null where there is no such instance: head dims (Dk, Dv) are 64/64, 128/128 and 192/128, of which a build may leave
+/// some out.
+const AttentionKernels* attention_kernels(DType dtype, std::int64_t key_dim, std::int64_t value_dim);
 const ElementKernels* element_kernels(DType dtype);
-
-/// The lists of queries that chose each block.
-cudaError_t build_inverse_index(const InverseArgs& args, cudaStream_t stream);
 
 }  // namespace nsa::cuda::portable

@@ -21,9 +21,10 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size
   return cudaGetLastError();
 }
 
+/// Weak: a build may leave instances out, their address is null then.
 template <class T, int Dk, int Dv>
-const AttentionKernels& attention_instance();
+[[gnu::weak]] const AttentionKernels& attention_instance();
 template <class T>
-const ElementKernels& element_instance();
+[[gnu::weak]] const ElementKernels& element_instance();
 
 }  // namespace nsa::cuda::portable

@@ -1,0 +1,127 @@
+// The devices of this machine, and what every backend on them needs.
+#include <cuda_runtime.h>
+
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define NSA_NVTX 1
+#endif
+
+#include <array>
+#include <string>
+
+#include "core/backend.h"
+
+namespace nsa::cuda {
+namespace {
+
+Status status_of(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string(what) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+}
+
+/// A strided source and where its elements go.
+struct Gather {
+  const char* from;
+  char* to;
+  long long count, shape[4], stride[4];  // strides in elements
+};
+
+template <class Item>
+__global__ void gather(const __grid_constant__ Gather args) {
+  for (long long i = blockIdx.x * 256ll + threadIdx.x; i < args.count; i += gridDim.x * 256ll) {
+    long long rest = i, at = 0;
+#pragma unroll
+    for (int dim = 3; dim >= 0; --dim) {
+      at += rest % args.shape[dim] * args.stride[dim];
+      rest /= args.shape[dim];
+    }
+    reinterpret_cast<Item*>(args.to)[i] = reinterpret_cast<const Item*>(args.from)[at];
+  }
+}
+
+}  // namespace
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();  // not the next call's error
+  return 0;
+}
+
+Status available() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && count > 0) return {};
+  cudaGetLastError();
+  return Status::unsupported(std::string("backend cuda: no device: ") +
+                             (error == cudaSuccess ? "the driver lists none" : cudaGetErrorString(error)));
+}
+
+std::string describe_devices() {
+  if (const Status status = available(); !status.ok()) return "none: " + status.message();
+  std::string text;
+  for (int i = 0; i < device_count(); ++i) {
+    cudaDeviceProp properties{};
+    if (const cudaError_t error = cudaGetDeviceProperties(&properties, i); error != cudaSuccess) {
+      text += "cuda:" + std::to_string(i) + " " + cudaGetErrorString(error) + "\n";
+      continue;
+    }
+    const std::string capability = std::to_string(properties.major) + "." + std::to_string(properties.minor);
+    text += "cuda:" + std::to_string(i) + " " + properties.name + ", compute capability " + capability + ", " +
+            std::to_string(properties.totalGlobalMem >> 20) + " MiB" +
+            (properties.major < 8 ? ": not usable, the kernels need 8.0" : "") + "\n";
+  }
+  text.pop_back();
+  return text;
+}
+
+Scope::Scope(const Device& device, const char* operation) {
+  int current = 0;
+  if (cudaGetDevice(&current) == cudaSuccess && current != device.index && cudaSetDevice(device.index) == cudaSuccess)
+    previous_ = current;
+#ifdef NSA_NVTX
+  nvtxRangePushA(operation);
+#else
+  (void)operation;
+#endif
+}
+
+Scope::~Scope() {
+#ifdef NSA_NVTX
+  nvtxRangePop();
+#endif
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+Status copy_to_host(void* host, const void* device, std::size_t bytes) {
+  return status_of(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copy to the host");
+}
+
+Status make_contiguous(TensorView& t, Execution& execution) {
+  const auto item = static_cast<std::int64_t>(size_of(t.dtype));
+  const std::int64_t count = t.numel();
+  Gather args{static_cast<const char*>(t.data), execution.arena.take<char>(count * item), count, {}, {}};
+  std::int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    const int dim = i - (4 - t.rank);
+    args.shape[i] = dim < 0 ? 1 : t.size(dim);
+    args.stride[i] = dim < 0 ? 0 : t.stride[static_cast<std::size_t>(dim)];
+    if (dim < 0) continue;
+    t.stride[static_cast<std::size_t>(dim)] = stride;
+    stride *= t.size(dim);
+  }
+  t.data = args.to;
+  if (execution.arena.measuring() || count == 0) return {};
+  if (!execution.arena.enough())
+    return Status::invalid_argument("workspace: too small, it holds less than " +
+                                    std::to_string(execution.arena.used()) + " bytes");
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>((count + 255) / 256, 4096));
+  if (item == 2) {
+    gather<unsigned short><<<blocks, 256, 0, execution.stream>>>(args);
+  } else {
+    gather<unsigned><<<blocks, 256, 0, execution.stream>>>(args);
+  }
+  return status_of(cudaGetLastError(), "gather");
+}
+
+}  // namespace nsa::cuda

@@ -1,0 +1,192 @@
+// The forward operations of the portable backend but compress: arguments of kernels, and their launches.
+#include "cuda/portable/host.h"
+
+namespace nsa::cuda::portable {
+
+namespace {
+
+/// Packed rows past the last sequence: o = 0, lse = -inf, indices = -1, gradients = 0. Also fills whole tensors.
+struct FillArgs {
+  const int* cu = nullptr;  // null: all rows
+  int sequences = 0;
+  bool compressed = false;  // the rows are compressed tokens of the sequences
+  int kernel_size = 0, kernel_stride = 0;
+  Strided rows;  // of 4-byte or 2-byte elements, (rows, heads, columns)
+  int count = 0, heads = 0, columns = 0, element = 0;
+  unsigned value = 0;
+};
+
+__global__ void __launch_bounds__(128) fill_tail(const __grid_constant__ FillArgs args) {
+  __shared__ int begin;
+  if (threadIdx.x == 0) begin = args.compressed ? 0 : args.cu[args.sequences];
+  __syncthreads();
+  if (args.compressed) {
+    int mine = 0;
+    for (int i = threadIdx.x; i < args.sequences; i += blockDim.x) {
+      const int length = args.cu[i + 1] - args.cu[i];
+      mine += length < args.kernel_size ? 0 : (length - args.kernel_size) / args.kernel_stride + 1;
+    }
+    if (mine) atomicAdd(&begin, mine);
+    __syncthreads();
+  }
+  for (int row = max(begin, 0) + blockIdx.x; row < args.count; row += gridDim.x) {
+    for (int i = threadIdx.x; i < args.heads * args.columns; i += blockDim.x) {
+      const std::int64_t at = row * args.rows.row + i / args.columns * args.rows.head + i % args.columns;
+      if (args.element == 4) {
+        static_cast<unsigned*>(args.rows.data)[at] = args.value;
+      } else {
+        static_cast<unsigned short*>(args.rows.data)[at] = static_cast<unsigned short>(args.value);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
+            cudaStream_t stream) {
+  if (!t.defined() || !cu.defined() || t.numel() == 0) return {};
+  FillArgs args;
+  args.cu = cu.as<const int>();
+  args.sequences = to_int(cu.size(0)) - 1;
+  if (compressed) {
+    args.compressed = true;
+    args.kernel_size = compressed->kernel_size;
+    args.kernel_stride = compressed->kernel_stride;
+  }
+  args.element = to_int(static_cast<std::int64_t>(size_of(t.dtype)));
+  args.value = value;
+  if (t.rank == 2) {  // lse (H, total)
+    args.rows = {t.data, 0, t.stride[1], t.stride[0]};
+    args.count = to_int(t.size(1));
+    args.heads = to_int(t.size(0));
+    args.columns = 1;
+  } else {
+    args.rows = strided(t);
+    args.count = to_int(t.size(0));
+    args.heads = to_int(t.size(1));
+    args.columns = to_int(t.size(2));
+  }
+  return status_of(launch(fill_tail, static_cast<unsigned>(std::min(args.count, 512)), 128, 0, stream, args),
+                   "fill_tail");
+}
+
+namespace {
+
+constexpr unsigned kMinusInfinity = 0xff800000u;
+
+Status forward(const Branch& b, const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
+  if (e.arena.measuring()) return {};
+  const AttentionKernels& kernels = kernels_of(b.q, b.v);
+  if (Status s = fill(o, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill(lse, packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
+  if (b.indices) {
+    SelectedArgs args{b.geometry,          strided(b.q),
+                      strided(b.k),        strided(b.v),
+                      strided(o),          per_row(lse),
+                      strided(*b.indices), to_int(b.indices->size(-1)),
+                      b.block_size,        static_cast<float>(b.scale)};
+    return status_of(kernels.selected_forward(args, e.stream), "selected_forward");
+  }
+  RangeArgs args{b.geometry, strided(b.q), strided(b.k), strided(b.v),
+                 strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
+  return status_of(kernels.range_forward(args, e.stream), "range_forward");
+}
+
+}  // namespace
+
+Status compressed_attention(const CompressedAttentionParams& p, Execution& e) {
+  return forward(branch_of(p), p.o, p.lse, p.packed, e);
+}
+Status selected_attention(const SelectedAttentionParams& p, Execution& e) {
+  return forward(branch_of(p), p.o, p.lse, p.packed, e);
+}
+Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution& e) {
+  return forward(branch_of(p), p.o, p.lse, p.packed, e);
+}
+
+Status select_blocks(const SelectBlocksParams& p, Execution& e) {
+  const bool packed = p.packed.packed();
+  SelectArgs args{};
+  args.geometry = geometry_of(p.q, p.k_c.size(-2), p.seqlen_k.value_or(packed ? 0 : p.q.size(1)),
+                              packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg);
+  const Geometry& g = args.geometry;
+  args.q = strided(p.q);
+  args.k = strided(p.k_c);
+  args.lse = per_row(p.lse);
+  args.indices = strided(p.indices);
+  args.topk = p.cfg.topk;
+  args.block_size = p.cfg.block_size;
+  args.init_blocks = p.cfg.init_blocks;
+  args.local_blocks = p.cfg.local_blocks;
+  args.scale = static_cast<float>(scale_of(p.softmax_scale, p.q));
+  args.noise = static_cast<float>(p.noise);
+  args.seed = p.seed;
+  args.inverse_stride = 1.0f / static_cast<float>(p.cfg.kernel_stride);
+  args.share =
+      static_cast<float>(p.cfg.kernel_stride) / (static_cast<float>(g.group) * static_cast<float>(p.cfg.kernel_size));
+  args.queries = std::clamp(64 / std::max(g.group, 1), 1, 16);
+  args.tiles = to_int(tiles(g.q_len, args.queries));
+  args.scratch_keys = tiles(p.cfg.num_compressed(g.k_len), 64) * 64;
+  args.scratch_blocks = tiles(g.k_len, p.cfg.block_size);
+  // As many thread blocks as keep the device busy, fewer where their scratch would pass 256 MiB.
+  const std::int64_t bytes = args.queries * (args.scratch_keys + args.scratch_blocks) * 4;
+  const std::int64_t work = static_cast<std::int64_t>(args.tiles) * g.kv_heads * g.batches;
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>((std::int64_t{256} << 20) / std::max<std::int64_t>(bytes, 1), 16, 512);
+  const int count = to_int(std::min(blocks, work));
+  args.scratch = e.arena.take<float>(count * bytes / 4);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
+  return status_of(element_kernels(p.q.dtype)->select_blocks(args, to_int(p.q.size(-1)), count, e.stream),
+                   "select_blocks");
+}
+
+Status combine(const CombineParams& p, Execution& e) {
+  if (e.arena.measuring()) return {};
+  const Rows r = rows_of(p.o, 2);
+  CombineArgs args{{strided(p.o_cmp), strided(p.o_slc), strided(p.o_swa)},
+                   strided(p.gates),
+                   strided(p.o),
+                   r.rows,
+                   to_int(p.o.size(-2)),
+                   to_int(p.o.size(-1))};
+  return status_of(element_kernels(p.o.dtype)->combine(args, r.batches, e.stream), "combine");
+}
+
+Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
+  // What the caller does not want to keep lives in the workspace.
+  NsaAttentionParams kept = p;
+  TensorView lse;
+  lse.dtype = DType::kFloat32;
+  lse.device = p.q.device;
+  lse.rank = p.q.rank - 1;
+  if (p.q.rank == 4) {
+    lse.shape = {p.q.size(0), p.q.size(2), p.q.size(1)};
+  } else {
+    lse.shape = {p.q.size(1), p.q.size(0)};
+  }
+  for (auto t : {&NsaAttentionParams::o_cmp, &NsaAttentionParams::o_slc, &NsaAttentionParams::o_swa})
+    if (!(kept.*t).defined()) kept.*t = take_like(e.arena, p.o, p.o.dtype);
+  for (auto t : {&NsaAttentionParams::lse_cmp, &NsaAttentionParams::lse_slc, &NsaAttentionParams::lse_swa})
+    if (!(kept.*t).defined()) kept.*t = take_like(e.arena, lse, DType::kFloat32);
+  if (!kept.indices.defined()) {
+    TensorView indices = p.q;
+    indices.shape[static_cast<std::size_t>(p.q.rank - 2)] = p.k_c.size(-2);
+    indices.shape[static_cast<std::size_t>(p.q.rank - 1)] = p.cfg.topk;
+    kept.indices = take_like(e.arena, indices, DType::kInt32);
+  }
+  const Branches b = branches_of(kept);
+  const SelectBlocksParams select{kept.q,         kept.k_c,   kept.lse_cmp, kept.cfg,    kept.softmax_scale,
+                                  b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
+  const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
+  if (Status s = compressed_attention(b.cmp, e); !s.ok()) return s;
+  if (Status s = select_blocks(select, e); !s.ok()) return s;
+  if (Status s = selected_attention(b.slc, e); !s.ok()) return s;
+  if (Status s = sliding_window_attention(b.swa, e); !s.ok()) return s;
+  if (Status s = combine(sum, e); !s.ok() || e.arena.measuring()) return s;
+  return fill(p.o, p.packed.cu_seqlens_q, 0, nullptr, e.stream);  // rows past the end: the gates there may be NaN
+}
+
+}  // namespace nsa::cuda::portable

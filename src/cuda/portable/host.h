@@ -1,0 +1,162 @@
+// From the public parameters to the arguments of kernels: what the operations of this folder share on the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "core/backend.h"
+#include "cuda/portable/launch.cuh"
+
+namespace nsa::cuda::portable {
+
+inline Status status_of(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string(what) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+}
+
+inline Status out_of_workspace(const Arena& arena) {
+  return Status::invalid_argument("workspace: too small, this call needs " + std::to_string(arena.used()) + " bytes");
+}
+
+inline Strided strided(const TensorView& t) {
+  if (!t.defined()) return {};
+  const bool batched = t.rank == 4;
+  return {t.data, batched ? t.stride[0] : 0, t.stride[batched ? 1 : 0], t.stride[batched ? 2 : 1]};
+}
+
+inline PerRow per_row(const TensorView& t) {
+  if (!t.defined()) return {};
+  const bool batched = t.rank == 3;
+  return {t.as<float>(), batched ? t.stride[0] : 0, t.stride[batched ? 1 : 0], t.stride[batched ? 2 : 1]};
+}
+
+inline int to_int(std::int64_t x) { return static_cast<int>(x); }
+
+/// Batches and rows of a batch of a (B, S, ...) or (total, ...) tensor with `trailing` further dimensions.
+struct Rows {
+  int batches, rows;
+};
+inline Rows rows_of(const TensorView& t, int trailing) {
+  return t.rank == trailing + 2 ? Rows{to_int(t.size(0)), to_int(t.size(1))} : Rows{1, to_int(t.size(0))};
+}
+
+inline Geometry geometry_of(const TensorView& q, std::int64_t kv_heads, std::int64_t k_len, std::int64_t total_k,
+                            const Packed& packed, const NSAConfig& cfg) {
+  Geometry g;
+  g.heads = to_int(q.size(-2));
+  g.kv_heads = to_int(kv_heads);
+  g.group = g.kv_heads ? g.heads / g.kv_heads : 0;
+  g.kernel_size = cfg.kernel_size;
+  g.kernel_stride = cfg.kernel_stride;
+  if (packed.packed()) {
+    const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
+    g.cu_q = packed.cu_seqlens_q.as<const int>();
+    g.cu_k = cu_k.as<const int>();
+    g.batches = to_int(packed.cu_seqlens_q.size(0)) - 1;
+    g.total_q = q.size(0);
+    g.total_k = total_k;
+    g.q_len = to_int(packed.max_seqlen_q ? packed.max_seqlen_q : q.size(0));
+    g.k_len = to_int(packed.max_seqlen_k ? packed.max_seqlen_k : total_k);
+  } else {
+    g.batches = to_int(q.size(0));
+    g.q_len = to_int(q.size(1));
+    g.k_len = to_int(k_len);
+  }
+  return g;
+}
+
+inline double scale_of(const std::optional<double>& scale, const TensorView& q) {
+  return scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))));
+}
+
+inline const AttentionKernels& kernels_of(const TensorView& q, const TensorView& v) {
+  return *attention_kernels(q.dtype, q.size(-1), v.size(-1));
+}
+
+/// Raw tokens behind compressed keys of packed sequences: only an upper bound is known, d per row and the last block.
+inline std::int64_t raw_total(const TensorView& k_c, const NSAConfig& cfg) {
+  return (k_c.size(0) + 1) * cfg.kernel_stride + cfg.kernel_size;
+}
+
+/// What the three branches have in common.
+struct Branch {
+  const TensorView &q, &k, &v;
+  Geometry geometry;
+  int window = 0;                       // 0: compressed, or selected if indices are given
+  const TensorView* indices = nullptr;  // selected
+  int block_size = 0;
+  double scale = 0;
+};
+
+inline Branch branch_of(const CompressedAttentionParams& p) {
+  const bool packed = p.packed.packed();
+  const std::int64_t k_len = p.seqlen_k.value_or(packed ? 0 : p.q.size(1));
+  return {p.q,   p.k_c,
+          p.v_c, geometry_of(p.q, p.k_c.size(-2), k_len, packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg),
+          0,     nullptr,
+          0,     scale_of(p.softmax_scale, p.q)};
+}
+template <class Params>
+Geometry raw_geometry(const Params& p) {
+  const bool packed = p.packed.packed();
+  return geometry_of(p.q, p.k.size(-2), packed ? 0 : p.k.size(1), packed ? p.k.size(0) : 0, p.packed, {});
+}
+inline Branch branch_of(const SelectedAttentionParams& p) {
+  return {p.q, p.k, p.v, raw_geometry(p), 0, &p.indices, p.block_size, scale_of(p.softmax_scale, p.q)};
+}
+inline Branch branch_of(const SlidingWindowAttentionParams& p) {
+  return {p.q,
+          p.k,
+          p.v,
+          raw_geometry(p),
+          to_int(std::min<std::int64_t>(p.window_size, 1 << 30)),
+          nullptr,
+          0,
+          scale_of(p.softmax_scale, p.q)};
+}
+
+/// Packed rows from cu's last offset on (with `compressed`: from the last compressed token of the sequences on) get
+/// `value`. Nothing without offsets.
+Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
+            cudaStream_t stream);
+
+/// A view like `t` on memory of the arena.
+inline TensorView take_like(Arena& arena, const TensorView& t, DType dtype) {
+  TensorView view = t;
+  view.dtype = dtype;
+  view.data = arena.take<char>(t.numel() * static_cast<std::int64_t>(size_of(dtype)));
+  std::int64_t stride = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    view.stride[static_cast<std::size_t>(i)] = stride;
+    stride *= t.size(i);
+  }
+  return view;
+}
+
+/// The three branches of a whole call.
+struct Branches {
+  CompressedAttentionParams cmp;
+  SelectedAttentionParams slc;
+  SlidingWindowAttentionParams swa;
+};
+
+inline Branches branches_of(const NsaAttentionParams& p) {
+  Branches b;
+  const std::optional<std::int64_t> k_len =
+      p.packed.packed() ? std::nullopt : std::optional<std::int64_t>(p.k_slc.size(1));
+  b.cmp = {p.q, p.k_c, p.v_c, p.cfg, p.softmax_scale, k_len, p.packed, p.o_cmp, p.lse_cmp};
+  b.slc = {p.q,
+           p.k_slc,
+           p.v_slc,
+           p.imposed_indices.defined() ? p.imposed_indices : p.indices,
+           p.cfg.block_size,
+           p.softmax_scale,
+           p.packed,
+           p.o_slc,
+           p.lse_slc};
+  b.swa = {p.q, p.k_swa, p.v_swa, p.cfg.window_size, p.softmax_scale, p.packed, p.o_swa, p.lse_swa};
+  return b;
+}
+
+}  // namespace nsa::cuda::portable
