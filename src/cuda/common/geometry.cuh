@@ -26,12 +26,31 @@ struct PerRow {
   __device__ float& at(int b, std::int64_t r, int h) const { return data[b * batch + h * head + r * row]; }
 };
 
+/// Division of 0 <= x < 2^32 / divisor by a divisor of the host's choice.
+struct Divider {
+  unsigned divisor = 1, factor = 0;
+
+  Divider() = default;
+  explicit Divider(int d)
+      : divisor(static_cast<unsigned>(d)), factor(d > 1 ? 0xffffffffu / static_cast<unsigned>(d) + 1 : 0) {}
+  __device__ int quotient(int x) const {
+    return divisor > 1 ? static_cast<int>(__umulhi(static_cast<unsigned>(x), factor)) : x;
+  }
+};
+
+/// Row r of some: first + r * stride, null from `count` on.
+template <class T>
+__device__ inline auto rows_from(const T* first, std::int64_t stride, int count) {
+  return [=](int r) { return r < count ? first + r * stride : nullptr; };
+}
+
 /// How the query and key rows of a call are cut into sequences and groups.
 struct Geometry {
-  int batches = 0;            // sequences
-  int heads = 0;              // H
-  int kv_heads = 0;           // Hkv
-  int group = 0;              // G
+  int batches = 0;   // sequences
+  int heads = 0;     // H
+  int kv_heads = 0;  // Hkv
+  int group = 0;     // G
+  Divider by_group;
   int q_len = 0;              // batched: Sq of every sequence; packed: an upper bound of it
   int k_len = 0;              // batched: Sk of every sequence; packed: an upper bound of it
   const int* cu_q = nullptr;  // packed: offsets (batches + 1); null: batched

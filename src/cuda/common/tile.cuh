@@ -16,13 +16,22 @@ struct Tile {
 
   static constexpr int bytes(int rows) { return rows * kPitch; }
 
-  /// Row r comes from source(r), a null pointer gives zeros. All `threads` of the group call it.
-  template <class Source>
-  __device__ static void load(std::uint32_t tile, int rows, int thread, int threads, const Source& source) {
-    for (int i = thread; i < rows * kChunks; i += threads) {
-      const int r = i / kChunks, c = i % kChunks;
-      const T* from = source(r);
-      copy16(tile + r * kPitch + c * 16, reinterpret_cast<const char*>(from) + (from ? c * 16 : 0), from != nullptr);
+  /// This lane's eighth of a row (lane % 8), a null pointer gives zeros.
+  __device__ static void load_row(std::uint32_t tile, int row, int lane, const T* from) {
+    static_assert(kChunks % 8 == 0);
+    const char* bytes = reinterpret_cast<const char*>(from) + lane % 8 * 16;
+    const std::uint32_t to = tile + row * kPitch + lane % 8 * 16;
+#pragma unroll
+    for (int c = 0; c < kChunks / 8; ++c) copy16(to + c * 128, bytes + c * 128, from != nullptr);
+  }
+  /// Row r comes from source(r). Eight threads share a row; all kThreads threads of the group call it.
+  template <int kRows, int kThreads, class Source>
+  __device__ static void load(std::uint32_t tile, int thread, const Source& source) {
+    constexpr int kTogether = kThreads / 8;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kTogether) {
+      const int row = r + thread / 8;
+      if (kRows % kTogether == 0 || row < kRows) load_row(tile, row, thread, source(row));
     }
   }
 

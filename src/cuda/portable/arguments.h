@@ -96,6 +96,23 @@ struct CompressArgs {
   __device__ int row_of(int m) const { return geometry.cu_q ? m : m % compressed_per_batch; }
 };
 
+/// The queries that may see a key tile of a range are cut into items, short enough to fill the device, long enough to
+/// make partial sums rare. The cut depends on the sequence alone, so that its bits do not depend on the others.
+inline constexpr int kRangeChunk = 512, kMaxRangeChunks = 16;
+__host__ __device__ inline int range_queries(int window, int q_len) {
+  return window > 0 && window < q_len - 64 ? window + 64 : q_len;
+}
+__host__ __device__ inline int least_range_chunk(int window) { return window > 0 ? 2 * kRangeChunk : kRangeChunk; }
+__device__ inline int range_chunk(int window, int q_len) {
+  const int even = (range_queries(window, q_len) + kMaxRangeChunks - 1) / kMaxRangeChunks;
+  return max(even, least_range_chunk(window));
+}
+/// Of sequences with up to q_len queries.
+inline int max_range_chunks(int window, int q_len) {
+  const int least = least_range_chunk(window), chunks = (range_queries(window, q_len) + least - 1) / least;
+  return chunks < 1 ? 1 : chunks < kMaxRangeChunks ? chunks : kMaxRangeChunks;
+}
+
 struct BackwardArgs {
   Geometry geometry;
   Strided q, k, v, d_o;
@@ -112,11 +129,14 @@ struct BackwardArgs {
   const int* item_begin;   // (batch, KV head, key tiles + 1): first item of a key tile
   std::int64_t list_size;  // ints of `list` per (batch, KV head)
   int blocks, key_tiles;   // upper bounds per sequence
-  int chunk;               // queries of an item
-  int chunks;              // items per key tile of a range
+  int chunk;               // queries of an item of a list
+  int chunks;              // items per key tile of a range, an upper bound
   float* partials;         // (batch, KV head, item, 64, Dk + Dv)
   std::int64_t items;      // per (batch, KV head)
 };
+
+/// Queries of an item of a list (kept in shared memory).
+inline constexpr int kListChunk = 1024;
 
 struct InverseArgs {
   Geometry geometry;

@@ -18,18 +18,25 @@ __device__ inline float gate_of(const BackwardArgs& args, int batch, std::int64_
   return args.gate.data ? args.gate.at(batch, row, head) : 1;
 }
 
-/// A 16 x 8*N tile of (query row, key) pairs: turns scores s and dp into the gated probabilities and dS. visible(i, n,
-/// j): row i (0, 1), column 8*n + 2*(lane%4) + j.
-template <int N, class Visible>
-__device__ inline void row_gradients(float (&s)[N][4], float (&dp)[N][4], float scale, const float (&lse)[2],
-                                     const float (&delta)[2], const float (&gate)[2], const Visible& visible) {
+/// A 16 x 8*N tile of (query row, key) pairs: scores s, and dp, which becomes dS.
+template <int N>
+__device__ inline void row_gradients(const float (&s)[N][4], float (&dp)[N][4], float scale, const float (&lse)[2],
+                                     const float (&delta)[2], const float (&gate)[2]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float p = exp2_fast(s[n][i] * scale - lse[i / 2]);
-      dp[n][i] = visible(i / 2, n, i % 2) ? p * (gate[i / 2] * dp[n][i] - delta[i / 2]) : 0;
-    }
+    for (int i = 0; i < 4; ++i)
+      dp[n][i] = exp2_fast(fmaf(s[n][i], scale, -lse[i / 2])) * fmaf(gate[i / 2], dp[n][i], -delta[i / 2]);
+  }
+}
+/// dS = 0 where not visible(i, column): row i (0, 1), column 8*n + 2*(lane%4) + j.
+template <int N, class Visible>
+__device__ inline void mask_rows(float (&dp)[N][4], int lane, const Visible& visible) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!visible(i / 2, n * 8 + 2 * (lane & 3) + i % 2)) dp[n][i] = 0;
   }
 }
 

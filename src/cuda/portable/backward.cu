@@ -23,9 +23,6 @@ PerRow take_rows(Arena& arena, const TensorView& q) {
   return {arena.take<float>(r.batches * heads * r.rows), heads * r.rows, r.rows, 1};
 }
 
-/// Queries of an item of the dK/dV kernel: long enough to make partial sums rare, short enough to fill the device.
-constexpr int kRangeChunk = 8192, kListChunk = 1024;
-
 struct BranchGradients {
   const TensorView &d_q, &d_k, &d_v;
   Strided sum_from, sum_to;  // float32 sums of dQ over branches
@@ -80,10 +77,7 @@ Status backward(const Branch& b, const TensorView& d_o, const TensorView& lse, P
   } else if (keys) {
     const std::int64_t key_rows =
         b.window ? g.k_len : (g.k_len >= g.kernel_size ? (g.k_len - g.kernel_size) / g.kernel_stride + 1 : 0);
-    const std::int64_t queries =
-        b.window ? std::min<std::int64_t>(g.q_len, static_cast<std::int64_t>(b.window) + 64) : g.q_len;
-    args.chunk = kRangeChunk;
-    args.chunks = to_int(std::max<std::int64_t>(tiles(queries, kRangeChunk), 1));
+    args.chunks = max_range_chunks(b.window, g.q_len);
     args.items = tiles(key_rows, 64) * args.chunks;
     if (args.chunks > 1) args.partials = e.arena.take<float>(pairs * args.items * 64 * width);
   }

@@ -38,8 +38,11 @@ __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSeque
   const std::int64_t end = args.window ? static_cast<std::int64_t>(first) + count - 1 + args.window : seq.k_len;
   const int query_begin = static_cast<int>(max(begin - shift, std::int64_t{0}));
   const int query_end = static_cast<int>(min(end - shift, static_cast<std::int64_t>(seq.q_len)));
-  const int from = query_begin + item * args.chunk;
-  return {first, count, from, min(from + args.chunk, query_end), item, args.chunks};
+  const int chunk = range_chunk(args.window, seq.q_len);
+  const int items = max((query_end - query_begin + chunk - 1) / chunk, 1);
+  if (item >= items) return {0, 0, 0, 0, 0, 0};
+  const int from = query_begin + item * chunk;
+  return {first, count, from, min(from + chunk, query_end), item, items};
 }
 
 /// The same for the selection: items of all key tiles follow each other, found by bisection.
@@ -66,8 +69,9 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
   using Shape = KeyGradients<T, Dk, Dv>;
   constexpr int kRows = Shape::kRows, kN = kRows / 8;
   extern __shared__ __align__(16) char memory[];
-  __shared__ float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
+  __shared__ __align__(16) float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
   __shared__ int stage_position[2][kRows];
+  __shared__ int chosen[kListChunk];  // this item's part of the list
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
   const Geometry& p = args.geometry;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);
@@ -77,47 +81,53 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
   const KeyTile tile =
       selected ? selected_item(args, seq, kv_head, blockIdx.x) : range_item(args, seq, key_count, blockIdx.x);
   if (tile.count == 0) return;
-  const int* list =
-      selected ? args.list + (static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head) * args.list_size : nullptr;
-
-  const auto key_source = [&](const Strided& t) {
-    return [&](int r) {
-      return r < tile.count ? t.at<T>(seq.batch, key_begin + tile.first + r, kv_head) : static_cast<T*>(nullptr);
-    };
+  const auto key_rows = [&](const auto* first, std::int64_t stride) {
+    return rows_from(first + tile.first * stride, stride, tile.count);
   };
   const std::uint32_t keys = shared_address(memory), values = keys + Shape::kValues;
-  Tile<T, Dk>::load(keys, 64, thread, 128, key_source(args.k));
-  Tile<T, Dv>::load(values, 64, thread, 128, key_source(args.v));
-
-  const int rows = max(tile.query_end - tile.query_begin, 0) * p.group;
+  Tile<T, Dk>::template load<64, 128>(keys, thread, key_rows(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row));
+  Tile<T, Dv>::template load<64, 128>(values, thread,
+                                      key_rows(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row));
+  const int queries = max(tile.query_end - tile.query_begin, 0), rows = queries * p.group;
   const int stages = (rows + kRows - 1) / kRows;
-  const auto query_of = [&](int r) {
-    const int i = tile.query_begin + r / p.group;
-    return selected ? list[i] : i;
+  if (selected) {
+    const int* list = args.list + (static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head) * args.list_size;
+    for (int i = thread; i < queries; i += 128) chosen[i] = list[tile.query_begin + i];
+  }
+  if (!args.gate.data && thread < kRows) stage_gate[0][thread] = stage_gate[1][thread] = 1;
+  __syncthreads();
+
+  const T* q = args.q.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
+  const T* d_o = args.d_o.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
+  // Row r of this item: a query and a head of the group.
+  const auto place = [&](int r, int& query, int& head) {
+    const int i = p.by_group.quotient(r);
+    query = selected ? chosen[i] : tile.query_begin + i;
+    head = r - i * p.group;
   };
   const auto load = [&](int stage) {
     const std::uint32_t to = keys + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
-    const auto source = [&](const Strided& t) {
-      return [&](int i) {
-        const int r = stage * kRows + i;
-        return r < rows ? t.at<T>(seq.batch, seq.q_begin + query_of(r), kv_head * p.group + r % p.group)
-                        : static_cast<T*>(nullptr);
-      };
-    };
-    Tile<T, Dk>::load(to, kRows, thread, 128, source(args.q));
-    Tile<T, Dv>::load(to + Shape::kGradients, kRows, thread, 128, source(args.d_o));
+#pragma unroll
+    for (int first = 0; first < kRows; first += 16) {
+      const int i = first + thread / 8, r = stage * kRows + i;
+      if (kRows % 16 != 0 && i >= kRows) break;
+      int query = 0, head = 0;
+      if (r < rows) place(r, query, head);
+      Tile<T, Dk>::load_row(to, i, thread, r < rows ? q + query * args.q.row + head * args.q.head : nullptr);
+      Tile<T, Dv>::load_row(to + Shape::kGradients, i, thread,
+                            r < rows ? d_o + query * args.d_o.row + head * args.d_o.head : nullptr);
+    }
     if (thread < kRows) {
       const int r = stage * kRows + thread, slot = stage % 2;
-      if (r < rows) {
-        const int query = query_of(r), head = kv_head * p.group + r % p.group;
-        stage_lse[slot][thread] = args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e;
-        stage_delta[slot][thread] = args.delta.at(seq.batch, seq.q_begin + query, head);
-        stage_gate[slot][thread] = gate_of(args, seq.batch, seq.q_begin + query, head);
-        stage_position[slot][thread] = seq.position(query);
-      } else {
-        stage_lse[slot][thread] = stage_delta[slot][thread] = stage_gate[slot][thread] = 0;
-        stage_position[slot][thread] = -1;
-      }
+      int query = 0, head = 0;
+      if (r < rows) place(r, query, head);
+      stage_position[slot][thread] = r < rows ? seq.position(query) : -1;
+      const auto copy = [&](float* to, const PerRow& from) {
+        copy4(shared_address(to), &from.at(seq.batch, seq.q_begin + query, kv_head * p.group + head), r < rows);
+      };
+      copy(&stage_lse[slot][thread], args.lse);
+      copy(&stage_delta[slot][thread], args.delta);
+      if (args.gate.data) copy(&stage_gate[slot][thread], args.gate);
     }
     commit_copies();
   };
@@ -159,14 +169,25 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
         !sees(stage_position[slot][0], tile.count - 1) || !sees(stage_position[slot][kRows - 1], 0) || tile.count < 64;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
+      const int column = n * 8 + 2 * (lane & 3);
+      const float2 lse = *reinterpret_cast<const float2*>(&stage_lse[slot][column]);
+      const float2 delta = *reinterpret_cast<const float2*>(&stage_delta[slot][column]);
+      const float2 gate = *reinterpret_cast<const float2*>(&stage_gate[slot][column]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = n * 8 + 2 * (lane & 3) + i % 2, key = warp * 16 + lane / 4 + i / 2 * 8;
-        const bool visible = !partial || sees(stage_position[slot][column], key);
-        const float x = visible ? exp2_fast(s[n][i] * scale - stage_lse[slot][column]) : 0;
-        const float gate = stage_gate[slot][column];
-        s[n][i] = visible ? x * gate : 0;
-        dp[n][i] = visible ? x * (gate * dp[n][i] - stage_delta[slot][column]) : 0;
+        const float g = i % 2 ? gate.y : gate.x;
+        const float x = exp2_fast(fmaf(s[n][i], scale, (i % 2 ? lse.y : lse.x) * -kLog2e));
+        s[n][i] = x * g;
+        dp[n][i] = x * fmaf(g, dp[n][i], i % 2 ? -delta.y : -delta.x);
+      }
+    }
+    if (partial) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!sees(stage_position[slot][n * 8 + 2 * (lane & 3) + i % 2], warp * 16 + lane / 4 + i / 2 * 8))
+            s[n][i] = dp[n][i] = 0;
       }
     }
     if (partial) {

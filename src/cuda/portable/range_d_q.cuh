@@ -49,16 +49,14 @@ __global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ Backwar
   const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
   const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
+  const T* k = args.k.at<T>(seq.batch, key_begin, kv_head);
+  const T* v = args.v.at<T>(seq.batch, key_begin, kv_head);
   const auto load = [&](int tile) {
     const std::uint32_t stage = shared_address(memory) + tile % 2 * Shape::kStage;
-    const auto source = [&](const Strided& t) {
-      return [&](int r) {
-        const int key = tile * kKeys + r;
-        return key < key_count ? t.at<T>(seq.batch, key_begin + key, kv_head) : static_cast<T*>(nullptr);
-      };
-    };
-    Tile<T, Dk>::load(stage, kKeys, thread, 128, source(args.k));
-    Tile<T, Dv>::load(stage + Shape::kValues, kKeys, thread, 128, source(args.v));
+    const int first = tile * kKeys, count = key_count - first;
+    Tile<T, Dk>::template load<kKeys, 128>(stage, thread, rows_from(k + first * args.k.row, args.k.row, count));
+    Tile<T, Dv>::template load<kKeys, 128>(stage + Shape::kValues, thread,
+                                           rows_from(v + first * args.v.row, args.v.row, count));
     commit_copies();
   };
 
@@ -79,13 +77,11 @@ __global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ Backwar
     multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
     multiply_transposed<T, Dv>(dp, d_o, shared_address(keys + Shape::kValues), 0, lane);
     const bool partial = key < tail.first || key + kKeys > head.last;
-    row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate, [&](int i, int n, int j) {
-      const int column = key + n * 8 + 2 * (lane & 3) + j;
-      return !partial || (column >= range[i].first && column < range[i].last);
-    });
+    row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
+    const auto visible = [&](int i, int j) { return key + j >= range[i].first && key + j < range[i].last; };
+    if (partial) mask_rows(dp, lane, visible);
     if (partial && __syncthreads_or(has_nonfinite<T, Dk>(keys, kKeys, thread, 128))) {
-      add_nonfinite<T, Dk>(acc, dp, keys, 0, lane,
-                           [&](int i, int j) { return key + j >= range[i].first && key + j < range[i].last; });
+      add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, visible);
       __syncthreads();
       clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
       __syncthreads();

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
     range[i] = row[i].valid ? visible_keys(p, args.window, seq.position(row[i].query)) : KeyRange{0, 0};
     q_row[i] = row[i].valid ? args.q.at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) : nullptr;
   }
-  const RowFragments<T, Dk> q(q_row[0], q_row[1], lane);
+  const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
 
   // Keys of the block: those of its first row up to those of its last; all of its rows see [all_first, all_last).
   const std::int64_t last_row = min(first_row + kRangeRows, rows) - 1;
@@ -53,21 +53,19 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
   const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
   const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
+  const T* keys = args.k.at<T>(seq.batch, key_begin, kv_head);
+  const T* values = args.v.at<T>(seq.batch, key_begin, kv_head);
   const auto load = [&](int tile) {
     const std::uint32_t stage = shared_address(memory) + tile % 2 * kStage;
-    const auto source = [&](const Strided& t) {
-      return [&](int r) {
-        const int key = tile * kKeys + r;
-        return key < key_count ? t.at<T>(seq.batch, key_begin + key, kv_head) : static_cast<T*>(nullptr);
-      };
-    };
-    Tile<T, Dk>::load(stage, kKeys, thread, 128, source(args.k));
-    Tile<T, Dv>::load(stage + kValues, kKeys, thread, 128, source(args.v));
+    const int first = tile * kKeys, count = key_count - first;
+    Tile<T, Dk>::template load<kKeys, 128>(stage, thread, rows_from(keys + first * args.k.row, args.k.row, count));
+    Tile<T, Dv>::template load<kKeys, 128>(stage + kValues, thread,
+                                           rows_from(values + first * args.v.row, args.v.row, count));
     commit_copies();
   };
 
   OnlineSoftmax<Dv> state;
-  const float scale = args.scale * kLog2e;
+  const float scale = state.positive(args.scale);
   if (first_tile < last_tile) load(first_tile);
   for (int tile = first_tile; tile < last_tile; ++tile) {
     if (tile + 1 < last_tile) {
@@ -82,16 +80,17 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
     float s[kKeys / 8][4];
     multiply_transposed<T, Dk>(s, q, shared_address(stage), 0, lane);
     const bool partial = key < tail.first || key + kKeys > head.last;
+    if (partial) {
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = key + n * 8 + 2 * (lane & 3) + i % 2;
-        s[n][i] *= scale;
-        if (partial && (column < range[i / 2].first || column >= range[i / 2].last)) s[n][i] = -INFINITY;
+        for (int i = 0; i < 4; ++i) {
+          const int column = key + n * 8 + 2 * (lane & 3) + i % 2;
+          if (column < range[i / 2].first || column >= range[i / 2].last) s[n][i] = -INFINITY;
+        }
       }
     }
-    state.update(s);
+    state.update(s, scale);
     if (partial && __syncthreads_or(has_nonfinite<T, Dv>(stage + kValues, kKeys, thread, 128))) {
       add_nonfinite<T, Dv>(state.acc, s, stage + kValues, 0, lane,
                            [&](int i, int j) { return key + j >= range[i].first && key + j < range[i].last; });

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
   float* sums =
       args.scratch + static_cast<std::int64_t>(blockIdx.x) * args.queries * (args.scratch_keys + args.scratch_blocks);
   float* importances = sums + args.queries * args.scratch_keys;
-  const float scale = args.scale * kLog2e;
+  const float scale = OnlineSoftmax<8>::positive(args.scale);
   const int work = args.tiles * p.kv_heads * p.batches;
 
   for (int item = blockIdx.x; item < work; item += gridDim.x) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
     const int last_position = seq.position(first_query + queries - 1);
     // Where everything is selected anyway the probabilities do not matter.
     const int keys = last_position / args.block_size + 1 <= args.topk ? 0 : num_compressed(p, last_position + 1);
-    const int key_tiles = (keys + kKeys - 1) / kKeys;
+    const int key_tiles = (keys + kKeys - 1) / kKeys, all_visible = num_compressed(p, seq.position(first_query) + 1);
 
     for (int chunk = 0; chunk * 64 < queries * p.group; ++chunk) {
       bool valid[2];
@@ -125,14 +125,15 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
         const int query = first_query + (valid[i] ? r / p.group : 0), head = kv_head * p.group + r % p.group;
         visible[i] = valid[i] ? num_compressed(p, seq.position(query) + 1) : 0;
         q_row[i] = valid[i] ? args.q.at<T>(seq.batch, seq.q_begin + query, head) : nullptr;
-        lse[i] = valid[i] ? args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e : 0;
+        // +inf: a row that sees nothing (lse = -inf) or is not there has no probabilities.
+        lse[i] = visible[i] > 0 ? args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e : INFINITY;
       }
-      const RowFragments<T, Dk> q(q_row[0], q_row[1], lane);
+      const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
+      const T* k = args.k.at<T>(seq.batch, key_begin, kv_head);
       const auto load = [&](int key_tile) {
-        Tile<T, Dk>::load(shared_address(memory) + key_tile % 2 * Shape::kStage, kKeys, thread, 128, [&](int r) {
-          const int key = key_tile * kKeys + r;
-          return key < keys ? args.k.at<T>(seq.batch, key_begin + key, kv_head) : static_cast<T*>(nullptr);
-        });
+        const int first = key_tile * kKeys;
+        Tile<T, Dk>::template load<kKeys, 128>(shared_address(memory) + key_tile % 2 * Shape::kStage, thread,
+                                               rows_from(k + first * args.k.row, args.k.row, keys - first));
         commit_copies();
       };
       if (key_tiles > 0) load(0);
@@ -146,16 +147,21 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
         __syncthreads();
         float s[kKeys / 8][4];
         multiply_transposed<T, Dk>(s, q, shared_address(memory) + key_tile % 2 * Shape::kStage, 0, lane);
+        if ((key_tile + 1) * kKeys > all_visible) {  // not all rows see all of it
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (key_tile * kKeys + n * 8 + 2 * (lane & 3) + i % 2 >= visible[i / 2]) s[n][i] = -INFINITY;
+          }
+        }
+        float* row = probabilities + (warp * 16 + lane / 4) * kPitch + 2 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int column = n * 8 + 2 * (lane & 3), key = key_tile * kKeys + column;
-            const float x = key < visible[i] ? exp2_fast(s[n][2 * i] * scale - lse[i]) : 0;
-            const float y = key + 1 < visible[i] ? exp2_fast(s[n][2 * i + 1] * scale - lse[i]) : 0;
-            *reinterpret_cast<float2*>(probabilities + (warp * 16 + lane / 4 + 8 * i) * kPitch + column) =
-                make_float2(x, y);
-          }
+          for (int i = 0; i < 2; ++i)
+            *reinterpret_cast<float2*>(row + 8 * i * kPitch + n * 8) = make_float2(
+                exp2_fast(fmaf(s[n][2 * i], scale, -lse[i])), exp2_fast(fmaf(s[n][2 * i + 1], scale, -lse[i])));
         }
         __syncthreads();
         // Rows of the chunk that belong to a query, added in the order of the heads.

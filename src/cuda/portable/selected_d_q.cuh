@@ -46,47 +46,54 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
   const RowFragments<T, Dv> d_o(mine.at<T>(args.d_o, seq.batch, 0), mine.at<T>(args.d_o, seq.batch, 1), lane);
   const int blocks =
       clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
-  const int units_per_block = args.block_size / kUnit, units = blocks * units_per_block;
-  const auto key_of = [&](int unit) {
-    return list[unit / units_per_block] * args.block_size + unit % units_per_block * kUnit;
+  // This warp's units: unit `unit` of block `block` of the list, four units further each time.
+  const int units = args.block_size / kUnit;
+  struct Place {
+    int block, unit;
   };
+  const auto settle = [&](Place at) {
+    while (at.unit >= units) at.unit -= units, ++at.block;
+    return at;
+  };
+  const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
 
   char* stages = memory + warp * 2 * Shape::kStage;
-  const auto load = [&](int unit, int stage) {
+  const T* k = args.k.at<T>(seq.batch, seq.k_begin, kv_head);
+  const T* v = args.v.at<T>(seq.batch, seq.k_begin, kv_head);
+  const auto load = [&](int key, int stage) {
     const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
-    const int key = key_of(unit);
-    const auto source = [&](const Strided& t) {
-      return [&](int r) {
-        return key + r < seq.k_len ? t.at<T>(seq.batch, seq.k_begin + key + r, kv_head) : static_cast<T*>(nullptr);
-      };
-    };
     if (key <= position) {
-      Tile<T, Dk>::load(to, kUnit, lane, 32, source(args.k));
-      Tile<T, Dv>::load(to + Shape::kValues, kUnit, lane, 32, source(args.v));
+      const int count = seq.k_len - key;
+      Tile<T, Dk>::template load<kUnit, 32>(to, lane, rows_from(k + key * args.k.row, args.k.row, count));
+      Tile<T, Dv>::template load<kUnit, 32>(to + Shape::kValues, lane,
+                                            rows_from(v + key * args.v.row, args.v.row, count));
     }
     commit_copies();
   };
 
   float acc[Dk / 8][4] = {};
   const float scale = args.scale * kLog2e;
-  if (warp < units) load(warp, 0);
-  for (int unit = warp, stage = 0; unit < units; unit += 4, stage ^= 1) {
-    if (unit + 4 < units) {
-      load(unit + 4, stage ^ 1);
+  Place at = settle({0, warp});
+  int key = at.block < blocks ? key_of(at) : 0;
+  if (at.block < blocks) load(key, 0);
+  for (int stage = 0; at.block < blocks; stage ^= 1) {
+    const Place next = settle({at.block, at.unit + 4});
+    const int next_key = next.block < blocks ? key_of(next) : 0;
+    if (next.block < blocks) {
+      load(next_key, stage ^ 1);
       wait_copies<1>();
     } else {
       wait_copies<0>();
     }
     __syncwarp();
-    const int key = key_of(unit);
     if (key <= position) {
       char* keys = stages + stage * Shape::kStage;
       float s[kUnit / 8][4], dp[kUnit / 8][4];
       multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
       multiply_transposed<T, Dv>(dp, d_o, shared_address(keys + Shape::kValues), 0, lane);
       const bool partial = key + kUnit > position + 1;
-      row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate,
-                    [&](int, int n, int j) { return !partial || key + n * 8 + 2 * (lane & 3) + j <= position; });
+      row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
+      if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
       if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
         add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
         __syncwarp();
@@ -96,6 +103,8 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
       multiply_accumulate<T, Dk>(acc, dp, shared_address(keys), 0, lane);
     }
     __syncwarp();  // the stage is free
+    at = next;
+    key = next_key;
   }
 
   // The sum over the warps, in their order.

@@ -48,57 +48,64 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
     valid[i] = head < p.group;
     q_row[i] = valid[i] ? args.q.at<T>(seq.batch, query_row, kv_head * p.group + head) : nullptr;
   }
-  const RowFragments<T, Dk> q(q_row[0], q_row[1], lane);
+  const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
   const int blocks =
       clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
-  const int units_per_block = args.block_size / kUnit, units = blocks * units_per_block;
-  const auto key_of = [&](int unit) {
-    return list[unit / units_per_block] * args.block_size + unit % units_per_block * kUnit;
+  // This warp's units: unit `unit` of block `block` of the list, four units further each time.
+  const int units = args.block_size / kUnit;
+  struct Place {
+    int block, unit;
   };
+  const auto settle = [&](Place at) {
+    while (at.unit >= units) at.unit -= units, ++at.block;
+    return at;
+  };
+  const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
 
   char* stages = memory + warp * Shape::kStages * Shape::kStage;
-  const auto load = [&](int unit, int stage) {
+  const T* k = args.k.at<T>(seq.batch, seq.k_begin, kv_head);
+  const T* v = args.v.at<T>(seq.batch, seq.k_begin, kv_head);
+  const auto load = [&](int key, int stage) {
     const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
-    const int key = key_of(unit);
-    const auto source = [&](const Strided& t) {
-      return [&](int r) {
-        return key + r < seq.k_len ? t.at<T>(seq.batch, seq.k_begin + key + r, kv_head) : static_cast<T*>(nullptr);
-      };
-    };
     if (key <= position) {
-      Tile<T, Dk>::load(to, kUnit, lane, 32, source(args.k));
-      Tile<T, Dv>::load(to + Shape::kValues, kUnit, lane, 32, source(args.v));
+      const int count = seq.k_len - key;
+      Tile<T, Dk>::template load<kUnit, 32>(to, lane, rows_from(k + key * args.k.row, args.k.row, count));
+      Tile<T, Dv>::template load<kUnit, 32>(to + Shape::kValues, lane,
+                                            rows_from(v + key * args.v.row, args.v.row, count));
     }
     commit_copies();
   };
 
   OnlineSoftmax<Dv> state;
-  const float scale = args.scale * kLog2e;
-  if (warp < units) load(warp, 0);
-  for (int unit = warp, stage = 0; unit < units; unit += 4, stage ^= 1) {
-    if (unit + 4 < units) {
-      load(unit + 4, stage ^ 1);
+  const float scale = state.positive(args.scale);
+  Place at = settle({0, warp});
+  int key = at.block < blocks ? key_of(at) : 0;
+  if (at.block < blocks) load(key, 0);
+  for (int stage = 0; at.block < blocks; stage ^= 1) {
+    const Place next = settle({at.block, at.unit + 4});
+    const int next_key = next.block < blocks ? key_of(next) : 0;
+    if (next.block < blocks) {
+      load(next_key, stage ^ 1);
       wait_copies<1>();
     } else {
       wait_copies<0>();
     }
     __syncwarp();
-    const int key = key_of(unit);
     if (key <= position) {
       char* keys = stages + stage * Shape::kStage;
       char* values = keys + Shape::kValues;
       float s[kUnit / 8][4];
       multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
       const bool partial = key + kUnit > position + 1;
+      if (partial) {
 #pragma unroll
-      for (int n = 0; n < kUnit / 8; ++n) {
+        for (int n = 0; n < kUnit / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[n][i] *= scale;
-          if (partial && key + n * 8 + 2 * (lane & 3) + i % 2 > position) s[n][i] = -INFINITY;
+          for (int i = 0; i < 4; ++i)
+            if (key + n * 8 + 2 * (lane & 3) + i % 2 > position) s[n][i] = -INFINITY;
         }
       }
-      state.update(s);
+      state.update(s, scale);
       if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dv>(values, kUnit, lane, 32))) {
         add_nonfinite<T, Dv>(state.acc, s, values, 0, lane, [&](int, int j) { return key + j <= position; });
         __syncwarp();
@@ -108,6 +115,8 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
       multiply_accumulate<T, Dv>(state.acc, s, shared_address(values), 0, lane);
     }
     __syncwarp();  // the stage is free
+    at = next;
+    key = next_key;
   }
 
   // Merge.

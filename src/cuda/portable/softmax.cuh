@@ -5,12 +5,19 @@
 
 namespace nsa::cuda::portable {
 
-/// The A fragments of sixteen rows, given by pointers to this lane's two (lane/4 and lane/4 + 8; null: zeros). Rows are
-/// kept in registers, or (float32 rows would not fit) read again each time, from the first-level cache.
+/// The A fragments of sixteen rows, given by pointers to this lane's two (lane/4 and lane/4 + 8; null: zeros), negated
+/// on demand. Rows are kept in registers, or (float32 rows would not fit) read again each time, from the first-level
+/// cache.
 template <class T, int D, bool kKept = sizeof(T) == 2>
 class RowFragments {
  public:
-  __device__ RowFragments(const T* low, const T* high, int lane) : low_(low), high_(high), lane_(lane) {
+  __device__ RowFragments(const T* low, const T* high, int lane, bool negate = false)
+      : low_(low),
+        high_(high),
+        lane_(lane),
+        sign_(!negate          ? 0
+              : sizeof(T) == 2 ? 0x80008000u
+                               : 0x80000000u) {
     if constexpr (kKept) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) read(kept_[k], k);
@@ -32,7 +39,7 @@ class RowFragments {
   __device__ void read(std::uint32_t (&a)[4], int k) const {
     const int column = k * kStep<T> + (lane_ & 3) * (kStep<T> / 8);
     const auto at = [&](const T* row, int offset) {
-      return row ? *reinterpret_cast<const std::uint32_t*>(row + column + offset) : 0u;
+      return row ? *reinterpret_cast<const std::uint32_t*>(row + column + offset) ^ sign_ : 0u;
     };
     a[0] = at(low_, 0);
     a[1] = at(high_, 0);
@@ -42,33 +49,38 @@ class RowFragments {
 
   const T *low_, *high_;
   int lane_;
+  std::uint32_t sign_;
   std::uint32_t kept_[kKept ? kSteps : 1][4];
 };
 
-/// Running maximum (in base-2 units), sum and output of two rows.
+/// Running maximum (in base-2 units), sum and output of two rows. Scores come raw and are scaled here by a positive
+/// factor: a negative softmax scale negates the queries instead, a scale of zero becomes the smallest one there is.
 template <int D>
 struct OnlineSoftmax {
+  /// From the softmax scale to base-2 units.
+  __device__ static float positive(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
+
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   float acc[D / 8][4] = {};
 
-  /// s: scores in base-2 units, -inf where masked. Turns them into probabilities relative to the new maximum.
+  /// s: raw scores, -inf where masked. Turns them into probabilities relative to the new maximum.
   template <int N>
-  __device__ void update(float (&s)[N][4]) {
+  __device__ void update(float (&s)[N][4], float scale) {
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float m = s[0][2 * i];
 #pragma unroll
       for (int n = 0; n < N; ++n) m = fmaxf(m, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-      m = fmaxf(max[i], row_max(m));
+      m = fmaxf(max[i], row_max(m) * scale);
       const float base = m == -INFINITY ? 0 : m;  // nothing seen yet
       factor[i] = exp2_fast(max[i] - base);
       max[i] = m;
       float part = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        s[n][2 * i] = exp2_fast(s[n][2 * i] - base);
-        s[n][2 * i + 1] = exp2_fast(s[n][2 * i + 1] - base);
+        s[n][2 * i] = exp2_fast(fmaf(s[n][2 * i], scale, -base));
+        s[n][2 * i + 1] = exp2_fast(fmaf(s[n][2 * i + 1], scale, -base));
         part += s[n][2 * i] + s[n][2 * i + 1];
       }
       sum[i] = sum[i] * factor[i] + part;  // this lane's share of the row
