@@ -79,6 +79,9 @@ __device__ inline void operand_a(std::uint32_t (&a)[4], const float (&c)[N][4], 
   }
 }
 
+/// Fragments of a tile that the products below load ahead of their use.
+inline constexpr int kAhead = 3;
+
 /// c[n] = a * tile^T: 16 rows of a (fragments, or a second tile) against `8 * N` rows of a tile, over D.
 template <class T, int D, int N, class LoadA>
 __device__ inline void multiply_transposed(float (&c)[N][4], const LoadA& load_a, std::uint32_t tile, int row,
@@ -100,21 +103,24 @@ __device__ inline void multiply_transposed(float (&c)[N][4], const LoadA& load_a
       mma(T{}, c[0], a1, b[2], b[3]);
     }
   } else {
-    // The next fragment is on its way while the current one is multiplied.
-    constexpr int kPairs = N / 2;
-    std::uint32_t b[2][4];
-    Tile<T, D>::load_b(b[0], tile, row, 0, lane);
+    // Fragments are on their way while earlier ones are multiplied.
+    constexpr int kPairs = N / 2, kAll = kSteps * kPairs;
+    std::uint32_t a[2][4], b[kAhead + 1][4];
+    const auto fetch = [&](int i) {
+      if (i < kAll) Tile<T, D>::load_b(b[i % (kAhead + 1)], tile, row + i % kPairs * 16, i / kPairs, lane);
+    };
+    load_a(a[0], 0);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) fetch(i);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      std::uint32_t a[4];
-      load_a(a, k);
+      if (k + 1 < kSteps) load_a(a[(k + 1) % 2], k + 1);
 #pragma unroll
       for (int n = 0; n < kPairs; ++n) {
-        const int i = k * kPairs + n, next = i + 1;
-        if (next < kSteps * kPairs)
-          Tile<T, D>::load_b(b[next % 2], tile, row + next % kPairs * 16, next / kPairs, lane);
-        mma(T{}, c[2 * n], a, b[i % 2][0], b[i % 2][1]);
-        mma(T{}, c[2 * n + 1], a, b[i % 2][2], b[i % 2][3]);
+        const int i = k * kPairs + n;
+        fetch(i + kAhead);
+        mma(T{}, c[2 * n], a[k % 2], b[i % (kAhead + 1)][0], b[i % (kAhead + 1)][1]);
+        mma(T{}, c[2 * n + 1], a[k % 2], b[i % (kAhead + 1)][2], b[i % (kAhead + 1)][3]);
       }
     }
   }
@@ -124,20 +130,24 @@ __device__ inline void multiply_transposed(float (&c)[N][4], const LoadA& load_a
 template <class T, int D, int N>
 __device__ inline void multiply_accumulate(float (&acc)[D / 8][4], const float (&p)[N][4], std::uint32_t tile, int row,
                                            int lane) {
-  constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16;
-  std::uint32_t b[2][4];
-  Tile<T, D>::load_b_rows(b[0], tile, row, 0, lane);
+  constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16, kAll = kSteps * kPairs;
+  std::uint32_t b[kAhead + 1][4];
+  const auto fetch = [&](int i) {
+    if (i < kAll)
+      Tile<T, D>::load_b_rows(b[i % (kAhead + 1)], tile, row + i / kPairs * kStep<T>, i % kPairs * 16, lane);
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) fetch(i);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     std::uint32_t a[4];
     operand_a<T>(a, p, k);
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
-      const int i = k * kPairs + n, next = i + 1;
-      if (next < kSteps * kPairs)
-        Tile<T, D>::load_b_rows(b[next % 2], tile, row + next / kPairs * kStep<T>, next % kPairs * 16, lane);
-      mma(T{}, acc[2 * n], a, b[i % 2][0], b[i % 2][1]);
-      mma(T{}, acc[2 * n + 1], a, b[i % 2][2], b[i % 2][3]);
+      const int i = k * kPairs + n;
+      fetch(i + kAhead);
+      mma(T{}, acc[2 * n], a, b[i % (kAhead + 1)][0], b[i % (kAhead + 1)][1]);
+      mma(T{}, acc[2 * n + 1], a, b[i % (kAhead + 1)][2], b[i % (kAhead + 1)][3]);
     }
   }
 }

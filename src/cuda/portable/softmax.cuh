@@ -53,8 +53,9 @@ class RowFragments {
   std::uint32_t kept_[kKept ? kSteps : 1][4];
 };
 
-/// Running maximum (in base-2 units), sum and output of two rows. Scores come raw and are scaled here by a positive
-/// factor: a negative softmax scale negates the queries instead, a scale of zero becomes the smallest one there is.
+/// Reference (close to the running maximum, in base-2 units), sum and output of two rows. Scores come raw and are
+/// scaled here by a positive factor: a negative softmax scale negates the queries instead, a scale of zero becomes the
+/// smallest one there is.
 template <int D>
 struct OnlineSoftmax {
   /// From the softmax scale to base-2 units.
@@ -66,30 +67,41 @@ struct OnlineSoftmax {
   /// s: raw scores, -inf where masked. Turns them into probabilities relative to the new maximum.
   template <int N>
   __device__ void update(float (&s)[N][4], float scale) {
-    float factor[2];
+    // The reference of a row follows its maximum only when that has grown by 2^8: until then the probabilities are at
+    // most 256 instead of 1, which costs no accuracy and saves the reductions and the scaling of acc.
+    float local[2];
+    bool grown = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float m = s[0][2 * i];
+      local[i] = s[0][2 * i];
 #pragma unroll
-      for (int n = 0; n < N; ++n) m = fmaxf(m, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-      m = fmaxf(max[i], row_max(m) * scale);
-      const float base = m == -INFINITY ? 0 : m;  // nothing seen yet
-      factor[i] = exp2_fast(max[i] - base);
-      max[i] = m;
-      float part = 0;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        s[n][2 * i] = exp2_fast(fmaf(s[n][2 * i], scale, -base));
-        s[n][2 * i + 1] = exp2_fast(fmaf(s[n][2 * i + 1], scale, -base));
-        part += s[n][2 * i] + s[n][2 * i + 1];
-      }
-      sum[i] = sum[i] * factor[i] + part;  // this lane's share of the row
+      for (int n = 0; n < N; ++n) local[i] = fmaxf(local[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+      local[i] *= scale;
+      grown |= local[i] > max[i] + 8;
     }
-    if (__any_sync(0xffffffffu, factor[0] != 1 || factor[1] != 1)) {
+    if (__any_sync(0xffffffffu, grown)) {
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float m = row_max(local[i]), before = max[i];
+        if (m > before + 8) max[i] = m;
+        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
+        sum[i] *= factor[i];
+      }
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) {
         acc[n][0] *= factor[0], acc[n][1] *= factor[0];
         acc[n][2] *= factor[1], acc[n][3] *= factor[1];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float base = max[i] == -INFINITY ? 0 : max[i];  // nothing seen yet
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        s[n][2 * i] = exp2_fast(fmaf(s[n][2 * i], scale, -base));
+        s[n][2 * i + 1] = exp2_fast(fmaf(s[n][2 * i + 1], scale, -base));
+        sum[i] += s[n][2 * i] + s[n][2 * i + 1];  // this lane's share of the row
       }
     }
   }
