@@ -38,12 +38,6 @@ struct Divider {
   }
 };
 
-/// Row r of some: first + r * stride, null from `count` on.
-template <class T>
-__device__ inline auto rows_from(const T* first, std::int64_t stride, int count) {
-  return [=](int r) { return r < count ? first + r * stride : nullptr; };
-}
-
 /// How the query and key rows of a call are cut into sequences and groups.
 struct Geometry {
   int batches = 0;   // sequences

@@ -24,17 +24,6 @@ struct Tile {
 #pragma unroll
     for (int c = 0; c < kChunks / 8; ++c) copy16(to + c * 128, bytes + c * 128, from != nullptr);
   }
-  /// Row r comes from source(r). Eight threads share a row; all kThreads threads of the group call it.
-  template <int kRows, int kThreads, class Source>
-  __device__ static void load(std::uint32_t tile, int thread, const Source& source) {
-    constexpr int kTogether = kThreads / 8;
-#pragma unroll
-    for (int r = 0; r < kRows; r += kTogether) {
-      const int row = r + thread / 8;
-      if (kRows % kTogether == 0 || row < kRows) load_row(tile, row, thread, source(row));
-    }
-  }
-
   /// The B operand of two neighbouring column tiles (rows `row` .. `row` + 15 of the tile are its columns) at reduction
   /// step k: {b0, b1} of the first and {b0, b1} of the second.
   __device__ static void load_b(std::uint32_t (&b)[4], std::uint32_t tile, int row, int k, int lane) {
@@ -61,6 +50,40 @@ struct Tile {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[3]) : "r"(at + 32 + kPitch));
     }
   }
+};
+
+/// Rows of one head of a tensor on their way into tiles of kRows: kThreads threads, eight to a row.
+template <class T, int D, int kRows, int kThreads>
+class RowStream {
+ public:
+  /// row0: of this head; stride: from row to row, in elements; thread < kThreads.
+  __device__ RowStream(const T* row0, std::int64_t stride, int thread)
+      : mine_(reinterpret_cast<const char*>(row0 + thread / 8 * stride) + thread % 8 * 16),
+        stride_(stride * static_cast<int>(sizeof(T))),
+        row_(thread / 8),
+        offset_(thread / 8 * Tile<T, D>::kPitch + thread % 8 * 16) {}
+
+  /// The rows first ... first + kRows - 1; zeros from row `end` on.
+  __device__ void load(std::uint32_t tile, int first, int end) const {
+    const char* from = mine_ + first * stride_;
+    const std::uint32_t to = tile + offset_;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kTogether) {
+      if (kRows % kTogether != 0 && r + row_ >= kRows) break;
+#pragma unroll
+      for (int c = 0; c < Tile<T, D>::kChunks / 8; ++c)
+        copy16(to + r * Tile<T, D>::kPitch + c * 128, from + c * 128, first + r + row_ < end);
+      from += kTogether * stride_;
+    }
+  }
+
+ private:
+  static constexpr int kTogether = kThreads / 8;
+
+  const char* mine_;
+  std::int64_t stride_;  // bytes
+  int row_;
+  std::uint32_t offset_;
 };
 
 /// C fragments (row x reduction) of columns step*kStep .. as the A operand of the next product.
@@ -185,25 +208,39 @@ __device__ inline void add_nonfinite(float (&acc)[D / 8][4], const float (&p)[N]
   }
 }
 
-/// f(element) for this thread's share of the tile's rows.
+/// f(four words) for this thread's share of the tile's rows.
 template <class T, int D, class F>
-__device__ inline void for_elements(char* tile, int rows, int thread, int threads, const F& f) {
-  for (int i = thread; i < rows * Tile<T, D>::kChunks; i += threads) {
-    T* x = reinterpret_cast<T*>(tile + i / Tile<T, D>::kChunks * Tile<T, D>::kPitch + i % Tile<T, D>::kChunks * 16);
-#pragma unroll
-    for (int j = 0; j < 16 / static_cast<int>(sizeof(T)); ++j) f(x[j]);
-  }
+__device__ inline void for_words(char* tile, int rows, int thread, int threads, const F& f) {
+  for (int i = thread; i < rows * Tile<T, D>::kChunks; i += threads)
+    f(*reinterpret_cast<uint4*>(tile + i / Tile<T, D>::kChunks * Tile<T, D>::kPitch + i % Tile<T, D>::kChunks * 16));
+}
+/// Sign bits of the elements of a word whose exponent is all ones.
+__device__ inline std::uint32_t nonfinite_bits(Bf16, std::uint32_t w) {
+  return ((w & 0x7f807f80u) + 0x00800080u) & 0x80008000u;
+}
+__device__ inline std::uint32_t nonfinite_bits(Half, std::uint32_t w) {
+  return ((w & 0x7c007c00u) + 0x04000400u) & 0x80008000u;
+}
+__device__ inline std::uint32_t nonfinite_bits(float, std::uint32_t w) {
+  return ((w & 0x7f800000u) + 0x00800000u) & 0x80000000u;
 }
 template <class T, int D>
 __device__ inline bool has_nonfinite(char* tile, int rows, int thread, int threads) {
-  bool found = false;
-  for_elements<T, D>(tile, rows, thread, threads, [&](T& x) { found |= !is_finite(to_float(x)); });
-  return found;
+  std::uint32_t found = 0;
+  for_words<T, D>(tile, rows, thread, threads, [&](const uint4& w) {
+    found |= nonfinite_bits(T{}, w.x) | nonfinite_bits(T{}, w.y) | nonfinite_bits(T{}, w.z) | nonfinite_bits(T{}, w.w);
+  });
+  return found != 0;
 }
 template <class T, int D>
 __device__ inline void clear_nonfinite(char* tile, int rows, int thread, int threads) {
-  for_elements<T, D>(tile, rows, thread, threads, [&](T& x) {
-    if (!is_finite(to_float(x))) x = from_float<T>(0);
+  constexpr std::uint32_t kElement = sizeof(T) == 4 ? 0xffffffffu : 0xffffu;
+  for_words<T, D>(tile, rows, thread, threads, [&](uint4& words) {
+    for (std::uint32_t* w : {&words.x, &words.y, &words.z, &words.w}) {
+      const std::uint32_t bits = nonfinite_bits(T{}, *w);
+      if (bits & 0x80000000u) *w &= ~(kElement << (32 - 8 * sizeof(T)));
+      if (bits & 0x00008000u) *w &= ~kElement;
+    }
   });
 }
 

@@ -81,13 +81,12 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
   const KeyTile tile =
       selected ? selected_item(args, seq, kv_head, blockIdx.x) : range_item(args, seq, key_count, blockIdx.x);
   if (tile.count == 0) return;
-  const auto key_rows = [&](const auto* first, std::int64_t stride) {
-    return rows_from(first + tile.first * stride, stride, tile.count);
-  };
   const std::uint32_t keys = shared_address(memory), values = keys + Shape::kValues;
-  Tile<T, Dk>::template load<64, 128>(keys, thread, key_rows(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row));
-  Tile<T, Dv>::template load<64, 128>(values, thread,
-                                      key_rows(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row));
+  const int key_end = tile.first + tile.count;
+  RowStream<T, Dk, 64, 128>(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread)
+      .load(keys, tile.first, key_end);
+  RowStream<T, Dv, 64, 128>(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread)
+      .load(values, tile.first, key_end);
   const int queries = max(tile.query_end - tile.query_begin, 0), rows = queries * p.group;
   const int stages = (rows + kRows - 1) / kRows;
   if (selected) {

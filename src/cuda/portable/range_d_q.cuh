@@ -49,14 +49,12 @@ __global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ Backwar
   const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
   const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
-  const T* k = args.k.at<T>(seq.batch, key_begin, kv_head);
-  const T* v = args.v.at<T>(seq.batch, key_begin, kv_head);
+  const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
+  const RowStream<T, Dv, kKeys, 128> v(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread);
   const auto load = [&](int tile) {
     const std::uint32_t stage = shared_address(memory) + tile % 2 * Shape::kStage;
-    const int first = tile * kKeys, count = key_count - first;
-    Tile<T, Dk>::template load<kKeys, 128>(stage, thread, rows_from(k + first * args.k.row, args.k.row, count));
-    Tile<T, Dv>::template load<kKeys, 128>(stage + Shape::kValues, thread,
-                                           rows_from(v + first * args.v.row, args.v.row, count));
+    k.load(stage, tile * kKeys, key_count);
+    v.load(stage + Shape::kValues, tile * kKeys, key_count);
     commit_copies();
   };
 

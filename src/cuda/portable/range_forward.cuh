@@ -53,14 +53,12 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
   const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
   const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
-  const T* keys = args.k.at<T>(seq.batch, key_begin, kv_head);
-  const T* values = args.v.at<T>(seq.batch, key_begin, kv_head);
+  const RowStream<T, Dk, kKeys, 128> keys(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
+  const RowStream<T, Dv, kKeys, 128> values(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread);
   const auto load = [&](int tile) {
     const std::uint32_t stage = shared_address(memory) + tile % 2 * kStage;
-    const int first = tile * kKeys, count = key_count - first;
-    Tile<T, Dk>::template load<kKeys, 128>(stage, thread, rows_from(keys + first * args.k.row, args.k.row, count));
-    Tile<T, Dv>::template load<kKeys, 128>(stage + kValues, thread,
-                                           rows_from(values + first * args.v.row, args.v.row, count));
+    keys.load(stage, tile * kKeys, key_count);
+    values.load(stage + kValues, tile * kKeys, key_count);
     commit_copies();
   };
 

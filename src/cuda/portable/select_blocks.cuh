@@ -129,11 +129,9 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
         lse[i] = visible[i] > 0 ? args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e : INFINITY;
       }
       const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
-      const T* k = args.k.at<T>(seq.batch, key_begin, kv_head);
+      const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
       const auto load = [&](int key_tile) {
-        const int first = key_tile * kKeys;
-        Tile<T, Dk>::template load<kKeys, 128>(shared_address(memory) + key_tile % 2 * Shape::kStage, thread,
-                                               rows_from(k + first * args.k.row, args.k.row, keys - first));
+        k.load(shared_address(memory) + key_tile % 2 * Shape::kStage, key_tile * kKeys, keys);
         commit_copies();
       };
       if (key_tiles > 0) load(0);

@@ -58,15 +58,13 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
   const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
 
   char* stages = memory + warp * 2 * Shape::kStage;
-  const T* k = args.k.at<T>(seq.batch, seq.k_begin, kv_head);
-  const T* v = args.v.at<T>(seq.batch, seq.k_begin, kv_head);
+  const RowStream<T, Dk, kUnit, 32> k(args.k.at<T>(seq.batch, seq.k_begin, kv_head), args.k.row, lane);
+  const RowStream<T, Dv, kUnit, 32> v(args.v.at<T>(seq.batch, seq.k_begin, kv_head), args.v.row, lane);
   const auto load = [&](int key, int stage) {
     const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
     if (key <= position) {
-      const int count = seq.k_len - key;
-      Tile<T, Dk>::template load<kUnit, 32>(to, lane, rows_from(k + key * args.k.row, args.k.row, count));
-      Tile<T, Dv>::template load<kUnit, 32>(to + Shape::kValues, lane,
-                                            rows_from(v + key * args.v.row, args.v.row, count));
+      k.load(to, key, seq.k_len);
+      v.load(to + Shape::kValues, key, seq.k_len);
     }
     commit_copies();
   };
