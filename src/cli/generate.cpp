@@ -29,7 +29,7 @@ struct GenerateArguments {
 void run(const GenerateArguments& arguments) {
   if (arguments.threads > 0) at::set_num_threads(arguments.threads);
   auto loaded = lm::load_model(arguments.checkpoint);
-  const auto tokenizer = lm::make_tokenizer(loaded.tokenizer);
+  const auto tokenizer = lm::make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
   if (arguments.dtype == "bfloat16") loaded.model.set_compute_dtype(at::kBFloat16);
   const std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
   std::vector<std::int64_t> tokens = {tokenizer->end_of_document()};

@@ -12,7 +12,7 @@ namespace nsa::lm {
 
 Subject open_subject(const std::string& path) {
   auto loaded = load_model(path);
-  auto tokenizer = make_tokenizer(loaded.tokenizer);
+  auto tokenizer = make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
   return {std::move(loaded), std::move(tokenizer)};
 }
 

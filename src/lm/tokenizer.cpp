@@ -37,11 +37,15 @@ class PieceTokenizer : public Tokenizer {
   }
   std::vector<std::int32_t> encode(std::string_view text) const override {
     std::vector<int> pieces;
-    processor_.Encode({text.data(), text.size()}, &pieces);
+    const auto status = processor_.Encode({text.data(), text.size()}, &pieces);
+    if (!status.ok()) throw Error(fmt::format("tokenizer: {}", status.ToString()));
     return {pieces.begin(), pieces.end()};
   }
   std::string decode(std::int32_t token) const override {
-    if (token >= processor_.GetPieceSize()) return {};
+    if (token >= processor_.GetPieceSize() || processor_.IsControl(token)) return {};
+    if (processor_.IsByte(token)) {  // spelt <0x0A>
+      return {static_cast<char>(std::stoi(processor_.IdToPiece(token).substr(3, 2), nullptr, 16))};
+    }
     constexpr std::string_view kSpace = "\xe2\x96\x81";  // how SentencePiece writes a space
     std::string piece = processor_.IdToPiece(token);
     for (std::size_t at = 0; (at = piece.find(kSpace, at)) != std::string::npos; ++at) {
@@ -70,6 +74,15 @@ std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
                   "libsentencepiece-dev and build again to use a SentencePiece model)",
                   name));
 #endif
+}
+
+std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, int vocab_size) {
+  auto tokenizer = make_tokenizer(name);
+  if (tokenizer->vocab_size() != vocab_size) {
+    throw Error(fmt::format("tokenizer {}: has {} tokens, the model was trained with {}", name, tokenizer->vocab_size(),
+                            vocab_size));
+  }
+  return tokenizer;
 }
 
 }  // namespace nsa::lm

@@ -25,5 +25,7 @@ class Tokenizer {
 /// "bytes": 256 bytes and the end of a document; else the path of a SentencePiece model. Throws Error when the file
 /// cannot be read, or when the program was built without SentencePiece.
 std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name);
+/// The tokenizer of a trained model, whose vocabulary it must have.
+std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, int vocab_size);
 
 }  // namespace nsa::lm
