@@ -3,6 +3,7 @@
 #   OFFLINE=1      fetch nothing; stop with a message when something is missing
 #   PYTHON=...     the interpreter .venv is made from        VENV=...   where the environment is
 #   JOBS=...       compile jobs (default: one per CPU and 2 GB of free memory)
+#   CUDA=1|0|auto  with the CUDA backend or without; auto (default): with it where nvcc and a GPU are
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -12,12 +13,18 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= pypi
 OFFLINE ?= 0
+CUDA ?= auto
 JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n; print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
 
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready-$(TORCH)
 export PATH := $(BIN):$(if $(filter system,$(TORCH)),$(dir $(shell which $(PYTHON))):)$(PATH)
 export CXX  # one name of the compiler everywhere, for ccache
+
+# NSA_CUDA is what pyproject.toml looks at.
+export CUDACXX := $(firstword $(CUDACXX) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+export NSA_CUDA := $(if $(filter auto,$(CUDA)),$(if $(and $(CUDACXX),$(wildcard /dev/nvidiactl)),1,0),$(CUDA))
+CUDA_CHOICE := build/.cuda-$(NSA_CUDA)
 
 help:
 	@echo 'make build      prepare .venv, compile libnsa, the program nsa (build/bin/nsa) and the Python package'
@@ -38,8 +45,12 @@ $(READY): tools/setup.py tools/requirements.txt
 
 configure: build/build.ninja
 
-build/build.ninja: $(READY)
-	cmake -S . -B build -G Ninja -DNSA_PYTHON=$(BIN)/python
+$(CUDA_CHOICE):
+	@mkdir -p build && rm -f build/.cuda-*
+	@touch $@
+
+build/build.ninja: $(READY) $(CUDA_CHOICE)
+	cmake -S . -B build -G Ninja -DNSA_PYTHON=$(BIN)/python -DNSA_BUILD_CUDA=$(NSA_CUDA)
 	@touch $@
 
 program: build/build.ninja
@@ -49,7 +60,7 @@ program: build/build.ninja
 # The package is installed as a user would install it. Its own copy of libnsa comes out of ccache.
 PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/cpu src/cuda python -type f -not -name '*.pyc')
 package: build/package.installed
-build/package.installed: $(READY) $(PACKAGE_SOURCES) | program
+build/package.installed: $(READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
 	@touch $@
 

@@ -18,7 +18,7 @@ Tensor combine(const Tensor& o_cmp, const Tensor& o_slc, const Tensor& o_swa, co
   CombineParams params = params_of(o_cmp, o_slc, o_swa, gates);
   Tensor o = make(o_cmp, shape_of(o_cmp));
   params.o = output(o, "o");
-  check(nsa::combine(params, context()));
+  run(nsa::combine, params, o_cmp);
   return o;
 }
 
@@ -33,7 +33,7 @@ Tensors<4> combine_backward(const Tensor& d_o, const Tensor& o_cmp, const Tensor
   params.d_o_slc = d_o_slc.view("d_o_slc");
   params.d_o_swa = d_o_swa.view("d_o_swa");
   params.d_gates = d_gates.view("d_gates");
-  check(nsa::combine_backward(params, context()));
+  run(nsa::combine_backward, params, o_cmp);
   return {d_o_cmp.tensor, d_o_slc.tensor, d_o_swa.tensor, d_gates.tensor};
 }
 

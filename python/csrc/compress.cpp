@@ -27,7 +27,7 @@ Tensor compress(const Tensor& k, std::string kind, OptionalTensor pe, OptionalTe
     shape[1] = params.cfg.num_compressed(shape[1]);
   Tensor out = make(k, shape);
   params.out = output(out, "out");
-  check(nsa::compress(params, context()));
+  run(nsa::compress, params, k);
   return out;
 }
 
@@ -47,7 +47,7 @@ Tensors<6> compress_backward(const Tensor& d_out, const Tensor& k, std::string k
   params.d_weights.b1 = d_b1.view("d_b1");
   params.d_weights.w2 = d_w2.view("d_w2");
   params.d_weights.b2 = d_b2.view("d_b2");
-  check(nsa::compress_backward(params, context()));
+  run(nsa::compress_backward, params, k);
   return {d_k.tensor, d_pe.tensor, d_w1.tensor, d_b1.tensor, d_w2.tensor, d_b2.tensor};
 }
 

@@ -27,7 +27,7 @@ Tensors<2> compressed_attention(const Tensor& q, const Tensor& k_c, const Tensor
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
   params.lse = output(lse, "lse");
-  check(nsa::compressed_attention(params, context()));
+  run(nsa::compressed_attention, params, q);
   return {o, lse};
 }
 
@@ -46,7 +46,7 @@ Tensors<3> compressed_attention_backward(const Tensor& d_o, const Tensor& q, con
   params.d_q = d_q.view("d_q");
   params.d_k_c = d_k_c.view("d_k_c");
   params.d_v_c = d_v_c.view("d_v_c");
-  check(nsa::compressed_attention_backward(params, context()));
+  run(nsa::compressed_attention_backward, params, q);
   return {d_q.tensor, d_k_c.tensor, d_v_c.tensor};
 }
 

@@ -127,18 +127,6 @@ CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe,
   return weights;
 }
 
-Context context() {
-  Context result;
-  result.num_threads = static_cast<int>(torch::stable::get_num_threads());
-  return result;
-}
-
 void refuse(const std::string& message) { throw std::invalid_argument("invalid argument: " + message); }
-
-void check(const Status& status) {
-  if (status.ok()) return;
-  if (status.code() == StatusCode::kInvalidArgument) refuse(status.message());
-  throw std::runtime_error(status.message());
-}
 
 }  // namespace nsa::python

@@ -52,12 +52,8 @@ Packed packed_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_se
 CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe, const OptionalTensor& w1,
                               const OptionalTensor& b1, const OptionalTensor& w2, const OptionalTensor& b2);
 
-/// As many threads as torch uses (torch.set_num_threads).
-Context context();
 /// Throws for an argument that is not allowed. Some versions of torch show it as ValueError, some as RuntimeError; by
 /// its first words, "invalid argument: ", Python makes it a ValueError in all of them.
 [[noreturn]] void refuse(const std::string& message);
-/// Refuses (kInvalidArgument), or throws what Python shows as RuntimeError (the rest).
-void check(const Status& status);
 
 }  // namespace nsa::python

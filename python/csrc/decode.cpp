@@ -59,7 +59,7 @@ Tensors<2> step(const Tensor& q, const Tensor& k_cmp, const Tensor& v_cmp, const
   Tensor indices = make_indices(q, k_cmp, params.cfg);
   params.o = output(o, "o");
   params.indices = output(indices, "indices");
-  check(operation(params, context()));
+  run(operation, params, q);
   return {o, indices};
 }
 
@@ -75,7 +75,7 @@ void fork_cache(const Tensor& cache_k_slc, const Tensor& cache_v_slc, const Tens
   params.parent = parent;
   params.child = child;
   params.length = length;
-  check(nsa::fork(params, context()));
+  run(nsa::fork, params, cache_k_slc);
 }
 
 /// The cache's tensors, those that a step changes marked so.

@@ -1,5 +1,5 @@
-// Schemas and CPU kernels of the operations torch.ops.nsa.*. Fake kernels and autograd formulas are Python's
-// (python/nsa/_registration.py).
+// Schemas and kernels of the operations torch.ops.nsa.*, alike for tensors in host memory and on a GPU. Fake kernels
+// and autograd formulas are Python's (python/nsa/_registration.py).
 #include <string>
 
 #include "operations.h"
@@ -51,12 +51,13 @@ void define(Library& m) {
       ", Tensor indices, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, "
       "int[] cfg, float? softmax_scale, " +
       kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
+  def("describe_backends() -> str");
+  def("device_count() -> int");
 }
 
 void implement(Library& m) {
   m.impl("compress", TORCH_BOX(&compress));
   m.impl("compress_backward", TORCH_BOX(&compress_backward));
-  m.impl("compressed_cu_seqlens", TORCH_BOX(&compressed_cu_seqlens));
   m.impl("compressed_attention", TORCH_BOX(&compressed_attention));
   m.impl("compressed_attention_backward", TORCH_BOX(&compressed_attention_backward));
   m.impl("select_blocks", TORCH_BOX(&select_blocks));
@@ -68,7 +69,10 @@ void implement(Library& m) {
   m.impl("combine_backward", TORCH_BOX(&combine_backward));
   m.impl("nsa_attention", TORCH_BOX(&nsa_attention));
   m.impl("nsa_attention_backward", TORCH_BOX(&nsa_attention_backward));
+  implement_decode(m);
 }
+
+std::int64_t device_count() { return nsa::device_count(); }
 
 }  // namespace
 }  // namespace nsa::python
@@ -79,5 +83,10 @@ STABLE_TORCH_LIBRARY(nsa, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(nsa, CPU, m) {
   nsa::python::implement(m);
-  nsa::python::implement_decode(m);
+  m.impl("compressed_cu_seqlens", TORCH_BOX(&nsa::python::compressed_cu_seqlens));  // on a GPU: _registration.py
+}
+STABLE_TORCH_LIBRARY_IMPL(nsa, CUDA, m) { nsa::python::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(nsa, CompositeExplicitAutograd, m) {  // no tensors
+  m.impl("describe_backends", TORCH_BOX(&nsa::describe_backends));
+  m.impl("device_count", TORCH_BOX(&nsa::python::device_count));
 }

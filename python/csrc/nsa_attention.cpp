@@ -49,7 +49,7 @@ Tensors<8> nsa_attention(const Tensor& q, const Tensor& k_c, const Tensor& v_c, 
     params.lse_slc = output(lse_slc, "lse_slc");
     params.lse_swa = output(lse_swa, "lse_swa");
   }
-  check(nsa::nsa_attention(params, context()));
+  run(nsa::nsa_attention, params, q);
   return {o, indices, o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa};
 }
 
@@ -83,7 +83,7 @@ Tensors<8> nsa_attention_backward(const Tensor& d_o, const Tensor& q, const Tens
   params.d_k_swa = d_k_swa.view("d_k_swa");
   params.d_v_swa = d_v_swa.view("d_v_swa");
   params.d_gates = d_gates.view("d_gates");
-  check(nsa::nsa_attention_backward(params, context()));
+  run(nsa::nsa_attention_backward, params, q);
   return {d_q.tensor,     d_k_c.tensor,   d_v_c.tensor,   d_k_slc.tensor,
           d_v_slc.tensor, d_k_swa.tensor, d_v_swa.tensor, d_gates.tensor};
 }

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <utility>
 
-#include "convert.h"
+#include "run.h"
 
 namespace nsa::python {
 

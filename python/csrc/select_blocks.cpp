@@ -18,7 +18,7 @@ Tensor select_blocks(const Tensor& q, const Tensor& k_c, const Tensor& lse, Ints
   check(params.cfg.validate());  // before a size is taken from it
   Tensor indices = make_indices(q, k_c, params.cfg);
   params.indices = output(indices, "indices");
-  check(nsa::select_blocks(params, context()));
+  run(nsa::select_blocks, params, q);
   return indices;
 }
 

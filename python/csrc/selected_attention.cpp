@@ -31,7 +31,7 @@ Tensors<2> selected_attention(const Tensor& q, const Tensor& k, const Tensor& v,
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
   params.lse = output(lse, "lse");
-  check(nsa::selected_attention(params, context()));
+  run(nsa::selected_attention, params, q);
   return {o, lse};
 }
 
@@ -51,7 +51,7 @@ Tensors<3> selected_attention_backward(const Tensor& d_o, const Tensor& q, const
   params.d_q = d_q.view("d_q");
   params.d_k = d_k.view("d_k");
   params.d_v = d_v.view("d_v");
-  check(nsa::selected_attention_backward(params, context()));
+  run(nsa::selected_attention_backward, params, q);
   return {d_q.tensor, d_k.tensor, d_v.tensor};
 }
 

@@ -26,7 +26,7 @@ Tensors<2> sliding_window_attention(const Tensor& q, const Tensor& k, const Tens
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
   params.lse = output(lse, "lse");
-  check(nsa::sliding_window_attention(params, context()));
+  run(nsa::sliding_window_attention, params, q);
   return {o, lse};
 }
 
@@ -46,7 +46,7 @@ Tensors<3> sliding_window_attention_backward(const Tensor& d_o, const Tensor& q,
   params.d_q = d_q.view("d_q");
   params.d_k = d_k.view("d_k");
   params.d_v = d_v.view("d_v");
-  check(nsa::sliding_window_attention_backward(params, context()));
+  run(nsa::sliding_window_attention_backward, params, q);
   return {d_q.tensor, d_k.tensor, d_v.tensor};
 }
 

@@ -1,5 +1,6 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
+from .backends import describe_backends, device_count
 from .cache import KVCache
 from .compression import CompressionFunction, initial_compression_weights
 from .config import CompressionWeights, NSAConfig
@@ -28,6 +29,8 @@ __all__ = [
     "compressed_attention",
     "compressed_cu_seqlens",
     "decode",
+    "describe_backends",
+    "device_count",
     "initial_compression_weights",
     "nsa_attention",
     "prefill",

@@ -35,6 +35,19 @@ def call(operator: Callable, *arguments: Any) -> Any:
         raise
 
 
+def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> Tensor:
+    """By torch, so that nothing waits for the offsets."""
+    config = NSAConfig(*cfg)
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        what = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}".removeprefix("torch.")
+        raise ValueError(f"cu_seqlens: {what}: expected int32 (B + 1)")
+    blocks = (cu_seqlens.diff() - config.kernel_size) // config.kernel_stride + 1
+    return torch.nn.functional.pad(blocks.clamp(min=0).cumsum(0, dtype=torch.int32), (1, 0))
+
+
+torch.library.impl("nsa::compressed_cu_seqlens", "cuda", compressed_cu_seqlens_on_device)
+
+
 def _fake(name: str) -> Callable[[Callable], Callable]:
     return torch.library.register_fake(f"nsa::{name}")
 

@@ -38,14 +38,16 @@ class _Pages:
             raise RuntimeError(f"{self.name}: {needed} more pages are needed, {len(self.free)} are free")
 
     def grow(self, sequence: int, tokens: int) -> None:
-        for _ in range(self.missing(sequence, tokens)):
-            self._append(sequence, self._take())
+        if missing := self.missing(sequence, tokens):
+            self.held[sequence] += [self._take() for _ in range(missing)]
+            self._write(sequence)
 
     def share(self, parent: int, child: int, count: int) -> None:
         """Gives the child the parent's first `count` pages."""
         for page in self.held[parent][:count]:
             self.owners[page] += 1
-            self._append(child, page)
+            self.held[child].append(page)
+        self._write(child)
 
     def own(self, sequence: int, first_written: int) -> list[tuple[int, int]]:
         """Replaces the shared pages that hold tokens from `first_written` on; returns (old, new) of each."""
@@ -56,8 +58,9 @@ class _Pages:
                 old, new = pages[i], self._take()
                 self.owners[old] -= 1
                 pages[i] = new
-                self.table[sequence, i] = new
                 replaced.append((old, new))
+        if replaced:
+            self._write(sequence)
         return replaced
 
     def shared_from(self, sequence: int, first_written: int) -> int:
@@ -70,16 +73,18 @@ class _Pages:
             if self.owners[page] == 0:
                 self.free.append(page)
         self.held[sequence] = []
-        self.table[sequence] = -1
+        self._write(sequence)
 
     def _take(self) -> int:
         page = self.free.pop()
         self.owners[page] = 1
         return page
 
-    def _append(self, sequence: int, page: int) -> None:
-        self.table[sequence, len(self.held[sequence])] = page
-        self.held[sequence].append(page)
+    def _write(self, sequence: int) -> None:
+        """Puts the pages of the sequence into its row of the table, behind what the device has to do already."""
+        pages = self.held[sequence]
+        row = torch.tensor(pages + [-1] * (self.table.shape[1] - len(pages)), dtype=torch.int32, device="cpu")
+        self.table[sequence].copy_(row, non_blocking=True)
 
 
 class KVCache:
@@ -103,7 +108,8 @@ class KVCache:
         page_size: tokens in a page, a positive multiple of 16; None: contiguous.
         num_pages: pages in the pool, default enough for every sequence at max_length. The pool of compressed tokens is
             sized to match.
-        dtype, device: of keys and values.
+        dtype: of keys and values.
+        device: of all tensors of the cache, default torch's default device.
 
     Raises:
         ValueError: a size is not allowed.
@@ -121,7 +127,7 @@ class KVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
         cfg = NSAConfig() if cfg is None else cfg
         v_head_dim = head_dim if v_head_dim is None else v_head_dim

@@ -31,7 +31,7 @@ def initial_compression_weights(
         num_sets: P, the number of KV heads, or 1 for weights shared by all.
         hidden: E of the mlp, default 2 * D. Below 2 * D the weights cannot be the mean: they are Xavier's, with a
             warning.
-        generator: of R.
+        generator: of R, on any device; the weights are on torch's default device.
 
     Raises:
         ValueError: an unknown kind or a size below 1.
@@ -56,7 +56,12 @@ def initial_compression_weights(
         return CompressionWeights("linear", pe, mean, b_out)
     if kind != "mlp":
         raise ValueError(f"kind = {kind!r}: must be mean, linear or mlp")
-    w1 = torch.randn(num_sets, inputs, hidden, generator=generator)
+
+    def normal(*shape: int) -> Tensor:
+        device = None if generator is None else generator.device
+        return torch.randn(*shape, generator=generator, device=device).to(eye.device)
+
+    w1 = normal(num_sets, inputs, hidden)
     w2 = torch.zeros(num_sets, hidden, head_dim)
     if hidden < 2 * head_dim:
         warnings.warn(
@@ -64,7 +69,7 @@ def initial_compression_weights(
             stacklevel=2,
         )
         w1 *= math.sqrt(2 / (inputs + hidden))
-        w2.normal_(0, math.sqrt(2 / (hidden + head_dim)), generator=generator)
+        w2 = normal(num_sets, hidden, head_dim) * math.sqrt(2 / (hidden + head_dim))
     else:
         w1 /= math.sqrt(inputs)
         w1[..., :head_dim] = mean

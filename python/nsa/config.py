@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 from torch import Tensor
 
@@ -99,6 +100,11 @@ class CompressionWeights:
     b1: Tensor | None = None
     w2: Tensor | None = None
     b2: Tensor | None = None
+
+    def to(self, *args: Any, **kwargs: Any) -> CompressionWeights:
+        """The weights on another device or in another dtype; arguments as of Tensor.to."""
+        kind, *tensors = self.as_arguments()
+        return CompressionWeights(kind, *(None if t is None else t.to(*args, **kwargs) for t in tensors))
 
     def as_arguments(self) -> tuple[str, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The members in their order, as the operators in torch.ops.nsa take them."""

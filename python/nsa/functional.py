@@ -2,7 +2,8 @@
 
 Shapes: batched (B, S, heads, D), or packed (total, heads, D) with int32 `cu_seqlens_q` (and `cu_seqlens_k`, if keys and
 queries differ in length) of length batch + 1. H query heads share Hkv key/value heads. Any strides with a contiguous
-last dimension. q, k, v and gates of one call share a dtype: float32 or bfloat16 (float64 with NSA_BACKEND=reference).
+last dimension. q, k, v and gates of one call share a dtype: float32 or bfloat16, on a GPU float16 too (float64 with
+NSA_BACKEND=reference). All tensors of a call are on one device; on a GPU it runs on torch's current stream.
 Query i of Sq stands at position t = i + Sk - Sq. A query that sees no key gets o = 0 and lse = -inf.
 
 `max_seqlen_q` and `max_seqlen_k` are upper bounds of the lengths in tokens (default: the totals); `softmax_scale`

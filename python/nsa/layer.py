@@ -149,7 +149,7 @@ class NativeSparseAttention(nn.Module):
         q = self._heads(self.q_proj(x), self.num_heads)
         k = self._branches(self.k_proj, x)
         v = self._branches(self.v_proj, x)
-        gates = torch.sigmoid(self.gate(x)).to(q.dtype).unflatten(-1, (self.num_heads, 3))
+        gates = self._heads(torch.sigmoid(self.gate(x)).to(q.dtype), self.num_heads)
         weights_k, weights_v = self.phi_k.weights(q.dtype), self.phi_v.weights(q.dtype)
         positions = self._positions(x, cu_seqlens, cache)
         q, k_slc = self._rotate(positions, q, k["slc"])
@@ -181,7 +181,7 @@ class NativeSparseAttention(nn.Module):
 
     @staticmethod
     def _heads(x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, -1))
+        return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)  # unflatten does not compile under a default device
 
     def _branches(self, projection: nn.Module, x: Tensor) -> dict[str, Tensor]:
         if isinstance(projection, nn.ModuleDict):

@@ -281,7 +281,8 @@ Status workspace_size(const NsaAttentionBackwardParams& params, std::size_t& byt
 
 template <>
 Status workspace_size(const DecodeParams& params, std::size_t& bytes, const Context& context) {
-  return measure(kPrefill, params, bytes, context);
+  const bool one_step = params.q.rank == 4 && params.q.size(1) <= kMaxDecodeTokens;  // only names the call
+  return measure(one_step ? kDecode : kPrefill, params, bytes, context);
 }
 
 template <>

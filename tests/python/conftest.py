@@ -9,14 +9,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # masked.py and problem.py
+sys.path.insert(0, str(Path(__file__).parent))  # devices.py, masked.py and problem.py
+
+from devices import BACKENDS, running
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def backend(request, monkeypatch):
-    """Every test that asks for it runs on both backends; the library reads the variable at each call."""
-    monkeypatch.setenv("NSA_BACKEND", request.param)
-    return request.param
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Every test that asks for it runs on all backends, with its tensors on the backend's device."""
+    with running(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    """The same without the reference backend."""
+    with running(request.param):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

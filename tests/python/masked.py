@@ -7,6 +7,8 @@ time: q (Sq, H, Dk), k (Sk, Hkv, Dk), v (Sk, Hkv, Dv), query i at position i + S
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -79,14 +81,14 @@ def importance(q: Tensor, k_c: Tensor, cfg: NSAConfig, sk: int, scale: float | N
 
 def selection_errors(indices: Tensor, q: Tensor, k_c: Tensor, cfg: NSAConfig, sk: int, rho: float = 1e-5) -> list[str]:
     """What is wrong with indices (Sq, Hkv, topk) by the specification's tolerance rule; q and k_c float64."""
-    scores = importance(q, k_c, cfg, sk)
+    scores, rows = importance(q, k_c, cfg, sk).tolist(), indices.tolist()
     group = q.shape[1] // k_c.shape[1]
     errors = []
     for i, t in enumerate(positions(q.shape[0], sk).tolist()):
         own = t // cfg.block_size
         forced = {j for j in range(own + 1) if j < cfg.init_blocks or j > own - cfg.local_blocks}
         for h in range(k_c.shape[1]):
-            row = indices[i, h].tolist()
+            row = rows[i][h]
             picks = [j for j in row if j >= 0]
             where = f"query {i}, KV head {h}: {row}"
             count = min(cfg.topk, own + 1)
@@ -96,7 +98,7 @@ def selection_errors(indices: Tensor, q: Tensor, k_c: Tensor, cfg: NSAConfig, sk
                 errors.append(f"{where}: a forced block is missing, or a block lies in the future")
             else:
                 free = count - len(forced)
-                others = [(scores[h, i, j].item(), j) for j in range(own + 1) if j not in forced]
+                others = [(scores[h][i][j], j) for j in range(own + 1) if j not in forced]
                 if free == 0 or not others:
                     continue
                 nth = sorted((s for s, _ in others), reverse=True)[free - 1]
@@ -137,9 +139,9 @@ def select_with_noise(
     q: Tensor, k_c: Tensor, cfg: NSAConfig, sk: int, noise: float, seed: int, sequence: int
 ) -> Tensor:
     """Indices (Sq, Hkv, topk) under exploration noise, from float64 scores."""
-    scores = importance(q, k_c, cfg, sk)
+    scores = importance(q, k_c, cfg, sk).tolist()
     group = q.shape[1] // k_c.shape[1]
-    result = torch.full((q.shape[0], k_c.shape[1], cfg.topk), -1, dtype=torch.int32)
+    result = [[[-1] * cfg.topk for _ in range(k_c.shape[1])] for _ in range(q.shape[0])]
     for i, t in enumerate(positions(q.shape[0], sk).tolist()):
         own = t // cfg.block_size
         for h in range(k_c.shape[1]):
@@ -149,12 +151,11 @@ def select_with_noise(
                     keys.append(torch.inf)
                     continue
                 u = ((philox4x32(seed, (j, t, h, sequence)) >> 9) + 0.5) * 2.0**-23
-                gumbel = -torch.log(-torch.log(torch.tensor(u, dtype=torch.float64))).item()
-                share = scores[h, i, j].item() / (group * cfg.kernel_size / cfg.kernel_stride)
-                keys.append(torch.log(torch.tensor(share + 1e-4, dtype=torch.float64)).item() + noise * gumbel)
+                share = scores[h][i][j] / (group * cfg.kernel_size / cfg.kernel_stride)
+                keys.append(math.log(share + 1e-4) - noise * math.log(-math.log(u)))
             best = sorted(range(own + 1), key=lambda j: (-keys[j], j))[: cfg.topk]
-            result[i, h, : len(best)] = torch.tensor(sorted(best))
-    return result
+            result[i][h][: len(best)] = sorted(best)
+    return torch.tensor(result, dtype=torch.int32)
 
 
 def philox4x32(seed: int, counter: tuple[int, int, int, int]) -> int:

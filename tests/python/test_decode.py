@@ -1,11 +1,14 @@
 """Decoding and prefill with a cache against one forward pass; rollback, forks, idle rows, capacity."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nsa
+from devices import BACKENDS, head_dims, running
 from problem import SMALL
 
 KINDS = {"contiguous": {}, "paged": {"page_size": 16}, "large pages": {"page_size": 48}}
@@ -15,7 +18,7 @@ LENGTH = 110
 @pytest.fixture
 def layer():
     torch.manual_seed(1)
-    layer = nsa.NativeSparseAttention(32, 4, 2, 16, 24, SMALL).eval().requires_grad_(False)
+    layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 24), SMALL).eval().requires_grad_(False)
     torch.nn.init.normal_(layer.gate[2].weight)
     return layer
 
@@ -47,14 +50,14 @@ def test_equals_forward(backend, layer, kind, steps):
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.data())
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_any_split(name, data):
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    layer = nsa.NativeSparseAttention(16, 2, 1, 8, cfg=SMALL, share_kv=True).eval().requires_grad_(False)
-    steps = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-    x = torch.randn(1, sum(steps), 16)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NSA_BACKEND", name)
+    with running(name):
+        torch.manual_seed(data.draw(st.integers(0, 99)))
+        dims = head_dims(8, 8)
+        layer = nsa.NativeSparseAttention(16, 2, 1, *dims, SMALL, share_kv=True).eval().requires_grad_(False)
+        steps = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+        x = torch.randn(1, sum(steps), 16)
         cache = layer.make_cache(1, x.shape[1], page_size=data.draw(st.sampled_from([None, 16, 32])))
         cache.reserve(x.shape[1])
         assert_same(feed(layer, cache, x, steps), layer(x))
@@ -65,10 +68,10 @@ def test_ragged_steps_and_idle_rows(backend, layer, kind):
     x = torch.randn(3, LENGTH, 32)
     expected, cache = layer(x), layer.make_cache(3, LENGTH, **KINDS[kind])
     cache.reserve(LENGTH)
-    at, generator = [0, 0, 0], torch.Generator().manual_seed(3)
+    at, generator = [0, 0, 0], random.Random(3)
     while min(at) < LENGTH:
-        m = int(torch.randint(1, 25, (), generator=generator))
-        counts = [min(int(torch.randint(0, m + 1, (), generator=generator)), LENGTH - a) for a in at]
+        m = generator.randrange(1, 25)
+        counts = [min(generator.randrange(m + 1), LENGTH - a) for a in at]
         step = torch.full((3, m, 32), torch.nan)  # what lies behind num_new must not matter
         for b, count in enumerate(counts):
             step[b, :count] = x[b, at[b] : at[b] + count]
@@ -136,7 +139,7 @@ def test_rollback_into_a_shared_page(backend, layer):
     assert cache.free_pages == 12
 
 
-def test_pages_come_back():
+def test_pages_come_back(device):
     cache = nsa.KVCache(3, 1, 8, cfg=SMALL, max_length=64, page_size=16, num_pages=6)
     cache.reserve([64, 32, 0])
     with pytest.raises(RuntimeError, match="1 more pages are needed, 0 are free"):
@@ -178,11 +181,12 @@ def test_unwritten_memory_may_hold_nan(backend, layer):
 def test_folded_tokens_are_compressed_tokens(backend, layer):
     """k~ folded in decoding is bitwise compress's."""
     weights = layer.phi_k.weights(torch.float32)
-    k, v = torch.randn(1, 50, 2, 16), torch.randn(1, 50, 2, 24)
+    dk, dv = layer.head_dim, layer.v_head_dim
+    k, v = torch.randn(1, 50, 2, dk), torch.randn(1, 50, 2, dv)
     cache = layer.make_cache(1, 64)
     for i in range(50):
         one, value = k[:, i : i + 1], v[:, i : i + 1]
-        q = torch.randn(1, 1, 4, 16)
+        q = torch.randn(1, 1, 4, dk)
         new_kv = (one, value) * 3
         nsa.decode(q, new_kv, torch.rand(1, 1, 4, 3), cache, weights, layer.phi_v.weights(torch.float32), SMALL)
     assert torch.equal(cache.k_c[:, : SMALL.num_compressed(50)], nsa.compress(k, weights, SMALL))
@@ -201,7 +205,7 @@ def test_compiled_steps(backend, layer):
     assert torch.equal(*outs)
 
 
-def test_bfloat16(layer):
+def test_bfloat16(device, layer):
     layer = layer.bfloat16()
     x = torch.randn(2, 60, 32).bfloat16()
     cache = layer.make_cache(2, 64)

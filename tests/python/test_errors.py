@@ -4,23 +4,24 @@ import pytest
 import torch
 
 import nsa
+from devices import head_dims, here, on_gpu
 from problem import SMALL
 
-B, S, H, HKV, DK, DV = 2, 50, 4, 2, 16, 24
+B, S, H, HKV = 2, 50, 4, 2
 MEAN = nsa.CompressionWeights("mean")
 
 
 def good():
     """A valid call of nsa_attention by the names of its arguments."""
-    n = SMALL.num_compressed(S)
+    n, (dk, dv) = SMALL.num_compressed(S), head_dims(16, 24)
     return {
-        "q": torch.randn(B, S, H, DK),
-        "k_c": torch.randn(B, n, HKV, DK),
-        "v_c": torch.randn(B, n, HKV, DV),
-        "k_slc": torch.randn(B, S, HKV, DK),
-        "v_slc": torch.randn(B, S, HKV, DV),
-        "k_swa": torch.randn(B, S, HKV, DK),
-        "v_swa": torch.randn(B, S, HKV, DV),
+        "q": torch.randn(B, S, H, dk),
+        "k_c": torch.randn(B, n, HKV, dk),
+        "v_c": torch.randn(B, n, HKV, dv),
+        "k_slc": torch.randn(B, S, HKV, dk),
+        "v_slc": torch.randn(B, S, HKV, dv),
+        "k_swa": torch.randn(B, S, HKV, dk),
+        "v_swa": torch.randn(B, S, HKV, dv),
         "gates": torch.rand(B, S, H, 3),
         "cfg": SMALL,
     }
@@ -77,9 +78,11 @@ def test_settings(backend, change, message):
         (torch.tensor([[0, 20]], dtype=torch.int32), "cu_seqlens"),
     ],
 )
-def test_cu_seqlens(backend, cu_seqlens, message):
+def test_cu_seqlens(backend, monkeypatch, cu_seqlens, message):
+    if on_gpu():
+        monkeypatch.setenv("NSA_VALIDATE", "1")  # read what lies on the device
     with pytest.raises(ValueError, match=message):
-        nsa.compress(torch.randn(50, 2, 16), MEAN, SMALL, cu_seqlens)
+        nsa.compress(torch.randn(50, 2, 16), MEAN, SMALL, here(cu_seqlens))
 
 
 def test_more_queries_than_keys(backend):
@@ -102,7 +105,7 @@ def test_more_queries_than_keys(backend):
 )
 def test_weights(backend, weights, message):
     with pytest.raises(ValueError, match=message):
-        nsa.compress(torch.randn(1, 50, 2, 16), weights, SMALL)
+        nsa.compress(torch.randn(1, 50, 2, 16), weights.to(torch.get_default_device()), SMALL)
 
 
 def test_seqlen_k(backend):
@@ -127,7 +130,7 @@ def test_window_size(backend):
 def test_unknown_backend(monkeypatch):
     monkeypatch.setenv("NSA_BACKEND", "gpu")
     x = torch.randn(1, 5, 1, 16)
-    with pytest.raises(ValueError, match="NSA_BACKEND = 'gpu': must be auto, cpu or reference"):
+    with pytest.raises(ValueError, match="NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference"):
         nsa.sliding_window_attention(x, x, x, 4)
 
 

@@ -7,8 +7,14 @@ from hypothesis import strategies as st
 
 import masked
 import nsa
+from devices import BACKENDS, running
 from problem import OPERATIONS, SMALL, Problem, assert_within_bound, cast, gradients
 
+DTYPES = {
+    "reference": (torch.float64, torch.float32),
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
 PROBLEMS = {
     "batched": Problem([(70, 70)] * 2),
     # Many of the small ones, so that the largest error is not a matter of luck.
@@ -34,7 +40,8 @@ PROBLEMS = {
 
 def check(backend, operation, problem, luck=1.0):
     """Output, lse, indices and gradients; for float64 the plain computation is the truth itself."""
-    for dtype in (torch.float64, torch.float32) if backend == "reference" else (torch.float32, torch.bfloat16):
+    floor = 3e-5 if backend == "cuda" else 0.0  # one visible key: dP - delta is rounding noise there
+    for dtype in DTYPES[backend]:
         inputs = problem.inputs(operation, dtype)
         truths, plains = cast(inputs, torch.float64), cast(inputs, dtype)
         actual = problem.by_library(operation, inputs, problem.random_indices())
@@ -53,7 +60,7 @@ def check(backend, operation, problem, luck=1.0):
         for name in inputs:
             assert found[name].dtype == dtype
             three = found[name], plain_gradients[name], true_gradients[name]
-            assert_within_bound(f"d_{name}", *three, luck)
+            assert_within_bound(f"d_{name}", *three, luck, floor)
 
 
 def check_indices(problem, inputs, indices):
@@ -102,10 +109,9 @@ def problems(draw):
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(problem=problems(), operation=st.sampled_from(OPERATIONS))
-@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_anything_valid(name, operation, problem):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NSA_BACKEND", name)
+    with running(name):
         check(name, operation, problem, luck=4.0)
 
 

@@ -1,0 +1,46 @@
+"""Which backends there are, and what is said where one cannot run."""
+
+import pytest
+import torch
+
+import nsa
+from devices import NO_CUDA
+from nsa._registration import compressed_cu_seqlens_on_device
+from problem import SMALL
+
+
+def test_description():
+    lines = nsa.describe_backends().splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == ["cpu", "cuda", "reference", "chosen"]
+    assert ("cannot run: " in lines[1]) == (nsa.device_count() == 0)
+    assert lines[3].startswith("chosen: cpu")
+
+
+def test_tensors_in_host_memory_do_not_run_on_cuda(monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND", "cuda")
+    x = torch.randn(1, 5, 1, 64)
+    with pytest.raises(RuntimeError, match="backend cuda: tensors on the cpu: takes tensors on a CUDA device"):
+        nsa.sliding_window_attention(x, x, x, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or nsa.device_count() > 0, reason="needs a GPU and a build without")
+def test_a_build_without_cuda_says_so():
+    x = torch.randn(1, 5, 1, 64, device="cuda")
+    with pytest.raises(RuntimeError, match="this build of libnsa has none"):
+        nsa.sliding_window_attention(x, x, x, 4)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not nsa.device_count(), reason=NO_CUDA))]
+)
+def test_offsets_of_compressed_tokens_by_torch(device):
+    """The formula for offsets on a device against the library's for offsets in host memory."""
+    for _ in range(20):
+        lengths = torch.randint(0, 40, (9,)) * torch.randint(0, 2, (9,))
+        cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+        for cfg in (SMALL, nsa.NSAConfig(3, 1, 16, 2, 0, 1, 64), nsa.NSAConfig(16, 16)):
+            found = compressed_cu_seqlens_on_device(cu_seqlens.to(device), cfg.as_list())
+            assert found.dtype == torch.int32 and torch.equal(found.cpu(), nsa.compressed_cu_seqlens(cu_seqlens, cfg))
+    for refused in (cu_seqlens.long(), cu_seqlens[None], cu_seqlens[:0]):
+        with pytest.raises(ValueError, match=r"cu_seqlens: int.* expected int32 \(B \+ 1\)"):
+            compressed_cu_seqlens_on_device(refused.to(device), SMALL.as_list())
