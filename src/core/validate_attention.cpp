@@ -1,3 +1,4 @@
+#include <initializer_list>
 #include <limits>
 #include <string>
 
@@ -118,17 +119,26 @@ void check_block_size(Checker& check, int block_size) {
   check.note("block_size", std::int64_t{block_size});
 }
 
-/// In the backward the forward's results are inputs.
+/// What one branch's attention has in common behind its keys and values: `check_sequences` takes their lengths.
+template <class Params, class CheckSequences>
+void check_branch(Checker& check, Shapes& shapes, const Params& params, Access results,
+                  CheckSequences&& check_sequences) {
+  check_heads(check, shapes);
+  check.softmax_scale(params.softmax_scale);
+  check_sequences();
+  check.tensor("o", params.o, results, shapes.o());
+  check.float32("lse", params.lse, results, shapes.lse());
+}
+
+// One check_forward for each operation; in the backward the forward's results are inputs.
+
 void check_forward(Checker& check, Shapes& shapes, const CompressedAttentionParams& params, Access results) {
   check.config(params.cfg);
   check.tensor("q", params.q, Access::kInput, shapes.q());
   check.tensor("k_c", params.k_c, Access::kInput, shapes.k_c());
   check.tensor("v_c", params.v_c, Access::kInput, shapes.v_c());
-  check_heads(check, shapes);
-  check.softmax_scale(params.softmax_scale);
-  check_compressed_lengths(check, shapes, params.packed, params.cfg, params.seqlen_k);
-  check.tensor("o", params.o, results, shapes.o());
-  check.float32("lse", params.lse, results, shapes.lse());
+  check_branch(check, shapes, params, results,
+               [&] { check_compressed_lengths(check, shapes, params.packed, params.cfg, params.seqlen_k); });
 }
 
 /// What attention over raw tokens has in common.
@@ -137,11 +147,7 @@ void check_token_attention(Checker& check, Shapes& shapes, const Params& params,
   check.tensor("q", params.q, Access::kInput, shapes.q());
   check.tensor("k", params.k, Access::kInput, shapes.k());
   check.tensor("v", params.v, Access::kInput, shapes.v());
-  check_heads(check, shapes);
-  check.softmax_scale(params.softmax_scale);
-  check_lengths(check, shapes, params.packed, shapes.Sk.value);
-  check.tensor("o", params.o, results, shapes.o());
-  check.float32("lse", params.lse, results, shapes.lse());
+  check_branch(check, shapes, params, results, [&] { check_lengths(check, shapes, params.packed, shapes.Sk.value); });
 }
 
 void check_forward(Checker& check, Shapes& shapes, const SelectedAttentionParams& params, Access results) {
@@ -155,18 +161,6 @@ void check_forward(Checker& check, Shapes& shapes, const SlidingWindowAttentionP
   check.require(params.window_size >= 1, "window_size = ", params.window_size, ": must be >= 1");
   check.note("window_size", params.window_size);
   check_token_attention(check, shapes, params, results);
-}
-
-template <class BackwardParams>
-Status validate_token_backward(const BackwardParams& params, Call& call) {
-  Checker check(call);
-  Shapes shapes(params.forward.packed);
-  check_forward(check, shapes, params.forward, Access::kInput);
-  check.incoming_gradient("d_o", params.d_o, shapes.o());
-  check.optional_tensor("d_q", params.d_q, Access::kOutput, shapes.q());
-  check.optional_tensor("d_k", params.d_k, Access::kOutput, shapes.k());
-  check.optional_tensor("d_v", params.d_v, Access::kOutput, shapes.v());
-  return check.finish();
 }
 
 void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& params, Access results) {
@@ -216,24 +210,45 @@ Packed layout_of(const CombineParams& params) {
   return packed;
 }
 
-}  // namespace
-
-Status validate(const CompressedAttentionParams& params, Call& call) {
+template <class Params>
+Status validate_forward(const Params& params, Call& call) {
   Checker check(call);
   Shapes shapes(params.packed);
   check_forward(check, shapes, params, Access::kOutput);
   return check.finish();
 }
 
-Status validate(const CompressedAttentionBackwardParams& params, Call& call) {
+/// A gradient that a backward may be asked for.
+struct Gradient {
+  const char* name;
+  const TensorView& view;
+  Shape (Shapes::*shape)();
+};
+
+template <class BackwardParams>
+Status validate_backward(const BackwardParams& params, std::initializer_list<Gradient> gradients, Call& call) {
   Checker check(call);
   Shapes shapes(params.forward.packed);
   check_forward(check, shapes, params.forward, Access::kInput);
   check.incoming_gradient("d_o", params.d_o, shapes.o());
   check.optional_tensor("d_q", params.d_q, Access::kOutput, shapes.q());
-  check.optional_tensor("d_k_c", params.d_k_c, Access::kOutput, shapes.k_c());
-  check.optional_tensor("d_v_c", params.d_v_c, Access::kOutput, shapes.v_c());
+  for (const Gradient& gradient : gradients)
+    check.optional_tensor(gradient.name, gradient.view, Access::kOutput, (shapes.*gradient.shape)());
   return check.finish();
+}
+
+template <class BackwardParams>
+Status validate_token_backward(const BackwardParams& params, Call& call) {
+  return validate_backward(params, {{"d_k", params.d_k, &Shapes::k}, {"d_v", params.d_v, &Shapes::v}}, call);
+}
+
+}  // namespace
+
+Status validate(const CompressedAttentionParams& params, Call& call) { return validate_forward(params, call); }
+
+Status validate(const CompressedAttentionBackwardParams& params, Call& call) {
+  return validate_backward(params, {{"d_k_c", params.d_k_c, &Shapes::k_c}, {"d_v_c", params.d_v_c, &Shapes::v_c}},
+                           call);
 }
 
 Status validate(const SelectBlocksParams& params, Call& call) {
@@ -252,23 +267,13 @@ Status validate(const SelectBlocksParams& params, Call& call) {
   return check.finish();
 }
 
-Status validate(const SelectedAttentionParams& params, Call& call) {
-  Checker check(call);
-  Shapes shapes(params.packed);
-  check_forward(check, shapes, params, Access::kOutput);
-  return check.finish();
-}
+Status validate(const SelectedAttentionParams& params, Call& call) { return validate_forward(params, call); }
 
 Status validate(const SelectedAttentionBackwardParams& params, Call& call) {
   return validate_token_backward(params, call);
 }
 
-Status validate(const SlidingWindowAttentionParams& params, Call& call) {
-  Checker check(call);
-  Shapes shapes(params.packed);
-  check_forward(check, shapes, params, Access::kOutput);
-  return check.finish();
-}
+Status validate(const SlidingWindowAttentionParams& params, Call& call) { return validate_forward(params, call); }
 
 Status validate(const SlidingWindowAttentionBackwardParams& params, Call& call) {
   return validate_token_backward(params, call);
@@ -294,27 +299,18 @@ Status validate(const CombineBackwardParams& params, Call& call) {
   return check.finish();
 }
 
-Status validate(const NsaAttentionParams& params, Call& call) {
-  Checker check(call);
-  Shapes shapes(params.packed);
-  check_forward(check, shapes, params, Access::kOutput);
-  return check.finish();
-}
+Status validate(const NsaAttentionParams& params, Call& call) { return validate_forward(params, call); }
 
 Status validate(const NsaAttentionBackwardParams& params, Call& call) {
-  Checker check(call);
-  Shapes shapes(params.forward.packed);
-  check_forward(check, shapes, params.forward, Access::kInput);
-  check.incoming_gradient("d_o", params.d_o, shapes.o());
-  check.optional_tensor("d_q", params.d_q, Access::kOutput, shapes.q());
-  check.optional_tensor("d_k_c", params.d_k_c, Access::kOutput, shapes.k_c());
-  check.optional_tensor("d_v_c", params.d_v_c, Access::kOutput, shapes.v_c());
-  check.optional_tensor("d_k_slc", params.d_k_slc, Access::kOutput, shapes.k());
-  check.optional_tensor("d_v_slc", params.d_v_slc, Access::kOutput, shapes.v());
-  check.optional_tensor("d_k_swa", params.d_k_swa, Access::kOutput, shapes.k());
-  check.optional_tensor("d_v_swa", params.d_v_swa, Access::kOutput, shapes.v());
-  check.optional_tensor("d_gates", params.d_gates, Access::kOutput, shapes.gates());
-  return check.finish();
+  return validate_backward(params,
+                           {{"d_k_c", params.d_k_c, &Shapes::k_c},
+                            {"d_v_c", params.d_v_c, &Shapes::v_c},
+                            {"d_k_slc", params.d_k_slc, &Shapes::k},
+                            {"d_v_slc", params.d_v_slc, &Shapes::v},
+                            {"d_k_swa", params.d_k_swa, &Shapes::k},
+                            {"d_v_swa", params.d_v_swa, &Shapes::v},
+                            {"d_gates", params.d_gates, &Shapes::gates}},
+                           call);
 }
 
 }  // namespace nsa
