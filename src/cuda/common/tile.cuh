@@ -102,81 +102,120 @@ __device__ inline void operand_a(std::uint32_t (&a)[4], const float (&c)[N][4], 
   }
 }
 
-/// Fragments of a tile that the products below load ahead of their use.
+// Products. The B operand, a tile, comes by ldmatrix into a ring of fragments, kAhead of them on their way while
+// earlier ones are multiplied. Towards its end a product fetches the first fragments of the next one, so that the
+// tensor cores need not wait at its start:
+//
+//   start(scores, ring);  scores.run(s, ring, outputs);  ...  outputs.run(acc, s, ring);
+
 inline constexpr int kAhead = 3;
 
-/// c[n] = a * tile^T: 16 rows of a (fragments, or a second tile) against `8 * N` rows of a tile, over D.
+struct Ring {
+  std::uint32_t a[4];  // the first fragment of A, where A is a tile too
+  std::uint32_t b[kAhead + 1][4];
+};
+
+/// After the last product.
+struct Nothing {
+  __device__ void fetch(Ring&, int) const {}
+};
+
+/// Fetches what must be on its way before run().
+template <class Product>
+__device__ inline void start(const Product& product, Ring& ring) {
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) product.fetch(ring, i);
+}
+
+/// c = a * tile^T: 16 rows of a (its fragments come from load_a(a, k)) against 8 * N rows of a tile, over D.
 template <class T, int D, int N, class LoadA>
-__device__ inline void multiply_transposed(float (&c)[N][4], const LoadA& load_a, std::uint32_t tile, int row,
-                                           int lane) {
-  constexpr int kSteps = D / kStep<T>;
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) c[n][i] = 0;
-  if constexpr (N == 1) {
-    static_assert(kSteps % 2 == 0);
-#pragma unroll
-    for (int k = 0; k < kSteps; k += 2) {
-      std::uint32_t b[4], a0[4], a1[4];
-      Tile<T, D>::load_b_narrow(b, tile, row, k, lane);
-      load_a(a0, k);
-      load_a(a1, k + 1);
-      mma(T{}, c[0], a0, b[0], b[1]);
-      mma(T{}, c[0], a1, b[2], b[3]);
+struct Scores {
+  const LoadA& load_a;
+  std::uint32_t tile;
+  int lane;
+
+  static constexpr int kSteps = D / kStep<T>, kPairs = N > 1 ? N / 2 : 1;  // N = 1: a fragment has two steps
+  static constexpr int kAll = N > 1 ? kSteps* kPairs : kSteps / 2;
+  static_assert(kAll % (kAhead + 1) == 0 && (N == 1 || N % 2 == 0));
+
+  __device__ void fetch(Ring& ring, int i) const {
+    if (i == 0) load_a(ring.a, 0);
+    if constexpr (N == 1) {
+      Tile<T, D>::load_b_narrow(ring.b[i % (kAhead + 1)], tile, 0, 2 * i, lane);
+    } else {
+      Tile<T, D>::load_b(ring.b[i % (kAhead + 1)], tile, i % kPairs * 16, i / kPairs, lane);
     }
-  } else {
-    // Fragments are on their way while earlier ones are multiplied.
-    constexpr int kPairs = N / 2, kAll = kSteps * kPairs;
-    std::uint32_t a[2][4], b[kAhead + 1][4];
-    const auto fetch = [&](int i) {
-      if (i < kAll) Tile<T, D>::load_b(b[i % (kAhead + 1)], tile, row + i % kPairs * 16, i / kPairs, lane);
-    };
-    load_a(a[0], 0);
+  }
+  template <class Next = Nothing>
+  __device__ void run(float (&c)[N][4], Ring& ring, const Next& next = {}) const {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetch(i);
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[n][i] = 0;
+    std::uint32_t a[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[0][i] = ring.a[i];
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (k + 1 < kSteps) load_a(a[(k + 1) % 2], k + 1);
 #pragma unroll
       for (int n = 0; n < kPairs; ++n) {
-        const int i = k * kPairs + n;
-        fetch(i + kAhead);
-        mma(T{}, c[2 * n], a[k % 2], b[i % (kAhead + 1)][0], b[i % (kAhead + 1)][1]);
-        mma(T{}, c[2 * n + 1], a[k % 2], b[i % (kAhead + 1)][2], b[i % (kAhead + 1)][3]);
+        const int i = N > 1 ? k * kPairs + n : k / 2;
+        const std::uint32_t(&b)[4] = ring.b[i % (kAhead + 1)];
+        if (N > 1 || k % 2 == 0) {
+          if (i + kAhead < kAll) {
+            fetch(ring, i + kAhead);
+          } else {
+            next.fetch(ring, i + kAhead - kAll);
+          }
+        }
+        if constexpr (N > 1) {
+          mma(T{}, c[2 * n], a[k % 2], b[0], b[1]);
+          mma(T{}, c[2 * n + 1], a[k % 2], b[2], b[3]);
+        } else {
+          mma(T{}, c[0], a[k % 2], b[k % 2 * 2], b[k % 2 * 2 + 1]);
+        }
       }
     }
   }
-}
+};
 
-/// acc += p * tile: p (C fragments, 16 x 8*N, rounded to T) against rows `row` .. of a tile, D columns.
+/// acc += p * tile: p (C fragments, 16 x 8*N, rounded to T) against the rows of a tile, D columns.
 template <class T, int D, int N>
-__device__ inline void multiply_accumulate(float (&acc)[D / 8][4], const float (&p)[N][4], std::uint32_t tile, int row,
-                                           int lane) {
-  constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16, kAll = kSteps * kPairs;
-  std::uint32_t b[kAhead + 1][4];
-  const auto fetch = [&](int i) {
-    if (i < kAll)
-      Tile<T, D>::load_b_rows(b[i % (kAhead + 1)], tile, row + i / kPairs * kStep<T>, i % kPairs * 16, lane);
-  };
+struct Outputs {
+  std::uint32_t tile;
+  int lane;
+
+  static constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16, kAll = kSteps * kPairs;
+  static_assert(kAll % (kAhead + 1) == 0);
+
+  __device__ void fetch(Ring& ring, int i) const {
+    Tile<T, D>::load_b_rows(ring.b[i % (kAhead + 1)], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
+  }
+  template <class Next = Nothing>
+  __device__ void run(float (&acc)[D / 8][4], const float (&p)[N][4], Ring& ring, const Next& next = {}) const {
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) fetch(i);
+    for (int k = 0; k < kSteps; ++k) {
+      std::uint32_t a[4];
+      operand_a<T>(a, p, k);
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    std::uint32_t a[4];
-    operand_a<T>(a, p, k);
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-      const int i = k * kPairs + n;
-      fetch(i + kAhead);
-      mma(T{}, acc[2 * n], a, b[i % (kAhead + 1)][0], b[i % (kAhead + 1)][1]);
-      mma(T{}, acc[2 * n + 1], a, b[i % (kAhead + 1)][2], b[i % (kAhead + 1)][3]);
+      for (int n = 0; n < kPairs; ++n) {
+        const int i = k * kPairs + n;
+        const std::uint32_t(&b)[4] = ring.b[i % (kAhead + 1)];
+        if (i + kAhead < kAll) {
+          fetch(ring, i + kAhead);
+        } else {
+          next.fetch(ring, i + kAhead - kAll);
+        }
+        mma(T{}, acc[2 * n], a, b[0], b[1]);
+        mma(T{}, acc[2 * n + 1], a, b[2], b[3]);
+      }
     }
   }
-}
+};
 
 // Where a row of p sees only some rows of a tile (its p is 0 for the others) and the tile holds a NaN or an infinity,
-// 0 * NaN would leak. Then: add_nonfinite, a barrier, clear_nonfinite, a barrier, multiply_accumulate. Rows of p that
+// 0 * NaN would leak. Then: add_nonfinite, a barrier, clear_nonfinite, a barrier, the product. Rows of p that
 // do not see the bad elements get the same bits as if these were finite.
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028234663852886e38f; }

@@ -3,6 +3,8 @@
 // Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials.
 #pragma once
 
+#include <climits>
+
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/attention_backward.cuh"
 
@@ -71,7 +73,8 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
   extern __shared__ __align__(16) char memory[];
   __shared__ __align__(16) float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
   __shared__ int stage_position[2][kRows];
-  __shared__ int chosen[kListChunk];  // this item's part of the list
+  __shared__ int chosen[kListChunk];            // this item's part of the list
+  __shared__ longlong2 stage_offset[2][kRows];  // where a stage's rows begin in q and d_o, -1: no row
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
   const Geometry& p = args.geometry;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);
@@ -95,56 +98,71 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
   }
   if (!args.gate.data && thread < kRows) stage_gate[0][thread] = stage_gate[1][thread] = 1;
   __syncthreads();
-
-  const T* q = args.q.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
-  const T* d_o = args.d_o.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
   // Row r of this item: a query and a head of the group.
   const auto place = [&](int r, int& query, int& head) {
     const int i = p.by_group.quotient(r);
     query = selected ? chosen[i] : tile.query_begin + i;
     head = r - i * p.group;
   };
+  const auto find_rows = [&](int stage) {  // one warp
+    if (lane >= kRows) return;
+    const int r = stage * kRows + lane;
+    int query = 0, head = 0;
+    if (r < rows) place(r, query, head);
+    stage_offset[stage % 2][lane] =
+        r < rows ? make_longlong2(query * args.q.row + head * args.q.head, query * args.d_o.row + head * args.d_o.head)
+                 : make_longlong2(-1, -1);
+  };
+  const T* q = args.q.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
+  const T* d_o = args.d_o.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
+  // Needs find_rows(stage), does find_rows(stage + 1).
   const auto load = [&](int stage) {
     const std::uint32_t to = keys + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
 #pragma unroll
     for (int first = 0; first < kRows; first += 16) {
-      const int i = first + thread / 8, r = stage * kRows + i;
+      const int i = first + thread / 8;
       if (kRows % 16 != 0 && i >= kRows) break;
-      int query = 0, head = 0;
-      if (r < rows) place(r, query, head);
-      Tile<T, Dk>::load_row(to, i, thread, r < rows ? q + query * args.q.row + head * args.q.head : nullptr);
-      Tile<T, Dv>::load_row(to + Shape::kGradients, i, thread,
-                            r < rows ? d_o + query * args.d_o.row + head * args.d_o.head : nullptr);
+      const longlong2 offset = stage_offset[stage % 2][i];
+      Tile<T, Dk>::load_row(to, i, thread, offset.x >= 0 ? q + offset.x : nullptr);
+      Tile<T, Dv>::load_row(to + Shape::kGradients, i, thread, offset.x >= 0 ? d_o + offset.y : nullptr);
     }
-    if (thread < kRows) {
-      const int r = stage * kRows + thread, slot = stage % 2;
+    if (warp == 3) find_rows(stage + 1);
+    if (lane < kRows) {  // a warp each: lse, delta, gate, position
+      const int r = stage * kRows + lane, slot = stage % 2;
       int query = 0, head = 0;
       if (r < rows) place(r, query, head);
-      stage_position[slot][thread] = r < rows ? seq.position(query) : -1;
-      const auto copy = [&](float* to, const PerRow& from) {
-        copy4(shared_address(to), &from.at(seq.batch, seq.q_begin + query, kv_head * p.group + head), r < rows);
-      };
-      copy(&stage_lse[slot][thread], args.lse);
-      copy(&stage_delta[slot][thread], args.delta);
-      if (args.gate.data) copy(&stage_gate[slot][thread], args.gate);
+      if (warp == 3) {
+        stage_position[slot][lane] = r < rows ? seq.position(query) : -1;
+      } else if (warp < 2 || args.gate.data) {
+        const PerRow& from = warp == 0 ? args.lse : warp == 1 ? args.delta : args.gate;
+        float* to = warp == 0 ? stage_lse[slot] : warp == 1 ? stage_delta[slot] : stage_gate[slot];
+        copy4(shared_address(to + lane), &from.at(seq.batch, seq.q_begin + query, kv_head * p.group + head), r < rows);
+      }
     }
     commit_copies();
   };
-  // Whether a query sees a key of the tile.
-  const auto sees = [&](int position, int key) {
-    if (key >= tile.count || position < 0) return false;
-    const int absolute = tile.first + key;
-    if (selected) return absolute <= position;
-    const KeyRange range = visible_keys(p, args.window, position);
-    return absolute >= range.first && absolute < range.last;
+  // The first and the last position that see a key of the tile.
+  const auto seen_from = [&](int key) {
+    const int i = tile.first + key;
+    return key >= tile.count ? INT_MAX : compressed ? i * p.kernel_stride + p.kernel_size - 1 : i;
   };
+  const auto seen_until = [&](int key) {
+    return args.window > 0 ? static_cast<int>(min(tile.first + key + args.window - 1ll, INT_MAX + 0ll)) : INT_MAX;
+  };
+  const int my_key = warp * 16 + lane / 4;
+  const int from[2] = {seen_from(my_key), seen_from(my_key + 8)};
+  const int until[2] = {seen_until(my_key), seen_until(my_key + 8)};
+  const int all_from = seen_from(63), all_until = seen_until(0);
 
   float d_key[Dk / 8][4] = {}, d_value[Dv / 8][4] = {};
   const float scale = args.scale * kLog2e;
   const auto key_fragments = [&](std::uint32_t(&a)[4], int k) { Tile<T, Dk>::load_a(a, keys, warp * 16, k, lane); };
   const auto value_fragments = [&](std::uint32_t(&a)[4], int k) { Tile<T, Dv>::load_a(a, values, warp * 16, k, lane); };
+  if (warp == 3) find_rows(0);
+  __syncthreads();
   if constexpr (Shape::kStages == 2) {
     if (stages > 0) load(0);
+    __syncthreads();
   }
   for (int stage = 0; stage < stages; ++stage) {
     if constexpr (Shape::kStages == 1) {
@@ -161,11 +179,17 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
     char* gradients = queries + Shape::kGradients;
     const int slot = stage % 2;
     float s[kN][4], dp[kN][4];
-    multiply_transposed<T, Dk>(s, key_fragments, shared_address(queries), 0, lane);
-    multiply_transposed<T, Dv>(dp, value_fragments, shared_address(gradients), 0, lane);
+    Ring ring;
+    const Scores<T, Dk, kN, decltype(key_fragments)> scores{key_fragments, shared_address(queries), lane};
+    const Scores<T, Dv, kN, decltype(value_fragments)> products{value_fragments, shared_address(gradients), lane};
+    const Outputs<T, Dv, kN> value_outputs{shared_address(gradients), lane};
+    const Outputs<T, Dk, kN> key_outputs{shared_address(queries), lane};
+    start(scores, ring);
+    scores.run(s, ring, products);
+    products.run(dp, ring, value_outputs);
     // Positions ascend in a stage, so its ends tell whether all of its rows see all keys.
-    bool partial =
-        !sees(stage_position[slot][0], tile.count - 1) || !sees(stage_position[slot][kRows - 1], 0) || tile.count < 64;
+    const int first_position = stage_position[slot][0], last_position = stage_position[slot][kRows - 1];
+    const bool partial = first_position < all_from || last_position < 0 || last_position > all_until;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int column = n * 8 + 2 * (lane & 3);
@@ -181,16 +205,16 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
       }
     }
     if (partial) {
+      const auto visible = [&](int i, int j) {
+        const int position = stage_position[slot][j];
+        return position >= from[i] && position <= until[i];
+      };
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (!sees(stage_position[slot][n * 8 + 2 * (lane & 3) + i % 2], warp * 16 + lane / 4 + i / 2 * 8))
-            s[n][i] = dp[n][i] = 0;
+          if (!visible(i / 2, n * 8 + 2 * (lane & 3) + i % 2)) s[n][i] = dp[n][i] = 0;
       }
-    }
-    if (partial) {
-      const auto visible = [&](int i, int j) { return sees(stage_position[slot][j], warp * 16 + lane / 4 + i * 8); };
       const bool bad_query = __syncthreads_or(has_nonfinite<T, Dk>(queries, kRows, thread, 128));
       const bool bad_gradient = __syncthreads_or(has_nonfinite<T, Dv>(gradients, kRows, thread, 128));
       if (bad_query || bad_gradient) {
@@ -200,10 +224,11 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
         clear_nonfinite<T, Dv>(gradients, kRows, thread, 128);
         clear_nonfinite<T, Dk>(queries, kRows, thread, 128);
         __syncthreads();
+        start(value_outputs, ring);
       }
     }
-    multiply_accumulate<T, Dv>(d_value, s, shared_address(gradients), 0, lane);
-    multiply_accumulate<T, Dk>(d_key, dp, shared_address(queries), 0, lane);
+    value_outputs.run(d_value, s, ring, key_outputs);
+    key_outputs.run(d_key, dp, ring);
     __syncthreads();  // the stage is free
   }
   wait_copies<0>();

@@ -72,8 +72,13 @@ __global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ Backwar
     char* keys = memory + tile % 2 * Shape::kStage;
     const int key = tile * kKeys;
     float s[kKeys / 8][4], dp[kKeys / 8][4];
-    multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
-    multiply_transposed<T, Dv>(dp, d_o, shared_address(keys + Shape::kValues), 0, lane);
+    Ring ring;
+    const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(keys), lane};
+    const Scores<T, Dv, kKeys / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
+    const Outputs<T, Dk, kKeys / 8> outputs{shared_address(keys), lane};
+    start(scores, ring);
+    scores.run(s, ring, products);
+    products.run(dp, ring, outputs);
     const bool partial = key < tail.first || key + kKeys > head.last;
     row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
     const auto visible = [&](int i, int j) { return key + j >= range[i].first && key + j < range[i].last; };
@@ -83,8 +88,9 @@ __global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ Backwar
       __syncthreads();
       clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
       __syncthreads();
+      start(outputs, ring);
     }
-    multiply_accumulate<T, Dk>(acc, dp, shared_address(keys), 0, lane);
+    outputs.run(acc, dp, ring);
     __syncthreads();  // the stage is free
   }
 

@@ -76,7 +76,11 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
     char* stage = memory + tile % 2 * kStage;
     const int key = tile * kKeys;
     float s[kKeys / 8][4];
-    multiply_transposed<T, Dk>(s, q, shared_address(stage), 0, lane);
+    Ring ring;
+    const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(stage), lane};
+    const Outputs<T, Dv, kKeys / 8> outputs{shared_address(stage + kValues), lane};
+    start(scores, ring);
+    scores.run(s, ring, outputs);
     const bool partial = key < tail.first || key + kKeys > head.last;
     if (partial) {
 #pragma unroll
@@ -95,8 +99,9 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
       __syncthreads();
       clear_nonfinite<T, Dv>(stage + kValues, kKeys, thread, 128);
       __syncthreads();
+      start(outputs, ring);
     }
-    multiply_accumulate<T, Dv>(state.acc, s, shared_address(stage + kValues), 0, lane);
+    outputs.run(state.acc, s, ring);
     __syncthreads();  // the stage is free
   }
 

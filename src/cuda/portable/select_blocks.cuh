@@ -144,7 +144,11 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
         }
         __syncthreads();
         float s[kKeys / 8][4];
-        multiply_transposed<T, Dk>(s, q, shared_address(memory) + key_tile % 2 * Shape::kStage, 0, lane);
+        Ring ring;
+        const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(memory) + key_tile % 2 * Shape::kStage,
+                                                           lane};
+        start(scores, ring);
+        scores.run(s, ring);
         if ((key_tile + 1) * kKeys > all_visible) {  // not all rows see all of it
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n) {

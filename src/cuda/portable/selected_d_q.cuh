@@ -87,8 +87,13 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
     if (key <= position) {
       char* keys = stages + stage * Shape::kStage;
       float s[kUnit / 8][4], dp[kUnit / 8][4];
-      multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
-      multiply_transposed<T, Dv>(dp, d_o, shared_address(keys + Shape::kValues), 0, lane);
+      Ring ring;
+      const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
+      const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
+      const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};
+      start(scores, ring);
+      scores.run(s, ring, products);
+      products.run(dp, ring, outputs);
       const bool partial = key + kUnit > position + 1;
       row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
       if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
@@ -97,8 +102,9 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
         __syncwarp();
         clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
         __syncwarp();
+        start(outputs, ring);
       }
-      multiply_accumulate<T, Dk>(acc, dp, shared_address(keys), 0, lane);
+      outputs.run(acc, dp, ring);
     }
     __syncwarp();  // the stage is free
     at = next;

@@ -93,7 +93,11 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
       char* keys = stages + stage * Shape::kStage;
       char* values = keys + Shape::kValues;
       float s[kUnit / 8][4];
-      multiply_transposed<T, Dk>(s, q, shared_address(keys), 0, lane);
+      Ring ring;
+      const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
+      const Outputs<T, Dv, kUnit / 8> outputs{shared_address(values), lane};
+      start(scores, ring);
+      scores.run(s, ring, outputs);
       const bool partial = key + kUnit > position + 1;
       if (partial) {
 #pragma unroll
@@ -109,8 +113,9 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
         __syncwarp();
         clear_nonfinite<T, Dv>(values, kUnit, lane, 32);
         __syncwarp();
+        start(outputs, ring);
       }
-      multiply_accumulate<T, Dv>(state.acc, s, shared_address(values), 0, lane);
+      outputs.run(state.acc, s, ring);
     }
     __syncwarp();  // the stage is free
     at = next;
