@@ -28,7 +28,7 @@ const Operations under_test{run<CompressParams, compress>,
                             run<CombineBackwardParams, combine_backward>,
                             run<NsaAttentionParams, nsa_attention>,
                             run<NsaAttentionBackwardParams, nsa_attention_backward>,
-                            3e-5};  // one visible key: dP - delta is rounding noise instead of 0
+                            5e-5};  // one visible key: dP - delta is rounding noise of float32 products instead of 0
 
 /// Head dims of the kernels instead of odd ones, hidden units in multiples of 8; every third 16-bit case in float16.
 std::vector<Case> supported(std::vector<Case> cases) {

@@ -13,6 +13,14 @@
 
 namespace nsa::cuda {
 
+// nvcc finds fewer registers for the same kernel before sm_90: some loops are set differently there, so that none
+// spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kBeforeHopper = true;
+#else
+inline constexpr bool kBeforeHopper = false;
+#endif
+
 using Bf16 = __nv_bfloat16;
 using Half = __half;
 

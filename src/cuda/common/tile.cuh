@@ -4,6 +4,9 @@
 // lie in different banks (the row pitch is an odd multiple of 16 bytes).
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "cuda/common/element.cuh"
 
 namespace nsa::cuda {
@@ -108,23 +111,34 @@ __device__ inline void operand_a(std::uint32_t (&a)[4], const float (&c)[N][4], 
 //
 //   start(scores, ring);  scores.run(s, ring, outputs);  ...  outputs.run(acc, s, ring);
 
-inline constexpr int kAhead = 3;
+template <class T>
+inline constexpr int kAhead = sizeof(T) == 4 && kBeforeHopper ? 1 : 3;
 
+/// f(0), f(1), ... f(N - 1) with constants: for loops that `#pragma unroll` finds too long.
+template <int N, class F>
+__device__ __forceinline__ void unrolled(const F& f) {
+  [&]<int... kI>(std::integer_sequence<int, kI...>) { (f(std::integral_constant<int, kI>{}), ...); }
+  (std::make_integer_sequence<int, N>{});
+}
+
+template <class T>
 struct Ring {
+  static constexpr int kSize = kAhead<T> + 1;
   std::uint32_t a[4];  // the first fragment of A, where A is a tile too
-  std::uint32_t b[kAhead + 1][4];
+  std::uint32_t b[kSize][4];
 };
 
 /// After the last product.
 struct Nothing {
-  __device__ void fetch(Ring&, int) const {}
+  template <class T>
+  __device__ void fetch(Ring<T>&, int) const {}
 };
 
 /// Fetches what must be on its way before run().
-template <class Product>
-__device__ inline void start(const Product& product, Ring& ring) {
+template <class Product, class T>
+__device__ inline void start(const Product& product, Ring<T>& ring) {
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) product.fetch(ring, i);
+  for (int i = 0; i < kAhead<T>; ++i) product.fetch(ring, i);
 }
 
 /// c = a * tile^T: 16 rows of a (its fragments come from load_a(a, k)) against 8 * N rows of a tile, over D.
@@ -134,20 +148,22 @@ struct Scores {
   std::uint32_t tile;
   int lane;
 
-  static constexpr int kSteps = D / kStep<T>, kPairs = N > 1 ? N / 2 : 1;  // N = 1: a fragment has two steps
-  static constexpr int kAll = N > 1 ? kSteps* kPairs : kSteps / 2;
-  static_assert(kAll % (kAhead + 1) == 0 && (N == 1 || N % 2 == 0));
+  static constexpr int kSteps = D / kStep<T>, kPairs = N > 1 ? N / 2 : 1;
+  // Steps of the unrolled loop (float32 has too many of them to unroll all), its fragments of B; N = 1: two steps each.
+  static constexpr int kBlock = sizeof(T) == 4 ? 8 : kSteps, kFragments = N > 1 ? kBlock *kPairs : kBlock / 2;
+  static_assert(kFragments % Ring<T>::kSize == 0 && kSteps % kBlock == 0 && (N == 1 || N % 2 == 0));
 
-  __device__ void fetch(Ring& ring, int i) const {
-    if (i == 0) load_a(ring.a, 0);
+  /// Fragment i of the block of steps that begins at k0.
+  __device__ __forceinline__ void fetch(Ring<T>& ring, int i, int k0 = 0) const {
     if constexpr (N == 1) {
-      Tile<T, D>::load_b_narrow(ring.b[i % (kAhead + 1)], tile, 0, 2 * i, lane);
+      Tile<T, D>::load_b_narrow(ring.b[i % Ring<T>::kSize], tile, 0, k0 + 2 * i, lane);
     } else {
-      Tile<T, D>::load_b(ring.b[i % (kAhead + 1)], tile, i % kPairs * 16, i / kPairs, lane);
+      Tile<T, D>::load_b(ring.b[i % Ring<T>::kSize], tile, i % kPairs * 16, k0 + i / kPairs, lane);
     }
+    if (i == 0 && k0 == 0) load_a(ring.a, 0);
   }
   template <class Next = Nothing>
-  __device__ void run(float (&c)[N][4], Ring& ring, const Next& next = {}) const {
+  __device__ __forceinline__ void run(float (&c)[N][4], Ring<T>& ring, const Next& next = {}) const {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -155,18 +171,20 @@ struct Scores {
     std::uint32_t a[2][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[0][i] = ring.a[i];
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (k + 1 < kSteps) load_a(a[(k + 1) % 2], k + 1);
-#pragma unroll
-      for (int n = 0; n < kPairs; ++n) {
-        const int i = N > 1 ? k * kPairs + n : k / 2;
-        const std::uint32_t(&b)[4] = ring.b[i % (kAhead + 1)];
-        if (N > 1 || k % 2 == 0) {
-          if (i + kAhead < kAll) {
-            fetch(ring, i + kAhead);
+#pragma unroll(kBlock == kSteps ? kSteps : 1)
+    for (int k0 = 0; k0 < kSteps; k0 += kBlock) {
+      const bool last = k0 + kBlock == kSteps;
+      unrolled<kBlock * kPairs>([&](auto index) {
+        constexpr int k = index / kPairs, n = index % kPairs, i = N > 1 ? index : k / 2, ahead = i + kAhead<T>;
+        if (n == 0 && (!last || k + 1 < kBlock)) load_a(a[(k + 1) % 2], k0 + k + 1);
+        const std::uint32_t(&b)[4] = ring.b[i % Ring<T>::kSize];
+        if constexpr (N > 1 || k % 2 == 0) {
+          if constexpr (ahead < kFragments) {
+            fetch(ring, ahead, k0);
+          } else if (!last) {
+            fetch(ring, ahead - kFragments, k0 + kBlock);
           } else {
-            next.fetch(ring, i + kAhead - kAll);
+            next.fetch(ring, ahead - kFragments);
           }
         }
         if constexpr (N > 1) {
@@ -175,7 +193,7 @@ struct Scores {
         } else {
           mma(T{}, c[0], a[k % 2], b[k % 2 * 2], b[k % 2 * 2 + 1]);
         }
-      }
+      });
     }
   }
 };
@@ -187,30 +205,27 @@ struct Outputs {
   int lane;
 
   static constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16, kAll = kSteps * kPairs;
-  static_assert(kAll % (kAhead + 1) == 0);
+  static_assert(kAll % Ring<T>::kSize == 0);
 
-  __device__ void fetch(Ring& ring, int i) const {
-    Tile<T, D>::load_b_rows(ring.b[i % (kAhead + 1)], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
+  __device__ __forceinline__ void fetch(Ring<T>& ring, int i) const {
+    Tile<T, D>::load_b_rows(ring.b[i % Ring<T>::kSize], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
   }
   template <class Next = Nothing>
-  __device__ void run(float (&acc)[D / 8][4], const float (&p)[N][4], Ring& ring, const Next& next = {}) const {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      std::uint32_t a[4];
-      operand_a<T>(a, p, k);
-#pragma unroll
-      for (int n = 0; n < kPairs; ++n) {
-        const int i = k * kPairs + n;
-        const std::uint32_t(&b)[4] = ring.b[i % (kAhead + 1)];
-        if (i + kAhead < kAll) {
-          fetch(ring, i + kAhead);
-        } else {
-          next.fetch(ring, i + kAhead - kAll);
-        }
-        mma(T{}, acc[2 * n], a, b[0], b[1]);
-        mma(T{}, acc[2 * n + 1], a, b[2], b[3]);
+  __device__ __forceinline__ void run(float (&acc)[D / 8][4], const float (&p)[N][4], Ring<T>& ring,
+                                      const Next& next = {}) const {
+    std::uint32_t a[4];
+    unrolled<kAll>([&](auto index) {
+      constexpr int i = index, n = i % kPairs;
+      if constexpr (n == 0) operand_a<T>(a, p, i / kPairs);
+      if constexpr (i + kAhead<T> < kAll) {
+        fetch(ring, i + kAhead<T>);
+      } else {
+        next.fetch(ring, i + kAhead<T> - kAll);
       }
-    }
+      const std::uint32_t(&b)[4] = ring.b[i % Ring<T>::kSize];
+      mma(T{}, acc[2 * n], a, b[0], b[1]);
+      mma(T{}, acc[2 * n + 1], a, b[2], b[3]);
+    });
   }
 };
 

@@ -14,11 +14,37 @@ template <class T, int Dk, int Dv>
 struct KeyGradients {
   static constexpr int kRows = sizeof(T) == 2 ? (Dk > 128 ? 16 : 32) : 8;  // query rows of a stage
   static constexpr int kStages = sizeof(T) == 4 && Dk > 128 ? 1 : 2;       // within 99 KB
+  // Steps of the keys and of the values that stay in registers.
+  static constexpr bool kRoom = sizeof(T) == 2 && (kBeforeHopper ? Dk < 128 : Dk <= 128);
+  static constexpr int kHeldKeys = kRoom ? Dk / kStep<T> : 0;
+  static constexpr int kHeldValues = kRoom ? (Dk == 128 ? 6 : Dv / kStep<T>) : 0;
   static constexpr int kValues = Tile<T, Dk>::bytes(64);
   static constexpr int kKeysAndValues = kValues + Tile<T, Dv>::bytes(64);
   static constexpr int kGradients = Tile<T, Dk>::bytes(kRows);  // where a stage's dO rows begin
   static constexpr int kStage = kGradients + Tile<T, Dv>::bytes(kRows);
   static constexpr int kMemory = kKeysAndValues + kStages * kStage;
+};
+
+/// Sixteen rows of a tile as the A operand. The first kHeld of its steps stay in registers, as many as there is room
+/// for: the traffic of shared memory limits the kernel.
+template <class T, int D, int kHeld>
+struct HeldRows {
+  std::uint32_t tile;
+  int row, lane;
+  std::uint32_t held[kHeld > 0 ? kHeld : 1][4];
+
+  __device__ __forceinline__ void hold() {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) Tile<T, D>::load_a(held[k], tile, row, k, lane);
+  }
+  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
+    if (k < kHeld) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = held[k][i];
+    } else {
+      Tile<T, D>::load_a(a, tile, row, k, lane);
+    }
+  }
 };
 
 /// Keys [first, first + count) of a sequence and the queries that may see them.
@@ -67,7 +93,7 @@ __device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSe
 }
 
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardArgs args) {
   using Shape = KeyGradients<T, Dk, Dv>;
   constexpr int kRows = Shape::kRows, kN = kRows / 8;
   extern __shared__ __align__(16) char memory[];
@@ -149,15 +175,20 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
   const auto seen_until = [&](int key) {
     return args.window > 0 ? static_cast<int>(min(tile.first + key + args.window - 1ll, INT_MAX + 0ll)) : INT_MAX;
   };
-  const int my_key = warp * 16 + lane / 4;
-  const int from[2] = {seen_from(my_key), seen_from(my_key + 8)};
-  const int until[2] = {seen_until(my_key), seen_until(my_key + 8)};
+  struct Seen {
+    int from[2], until[2];
+  };
+  const auto my_keys = [&]() -> Seen {
+    const int key = warp * 16 + lane / 4;
+    return {{seen_from(key), seen_from(key + 8)}, {seen_until(key), seen_until(key + 8)}};
+  };
+  const Seen seen_early = my_keys();
   const int all_from = seen_from(63), all_until = seen_until(0);
 
   float d_key[Dk / 8][4] = {}, d_value[Dv / 8][4] = {};
   const float scale = args.scale * kLog2e;
-  const auto key_fragments = [&](std::uint32_t(&a)[4], int k) { Tile<T, Dk>::load_a(a, keys, warp * 16, k, lane); };
-  const auto value_fragments = [&](std::uint32_t(&a)[4], int k) { Tile<T, Dv>::load_a(a, values, warp * 16, k, lane); };
+  HeldRows<T, Dk, Shape::kHeldKeys> key_fragments{keys, warp * 16, lane};
+  HeldRows<T, Dv, Shape::kHeldValues> value_fragments{values, warp * 16, lane};
   if (warp == 3) find_rows(0);
   __syncthreads();
   if constexpr (Shape::kStages == 2) {
@@ -178,8 +209,9 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
     char* queries = memory + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
     char* gradients = queries + Shape::kGradients;
     const int slot = stage % 2;
+    if (stage == 0) key_fragments.hold(), value_fragments.hold();
     float s[kN][4], dp[kN][4];
-    Ring ring;
+    Ring<T> ring;
     const Scores<T, Dk, kN, decltype(key_fragments)> scores{key_fragments, shared_address(queries), lane};
     const Scores<T, Dv, kN, decltype(value_fragments)> products{value_fragments, shared_address(gradients), lane};
     const Outputs<T, Dv, kN> value_outputs{shared_address(gradients), lane};
@@ -205,9 +237,10 @@ __global__ void __launch_bounds__(128) d_kv(const __grid_constant__ BackwardArgs
       }
     }
     if (partial) {
+      const Seen seen = kBeforeHopper ? my_keys() : seen_early;
       const auto visible = [&](int i, int j) {
         const int position = stage_position[slot][j];
-        return position >= from[i] && position <= until[i];
+        return position >= seen.from[i] && position <= seen.until[i];
       };
 #pragma unroll
       for (int n = 0; n < kN; ++n) {

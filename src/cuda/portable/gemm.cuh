@@ -49,7 +49,7 @@ struct GemmShape {
 };
 
 template <class T, class Op>
-__global__ void __launch_bounds__(128) gemm(const __grid_constant__ Op shared_op) {
+__global__ void __launch_bounds__(128, 2) gemm(const __grid_constant__ Op shared_op) {
   using Shape = GemmShape<T, Op>;
   using Deep = typename Shape::Deep;
   using Wide = typename Shape::Wide;

@@ -9,14 +9,14 @@ namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
 struct RangeDq {
-  static constexpr int kKeys = sizeof(T) == 2 ? 32 : 16;
+  static constexpr int kKeys = sizeof(T) == 2 ? 32 : Dk > 128 ? 8 : 16;
   static constexpr int kValues = Tile<T, Dk>::bytes(kKeys);
   static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kKeys);
   static constexpr int kMemory = 2 * kStage;
 };
 
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ BackwardArgs args) {
   using Shape = RangeDq<T, Dk, Dv>;
   constexpr int kKeys = Shape::kKeys;
   extern __shared__ __align__(16) char memory[];
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(128) range_d_q(const __grid_constant__ Backwar
     char* keys = memory + tile % 2 * Shape::kStage;
     const int key = tile * kKeys;
     float s[kKeys / 8][4], dp[kKeys / 8][4];
-    Ring ring;
+    Ring<T> ring;
     const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(keys), lane};
     const Scores<T, Dv, kKeys / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
     const Outputs<T, Dk, kKeys / 8> outputs{shared_address(keys), lane};

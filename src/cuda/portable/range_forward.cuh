@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
     char* stage = memory + tile % 2 * kStage;
     const int key = tile * kKeys;
     float s[kKeys / 8][4];
-    Ring ring;
+    Ring<T> ring;
     const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(stage), lane};
     const Outputs<T, Dv, kKeys / 8> outputs{shared_address(stage + kValues), lane};
     start(scores, ring);

@@ -86,7 +86,7 @@ __device__ inline void pick_blocks(const SelectArgs& args, const DeviceSequence&
 }
 
 template <class T, int Dk>
-__global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ SelectArgs args) {
+__global__ void __launch_bounds__(128, sizeof(T) == 2 ? 3 : 2) select_blocks(const __grid_constant__ SelectArgs args) {
   using Shape = SelectShape<T, Dk>;
   constexpr int kKeys = Shape::kKeys, kPitch = Shape::kPitch;
   extern __shared__ __align__(16) char memory[];
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(128, 3) select_blocks(const __grid_constant__ 
         }
         __syncthreads();
         float s[kKeys / 8][4];
-        Ring ring;
+        Ring<T> ring;
         const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(memory) + key_tile % 2 * Shape::kStage,
                                                            lane};
         start(scores, ring);

@@ -18,7 +18,7 @@ struct SelectedDq {
 };
 
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ BackwardArgs args) {
   using Shape = SelectedDq<T, Dk, Dv>;
   constexpr int kUnit = Shape::kUnit;
   extern __shared__ __align__(16) char memory[];
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
     mine.read(args, seq.batch, i);
   }
   const RowFragments<T, Dk> q(mine.at<T>(args.q, seq.batch, 0), mine.at<T>(args.q, seq.batch, 1), lane);
-  const RowFragments<T, Dv> d_o(mine.at<T>(args.d_o, seq.batch, 0), mine.at<T>(args.d_o, seq.batch, 1), lane);
+  const RowFragments<T, Dv, sizeof(T) == 2 && Dk <= 128> d_o(mine.at<T>(args.d_o, seq.batch, 0),
+                                                             mine.at<T>(args.d_o, seq.batch, 1), lane);
   const int blocks =
       clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
   // This warp's units: unit `unit` of block `block` of the list, four units further each time.
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(128) selected_d_q(const __grid_constant__ Back
     if (key <= position) {
       char* keys = stages + stage * Shape::kStage;
       float s[kUnit / 8][4], dp[kUnit / 8][4];
-      Ring ring;
+      Ring<T> ring;
       const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
       const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
       const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
       char* keys = stages + stage * Shape::kStage;
       char* values = keys + Shape::kValues;
       float s[kUnit / 8][4];
-      Ring ring;
+      Ring<T> ring;
       const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
       const Outputs<T, Dv, kUnit / 8> outputs{shared_address(values), lane};
       start(scores, ring);

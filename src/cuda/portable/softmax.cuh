@@ -24,7 +24,7 @@ class RowFragments {
     }
   }
 
-  __device__ void operator()(std::uint32_t (&a)[4], int k) const {
+  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
     if constexpr (kKept) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = kept_[k][i];
@@ -36,7 +36,7 @@ class RowFragments {
  private:
   static constexpr int kSteps = D / kStep<T>;
 
-  __device__ void read(std::uint32_t (&a)[4], int k) const {
+  __device__ __forceinline__ void read(std::uint32_t (&a)[4], int k) const {
     const int column = k * kStep<T> + (lane_ & 3) * (kStep<T> / 8);
     const auto at = [&](const T* row, int offset) {
       return row ? *reinterpret_cast<const std::uint32_t*>(row + column + offset) ^ sign_ : 0u;
