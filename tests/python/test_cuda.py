@@ -1,5 +1,7 @@
 """What holds on a GPU only: streams, graphs, memory, layouts, and equality with the CPU."""
 
+import os
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import nsa
 from devices import NO_CUDA, head_dims, running
 from problem import OPERATIONS, SMALL, Problem, cast, gradients
 
+REPEATS = int(os.environ.get("NSA_REPEATS", "20"))
 pytestmark = pytest.mark.skipif(not nsa.device_count(), reason=NO_CUDA)
 
 
@@ -69,13 +72,13 @@ def test_equals_the_cpu(operation, packed):
 def test_bitwise_repeatable(dtype):
     inputs = branches(700, dtype)
     first = everything(inputs)
-    for _ in range(19):
+    for _ in range(REPEATS - 1):
         assert all(torch.equal(a, b) for a, b in zip(everything(inputs), first, strict=True))
 
 
 def test_decode_is_bitwise_repeatable():
     layer, x, outs = eval_layer(), torch.randn(2, 130, 32), []
-    for _ in range(5):
+    for _ in range(REPEATS):
         cache = layer.make_cache(2, 130, page_size=16)
         cache.reserve(130)
         outs.append(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 1, 16, 12], 1)], 1))

@@ -4,11 +4,9 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nsa
-from devices import BACKENDS, head_dims, running
+from devices import head_dims
 from problem import SMALL
 
 KINDS = {"contiguous": {}, "paged": {"page_size": 16}, "large pages": {"page_size": 48}}
@@ -46,21 +44,6 @@ def test_equals_forward(backend, layer, kind, steps):
     cache.reserve(LENGTH)
     assert_same(feed(layer, cache, x, steps), layer(x))
     assert cache.cache_seqlens.tolist() == [LENGTH] * 2
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.data())
-@pytest.mark.parametrize("name", BACKENDS)
-def test_any_split(name, data):
-    with running(name):
-        torch.manual_seed(data.draw(st.integers(0, 99)))
-        dims = head_dims(8, 8)
-        layer = nsa.NativeSparseAttention(16, 2, 1, *dims, SMALL, share_kv=True).eval().requires_grad_(False)
-        steps = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-        x = torch.randn(1, sum(steps), 16)
-        cache = layer.make_cache(1, x.shape[1], page_size=data.draw(st.sampled_from([None, 16, 32])))
-        cache.reserve(x.shape[1])
-        assert_same(feed(layer, cache, x, steps), layer(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
