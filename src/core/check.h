@@ -3,12 +3,12 @@
 
 #include <cstdint>
 #include <deque>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "core/call.h"
 #include "core/strided.h"
+#include "core/text.h"
 #include "nsa/operations.h"
 
 namespace nsa {
@@ -33,10 +33,7 @@ class Checker {
   template <class... Parts>
   void require(bool condition, const Parts&... parts) {
     if (condition || !ok()) return;
-    std::ostringstream message;
-    message.precision(17);
-    (message << ... << parts);
-    status_ = Status::invalid_argument(message.str());
+    status_ = Status::invalid_argument(text_of(parts...));
   }
   void require(const Status& status) {
     if (ok()) status_ = status;

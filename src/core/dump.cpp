@@ -7,10 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <sstream>
 #include <string>
 
 #include "core/strided.h"
+#include "core/text.h"
 
 namespace nsa {
 namespace {
@@ -31,34 +31,31 @@ const char* safetensors_name(DType dtype) {
   return "";
 }
 
-std::string text_of(const decltype(Scalar::value)& value) {
-  std::ostringstream text;
-  text.precision(17);
-  std::visit([&](const auto& x) { text << x; }, value);
-  return text.str();
+std::string text_of_scalar(const decltype(Scalar::value)& value) {
+  return std::visit([](const auto& x) { return text_of(x); }, value);
 }
 
 /// Names and values here are identifiers and numbers: nothing to escape.
 std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
 std::string header_of(const char* operation, const Call& call, std::uint64_t& size) {
-  std::ostringstream json;
-  json << R"({"__metadata__":{"operation":)" << quoted(operation) << R"(,"layout":)"
-       << quoted(call.packed ? "packed" : "batched");
-  for (const Scalar& scalar : call.scalars) json << ',' << quoted(scalar.name) << ':' << quoted(text_of(scalar.value));
-  json << '}';
+  std::string header = text_of(R"({"__metadata__":{"operation":)", quoted(operation), R"(,"layout":)",
+                               quoted(call.packed ? "packed" : "batched"));
+  for (const Scalar& scalar : call.scalars)
+    header += text_of(',', quoted(scalar.name), ':', quoted(text_of_scalar(scalar.value)));
+  header += '}';
   size = 0;
   for (const Argument& argument : call.tensors) {
     if (argument.access == Access::kOutput) continue;
     const TensorView& view = argument.view;
-    json << ',' << quoted(argument.name) << R"(:{"dtype":)" << quoted(safetensors_name(view.dtype)) << R"(,"shape":[)";
-    for (int i = 0; i < view.rank; ++i) json << (i > 0 ? "," : "") << view.size(i);
+    header +=
+        text_of(',', quoted(argument.name), R"(:{"dtype":)", quoted(safetensors_name(view.dtype)), R"(,"shape":[)");
+    for (int i = 0; i < view.rank; ++i) header += text_of(i > 0 ? "," : "", view.size(i));
     const std::uint64_t end = size + static_cast<std::uint64_t>(view.numel()) * size_of(view.dtype);
-    json << R"(],"data_offsets":[)" << size << ',' << end << "]}";
+    header += text_of(R"(],"data_offsets":[)", size, ',', end, "]}");
     size = end;
   }
-  json << '}';
-  std::string header = json.str();
+  header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
   return header;
 }
