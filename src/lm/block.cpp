@@ -20,7 +20,6 @@
 namespace nsa::lm {
 namespace {
 
-constexpr double kInitDeviation = 0.02;
 const std::array<const char*, 3> kBranches = {"cmp", "slc", "swa"};
 
 std::int64_t num_kv_sets(const ModelConfig& config) {
@@ -104,37 +103,44 @@ at::Tensor ParameterStore::normal(const std::string& name, at::IntArrayRef shape
   return add(name, at::empty(shape).normal_(0, deviation, generator_));
 }
 
+at::Tensor ParameterStore::matrix(const std::string& name, std::int64_t rows, std::int64_t columns, double scale) {
+  return normal(name, {rows, columns}, scale / std::sqrt(static_cast<double>(columns)));
+}
+
 at::Tensor ParameterStore::constant(const std::string& name, at::IntArrayRef shape, double value) {
   return add(name, at::full(shape, value, at::kFloat));
 }
 
 Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config) : config_(config) {
   const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
-  const double residual_deviation = kInitDeviation / std::sqrt(2.0 * config.num_layers);
-  const auto matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns, double deviation) {
-    return store.normal(prefix + name + ".weight", {rows, columns}, deviation);
+  const auto matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns) {
+    return store.matrix(prefix + name + ".weight", rows, columns);
+  };
+  // What all layers add to the residual stream starts, summed, with the deviation of one matrix's output.
+  const auto residual_matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns) {
+    return store.matrix(prefix + name + ".weight", rows, columns, 1 / std::sqrt(2.0 * config.num_layers));
   };
   attention_norm_ = store.constant(prefix + "attention_norm.weight", {hidden}, 1);
-  q_proj_ = matrix("attention.q_proj", heads * config.head_dim, hidden, kInitDeviation);
+  q_proj_ = matrix("attention.q_proj", heads * config.head_dim, hidden);
   const auto sets = num_kv_sets(config);
   for (std::int64_t i = 0; i < sets; ++i) {
     const std::string branch = sets == 1 ? "" : std::string(".") + kBranches[static_cast<std::size_t>(i)];
-    k_proj_.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden, kInitDeviation));
-    v_proj_.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden, kInitDeviation));
+    k_proj_.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden));
+    v_proj_.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden));
   }
   if (config.attention == AttentionKind::kNsa) {
     phi_k_ = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
     phi_v_ = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
-    gate_0_ = matrix("attention.gate.0", hidden / 4, hidden, kInitDeviation);
+    gate_0_ = matrix("attention.gate.0", hidden / 4, hidden);
     gate_0_bias_ = store.constant(prefix + "attention.gate.0.bias", {hidden / 4}, 0);
     gate_2_ = store.constant(prefix + "attention.gate.2.weight", {3 * heads, hidden / 4}, 0);
     gate_2_bias_ = store.constant(prefix + "attention.gate.2.bias", {3 * heads}, 0);
   }
-  o_proj_ = matrix("attention.o_proj", hidden, heads * config.v_head_dim, residual_deviation);
+  o_proj_ = residual_matrix("attention.o_proj", hidden, heads * config.v_head_dim);
   ffn_norm_ = store.constant(prefix + "ffn_norm.weight", {hidden}, 1);
-  gate_proj_ = matrix("ffn.gate_proj", config.ffn_size, hidden, kInitDeviation);
-  up_proj_ = matrix("ffn.up_proj", config.ffn_size, hidden, kInitDeviation);
-  down_proj_ = matrix("ffn.down_proj", hidden, config.ffn_size, residual_deviation);
+  gate_proj_ = matrix("ffn.gate_proj", config.ffn_size, hidden);
+  up_proj_ = matrix("ffn.up_proj", config.ffn_size, hidden);
+  down_proj_ = residual_matrix("ffn.down_proj", hidden, config.ffn_size);
 }
 
 BlockWeights Block::weights(at::ScalarType dtype) const {

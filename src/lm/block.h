@@ -20,6 +20,8 @@ class ParameterStore {
  public:
   ParameterStore(NamedTensors& list, std::uint64_t seed);
   at::Tensor normal(const std::string& name, at::IntArrayRef shape, double deviation);
+  /// The weight of a linear layer, which starts with outputs `scale` times as large as its inputs, whatever the width.
+  at::Tensor matrix(const std::string& name, std::int64_t rows, std::int64_t columns, double scale = 1);
   at::Tensor constant(const std::string& name, at::IntArrayRef shape, double value);
   at::Tensor add(const std::string& name, at::Tensor value);
 

@@ -50,7 +50,7 @@ Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_un
   config.validate();
   impl_->config = config;
   ParameterStore store(impl_->parameters, seed);
-  impl_->embedding = store.normal("embedding.weight", {config.vocab_size, config.hidden_size}, 0.02);
+  impl_->embedding = store.matrix("embedding.weight", config.vocab_size, config.hidden_size);
   for (int i = 0; i < config.num_layers; ++i) impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config);
   impl_->norm = store.constant("norm.weight", {config.hidden_size}, 1);
 }

@@ -26,19 +26,9 @@ constexpr double kMemory = 0.8;                   // of the running accuracy, pe
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
 constexpr std::int64_t kDecaySteps = 400;  // at the full length, down to a tenth of the learning rate
 constexpr int kEvaluationSequences = 32;
-/// The language model's initial deviation, 0.02, suits wide layers. At width 64 signals start too small to learn from.
-constexpr double kInitialScale = 5;
 
 double accuracy(const at::Tensor& logits, const at::Tensor& answers) {
   return logits.argmax(-1).eq(answers).to(at::kFloat).mean().item<float>();
-}
-
-void scale_initial_weights(const Model& model) {
-  const at::NoGradGuard no_grad;
-  for (const auto& [name, parameter] : model.parameters()) {
-    // phi starts as the mean of its block and keeps that.
-    if (parameter.dim() == 2 && name.find("phi") == std::string::npos) parameter.mul_(kInitialScale);
-  }
 }
 
 class Trainer {
@@ -46,9 +36,7 @@ class Trainer {
   Trainer(const RecallOptions& options, AttentionKind attention)
       : options_(options),
         model_(config_of(options, attention), options.seed),
-        optimizer_(model_.parameters(), {.beta1 = 0.9, .beta2 = 0.98, .weight_decay = 0.01, .clip = 1}) {
-    scale_initial_weights(model_);
-  }
+        optimizer_(model_.parameters(), {.beta1 = 0.9, .beta2 = 0.98, .weight_decay = 0.01, .clip = 1}) {}
 
   struct Plan {
     int pairs = 0;  // of the sequences

@@ -1,9 +1,8 @@
 """The program loads one OpenMP runtime, for torch and libnsa alike."""
 
 import subprocess
-from pathlib import Path
 
-PROGRAM = Path(__file__).parents[2] / "build" / "bin" / "nsa"
+from conftest import PROGRAM
 
 
 def test_one_runtime():
