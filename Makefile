@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build configure program package test bench demo mutation wheel format lint clean distclean
+.PHONY: help build configure program package test bench demo mutation wheel bundle format lint clean distclean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -32,6 +32,7 @@ help:
 	@echo 'make test       all tests: C++, Python, command line'
 	@echo 'make bench      every operation and the whole against dense attention; table and JSON'
 	@echo 'make wheel      the Python package as a wheel in dist/'
+	@echo 'make bundle     headers and test libraries for tools/gpu.sh on a machine without network'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   do the tests notice seven planted faults?'
 	@echo 'make clean      remove what was built                      make distclean   and .venv'
@@ -81,6 +82,12 @@ mutation: build
 wheel: $(READY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
 	@ls -l dist
+
+# What tools/gpu.sh needs on a machine without network and without these packages (it looks here first).
+bundle:
+	@mkdir -p bundle && cd bundle && rm -rf usr && \
+	  apt-get download -q libcli11-dev libfmt-dev nlohmann-json3-dev libgtest-dev googletest && \
+	  for p in *.deb; do dpkg -x $$p .; done && rm -f *.deb && rm -rf usr/share/doc && du -sh .
 
 format: $(READY)
 	@$(SETUP) --for lint
