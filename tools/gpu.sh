@@ -14,7 +14,7 @@ run() {  # name, command...: its log goes to $out, its result to the summary
   local name=$1 start=$SECONDS
   shift
   "$@" >"$out/$name.log" 2>&1 || failed+=("$name")
-  printf '%-28s %s, %d s\n' "$name" "$([[ " ${failed[*]} " == *" $name "* ]] && echo FAILED || echo ok)" $((SECONDS - start))
+  printf '%-34s %s, %d s\n' "$name" "$([[ " ${failed[*]:-} " == *" $name "* ]] && echo FAILED || echo ok)" $((SECONDS - start))
 }
 tests() { for t in build-gpu/bin/cuda_*_test; do basename "$t"; done; }
 
@@ -47,8 +47,23 @@ for step in $steps; do
       NSA_REPEATS=${NSA_REPEATS:-200} run repeat python3 -m pytest -q -p no:cacheprovider tests/python/test_cuda.py -k repeatable
       ;;
     bench)
-      run bench build-gpu/bin/cuda_stages
+      run bench build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
       cat "$out/bench.log"
+      COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)} python3 - "$out/bench.log" >"$out/cuda_stages.json" <<'PY'
+import json, os, re, subprocess, sys, time
+
+query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+about = {"gpu": gpu, "driver": driver, "command": "tools/gpu.sh build bench", "commit": os.environ["COMMIT"]}
+about |= {"date": time.strftime("%Y-%m-%d"), "problem": "B=1 H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults", "unit": "ms"}
+lengths, now = {}, None
+for line in open(sys.argv[1]):
+    if found := re.match(r"S = (\d+)", line):
+        now = lengths.setdefault(found[1], {})
+    elif found := re.match(r"  (.+?) +([0-9.]+) ms +workspace +([0-9.]+) MiB", line):
+        now[found[1]] = {"ms": float(found[2]), "workspace_mib": float(found[3])}
+json.dump({**about, "lengths": lengths}, sys.stdout, indent=1)
+PY
       ;;
   esac
 done
