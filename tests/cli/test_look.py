@@ -141,9 +141,10 @@ def test_debug_compare_repeats_dumped_calls(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_DUMP", str(dumps))
     nsa("train", "--out", tmp_path / "run", "--data", corpus, "--steps", 1, *TINY)
     nsa("bench", *TINY_BENCH, "--lengths", 64, "--dtype", "bfloat16", "--phi", "linear")
+    nsa("generate", tmp_path / "run", "--prompt", "def value(self): return self" * 4, "--tokens", 3)
     monkeypatch.delenv("NSA_DUMP")
     one_of_each = {path.stem.split("-", 2)[2]: path for path in sorted(dumps.iterdir())}
-    assert len(one_of_each) >= 12, sorted(one_of_each)
+    assert len(one_of_each) >= 14 and {"prefill", "decode"} <= set(one_of_each), sorted(one_of_each)
     text = nsa("debug", "compare", *one_of_each.values()).text
     for operation, path in one_of_each.items():
         part = text.split(str(path))[1].split("/dumps/")[0]
