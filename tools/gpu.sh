@@ -38,7 +38,7 @@ for step in $steps; do
       for t in $(tests); do
         for tool in memcheck racecheck initcheck synccheck; do
           # A part of the cases each: the edge lengths are spread over them.
-          GTEST_TOTAL_SHARDS=${SHARDS:-24} GTEST_SHARD_INDEX=1 run "$t.$tool" compute-sanitizer --tool "$tool" \
+          GTEST_TOTAL_SHARDS=${SHARDS:-4} GTEST_SHARD_INDEX=1 run "$t.$tool" compute-sanitizer --tool "$tool" \
             --error-exitcode 9 "build-gpu/bin/$t" --gtest_brief=1
         done
       done

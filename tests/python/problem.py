@@ -99,7 +99,8 @@ class Problem:
         return t if self.packed else t.flatten(0, 1)
 
     def cu_seqlens(self, lens: list[int]) -> Tensor:
-        return torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+        # The device by name: in a compiled function the default one is not that of torch.tensor.
+        return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=torch.get_default_device())
 
     def packing(self) -> dict[str, Tensor]:
         if not self.packed:

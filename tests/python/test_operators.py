@@ -53,6 +53,7 @@ def arguments():
     yield "select_blocks", plain(q, k_c, lse, CFG, None, None, 0.5, 3, *NOT_PACKED)
     yield "selected_attention", (q, k, v, idx, 16, None, *NOT_PACKED)
     yield "selected_attention", (q[0], k[0], v[0], idx[0], 16, 0.2, cu, cu, 30, 30)
+    lse = lse.nan_to_num(neginf=0)  # rows that see no block see keys in the other branches
     yield "selected_attention_backward", plain(d_o, q, k, v, idx, o, lse, 16, None, *NOT_PACKED, [True, False, True])
     yield "sliding_window_attention", (q, k, v, 20, None, *NOT_PACKED)
     yield "sliding_window_attention_backward", plain(d_o, q, k, v, o, lse, 20, None, *NOT_PACKED, [False, True, True])
