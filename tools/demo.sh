@@ -27,8 +27,11 @@ step "full attention, the same model otherwise: $minutes minutes"
 "$nsa" train --out "$out/full" --attention full "${model[@]}" "${training[@]}"
 
 step "text from the NSA model, through its KV cache"
-printf 'def read_config(path, default=None):\n    """' >"$out/prompt.txt"
-"$nsa" generate "$out/nsa" --prompt-file "$out/prompt.txt" --tokens 400 --temperature 0.7 --seed 1 | tee "$out/generated.txt"
+printf 'class Config:\n    """Options of a run."""\n\n    def __init__(self, path=None):\n        self.path = path\n\n    def ' \
+  >"$out/prompt.txt"
+# At lower temperatures a model so small falls into endless indentation.
+"$nsa" generate "$out/nsa" --prompt-file "$out/prompt.txt" --tokens 500 --temperature 0.9 --top-p 0.9 --seed 2 |
+  tee "$out/generated.txt"
 
 step "attention over sequence length"
 "$nsa" bench --lengths 1024,2048,4096,8192,16384 --no-parts --phi mlp --repeats 1 --longest-dense-backward 8192 \
