@@ -11,6 +11,7 @@
 
 #include "nsa/kv_cache.h"
 #include "support/tensor.h"
+#include "support/tolerance.h"
 
 namespace nsa::test {
 
@@ -25,6 +26,25 @@ struct StreamCase {
 };
 
 inline void PrintTo(const StreamCase& c, std::ostream* out) { *out << name_of(c.backend) << ' ' << name_of(c.dtype); }
+
+/// The backends that the decode tests are linked with.
+struct DecodeOperations {
+  Operation<CompressParams> compress;
+  Operation<NsaAttentionParams> nsa_attention;
+  Operation<DecodeParams> decode, prefill;
+  bool prefill_has_the_bits_of_steps;
+};
+
+extern const DecodeOperations under_test;
+
+std::vector<StreamCase> decode_cases();
+
+StreamCase with(Backend backend, DType dtype, auto&& change) {
+  StreamCase c;
+  c.backend = backend, c.dtype = dtype;
+  change(c);
+  return c;
+}
 
 /// All tensors (B, length, heads, D) of B sequences.
 struct Stream {
@@ -87,8 +107,8 @@ struct Forward : Results {
     k_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dk});
     v_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dv});
     const Context context{s.c.backend, 1};
-    expect_ok(compress({s.k_cmp, s.weights_k.view(), s.c.cfg, {}, k_c}, context));
-    expect_ok(compress({s.v_cmp, s.weights_v.view(), s.c.cfg, {}, v_c}, context));
+    expect_ok(under_test.compress({s.k_cmp, s.weights_k.view(), s.c.cfg, {}, k_c}, context));
+    expect_ok(under_test.compress({s.v_cmp, s.weights_v.view(), s.c.cfg, {}, v_c}, context));
     for (std::int64_t b = 0; s.c.rope && b < s.c.batch; ++b)
       for (std::int64_t i = 0; i < blocks; ++i)
         for (std::int64_t h = 0; h < s.c.kv_heads; ++h)
@@ -101,7 +121,7 @@ struct Forward : Results {
     NsaAttentionParams p;
     p.q = s.q, p.k_c = k_c, p.v_c = v_c, p.k_slc = s.k_slc, p.v_slc = s.v_slc, p.k_swa = s.k_swa, p.v_swa = s.v_swa;
     p.gates = s.gates, p.cfg = s.c.cfg, p.o = o, p.indices = indices;
-    expect_ok(nsa_attention(p, context));
+    expect_ok(under_test.nsa_attention(p, context));
   }
 
   static void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
@@ -164,7 +184,7 @@ struct Feed {
     const Tensor indices(DType::kInt32, {c.batch, m, c.kv_heads, c.cfg.topk});
     p.o = o, p.indices = indices;
     const Context context{c.backend, num_threads};
-    const Status status = m > kMaxDecodeTokens ? prefill(p, context) : decode(p, context);
+    const Status status = (m > kMaxDecodeTokens ? under_test.prefill : under_test.decode)(p, context);
     for (std::int64_t b = 0; b < c.batch; ++b) {
       const std::int64_t added = cache.length(b) - before[b];
       copy(o, b, 0, results.o, b, before[b], added);

@@ -142,7 +142,10 @@ TEST_P(Decode, ForksOfASharedPrefixDiverge) {
         return slice(slice(t, 0, b, b + 1), 1, begin, end);
       };
       const std::int64_t end = shared + 24;
-      EXPECT_TRUE(same_bits(rows(results.o, 0, 0, end + below), rows(expected.o, 0, 0, end + below)));
+      // What the parent rewrote are steps; alone, its prefix may have been a chunk.
+      const std::int64_t steps = under_test.prefill_has_the_bits_of_steps ? 0 : shared + below;
+      expect_close(rows(results.o, 0, 0, steps), rows(expected.o, 0, 0, steps), tolerance_of(c.dtype));
+      EXPECT_TRUE(same_bits(rows(results.o, 0, steps, end + below), rows(expected.o, 0, steps, end + below)));
       EXPECT_TRUE(same_bits(rows(results.o, 1, shared, end + 1), rows(expected.o, 1, shared, end + 1)));
       EXPECT_TRUE(same_bits(rows(results.indices, 1, shared, end + 1), rows(expected.indices, 1, shared, end + 1)));
     }
@@ -200,29 +203,7 @@ std::string name_of_case(const testing::TestParamInfo<StreamCase>& info) {
          (c.rope ? "" : "_norope");
 }
 
-StreamCase with(Backend backend, DType dtype, auto&& change) {
-  StreamCase c;
-  c.backend = backend, c.dtype = dtype;
-  change(c);
-  return c;
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    Reference, Decode,
-    testing::Values(with(Backend::kReference, DType::kFloat64, [](auto&) {}),
-                    with(Backend::kReference, DType::kFloat64, [](auto& c) { c.page_size = 0, c.rope = false; }),
-                    with(Backend::kReference, DType::kBFloat16, [](auto& c) { c.kind = CompressionKind::kMean; })),
-    name_of_case);
-
-INSTANTIATE_TEST_SUITE_P(
-    Cpu, Decode,
-    testing::Values(with(Backend::kCPU, DType::kFloat32, [](auto&) {}),
-                    with(Backend::kCPU, DType::kFloat32, [](auto& c) { c.page_size = 48, c.group = 1; }),
-                    with(Backend::kCPU, DType::kFloat32, [](auto& c) { c.page_size = 0, c.cfg.block_size = 32; }),
-                    with(Backend::kCPU, DType::kBFloat16, [](auto& c) { c.kind = CompressionKind::kLinear; }),
-                    with(Backend::kCPU, DType::kBFloat16,
-                         [](auto& c) { c.page_size = 0, c.group = 5, c.rope = false; })),
-    name_of_case);
+INSTANTIATE_TEST_SUITE_P(Streams, Decode, testing::ValuesIn(decode_cases()), name_of_case);
 
 }  // namespace
 }  // namespace nsa::test

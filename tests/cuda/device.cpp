@@ -56,6 +56,25 @@ void for_views(NsaAttentionParams& p, const F& f) {
     f(*t);
   for_views(p.packed, f);
 }
+template <class F>
+void for_views(KVCacheView& c, const F& f) {
+  for (TensorView* t : {&c.k_slc, &c.v_slc, &c.block_table, &c.k_c, &c.v_c, &c.block_table_c, &c.k_swa_ring,
+                        &c.v_swa_ring, &c.k_cmp_ring, &c.v_cmp_ring, &c.cache_seqlens, &c.overflow})
+    f(*t);
+}
+template <class F>
+void for_views(DecodeParams& p, const F& f) {
+  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.rope_cos,
+                        &p.rope_sin, &p.num_new, &p.imposed_indices, &p.o, &p.indices})
+    f(*t);
+  for_views(p.cache, f);
+  for_views(p.weights_k, f);
+  for_views(p.weights_v, f);
+}
+template <class F>
+void for_views(ForkParams& p, const F& f) {
+  for_views(p.cache, f);
+}
 template <class Params, class F>
 requires requires(Params& p) { p.forward; }
 void for_views(Params& p, const F& f) {
@@ -76,59 +95,66 @@ void for_views(Params& p, const F& f) {
   }
 }
 
-struct DeviceMemory {
-  explicit DeviceMemory(std::size_t bytes) {
-    error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
-    if (error == cudaSuccess) error = cudaMemset(data, 0xff, bytes);  // poison
-  }
-  DeviceMemory(const DeviceMemory&) = delete;
-  ~DeviceMemory() { cudaFree(data); }
-
-  void* data = nullptr;
-  cudaError_t error;
-};
-
 Status failed(const char* what, cudaError_t error) {
   return Status::internal(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace
 
+DeviceMemory::DeviceMemory(std::size_t bytes) : bytes(bytes) {
+  error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
+  if (error == cudaSuccess) error = cudaMemset(data, 0xff, bytes);
+}
+
+DeviceMemory::~DeviceMemory() { cudaFree(data); }
+
+void DeviceCopies::move(TensorView& t) {
+  if (!t.defined()) return;
+  std::int64_t last = 0;  // strides are not negative
+  for (int i = 0; i < t.rank; ++i)
+    last += std::max<std::int64_t>(t.size(i) - 1, 0) * t.stride[static_cast<std::size_t>(i)];
+  const std::size_t bytes = t.numel() ? static_cast<std::size_t>(last + 1) * size_of(t.dtype) : 0;
+  auto [at, is_new] = copies_.try_emplace(t.data, bytes);
+  const DeviceMemory& memory = at->second;
+  error_ = std::max(
+      {error_, static_cast<int>(memory.error),
+       is_new && bytes ? static_cast<int>(cudaMemcpy(memory.data, t.data, bytes, cudaMemcpyHostToDevice)) : 0});
+  t.data = memory.data;
+  t.device = {DeviceType::kCUDA, 0};
+}
+
+Status DeviceCopies::status() const {
+  return error_ == cudaSuccess ? Status{} : failed("copy to the device", static_cast<cudaError_t>(error_));
+}
+
+Status DeviceCopies::copy_back() const {
+  if (const cudaError_t error = cudaDeviceSynchronize(); error != cudaSuccess) return failed("kernel", error);
+  for (const auto& [host, memory] : copies_)
+    if (const cudaError_t error = cudaMemcpy(host, memory.data, memory.bytes, cudaMemcpyDeviceToHost);
+        error != cudaSuccess)
+      return failed("copy from the device", error);
+  return {};
+}
+
+template <class Params>
+Status to_device(Params& params, DeviceCopies& copies) {
+  for_views(params, [&](TensorView& t) { copies.move(t); });
+  return copies.status();
+}
+
 template <class Params>
 Status on_device(Params params, const Function<Params>& function) {
-  struct Copy {
-    void* host;
-    std::size_t bytes;
-    DeviceMemory device;
-    Copy(void* host, std::size_t bytes) : host(host), bytes(bytes), device(bytes) {}
-  };
-  std::map<void*, Copy> copies;
-  cudaError_t error = cudaSuccess;
-  for_views(params, [&](TensorView& t) {
-    if (!t.defined()) return;
-    std::int64_t last = 0;  // strides are not negative
-    for (int i = 0; i < t.rank; ++i)
-      last += std::max<std::int64_t>(t.size(i) - 1, 0) * t.stride[static_cast<std::size_t>(i)];
-    const std::size_t bytes = t.numel() ? static_cast<std::size_t>(last + 1) * size_of(t.dtype) : 0;
-    auto [at, is_new] = copies.try_emplace(t.data, t.data, bytes);
-    if (is_new && bytes)
-      error = std::max(error, cudaMemcpy(at->second.device.data, t.data, bytes, cudaMemcpyHostToDevice));
-    error = std::max(error, at->second.device.error);
-    t.data = at->second.device.data;
-    t.device = {DeviceType::kCUDA, 0};
-  });
-  if (error != cudaSuccess) return failed("copy to the device", error);
+  DeviceCopies copies;
+  if (Status s = to_device(params, copies); !s.ok()) return s;
   Context context;
   if (Status s = workspace_size(params, context.workspace_size); !s.ok()) return s;
   const DeviceMemory workspace(context.workspace_size);
   context.workspace = workspace.data;
   if (Status s = function(params, context); !s.ok()) return s;
-  if (error = cudaDeviceSynchronize(); error != cudaSuccess) return failed("kernel", error);
-  for (auto& [host, copy] : copies)
-    error = std::max(error, cudaMemcpy(copy.host, copy.device.data, copy.bytes, cudaMemcpyDeviceToHost));
-  return error == cudaSuccess ? Status{} : failed("copy from the device", error);
+  return copies.copy_back();
 }
 
+template Status to_device(DecodeParams&, DeviceCopies&);
 template Status on_device(CompressParams, const Function<CompressParams>&);
 template Status on_device(CompressBackwardParams, const Function<CompressBackwardParams>&);
 template Status on_device(CompressedAttentionParams, const Function<CompressedAttentionParams>&);
@@ -142,5 +168,7 @@ template Status on_device(CombineParams, const Function<CombineParams>&);
 template Status on_device(CombineBackwardParams, const Function<CombineBackwardParams>&);
 template Status on_device(NsaAttentionParams, const Function<NsaAttentionParams>&);
 template Status on_device(NsaAttentionBackwardParams, const Function<NsaAttentionBackwardParams>&);
+template Status on_device(DecodeParams, const Function<DecodeParams>&);
+template Status on_device(ForkParams, const Function<ForkParams>&);
 
 }  // namespace nsa::test

@@ -1,14 +1,47 @@
 // The operations of the CUDA backend on tensors in host memory: copied to the device, run there, copied back.
 #pragma once
 
+#include <cstddef>
 #include <functional>
+#include <map>
 
-#include "nsa/operations.h"
+#include "nsa/cache.h"
 
 namespace nsa::test {
 
 template <class Params>
 using Function = std::function<Status(const Params&, const Context&)>;
+
+/// Poisoned with NaN.
+struct DeviceMemory {
+  explicit DeviceMemory(std::size_t bytes);
+  DeviceMemory(const DeviceMemory&) = delete;
+  ~DeviceMemory();
+
+  void* data = nullptr;
+  std::size_t bytes;
+  int error = 0;  // cudaError_t
+};
+
+/// Copies of tensors in host memory, one for each address.
+class DeviceCopies {
+ public:
+  /// Makes `view` one of the copy.
+  void move(TensorView& view);
+  Status status() const;
+  /// Waits for the device.
+  Status copy_back() const;
+  /// Of the tensor at this address of the host.
+  const DeviceMemory& of(const void* host) const { return copies_.at(const_cast<void*>(host)); }
+
+ private:
+  std::map<void*, DeviceMemory> copies_;
+  int error_ = 0;
+};
+
+/// Moves every tensor of a call.
+template <class Params>
+Status to_device(Params& params, DeviceCopies& copies);
 
 /// Memory of the device is poisoned with NaN before the copy, the workspace too.
 template <class Params>

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/element.cuh"
+#include "cuda/common/tile.cuh"
 
 namespace nsa::cuda {
 
@@ -93,6 +93,13 @@ __device__ inline int compressed_begin(const Geometry& p, int b) {
   if (mine) atomicAdd(&sum, mine);  // integers: the order does not matter
   __syncthreads();
   return sum;
+}
+
+/// Keys or values of one head of a sequence, the first of which is row `begin`, on their way into tiles.
+template <class T, int D, int kRows, int kThreads>
+__device__ inline RowStream<T, D, kRows, kThreads> key_stream(const Strided& t, const DeviceSequence& s, int begin,
+                                                              int head, int thread) {
+  return {t.at<T>(s.batch, begin, head), t.row, thread};
 }
 
 /// Keys [first, last) that a query sees.

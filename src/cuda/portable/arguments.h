@@ -5,27 +5,58 @@
 
 namespace nsa::cuda::portable {
 
-struct RangeArgs {
-  Geometry geometry;
-  Strided q, k, v, o;
+// The forward kernels also attend to a cache: then Shape is a StepGeometry, Keys are CachedTokens, and the arguments
+// have a member `parts` (step_arguments.h).
+
+/// A decode step has few queries, so their keys are cut into parts for many thread blocks. Where a part begins does not
+/// depend on lengths, and parts are merged in order: the bits of a query do not depend on its neighbours.
+struct Parts {
+  int count = 0;              // an upper bound; 0: keys are not cut
+  int size = 0;               // keys; blocks of the list for the selected branch
+  float2* softmax = nullptr;  // (count, B, m, H): maximum in base-2 units and sum; a negative sum: no keys
+  float* acc = nullptr;       // (count, B, m, H, Dv): sums of values, relative to the maximum
+
+  __device__ std::int64_t at(const Geometry& p, int part, int b, int query, int head) const {
+    return ((static_cast<std::int64_t>(part) * p.batches + b) * p.q_len + query) * p.heads + head;
+  }
+};
+
+template <class Args>
+inline constexpr bool kHasParts = requires(const Args& args) {
+  args.parts;
+};
+
+template <class Shape, class Keys>
+struct RangeArgsOf {
+  Shape geometry;
+  Strided q;
+  Keys k, v;
+  Strided o;
   PerRow lse;
   int window;   // tokens; 0: compressed keys
   float scale;  // softmax scale
 };
+using RangeArgs = RangeArgsOf<Geometry, Strided>;
 
-struct SelectedArgs {
-  Geometry geometry;
-  Strided q, k, v, o;
+template <class Shape, class Keys>
+struct SelectedArgsOf {
+  Shape geometry;
+  Strided q;
+  Keys k, v;
+  Strided o;
   PerRow lse;
   Strided indices;  // int32
   int topk;         // entries of a row of indices
   int block_size;
   float scale;
 };
+using SelectedArgs = SelectedArgsOf<Geometry, Strided>;
 
-struct SelectArgs {
-  Geometry geometry;
-  Strided q, k;
+template <class Shape, class Keys>
+struct SelectArgsOf {
+  Shape geometry;
+  Strided q;
+  Keys k;
   PerRow lse;
   Strided indices;  // int32
   int topk, block_size, init_blocks, local_blocks;
@@ -39,6 +70,7 @@ struct SelectArgs {
   int queries;                  // per tile
   int tiles;                    // per sequence and KV head, an upper bound
 };
+using SelectArgs = SelectArgsOf<Geometry, Strided>;
 
 struct CombineArgs {
   Strided branch[3], gates, o;

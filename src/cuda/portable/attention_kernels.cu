@@ -19,14 +19,14 @@ unsigned row_tiles(const Geometry& g) {
 
 cudaError_t run_range_forward(const RangeArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  return launch(range_forward<T, Dk, Dv>, dim3(row_tiles(g), g.kv_heads, g.batches), 128, 2 * kRangeStage<T, Dk, Dv>,
-                stream, args);
+  return launch(range_forward<T, Dk, Dv, RangeArgs>, dim3(row_tiles(g), g.kv_heads, g.batches), 128,
+                2 * kRangeStage<T, Dk, Dv>, stream, args);
 }
 
 cudaError_t run_selected_forward(const SelectedArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  return launch(selected_forward<T, Dk, Dv>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
-                SelectedForward<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
+  return launch(selected_forward<T, Dk, Dv, SelectedArgs>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches),
+                128, SelectedForward<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
 }
 
 cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {

@@ -98,7 +98,7 @@ cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream)
 
 cudaError_t run_select_blocks(const SelectArgs& args, int key_dim, int blocks_of_threads, cudaStream_t stream) {
   const auto run = [&]<int Dk>() {
-    return launch(select_blocks<T, Dk>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory, stream, args);
+    return launch(select_blocks<T, Dk, SelectArgs>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory, stream, args);
   };
   return key_dim == 64    ? run.template operator()<64>()
          : key_dim == 128 ? run.template operator()<128>()

@@ -110,32 +110,15 @@ Status select_blocks(const SelectBlocksParams& p, Execution& e) {
   SelectArgs args{};
   args.geometry = geometry_of(p.q, p.k_c.size(-2), p.seqlen_k.value_or(packed ? 0 : p.q.size(1)),
                               packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg);
-  const Geometry& g = args.geometry;
   args.q = strided(p.q);
   args.k = strided(p.k_c);
   args.lse = per_row(p.lse);
   args.indices = strided(p.indices);
-  args.topk = p.cfg.topk;
-  args.block_size = p.cfg.block_size;
-  args.init_blocks = p.cfg.init_blocks;
-  args.local_blocks = p.cfg.local_blocks;
-  args.scale = static_cast<float>(scale_of(p.softmax_scale, p.q));
+  set_selection(args, p.cfg, scale_of(p.softmax_scale, p.q));
   args.noise = static_cast<float>(p.noise);
   args.seed = p.seed;
-  args.inverse_stride = 1.0f / static_cast<float>(p.cfg.kernel_stride);
-  args.share =
-      static_cast<float>(p.cfg.kernel_stride) / (static_cast<float>(g.group) * static_cast<float>(p.cfg.kernel_size));
-  args.queries = std::clamp(64 / std::max(g.group, 1), 1, 16);
-  args.tiles = to_int(tiles(g.q_len, args.queries));
-  args.scratch_keys = tiles(p.cfg.num_compressed(g.k_len), 64) * 64;
-  args.scratch_blocks = tiles(g.k_len, p.cfg.block_size);
-  // As many thread blocks as keep the device busy, fewer where their scratch would pass 256 MiB.
-  const std::int64_t bytes = args.queries * (args.scratch_keys + args.scratch_blocks) * 4;
-  const std::int64_t work = static_cast<std::int64_t>(args.tiles) * g.kv_heads * g.batches;
-  const std::int64_t blocks =
-      std::clamp<std::int64_t>((std::int64_t{256} << 20) / std::max<std::int64_t>(bytes, 1), 16, 512);
-  const int count = to_int(std::min(blocks, work));
-  args.scratch = e.arena.take<float>(count * bytes / 4);
+  const int count = selecting_blocks(args);
+  args.scratch = e.arena.take<float>(count * args.queries * (args.scratch_keys + args.scratch_blocks));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;

@@ -122,6 +122,35 @@ inline Branch branch_of(const SlidingWindowAttentionParams& p) {
 Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
             cudaStream_t stream);
 
+/// What the selection of blocks takes from the configuration and from the shapes in args.geometry; no noise.
+template <class Args>
+void set_selection(Args& args, const NSAConfig& cfg, double scale) {
+  const Geometry& g = args.geometry;
+  args.topk = cfg.topk;
+  args.block_size = cfg.block_size;
+  args.init_blocks = cfg.init_blocks;
+  args.local_blocks = cfg.local_blocks;
+  args.scale = static_cast<float>(scale);
+  args.inverse_stride = 1.0f / static_cast<float>(cfg.kernel_stride);
+  args.share =
+      static_cast<float>(cfg.kernel_stride) / (static_cast<float>(g.group) * static_cast<float>(cfg.kernel_size));
+  args.queries = std::clamp(64 / std::max(g.group, 1), 1, 16);
+  args.tiles = to_int(tiles(g.q_len, args.queries));
+  args.scratch_keys = tiles(cfg.num_compressed(g.k_len), 64) * 64;
+  args.scratch_blocks = tiles(g.k_len, cfg.block_size);
+}
+
+/// Thread blocks that select: as many as keep the device busy, fewer where their scratch would pass 256 MiB.
+template <class Args>
+int selecting_blocks(const Args& args) {
+  const Geometry& g = args.geometry;
+  const std::int64_t bytes = args.queries * (args.scratch_keys + args.scratch_blocks) * 4;
+  const std::int64_t work = static_cast<std::int64_t>(args.tiles) * g.kv_heads * g.batches;
+  const std::int64_t blocks =
+      std::clamp<std::int64_t>((std::int64_t{256} << 20) / std::max<std::int64_t>(bytes, 1), 16, 512);
+  return to_int(std::min(blocks, work));
+}
+
 /// A view like `t` on memory of the arena.
 inline TensorView take_like(Arena& arena, const TensorView& t, DType dtype) {
   TensorView view = t;

@@ -1,6 +1,6 @@
 // The tables of kernels: which instance serves which element type and head dims.
 #include "core/backend.h"
-#include "cuda/portable/launch.cuh"
+#include "cuda/portable/step_kernels.h"
 
 namespace nsa::cuda::portable {
 namespace {
@@ -10,26 +10,42 @@ const Table* of(const Table& (*instance)()) {
   return instance ? &instance() : nullptr;
 }
 
-}  // namespace
-
-const AttentionKernels* attention_kernels(DType dtype, std::int64_t key_dim, std::int64_t value_dim) {
-  const auto with = [&]<class T>() -> const AttentionKernels* {
-    if (key_dim == 64 && value_dim == 64) return of(&attention_instance<T, 64, 64>);
-    if (key_dim == 128 && value_dim == 128) return of(&attention_instance<T, 128, 128>);
-    if (key_dim == 192 && value_dim == 128) return of(&attention_instance<T, 192, 128>);
-    return nullptr;
-  };
-  if (dtype == DType::kBFloat16) return with.operator()<Bf16>();
-  if (dtype == DType::kFloat16) return with.operator()<Half>();
-  if (dtype == DType::kFloat32) return with.operator()<float>();
+/// f<T>(), null for other types.
+template <class F>
+auto for_element(DType dtype, const F& f) -> decltype(f.template operator()<float>()) {
+  if (dtype == DType::kBFloat16) return f.template operator()<Bf16>();
+  if (dtype == DType::kFloat16) return f.template operator()<Half>();
+  if (dtype == DType::kFloat32) return f.template operator()<float>();
   return nullptr;
 }
 
+/// f<T, Dk, Dv>(), null for other types or head dims.
+template <class F>
+auto for_instance(DType dtype, std::int64_t key_dim, std::int64_t value_dim, const F& f) {
+  return for_element(dtype, [&]<class T>() -> decltype(f.template operator()<T, 64, 64>()) {
+    if (key_dim == 64 && value_dim == 64) return f.template operator()<T, 64, 64>();
+    if (key_dim == 128 && value_dim == 128) return f.template operator()<T, 128, 128>();
+    if (key_dim == 192 && value_dim == 128) return f.template operator()<T, 192, 128>();
+    return nullptr;
+  });
+}
+
+}  // namespace
+
+const AttentionKernels* attention_kernels(DType dtype, std::int64_t key_dim, std::int64_t value_dim) {
+  return for_instance(dtype, key_dim, value_dim,
+                      [&]<class T, int Dk, int Dv>() { return of(&attention_instance<T, Dk, Dv>); });
+}
+const StepAttentionKernels* step_attention_kernels(DType dtype, std::int64_t key_dim, std::int64_t value_dim) {
+  return for_instance(dtype, key_dim, value_dim,
+                      [&]<class T, int Dk, int Dv>() { return of(&step_attention_instance<T, Dk, Dv>); });
+}
+
 const ElementKernels* element_kernels(DType dtype) {
-  if (dtype == DType::kBFloat16) return of(&element_instance<Bf16>);
-  if (dtype == DType::kFloat16) return of(&element_instance<Half>);
-  if (dtype == DType::kFloat32) return of(&element_instance<float>);
-  return nullptr;
+  return for_element(dtype, [&]<class T>() { return of(&element_instance<T>); });
+}
+const StepElementKernels* step_element_kernels(DType dtype) {
+  return for_element(dtype, [&]<class T>() { return of(&step_element_instance<T>); });
 }
 
 const char* variant() { return "portable"; }

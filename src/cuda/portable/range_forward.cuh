@@ -21,16 +21,19 @@ inline constexpr int kRangeKeys = sizeof(T) == 2 ? (Dk > 128 ? 32 : 64) : (Dk > 
 template <class T, int Dk, int Dv>
 inline constexpr int kRangeStage = (Tile<T, Dk>::kPitch + Tile<T, Dv>::kPitch) * kRangeKeys<T, Dk, Dv>;
 
-template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128) range_forward(const __grid_constant__ RangeArgs args) {
+template <class T, int Dk, int Dv, class Args>
+__global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0)
+    range_forward(const __grid_constant__ Args args) {
   constexpr int kKeys = kRangeKeys<T, Dk, Dv>, kStage = kRangeStage<T, Dk, Dv>;
   constexpr int kValues = Tile<T, Dk>::bytes(kKeys);  // where a stage's values begin
   extern __shared__ __align__(16) char memory[];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
-  const Geometry& p = args.geometry;
+  const auto& p = args.geometry;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  // The longest rows first.
-  const std::int64_t first_row = static_cast<std::int64_t>(gridDim.x - 1 - blockIdx.x) * kRangeRows;
+  int row_tile = gridDim.x - 1 - blockIdx.x, part = 0;  // the longest rows first
+  if constexpr (kHasParts<Args>)
+    if (args.parts.count > 0) row_tile = blockIdx.x / args.parts.count, part = blockIdx.x % args.parts.count;
+  const std::int64_t first_row = static_cast<std::int64_t>(row_tile) * kRangeRows;
   const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
   if (first_row >= rows) return;
   const int key_begin = args.window ? seq.k_begin : compressed_begin(p, blockIdx.z);
@@ -43,7 +46,7 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
   for (int i = 0; i < 2; ++i) {
     row[i] = row_of(p, seq, kv_head, first_row + warp * 16 + lane / 4 + 8 * i);
     range[i] = row[i].valid ? visible_keys(p, args.window, seq.position(row[i].query)) : KeyRange{0, 0};
-    q_row[i] = row[i].valid ? args.q.at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) : nullptr;
+    q_row[i] = row[i].valid ? args.q.template at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) : nullptr;
   }
   const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
 
@@ -51,10 +54,18 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
   const std::int64_t last_row = min(first_row + kRangeRows, rows) - 1;
   const KeyRange head = visible_keys(p, args.window, seq.position(static_cast<int>(first_row / p.group)));
   const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
-  const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
+  int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
+  if constexpr (kHasParts<Args>) {
+    if (args.parts.count > 0) {
+      const int begin = visible_keys(p, args.window, seq.position(0)).first / args.parts.size + part;
+      first_tile = max(first_tile, begin * (args.parts.size / kKeys));
+      last_tile = min(last_tile, (begin + 1) * (args.parts.size / kKeys));
+      if (first_tile >= last_tile) return;
+    }
+  }
 
-  const RowStream<T, Dk, kKeys, 128> keys(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
-  const RowStream<T, Dv, kKeys, 128> values(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread);
+  const auto keys = key_stream<T, Dk, kKeys, 128>(args.k, seq, key_begin, kv_head, thread);
+  const auto values = key_stream<T, Dv, kKeys, 128>(args.v, seq, key_begin, kv_head, thread);
   const auto load = [&](int tile) {
     const std::uint32_t stage = shared_address(memory) + tile % 2 * kStage;
     keys.load(stage, tile * kKeys, key_count);
@@ -109,9 +120,15 @@ __global__ void __launch_bounds__(128) range_forward(const __grid_constant__ Ran
   for (int i = 0; i < 2; ++i) {
     const float sum = row_sum(state.sum[i]);
     if (!row[i].valid) continue;
+    if constexpr (kHasParts<Args>) {
+      if (args.parts.count > 0) {
+        store_part<Dv>(args.parts, args.parts.at(p, part, seq.batch, row[i].query, row[i].head), state, i, sum, lane);
+        continue;
+      }
+    }
     const bool any = range[i].first < range[i].last;
     const float inverse = any ? 1 / sum : 0;
-    T* o = args.o.at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) + 2 * (lane & 3);
+    T* o = args.o.template at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) + 2 * (lane & 3);
 #pragma unroll
     for (int n = 0; n < Dv / 8; ++n)
       store_pair(o + n * 8, state.acc[n][2 * i] * inverse, state.acc[n][2 * i + 1] * inverse);

@@ -29,7 +29,8 @@ __device__ inline unsigned ordered(float x) {
 }
 
 /// Writes the `topk` blocks of one query. One warp.
-__device__ inline void pick_blocks(const SelectArgs& args, const DeviceSequence& seq, int position, int kv_head,
+template <class Args>
+__device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, int position, int kv_head,
                                    const float* sums, float* importance, int* out, int lane) {
   const Geometry& p = args.geometry;
   const int candidates = position / args.block_size + 1;
@@ -85,18 +86,104 @@ __device__ inline void pick_blocks(const SelectArgs& args, const DeviceSequence&
   }
 }
 
-template <class T, int Dk>
-__global__ void __launch_bounds__(128, sizeof(T) == 2 ? 3 : 2) select_blocks(const __grid_constant__ SelectArgs args) {
+/// Sums over the heads of a group of the probabilities of key tiles [first_tile, last_tile), for `queries` queries from
+/// `first_query` on: sums[query * args.scratch_keys + key]. Of the sequence's compressed keys, which begin at row
+/// `key_begin`, those from number `keys` on are not read. base2_lse(sees_any, query, head): of a row of this lane;
+/// +inf for one that sees nothing or is not there, which gives it no probabilities.
+template <class T, int Dk, class Args, class Lse>
+__device__ inline void sum_probabilities(const Args& args, const DeviceSequence& seq, int kv_head, int first_query,
+                                         int queries, int key_begin, int keys, int first_tile, int last_tile,
+                                         float* sums, char* memory, const Lse& base2_lse) {
   using Shape = SelectShape<T, Dk>;
   constexpr int kKeys = Shape::kKeys, kPitch = Shape::kPitch;
-  extern __shared__ __align__(16) char memory[];
   float* probabilities = reinterpret_cast<float*>(memory + 2 * Shape::kStage);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const Geometry& p = args.geometry;
+  const float scale = OnlineSoftmax<8>::positive(args.scale);
+  const int all_visible = num_compressed(p, seq.position(first_query) + 1);
+  for (int chunk = 0; chunk * 64 < queries * p.group; ++chunk) {
+    int visible[2];
+    float lse[2];
+    const T* q_row[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = chunk * 64 + warp * 16 + lane / 4 + 8 * i;
+      const bool valid = r < queries * p.group;
+      const int query = first_query + (valid ? r / p.group : 0), head = kv_head * p.group + r % p.group;
+      visible[i] = valid ? num_compressed(p, seq.position(query) + 1) : 0;
+      q_row[i] = valid ? args.q.template at<T>(seq.batch, seq.q_begin + query, head) : nullptr;
+      lse[i] = base2_lse(visible[i] > 0, query, head);
+    }
+    const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
+    const auto k = key_stream<T, Dk, kKeys, 128>(args.k, seq, key_begin, kv_head, thread);
+    const auto load = [&](int key_tile) {
+      k.load(shared_address(memory) + key_tile % 2 * Shape::kStage, key_tile * kKeys, keys);
+      commit_copies();
+    };
+    if (first_tile < last_tile) load(first_tile);
+    for (int key_tile = first_tile; key_tile < last_tile; ++key_tile) {
+      if (key_tile + 1 < last_tile) {
+        load(key_tile + 1);
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
+      }
+      __syncthreads();
+      float s[kKeys / 8][4];
+      Ring<T> ring;
+      const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(memory) + key_tile % 2 * Shape::kStage,
+                                                         lane};
+      start(scores, ring);
+      scores.run(s, ring);
+      if ((key_tile + 1) * kKeys > all_visible) {  // not all rows see all of it
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (key_tile * kKeys + n * 8 + 2 * (lane & 3) + i % 2 >= visible[i / 2]) s[n][i] = -INFINITY;
+        }
+      }
+      float* row = probabilities + (warp * 16 + lane / 4) * kPitch + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          *reinterpret_cast<float2*>(row + 8 * i * kPitch + n * 8) = make_float2(
+              exp2_fast(fmaf(s[n][2 * i], scale, -lse[i])), exp2_fast(fmaf(s[n][2 * i + 1], scale, -lse[i])));
+      }
+      __syncthreads();
+      // Rows of the chunk that belong to a query, added in the order of the heads.
+      for (int e = thread; e < queries * kKeys; e += 128) {
+        const int query = e / kKeys, column = e % kKeys;
+        const int first = max(query * p.group - chunk * 64, 0), last = min((query + 1) * p.group - chunk * 64, 64);
+        if (first >= last) continue;
+        float* sum = sums + query * args.scratch_keys + key_tile * kKeys + column;
+        float x = query * p.group < chunk * 64 ? *sum : 0;
+        for (int r = first; r < last; ++r) x += probabilities[r * kPitch + column];
+        *sum = x;
+      }
+      __syncthreads();  // the stage and the probabilities are free
+    }
+  }
+}
+
+/// Compressed keys that matter to queries up to position `last`: none where everything is selected anyway.
+template <class Args>
+__device__ inline int scored_keys(const Args& args, int last) {
+  return last / args.block_size + 1 <= args.topk ? 0 : num_compressed(args.geometry, last + 1);
+}
+
+template <class T, int Dk, class Args>
+__global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2
+                                       : Dk == 64     ? 4
+                                                      : 3) select_blocks(const __grid_constant__ Args args) {
+  constexpr int kKeys = SelectShape<T, Dk>::kKeys;
+  extern __shared__ __align__(16) char memory[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto& p = args.geometry;
   float* sums =
       args.scratch + static_cast<std::int64_t>(blockIdx.x) * args.queries * (args.scratch_keys + args.scratch_blocks);
   float* importances = sums + args.queries * args.scratch_keys;
-  const float scale = OnlineSoftmax<8>::positive(args.scale);
   const int work = args.tiles * p.kv_heads * p.batches;
 
   for (int item = blockIdx.x; item < work; item += gridDim.x) {
@@ -108,82 +195,16 @@ __global__ void __launch_bounds__(128, sizeof(T) == 2 ? 3 : 2) select_blocks(con
     if (first_query >= seq.q_len) continue;
     const int queries = min(args.queries, seq.q_len - first_query);
     const int key_begin = compressed_begin(p, b);
-    const int last_position = seq.position(first_query + queries - 1);
-    // Where everything is selected anyway the probabilities do not matter.
-    const int keys = last_position / args.block_size + 1 <= args.topk ? 0 : num_compressed(p, last_position + 1);
-    const int key_tiles = (keys + kKeys - 1) / kKeys, all_visible = num_compressed(p, seq.position(first_query) + 1);
-
-    for (int chunk = 0; chunk * 64 < queries * p.group; ++chunk) {
-      bool valid[2];
-      int visible[2];
-      float lse[2];
-      const T* q_row[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int r = chunk * 64 + warp * 16 + lane / 4 + 8 * i;
-        valid[i] = r < queries * p.group;
-        const int query = first_query + (valid[i] ? r / p.group : 0), head = kv_head * p.group + r % p.group;
-        visible[i] = valid[i] ? num_compressed(p, seq.position(query) + 1) : 0;
-        q_row[i] = valid[i] ? args.q.at<T>(seq.batch, seq.q_begin + query, head) : nullptr;
-        // +inf: a row that sees nothing (lse = -inf) or is not there has no probabilities.
-        lse[i] = visible[i] > 0 ? args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e : INFINITY;
-      }
-      const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
-      const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
-      const auto load = [&](int key_tile) {
-        k.load(shared_address(memory) + key_tile % 2 * Shape::kStage, key_tile * kKeys, keys);
-        commit_copies();
-      };
-      if (key_tiles > 0) load(0);
-      for (int key_tile = 0; key_tile < key_tiles; ++key_tile) {
-        if (key_tile + 1 < key_tiles) {
-          load(key_tile + 1);
-          wait_copies<1>();
-        } else {
-          wait_copies<0>();
-        }
-        __syncthreads();
-        float s[kKeys / 8][4];
-        Ring<T> ring;
-        const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(memory) + key_tile % 2 * Shape::kStage,
-                                                           lane};
-        start(scores, ring);
-        scores.run(s, ring);
-        if ((key_tile + 1) * kKeys > all_visible) {  // not all rows see all of it
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (key_tile * kKeys + n * 8 + 2 * (lane & 3) + i % 2 >= visible[i / 2]) s[n][i] = -INFINITY;
-          }
-        }
-        float* row = probabilities + (warp * 16 + lane / 4) * kPitch + 2 * (lane & 3);
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            *reinterpret_cast<float2*>(row + 8 * i * kPitch + n * 8) = make_float2(
-                exp2_fast(fmaf(s[n][2 * i], scale, -lse[i])), exp2_fast(fmaf(s[n][2 * i + 1], scale, -lse[i])));
-        }
-        __syncthreads();
-        // Rows of the chunk that belong to a query, added in the order of the heads.
-        for (int e = thread; e < queries * kKeys; e += 128) {
-          const int query = e / kKeys, column = e % kKeys;
-          const int first = max(query * p.group - chunk * 64, 0), last = min((query + 1) * p.group - chunk * 64, 64);
-          if (first >= last) continue;
-          float* sum = sums + query * args.scratch_keys + key_tile * kKeys + column;
-          float x = query * p.group < chunk * 64 ? *sum : 0;
-          for (int r = first; r < last; ++r) x += probabilities[r * kPitch + column];
-          *sum = x;
-        }
-        __syncthreads();  // the stage and the probabilities are free
-      }
-    }
+    const int keys = scored_keys(args, seq.position(first_query + queries - 1));
+    sum_probabilities<T, Dk>(args, seq, kv_head, first_query, queries, key_begin, keys, 0, (keys + kKeys - 1) / kKeys,
+                             sums, memory, [&](bool sees_any, int query, int head) {
+                               return sees_any ? args.lse.at(seq.batch, seq.q_begin + query, head) * kLog2e : INFINITY;
+                             });
     __syncthreads();
     for (int query = warp; query < queries; query += 4)
       pick_blocks(args, seq, seq.position(first_query + query), kv_head, sums + query * args.scratch_keys,
                   importances + query * args.scratch_blocks,
-                  args.indices.at<int>(seq.batch, seq.q_begin + first_query + query, kv_head), lane);
+                  args.indices.template at<int>(seq.batch, seq.q_begin + first_query + query, kv_head), lane);
     __syncthreads();
   }
 }

@@ -23,19 +23,21 @@ struct SelectedForward {
   static constexpr int kMemory = 4 * kStages * kStage > kPartials ? 4 * kStages* kStage : kPartials;
 };
 
-template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ SelectedArgs args) {
+template <class T, int Dk, int Dv, class Args>
+__global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ Args args) {
   using Shape = SelectedForward<T, Dk, Dv>;
   constexpr int kUnit = Shape::kUnit;
   extern __shared__ __align__(16) char memory[];
   __shared__ float partial_max[4][16], partial_sum[4][16];
   int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Geometry& p = args.geometry;
+  const auto& p = args.geometry;
   const int row_groups = (p.group + 15) / 16;
   const int kv_head = blockIdx.y / row_groups, first_head = blockIdx.y % row_groups * 16;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  const int query = blockIdx.x;
+  int query = blockIdx.x, part = 0;
+  if constexpr (kHasParts<Args>)
+    if (args.parts.count > 0) query = blockIdx.x / args.parts.count, part = blockIdx.x % args.parts.count;
   if (query >= seq.q_len) return;
   const int position = seq.position(query);
   const std::int64_t query_row = seq.q_begin + query;
@@ -46,11 +48,17 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
   for (int i = 0; i < 2; ++i) {
     const int head = first_head + lane / 4 + 8 * i;
     valid[i] = head < p.group;
-    q_row[i] = valid[i] ? args.q.at<T>(seq.batch, query_row, kv_head * p.group + head) : nullptr;
+    q_row[i] = valid[i] ? args.q.template at<T>(seq.batch, query_row, kv_head * p.group + head) : nullptr;
   }
   const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
-  const int blocks =
-      clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
+  int first_block = 0, blocks = clean_list(args.indices.template at<int>(seq.batch, query_row, kv_head), args.topk,
+                                           position, args.block_size, list);
+  if constexpr (kHasParts<Args>) {
+    if (args.parts.count > 0) {
+      first_block = min(part * args.parts.size, blocks);
+      blocks = min(first_block + args.parts.size, blocks);
+    }
+  }
   // This warp's units: unit `unit` of block `block` of the list, four units further each time.
   const int units = args.block_size / kUnit;
   struct Place {
@@ -63,8 +71,8 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
   const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
 
   char* stages = memory + warp * Shape::kStages * Shape::kStage;
-  const RowStream<T, Dk, kUnit, 32> k(args.k.at<T>(seq.batch, seq.k_begin, kv_head), args.k.row, lane);
-  const RowStream<T, Dv, kUnit, 32> v(args.v.at<T>(seq.batch, seq.k_begin, kv_head), args.v.row, lane);
+  const auto k = key_stream<T, Dk, kUnit, 32>(args.k, seq, seq.k_begin, kv_head, lane);
+  const auto v = key_stream<T, Dv, kUnit, 32>(args.v, seq, seq.k_begin, kv_head, lane);
   const auto load = [&](int key, int stage) {
     const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
     if (key <= position) {
@@ -76,7 +84,7 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
 
   OnlineSoftmax<Dv> state;
   const float scale = state.positive(args.scale);
-  Place at = settle({0, warp});
+  Place at = settle({first_block, warp});
   int key = at.block < blocks ? key_of(at) : 0;
   if (at.block < blocks) load(key, 0);
   for (int stage = 0; at.block < blocks; stage ^= 1) {
@@ -152,9 +160,17 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
       if (factor != 0 || partial_sum[w][r] != 0)
         sum += partial_sum[w][r] * factor, x += acc.x * factor, y += acc.y * factor;
     }
-    const float inverse = blocks > 0 ? 1 / sum : 0;
     const int h = kv_head * p.group + head;
-    store_pair(args.o.at<T>(seq.batch, query_row, h) + column, x * inverse, y * inverse);
+    if constexpr (kHasParts<Args>) {
+      if (args.parts.count > 0) {
+        const std::int64_t to = args.parts.at(p, part, seq.batch, query, h);
+        *reinterpret_cast<float2*>(args.parts.acc + to * Dv + column) = make_float2(x, y);
+        if (column == 0) args.parts.softmax[to] = make_float2(m, first_block < blocks ? sum : -1.0f);
+        continue;
+      }
+    }
+    const float inverse = blocks > 0 ? 1 / sum : 0;
+    store_pair(args.o.template at<T>(seq.batch, query_row, h) + column, x * inverse, y * inverse);
     if (column == 0) args.lse.at(seq.batch, query_row, h) = blocks > 0 ? (m + log2f(sum)) * kLn2 : -INFINITY;
   }
 }

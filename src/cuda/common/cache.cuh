@@ -1,0 +1,95 @@
+// A key/value cache as kernels see it: what a step does to each sequence, and where tokens lie.
+#pragma once
+
+#include "cuda/common/geometry.cuh"
+
+namespace nsa::cuda {
+
+/// What a step does to one sequence. Lengths lie on the device, so it is decided there (plan_step).
+struct StepPlan {
+  int before;    // length before the step: its first new token and query stand there
+  int added;     // new tokens; 0: idle, or without room
+  int sequence;  // its number, which is that of its page in a ring
+};
+
+/// q_len and k_len are upper bounds that the host knows: new tokens, capacity.
+struct StepGeometry : Geometry {
+  const StepPlan* plan = nullptr;  // (batches)
+};
+
+/// Everything that the plan lets through lies within the cache's tables.
+__device__ inline DeviceSequence sequence_of(const StepGeometry& p, int b) {
+  const StepPlan step = p.plan[b];
+  return {b, b, 0, step.added, 0, step.before + step.added};
+}
+
+__device__ inline int compressed_begin(const StepGeometry&, int) { return 0; }
+
+/// Room for the tokens of sequences: pages found through a table. A ring is the only page of its sequence.
+struct Slots {
+  Strided rows;                // (pages, size, heads, D)
+  int size = 1;                // slots of a page
+  bool ring = false;           // every token is in page 0 of the table, in slot token % size
+  const int* table = nullptr;  // page numbers
+  std::int64_t table_row = 0;  // ints from one sequence's page numbers to the next one's
+
+  template <class T>
+  __device__ T* at(int b, int token, int head) const {
+    const int page = token / size;
+    return rows.at<T>(table[b * table_row + (ring ? 0 : page)], token - page * size, head);
+  }
+};
+
+/// Keys or values that queries of a step see.
+struct CachedTokens {
+  Slots slots;
+  Strided fresh;  // (B, m, heads, D): those of the step itself; null data: they are in the slots already
+
+  template <class T>
+  __device__ T* at(const DeviceSequence& s, int token, int head) const {
+    const int before = s.k_len - s.q_len;
+    if (fresh.data && token >= before) return fresh.at<T>(s.batch, token - before, head);
+    return slots.at<T>(s.batch, token, head);
+  }
+};
+
+/// RowStream for them.
+template <class T, int D, int kRows, int kThreads>
+class CachedStream {
+ public:
+  __device__ CachedStream(const CachedTokens& tokens, const DeviceSequence& s, int head, int thread)
+      : tokens_(tokens),
+        slots_(tokens.slots.rows.at<T>(0, 0, head)),
+        fresh_(tokens.fresh.at<T>(s.batch, s.q_len - s.k_len, head)),
+        table_(tokens.slots.table + s.batch * tokens.slots.table_row),
+        before_(tokens.fresh.data ? s.k_len - s.q_len : s.k_len),
+        page_mask_(tokens.slots.ring ? 0 : -1),
+        thread_(thread) {}
+
+  /// The tokens first ... first + kRows - 1; zeros from `end` on.
+  __device__ void load(std::uint32_t tile, int first, int end) const {
+#pragma unroll(sizeof(T) == 4 ? 1 : kRows)  // float32 has no registers to spare
+    for (int r = thread_ / 8; r < kRows; r += kThreads / 8)
+      Tile<T, D>::load_row(tile, r, thread_, first + r < end ? at(first + r) : nullptr);
+  }
+
+ private:
+  __device__ const T* at(int token) const {
+    if (token >= before_) return fresh_ + token * tokens_.fresh.row;
+    const int page = token / tokens_.slots.size, slot = token - page * tokens_.slots.size;
+    return slots_ + table_[page & page_mask_] * tokens_.slots.rows.batch + slot * tokens_.slots.rows.row;
+  }
+
+  const CachedTokens& tokens_;  // of the kernel's arguments
+  const T *slots_, *fresh_;     // of this head
+  const int* table_;            // of this sequence
+  int before_, page_mask_, thread_;
+};
+
+template <class T, int D, int kRows, int kThreads>
+__device__ inline CachedStream<T, D, kRows, kThreads> key_stream(const CachedTokens& t, const DeviceSequence& s, int,
+                                                                 int head, int thread) {
+  return {t, s, head, thread};
+}
+
+}  // namespace nsa::cuda

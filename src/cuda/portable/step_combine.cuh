@@ -1,0 +1,90 @@
+// What a step adds to the kernels of a forward pass: compressed tokens to their pages, the branches to one output.
+#pragma once
+
+#include "cuda/portable/parts.cuh"
+#include "cuda/portable/step_arguments.h"
+
+namespace nsa::cuda::portable {
+
+template <class T>
+__device__ inline T from_double(double x);
+template <>
+__device__ inline Bf16 from_double<Bf16>(double x) {
+  return __double2bfloat16(x);
+}
+template <>
+__device__ inline Half from_double<Half>(double x) {
+  return __double2half(x);
+}
+template <>
+__device__ inline float from_double<float>(double x) {
+  return static_cast<float>(x);
+}
+
+/// Grid x: block of the step, y: sequence. The pairs (x[j], x[j + D/2]) of a key are rotated as the CPU does it: the
+/// products are exact in float64, so there is one rounding.
+template <class T>
+__global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ StoreArgs args) {
+  const StepGeometry& p = args.geometry;
+  const DeviceSequence s = sequence_of(p, blockIdx.y);
+  const int j = blockIdx.x, i = num_compressed(p, s.k_len - s.q_len) + j;
+  if (i >= num_compressed(p, s.k_len)) return;
+  const int half = args.key_dim / 2;
+  const std::int64_t position = static_cast<std::int64_t>(i) * p.kernel_stride;
+  for (int e = threadIdx.x; e < p.kv_heads * half; e += blockDim.x) {
+    const int head = e / half, column = e % half;
+    const T* from = args.keys.at<T>(s.batch, j, head) + column;
+    T* to = args.key_slots.at<T>(s.batch, i, head) + column;
+    if (args.cos) {
+      const double x = to_float(from[0]), y = to_float(from[half]);
+      const double cos = args.cos[position * args.cos_row + column], sin = args.sin[position * args.sin_row + column];
+      to[0] = from_double<T>(x * cos - y * sin);
+      to[half] = from_double<T>(y * cos + x * sin);
+    } else {
+      to[0] = from[0];
+      to[half] = from[half];
+    }
+  }
+  for (int e = threadIdx.x; e < p.kv_heads * args.value_dim; e += blockDim.x) {
+    const int head = e / args.value_dim, column = e % args.value_dim;
+    args.value_slots.at<T>(s.batch, i, head)[column] = args.values.at<T>(s.batch, j, head)[column];
+  }
+}
+
+/// combine for a step. A warp per row, of at most 32 chunks; rows without a query get o = 0 and indices = -1.
+template <class T>
+__global__ void __launch_bounds__(256) combine_step(const __grid_constant__ StepCombineArgs args) {
+  const StepGeometry& p = args.geometry;
+  int b, r, h;
+  if (!warp_row(p.q_len, p.heads, p.batches, b, r, h)) return;
+  const DeviceSequence s = sequence_of(p, b);
+  const int lane = threadIdx.x % 32, column = lane * Chunk<T>::kSize;
+  const bool mine = column < args.rows.dim;
+  Chunk<T> sum{};
+  if (r < s.q_len) {
+    const T* gates = args.rows.gates.at<T>(b, r, h);
+    for (int branch = 0; branch < kBranches; ++branch) {
+      const Parts& parts = args.parts[branch];
+      Chunk<T> x{};
+      if (parts.count > 0) {
+        const KeyRange range = branch == kSelected ? KeyRange{0, parts.count}
+                                                   : parts_of(p, parts, branch == kWindow ? args.window : 0, s, r);
+        const auto softmax = [&](int part) { return parts.softmax[parts.at(p, part, b, r, h)]; };
+        const MergedSoftmax<32> merged(range, softmax);
+        if (mine)
+          for (int part = range.first; part < range.last; ++part)
+            merged.add(softmax(part), parts.acc + parts.at(p, part, b, r, h) * args.rows.dim + column, x);
+      } else if (mine) {
+        x = Chunk<T>::load(args.rows.branch[branch].at<T>(b, r, h) + column);
+      }
+      const float gate = to_float(gates[branch]);
+#pragma unroll
+      for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate * x.x[j];
+    }
+  } else if (args.indices.data && h < p.kv_heads) {
+    for (int i = lane; i < args.topk; i += 32) args.indices.at<int>(b, r, h)[i] = -1;
+  }
+  if (mine) sum.store(args.rows.o.at<T>(b, r, h) + column);
+}
+
+}  // namespace nsa::cuda::portable

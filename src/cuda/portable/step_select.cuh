@@ -1,0 +1,53 @@
+// select_blocks for a decode step: its few queries walk the compressed keys in parts, by many thread blocks, then pick.
+#pragma once
+
+#include "cuda/portable/parts.cuh"
+#include "cuda/portable/select_blocks.cuh"
+#include "cuda/portable/step_arguments.h"
+
+namespace nsa::cuda::portable {
+
+/// Number of a query among those of all sequences and KV heads.
+__device__ inline std::int64_t scratch_row(const Geometry& p, int b, int kv_head, int query) {
+  return (static_cast<std::int64_t>(b) * p.kv_heads + kv_head) * p.q_len + query;
+}
+
+/// Grid x: part, y: KV head, z: (sequence, tile of queries).
+template <class T, int Dk>
+__global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 3)
+    score_parts(const __grid_constant__ StepSelectArgs args) {
+  constexpr int kKeys = SelectShape<T, Dk>::kKeys;
+  extern __shared__ __align__(16) char memory[];
+  const StepGeometry& p = args.geometry;
+  const int kv_head = blockIdx.y, b = blockIdx.z / args.tiles, first_query = blockIdx.z % args.tiles * args.queries;
+  const DeviceSequence seq = sequence_of(p, b);
+  if (first_query >= seq.q_len) return;
+  const int queries = min(args.queries, seq.q_len - first_query);
+  const int keys = scored_keys(args, seq.position(first_query + queries - 1));
+  const int tiles = args.parts.size / kKeys, first_tile = blockIdx.x * tiles;
+  const int last_tile = min(first_tile + tiles, (keys + kKeys - 1) / kKeys);
+  if (first_tile >= last_tile) return;
+  sum_probabilities<T, Dk>(args, seq, kv_head, first_query, queries, 0, keys, first_tile, last_tile,
+                           args.scratch + scratch_row(p, b, kv_head, first_query) * args.scratch_keys, memory,
+                           [&](bool sees_any, int query, int head) {
+                             const MergedSoftmax<4> merged(
+                                 sees_any ? parts_of(p, args.parts, 0, seq, query) : KeyRange{0, 0},
+                                 [&](int part) { return args.parts.softmax[args.parts.at(p, part, b, query, head)]; });
+                             return sees_any ? merged.lse() : INFINITY;
+                           });
+}
+
+/// A warp per query; grid x: query, y: KV head, z: sequence.
+template <class Args>
+__global__ void __launch_bounds__(32) pick_step(const __grid_constant__ Args args) {
+  const auto& p = args.geometry;
+  const int query = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z;
+  const DeviceSequence seq = sequence_of(p, b);
+  if (query >= seq.q_len) return;
+  const std::int64_t row = scratch_row(p, b, kv_head, query), rows = scratch_row(p, p.batches, 0, 0);
+  float* importances = args.scratch + rows * args.scratch_keys;
+  pick_blocks(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
+              importances + row * args.scratch_blocks, args.indices.template at<int>(b, query, kv_head), threadIdx.x);
+}
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,34 @@
+#include "decode_support.h"
+#include "device.h"
+
+namespace nsa::test {
+namespace {
+
+template <class Params, Status (*function)(const Params&, const Context&)>
+Status run(const Params& params, const Context&) {
+  return on_device<Params>(params, function);
+}
+
+StreamCase with_dims(DType dtype, std::int64_t dk, std::int64_t dv, auto&& change) {
+  return with(Backend::kCUDA, dtype, [&](StreamCase& c) {
+    c.dk = dk, c.dv = dv;
+    change(c);
+  });
+}
+
+}  // namespace
+
+const DecodeOperations under_test{run<CompressParams, compress>, run<NsaAttentionParams, nsa_attention>,
+                                  run<DecodeParams, decode>, run<DecodeParams, prefill>,
+                                  false};  // a chunk rounds the branches before it adds them
+
+std::vector<StreamCase> decode_cases() {
+  constexpr DType f32 = DType::kFloat32, bf16 = DType::kBFloat16, f16 = DType::kFloat16;
+  return {with_dims(f32, 64, 64, [](auto&) {}),
+          with_dims(f32, 192, 128, [](auto& c) { c.page_size = 48, c.group = 1, c.kind = CompressionKind::kLinear; }),
+          with_dims(bf16, 128, 128, [](auto& c) { c.kind = CompressionKind::kMean; }),
+          with_dims(bf16, 64, 64, [](auto& c) { c.page_size = 0, c.cfg.block_size = 32, c.group = 17; }),
+          with_dims(f16, 192, 128, [](auto& c) { c.page_size = 0, c.group = 5, c.rope = false; })};
+}
+
+}  // namespace nsa::test
