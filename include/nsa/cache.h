@@ -29,7 +29,8 @@ struct KVCacheView {
 
 /// Appends the new tokens, folds the compression blocks that they complete, attends, then advances cache_seqlens.
 /// Query r of a sequence stands at cache_seqlens + r. A sequence without room writes nothing, keeps its length, gets
-/// o = 0 and sets `overflow`.
+/// o = 0 and sets `overflow`. On a device that is also what happens where lengths or tables lead out of bounds, or the
+/// rotation's angles do not reach.
 struct DecodeParams {
   TensorView q;             // (B, m, H, Dk), rotated
   TensorView k_cmp, v_cmp;  // (B, m, Hkv, D): the new tokens' raw keys and values, not rotated
@@ -54,7 +55,9 @@ Status prefill(const DecodeParams& params, const Context& context = {});
 /// Copies what a fork cannot share. The child continues the parent at `length` <= the parent's length; both views are
 /// of one cache (rows `parent` and `child` of its tables). Full pages before `length` are shared by putting the same
 /// page numbers into the child's tables (the caller does that); this call copies the rings, the partly filled last
-/// pages and the compressed tokens that are not wholly inside the shared prefix, and sets the child's length.
+/// pages and the compressed tokens that are not wholly inside the shared prefix, and sets the child's length. On a
+/// device, whose lengths and tables the host does not read, a fork that these do not allow changes nothing and sets
+/// `overflow`.
 struct ForkParams {
   KVCacheView cache;
   NSAConfig cfg;
