@@ -49,6 +49,10 @@ class Problem:
         assert self.packed or len(set(self.lengths)) == 1
         self.generator = torch.Generator().manual_seed(self.seed)
         self.q_lens, self.k_lens = [q for q, _ in self.lengths], [k for _, k in self.lengths]
+        # Made here and not when asked for: a compiled function would make them on the CPU.
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (self.q_lens, self.k_lens)
+        )
         self.c_lens = [self.cfg.num_compressed(k) for k in self.k_lens]
         self.total_q, self.total_k = sum(self.q_lens) + self.tail, sum(self.k_lens) + self.tail
         self.total_c = self.total_k // self.cfg.kernel_stride if self.packed else sum(self.c_lens)
@@ -98,14 +102,10 @@ class Problem:
     def flat(self, t: Tensor) -> Tensor:
         return t if self.packed else t.flatten(0, 1)
 
-    def cu_seqlens(self, lens: list[int]) -> Tensor:
-        # The device by name: in a compiled function the default one is not that of torch.tensor.
-        return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=torch.get_default_device())
-
     def packing(self) -> dict[str, Tensor]:
         if not self.packed:
             return {}
-        return {"cu_seqlens_q": self.cu_seqlens(self.q_lens), "cu_seqlens_k": self.cu_seqlens(self.k_lens)}
+        return {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
 
     def raw_length(self) -> dict[str, int]:
         return {} if self.packed else {"seqlen_k": self.k_lens[0]}
@@ -116,7 +116,7 @@ class Problem:
     def by_library(self, operation: str, inputs: dict[str, Tensor], indices: Tensor | None = None) -> Result:
         x = [self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS]
         if operation == "compress":
-            cu_seqlens = self.cu_seqlens(self.k_lens) if self.packed else None
+            cu_seqlens = self.cu_k if self.packed else None
             return Result(self.flat(nsa.compress(*x, self.weights(inputs), self.cfg, cu_seqlens)))
         if operation == "combine":
             return Result(self.flat(nsa.combine(*x)))
