@@ -14,6 +14,7 @@
 
 #include "cli/bench_bars.h"
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "lm/bench.h"
 #include "lm/config.h"
@@ -53,10 +54,11 @@ void print_ratios(const lm::BenchReport& report) {
   fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA beside dense", "length", "NSA ms", "torch ms",
              "ratio", "own dense ms", "ratio");
   for (const auto& r : report.ratios) {
-    fmt::print("{:<17} {:>7} {:>10.2f} {:>12.2f} {:>8.2f} {:>13.2f} {:>8.2f} {}{}\n", r.pass, r.length, 1e3 * r.seconds,
-               1e3 * r.dense_seconds, r.over_dense(), 1e3 * r.plain_seconds, r.over_plain(),
-               r.extrapolated ? " dense extrapolated" : "", r.judged ? "" : " not judged");
+    fmt::print("{:<17} {:>7} {:>10.2f} {:>12.2f} {:>8.2f} {:>13.2f} {:>8.2f} {}{}{}\n", r.pass, r.length,
+               1e3 * r.seconds, 1e3 * r.dense_seconds, r.over_dense(), 1e3 * r.plain_seconds, r.over_plain(),
+               r.dense_variant, r.extrapolated ? " dense extrapolated" : "", r.judged ? "" : " not judged");
   }
+  for (const auto& refusal : report.refusals) fmt::print("{}\n", refusal);
   const auto length = [&](const char* pass, auto over) {
     const auto found = report.crossover(pass, over);
     return found ? fmt::format("from {:.0f} tokens", *found) : std::string("at no measured length");
@@ -74,24 +76,32 @@ class BenchCommand {
       : command_(
             *app.add_subcommand("bench", "Time every operation and the whole of NSA, and dense attention beside.")) {
     auto& shape = options_.shape;
-    options_.lengths = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
-    command_.add_option("--lengths", options_.lengths, "Sequence lengths, tokens")->delimiter(',');
+    const auto cuda = lm::default_bench_options(at::kCUDA);
+    const auto option = [&](const char* name, auto& value, const char* help, const auto& on_cuda) {
+      auto* const added = command_.add_option(name, value, help);
+      device_.on_cuda(added, value, on_cuda);
+      return added;
+    };
+    device_.add(command_);
+    option("--lengths", options_.lengths, "Sequence lengths, tokens", cuda.lengths)->delimiter(',');
     command_.add_option("--dtype", dtype_, "bfloat16 or float32")->check(CLI::IsMember({"bfloat16", "float32"}));
-    command_.add_option("--heads", shape.num_heads, "Query heads")->check(CLI::Range(1, 1024));
-    command_.add_option("--kv-heads", shape.num_kv_heads, "Key/value heads")->check(CLI::Range(1, 1024));
+    option("--heads", shape.num_heads, "Query heads", cuda.shape.num_heads)->check(CLI::Range(1, 1024));
+    option("--kv-heads", shape.num_kv_heads, "Key/value heads", cuda.shape.num_kv_heads)->check(CLI::Range(1, 1024));
     command_.add_option("--head-dim", shape.head_dim, "Channels of queries and keys")->check(CLI::Range(8, 1024));
     command_.add_option("--v-head-dim", shape.v_head_dim, "Channels of values")->check(CLI::Range(8, 1024));
     command_.add_option("--phi", phis_, "Compression functions: mean, linear, mlp; ratios are about the first")
         ->delimiter(',');
     command_.add_option("--threads", shape.threads, "Threads; 0: one for each core")->check(CLI::Range(0, 1024));
-    command_.add_option("--repeats", options_.timing.repeats, "Undisturbed runs of each")->check(CLI::Range(1, 1000));
+    option("--repeats", options_.timing.repeats, "Undisturbed runs of each", cuda.timing.repeats)
+        ->check(CLI::Range(1, 1000));
     command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds");
     command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
     command_.add_flag("!--no-parts", options_.parts, "Only the whole, not each operation");
     command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens");
-    command_.add_option("--longest-dense-forward", options_.longest_dense_forward,
-                        "Beyond this length dense attention is extrapolated, tokens");
-    command_.add_option("--longest-dense-backward", options_.longest_dense_backward, "The same with the backward");
+    option("--longest-dense-forward", options_.longest_dense_forward,
+           "Beyond this length dense attention is extrapolated, tokens", cuda.longest_dense_forward);
+    option("--longest-dense-backward", options_.longest_dense_backward, "The same with the backward",
+           cuda.longest_dense_backward);
     auto& nsa = shape.nsa;
     command_.add_option("--kernel-size", nsa.kernel_size, "l: tokens in a compression block");
     command_.add_option("--kernel-stride", nsa.kernel_stride, "d: tokens between compression blocks");
@@ -108,6 +118,8 @@ class BenchCommand {
   void run() {
     auto& shape = options_.shape;
     let_idle_threads_sleep();
+    const auto device = device_.choose();
+    shape.device = device.device;
     if (const Status status = shape.nsa.validate(); !status.ok()) throw lm::Error(status.message());
     if (shape.num_heads % shape.num_kv_heads != 0) {
       throw lm::Error(fmt::format("--kv-heads {}: must divide --heads {}", shape.num_kv_heads, shape.num_heads));
@@ -124,10 +136,8 @@ class BenchCommand {
     options_.timing.threads = shape.threads;
     at::set_num_threads(shape.threads);
 
-    const auto machine = lm::machine_json(shape.threads);
-    fmt::print("{}, {} threads, {} ({}); H = {}, Hkv = {}, Dk = {}, Dv = {}, {}\n", machine["cpu"].get<std::string>(),
-               shape.threads, machine["backend"].get<std::string>(), machine["isa"].get<std::string>(), shape.num_heads,
-               shape.num_kv_heads, shape.head_dim, shape.v_head_dim, dtype_);
+    require_backend();
+    print_machine(device);
     fmt::print("{:>7}  {:<33} {:<9} {:>10} {:>10} {:>9} {:>7} {:>6} {:>9} {:>6}\n", "length", "operation", "variant",
                "best ms", "median ms", "GFLOP", "GF/s", "peak", "MB", "cpu");
     const auto report = lm::run_bench(options_, print_result);
@@ -136,8 +146,35 @@ class BenchCommand {
     if (bars_) judge_bars(report);
   }
 
+  /// Refuses before the first measurement what libnsa cannot run.
+  void require_backend() const {
+    const auto& shape = options_.shape;
+    Backend backend;
+    const Problem problem{.dtype = shape.bfloat16 ? DType::kBFloat16 : DType::kFloat32,
+                          .device = {shape.device.is_cuda() ? DeviceType::kCUDA : DeviceType::kCPU, 0},
+                          .key_dim = shape.head_dim,
+                          .value_dim = shape.v_head_dim};
+    if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw lm::Error(status.message());
+  }
+
+  void print_machine(const lm::DeviceChoice& device) const {
+    const auto& shape = options_.shape;
+    const auto machine = lm::machine_json(shape.threads, shape.device);
+    const auto text = [&](const char* field) { return machine[field].get<std::string>(); };
+    fmt::print("device: {}\n", device.text);
+    if (shape.device.is_cuda()) {
+      fmt::print("{}, kernels {}; torch {}, cuDNN {}; medians, second-level cache flushed before each run", text("gpu"),
+                 text("isa"), text("torch"), machine["cudnn"].get<long>());
+    } else {
+      fmt::print("{}, {} threads, {} ({})", text("cpu"), shape.threads, text("backend"), text("isa"));
+    }
+    fmt::print("; H = {}, Hkv = {}, Dk = {}, Dv = {}, {}\n", shape.num_heads, shape.num_kv_heads, shape.head_dim,
+               shape.v_head_dim, dtype_);
+  }
+
   CLI::App& command_;
-  lm::BenchOptions options_;
+  lm::BenchOptions options_ = lm::default_bench_options(at::kCPU);
+  DeviceOption device_;
   std::string dtype_ = "bfloat16", json_;
   std::vector<std::string> phis_ = {"mean", "mlp"};
   bool bars_ = false;

@@ -45,6 +45,10 @@ const char* verdict(bool judged, bool reached) { return !judged ? "not judged" :
 }  // namespace
 
 void judge_bars(const lm::BenchReport& report) {
+  if (report.options.shape.device.is_cuda()) {
+    fmt::print("\ngoals: they are for the CPU; none is judged on cuda\n");
+    return;
+  }
   const bool goal_machine = is_goal_machine(report);
   bool missed = false;
   fmt::print("\ngoals (2 threads with AVX512_BF16, H = 16, Hkv = 1, D = 128, default configuration)\n");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "lm/evaluate.h"
 #include "lm/subject.h"
@@ -20,14 +21,17 @@ struct EvalCommand {
   std::vector<std::string> data;
   std::int64_t context = 0, tokens = 262144;
   int threads = 0;
+  DeviceOption device_option;
 
   void run() const {
+    const auto device = device_option.choose();
     if (threads > 0) at::set_num_threads(threads);
-    const auto subject = lm::open_subject(checkpoint);
+    const auto subject = lm::open_subject(checkpoint, device.device);
     const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
     const auto length = context > 0 ? context : subject.loaded.context;
     const auto rows = lm::choose_rows(lm::make_rows(texts.documents, length), tokens);
     const auto result = lm::evaluate(subject.model(), texts.documents, rows, subject.tokenizer->is_byte_level());
+    fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint, result.tokens, texts.source, length);
     fmt::print("loss {:.4f} nats/token", result.loss);
     if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
@@ -54,6 +58,7 @@ void add_eval(CLI::App& app) {
   command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all");
+  state->device_option.add(*command);
   command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
   command->add_option("--json", state->json, "Write the results to this file");
   command->callback([] { state->run(); });

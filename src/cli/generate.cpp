@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "lm/checkpoint.h"
 #include "lm/error.h"
 #include "lm/generate.h"
@@ -24,18 +25,25 @@ struct GenerateArguments {
   bool no_cache = false, ignore_end = false, no_echo = false;
   int threads = 0;
   lm::GenerateOptions options;
+  DeviceOption device;
 };
 
+at::ScalarType compute_dtype(const std::string& name) {
+  return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
+}
+
 void run(const GenerateArguments& arguments) {
+  const auto device = arguments.device.choose();
   if (arguments.threads > 0) at::set_num_threads(arguments.threads);
-  auto loaded = lm::load_model(arguments.checkpoint);
+  const auto loaded = lm::load_model(arguments.checkpoint, device.device, compute_dtype(arguments.dtype));
   const auto tokenizer = lm::make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
-  if (arguments.dtype == "bfloat16") loaded.model.set_compute_dtype(at::kBFloat16);
   const std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
   std::vector<std::int64_t> tokens = {tokenizer->end_of_document()};
   for (const std::int32_t token : tokenizer->encode(prompt)) tokens.push_back(token);
 
   auto options = arguments.options;
+  options.sampler.validate();
+  fmt::print(stderr, "device: {}\n", device.text);
   options.cached = !arguments.no_cache;
   if (!arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
   if (!arguments.no_echo) fmt::print("{}", prompt);
@@ -82,8 +90,10 @@ void add_generate(CLI::App& app) {
   command->add_option("--top-p", options.sampler.top_p,
                       "Choose among the fewest tokens whose probabilities reach this, 0 ... 1");
   command->add_option("--seed", options.sampler.seed, "Of the choices");
-  command->add_option("--dtype", arguments->dtype, "Of matrix products and attention: float32 or bfloat16")
-      ->check(CLI::IsMember({"float32", "bfloat16"}));
+  command
+      ->add_option("--dtype", arguments->dtype, "Of matrix products and attention: float32, bfloat16, on cuda float16")
+      ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
+  arguments->device.add(*command);
   command->add_option("--threads", arguments->threads, "0: one for each core")->check(CLI::Range(0, 1024));
   command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
   command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");

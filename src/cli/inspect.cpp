@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "lm/error.h"
 #include "lm/inspect.h"
@@ -23,10 +24,12 @@ struct InspectCommand {
   std::int64_t tokens = 0;
   int queries = 64, threads = 0;
   bool maps = false;
+  DeviceOption device_option;
 
   void run() const {
+    const auto device = device_option.choose();
     if (threads > 0) at::set_num_threads(threads);
-    const auto subject = lm::open_subject(checkpoint);
+    const auto subject = lm::open_subject(checkpoint, device.device);
     const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
     // The longest document shows most of the selection.
     const auto& document = *std::max_element(
@@ -37,6 +40,7 @@ struct InspectCommand {
     const std::vector<std::int64_t> text(document.tokens.begin(),
                                          document.tokens.begin() + static_cast<std::ptrdiff_t>(length));
     const auto layers = lm::inspect(subject.model(), text, queries);
+    fmt::print("device: {}\n", device.text);
     fmt::print("{}: the first {} tokens of {}\n", checkpoint, length, document.name);
     print_table(layers);
     if (maps) print_maps(layers, subject.model().config().nsa.block_size);
@@ -108,6 +112,7 @@ void add_inspect(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--queries", state->queries, "Queries of each selection map")->check(CLI::Range(1, 100000));
   command->add_flag("--maps", state->maps, "Print the selection maps");
+  state->device_option.add(*command);
   command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
   command->add_option("--json", state->json, "Write the results, maps included, to this file");
   command->callback([] { state->run(); });

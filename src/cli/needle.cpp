@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/output.h"
 #include "lm/needle.h"
 
@@ -20,15 +21,18 @@ struct NeedleCommand {
   std::vector<std::string> data;
   lm::NeedleOptions options;
   int threads = 0;
+  DeviceOption device_option;
 
   void run() {
+    const auto device = device_option.choose();
     if (threads > 0) at::set_num_threads(threads);
-    const auto subject = lm::open_subject(checkpoint);
+    const auto subject = lm::open_subject(checkpoint, device.device);
     const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
     if (options.lengths.empty()) {
       const auto context = subject.loaded.context;
       for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));
     }
+    fmt::print("device: {}\n", device.text);
     fmt::print("answer tokens right, percent (nats/token gained by the needle), {} samples each\n{:>9} ",
                options.samples, "length");
     for (const double depth : options.depths) fmt::print(" {:>14}", fmt::format("depth {:.2f}", depth));
@@ -93,6 +97,7 @@ void add_needle(CLI::App& app) {
   command->add_option("--needle", options.needle, "What is hidden; {key} and {value} are filled in");
   command->add_option("--question", options.question, "What is asked at the end; the answer is {value}");
   command->add_option("--seed", options.seed, "Of places, keys and values");
+  state->device_option.add(*command);
   command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
   command->add_option("--json", state->json, "Write the results to this file");
   command->callback([] { state->run(); });

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/exit.h"
 #include "cli/output.h"
 #include "lm/recall.h"
@@ -20,13 +21,17 @@ struct RecallCommand {
   std::string json, phi = "mlp";
   int threads = 0;
   bool check = false;
+  DeviceOption device_option;
 
   void run() {
+    const auto device = device_option.choose();
+    options.device = device.device;
     if (threads > 0) at::set_num_threads(threads);
     const auto& task = options.task;
     auto& model = options.model;
     model.phi = lm::compression_kind(phi);
     model.v_head_dim = model.head_dim;
+    fmt::print("device: {}\n", device.text);
     fmt::print("{} key-value pairs in sequences of {} tokens, window {}, {} selected tokens\n", task.pairs,
                task.length(), model.nsa.window_size, model.nsa.topk * model.nsa.block_size);
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
@@ -89,6 +94,7 @@ void add_recall(CLI::App& app) {
   command->add_option("--phi", state->phi, "Compression function: mean, linear or mlp")->group("Model");
   command->add_flag("--share-kv", model.share_kv, "One key and one value projection for the three branches")
       ->group("Model");
+  state->device_option.add(*command);
   command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
   command->add_flag("--check", state->check, "Exit code 1 unless NSA reaches 95 % and the window stays at chance");
   command->add_option("--json", state->json, "Write the results to this file");

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/device.h"
 #include "cli/exit.h"
 #include "lm/error.h"
 #include "lm/trainer.h"
@@ -43,6 +44,13 @@ class TrainCommand {
     fields_.emplace_back(added, field);
     return added;
   }
+  /// The same with a default of its own on CUDA.
+  template <class T>
+  CLI::Option* option(const std::string& name, const char* field, T& value, const std::string& help, const T& on_cuda) {
+    CLI::Option* const added = option(name, field, value, help);
+    device_.on_cuda(added, value, on_cuda);
+    return added;
+  }
   CLI::Option* flag(const std::string& name, const char* field, bool& value, const std::string& help) {
     CLI::Option* const added = command_.add_flag(name, value, help)->group(group_);
     fields_.emplace_back(added, field);
@@ -67,13 +75,14 @@ class TrainCommand {
 
   void add_model_options() {
     auto& model = config_.model;
+    const auto cuda = lm::default_run_config(at::kCUDA);
     group_ = "Model";
     option("--attention", "attention", attention_, "nsa, full or window");
-    option("--layers", "num_layers", model.num_layers, "Layers");
-    option("--hidden-size", "hidden_size", model.hidden_size, "Width, channels");
-    option("--heads", "num_heads", model.num_heads, "Query heads");
-    option("--kv-heads", "num_kv_heads", model.num_kv_heads, "Key/value heads");
-    option("--head-dim", "head_dim", model.head_dim, "Channels of a query or key");
+    option("--layers", "num_layers", model.num_layers, "Layers", cuda.model.num_layers);
+    option("--hidden-size", "hidden_size", model.hidden_size, "Width, channels", cuda.model.hidden_size);
+    option("--heads", "num_heads", model.num_heads, "Query heads", cuda.model.num_heads);
+    option("--kv-heads", "num_kv_heads", model.num_kv_heads, "Key/value heads", cuda.model.num_kv_heads);
+    option("--head-dim", "head_dim", model.head_dim, "Channels of a query or key", cuda.model.head_dim);
     v_head_dim_ = option("--v-head-dim", "v_head_dim", model.v_head_dim, "Channels of a value; default --head-dim");
     v_head_dim_->default_str("");
     ffn_size_ = option("--ffn-size", "ffn_size", model.ffn_size,
@@ -111,25 +120,28 @@ class TrainCommand {
 
   void add_training_options() {
     auto& train = config_.train;
+    const auto cuda = lm::default_run_config(at::kCUDA);
     group_ = "Training";
-    option("--context", "context", train.context, "Longest sequence, tokens");
-    option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time");
+    device_.add(command_);
+    option("--context", "context", train.context, "Longest sequence, tokens", cuda.train.context);
+    option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time", cuda.train.batch_size);
     option("--accumulate", "accumulate", train.accumulate, "Batches to a step");
-    option("--lr", "lr", train.lr, "Peak learning rate of AdamW");
+    option("--lr", "lr", train.lr, "Peak learning rate of AdamW", cuda.train.lr);
     option("--min-lr-ratio", "min_lr_ratio", train.min_lr_ratio, "The cosine ends at --lr times this");
-    option("--warmup-steps", "warmup_steps", train.warmup_steps, "Steps of linear warm-up");
+    option("--warmup-steps", "warmup_steps", train.warmup_steps, "Steps of linear warm-up", cuda.train.warmup_steps);
     option("--weight-decay", "weight_decay", train.weight_decay, "Of the matrices");
     option("--beta1", "beta1", train.beta1, "Decay of AdamW's first moment");
     option("--beta2", "beta2", train.beta2, "Decay of AdamW's second moment");
     option("--clip", "clip", train.clip, "Largest norm of the gradients; 0: no clipping");
     option("--seed", "seed", train.seed, "Of weights, order and noise");
-    option(
-        "--dtype", "dtype", train.dtype,
-        "Of matrix products and attention: auto (bfloat16 where the CPU has instructions for it), float32 or bfloat16");
+    option("--dtype", "dtype", train.dtype,
+           "Of matrix products and attention: auto (bfloat16 where the device has instructions for it), float32 or "
+           "bfloat16");
     option("--threads", "threads", train.threads, "0: one for each core");
     option("--log-every", "log_every", train.log_every, "Steps between lines in metrics.jsonl");
     option("--eval-every", "eval_every", train.eval_every, "Steps between evaluations; 0: at the end alone");
-    option("--eval-tokens", "eval_tokens", train.eval_tokens, "Held-out tokens of an evaluation; 0: all");
+    option("--eval-tokens", "eval_tokens", train.eval_tokens, "Held-out tokens of an evaluation; 0: all",
+           cuda.train.eval_tokens);
     option("--save-every", "save_every", train.save_every, "Steps between checkpoints; 0: at the end alone");
   }
 
@@ -163,10 +175,22 @@ class TrainCommand {
     return fields;
   }
 
+  lm::TrainResult start() {
+    const auto device = device_.choose();
+    complete();
+    return lm::train({out_, config_, device, overwrite_});
+  }
+
+  lm::TrainResult resume() {
+    complete();
+    auto fields = given();
+    if (!device_.named().empty()) fields["device"] = device_.named();
+    return lm::resume(out_, fields);
+  }
+
   void run() {
     if (resume_ && overwrite_) throw lm::Error("--resume and --overwrite exclude each other");
-    complete();
-    const auto result = resume_ ? lm::resume(out_, given()) : lm::train({out_, config_, overwrite_});
+    const auto result = resume_ ? resume() : start();
     if (result.signal != 0) {
       fmt::print("stopped at step {}; saved in {}; --resume goes on\n", result.step, out_);
       throw Exit{128 + result.signal};
@@ -179,6 +203,7 @@ class TrainCommand {
   std::string out_, attention_ = "nsa", phi_ = "mlp";
   bool resume_ = false, overwrite_ = false, equal_parameters_ = false;
   lm::RunConfig config_;
+  DeviceOption device_;
   CLI::Option* v_head_dim_ = nullptr;
   CLI::Option* ffn_size_ = nullptr;
   std::vector<std::pair<CLI::Option*, std::string>> fields_;

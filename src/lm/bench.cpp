@@ -1,16 +1,21 @@
 #include "lm/bench.h"
 
+#include <c10/util/Exception.h>
+#include <fmt/core.h>
+
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <utility>
 
+#include "lm/device_timing.h"
 #include "lm/machine.h"
 
 namespace nsa::lm {
 namespace {
 
-/// Up to here both forms of torch's attention are timed; beyond only the one that was faster.
-constexpr std::int64_t kLongestBothForms = 8192;
+/// On the CPU, up to here all forms of torch's attention are timed; beyond only the one that was faster.
+constexpr std::int64_t kLongestAllForms = 8192;
 
 class Runner {
  public:
@@ -25,7 +30,7 @@ class Runner {
       for (std::size_t i = 0; i < options_.phis.size(); ++i) {
         const auto result = time(problem.whole(options_.phis[i], backward), length);
         if (i > 0) continue;
-        ratio.seconds = result.timing.best_s;
+        ratio.seconds = result.timing.seconds();
         ratio.judged = result.timing.judged;
       }
       if (options_.parts) {
@@ -40,7 +45,7 @@ class Runner {
       } else {
         time_dense(problem, backward, length, ratio);
       }
-      ratio.plain_seconds = plain.timing.best_s;
+      ratio.plain_seconds = plain.timing.seconds();
       ratio.extrapolated = ratio.extrapolated || plain.extrapolated;
       ratio.judged = ratio.judged && plain.timing.judged;
       report_.ratios.push_back(ratio);
@@ -55,9 +60,12 @@ class Runner {
   }
 
   BenchResult time(const BenchCase& work, std::int64_t length) {
-    const Timing timing = time_runs(work.work, options_.timing);
+    const auto& shape = options_.shape;
+    const bool on_host = shape.device.is_cpu();
+    const Timing timing =
+        on_host ? time_runs(work.work, options_.timing) : time_device_runs(work.work, options_.timing, shape.device);
     return add({work.op, work.variant, length, timing, false, work.gflop, work.bytes,
-                register_peak_gflops(options_.shape.bfloat16, options_.shape.threads)});
+                on_host ? register_peak_gflops(shape.bfloat16, shape.threads) : std::nullopt});
   }
 
   BenchResult extrapolate(BenchResult result, std::int64_t length) {
@@ -73,21 +81,37 @@ class Runner {
   }
 
   void time_dense(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
+    const BenchResult before = dense_[backward];
     BenchResult& best = dense_[backward];
-    const bool both = length <= kLongestBothForms || best.length == 0;
-    const bool gqa_was_faster = best.variant == "gqa";
-    if (both || !gqa_was_faster) best = time(problem.dense(false, backward), length);
-    if (both || gqa_was_faster) {
-      const auto gqa = time(problem.dense(true, backward), length);
-      if (!both || gqa.timing.best_s < best.timing.best_s) best = gqa;
+    const bool all = length <= kLongestAllForms || before.length == 0 || !options_.shape.device.is_cpu();
+    best = {};
+    for (const auto& form : BenchProblem::dense_forms(options_.shape.device)) {
+      if (!all && form != before.variant) continue;
+      const auto result = time_form(problem, form, backward, length);
+      if (result && (best.length == 0 || result->timing.seconds() < best.timing.seconds())) best = *result;
     }
-    ratio.dense_seconds = best.timing.best_s;
+    if (best.length == 0) throw std::runtime_error("none of torch's forms of dense attention runs here");
+    ratio.dense_seconds = best.timing.seconds();
+    ratio.dense_variant = best.variant;
     ratio.judged = ratio.judged && best.timing.judged;
+  }
+
+  /// Nothing where torch refuses: not every back end takes every dtype and head dim.
+  std::optional<BenchResult> time_form(BenchProblem& problem, const std::string& form, bool backward,
+                                       std::int64_t length) {
+    try {
+      return time(problem.dense(form, backward), length);
+    } catch (const c10::Error& error) {
+      report_.refusals.push_back(
+          fmt::format("dense attention, {}, at {}: {}", form, length, error.what_without_backtrace()));
+      return std::nullopt;
+    }
   }
 
   void extrapolate_dense(bool backward, std::int64_t length, BenchRatio& ratio) {
     const auto result = extrapolate(dense_[backward], length);
-    ratio.dense_seconds = result.timing.best_s;
+    ratio.dense_seconds = result.timing.seconds();
+    ratio.dense_variant = result.variant;
     ratio.judged = ratio.judged && result.timing.judged;
     ratio.extrapolated = true;
   }
@@ -120,8 +144,21 @@ std::optional<double> BenchReport::crossover(const std::string& pass, double (Be
   return before * std::pow(length / before, -low / (high - low));
 }
 
+BenchOptions default_bench_options(at::Device device) {
+  BenchOptions options;
+  options.shape.device = device;
+  options.lengths = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
+  if (!device.is_cuda()) return options;
+  options.lengths = {8192, 16384, 32768, 65536};
+  options.shape.num_heads = 64;
+  options.shape.num_kv_heads = 4;
+  options.timing.repeats = 7;
+  options.longest_dense_forward = options.longest_dense_backward = 131072;
+  return options;
+}
+
 BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result) {
-  BenchReport report{.options = options, .results = {}, .ratios = {}};
+  BenchReport report{.options = options, .results = {}, .ratios = {}, .refusals = {}};
   Runner runner(report, on_result);
   for (const auto length : options.lengths) runner.run(length);
   return report;
@@ -130,7 +167,7 @@ BenchReport run_bench(const BenchOptions& options, const std::function<void(cons
 void to_json(nlohmann::json& json, const BenchReport& report) {
   const auto& shape = report.options.shape;
   const auto& cfg = shape.nsa;
-  json = {{"kind", "nsa-bench"}, {"version", version()}, {"machine", machine_json(shape.threads)}};
+  json = {{"kind", "nsa-bench"}, {"version", version()}, {"machine", machine_json(shape.threads, shape.device)}};
   json["settings"] = {{"dtype", shape.bfloat16 ? "bfloat16" : "float32"},
                       {"num_heads", shape.num_heads},
                       {"num_kv_heads", shape.num_kv_heads},
@@ -149,6 +186,7 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
     json["results"].push_back({{"op", r.op},
                                {"variant", r.variant},
                                {"length", r.length},
+                               {"seconds", r.timing.seconds()},
                                {"best_s", r.timing.best_s},
                                {"median_s", r.timing.median_s},
                                {"cpu_over_wall", r.timing.cpu_over_wall},
@@ -164,12 +202,14 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
                               {"pass", r.pass},
                               {"seconds", r.seconds},
                               {"dense_seconds", r.dense_seconds},
+                              {"dense_variant", r.dense_variant},
                               {"plain_seconds", r.plain_seconds},
                               {"over_dense", r.over_dense()},
                               {"over_plain", r.over_plain()},
                               {"extrapolated", r.extrapolated},
                               {"judged", r.judged}});
   }
+  json["refusals"] = report.refusals;
   for (const char* pass : {"forward", "forward_backward"}) {
     const auto length = [&](auto over) {
       const auto found = report.crossover(pass, over);

@@ -33,7 +33,7 @@ struct BenchResult {
   std::int64_t bytes = 0;
   std::optional<double> peak_gflops;  // of the registers, measured right after
 
-  double gflops() const { return gflop / timing.best_s; }
+  double gflops() const { return gflop / timing.seconds(); }
 };
 
 /// How many times faster NSA is than dense attention.
@@ -41,7 +41,8 @@ struct BenchRatio {
   std::string pass;  // "forward" or "forward_backward"
   std::int64_t length = 0;
   double seconds = 0;                           // NSA
-  double dense_seconds = 0, plain_seconds = 0;  // torch's, the faster form; causal attention on libnsa's kernels
+  double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; causal attention on libnsa's kernels
+  std::string dense_variant;                    // the fastest form
   bool extrapolated = false;                    // dense or plain
   bool judged = false;                          // every run was undisturbed
 
@@ -53,11 +54,15 @@ struct BenchReport {
   BenchOptions options;
   std::vector<BenchResult> results;
   std::vector<BenchRatio> ratios;
+  std::vector<std::string> refusals;  // forms of torch's attention that cannot run here, and why
 
   /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where
   /// it is faster already, empty where it never is. `over`: BenchRatio::over_dense or over_plain.
   std::optional<double> crossover(const std::string& pass, double (BenchRatio::*over)() const) const;
 };
+
+/// The problem of the published figures: on the CPU 16 heads to one KV head, on CUDA 64 to 4.
+BenchOptions default_bench_options(at::Device device);
 
 /// `on_result` is called as soon as a result is there.
 BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result);

@@ -1,5 +1,6 @@
 #include "lm/bench_problem.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randn.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 
 #include "lm/phi_init.h"
 
@@ -30,6 +32,23 @@ at::Tensor like(const at::Tensor& tensor) {
   return tensor.defined() ? at::empty(tensor.sizes(), tensor.options()) : at::Tensor();
 }
 
+/// While it lives, torch's attention on CUDA runs on this back end or throws.
+class OneBackEnd {
+ public:
+  explicit OneBackEnd(const std::string& form) { set(form == "cudnn", form == "flash2", false); }
+  OneBackEnd(const OneBackEnd&) = delete;
+  ~OneBackEnd() { set(true, true, true); }
+
+ private:
+  static void set(bool cudnn, bool flash, bool others) {
+    auto& torch = at::globalContext();
+    torch.setSDPUseCuDNN(cudnn);
+    torch.setSDPUseFlash(flash);
+    torch.setSDPUseMemEfficient(others);
+    torch.setSDPUseMath(others);
+  }
+};
+
 }  // namespace
 
 BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
@@ -48,11 +67,12 @@ BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
     storage_.push_back(tensor);
     return view_of(tensor);
   };
+  const auto options = at::TensorOptions(shape.device).dtype(dtype_of(shape));
   const auto random = [&](std::int64_t heads, std::int64_t width) {
-    return at::randn({1, length, heads, width}).to(dtype_of(shape));
+    return at::randn({1, length, heads, width}, shape.device).to(dtype_of(shape));
   };
   const auto empty = [&](std::int64_t rows, std::int64_t heads, std::int64_t width) {
-    return at::empty({1, rows, heads, width}, dtype_of(shape));
+    return at::empty({1, rows, heads, width}, options);
   };
   const auto heads = shape.num_heads, kv_heads = shape.num_kv_heads, dk = shape.head_dim, dv = shape.v_head_dim;
   k_ = random(kv_heads, dk);
@@ -66,12 +86,14 @@ BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
   p.gates = keep(random(heads, 3).sigmoid());
   p.cfg = cfg;
   for (auto* o : {&p.o, &p.o_cmp, &p.o_slc, &p.o_swa}) *o = keep(empty(length, heads, dv));
-  for (auto* lse : {&p.lse_cmp, &p.lse_slc, &p.lse_swa}) *lse = keep(at::empty({1, heads, length}, at::kFloat));
-  p.indices = keep(at::empty({1, length, kv_heads, cfg.topk}, at::kInt));
+  for (auto* lse : {&p.lse_cmp, &p.lse_slc, &p.lse_swa})
+    *lse = keep(at::empty({1, heads, length}, options.dtype(at::kFloat)));
+  p.indices = keep(at::empty({1, length, kv_heads, cfg.topk}, options.dtype(at::kInt)));
   p.k_c = keep(empty(blocks_, kv_heads, dk));
   p.v_c = keep(empty(blocks_, kv_heads, dv));
   for (const auto& [x, out] : {std::pair(view_of(k_), p.k_c), std::pair(view_of(v_), p.v_c)}) {
-    check(nsa::compress({.k = x, .weights = {.kind = CompressionKind::kMean}, .cfg = cfg, .out = out}, context_));
+    const CompressParams mean{.k = x, .weights = {.kind = CompressionKind::kMean}, .cfg = cfg, .out = out};
+    run(nsa::compress, mean);
   }
 }
 
@@ -104,7 +126,7 @@ BenchProblem::Side BenchProblem::make_side(CompressionKind phi, bool keys) const
   Side side;
   side.x = keys ? k_ : v_;
   side.out = at::empty({1, blocks_, shape_.num_kv_heads, dim}, side.x.options());
-  side.d_out = at::randn(side.out.sizes()).to(side.x.scalar_type());
+  side.d_out = at::randn(side.out.sizes(), side.x.device()).to(side.x.scalar_type());
   side.d_x = like(side.x);
   auto& weights = side.weights;
   weights.kind = phi;
@@ -119,7 +141,7 @@ BenchProblem::Side BenchProblem::make_side(CompressionKind phi, bool keys) const
     weights.pe = at::zeros({1, tokens, dim});
     weights.b1 = at::zeros({1, weights.w1.size(2)});
   }
-  weights = weights.to(side.x.scalar_type());
+  weights = weights.to(side.x.options());
   side.d_weights = {phi, like(weights.pe), like(weights.w1), like(weights.b1), like(weights.w2), like(weights.b2)};
   return side;
 }
@@ -141,8 +163,11 @@ std::function<void()> BenchProblem::compress_work(CompressionKind phi, bool back
       std::make_shared<const std::array<Side, 2>>(std::array{make_side(phi, true), make_side(phi, false)});
   return [this, sides, backward] {
     for (const auto& side : *sides) {
-      check(backward ? nsa::compress_backward(compress_backward_params(side), context_)
-                     : nsa::compress(compress_params(side), context_));
+      if (backward) {
+        run(nsa::compress_backward, compress_backward_params(side));
+      } else {
+        run(nsa::compress, compress_params(side));
+      }
     }
   };
 }
@@ -161,16 +186,16 @@ BenchCase BenchProblem::whole(CompressionKind phi, bool backward) {
   const auto bytes = compress_bytes() + bytes_of({forward.q, forward.k_c, forward.v_c, forward.gates, forward.o}) +
                      2 * bytes_of({view_of(k_), view_of(v_)});
   auto compress_both = compress_work(phi, false);
-  auto attend = [forward, compress_both, context = context_] {
+  auto attend = [this, forward, compress_both] {
     compress_both();
-    check(nsa::nsa_attention(forward, context));
+    run(nsa::nsa_attention, forward);
   };
   if (!backward) return {"forward", name_of(phi), forward_gflop, bytes, attend};
   backward_operations();  // makes room for the gradients
   return {"forward_backward", name_of(phi), (1 + kBackwardCost) * forward_gflop, 3 * bytes,
           [this, attend, compress_back = compress_work(phi, true)] {
             attend();
-            check(nsa::nsa_attention_backward(backward_, context_));
+            run(nsa::nsa_attention_backward, backward_);
             compress_back();
           }};
 }
@@ -202,32 +227,31 @@ std::vector<BenchCase> BenchProblem::forward_operations() {
   const SlidingWindowAttentionParams window{
       .q = p.q, .k = p.k_swa, .v = p.v_swa, .window_size = p.cfg.window_size, .o = p.o_swa, .lse = p.lse_swa};
   const CombineParams combination{.o_cmp = p.o_cmp, .o_slc = p.o_slc, .o_swa = p.o_swa, .gates = p.gates, .o = p.o};
-  const auto context = context_;
   return {
       {"compressed_attention", "", gflop(compressed_pairs_, both), bytes_of({p.q, p.k_c, p.v_c, p.o_cmp, p.lse_cmp}),
-       [=] { check(nsa::compressed_attention(compressed, context)); }},
+       [=, this] { run(nsa::compressed_attention, compressed); }},
       {"select_blocks", "", gflop(compressed_pairs_, dk), bytes_of({p.q, p.k_c, p.lse_cmp, p.indices}),
-       [=] { check(nsa::select_blocks(select, context)); }},
+       [=, this] { run(nsa::select_blocks, select); }},
       {"selected_attention", "", gflop(selected_pairs_, both),
        bytes_of({p.q, p.k_slc, p.v_slc, p.indices, p.o_slc, p.lse_slc}),
-       [=] { check(nsa::selected_attention(selected, context)); }},
+       [=, this] { run(nsa::selected_attention, selected); }},
       {"sliding_window_attention", "", gflop(window_pairs_, both),
        bytes_of({p.q, p.k_swa, p.v_swa, p.o_swa, p.lse_swa}),
-       [=] { check(nsa::sliding_window_attention(window, context)); }},
+       [=, this] { run(nsa::sliding_window_attention, window); }},
       {"combine", "", 5e-9 * static_cast<double>(p.o.numel()), bytes_of({p.o_cmp, p.o_slc, p.o_swa, p.gates, p.o}),
-       [=] { check(nsa::combine(combination, context)); }},
+       [=, this] { run(nsa::combine, combination); }},
   };
 }
 
 std::vector<BenchCase> BenchProblem::backward_operations() {
   auto& b = backward_;
   if (!b.forward.q.defined()) {
-    check(nsa::nsa_attention(attention_, context_));
+    run(nsa::nsa_attention, attention_);
     b.forward = attention_;
     b.d_o = view_of(d_o_);
     const auto gradient = [&](TensorView like) {
       std::vector<std::int64_t> sizes(like.shape.begin(), like.shape.begin() + like.rank);
-      storage_.push_back(at::empty(sizes, dtype_of(shape_)));
+      storage_.push_back(at::empty(sizes, k_.options()));
       return view_of(storage_.back());
     };
     b.d_q = gradient(b.forward.q);
@@ -265,17 +289,15 @@ std::vector<BenchCase> BenchProblem::backward_operations() {
       .d_q = b.d_q,
       .d_k = b.d_k_swa,
       .d_v = b.d_v_swa};
-  const auto context = context_;
   const auto queries = bytes_of({p.q, p.o, b.d_o, b.d_q, p.lse_cmp});
   return {
       {"compressed_attention_backward", "", gflop(compressed_pairs_, channels), queries + 2 * bytes_of({p.k_c, p.v_c}),
-       [=] { check(nsa::compressed_attention_backward(compressed, context)); }},
+       [=, this] { run(nsa::compressed_attention_backward, compressed); }},
       {"selected_attention_backward", "", gflop(selected_pairs_, channels),
        queries + 2 * bytes_of({p.k_slc, p.v_slc, p.indices}),
-       [=] { check(nsa::selected_attention_backward(selected, context)); }},
+       [=, this] { run(nsa::selected_attention_backward, selected); }},
       {"sliding_window_attention_backward", "", gflop(window_pairs_, channels),
-       queries + 2 * bytes_of({p.k_swa, p.v_swa}),
-       [=] { check(nsa::sliding_window_attention_backward(window, context)); }},
+       queries + 2 * bytes_of({p.k_swa, p.v_swa}), [=, this] { run(nsa::sliding_window_attention_backward, window); }},
   };
 }
 
@@ -287,9 +309,8 @@ BenchCase BenchProblem::plain(bool backward) {
       .q = p.q, .k = p.k_swa, .v = p.v_swa, .window_size = length_, .o = p.o_swa, .lse = p.lse_swa};
   const double cost = gflop(causal_pairs_, static_cast<double>(shape_.head_dim + shape_.v_head_dim));
   const auto bytes = bytes_of({p.q, p.k_swa, p.v_swa, p.o_swa, p.lse_swa});
-  const auto context = context_;
   if (!backward) {
-    return {"plain_forward", "", cost, bytes, [=] { check(nsa::sliding_window_attention(forward, context)); }};
+    return {"plain_forward", "", cost, bytes, [=, this] { run(nsa::sliding_window_attention, forward); }};
   }
   backward_operations();  // makes room for the gradients
   const SlidingWindowAttentionBackwardParams gradients{.forward = forward,
@@ -297,17 +318,23 @@ BenchCase BenchProblem::plain(bool backward) {
                                                        .d_q = backward_.d_q,
                                                        .d_k = backward_.d_k_swa,
                                                        .d_v = backward_.d_v_swa};
-  return {"plain_forward_backward", "", (1 + kBackwardCost) * cost, 3 * bytes, [=] {
-            check(nsa::sliding_window_attention(forward, context));
-            check(nsa::sliding_window_attention_backward(gradients, context));
+  return {"plain_forward_backward", "", (1 + kBackwardCost) * cost, 3 * bytes, [=, this] {
+            run(nsa::sliding_window_attention, forward);
+            run(nsa::sliding_window_attention_backward, gradients);
           }};
 }
 
-BenchCase BenchProblem::dense(bool gqa, bool backward) {
+std::vector<std::string> BenchProblem::dense_forms(at::Device device) {
+  if (device.is_cpu()) return {"expanded", "gqa"};
+  return {"cudnn", "flash2"};
+}
+
+BenchCase BenchProblem::dense(const std::string& form, bool backward) {
   const auto leaf = [&](const at::Tensor& x) { return x.detach().requires_grad_(backward); };
   const auto q = leaf(storage_.front()), k = leaf(k_), v = leaf(v_);
   const auto d_o = d_o_.transpose(1, 2);
   const auto heads = shape_.num_heads, group = heads / shape_.num_kv_heads;
+  const bool gqa = form != "expanded";
   const auto arrange = [=](const at::Tensor& x) {
     if (gqa) return x.transpose(1, 2);
     const auto sizes = x.sizes();  // (1, S, Hkv, D)
@@ -316,7 +343,9 @@ BenchCase BenchProblem::dense(bool gqa, bool backward) {
         .reshape({sizes[0], sizes[1], heads, sizes[3]})
         .transpose(1, 2);
   };
-  const auto work = [=] {
+  const auto work = [=, on_host = shape_.device.is_cpu()] {
+    std::optional<OneBackEnd> alone;
+    if (!on_host) alone.emplace(form);
     const at::AutoGradMode mode(backward);
     const auto o = at::scaled_dot_product_attention(q.transpose(1, 2), arrange(k), arrange(v), {}, 0.0,
                                                     /*is_causal=*/true, {}, gqa);
@@ -326,8 +355,8 @@ BenchCase BenchProblem::dense(bool gqa, bool backward) {
   };
   const double cost = gflop(causal_pairs_, static_cast<double>(shape_.head_dim + shape_.v_head_dim));
   const auto bytes = bytes_of({attention_.q, attention_.k_swa, attention_.v_swa, attention_.o});
-  return {backward ? "dense_forward_backward" : "dense_forward", gqa ? "gqa" : "expanded",
-          (backward ? 1 + kBackwardCost : 1) * cost, (backward ? 3 : 1) * bytes, work};
+  return {backward ? "dense_forward_backward" : "dense_forward", form, (backward ? 1 + kBackwardCost : 1) * cost,
+          (backward ? 3 : 1) * bytes, work};
 }
 
 }  // namespace nsa::lm

@@ -19,6 +19,7 @@ struct BenchShape {
   bool bfloat16 = true;  // else float32
   NSAConfig nsa;
   int threads = 2;
+  at::Device device = at::kCPU;
 };
 
 /// A piece of work and the least it costs.
@@ -39,10 +40,18 @@ class BenchProblem {
   std::vector<BenchCase> operations(const std::vector<CompressionKind>& phis, bool backward);
   /// Causal attention to everything on libnsa's own kernels: a window as long as the sequence.
   BenchCase plain(bool backward);
-  /// The same by torch's scaled_dot_product_attention: K/V expanded to all heads, or enable_gqa.
-  BenchCase dense(bool gqa, bool backward);
+  /// The same by torch's scaled_dot_product_attention, in one of the forms below.
+  BenchCase dense(const std::string& form, bool backward);
+  /// On the CPU: K/V expanded to all heads, enable_gqa; on CUDA, enable_gqa on one back end each: cuDNN,
+  /// FlashAttention-2.
+  static std::vector<std::string> dense_forms(at::Device device);
 
  private:
+  template <class Params>
+  void run(Status (*operation)(const Params&, const Context&), const Params& params) const {
+    call(operation, params, shape_.device, context_);
+  }
+
   /// phi with its initial weights, and room for the gradients of one side (keys or values).
   struct Side {
     at::Tensor x, out, d_out, d_x;

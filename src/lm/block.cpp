@@ -80,6 +80,7 @@ at::Tensor sparse_attention(const ModelConfig& config, const BlockWeights& weigh
       .v_swa = in.v_swa,
       .gates = gates,
       .cu_seqlens = state.cu_seqlens,
+      .longest = state.longest,
       .noise = state.options.noise,
       .seed = derive_seed({state.options.seed, static_cast<std::uint64_t>(layer)}),
   };
@@ -219,7 +220,7 @@ at::Tensor block_forward(const ModelConfig& config, const BlockWeights& weights,
       o = full_attention(in, state.offsets);
       break;
     case AttentionKind::kWindow:
-      o = sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, config.nsa.window_size);
+      o = sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest, config.nsa.window_size);
       break;
   }
   return feed_forward(config, weights, x + project_out(weights, o));

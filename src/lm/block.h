@@ -52,8 +52,9 @@ struct Projected {
 
 /// What all layers of one forward share.
 struct ForwardState {
-  at::Tensor cu_seqlens;
+  at::Tensor cu_seqlens;              // on the model's device
   std::vector<std::int64_t> offsets;  // cu_seqlens on the host
+  std::int64_t longest = 1;           // sequence, tokens
   Rotation rotation;                  // at each token's position in its sequence
   Rotation rotation_c;                // at the first position of each compression block
   ForwardOptions options;

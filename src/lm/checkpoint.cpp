@@ -1,7 +1,7 @@
 #include "lm/checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/empty.h>
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
@@ -17,7 +17,9 @@ namespace nsa::lm {
 
 void save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata) {
   std::vector<StoredTensor> stored;
-  for (const auto& [name, tensor] : tensors) {
+  std::vector<at::Tensor> on_host;  // until they are written
+  for (const auto& [name, on_device] : tensors) {
+    const auto& tensor = on_host.emplace_back(on_device.detach().cpu());
     TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
                 ": only contiguous float32 is saved");
     stored.push_back(
@@ -39,7 +41,11 @@ void load_tensors(const std::string& path, const SafetensorsFile& file, const Na
       throw Error(fmt::format("{}: tensor '{}' is {} ({}), the configuration needs F32 ({})", path, name, from.dtype,
                               fmt::join(from.shape, ", "), fmt::join(tensor.sizes(), ", ")));
     }
-    if (!from.bytes.empty()) std::memcpy(tensor.data_ptr<float>(), from.bytes.data(), from.bytes.size());
+    if (!from.bytes.empty()) {
+      const auto host = at::empty(tensor.sizes(), at::kFloat);
+      std::memcpy(host.data_ptr<float>(), from.bytes.data(), from.bytes.size());
+      tensor.copy_(host);
+    }
     stored.erase(it);
   }
   if (!stored.empty()) {
@@ -57,7 +63,7 @@ void refuse_oversized(const std::string& path, const SafetensorsFile& file, cons
   }
 }
 
-LoadedModel load_model(const std::string& path) {
+LoadedModel load_model(const std::string& path, at::Device device, at::ScalarType dtype) {
   namespace fs = std::filesystem;
   const fs::path file_path = fs::is_directory(path) ? fs::path(path) / "model.safetensors" : fs::path(path);
   const auto file = SafetensorsFile::open(file_path.string());
@@ -70,6 +76,7 @@ LoadedModel load_model(const std::string& path) {
   const auto config = parse_run_config(read_text(config_path.string()), config_path.string());
   refuse_oversized(file_path.string(), file, config.model);
   LoadedModel loaded{Model(config.model, 0), config.data.tokenizer, config.train.context};
+  loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());
   if (const auto step = file.metadata().find("step"); step != file.metadata().end()) {
     std::from_chars(step->second.data(), step->second.data() + step->second.size(), loaded.step);

@@ -28,7 +28,8 @@ struct LoadedModel {
   std::int64_t step = 0;     // of its training
 };
 
-/// `path`: a run folder, or the model.safetensors in it. Throws Error when it is no sound checkpoint of this program.
-LoadedModel load_model(const std::string& path);
+/// `path`: a run folder, or the model.safetensors in it; `device` and `dtype`: as for Model::place, whatever the
+/// training used. Throws Error when it is no sound checkpoint of this program.
+LoadedModel load_model(const std::string& path, at::Device device, at::ScalarType dtype);
 
 }  // namespace nsa::lm

@@ -51,7 +51,7 @@ using Row = std::vector<Piece>;
 /// share rows of at most `context` tokens.
 std::vector<Row> make_rows(const std::vector<Document>& documents, std::int64_t context);
 
-/// Rows packed for the model, each piece a sequence, with the tokens to predict.
+/// Rows packed for the model, in host memory, each piece a sequence, with the tokens to predict.
 struct TrainingBatch {
   Batch batch;
   at::Tensor targets;  // int64 (total)

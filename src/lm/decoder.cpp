@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lm/device.h"
 #include "lm/error.h"
 #include "lm/layer_cache.h"
 #include "lm/model_impl.h"
@@ -35,7 +36,7 @@ struct Decoder::Impl {
     const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
     const auto end = length + static_cast<std::int64_t>(tokens.size());
     const Rotation here{rotation.cos.slice(0, length, end), rotation.sin.slice(0, length, end)};
-    auto x = at::embedding(model.embedding, ids);
+    auto x = at::embedding(model.embedding, upload(ids, model.device));
     for (std::size_t i = 0; i < weights.size(); ++i) {
       const auto o = caches[i]->attend(weights[i], project(model.config, weights[i], x, here));
       x = feed_forward(model.config, weights[i], x + project_out(weights[i], o));
@@ -48,10 +49,11 @@ struct Decoder::Impl {
 Decoder::Decoder(const Model& model, std::int64_t capacity) : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
   const at::NoGradGuard no_grad;
   const auto& config = model.config();
-  impl_->rotation = rotation_table(capacity, config.head_dim, config.rope_theta);
+  impl_->rotation = rotation_table(capacity, config.head_dim, config.rope_theta, model.device());
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
-    impl_->caches.push_back(make_layer_cache(config, capacity, model.compute_dtype(), impl_->rotation));
+    impl_->caches.push_back(make_layer_cache(
+        config, capacity, at::TensorOptions(model.device()).dtype(model.compute_dtype()), impl_->rotation));
   }
 }
 

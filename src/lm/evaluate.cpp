@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <span>
 
+#include "lm/device.h"
 #include "lm/selection_stats.h"
 
 namespace nsa::lm {
@@ -34,7 +35,7 @@ std::int64_t length_of(const Row& row) {
 }  // namespace
 
 at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets) {
-  return at::cross_entropy_loss(logits, targets, {}, at::Reduction::None);
+  return at::cross_entropy_loss(logits, upload(targets, logits.device()), {}, at::Reduction::None);
 }
 
 std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, const std::vector<LayerTrace>& trace) {
@@ -43,13 +44,14 @@ std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, 
                                               static_cast<std::size_t>(batch.cu_seqlens.numel()));
   std::vector<LayerScalars> layers;
   for (const LayerTrace& layer : trace) {
-    const auto gates = layer.gates.detach().to(at::kFloat).mean(at::IntArrayRef{0, 1});
+    const auto gates = layer.gates.detach().to(at::kFloat).mean(at::IntArrayRef{0, 1}).cpu();
     LayerScalars scalars;
     scalars.gate_cmp = gates[0].item<float>();
     scalars.gate_slc = gates[1].item<float>();
     scalars.gate_swa = gates[2].item<float>();
-    const std::span<const std::int32_t> indices(layer.indices.const_data_ptr<std::int32_t>(),
-                                                static_cast<std::size_t>(layer.indices.numel()));
+    const auto chosen = layer.indices.cpu();
+    const std::span<const std::int32_t> indices(chosen.const_data_ptr<std::int32_t>(),
+                                                static_cast<std::size_t>(chosen.numel()));
     for (int head = 0; head < config.num_kv_heads; ++head) {
       const auto stats = selection_stats(indices, offsets, config.nsa, config.num_kv_heads, head);
       scalars.unforced_share += stats.unforced_share / config.num_kv_heads;
@@ -110,7 +112,7 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
     const auto batch = make_batch(documents, {row});
     ForwardOptions options;
     options.trace = &trace;
-    const auto losses = token_losses(model.forward(batch.batch, options), batch.targets).contiguous();
+    const auto losses = token_losses(model.forward(batch.batch, options), batch.targets).contiguous().cpu();
     const float* loss = losses.const_data_ptr<float>();
     for (const Piece& piece : row) {
       auto part = result.by_position.begin();

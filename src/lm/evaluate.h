@@ -41,7 +41,8 @@ std::vector<Row> choose_rows(const std::vector<Row>& rows, std::int64_t max_toke
 Evaluation evaluate(const Model& model, const std::vector<Document>& documents, const std::vector<Row>& rows,
                     bool byte_level);
 
-/// Negative log-likelihood of each target, float32 (total); differentiable.
+/// Negative log-likelihood of each target, float32 (total), on the logits' device; differentiable. `targets` in host
+/// memory.
 at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets);
 
 }  // namespace nsa::lm

@@ -25,7 +25,8 @@ Generated generate(const Model& model, const std::vector<std::int64_t>& prompt, 
   std::optional<Decoder> decoder;
   if (options.cached) decoder.emplace(model, static_cast<std::int64_t>(prompt.size()) + options.max_tokens);
   const auto next_logits = [&](std::span<const std::int64_t> added) {
-    return decoder ? decoder->append(added) : model.forward(single(sequence)).slice(0, -1).squeeze(0).contiguous();
+    const auto row = decoder ? decoder->append(added) : model.forward(single(sequence)).slice(0, -1).squeeze(0);
+    return row.contiguous().cpu();
   };
 
   Generated result;

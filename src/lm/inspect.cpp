@@ -53,12 +53,13 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
   std::vector<LayerView> layers;
   for (const LayerTrace& seen : trace) {
     auto& layer = layers.emplace_back();
-    const auto gates = seen.gates.to(at::kFloat).mean(0);  // (H, 3)
+    const auto gates = seen.gates.to(at::kFloat).mean(0).cpu();  // (H, 3)
     layer.gates = three(gates.mean(0));
     for (std::int64_t h = 0; h < gates.size(0); ++h) layer.gates_by_head.push_back(three(gates[h]));
-    const auto* const indices = seen.indices.const_data_ptr<std::int32_t>();
+    const auto chosen = seen.indices.cpu();
+    const auto* const indices = chosen.const_data_ptr<std::int32_t>();
     for (int head = 0; head < config.num_kv_heads; ++head) {
-      layer.kv_heads.push_back({selection_stats({indices, static_cast<std::size_t>(seen.indices.numel())}, offsets,
+      layer.kv_heads.push_back({selection_stats({indices, static_cast<std::size_t>(chosen.numel())}, offsets,
                                                 config.nsa, config.num_kv_heads, head),
                                 make_map(indices, length, config.nsa, config.num_kv_heads, head, num_queries)});
     }

@@ -1,6 +1,8 @@
 // What the program runs on, for reports.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
@@ -9,7 +11,8 @@ namespace nsa::lm {
 /// "AMD EPYC 9654", as the operating system tells; "unknown" where it does not.
 std::string cpu_name();
 
-/// {"cpu", "threads", "isa", "backend"}: the backend that a call on host memory would take, and its variant.
-nlohmann::json machine_json(int threads);
+/// {"cpu", "threads", "isa", "backend", "torch"} and on CUDA "gpu", "cuda" and "cudnn" (versions): the backend that a
+/// call on the device would take, and its variant.
+nlohmann::json machine_json(int threads, at::Device device);
 
 }  // namespace nsa::lm

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "lm/block.h"
+#include "lm/device.h"
 #include "lm/error.h"
 #include "lm/model_impl.h"
 #include "lm/norm.h"
@@ -61,28 +62,42 @@ Model& Model::operator=(Model&&) noexcept = default;
 
 const ModelConfig& Model::config() const { return impl_->config; }
 const NamedTensors& Model::parameters() const { return impl_->parameters; }
-void Model::set_compute_dtype(at::ScalarType dtype) { impl_->dtype = dtype; }
+at::Device Model::device() const { return impl_->device; }
 at::ScalarType Model::compute_dtype() const { return impl_->dtype; }
+
+void Model::place(at::Device device, at::ScalarType dtype) {
+  const auto& config = impl_->config;
+  Problem problem{.dtype = view_of(at::empty({0}, dtype)).dtype};
+  if (device.is_cuda()) problem.device = {DeviceType::kCUDA, device.index()};
+  problem.key_dim = config.attention == AttentionKind::kFull ? 0 : config.head_dim;  // 0: torch attends
+  problem.value_dim = config.v_head_dim;
+  Backend backend;
+  if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw Error(status.message());
+  for (const auto& [name, parameter] : impl_->parameters) parameter.set_data(parameter.detach().to(device));
+  impl_->device = device;
+  impl_->dtype = dtype;
+  impl_->table = {};
+}
 
 at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) const {
   const auto& config = impl_->config;
   const auto* const cu_seqlens = batch.cu_seqlens.const_data_ptr<int>();
+  const auto on_device = [&](const at::Tensor& host) { return upload(host, impl_->device); };
   ForwardState state;
-  state.cu_seqlens = batch.cu_seqlens;
+  state.cu_seqlens = on_device(batch.cu_seqlens);
   state.offsets.assign(cu_seqlens, cu_seqlens + batch.cu_seqlens.numel());
-  std::int64_t longest = 1;
   for (std::size_t b = 0; b + 1 < state.offsets.size(); ++b) {
-    longest = std::max(longest, state.offsets[b + 1] - state.offsets[b]);
+    state.longest = std::max(state.longest, state.offsets[b + 1] - state.offsets[b]);
   }
-  const auto& table = impl_->rotation(longest);
-  state.rotation = table.at(token_positions(state.offsets));
+  const auto& table = impl_->rotation(state.longest);
+  state.rotation = table.at(on_device(token_positions(state.offsets)));
   if (config.attention == AttentionKind::kNsa) {
-    state.rotation_c = table.at(compressed_positions(state.offsets, config.nsa));
+    state.rotation_c = table.at(on_device(compressed_positions(state.offsets, config.nsa)));
   }
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
 
-  auto x = at::embedding(impl_->embedding, batch.tokens);
+  auto x = at::embedding(impl_->embedding, on_device(batch.tokens));
   for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
     x = block_forward(config, impl_->blocks[i].weights(impl_->dtype), x, state, static_cast<int>(i),
                       options.trace ? &(*options.trace)[i] : nullptr);
@@ -97,7 +112,7 @@ at::Tensor Model::Impl::logits(const at::Tensor& x) const {
 const Rotation& Model::Impl::rotation(std::int64_t positions) {
   if (!table.cos.defined() || table.cos.size(0) < positions) {
     const at::NoGradGuard no_grad;
-    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config.head_dim, config.rope_theta);
+    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config.head_dim, config.rope_theta, device);
   }
   return table;
 }

@@ -15,7 +15,7 @@
 
 namespace nsa::lm {
 
-/// Sequences laid one after the other; nothing attends from one to another.
+/// Sequences laid one after the other, in host memory; nothing attends from one to another.
 struct Batch {
   at::Tensor tokens;      // int64 (total)
   at::Tensor cu_seqlens;  // int32 (B + 1), first 0, last = total
@@ -51,7 +51,7 @@ int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& t
 
 class Model {
  public:
-  /// Fresh weights from `seed`. Throws Error when `config` is invalid.
+  /// Fresh weights from `seed`, the same for every device, in host memory. Throws Error when `config` is invalid.
   Model(const ModelConfig& config, std::uint64_t seed);
   ~Model();
   Model(Model&&) noexcept;
@@ -62,12 +62,15 @@ class Model {
   /// Parameters in a fixed order, float32, under the names of the checkpoint; they share memory with the model.
   const NamedTensors& parameters() const;
 
-  /// The dtype of the matrix products and of attention: float32 (default) or bfloat16. Norms, the residual stream, the
-  /// logits and the parameters themselves stay float32.
-  void set_compute_dtype(at::ScalarType dtype);
+  /// Moves the parameters to `device` and sets the dtype of the matrix products and of attention: float32 (default),
+  /// bfloat16 or, on CUDA, float16. Norms, the residual stream, the logits and the parameters themselves stay float32.
+  /// Throws Error when libnsa cannot attend there with the model's head dims or in that dtype.
+  void place(at::Device device, at::ScalarType dtype);
+  at::Device device() const;
   at::ScalarType compute_dtype() const;
 
-  /// Logits float32 (total, vocab_size) of the token after each token. Differentiable unless under at::NoGradGuard.
+  /// Logits float32 (total, vocab_size) of the token after each token, on the device. Differentiable unless under
+  /// at::NoGradGuard.
   at::Tensor forward(const Batch& batch, const ForwardOptions& options = {}) const;
 
  private:

@@ -13,6 +13,7 @@ struct Model::Impl {
   NamedTensors parameters;
   at::Tensor embedding, norm;
   std::vector<Block> blocks;
+  at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
   Rotation table;  // grows on demand
 

@@ -64,7 +64,7 @@ Answer ask(const Model& model, Tokens context, const Tokens& answer) {
   context.insert(context.end(), answer.begin(), answer.end() - 1);
   const auto targets = single(answer).tokens;
   const auto logits = model.forward(single(context)).narrow(0, first, targets.size(0));
-  return {logits.argmax(-1).eq(targets).to(at::kFloat).mean().item<float>(),
+  return {logits.argmax(-1).cpu().eq(targets).to(at::kFloat).mean().item<float>(),
           token_losses(logits, targets).mean().item<float>()};
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/rms_norm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -60,6 +61,7 @@ void backward_rows(const float* x, const float* weight, const T* d_y, const floa
   });
 }
 
+/// On the CPU, where torch has no fused form of it.
 class RmsNorm : public torch::autograd::Function<RmsNorm> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, double eps,
@@ -94,6 +96,7 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype) {
+  if (!x.is_cpu()) return at::rms_norm(x, {x.size(1)}, weight, eps).to(dtype);
   return RmsNorm::apply(x, weight, eps, dtype);
 }
 

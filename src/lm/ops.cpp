@@ -5,6 +5,8 @@
 
 #include <stdexcept>
 
+#include "lm/error.h"
+
 namespace nsa::lm {
 namespace {
 
@@ -39,6 +41,10 @@ at::Tensor gradient_of(const at::Tensor& like, bool wanted = true) {
 at::Tensor packed_up(const at::Tensor& optional) { return optional.defined() ? optional : at::empty({0}); }
 at::Tensor unpacked(const at::Tensor& tensor) { return tensor.numel() > 0 ? tensor : at::Tensor(); }
 
+Packed packed_by(const at::Tensor& cu_seqlens, std::int64_t longest) {
+  return {.cu_seqlens_q = view_of(cu_seqlens), .max_seqlen_q = longest, .max_seqlen_k = longest};
+}
+
 class Compress : public Function<Compress> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& k, const at::Tensor& pe, const at::Tensor& w1,
@@ -47,7 +53,7 @@ class Compress : public Function<Compress> {
     const auto out = at::empty({k.size(0) / cfg.kernel_stride, k.size(1), k.size(2)}, k.options());
     auto params = params_of({k, pe, w1, b1, w2, b2, cu_seqlens}, kind, cfg);
     params.out = view_of(out);
-    check(nsa::compress(params));
+    call(nsa::compress, params, k.device());
     ctx->save_for_backward({k, pe, w1, b1, w2, b2, cu_seqlens});
     ctx->saved_data["kind"] = kind;
     ctx->saved_data["cfg"] = pack(cfg);
@@ -68,7 +74,7 @@ class Compress : public Function<Compress> {
     params.d_weights.b1 = view_of(gradients[3]);
     params.d_weights.w2 = view_of(gradients[4]);
     params.d_weights.b2 = view_of(gradients[5]);
-    check(nsa::compress_backward(params));
+    call(nsa::compress_backward, params, saved[0].device());
     return gradients;
   }
 
@@ -121,7 +127,7 @@ class NsaAttention : public Function<NsaAttention> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& v_c,
                                const at::Tensor& k_slc, const at::Tensor& v_slc, const at::Tensor& k_swa,
                                const at::Tensor& v_swa, const at::Tensor& gates, const at::Tensor& cu_seqlens,
-                               NSAConfig cfg, double noise, std::uint64_t seed) {
+                               std::int64_t longest, NSAConfig cfg, double noise, std::uint64_t seed) {
     const auto total = q.size(0), heads = q.size(1), v_dim = v_c.size(2);
     const auto like_o = [&] { return at::empty({total, heads, v_dim}, q.options()); };
     const auto like_lse = [&] { return at::empty({heads, total}, q.options().dtype(at::kFloat)); };
@@ -129,12 +135,13 @@ class NsaAttention : public Function<NsaAttention> {
     const variable_list saved = {q,          k_c,     v_c,      k_slc,    v_slc,    k_swa,      v_swa,      gates,
                                  cu_seqlens, indices, like_o(), like_o(), like_o(), like_lse(), like_lse(), like_lse()};
     const auto o = like_o();
-    auto params = params_of(saved, cfg);
+    auto params = params_of(saved, longest, cfg);
     params.noise = noise;
     params.seed = seed;
     params.o = view_of(o);
-    check(nsa::nsa_attention(params));
+    call(nsa::nsa_attention, params, q.device());
     ctx->save_for_backward(saved);
+    ctx->saved_data["longest"] = longest;
     ctx->saved_data["cfg"] = Compress::pack(cfg);
     ctx->mark_non_differentiable({indices});
     return {o, indices};
@@ -143,9 +150,9 @@ class NsaAttention : public Function<NsaAttention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
     const auto saved = ctx->get_saved_variables();
     NsaAttentionBackwardParams params;
-    params.forward = params_of(saved, Compress::unpack(ctx->saved_data["cfg"]));
+    params.forward = params_of(saved, ctx->saved_data["longest"].toInt(), Compress::unpack(ctx->saved_data["cfg"]));
     params.d_o = view_of(d_outputs[0]);
-    variable_list gradients(12);
+    variable_list gradients(13);
     for (std::size_t i = 0; i < kNumDifferentiable; ++i) gradients[i] = gradient_of(saved[i]);
     params.d_q = view_of(gradients[kQ]);
     params.d_k_c = view_of(gradients[kKC]);
@@ -155,12 +162,12 @@ class NsaAttention : public Function<NsaAttention> {
     params.d_k_swa = view_of(gradients[kKSwa]);
     params.d_v_swa = view_of(gradients[kVSwa]);
     params.d_gates = view_of(gradients[kGates]);
-    check(nsa::nsa_attention_backward(params));
+    call(nsa::nsa_attention_backward, params, saved[kQ].device());
     return gradients;
   }
 
  private:
-  static NsaAttentionParams params_of(const variable_list& saved, const NSAConfig& cfg) {
+  static NsaAttentionParams params_of(const variable_list& saved, std::int64_t longest, const NSAConfig& cfg) {
     NsaAttentionParams params;
     params.q = view_of(saved[kQ]);
     params.k_c = view_of(saved[kKC]);
@@ -171,7 +178,7 @@ class NsaAttention : public Function<NsaAttention> {
     params.v_swa = view_of(saved[kVSwa]);
     params.gates = view_of(saved[kGates]);
     params.cfg = cfg;
-    params.packed.cu_seqlens_q = view_of(saved[kCuSeqlens]);
+    params.packed = packed_by(saved[kCuSeqlens], longest);
     params.indices = view_of(saved[kIndices]);
     params.o_cmp = view_of(saved[kOCmp]);
     params.o_slc = view_of(saved[kOSlc]);
@@ -186,33 +193,39 @@ class NsaAttention : public Function<NsaAttention> {
 class WindowAttention : public Function<WindowAttention> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& cu_seqlens, std::int64_t window_size) {
+                            const at::Tensor& cu_seqlens, std::int64_t longest, std::int64_t window_size) {
     const auto o = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
     const auto lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
     const variable_list saved = {q, k, v, cu_seqlens, o, lse};
-    check(nsa::sliding_window_attention(params_of(saved, window_size)));
+    call(nsa::sliding_window_attention, params_of(saved, longest, window_size), q.device());
     ctx->save_for_backward(saved);
+    ctx->saved_data["longest"] = longest;
     ctx->saved_data["window_size"] = window_size;
     return o;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
     const auto saved = ctx->get_saved_variables();
-    variable_list gradients(5);
+    variable_list gradients(6);
     for (std::size_t i = 0; i < 3; ++i) gradients[i] = gradient_of(saved[i]);
-    check(nsa::sliding_window_attention_backward({params_of(saved, ctx->saved_data["window_size"].toInt()),
-                                                  view_of(d_outputs[0]), view_of(gradients[0]), view_of(gradients[1]),
-                                                  view_of(gradients[2])}));
+    const SlidingWindowAttentionBackwardParams params{
+        .forward = params_of(saved, ctx->saved_data["longest"].toInt(), ctx->saved_data["window_size"].toInt()),
+        .d_o = view_of(d_outputs[0]),
+        .d_q = view_of(gradients[0]),
+        .d_k = view_of(gradients[1]),
+        .d_v = view_of(gradients[2])};
+    call(nsa::sliding_window_attention_backward, params, saved[0].device());
     return gradients;
   }
 
  private:
-  static SlidingWindowAttentionParams params_of(const variable_list& saved, std::int64_t window_size) {
+  static SlidingWindowAttentionParams params_of(const variable_list& saved, std::int64_t longest,
+                                                std::int64_t window_size) {
     SlidingWindowAttentionParams params;
     params.q = view_of(saved[0]);
     params.k = view_of(saved[1]);
     params.v = view_of(saved[2]);
-    params.packed.cu_seqlens_q = view_of(saved[3]);
+    params.packed = packed_by(saved[3], longest);
     params.o = view_of(saved[4]);
     params.lse = view_of(saved[5]);
     params.window_size = window_size;
@@ -227,6 +240,7 @@ TensorView view_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return view;
   view.data = tensor.data_ptr();
   view.dtype = dtype_of(tensor);
+  if (tensor.is_cuda()) view.device = {DeviceType::kCUDA, tensor.get_device()};
   view.rank = static_cast<int>(tensor.dim());
   for (int i = 0; i < view.rank; ++i) {
     view.shape[static_cast<std::size_t>(i)] = tensor.size(i);
@@ -236,11 +250,20 @@ TensorView view_of(const at::Tensor& tensor) {
 }
 
 void check(const Status& status) {
+  if (status.code() == StatusCode::kUnsupported) throw Error(status.message());
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-CompressionTensors CompressionTensors::to(at::ScalarType dtype) const {
-  const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(dtype) : t; };
+Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory) {
+  memory = at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
+  context.stream = nullptr;
+  context.workspace = memory.mutable_data_ptr();
+  context.workspace_size = bytes;
+  return context;
+}
+
+CompressionTensors CompressionTensors::to(const at::TensorOptions& options) const {
+  const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(options) : t; };
   return {kind, cast(pe), cast(w1), cast(b1), cast(w2), cast(b2)};
 }
 
@@ -256,13 +279,13 @@ at::Tensor compress(const at::Tensor& k, const CompressionTensors& weights, cons
 
 NsaOutputs nsa_attention(const NsaInputs& in, const NSAConfig& cfg) {
   const auto outputs = NsaAttention::apply(in.q, in.k_c, in.v_c, in.k_slc, in.v_slc, in.k_swa, in.v_swa, in.gates,
-                                           in.cu_seqlens, cfg, in.noise, in.seed);
+                                           in.cu_seqlens, in.longest, cfg, in.noise, in.seed);
   return {outputs[0], outputs[1]};
 }
 
 at::Tensor sliding_window_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                    const at::Tensor& cu_seqlens, std::int64_t window_size) {
-  return WindowAttention::apply(q, k, v, cu_seqlens, window_size);
+                                    const at::Tensor& cu_seqlens, std::int64_t longest, std::int64_t window_size) {
+  return WindowAttention::apply(q, k, v, cu_seqlens, longest, window_size);
 }
 
 }  // namespace nsa::lm

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 #include "lm/model.h"
 
@@ -17,9 +19,10 @@ class AdamW {
  public:
   AdamW(const NamedTensors& parameters, const AdamWConfig& config);
 
-  /// Clips, updates and frees the gradients; returns their norm before the clipping. Parameters without a gradient keep
-  /// their values.
-  double step(double learning_rate);
+  /// Clips, updates and frees the gradients; returns their norm before the clipping, a float64 scalar on the
+  /// parameters' device, for which the host does not wait. Parameters without a gradient keep their values; on a GPU,
+  /// where nobody has looked at the norm yet, all do if it is not finite.
+  at::Tensor step(double learning_rate);
 
   /// The moments and the number of steps of each parameter, sharing memory: what a checkpoint holds.
   const NamedTensors& state() const { return state_; }
@@ -29,6 +32,13 @@ class AdamW {
     std::vector<at::Tensor> parameters, moments, squares, steps;
     double weight_decay = 0;
   };
+  struct Clipped {
+    at::Tensor norm;
+    std::optional<at::Tensor> divisor, not_finite;  // of the gradients, for the update; 1 if no update shall be made
+  };
+  Clipped clip_on_host(const std::vector<at::Tensor>& gradients) const;
+  Clipped clip_on_device(const std::vector<at::Tensor>& gradients) const;
+
   AdamWConfig config_;
   NamedTensors state_;
   Group decayed_, plain_;

@@ -12,6 +12,7 @@
 #include <numeric>
 #include <utility>
 
+#include "lm/device.h"
 #include "lm/error.h"
 #include "lm/evaluate.h"
 #include "lm/optimizer.h"
@@ -28,14 +29,14 @@ constexpr std::int64_t kDecaySteps = 400;  // at the full length, down to a tent
 constexpr int kEvaluationSequences = 32;
 
 double accuracy(const at::Tensor& logits, const at::Tensor& answers) {
-  return logits.argmax(-1).eq(answers).to(at::kFloat).mean().item<float>();
+  return logits.argmax(-1).cpu().eq(answers).to(at::kFloat).mean().item<float>();
 }
 
 class Trainer {
  public:
   Trainer(const RecallOptions& options, AttentionKind attention)
       : options_(options),
-        model_(config_of(options, attention), options.seed),
+        model_(make_model(options, attention)),
         optimizer_(model_.parameters(), {.beta1 = 0.9, .beta2 = 0.98, .weight_decay = 0.01, .clip = 1}) {}
 
   struct Plan {
@@ -50,7 +51,7 @@ class Trainer {
     const auto sequences = std::max<std::int64_t>(1, options_.tokens_per_step / shape.length());
     const auto data = make_recall_batch(options_.task, plan.pairs, static_cast<int>(sequences),
                                         derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
-    const auto logits = model_.forward(data.batch).index_select(0, data.queries);
+    const auto logits = answered(data, {});
     const auto loss = token_losses(logits, data.answers).mean();
     loss.backward();
     optimizer_.step(plan.lr);
@@ -64,15 +65,22 @@ class Trainer {
         make_recall_batch(options_.task, options_.task.pairs, kEvaluationSequences, derive_seed({options_.seed, 2}));
     ForwardOptions forward;
     forward.gate_scale = gate_scale;
-    return accuracy(model_.forward(data.batch, forward).index_select(0, data.queries), data.answers);
+    return accuracy(answered(data, forward), data.answers);
   }
 
  private:
-  static ModelConfig config_of(const RecallOptions& options, AttentionKind attention) {
+  static Model make_model(const RecallOptions& options, AttentionKind attention) {
     ModelConfig config = options.model;
     config.attention = attention;
     config.vocab_size = options.task.vocab_size();
-    return config;
+    Model model(config, options.seed);
+    model.place(options.device, at::kFloat);
+    return model;
+  }
+
+  /// Logits where the sequences ask.
+  at::Tensor answered(const RecallBatch& data, const ForwardOptions& options) const {
+    return model_.forward(data.batch, options).index_select(0, upload(data.queries, options_.device));
   }
 
   const RecallOptions& options_;

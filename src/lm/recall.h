@@ -27,6 +27,7 @@ struct RecallTask {
   double chance() const { return 1.0 / num_values; }
 };
 
+/// In host memory.
 struct RecallBatch {
   Batch batch;
   at::Tensor queries;  // int64: rows of the packed tokens that ask
@@ -47,6 +48,7 @@ struct RecallOptions {
   std::int64_t most_steps = 1500;
   std::int64_t steps_after_success = 50;
   double lr = 3e-3;
+  at::Device device = at::kCPU;
 };
 
 struct RecallStep {

@@ -2,6 +2,8 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -10,10 +12,18 @@
 namespace nsa::lm {
 namespace {
 
+/// The rotation in torch's operations, for devices other than the CPU.
+at::Tensor rotated_by_torch(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
+  const auto halves = x.to(at::kFloat).chunk(2, 2);
+  const auto c = cos.unsqueeze(1), s = sin.unsqueeze(1) * direction;
+  return at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, 2).to(x.scalar_type());
+}
+
 /// direction +1 rotates, -1 rotates back, which is also the gradient.
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && cos.size(0) == x.size(0) && 2 * cos.size(1) == x.size(2),
               "rotate: x ", x.sizes(), " with a table of ", cos.sizes());
+  if (!x.is_cpu()) return rotated_by_torch(x, cos, sin, direction);
   const auto out = at::empty(x.sizes(), x.options());
   const std::int64_t heads = x.size(1), half = cos.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, x.scalar_type(), "rotate", [&] {
@@ -61,9 +71,9 @@ Rotation Rotation::at(const at::Tensor& positions) const {
   return {cos.index_select(0, positions), sin.index_select(0, positions)};
 }
 
-Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, double theta) {
+Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, double theta, at::Device device) {
   const std::int64_t half = head_dim / 2;
-  Rotation table{at::empty({max_positions, half}), at::empty({max_positions, half})};
+  Rotation table{at::empty({max_positions, half}), at::empty({max_positions, half})};  // in host memory
   float* const cos = table.cos.mutable_data_ptr<float>();
   float* const sin = table.sin.mutable_data_ptr<float>();
   for (std::int64_t j = 0; j < half; ++j) {
@@ -74,7 +84,7 @@ Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, doubl
       sin[t * half + j] = static_cast<float>(std::sin(angle));
     }
   }
-  return table;
+  return {table.cos.to(device), table.sin.to(device)};
 }
 
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation) {

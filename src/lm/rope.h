@@ -16,7 +16,7 @@ struct Rotation {
 };
 
 /// One row for each position 0 ... max_positions - 1.
-Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, double theta);
+Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, double theta, at::Device device);
 
 /// Rotates x (n, heads, D) row by row in float32; differentiable. Result in x's dtype, contiguous.
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation);

@@ -35,6 +35,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("noise_until", config.noise_until);
   visit("gate_balance", config.gate_balance);
   visit("seed", config.seed);
+  visit("device", config.device);
   visit("dtype", config.dtype);
   visit("threads", config.threads);
   visit("log_every", config.log_every);
@@ -72,6 +73,7 @@ void TrainConfig::validate() const {
   for (const auto& [name, beta] : {std::pair{"beta1", beta1}, std::pair{"beta2", beta2}}) {
     if (!(beta >= 0 && beta < 1)) throw Error(fmt::format("{} = {}: must be in [0, 1)", name, beta));
   }
+  if (device != "cpu" && device != "cuda") throw Error(fmt::format("device = '{}': must be cpu or cuda", device));
   if (dtype != "auto" && dtype != "float32" && dtype != "bfloat16") {
     throw Error(fmt::format("dtype = '{}': must be auto, float32 or bfloat16", dtype));
   }
@@ -90,7 +92,10 @@ void to_json(nlohmann::json& json, const TrainConfig& config) {
 
 void from_json(const nlohmann::json& json, TrainConfig& config) {
   FieldReader reader(json, "train");
-  for_each_field(config, reader);
+  for_each_field(config, [&](const std::string& name, auto& value) {
+    if (name == "device" && !json.contains(name)) return;  // a run from before there was a choice: on the CPU
+    reader(name.c_str(), value);
+  });
   reader.finish();
 }
 
@@ -130,6 +135,26 @@ void from_json(const nlohmann::json& json, RunConfig& config) {
   from_json(model, config.model);
   from_json(train, config.train);
   from_json(data, config.data);
+}
+
+RunConfig default_run_config(at::Device device) {
+  RunConfig config;
+  if (!device.is_cuda()) return config;
+  auto& model = config.model;  // 31 million parameters
+  model.num_layers = 8;
+  model.hidden_size = 512;
+  model.num_heads = 8;
+  model.num_kv_heads = 2;
+  model.head_dim = model.v_head_dim = 64;
+  model.ffn_size = 3 * model.hidden_size;
+  auto& train = config.train;
+  train.device = "cuda";
+  train.context = 8192;
+  train.batch_size = 4;
+  train.lr = 1e-3;
+  train.warmup_steps = 50;
+  train.eval_tokens = 262144;
+  return config;
 }
 
 RunConfig parse_run_config(const std::string& text, const std::string& where) {

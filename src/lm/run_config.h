@@ -1,6 +1,8 @@
 // Everything that determines a training run: the content of config.json.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -28,6 +30,7 @@ struct TrainConfig {
   double noise_until = 0.5;  // share of the run after which it is 0, linearly
   double gate_balance = 0;   // weight of sum over layers of KL(uniform || mean gate shares)
   std::uint64_t seed = 0;
+  std::string device = "cpu";     // cpu or cuda: resuming goes on there
   std::string dtype = "auto";     // auto, float32, bfloat16
   std::int64_t threads = 0;       // 0: as many as torch takes
   std::int64_t log_every = 10;    // steps
@@ -48,6 +51,9 @@ struct RunConfig {
 };
 void to_json(nlohmann::json& json, const RunConfig& config);
 void from_json(const nlohmann::json& json, RunConfig& config);
+
+/// What a run is made of where nothing else is said. On CUDA a larger model and a longer context, in few minutes.
+RunConfig default_run_config(at::Device device);
 
 /// Parses config.json's text; `where` names it in messages. Throws Error.
 RunConfig parse_run_config(const std::string& text, const std::string& where);

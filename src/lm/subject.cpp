@@ -10,8 +10,8 @@
 
 namespace nsa::lm {
 
-Subject open_subject(const std::string& path) {
-  auto loaded = load_model(path);
+Subject open_subject(const std::string& path, at::Device device) {
+  auto loaded = load_model(path, device, at::kFloat);
   auto tokenizer = make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
   return {std::move(loaded), std::move(tokenizer)};
 }

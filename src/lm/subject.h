@@ -19,8 +19,8 @@ struct Subject {
   const Model& model() const { return loaded.model; }
 };
 
-/// `path`: a run folder, or the model.safetensors in it. Throws Error.
-Subject open_subject(const std::string& path);
+/// `path`: a run folder, or the model.safetensors in it; computes in float32. Throws Error.
+Subject open_subject(const std::string& path, at::Device device);
 
 struct SubjectTexts {
   std::vector<Document> documents;

@@ -53,7 +53,10 @@ Timing time_runs(const std::function<void()>& work, const TimingOptions& options
   }
   auto& runs = judged.empty() ? all : judged;
   std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.wall_s < b.wall_s; });
-  return {runs.front().wall_s, runs[runs.size() / 2].wall_s, runs.front().cpu_over_wall, !judged.empty()};
+  return {.best_s = runs.front().wall_s,
+          .median_s = runs[runs.size() / 2].wall_s,
+          .cpu_over_wall = runs.front().cpu_over_wall,
+          .judged = !judged.empty()};
 }
 
 }  // namespace nsa::lm

@@ -7,9 +7,12 @@
 namespace nsa::lm {
 
 struct Timing {
-  double best_s = 0, median_s = 0;  // wall time of one call
-  double cpu_over_wall = 0;         // of the best run: process CPU time over wall time
+  double best_s = 0, median_s = 0;  // time of one call
+  bool by_median = false;           // which of them counts: the median on a GPU, else the best
+  double cpu_over_wall = 0;         // of the best run: process CPU time over wall time; CPU only
   bool judged = false;              // cpu_over_wall reached kJudgedShare of the threads
+
+  double seconds() const { return by_median ? median_s : best_s; }
 };
 
 /// On a machine shared with others a thread may wait for a core. A run whose threads together got less than this share

@@ -14,13 +14,14 @@
 #include <sstream>
 
 #include "lm/checkpoint.h"
+#include "lm/device.h"
 #include "lm/error.h"
 #include "lm/evaluate.h"
 #include "lm/interrupt.h"
-#include "lm/json_fields.h"
 #include "lm/optimizer.h"
 #include "lm/progress.h"
 #include "lm/random.h"
+#include "lm/train_state.h"
 
 namespace nsa::lm {
 namespace {
@@ -33,29 +34,6 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
 
-/// What a checkpoint keeps beside weights and moments. With the configuration it determines the rest of the run: the
-/// rows, the noise and the learning rate are functions of the step.
-struct State {
-  std::int64_t step = 0;
-  std::int64_t tokens = 0;         // seen
-  std::int64_t planned_steps = 0;  // 0: not yet known
-  double seconds = 0;              // of training
-  double loss_sum = 0;             // since the last line of the log
-  std::int64_t loss_tokens = 0;
-  double logged_seconds = 0;  // at the last line of the log
-};
-
-template <class S, class Visit>
-void for_each_field(S& state, Visit&& visit) {
-  visit("step", state.step);
-  visit("tokens", state.tokens);
-  visit("planned_steps", state.planned_steps);
-  visit("seconds", state.seconds);
-  visit("loss_sum", state.loss_sum);
-  visit("loss_tokens", state.loss_tokens);
-  visit("logged_seconds", state.logged_seconds);
-}
-
 /// Without such instructions torch's bfloat16 products are slower than float32.
 bool has_bfloat16_products() {
 #ifdef __x86_64__
@@ -65,8 +43,8 @@ bool has_bfloat16_products() {
 #endif
 }
 
-at::ScalarType dtype_of(const std::string& name) {
-  if (name == "auto") return has_bfloat16_products() ? at::kBFloat16 : at::kFloat;
+at::ScalarType dtype_of(const std::string& name, at::Device device) {
+  if (name == "auto") return device.is_cuda() || has_bfloat16_products() ? at::kBFloat16 : at::kFloat;
   return name == "bfloat16" ? at::kBFloat16 : at::kFloat;
 }
 
@@ -81,22 +59,31 @@ at::Tensor gate_imbalance(const std::vector<LayerTrace>& trace) {
   return at::stack(layers).sum();
 }
 
+Model make_model(const RunConfig& config, at::Device device) {
+  Model model(config.model, config.train.seed);
+  model.place(device, dtype_of(config.train.dtype, device));
+  return model;
+}
+
 class Trainer {
  public:
-  Trainer(std::string out, RunConfig config, Corpus corpus)
+  Trainer(std::string out, RunConfig config, Corpus corpus, at::Device device)
       : out_(std::move(out)),
         config_(std::move(config)),
         corpus_(std::move(corpus)),
         rows_(make_rows(corpus_.train, config_.train.context)),
         eval_rows_(choose_rows(make_rows(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
-        model_(config_.model, config_.train.seed),
+        model_(make_model(config_, device)),
         optimizer_(model_.parameters(),
-                   {config_.train.beta1, config_.train.beta2, 1e-8, config_.train.weight_decay, config_.train.clip}) {
+                   {config_.train.beta1, config_.train.beta2, 1e-8, config_.train.weight_decay, config_.train.clip}),
+        tally_(device),
+        pace_(device) {
     if (rows_.empty()) throw Error("data: no document is left to train on");
-    model_.set_compute_dtype(dtype_of(config_.train.dtype));
+    make_torch_deterministic(device);
     byte_level_ = config_.data.tokenizer == "bytes";
   }
 
+  void print_summary(const DeviceChoice& device) const;
   void load();
   TrainResult run();
 
@@ -106,6 +93,7 @@ class Trainer {
   const std::vector<std::int32_t>& order_of(std::int64_t epoch);
   void plan();
   void train_step(double rate);
+  void settle();
   void log_step(double rate, double norm);
   void evaluate_now();
   void write_metrics(const nlohmann::json& line);
@@ -118,7 +106,10 @@ class Trainer {
   std::vector<Row> rows_, eval_rows_;
   Model model_;
   AdamW optimizer_;
-  State state_;
+  TrainState state_;
+  StepTally tally_;  // state_.loss_sum is as of the last settle()
+  Pace pace_;
+  std::string shown_loss_;
   bool byte_level_ = true;
   std::vector<LayerScalars> layers_;
   std::int64_t epoch_ = -1;
@@ -127,6 +118,16 @@ class Trainer {
   Clock::time_point step_start_;
   std::vector<double> step_seconds_;  // of this process's steps
 };
+
+void Trainer::print_summary(const DeviceChoice& device) const {
+  const auto counts = parameter_counts(config_.model);
+  fmt::print("device: {}\n", device.text);
+  fmt::print("model: attention {}, {} parameters: phi {}, gates {}, extra K/V {}, rest {}\n",
+             name_of(config_.model.attention), counts.total(), counts.phi, counts.gates, counts.extra_kv, counts.rest);
+  fmt::print("data: {:.1f} MB of text, {} documents to train on, {} held out\n",
+             static_cast<double>(corpus_.bytes) / 1e6, corpus_.train.size(), corpus_.held_out.size());
+  std::fflush(stdout);
+}
 
 /// The rows' order in an epoch.
 const std::vector<std::int32_t>& Trainer::order_of(std::int64_t epoch) {
@@ -201,15 +202,15 @@ void Trainer::train_step(double rate) {
       loss = loss + gate_imbalance(trace) * (config_.train.gate_balance * share);
     }
     loss.backward();
-    state_.loss_sum += loss_sum.item<float>();
+    tally_.add_loss(loss_sum.detach());
   }
-  const double norm = optimizer_.step(rate);
-  if (!std::isfinite(norm)) {
-    throw std::runtime_error(fmt::format("step {}: the gradients are not finite; a lower --lr may help", state_.step));
-  }
+  const auto norm = optimizer_.step(rate);
+  tally_.add_norm(norm);
   ++state_.step;
   state_.tokens += tokens;
   state_.loss_tokens += tokens;
+  pace_.step();
+  if (log || model_.device().is_cpu()) settle();
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - step_start_).count();
   step_start_ = now;
@@ -217,15 +218,19 @@ void Trainer::train_step(double rate) {
   state_.seconds += seconds;
   const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * seconds
                                                : config_.train.minutes * 60 - state_.seconds;
-  progress_.update(
-      state_.step,
-      fmt::format("loss {:.3f}  {:.0f} tokens/s", state_.loss_sum / static_cast<double>(state_.loss_tokens),
-                  static_cast<double>(tokens) / seconds),
-      left);
+  progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, static_cast<double>(tokens) / seconds),
+                   left);
   if (log) {
     if (is_nsa) layers_ = layer_scalars(model_, batches.back().batch, trace);
-    log_step(rate, norm);
+    log_step(rate, norm.item<double>());
   }
+}
+
+/// Waits for the steps so far and looks at what they left on the device.
+void Trainer::settle() {
+  state_.loss_sum = tally_.settle(state_.step);
+  if (state_.loss_tokens == 0) return;
+  shown_loss_ = fmt::format("loss {:.3f}  ", state_.loss_sum / static_cast<double>(state_.loss_tokens));
 }
 
 void Trainer::log_step(double rate, double norm) {
@@ -242,6 +247,7 @@ void Trainer::log_step(double rate, double norm) {
   if (!layers_.empty()) line["layers"] = layers_;
   write_metrics(line);
   state_.loss_sum = 0;
+  tally_.restart(state_.step, 0);
   state_.loss_tokens = 0;
   state_.logged_seconds = state_.seconds;
 }
@@ -266,8 +272,8 @@ void Trainer::write_metrics(const nlohmann::json& line) {
 
 /// The rename of model.safetensors makes the checkpoint valid: it names its optimizer file, which lies there by then.
 void Trainer::save() {
-  nlohmann::json state;
-  for_each_field(state_, [&](const char* name, const auto& value) { state[name] = value; });
+  settle();
+  const nlohmann::json state = state_;
   const std::string optimizer = fmt::format("optimizer-{}.safetensors", state_.step);
   save_tensors(file(optimizer), optimizer_.state(), {{"format", "nsa-adamw"}});
   save_tensors(file("model.safetensors"), model_.parameters(),
@@ -300,27 +306,13 @@ void Trainer::load() {
   const auto config = nlohmann::json::parse(field("config"), nullptr, false);
   const std::string difference = first_difference(nlohmann::json(config_), config);
   if (!difference.empty()) throw Error(fmt::format("{}: config.json changed: {}", out_, difference));
-  const auto state = nlohmann::json::parse(field("state"), nullptr, false);
-  FieldReader reader(state, path + ": state");
-  for_each_field(state_, reader);
-  reader.finish();
-  if (state_.step < 0 || state_.planned_steps < 0)
-    throw Error(fmt::format("{}: state: negative number of steps", path));
+  state_ = parse_train_state(field("state"), path + ": state");
+  tally_.restart(state_.step, state_.loss_sum);
   load_tensors(path, checkpoint, model_.parameters());
   const std::string optimizer = file(fs::path(field("optimizer")).filename().string());
   load_tensors(optimizer, SafetensorsFile::open(optimizer), optimizer_.state());
 
-  // The log goes on from the checkpoint.
-  if (!fs::exists(file("metrics.jsonl"))) return;
-  std::istringstream lines(read_text(file("metrics.jsonl")));
-  std::string kept;
-  for (std::string text; std::getline(lines, text);) {
-    const auto line = nlohmann::json::parse(text, nullptr, false);
-    if (line.is_object() && line.value("step", INT64_MAX) <= state_.step && line.value("kind", "") != "end") {
-      kept += text + "\n";
-    }
-  }
-  write_atomically(file("metrics.jsonl"), kept);
+  cut_metrics(file("metrics.jsonl"), state_.step);
 }
 
 TrainResult Trainer::run() {
@@ -351,19 +343,11 @@ TrainResult Trainer::run() {
 
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
-void print_summary(const RunConfig& config, const Corpus& corpus) {
-  const auto counts = parameter_counts(config.model);
-  fmt::print("model: attention {}, {} parameters: phi {}, gates {}, extra K/V {}, rest {}\n",
-             name_of(config.model.attention), counts.total(), counts.phi, counts.gates, counts.extra_kv, counts.rest);
-  fmt::print("data: {:.1f} MB of text, {} documents to train on, {} held out\n",
-             static_cast<double>(corpus.bytes) / 1e6, corpus.train.size(), corpus.held_out.size());
-  std::fflush(stdout);
-}
-
 }  // namespace
 
 TrainResult train(TrainRequest request) {
   auto& config = request.config;
+  config.train.device = request.device.kind();
   const auto tokenizer = make_tokenizer(config.data.tokenizer);
   config.model.vocab_size = tokenizer->vocab_size();
   config.model.validate();
@@ -376,13 +360,14 @@ TrainResult train(TrainRequest request) {
   }
   auto corpus = load_corpus(config.data, *tokenizer);
   config.fingerprint = hex(corpus.fingerprint);
+  Trainer trainer(request.out, config, std::move(corpus), request.device.device);
   std::error_code error;
   fs::create_directories(out, error);
   if (error) throw Error(fmt::format("{}: {}", request.out, error.message()));
   for (const char* name : {"model.safetensors", "metrics.jsonl"}) fs::remove(out / name);
   write_atomically((out / "config.json").string(), nlohmann::json(config).dump(2) + "\n");
-  print_summary(config, corpus);
-  return Trainer(request.out, config, std::move(corpus)).run();
+  trainer.print_summary(request.device);
+  return trainer.run();
 }
 
 TrainResult resume(const std::string& out, const nlohmann::json& given) {
@@ -397,6 +382,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given) {
       }
     }
   }
+  const auto device = choose_device(config.train.device);
   at::set_num_threads(static_cast<int>(config.train.threads));
   const auto tokenizer = make_tokenizer(config.data.tokenizer);
   auto corpus = load_corpus(config.data, *tokenizer);
@@ -404,8 +390,8 @@ TrainResult resume(const std::string& out, const nlohmann::json& given) {
     throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
                             hex(corpus.fingerprint), config.fingerprint));
   }
-  print_summary(config, corpus);
-  Trainer trainer(out, config, std::move(corpus));
+  Trainer trainer(out, config, std::move(corpus), device.device);
+  trainer.print_summary(device);
   trainer.load();
   return trainer.run();
 }

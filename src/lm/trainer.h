@@ -5,13 +5,15 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "lm/device.h"
 #include "lm/run_config.h"
 
 namespace nsa::lm {
 
 struct TrainRequest {
   std::string out;   // run folder
-  RunConfig config;  // fingerprint and vocab_size are filled in
+  RunConfig config;  // fingerprint, vocab_size and device are filled in
+  DeviceChoice device;
   bool overwrite = false;
 };
 
@@ -23,8 +25,9 @@ struct TrainResult {
 /// Starts a run. Throws Error when the folder holds one already, unless `overwrite`.
 TrainResult train(TrainRequest request);
 
-/// Goes on bitwise as if never interrupted. `given` holds the options given anew, by the name of their field in
-/// config.json's sections; a value that differs is refused by name, and so are changed data.
+/// Goes on bitwise as if never interrupted, on the kind of device that the run began on. `given` holds the options
+/// given anew, by the name of their field in config.json's sections; a value that differs is refused by name, and so
+/// are changed data.
 TrainResult resume(const std::string& out, const nlohmann::json& given);
 
 }  // namespace nsa::lm

@@ -1,0 +1,53 @@
+// --device, and options whose default depends on it.
+#pragma once
+
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lm/device.h"
+
+namespace nsa::cli {
+
+/// The values below go to what it is constructed with, so it lives as long as the command.
+class DeviceOption {
+ public:
+  void add(CLI::App& command) {
+    option_ = command.add_option("--device", wish_,
+                                 "cpu, cuda, or auto: cuda where this build and this machine have it, else cpu");
+    option_->check(CLI::IsMember({"auto", "cpu", "cuda"}))->take_last();
+  }
+
+  /// Without `option`, `value` is `on_cuda` where a GPU computes.
+  template <class T>
+  void on_cuda(CLI::Option* option, T& value, const T& on_cuda) {
+    if (value == on_cuda) return;
+    option->description(fmt::format("{}; on cuda {}", option->get_description(), on_cuda));
+    setters_.push_back([option, &value, on_cuda] {
+      if (option->count() == 0) value = on_cuda;
+    });
+  }
+
+  /// Chooses and settles the values that depend on it. Throws lm::Error where the device cannot be had.
+  lm::DeviceChoice choose() const {
+    auto choice = lm::choose_device(wish_);
+    if (choice.device.is_cuda()) {
+      for (const auto& set : setters_) set();
+    }
+    return choice;
+  }
+
+  /// The device that was named on the command line: cpu, cuda, or nothing.
+  std::string named() const { return wish_ == "auto" ? "" : wish_; }
+
+ private:
+  std::string wish_ = "auto";
+  CLI::Option* option_ = nullptr;
+  std::vector<std::function<void()>> setters_;
+};
+
+}  // namespace nsa::cli

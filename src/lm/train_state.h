@@ -1,0 +1,48 @@
+// How far a training run is.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+namespace nsa::lm {
+
+/// What a checkpoint keeps beside weights and moments. With the configuration it determines the rest of the run: the
+/// rows, the noise and the learning rate are functions of the step.
+struct TrainState {
+  std::int64_t step = 0;
+  std::int64_t tokens = 0;         // seen
+  std::int64_t planned_steps = 0;  // 0: not yet known
+  double seconds = 0;              // of training
+  double loss_sum = 0;             // since the last line of the log
+  std::int64_t loss_tokens = 0;
+  double logged_seconds = 0;  // at the last line of the log
+};
+void to_json(nlohmann::json& json, const TrainState& state);
+/// Throws Error; `where` names the text in it.
+TrainState parse_train_state(const std::string& text, const std::string& where);
+
+/// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
+void cut_metrics(const std::string& path, std::int64_t step);
+
+/// What steps leave on the device until somebody looks, so that none of them waits for it.
+class StepTally {
+ public:
+  explicit StepTally(at::Device device);
+
+  void add_loss(const at::Tensor& loss_sum) { loss_sum_.add_(loss_sum); }
+  void add_norm(const at::Tensor& norm);
+  /// Waits for the device; returns the sum of the losses. Throws when a norm was not finite; `step` is the next step.
+  double settle(std::int64_t step);
+  /// Goes on at `step` with this sum.
+  void restart(std::int64_t step, double loss_sum);
+
+ private:
+  at::Tensor loss_sum_;      // float64
+  at::Tensor largest_norm_;  // of the gradients, since the last look, which was before step `settled_`
+  std::int64_t settled_ = 0;
+};
+
+}  // namespace nsa::lm
