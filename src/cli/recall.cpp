@@ -78,14 +78,15 @@ void add_recall(CLI::App& app) {
   command->add_option("--values", task.num_values, "Values to choose from")->check(count)->group("Task");
   auto& model = state->options.model;
   const auto model_option = [&](const char* name, int& value, const char* help) {
-    command->add_option(name, value, help)->check(count)->group("Model");
+    return command->add_option(name, value, help)->check(count)->group("Model");
   };
   model_option("--layers", model.num_layers, "Layers");
   model_option("--hidden-size", model.hidden_size, "Width, channels");
   model_option("--ffn-size", model.ffn_size, "Inner width of the feed-forward layers, channels");
   model_option("--heads", model.num_heads, "Query heads");
   model_option("--kv-heads", model.num_kv_heads, "Key/value heads");
-  model_option("--head-dim", model.head_dim, "Channels of queries, keys and values");
+  state->device_option.on_cuda(model_option("--head-dim", model.head_dim, "Channels of queries, keys and values"),
+                               model.head_dim, lm::recall_model(at::kCUDA).head_dim);
   model_option("--kernel-size", model.nsa.kernel_size, "l: tokens in a compression block");
   model_option("--kernel-stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
   model_option("--block-size", model.nsa.block_size, "l': tokens in a selection block");

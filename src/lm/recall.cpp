@@ -131,13 +131,13 @@ RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, 
   return data;
 }
 
-ModelConfig recall_model() {
+ModelConfig recall_model(at::Device device) {
   ModelConfig config;
   config.num_layers = 2;
   config.hidden_size = 64;
   config.num_heads = 2;
   config.num_kv_heads = 1;
-  config.head_dim = config.v_head_dim = 32;
+  config.head_dim = config.v_head_dim = device.is_cuda() ? 64 : 32;
   config.ffn_size = 128;
   config.nsa = {.kernel_size = 8,
                 .kernel_stride = 4,

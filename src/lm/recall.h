@@ -37,12 +37,14 @@ struct RecallBatch {
 /// `sequences` sequences with `pairs` <= task.pairs pairs each, their keys drawn from all of the task's.
 RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, std::uint64_t seed);
 
-/// A small model for the task, topk * block_size a quarter of the sequence; `vocab_size` is left to the task.
-ModelConfig recall_model();
+/// A small model for the task, topk * block_size a quarter of the sequence; `vocab_size` is left to the task. On
+/// CUDA its heads are as wide as the kernels there want them.
+ModelConfig recall_model(at::Device device);
 
 struct RecallOptions {
   RecallTask task;
-  ModelConfig model = recall_model();  // of NSA; the window model has attention `window` and is the same otherwise
+  ModelConfig model =
+      recall_model(at::kCPU);  // of NSA; the window model has attention `window` and is the same otherwise
   std::uint64_t seed = 1;
   std::int64_t tokens_per_step = 4096;
   std::int64_t most_steps = 1500;

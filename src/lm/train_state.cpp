@@ -60,7 +60,8 @@ void cut_metrics(const std::string& path, std::int64_t step) {
 }
 
 StepTally::StepTally(at::Device device)
-    : loss_sum_(at::zeros({}, at::TensorOptions(device).dtype(at::kDouble))), largest_norm_(at::zeros_like(loss_sum_)) {}
+    : loss_sum_(at::zeros({}, at::TensorOptions(device).dtype(at::kDouble))),
+      largest_norm_(at::zeros_like(loss_sum_)) {}
 
 void StepTally::add_norm(const at::Tensor& norm) {
   largest_norm_ = at::maximum(largest_norm_, norm);  // NaN if one is
@@ -68,10 +69,10 @@ void StepTally::add_norm(const at::Tensor& norm) {
 
 double StepTally::settle(std::int64_t step) {
   if (!std::isfinite(largest_norm_.item<double>())) {
-    throw std::runtime_error(fmt::format(
-        "{}: the gradients are not finite; a lower --lr may help",
-        settled_ == step - 1 ? fmt::format("step {}", settled_)
-                             : fmt::format("one of the steps {} to {}", settled_, step - 1)));
+    throw std::runtime_error(fmt::format("{}: the gradients are not finite; a lower --lr may help",
+                                         settled_ == step - 1
+                                             ? fmt::format("step {}", settled_)
+                                             : fmt::format("one of the steps {} to {}", settled_, step - 1)));
   }
   largest_norm_.zero_();
   settled_ = step;

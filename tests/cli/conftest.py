@@ -17,10 +17,19 @@ TINY_RUN = "--context 256 --batch-size 1 --held-out-percent 20 --log-every 4 --e
 TINY = TINY_MODEL + TINY_NSA + TINY_RUN
 
 
-def nsa(*arguments, code=0, timeout=300):
-    """Runs the program and returns the finished process; its exit code must be `code`."""
+# Tests that do not name a device are about the CPU, on a machine with a GPU too.
+os.environ["NSA_DEVICE"] = "cpu"
+
+
+def nsa(*arguments, code=0, timeout=300, device="cpu"):
+    """Runs the program and returns the finished process; its exit code must be `code`. `device`: the default one."""
+    environment = {**os.environ, "NSA_DEVICE": device}
     done = subprocess.run(
-        [PROGRAM, *map(str, arguments)], capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL
+        [PROGRAM, *map(str, arguments)],
+        capture_output=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        env=environment,
     )
     output = f"{done.stdout.decode(errors='replace')}\n{done.stderr.decode(errors='replace')}"
     assert done.returncode == code, f"nsa {' '.join(map(str, arguments))}: exit code {done.returncode}\n{output}"
@@ -28,9 +37,9 @@ def nsa(*arguments, code=0, timeout=300):
     return done
 
 
-def refused(*arguments):
+def refused(*arguments, device="cpu"):
     """The one-line message with which the program refuses; exit code 2, no trace."""
-    done = nsa(*arguments, code=2)
+    done = nsa(*arguments, code=2, device=device)
     message = done.stderr.decode()
     assert message.startswith("nsa: "), message
     assert "terminate" not in message and "frame #" not in message, message

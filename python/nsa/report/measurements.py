@@ -28,11 +28,22 @@ def attention_time(sources: Sources) -> Figure | None:
         settings, machine = bench["settings"], bench["machine"]
         axes[len(_PASSES) * i].set_title(
             f"{settings['dtype']}, H = {settings['num_heads']}, Hkv = {settings['num_kv_heads']}, "
-            f"D = {settings['head_dim']}; {machine['cpu']}, {machine['threads']} threads, {machine['isa']}\n",
+            f"D = {settings['head_dim']}; {_machine_name(machine)}\n",
             fontsize=9,
             loc="left",
         )
     return fig
+
+
+def _machine_name(machine: dict[str, Any]) -> str:
+    if "gpu" in machine:
+        return machine["gpu"]
+    return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
+
+
+def _seconds(point: dict[str, Any]) -> float:
+    """The best time on a CPU, the median on a GPU."""
+    return point.get("seconds", point["best_s"])
 
 
 def _draw_pass(ax: Axes, bench: dict[str, Any], pass_name: str) -> None:
@@ -45,11 +56,11 @@ def _draw_pass(ax: Axes, bench: dict[str, Any], pass_name: str) -> None:
         name = "full attention, torch" if dense else "full attention, our kernels" if plain else f"NSA, φ = {variant}"
         colour = ATTENTION_COLOURS["full" if dense else "window" if plain else "nsa"]
         style = "--" if variant == "mlp" else "-"
-        ax.plot([p["length"] for p in points], [p["best_s"] for p in points], style, color=colour, label=name)
+        ax.plot([p["length"] for p in points], [_seconds(p) for p in points], style, color=colour, label=name)
         for extrapolated in (False, True):
             part = [p for p in points if p["extrapolated"] == extrapolated]
             face = "white" if extrapolated else colour
-            ax.plot([p["length"] for p in part], [p["best_s"] for p in part], "o", color=colour, mfc=face, ms=6)
+            ax.plot([p["length"] for p in part], [_seconds(p) for p in part], "o", color=colour, mfc=face, ms=6)
     crossover = (bench.get("crossover", {}).get(pass_name) or {}).get("dense")
     if crossover:
         ax.axvline(crossover, color="black", ls=":", lw=1.2, label=f"NSA faster from {tokens(crossover)} tokens")
@@ -69,7 +80,7 @@ def _series(bench: dict[str, Any], pass_name: str) -> dict[tuple[str, str], list
                 continue
             curve = series.setdefault((op, r["variant"] if op == pass_name else ""), {})
             best = curve.get(r["length"])
-            if best is None or r["best_s"] < best["best_s"]:
+            if best is None or _seconds(r) < _seconds(best):
                 curve[r["length"]] = r
     return {key: [curve[length] for length in sorted(curve)] for key, curve in series.items()}
 

@@ -1,0 +1,192 @@
+"""--device: what is chosen is said, what cannot be had is refused; on a GPU training, resuming and generating."""
+
+import itertools
+import json
+import re
+import subprocess
+import time
+
+import pytest
+
+from conftest import PROGRAM, TINY_NSA, TINY_RUN, metrics, nsa, refused
+from test_resume import same_bits
+
+HAS_GPU = nsa("info", "--chosen-device", device="auto").stdout.strip() == b"cuda"
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device, or a build without CUDA: nsa info says why")
+without_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a CUDA device")
+
+# The kernels' smallest head dims; the rest as small as the tests' other models.
+MODEL = "--layers 2 --hidden-size 64 --heads 4 --kv-heads 1 --head-dim 64".split()
+SMALL = [*MODEL, *TINY_NSA, *TINY_RUN]
+
+
+def chosen(text):
+    """The one line that tells the device."""
+    (line,) = re.findall(r"^device: (.*)$", text, re.MULTILINE)
+    return line
+
+
+@without_gpu
+@pytest.mark.parametrize("command", ["train", "generate", "eval", "inspect", "needle", "recall", "bench"])
+def test_cuda_is_refused_where_it_is_not(command, trained, tmp_path):
+    arguments = {"train": ["--out", tmp_path / "run"], "recall": [], "bench": []}.get(command, [trained["nsa"]])
+    message = refused(command, *arguments, "--device", "cuda")
+    assert message.startswith("nsa: device = cuda: ") and message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@without_gpu
+def test_a_run_of_another_device_is_not_resumed_here(trained, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    config = json.loads((trained["nsa"] / "config.json").read_text())
+    assert config["train"]["device"] == "cpu"
+    config["train"]["device"] = "cuda"
+    (out / "config.json").write_text(json.dumps(config))
+    assert "device = cuda: " in refused("train", "--out", out, "--resume")
+    assert "train.device" in refused("train", "--out", out, "--resume", "--device", "cpu")
+
+
+def test_the_device_is_told_with_the_reason(trained, tmp_path, corpus):
+    assert chosen(nsa("eval", trained["nsa"], "--tokens", 256, "--device", "cpu").text) == "cpu (as asked for)"
+    done = nsa("generate", trained["nsa"], "--prompt", "x", "--tokens", 1)
+    assert chosen(done.stderr.decode()) == "cpu (NSA_DEVICE = cpu)"
+    if not HAS_GPU:
+        line = chosen(nsa("eval", trained["nsa"], "--tokens", 256, device="auto").text)
+        assert line.startswith("cpu (auto; cuda: ")
+
+
+def test_unknown_devices_are_refused(trained):
+    assert "--device" in refused("eval", trained["nsa"], "--device", "tpu")
+    assert "NSA_DEVICE = 'tpu'" in refused("eval", trained["nsa"], device="tpu")
+
+
+@pytest.fixture(scope="module")
+def trained_on_cuda(tmp_path_factory, corpus):
+    """A run of each attention: bfloat16, which is the default on a GPU."""
+    runs = {}
+    for attention in ("nsa", "full", "window"):
+        runs[attention] = tmp_path_factory.mktemp("cuda") / attention
+        arguments = ["--data", corpus, "--attention", attention, "--steps", 60, "--lr", 0.01, "--device", "cuda"]
+        text = nsa("train", "--out", runs[attention], *arguments, *SMALL).text
+        assert chosen(text).startswith("cuda:0 ")
+    return runs
+
+
+@needs_gpu
+@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
+def test_the_loss_falls(trained_on_cuda, attention):
+    run = trained_on_cuda[attention]
+    losses = [line["loss"] for line in metrics(run, "train")]
+    assert losses[-1] < 0.6 * losses[0]
+    assert metrics(run, "eval")[-1]["loss"] < losses[0]
+    assert json.loads((run / "config.json").read_text())["train"]["device"] == "cuda"
+
+
+@needs_gpu
+@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
+def test_a_checkpoint_is_the_same_model_on_both_devices(trained_on_cuda, tmp_path, attention):
+    losses = {}
+    for device in ("cpu", "cuda"):
+        path = tmp_path / f"{device}.json"
+        nsa("eval", trained_on_cuda[attention], "--tokens", 0, "--device", device, "--json", path)
+        losses[device] = json.loads(path.read_text())["loss"]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
+@pytest.mark.parametrize("other", [["--device", "cuda", "--no-cache"], ["--device", "cpu"]])
+def test_greedy_text_equals_the_full_forward_and_the_cpu(trained_on_cuda, tmp_path, attention, other):
+    results = []
+    for i, options in enumerate((["--device", "cuda"], other)):
+        path = tmp_path / f"{i}.json"
+        nsa("generate", trained_on_cuda[attention], "--prompt", "def value(self): return self in None\n    import",
+            "--temperature", 0, "--tokens", 120, "--ignore-end", "--json", path, *options)  # fmt: skip
+        results.append(json.loads(path.read_text()))
+    assert len(results[0]["tokens"]) == 120
+    for a, b, margins in zip(*(r["tokens"] for r in results), zip(*(r["margins"] for r in results)), strict=True):
+        if a != b:
+            assert min(margins) < 1e-3
+            break
+        assert margins[0] == pytest.approx(margins[1], abs=1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_generation_runs(trained_on_cuda, tmp_path, dtype):
+    path = tmp_path / "out.json"
+    nsa("generate", trained_on_cuda["nsa"], "--tokens", 80, "--ignore-end", "--device", "cuda", "--dtype", dtype,
+        "--json", path)  # fmt: skip
+    assert len(json.loads(path.read_text())["tokens"]) == 80
+
+
+@needs_gpu
+@pytest.mark.parametrize("attention", ["nsa", "full"])
+def test_resuming_on_cuda_is_bitwise(tmp_path, corpus, attention):
+    """The checkpoint in the middle lies between two lines of the log."""
+    arguments = ["--data", corpus, "--attention", attention, "--device", "cuda", "--noise", 0.5, *SMALL]
+    arguments += ["--steps", 30, "--accumulate", 2, "--save-every", 7]
+    if attention == "nsa":
+        arguments += ["--gate-balance", 0.05]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    nsa("train", "--out", whole, *arguments)
+    stop_after(parts, 14, arguments)
+    nsa("train", "--out", parts, "--resume")
+    same_bits(whole, parts)
+
+
+def stop_after(out, step, arguments):
+    """Trains until the checkpoint of `step` is there, then kills the process."""
+    process = subprocess.Popen([PROGRAM, "train", "--out", out, *map(str, arguments)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    while process.poll() is None and not (out / f"optimizer-{step}.safetensors").exists():
+        time.sleep(0.001)
+    process.kill()
+    process.wait(60)
+
+
+@needs_gpu
+def test_inspect_needle_and_recall_run_on_cuda(trained_on_cuda, tmp_path):
+    run, path = trained_on_cuda["nsa"], tmp_path / "out.json"
+    nsa("inspect", run, "--device", "cuda", "--json", path)
+    (tmp_path / "cpu").mkdir()
+    nsa("inspect", run, "--device", "cpu", "--json", tmp_path / "cpu" / "out.json")
+    here, there = (json.loads(p.read_text())["layers"] for p in (path, tmp_path / "cpu" / "out.json"))
+    for a, b in zip(here, there, strict=True):
+        assert a["gates"] == pytest.approx(b["gates"], abs=1e-4)
+        rows = [layer["kv_heads"][0]["map"]["blocks"] for layer in (a, b)]
+        assert sum(x == y for x, y in zip(*rows, strict=True)) >= 0.95 * len(rows[0])
+    nsa("needle", run, "--device", "cuda", "--lengths", 128, "--samples", 1)
+    text = nsa("recall", "--device", "cuda", "--steps", 20).text
+    assert chosen(text).startswith("cuda:0 ") and "chance" in text
+
+
+@needs_gpu
+def test_recall_beyond_the_window_on_cuda():
+    assert "chance" in nsa("recall", "--check", "--device", "cuda", timeout=900).text
+
+
+@needs_gpu
+def test_other_head_dims_are_refused_on_cuda(trained, tmp_path, corpus):
+    assert "takes 64/64, 128/128 and 192/128" in refused("eval", trained["nsa"], "--device", "cuda")
+    out = tmp_path / "run"
+    message = refused("train", "--out", out, "--data", corpus, "--device", "cuda", "--steps", 1, "--head-dim", 32)
+    assert "takes 64/64, 128/128 and 192/128" in message and not out.exists()
+
+
+@needs_gpu
+def test_bench_on_cuda(tmp_path):
+    path = tmp_path / "out.json"
+    text = nsa("bench", "--device", "cuda", "--lengths", "1024,2048", "--repeats", 2, "--json", path).text
+    out = json.loads(path.read_text())
+    assert out["machine"]["backend"] == "cuda" and out["machine"]["gpu"] in text
+    variants = {r["variant"] for r in out["results"] if r["op"] == "dense_forward"}
+    refused_forms = {form for form in ("cudnn", "flash2") if any(form in line for line in out["refusals"])}
+    assert variants | refused_forms == {"cudnn", "flash2"} and variants
+    for r in out["results"]:
+        assert 0 < r["best_s"] <= r["median_s"] == r["seconds"] and r["gflop"] > 0 and r["bytes"] > 0
+    for ratio, pass_name in itertools.product(out["ratios"], ("forward", "forward_backward")):
+        if ratio["pass"] == pass_name:
+            assert ratio["over_dense"] == pytest.approx(ratio["dense_seconds"] / ratio["seconds"])
+    assert "faster than torch's dense attention" in text
