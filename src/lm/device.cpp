@@ -47,9 +47,10 @@ DeviceChoice choose_device(const std::string& wish) {
   };
   check_name("device", wish);
   const char* const variable = std::getenv("NSA_DEVICE");
-  const bool by_variable = wish == "auto" && variable != nullptr && *variable != 0;
-  if (by_variable) check_name("NSA_DEVICE", variable);
-  const std::string name = by_variable ? variable : wish;
+  const std::string said = variable != nullptr && *variable != 0 ? variable : "auto";
+  check_name("NSA_DEVICE", said);
+  const bool by_variable = wish == "auto" && said != "auto";
+  const std::string name = by_variable ? said : wish;
   const std::string why = by_variable ? fmt::format("NSA_DEVICE = {}", name) : name == "auto" ? "auto" : "as asked for";
   if (name == "cpu") return {at::kCPU, fmt::format("cpu ({})", why)};
   const std::string not_cuda = obstacle();
