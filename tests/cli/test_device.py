@@ -7,9 +7,9 @@ import subprocess
 import time
 
 import pytest
+from test_resume import same_bits
 
 from conftest import PROGRAM, TINY_NSA, TINY_RUN, metrics, nsa, refused
-from test_resume import same_bits
 
 HAS_GPU = nsa("info", "--chosen-device", device="auto").stdout.strip() == b"cuda"
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device, or a build without CUDA: nsa info says why")
@@ -105,7 +105,9 @@ def test_greedy_text_equals_the_full_forward_and_the_cpu(trained_on_cuda, tmp_pa
             "--temperature", 0, "--tokens", 120, "--ignore-end", "--json", path, *options)  # fmt: skip
         results.append(json.loads(path.read_text()))
     assert len(results[0]["tokens"]) == 120
-    for a, b, margins in zip(*(r["tokens"] for r in results), zip(*(r["margins"] for r in results)), strict=True):
+    for a, b, margins in zip(
+        *(r["tokens"] for r in results), zip(*(r["margins"] for r in results), strict=True), strict=True
+    ):
         if a != b:
             assert min(margins) < 1e-3
             break

@@ -49,9 +49,8 @@ class Problem:
         assert self.packed or len(set(self.lengths)) == 1
         self.generator = torch.Generator().manual_seed(self.seed)
         self.q_lens, self.k_lens = [q for q, _ in self.lengths], [k for _, k in self.lengths]
-        # Made here and not when asked for: a compiled function would make them on the CPU.
         self.cu_q, self.cu_k = (
-            torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (self.q_lens, self.k_lens)
+            torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cpu") for lens in (self.q_lens, self.k_lens)
         )
         self.c_lens = [self.cfg.num_compressed(k) for k in self.k_lens]
         self.total_q, self.total_k = sum(self.q_lens) + self.tail, sum(self.k_lens) + self.tail
@@ -102,10 +101,11 @@ class Problem:
     def flat(self, t: Tensor) -> Tensor:
         return t if self.packed else t.flatten(0, 1)
 
-    def packing(self) -> dict[str, Tensor]:
+    def packing(self, like: Tensor) -> dict[str, Tensor]:
+        """Where the sequences lie, on the device of the tensors."""
         if not self.packed:
             return {}
-        return {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
+        return {"cu_seqlens_q": self.cu_q.to(like.device), "cu_seqlens_k": self.cu_k.to(like.device)}
 
     def raw_length(self) -> dict[str, int]:
         return {} if self.packed else {"seqlen_k": self.k_lens[0]}
@@ -116,19 +116,19 @@ class Problem:
     def by_library(self, operation: str, inputs: dict[str, Tensor], indices: Tensor | None = None) -> Result:
         x = [self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS]
         if operation == "compress":
-            cu_seqlens = self.cu_k if self.packed else None
+            cu_seqlens = self.cu_k.to(x[0].device) if self.packed else None
             return Result(self.flat(nsa.compress(*x, self.weights(inputs), self.cfg, cu_seqlens)))
         if operation == "combine":
             return Result(self.flat(nsa.combine(*x)))
         if operation == "nsa_attention":
-            o, indices = nsa.nsa_attention(*x, self.cfg, return_indices=True, **self.packing())
+            o, indices = nsa.nsa_attention(*x, self.cfg, return_indices=True, **self.packing(x[0]))
             return Result(self.flat(o), None, self.flat(indices))
         if operation == "compressed_attention":
-            o, lse = nsa.compressed_attention(*x, self.cfg, **self.raw_length(), **self.packing())
+            o, lse = nsa.compressed_attention(*x, self.cfg, **self.raw_length(), **self.packing(x[0]))
         elif operation == "selected_attention":
-            o, lse = nsa.selected_attention(*x, self.shaped(indices), self.cfg.block_size, **self.packing())
+            o, lse = nsa.selected_attention(*x, self.shaped(indices), self.cfg.block_size, **self.packing(x[0]))
         else:
-            o, lse = nsa.sliding_window_attention(*x, self.cfg.window_size, **self.packing())
+            o, lse = nsa.sliding_window_attention(*x, self.cfg.window_size, **self.packing(x[0]))
         return Result(self.flat(o), lse if self.packed else lse.transpose(0, 1).flatten(1), indices)
 
     # --------------------------------------------------------------------------------------------- masked formulation

@@ -86,10 +86,10 @@ def test_compress(backend, phi, shared, packed):
 def test_selection_with_noise(backend, noise):
     problem = Problem([(150, 150), (60, 100)], packed=True, tail=3)
     inputs = problem.inputs("compressed_attention", torch.float32)
-    _, lse = nsa.compressed_attention(*inputs.values(), SMALL, **problem.packing())
+    _, lse = nsa.compressed_attention(*inputs.values(), SMALL, **problem.packing(inputs["q"]))
     q, k_c = inputs["q"], inputs["k_c"]
     seed = 2**63 + 12345
-    indices = nsa.select_blocks(q, k_c, lse, SMALL, noise=noise, seed=seed, **problem.packing())
+    indices = nsa.select_blocks(q, k_c, lse, SMALL, noise=noise, seed=seed, **problem.packing(inputs["q"]))
     same = total = 0
     for i, (_, sk) in enumerate(problem.lengths):
         part = [problem.part(n, t.detach().double(), i) for n, t in (("q", q), ("k_c", k_c))]
@@ -98,4 +98,4 @@ def test_selection_with_noise(backend, noise):
         total += expected[..., 0].numel()
     assert same >= 0.99 * total
     if noise:
-        assert not torch.equal(indices, nsa.select_blocks(q, k_c, lse, SMALL, **problem.packing()))
+        assert not torch.equal(indices, nsa.select_blocks(q, k_c, lse, SMALL, **problem.packing(inputs["q"])))
