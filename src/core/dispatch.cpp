@@ -126,7 +126,7 @@ template <class Params>
 Status run(const Operation<Params>& operation, const Params& params, const Context& context) {
   return named(operation.name, [&]() -> Status {
     Call call;
-    Backend backend;
+    Backend backend = Backend::kAuto;
     if (Status status = accept(params, context, call, backend); !status.ok()) return status;
     log_call(operation.name, backend, variant_of(backend).c_str(), call);
     if (Status status = dump_call(operation.name, call); !status.ok()) return status;
@@ -143,7 +143,7 @@ Status measure(const Operation<Params>& operation, const Params& params, std::si
   bytes = 0;
   return named(operation.name, [&]() -> Status {
     Call call;
-    Backend backend;
+    Backend backend = Backend::kAuto;
     if (Status status = accept(params, context, call, backend); !status.ok() || backend != Backend::kCUDA)
       return status;
     Execution execution;

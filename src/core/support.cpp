@@ -132,7 +132,7 @@ std::string describe_backends() {
   const std::string because =
       wish && *wish ? std::string(", NSA_BACKEND = ") + wish : std::string(", NSA_BACKEND is not set");
   const auto choice = [&](const Device& device) {
-    Backend chosen;
+    Backend chosen = Backend::kAuto;
     const Status status = choose_backend({.device = device}, {}, chosen);
     return status.ok() ? name_of(chosen) + because : "none, " + status.message();
   };
