@@ -19,7 +19,7 @@ struct BenchOptions {
   std::vector<CompressionKind> phis;   // of compress and of the whole; ratios are about the first
   bool backward = true, parts = true;  // parts: each operation alone too
   TimingOptions timing;
-  std::int64_t longest_backward = 65536;       // no backward beyond this length
+  std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
   std::int64_t longest_dense_backward = 8192;
 };

@@ -3,10 +3,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eye.h>
-#include <fmt/core.h>
 
 #include <cmath>
-#include <cstdio>
 
 namespace nsa::lm {
 
@@ -17,9 +15,7 @@ at::Tensor mean_weight(std::int64_t sets, std::int64_t tokens, std::int64_t dim)
 void initialise_mlp(const at::Tensor& w1, const at::Tensor& w2, std::int64_t tokens) {
   const at::NoGradGuard no_grad;
   const std::int64_t sets = w1.size(0), inputs = w1.size(1), hidden = w1.size(2), dim = w2.size(2);
-  if (hidden < 2 * dim) {
-    fmt::print(stderr, "note: phi starts from Xavier weights, not as the mean: its width {} is below 2 * {}\n", hidden,
-               dim);
+  if (!starts_as_mean(hidden, dim)) {
     w1.mul_(std::sqrt(2.0 / static_cast<double>(inputs + hidden)));
     w2.mul_(std::sqrt(2.0 / static_cast<double>(hidden + dim)));
     return;

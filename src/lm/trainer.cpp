@@ -19,6 +19,7 @@
 #include "lm/evaluate.h"
 #include "lm/interrupt.h"
 #include "lm/optimizer.h"
+#include "lm/phi_init.h"
 #include "lm/progress.h"
 #include "lm/random.h"
 #include "lm/train_state.h"
@@ -341,6 +342,14 @@ TrainResult Trainer::run() {
   return {state_.step, state_.tokens, finished ? 0 : interrupt.signal()};
 }
 
+void note_the_start_of_phi(const ModelConfig& model) {
+  if (model.attention != AttentionKind::kNsa || model.phi != CompressionKind::kMlp || model.phi_hidden == 0) return;
+  const auto dim = std::max(model.head_dim, model.v_head_dim);
+  if (starts_as_mean(model.phi_hidden, dim)) return;
+  fmt::print(stderr, "note: phi starts from Xavier weights, not as the mean: --phi-hidden {} is below 2 * {}\n",
+             model.phi_hidden, dim);
+}
+
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
 }  // namespace
@@ -367,6 +376,7 @@ TrainResult train(TrainRequest request) {
   for (const char* name : {"model.safetensors", "metrics.jsonl"}) fs::remove(out / name);
   write_atomically((out / "config.json").string(), nlohmann::json(config).dump(2) + "\n");
   trainer.print_summary(request.device);
+  note_the_start_of_phi(config.model);
   return trainer.run();
 }
 

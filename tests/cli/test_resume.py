@@ -52,8 +52,13 @@ def test_kills_at_any_moment_leave_no_trace(tmp_path, corpus, uninterrupted):
     reference, seconds = uninterrupted
     draw = random.Random(time.time_ns())
     out, arguments, kills = tmp_path / "killed", ["--data", corpus, *OPTIONS], 0
+    longest = 0.6 * seconds
     while kills < 8:
-        code = interrupt(out, arguments, draw.uniform(0, 0.6 * seconds), signal.SIGKILL)
+        code = interrupt(out, arguments, draw.uniform(0, longest), signal.SIGKILL)
+        if code == 0 and kills == 0:  # the reference ran while the machine was busier
+            shutil.rmtree(out)
+            longest /= 2
+            continue
         if code == 0:
             break
         assert code == -signal.SIGKILL
@@ -64,7 +69,6 @@ def test_kills_at_any_moment_leave_no_trace(tmp_path, corpus, uninterrupted):
         nsa("train", "--out", out, "--resume")
     else:
         nsa("train", "--out", out, *arguments)
-    assert kills > 0
     same_bits(reference, out)
 
 

@@ -63,6 +63,12 @@ def test_variants_of_the_model_train(tmp_path, corpus, option):
     assert sum(array.size for array in weights.values()) == counts["total"]
 
 
+def test_a_narrow_phi_is_noted_once(tmp_path, corpus):
+    done = nsa("train", "--out", tmp_path / "run", "--data", corpus, "--steps", 1, *TINY, "--phi-hidden", 5)
+    assert "note: phi starts from Xavier weights, not as the mean: --phi-hidden 5 is below 2 * 16" in done.text
+    assert "note" not in nsa("generate", tmp_path / "run", "--tokens", 1, "--prompt", "x").text
+
+
 def test_equal_parameters_widens_the_full_model(tmp_path, corpus, trained):
     nsa("train", "--out", tmp_path / "run", "--data", corpus, "--attention", "full", "--equal-parameters", "--steps", 1,
         *TINY)  # fmt: skip
