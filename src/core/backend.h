@@ -69,7 +69,7 @@ class Scope {
   ~Scope();
 
  private:
-  int previous_ = -1;
+  [[maybe_unused]] int previous_ = -1;
 };
 /// Waits for the device.
 Status copy_to_host(void* host, const void* device, std::size_t bytes);

@@ -44,7 +44,7 @@ def loss_by_position(sources: Sources) -> Figure | None:
         edges |= {b["to"] for b in bins}
         middles = [math.sqrt(max(b["from"], 1) * b["to"]) for b in bins]
         ax.plot(middles, [b["loss"] for b in bins], "o-", color=colour, ms=4, label=run.label)
-    length_axis(ax, sorted(edges))
+    length_axis(ax, sorted(edge for edge in edges if edge.bit_count() == 1))  # all of them would overlap
     ax.set(xlabel="position in the context (tokens)", ylabel="held-out loss (nats per token)")
     ax.set_title("Loss by position in the context")
     ax.legend()
