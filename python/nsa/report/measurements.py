@@ -63,7 +63,7 @@ def _draw_pass(ax: Axes, bench: dict[str, Any], pass_name: str) -> None:
             ax.plot([p["length"] for p in part], [_seconds(p) for p in part], "o", color=colour, mfc=face, ms=6)
     crossover = (bench.get("crossover", {}).get(pass_name) or {}).get("dense")
     if crossover:
-        ax.axvline(crossover, color="black", ls=":", lw=1.2, label=f"NSA faster from {tokens(crossover)} tokens")
+        ax.axvline(crossover, color="black", ls=":", lw=1.2, label=f"NSA faster from {tokens(round(crossover))} tokens")
     if any(p["extrapolated"] for points in series.values() for p in points):
         ax.plot([], [], "o", color="black", mfc="white", label="extrapolated as length squared")
     length_axis(ax, sorted({p["length"] for points in series.values() for p in points}))
