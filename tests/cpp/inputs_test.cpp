@@ -5,7 +5,7 @@
 #include <limits>
 #include <random>
 
-#include "support/outputs.h"
+#include "under_test.h"
 
 namespace nsa::test {
 namespace {
@@ -20,11 +20,12 @@ class Inputs : public testing::TestWithParam<DType> {
   std::vector<Tensor> run_selected(const Problem& p, const TensorView& indices) const {
     SelectedAttentionParams f = p.selected();
     f.indices = indices;
-    auto all = expect_within_bound<SelectedAttentionParams>(f, selected_outputs(p), GetParam(), nsa::selected_attention,
-                                                            reference::selected_attention);
+    auto all =
+        expect_within_bound<SelectedAttentionParams>(f, selected_outputs(p), GetParam(), under_test.selected_attention,
+                                                     reference::selected_attention, under_test.floor);
     auto gradients = expect_within_bound<SelectedAttentionBackwardParams>(
         backward_of(f, views_of(all), p.d_o), selected_backward_outputs(p), GetParam(),
-        nsa::selected_attention_backward, reference::selected_attention_backward);
+        under_test.selected_attention_backward, reference::selected_attention_backward, under_test.floor);
     std::move(gradients.begin(), gradients.end(), std::back_inserter(all));
     return all;
   }
@@ -76,21 +77,22 @@ TEST_P(Inputs, RandomIndicesOfOtherBlockSizes) {
     });
     SelectedAttentionParams f = p.selected();
     f.indices = indices, f.block_size = block_size;
-    const auto outputs = expect_within_bound<SelectedAttentionParams>(
-        f, selected_outputs(p), GetParam(), nsa::selected_attention, reference::selected_attention);
+    const auto outputs =
+        expect_within_bound<SelectedAttentionParams>(f, selected_outputs(p), GetParam(), under_test.selected_attention,
+                                                     reference::selected_attention, under_test.floor);
     expect_within_bound<SelectedAttentionBackwardParams>(
         backward_of(f, views_of(outputs), p.d_o), selected_backward_outputs(p), GetParam(),
-        nsa::selected_attention_backward, reference::selected_attention_backward);
+        under_test.selected_attention_backward, reference::selected_attention_backward, under_test.floor);
   }
 }
 
 /// Forward and backward of the whole on these parameters, which may be views of anything.
 std::vector<Tensor> run_whole(const Problem& p, const NsaAttentionParams& f, const TensorView& d_o) {
   auto all = outputs_of(f, whole_outputs(p), false,
-                        [](const NsaAttentionParams& params) { return nsa::nsa_attention(params, kCpu); });
-  auto gradients =
-      outputs_of(backward_of(f, views_of(all), d_o), whole_backward_outputs(p), false,
-                 [](const NsaAttentionBackwardParams& params) { return nsa::nsa_attention_backward(params, kCpu); });
+                        [](const NsaAttentionParams& params) { return under_test.nsa_attention(params, kCpu); });
+  auto gradients = outputs_of(
+      backward_of(f, views_of(all), d_o), whole_backward_outputs(p), false,
+      [](const NsaAttentionBackwardParams& params) { return under_test.nsa_attention_backward(params, kCpu); });
   std::move(gradients.begin(), gradients.end(), std::back_inserter(all));
   return all;
 }
@@ -128,7 +130,7 @@ TEST_P(Inputs, StrideZero) {
   for (const TensorView& view : {c.k, k.view()}) {
     c.k = view;
     both.push_back(outputs_of(c, compress_outputs(p, c), false,
-                              [](const CompressParams& params) { return nsa::compress(params, kCpu); }));
+                              [](const CompressParams& params) { return under_test.compress(params, kCpu); }));
   }
   EXPECT_TRUE(same_bits(both[0][0], both[1][0])) << "compress";
 }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "support/outputs.h"
+#include "under_test.h"
 
 namespace nsa::test {
 namespace {
@@ -93,20 +93,20 @@ TEST_P(Isolation, UnselectedBlocks) {
         NsaAttentionParams f = problem->whole();
         f.imposed_indices = problem->indices;
         results.push_back(outputs_of(f, whole_outputs(*problem), false, [](const NsaAttentionParams& params) {
-          return nsa::nsa_attention(params, kCpu);
+          return under_test.nsa_attention(params, kCpu);
         }));
         results.push_back(outputs_of(
             backward_of(f, views_of(results.back()), problem->d_o), whole_backward_outputs(*problem), false,
-            [](const NsaAttentionBackwardParams& params) { return nsa::nsa_attention_backward(params, kCpu); }));
+            [](const NsaAttentionBackwardParams& params) { return under_test.nsa_attention_backward(params, kCpu); }));
       } else {
         const SelectedAttentionParams f = problem->selected();
         results.push_back(outputs_of(f, selected_outputs(*problem), false, [](const SelectedAttentionParams& params) {
-          return nsa::selected_attention(params, kCpu);
+          return under_test.selected_attention(params, kCpu);
         }));
         results.push_back(outputs_of(backward_of(f, views_of(results.back()), problem->d_o),
                                      selected_backward_outputs(*problem), false,
                                      [](const SelectedAttentionBackwardParams& params) {
-                                       return nsa::selected_attention_backward(params, kCpu);
+                                       return under_test.selected_attention_backward(params, kCpu);
                                      }));
       }
     }
@@ -151,14 +151,17 @@ TEST_P(Isolation, VisibleNaNPropagates) {
     Problem p(batched());
     (p.*place.tensor).set(place.index, place.value);
     for (const CompressParams& f : {p.compress_keys(), p.compress_values()})
-      expect_within_bound<CompressParams>(f, compress_outputs(p, f), p.c.dtype, nsa::compress, reference::compress);
+      expect_within_bound<CompressParams>(f, compress_outputs(p, f), p.c.dtype, under_test.compress,
+                                          reference::compress, under_test.floor);
     NsaAttentionParams f = p.whole();
     f.imposed_indices = p.indices;
     auto outputs = whole_outputs(p);
     outputs.erase(outputs.begin() + 1);
-    expect_within_bound<NsaAttentionParams>(f, outputs, p.c.dtype, nsa::nsa_attention, reference::nsa_attention);
-    const auto results = outputs_of(p.selection(), selection_outputs(p), false,
-                                    [](const SelectBlocksParams& params) { return nsa::select_blocks(params, kCpu); });
+    expect_within_bound<NsaAttentionParams>(f, outputs, p.c.dtype, under_test.nsa_attention, reference::nsa_attention,
+                                            under_test.floor);
+    const auto results = outputs_of(p.selection(), selection_outputs(p), false, [](const SelectBlocksParams& params) {
+      return under_test.select_blocks(params, kCpu);
+    });
     for_each_index(p.indices.view(), [&](const Index& index) {  // valid blocks even where importances are NaN
       const double t = static_cast<double>(index[1]), block = results[0].get(index);
       EXPECT_LE(block * p.c.cfg.block_size, t);
@@ -175,11 +178,12 @@ TEST_P(Isolation, NaNGradient) {
   p.d_o.set({1, 77, 4, 3}, kNan);
   NsaAttentionParams f = p.whole();
   f.imposed_indices = p.indices;
-  const auto outputs = outputs_of(f, whole_outputs(p), false,
-                                  [](const NsaAttentionParams& params) { return nsa::nsa_attention(params, kCpu); });
+  const auto outputs = outputs_of(f, whole_outputs(p), false, [](const NsaAttentionParams& params) {
+    return under_test.nsa_attention(params, kCpu);
+  });
   expect_within_bound<NsaAttentionBackwardParams>(backward_of(f, views_of(outputs), p.d_o), whole_backward_outputs(p),
-                                                  p.c.dtype, nsa::nsa_attention_backward,
-                                                  reference::nsa_attention_backward);
+                                                  p.c.dtype, under_test.nsa_attention_backward,
+                                                  reference::nsa_attention_backward, under_test.floor);
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, Isolation, testing::Values(DType::kFloat32, DType::kBFloat16),

@@ -1,8 +1,7 @@
-// The backend that the grid tests are linked with.
+// The backend that tests of the operations are linked with. All tensors lie in host memory, whatever the backend.
 #pragma once
 
-#include "support/problem.h"
-#include "support/tolerance.h"
+#include "support/outputs.h"
 
 namespace nsa::test {
 
@@ -25,7 +24,21 @@ struct Operations {
 
 extern const Operations under_test;
 
-/// The cases of the grid as far as the backend supports them; what it does not is replaced by what it does.
+/// What the backend does not support is replaced by what it does.
 std::vector<Case> supported(std::vector<Case> cases);
+/// The same for cases in which nothing attends: compress takes more head dims.
+std::vector<Case> supported_by_compress(std::vector<Case> cases);
+
+/// One output of run_all.
+struct Result {
+  std::string name;  // operation.output
+  Rows rows;
+  Tensor value;
+};
+
+/// Every operation on a problem's tensors, forward and backward; the whole with indices of its own.
+std::vector<Result> run_all(const Problem& p, const Context& context = kCpu);
+/// Every sequence of a call has the bits of a call of its own.
+void expect_packed_equals_alone(const Problem& p);
 
 }  // namespace nsa::test

@@ -177,47 +177,4 @@ NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<T
   return b;
 }
 
-std::vector<Result> run_all(const Problem& p, const Context& context) {
-  std::vector<Result> results;
-  /// Runs one operation; returns where its outputs start in `results`.
-  const auto run = [&]<class Params>(const char* name, const Params& params, const std::vector<Output<Params>>& outputs,
-                                     std::type_identity_t<Operation<Params>> operation) {
-    std::vector<Tensor> values =
-        outputs_of(params, outputs, false, [&](const Params& bound) { return operation(bound, context); });
-    std::vector<TensorView> views;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      views.push_back(values[i]);
-      results.push_back({std::string(name).append(".").append(outputs[i].name), outputs[i].rows, std::move(values[i])});
-    }
-    return views;
-  };
-  for (const bool keys : {true, false}) {
-    const CompressParams f = keys ? p.compress_keys() : p.compress_values();
-    run("compress", f, compress_outputs(p, f), nsa::compress);
-    CompressBackwardParams b;
-    b.forward = f;
-    b.d_out = keys ? p.d_k_c : p.d_v_c;
-    run("compress_backward", b, compress_backward_outputs(p, f), nsa::compress_backward);
-  }
-  const auto compressed = run("compressed_attention", p.compressed(), compressed_outputs(p), nsa::compressed_attention);
-  run("compressed_attention_backward", backward_of(p.compressed(), compressed, p.d_o), compressed_backward_outputs(p),
-      nsa::compressed_attention_backward);
-  run("select_blocks", p.selection(), selection_outputs(p), nsa::select_blocks);
-  const auto selected = run("selected_attention", p.selected(), selected_outputs(p), nsa::selected_attention);
-  run("selected_attention_backward", backward_of(p.selected(), selected, p.d_o), selected_backward_outputs(p),
-      nsa::selected_attention_backward);
-  const auto window = run("sliding_window_attention", p.window(), window_outputs(p), nsa::sliding_window_attention);
-  run("sliding_window_attention_backward", backward_of(p.window(), window, p.d_o), window_backward_outputs(p),
-      nsa::sliding_window_attention_backward);
-  run("combine", p.combination(), combine_outputs(p), nsa::combine);
-  CombineBackwardParams combined;
-  combined.forward = p.combination();
-  combined.d_o = p.d_o;
-  run("combine_backward", combined, combine_backward_outputs(p), nsa::combine_backward);
-  const auto whole = run("nsa_attention", p.whole(), whole_outputs(p), nsa::nsa_attention);
-  run("nsa_attention_backward", backward_of(p.whole(), whole, p.d_o), whole_backward_outputs(p),
-      nsa::nsa_attention_backward);
-  return results;
-}
-
 }  // namespace nsa::test

@@ -30,14 +30,4 @@ SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f,
 NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<TensorView>& outputs,
                                        const TensorView& d_o);
 
-/// One output of run_all.
-struct Result {
-  std::string name;  // operation.output
-  Rows rows;
-  Tensor value;
-};
-
-/// Every operation of the CPU backend on a problem's tensors, forward and backward; the whole with indices of its own.
-std::vector<Result> run_all(const Problem& p, const Context& context = kCpu);
-
 }  // namespace nsa::test
