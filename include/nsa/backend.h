@@ -56,9 +56,9 @@ std::string variant_of(Backend backend);
 /// one is chosen and why (NSA_CPU_ISA).
 std::string describe_instruction_sets();
 
-/// A line per CUDA device: name, compute capability, memory; or why there is none.
+/// A line per CUDA device: name, compute capability, memory, why the backend cannot use it; or why there is none.
 std::string describe_devices();
-/// CUDA devices that the backend can use; 0 as well if the library was built without it.
+/// CUDA devices that the backend can use: compute capability 8.0 or newer; 0 if the library was built without it.
 int device_count();
 
 /// Threads of a call whose Context does not say: OpenMP's current maximum (OMP_NUM_THREADS).

@@ -57,8 +57,11 @@ Status fork(const ForkParams& params, const Context& context);
 namespace nsa::cuda {
 /// As nsa::describe_devices.
 std::string describe_devices();
+/// As nsa::device_count.
 int device_count();
-/// Why the backend cannot run here; success if it was built in and there is a device.
+/// Why the backend cannot run on a device; success if it was built in and the device is there and new enough.
+Status usable(int device);
+/// Why it cannot run on any.
 Status available();
 
 /// While it lives: the device of the tensors is the current one, and an NVTX range with the operation's name is open.

@@ -35,7 +35,7 @@ Status supports_cpu(const std::string& name, const Problem& problem) {
 }
 
 Status supports_cuda(const std::string& name, const Problem& problem) {
-  if (Status status = cuda::available(); !status.ok()) return status;
+  if (Status status = cuda::usable(problem.device.index); !status.ok()) return status;
   if (problem.dtype == DType::kFloat64)
     return Status::unsupported(name + "float64: takes float32, bfloat16 and float16");
   const std::int64_t k = problem.key_dim, v = problem.value_dim;

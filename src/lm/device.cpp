@@ -16,7 +16,7 @@ namespace {
 /// kernels when it is loaded, is loaded only here: it would take 0.2 s of every start.
 std::string obstacle() {
   if (device_count() == 0) {
-    const std::string why = describe_devices();
+    const std::string lines = describe_devices(), why = lines.substr(0, lines.find('\n'));
     return why.starts_with("none: ") ? why.substr(6) : why;
   }
   Status status;

@@ -39,28 +39,52 @@ __global__ void gather(const __grid_constant__ Gather args) {
   }
 }
 
-}  // namespace
-
-int device_count() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  cudaGetLastError();  // not the next call's error
-  return 0;
-}
-
-Status available() {
-  int count = 0;
+/// What the driver lists.
+Status list_devices(int& count) {
+  count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaSuccess && count > 0) return {};
-  cudaGetLastError();
+  cudaGetLastError();  // not the next call's error
+  count = 0;
   return Status::unsupported(std::string("backend cuda: no device: ") +
                              (error == cudaSuccess ? "the driver lists none" : cudaGetErrorString(error)));
 }
 
+}  // namespace
+
+Status usable(int device) {
+  int count = 0, major = 0, minor = 0;
+  if (const Status status = list_devices(count); !status.ok()) return status;
+  const std::string name = "backend cuda: cuda:" + std::to_string(device);
+  if (device >= count) return Status::unsupported(name + ": the driver lists " + std::to_string(count) + " devices");
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return Status::unsupported(name + ": " + cudaGetErrorString(error));
+  }
+  if (major >= 8) return {};
+  return Status::unsupported(name + ": not usable: compute capability " + std::to_string(major) + "." +
+                             std::to_string(minor) + ", the kernels need 8.0");
+}
+
+int device_count() {
+  int count = 0, good = 0;
+  if (!list_devices(count).ok()) return 0;
+  for (int i = 0; i < count; ++i) good += usable(i).ok();
+  return good;
+}
+
+Status available() {
+  if (device_count() > 0) return {};
+  return usable(0);
+}
+
 std::string describe_devices() {
-  if (const Status status = available(); !status.ok()) return "none: " + status.message();
+  int count = 0;
+  if (const Status status = list_devices(count); !status.ok()) return "none: " + status.message();
   std::string text;
-  for (int i = 0; i < device_count(); ++i) {
+  for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
     if (const cudaError_t error = cudaGetDeviceProperties(&properties, i); error != cudaSuccess) {
       text += "cuda:" + std::to_string(i) + " " + cudaGetErrorString(error) + "\n";
@@ -69,7 +93,7 @@ std::string describe_devices() {
     const std::string capability = std::to_string(properties.major) + "." + std::to_string(properties.minor);
     text += "cuda:" + std::to_string(i) + " " + properties.name + ", compute capability " + capability + ", " +
             std::to_string(properties.totalGlobalMem >> 20) + " MiB" +
-            (properties.major < 8 ? ": not usable, the kernels need 8.0" : "") + "\n";
+            (usable(i).ok() ? "" : ": not usable, the kernels need 8.0") + "\n";
   }
   text.pop_back();
   return text;
