@@ -154,11 +154,15 @@ class TrainCommand {
     if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
     auto& train = config_.train;
     if (train.steps == 0 && train.tokens == 0 && train.minutes == 0) train.minutes = 3;
-    if (equal_parameters_) {
-      lm::ModelConfig sparse = model;
-      sparse.attention = AttentionKind::kNsa;
-      model.ffn_size = lm::ffn_size_of_equal_parameters(model, sparse);
-    }
+    if (equal_parameters_) model.ffn_size = equal_ffn_size(model);
+  }
+
+  /// What --equal-parameters makes of such a model.
+  int equal_ffn_size(lm::ModelConfig model) const {
+    model.ffn_size = ffn_size_->count() > 0 ? config_.model.ffn_size : 3 * model.hidden_size;
+    lm::ModelConfig sparse = model;
+    sparse.attention = AttentionKind::kNsa;
+    return lm::ffn_size_of_equal_parameters(model, sparse);
   }
 
   /// The fields that were given on the command line.
@@ -171,7 +175,6 @@ class TrainCommand {
         if (all[section].contains(field)) fields[field] = all[section][field];
       }
     }
-    if (equal_parameters_) fields["ffn_size"] = config_.model.ffn_size;
     return fields;
   }
 
@@ -182,9 +185,14 @@ class TrainCommand {
   }
 
   lm::TrainResult resume() {
-    complete();
+    config_.model.attention = lm::attention_kind(attention_);
+    config_.model.phi = lm::compression_kind(phi_);
     auto fields = given();
     if (!device_.named().empty()) fields["device"] = device_.named();
+    if (equal_parameters_) {  // of the run's model: its defaults were those of its device
+      const std::string path = out_ + "/config.json";
+      fields["ffn_size"] = equal_ffn_size(lm::parse_run_config(lm::read_text(path), path).model);
+    }
     return lm::resume(out_, fields);
   }
 

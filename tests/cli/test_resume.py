@@ -105,6 +105,16 @@ def test_other_options_are_refused_by_name(uninterrupted, option, expected):
     assert expected in refused("train", "--out", uninterrupted[0], "--resume", *option)
 
 
+def test_equal_parameters_are_those_of_the_run(tmp_path, corpus):
+    """--equal-parameters asks for what the run's own model makes of it, not this command line's defaults."""
+    out = tmp_path / "run"
+    nsa("train", "--out", out, "--data", corpus, *TINY, "--steps", 1, "--attention", "full", "--equal-parameters")
+    nsa("train", "--out", out, "--resume", "--equal-parameters")
+    assert "model.ffn_size" in refused("train", "--out", out, "--resume", "--equal-parameters", "--ffn-size", 500)
+    nsa("train", "--out", out, "--data", corpus, *TINY, "--steps", 1, "--attention", "full", "--overwrite")
+    assert "model.ffn_size" in refused("train", "--out", out, "--resume", "--equal-parameters")
+
+
 def test_a_changed_config_is_refused_by_name(tmp_path, uninterrupted):
     shutil.copytree(uninterrupted[0], tmp_path / "run")
     path = tmp_path / "run" / "config.json"
