@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/tensor.h>
 
@@ -52,14 +51,9 @@ CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, co
 at::Tensor full_attention(const Projected& in, const std::vector<std::int64_t>& offsets) {
   std::vector<at::Tensor> outputs;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
-    const auto sequence = [&](const at::Tensor& t) {
-      return t.slice(0, offsets[b], offsets[b + 1]).transpose(0, 1).unsqueeze(0);
-    };
+    const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
     if (offsets[b] == offsets[b + 1]) continue;
-    outputs.push_back(at::scaled_dot_product_attention(sequence(in.q), sequence(in.k_slc), sequence(in.v_slc), {}, 0.0,
-                                                       /*is_causal=*/true, {}, /*enable_gqa=*/true)
-                          .squeeze(0)
-                          .transpose(0, 1));
+    outputs.push_back(causal_attention(sequence(in.q), sequence(in.k_slc), sequence(in.v_slc)));
   }
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }

@@ -95,14 +95,15 @@ class DenseCache : public LayerCache {
     const std::int64_t m = q.size(0), start = length_ - m;
     const auto heads_first = [](const at::Tensor& t) { return t.transpose(0, 1).unsqueeze(0); };
     // torch's is_causal aligns the first query with the first key, which is right only for a fresh cache.
+    if (start == 0) return causal_attention(q, k_.slice(0, 0, length_), v_.slice(0, 0, length_));
     std::optional<at::Tensor> mask;
-    if (m > 1 && start > 0) {
+    if (m > 1) {
       const auto integers = q.options().dtype(at::kLong);
       mask = at::le(at::arange(length_, integers).unsqueeze(0), at::arange(start, length_, integers).unsqueeze(1));
     }
     return at::scaled_dot_product_attention(heads_first(q), heads_first(k_.slice(0, 0, length_)),
-                                            heads_first(v_.slice(0, 0, length_)), mask, 0.0,
-                                            /*is_causal=*/m > 1 && start == 0, {}, /*enable_gqa=*/true)
+                                            heads_first(v_.slice(0, 0, length_)), mask, 0.0, /*is_causal=*/false, {},
+                                            /*enable_gqa=*/true)
         .squeeze(0)
         .transpose(0, 1);
   }

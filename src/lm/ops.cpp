@@ -1,6 +1,7 @@
 #include "lm/ops.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <stdexcept>
@@ -281,6 +282,22 @@ NsaOutputs nsa_attention(const NsaInputs& in, const NSAConfig& cfg) {
   const auto outputs = NsaAttention::apply(in.q, in.k_c, in.v_c, in.k_slc, in.v_slc, in.k_swa, in.v_swa, in.gates,
                                            in.cu_seqlens, in.longest, cfg, in.noise, in.seed);
   return {outputs[0], outputs[1]};
+}
+
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  // On CUDA torch gives grouped heads to FlashAttention-2, which wants 16-bit numbers and one head dim, or else to
+  // products of S x S. With as many key heads as query heads its memory-efficient kernels take the rest.
+  const bool grouped = q.is_cpu() || (q.scalar_type() != at::kFloat && q.size(2) == v.size(2));
+  const auto heads_first = [](const at::Tensor& t) { return t.transpose(0, 1).unsqueeze(0); };
+  const auto keys = [&](const at::Tensor& t) {
+    if (grouped) return heads_first(t);
+    const std::int64_t group = q.size(1) / t.size(1);
+    return heads_first(t.unsqueeze(2).expand({t.size(0), t.size(1), group, t.size(2)}).flatten(1, 2));
+  };
+  return at::scaled_dot_product_attention(heads_first(q), keys(k), keys(v), {}, 0.0, /*is_causal=*/true, {},
+                                          /*enable_gqa=*/grouped)
+      .squeeze(0)
+      .transpose(0, 1);
 }
 
 at::Tensor sliding_window_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

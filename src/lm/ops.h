@@ -62,6 +62,9 @@ struct NsaOutputs {
 };
 NsaOutputs nsa_attention(const NsaInputs& inputs, const NSAConfig& cfg);
 
+/// torch's dense attention: q (S, H, Dk), k and v (S, Hkv, D) of one sequence -> (S, H, Dv).
+at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
 /// q (total, H, Dk), k and v (total, Hkv, D) -> (total, H, Dv).
 at::Tensor sliding_window_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     const at::Tensor& cu_seqlens, std::int64_t longest, std::int64_t window_size);

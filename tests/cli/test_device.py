@@ -84,6 +84,14 @@ def test_the_loss_falls(trained_on_cuda, attention):
 
 
 @needs_gpu
+def test_full_attention_in_float32_takes_no_square_memory(tmp_path):
+    """S x S scores of four heads in float32 would be 69 GB, and a backward needs them more than once."""
+    (tmp_path / "long.txt").write_text("some text " * 6600)
+    nsa("train", "--out", tmp_path / "run", "--data", tmp_path / "long.txt", "--attention", "full", "--steps", 1,
+        *SMALL, "--dtype", "float32", "--context", 65536, "--held-out-percent", 0, "--device", "cuda")  # fmt: skip
+
+
+@needs_gpu
 @pytest.mark.parametrize("attention", ["nsa", "full", "window"])
 def test_a_checkpoint_is_the_same_model_on_both_devices(trained_on_cuda, tmp_path, attention):
     losses = {}
