@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine without network: torch, nvcc and cmake are there, what else is missing comes
-# from `make bundle` (bundle/). Results go to $OUT (default build-gpu/results).
+# from `make bundle` (bundle/). Logs go to $OUT (default build-gpu/results), what each stage found to $RESULTS (default
+# docs/results/gpu.json), beside what it says of other stages on the same commit and GPU.
 #   tools/gpu.sh [build] [test] [python] [sanitize] [repeat] [bench]      all of them without arguments
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,11 +11,19 @@ mkdir -p "$out"
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$PWD/python OMP_WAIT_POLICY=passive
 bundle=$PWD/bundle
 failed=()
-run() {  # name, command...: its log goes to $out, its result to the summary
-  local name=$1 start=$SECONDS
+stages=()
+run() {  # name, command...: its log and the tests that it ran go to $out
+  local name=$1 start=$SECONDS code=0 outcome=ok
   shift
-  "$@" >"$out/$name.log" 2>&1 || failed+=("$name")
-  printf '%-34s %s, %d s\n' "$name" "$([[ " ${failed[*]:-} " == *" $name "* ]] && echo FAILED || echo ok)" $((SECONDS - start))
+  rm -f "$out/$name.xml"
+  GTEST_OUTPUT="xml:$out/$name.xml" PYTEST_ADDOPTS="--junit-xml=$out/$name.xml" "$@" >"$out/$name.log" 2>&1 || code=$?
+  case $code in
+    0) ;;
+    77) outcome=$(tail -1 "$out/$name.log") ;;  # no device, it says
+    *) outcome=FAILED failed+=("$name") ;;
+  esac
+  stages+=("$name" "$code" $((SECONDS - start)) "$*")
+  printf '%-34s %s, %d s\n' "$name" "$outcome" $((SECONDS - start))
 }
 tests() { for t in build-gpu/bin/cuda_*_test; do basename "$t"; done; }
 
@@ -46,29 +55,17 @@ for step in $steps; do
       done
       ;;
     repeat)
-      NSA_REPEATS=${NSA_REPEATS:-200} run repeat python3 -m pytest -q -p no:cacheprovider tests/python/test_cuda.py -k repeatable
+      export NSA_REPEATS=${NSA_REPEATS:-200}
+      run repeat python3 -m pytest -q -p no:cacheprovider tests/python/test_cuda.py -k repeatable
       ;;
     bench)
       run bench build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
       cat "$out/bench.log"
-      COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)} python3 - "$out/bench.log" >"$out/cuda_stages.json" <<'PY'
-import json, os, re, subprocess, sys, time
-
-query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-about = {"gpu": gpu, "driver": driver, "command": "tools/gpu.sh build bench", "commit": os.environ["COMMIT"]}
-about |= {"date": time.strftime("%Y-%m-%d"), "problem": "B=1 H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults", "unit": "ms"}
-lengths, now = {}, None
-for line in open(sys.argv[1]):
-    if found := re.match(r"S = (\d+)", line):
-        now = lengths.setdefault(found[1], {})
-    elif found := re.match(r"  (.+?) +([0-9.]+) ms +workspace +([0-9.]+) MiB", line):
-        now[found[1]] = {"ms": float(found[2]), "workspace_mib": float(found[3])}
-json.dump({**about, "lengths": lengths}, sys.stdout, indent=1)
-PY
       ;;
   esac
 done
+COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)} \
+  python3 tools/gpu_results.py "$out" "${RESULTS:-docs/results/gpu.json}" "tools/gpu.sh $steps" "${stages[@]}"
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1

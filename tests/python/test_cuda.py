@@ -151,6 +151,53 @@ def test_nothing_waits_for_the_device():
     assert cache.cache_seqlens.tolist() == [117]
 
 
+def poison_free_memory():
+    """What torch's allocator hands out from now on held NaN: its small and its large blocks."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    pieces = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in [2**19] * 128 + [2**26] * 8]
+    del pieces
+    assert all(torch.empty(count).isnan().all() for count in (1000, 2**22))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_memory_that_held_nan(operation, packed):
+    """Outputs and workspaces owe nothing to what was in their memory before."""
+    lengths = [(1300, 1300), (0, 5), (40, 60)] if packed else [(1300, 1300)]
+    problem = Problem(lengths, packed=packed, tail=9 * packed)
+    inputs, indices = problem.inputs(operation, torch.bfloat16), problem.random_indices()
+
+    def run():
+        result = problem.by_library(operation, inputs, indices)
+        lse = [] if result.lse is None else [result.lse.exp()]  # 0 where a row sees nothing
+        return [result.out, *lse, *gradients(result.out, inputs, result.out.detach()).values()]
+
+    expected = run()
+    poison_free_memory()
+    found = run()
+    assert all(t.isfinite().all() for t in found)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_decode_in_memory_that_held_nan():
+    layer, x = eval_layer(), torch.randn(2, 130, 32)
+
+    def run():
+        cache = layer.make_cache(2, 130, page_size=16)
+        cache.reserve([130, 0])
+        outs = [layer(x[:, :100], cache=cache, num_new=torch.tensor([100, 0], dtype=torch.int32))]
+        cache.fork(0, 1)
+        cache.reserve(130)
+        outs += [layer(part, cache=cache) for part in x[:, 100:].split([1, 16, 13], 1)]
+        return torch.cat(outs, 1)
+
+    expected = run()
+    poison_free_memory()
+    found = run()
+    assert found.isfinite().all() and torch.equal(found, expected)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 def test_tensors_of_another_device():
     inputs = branches()
