@@ -1,0 +1,395 @@
+#!/usr/bin/env python3
+"""Public implementations of Native Sparse Attention beside this one: one GPU, one problem, one run.
+
+    python bench/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json docs/results/peers.json
+
+The folders hold github.com/XunhaoLai/native-sparse-attention-triton and
+github.com/mdy666/Scalable-Flash-Native-Sparse-Attention; what is not there or does not load is skipped. Packages that
+they want besides triton: einops.
+
+B = 1, H = 64, Hkv = 4, D = 128, bfloat16, default hyperparameters, compression by the mean. Within a stage the
+implementations take turns, the second-level cache is flushed before every call, and medians count. Selected attention
+and the whole attend to given blocks, while everybody's own selection still runs: `random` ones, or `clustered`, of
+which neighbouring queries share about three quarters. The sliding window of the others is FlashAttention-2, as torch
+has it: they bring none.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+
+HEADS, KV_HEADS, DIM, SCALE = 64, 4, 128, 128**-0.5
+KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
+# A block's score is drawn anew for every so many queries, at a moment of its own.
+PATTERNS = {"random": 1, "clustered": 3}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def chosen_blocks(length, period, kv_heads=KV_HEADS, device="cuda"):
+    """int32 (length, kv_heads, TOPN), ascending, then -1: the forced blocks, and the others by scores of chance."""
+    blocks = torch.arange(-(-length // BLOCK), device=device)
+    heads = torch.arange(kv_heads, device=device)[:, None]
+    chosen = torch.full((length, kv_heads, TOPN), -1, dtype=torch.int32, device=device)
+    for rows in torch.arange(length, device=device).split(1024):
+        x = (rows[:, None, None] + blocks) // period * 1_000_003 + blocks * 8191 + heads * 131  # what is drawn anew
+        for factor in (0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D):
+            x = x * factor
+            x = x ^ (x >> 29)
+        score = (x & 0xFFFFFF).float()
+        own = (rows // BLOCK)[:, None, None]
+        score[((blocks < INIT) | (blocks > own - LOCAL)).expand_as(score)] = 2**25
+        score[(blocks > own).expand_as(score)] = -1
+        value, index = score.topk(min(TOPN, len(blocks)))
+        index = index.masked_fill(value < 0, len(blocks)).sort().values
+        chosen[rows, :, : index.shape[-1]] = index.masked_fill(index == len(blocks), -1).int()
+    return chosen
+
+
+def shared_by_neighbours(chosen):
+    """The share of a query's blocks that the query before took too, where there is a choice."""
+    before, after = (rows.split(1024) for rows in (chosen[TOPN * BLOCK : -1], chosen[TOPN * BLOCK + 1 :]))
+    shared = sum((a[..., None] == b[..., None, :]).sum().item() for a, b in zip(before, after, strict=True))
+    return shared / max(chosen[TOPN * BLOCK + 1 :].numel(), 1)
+
+
+# ------------------------------------------------------------------------------------------ the sliding window of peers
+
+
+def window_forward(q, k, v, cu_seqlens):
+    length = q.shape[0]
+    arguments = (cu_seqlens, cu_seqlens, length, length, 0.0, True, False)
+    window = {"window_size_left": WINDOW - 1, "window_size_right": 0}
+    return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, scale=SCALE, **window)[:4]
+
+
+def window_backward(d_o, q, k, v, o, lse, state, unused, cu_seqlens):
+    length = q.shape[0]
+    arguments = (o, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, state, unused)
+    window = {"window_size_left": WINDOW - 1, "window_size_right": 0}
+    return torch.ops.aten._flash_attention_backward(d_o.contiguous(), q, k, v, *arguments, scale=SCALE, **window)
+
+
+class Window(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens):
+        o, lse, state, unused = window_forward(q, k, v, cu_seqlens)
+        ctx.save_for_backward(q, k, v, o, lse, state, unused, cu_seqlens)
+        return o
+
+    @staticmethod
+    def backward(ctx, d_o):
+        return *window_backward(d_o, *ctx.saved_tensors), None
+
+
+# ---------------------------------------------------------------------------------------------------- implementations
+# Tensors are (length, heads, dim); each class has the same methods.
+
+
+class Ours:
+    name = "nsa"
+
+    def __init__(self, _folder):
+        import nsa
+
+        self.nsa, self.cfg, self.mean = nsa, nsa.NSAConfig(), nsa.CompressionWeights("mean")
+
+    def begin(self, length):
+        pass
+
+    def native(self, chosen):
+        return chosen[None].contiguous()
+
+    def compress(self, k, v):
+        return tuple(self.nsa.compress(t[None], self.mean, self.cfg)[0] for t in (k, v))
+
+    def attend_and_select(self, q, k_c, v_c):
+        o, lse = self.nsa.compressed_attention(q[None], k_c[None], v_c[None], self.cfg)
+        self.nsa.select_blocks(q[None], k_c[None], lse, self.cfg)
+        return o
+
+    def selected(self, q, k, v, blocks):
+        return self.nsa.selected_attention(q[None], k[None], v[None], blocks, BLOCK)[0]
+
+    def window(self, q, k, v):
+        return self.nsa.sliding_window_attention(q[None], k[None], v[None], WINDOW)[0]
+
+    def combine(self, cmp, slc, swa, logits):
+        return self.nsa.combine(cmp[None], slc[None], swa[None], logits.sigmoid()[None])
+
+    def whole(self, q, k, v, logits, blocks):
+        k_c, v_c = self.compress(k, v)
+        branches = (q[None], k_c[None], v_c[None], k[None], v[None], k[None], v[None], logits.sigmoid()[None])
+        # The operator: nsa.nsa_attention itself takes no blocks. Its outputs for the backward are kept.
+        options = (self.cfg.as_list(), None, 0.0, 0, None, None, 0, 0, blocks, True)
+        return torch.ops.nsa.nsa_attention(*branches, *options)[0][0]
+
+
+class Peer:
+    def begin(self, length):
+        self.length, self.compressed = length, (length - KERNEL) // STRIDE + 1
+        self.cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        self.cu_compressed = torch.tensor([0, self.compressed], dtype=torch.int32, device="cuda")
+
+    def native(self, chosen):
+        return chosen.transpose(0, 1).contiguous()
+
+    def window(self, q, k, v):
+        return Window.apply(q, k, v, self.cu_seqlens)
+
+    def combine(self, cmp, slc, swa, logits):
+        g = logits.sigmoid()
+        return g[..., 0:1] * cmp + g[..., 1:2] * slc + g[..., 2:3] * swa
+
+    def whole(self, q, k, v, logits, blocks):
+        cmp = self.attend_and_select(q, *self.compress(k, v))
+        return self.combine(cmp, self.selected(q, k, v, blocks), self.window(q, k, v), logits)
+
+
+class XunhaoLai(Peer):
+    name = "xunhaolai"
+
+    def __init__(self, folder):
+        sys.path.insert(0, str(folder))
+        self.ops = importlib.import_module("native_sparse_attention.ops")
+
+    def compress(self, k, v):
+        return tuple(self.ops.avgpool_compress(t, None, self.cu_seqlens, KERNEL, STRIDE)[0] for t in (k, v))
+
+    def attend_and_select(self, q, k_c, v_c):
+        lengths = (self.cu_seqlens, self.cu_compressed, self.length, self.compressed)
+        return self.ops.compressed_attention(
+            q, k_c, v_c, KERNEL, STRIDE, BLOCK, TOPN, *lengths, SCALE, INIT, LOCAL
+        )[0]  # fmt: skip
+
+    def selected(self, q, k, v, blocks):
+        return self.ops.topk_sparse_attention(q, k, v, blocks, BLOCK, self.cu_seqlens, SCALE)
+
+
+class FlashNsa(Peer):
+    """The whole is its own fused layer, which is told which blocks it chose."""
+
+    name = "flash_nsa"
+
+    def __init__(self, folder):
+        if not importlib.util.find_spec("pkg_resources"):  # newer setuptools have none; one function of it is used
+            version = importlib.import_module("packaging.version").parse
+            sys.modules["pkg_resources"] = types.SimpleNamespace(parse_version=version)
+        for name in ("flash_nsa", "flash_nsa.modules"):  # without their __init__, which wants flash-attn
+            path = folder.joinpath(*name.split("."))
+            if not path.is_dir():
+                raise ImportError(f"no folder {path}")
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [str(path)]
+
+        def load(name):
+            return importlib.import_module(f"flash_nsa.{name}")
+
+        self.helper, self.layer = load("utils").NSAHelper, load("modules.megatron_level_nsa")
+        self.pool, self.attend = load("ops.compress_kv").mean_pooling, load("ops.compress_attn").compress_attn
+        self.topn, self.attend_selected = load("ops.topk").slc_topk_indices, load("ops.select_attn").select_attn
+        self.gate = load("ops.combine").fused_sigmoid_combine
+        self.helper.set_hyperparameters(KERNEL, STRIDE, BLOCK, WINDOW, TOPN, INIT, LOCAL)
+        self.layer.slc_topk_indices = self.select_and_take_given
+        self.layer.swa_fwd, self.layer.swa_bwd = self.layer_window, self.layer_window_backward
+
+    def begin(self, length):
+        super().begin(length)
+        self.helper.init_cu_seqlens(self.cu_seqlens)
+
+    def native(self, chosen):
+        return super().native(chosen.masked_fill(chosen < 0, -(-self.length // BLOCK)))  # its padding
+
+    def compress(self, k, v):
+        return self.pool(k), self.pool(v)
+
+    def attend_and_select(self, q, k_c, v_c):
+        o, lse = self.attend(q, k_c, v_c, SCALE)
+        self.topn(q.detach(), k_c.detach(), lse.detach(), SCALE, maybe_efficient_version=True, scale_slc_p=True)
+        return o
+
+    def selected(self, q, k, v, blocks):
+        return self.attend_selected(q, k, v, blocks, SCALE)
+
+    def combine(self, cmp, slc, swa, logits):
+        return self.gate(cmp, slc, swa, logits)
+
+    def whole(self, q, k, v, logits, blocks):
+        self.given = blocks
+        return self.layer.NSAFunction.apply(q, k, v, logits, None, None, SCALE)
+
+    def select_and_take_given(self, *arguments, **options):
+        return self.given, self.topn(*arguments, **options)[1]
+
+    def layer_window(self, q, k, v, **_):
+        o, lse, *self.state = window_forward(q, k, v, self.cu_seqlens)
+        return o, lse
+
+    def layer_window_backward(self, q, k, v, o, lse, d_o, **_):
+        return window_backward(d_o, q, k, v, o, lse, *self.state, self.cu_seqlens)
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def medians(calls, repeats):
+    """Milliseconds of each call, which take turns. A call that fails the first time is reported and left out."""
+    flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), {}
+    for name, call in calls.items():
+        try:
+            call()  # compiles and tunes
+            times[name] = []
+        except Exception as error:
+            print(f"  {name} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    for i in range(repeats + 1):
+        for name in times:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.fill_(i)
+            begin.record()
+            calls[name]()
+            end.record()
+            torch.cuda.synchronize()
+            if i > 0:
+                times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def leaf(*shape, deviation=1.0):
+    return (torch.randn(*shape, device="cuda") * deviation).to(torch.bfloat16).requires_grad_()
+
+
+def stages_of(implementation, inputs, branches, chosen):
+    """(stage, call, what it is differentiated by)."""
+    q, k, v, logits = inputs
+    k_c, v_c = (t.detach().requires_grad_() for t in implementation.compress(k, v))
+    yield "compress k and v", lambda: implementation.compress(k, v), (k, v)
+    yield "compressed attention, selection", lambda: implementation.attend_and_select(q, k_c, v_c), (q, k_c, v_c)
+    for pattern, blocks in chosen.items():
+        yield f"selected attention, {pattern}", lambda b=blocks: implementation.selected(q, k, v, b), (q, k, v)
+    yield "sliding window", lambda: implementation.window(q, k, v), (q, k, v)
+    yield "combine", lambda: implementation.combine(*branches, logits), (*branches, logits)
+    for pattern, blocks in chosen.items():
+        yield f"whole, {pattern}", lambda b=blocks: implementation.whole(*inputs, b), inputs
+
+
+def measure_stage(calls, by, repeats):
+    """Forward and backward of one stage: {implementation: {"forward": ms, "backward": ms, "difference": to ours}}."""
+    forward = medians(calls, repeats)
+    outs = {name: calls[name]() for name in forward}
+    outs = {name: out if isinstance(out, tuple) else (out,) for name, out in outs.items()}
+    torch.manual_seed(1)
+    like = [torch.randn_like(o.flatten()) for o in outs["nsa"]]
+    gradients = {name: [g.view_as(o) for g, o in zip(like, out, strict=True)] for name, out in outs.items()}
+
+    def backward(name):
+        return lambda: torch.autograd.grad(outs[name], by[name], gradients[name], retain_graph=True)
+
+    backwards = medians({name: backward(name) for name in outs}, repeats)
+    found = {}
+    for name, ms in forward.items():
+        pairs = [(a.flatten().float(), b.flatten().float()) for a, b in zip(outs[name], outs["nsa"], strict=True)]
+        difference = math.sqrt(sum((a - b).square().sum().item() for a, b in pairs) / sum(
+            b.square().sum().item() for _, b in pairs
+        ))  # fmt: skip
+        found[name] = {"forward": ms, "backward": backwards.get(name), "difference": difference}
+    return found
+
+
+def measure_length(implementations, length, repeats):
+    torch.manual_seed(0)
+    inputs = leaf(length, HEADS, DIM), leaf(length, KV_HEADS, DIM), leaf(length, KV_HEADS, DIM), leaf(length, HEADS, 3)
+    branches = [leaf(length, HEADS, DIM) for _ in range(3)]
+    chosen = {pattern: chosen_blocks(length, period) for pattern, period in PATTERNS.items()}
+    shared = {pattern: shared_by_neighbours(blocks) for pattern, blocks in chosen.items()}
+    print(f"\n{length} tokens; neighbouring queries share " + ", ".join(f"{s:.0%} ({p})" for p, s in shared.items()))
+    calls, by = {}, {}
+    for implementation in implementations:
+        implementation.begin(length)
+        own = {pattern: implementation.native(blocks) for pattern, blocks in chosen.items()}
+        for stage, call, differentiated in stages_of(implementation, inputs, branches, own):
+            calls.setdefault(stage, {})[implementation.name] = call
+            by.setdefault(stage, {})[implementation.name] = differentiated
+    print(f"  {'forward / backward, ms':34}" + "".join(f"{i.name:>24}" for i in implementations))
+    stages = {}
+    for stage in calls:
+        stages[stage] = found = measure_stage(calls[stage], by[stage], repeats)
+
+        def cell(result):
+            if not result:
+                return "failed"
+            back = f"{result['backward']:.2f}" if result["backward"] else "failed"
+            return f"{result['forward']:.2f} / {back}"
+
+        print(f"  {stage:34}" + "".join(f"{cell(found.get(i.name)):>24}" for i in implementations), flush=True)
+        torch.cuda.empty_cache()
+    worst = max((r["difference"], name, stage) for stage, found in stages.items() for name, r in found.items())
+    print(f"  largest difference from ours, relative: {worst[0]:.1e} ({worst[1]}, {worst[2]})")
+    return {"shared_by_neighbours": shared, "stages": stages}
+
+
+def commit_of(folder):
+    if (folder / ".git").exists():
+        return subprocess.run(
+            ["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+    return (folder / "COMMIT").read_text().strip() if (folder / "COMMIT").exists() else None
+
+
+def load(kinds):
+    """What can be had of [(class, folder)]."""
+    loaded = []
+    for kind, folder in kinds:
+        try:
+            if folder is None or not folder.is_dir():
+                raise ImportError("no folder was given" if folder is None else f"there is no folder {folder}")
+            loaded.append(kind(folder))
+        except Exception as error:
+            print(f"skipped {kind.name}: {error}")
+    return loaded
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--xunhaolai", type=Path, metavar="FOLDER")
+    parser.add_argument("--flash-nsa", type=Path, metavar="FOLDER")
+    parser.add_argument("--lengths", default="8192,32768,65536")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: nothing to time")
+    folders = {XunhaoLai: options.xunhaolai, FlashNsa: options.flash_nsa}
+    implementations = [Ours(ROOT), *load(folders.items())]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+    about = {
+        "gpu": gpu,
+        "driver": driver,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "triton": importlib.import_module("triton").__version__,
+        "commits": {"nsa": commit_of(ROOT), **{kind.name: commit_of(f) for kind, f in folders.items() if f}},
+        "problem": f"B=1 H={HEADS} Hkv={KV_HEADS} D={DIM} bfloat16, mean, defaults",
+        "unit": "ms",
+    }
+    print(f"{gpu}, driver {driver}, torch {torch.__version__}: {about['problem']}")
+    lengths = {
+        length: measure_length(implementations, length, options.repeats)
+        for length in map(int, options.lengths.split(","))
+    }
+    if options.json:
+        options.json.write_text(json.dumps({**about, "lengths": lengths}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
