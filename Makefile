@@ -3,7 +3,8 @@
 #   OFFLINE=1      fetch nothing; stop with a message when something is missing
 #   PYTHON=...     the interpreter .venv is made from        VENV=...   where the environment is
 #   JOBS=...       compile jobs (default: one per CPU and 2 GB of free memory)
-#   CUDA=1|0|auto  with the CUDA backend or without; auto (default): with it where nvcc and a GPU are
+#   CUDA=1|0|auto  with the CUDA backend or without; auto (default): with it where nvcc and a GPU are. CUDA=1 without
+#                  nvcc takes PyPI's into .venv
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -25,6 +26,10 @@ export CXX  # one name of the compiler everywhere, for ccache
 export CUDACXX := $(firstword $(CUDACXX) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 export NSA_CUDA := $(if $(filter auto,$(CUDA)),$(if $(and $(CUDACXX),$(wildcard /dev/nvidiactl)),1,0),$(CUDA))
 CUDA_CHOICE := build/.cuda-$(NSA_CUDA)
+ifeq ($(NSA_CUDA)$(CUDACXX),1)
+CUDACXX := $(abspath $(VENV))/cuda/bin/nvcc
+CUDA_READY := $(VENV)/.ready-cuda
+endif
 
 help:
 	@echo 'make build      prepare .venv, compile libnsa, the program nsa (build/bin/nsa) and the Python package'
@@ -43,6 +48,9 @@ SETUP = $(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1
 $(READY): tools/setup.py tools/requirements.txt
 	@$(SETUP)
 	@touch $@
+$(VENV)/.ready-cuda: $(READY) tools/requirements-cuda.txt
+	@$(SETUP) --for cuda
+	@touch $@
 
 configure: build/build.ninja
 
@@ -50,7 +58,7 @@ $(CUDA_CHOICE):
 	@mkdir -p build && rm -f build/.cuda-*
 	@touch $@
 
-build/build.ninja: $(READY) $(CUDA_CHOICE)
+build/build.ninja: $(READY) $(CUDA_READY) $(CUDA_CHOICE)
 	cmake -S . -B build -G Ninja -DNSA_PYTHON=$(BIN)/python -DNSA_BUILD_CUDA=$(NSA_CUDA)
 	@touch $@
 
@@ -61,7 +69,7 @@ program: build/build.ninja
 # The package is installed as a user would install it. Its own copy of libnsa comes out of ccache.
 PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/cpu src/cuda python -type f -not -name '*.pyc')
 package: build/package.installed
-build/package.installed: $(READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
+build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
 	@touch $@
 
@@ -79,7 +87,7 @@ demo: build
 mutation: build
 	@$(BIN)/python tests/mutation/run.py
 
-wheel: $(READY)
+wheel: $(READY) $(CUDA_READY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
 	@ls -l dist
 

@@ -24,8 +24,9 @@ HEADERS = {
     "nlohmann-json3-dev": "nlohmann/json.hpp",
     "libgtest-dev": "gtest/gtest.h",
 }
-# What `make lint` and .ci/run want besides.
+# What `make lint`, `make build CUDA=1` without nvcc and .ci/run want besides; tools/requirements-*.txt have the rest.
 EXTRA = {
+    "cuda": {},
     "lint": {"clang-tidy": "/usr/bin/clang-tidy"},
     "tsan": {"clang": "/usr/bin/clang++", "libomp-dev": "/usr/lib/llvm-*/lib/libarcher.so"},
 }
@@ -104,8 +105,9 @@ def install_debian_packages(missing, offline):
 
 def read_requirements(torch, purpose):
     lines = (ROOT / "tools" / "requirements.txt").read_text().splitlines()
-    if purpose == "lint":
-        lines += (ROOT / "tools" / "requirements-lint.txt").read_text().splitlines()
+    more = ROOT / "tools" / f"requirements-{purpose}.txt"
+    if more.exists():
+        lines += more.read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#")]
     return ["torch>=2.10" if torch == "system" and line.startswith("torch") else line for line in lines]
 
@@ -166,13 +168,34 @@ def install_python_packages(venv, torch, offline, purpose):
         )
 
 
+def make_cuda_root(venv):
+    """A CUDA toolkit in VENV/cuda, of links: the wheels' files where nvcc and CMake look for them."""
+    answer = subprocess.run([venv / "bin" / "python", "-c", "import sys; print(*sys.path, sep='\\n')"],
+                            capture_output=True, text=True, check=True)  # fmt: skip
+    wheels = [pathlib.Path(folder) / "nvidia" / "cu13" for folder in answer.stdout.splitlines() if folder]
+    root = venv / "cuda"
+    shutil.rmtree(root, ignore_errors=True)
+    for part in ("bin", "include", "lib", "nvvm"):
+        (root / part).mkdir(parents=True)
+        for file in [file for wheel in wheels for file in wheel.glob(f"{part}/*")]:
+            if not (root / part / file.name).exists():
+                (root / part / file.name).symlink_to(file)
+    (root / "lib64").symlink_to("lib")  # nvcc.profile says lib64
+    for library in sorted((root / "lib").glob("*.so.*")):  # the linker and CMake want libcudart.so
+        name = root / "lib" / (library.name.split(".so.")[0] + ".so")
+        if not name.exists():
+            name.symlink_to(library.name)
+    if not run([root / "bin" / "nvcc", "--version"], stdout=subprocess.DEVNULL):
+        stop(f"{root}/bin/nvcc does not run; its message is above")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
     option("--torch", choices=["pypi", "system"], default="pypi", help="PyPI's at the pinned version, or this Python's")
     option("--offline", action="store_true", help="fetch nothing; stop when something is missing")
-    option("--for", dest="purpose", choices=sorted(EXTRA), help="also what linting or ThreadSanitizer wants")
+    option("--for", dest="purpose", choices=sorted(EXTRA), help="also what linting, ThreadSanitizer or CUDA wants")
     options = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells an older Python
         stop(f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another by PYTHON=")
@@ -183,6 +206,8 @@ def main():
     install_debian_packages(missing_debian_packages(need_venv, options.purpose), options.offline)
     make_venv(venv, options.torch)
     install_python_packages(venv, options.torch, options.offline, options.purpose)
+    if options.purpose == "cuda":
+        make_cuda_root(venv)
 
 
 if __name__ == "__main__":
