@@ -1,5 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from .backends import describe_backends, device_count
 from .cache import KVCache
 from .compression import CompressionFunction, initial_compression_weights
@@ -17,6 +19,11 @@ from .functional import (
 )
 from .layer import NativeSparseAttention
 from .rotary import rotary_tables, rotate
+
+try:
+    __version__ = version("nsa")
+except PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0+source"
 
 __all__ = [
     "CompressionFunction",

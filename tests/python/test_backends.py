@@ -1,5 +1,8 @@
 """Which backends there are, and what is said where one cannot run."""
 
+import pathlib
+import re
+
 import pytest
 import torch
 
@@ -7,6 +10,13 @@ import nsa
 from devices import NO_CUDA
 from nsa._registration import compressed_cu_seqlens_on_device
 from problem import SMALL
+
+
+def test_the_version_is_that_of_the_build():
+    built = re.search(
+        r"project\(nsa VERSION ([0-9.]+)", (pathlib.Path(__file__).parents[2] / "CMakeLists.txt").read_text()
+    )
+    assert nsa.__version__ in (built[1], "0+source")
 
 
 def test_description():
