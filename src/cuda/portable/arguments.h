@@ -26,6 +26,14 @@ inline constexpr bool kHasParts = requires(const Args& args) {
   args.parts;
 };
 
+/// For a kernel that stands in for another one where inputs are not finite (sm90/nonfinite.h): it works only where
+/// *flag is set, so it is mostly launched in vain, with few thread blocks that then share the work of a larger grid.
+/// Without a flag it works always.
+struct Redo {
+  const int* flag = nullptr;
+  unsigned x = 0, y = 0, z = 0;  // the larger grid
+};
+
 template <class Shape, class Keys>
 struct RangeArgsOf {
   Shape geometry;
@@ -35,6 +43,7 @@ struct RangeArgsOf {
   PerRow lse;
   int window;   // tokens; 0: compressed keys
   float scale;  // softmax scale
+  Redo redo;
 };
 using RangeArgs = RangeArgsOf<Geometry, Strided>;
 
@@ -49,6 +58,7 @@ struct SelectedArgsOf {
   int topk;         // entries of a row of indices
   int block_size;
   float scale;
+  Redo redo;
 };
 using SelectedArgs = SelectedArgsOf<Geometry, Strided>;
 
@@ -69,6 +79,7 @@ struct SelectArgsOf {
   std::int64_t scratch_blocks;  // floats per query for the importances
   int queries;                  // per tile
   int tiles;                    // per sequence and KV head, an upper bound
+  Redo redo;
 };
 using SelectArgs = SelectArgsOf<Geometry, Strided>;
 
@@ -165,6 +176,7 @@ struct BackwardArgs {
   int chunks;              // items per key tile of a range, an upper bound
   float* partials;         // (batch, KV head, item, 64, Dk + Dv)
   std::int64_t items;      // per (batch, KV head)
+  Redo redo;
 };
 
 /// Queries of an item of a list (kept in shared memory).

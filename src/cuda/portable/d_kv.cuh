@@ -7,6 +7,7 @@
 
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/attention_backward.cuh"
+#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 
@@ -96,6 +97,7 @@ template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardArgs args) {
   using Shape = KeyGradients<T, Dk, Dv>;
   constexpr int kRows = Shape::kRows, kN = kRows / 8;
+  if (!called(args)) return;
   extern __shared__ __align__(16) char memory[];
   __shared__ __align__(16) float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
   __shared__ int stage_position[2][kRows];
@@ -297,6 +299,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
 /// Adds the partial sums of key tiles with several items, in order. One thread block per item; only first items work.
 template <class T>
 __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ BackwardArgs args, int dk, int dv) {
+  if (!called(args)) return;
   const Geometry& p = args.geometry;
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);

@@ -75,8 +75,26 @@ namespace {
 
 constexpr unsigned kMinusInfinity = 0xff800000u;
 
+/// args: of the portable kernel. The other one, if there is one, goes first.
+template <class Args>
+Status run(const char* name, const Branch& b, Args& args, cudaError_t (*fast)(const Args&, cudaStream_t),
+           cudaError_t (*portable)(const Args&, cudaStream_t), int* flag, Execution& e) {
+  if (fast) {
+    sm90::NonfiniteArgs inputs{};
+    inputs.tensors[0] = checked(b.v);
+    inputs.flag = flag;
+    args.redo.flag = flag;
+    if (Status s = status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
+    if (Status s = status_of(fast(args, e.stream), name); !s.ok()) return s;
+  }
+  return status_of(portable(args, e.stream), name);
+}
+
 Status forward(const Branch& b, const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
+  const sm90::Kernels hopper = hopper_kernels(b, o);
+  int* flag = e.arena.take<int>(1);
   if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
   const AttentionKernels& kernels = kernels_of(b.q, b.v);
   if (Status s = fill(o, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
   if (Status s = fill(lse, packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
@@ -86,11 +104,11 @@ Status forward(const Branch& b, const TensorView& o, const TensorView& lse, cons
                       strided(o),          per_row(lse),
                       strided(*b.indices), to_int(b.indices->size(-1)),
                       b.block_size,        static_cast<float>(b.scale)};
-    return status_of(kernels.selected_forward(args, e.stream), "selected_forward");
+    return run("selected_forward", b, args, hopper.selected_forward, kernels.selected_forward, flag, e);
   }
   RangeArgs args{b.geometry, strided(b.q), strided(b.k), strided(b.v),
                  strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
-  return status_of(kernels.range_forward(args, e.stream), "range_forward");
+  return run("range_forward", b, args, hopper.range_forward, kernels.range_forward, flag, e);
 }
 
 }  // namespace

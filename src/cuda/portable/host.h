@@ -7,6 +7,9 @@
 
 #include "core/backend.h"
 #include "cuda/portable/launch.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/maps.h"
+#include "cuda/sm90/nonfinite.h"
 
 namespace nsa::cuda::portable {
 
@@ -115,6 +118,25 @@ inline Branch branch_of(const SlidingWindowAttentionParams& p) {
           nullptr,
           0,
           scale_of(p.softmax_scale, p.q)};
+}
+
+/// The kernels of compute capability 9.0 that can serve this branch here.
+inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows) {
+  sm90::Call call;
+  call.dtype = b.q.dtype;
+  call.key_dim = b.q.size(-1);
+  call.value_dim = b.v.size(-1);
+  call.group = b.geometry.group;
+  call.block_size = b.indices ? b.block_size : 0;
+  call.topk = b.indices ? to_int(b.indices->size(-1)) : 0;
+  for (const TensorView* t : {&b.q, &b.k, &b.v, &rows}) call.mappable &= sm90::mappable(strided(*t));
+  return sm90::kernels_on(b.q.device.index, call);
+}
+
+inline sm90::Checked checked(const TensorView& t) {
+  const Rows r = rows_of(t, 2);
+  return {strided(t), static_cast<std::int64_t>(r.batches) * r.rows, std::max(r.rows, 1), to_int(t.size(-2)),
+          to_int(t.size(-1))};
 }
 
 /// Packed rows from cu's last offset on (with `compressed`: from the last compressed token of the sequences on) get

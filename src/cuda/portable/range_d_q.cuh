@@ -4,6 +4,7 @@
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/attention_backward.cuh"
 #include "cuda/portable/range_forward.cuh"
+#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 
@@ -15,18 +16,19 @@ struct RangeDq {
   static constexpr int kMemory = 2 * kStage;
 };
 
+/// Thread block `block` of `columns` x ... of them.
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ BackwardArgs args) {
+__device__ __forceinline__ void range_d_q_block(const BackwardArgs& args, uint3 block, unsigned columns) {
   using Shape = RangeDq<T, Dk, Dv>;
   constexpr int kKeys = Shape::kKeys;
   extern __shared__ __align__(16) char memory[];
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y;
   const Geometry& p = args.geometry;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  const std::int64_t first_row = static_cast<std::int64_t>(gridDim.x - 1 - blockIdx.x) * kRangeRows;
+  const DeviceSequence seq = sequence_of(p, block.z);
+  const std::int64_t first_row = static_cast<std::int64_t>(columns - 1 - block.x) * kRangeRows;
   const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
   if (first_row >= rows) return;
-  const int key_begin = args.window ? seq.k_begin : compressed_begin(p, blockIdx.z);
+  const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z);
   const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
 
   QueryRows mine;
@@ -102,6 +104,11 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Back
       store_d_q<T>(args, seq.batch, mine.row[i], mine.head[i], n * 8 + 2 * (lane & 3), acc[n][2 * i] * args.scale,
                    acc[n][2 * i + 1] * args.scale);
   }
+}
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ BackwardArgs args) {
+  over_grid<T>(args, [&](uint3 block, unsigned columns) { range_d_q_block<T, Dk, Dv>(args, block, columns); });
 }
 
 }  // namespace nsa::cuda::portable

@@ -8,6 +8,7 @@
 #include "cuda/common/geometry.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/portable/arguments.h"
+#include "cuda/portable/redo.cuh"
 #include "cuda/portable/softmax.cuh"
 
 namespace nsa::cuda::portable {
@@ -21,22 +22,22 @@ inline constexpr int kRangeKeys = sizeof(T) == 2 ? (Dk > 128 ? 32 : 64) : (Dk > 
 template <class T, int Dk, int Dv>
 inline constexpr int kRangeStage = (Tile<T, Dk>::kPitch + Tile<T, Dv>::kPitch) * kRangeKeys<T, Dk, Dv>;
 
+/// Thread block `block` of `columns` x ... of them.
 template <class T, int Dk, int Dv, class Args>
-__global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0)
-    range_forward(const __grid_constant__ Args args) {
+__device__ __forceinline__ void range_forward_block(const Args& args, uint3 block, unsigned columns) {
   constexpr int kKeys = kRangeKeys<T, Dk, Dv>, kStage = kRangeStage<T, Dk, Dv>;
   constexpr int kValues = Tile<T, Dk>::bytes(kKeys);  // where a stage's values begin
   extern __shared__ __align__(16) char memory[];
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y;
   const auto& p = args.geometry;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  int row_tile = gridDim.x - 1 - blockIdx.x, part = 0;  // the longest rows first
+  const DeviceSequence seq = sequence_of(p, block.z);
+  int row_tile = columns - 1 - block.x, part = 0;  // the longest rows first
   if constexpr (kHasParts<Args>)
-    if (args.parts.count > 0) row_tile = blockIdx.x / args.parts.count, part = blockIdx.x % args.parts.count;
+    if (args.parts.count > 0) row_tile = block.x / args.parts.count, part = block.x % args.parts.count;
   const std::int64_t first_row = static_cast<std::int64_t>(row_tile) * kRangeRows;
   const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
   if (first_row >= rows) return;
-  const int key_begin = args.window ? seq.k_begin : compressed_begin(p, blockIdx.z);
+  const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z);
   const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
 
   Row row[2];
@@ -136,6 +137,12 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
       args.lse.at(seq.batch, seq.q_begin + row[i].query, row[i].head) =
           any ? (state.max[i] + log2f(sum)) * kLn2 : -INFINITY;
   }
+}
+
+template <class T, int Dk, int Dv, class Args>
+__global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0)
+    range_forward(const __grid_constant__ Args args) {
+  over_grid<T>(args, [&](uint3 block, unsigned columns) { range_forward_block<T, Dk, Dv>(args, block, columns); });
 }
 
 }  // namespace nsa::cuda::portable

@@ -9,6 +9,7 @@
 #include "core/philox.h"
 #include "cuda/common/geometry.cuh"
 #include "cuda/portable/arguments.h"
+#include "cuda/portable/redo.cuh"
 #include "cuda/portable/softmax.cuh"
 
 namespace nsa::cuda::portable {
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2
                                                       : 3) select_blocks(const __grid_constant__ Args args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(16) char memory[];
+  if (!called(args)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto& p = args.geometry;
   float* sums =

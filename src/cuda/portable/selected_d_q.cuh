@@ -3,6 +3,7 @@
 
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/attention_backward.cuh"
+#include "cuda/portable/redo.cuh"
 #include "cuda/portable/selected_forward.cuh"
 
 namespace nsa::cuda::portable {
@@ -18,7 +19,7 @@ struct SelectedDq {
 };
 
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ BackwardArgs args) {
+__device__ __forceinline__ void selected_d_q_block(const BackwardArgs& args, uint3 block) {
   using Shape = SelectedDq<T, Dk, Dv>;
   constexpr int kUnit = Shape::kUnit;
   extern __shared__ __align__(16) char memory[];
@@ -26,9 +27,9 @@ __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ B
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Geometry& p = args.geometry;
   const int row_groups = (p.group + 15) / 16;
-  const int kv_head = blockIdx.y / row_groups, first_head = blockIdx.y % row_groups * 16;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  const int query = blockIdx.x;
+  const int kv_head = block.y / row_groups, first_head = block.y % row_groups * 16;
+  const DeviceSequence seq = sequence_of(p, block.z);
+  const int query = block.x;
   if (query >= seq.q_len) return;
   const int position = seq.position(query);
   const std::int64_t query_row = seq.q_begin + query;
@@ -135,6 +136,11 @@ __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ B
     store_d_q<T>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, x * args.scale,
                  y * args.scale);
   }
+}
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ BackwardArgs args) {
+  over_grid<T>(args, [&](uint3 block, unsigned) { selected_d_q_block<T, Dk, Dv>(args, block); });
 }
 
 }  // namespace nsa::cuda::portable

@@ -8,6 +8,7 @@
 
 #include "cuda/common/block_list.cuh"
 #include "cuda/portable/arguments.h"
+#include "cuda/portable/redo.cuh"
 #include "cuda/portable/softmax.cuh"
 
 namespace nsa::cuda::portable {
@@ -24,7 +25,7 @@ struct SelectedForward {
 };
 
 template <class T, int Dk, int Dv, class Args>
-__global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ Args args) {
+__device__ __forceinline__ void selected_forward_block(const Args& args, uint3 block) {
   using Shape = SelectedForward<T, Dk, Dv>;
   constexpr int kUnit = Shape::kUnit;
   extern __shared__ __align__(16) char memory[];
@@ -33,11 +34,11 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto& p = args.geometry;
   const int row_groups = (p.group + 15) / 16;
-  const int kv_head = blockIdx.y / row_groups, first_head = blockIdx.y % row_groups * 16;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  int query = blockIdx.x, part = 0;
+  const int kv_head = block.y / row_groups, first_head = block.y % row_groups * 16;
+  const DeviceSequence seq = sequence_of(p, block.z);
+  int query = block.x, part = 0;
   if constexpr (kHasParts<Args>)
-    if (args.parts.count > 0) query = blockIdx.x / args.parts.count, part = blockIdx.x % args.parts.count;
+    if (args.parts.count > 0) query = block.x / args.parts.count, part = block.x % args.parts.count;
   if (query >= seq.q_len) return;
   const int position = seq.position(query);
   const std::int64_t query_row = seq.q_begin + query;
@@ -173,6 +174,11 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
     store_pair(args.o.template at<T>(seq.batch, query_row, h) + column, x * inverse, y * inverse);
     if (column == 0) args.lse.at(seq.batch, query_row, h) = blocks > 0 ? (m + log2f(sum)) * kLn2 : -INFINITY;
   }
+}
+
+template <class T, int Dk, int Dv, class Args>
+__global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ Args args) {
+  over_grid<T>(args, [&](uint3 block, unsigned) { selected_forward_block<T, Dk, Dv>(args, block); });
 }
 
 }  // namespace nsa::cuda::portable

@@ -1,0 +1,53 @@
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda/sm90/kernels.h"
+
+namespace nsa::cuda::sm90 {
+namespace {
+
+template <class T, int Dk, int Dv>
+Kernels instances() {
+  return {launch_range_forward<T, Dk, Dv>, launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
+          launch_selected_d_q<T, Dk, Dv>,  launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>};
+}
+template <class T>
+Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
+  if (key_dim == 64 && value_dim == 64) return instances<T, 64, 64>();
+  if (key_dim == 128 && value_dim == 128) return instances<T, 128, 128>();
+  if (key_dim == 192 && value_dim == 128) return instances<T, 192, 128>();
+  return {};
+}
+
+}  // namespace
+
+Kernels choose(const Call& call) {
+  Kernels kernels;
+  if (!call.mappable) return kernels;
+  // Rows of a tile are the heads of a group for some queries, or sixteen of its heads.
+  if (call.group < 1 || (call.group > 16 && call.group % 16 != 0)) return kernels;
+  if (call.dtype == DType::kBFloat16) kernels = instances<Bf16>(call.key_dim, call.value_dim);
+  if (call.dtype == DType::kFloat16) kernels = instances<Half>(call.key_dim, call.value_dim);
+  const bool blocks = call.block_size == 32 || call.block_size == 64 || call.block_size == 128;
+  if (!blocks || call.topk > 64) {
+    kernels.selected_forward = nullptr;
+    kernels.selected_d_q = nullptr;
+    kernels.selected_d_kv = nullptr;
+  }
+  return kernels;
+}
+
+Kernels kernels_on(int index, const Call& call) {
+  int major = 0, minor = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index) != cudaSuccess) {
+    cudaGetLastError();
+    return {};
+  }
+  if (major != 9 || minor != 0) return {};
+  const char* wish = std::getenv("NSA_CUDA_KERNELS");
+  if (wish && std::strcmp(wish, "portable") == 0) return {};
+  return choose(call);
+}
+
+}  // namespace nsa::cuda::sm90

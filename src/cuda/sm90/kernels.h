@@ -1,0 +1,60 @@
+// Kernels for compute capability 9.0 (H100, H200), for bfloat16 and float16. They take the arguments of their portable
+// counterparts. Where there is no such kernel for a call, the portable one serves.
+//
+// They suppose finite inputs: a masked score times an infinite value would not be zero. So each call first looks at
+// what could leak (nonfinite.h); if a flag is set there these kernels return at once and the portable ones, launched
+// after them, do the work.
+#pragma once
+
+#include "cuda/portable/kernels.h"
+#include "nsa/status.h"
+
+namespace nsa::cuda::sm90 {
+
+using portable::BackwardArgs;
+using portable::RangeArgs;
+using portable::SelectArgs;
+using portable::SelectedArgs;
+
+// One instance each, compiled in a translation unit of its own. Weak: a build may leave instances out, their address is
+// null then.
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_range_forward(const RangeArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_range_d_q(const BackwardArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_range_d_kv(const BackwardArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_d_kv(const BackwardArgs&, cudaStream_t);
+
+/// Null: there is none.
+struct Kernels {
+  cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_forward)(const SelectedArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*range_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*range_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
+};
+
+/// What the choice of kernels looks at.
+struct Call {
+  DType dtype = DType::kBFloat16;
+  std::int64_t key_dim = 0, value_dim = 0;
+  int group = 0;       // G
+  int block_size = 0;  // selected attention, else 0
+  int topk = 0;        // selected attention, else 0
+  bool mappable = true;
+};
+
+/// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
+Kernels choose(const Call& call);
+
+/// choose(), or none where the device `index` is another one or NSA_CUDA_KERNELS=portable forbids them.
+Kernels kernels_on(int index, const Call& call);
+
+}  // namespace nsa::cuda::sm90

@@ -1,0 +1,54 @@
+#include "cuda/sm90/maps.h"
+
+namespace nsa::cuda::sm90 {
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/// The driver's function, found without linking the driver.
+cudaError_t find(Encode& encode) {
+  static void* found = nullptr;  // the same in every thread
+  if (!found) {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) return error;
+    if (result != cudaDriverEntryPointSuccess) return cudaErrorSymbolNotFound;
+    found = entry;
+  }
+  encode = reinterpret_cast<Encode>(found);
+  return cudaSuccess;
+}
+
+}  // namespace
+
+bool mappable(const Strided& t) {
+  const auto good = [](std::int64_t stride) { return stride >= 0 && stride % 8 == 0; };
+  return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && good(t.batch) && good(t.row) && good(t.head);
+}
+
+cudaError_t make_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
+                     int box_heads, int box_rows) {
+  Encode encode = nullptr;
+  if (const cudaError_t error = find(encode); error != cudaSuccess) return error;
+  const auto size = [](std::int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
+  // Strides of dimensions of size 1 do not matter but must be valid.
+  const auto stride = [](std::int64_t elements, std::int64_t n) {
+    return static_cast<cuuint64_t>(n > 1 ? elements * 2 : 16);
+  };
+  const cuuint64_t sizes[4] = {size(columns), size(heads), size(rows), size(batches)};
+  const cuuint64_t strides[3] = {stride(t.head, heads), stride(t.row, rows), stride(t.batch, batches)};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  // bf16 or fp16: the bits are copied, and zeros are zeros.
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace nsa::cuda::sm90
