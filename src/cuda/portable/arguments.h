@@ -176,6 +176,8 @@ struct BackwardArgs {
   int chunks;              // items per key tile of a range, an upper bound
   float* partials;         // (batch, KV head, item, 64, Dk + Dv)
   std::int64_t items;      // per (batch, KV head)
+  void* plan;              // for kernels of sm90: their items, and what they need per row (row_terms.h)
+  float* row_terms;
   Redo redo;
 };
 

@@ -21,6 +21,13 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
 
 }  // namespace
 
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count > 0 ? count : 1;
+}
+
 Kernels choose(const Call& call) {
   Kernels kernels;
   if (!call.mappable) return kernels;
@@ -34,6 +41,8 @@ Kernels choose(const Call& call) {
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
+  // A query's rows are gathered as whole groups of eight: the copy engine's swizzle repeats after eight rows.
+  if (call.group % 8 != 0) kernels.selected_d_kv = nullptr;
   return kernels;
 }
 

@@ -23,7 +23,7 @@ template <class T, int Dk, int Dv>
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
-[[gnu::weak]] cudaError_t launch_range_d_q(const BackwardArgs&, cudaStream_t);
+[[gnu::weak]] cudaError_t launch_range_d_q(const BackwardArgs&, const BackwardArgs* second, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
@@ -35,11 +35,22 @@ template <class T, int Dk, int Dv>
 struct Kernels {
   cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
   cudaError_t (*selected_forward)(const SelectedArgs&, cudaStream_t) = nullptr;
-  cudaError_t (*range_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
+  /// With a second branch of the same queries: the sum of both, where the second one says.
+  cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*range_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
 };
+
+inline bool any(const Kernels& k) {
+  return k.range_forward || k.selected_forward || k.range_d_q || k.selected_d_q || k.range_d_kv || k.selected_d_kv;
+}
+
+/// Bytes of an item in BackwardArgs::plan.
+inline constexpr int kPlanItem = 48;
+
+/// Of the current device.
+int multiprocessors();
 
 /// What the choice of kernels looks at.
 struct Call {

@@ -12,8 +12,8 @@ namespace nsa::cuda::sm90 {
 bool mappable(const Strided& t);
 
 /// Boxes of 64 columns x `box_heads` heads x `box_rows` rows (at most 256 each) of a 16-bit tensor of `columns` x
-/// `heads` x `rows` x `batches`, with the 128-byte swizzle: in shared memory rows of 128 bytes, heads fastest. What lies
-/// outside of the tensor becomes zeros. The boxes of a row of tiles are panels of wgmma.cuh's tiles.
+/// `heads` x `rows` x `batches`, with the 128-byte swizzle: in shared memory rows of 128 bytes, heads fastest. What
+/// lies outside of the tensor becomes zeros. The boxes of a row of tiles are panels of wgmma.cuh's tiles.
 cudaError_t make_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
                      int box_heads, int box_rows);
 
