@@ -47,7 +47,7 @@ inline bool any(const Kernels& k) {
 }
 
 /// Bytes of an item in BackwardArgs::plan.
-inline constexpr int kPlanItem = 48;
+inline constexpr int kPlanItem = 64;
 
 /// Of the current device.
 int multiprocessors();

@@ -22,7 +22,7 @@ namespace nsa::cuda::sm90 {
 
 /// Keys and the query rows that give to them. A kernel of its own plans all items.
 struct alignas(16) KeyItem {
-  int batch;      // of the tensors
+  int batch;  // of the tensors
   int kv_head;
   int first_key;  // within the sequence
   int keys;       // 0: nothing to do
@@ -31,8 +31,9 @@ struct alignas(16) KeyItem {
   int shift;      // position of the sequence's first query
   int from, to;   // queries of the sequence, or entries of its list
   int stages;
-  int slot;       // for partial sums; -1: the result is complete
+  int slot;  // for partial sums; -1: the result is complete
   int unused;
+  const float* terms;  // of the sequence's first query and the KV head's first tile (RowTerms)
 };
 
 static_assert(sizeof(KeyItem) == kPlanItem);
@@ -63,10 +64,10 @@ struct KeyMemory {
   __device__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
   __device__ std::uint32_t keys_full() const { return full(2 * kStages); }
   __device__ std::uint32_t keys_empty() const { return full(2 * kStages + 1); }
-  /// `readers`: warps that compute from a stage.
-  __device__ void init(int readers) const {
+  /// `writers`: arrivals of warps 8, 9 and 10 at a stage; `readers`: warps that compute from it.
+  __device__ void init(int writers, int readers) const {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(full(i), 1 + 32 + 1);  // warps 8 (one thread), 9 and 10 (one thread)
+      barrier_init(full(i), writers);
       barrier_init(empty(i), readers);
     }
     barrier_init(keys_full(), 1);

@@ -96,6 +96,13 @@ __device__ __forceinline__ float2 load_float2(std::uint32_t from) {
   return x;
 }
 
+/// The lane, read again instead of kept in a register.
+__device__ __forceinline__ int lane_again() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 /// The same value in all lanes, and known to the compiler as such.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 

@@ -9,7 +9,8 @@ namespace nsa::cuda::sm90 {
 
 inline constexpr int kMaxChunks = 32;
 
-/// Queries of a chunk in a sequence of q_len queries: short enough to fill the device, long enough for few partial sums.
+/// Queries of a chunk in a sequence of q_len queries: short enough to fill the device, long enough for few partial
+/// sums.
 __host__ __device__ inline int chunk_queries(int window, int q_len) {
   const int least = window > 0 ? 2048 : 256, even = (q_len + kMaxChunks * 64 - 1) / (kMaxChunks * 64) * 64;
   return even > least ? even : least;

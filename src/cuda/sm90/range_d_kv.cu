@@ -226,7 +226,6 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
     if (info.seen[warpgroup] == kAll) return;
     const int lead = info.lead, queries = info.queries, keys = info.keys;
     const int first_key = 64 * warpgroup + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int stride = branch.window ? 1 : branch.geometry.kernel_stride, window = branch.window ? branch.window : 1 << 30;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -296,7 +295,7 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) char dynamic[];
   using Shape = Memory<Dk, Dv>;
   const Shape memory{shared_address(dynamic)};
-  if (threadIdx.x == 0) memory.init(8);
+  if (threadIdx.x == 0) memory.init(1 + 32 + 1, 8);
   memory.clear_stages(dynamic);
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
@@ -325,7 +324,8 @@ __global__ void __launch_bounds__(256) sum_chunks(const __grid_constant__ RangeK
   if (cut.chunks == 1) return;
   const std::int64_t begin = branch.window ? seq.k_begin : compressed_begin_in_warp(p, batch);
   const int width = dk + dv;
-  const std::int64_t slot = (static_cast<std::int64_t>(blockIdx.y) * args.work.key_tiles + blockIdx.x) * args.work.chunks;
+  const std::int64_t slot =
+      (static_cast<std::int64_t>(blockIdx.y) * args.work.key_tiles + blockIdx.x) * args.work.chunks;
   const float* from = branch.partials + slot * kKeys * width;
   for (int e = threadIdx.x * 4; e < keys * width; e += blockDim.x * 4) {
     float4 sum{};
@@ -353,7 +353,11 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   const Geometry& g = branch.geometry;
   const bool compressed = branch.window == 0;
-  RangeKeyArgs args{branch, RowTerms(g, branch.row_terms), QueryTiles(g.group), RangeWork(g, branch.window), branch.scale * kLog2e,
+  RangeKeyArgs args{branch,
+                    RowTerms(g, branch.row_terms),
+                    QueryTiles(g.group),
+                    RangeWork(g, branch.window),
+                    branch.scale * kLog2e,
                     static_cast<KeyItem*>(branch.plan)};
   if (args.work.items == 0) return cudaSuccess;
   args.stride = compressed ? g.kernel_stride : 1;

@@ -294,8 +294,7 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
 
 template <>
 cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& first,
-                                                                      const BackwardArgs* second,
-                                                                      cudaStream_t stream) {
+                                                                      const BackwardArgs* second, cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   const Geometry& g = first.geometry;
   RangeDqArgs args{};

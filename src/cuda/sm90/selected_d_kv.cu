@@ -1,6 +1,6 @@
-// dK and dV of the selected blocks. The scheme is that of key_gradients.cuh: a thread block takes 64 keys of one KV head
-// and the queries that chose their block, from the lists of inverse_index.cuh. The rows of a query are gathered by a
-// copy of their own; the warpgroups take alternate stages and their sums are added at the end.
+// dK and dV of the selected blocks. The scheme is that of key_gradients.cuh: a thread block takes 64 keys of one KV
+// head and the queries that chose their block, from the lists of inverse_index.cuh. The rows of a query are gathered by
+// a copy of their own; the warpgroups take alternate stages and their sums are added at the end.
 //
 // Long lists are cut into items of kListChunk queries; blocks of several items leave float32 partial sums that the
 // portable sum_partials adds in order.
@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(128) plan_items(const __grid_constant__ ListKe
     item.to = list + max(tile.query_end, tile.query_begin);
     item.stages = (item.to - item.from + args.tiles.queries - 1) / args.tiles.queries * args.tiles.slices;
     item.slot = tile.items > 1 ? x : -1;
+    item.terms = args.terms.at(item.batch, kv_head * args.tiles.slices, item.query_row);
   }
   args.items[x] = item;
 }
@@ -61,23 +62,21 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages> {
   static constexpr int kBytes = kSums + kPart * 128 * 4;
 };
 
-/// The query tiles of an item, as the copying warps see them: f(entry), where this lane's entry of the list is fetched a
-/// stage ahead; -1: there is none. `own`: this lane's query of a tile.
+/// The query tiles of an item, as the copying warps see them: f(entry), where this lane's entry of the list is fetched
+/// a stage ahead; -1: there is none. `own`: this lane's query of a tile.
 template <class F>
 __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int own, const F& f) {
   int at = item.from + own;
   const int end = item.to;
   const auto fetch = [&] { return own < args.tiles.queries && at < end ? args.branch.list[at] : -1; };
-  int next = fetch(), slice = 0;
+  int next = fetch();
 #pragma unroll 1
-  for (int left = item.stages; left > 0; --left) {
+  while (at - own < end) {
     const int query = next;
-    if (slice + 1 == args.tiles.slices) {
-      at += args.tiles.queries;
-      next = fetch();
-    }
-    f(query, slice);
-    if (++slice == args.tiles.slices) slice = 0;
+    at += args.tiles.queries;
+    next = fetch();
+#pragma unroll 1
+    for (int slice = 0; slice < args.tiles.slices; ++slice) f(query, slice);
   }
 }
 
@@ -85,18 +84,18 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
 template <int Dk, int Dv>
 __device__ inline void produce(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory) {
   constexpr int kPanels = (Dk + Dv) / 64;
-  const int lane = threadIdx.x % 32, own = lane / kPanels, panel = lane % kPanels;
+  const int lane = lane_again(), own = lane / kPanels, panel = lane % kPanels;
   const bool gradient = panel >= Dk / 64;
-  const std::uint32_t to =
-      memory.q(0) + (gradient ? Memory<Dk, Dv>::kK + (panel - Dk / 64) * kPanelBytes : panel * kPanelBytes) +
-      own * args.tiles.heads * 128;
+  const std::uint32_t to = memory.q(0) +
+                           (gradient ? Memory<Dk, Dv>::kK + (panel - Dk / 64) * kPanelBytes : panel * kPanelBytes) +
+                           own * args.tiles.heads * 128;
   StageCount<kStages> count;
   std::uint32_t keys_parity = 1;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
     if (item.keys == 0) continue;
-    if (lane == 0) {
+    if (lane_again() == 0) {
       wait(memory.keys_empty(), keys_parity);
       arrive_expecting(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll 1
@@ -113,7 +112,7 @@ __device__ inline void produce(const ListKeyArgs& args, const KeyMaps& maps, con
     for_stages(args, item, own, [&](int query, int slice) {
       const std::uint32_t full = memory.full(count.stage());
       wait(memory.empty(count.stage()), count.parity() ^ 1);
-      if (lane == 0) arrive_expecting(full, args.tiles.rows * (Dk + Dv) * 2);
+      if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * (Dk + Dv) * 2);
       __syncwarp();
       if (own < args.tiles.queries) {
         const int row = query < 0 ? args.terms.rows : item.query_row + query;  // past the end: zeros
@@ -126,29 +125,25 @@ __device__ inline void produce(const ListKeyArgs& args, const KeyMaps& maps, con
   }
 }
 
-/// What there is per query row. One warp: a lane copies for row `lane` and, of as many queries later, row `lane` + 32.
+/// What there is per query row. One warp: a lane copies one of the three for one query. Rows of no query get those of
+/// another one; they are masked.
 template <int Dk, int Dv>
 __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory) {
-  const int lane = threadIdx.x % 32, own = args.tiles.by_heads.quotient(lane);
+  const int lane = lane_again(), own = lane / 3, array = lane % 3, bytes = args.tiles.heads * 4;
   StageCount<kStages> count;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
     if (item.keys == 0) continue;
-    const float* base =
-        args.terms.at(item.batch, item.kv_head * args.tiles.slices, item.query_row) + lane % args.tiles.heads;
-    // Lane i of the first `queries` lanes holds the entry of query i.
-    for_stages(args, item, lane, [&](int entry, int slice) {
+    const float* base = item.terms + array * args.terms.array;
+    for_stages(args, item, own, [&](int query, int slice) {
+      const std::uint32_t full = memory.full(count.stage());
       wait(memory.empty(count.stage()), count.parity() ^ 1);
-      std::uint32_t to = memory.terms(count.stage()) + lane * 4;
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half, to += 128) {
-        const int query = __shfl_sync(0xffffffffu, entry, own + half * (args.tiles.queries / 2));
-        const float* from = base + slice * args.terms.line + max(query, 0) * args.tiles.heads;
-#pragma unroll 1
-        for (int array = 0; array < 3; ++array, from += args.terms.array) copy4(to + array * 256, from, query >= 0);
-      }
-      arrive_after_copies(memory.full(count.stage()));
+      if (lane_again() == 0) arrive_expecting(full, 3 * args.tiles.queries * bytes);
+      __syncwarp();
+      if (own < args.tiles.queries)
+        load_bytes(memory.terms(count.stage()) + array * 256 + own * bytes,
+                   base + slice * args.terms.line + max(query, 0) * args.tiles.heads, bytes, full);
       ++count.count;
     });
   }
@@ -157,22 +152,21 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
 /// What the warpgroups need to know of a stage. One warp.
 template <int Dk, int Dv>
 __device__ inline void produce_info(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  const int lane = threadIdx.x % 32;
   StageCount<kStages> count;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
     if (item.keys == 0) continue;
     const int before = item.shift - item.first_key;
-    for_stages(args, item, lane, [&](int query, int) {
+    for_stages(args, item, lane_again(), [&](int query, int) {
       wait(memory.empty(count.stage()), count.parity() ^ 1);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       const int lead = query < 0 ? -1 : query + before;
-      const bool all = __all_sync(0xffffffffu, lane >= args.tiles.queries || lead >= 63);
-      if (lane < args.tiles.queries) info.lead[lane] = lead;
-      if (lane == 0) info.all = all;
+      const bool all = __all_sync(0xffffffffu, lane_again() >= args.tiles.queries || lead >= 63);
+      if (lane_again() < args.tiles.queries) info.lead[lane_again()] = lead;
+      if (lane_again() == 0) info.all = all;
       __syncwarp();
-      if (lane == 0) arrive(memory.full(count.stage()));
+      if (lane_again() == 0) arrive(memory.full(count.stage()));
       ++count.count;
     });
   }
@@ -276,14 +270,18 @@ __global__ void __launch_bounds__(384, 1)
   if (*args.branch.redo.flag != 0) return;
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
-  if (threadIdx.x == 0) memory.init(4);
+  if (threadIdx.x == 0) memory.init(1 + 1 + 1, 4);
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= 8) {
     fewer_registers<24>();
-    if (warp == 8) produce<Dk, Dv>(args, maps, memory);
-    if (warp == 9) produce_terms<Dk, Dv>(args, memory);
-    if (warp == 10) produce_info<Dk, Dv>(args, memory, dynamic);
+    if (warp == 8) {
+      produce<Dk, Dv>(args, maps, memory);
+    } else if (warp == 9) {
+      produce_terms<Dk, Dv>(args, memory);
+    } else if (warp == 10) {
+      produce_info<Dk, Dv>(args, memory, dynamic);
+    }
   } else {
     more_registers<240>();
     consume<T, Dk, Dv>(args, memory, dynamic);
