@@ -487,7 +487,7 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
 /// Registers of consumers and producers.
 template <int kWarps>
 struct SelectedBudget {
-  static constexpr int kConsumer = kWarps == 12 ? 152 : 232, kProducer = kWarps == 12 ? 56 : 40;
+  static constexpr int kConsumer = kWarps == 12 ? 152 : 224, kProducer = 56;
 };
 
 /// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
