@@ -1,0 +1,385 @@
+// Attention over a range of keys per query: the compressed branch (window == 0) and the sliding window.
+//
+// Three warpgroups compute, each on 64 rows (RowShape), and share every tile of 64 keys and values; the thread blocks
+// are persistent. Data flow of a tile of queries:
+//
+//   loader warp     keys and values -> ring of stages, two barriers each: `full` (bytes have come) and `free` (every
+//                   computing warp has arrived). It runs ahead over the ends of tiles.
+//   query warp      queries of each warpgroup -> shared memory, as soon as its last scores of the tile before are done
+//   warpgroups      S(i) = Q K(i)^T is issued, then O += P(i-1) V(i-1); both run while the softmax of S(i) waits only
+//                   for the former. P stays in registers, rounded to T.
+//
+// Keys of a tile of queries begin at the first one that its first query sees. A warpgroup that sees nothing of a key
+// tile gives it back at once.
+#include <algorithm>
+
+#include "cuda/portable/launch.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/maps.h"
+#include "cuda/sm90/query_tiles.cuh"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace nsa::cuda::sm90 {
+namespace {
+
+constexpr int kGroups = 3;  // computing warpgroups: with two the softmax is not quite hidden
+constexpr int kThreads = (kGroups + 1) * 128;
+constexpr int kKeys = 64;               // with the outputs of 64 rows all that 160 registers hold
+constexpr int kSharedBytes = 232448;    // what a thread block can have
+constexpr int kComputeRegisters = 160;  // 3 * 160 + 32 = 4 * 128
+constexpr int kLoadRegisters = 32;
+
+template <int Dk, int Dv>
+struct Layout {
+  static constexpr int kQueryBytes = 64 * Dk * 2;  // of a warpgroup
+  static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2;
+  static constexpr int kReserved = 2048;  // barriers, and to align the tiles
+  static constexpr int kStages =
+      std::min(8, (kSharedBytes - kReserved - kGroups * kQueryBytes) / (kKeyBytes + kValueBytes));
+  static constexpr int kMemory = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
+  static_assert(kStages >= 3);
+};
+
+template <int kStages>
+struct Barriers {
+  std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
+  std::uint64_t query_full[kGroups], query_free[kGroups];
+};
+
+struct Maps {
+  CUtensorMap q, k, v;
+};
+
+/// A place in the ring and the parity of its use.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+/// Reference (near the running maximum, in base-2 units) and sum of the two rows of a lane.
+struct RowSoftmax {
+  float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  float factor[2];
+
+  /// s: raw scores, -inf where masked; become probabilities relative to the new reference. Returns whether what was
+  /// summed before is to be scaled by `factor`. Each row's result depends on that row alone.
+  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale) {
+    // The reference follows the maximum only when that has grown by 2^8: see OnlineSoftmax.
+    float local[2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float even = fmaxf(s[2 * i], s[2 * i + 1]), odd = fmaxf(s[4 + 2 * i], s[4 + 2 * i + 1]);
+#pragma unroll
+      for (int n = 2; n < kKeys / 8; n += 2) {
+        even = fmaxf(even, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+        odd = fmaxf(odd, fmaxf(s[4 * n + 4 + 2 * i], s[4 * n + 4 + 2 * i + 1]));
+      }
+      local[i] = fmaxf(even, odd) * scale;
+      grown |= local[i] > max[i] + 8;
+    }
+    grown = __any_sync(0xffffffffu, grown);
+    if (grown) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float m = row_max(local[i]), before = max[i];
+        if (m > before + 8) max[i] = m;
+        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
+        sum[i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
+      float even = 0, odd = 0;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        float &x = s[4 * n + 2 * i], &y = s[4 * n + 2 * i + 1];
+        x = exp2_fast(fmaf(x, scale, base));
+        y = exp2_fast(fmaf(y, scale, base));
+        even += x, odd += y;
+      }
+      sum[i] += even + odd;  // this lane's share of the row
+    }
+    return grown;
+  }
+};
+
+/// Warp 0 of the loading warpgroup.
+template <int Dk, int Dv, int kStages>
+__device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
+                                          std::uint32_t keys, std::uint32_t values) {
+  using L = Layout<Dk, Dv>;
+  const RowShape shape(args.geometry.group);
+  Place<kStages> place;
+  TileWalk walk(args.geometry, shape, kGroups * shape.queries);
+  while (walk.next()) {
+    const KeyTiles tiles =
+        key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
+    const int begin = (args.window ? walk.seq.k_begin : walk.compressed_begin) + tiles.first;
+    for (int i = 0; i < tiles.count; ++i) {
+      const int row = begin + i * kKeys;
+      const std::uint32_t key_full = shared_address(&barriers.key_full[place.stage]);
+      const std::uint32_t value_full = shared_address(&barriers.value_full[place.stage]);
+      wait(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
+      arrive_expecting(key_full, L::kKeyBytes);
+#pragma unroll
+      for (int column = 0; column < Dk; column += 64)
+        load_box(keys + place.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
+                 walk.seq.batch, key_full);
+      wait(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
+      arrive_expecting(value_full, L::kValueBytes);
+#pragma unroll
+      for (int column = 0; column < Dv; column += 64)
+        load_box(values + place.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
+                 walk.seq.batch, value_full);
+      place.advance();
+    }
+  }
+}
+
+/// Warp 1 of the loading warpgroup.
+template <int Dk, int kStages>
+__device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
+                                             std::uint32_t queries) {
+  const RowShape shape(args.geometry.group);
+  std::uint32_t parity = 1;
+  TileWalk walk(args.geometry, shape, kGroups * shape.queries);
+  while (walk.next()) {
+    for (int group = 0; group < kGroups; ++group) {
+      const std::uint32_t full = shared_address(&barriers.query_full[group]);
+      wait(shared_address(&barriers.query_free[group]), parity);
+      arrive_expecting(full, shape.heads * shape.queries * Dk * 2);
+#pragma unroll
+      for (int column = 0; column < Dk; column += 64)
+        load_box(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column,
+                 walk.kv_head * args.geometry.group + walk.slice * shape.heads,
+                 walk.seq.q_begin + walk.first_query + group * shape.queries, walk.seq.batch, full);
+    }
+    parity ^= 1;
+  }
+}
+
+/// A computing warpgroup.
+template <class T, int Dk, int Dv, int kStages>
+__device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>& barriers, std::uint32_t queries,
+                                       std::uint32_t keys, std::uint32_t values, int group) {
+  using L = Layout<Dk, Dv>;
+  const Geometry& p = args.geometry;
+  const RowShape shape(p.group);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
+  const float scale = fmaxf(fabsf(args.scale), 1.1754944e-38f) * kLog2e;          // see OnlineSoftmax
+  const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
+  const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
+  const std::uint32_t query_full = shared_address(&barriers.query_full[group]);
+  const std::uint32_t query_free = shared_address(&barriers.query_free[group]);
+  const auto give_back = [&](std::uint64_t* barrier) {
+    if (lane == 0) arrive(shared_address(barrier));
+  };
+  Place<kStages> place;
+  std::uint32_t query_parity = 0;
+
+  TileWalk walk(p, shape, kGroups * shape.queries);
+  while (walk.next()) {
+    const DeviceSequence& seq = walk.seq;
+    const int first_query = walk.first_query + group * shape.queries;
+    const KeyTiles tiles = key_tiles<kKeys>(p, args.window, seq, walk.first_query, kGroups * shape.queries);
+    // Key tiles [begin, end) concern this warpgroup; of [full_begin, full_end) all of its rows see everything.
+    int begin = 0, end = 0, full_begin = 0, full_end = 0;
+    if (first_query < seq.q_len) {
+      const KeyRange head = visible_keys(p, args.window, seq.position(first_query));
+      const KeyRange tail = visible_keys(p, args.window, seq.position(min(first_query + shape.queries, seq.q_len) - 1));
+      begin = (head.first - tiles.first) / kKeys;
+      end = (tail.last - tiles.first + kKeys - 1) / kKeys;
+      full_begin = (tail.first - tiles.first + kKeys - 1) / kKeys;
+      full_end = (head.last - tiles.first) / kKeys;
+    }
+    // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of tile 0.
+    int last[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int query = (row + 8 * i) / shape.heads;
+      const bool valid = query < shape.queries && first_query + query < seq.q_len;
+      last[i] = (valid ? visible_keys(p, args.window, seq.position(first_query + query)).last : 0) - tiles.first -
+                2 * (lane & 3);
+    }
+    const auto mask = [&](float(&s)[kKeys / 2], int tile) {
+      if (args.scale < 0) {
+#pragma unroll
+        for (float& x : s) x = -x;
+      }
+      if (tile >= full_begin && tile < full_end) return;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int high = last[i] - tile * kKeys, low = args.window > 0 ? high - args.window : -kKeys;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+            if (n * 8 + b < low || n * 8 + b >= high) s[4 * n + 2 * i + b] = -INFINITY;
+      }
+    };
+    const auto skip = [&] {
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      give_back(&barriers.key_free[place.stage]);
+      wait(shared_address(&barriers.value_full[place.stage]), place.parity);
+      give_back(&barriers.value_free[place.stage]);
+      place.advance();
+    };
+
+    RowSoftmax softmax;
+    float o[Dv / 2];
+#pragma unroll
+    for (float& x : o) x = 0;
+    wait(query_full, query_parity);
+    query_parity ^= 1;
+    for (int i = 0; i < begin; ++i) skip();
+    if (begin < end) {
+      float s[kKeys / 2];
+      std::uint32_t probabilities[kKeys / 4];
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+      products_wait<0>();
+      give_back(&barriers.key_free[place.stage]);
+      mask(s, begin);
+      softmax.update(s, scale);
+      pack_rows<T, kKeys>(probabilities, s);
+      Place<kStages> before = place;  // of the values that go with `probabilities`
+      place.advance();
+#pragma unroll 1
+      for (int i = begin + 1; i < end; ++i) {
+        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+        scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+        wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+        outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        products_wait<1>();
+        give_back(&barriers.key_free[place.stage]);
+        mask(s, i);
+        const bool grown = softmax.update(s, scale);
+        products_wait<0>();
+        give_back(&barriers.value_free[before.stage]);
+        if (grown) {
+#pragma unroll
+          for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
+        }
+        pack_rows<T, kKeys>(probabilities, s);
+        before = place;
+        place.advance();
+      }
+      give_back(&barriers.query_free[group]);
+      wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+      outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      products_wait<0>();
+      give_back(&barriers.value_free[before.stage]);
+    } else {
+      give_back(&barriers.query_free[group]);
+    }
+    for (int i = max(begin, end); i < tiles.count; ++i) skip();
+
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = row_sum(softmax.sum[i]);
+      const int query = (row + 8 * i) / shape.heads, head = (row + 8 * i) % shape.heads;
+      if (query >= shape.queries || first_query + query >= seq.q_len) continue;
+      const bool any = visible_keys(p, args.window, seq.position(first_query + query)).last > 0;
+      const float inverse = any ? 1 / sum : 0;
+      const int in_tensor = walk.kv_head * p.group + walk.slice * shape.heads + head;
+      T* to = args.o.template at<T>(seq.batch, seq.q_begin + first_query + query, in_tensor) + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n)
+        store_pair(to + n * 8, o[4 * n + 2 * i] * inverse, o[4 * n + 2 * i + 1] * inverse);
+      if (lane % 4 == 0)
+        args.lse.at(seq.batch, seq.q_begin + first_query + query, in_tensor) =
+            any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
+    }
+  }
+}
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(kThreads, 1)
+    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ RangeArgs args) {
+  using L = Layout<Dk, Dv>;
+  extern __shared__ __align__(1024) char memory[];
+  __shared__ Barriers<L::kStages> barriers;
+  if (args.redo.flag && *args.redo.flag) return;
+  const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
+  const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kStages; ++i) {
+      barrier_init(shared_address(&barriers.key_full[i]), 1);
+      barrier_init(shared_address(&barriers.value_full[i]), 1);
+      barrier_init(shared_address(&barriers.key_free[i]), kGroups * 4);
+      barrier_init(shared_address(&barriers.value_free[i]), kGroups * 4);
+    }
+    for (int i = 0; i < kGroups; ++i) {
+      barrier_init(shared_address(&barriers.query_full[i]), 1);
+      barrier_init(shared_address(&barriers.query_free[i]), 4);
+    }
+    barriers_ready();
+  }
+  // Rows without use stay zero: the copy engine does not touch them.
+  const RowShape shape(args.geometry.group);
+  const int used = shape.heads * shape.queries, unused = (64 - used) * 8;  // 16-byte pieces of a panel
+  for (int i = threadIdx.x; i < unused * (kGroups * Dk / 64); i += kThreads) {
+    char* panel = memory + (queries - shared_address(memory)) + i / unused * 64 * 128;
+    *reinterpret_cast<uint4*>(panel + used * 128 + i % unused * 16) = uint4{};
+  }
+  fence_async();
+  __syncthreads();
+
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kGroups * 4) {
+    more_registers<kComputeRegisters>();
+    attend<T, Dk, Dv>(args, barriers, queries, keys, values, warp / 4);
+  } else {
+    fewer_registers<kLoadRegisters>();
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == kGroups * 4) load_keys<Dk, Dv>(args, maps, barriers, keys, values);
+    if (warp == kGroups * 4 + 1) load_queries<Dk>(args, maps, barriers, queries);
+  }
+}
+
+/// Rows of the tensors of keys and values, per batch.
+std::int64_t key_rows(const RangeArgs& args) {
+  const Geometry& g = args.geometry;
+  if (args.window > 0) return g.cu_q ? g.total_k : g.k_len;
+  if (g.cu_q) return (g.total_k - g.kernel_size) / g.kernel_stride - 1;  // total_k is their bound: raw_total
+  return g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_range_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const RangeArgs& args, cudaStream_t stream) {
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  const Geometry& g = args.geometry;
+  const RowShape shape(g.group);
+  const std::int64_t rows = query_rows(g), tiles = portable::tiles(rows, kGroups * shape.queries) * tensor_batches(g) +
+                                                   (g.cu_q ? g.batches : 0);
+  if (rows == 0 || g.batches == 0) return cudaSuccess;
+  int device = 0, processors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  Maps maps;
+  if (error == cudaSuccess)
+    error = make_map(maps.q, args.q, Dk, g.heads, rows, tensor_batches(g), shape.heads, shape.queries);
+  // Without a key nothing is read through the maps of keys and values.
+  const bool any = key_rows(args) > 0;
+  if (error == cudaSuccess)
+    error =
+        make_map(maps.k, any ? args.k : args.q, Dk, any ? g.kv_heads : 1, key_rows(args), tensor_batches(g), 1, kKeys);
+  if (error == cudaSuccess)
+    error = make_map(maps.v, any ? args.v : args.q, any ? Dv : Dk, any ? g.kv_heads : 1, key_rows(args),
+                     tensor_batches(g), 1, kKeys);
+  if (error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
+  return portable::launch(range_forward<NSA_ELEMENT, Dk, Dv>, blocks, kThreads, Layout<Dk, Dv>::kMemory, stream, maps,
+                          args);
+}
+
+}  // namespace nsa::cuda::sm90
