@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/portable/kernels.h"
+#include "cuda/sm90/compressed_select.h"
 #include "nsa/status.h"
 
 namespace nsa::cuda::sm90 {
@@ -20,6 +21,8 @@ using portable::SelectedArgs;
 // null then.
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_range_forward(const RangeArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_compressed_select(const CompressedSelectArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>

@@ -14,10 +14,9 @@
 #include <algorithm>
 
 #include "cuda/portable/launch.cuh"
+#include "cuda/sm90/forward_parts.cuh"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/maps.h"
-#include "cuda/sm90/query_tiles.cuh"
-#include "cuda/sm90/wgmma.cuh"
 
 namespace nsa::cuda::sm90 {
 namespace {
@@ -25,7 +24,6 @@ namespace {
 constexpr int kGroups = 3;  // computing warpgroups: with two the softmax is not quite hidden
 constexpr int kThreads = (kGroups + 1) * 128;
 constexpr int kKeys = 64;               // with the outputs of 64 rows all that 160 registers hold
-constexpr int kSharedBytes = 232448;    // what a thread block can have
 constexpr int kComputeRegisters = 160;  // 3 * 160 + 32 = 4 * 128
 constexpr int kLoadRegisters = 32;
 
@@ -44,21 +42,11 @@ template <int kStages>
 struct Barriers {
   std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
   std::uint64_t query_full[kGroups], query_free[kGroups];
+  GroupTile tiles[kGroups][2];  // the one at work and the next one
 };
 
 struct Maps {
   CUtensorMap q, k, v;
-};
-
-/// A place in the ring and the parity of its use.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
 };
 
 /// Reference (near the running maximum, in base-2 units) and sum of the two rows of a lane.
@@ -148,20 +136,28 @@ template <int Dk, int kStages>
 __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
                                              std::uint32_t queries) {
   const RowShape shape(args.geometry.group);
-  std::uint32_t parity = 1;
+  std::uint32_t parity = 0;
   TileWalk walk(args.geometry, shape, kGroups * shape.queries);
-  while (walk.next()) {
+  for (bool more = true; more; parity ^= 1) {
+    more = walk.next();
+    KeyTiles tiles;
+    if (more) tiles = key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
     for (int group = 0; group < kGroups; ++group) {
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      wait(shared_address(&barriers.query_free[group]), parity);
+      GroupTile& tile = barriers.tiles[group][parity];
+      wait(shared_address(&barriers.query_free[group]), parity ^ 1);
+      if (!more) {
+        tile.queries = -1;
+        arrive(full);
+        continue;
+      }
+      tile = GroupTile::of<kKeys>(args.geometry, args.window, shape, walk, tiles, group);
       arrive_expecting(full, shape.heads * shape.queries * Dk * 2);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
-        load_box(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column,
-                 walk.kv_head * args.geometry.group + walk.slice * shape.heads,
-                 walk.seq.q_begin + walk.first_query + group * shape.queries, walk.seq.batch, full);
+        load_box(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
+                 full);
     }
-    parity ^= 1;
   }
 }
 
@@ -173,50 +169,35 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
   const Geometry& p = args.geometry;
   const RowShape shape(p.group);
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
-  const float scale = fmaxf(fabsf(args.scale), 1.1754944e-38f) * kLog2e;          // see OnlineSoftmax
+  const float scale = positive_scale(args.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
-  const std::uint32_t query_full = shared_address(&barriers.query_full[group]);
-  const std::uint32_t query_free = shared_address(&barriers.query_free[group]);
   const auto give_back = [&](std::uint64_t* barrier) {
     if (lane == 0) arrive(shared_address(barrier));
   };
   Place<kStages> place;
-  std::uint32_t query_parity = 0;
 
-  TileWalk walk(p, shape, kGroups * shape.queries);
-  while (walk.next()) {
-    const DeviceSequence& seq = walk.seq;
-    const int first_query = walk.first_query + group * shape.queries;
-    const KeyTiles tiles = key_tiles<kKeys>(p, args.window, seq, walk.first_query, kGroups * shape.queries);
-    // Key tiles [begin, end) concern this warpgroup; of [full_begin, full_end) all of its rows see everything.
-    int begin = 0, end = 0, full_begin = 0, full_end = 0;
-    if (first_query < seq.q_len) {
-      const KeyRange head = visible_keys(p, args.window, seq.position(first_query));
-      const KeyRange tail = visible_keys(p, args.window, seq.position(min(first_query + shape.queries, seq.q_len) - 1));
-      begin = (head.first - tiles.first) / kKeys;
-      end = (tail.last - tiles.first + kKeys - 1) / kKeys;
-      full_begin = (tail.first - tiles.first + kKeys - 1) / kKeys;
-      full_end = (head.last - tiles.first) / kKeys;
-    }
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][parity];
+    wait(shared_address(&barriers.query_full[group]), parity);
+    if (tile.queries < 0) break;
     // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of tile 0.
     int last[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = (row + 8 * i) / shape.heads;
-      const bool valid = query < shape.queries && first_query + query < seq.q_len;
-      last[i] = (valid ? visible_keys(p, args.window, seq.position(first_query + query)).last : 0) - tiles.first -
+      last[i] = (query < tile.queries ? visible_keys(p, args.window, tile.position + query).last : 0) - tile.first_key -
                 2 * (lane & 3);
     }
-    const auto mask = [&](float(&s)[kKeys / 2], int tile) {
+    const auto mask = [&](float(&s)[kKeys / 2], int i_tile) {
       if (args.scale < 0) {
 #pragma unroll
         for (float& x : s) x = -x;
       }
-      if (tile >= full_begin && tile < full_end) return;
+      if (i_tile >= tile.full_begin && i_tile < tile.full_end) return;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int high = last[i] - tile * kKeys, low = args.window > 0 ? high - args.window : -kKeys;
+        const int high = last[i] - i_tile * kKeys, low = args.window > 0 ? high - args.window : -kKeys;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -224,35 +205,36 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
             if (n * 8 + b < low || n * 8 + b >= high) s[4 * n + 2 * i + b] = -INFINITY;
       }
     };
-    const auto skip = [&] {
-      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-      give_back(&barriers.key_free[place.stage]);
-      wait(shared_address(&barriers.value_full[place.stage]), place.parity);
-      give_back(&barriers.value_free[place.stage]);
-      place.advance();
+    const auto skip = [&](int count) {
+      for (int i = 0; i < count; ++i) {
+        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+        give_back(&barriers.key_free[place.stage]);
+        wait(shared_address(&barriers.value_full[place.stage]), place.parity);
+        give_back(&barriers.value_free[place.stage]);
+        place.advance();
+      }
     };
 
     RowSoftmax softmax;
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    wait(query_full, query_parity);
-    query_parity ^= 1;
-    for (int i = 0; i < begin; ++i) skip();
-    if (begin < end) {
+    int i = tile.begin;
+    skip(i);
+    if (i < tile.end) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
       give_back(&barriers.key_free[place.stage]);
-      mask(s, begin);
+      mask(s, i);
       softmax.update(s, scale);
       pack_rows<T, kKeys>(probabilities, s);
       Place<kStages> before = place;  // of the values that go with `probabilities`
       place.advance();
 #pragma unroll 1
-      for (int i = begin + 1; i < end; ++i) {
+      for (++i; i < tile.end; ++i) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
         wait(shared_address(&barriers.value_full[before.stage]), before.parity);
@@ -279,23 +261,20 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
     } else {
       give_back(&barriers.query_free[group]);
     }
-    for (int i = max(begin, end); i < tiles.count; ++i) skip();
+    skip(tile.key_tiles - i);
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = row_sum(softmax.sum[i]);
-      const int query = (row + 8 * i) / shape.heads, head = (row + 8 * i) % shape.heads;
-      if (query >= shape.queries || first_query + query >= seq.q_len) continue;
-      const bool any = visible_keys(p, args.window, seq.position(first_query + query)).last > 0;
-      const float inverse = any ? 1 / sum : 0;
-      const int in_tensor = walk.kv_head * p.group + walk.slice * shape.heads + head;
-      T* to = args.o.template at<T>(seq.batch, seq.q_begin + first_query + query, in_tensor) + 2 * (lane & 3);
-#pragma unroll
-      for (int n = 0; n < Dv / 8; ++n)
-        store_pair(to + n * 8, o[4 * n + 2 * i] * inverse, o[4 * n + 2 * i + 1] * inverse);
-      if (lane % 4 == 0)
-        args.lse.at(seq.batch, seq.q_begin + first_query + query, in_tensor) =
-            any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
+      const int query = (row + 8 * i) / shape.heads, head = tile.head + (row + 8 * i) % shape.heads;
+      const bool valid = query < tile.queries;
+      const bool any = visible_keys(p, args.window, tile.position + query).last > 0;
+      T* to = args.o.template at<T>(tile.batch, tile.row + query, head);
+      for_pieces<T, Dv>(o, i, any ? 1 / sum : 0, lane, [&](int column, const uint4& words) {
+        if (valid) *reinterpret_cast<uint4*>(to + column) = words;
+      });
+      if (valid && lane % 4 == 0)
+        args.lse.at(tile.batch, tile.row + query, head) = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
     }
   }
 }
@@ -306,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using L = Layout<Dk, Dv>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ Barriers<L::kStages> barriers;
-  if (args.redo.flag && *args.redo.flag) return;
+  if (stood_in_for(args.redo.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {
@@ -347,9 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 /// Rows of the tensors of keys and values, per batch.
 std::int64_t key_rows(const RangeArgs& args) {
   const Geometry& g = args.geometry;
-  if (args.window > 0) return g.cu_q ? g.total_k : g.k_len;
-  if (g.cu_q) return (g.total_k - g.kernel_size) / g.kernel_stride - 1;  // total_k is their bound: raw_total
-  return g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
+  return args.window == 0 ? compressed_rows(g) : g.cu_q ? g.total_k : g.k_len;
 }
 
 }  // namespace
