@@ -54,6 +54,7 @@ struct Layout {
 struct Barriers {
   std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
   std::uint64_t query_full[kGroups], query_free[kGroups];
+  GroupTile tiles[kGroups][2];                                         // the one at work and the next one
   std::uint64_t scored[kBuffers][kQueries], read[kBuffers][kQueries];  // the scratch is complete; may be overwritten
   float4 minus_lse[kBuffers][kQueries][4];                             // base 2, in the order of ScratchTile::reference
 };
@@ -101,10 +102,7 @@ struct ScoringSoftmax {
     for (int i = 0; i < 2; ++i) {
       const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
 #pragma unroll
-      for (float* x = s + 2 * i; x < s + kKeys / 2; x += 4) {
-        x[0] = exp2_fast(fmaf(x[0], scale, base));
-        x[1] = exp2_fast(fmaf(x[1], scale, base));
-      }
+      for (int key = 0; key < 16; ++key) s[at(i, key)] = exp2_fast(fmaf(s[at(i, key)], scale, base));
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         sums[i][b] = fmaf(2.f, s[at(i, 4 * b)] + s[at(i, 4 * b + 1)] + s[at(i, 4 * b + 2)], s[at(i, 4 * b + 3)]);
@@ -152,23 +150,32 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   using L = Layout<D>;
   const Geometry& p = args.range.geometry;
   const int lane = threadIdx.x % 32;
+  const RowShape shape(16);
   Place<kStages> place;
-  std::uint32_t query_parity = 1;
-  TileWalk walk(p, RowShape(16), kQueries);
-  while (walk.next()) {
-    const KeyTiles tiles = tiles_of(args, walk);
-    if (lane == 0) {
-      for (int group = 0; group < kGroups; ++group) {
-        const std::uint32_t full = shared_address(&barriers.query_full[group]);
-        wait(shared_address(&barriers.query_free[group]), query_parity);
-        arrive_expecting(full, L::kQueryBytes);
-#pragma unroll
-        for (int column = 0; column < D; column += 64)
-          load_box(queries + group * L::kQueryBytes + column * 64 * 2, maps.q, column, walk.kv_head * 16,
-                   walk.seq.q_begin + walk.first_query + group * 4, walk.seq.batch, full);
+  std::uint32_t parity = 0;
+  TileWalk walk(p, shape, kQueries);
+  for (bool more = true; more; parity ^= 1) {
+    more = walk.next();
+    KeyTiles tiles;
+    if (more) tiles = tiles_of(args, walk);
+    for (int group = 0; group < kGroups; ++group) {
+      GroupTile& tile = barriers.tiles[group][parity];
+      const std::uint32_t full = shared_address(&barriers.query_full[group]);
+      wait(shared_address(&barriers.query_free[group]), parity ^ 1);
+      if (lane != 0) continue;
+      if (!more) {
+        tile.queries = -1;
+        arrive(full);
+        continue;
       }
+      tile = GroupTile::of<kKeys>(p, 0, shape, walk, tiles, group);
+      arrive_expecting(full, L::kQueryBytes);
+#pragma unroll
+      for (int column = 0; column < D; column += 64)
+        load_box(queries + group * L::kQueryBytes + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
+                 full);
     }
-    query_parity ^= 1;
+    __syncwarp();
     for (int i = 0; i < tiles.count; ++i) {
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
@@ -205,17 +212,12 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
   };
   Place<kStages> place;
   Place<kBuffers> buffer;
-  std::uint32_t query_parity = 0;
 
-  TileWalk walk(p, RowShape(16), kQueries);
-  while (walk.next()) {
-    const DeviceSequence& seq = walk.seq;
-    const int query = walk.first_query + own;
-    const int visible = query < seq.q_len ? num_compressed(p, seq.position(query) + 1) : 0;
-    const int group_last = min(walk.first_query + group * 4 + 4, seq.q_len) - 1;
-    const int end = walk.first_query + group * 4 < seq.q_len
-                        ? (num_compressed(p, seq.position(group_last) + 1) + kKeys - 1) / kKeys
-                        : 0;
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][parity];
+    wait(shared_address(&barriers.query_full[group]), parity);
+    if (tile.queries < 0) break;
+    const int visible = own % 4 < tile.queries ? num_compressed(p, tile.position + own % 4 + 1) : 0;
     char* scratch = reinterpret_cast<char*>(scratch_of(args, buffer.stage, own)) + lane * 16;
     const auto mask = [&](float(&s)[kKeys / 2], int tile) {
       if (args.range.scale < 0) {
@@ -247,8 +249,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
 #pragma unroll
     for (float& x : o) x = 0;
     wait(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
-    wait(shared_address(&barriers.query_full[group]), query_parity);
-    query_parity ^= 1;
+    const int end = tile.end;
     if (end > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
@@ -287,7 +288,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
     } else {
       give_back(&barriers.query_free[group]);
     }
-    for (int i = end; i < tiles_of(args, walk).count; ++i) {
+    for (int i = end; i < tile.key_tiles; ++i) {
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       give_back(&barriers.key_free[place.stage]);
       wait(shared_address(&barriers.value_full[place.stage]), place.parity);
@@ -299,7 +300,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = 0.5f * row_sum(softmax.twice_sum[i] + ((lane & 3) == 3 ? softmax.last[i] : 0));
-      const bool any = num_compressed(p, seq.position(query) + 1) > 0;
+      const bool any = num_compressed(p, tile.position + own % 4 + 1) > 0;
       inverse[i] = any ? 1 / sum : 0;
       lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
     }
@@ -310,17 +311,16 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
     give_back(&barriers.scored[buffer.stage][own]);
     buffer.advance();
 
-    const bool valid = query < seq.q_len;
-    const int row = seq.q_begin + min(query, seq.q_len - 1);
+    const bool valid = own % 4 < tile.queries;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int head = walk.kv_head * 16 + lane / 4 + 8 * i;
-      T* to = args.range.o.template at<T>(seq.batch, row, head);
+      const int head = tile.head + lane / 4 + 8 * i;
+      T* to = args.range.o.template at<T>(tile.batch, tile.row + own % 4, head);
       for_pieces<T, D>(o, i, inverse[i], lane, [&](int column, const uint4& words) {
         if (valid) *reinterpret_cast<uint4*>(to + column) = words;
       });
       if (valid && lane % 4 == 0) {
-        args.range.lse.at(seq.batch, row, head) = lse[i] * kLn2;
+        args.range.lse.at(tile.batch, tile.row + own % 4, head) = lse[i] * kLn2;
         if (lse[i] != lse[i]) *args.flag = 1;
       }
     }

@@ -23,9 +23,9 @@ namespace {
 
 constexpr int kGroups = 3;  // computing warpgroups: with two the softmax is not quite hidden
 constexpr int kThreads = (kGroups + 1) * 128;
-constexpr int kKeys = 64;               // with the outputs of 64 rows all that 160 registers hold
-constexpr int kComputeRegisters = 160;  // 3 * 160 + 32 = 4 * 128
-constexpr int kLoadRegisters = 32;
+constexpr int kKeys = 64;               // with the outputs of 64 rows all that 152 registers hold
+constexpr int kComputeRegisters = 152;  // 3 * 152 + 56 = 4 * 128
+constexpr int kLoadRegisters = 56;
 
 template <int Dk, int Dv>
 struct Layout {
@@ -142,6 +142,14 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
     more = walk.next();
     KeyTiles tiles;
     if (more) tiles = key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
+#ifdef PREFETCH
+    if (more)
+      for (int group = 0; group < kGroups; ++group)
+#pragma unroll
+        for (int column = 0; column < Dk; column += 64)
+          prefetch_box(maps.q, column, walk.kv_head * args.geometry.group + walk.slice * shape.heads,
+                       walk.seq.q_begin + walk.first_query + group * shape.queries, walk.seq.batch);
+#endif
     for (int group = 0; group < kGroups; ++group) {
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
       GroupTile& tile = barriers.tiles[group][parity];
