@@ -316,9 +316,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
     for (int i = 0; i < 2; ++i) {
       const int head = tile.head + lane / 4 + 8 * i;
       T* to = args.range.o.template at<T>(tile.batch, tile.row + own % 4, head);
-      for_pieces<T, D>(o, i, inverse[i], lane, [&](int column, const uint4& words) {
-        if (valid) *reinterpret_cast<uint4*>(to + column) = words;
-      });
+      store_row(to, o, i, inverse[i], valid, lane);
       if (valid && lane % 4 == 0) {
         args.range.lse.at(tile.batch, tile.row + own % 4, head) = lse[i] * kLn2;
         if (lse[i] != lse[i]) *args.flag = 1;

@@ -17,6 +17,9 @@ struct Place {
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
+  __device__ __forceinline__ Place before() const {
+    return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1};
+  }
 };
 
 /// The softmax scale in base-2 units. A negative one negates scores, one of zero becomes the smallest there is: see
@@ -43,20 +46,26 @@ __device__ __forceinline__ void transpose_in_quad(std::uint32_t (&w)[4], int lan
   }
 }
 
-/// The lane's row i (0, 1) of accumulators, times `factor`, rounded to T: f(column, eight elements from there on) for
-/// this lane's columns. All lanes of the warp.
-template <class T, int D, class F>
-__device__ __forceinline__ void for_pieces(const float (&o)[D / 2], int i, float factor, int lane, const F& f) {
+/// Of row i (0, 1) of a lane's accumulators, times `factor` and rounded to T: the eight elements of columns 32 j + 8 c
+/// and on, for lane c of the four that share the row. All lanes of the warp.
+template <class T, int N>
+__device__ __forceinline__ uint4 piece_of_row(const float (&o)[N], int i, int j, float factor, int lane) {
+  std::uint32_t w[4];
 #pragma unroll
-  for (int j = 0; j < D / 32; ++j) {
-    std::uint32_t w[4];
+  for (int m = 0; m < 4; ++m) {
+    const int n = 4 * (4 * j + m) + 2 * i;
+    w[m] = pack(T{}, o[n] * factor, o[n + 1] * factor);
+  }
+  transpose_in_quad(w, lane);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+/// The whole row to `to`, if `valid`. All lanes of the warp.
+template <class T, int N>
+__device__ __forceinline__ void store_row(T* to, const float (&o)[N], int i, float factor, bool valid, int lane) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int n = 4 * j + m;
-      w[m] = pack(T{}, o[4 * n + 2 * i] * factor, o[4 * n + 2 * i + 1] * factor);
-    }
-    transpose_in_quad(w, lane);
-    f(32 * j + 8 * (lane & 3), make_uint4(w[0], w[1], w[2], w[3]));
+  for (int j = 0; j < N / 16; ++j) {
+    const uint4 words = piece_of_row<T>(o, i, j, factor, lane);
+    if (valid) *reinterpret_cast<uint4*>(to + 32 * j + 8 * (lane & 3)) = words;
   }
 }
 

@@ -14,6 +14,8 @@ struct RowShape {
 
   __host__ __device__ explicit RowShape(int group)
       : heads(group < 16 ? group : 16), queries(64 / heads), slices(group / heads) {}
+  /// r / heads
+  __device__ static int query_of(const Geometry& p, int r) { return p.group < 16 ? p.by_group.quotient(r) : r / 16; }
 };
 
 /// The tiles of a persistent thread block: each is `queries` neighbouring queries of a sequence with one slice of the

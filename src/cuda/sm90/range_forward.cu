@@ -1,4 +1,5 @@
-// Attention over a range of keys per query: the compressed branch (window == 0) and the sliding window.
+// Attention over a range of keys per query: the compressed branch (window == 0) and the sliding window, the latter also
+// with the gated sum of all branches.
 //
 // Three warpgroups compute, each on 64 rows (RowShape), and share every tile of 64 keys and values; the thread blocks
 // are persistent. Data flow of a tile of queries:
@@ -46,7 +47,7 @@ struct Barriers {
 };
 
 struct Maps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, o_cmp, o_slc;
 };
 
 /// Reference (near the running maximum, in base-2 units) and sum of the two rows of a lane.
@@ -132,7 +133,7 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
 }
 
 /// Warp 1 of the loading warpgroup.
-template <int Dk, int kStages>
+template <int Dk, int Dv, bool kSum, int kStages>
 __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
                                              std::uint32_t queries) {
   const RowShape shape(args.geometry.group);
@@ -142,14 +143,17 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
     more = walk.next();
     KeyTiles tiles;
     if (more) tiles = key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
-#ifdef PREFETCH
-    if (more)
-      for (int group = 0; group < kGroups; ++group)
+    for (int group = 0; more && group < kGroups; ++group) {
+      const int head = walk.kv_head * args.geometry.group + walk.slice * shape.heads;
+      const int row = walk.seq.q_begin + walk.first_query + group * shape.queries;
 #pragma unroll
-        for (int column = 0; column < Dk; column += 64)
-          prefetch_box(maps.q, column, walk.kv_head * args.geometry.group + walk.slice * shape.heads,
-                       walk.seq.q_begin + walk.first_query + group * shape.queries, walk.seq.batch);
-#endif
+      for (int column = 0; column < Dk; column += 64) prefetch_box(maps.q, column, head, row, walk.seq.batch);
+#pragma unroll
+      for (int column = 0; kSum && column < Dv; column += 64) {
+        prefetch_box(maps.o_cmp, column, head, row, walk.seq.batch);
+        prefetch_box(maps.o_slc, column, head, row, walk.seq.batch);
+      }
+    }
     for (int group = 0; group < kGroups; ++group) {
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
       GroupTile& tile = barriers.tiles[group][parity];
@@ -169,19 +173,63 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
   }
 }
 
+/// The lane's part of row i of the accumulators, times `inverse`, is a row of the window's branch: stores it, and the
+/// sum of the branches.
+template <class T, int Dv>
+__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const float (&o)[Dv / 2], int i,
+                                            float inverse, bool valid, int batch, int row, int head, int lane) {
+  const int first = 8 * (lane & 3);  // column
+  float gate[3] = {};
+  if (valid) {
+    const T* gates = args.gates.at<T>(batch, row, head);
+#pragma unroll
+    for (int b = 0; b < 3; ++b) gate[b] = to_float(gates[b]);
+  }
+#pragma unroll
+  for (int half = 0; half < Dv / 64; ++half) {  // more pieces at once would not find registers
+    uint4 cmp[2], slc[2];
+#pragma unroll
+    for (int k = 0; valid && k < 2; ++k) {
+      const int column = half * 64 + k * 32 + first;
+      cmp[k] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column);
+      slc[k] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint4 swa = piece_of_row<T>(o, i, half * 2 + k, inverse, lane);
+      if (!valid) continue;
+      const int column = half * 64 + k * 32 + first;
+      if (args.range.o.data) *reinterpret_cast<uint4*>(args.range.o.at<T>(batch, row, head) + column) = swa;
+      const auto sum = [&](std::uint32_t x, std::uint32_t y, std::uint32_t z) {
+        const float2 a = unpack(T{}, x), b = unpack(T{}, y), c = unpack(T{}, z);
+        return pack(T{}, fmaf(gate[2], c.x, fmaf(gate[1], b.x, gate[0] * a.x)),
+                    fmaf(gate[2], c.y, fmaf(gate[1], b.y, gate[0] * a.y)));
+      };
+      *reinterpret_cast<uint4*>(args.o.at<T>(batch, row, head) + column) =
+          make_uint4(sum(cmp[k].x, slc[k].x, swa.x), sum(cmp[k].y, slc[k].y, swa.y), sum(cmp[k].z, slc[k].z, swa.z),
+                     sum(cmp[k].w, slc[k].w, swa.w));
+    }
+  }
+}
+
 /// A computing warpgroup.
-template <class T, int Dk, int Dv, int kStages>
-__device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>& barriers, std::uint32_t queries,
-                                       std::uint32_t keys, std::uint32_t values, int group) {
+template <class T, int Dk, int Dv, bool kSum, int kStages>
+__device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<kStages>& barriers,
+                                       std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
   using L = Layout<Dk, Dv>;
+  const RangeArgs& args = call.range;
   const Geometry& p = args.geometry;
   const RowShape shape(p.group);
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32,
+            row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
   const float scale = positive_scale(args.scale);
-  const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
+  const std::uint32_t q = descriptor(queries + uniform(group) * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
   const auto give_back = [&](std::uint64_t* barrier) {
     if (lane == 0) arrive(shared_address(barrier));
+  };
+  const auto keys_before = [&](int position) {  // the first one that a query there does not see
+    return kSum ? position + 1 : visible_keys(p, args.window, position).last;
   };
   Place<kStages> place;
 
@@ -193,9 +241,8 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
     int last[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int query = (row + 8 * i) / shape.heads;
-      last[i] = (query < tile.queries ? visible_keys(p, args.window, tile.position + query).last : 0) - tile.first_key -
-                2 * (lane & 3);
+      const int query = RowShape::query_of(p, row + 8 * i);
+      last[i] = (query < tile.queries ? keys_before(tile.position + query) : 0) - tile.first_key - 2 * (lane & 3);
     }
     const auto mask = [&](float(&s)[kKeys / 2], int i_tile) {
       if (args.scale < 0) {
@@ -239,12 +286,12 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
       mask(s, i);
       softmax.update(s, scale);
       pack_rows<T, kKeys>(probabilities, s);
-      Place<kStages> before = place;  // of the values that go with `probabilities`
       place.advance();
 #pragma unroll 1
       for (++i; i < tile.end; ++i) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
         wait(shared_address(&barriers.value_full[before.stage]), before.parity);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
@@ -258,10 +305,10 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        before = place;
         place.advance();
       }
       give_back(&barriers.query_free[group]);
+      const Place<kStages> before = place.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.parity);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
@@ -274,23 +321,28 @@ __device__ __forceinline__ void attend(const RangeArgs& args, Barriers<kStages>&
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = row_sum(softmax.sum[i]);
-      const int query = (row + 8 * i) / shape.heads, head = tile.head + (row + 8 * i) % shape.heads;
+      const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
       const bool valid = query < tile.queries;
-      const bool any = visible_keys(p, args.window, tile.position + query).last > 0;
-      T* to = args.o.template at<T>(tile.batch, tile.row + query, head);
-      for_pieces<T, Dv>(o, i, any ? 1 / sum : 0, lane, [&](int column, const uint4& words) {
-        if (valid) *reinterpret_cast<uint4*>(to + column) = words;
-      });
+      const bool any = keys_before(tile.position + query) > 0;
+      const float inverse = any ? 1 / sum : 0;
+      if constexpr (kSum) {
+        combine_row<T, Dv>(call, o, i, inverse, valid, tile.batch, tile.row + query, head, lane);
+      } else {
+        T* to = args.o.template at<T>(tile.batch, tile.row + query, head);
+        store_row(to, o, i, inverse, valid, lane);
+      }
       if (valid && lane % 4 == 0)
         args.lse.at(tile.batch, tile.row + query, head) = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
     }
   }
 }
 
-template <class T, int Dk, int Dv>
+/// kSum: with the gated sum, else only call.range counts.
+template <class T, int Dk, int Dv, bool kSum>
 __global__ void __launch_bounds__(kThreads, 1)
-    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ RangeArgs args) {
+    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call) {
   using L = Layout<Dk, Dv>;
+  const RangeArgs& args = call.range;
   extern __shared__ __align__(1024) char memory[];
   __shared__ Barriers<L::kStages> barriers;
   if (stood_in_for(args.redo.flag)) return;
@@ -322,12 +374,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, Dk, Dv>(args, barriers, queries, keys, values, warp / 4);
+    attend<T, Dk, Dv, kSum>(call, barriers, queries, keys, values);
   } else {
     fewer_registers<kLoadRegisters>();
     if (threadIdx.x % 32 != 0) return;
     if (warp == kGroups * 4) load_keys<Dk, Dv>(args, maps, barriers, keys, values);
-    if (warp == kGroups * 4 + 1) load_queries<Dk>(args, maps, barriers, queries);
+    if (warp == kGroups * 4 + 1) load_queries<Dk, Dv, kSum>(args, maps, barriers, queries);
   }
 }
 
@@ -337,34 +389,48 @@ std::int64_t key_rows(const RangeArgs& args) {
   return args.window == 0 ? compressed_rows(g) : g.cu_q ? g.total_k : g.k_len;
 }
 
-}  // namespace
-
-template <>
-cudaError_t launch_range_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const RangeArgs& args, cudaStream_t stream) {
-  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+/// call.o.data null: without the sum.
+template <class T, int Dk, int Dv>
+cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
+  const RangeArgs& args = call.range;
   const Geometry& g = args.geometry;
   const RowShape shape(g.group);
-  const std::int64_t rows = query_rows(g), tiles = portable::tiles(rows, kGroups * shape.queries) * tensor_batches(g) +
-                                                   (g.cu_q ? g.batches : 0);
+  const std::int64_t rows = query_rows(g), keys = key_rows(args);
+  const int batches = tensor_batches(g);
   if (rows == 0 || g.batches == 0) return cudaSuccess;
   int device = 0, processors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  Maps maps;
-  if (error == cudaSuccess)
-    error = make_map(maps.q, args.q, Dk, g.heads, rows, tensor_batches(g), shape.heads, shape.queries);
+  Maps maps{};
+  const auto map_queries = [&](CUtensorMap& map, const Strided& t, int columns) {
+    if (error == cudaSuccess) error = make_map(map, t, columns, g.heads, rows, batches, shape.heads, shape.queries);
+  };
   // Without a key nothing is read through the maps of keys and values.
-  const bool any = key_rows(args) > 0;
-  if (error == cudaSuccess)
-    error =
-        make_map(maps.k, any ? args.k : args.q, Dk, any ? g.kv_heads : 1, key_rows(args), tensor_batches(g), 1, kKeys);
-  if (error == cudaSuccess)
-    error = make_map(maps.v, any ? args.v : args.q, any ? Dv : Dk, any ? g.kv_heads : 1, key_rows(args),
-                     tensor_batches(g), 1, kKeys);
+  const auto map_keys = [&](CUtensorMap& map, const Strided& t, int columns) {
+    if (error == cudaSuccess && keys > 0) error = make_map(map, t, columns, g.kv_heads, keys, batches, 1, kKeys);
+  };
+  map_queries(maps.q, args.q, Dk);
+  map_keys(maps.k, args.k, Dk);
+  map_keys(maps.v, args.v, Dv);
+  if (call.o.data) map_queries(maps.o_cmp, call.o_cmp, Dv);
+  if (call.o.data) map_queries(maps.o_slc, call.o_slc, Dv);
   if (error != cudaSuccess) return error;
+  const std::int64_t tiles = (rows / (kGroups * shape.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
-  return portable::launch(range_forward<NSA_ELEMENT, Dk, Dv>, blocks, kThreads, Layout<Dk, Dv>::kMemory, stream, maps,
-                          args);
+  return portable::launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks,
+                          kThreads, Layout<Dk, Dv>::kMemory, stream, maps, call);
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_range_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const RangeArgs& args, cudaStream_t stream) {
+  return run<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>({args, {}, {}, {}, {}}, stream);
+}
+template <>
+cudaError_t launch_window_combine<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const WindowCombineArgs& args,
+                                                                           cudaStream_t stream) {
+  return run<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(args, stream);
 }
 
 }  // namespace nsa::cuda::sm90
