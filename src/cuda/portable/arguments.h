@@ -84,8 +84,9 @@ struct SelectArgsOf {
 using SelectArgs = SelectArgsOf<Geometry, Strided>;
 
 struct CombineArgs {
-  Strided branch[3], gates, o;
-  int rows, heads, dim;  // rows of a batch
+  Strided branch[3], gates, o;  // o may be one of the branches
+  int rows, heads, dim;         // rows of a batch
+  Redo redo;
 };
 
 struct CombineBackwardArgs {

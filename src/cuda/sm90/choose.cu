@@ -8,8 +8,9 @@ namespace {
 
 template <class T, int Dk, int Dv>
 Kernels instances() {
-  return {launch_range_forward<T, Dk, Dv>, launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
-          launch_selected_d_q<T, Dk, Dv>,  launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>};
+  return {launch_range_forward<T, Dk, Dv>,     launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
+          launch_selected_d_q<T, Dk, Dv>,      launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>,
+          launch_compressed_select<T, Dk, Dv>, launch_window_combine<T, Dk, Dv>};
 }
 template <class T>
 Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
@@ -17,6 +18,15 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
   if (key_dim == 128 && value_dim == 128) return instances<T, 128, 128>();
   if (key_dim == 192 && value_dim == 128) return instances<T, 192, 128>();
   return {};
+}
+
+/// A warp has the sixteen heads of a query, and a lane four whole selection blocks; their importances stay in shared
+/// memory.
+bool selects(const Call& call) {
+  if (!call.selection || call.group != 16) return false;
+  const auto& [cfg, blocks, noise] = *call.selection;
+  return cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride && !noise &&
+         blocks <= CompressedSelectScratch::kBlocks;
 }
 
 }  // namespace
@@ -43,6 +53,7 @@ Kernels choose(const Call& call) {
   }
   // A query's rows are gathered as whole groups of eight: the copy engine's swizzle repeats after eight rows.
   if (call.group % 8 != 0) kernels.selected_d_kv = nullptr;
+  if (!selects(call)) kernels.compressed_select = nullptr;
   return kernels;
 }
 

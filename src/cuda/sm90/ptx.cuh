@@ -52,6 +52,15 @@ __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& ma
       "l"(&map), "r"(column), "r"(head), "r"(row), "r"(batch), "r"(barrier)
       : "memory");
 }
+/// The same through a map of make_spread_map. Coordinates: column, first row, head, batch.
+__device__ __forceinline__ void load_spread_box(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
+                                                int batch, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row / 8), "r"(row % 8), "r"(head), "r"(batch), "r"(barrier)
+      : "memory");
+}
 /// The same box into the second-level cache only.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column, int head, int row, int batch) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(head),
