@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "cuda/portable/launch.cuh"
+#include "cuda/portable/softmax.cuh"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/maps.h"
 #include "cuda/sm90/ptx.cuh"
@@ -56,12 +57,13 @@ struct SelectedControl {
   unsigned unused;
   // Then arrays of plan.entries:
   //   uint2 users[2]             bit q: query q of the tile uses the block
-  //   int block[2]
+  //   int block[2]               and, from bit kIdleShift on, how many warps do not use it
   //   int wanted                 what the lists say: block or -1; entry number = rank * queries + query
   //   unsigned first             (entries / 32) bit e: entry e is the first one of its block
   //   unsigned table             (2^table_bits) the first entry of a block, kNone: free
 
   static constexpr unsigned kNone = 0xffffffffu;
+  static constexpr int kIdleShift = 26, kBlockMask = (1 << kIdleShift) - 1;  // blocks have 32 keys at least
 
   __device__ uint2* users(const SelectedPlan& p, int buffer) {
     return reinterpret_cast<uint2*>(this + 1) + buffer * p.entries;
@@ -171,7 +173,7 @@ __device__ inline int place_of(SelectedControl& c, const SelectedPlan& p, unsign
 /// The union of a tile's lists into a buffer that wait_free() says is free. Entries of a list that do not count (-1,
 /// out of range, in the future) are left out here, and a duplicate meets its twin in the table. Minimum and union do
 /// not depend on the order in which threads come.
-template <class WaitFree>
+template <int kWarps, class WaitFree>
 __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, const Strided& indices,
                                    const SelectedTile& tile, int buffer, int thread, const WaitFree& wait_free) {
   const auto sync = [] { named_sync(1, kBuilders); };
@@ -219,6 +221,15 @@ __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, co
       atomicOr(users + query / 32, 1u << (query % 32));
     }
   sync();
+#pragma unroll 1
+  for (int i = thread; i < c.size[buffer]; i += kBuilders) {
+    const uint2 users = c.users(p, buffer)[i];
+    int idle = 0;
+#pragma unroll 1
+    for (int w = 0; w < kWarps; ++w) idle += users_of_warp(p, users, w) == 0;
+    c.block(p, buffer)[i] |= idle << SelectedControl::kIdleShift;
+  }
+  sync();
 }
 
 /// Rows that consumers will soon read from global memory, on their way into the second-level cache.
@@ -245,6 +256,13 @@ __device__ __forceinline__ unsigned published(const unsigned* count) {
   return x;
 }
 
+/// True in one thread of the warp, which ptxas then knows to be alone: it need not ask who else has a copy to issue.
+__device__ __forceinline__ bool elected() {
+  std::uint32_t mine;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(mine));
+  return mine != 0;
+}
+
 /// Fills slots in turn. One thread.
 template <int kKeys, int kSlotBytes>
 struct SelectedCopier {
@@ -266,7 +284,7 @@ struct SelectedCopier {
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)
       load_box(ring + slot * kSlotBytes + panel * (kKeys * 128), map, panel * 64, head, row, batch, full);
-    publish(&control.issued, ++position);
+    ++position;
     if (++slot == slots) slot = 0, parity ^= 1;
   }
 };
@@ -293,41 +311,30 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
     const int builder = thread - 32;
     for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
       prefetch(tile, builder);
-      build_union(c, p, indices, tile, buffer, builder, [&] {
+      build_union<kWarps>(c, p, indices, tile, buffer, builder, [&] {
         while (!test(shared_address(&c.free[buffer]), parity ^ 1)) __nanosleep(500);
       });
       if (builder == 0) arrive(shared_address(&c.ready[buffer]));
     });
     return;
   }
+  if (!elected()) return;
   SelectedCopier<kKeys, kSlotBytes> copier{c, ring, p.slots};
   for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
     wait(shared_address(&c.ready[buffer]), parity);
     const int size = c.size[buffer];
 #pragma unroll 1
-    for (int first = 0; first < size; first += 32) {
-      int block = 0, idle = 0;
-      if (first + thread < size) {
-        block = c.block(p, buffer)[first + thread];
-        const uint2 users = c.users(p, buffer)[first + thread];
+    for (int i = 0; i < size; ++i) {
+      const int entry = c.block(p, buffer)[i], idle = entry >> SelectedControl::kIdleShift;
+      int row = tile.seq.k_begin + (entry & SelectedControl::kBlockMask) * p.block_size;
 #pragma unroll 1
-        for (int w = 0; w < kWarps; ++w) idle += users_of_warp(p, users, w) == 0;
+      for (int unit = 0; unit < p.units; ++unit, row += kKeys) {
+        copier.template fill<Dk>(k_map, tile.kv_head, row, tile.seq.batch, idle);
+        copier.template fill<Dv>(v_map, tile.kv_head, row, tile.seq.batch, idle);
       }
-#pragma unroll 1
-      for (int i = 0; i < min(size - first, 32); ++i) {
-        const int skipped = __shfl_sync(0xffffffffu, idle, i);
-        int row = tile.seq.k_begin + __shfl_sync(0xffffffffu, block, i) * p.block_size;
-        if (thread == 0) {
-#pragma unroll 1
-          for (int unit = 0; unit < p.units; ++unit, row += kKeys) {
-            copier.template fill<Dk>(k_map, tile.kv_head, row, tile.seq.batch, skipped);
-            copier.template fill<Dv>(v_map, tile.kv_head, row, tile.seq.batch, skipped);
-          }
-        }
-        __syncwarp();
-      }
+      if (i % 32 == 31 || i + 1 == size) publish(&c.issued, copier.position);
     }
-    if (thread == 0) arrive(shared_address(&c.free[buffer]));
+    arrive(shared_address(&c.free[buffer]));
   });
 }
 
@@ -382,7 +389,7 @@ __device__ __forceinline__ void for_blocks(SelectedReader<kSlotBytes>& reader, i
 #pragma unroll 1
     for (unsigned rest = __ballot_sync(0xffffffffu, mine != 0); rest; rest &= rest - 1) {
       const int i = __ffs(static_cast<int>(rest)) - 1;
-      body(c.block(p, buffer)[first + i], __shfl_sync(0xffffffffu, mine, i),
+      body(c.block(p, buffer)[first + i] & SelectedControl::kBlockMask, __shfl_sync(0xffffffffu, mine, i),
            reader.base + 2 * p.units * static_cast<unsigned>(first + i));
     }
   }
@@ -452,6 +459,45 @@ __device__ __forceinline__ void pack_keys(std::uint32_t (&p)[N / 2][4], const fl
   for (int k = 0; k < N / 2; ++k) operand_a<T>(p[k], s, k);
 }
 
+/// A operands that a warp keeps in shared memory, each lane its own.
+template <class T, int D>
+class SharedFragments {
+ public:
+  __device__ SharedFragments(std::uint32_t memory, int lane, const portable::RowFragments<T, D>& rows)
+      : mine_(memory + lane * 16) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      std::uint32_t a[4];
+      rows(a, k);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine_ + k * 512), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                   "r"(a[3]));
+    }
+  }
+  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(mine_ + k * 512));
+  }
+
+ private:
+  std::uint32_t mine_;
+};
+
+/// Bytes of shared memory for them, of `warps` warps.
+template <int D>
+constexpr int shared_fragments(int warps) {
+  return warps * 16 * D * 2;
+}
+template <bool kShared, class T, int D>
+__device__ __forceinline__ auto keep_fragments(const portable::RowFragments<T, D>& rows, std::uint32_t memory, int warp,
+                                               int lane) {
+  if constexpr (kShared) {
+    return SharedFragments<T, D>(memory + warp * shared_fragments<D>(1), lane, rows);
+  } else {
+    return rows;
+  }
+}
+
 /// What the two rows of a lane see.
 class SelectedLimits {
  public:
@@ -487,7 +533,7 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
 /// Registers of consumers and producers.
 template <int kWarps>
 struct SelectedBudget {
-  static constexpr int kConsumer = kWarps == 12 ? 152 : 224, kProducer = 56;
+  static constexpr int kConsumer = kWarps == 12 ? 160 : 224, kProducer = kWarps == 12 ? 32 : 56;
 };
 
 /// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
