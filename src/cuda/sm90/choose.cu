@@ -46,7 +46,7 @@ Kernels choose(const Call& call) {
   if (call.dtype == DType::kBFloat16) kernels = instances<Bf16>(call.key_dim, call.value_dim);
   if (call.dtype == DType::kFloat16) kernels = instances<Half>(call.key_dim, call.value_dim);
   const bool blocks = call.block_size == 32 || call.block_size == 64 || call.block_size == 128;
-  if (!blocks || call.topk > 64) {
+  if (!blocks || call.topk < 1 || call.topk > 64) {
     kernels.selected_forward = nullptr;
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;

@@ -21,317 +21,11 @@
 //   a slot is free exactly when its users are done with it. They run fence_async before they say so: see ptx.cuh.
 #pragma once
 
-#include <algorithm>
-
-#include "cuda/portable/launch.cuh"
-#include "cuda/sm90/kernels.h"
+#include "cuda/portable/softmax.cuh"
 #include "cuda/sm90/maps.h"
-#include "cuda/sm90/ptx.cuh"
+#include "cuda/sm90/selected_producers.cuh"
 
 namespace nsa::cuda::sm90 {
-
-inline constexpr int kBuilders = 96, kProducers = 128;  // threads
-inline constexpr int kFullBarriers = 512, kMostSlots = 32;
-inline constexpr int kMostEntries = 1024;         // of the lists of a tile, unless sixteen rows are one query
-inline constexpr int kSharedMemory = 227 * 1024;  // of a thread block
-
-/// How a call is cut into tiles, and how shared memory is.
-struct SelectedPlan {
-  int block_size, topk, units;  // keys of a block; entries of a list; key tiles of a block
-  int heads, slices;            // heads of a query in sixteen rows; such slices of a group
-  int together, queries;        // queries of a warp, of a tile
-  int tiles, total;             // per sequence and slice, an upper bound; in all
-  int entries;                  // of the lists of a tile, rounded up to 32
-  int table_bits;               // of the builders' hash table: 2^table_bits slots, half of them empty at least
-  int slots;                    // of the ring
-  int memory;                   // bytes of shared memory
-  Divider by_heads, by_queries, by_slots;
-};
-
-/// In shared memory behind the ring.
-struct SelectedControl {
-  std::uint64_t full[kFullBarriers], empty[kMostSlots], ready[2], free[2];
-  int size[2];  // blocks of a union
-  unsigned issued;
-  unsigned unused;
-  // Then arrays of plan.entries:
-  //   uint2 users[2]             bit q: query q of the tile uses the block
-  //   int block[2]
-  //   int wanted                 what the lists say: block or -1; entry number = rank * queries + query
-  //   unsigned first             (entries / 32) bit e: entry e is the first one of its block
-  //   unsigned table             (2^table_bits) the first entry of a block, kNone: free
-
-  static constexpr unsigned kNone = 0xffffffffu;
-
-  __device__ uint2* users(const SelectedPlan& p, int buffer) {
-    return reinterpret_cast<uint2*>(this + 1) + buffer * p.entries;
-  }
-  __device__ int* block(const SelectedPlan& p, int buffer) {
-    return reinterpret_cast<int*>(users(p, 2)) + buffer * p.entries;
-  }
-  __device__ int* wanted(const SelectedPlan& p) { return block(p, 2); }
-  __device__ unsigned* first(const SelectedPlan& p) { return reinterpret_cast<unsigned*>(block(p, 3)); }
-  __device__ unsigned* table(const SelectedPlan& p) { return first(p) + p.entries / 32; }
-
-  static int bytes(const SelectedPlan& p) {
-    return static_cast<int>(sizeof(SelectedControl)) + p.entries * (2 * 8 + 3 * 4) + p.entries / 8 +
-           (4 << p.table_bits);
-  }
-};
-
-/// more_bytes: of shared memory that the kernel needs for itself, a multiple of 16.
-template <int kWarps>
-SelectedPlan selected_plan(const Geometry& g, int topk, int block_size, int tile_keys, int slot_bytes,
-                           int more_bytes = 0) {
-  SelectedPlan p{};
-  p.block_size = block_size;
-  p.topk = topk;
-  p.units = block_size / tile_keys;
-  p.heads = std::min(g.group, 16);
-  p.slices = g.group / p.heads;
-  p.together = std::clamp(kMostEntries / (kWarps * std::max(topk, 1)), 1, std::min(16 / p.heads, 64 / kWarps));
-  p.queries = kWarps * p.together;
-  p.tiles = static_cast<int>(portable::tiles(g.q_len, p.queries));
-  p.total = p.tiles * g.kv_heads * p.slices * g.batches;
-  p.entries = static_cast<int>(portable::tiles(p.queries * topk, 32)) * 32;
-  while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
-  p.slots = std::min((kSharedMemory - more_bytes - SelectedControl::bytes(p)) / slot_bytes, kMostSlots);
-  p.memory = p.slots * slot_bytes + more_bytes + SelectedControl::bytes(p);
-  p.by_heads = Divider(p.heads);
-  p.by_queries = Divider(p.queries);
-  p.by_slots = Divider(p.slots);
-  return p;
-}
-
-/// A tile: queries first_query ... of a sequence, heads first_head ... of a group. The tiles of one head follow each
-/// other, so that its keys and values stay in the second-level cache.
-struct SelectedTile {
-  DeviceSequence seq;
-  int kv_head, first_head, first_query;
-
-  __device__ SelectedTile(const SelectedPlan& p, const Geometry& g, int index) {
-    int rest = index / p.tiles;
-    first_query = (index - rest * p.tiles) * p.queries;
-    const int lines = g.kv_heads * p.slices, line = rest % lines;
-    seq = sequence_of(g, rest / lines);
-    kv_head = line / p.slices;
-    first_head = (line - kv_head * p.slices) * p.heads;
-  }
-  __device__ bool empty() const { return first_query >= seq.q_len; }
-};
-
-/// For values that cost less to compute again than registers to keep.
-__device__ __forceinline__ int again(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-/// Row 0 ... 15 of a warp's share of a tile.
-struct SelectedRow {
-  int part;   // which of the warp's queries
-  int query;  // of the sequence
-  int head;   // of all
-  bool valid;
-
-  __device__ SelectedRow(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
-    part = p.by_heads.quotient(row);
-    query = tile.first_query + warp * p.together + part;
-    head = tile.kv_head * g.group + tile.first_head + row - part * p.heads;
-    valid = part < p.together && query < tile.seq.q_len;
-  }
-};
-
-/// The queries of warp `warp` among the users of a block.
-__device__ __forceinline__ unsigned users_of_warp(const SelectedPlan& p, uint2 users, int warp) {
-  const std::uint64_t all = static_cast<std::uint64_t>(users.y) << 32 | users.x;
-  return static_cast<unsigned>(all >> (warp * p.together)) & ((1u << p.together) - 1);
-}
-
-// The builders.
-
-/// Where the hash table holds `block`, or would hold it.
-__device__ inline unsigned* find_block(SelectedControl& c, const SelectedPlan& p, int block, unsigned entry) {
-  unsigned* table = c.table(p);
-  const int* wanted = c.wanted(p);
-  unsigned at = static_cast<unsigned>(block) * 2654435761u >> (32 - p.table_bits);
-  for (;; at = (at + 1) & ((1u << p.table_bits) - 1)) {
-    const unsigned found = atomicCAS(&table[at], SelectedControl::kNone, entry);
-    if (found == SelectedControl::kNone || wanted[found] == block) return &table[at];
-  }
-}
-
-/// Which place in the union the block whose first entry is `entry` has.
-__device__ inline int place_of(SelectedControl& c, const SelectedPlan& p, unsigned entry) {
-  const unsigned* first = c.first(p);
-  int place = __popc(first[entry / 32] & ((1u << (entry % 32)) - 1));
-  for (unsigned i = 0; i < entry / 32; ++i) place += __popc(first[i]);
-  return place;
-}
-
-/// The union of a tile's lists into a buffer that wait_free() says is free. Entries of a list that do not count (-1,
-/// out of range, in the future) are left out here, and a duplicate meets its twin in the table. Minimum and union do
-/// not depend on the order in which threads come.
-template <class WaitFree>
-__device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, const Strided& indices,
-                                   const SelectedTile& tile, int buffer, int thread, const WaitFree& wait_free) {
-  const auto sync = [] { named_sync(1, kBuilders); };
-  int* wanted = c.wanted(p);
-  unsigned* table = c.table(p);
-#pragma unroll 1
-  for (int i = thread; i < 1 << p.table_bits; i += kBuilders) table[i] = SelectedControl::kNone;
-#pragma unroll 1
-  for (int e = thread; e < p.entries; e += kBuilders) {
-    const int rank = p.by_queries.quotient(e), query = tile.first_query + e - rank * p.queries;
-    int block = -1;
-    if (rank < p.topk && query < tile.seq.q_len) {
-      block = indices.at<int>(tile.seq.batch, tile.seq.q_begin + query, tile.kv_head)[rank];
-      if (static_cast<std::int64_t>(block) * p.block_size > tile.seq.position(query)) block = -1;
-    }
-    wanted[e] = block;
-  }
-  sync();
-#pragma unroll 1
-  for (int e = thread; e < p.entries; e += kBuilders)
-    if (wanted[e] >= 0) atomicMin(find_block(c, p, wanted[e], e), e);
-  sync();
-#pragma unroll 1
-  for (int e = thread; e < p.entries; e += kBuilders) {  // whole warps: entries are a multiple of 32
-    const unsigned first =
-        __ballot_sync(0xffffffffu, wanted[e] >= 0 && *find_block(c, p, wanted[e], e) == static_cast<unsigned>(e));
-    if (thread % 32 == 0) c.first(p)[e / 32] = first;
-  }
-  wait_free();
-  sync();
-#pragma unroll 1
-  for (int e = thread; e < p.entries; e += kBuilders)
-    if (c.first(p)[e / 32] >> (e % 32) & 1) {
-      const int place = place_of(c, p, e);
-      c.block(p, buffer)[place] = wanted[e];
-      c.users(p, buffer)[place] = make_uint2(0, 0);
-    }
-  if (thread == 0) c.size[buffer] = place_of(c, p, p.entries - 1) + (c.first(p)[p.entries / 32 - 1] >> 31);
-  sync();
-#pragma unroll 1
-  for (int e = thread; e < p.entries; e += kBuilders)
-    if (wanted[e] >= 0) {
-      const int query = e - p.by_queries.quotient(e) * p.queries;
-      unsigned* users = &c.users(p, buffer)[place_of(c, p, *find_block(c, p, wanted[e], e))].x;
-      atomicOr(users + query / 32, 1u << (query % 32));
-    }
-  sync();
-}
-
-/// Rows that consumers will soon read from global memory, on their way into the second-level cache.
-template <class T, int D>
-__device__ inline void prefetch_rows(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile,
-                                     const Strided& t, int warps, int thread) {
-#pragma unroll 1
-  for (int r = thread; r < warps * 16; r += kBuilders) {
-    const SelectedRow row(p, g, tile, r / 16, r % 16);
-    if (!row.valid) continue;
-    const T* from = t.at<T>(tile.seq.batch, tile.seq.q_begin + row.query, row.head);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(D * 2) : "memory");
-  }
-}
-
-// The copier.
-
-__device__ __forceinline__ void publish(unsigned* count, unsigned x) {
-  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(count)), "r"(x) : "memory");
-}
-__device__ __forceinline__ unsigned published(const unsigned* count) {
-  unsigned x;
-  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(count)) : "memory");
-  return x;
-}
-
-/// Fills slots in turn. One thread.
-template <int kKeys, int kSlotBytes>
-struct SelectedCopier {
-  SelectedControl& control;
-  std::uint32_t ring;
-  int slots;
-  int slot = 0;
-  std::uint32_t parity = 1;  // of the slot's `empty` phase before this fill: a fresh barrier lets it pass
-  unsigned position = 0;
-
-  /// kKeys rows from `row` on of a head into the next slot; `idle` warps do not want them.
-  template <int D>
-  __device__ __forceinline__ void fill(const CUtensorMap& map, int head, int row, int batch, int idle) {
-    const std::uint32_t empty = shared_address(&control.empty[slot]);
-    const std::uint32_t full = shared_address(&control.full[position % kFullBarriers]);
-    wait(empty, parity);
-    if (idle) arrive(empty, idle);
-    arrive_expecting(full, kKeys * D * 2);
-#pragma unroll
-    for (int panel = 0; panel < D / 64; ++panel)
-      load_box(ring + slot * kSlotBytes + panel * (kKeys * 128), map, panel * 64, head, row, batch, full);
-    publish(&control.issued, ++position);
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-};
-
-/// Walks the tiles of this thread block: body(tile, its number, buffer, parity of its `ready` phase).
-template <class Body>
-__device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry& g, const Body& body) {
-  unsigned turn = 0;
-#pragma unroll 1
-  for (int index = blockIdx.x; index < p.total; index += gridDim.x) {
-    const SelectedTile tile(p, g, index);
-    if (tile.empty()) continue;
-    body(tile, index, static_cast<int>(turn & 1), turn >> 1 & 1);
-    ++turn;
-  }
-}
-
-/// The four producer warps. prefetch(tile, thread): called by the builders.
-template <int Dk, int Dv, int kKeys, int kSlotBytes, int kWarps, class Prefetch>
-__device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, const SelectedPlan& p,
-                                        const Geometry& g, const Strided& indices, const CUtensorMap& k_map,
-                                        const CUtensorMap& v_map, int thread, const Prefetch& prefetch) {
-  if (thread >= 32) {
-    const int builder = thread - 32;
-    for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
-      prefetch(tile, builder);
-      build_union(c, p, indices, tile, buffer, builder, [&] {
-        while (!test(shared_address(&c.free[buffer]), parity ^ 1)) __nanosleep(500);
-      });
-      if (builder == 0) arrive(shared_address(&c.ready[buffer]));
-    });
-    return;
-  }
-  SelectedCopier<kKeys, kSlotBytes> copier{c, ring, p.slots};
-  for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
-    wait(shared_address(&c.ready[buffer]), parity);
-    const int size = c.size[buffer];
-#pragma unroll 1
-    for (int first = 0; first < size; first += 32) {
-      int block = 0, idle = 0;
-      if (first + thread < size) {
-        block = c.block(p, buffer)[first + thread];
-        const uint2 users = c.users(p, buffer)[first + thread];
-#pragma unroll 1
-        for (int w = 0; w < kWarps; ++w) idle += users_of_warp(p, users, w) == 0;
-      }
-#pragma unroll 1
-      for (int i = 0; i < min(size - first, 32); ++i) {
-        const int skipped = __shfl_sync(0xffffffffu, idle, i);
-        int row = tile.seq.k_begin + __shfl_sync(0xffffffffu, block, i) * p.block_size;
-        if (thread == 0) {
-#pragma unroll 1
-          for (int unit = 0; unit < p.units; ++unit, row += kKeys) {
-            copier.template fill<Dk>(k_map, tile.kv_head, row, tile.seq.batch, skipped);
-            copier.template fill<Dv>(v_map, tile.kv_head, row, tile.seq.batch, skipped);
-          }
-        }
-        __syncwarp();
-      }
-    }
-    if (thread == 0) arrive(shared_address(&c.free[buffer]));
-  });
-}
-
-// The consumers.
 
 /// A fill that this warp uses: wait, read, release.
 struct SelectedSlot {
@@ -382,26 +76,13 @@ __device__ __forceinline__ void for_blocks(SelectedReader<kSlotBytes>& reader, i
 #pragma unroll 1
     for (unsigned rest = __ballot_sync(0xffffffffu, mine != 0); rest; rest &= rest - 1) {
       const int i = __ffs(static_cast<int>(rest)) - 1;
-      body(c.block(p, buffer)[first + i], __shfl_sync(0xffffffffu, mine, i),
+      body(c.block(p, buffer)[first + i] & SelectedControl::kBlockMask, __shfl_sync(0xffffffffu, mine, i),
            reader.base + 2 * p.units * static_cast<unsigned>(first + i));
     }
   }
   __syncwarp();
   if (lane == 0) arrive(shared_address(&c.free[buffer]));
   reader.base += 2 * p.units * static_cast<unsigned>(size);
-}
-
-template <int kWarps>
-__device__ inline void init_control(SelectedControl& c, int threads) {
-  for (int i = threadIdx.x; i < kFullBarriers; i += threads) barrier_init(shared_address(&c.full[i]), 1);
-  if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
-  if (threadIdx.x < 2) {
-    barrier_init(shared_address(&c.ready[threadIdx.x]), 1);
-    barrier_init(shared_address(&c.free[threadIdx.x]), kWarps + 1);
-  }
-  if (threadIdx.x == 0) c.issued = 0;
-  barriers_ready();
-  __syncthreads();
 }
 
 // Products of a warp with tiles as the copy engine leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
@@ -452,6 +133,45 @@ __device__ __forceinline__ void pack_keys(std::uint32_t (&p)[N / 2][4], const fl
   for (int k = 0; k < N / 2; ++k) operand_a<T>(p[k], s, k);
 }
 
+/// A operands that a warp keeps in shared memory, each lane its own.
+template <class T, int D>
+class SharedFragments {
+ public:
+  __device__ SharedFragments(std::uint32_t memory, int lane, const portable::RowFragments<T, D>& rows)
+      : mine_(memory + lane * 16) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      std::uint32_t a[4];
+      rows(a, k);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine_ + k * 512), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                   "r"(a[3]));
+    }
+  }
+  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(mine_ + k * 512));
+  }
+
+ private:
+  std::uint32_t mine_;
+};
+
+/// Bytes of shared memory for them, of `warps` warps.
+template <int D>
+constexpr int shared_fragments(int warps) {
+  return warps * 16 * D * 2;
+}
+template <bool kShared, class T, int D>
+__device__ __forceinline__ auto keep_fragments(const portable::RowFragments<T, D>& rows, std::uint32_t memory, int warp,
+                                               int lane) {
+  if constexpr (kShared) {
+    return SharedFragments<T, D>(memory + warp * shared_fragments<D>(1), lane, rows);
+  } else {
+    return rows;
+  }
+}
+
 /// What the two rows of a lane see.
 class SelectedLimits {
  public:
@@ -483,12 +203,6 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
     for (int i = 0; i < 4; ++i)
       if (n * 8 + 2 * (lane & 3) + i % 2 > limit[i / 2]) hide(n, i);
 }
-
-/// Registers of consumers and producers.
-template <int kWarps>
-struct SelectedBudget {
-  static constexpr int kConsumer = kWarps == 12 ? 152 : 224, kProducer = 56;
-};
 
 /// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
 template <class Args>

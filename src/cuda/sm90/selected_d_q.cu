@@ -18,33 +18,10 @@ struct Shape {
   // Fragments and sums of sixteen rows take the registers of two warps per scheduler.
   static constexpr int kWarps = Dk > 64 ? 8 : 12, kThreads = kWarps * 32 + kProducers;
   static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2;
-  static constexpr int kStep = Dk == 128 ? kKeys : 32;  // keys whose S and dP exist at a time
+  static constexpr int kStep = 32;  // keys whose S and dP exist at a time
   // The fragments of dO are kept in shared memory instead where registers do not suffice.
-  static constexpr int kKeptBytes = Dk > 128 ? kWarps * 16 * Dv * 2 : 0;
-};
-
-/// A operands that a warp keeps in shared memory, each lane its own.
-template <class T, int D>
-class SharedFragments {
- public:
-  __device__ SharedFragments(std::uint32_t memory, int lane, const RowFragments<T, D>& rows)
-      : mine_(memory + lane * 16) {
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      std::uint32_t a[4];
-      rows(a, k);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine_ + k * 512), "r"(a[0]), "r"(a[1]), "r"(a[2]),
-                   "r"(a[3]));
-    }
-  }
-  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(mine_ + k * 512));
-  }
-
- private:
-  std::uint32_t mine_;
+  static constexpr bool kSharedDo = Dk > 128;
+  static constexpr int kKeptBytes = kSharedDo ? shared_fragments<Dv>(kWarps) : 0;
 };
 
 template <class T, int Dk, int Dv, int kKeys>
@@ -89,14 +66,8 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     }
     const int batch = tile.seq.batch;
     const RowFragments<T, Dk> q(mine.at<T>(args.q, batch, 0), mine.at<T>(args.q, batch, 1), lane);
-    const auto d_o = [&] {
-      const RowFragments<T, Dv> rows(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane);
-      if constexpr (S::kKeptBytes > 0) {
-        return SharedFragments<T, Dv>(kept + warp * (S::kKeptBytes / S::kWarps), lane, rows);
-      } else {
-        return rows;
-      }
-    }();
+    const auto d_o = keep_fragments<S::kSharedDo>(
+        RowFragments<T, Dv>(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane), kept, warp, lane);
     float acc[Dk / 8][4] = {};
     for_blocks(reader, buffer, parity, warp, lane, [&](int block, unsigned users, unsigned position) {
 #pragma unroll 1
