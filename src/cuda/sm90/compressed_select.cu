@@ -199,8 +199,8 @@ __device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& a
 
 /// A computing warpgroup.
 template <class T, int D>
-__device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barriers& barriers, std::uint32_t queries,
-                                       std::uint32_t keys, std::uint32_t values, int group) {
+__device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride, Barriers& barriers,
+                                       std::uint32_t queries, std::uint32_t keys, std::uint32_t values, int group) {
   using L = Layout<D>;
   const Geometry& p = args.range.geometry;
   const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: query of the tile
@@ -211,13 +211,20 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
     if (lane == 0) arrive(shared_address(barrier));
   };
   Place<kStages> place;
+#ifdef STAGGER
+  {
+    const long long t0 = clock64();
+    while (clock64() - t0 < group * STAGGER) {
+    }
+  }
+#endif
   Place<kBuffers> buffer;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
     wait(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
-    const int visible = own % 4 < tile.queries ? num_compressed(p, tile.position + own % 4 + 1) : 0;
+    const int visible = own % 4 < tile.queries ? num_compressed(p, by_stride, tile.position + own % 4 + 1) : 0;
     char* scratch = reinterpret_cast<char*>(scratch_of(args, buffer.stage, own)) + lane * 16;
     const auto mask = [&](float(&s)[kKeys / 2], int tile) {
       if (args.range.scale < 0) {
@@ -259,12 +266,12 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
       give_back(&barriers.key_free[place.stage]);
       update(s, 0);
       pack_rows<T, kKeys>(probabilities, s);
-      Place<kStages> before = place;  // of the values that go with `probabilities`
       place.advance();
 #pragma unroll 1
       for (int i = 1; i < end; ++i) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
+        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
         wait(shared_address(&barriers.value_full[before.stage]), before.parity);
         outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
         products_wait<1>();
@@ -277,10 +284,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
           for (int n = 0; n < D / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        before = place;
         place.advance();
       }
       give_back(&barriers.query_free[group]);
+      const Place<kStages> before = place.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.parity);
       outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
       products_wait<0>();
@@ -300,8 +307,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = 0.5f * row_sum(softmax.twice_sum[i] + ((lane & 3) == 3 ? softmax.last[i] : 0));
-      const bool any = num_compressed(p, tile.position + own % 4 + 1) > 0;
-      inverse[i] = any ? 1 / sum : 0;
+      const bool any = num_compressed(p, by_stride, tile.position + own % 4 + 1) > 0;
+      inverse[i] = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
     }
     if ((lane & 3) == 0)
@@ -472,7 +479,8 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
 
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 1)
-    compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args) {
+    compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
+                      const __grid_constant__ Divider by_stride) {
   using L = Layout<D>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ Barriers barriers;
@@ -502,7 +510,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, D>(args, barriers, queries, keys, values, warp / 4);
+    attend<T, D>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     fewer_registers<kHelperRegisters>();
     const int helper = warp - kGroups * 4;
@@ -547,7 +555,8 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return portable::launch(compressed_select<NSA_ELEMENT, D>, std::min(scratch.thread_blocks, processors), kThreads,
-                          Layout<D>::memory(selection_blocks(g, args.block_size)), stream, maps, args);
+                          Layout<D>::memory(selection_blocks(g, args.block_size)), stream, maps, args,
+                          Divider(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90

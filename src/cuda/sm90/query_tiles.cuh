@@ -75,6 +75,11 @@ __device__ __forceinline__ KeyTiles key_tiles(const Geometry& p, int window, con
   return {first, (last - first + kKeys - 1) / kKeys};
 }
 
+/// num_compressed(p, length) by a multiplication.
+__device__ __forceinline__ int num_compressed(const Geometry& p, const Divider& by_stride, int length) {
+  return length < p.kernel_size ? 0 : by_stride.quotient(length - p.kernel_size) + 1;
+}
+
 /// A warpgroup's share of a tile of queries. The warp that loads queries works it out and leaves it in shared memory,
 /// where the computing threads read it anew whenever they need it: they have no registers for it.
 struct GroupTile {

@@ -214,8 +214,9 @@ __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const
 
 /// A computing warpgroup.
 template <class T, int Dk, int Dv, bool kSum, int kStages>
-__device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<kStages>& barriers,
-                                       std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
+__device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divider& by_stride,
+                                       Barriers<kStages>& barriers, std::uint32_t queries, std::uint32_t keys,
+                                       std::uint32_t values) {
   using L = Layout<Dk, Dv>;
   const RangeArgs& args = call.range;
   const Geometry& p = args.geometry;
@@ -229,8 +230,15 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
     if (lane == 0) arrive(shared_address(barrier));
   };
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
-    return kSum ? position + 1 : visible_keys(p, args.window, position).last;
+    return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
+#ifdef STAGGER
+  {
+    const long long t0 = clock64();
+    while (clock64() - t0 < group * STAGGER) {
+    }
+  }
+#endif
   Place<kStages> place;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
@@ -324,7 +332,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
       const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
       const bool valid = query < tile.queries;
       const bool any = keys_before(tile.position + query) > 0;
-      const float inverse = any ? 1 / sum : 0;
+      const float inverse = any ? __fdividef(1, sum) : 0;
       if constexpr (kSum) {
         combine_row<T, Dv>(call, o, i, inverse, valid, tile.batch, tile.row + query, head, lane);
       } else {
@@ -340,7 +348,8 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
 /// kSum: with the gated sum, else only call.range counts.
 template <class T, int Dk, int Dv, bool kSum>
 __global__ void __launch_bounds__(kThreads, 1)
-    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call) {
+    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call,
+                  const __grid_constant__ Divider by_stride) {
   using L = Layout<Dk, Dv>;
   const RangeArgs& args = call.range;
   extern __shared__ __align__(1024) char memory[];
@@ -374,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, Dk, Dv, kSum>(call, barriers, queries, keys, values);
+    attend<T, Dk, Dv, kSum>(call, by_stride, barriers, queries, keys, values);
   } else {
     fewer_registers<kLoadRegisters>();
     if (threadIdx.x % 32 != 0) return;
@@ -418,7 +427,7 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   const std::int64_t tiles = (rows / (kGroups * shape.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
   return portable::launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks,
-                          kThreads, Layout<Dk, Dv>::kMemory, stream, maps, call);
+                          kThreads, Layout<Dk, Dv>::kMemory, stream, maps, call, Divider(g.kernel_stride));
 }
 
 }  // namespace
