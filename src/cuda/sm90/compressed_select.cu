@@ -224,23 +224,25 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     const volatile GroupTile& tile = barriers.tiles[group][parity];
     wait(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
-    const int visible = own % 4 < tile.queries ? num_compressed(p, by_stride, tile.position + own % 4 + 1) : 0;
+    int visible = num_compressed(p, by_stride, tile.position + own % 4 + 1);  // keys from the next tile on
     char* scratch = reinterpret_cast<char*>(scratch_of(args, buffer.stage, own)) + lane * 16;
-    const auto mask = [&](float(&s)[kKeys / 2], int tile) {
+    const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.range.scale < 0) {
 #pragma unroll
         for (float& x : s) x = -x;
       }
-      if ((tile + 1) * kKeys <= visible) return;
-      const int seen = visible - tile * kKeys - 16 * (lane & 3);
+      if (visible < kKeys) {
+        const int seen = visible - 16 * (lane & 3);
 #pragma unroll
-      for (int key = 0; key < 16; ++key)
-        if (key >= seen) s[ScoringSoftmax::at(0, key)] = s[ScoringSoftmax::at(1, key)] = -INFINITY;
+        for (int key = 0; key < 16; ++key)
+          if (key >= seen) s[ScoringSoftmax::at(0, key)] = s[ScoringSoftmax::at(1, key)] = -INFINITY;
+      }
+      visible -= kKeys;
     };
     ScoringSoftmax softmax;
-    const auto update = [&](float(&s)[kKeys / 2], int tile) {
+    const auto update = [&](float(&s)[kKeys / 2]) {
       float sums[2][4];
-      mask(s, tile);
+      mask(s);
       const bool grown = softmax.update(s, scale, sums, lane);
       *reinterpret_cast<uint4*>(scratch) =
           make_uint4(pack(Half{}, sums[0][0], sums[1][0]), pack(Half{}, sums[0][1], sums[1][1]),
@@ -256,19 +258,19 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 #pragma unroll
     for (float& x : o) x = 0;
     wait(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
-    const int end = tile.end;
-    if (end > 0) {
+    int left = tile.end;
+    if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
       products_wait<0>();
       give_back(&barriers.key_free[place.stage]);
-      update(s, 0);
+      update(s);
       pack_rows<T, kKeys>(probabilities, s);
       place.advance();
 #pragma unroll 1
-      for (int i = 1; i < end; ++i) {
+      while (--left > 0) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
         const Place<kStages> before = place.before();  // of the values that go with `probabilities`
@@ -276,7 +278,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
         products_wait<1>();
         give_back(&barriers.key_free[place.stage]);
-        const bool grown = update(s, i);
+        const bool grown = update(s);
         products_wait<0>();
         give_back(&barriers.value_free[before.stage]);
         if (grown) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     } else {
       give_back(&barriers.query_free[group]);
     }
-    for (int i = end; i < tile.key_tiles; ++i) {
+    for (int i = tile.end; i < tile.key_tiles; ++i) {
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       give_back(&barriers.key_free[place.stage]);
       wait(shared_address(&barriers.value_full[place.stage]), place.parity);

@@ -233,7 +233,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
 #ifdef STAGGER
-  {
+  if (!kSum) {
     const long long t0 = clock64();
     while (clock64() - t0 < group * STAGGER) {
     }
@@ -245,28 +245,34 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     const volatile GroupTile& tile = barriers.tiles[group][parity];
     wait(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
-    // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of tile 0.
+    // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
+    // tile. Rows without use take those of the last query.
     int last[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int query = RowShape::query_of(p, row + 8 * i);
-      last[i] = (query < tile.queries ? keys_before(tile.position + query) : 0) - tile.first_key - 2 * (lane & 3);
+      const int query = min(RowShape::query_of(p, row + 8 * i), tile.queries - 1);
+      last[i] = keys_before(tile.position + query) - tile.first_key - tile.begin * kKeys - 2 * (lane & 3);
     }
-    const auto mask = [&](float(&s)[kKeys / 2], int i_tile) {
+    const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.scale < 0) {
 #pragma unroll
         for (float& x : s) x = -x;
       }
-      if (i_tile >= tile.full_begin && i_tile < tile.full_end) return;
+      bool partial = false;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int high = last[i] - i_tile * kKeys, low = args.window > 0 ? high - args.window : -kKeys;
+      for (int i = 0; i < 2; ++i) partial |= last[i] < kKeys - 6 || (args.window > 0 && last[i] > args.window);
+      if (__any_sync(0xffffffffu, partial)) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
+        for (int i = 0; i < 2; ++i) {
+          const int low = args.window > 0 ? last[i] - args.window : 0;
 #pragma unroll
-          for (int b = 0; b < 2; ++b)
-            if (n * 8 + b < low || n * 8 + b >= high) s[4 * n + 2 * i + b] = -INFINITY;
+          for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+              if (n * 8 + b < low || n * 8 + b >= last[i]) s[4 * n + 2 * i + b] = -INFINITY;
+        }
       }
+      last[0] -= kKeys, last[1] -= kKeys;
     };
     const auto skip = [&](int count) {
       for (int i = 0; i < count; ++i) {
@@ -282,21 +288,21 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    int i = tile.begin;
-    skip(i);
-    if (i < tile.end) {
+    int left = tile.end - tile.begin;
+    skip(tile.begin);
+    if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
       give_back(&barriers.key_free[place.stage]);
-      mask(s, i);
+      mask(s);
       softmax.update(s, scale);
       pack_rows<T, kKeys>(probabilities, s);
       place.advance();
 #pragma unroll 1
-      for (++i; i < tile.end; ++i) {
+      while (--left > 0) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
         const Place<kStages> before = place.before();  // of the values that go with `probabilities`
@@ -304,7 +310,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
         give_back(&barriers.key_free[place.stage]);
-        mask(s, i);
+        mask(s);
         const bool grown = softmax.update(s, scale);
         products_wait<0>();
         give_back(&barriers.value_free[before.stage]);
@@ -324,7 +330,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     } else {
       give_back(&barriers.query_free[group]);
     }
-    skip(tile.key_tiles - i);
+    skip(tile.key_tiles - max(tile.begin, tile.end));
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
