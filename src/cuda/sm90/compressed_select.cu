@@ -29,7 +29,7 @@ constexpr int kGroups = 3, kThreads = (kGroups + 1) * 128;
 constexpr int kQueries = kGroups * 4;  // of a tile
 static_assert(kQueries == CompressedSelectScratch::kQueries);
 constexpr int kKeys = 64, kBlocks = 16;  // of a key tile
-constexpr int kComputeRegisters = 152, kHelperRegisters = 56;
+constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
 constexpr int kStages = 4;
 constexpr int kBuffers = CompressedSelectScratch::kBuffers;
 constexpr int kPickers = 3;         // warps
@@ -48,7 +48,7 @@ struct Layout {
   static constexpr int kTileBytes = kKeys * D * 2, kQueryBytes = 64 * D * 2;
   static constexpr int kPickerBytes = kListed * 8;
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + 2 * kStages * kTileBytes + kPickers * kPickerBytes;
-  static constexpr int memory(int blocks) { return kFixed + kPickers * ((blocks + 63) / 64 * 256); }
+  static constexpr int memory(int blocks) { return kFixed + kPickers * ((blocks + 127) / 128 * 512); }
 };
 
 struct Barriers {
@@ -199,8 +199,8 @@ __device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& a
 
 /// A computing warpgroup.
 template <class T, int D>
-__device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barriers& barriers, std::uint32_t queries,
-                                       std::uint32_t keys, std::uint32_t values, int group) {
+__device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride, Barriers& barriers,
+                                       std::uint32_t queries, std::uint32_t keys, std::uint32_t values, int group) {
   using L = Layout<D>;
   const Geometry& p = args.range.geometry;
   const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: query of the tile
@@ -211,29 +211,38 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
     if (lane == 0) arrive(shared_address(barrier));
   };
   Place<kStages> place;
+#ifdef STAGGER
+  {
+    const long long t0 = clock64();
+    while (clock64() - t0 < group * STAGGER) {
+    }
+  }
+#endif
   Place<kBuffers> buffer;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
     wait(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
-    const int visible = own % 4 < tile.queries ? num_compressed(p, tile.position + own % 4 + 1) : 0;
+    int visible = num_compressed(p, by_stride, tile.position + own % 4 + 1);  // keys from the next tile on
     char* scratch = reinterpret_cast<char*>(scratch_of(args, buffer.stage, own)) + lane * 16;
-    const auto mask = [&](float(&s)[kKeys / 2], int tile) {
+    const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.range.scale < 0) {
 #pragma unroll
         for (float& x : s) x = -x;
       }
-      if ((tile + 1) * kKeys <= visible) return;
-      const int seen = visible - tile * kKeys - 16 * (lane & 3);
+      if (visible < kKeys) {
+        const int seen = visible - 16 * (lane & 3);
 #pragma unroll
-      for (int key = 0; key < 16; ++key)
-        if (key >= seen) s[ScoringSoftmax::at(0, key)] = s[ScoringSoftmax::at(1, key)] = -INFINITY;
+        for (int key = 0; key < 16; ++key)
+          if (key >= seen) s[ScoringSoftmax::at(0, key)] = s[ScoringSoftmax::at(1, key)] = -INFINITY;
+      }
+      visible -= kKeys;
     };
     ScoringSoftmax softmax;
-    const auto update = [&](float(&s)[kKeys / 2], int tile) {
+    const auto update = [&](float(&s)[kKeys / 2]) {
       float sums[2][4];
-      mask(s, tile);
+      mask(s);
       const bool grown = softmax.update(s, scale, sums, lane);
       *reinterpret_cast<uint4*>(scratch) =
           make_uint4(pack(Half{}, sums[0][0], sums[1][0]), pack(Half{}, sums[0][1], sums[1][1]),
@@ -249,27 +258,27 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
 #pragma unroll
     for (float& x : o) x = 0;
     wait(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
-    const int end = tile.end;
-    if (end > 0) {
+    int left = tile.end;
+    if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
       products_wait<0>();
       give_back(&barriers.key_free[place.stage]);
-      update(s, 0);
+      update(s);
       pack_rows<T, kKeys>(probabilities, s);
-      Place<kStages> before = place;  // of the values that go with `probabilities`
       place.advance();
 #pragma unroll 1
-      for (int i = 1; i < end; ++i) {
+      while (--left > 0) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
+        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
         wait(shared_address(&barriers.value_full[before.stage]), before.parity);
         outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
         products_wait<1>();
         give_back(&barriers.key_free[place.stage]);
-        const bool grown = update(s, i);
+        const bool grown = update(s);
         products_wait<0>();
         give_back(&barriers.value_free[before.stage]);
         if (grown) {
@@ -277,10 +286,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
           for (int n = 0; n < D / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        before = place;
         place.advance();
       }
       give_back(&barriers.query_free[group]);
+      const Place<kStages> before = place.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.parity);
       outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
       products_wait<0>();
@@ -288,7 +297,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
     } else {
       give_back(&barriers.query_free[group]);
     }
-    for (int i = end; i < tile.key_tiles; ++i) {
+    for (int i = tile.end; i < tile.key_tiles; ++i) {
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       give_back(&barriers.key_free[place.stage]);
       wait(shared_address(&barriers.value_full[place.stage]), place.parity);
@@ -300,8 +309,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = 0.5f * row_sum(softmax.twice_sum[i] + ((lane & 3) == 3 ? softmax.last[i] : 0));
-      const bool any = num_compressed(p, tile.position + own % 4 + 1) > 0;
-      inverse[i] = any ? 1 / sum : 0;
+      const bool any = num_compressed(p, by_stride, tile.position + own % 4 + 1) > 0;
+      inverse[i] = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
     }
     if ((lane & 3) == 0)
@@ -325,33 +334,40 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, Barrier
   }
 }
 
-/// Importances of blocks 0 .. `blocks` - 1 (up to a common factor; more are written, to a multiple of 64). One warp.
-__device__ __forceinline__ void sum_heads(const ScratchTile* scratch, int blocks, const float4& minus_lse,
-                                          float* importance, int lane) {
-  // Four key tiles at a time, 64 blocks. As rows of the first factor: block 4 r + j of the first two tiles and of the
-  // other two in product j, r = 0 .. 7. Columns 2 t and 2 t + 1 of the second factor: high and low parts of tile t.
-  const int r = lane / 4, c = lane % 4;
-  const int tiles = (blocks + kBlocks - 1) / kBlocks;
-#pragma unroll 1
-  for (int first = 0; first < tiles; first += 4) {
-    const ScratchTile* near = scratch + min(first + r / 4, tiles - 1);
-    const ScratchTile* far = scratch + min(first + 2 + r / 4, tiles - 1);
-    const uint4 a0 = __ldcg(&near->sums[c][r % 4]), a1 = __ldcg(&far->sums[c][r % 4]);
-    const uint4 a2 = __ldcg(&near->sums[c + 4][r % 4]), a3 = __ldcg(&far->sums[c + 4][r % 4]);
-    const float4 reference = __ldcg(&scratch[min(first + r / 2, tiles - 1)].reference[c]);
+/// Four key tiles of a query's scratch, 64 blocks, as a lane takes part in their products. As rows of the first factor:
+/// block 4 r + j of the first two tiles and of the other two in product j, r = 0 .. 7. Columns 2 t and 2 t + 1 of the
+/// second factor: high and low parts of tile t.
+struct FourTiles {
+  uint4 near[2], far[2];  // of heads c, c + 8 and c + 4, c + 12
+  float4 reference;
+
+  /// Tiles from `first` on; of those past the last one anything.
+  __device__ __forceinline__ void load(const ScratchTile* scratch, int first, int tiles, int lane) {
+    const int r = lane / 4, c = lane % 4;
+    const ScratchTile* a = scratch + min(first + r / 4, tiles - 1);
+    const ScratchTile* b = scratch + min(first + 2 + r / 4, tiles - 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      near[i] = __ldcg(&a->sums[c + 4 * i][r % 4]);
+      far[i] = __ldcg(&b->sums[c + 4 * i][r % 4]);
+    }
+    reference = __ldcg(&scratch[min(first + r / 2, tiles - 1)].reference[c]);
+  }
+  /// Their importances.
+  __device__ __forceinline__ void sum_heads(const float4& minus_lse, float* importance, int lane) const {
+    const int r = lane / 4, c = lane % 4;
     const float x = exp2_fast(reference.x + minus_lse.x), y = exp2_fast(reference.y + minus_lse.y);
     const float z = exp2_fast(reference.z + minus_lse.z), w = exp2_fast(reference.w + minus_lse.w);
     std::uint32_t b0 = pack(Half{}, x, y), b1 = pack(Half{}, z, w);
     if (r & 1) {
-      const auto low = [](std::uint32_t high, float s, float t) {
-        const __half2 h = *reinterpret_cast<const __half2*>(&high);
-        return pack(Half{}, s - __low2float(h), t - __high2float(h));
-      };
-      b0 = low(b0, x, y);
-      b1 = low(b1, z, w);
+      const float2 high0 = unpack(Half{}, b0), high1 = unpack(Half{}, b1);
+      b0 = pack(Half{}, x - high0.x, y - high0.y);
+      b1 = pack(Half{}, z - high1.x, w - high1.y);
     }
-    const std::uint32_t rows[4][4] = {
-        {a0.x, a1.x, a2.x, a3.x}, {a0.y, a1.y, a2.y, a3.y}, {a0.z, a1.z, a2.z, a3.z}, {a0.w, a1.w, a2.w, a3.w}};
+    const std::uint32_t rows[4][4] = {{near[0].x, far[0].x, near[1].x, far[1].x},
+                                      {near[0].y, far[0].y, near[1].y, far[1].y},
+                                      {near[0].z, far[0].z, near[1].z, far[1].z},
+                                      {near[0].w, far[0].w, near[1].w, far[1].w}};
     float sum[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -360,54 +376,79 @@ __device__ __forceinline__ void sum_heads(const ScratchTile* scratch, int blocks
       sum[j] = c < 2 ? d[0] + d[1] : d[2] + d[3];
     }
     if (c % 2 == r / 4)  // of the columns, those of the row's own tile
-      *reinterpret_cast<float4*>(importance + first * kBlocks + c / 2 * 32 + 4 * r) =
-          make_float4(sum[0], sum[1], sum[2], sum[3]);
+      *reinterpret_cast<float4*>(importance + c / 2 * 32 + 4 * r) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  }
+};
+
+/// Importances of blocks 0 .. `blocks` - 1 up to a common factor; anything to the next multiple of 64. One warp.
+__device__ __forceinline__ void sum_heads(const ScratchTile* scratch, int blocks, const float4& minus_lse,
+                                          float* importance, int lane) {
+  const int tiles = (blocks + kBlocks - 1) / kBlocks;
+  FourTiles next;
+  next.load(scratch, 0, tiles, lane);
+#pragma unroll 1
+  for (int first = 0; first < tiles; first += 4) {
+    const FourTiles now = next;
+    if (first + 4 < tiles) next.load(scratch, first + 4, tiles, lane);
+    now.sum_heads(minus_lse, importance + first * kBlocks, lane);
   }
   __syncwarp();
 }
 
-/// Adds up popcounts: where this lane's set bit comes among those of the warp.
-__device__ __forceinline__ int below(unsigned lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
+/// How many of `lanes` come before this one.
+__device__ __forceinline__ int before(unsigned lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
 
 /// Writes the `places` blocks of highest importance among first .. last - 1 in ascending order; of equals, the earlier.
-/// There are more than `places`. Importances are not negative; anything else does no harm. One warp.
-__device__ __forceinline__ void pick(const float* importance, int first, int last, int places, uint2* list, int* out,
+/// There are more than `places`. Importances are not negative; anything else does no harm. Overwrites those before
+/// `first`, and from `last` to the next multiple of 128. One warp.
+__device__ __forceinline__ void pick(float* importance, int first, int last, int places, uint2* list, int* out,
                                      int lane) {
   const auto key = [&](int j) { return __float_as_uint(importance[j]); };  // orders like the floats
+  for (int j = lane; j < first; j += 32) importance[j] = 0;
+  for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) importance[j] = 0;
+  __syncwarp();
   // At least `places` blocks reach the `places`-th largest of the lanes' maxima, and seldom many more.
   unsigned most = 0, bound = 0;
-  for (int j = first + lane; j < last; j += 32) most = max(most, key(j));
+#pragma unroll 4
+  for (int begin = 0; begin < last; begin += 128) {
+    const uint4 x = reinterpret_cast<const uint4*>(importance + begin)[lane];
+    most = max(max(most, max(x.x, x.y)), max(x.z, x.w));
+  }
   if (places <= 32) {
     int rank = 0;
-#pragma unroll 8
+#pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned other = __shfl_sync(0xffffffffu, most, i);
       rank += other > most || (other == most && i < lane);
     }
     bound = __shfl_sync(0xffffffffu, most, __ffs(__ballot_sync(0xffffffffu, rank == places - 1)) - 1);
   }
-  int listed = 0;
-  for (int begin = first; begin < last && listed <= kListed; begin += 32) {
-    const int j = begin + lane;
-    const unsigned x = j < last ? key(j) : 0;
-    const bool reaches = j < last && x >= bound;
-    const unsigned lanes = __ballot_sync(0xffffffffu, reaches);
-    if (lanes == 0) continue;
-    const int at = listed + below(lanes, lane);
-    if (reaches && at < kListed) list[at] = make_uint2(x, static_cast<unsigned>(j));
-    listed += __popc(lanes);
+  int listed = bound > 0 ? 0 : kListed + 1;
+  for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
+    unsigned x[4], lanes[4];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) x[u] = key(begin + 32 * u + lane);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      if (lanes[u] == 0) continue;
+      const int at = listed + before(lanes[u], lane);
+      if (x[u] >= bound && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
+      listed += __popc(lanes[u]);
+    }
   }
   __syncwarp();
   if (listed <= kListed) {
-    const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);
-    int rank = lane < listed ? 0 : 32;
-#pragma unroll 8
+    const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);  // below all of the others
+    int rank = 0;
+#pragma unroll
     for (int i = 0; i < 32; ++i) {
       const unsigned other = __shfl_sync(0xffffffffu, mine.x, i);
-      rank += i < listed && (other > mine.x || (other == mine.x && i < lane));
+      rank += other > mine.x || (other == mine.x && i < lane);
     }
     const unsigned lanes = __ballot_sync(0xffffffffu, rank < places);
-    if (rank < places) out[below(lanes, lane)] = static_cast<int>(mine.y);
+    if (rank < places) out[before(lanes, lane)] = static_cast<int>(mine.y);
     return;
   }
   // Many equal ones, or many places: the largest threshold that `places` blocks reach, bit by bit.
@@ -424,9 +465,9 @@ __device__ __forceinline__ void pick(const float* importance, int first, int las
     const int j = begin + lane;
     const unsigned x = j < last ? key(j) : 0;
     const unsigned tied = __ballot_sync(0xffffffffu, j < last && x == threshold);
-    const bool chosen = j < last && (x > threshold || (x == threshold && below(tied, lane) < ties));
+    const bool chosen = j < last && (x > threshold || (x == threshold && before(tied, lane) < ties));
     const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
-    if (chosen) out[written + below(lanes, lane)] = j;
+    if (chosen) out[written + before(lanes, lane)] = j;
     written += __popc(lanes);
     ties -= min(ties, __popc(tied));
   }
@@ -447,10 +488,13 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
       const int last = candidates - args.local_blocks;  // the first of the forced last blocks
       const bool choice = candidates > args.topk;
       if (choice) {
+        const ScratchTile* scratch = scratch_of(args, buffer.stage, own);
+        // Much of it has left the second-level cache since it was written.
+        if (lane == 0) prefetch_bytes(scratch, (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
         float4 minus_lse = barriers.minus_lse[buffer.stage][own][lane % 4];
         minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
         minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
-        sum_heads(scratch_of(args, buffer.stage, own), last, minus_lse, importance, lane);
+        sum_heads(scratch, last, minus_lse, importance, lane);
       }
       __syncwarp();
       if (lane == 0) arrive(shared_address(&barriers.read[buffer.stage][own]));
@@ -472,7 +516,8 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
 
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 1)
-    compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args) {
+    compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
+                      const __grid_constant__ Divider by_stride) {
   using L = Layout<D>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ Barriers barriers;
@@ -502,7 +547,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, D>(args, barriers, queries, keys, values, warp / 4);
+    attend<T, D>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     fewer_registers<kHelperRegisters>();
     const int helper = warp - kGroups * 4;
@@ -512,7 +557,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory));
       uint2* list = reinterpret_cast<uint2*>(own + (helper - 1) * L::kPickerBytes);
       float* importance = reinterpret_cast<float*>(own + kPickers * L::kPickerBytes) +
-                          (helper - 1) * ((selection_blocks(p, args.block_size) + 63) / 64 * 64);
+                          (helper - 1) * ((selection_blocks(p, args.block_size) + 127) / 128 * 128);
       choose_blocks(args, barriers, importance, list, helper - 1);
     }
   }
@@ -547,7 +592,8 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return portable::launch(compressed_select<NSA_ELEMENT, D>, std::min(scratch.thread_blocks, processors), kThreads,
-                          Layout<D>::memory(selection_blocks(g, args.block_size)), stream, maps, args);
+                          Layout<D>::memory(selection_blocks(g, args.block_size)), stream, maps, args,
+                          Divider(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90

@@ -214,8 +214,9 @@ __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const
 
 /// A computing warpgroup.
 template <class T, int Dk, int Dv, bool kSum, int kStages>
-__device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<kStages>& barriers,
-                                       std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
+__device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divider& by_stride,
+                                       Barriers<kStages>& barriers, std::uint32_t queries, std::uint32_t keys,
+                                       std::uint32_t values) {
   using L = Layout<Dk, Dv>;
   const RangeArgs& args = call.range;
   const Geometry& p = args.geometry;
@@ -229,36 +230,49 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
     if (lane == 0) arrive(shared_address(barrier));
   };
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
-    return kSum ? position + 1 : visible_keys(p, args.window, position).last;
+    return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
+#ifdef STAGGER
+  if (!kSum) {
+    const long long t0 = clock64();
+    while (clock64() - t0 < group * STAGGER) {
+    }
+  }
+#endif
   Place<kStages> place;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
     wait(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
-    // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of tile 0.
+    // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
+    // tile. Rows without use take those of the last query.
     int last[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int query = RowShape::query_of(p, row + 8 * i);
-      last[i] = (query < tile.queries ? keys_before(tile.position + query) : 0) - tile.first_key - 2 * (lane & 3);
+      const int query = min(RowShape::query_of(p, row + 8 * i), tile.queries - 1);
+      last[i] = keys_before(tile.position + query) - tile.first_key - tile.begin * kKeys - 2 * (lane & 3);
     }
-    const auto mask = [&](float(&s)[kKeys / 2], int i_tile) {
+    const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.scale < 0) {
 #pragma unroll
         for (float& x : s) x = -x;
       }
-      if (i_tile >= tile.full_begin && i_tile < tile.full_end) return;
+      bool partial = false;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int high = last[i] - i_tile * kKeys, low = args.window > 0 ? high - args.window : -kKeys;
+      for (int i = 0; i < 2; ++i) partial |= last[i] < kKeys - 6 || (args.window > 0 && last[i] > args.window);
+      if (__any_sync(0xffffffffu, partial)) {
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
+        for (int i = 0; i < 2; ++i) {
+          const int low = args.window > 0 ? last[i] - args.window : 0;
 #pragma unroll
-          for (int b = 0; b < 2; ++b)
-            if (n * 8 + b < low || n * 8 + b >= high) s[4 * n + 2 * i + b] = -INFINITY;
+          for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+              if (n * 8 + b < low || n * 8 + b >= last[i]) s[4 * n + 2 * i + b] = -INFINITY;
+        }
       }
+      last[0] -= kKeys, last[1] -= kKeys;
     };
     const auto skip = [&](int count) {
       for (int i = 0; i < count; ++i) {
@@ -274,21 +288,21 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    int i = tile.begin;
-    skip(i);
-    if (i < tile.end) {
+    int left = tile.end - tile.begin;
+    skip(tile.begin);
+    if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
       scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
       give_back(&barriers.key_free[place.stage]);
-      mask(s, i);
+      mask(s);
       softmax.update(s, scale);
       pack_rows<T, kKeys>(probabilities, s);
       place.advance();
 #pragma unroll 1
-      for (++i; i < tile.end; ++i) {
+      while (--left > 0) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
         scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
         const Place<kStages> before = place.before();  // of the values that go with `probabilities`
@@ -296,7 +310,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
         give_back(&barriers.key_free[place.stage]);
-        mask(s, i);
+        mask(s);
         const bool grown = softmax.update(s, scale);
         products_wait<0>();
         give_back(&barriers.value_free[before.stage]);
@@ -316,7 +330,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
     } else {
       give_back(&barriers.query_free[group]);
     }
-    skip(tile.key_tiles - i);
+    skip(tile.key_tiles - max(tile.begin, tile.end));
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -324,7 +338,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
       const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
       const bool valid = query < tile.queries;
       const bool any = keys_before(tile.position + query) > 0;
-      const float inverse = any ? 1 / sum : 0;
+      const float inverse = any ? __fdividef(1, sum) : 0;
       if constexpr (kSum) {
         combine_row<T, Dv>(call, o, i, inverse, valid, tile.batch, tile.row + query, head, lane);
       } else {
@@ -340,7 +354,8 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, Barriers<k
 /// kSum: with the gated sum, else only call.range counts.
 template <class T, int Dk, int Dv, bool kSum>
 __global__ void __launch_bounds__(kThreads, 1)
-    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call) {
+    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call,
+                  const __grid_constant__ Divider by_stride) {
   using L = Layout<Dk, Dv>;
   const RangeArgs& args = call.range;
   extern __shared__ __align__(1024) char memory[];
@@ -374,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, Dk, Dv, kSum>(call, barriers, queries, keys, values);
+    attend<T, Dk, Dv, kSum>(call, by_stride, barriers, queries, keys, values);
   } else {
     fewer_registers<kLoadRegisters>();
     if (threadIdx.x % 32 != 0) return;
@@ -418,7 +433,7 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   const std::int64_t tiles = (rows / (kGroups * shape.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
   return portable::launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks,
-                          kThreads, Layout<Dk, Dv>::kMemory, stream, maps, call);
+                          kThreads, Layout<Dk, Dv>::kMemory, stream, maps, call, Divider(g.kernel_stride));
 }
 
 }  // namespace

@@ -75,16 +75,20 @@ __device__ __forceinline__ KeyTiles key_tiles(const Geometry& p, int window, con
   return {first, (last - first + kKeys - 1) / kKeys};
 }
 
+/// num_compressed(p, length) by a multiplication.
+__device__ __forceinline__ int num_compressed(const Geometry& p, const Divider& by_stride, int length) {
+  return length < p.kernel_size ? 0 : by_stride.quotient(length - p.kernel_size) + 1;
+}
+
 /// A warpgroup's share of a tile of queries. The warp that loads queries works it out and leaves it in shared memory,
 /// where the computing threads read it anew whenever they need it: they have no registers for it.
 struct GroupTile {
-  int queries;               // there are so many; -1: no tile, the work is done
-  int batch, row, head;      // of row 0 in q, o and lse
-  int position;              // of its query
-  int first_key;             // of key tile 0
-  int key_tiles;             // of the thread block
-  int begin, end;            // of them, those that some row of the group sees something of
-  int full_begin, full_end;  // all of its rows see all of these
+  int queries;           // there are so many; -1: no tile, the work is done
+  int batch, row, head;  // of row 0 in q, o and lse
+  int position;          // of its query
+  int first_key;         // of key tile 0
+  int key_tiles;         // of the thread block
+  int begin, end;        // of them, those that some row of the group sees something of
 
   template <int kKeys>
   __device__ static GroupTile of(const Geometry& p, int window, const RowShape& shape, const TileWalk& walk,
@@ -99,16 +103,10 @@ struct GroupTile {
                    keys.first,
                    keys.count,
                    0,
-                   0,
-                   0,
                    0};
     if (queries > 0) {
-      const KeyRange head = visible_keys(p, window, tile.position);
-      const KeyRange tail = visible_keys(p, window, tile.position + queries - 1);
-      tile.begin = (head.first - keys.first) / kKeys;
-      tile.end = (tail.last - keys.first + kKeys - 1) / kKeys;
-      tile.full_begin = (tail.first - keys.first + kKeys - 1) / kKeys;
-      tile.full_end = (head.last - keys.first) / kKeys;
+      tile.begin = (visible_keys(p, window, tile.position).first - keys.first) / kKeys;
+      tile.end = (visible_keys(p, window, tile.position + queries - 1).last - keys.first + kKeys - 1) / kKeys;
     }
     return tile;
   }
