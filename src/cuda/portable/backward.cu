@@ -49,38 +49,35 @@ Status backward(const Branch& b, const TensorView& d_o, const TensorView& lse, P
   args.scale = static_cast<float>(b.scale);
   args.block_size = b.block_size;
   const bool keys = out.d_k.defined() || out.d_v.defined();
-  const std::int64_t width = b.q.size(-1) + b.v.size(-1), pairs = static_cast<std::int64_t>(g.batches) * g.kv_heads;
+  const Before all = before_end(g);
   InverseArgs inverse{};
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
   }
   if (keys && b.indices) {
+    BlockLists& lists = args.lists;
+    lists.block_size = b.block_size;
+    lists.tiles_per_block = to_int(tiles(b.block_size, 64));
+    lists.width = to_int(std::min<std::int64_t>(args.topk, tiles(g.k_len, b.block_size)));
+    lists.entries = lists.entries_before(all);
+    lists.slots = lists.slots_before(all);
+    lists.list = e.arena.take<int>(g.kv_heads * lists.entries);
+    lists.begin = e.arena.take<int>(g.kv_heads * lists.slots);
+    lists.item_begin = e.arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
     inverse.geometry = g;
     inverse.indices = args.indices;
     inverse.topk = args.topk;
-    inverse.block_size = b.block_size;
-    inverse.blocks = to_int(tiles(g.k_len, b.block_size));
+    inverse.lists = lists;
     inverse.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, 128), 1, 128));
-    inverse.tiles_per_block = to_int(tiles(b.block_size, 64));
-    inverse.item_queries = args.chunk = kListChunk;
-    inverse.list_size = static_cast<std::int64_t>(g.q_len) * std::min(args.topk, inverse.blocks);
-    args.blocks = inverse.blocks;
-    args.key_tiles = inverse.blocks * inverse.tiles_per_block;
-    args.items = args.key_tiles + inverse.list_size * inverse.tiles_per_block / kListChunk;
-    args.list_size = inverse.list_size;
-    inverse.offsets = e.arena.take<int>(pairs * inverse.chunks * inverse.blocks);
-    args.list = inverse.list = e.arena.take<int>(pairs * inverse.list_size);
-    args.list_begin = inverse.list_begin = e.arena.take<int>(pairs * (inverse.blocks + 1));
-    args.item_begin = inverse.item_begin = e.arena.take<int>(pairs * (args.key_tiles + 1));
-    args.partials = e.arena.take<float>(pairs * args.items * 64 * width);
+    inverse.offsets = e.arena.take<int>(g.kv_heads * inverse.chunks * lists.slots);
+    args.partial_items = args.partials_before(lists.entries, lists.slots);
   } else if (keys) {
-    const std::int64_t key_rows =
-        b.window ? g.k_len : (g.k_len >= g.kernel_size ? (g.k_len - g.kernel_size) / g.kernel_stride + 1 : 0);
     args.chunks = max_range_chunks(b.window, g.q_len);
-    args.items = tiles(key_rows, 64) * args.chunks;
-    if (args.chunks > 1) args.partials = e.arena.take<float>(pairs * args.items * 64 * width);
+    if (args.chunks > 1) args.partial_items = args.partials_before(all);
   }
+  args.items = keys ? args.items_before(all) : 0;
+  args.partials = e.arena.take<float>(g.kv_heads * args.partial_items * 64 * (b.q.size(-1) + b.v.size(-1)));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const AttentionKernels& kernels = kernels_of(b.q, b.v);
