@@ -159,12 +159,11 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   __syncthreads();
   const DeviceSequence& seq = item.seq;
   const KeyTile& tile = item.tile;
-  const int key_begin = item.key_begin;
   const std::uint32_t keys = shared_address(memory), values = keys + Shape::kValues;
   const int key_end = tile.first + tile.count;
-  RowStream<T, Dk, 64, 128>(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread)
+  RowStream<T, Dk, 64, 128>(args.k.at<T>(seq.batch, item.key_begin, kv_head), args.k.row, thread)
       .load(keys, tile.first, key_end);
-  RowStream<T, Dv, 64, 128>(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread)
+  RowStream<T, Dv, 64, 128>(args.v.at<T>(seq.batch, item.key_begin, kv_head), args.v.row, thread)
       .load(values, tile.first, key_end);
   const int queries = max(tile.query_end - tile.query_begin, 0), rows = queries * p.group;
   const int stages = (rows + kRows - 1) / kRows;
@@ -324,7 +323,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
 #pragma unroll
       for (int n = 0; n < Dv / 8; ++n) store_pair(to + Dk + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
     } else {
-      const std::int64_t row = key_begin + tile.first + key;
+      const std::int64_t row = item.key_begin + tile.first + key;
       if (args.d_k.data) {
         T* to = args.d_k.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
 #pragma unroll
