@@ -1,7 +1,7 @@
 // Packed calls of very uneven sequences: the bits of every sequence, and memory that follows the rows.
 #include <gtest/gtest.h>
 
-#include <numeric>
+#include <cstdint>
 
 #include "device.h"
 #include "under_test.h"
@@ -60,28 +60,30 @@ struct Shapes {
   static constexpr std::int64_t kHeads = 64, kKvHeads = 4, kDim = 128;
 
   Shapes(std::int64_t rows, std::int64_t sequences, std::int64_t longest) : rows(rows) {
-    const auto view = [](DType dtype, std::initializer_list<std::int64_t> shape) {
-      return TensorView::contiguous(reinterpret_cast<void*>(256), dtype, shape, {DeviceType::kCUDA, 0});
+    std::uintptr_t address = 0;  // another one for every tensor
+    const auto view = [&](DType dtype, std::initializer_list<std::int64_t> shape) {
+      return TensorView::contiguous(reinterpret_cast<void*>(address += 256), dtype, shape, {DeviceType::kCUDA, 0});
     };
     const auto bf16 = [&](std::int64_t n, std::int64_t heads) { return view(DType::kBFloat16, {n, heads, kDim}); };
-    const std::int64_t compressed = rows / 16;
-    const TensorView q = bf16(rows, kHeads), k = bf16(rows, kKvHeads), k_c = bf16(compressed, kKvHeads);
-    const TensorView lse = view(DType::kFloat32, {kHeads, rows}), indices = view(DType::kInt32, {rows, kKvHeads, 16});
+    const auto q = [&] { return bf16(rows, kHeads); };
+    const auto k = [&] { return bf16(rows, kKvHeads); };
+    const auto k_c = [&] { return bf16(rows / 16, kKvHeads); };
+    const auto lse = [&] { return view(DType::kFloat32, {kHeads, rows}); };
+    const auto gates = [&] { return view(DType::kBFloat16, {rows, kHeads, 3}); };
     NsaAttentionParams& f = whole.forward;
-    f.q = f.o = f.o_cmp = f.o_slc = f.o_swa = q;
-    f.k_c = f.v_c = k_c, f.k_slc = f.v_slc = f.k_swa = f.v_swa = k;
-    f.gates = view(DType::kBFloat16, {rows, kHeads, 3});
-    f.lse_cmp = f.lse_slc = f.lse_swa = lse;
-    f.indices = indices;
+    for (TensorView* t : {&f.q, &f.o, &f.o_cmp, &f.o_slc, &f.o_swa, &whole.d_o, &whole.d_q}) *t = q();
+    for (TensorView* t : {&f.k_c, &f.v_c, &whole.d_k_c, &whole.d_v_c}) *t = k_c();
+    for (TensorView* t : {&f.k_slc, &f.v_slc, &f.k_swa, &f.v_swa}) *t = k();
+    for (TensorView* t : {&whole.d_k_slc, &whole.d_v_slc, &whole.d_k_swa, &whole.d_v_swa}) *t = k();
+    for (TensorView* t : {&f.lse_cmp, &f.lse_slc, &f.lse_swa}) *t = lse();
+    for (TensorView* t : {&f.gates, &whole.d_gates}) *t = gates();
+    f.indices = view(DType::kInt32, {rows, kKvHeads, 16});
     f.packed.cu_seqlens_q = view(DType::kInt32, {sequences + 1});
     f.packed.max_seqlen_q = f.packed.max_seqlen_k = longest;
-    whole.d_o = whole.d_q = q;
-    whole.d_k_c = whole.d_v_c = k_c;
-    whole.d_k_slc = whole.d_v_slc = whole.d_k_swa = whole.d_v_swa = k;
-    whole.d_gates = f.gates;
-    compressed_branch = {{q, k_c, k_c, f.cfg, {}, {}, f.packed, q, lse}, q, q, k_c, k_c};
-    selected_branch = {{q, k, k, indices, 64, {}, f.packed, q, lse}, q, q, k, k};
-    window_branch = {{q, k, k, 512, {}, f.packed, q, lse}, q, q, k, k};
+    const TensorView &d_o = whole.d_o, &d_q = whole.d_q;
+    compressed_branch = {{f.q, f.k_c, f.v_c, f.cfg, {}, {}, f.packed, f.o_cmp, f.lse_cmp}, d_o, d_q, k_c(), k_c()};
+    selected_branch = {{f.q, f.k_slc, f.v_slc, f.indices, 64, {}, f.packed, f.o_slc, f.lse_slc}, d_o, d_q, k(), k()};
+    window_branch = {{f.q, f.k_swa, f.v_swa, 512, {}, f.packed, f.o_swa, f.lse_swa}, d_o, d_q, k(), k()};
   }
 
   template <class Params>

@@ -120,11 +120,14 @@ struct CompressArgs {
   int dim, hidden;           // D; E, or D for linear
   bool mlp;
   Weights pe, w1, b1, w2, b2;
-  std::int64_t* first_token;  // (rows): element offset of a row's first token from k.data, -1: none
-  int4* group;                // (groups): {sequence, first token, tokens, first compressed row}, tokens 0: none
-  float* constant;            // (P, hidden): pe W1 + b1
-  float* z;                   // (kv_heads, rows, hidden), backward of mlp
-  void* h;                    // (kv_heads, rows, hidden), T
+  // (rows): element offset of a row's first token from k.data, -1: none; then one more, not -1 if any row has a block
+  std::int64_t* first_token;
+  const int* completed;  // a sequence's blocks, the first of its tokens; null: as many as its length makes
+  int completed_step;    // ints from one sequence's to the next one's
+  int4* group;           // (groups): {sequence, first token, tokens, first compressed row}, tokens 0: none
+  float* constant;       // (P, hidden): pe W1 + b1
+  float* z;              // (kv_heads, rows, hidden), backward of mlp
+  void* h;               // (kv_heads, rows, hidden), T
   // Backward.
   Strided d_out, d_k;
   void* d_z;  // (kv_heads, rows, hidden), T; linear: a copy of d_out with zeros past the last block

@@ -114,8 +114,10 @@ Status Step::fold() {
                                move_of(p_.v_slc, v_slc_)};
     if (Status s = move(moves, 4, std::max(tokens(), raw), nullptr); !s.ok()) return s;
   }
-  if (Status s = compress({raw_k, p_.weights_k, p_.cfg, {}, k}, e_); !s.ok()) return s;
-  if (Status s = compress({raw_v, p_.weights_v, p_.cfg, {}, v}, e_); !s.ok() || measuring()) return s;
+  const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
+  constexpr int kStep = sizeof(StepPlan) / sizeof(int);
+  if (Status s = compress({raw_k, p_.weights_k, p_.cfg, {}, k}, completed, kStep, e_); !s.ok()) return s;
+  if (Status s = compress({raw_v, p_.weights_v, p_.cfg, {}, v}, completed, kStep, e_); !s.ok() || measuring()) return s;
   StoreArgs args{};
   args.geometry = geometry_;
   args.keys = strided(k), args.values = strided(v);
