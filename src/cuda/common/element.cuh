@@ -59,6 +59,11 @@ __device__ inline std::uint32_t pack(Half, float low, float high) {
   return r;
 }
 
+__device__ inline float2 unpack(Bf16, std::uint32_t w) {
+  return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
+}
+__device__ inline float2 unpack(Half, std::uint32_t w) { return __half22float2(*reinterpret_cast<const __half2*>(&w)); }
+
 /// Writes the neighbours (x, y).
 template <class T>
 __device__ inline void store_pair(T* p, float x, float y) {

@@ -78,6 +78,16 @@ __device__ inline int num_compressed(const Geometry& p, int length) {
   return length < p.kernel_size ? 0 : (length - p.kernel_size) / p.kernel_stride + 1;
 }
 
+/// Compressed rows of the packed sequences first, first + step, ... before sequence b.
+__device__ inline int compressed_before(const Geometry& p, int b, int first, int step) {
+  int rows = 0;
+  for (int i = first; i < b; i += step) {
+    const int k0 = clamp_offset(p.cu_k[i], p.total_k), k1 = clamp_offset(p.cu_k[i + 1], p.total_k);
+    rows += num_compressed(p, max(k1 - k0, 0));
+  }
+  return rows;
+}
+
 /// First compressed row of sequence b: the compressed tokens of packed sequences follow each other. All threads of the
 /// block call it; it ends with a barrier.
 __device__ inline int compressed_begin(const Geometry& p, int b) {
@@ -85,14 +95,16 @@ __device__ inline int compressed_begin(const Geometry& p, int b) {
   __shared__ int sum;
   if (threadIdx.x == 0) sum = 0;
   __syncthreads();
-  int mine = 0;
-  for (int i = threadIdx.x; i < b; i += blockDim.x) {
-    const int k0 = clamp_offset(p.cu_k[i], p.total_k), k1 = clamp_offset(p.cu_k[i + 1], p.total_k);
-    mine += num_compressed(p, max(k1 - k0, 0));
-  }
+  const int mine = compressed_before(p, b, threadIdx.x, blockDim.x);
   if (mine) atomicAdd(&sum, mine);  // integers: the order does not matter
   __syncthreads();
   return sum;
+}
+
+/// The same for the threads of one warp.
+__device__ inline int compressed_begin_in_warp(const Geometry& p, int b) {
+  if (!p.cu_q) return 0;
+  return __reduce_add_sync(0xffffffffu, compressed_before(p, b, threadIdx.x % 32, 32));
 }
 
 /// Keys or values of one head of a sequence, the first of which is row `begin`, on their way into tiles.

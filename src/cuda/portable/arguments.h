@@ -84,8 +84,9 @@ struct SelectArgsOf {
 using SelectArgs = SelectArgsOf<Geometry, Strided>;
 
 struct CombineArgs {
-  Strided branch[3], gates, o;
-  int rows, heads, dim;  // rows of a batch
+  Strided branch[3], gates, o;  // o may be one of the branches
+  int rows, heads, dim;         // rows of a batch
+  Redo redo;
 };
 
 struct CombineBackwardArgs {
@@ -176,6 +177,24 @@ __device__ inline Before before(const Geometry& g, const DeviceSequence& seq) { 
           seq.k_begin + static_cast<std::int64_t>(seq.batch) * g.k_len, seq.index};
 }
 
+/// The sequence in whose share element x lies: the last one before which there are first(before) <= x.
+template <class First>
+__device__ inline int sequence_at(const Geometry& g, std::int64_t x, const First& first) {
+  int low = 0, high = g.batches;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first(before(g, sequence_of(g, middle))) <= x ? low : high) = middle;
+  }
+  return low;
+}
+
+/// Partial sums for ranges: a sequence of more than `least` queries, cut into at most `chunks` of at least so many, has
+/// one for each chunk and `tile` raw tokens; the others have none.
+__host__ __device__ inline std::int64_t range_partials(const Before& at, int tile, int least, int chunks) {
+  const std::int64_t ends = 2 * at.q / least, most = static_cast<std::int64_t>(at.sequences) * chunks;
+  return at.k * chunks / tile + (ends < most ? ends : most);
+}
+
 /// Queries of an item of a list (kept in shared memory).
 inline constexpr int kListChunk = 1024;
 
@@ -230,6 +249,8 @@ struct BackwardArgs {
   float* partials;             // (KV head, partial_items, 64, Dk + Dv)
   std::int64_t items;          // per KV head, an upper bound
   std::int64_t partial_items;  // the same of key tiles with several items
+  void* plan;                  // for kernels of sm90: their items, and what they need per row (row_terms.h)
+  float* row_terms;
   Redo redo;
 
   /// Items of the sequences before; some of them are empty.
@@ -237,11 +258,9 @@ struct BackwardArgs {
     if (!indices.data) return (at.k / range_tile() + at.sequences) * chunks;
     return (at.k / block_size + at.sequences + lists.entries_before(at) / kListChunk) * lists.tiles_per_block;
   }
-  /// Partial sums of a range. Only sequences of more than one chunk have them.
+  /// Partial sums of a range.
   __host__ __device__ std::int64_t partials_before(const Before& at) const {
-    const std::int64_t ends = 2 * at.q / least_range_chunk(window),
-                       most = static_cast<std::int64_t>(at.sequences) * chunks;
-    return at.k * chunks / range_tile() + (ends < most ? ends : most);
+    return range_partials(at, range_tile(), least_range_chunk(window), chunks);
   }
   /// Partial sums of the blocks of the selection whose lists begin before: only lists longer than a chunk have them.
   __host__ __device__ std::int64_t partials_before(std::int64_t entry, std::int64_t slot) const {

@@ -1,6 +1,8 @@
 // The backward operations of the portable backend but compress_backward: arguments of kernels, and their launches.
 #include "cuda/portable/host.h"
 #include "cuda/portable/inverse_index.cuh"
+#include "cuda/sm90/range_chunks.h"
+#include "cuda/sm90/row_terms.h"
 
 namespace nsa::cuda::portable {
 
@@ -28,10 +30,28 @@ struct BranchGradients {
   Strided sum_from, sum_to;  // float32 sums of dQ over branches
 };
 
-Status backward(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
-                const BranchGradients& out, const Packed& packed, const NSAConfig* compressed, Execution& e) {
-  const Geometry& g = b.geometry;
+/// The backward of a branch as its kernels take it.
+struct Prepared {
   BackwardArgs args{};
+  InverseArgs inverse{};
+  sm90::Kernels hopper;
+  bool queries = false, keys = false, selected = false;  // which gradients are wanted; the branch
+  const Branch* branch = nullptr;
+  const BranchGradients* out = nullptr;
+};
+
+/// Takes what the branch needs from the workspace. `flag` is set where inputs are not finite.
+Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
+                 const BranchGradients& out, int* flag, Execution& e) {
+  const Geometry& g = b.geometry;
+  Prepared x;
+  x.branch = &b;
+  x.out = &out;
+  x.queries = out.d_q.defined() || out.sum_to.data;
+  x.keys = out.d_k.defined() || out.d_v.defined();
+  x.selected = b.indices != nullptr;
+  x.hopper = hopper_kernels(b, d_o);
+  BackwardArgs& args = x.args;
   args.geometry = g;
   args.q = strided(b.q);
   args.k = strided(b.k);
@@ -48,14 +68,15 @@ Status backward(const Branch& b, const TensorView& d_o, const TensorView& lse, P
   args.window = b.window;
   args.scale = static_cast<float>(b.scale);
   args.block_size = b.block_size;
-  const bool keys = out.d_k.defined() || out.d_v.defined();
+  args.redo.flag = flag;
+  const std::int64_t width = b.q.size(-1) + b.v.size(-1);
   const Before all = before_end(g);
-  InverseArgs inverse{};
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
   }
-  if (keys && b.indices) {
+  std::int64_t plan = 0;  // items of the kernels of sm90
+  if (x.keys && b.indices) {
     BlockLists& lists = args.lists;
     lists.block_size = b.block_size;
     lists.tiles_per_block = to_int(tiles(b.block_size, 64));
@@ -65,35 +86,85 @@ Status backward(const Branch& b, const TensorView& d_o, const TensorView& lse, P
     lists.list = e.arena.take<int>(g.kv_heads * lists.entries);
     lists.begin = e.arena.take<int>(g.kv_heads * lists.slots);
     lists.item_begin = e.arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
+    InverseArgs& inverse = x.inverse;
     inverse.geometry = g;
     inverse.indices = args.indices;
     inverse.topk = args.topk;
     inverse.lists = lists;
     inverse.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, 128), 1, 128));
     inverse.offsets = e.arena.take<int>(g.kv_heads * inverse.chunks * lists.slots);
+    args.items = args.items_before(all);
     args.partial_items = args.partials_before(lists.entries, lists.slots);
-  } else if (keys) {
+    args.partials = e.arena.take<float>(g.kv_heads * args.partial_items * 64 * width);
+    if (x.hopper.selected_d_kv) plan = g.kv_heads * args.items;
+  } else if (x.keys) {
     args.chunks = max_range_chunks(b.window, g.q_len);
+    args.items = args.items_before(all);
     if (args.chunks > 1) args.partial_items = args.partials_before(all);
+    std::int64_t partials = g.kv_heads * args.partial_items * 64 * width;
+    if (x.hopper.range_d_kv) {
+      const sm90::RangeWork work(g, b.window);
+      plan = work.items;
+      partials = std::max(partials, g.kv_heads * work.partials * sm90::kRangeKeys * width);
+    }
+    args.partials = e.arena.take<float>(partials);
   }
-  args.items = keys ? args.items_before(all) : 0;
-  args.partials = e.arena.take<float>(g.kv_heads * args.partial_items * 64 * (b.q.size(-1) + b.v.size(-1)));
-  if (e.arena.measuring()) return {};
-  if (!e.arena.enough()) return out_of_workspace(e.arena);
-  const AttentionKernels& kernels = kernels_of(b.q, b.v);
-  if (out.d_q.defined() || out.sum_to.data) {
-    const Status s = b.indices ? status_of(kernels.selected_d_q(args, e.stream), "selected_d_q")
-                               : status_of(kernels.range_d_q(args, e.stream), "range_d_q");
-    if (!s.ok()) return s;
+  if (plan > 0) {
+    args.plan = e.arena.take<char>(plan * sm90::kPlanItem);
+    args.row_terms = e.arena.take<float>(sm90::RowTerms(g, nullptr).floats());
   }
-  if (Status s = fill(out.d_q, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
-  if (!keys) return {};
+  return x;
+}
+
+/// Up to the first that fails.
+inline Status in_order() { return {}; }
+template <class Step, class... Steps>
+Status in_order(const Step& step, const Steps&... steps) {
+  if (Status s = step(); !s.ok()) return s;
+  return in_order(steps...);
+}
+
+/// A portable kernel, alone or behind the one for which it stands in.
+template <class Kernel>
+Status run_portable(const Kernel& kernel, const Prepared& x, bool stands_in, const char* name, Execution& e) {
+  BackwardArgs args = x.args;
+  if (!stands_in) args.redo = {};
+  return status_of(kernel(args, e.stream), name);
+}
+
+/// The kernel of sm90, if there is one.
+template <class Kernel>
+Status run_fast(const Kernel& kernel, const Prepared& x, const char* name, Execution& e) {
+  return kernel ? status_of(kernel(x.args, e.stream), name) : Status();
+}
+
+/// dQ.
+Status run_queries(const Prepared& x, const Packed& packed, Execution& e) {
+  if (!x.queries) return {};
+  const AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
+  return in_order(
+      [&]() -> Status {
+        if (x.selected) return run_fast(x.hopper.selected_d_q, x, "selected_d_q", e);
+        return x.hopper.range_d_q ? status_of(x.hopper.range_d_q(x.args, nullptr, e.stream), "range_d_q") : Status();
+      },
+      [&] {
+        return x.selected ? run_portable(kernels.selected_d_q, x, x.hopper.selected_d_q, "selected_d_q", e)
+                          : run_portable(kernels.range_d_q, x, x.hopper.range_d_q, "range_d_q", e);
+      },
+      [&] { return fill(x.out->d_q, packed.cu_seqlens_q, 0, nullptr, e.stream); });
+}
+
+/// dK and dV.
+Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e) {
+  if (!x.keys) return {};
   const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
-  for (const TensorView* t : {&out.d_k, &out.d_v})
+  for (const TensorView* t : {&x.out->d_k, &x.out->d_v})
     if (Status s = fill(*t, cu_k, 0, compressed, e.stream); !s.ok()) return s;
-  if (b.indices)
-    if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
-  return status_of(kernels.d_kv(args, e.stream), "d_kv");
+  if (x.selected)
+    if (Status s = status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
+  const auto fast = x.selected ? x.hopper.selected_d_kv : x.hopper.range_d_kv;
+  if (Status s = run_fast(fast, x, "d_kv", e); !s.ok()) return s;
+  return run_portable(kernels_of(x.branch->q, x.branch->v).d_kv, x, fast, "d_kv", e);
 }
 
 /// Backward of one branch on its own: delta first.
@@ -102,23 +173,30 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
                        Execution& e) {
   const Branch b = branch_of(p.forward);
   const PerRow delta = take_rows(e.arena, b.q);
-  if (!e.arena.measuring()) {
-    if (!e.arena.enough()) return out_of_workspace(e.arena);
-    const Rows r = rows_of(p.d_o, 2);
-    CombineBackwardArgs args{};
-    args.d_o = strided(p.d_o);
-    args.branches = 1;
-    args.o[0] = strided(p.forward.o);
-    args.delta[0] = delta;
-    args.rows = r.rows;
-    args.heads = to_int(p.d_o.size(-2));
-    args.dim = to_int(p.d_o.size(-1));
-    if (Status s =
-            status_of(element_kernels(b.q.dtype)->combine_backward(args, r.batches, e.stream), "combine_backward");
-        !s.ok())
-      return s;
-  }
-  return backward(b, p.d_o, p.forward.lse, delta, {}, {p.d_q, d_k, d_v, {}, {}}, p.forward.packed, compressed, e);
+  int* flag = e.arena.take<int>(1);
+  const BranchGradients out{p.d_q, d_k, d_v, {}, {}};
+  const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, flag, e);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  const Rows r = rows_of(p.d_o, 2);
+  CombineBackwardArgs args{};
+  args.d_o = strided(p.d_o);
+  args.branches = 1;
+  args.o[0] = strided(p.forward.o);
+  args.delta[0] = delta;
+  args.rows = r.rows;
+  args.heads = to_int(p.d_o.size(-2));
+  args.dim = to_int(p.d_o.size(-1));
+  const sm90::NonfiniteArgs inputs{{checked(b.k), checked(b.v)}, checked(b.q), {x.args.lse}, {delta}, flag};
+  return in_order(
+      [&] {
+        return status_of(element_kernels(b.q.dtype)->combine_backward(args, r.batches, e.stream), "combine_backward");
+      },
+      [&] {
+        return any(x.hopper) ? status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite") : Status();
+      },
+      [&] { return run_queries(x, p.forward.packed, e); },
+      [&] { return run_keys(x, p.forward.packed, compressed, e); });
 }
 
 CombineBackwardArgs combine_backward_args(const TensorView& d_o, const TensorView& o_cmp, const TensorView& o_slc,
@@ -176,26 +254,62 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
     if (Status s = fill(p.d_gates, f.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
   }
   const Branches b = branches_of(f);
+  // dQ is summed over the branches in float32: the selection first, the two ranges behind it, at once where one kernel
+  // can.
+  const Branch branches[3] = {branch_of(b.cmp), branch_of(b.slc), branch_of(b.swa)};
+  const TensorView* lse[3] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
+  const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
+  const Strided float_sum = strided(sum);
+  int* flag = e.arena.take<int>(1);
   // The branches run one after the other, so they can share the rest of the workspace.
   const Arena rest = e.arena;
   std::size_t most = rest.used();
-  const auto run = [&](const Branch& branch, int i, const TensorView& lse, const TensorView& d_k,
-                       const TensorView& d_v) {
+  if (!e.arena.measuring()) {
+    sm90::NonfiniteArgs inputs{};
+    for (int i = 0; i < 3; ++i) {
+      inputs.tensors[2 * i] = checked(branches[i].k);
+      inputs.tensors[2 * i + 1] = checked(branches[i].v);
+      inputs.lse[i] = per_row(*lse[i]);
+      inputs.delta[i] = delta[i];
+    }
+    inputs.queries = checked(f.q);
+    inputs.flag = flag;
+    if (any(hopper_kernels(branches[2], p.d_o)))
+      if (Status s = status_of(find_nonfinite(f.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
+  }
+  Prepared ranges[2];
+  BranchGradients out[3] = {{none, *d_k[0], *d_v[0], float_sum, float_sum},
+                            {none, *d_k[1], *d_v[1], {}, float_sum},
+                            {p.d_q, *d_k[2], *d_v[2], float_sum, {}}};
+  for (const int i : {1, 0, 2}) {
     e.arena = rest;
-    const NSAConfig* compressed = i == 0 ? &f.cfg : nullptr;
-    const Strided float_sum = strided(sum);
-    const Status s = backward(
-        branch, p.d_o, lse, delta[i], gate[i],
-        {i == 2 ? p.d_q : TensorView{}, d_k, d_v, i > 0 ? float_sum : Strided{}, i < 2 ? float_sum : Strided{}},
-        f.packed, compressed, e);
+    const Prepared x = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], flag, e);
     most = std::max(most, e.arena.used());
-    return s;
+    if (i != 1) ranges[i / 2] = x;
+    if (e.arena.measuring()) continue;
+    if (!e.arena.enough()) return out_of_workspace(e.arena);
+    if (i == 1)
+      if (Status s = run_queries(x, f.packed, e); !s.ok()) return s;
+    if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
+  }
+  if (e.arena.measuring()) {
+    e.arena.take<char>(static_cast<std::int64_t>(most - std::min(most, e.arena.used())));
+    return {};
+  }
+  if (!p.d_q.defined()) return {};
+  const bool together = ranges[0].hopper.range_d_q && ranges[1].hopper.range_d_q;
+  if (!together) {
+    for (const Prepared& x : ranges)
+      if (Status s = run_queries(x, f.packed, e); !s.ok()) return s;
+    return {};
+  }
+  const auto stand_in = [&](const Prepared& x) {
+    return run_portable(kernels_of(f.q, x.branch->v).range_d_q, x, true, "range_d_q", e);
   };
-  if (Status s = run(branch_of(b.cmp), 0, f.lse_cmp, p.d_k_c, p.d_v_c); !s.ok()) return s;
-  if (Status s = run(branch_of(b.slc), 1, f.lse_slc, p.d_k_slc, p.d_v_slc); !s.ok()) return s;
-  if (Status s = run(branch_of(b.swa), 2, f.lse_swa, p.d_k_swa, p.d_v_swa); !s.ok()) return s;
-  if (e.arena.measuring()) e.arena.take<char>(static_cast<std::int64_t>(most - std::min(most, e.arena.used())));
-  return {};
+  return in_order(
+      [&] { return status_of(ranges[0].hopper.range_d_q(ranges[0].args, &ranges[1].args, e.stream), "range_d_q"); },
+      [&] { return stand_in(ranges[0]); }, [&] { return stand_in(ranges[1]); },
+      [&] { return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream); });
 }
 
 }  // namespace nsa::cuda::portable

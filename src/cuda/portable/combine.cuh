@@ -3,17 +3,25 @@
 
 #include "cuda/common/geometry.cuh"
 #include "cuda/portable/arguments.h"
+#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 
-/// Rows of one warp: (batch, row, head) numbered with the head fastest.
-__device__ inline bool warp_row(int rows, int heads, int batches, int& b, int& r, int& h) {
-  const std::int64_t i = (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+/// Number of this warp in the grid.
+__device__ inline std::int64_t grid_warp() {
+  return (static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+}
+/// Row i of all: (batch, row, head) numbered with the head fastest. False: there is none.
+__device__ inline bool numbered_row(std::int64_t i, int rows, int heads, int batches, int& b, int& r, int& h) {
   if (i >= static_cast<std::int64_t>(batches) * rows * heads) return false;
   h = static_cast<int>(i % heads);
   r = static_cast<int>(i / heads % rows);
   b = static_cast<int>(i / heads / rows);
   return true;
+}
+/// The row of this warp.
+__device__ inline bool warp_row(int rows, int heads, int batches, int& b, int& r, int& h) {
+  return numbered_row(grid_warp(), rows, heads, batches, b, r, h);
 }
 
 /// Sixteen bytes of elements as floats.
@@ -45,23 +53,26 @@ struct Chunk {
 
 template <class T>
 __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineArgs args, int batches) {
+  if (!called(args)) return;
   int b, r, h;
-  if (!warp_row(args.rows, args.heads, batches, b, r, h)) return;
-  const T* g = args.gates.at<T>(b, r, h);
-  const float gate[3] = {to_float(g[0]), to_float(g[1]), to_float(g[2])};
-  const T* branch[3];
+  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * blockDim.x / 32;
+  for (std::int64_t n = grid_warp(); numbered_row(n, args.rows, args.heads, batches, b, r, h); n += warps) {
+    const T* g = args.gates.at<T>(b, r, h);
+    const float gate[3] = {to_float(g[0]), to_float(g[1]), to_float(g[2])};
+    const T* branch[3];
 #pragma unroll
-  for (int i = 0; i < 3; ++i) branch[i] = args.branch[i].at<T>(b, r, h);
-  T* o = args.o.at<T>(b, r, h);
-  for (int d = threadIdx.x % 32 * Chunk<T>::kSize; d < args.dim; d += 32 * Chunk<T>::kSize) {
-    Chunk<T> sum{};
+    for (int i = 0; i < 3; ++i) branch[i] = args.branch[i].at<T>(b, r, h);
+    T* o = args.o.at<T>(b, r, h);
+    for (int d = threadIdx.x % 32 * Chunk<T>::kSize; d < args.dim; d += 32 * Chunk<T>::kSize) {
+      Chunk<T> sum{};
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const Chunk<T> x = Chunk<T>::load(branch[i] + d);
+      for (int i = 0; i < 3; ++i) {
+        const Chunk<T> x = Chunk<T>::load(branch[i] + d);
 #pragma unroll
-      for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate[i] * x.x[j];
+        for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate[i] * x.x[j];
+      }
+      sum.store(o + d);
     }
-    sum.store(o + d);
   }
 }
 

@@ -56,17 +56,13 @@ struct KeyTile {
   std::int64_t partial;        // where their partial sums are, if there are several
 };
 
-/// Item x of a KV head is item x - items_before(before(sequence)) of a sequence, found by bisection.
+/// Whose item x of a KV head is; x becomes its number in the sequence.
 __device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int& x) {
   const Geometry& p = args.geometry;
-  const auto first = [&](int b) { return args.items_before(before(p, sequence_of(p, b))); };
-  int low = 0, high = p.batches;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (first(middle) <= x ? low : high) = middle;
-  }
-  x -= static_cast<int>(first(low));
-  return sequence_of(p, low);
+  const auto first = [&](const Before& at) { return args.items_before(at); };
+  const DeviceSequence seq = sequence_of(p, sequence_at(p, x, first));
+  x -= static_cast<int>(first(before(p, seq)));
+  return seq;
 }
 
 /// Which keys and queries item `x` of a range is about.

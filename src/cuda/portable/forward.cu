@@ -75,19 +75,35 @@ namespace {
 
 constexpr unsigned kMinusInfinity = 0xff800000u;
 
+/// For kernels that suppose finite values: clears the flag, and sets it where there are others.
+Status look_for_nonfinite(const Branch& b, int* flag, Execution& e) {
+  sm90::NonfiniteArgs inputs{};
+  inputs.tensors[0] = checked(b.v);
+  inputs.flag = flag;
+  return status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite");
+}
+
 /// args: of the portable kernel. The other one, if there is one, goes first.
 template <class Args>
 Status run(const char* name, const Branch& b, Args& args, cudaError_t (*fast)(const Args&, cudaStream_t),
            cudaError_t (*portable)(const Args&, cudaStream_t), int* flag, Execution& e) {
   if (fast) {
-    sm90::NonfiniteArgs inputs{};
-    inputs.tensors[0] = checked(b.v);
-    inputs.flag = flag;
     args.redo.flag = flag;
-    if (Status s = status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
+    if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
     if (Status s = status_of(fast(args, e.stream), name); !s.ok()) return s;
   }
   return status_of(portable(args, e.stream), name);
+}
+
+/// Rows past the last sequence.
+Status fill_outputs(const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
+  if (Status s = fill(o, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+  return fill(lse, packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream);
+}
+
+RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse) {
+  return {b.geometry, strided(b.q), strided(b.k), strided(b.v),
+          strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
 }
 
 Status forward(const Branch& b, const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
@@ -96,8 +112,7 @@ Status forward(const Branch& b, const TensorView& o, const TensorView& lse, cons
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const AttentionKernels& kernels = kernels_of(b.q, b.v);
-  if (Status s = fill(o, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = fill(lse, packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill_outputs(o, lse, packed, e); !s.ok()) return s;
   if (b.indices) {
     SelectedArgs args{b.geometry,          strided(b.q),
                       strided(b.k),        strided(b.v),
@@ -106,9 +121,94 @@ Status forward(const Branch& b, const TensorView& o, const TensorView& lse, cons
                       b.block_size,        static_cast<float>(b.scale)};
     return run("selected_forward", b, args, hopper.selected_forward, kernels.selected_forward, flag, e);
   }
-  RangeArgs args{b.geometry, strided(b.q), strided(b.k), strided(b.v),
-                 strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
+  RangeArgs args = range_args(b, o, lse);
   return run("range_forward", b, args, hopper.range_forward, kernels.range_forward, flag, e);
+}
+
+/// All but the scratch.
+SelectArgs select_args(const SelectBlocksParams& p) {
+  const bool packed = p.packed.packed();
+  SelectArgs args{};
+  args.geometry = geometry_of(p.q, p.k_c.size(-2), p.seqlen_k.value_or(packed ? 0 : p.q.size(1)),
+                              packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg);
+  args.q = strided(p.q);
+  args.k = strided(p.k_c);
+  args.lse = per_row(p.lse);
+  args.indices = strided(p.indices);
+  set_selection(args, p.cfg, scale_of(p.softmax_scale, p.q));
+  args.noise = static_cast<float>(p.noise);
+  args.seed = p.seed;
+  return args;
+}
+std::int64_t scratch_floats(const SelectArgs& args, int thread_blocks) {
+  return thread_blocks * args.queries * (args.scratch_keys + args.scratch_blocks);
+}
+
+CombineArgs combine_args(const CombineParams& p) {
+  const Rows r = rows_of(p.o, 2);
+  return {{strided(p.o_cmp), strided(p.o_slc), strided(p.o_swa)},
+          strided(p.gates),
+          strided(p.o),
+          r.rows,
+          to_int(p.o.size(-2)),
+          to_int(p.o.size(-1)),
+          {}};
+}
+
+/// The choice of blocks together with the compressed attention `cmp`: by one kernel where there is one.
+Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Execution& e) {
+  const Branch b = branch_of(cmp);
+  const sm90::Selection selection{p.cfg, sm90::selection_blocks(b.geometry, p.cfg.block_size), p.noise > 0};
+  const sm90::Kernels hopper = hopper_kernels(b, cmp.o, selection);
+  if (!hopper.compressed_select) {
+    if (Status s = compressed_attention(cmp, e); !s.ok()) return s;
+    return select_blocks(p, e);
+  }
+  SelectArgs select = select_args(p);
+  const int count = selecting_blocks(select);
+  int* flag = e.arena.take<int>(1);
+  // The kernels that stand in come later: they can have the same scratch.
+  const std::int64_t bytes =
+      std::max(sm90::CompressedSelectScratch(b.geometry).bytes(), scratch_floats(select, count) * 4);
+  void* scratch = e.arena.take<char>(bytes);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  if (Status s = fill_outputs(cmp.o, cmp.lse, cmp.packed, e); !s.ok()) return s;
+  if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
+  RangeArgs range = range_args(b, cmp.o, cmp.lse);
+  range.redo.flag = select.redo.flag = flag;
+  select.scratch = static_cast<float*>(scratch);
+  const sm90::CompressedSelectArgs args{
+      range, select.indices, select.topk, select.block_size, select.init_blocks, select.local_blocks, flag, scratch, 0};
+  if (Status s = status_of(hopper.compressed_select(args, e.stream), "compressed_select"); !s.ok()) return s;
+  if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
+  return status_of(element_kernels(p.q.dtype)->select_blocks(select, to_int(p.q.size(-1)), count, e.stream),
+                   "select_blocks");
+}
+
+/// The sliding window and the sum of the branches by one kernel. swa.o may be undefined.
+Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams sum, const sm90::Kernels& hopper,
+                          Execution& e) {
+  const Branch b = branch_of(swa);
+  int* flag = e.arena.take<int>(1);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  if (swa.o.defined())
+    if (Status s = fill(swa.o, swa.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
+  RangeArgs range = range_args(b, swa.o, swa.lse);
+  range.redo.flag = flag;
+  const sm90::WindowCombineArgs args{range, strided(sum.o_cmp), strided(sum.o_slc), strided(sum.gates), strided(sum.o)};
+  if (Status s = status_of(hopper.window_combine(args, e.stream), "window_combine"); !s.ok()) return s;
+  // The kernels that stand in have two steps; what is between them may lie in o itself.
+  sum.o_swa = swa.o.defined() ? swa.o : sum.o;
+  range.o = strided(sum.o_swa);
+  if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
+  CombineArgs combine = combine_args(sum);
+  combine.redo.flag = flag;
+  return status_of(element_kernels(sum.o.dtype)->combine(combine, rows_of(sum.o, 2).batches, e.stream), "combine");
 }
 
 }  // namespace
@@ -124,19 +224,9 @@ Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution
 }
 
 Status select_blocks(const SelectBlocksParams& p, Execution& e) {
-  const bool packed = p.packed.packed();
-  SelectArgs args{};
-  args.geometry = geometry_of(p.q, p.k_c.size(-2), p.seqlen_k.value_or(packed ? 0 : p.q.size(1)),
-                              packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg);
-  args.q = strided(p.q);
-  args.k = strided(p.k_c);
-  args.lse = per_row(p.lse);
-  args.indices = strided(p.indices);
-  set_selection(args, p.cfg, scale_of(p.softmax_scale, p.q));
-  args.noise = static_cast<float>(p.noise);
-  args.seed = p.seed;
+  SelectArgs args = select_args(p);
   const int count = selecting_blocks(args);
-  args.scratch = e.arena.take<float>(count * args.queries * (args.scratch_keys + args.scratch_blocks));
+  args.scratch = e.arena.take<float>(scratch_floats(args, count));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
@@ -146,14 +236,7 @@ Status select_blocks(const SelectBlocksParams& p, Execution& e) {
 
 Status combine(const CombineParams& p, Execution& e) {
   if (e.arena.measuring()) return {};
-  const Rows r = rows_of(p.o, 2);
-  CombineArgs args{{strided(p.o_cmp), strided(p.o_slc), strided(p.o_swa)},
-                   strided(p.gates),
-                   strided(p.o),
-                   r.rows,
-                   to_int(p.o.size(-2)),
-                   to_int(p.o.size(-1))};
-  return status_of(element_kernels(p.o.dtype)->combine(args, r.batches, e.stream), "combine");
+  return status_of(element_kernels(p.o.dtype)->combine(combine_args(p), rows_of(p.o, 2).batches, e.stream), "combine");
 }
 
 Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
@@ -168,8 +251,11 @@ Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
   } else {
     lse.shape = {p.q.size(1), p.q.size(0)};
   }
-  for (auto t : {&NsaAttentionParams::o_cmp, &NsaAttentionParams::o_slc, &NsaAttentionParams::o_swa})
-    if (!(kept.*t).defined()) kept.*t = take_like(e.arena, p.o, p.o.dtype);
+  const sm90::Kernels hopper = hopper_kernels(branch_of(branches_of(kept).swa), p.o);
+  for (auto t : {&NsaAttentionParams::o_cmp, &NsaAttentionParams::o_slc, &NsaAttentionParams::o_swa}) {
+    const bool passes_by = t == &NsaAttentionParams::o_swa && hopper.window_combine;
+    if (!(kept.*t).defined() && !passes_by) kept.*t = take_like(e.arena, p.o, p.o.dtype);
+  }
   for (auto t : {&NsaAttentionParams::lse_cmp, &NsaAttentionParams::lse_slc, &NsaAttentionParams::lse_swa})
     if (!(kept.*t).defined()) kept.*t = take_like(e.arena, lse, DType::kFloat32);
   if (!kept.indices.defined()) {
@@ -182,11 +268,15 @@ Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
   const SelectBlocksParams select{kept.q,         kept.k_c,   kept.lse_cmp, kept.cfg,    kept.softmax_scale,
                                   b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
   const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
-  if (Status s = compressed_attention(b.cmp, e); !s.ok()) return s;
-  if (Status s = select_blocks(select, e); !s.ok()) return s;
+  if (Status s = compressed_and_select(b.cmp, select, e); !s.ok()) return s;
   if (Status s = selected_attention(b.slc, e); !s.ok()) return s;
-  if (Status s = sliding_window_attention(b.swa, e); !s.ok()) return s;
-  if (Status s = combine(sum, e); !s.ok() || e.arena.measuring()) return s;
+  if (hopper.window_combine) {
+    if (Status s = window_and_combine(b.swa, sum, hopper, e); !s.ok()) return s;
+  } else {
+    if (Status s = sliding_window_attention(b.swa, e); !s.ok()) return s;
+    if (Status s = combine(sum, e); !s.ok()) return s;
+  }
+  if (e.arena.measuring()) return {};
   return fill(p.o, p.packed.cu_seqlens_q, 0, nullptr, e.stream);  // rows past the end: the gates there may be NaN
 }
 

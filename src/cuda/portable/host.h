@@ -121,7 +121,8 @@ inline Branch branch_of(const SlidingWindowAttentionParams& p) {
 }
 
 /// The kernels of compute capability 9.0 that can serve this branch here.
-inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows) {
+inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
+                                    const std::optional<sm90::Selection>& selection = {}) {
   sm90::Call call;
   call.dtype = b.q.dtype;
   call.key_dim = b.q.size(-1);
@@ -130,6 +131,7 @@ inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows) {
   call.block_size = b.indices ? b.block_size : 0;
   call.topk = b.indices ? to_int(b.indices->size(-1)) : 0;
   for (const TensorView* t : {&b.q, &b.k, &b.v, &rows}) call.mappable &= sm90::mappable(strided(*t));
+  call.selection = selection;
   return sm90::kernels_on(b.q.device.index, call);
 }
 

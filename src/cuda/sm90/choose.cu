@@ -8,8 +8,9 @@ namespace {
 
 template <class T, int Dk, int Dv>
 Kernels instances() {
-  return {launch_range_forward<T, Dk, Dv>, launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
-          launch_selected_d_q<T, Dk, Dv>,  launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>};
+  return {launch_range_forward<T, Dk, Dv>,     launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
+          launch_selected_d_q<T, Dk, Dv>,      launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>,
+          launch_compressed_select<T, Dk, Dv>, launch_window_combine<T, Dk, Dv>};
 }
 template <class T>
 Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
@@ -19,7 +20,23 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
   return {};
 }
 
+/// A warp has the sixteen heads of a query, and a lane four whole selection blocks; their importances stay in shared
+/// memory.
+bool selects(const Call& call) {
+  if (!call.selection || call.group != 16) return false;
+  const auto& [cfg, blocks, noise] = *call.selection;
+  return cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride && !noise &&
+         blocks <= CompressedSelectScratch::kBlocks;
+}
+
 }  // namespace
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count > 0 ? count : 1;
+}
 
 Kernels choose(const Call& call) {
   Kernels kernels;
@@ -34,6 +51,9 @@ Kernels choose(const Call& call) {
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
+  // A query's rows are gathered as whole groups of eight: the copy engine's swizzle repeats after eight rows.
+  if (call.group % 8 != 0) kernels.selected_d_kv = nullptr;
+  if (!selects(call)) kernels.compressed_select = nullptr;
   return kernels;
 }
 

@@ -6,8 +6,11 @@
 // after them, do the work.
 #pragma once
 
+#include <optional>
+
 #include "cuda/portable/kernels.h"
-#include "nsa/status.h"
+#include "cuda/sm90/compressed_select.h"
+#include "nsa/config.h"
 
 namespace nsa::cuda::sm90 {
 
@@ -16,14 +19,24 @@ using portable::RangeArgs;
 using portable::SelectArgs;
 using portable::SelectedArgs;
 
+/// The sliding window and the gated sum with the other two branches. range.o may be null: then it is not stored.
+struct WindowCombineArgs {
+  RangeArgs range;
+  Strided o_cmp, o_slc, gates, o;
+};
+
 // One instance each, compiled in a translation unit of its own. Weak: a build may leave instances out, their address is
 // null then.
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_range_forward(const RangeArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_window_combine(const WindowCombineArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_compressed_select(const CompressedSelectArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
-[[gnu::weak]] cudaError_t launch_range_d_q(const BackwardArgs&, cudaStream_t);
+[[gnu::weak]] cudaError_t launch_range_d_q(const BackwardArgs&, const BackwardArgs* second, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
@@ -35,11 +48,31 @@ template <class T, int Dk, int Dv>
 struct Kernels {
   cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
   cudaError_t (*selected_forward)(const SelectedArgs&, cudaStream_t) = nullptr;
-  cudaError_t (*range_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
+  /// With a second branch of the same queries: the sum of both, where the second one says.
+  cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*range_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*compressed_select)(const CompressedSelectArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*window_combine)(const WindowCombineArgs&, cudaStream_t) = nullptr;
 };
+
+/// The choice of blocks together with the compressed attention that it follows from.
+struct Selection {
+  NSAConfig cfg;
+  int blocks = 0;      // of the longest sequence
+  bool noise = false;  // on the importances
+};
+
+inline bool any(const Kernels& k) {
+  return k.range_forward || k.selected_forward || k.range_d_q || k.selected_d_q || k.range_d_kv || k.selected_d_kv;
+}
+
+/// Bytes of an item in BackwardArgs::plan.
+inline constexpr int kPlanItem = 64;
+
+/// Of the current device.
+int multiprocessors();
 
 /// What the choice of kernels looks at.
 struct Call {
@@ -49,6 +82,7 @@ struct Call {
   int block_size = 0;  // selected attention, else 0
   int topk = 0;        // selected attention, else 0
   bool mappable = true;
+  std::optional<Selection> selection;
 };
 
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.

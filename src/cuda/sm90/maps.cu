@@ -23,6 +23,23 @@ cudaError_t find(Encode& encode) {
   return cudaSuccess;
 }
 
+cuuint64_t size(std::int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); }
+/// Of a dimension of n: where n is 1 the stride does not matter but must be valid.
+cuuint64_t stride(std::int64_t elements, std::int64_t n) { return static_cast<cuuint64_t>(n > 1 ? elements * 2 : 16); }
+
+/// bf16 or fp16: the bits are copied, and zeros are zeros.
+template <int kRank>
+cudaError_t make(CUtensorMap& map, void* data, const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
+                 const cuuint32_t (&box)[kRank]) {
+  Encode encode = nullptr;
+  if (const cudaError_t error = find(encode); error != cudaSuccess) return error;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, data, sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 bool mappable(const Strided& t) {
@@ -32,23 +49,19 @@ bool mappable(const Strided& t) {
 
 cudaError_t make_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
                      int box_heads, int box_rows) {
-  Encode encode = nullptr;
-  if (const cudaError_t error = find(encode); error != cudaSuccess) return error;
-  const auto size = [](std::int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
-  // Strides of dimensions of size 1 do not matter but must be valid.
-  const auto stride = [](std::int64_t elements, std::int64_t n) {
-    return static_cast<cuuint64_t>(n > 1 ? elements * 2 : 16);
-  };
-  const cuuint64_t sizes[4] = {size(columns), size(heads), size(rows), size(batches)};
-  const cuuint64_t strides[3] = {stride(t.head, heads), stride(t.row, rows), stride(t.batch, batches)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  // bf16 or fp16: the bits are copied, and zeros are zeros.
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return make<4>(map, t.data, {size(columns), size(heads), size(rows), size(batches)},
+                 {stride(t.head, heads), stride(t.row, rows), stride(t.batch, batches)},
+                 {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1});
+}
+
+cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows,
+                            int batches) {
+  const std::int64_t groups = spread_rows(rows) / 8;
+  // Fifteen rows from the start of a group on: a box may begin at any of its eight.
+  return make<5>(
+      map, t.data, {size(columns), size(groups), groups > 0 ? 15u : 1u, size(heads), size(batches)},
+      {stride(t.row * 8, groups), stride(t.row, groups > 0 ? 15 : 1), stride(t.head, heads), stride(t.batch, batches)},
+      {64, 8, 8, 1, 1});
 }
 
 }  // namespace nsa::cuda::sm90

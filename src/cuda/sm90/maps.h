@@ -12,13 +12,25 @@ namespace nsa::cuda::sm90 {
 bool mappable(const Strided& t);
 
 /// Boxes of 64 columns x `box_heads` heads x `box_rows` rows (at most 256 each) of a 16-bit tensor of `columns` x
-/// `heads` x `rows` x `batches`, with the 128-byte swizzle: in shared memory rows of 128 bytes, heads fastest. What lies
-/// outside of the tensor becomes zeros. The boxes of a row of tiles are panels of wgmma.cuh's tiles.
+/// `heads` x `rows` x `batches`, with the 128-byte swizzle: in shared memory rows of 128 bytes, heads fastest. What
+/// lies outside of the tensor becomes zeros. The boxes of a row of tiles are panels of wgmma.cuh's tiles.
 cudaError_t make_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
                      int box_heads, int box_rows);
 
+/// Boxes of 64 columns of 64 rows of one head, in another order: row 8c + j after the first (c, j < 8) becomes row 8j +
+/// c of the box. A 5-dimensional map; coordinates: column, first row / 8, first row % 8, head, batch. Rows beyond the
+/// last group that it knows become zeros, so only boxes that lie within spread_rows() are to be read through it.
+cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches);
+/// Box rows [first, first + 64) can be read if first / 8 * 8 + 64 <= spread_rows.
+inline std::int64_t spread_rows(std::int64_t rows) { return rows < 15 ? 0 : (rows - 15) / 8 * 8 + 8; }
+
 /// Query rows (q, d_o) or key rows (k, v) of a call, whole tensors: in packed calls boxes cross sequences.
 inline std::int64_t query_rows(const Geometry& g) { return g.cu_q ? g.total_q : g.q_len; }
+/// Rows of a tensor of compressed keys. In packed calls total_k is their bound of the tokens: portable::raw_total.
+inline std::int64_t compressed_rows(const Geometry& g) {
+  if (g.cu_q) return (g.total_k - g.kernel_size) / g.kernel_stride - 1;
+  return g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
+}
 inline int tensor_batches(const Geometry& g) { return g.cu_q ? 1 : g.batches; }
 
 }  // namespace nsa::cuda::sm90

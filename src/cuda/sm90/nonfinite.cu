@@ -9,7 +9,8 @@ template <class T>
 __device__ inline bool nonfinite_row(const Strided& t, std::int64_t row, int rows_per_batch, int head, int columns,
                                      int lane, int lanes) {
   const int batch = static_cast<int>(row / rows_per_batch);
-  const auto* from = reinterpret_cast<const uint4*>(t.at<T>(batch, row - static_cast<std::int64_t>(batch) * rows_per_batch, head));
+  const auto* from =
+      reinterpret_cast<const uint4*>(t.at<T>(batch, row - static_cast<std::int64_t>(batch) * rows_per_batch, head));
   std::uint32_t found = 0;
   for (int i = lane; i < columns / 8; i += lanes) {
     const uint4 w = from[i];
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(256) look_for_nonfinite(const __grid_constant_
   const std::int64_t thread = blockIdx.x * 256ll + threadIdx.x, threads = gridDim.x * 256ll;
   bool found = false;
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
+  for (int k = 0; k < 6; ++k) {
     const Checked& c = args.tensors[k];
     if (!c.t.data) continue;
     const int pieces = c.columns / 64;  // eight lanes to 64 columns
@@ -43,9 +44,13 @@ __global__ void __launch_bounds__(256) look_for_nonfinite(const __grid_constant_
       const std::int64_t row = i % c.rows;
       const int batch = static_cast<int>(row / c.rows_per_batch);
       const std::int64_t own = row - static_cast<std::int64_t>(batch) * c.rows_per_batch;
-      const float lse = args.lse.at(batch, own, head), delta = args.delta.at(batch, own, head);
-      found |= !is_finite(delta) || !(lse < INFINITY);
-      if (lse == -INFINITY) found |= nonfinite_row<T>(c.t, row, c.rows_per_batch, head, c.columns, 0, 1);
+#pragma unroll
+      for (int k = 0; k < 3; ++k) {
+        if (!args.lse[k].data) continue;
+        const float lse = args.lse[k].at(batch, own, head), delta = args.delta[k].at(batch, own, head);
+        found |= !is_finite(delta) || !(lse < INFINITY);
+        if (lse == -INFINITY) found |= nonfinite_row<T>(c.t, row, c.rows_per_batch, head, c.columns, 0, 1);
+      }
     }
   }
   if (found) *args.flag = 1;

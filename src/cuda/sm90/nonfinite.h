@@ -16,10 +16,11 @@ struct Checked {
 };
 
 struct NonfiniteArgs {
-  Checked tensors[2];
-  // Query rows of a backward: a row that is not finite has a NaN or an infinity in lse or delta, unless it sees nothing.
-  Checked queries;  // data null: none
-  PerRow lse, delta;
+  Checked tensors[6];
+  // Query rows of a backward: a row that is not finite has a NaN or an infinity in lse or delta, unless it sees
+  // nothing.
+  Checked queries;          // data null: none
+  PerRow lse[3], delta[3];  // of the branches
   int* flag;
 };
 

@@ -15,9 +15,7 @@ __device__ __forceinline__ void barrier_init(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 /// After the last barrier_init, before the __syncthreads that lets others use the barriers.
-__device__ __forceinline__ void barriers_ready() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -34,11 +32,10 @@ __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
 }
 __device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t parity) {
   std::uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return done != 0;
 }
 __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity) {
@@ -53,6 +50,15 @@ __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& ma
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
       "[%6];" ::"r"(to),
       "l"(&map), "r"(column), "r"(head), "r"(row), "r"(batch), "r"(barrier)
+      : "memory");
+}
+/// The same through a map of make_spread_map. Coordinates: column, first row, head, batch.
+__device__ __forceinline__ void load_spread_box(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
+                                                int batch, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(row / 8), "r"(row % 8), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 }
 /// The same box into the second-level cache only.
@@ -97,6 +103,13 @@ __device__ __forceinline__ float2 load_float2(std::uint32_t from) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
   return x;
+}
+
+/// The lane, read again instead of kept in a register.
+__device__ __forceinline__ int lane_again() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
 }
 
 /// The same value in all lanes, and known to the compiler as such.

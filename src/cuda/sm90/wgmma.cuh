@@ -54,25 +54,25 @@ __device__ __forceinline__ void products_wait() {
 // clang-format on
 
 // c += or = (accumulate = 0) a * b. Type "bf16" or "f16"; trans_a, trans_b: 1 where that operand is read transposed.
-#define NSA_SHARED_64(type)                                                                            \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type   \
-               " {" NSA_NAMES_64 "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                   \
-               : NSA_OPERANDS_64                                                                            \
+#define NSA_SHARED_64(type)                                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
+               " {" NSA_NAMES_64 "}, %32, %33, p, 1, 1, %35, %36;\n}\n"                                              \
+               : NSA_OPERANDS_64                                                                                     \
                : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
-#define NSA_REGISTERS_64(type)                                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type   \
-               " {" NSA_NAMES_64 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"                     \
-               : NSA_OPERANDS_64                                                                            \
+#define NSA_REGISTERS_64(type)                                                                                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
+               " {" NSA_NAMES_64 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"                                  \
+               : NSA_OPERANDS_64                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposedB))
-#define NSA_SHARED_128(type)                                                                            \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type   \
-               " {" NSA_NAMES_128 "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                   \
-               : NSA_OPERANDS_128                                                                            \
+#define NSA_SHARED_128(type)                                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
+               " {" NSA_NAMES_128 "}, %64, %65, p, 1, 1, %67, %68;\n}\n"                                              \
+               : NSA_OPERANDS_128                                                                                     \
                : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposedA), "n"(kTransposedB))
-#define NSA_REGISTERS_128(type)                                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type   \
-               " {" NSA_NAMES_128 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"                     \
-               : NSA_OPERANDS_128                                                                            \
+#define NSA_REGISTERS_128(type)                                                                                       \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
+               " {" NSA_NAMES_128 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"                                  \
+               : NSA_OPERANDS_128                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposedB))
 
 /// Both operands in shared memory.

@@ -1,0 +1,72 @@
+// What the forward kernels over ranges of keys share besides their tiles (tile_walk.cuh).
+#pragma once
+
+#include "cuda/sm90/tile_walk.cuh"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace nsa::cuda::sm90 {
+
+constexpr int kSharedBytes = 232448;  // what a thread block can have
+
+/// A place in a ring of kStages and the parity of its use.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ Place before() const {
+    return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1};
+  }
+};
+
+/// The softmax scale in base-2 units. A negative one negates scores, one of zero becomes the smallest there is: see
+/// OnlineSoftmax.
+__device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
+
+/// Reads the flag of a kernel for which another one stands in; all threads of the block, who get the same answer.
+__device__ __forceinline__ bool stood_in_for(const int* flag) {
+  return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
+}
+
+/// Lane c of four neighbouring lanes holds words c0 .. c3 and gets 0c .. 3c.
+__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&w)[4], int lane) {
+  const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[j] : w[j + 1], 1);
+    (odd ? w[j] : w[j + 1]) = got;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[j] : w[j + 2], 2);
+    (high ? w[j] : w[j + 2]) = got;
+  }
+}
+
+/// Of row i (0, 1) of a lane's accumulators, times `factor` and rounded to T: the eight elements of columns 32 j + 8 c
+/// and on, for lane c of the four that share the row. All lanes of the warp.
+template <class T, int N>
+__device__ __forceinline__ uint4 piece_of_row(const float (&o)[N], int i, int j, float factor, int lane) {
+  std::uint32_t w[4];
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const int n = 4 * (4 * j + m) + 2 * i;
+    w[m] = pack(T{}, o[n] * factor, o[n + 1] * factor);
+  }
+  transpose_in_quad(w, lane);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+/// The whole row to `to`, if `valid`. All lanes of the warp.
+template <class T, int N>
+__device__ __forceinline__ void store_row(T* to, const float (&o)[N], int i, float factor, bool valid, int lane) {
+#pragma unroll
+  for (int j = 0; j < N / 16; ++j) {
+    const uint4 words = piece_of_row<T>(o, i, j, factor, lane);
+    if (valid) *reinterpret_cast<uint4*>(to + 32 * j + 8 * (lane & 3)) = words;
+  }
+}
+
+}  // namespace nsa::cuda::sm90

@@ -1,0 +1,213 @@
+// What the two kernels for dK and dV share. They stand on keys and stream query rows:
+//
+//   S^T = K Q^T, dP^T = V dO^T, P = exp(scale * S - lse), dS = P * (g * dP - delta)
+//   dV += (g P)^T dO, dK += dS^T Q
+//
+// With the keys as the rows of the products P^T and dS^T leave the accumulators as A operands of the next ones. A stage
+// of the ring is a tile of 64 query rows: Q, dO, and per row lse, delta and gate.
+//
+// Warp 8 has K, V, Q and dO copied, warp 9 copies what there is per row, warp 10 notes who sees whom; two warpgroups
+// compute. Left alone these would compute exponentials at the same time and leave the tensor cores idle, so they take
+// turns: one may issue its products only after the other has seen its scores arrive.
+#pragma once
+
+#include "cuda/portable/attention_backward.cuh"
+#include "cuda/portable/launch.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/query_tiles.cuh"
+#include "cuda/sm90/row_terms.h"
+#include "cuda/sm90/wgmma.cuh"
+
+namespace nsa::cuda::sm90 {
+
+/// Keys and the query rows that give to them. A kernel of its own plans all items.
+struct alignas(16) KeyItem {
+  int batch;  // of the tensors
+  int kv_head;
+  int first_key;  // within the sequence
+  int keys;       // 0: nothing to do
+  int key_row;    // of the first key, in the tensors
+  int query_row;  // of the sequence's first query, in the tensors
+  int shift;      // position of the sequence's first query
+  int from, to;   // queries of the sequence, or entries of its list
+  int stages;
+  int slot;  // for partial sums; -1: the result is complete
+  int unused;
+  const float* terms;  // of the sequence's first query and the KV head's first tile (RowTerms)
+};
+
+static_assert(sizeof(KeyItem) == kPlanItem);
+
+struct KeyMaps {
+  CUtensorMap q, d_o, k, v;
+};
+
+/// Shared memory: kTiles tiles of 64 keys, a ring of stages, the item, barriers.
+template <int Dk, int Dv, int kTiles, int kStageCount>
+struct KeyMemory {
+  static constexpr int kStages = kStageCount;
+  static constexpr int kK = kTileBytes<Dk>, kV = kTileBytes<Dv>, kTerms = 4 * 64 * 4;
+  static constexpr int kRing = kTiles * (kK + kV), kRows = kRing + kStages * (kK + kV);
+  static constexpr int kBarriers = kRows + kStages * kTerms;
+  static constexpr int kBytes = kBarriers + (2 * kStages + 2) * 8;
+
+  std::uint32_t base;
+
+  __device__ std::uint32_t k(int tile) const { return base + tile * kK; }
+  __device__ std::uint32_t v(int tile) const { return base + kTiles * kK + tile * kV; }
+  __device__ std::uint32_t q(int stage) const { return base + kRing + stage * (kK + kV); }
+  __device__ std::uint32_t d_o(int stage) const { return q(stage) + kK; }
+  /// Per row: the three of RowTerms; then what the warpgroups need to know of the stage.
+  __device__ std::uint32_t terms(int stage) const { return base + kRows + stage * kTerms; }
+  __device__ char* info(char* memory, int stage) const { return memory + kRows + stage * kTerms + 3 * 256; }
+  __device__ std::uint32_t full(int stage) const { return base + kBarriers + stage * 8; }
+  __device__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
+  __device__ std::uint32_t keys_full() const { return full(2 * kStages); }
+  __device__ std::uint32_t keys_empty() const { return full(2 * kStages + 1); }
+  /// `writers`: arrivals of warps 8, 9 and 10 at a stage; `readers`: warps that compute from it.
+  __device__ void init(int writers, int readers) const {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full(i), writers);
+      barrier_init(empty(i), readers);
+    }
+    barrier_init(keys_full(), 1);
+    barrier_init(keys_empty(), 8);
+    barriers_ready();
+  }
+  /// Zeros for the rows of stages that no copy reaches. All threads; the caller synchronises.
+  __device__ void clear_stages(char* memory) const {
+    auto* words = reinterpret_cast<uint4*>(memory + kRing);
+    for (int i = threadIdx.x; i < kStages * (kK + kV) / 16; i += blockDim.x) words[i] = uint4{0, 0, 0, 0};
+    fence_async();
+  }
+};
+
+/// Stages consumed or filled so far: a place in the ring and the parity of its barriers. One register.
+template <int kStages>
+struct StageCount {
+  int count = 0;
+
+  __device__ __forceinline__ int stage() const { return count % kStages; }
+  __device__ __forceinline__ int before(int stages = 1) const { return (count - stages) % kStages; }
+  __device__ __forceinline__ std::uint32_t parity() const { return count / kStages & 1; }
+};
+
+/// The gradients of 64 keys in the registers of a warpgroup, and a stage on its way through.
+template <class T, int Dk, int Dv>
+struct KeyGradients {
+  float dk[Dk / 2], dv[Dv / 2], s[32], dp[32];
+  std::uint32_t p[16], ds[16];  // P^T and dS^T of the stage before, as operands
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (float& x : dk) x = 0;
+#pragma unroll
+    for (float& x : dv) x = 0;
+  }
+  /// s: scores to probabilities. keep(column, row of two): false where the query does not see the key.
+  template <class Mask>
+  __device__ __forceinline__ void probabilities(std::uint32_t terms, float scale, const Mask& mask) {
+    mask(s);
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 lse = load_float2(terms + j * 32 + (lane & 3) * 8);
+      s[4 * j] = exp2_fast(fmaf(s[4 * j], scale, lse.x));
+      s[4 * j + 1] = exp2_fast(fmaf(s[4 * j + 1], scale, lse.y));
+      s[4 * j + 2] = exp2_fast(fmaf(s[4 * j + 2], scale, lse.x));
+      s[4 * j + 3] = exp2_fast(fmaf(s[4 * j + 3], scale, lse.y));
+    }
+  }
+  /// s and dp to the operands p and ds.
+  __device__ __forceinline__ void operands(std::uint32_t terms) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
+      const float2 gate = load_float2(terms + 512 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = s[4 * j + 2 * i], high = s[4 * j + 2 * i + 1];
+        ds[2 * j + i] = pack(T{}, low * fmaf(gate.x, dp[4 * j + 2 * i], -delta.x),
+                             high * fmaf(gate.y, dp[4 * j + 2 * i + 1], -delta.y));
+        p[2 * j + i] = pack(T{}, low * gate.x, high * gate.y);
+      }
+    }
+  }
+
+  /// The first stage of an item.
+  template <class Memory, class Mask, class Pass>
+  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
+                                        const Mask& mask, const Pass& pass) {
+    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    products_wait<1>();
+    pass();
+    probabilities(memory.terms(stage), scale, mask);
+    products_wait<0>();
+    operands(memory.terms(stage));
+  }
+  /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
+  template <class Memory, class Mask, class Pass, class Release>
+  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
+                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    products_wait<2>();  // p is free
+    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    products_wait<2>();
+    pass();
+    probabilities(memory.terms(stage), scale, mask);
+    products_wait<1>();
+    release(before);
+    products_wait<0>();
+    operands(memory.terms(stage));
+  }
+  /// After the last stage.
+  template <class Memory, class Release>
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    products_wait<0>();
+    release(before);
+  }
+
+  /// To float32 rows of Dk + Dv, `to` the row of key 0 of the 64.
+  __device__ __forceinline__ void store_partial(float* to, int keys) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = warp * 16 + lane / 4 + 8 * i;
+      if (key >= keys) continue;
+      float* row = to + key * (Dk + Dv) + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n) store_pair(row + n * 8, dk[4 * n + 2 * i], dk[4 * n + 2 * i + 1]);
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) store_pair(row + Dk + n * 8, dv[4 * n + 2 * i], dv[4 * n + 2 * i + 1]);
+    }
+  }
+  /// To dK and dV, key 0 of the 64 at row `first` of the tensors.
+  __device__ __forceinline__ void store(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
+                                        int keys) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = warp * 16 + lane / 4 + 8 * i;
+      if (key >= keys) continue;
+      if (args.d_k.data) {
+        T* row = args.d_k.at<T>(batch, first + key, kv_head) + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < Dk / 8; ++n)
+          store_pair(row + n * 8, dk[4 * n + 2 * i] * args.scale, dk[4 * n + 2 * i + 1] * args.scale);
+      }
+      if (args.d_v.data) {
+        T* row = args.d_v.at<T>(batch, first + key, kv_head) + 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < Dv / 8; ++n) store_pair(row + n * 8, dv[4 * n + 2 * i], dv[4 * n + 2 * i + 1]);
+      }
+    }
+  }
+};
+
+}  // namespace nsa::cuda::sm90

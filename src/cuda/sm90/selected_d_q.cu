@@ -1,0 +1,153 @@
+// dQ of queries over the blocks selected for them. How blocks reach the warps: selected.cuh; formulas:
+// portable/attention_backward.cuh.
+//
+// A warp keeps its sixteen rows of Q and dO as fragments in registers, beside their dQ. Per tile of keys: S from the K
+// slot, dP from the V slot, which is then free; dS, packed; dQ += dS K from the K slot again.
+#include "cuda/portable/attention_backward.cuh"
+#include "cuda/sm90/selected.cuh"
+
+namespace nsa::cuda::sm90 {
+namespace {
+
+using portable::QueryRows;
+using portable::row_gradients;
+using portable::RowFragments;
+
+template <int Dk, int Dv, int kKeys>
+struct Shape {
+  // Fragments and sums of sixteen rows take the registers of two warps per scheduler.
+  static constexpr int kWarps = Dk > 64 ? 8 : 12, kThreads = kWarps * 32 + kProducers;
+  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2;
+  static constexpr int kStep = Dk == 128 ? kKeys : 32;  // keys whose S and dP exist at a time
+  // The fragments of dO are kept in shared memory instead where registers do not suffice.
+  static constexpr int kKeptBytes = Dk > 128 ? kWarps * 16 * Dv * 2 : 0;
+};
+
+/// A operands that a warp keeps in shared memory, each lane its own.
+template <class T, int D>
+class SharedFragments {
+ public:
+  __device__ SharedFragments(std::uint32_t memory, int lane, const RowFragments<T, D>& rows)
+      : mine_(memory + lane * 16) {
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      std::uint32_t a[4];
+      rows(a, k);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine_ + k * 512), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                   "r"(a[3]));
+    }
+  }
+  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(mine_ + k * 512));
+  }
+
+ private:
+  std::uint32_t mine_;
+};
+
+template <class T, int Dk, int Dv, int kKeys>
+__global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
+    selected_d_q(const __grid_constant__ BackwardArgs args, const __grid_constant__ SelectedPlan plan,
+                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+  using S = Shape<Dk, Dv, kKeys>;
+  using Budget = SelectedBudget<S::kWarps>;
+  extern __shared__ __align__(1024) char memory[];
+  if (args.redo.flag && *args.redo.flag) return;
+  const std::uint32_t ring = shared_address(memory);
+  const std::uint32_t kept = ring + plan.slots * S::kSlotBytes;
+  auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kKeptBytes);
+  const Geometry& g = args.geometry;
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  init_control<S::kWarps>(control, S::kThreads);
+
+  if (warp >= S::kWarps) {
+    fewer_registers<Budget::kProducer>();
+    produce<Dk, Dv, kKeys, S::kSlotBytes, S::kWarps>(control, ring, plan, g, args.indices, k_map, v_map,
+                                                     threadIdx.x - S::kWarps * 32,
+                                                     [&](const SelectedTile& tile, int thread) {
+                                                       prefetch_rows<T, Dk>(plan, g, tile, args.q, S::kWarps, thread);
+                                                       prefetch_rows<T, Dv>(plan, g, tile, args.d_o, S::kWarps, thread);
+                                                     });
+    return;
+  }
+
+  more_registers<Budget::kConsumer>();
+  SelectedReader<S::kSlotBytes> reader{control, ring, plan};
+  const float scale = args.scale * kLog2e;
+  for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t parity) {
+    QueryRows mine;
+    const SelectedLimits limits(plan, tile, warp, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const SelectedRow row(plan, g, tile, warp, lane / 4 + 8 * i);
+      mine.valid[i] = row.valid;
+      mine.head[i] = row.head;
+      mine.row[i] = tile.seq.q_begin + row.query;
+      mine.read(args, tile.seq.batch, i);
+    }
+    const int batch = tile.seq.batch;
+    const RowFragments<T, Dk> q(mine.at<T>(args.q, batch, 0), mine.at<T>(args.q, batch, 1), lane);
+    const auto d_o = [&] {
+      const RowFragments<T, Dv> rows(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane);
+      if constexpr (S::kKeptBytes > 0) {
+        return SharedFragments<T, Dv>(kept + warp * (S::kKeptBytes / S::kWarps), lane, rows);
+      } else {
+        return rows;
+      }
+    }();
+    float acc[Dk / 8][4] = {};
+    for_blocks(reader, buffer, parity, warp, lane, [&](int block, unsigned users, unsigned position) {
+#pragma unroll 1
+      for (int unit = 0; unit < plan.units; ++unit) {
+        const int key = block * plan.block_size + unit * kKeys;
+        const SelectedSlot keys = reader.at(position + 2 * unit), values = reader.at(position + 2 * unit + 1);
+        keys.wait();
+#pragma unroll 1
+        for (int first = 0; first < kKeys; first += S::kStep) {
+          float s[S::kStep / 8][4], dp[S::kStep / 8][4];
+          key_scores<T, Dk, kKeys>(s, q, keys.tile, first, lane);
+          if (first == 0) values.wait();
+          key_scores<T, Dv, kKeys>(dp, d_o, values.tile, first, lane);
+          if (first + S::kStep == kKeys) values.release(lane);
+          row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
+          hide_keys<S::kStep / 8>(limits, users, key + first, lane, [&](int n, int i) { dp[n][i] = 0; });
+          std::uint32_t ds[S::kStep / 16][4];
+          pack_keys<T>(ds, dp);
+          key_sums<T, Dk, kKeys>(acc, ds, keys.tile, first, lane);
+        }
+        keys.release(lane);
+      }
+    });
+    const SelectedTile same(plan, g, again(index));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const SelectedRow row(plan, g, same, warp, lane / 4 + 8 * i);
+      if (!row.valid) continue;
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n)
+        portable::store_d_q<T>(args, same.seq.batch, same.seq.q_begin + row.query, row.head, n * 8 + 2 * (lane & 3),
+                               acc[n][2 * i] * args.scale, acc[n][2 * i + 1] * args.scale);
+    }
+  });
+}
+
+template <class T, int Dk, int Dv, int kKeys>
+cudaError_t launch_tiles(const BackwardArgs& args, cudaStream_t stream) {
+  using S = Shape<Dk, Dv, kKeys>;
+  const SelectedPlan plan =
+      selected_plan<S::kWarps>(args.geometry, args.topk, args.block_size, kKeys, S::kSlotBytes, S::kKeptBytes);
+  return launch_selected(selected_d_q<T, Dk, Dv, kKeys>, args, plan, Dk, Dv, kKeys, S::kThreads, stream);
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_selected_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& args,
+                                                                         cudaStream_t stream) {
+  if (args.block_size == 32) return launch_tiles<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, 32>(args, stream);
+  return launch_tiles<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, 64>(args, stream);
+}
+
+}  // namespace nsa::cuda::sm90

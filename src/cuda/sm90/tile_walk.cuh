@@ -1,0 +1,117 @@
+// How the forward kernels over ranges of keys share out their work: tiles of queries, and the thread blocks that walk
+// over them.
+#pragma once
+
+#include "cuda/common/geometry.cuh"
+
+namespace nsa::cuda::sm90 {
+
+/// The 64 rows of a warpgroup: all heads of a group for 64 / G queries, or sixteen heads of a larger group for four.
+/// Row r is query r / heads, head r % heads. Rows from heads * queries on have no use.
+struct RowShape {
+  int heads, queries;
+  int slices;  // of a group
+
+  __host__ __device__ explicit RowShape(int group)
+      : heads(group < 16 ? group : 16), queries(64 / heads), slices(group / heads) {}
+  /// r / heads
+  __device__ static int query_of(const Geometry& p, int r) { return p.group < 16 ? p.by_group.quotient(r) : r / 16; }
+};
+
+/// The tiles of a persistent thread block: each is `queries` neighbouring queries of a sequence with one slice of the
+/// heads of a KV head. A tile of a sequence, all its slices side by side, then the next tile; tiles from the end and
+/// from the start take turns, so that long and short ones mix. A call's tiles follow each other, sequence after
+/// sequence, and every gridDim.x-th of them is this block's.
+class TileWalk {
+ public:
+  __device__ TileWalk(const Geometry& geometry, const RowShape& shape, int queries)
+      : p_(geometry),
+        queries_(queries),
+        slices_(shape.slices),
+        item_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
+
+  DeviceSequence seq{};
+  int compressed_begin = 0;  // of seq: its first compressed row
+  int first_query = 0, kv_head = 0;
+  int slice = 0;  // its first head counted from the first of the group, in units of RowShape::heads
+
+  /// On to the next tile; false: there is none.
+  __device__ __forceinline__ bool next() {
+    item_ += static_cast<int>(gridDim.x);
+    while (item_ >= items_) {
+      item_ -= items_;
+      if (sequence_ == p_.batches) return false;
+      if (p_.cu_q) compressed_begin += num_compressed(p_, seq.k_len);  // of the sequence before
+      seq = sequence_of(p_, sequence_++);
+      tiles_ = (seq.q_len + queries_ - 1) / queries_;
+      items_ = tiles_ * p_.kv_heads * slices_;
+    }
+    const int y = item_ / (p_.kv_heads * slices_), line = item_ - y * (p_.kv_heads * slices_);
+    first_query = (y % 2 ? y / 2 : tiles_ - 1 - y / 2) * queries_;
+    kv_head = slices_ == 1 ? line : line / slices_;
+    slice = line - kv_head * slices_;
+    return true;
+  }
+
+ private:
+  const Geometry& p_;
+  int queries_, slices_;
+  int sequence_ = 0, tiles_ = 0, items_ = 0;
+  int item_;
+};
+
+/// Tile i holds the keys first + i * kKeys .. of a sequence.
+struct KeyTiles {
+  int first = 0, count = 0;
+};
+
+/// The tiles of the keys that some of `queries` queries (at least one) from `first_query` on see.
+template <int kKeys>
+__device__ __forceinline__ KeyTiles key_tiles(const Geometry& p, int window, const DeviceSequence& seq, int first_query,
+                                              int queries) {
+  const int last_query = min(first_query + queries, seq.q_len) - 1;
+  const int first = visible_keys(p, window, seq.position(first_query)).first;
+  const int last = visible_keys(p, window, seq.position(last_query)).last;
+  return {first, (last - first + kKeys - 1) / kKeys};
+}
+
+/// A warpgroup's share of a tile of queries. The warp that loads queries works it out and leaves it in shared memory,
+/// where the computing threads read it anew whenever they need it: they have no registers for it.
+struct GroupTile {
+  int queries;               // there are so many; -1: no tile, the work is done
+  int batch, row, head;      // of row 0 in q, o and lse
+  int position;              // of its query
+  int first_key;             // of key tile 0
+  int key_tiles;             // of the thread block
+  int begin, end;            // of them, those that some row of the group sees something of
+  int full_begin, full_end;  // all of its rows see all of these
+
+  template <int kKeys>
+  __device__ static GroupTile of(const Geometry& p, int window, const RowShape& shape, const TileWalk& walk,
+                                 const KeyTiles& keys, int group) {
+    const int first = walk.first_query + group * shape.queries;
+    const int queries = max(min(shape.queries, walk.seq.q_len - first), 0);
+    GroupTile tile{queries,
+                   walk.seq.batch,
+                   walk.seq.q_begin + first,
+                   walk.kv_head * p.group + walk.slice * shape.heads,
+                   walk.seq.position(first),
+                   keys.first,
+                   keys.count,
+                   0,
+                   0,
+                   0,
+                   0};
+    if (queries > 0) {
+      const KeyRange head = visible_keys(p, window, tile.position);
+      const KeyRange tail = visible_keys(p, window, tile.position + queries - 1);
+      tile.begin = (head.first - keys.first) / kKeys;
+      tile.end = (tail.last - keys.first + kKeys - 1) / kKeys;
+      tile.full_begin = (tail.first - keys.first + kKeys - 1) / kKeys;
+      tile.full_end = (head.last - keys.first) / kKeys;
+    }
+    return tile;
+  }
+};
+
+}  // namespace nsa::cuda::sm90
