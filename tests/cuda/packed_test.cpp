@@ -29,6 +29,13 @@ Case uneven() {
 
 TEST(Packed, UnevenSequencesHaveTheBitsOfEachAlone) { expect_packed_equals_alone(Problem(uneven())); }
 
+TEST(Packed, SoTheyHaveInShapesThatOtherKernelsTake) {
+  Case c = uneven();
+  c.kv_heads = 1, c.group = 16, c.dk = c.dv = 128;
+  c.cfg = {.topk = 5, .window_size = 600};
+  expect_packed_equals_alone(Problem(c));
+}
+
 /// Forward and backward of one branch, whatever they give.
 template <class Backward, class Forward>
 void run_both(const Problem& p, const Forward& f, const std::vector<Output<Forward>>& outputs,
