@@ -8,7 +8,7 @@
 //   const T* a(m, o, k), b(o, k, n)        address of 16 bytes of consecutive elements, or null for zeros
 //   void write(m, n, x, y)                 takes C[m][n] and C[m][n + 1]
 //   bool zero(m)                           optional: row m of A is zero, where the problem does not look at B
-// A warp computes sixteen rows. The order of a sum does not depend on the shape of tiles.
+// A warp computes sixteen rows; all threads load. The order of a sum does not depend on the shape of tiles.
 #pragma once
 
 #include "cuda/common/tile.cuh"
@@ -19,7 +19,8 @@ namespace nsa::cuda::portable {
 /// way.
 template <int rows, int columns, int depth, int stages>
 struct GemmTiles {
-  static constexpr int kRows = rows, kColumns = columns, kDepth = depth, kStages = stages, kThreads = rows * 2;
+  static constexpr int kRows = rows, kColumns = columns, kDepth = depth, kStages = stages, kThreads = 128;
+  static_assert(rows / 16 <= kThreads / 32);
 };
 /// Many rows: every element is used often.
 template <class T>
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
     }
   };
 
+  const bool computes = kRows == Tiles::kThreads / 2 || warp < kRows / 16;
   float c[kColumns / 8][4] = {};
   const auto load_next = [&](int step) {  // an empty group of copies at the end keeps their count
     if (step < steps) load(step);
@@ -122,6 +124,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
     const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
 #pragma unroll
     for (int k = 0; k < kDepth / kStep<T>; ++k) {
+      if (!computes) break;
       std::uint32_t fa[4];
       if constexpr (Op::kARows) {
         load_a_rows<T, kRows>(fa, a, k * kStep<T>, warp * 16, lane);
@@ -147,6 +150,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
     }
     __syncthreads();  // the stage is free
   }
+  if (!computes) return;
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
