@@ -11,21 +11,42 @@ __device__ __forceinline__ bool called(const Args& args) {
   return !args.redo.flag || *args.redo.flag != 0;
 }
 
-/// body(block, columns) for this thread block, or for its share of a grid of `columns` x ... blocks.
-template <class T, class Args, class Body>
-__device__ __forceinline__ void over_grid(const Args& args, const Body& body) {
-  if (sizeof(T) == 4 || !args.redo.flag) {  // only kernels of 16-bit types have others to stand in for
-    body(blockIdx, gridDim.x);
-    return;
-  }
-  if (!called(args)) return;
-  const unsigned columns = args.redo.x, rows = args.redo.y;
-  const std::int64_t blocks = static_cast<std::int64_t>(columns) * rows * args.redo.z;
-  for (std::int64_t i = blockIdx.x; i < blocks; i += gridDim.x) {
-    const auto line = static_cast<unsigned>(i / columns);
-    body(uint3{static_cast<unsigned>(i % columns), line % rows, line / rows}, columns);
+/// The thread blocks whose work this one does: itself, or its share of a larger grid.
+///
+///   Blocks<T, Args> block(args);
+///   if (!block.any()) return;
+///   do { ... block.x() ... } while (block.next());
+///
+/// Only kernels of 16-bit types, and not those of a step with a cache, have others to stand in for.
+template <class T, class Args, bool kStandsIn = sizeof(T) == 2 && !kHasParts<Args>>
+struct Blocks {
+  __device__ __forceinline__ explicit Blocks(const Args&) {}
+  __device__ __forceinline__ bool any() const { return true; }
+  __device__ __forceinline__ bool next() { return false; }
+  __device__ __forceinline__ unsigned x() const { return blockIdx.x; }
+  __device__ __forceinline__ unsigned y() const { return blockIdx.y; }
+  __device__ __forceinline__ unsigned z() const { return blockIdx.z; }
+  __device__ __forceinline__ unsigned columns() const { return gridDim.x; }
+};
+template <class T, class Args>
+struct Blocks<T, Args, true> {
+  __device__ __forceinline__ explicit Blocks(const Args& args) : grid_(args.redo), index_(blockIdx.x) {}
+  __device__ __forceinline__ bool any() const { return !grid_.flag || (*grid_.flag != 0 && index_ < all()); }
+  __device__ __forceinline__ bool next() {
     __syncthreads();
+    index_ += gridDim.x;
+    return grid_.flag && index_ < all();
   }
-}
+  __device__ __forceinline__ unsigned x() const { return grid_.flag ? index_ % grid_.x : blockIdx.x; }
+  __device__ __forceinline__ unsigned y() const { return grid_.flag ? index_ / grid_.x % grid_.y : blockIdx.y; }
+  __device__ __forceinline__ unsigned z() const { return grid_.flag ? index_ / grid_.x / grid_.y : blockIdx.z; }
+  __device__ __forceinline__ unsigned columns() const { return grid_.flag ? grid_.x : gridDim.x; }
+
+ private:
+  __device__ __forceinline__ unsigned all() const { return grid_.x * grid_.y * grid_.z; }
+
+  const Redo& grid_;
+  unsigned index_;
+};
 
 }  // namespace nsa::cuda::portable

@@ -19,128 +19,127 @@ struct SelectedDq {
 };
 
 template <class T, int Dk, int Dv>
-__device__ __forceinline__ void selected_d_q_block(const BackwardArgs& args, uint3 block) {
-  using Shape = SelectedDq<T, Dk, Dv>;
-  constexpr int kUnit = Shape::kUnit;
-  extern __shared__ __align__(16) char memory[];
-  int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Geometry& p = args.geometry;
-  const int row_groups = (p.group + 15) / 16;
-  const int kv_head = block.y / row_groups, first_head = block.y % row_groups * 16;
-  const DeviceSequence seq = sequence_of(p, block.z);
-  const int query = block.x;
-  if (query >= seq.q_len) return;
-  const int position = seq.position(query);
-  const std::int64_t query_row = seq.q_begin + query;
-
-  QueryRows mine;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int head = first_head + lane / 4 + 8 * i;
-    mine.valid[i] = head < p.group;
-    mine.head[i] = kv_head * p.group + head;
-    mine.row[i] = query_row;
-    mine.read(args, seq.batch, i);
-  }
-  const RowFragments<T, Dk> q(mine.at<T>(args.q, seq.batch, 0), mine.at<T>(args.q, seq.batch, 1), lane);
-  const RowFragments<T, Dv, sizeof(T) == 2 && Dk <= 128> d_o(mine.at<T>(args.d_o, seq.batch, 0),
-                                                             mine.at<T>(args.d_o, seq.batch, 1), lane);
-  const int blocks =
-      clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
-  // This warp's units: unit `unit` of block `block` of the list, four units further each time.
-  const int units = args.block_size / kUnit;
-  struct Place {
-    int block, unit;
-  };
-  const auto settle = [&](Place at) {
-    while (at.unit >= units) at.unit -= units, ++at.block;
-    return at;
-  };
-  const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
-
-  char* stages = memory + warp * 2 * Shape::kStage;
-  const RowStream<T, Dk, kUnit, 32> k(args.k.at<T>(seq.batch, seq.k_begin, kv_head), args.k.row, lane);
-  const RowStream<T, Dv, kUnit, 32> v(args.v.at<T>(seq.batch, seq.k_begin, kv_head), args.v.row, lane);
-  const auto load = [&](int key, int stage) {
-    const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
-    if (key <= position) {
-      k.load(to, key, seq.k_len);
-      v.load(to + Shape::kValues, key, seq.k_len);
-    }
-    commit_copies();
-  };
-
-  float acc[Dk / 8][4] = {};
-  const float scale = args.scale * kLog2e;
-  Place at = settle({0, warp});
-  int key = at.block < blocks ? key_of(at) : 0;
-  if (at.block < blocks) load(key, 0);
-  for (int stage = 0; at.block < blocks; stage ^= 1) {
-    const Place next = settle({at.block, at.unit + 4});
-    const int next_key = next.block < blocks ? key_of(next) : 0;
-    if (next.block < blocks) {
-      load(next_key, stage ^ 1);
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
-    }
-    __syncwarp();
-    if (key <= position) {
-      char* keys = stages + stage * Shape::kStage;
-      float s[kUnit / 8][4], dp[kUnit / 8][4];
-      Ring<T> ring;
-      const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
-      const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
-      const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};
-      start(scores, ring);
-      scores.run(s, ring, products);
-      products.run(dp, ring, outputs);
-      const bool partial = key + kUnit > position + 1;
-      row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
-      if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
-      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
-        add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
-        __syncwarp();
-        clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
-        __syncwarp();
-        start(outputs, ring);
-      }
-      outputs.run(acc, dp, ring);
-    }
-    __syncwarp();  // the stage is free
-    at = next;
-    key = next_key;
-  }
-
-  // The sum over the warps, in their order.
-  __syncthreads();
-  float* partials = reinterpret_cast<float*>(memory);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float* to = partials + (warp * 16 + lane / 4 + 8 * i) * Shape::kPartialPitch + 2 * (lane & 3);
-#pragma unroll
-    for (int n = 0; n < Dk / 8; ++n)
-      *reinterpret_cast<float2*>(to + n * 8) = make_float2(acc[n][2 * i], acc[n][2 * i + 1]);
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < 16 * (Dk / 2); e += 128) {
-    const int r = e / (Dk / 2), column = e % (Dk / 2) * 2;
-    if (first_head + r >= p.group) continue;
-    float x = 0, y = 0;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const float2 part = *reinterpret_cast<const float2*>(partials + (w * 16 + r) * Shape::kPartialPitch + column);
-      x += part.x, y += part.y;
-    }
-    store_d_q<T>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, x * args.scale,
-                 y * args.scale);
-  }
-}
-
-template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ BackwardArgs args) {
-  over_grid<T>(args, [&](uint3 block, unsigned) { selected_d_q_block<T, Dk, Dv>(args, block); });
+  Blocks<T, BackwardArgs> block(args);
+  if (!block.any()) return;
+  do {
+    using Shape = SelectedDq<T, Dk, Dv>;
+    constexpr int kUnit = Shape::kUnit;
+    extern __shared__ __align__(16) char memory[];
+    int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const Geometry& p = args.geometry;
+    const int row_groups = (p.group + 15) / 16;
+    const int kv_head = block.y() / row_groups, first_head = block.y() % row_groups * 16;
+    const DeviceSequence seq = sequence_of(p, block.z());
+    const int query = block.x();
+    if (query >= seq.q_len) continue;
+    const int position = seq.position(query);
+    const std::int64_t query_row = seq.q_begin + query;
+
+    QueryRows mine;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = first_head + lane / 4 + 8 * i;
+      mine.valid[i] = head < p.group;
+      mine.head[i] = kv_head * p.group + head;
+      mine.row[i] = query_row;
+      mine.read(args, seq.batch, i);
+    }
+    const RowFragments<T, Dk> q(mine.at<T>(args.q, seq.batch, 0), mine.at<T>(args.q, seq.batch, 1), lane);
+    const RowFragments<T, Dv, sizeof(T) == 2 && Dk <= 128> d_o(mine.at<T>(args.d_o, seq.batch, 0),
+                                                               mine.at<T>(args.d_o, seq.batch, 1), lane);
+    const int blocks =
+        clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
+    // This warp's units: unit `unit` of block `block` of the list, four units further each time.
+    const int units = args.block_size / kUnit;
+    struct Place {
+      int block, unit;
+    };
+    const auto settle = [&](Place at) {
+      while (at.unit >= units) at.unit -= units, ++at.block;
+      return at;
+    };
+    const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
+
+    char* stages = memory + warp * 2 * Shape::kStage;
+    const RowStream<T, Dk, kUnit, 32> k(args.k.at<T>(seq.batch, seq.k_begin, kv_head), args.k.row, lane);
+    const RowStream<T, Dv, kUnit, 32> v(args.v.at<T>(seq.batch, seq.k_begin, kv_head), args.v.row, lane);
+    const auto load = [&](int key, int stage) {
+      const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
+      if (key <= position) {
+        k.load(to, key, seq.k_len);
+        v.load(to + Shape::kValues, key, seq.k_len);
+      }
+      commit_copies();
+    };
+
+    float acc[Dk / 8][4] = {};
+    const float scale = args.scale * kLog2e;
+    Place at = settle({0, warp});
+    int key = at.block < blocks ? key_of(at) : 0;
+    if (at.block < blocks) load(key, 0);
+    for (int stage = 0; at.block < blocks; stage ^= 1) {
+      const Place next = settle({at.block, at.unit + 4});
+      const int next_key = next.block < blocks ? key_of(next) : 0;
+      if (next.block < blocks) {
+        load(next_key, stage ^ 1);
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
+      }
+      __syncwarp();
+      if (key <= position) {
+        char* keys = stages + stage * Shape::kStage;
+        float s[kUnit / 8][4], dp[kUnit / 8][4];
+        Ring<T> ring;
+        const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
+        const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
+        const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};
+        start(scores, ring);
+        scores.run(s, ring, products);
+        products.run(dp, ring, outputs);
+        const bool partial = key + kUnit > position + 1;
+        row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
+        if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
+        if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
+          add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
+          __syncwarp();
+          clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
+          __syncwarp();
+          start(outputs, ring);
+        }
+        outputs.run(acc, dp, ring);
+      }
+      __syncwarp();  // the stage is free
+      at = next;
+      key = next_key;
+    }
+
+    // The sum over the warps, in their order.
+    __syncthreads();
+    float* partials = reinterpret_cast<float*>(memory);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float* to = partials + (warp * 16 + lane / 4 + 8 * i) * Shape::kPartialPitch + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n)
+        *reinterpret_cast<float2*>(to + n * 8) = make_float2(acc[n][2 * i], acc[n][2 * i + 1]);
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < 16 * (Dk / 2); e += 128) {
+      const int r = e / (Dk / 2), column = e % (Dk / 2) * 2;
+      if (first_head + r >= p.group) continue;
+      float x = 0, y = 0;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 part = *reinterpret_cast<const float2*>(partials + (w * 16 + r) * Shape::kPartialPitch + column);
+        x += part.x, y += part.y;
+      }
+      store_d_q<T>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, x * args.scale,
+                   y * args.scale);
+    }
+  } while (block.next());
 }
 
 }  // namespace nsa::cuda::portable
