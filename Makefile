@@ -4,7 +4,7 @@
 #   PYTHON=...     the interpreter .venv is made from        VENV=...   where the environment is
 #   JOBS=...       compile jobs (default: one per CPU and 2 GB of free memory)
 #   CUDA=1|0|auto  with the CUDA backend or without; auto (default): with it where nvcc and a GPU are. CUDA=1 without
-#                  nvcc takes PyPI's into .venv
+#                  nvcc takes PyPI's into .venv; CUDAARCHS=native compiles for the GPU of this machine alone
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,6 +22,9 @@ READY := $(VENV)/.ready-$(TORCH)
 export PATH := $(BIN):$(if $(filter system,$(TORCH)),$(dir $(shell which $(PYTHON))):)$(PATH)
 export CXX  # one name of the compiler everywhere, for ccache
 
+# Headers and libraries of `make bundle`, for CMake.
+export CMAKE_PREFIX_PATH := $(subst $() ,:,$(strip $(abspath $(wildcard bundle/usr)) $(CMAKE_PREFIX_PATH)))
+
 # NSA_CUDA is what pyproject.toml looks at.
 export CUDACXX := $(firstword $(CUDACXX) $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 export NSA_CUDA := $(if $(filter auto,$(CUDA)),$(if $(and $(CUDACXX),$(wildcard /dev/nvidiactl)),1,0),$(CUDA))
@@ -37,7 +40,7 @@ help:
 	@echo 'make test       all tests: C++, Python, command line'
 	@echo 'make bench      every operation and the whole against dense attention; table and JSON'
 	@echo 'make wheel      the Python package as a wheel in dist/'
-	@echo 'make bundle     headers and test libraries for tools/gpu.sh on a machine without network'
+	@echo 'make bundle     headers and test libraries for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   do the tests notice seven planted faults?'
 	@echo 'make clean      remove what was built                      make distclean   and .venv'
@@ -70,7 +73,7 @@ program: build/build.ninja
 PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/cpu src/cuda python -type f -not -name '*.pyc')
 package: build/package.installed
 build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
 	@touch $@
 
 build: program package
@@ -88,13 +91,14 @@ mutation: build
 	@$(BIN)/python tests/mutation/run.py
 
 wheel: $(READY) $(CUDA_READY)
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
 	@ls -l dist
 
-# What tools/gpu.sh needs on a machine without network and without these packages (it looks here first).
+# What a build needs on a machine without network and without these packages (it looks here first).
 bundle:
 	@mkdir -p bundle && cd bundle && rm -rf usr && \
-	  apt-get download -q libcli11-dev libfmt-dev nlohmann-json3-dev libgtest-dev googletest && \
+	  apt-get download -q libcli11-dev libfmt-dev nlohmann-json3-dev libgtest-dev googletest \
+	    $$(apt-cache depends libfmt-dev | sed -n 's/ *Depends: //p') && \
 	  for p in *.deb; do dpkg -x $$p .; done && rm -f *.deb && rm -rf usr/share/doc && du -sh .
 
 format: $(READY)

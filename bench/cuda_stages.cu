@@ -1,47 +1,17 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
 //   cuda_stages [length ...]      B = 1, H = 64, Hkv = 4, D = 128, bfloat16, MLP phi, default hyperparameters
 // Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
-#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
-#include <vector>
 
-#include "cuda/common/element.cuh"
+#include "cuda_device.cuh"
 #include "nsa/operations.h"
 
 namespace {
 
 using namespace nsa;
+using namespace nsa::bench;
 
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-void check(const Status& status, const char* what) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s: %s\n", what, status.message().c_str());
-  std::exit(1);
-}
-
-__device__ unsigned hash(unsigned x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-/// About normal (sum of four uniforms), deviation as given.
-__global__ void fill_normal(cuda::Bf16* p, std::int64_t n, unsigned seed, float deviation, float shift) {
-  for (std::int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) {
-    float sum = 0;
-    for (unsigned j = 0; j < 4; ++j)
-      sum += static_cast<float>(hash(static_cast<unsigned>(i) * 4 + j + seed * 0x9e3779b9u)) * 0x1p-32f;
-    p[i] = __float2bfloat16((sum - 2) * 1.732f * deviation + shift);
-  }
-}
 /// First, previous and own block, and 13 others: uniform (random), or drifting slowly with the query (clustered).
 __global__ void fill_indices(int* p, int length, int heads, bool clustered) {
   const int i = blockIdx.x * 256 + threadIdx.x;
@@ -65,29 +35,6 @@ __global__ void fill_indices(int* p, int length, int heads, bool clustered) {
   }
   while (n < 16) row[n++] = -1;
 }
-
-struct Device {
-  void* take(std::size_t bytes) {
-    void* p;
-    check(cudaMalloc(&p, std::max<std::size_t>(bytes, 256)), "cudaMalloc");
-    all.push_back(p);
-    return p;
-  }
-  TensorView tensor(DType dtype, std::initializer_list<std::int64_t> shape) {
-    TensorView t = TensorView::contiguous(nullptr, dtype, shape, {DeviceType::kCUDA, 0});
-    t.data = take(static_cast<std::size_t>(t.numel()) * size_of(dtype));
-    return t;
-  }
-  TensorView random(std::initializer_list<std::int64_t> shape, float deviation = 1, float shift = 0) {
-    const TensorView t = tensor(DType::kBFloat16, shape);
-    fill_normal<<<1024, 256>>>(t.as<cuda::Bf16>(), t.numel(), static_cast<unsigned>(all.size()), deviation, shift);
-    return t;
-  }
-  ~Device() {
-    for (void* p : all) cudaFree(p);
-  }
-  std::vector<void*> all;
-};
 
 template <class Params>
 double time(const char* name, const Params& params, Status (*operation)(const Params&, const Context&), void* flush) {
@@ -120,7 +67,7 @@ void run(std::int64_t s) {
   constexpr std::int64_t h = 64, kv = 4, d = 128;
   const NSAConfig cfg;
   const std::int64_t nc = cfg.num_compressed(s);
-  Device dev;
+  Tensors dev;
   void* flush = dev.take(256 << 20);
   const auto heads = [&](std::int64_t n) { return dev.random({1, s, n, d}); };
   const TensorView q = heads(h), k_cmp = heads(kv), k_slc = heads(kv), v_slc = heads(kv), k_swa = heads(kv),

@@ -1,38 +1,73 @@
 #!/usr/bin/env bash
 # What NSA costs and brings in training: it beside full attention of equal width and of equal parameters, each for MINUTES
-# on the same data in the same order, then the speed of all three over CONTEXTS. Made for a GPU.
+# on the same data in the same order, then the speed of all three over CONTEXTS. Made for GPUs: with several, as many
+# models train at once, one process on each.
 #   bench/loss_curves.sh [options of nsa train for every run, e.g. --data /usr/lib/python3.12 --context 32768]
-#   MINUTES=20      CONTEXTS="8192 32768"      NSA=path of the program
+#   MINUTES=20      MODELS="nsa full full-equal-parameters"      CONTEXTS="8192 32768"      NSA=path of the program
 #   OUT=build/loss_curves   runs and report    RESULTS=docs/results   loss_curves.json and loss_curves.png
+# What an earlier call left in OUT joins the results, so that a limit of time can be met in several calls: MODELS are those
+# to train now, CONTEXTS those to measure now; either may be empty.
+#   GPUS="0 1"      default: those of CUDA_VISIBLE_DEVICES, or all
 set -euo pipefail
 cd "$(dirname "$0")/.."
 nsa=${NSA:-build/bin/nsa}
 out=${OUT:-build/loss_curves}
 results=${RESULTS:-docs/results}
-export MINUTES=${MINUTES:-20} COMMAND="bench/loss_curves.sh $*"
+all=(nsa full full-equal-parameters)
+read -ra models <<<"${MODELS-${all[*]}}"
+read -ra contexts <<<"${CONTEXTS-8192 32768}"
+visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}
+read -ra gpus <<<"${GPUS:-${visible//,/ }}"
+minutes=${MINUTES:-20}
+export COMMAND="bench/loss_curves.sh $*"
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || true)}
 export COMMIT
-models=(nsa full full-equal-parameters)
+mkdir -p "$out" "$results"
+
 train() {  # model, folder, options...
   local options=(--attention "${1%%-*}")
   [[ $1 == *-equal-parameters ]] && options+=(--equal-parameters)
   printf '\n== %s\n' "$2"
   "$nsa" train --out "$2" "${options[@]}" --seed 1 --overwrite "${@:3}"
 }
+running=()
+finish() {
+  local process failed=0
+  for process in "${running[@]}"; do wait "$process" || failed=1; done
+  running=()
+  return $failed
+}
+# The same on the next GPU, beside those that run on the others; `finish` waits for them.
+start() {
+  if ((${#gpus[@]} < 2)); then
+    train "$@"
+    return
+  fi
+  if ((${#running[@]} == ${#gpus[@]})); then finish; fi
+  CUDA_VISIBLE_DEVICES=${gpus[${#running[@]}]} train "$@" > >(sed -u "s|^|[$1] |") 2>&1 &
+  running+=($!)
+}
 
-rm -rf "$out/speed"
-for model in "${models[@]}"; do train "$model" "$out/$model" "$@" --minutes "$MINUTES"; done
+for model in "${models[@]}"; do start "$model" "$out/$model" "$@" --minutes "$minutes"; done
+finish
 # As many tokens to a step whatever the context.
-for context in ${CONTEXTS:-8192 32768}; do
-  for model in "${models[@]}"; do
-    train "$model" "$out/speed/$context/$model" "$@" --steps 40 --context "$context" \
+for context in "${contexts[@]}"; do
+  for model in "${all[@]}"; do
+    start "$model" "$out/speed/$context/$model" "$@" --steps 40 --context "$context" \
       --batch-size $((context < 32768 ? 32768 / context : 1)) --log-every 5 --eval-every 0 --eval-tokens "$context" --save-every 0
   done
 done
+finish
 
-python -m nsa.report "${models[@]/#/$out/}" --out "$out/report"
-cp "$out/report/loss.png" "$results/loss_curves.png"
-python - "$out" "$results/loss_curves.json" "${models[@]}" <<'PY'
+trained=()
+for model in "${all[@]}"; do
+  if [[ -e $out/$model/metrics.jsonl ]]; then trained+=("$model"); fi
+done
+if ((${#trained[@]})); then
+  python3 -m nsa.report "${trained[@]/#/$out/}" --out "$out/report"
+  cp "$out/report/loss.png" "$results/loss_curves.png"
+fi
+python3 - "$out" "$results/loss_curves.json" "${trained[@]}" <<'PY'
 import json, os, statistics, subprocess, sys, time
 from pathlib import Path
 
@@ -51,19 +86,23 @@ def run(folder):
 query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
 try:
     gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-except OSError:
+except (OSError, subprocess.CalledProcessError):
     gpu = driver = None
 about = {"gpu": gpu, "driver": driver, "command": os.environ["COMMAND"], "commit": os.environ["COMMIT"] or None}
-about |= {"date": time.strftime("%Y-%m-%d"), "minutes": float(os.environ["MINUTES"])}
+about |= {"date": time.strftime("%Y-%m-%d")}
 runs = {}
 for model in models:
     runs[model], config = run(Path(out, model))
-about |= {"data": config["data"], "fingerprint": config["fingerprint"], "context": config["train"]["context"]}
-speed = {folder.name: {model: run(folder / model)[0]["tokens_per_second"] for model in models}
-         for folder in sorted(Path(out, "speed").iterdir(), key=lambda folder: int(folder.name))}
+if models:
+    about |= {"data": config["data"], "fingerprint": config["fingerprint"]}
+    about |= {key: config["train"][key] for key in ("minutes", "context")}
+speed = {}
+for metrics in sorted(Path(out).glob("speed/*/*/metrics.jsonl"), key=lambda path: (int(path.parts[-3]), path)):
+    speed.setdefault(metrics.parts[-3], {})[metrics.parts[-2]] = run(metrics.parent)[0]["tokens_per_second"]
 Path(path).write_text(json.dumps({**about, "runs": runs, "tokens_per_second": speed}, indent=1) + "\n")
 for model, found in runs.items():
-    rates = ", ".join(f"{rates[model]:,.0f} at {context}" for context, rates in speed.items())
-    print(f"{model:24} {found['loss']:.4f} nats/token after {found['tokens']:,} tokens; tokens/s: {rates}")
+    print(f"{model:24} {found['loss']:.4f} nats/token after {found['tokens']:,} tokens in {found['seconds']:.0f} s")
+for context, rates in speed.items():
+    print(f"tokens/s at {context}:", ", ".join(f"{model} {rate:,.0f}" for model, rate in rates.items()))
 PY
-echo "report: $out/report/report.html"
+if ((${#trained[@]})); then echo "report: $out/report/report.html"; fi

@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -357,14 +358,25 @@ def load(kinds):
     return loaded
 
 
+def lengths_of(text):
+    lengths = [int(length) for length in text.split(",")]
+    if min(lengths) < KERNEL:
+        raise ValueError
+    return lengths
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--xunhaolai", type=Path, metavar="FOLDER")
     parser.add_argument("--flash-nsa", type=Path, metavar="FOLDER")
-    parser.add_argument("--lengths", default="8192,32768,65536")
+    parser.add_argument("--lengths", type=lengths_of, default="8192,32768,65536")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="written anew after every length")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.parent}")
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to time")
     folders = {XunhaoLai: options.xunhaolai, FlashNsa: options.flash_nsa}
@@ -378,17 +390,16 @@ def main():
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__,
-        "commits": {"nsa": commit_of(ROOT), **{kind.name: commit_of(f) for kind, f in folders.items() if f}},
+        "commits": {"nsa": os.environ.get("COMMIT") or commit_of(ROOT), **{kind.name: commit_of(f) for kind, f in folders.items() if f}},
         "problem": f"B=1 H={HEADS} Hkv={KV_HEADS} D={DIM} bfloat16, mean, defaults",
         "unit": "ms",
     }
     print(f"{gpu}, driver {driver}, torch {torch.__version__}: {about['problem']}")
-    lengths = {
-        length: measure_length(implementations, length, options.repeats)
-        for length in map(int, options.lengths.split(","))
-    }
-    if options.json:
-        options.json.write_text(json.dumps({**about, "lengths": lengths}, indent=1) + "\n")
+    lengths = {}
+    for length in options.lengths:
+        lengths[length] = measure_length(implementations, length, options.repeats)
+        if options.json:
+            options.json.write_text(json.dumps({**about, "lengths": lengths}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

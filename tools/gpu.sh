@@ -1,71 +1,110 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine without network: torch, nvcc and cmake are there, what else is missing comes
-# from `make bundle` (bundle/). Logs go to $OUT (default build-gpu/results), what each stage found to $RESULTS (default
-# docs/results/gpu.json), beside what it says of other stages on the same commit and GPU.
-#   tools/gpu.sh [build] [test] [python] [sanitize] [repeat] [bench]      all of them without arguments
+# from `make bundle` (bundle/). What each stage found goes to $RESULTS (default docs/results/gpu.json), beside what it says
+# of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
+# archive and one JSON.
+#   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
+#   JOBS=8       tests at a time      SHARDS=4   sanitize: one case of so many (racecheck: of 8 times as many)
+#   LM=0         without LibTorch's part of the program: no cli stage
 set -uo pipefail
 cd "$(dirname "$0")/.."
-steps=${*:-build test python sanitize repeat bench}
-out=${OUT:-build-gpu/results}
-mkdir -p "$out"
+steps=${*:-build test python cli sanitize repeat bench}
+logs=build-gpu/results
+results=${RESULTS:-docs/results/gpu.json}
+mkdir -p "$logs" "$(dirname "$results")"
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$PWD/python OMP_WAIT_POLICY=passive
+export NSA_PROGRAM=$PWD/build-gpu/bin/nsa
 bundle=$PWD/bundle
 failed=()
 stages=()
-run() {  # name, command...: its log and the tests that it ran go to $out
-  local name=$1 start=$SECONDS code=0 outcome=ok
+waiting=()
+
+execute() {  # name, command...: its log, the tests that it ran and how it ended go to $logs
+  local name=$1 start=$SECONDS code=0
   shift
-  rm -f "$out/$name.xml"
-  GTEST_OUTPUT="xml:$out/$name.xml" PYTEST_ADDOPTS="--junit-xml=$out/$name.xml" "$@" >"$out/$name.log" 2>&1 || code=$?
-  case $code in
-    0) ;;
-    77) outcome=$(tail -1 "$out/$name.log") ;;  # no device, it says
-    *) outcome=FAILED failed+=("$name") ;;
-  esac
-  stages+=("$name" "$code" $((SECONDS - start)) "$*")
-  printf '%-34s %s, %d s\n' "$name" "$outcome" $((SECONDS - start))
+  rm -f "$logs/$name".{xml,end}
+  GTEST_OUTPUT="xml:$logs/$name.xml" PYTEST_ADDOPTS="--junit-xml=$logs/$name.xml" "$@" >"$logs/$name.log" 2>&1 || code=$?
+  printf '%s\n%s\n%s\n' "$code" $((SECONDS - start)) "$*" >"$logs/$name.end"
+}
+start() {  # the same beside others, JOBS at a time; `finish` waits for them
+  while (($(jobs -rp | wc -l) >= ${JOBS:-8})); do wait -n; done
+  waiting+=("$1")
+  execute "$@" &
+}
+finish() {
+  local name end outcome
+  wait
+  for name in "${waiting[@]}"; do
+    mapfile -t end <"$logs/$name.end"
+    case ${end[0]} in
+      0) outcome=ok ;;
+      77) outcome=$(tail -1 "$logs/$name.log") ;;  # no device, it says
+      *) outcome=FAILED failed+=("$name") ;;
+    esac
+    stages+=("$name" "${end[@]}")
+    printf '%-34s %s, %d s\n' "$name" "$outcome" "${end[1]}"
+  done
+  waiting=()
+}
+run() {
+  start "$@"
+  finish
 }
 tests() { for t in build-gpu/bin/cuda_*_test; do basename "$t"; done; }
+pytest=(python3 -m pytest -q -p no:cacheprovider)
+python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
 for step in $steps; do
   case $step in
     build)
-      run configure cmake -S . -B build-gpu -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM=OFF \
+      run configure cmake -S . -B build-gpu -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM="${LM:-1}" \
         -DNSA_PYTHON="$(command -v python3)" -DCMAKE_CUDA_COMPILER="$(command -v nvcc)" -DCMAKE_PREFIX_PATH="$bundle/usr" \
         -DCMAKE_CUDA_ARCHITECTURES="${ARCHITECTURES:-native}" -DNSA_CPU_ISAS="${ISAS:-avx2}"
       run build ninja -C build-gpu
-      tail -5 "$out/build.log"
+      tail -5 "$logs/build.log"
       ;;
     test)
-      for t in $(tests); do run "$t" "build-gpu/bin/$t" --gtest_brief=1; done
+      for t in $(tests); do start "$t" "build-gpu/bin/$t" --gtest_brief=1; done
+      finish
       ;;
     python)
-      run python python3 -m pytest -q -p no:cacheprovider tests/python
-      tail -15 "$out/python.log"
+      run python "${pytest[@]}" tests/python
+      tail -15 "$logs/python.log"
+      ;;
+    cli)
+      run cli "${pytest[@]}" tests/cli/test_device.py
+      tail -15 "$logs/cli.log"
       ;;
     sanitize)
-      for t in $(tests); do
-        for tool in memcheck racecheck initcheck synccheck; do
+      for tool in racecheck memcheck initcheck synccheck; do  # the slowest first
+        for t in $(tests); do
           # A part of the cases each: the edge lengths are spread over them.
           shards=${SHARDS:-4}
-          [[ $tool == racecheck ]] && shards=$((shards * 8))  # by far the slowest
-          GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=1 run "$t.$tool" compute-sanitizer --tool "$tool" \
+          [[ $tool == racecheck ]] && shards=$((shards * 8))
+          GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=1 start "$t.$tool" compute-sanitizer --tool "$tool" \
             --error-exitcode 9 "build-gpu/bin/$t" --gtest_brief=1
         done
       done
+      finish
       ;;
     repeat)
       export NSA_REPEATS=${NSA_REPEATS:-200}
-      run repeat python3 -m pytest -q -p no:cacheprovider tests/python/test_cuda.py -k repeatable
+      run repeat "${pytest[@]}" tests/python/test_cuda.py -k repeatable
       ;;
     bench)
       run bench build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
-      cat "$out/bench.log"
+      run decode build-gpu/bin/cuda_decode
+      cat "$logs/bench.log" "$logs/decode.log"
       ;;
   esac
 done
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)} \
-  python3 tools/gpu_results.py "$out" "${RESULTS:-docs/results/gpu.json}" "tools/gpu.sh $steps" "${stages[@]}"
+  python3 tools/gpu_results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}"
+if [[ -n ${OUT:-} ]]; then
+  mkdir -p "$OUT"
+  cp "$results" "$OUT/"
+  tar -czf "$OUT/logs.tgz" -C "$logs" .
+fi
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1

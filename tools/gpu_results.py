@@ -44,6 +44,16 @@ def timings(text):
     return {"problem": "B=1 H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults", "unit": "ms", "lengths": lengths}
 
 
+def steps(text):
+    """Of bench/cuda_decode.cu."""
+    names = ["flushed", "replays", "calls", "megabytes", "floor", "dense_floor", "workspace_mib"]
+    lines = [re.findall(r"[0-9.]+", line) for line in text.splitlines() if line.startswith("  B = ")]
+    context = re.search(r"at (\d+) tokens of context", text)
+    about = {"problem": "m=1 H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults", "unit": "us"}
+    about["context"] = int(context[1]) if context else None
+    return about | {"batches": {line[0]: dict(zip(names, map(float, line[1:]), strict=True)) for line in lines}}
+
+
 def stage(logs, name, code, seconds, command):
     found = {"outcome": {0: "passed", 77: "skipped"}.get(int(code), "failed"), "seconds": int(seconds)}
     found |= {"command": command, "date": time.strftime("%Y-%m-%d")}
@@ -59,6 +69,8 @@ def stage(logs, name, code, seconds, command):
         found["repeats"] = int(os.environ["NSA_REPEATS"])
     if name == "bench":
         found |= timings(log)
+    if name == "decode":
+        found |= steps(log)
     return found
 
 

@@ -14,10 +14,12 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", *os.environ.get("CPATH", "").split(":")]
+BUNDLE = ROOT / "bundle" / "usr"  # of `make bundle`; CMake looks there too
+INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", str(BUNDLE / "include"), *os.environ.get("CPATH", "").split(":")]
 
 # Debian package -> how to see that what we need of it is there, whoever put it there.
-PROGRAMS = {"g++": "g++", "git": "git", "ccache": "ccache"}
+PROGRAMS = {"g++": "g++"}
+COMFORTS = {"git": "git", "ccache": "ccache"}  # a build offline does without
 HEADERS = {
     "libcli11-dev": "CLI/CLI.hpp",
     "libfmt-dev": "fmt/core.h",
@@ -71,10 +73,16 @@ def has_header(name):
     return any(folder and os.path.exists(os.path.join(folder, name)) for folder in INCLUDE_FOLDERS)
 
 
-def missing_debian_packages(need_venv, purpose):
-    missing = [package for package, program in PROGRAMS.items() if not shutil.which(program)]
+def has_module(name, python=sys.executable):
+    command = [python, "-c", f"import {name}"]
+    return os.path.exists(python) and subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def missing_debian_packages(need_venv, purpose, offline):
+    programs = PROGRAMS if offline else PROGRAMS | COMFORTS
+    missing = [package for package, program in programs.items() if not shutil.which(program)]
     missing += [package for package, header in HEADERS.items() if not has_header(header)]
-    if need_venv and subprocess.run([sys.executable, "-c", "import ensurepip"], stderr=subprocess.DEVNULL).returncode:
+    if need_venv:
         missing.append("python3-venv")
     return missing + [package for package, path in EXTRA.get(purpose, {}).items() if not glob.glob(path)]
 
@@ -88,7 +96,10 @@ def install_debian_packages(missing, offline):
     if not shutil.which("apt-get"):
         stop(f"missing: {names}", "Those are Debian's names; this system has no apt-get: install their equivalents.")
     if offline:
-        stop(f"missing Debian packages, and OFFLINE=1 forbids fetching them: {names}")
+        stop(
+            f"missing Debian packages, and OFFLINE=1 forbids fetching them: {names}",
+            "`make bundle` on a machine with a network makes a folder bundle/ with all headers among them.",
+        )
     if os.geteuid() == 0:
         prefix = []
     elif shutil.which("sudo") and subprocess.run(["sudo", "-n", "true"], stderr=subprocess.DEVNULL).returncode == 0:
@@ -114,7 +125,10 @@ def read_requirements(torch, purpose):
 
 def make_venv(venv, torch):
     """Creates the environment; for TORCH=system it also sees the packages of the Python that runs this."""
-    if not (venv / "bin" / "pip").exists() and not run([sys.executable, "-m", "venv", str(venv)]):
+    # Without ensurepip (Debian's python3-venv) it uses the pip beside the system's torch.
+    options = [] if has_module("ensurepip") else ["--without-pip"]
+    ready = has_module("pip", venv / "bin" / "python")
+    if not ready and not run([sys.executable, "-m", "venv", *options, str(venv)]):
         stop(f"python3 -m venv could not create {venv}; its message is above")
     if torch == "system":
         folders = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
@@ -154,7 +168,7 @@ def install_python_packages(venv, torch, offline, purpose):
     # Wheels of gigabytes are unpacked in TMPDIR, and /tmp is often a small tmpfs; pip's cache would double the space.
     temporary = ROOT / "build" / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    command = [venv / "bin" / "pip", "install", "--disable-pip-version-check", "--no-cache-dir"]
+    command = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-index"] if offline else []
     done = run([*command, *missing], env={**os.environ, "TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -202,8 +216,9 @@ def main():
     venv = options.venv.absolute()
     if options.torch == "pypi" and not list(venv.glob("lib/python*/site-packages/torch")):
         check_disk()
-    need_venv = not (venv / "bin" / "pip").exists()
-    install_debian_packages(missing_debian_packages(need_venv, options.purpose), options.offline)
+    pip = has_module("ensurepip") or (options.torch == "system" and has_module("pip"))
+    need_venv = not pip and not has_module("pip", venv / "bin" / "python")
+    install_debian_packages(missing_debian_packages(need_venv, options.purpose, options.offline), options.offline)
     make_venv(venv, options.torch)
     install_python_packages(venv, options.torch, options.offline, options.purpose)
     if options.purpose == "cuda":

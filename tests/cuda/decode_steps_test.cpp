@@ -17,7 +17,7 @@ StreamCase long_case(DType dtype = DType::kBFloat16) {
     c.dk = c.dv = 64;
     c.length = 700;
     c.kind = CompressionKind::kLinear;
-    c.cfg = {8, 4, 16, 12, 1, 2, 300};
+    c.cfg = {4, 2, 16, 12, 1, 2, 300};
   });
 }
 

@@ -7,9 +7,10 @@ namespace nsa::cuda {
 
 /// What a step does to one sequence. Lengths lie on the device, so it is decided there (plan_step).
 struct StepPlan {
-  int before;    // length before the step: its first new token and query stand there
-  int added;     // new tokens; 0: idle, or without room
-  int sequence;  // its number, which is that of its page in a ring
+  int before;     // length before the step: its first new token and query stand there
+  int added;      // new tokens; 0: idle, or without room
+  int sequence;   // its number, which is that of its page in a ring
+  int completed;  // compression blocks that the new tokens complete
 };
 
 /// q_len and k_len are upper bounds that the host knows: new tokens, capacity.

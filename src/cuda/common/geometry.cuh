@@ -69,8 +69,8 @@ __device__ inline DeviceSequence sequence_of(const Geometry& p, int b) {
   if (!p.cu_q) return {b, b, 0, p.q_len, 0, p.k_len};
   const int q0 = clamp_offset(p.cu_q[b], p.total_q), q1 = clamp_offset(p.cu_q[b + 1], p.total_q);
   const int k0 = clamp_offset(p.cu_k[b], p.total_k), k1 = clamp_offset(p.cu_k[b + 1], p.total_k);
-  const int k_len = max(k1 - k0, 0);
-  return {b, 0, q0, min(max(q1 - q0, 0), k_len), k0, k_len};
+  const int k_len = min(max(k1 - k0, 0), p.k_len);
+  return {b, 0, q0, min(min(max(q1 - q0, 0), p.q_len), k_len), k0, k_len};
 }
 
 /// N_c(length).

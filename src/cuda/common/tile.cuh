@@ -22,8 +22,9 @@ struct Tile {
   /// This lane's eighth of a row (lane % 8), a null pointer gives zeros.
   __device__ static void load_row(std::uint32_t tile, int row, int lane, const T* from) {
     static_assert(kChunks % 8 == 0);
-    const char* bytes = reinterpret_cast<const char*>(from) + lane % 8 * 16;
-    const std::uint32_t to = tile + row * kPitch + lane % 8 * 16;
+    const unsigned piece = static_cast<unsigned>(lane) % 8 * 16;
+    const char* bytes = reinterpret_cast<const char*>(from) + piece;
+    const std::uint32_t to = tile + row * kPitch + piece;
 #pragma unroll
     for (int c = 0; c < kChunks / 8; ++c) copy16(to + c * 128, bytes + c * 128, from != nullptr);
   }

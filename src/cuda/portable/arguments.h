@@ -121,11 +121,14 @@ struct CompressArgs {
   int dim, hidden;           // D; E, or D for linear
   bool mlp;
   Weights pe, w1, b1, w2, b2;
-  std::int64_t* first_token;  // (rows): element offset of a row's first token from k.data, -1: none
-  int4* group;                // (groups): {sequence, first token, tokens, first compressed row}, tokens 0: none
-  float* constant;            // (P, hidden): pe W1 + b1
-  float* z;                   // (kv_heads, rows, hidden), backward of mlp
-  void* h;                    // (kv_heads, rows, hidden), T
+  // (rows): element offset of a row's first token from k.data, -1: none; then one more, not -1 if any row has a block
+  std::int64_t* first_token;
+  const int* completed;  // a sequence's blocks, the first of its tokens; null: as many as its length makes
+  int completed_step;    // ints from one sequence's to the next one's
+  int4* group;           // (groups): {sequence, first token, tokens, first compressed row}, tokens 0: none
+  float* constant;       // (P, hidden): pe W1 + b1
+  float* z;              // (kv_heads, rows, hidden), backward of mlp
+  void* h;               // (kv_heads, rows, hidden), T
   // Backward.
   Strided d_out, d_k;
   void* d_z;  // (kv_heads, rows, hidden), T; linear: a copy of d_out with zeros past the last block
@@ -152,9 +155,81 @@ __device__ inline int range_chunk(int window, int q_len) {
   return max(even, least_range_chunk(window));
 }
 /// Of sequences with up to q_len queries.
-inline int max_range_chunks(int window, int q_len) {
+__host__ __device__ inline int max_range_chunks(int window, int q_len) {
   const int least = least_range_chunk(window), chunks = (range_queries(window, q_len) + least - 1) / least;
   return chunks < 1 ? 1 : chunks < kMaxRangeChunks ? chunks : kMaxRangeChunks;
+}
+
+/// What lies before a sequence of a call, in rows of the tensors: where its share begins of an array that holds
+/// something for every row. Before the end of the last sequence lies the whole call, so the same functions give sizes.
+/// Shares begin at rounded down multiples of these numbers and are never shorter than what they hold, so no sum over
+/// sequences is needed and memory follows the rows, however uneven the sequences are.
+struct Before {
+  std::int64_t q, k;
+  int sequences;
+};
+inline Before before_end(const Geometry& g) {
+  if (g.cu_q) return {g.total_q, g.total_k, g.batches};
+  return {static_cast<std::int64_t>(g.batches) * g.q_len, static_cast<std::int64_t>(g.batches) * g.k_len, g.batches};
+}
+__device__ inline Before before(const Geometry& g, const DeviceSequence& seq) {  // one of the two summands is 0
+  return {seq.q_begin + static_cast<std::int64_t>(seq.batch) * g.q_len,
+          seq.k_begin + static_cast<std::int64_t>(seq.batch) * g.k_len, seq.index};
+}
+
+/// The sequence in whose share element x lies: the last one before which there are first(before) <= x.
+template <class First>
+__device__ inline int sequence_at(const Geometry& g, std::int64_t x, const First& first) {
+  int low = 0, high = g.batches;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first(before(g, sequence_of(g, middle))) <= x ? low : high) = middle;
+  }
+  return low;
+}
+
+/// Partial sums for ranges: a sequence of more than `least` queries, cut into at most `chunks` of at least so many, has
+/// one for each chunk and `tile` raw tokens; the others have none.
+__host__ __device__ inline std::int64_t range_partials(const Before& at, int tile, int least, int chunks) {
+  const std::int64_t ends = 2 * at.q / least, most = static_cast<std::int64_t>(at.sequences) * chunks;
+  return at.k * chunks / tile + (ends < most ? ends : most);
+}
+
+/// Queries of an item of a list (kept in shared memory).
+inline constexpr int kListChunk = 1024;
+
+/// The queries that chose each block, ascending, block after block: the inverse index (inverse_index.cuh).
+struct BlockLists {
+  int block_size = 0;
+  int tiles_per_block = 0;    // key tiles of 64
+  int width = 0;              // entries for a query, an upper bound
+  int* list = nullptr;        // (KV head, entries)
+  int* begin = nullptr;       // (KV head, slots)
+  int* item_begin = nullptr;  // (KV head, slots, tiles_per_block)
+  std::int64_t entries = 0, slots = 0;
+
+  /// A sequence has a slot for each block and one for the end.
+  __host__ __device__ std::int64_t slots_before(const Before& at) const { return at.k / block_size + 2 * at.sequences; }
+  __host__ __device__ std::int64_t entries_before(const Before& at) const { return at.q * width; }
+};
+
+/// The share of one sequence and KV head: block j was chosen by the queries list[begin[j]] ... list[begin[j + 1] - 1].
+struct SequenceLists {
+  int *list, *begin;
+  int* item_begin;           // (blocks * tiles_per_block + 1): first item of a key tile
+  std::int64_t entry, slot;  // where they begin in the arrays of the KV head
+  int blocks;
+};
+__device__ inline SequenceLists lists_of(const BlockLists& all, const Geometry& g, const DeviceSequence& seq,
+                                         int kv_head) {
+  const Before at = before(g, seq);
+  const std::int64_t entry = all.entries_before(at), slot = all.slots_before(at);
+  return {all.list + kv_head * all.entries + entry,
+          all.begin + kv_head * all.slots + slot,
+          all.item_begin + (kv_head * all.slots + slot) * all.tiles_per_block,
+          entry,
+          slot,
+          (seq.k_len + all.block_size - 1) / all.block_size};
 }
 
 struct BackwardArgs {
@@ -167,37 +242,45 @@ struct BackwardArgs {
   Strided indices;           // int32; null data: a range
   int topk, block_size;
   float scale;
-  // dK and dV: the inverse index of the selection and the partial sums; see inverse_index.cuh
-  const int* list;         // queries that chose a block, ascending, block after block, per (batch, KV head)
-  const int* list_begin;   // (batch, KV head, blocks + 1): where a block's queries begin in `list` of its KV head
-  const int* item_begin;   // (batch, KV head, key tiles + 1): first item of a key tile
-  std::int64_t list_size;  // ints of `list` per (batch, KV head)
-  int blocks, key_tiles;   // upper bounds per sequence
-  int chunk;               // queries of an item of a list
-  int chunks;              // items per key tile of a range, an upper bound
-  float* partials;         // (batch, KV head, item, 64, Dk + Dv)
-  std::int64_t items;      // per (batch, KV head)
-  void* plan;              // for kernels of sm90: their items, and what they need per row (row_terms.h)
+  // dK and dV. A thread block works on an item: a key tile and some of the queries that see it. Key tiles with several
+  // items have a partial sum for each.
+  BlockLists lists;            // of the selection
+  int chunks;                  // items per key tile of a range, an upper bound
+  float* partials;             // (KV head, partial_items, 64, Dk + Dv)
+  std::int64_t items;          // per KV head, an upper bound
+  std::int64_t partial_items;  // the same of key tiles with several items
+  void* plan;                  // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
   Redo redo;
-};
 
-/// Queries of an item of a list (kept in shared memory).
-inline constexpr int kListChunk = 1024;
+  /// Items of the sequences before; some of them are empty.
+  __host__ __device__ std::int64_t items_before(const Before& at) const {
+    if (!indices.data) return (at.k / range_tile() + at.sequences) * chunks;
+    return (at.k / block_size + at.sequences + lists.entries_before(at) / kListChunk) * lists.tiles_per_block;
+  }
+  /// Partial sums of a range.
+  __host__ __device__ std::int64_t partials_before(const Before& at) const {
+    return range_partials(at, range_tile(), least_range_chunk(window), chunks);
+  }
+  /// Partial sums of the blocks of the selection whose lists begin before: only lists longer than a chunk have them.
+  __host__ __device__ std::int64_t partials_before(std::int64_t entry, std::int64_t slot) const {
+    const std::int64_t whole = entry / kListChunk;
+    return (whole + (slot < whole ? slot : whole)) * lists.tiles_per_block;
+  }
+  /// Raw tokens from one key tile of a range to the next.
+  __host__ __device__ int range_tile() const { return window > 0 ? 64 : 64 * geometry.kernel_stride; }
+};
 
 struct InverseArgs {
   Geometry geometry;
   Strided indices;
-  int topk, block_size;
-  int blocks;       // upper bound per sequence
-  int chunks;       // of queries
-  int* offsets;     // (batch, KV head, chunks, blocks): counts, then offsets within the block's list
-  int* list;        // (batch, KV head, list_size)
-  int* list_begin;  // (batch, KV head, blocks + 1)
-  int* item_begin;  // (batch, KV head, blocks * tiles_per_block + 1)
-  std::int64_t list_size;
-  int tiles_per_block;  // key tiles of 64 in a block
-  int item_queries;     // queries of an item
+  int topk;
+  BlockLists lists;
+  int chunks;    // of queries, an upper bound per sequence
+  int* offsets;  // (KV head, chunks, slots): counts, then offsets within the block's list
+
+  /// Queries of a chunk.
+  __device__ int chunk(const DeviceSequence& seq) const { return max((seq.q_len + chunks - 1) / chunks, 128); }
 };
 
 }  // namespace nsa::cuda::portable

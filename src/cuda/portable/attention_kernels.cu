@@ -53,9 +53,9 @@ cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
 
 cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const dim3 grid(static_cast<unsigned>(args.items), g.kv_heads, g.batches);
+  const dim3 grid(static_cast<unsigned>(args.items), g.kv_heads);
   const cudaError_t error = launch(d_kv<T, Dk, Dv>, grid, 128, KeyGradients<T, Dk, Dv>::kMemory, stream, args);
-  if (error != cudaSuccess || !args.partials) return error;
+  if (error != cudaSuccess || args.partial_items == 0) return error;
   return launch(sum_partials<T>, grid, 128, 0, stream, args, Dk, Dv);
 }
 

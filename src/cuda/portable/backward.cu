@@ -69,45 +69,45 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.scale = static_cast<float>(b.scale);
   args.block_size = b.block_size;
   args.redo.flag = flag;
-  const std::int64_t width = b.q.size(-1) + b.v.size(-1), pairs = static_cast<std::int64_t>(g.batches) * g.kv_heads;
+  const std::int64_t width = b.q.size(-1) + b.v.size(-1);
+  const Before all = before_end(g);
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
   }
   std::int64_t plan = 0;  // items of the kernels of sm90
   if (x.keys && b.indices) {
+    BlockLists& lists = args.lists;
+    lists.block_size = b.block_size;
+    lists.tiles_per_block = to_int(tiles(b.block_size, 64));
+    lists.width = to_int(std::min<std::int64_t>(args.topk, tiles(g.k_len, b.block_size)));
+    lists.entries = lists.entries_before(all);
+    lists.slots = lists.slots_before(all);
+    lists.list = e.arena.take<int>(g.kv_heads * lists.entries);
+    lists.begin = e.arena.take<int>(g.kv_heads * lists.slots);
+    lists.item_begin = e.arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
     InverseArgs& inverse = x.inverse;
     inverse.geometry = g;
     inverse.indices = args.indices;
     inverse.topk = args.topk;
-    inverse.block_size = b.block_size;
-    inverse.blocks = to_int(tiles(g.k_len, b.block_size));
+    inverse.lists = lists;
     inverse.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, 128), 1, 128));
-    inverse.tiles_per_block = to_int(tiles(b.block_size, 64));
-    inverse.item_queries = args.chunk = kListChunk;
-    inverse.list_size = static_cast<std::int64_t>(g.q_len) * std::min(args.topk, inverse.blocks);
-    args.blocks = inverse.blocks;
-    args.key_tiles = inverse.blocks * inverse.tiles_per_block;
-    args.items = args.key_tiles + inverse.list_size * inverse.tiles_per_block / kListChunk;
-    args.list_size = inverse.list_size;
-    inverse.offsets = e.arena.take<int>(pairs * inverse.chunks * inverse.blocks);
-    args.list = inverse.list = e.arena.take<int>(pairs * inverse.list_size);
-    args.list_begin = inverse.list_begin = e.arena.take<int>(pairs * (inverse.blocks + 1));
-    args.item_begin = inverse.item_begin = e.arena.take<int>(pairs * (args.key_tiles + 1));
-    args.partials = e.arena.take<float>(pairs * args.items * 64 * width);
-    if (x.hopper.selected_d_kv) plan = pairs * args.items;
+    inverse.offsets = e.arena.take<int>(g.kv_heads * inverse.chunks * lists.slots);
+    args.items = args.items_before(all);
+    args.partial_items = args.partials_before(lists.entries, lists.slots);
+    args.partials = e.arena.take<float>(g.kv_heads * args.partial_items * 64 * width);
+    if (x.hopper.selected_d_kv) plan = g.kv_heads * args.items;
   } else if (x.keys) {
-    const std::int64_t key_rows =
-        b.window ? g.k_len : (g.k_len >= g.kernel_size ? (g.k_len - g.kernel_size) / g.kernel_stride + 1 : 0);
     args.chunks = max_range_chunks(b.window, g.q_len);
-    args.items = tiles(key_rows, 64) * args.chunks;
-    std::int64_t partials = args.chunks > 1 ? pairs * args.items * 64 * width : 0;
+    args.items = args.items_before(all);
+    if (args.chunks > 1) args.partial_items = args.partials_before(all);
+    std::int64_t partials = g.kv_heads * args.partial_items * 64 * width;
     if (x.hopper.range_d_kv) {
       const sm90::RangeWork work(g, b.window);
       plan = work.items;
-      partials = std::max(partials, work.partials(g, width));
+      partials = std::max(partials, g.kv_heads * work.partials * sm90::kRangeKeys * width);
     }
-    if (partials > 0) args.partials = e.arena.take<float>(partials);
+    args.partials = e.arena.take<float>(partials);
   }
   if (plan > 0) {
     args.plan = e.arena.take<char>(plan * sm90::kPlanItem);

@@ -43,7 +43,7 @@ CompressArgs compress_args(const CompressParams& p, Execution& e, bool with_grou
   args.b1 = weights_of(from.b1);
   args.w2 = weights_of(from.w2);
   args.b2 = weights_of(from.b2);
-  args.first_token = e.arena.take<std::int64_t>(args.rows);
+  args.first_token = e.arena.take<std::int64_t>(args.rows + 1);
   if (with_groups) args.group = e.arena.take<int4>(args.groups);
   if (from.w1.defined()) {
     args.hidden = to_int(from.w1.size(2));
@@ -57,8 +57,12 @@ CompressArgs compress_args(const CompressParams& p, Execution& e, bool with_grou
 
 }  // namespace
 
-Status compress(const CompressParams& p, Execution& e) {
-  const CompressArgs args = compress_args(p, e, false);
+Status compress(const CompressParams& p, Execution& e) { return compress(p, nullptr, 0, e); }
+
+Status compress(const CompressParams& p, const int* completed, int step, Execution& e) {
+  CompressArgs args = compress_args(p, e, false);
+  args.completed = completed;
+  args.completed_step = step;
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   return status_of(element_kernels(p.k.dtype)->compress(args, e.stream), "compress");

@@ -21,33 +21,17 @@ __global__ void __launch_bounds__(256) compress_tables(const __grid_constant__ C
   const int b = blockIdx.x, d = p.kernel_stride;
   const DeviceSequence seq = sequence_of(p, b);
   const int c_begin = p.cu_q ? compressed_begin(p, b) : b * args.compressed_per_batch;
-  const int blocks = num_compressed(p, seq.k_len);
+  const int blocks = args.completed ? args.completed[b * args.completed_step] : num_compressed(p, seq.k_len);
   for (int i = threadIdx.x; i < blocks; i += blockDim.x)
     args.first_token[c_begin + i] =
         seq.batch * args.k.batch + (seq.k_begin + static_cast<std::int64_t>(i) * d) * args.k.row;
+  if (blocks > 0 && threadIdx.x == 0) args.first_token[args.rows] = 0;  // there are blocks
   if (!args.group) return;
   // Packed: sequence b's groups begin at floor(first token / d) + b, which leaves room for its last, partly filled one.
   const int per_batch = (p.k_len + d - 1) / d, g_begin = p.cu_q ? seq.k_begin / d + b : b * per_batch;
   const int groups = (seq.k_len + d - 1) / d;
   for (int j = threadIdx.x; j < groups; j += blockDim.x)
     args.group[g_begin + j] = make_int4(b, j, min(seq.k_len - j * d, d), c_begin);
-}
-
-/// constant = pe W1 + b1. A thread block of 32 x 8 threads per 32 hidden units and set of weights.
-template <class T>
-__global__ void __launch_bounds__(256) compress_constant(const __grid_constant__ CompressArgs args) {
-  __shared__ float parts[8][32];
-  const int n = blockIdx.x * 32 + threadIdx.x, set = blockIdx.y, size = args.geometry.kernel_size * args.dim;
-  float sum = 0;
-  if (args.pe.data && n < args.hidden)
-    for (int k = threadIdx.y; k < size; k += 8)
-      sum += to_float(*args.pe.at<T>(set, k / args.dim, k % args.dim)) * to_float(*args.w1.at<T>(set, k, n));
-  parts[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || n >= args.hidden) return;
-  sum = args.b1.data ? to_float(*args.b1.at<T>(set, 0, n)) : 0;
-  for (int i = 0; i < 8; ++i) sum += parts[i][threadIdx.x];
-  args.constant[set * args.hidden + n] = sum;
 }
 
 __device__ inline float sigmoid(float x) { return 1 / (1 + exp2_fast(-x * kLog2e)); }
@@ -58,6 +42,24 @@ struct CompressOp : CompressArgs {
   int head = 0;
 
   __device__ int set() const { return shared ? 0 : head; }
+};
+
+/// constant = pe W1 + b1, one row for every set of weights.
+template <class T>
+struct Constants : CompressOp {
+  static constexpr bool kARows = false, kBRows = true;
+  __device__ Constants at(int z) const {
+    Constants op = *this;
+    op.head = z;
+    return op;
+  }
+  __device__ const T* a(int, int, int k) const { return pe.at<T>(head, k / dim, k % dim); }
+  __device__ const T* b(int, int k, int n) const { return w1.at<T>(head, k, n); }
+  __device__ bool zero(int) const { return !pe.data || first_token[rows] < 0; }
+  __device__ void write(int, int n, float x, float y) const {
+    if (b1.data) x += to_float(*b1.at<T>(head, 0, n)), y += to_float(*b1.at<T>(head, 0, n + 1));
+    store_pair(constant + head * hidden + n, x, y);
+  }
 };
 
 /// z = x W1 + constant: written as h = silu(z) (and z, for the backward), or as the output of `linear`.
@@ -75,6 +77,7 @@ struct FirstLayer : CompressOp {
     return static_cast<const T*>(this->k.data) + first + (k / dim) * this->k.row + head * this->k.head + k % dim;
   }
   __device__ const T* b(int, int k, int n) const { return w1.at<T>(set(), k, n); }
+  __device__ bool zero(int m) const { return first_token[m] < 0; }
   __device__ void write(int m, int n, float x, float y) const {
     const bool none = first_token[m] < 0;
     x = none ? 0 : x + constant[set() * hidden + n];
@@ -99,6 +102,7 @@ struct SecondLayer : CompressOp {
   }
   __device__ const T* a(int m, int, int k) const { return static_cast<const T*>(h) + buffer(head, m) + k; }
   __device__ const T* b(int, int k, int n) const { return w2.at<T>(set(), k, n); }
+  __device__ bool zero(int m) const { return first_token[m] < 0; }
   __device__ void write(int m, int n, float x, float y) const {
     const bool none = first_token[m] < 0;
     x = none ? 0 : x + (b2.data ? to_float(*b2.at<T>(set(), 0, n)) : 0);

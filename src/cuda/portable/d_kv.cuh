@@ -53,14 +53,24 @@ struct KeyTile {
   int first, count;
   int query_begin, query_end;  // a range of queries, or of entries of the list
   int item, items;             // this thread block's item, and how many the key tile has
+  std::int64_t partial;        // where their partial sums are, if there are several
 };
+
+/// Whose item x of a KV head is; x becomes its number in the sequence.
+__device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int& x) {
+  const Geometry& p = args.geometry;
+  const auto first = [&](const Before& at) { return args.items_before(at); };
+  const DeviceSequence seq = sequence_of(p, sequence_at(p, x, first));
+  x -= static_cast<int>(first(before(p, seq)));
+  return seq;
+}
 
 /// Which keys and queries item `x` of a range is about.
 __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count, int x) {
   const Geometry& p = args.geometry;
   const int tile = x / args.chunks, item = x % args.chunks;
   const int first = tile * 64, count = min(key_count - first, 64);
-  if (count <= 0) return {0, 0, 0, 0, 0, 0};
+  if (count <= 0) return {};
   const int shift = seq.k_len - seq.q_len;  // position of query 0
   const std::int64_t begin =
       args.window ? first : static_cast<std::int64_t>(first) * p.kernel_stride + p.kernel_size - 1;
@@ -69,28 +79,55 @@ __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSeque
   const int query_end = static_cast<int>(min(end - shift, static_cast<std::int64_t>(seq.q_len)));
   const int chunk = range_chunk(args.window, seq.q_len);
   const int items = max((query_end - query_begin + chunk - 1) / chunk, 1);
-  if (item >= items) return {0, 0, 0, 0, 0, 0};
+  if (item >= items) return {};
   const int from = query_begin + item * chunk;
-  return {first, count, from, min(from + chunk, query_end), item, items};
+  const std::int64_t partial = args.partials_before(before(p, seq)) + tile * max_range_chunks(args.window, seq.q_len);
+  return {first, count, from, min(from + chunk, query_end), item, items, partial};
 }
 
 /// The same for the selection: items of all key tiles follow each other, found by bisection.
-__device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSequence& seq, int kv_head, int x) {
-  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * args.geometry.kv_heads + kv_head;
-  const int* item_begin = args.item_begin + pair * (args.key_tiles + 1);
-  if (x >= item_begin[args.key_tiles]) return {0, 0, 0, 0, 0, 0};
-  int low = 0, high = args.key_tiles;  // item_begin[low] <= x < item_begin[high]
+__device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSequence& seq, const SequenceLists& lists,
+                                        int x) {
+  const int tiles_per_block = args.lists.tiles_per_block;
+  int low = 0, high = lists.blocks * tiles_per_block;  // item_begin[low] <= x < item_begin[high]
+  if (x >= lists.item_begin[high]) return {};
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (item_begin[middle] <= x ? low : high) = middle;
+    (lists.item_begin[middle] <= x ? low : high) = middle;
   }
-  const int tiles_per_block = (args.block_size + 63) / 64, block = low / tiles_per_block;
-  const int first = block * args.block_size + low % tiles_per_block * 64;
+  const int block = low / tiles_per_block, tile = low % tiles_per_block;
+  const int first = block * args.block_size + tile * 64;
   const int count = min(min(first + 64, (block + 1) * args.block_size), seq.k_len) - first;
-  if (count <= 0) return {0, 0, 0, 0, 0, 0};
-  const int* list_begin = args.list_begin + pair * (args.blocks + 1) + block;
-  const int item = x - item_begin[low], from = list_begin[0] + item * args.chunk;
-  return {first, count, from, min(from + args.chunk, list_begin[1]), item, item_begin[low + 1] - item_begin[low]};
+  if (count <= 0) return {};
+  const int begin = lists.begin[block], end = lists.begin[block + 1];
+  const int item = x - lists.item_begin[low], items = lists.item_begin[low + 1] - lists.item_begin[low];
+  const int from = begin + item * kListChunk;
+  return {first,
+          count,
+          from,
+          min(from + kListChunk, end),
+          item,
+          items,
+          args.partials_before(lists.entry + begin, lists.slot + block) + tile * items};
+}
+
+/// Everything about the item of this thread block.
+struct Item {
+  DeviceSequence seq;
+  int key_begin, key_count;  // rows of the sequence's keys
+  SequenceLists lists;       // of the selection
+  KeyTile tile;              // count 0: nothing to do
+};
+__device__ inline Item item_of(const BackwardArgs& args) {
+  int x = blockIdx.x;
+  Item item{sequence_of_item(args, x)};
+  const DeviceSequence& seq = item.seq;
+  const bool selected = args.indices.data != nullptr, compressed = !selected && args.window == 0;
+  item.key_begin = compressed ? compressed_begin(args.geometry, seq.index) : seq.k_begin;
+  item.key_count = compressed ? num_compressed(args.geometry, seq.k_len) : seq.k_len;
+  if (selected) item.lists = lists_of(args.lists, args.geometry, seq, blockIdx.y);
+  item.tile = selected ? selected_item(args, seq, item.lists, x) : range_item(args, seq, item.key_count, x);
+  return item;
 }
 
 template <class T, int Dk, int Dv>
@@ -105,25 +142,29 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   __shared__ longlong2 stage_offset[2][kRows];  // where a stage's rows begin in q and d_o, -1: no row
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
   const Geometry& p = args.geometry;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
   const bool selected = args.indices.data != nullptr, compressed = !selected && args.window == 0;
-  const int key_begin = compressed ? compressed_begin(p, blockIdx.z) : seq.k_begin;
-  const int key_count = compressed ? num_compressed(p, seq.k_len) : seq.k_len;
-  const KeyTile tile =
-      selected ? selected_item(args, seq, kv_head, blockIdx.x) : range_item(args, seq, key_count, blockIdx.x);
-  if (tile.count == 0) return;
+  __shared__ Item item;         // registers are scarce
+  __shared__ const T *q, *d_o;  // rows of the first query
+  const Item found = item_of(args);
+  if (found.tile.count == 0) return;
+  if (thread == 0) {
+    item = found;
+    q = args.q.at<T>(found.seq.batch, found.seq.q_begin, kv_head * p.group);
+    d_o = args.d_o.at<T>(found.seq.batch, found.seq.q_begin, kv_head * p.group);
+  }
+  __syncthreads();
+  const DeviceSequence& seq = item.seq;
+  const KeyTile& tile = item.tile;
   const std::uint32_t keys = shared_address(memory), values = keys + Shape::kValues;
   const int key_end = tile.first + tile.count;
-  RowStream<T, Dk, 64, 128>(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread)
+  RowStream<T, Dk, 64, 128>(args.k.at<T>(seq.batch, item.key_begin, kv_head), args.k.row, thread)
       .load(keys, tile.first, key_end);
-  RowStream<T, Dv, 64, 128>(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread)
+  RowStream<T, Dv, 64, 128>(args.v.at<T>(seq.batch, item.key_begin, kv_head), args.v.row, thread)
       .load(values, tile.first, key_end);
   const int queries = max(tile.query_end - tile.query_begin, 0), rows = queries * p.group;
   const int stages = (rows + kRows - 1) / kRows;
-  if (selected) {
-    const int* list = args.list + (static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head) * args.list_size;
-    for (int i = thread; i < queries; i += 128) chosen[i] = list[tile.query_begin + i];
-  }
+  if (selected)
+    for (int i = thread; i < queries; i += 128) chosen[i] = item.lists.list[tile.query_begin + i];
   if (!args.gate.data && thread < kRows) stage_gate[0][thread] = stage_gate[1][thread] = 1;
   __syncthreads();
   // Row r of this item: a query and a head of the group.
@@ -141,8 +182,6 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
         r < rows ? make_longlong2(query * args.q.row + head * args.q.head, query * args.d_o.row + head * args.d_o.head)
                  : make_longlong2(-1, -1);
   };
-  const T* q = args.q.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
-  const T* d_o = args.d_o.at<T>(seq.batch, seq.q_begin, kv_head * p.group);
   // Needs find_rows(stage), does find_rows(stage + 1).
   const auto load = [&](int stage) {
     const std::uint32_t to = keys + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
@@ -268,19 +307,19 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   }
   wait_copies<0>();
 
-  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int key = warp * 16 + lane / 4 + 8 * i;
     if (key >= tile.count) continue;
     if (tile.items > 1) {
-      float* to = args.partials + ((pair * args.items + blockIdx.x) * 64 + key) * (Dk + Dv) + 2 * (lane & 3);
+      const std::int64_t partial = kv_head * args.partial_items + tile.partial + tile.item;
+      float* to = args.partials + (partial * 64 + key) * (Dk + Dv) + 2 * (lane & 3);
 #pragma unroll
       for (int n = 0; n < Dk / 8; ++n) store_pair(to + n * 8, d_key[n][2 * i], d_key[n][2 * i + 1]);
 #pragma unroll
       for (int n = 0; n < Dv / 8; ++n) store_pair(to + Dk + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
     } else {
-      const std::int64_t row = key_begin + tile.first + key;
+      const std::int64_t row = item.key_begin + tile.first + key;
       if (args.d_k.data) {
         T* to = args.d_k.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
 #pragma unroll
@@ -300,23 +339,18 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
 template <class T>
 __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ BackwardArgs args, int dk, int dv) {
   if (!called(args)) return;
-  const Geometry& p = args.geometry;
-  const int kv_head = blockIdx.y;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  const bool selected = args.indices.data != nullptr, compressed = !selected && args.window == 0;
-  const int key_begin = compressed ? compressed_begin(p, blockIdx.z) : seq.k_begin;
-  const int key_count = compressed ? num_compressed(p, seq.k_len) : seq.k_len;
-  const KeyTile tile =
-      selected ? selected_item(args, seq, kv_head, blockIdx.x) : range_item(args, seq, key_count, blockIdx.x);
+  const Item item = item_of(args);
+  const DeviceSequence& seq = item.seq;
+  const KeyTile& tile = item.tile;
   if (tile.count == 0 || tile.items <= 1 || tile.item != 0) return;
-  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head;
+  const int kv_head = blockIdx.y;
   const int width = dk + dv;
-  const float* from = args.partials + (pair * args.items + blockIdx.x) * 64 * width;
+  const float* from = args.partials + (kv_head * args.partial_items + tile.partial) * 64 * width;
   for (int e = threadIdx.x; e < tile.count * width; e += blockDim.x) {
     const int key = e / width, column = e % width;
     float sum = 0;
     for (int i = 0; i < tile.items; ++i) sum += from[static_cast<std::int64_t>(i) * 64 * width + e];
-    const std::int64_t row = key_begin + tile.first + key;
+    const std::int64_t row = item.key_begin + tile.first + key;
     if (column < dk) {
       if (args.d_k.data) args.d_k.at<T>(seq.batch, row, kv_head)[column] = from_float<T>(sum * args.scale);
     } else if (args.d_v.data) {

@@ -6,9 +6,10 @@
 namespace nsa::cuda::portable {
 namespace {
 
-constexpr std::int64_t kMaxTokens = 1 << 30;  // of a sequence
-constexpr std::int64_t kPartKeys = 128;       // of a decode step, at least
-constexpr std::int64_t kMaxParts = 64;        // of the compressed keys, for up to 64 rows of queries
+constexpr std::int64_t kMaxTokens = 1 << 30;   // of a sequence
+constexpr std::int64_t kPartKeys = 128;        // of a decode step
+constexpr std::int64_t kCompressedPart = 256;  // the same of the compressed keys, at least
+constexpr std::int64_t kMaxParts = 64;         // of the compressed keys, for up to 64 rows of queries
 constexpr std::int64_t kFewTokens = kMaxDecodeTokens;
 
 /// One step. The methods take their memory first and launch nothing while it is only measured.
@@ -114,8 +115,10 @@ Status Step::fold() {
                                move_of(p_.v_slc, v_slc_)};
     if (Status s = move(moves, 4, std::max(tokens(), raw), nullptr); !s.ok()) return s;
   }
-  if (Status s = compress({raw_k, p_.weights_k, p_.cfg, {}, k}, e_); !s.ok()) return s;
-  if (Status s = compress({raw_v, p_.weights_v, p_.cfg, {}, v}, e_); !s.ok() || measuring()) return s;
+  const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
+  constexpr int kStep = sizeof(StepPlan) / sizeof(int);
+  if (Status s = compress({raw_k, p_.weights_k, p_.cfg, {}, k}, completed, kStep, e_); !s.ok()) return s;
+  if (Status s = compress({raw_v, p_.weights_v, p_.cfg, {}, v}, completed, kStep, e_); !s.ok() || measuring()) return s;
   StoreArgs args{};
   args.geometry = geometry_;
   args.keys = strided(k), args.values = strided(v);
@@ -142,8 +145,8 @@ Status Step::attend() {
     // Parts of the compressed keys grow with the capacity, and with the rows that each thread block takes fewer of.
     const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
     const std::int64_t most = std::max<std::int64_t>(kMaxParts / tiles(tokens() * geometry_.group, 64), 4);
-    const std::int64_t size = tiles(tiles(keys, most), kPartKeys) * kPartKeys;
-    parts_[kCompressed] = take_parts(tiles(keys, std::max(size, kPartKeys)), std::max(size, kPartKeys));
+    const std::int64_t size = std::max(tiles(tiles(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;
+    parts_[kCompressed] = take_parts(tiles(keys, size), size);
     const std::int64_t blocks = std::max<std::int64_t>(kPartKeys / p_.cfg.block_size, 1);
     parts_[kSelected] = take_parts(tiles(p_.cfg.topk, blocks), blocks);
     // From the window of the first query to the last query, wherever they lie.

@@ -23,32 +23,41 @@ cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, c
   return launch(combine_backward<T>, row_warps(batches, args.rows, args.heads, 256), 256, 0, stream, args, batches);
 }
 
-template <template <class> class Op>
-cudaError_t run_gemm(const CompressArgs& args, int m, int n, int outer, int inner, int count, cudaStream_t stream) {
+template <class Tiles, template <class> class Op>
+cudaError_t run_tiles(const CompressArgs& args, int m, int n, int outer, int inner, int count, cudaStream_t stream) {
   Op<T> op;
   static_cast<CompressArgs&>(op) = args;
   op.m = m;
   op.n = n;
   op.outer = outer;
   op.inner = inner;
-  return launch(gemm<T, Op<T>>,
-                dim3(static_cast<unsigned>(tiles(n, kGemmTile)), static_cast<unsigned>(tiles(m, kGemmTile)), count),
-                128, GemmShape<T, Op<T>>::kMemory, stream, op);
+  const dim3 grid(static_cast<unsigned>(tiles(n, Tiles::kColumns)), static_cast<unsigned>(tiles(m, Tiles::kRows)),
+                  count);
+  return launch(gemm<T, Op<T>, Tiles>, grid, Tiles::kThreads, GemmShape<T, Op<T>, Tiles>::kMemory, stream, op);
+}
+template <template <class> class Op>
+cudaError_t run_gemm(const CompressArgs& args, int m, int n, int outer, int inner, int count, cudaStream_t stream) {
+  return run_tiles<ManyRows<T>, Op>(args, m, n, outer, inner, count, stream);
+}
+/// The layers of phi may have few rows: a step of a cache.
+template <template <class> class Op>
+cudaError_t run_layer(const CompressArgs& args, int m, int n, int inner, int count, cudaStream_t stream) {
+  return m <= 256 ? run_tiles<FewRows<T>, Op>(args, m, n, 1, inner, count, stream)
+                  : run_tiles<ManyRows<T>, Op>(args, m, n, 1, inner, count, stream);
 }
 
 /// The tables, and for linear and mlp the constants and the first layer.
 cudaError_t first_layer(const CompressArgs& args, bool mean, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  cudaError_t error = cudaMemsetAsync(args.first_token, 0xff, static_cast<std::size_t>(args.rows) * 8, stream);
+  cudaError_t error = cudaMemsetAsync(args.first_token, 0xff, static_cast<std::size_t>(args.rows + 1) * 8, stream);
   if (error == cudaSuccess && args.group)
     error = cudaMemsetAsync(args.group, 0, static_cast<std::size_t>(args.groups) * 16, stream);
   if (error == cudaSuccess) error = launch(compress_tables<T>, g.batches, 256, 0, stream, args);
   if (error != cudaSuccess || mean) return error;
-  error =
-      launch(compress_constant<T>, dim3(static_cast<unsigned>(tiles(args.hidden, 32)), args.shared ? 1 : g.kv_heads),
-             dim3(32, 8), 0, stream, args);
+  const int size = g.kernel_size * args.dim;
+  error = run_layer<Constants>(args, 1, args.hidden, size, args.shared ? 1 : g.kv_heads, stream);
   if (error != cudaSuccess) return error;
-  return run_gemm<FirstLayer>(args, args.rows, args.hidden, 1, g.kernel_size * args.dim, g.kv_heads, stream);
+  return run_layer<FirstLayer>(args, args.rows, args.hidden, size, g.kv_heads, stream);
 }
 
 cudaError_t run_compress(const CompressArgs& args, cudaStream_t stream) {
@@ -60,7 +69,7 @@ cudaError_t run_compress(const CompressArgs& args, cudaStream_t stream) {
   if (mean)
     return launch(mean_blocks<T>, dim3(static_cast<unsigned>(tiles(args.rows, 8)), g.kv_heads), 256, 0, stream, args);
   if (!args.mlp) return cudaSuccess;
-  return run_gemm<SecondLayer>(args, args.rows, args.dim, 1, args.hidden, g.kv_heads, stream);
+  return run_layer<SecondLayer>(args, args.rows, args.dim, args.hidden, g.kv_heads, stream);
 }
 
 cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream) {

@@ -7,19 +7,32 @@
 //   int m, n, outer, inner                 for this blockIdx.z
 //   const T* a(m, o, k), b(o, k, n)        address of 16 bytes of consecutive elements, or null for zeros
 //   void write(m, n, x, y)                 takes C[m][n] and C[m][n + 1]
-// A block of four warps computes 64 x 64.
+//   bool zero(m)                           optional: row m of A is zero, where the problem does not look at B
+// A warp computes sixteen rows; all threads load. The order of a sum does not depend on the shape of tiles.
 #pragma once
 
 #include "cuda/common/tile.cuh"
 
 namespace nsa::cuda::portable {
 
-inline constexpr int kGemmTile = 64, kGemmDepth = 32;
+/// What a thread block computes: rows x columns, `depth` terms of the sums at a time, of which `stages` are on their
+/// way.
+template <int rows, int columns, int depth, int stages>
+struct GemmTiles {
+  static constexpr int kRows = rows, kColumns = columns, kDepth = depth, kStages = stages, kThreads = 128;
+  static_assert(rows / 16 <= kThreads / 32);
+};
+/// Many rows: every element is used often.
+template <class T>
+using ManyRows = GemmTiles<64, 64, 32, 2>;
+/// Few rows: what matters is that all multiprocessors read B, much at a time.
+template <class T>
+using FewRows = GemmTiles<16, 16, 256 / sizeof(T), 4>;
 
 /// The A operand when the tile's rows are the reduction: columns `column` .. + 15, reduction rows `row` .. .
-template <class T>
+template <class T, int kRows>
 __device__ inline void load_a_rows(std::uint32_t (&a)[4], std::uint32_t tile, int row, int column, int lane) {
-  using Rows = Tile<T, kGemmTile>;
+  using Rows = Tile<T, kRows>;
   if constexpr (sizeof(T) == 2) {
     ldmatrix4_transposed(a, tile + (row + (lane & 16) / 2 + (lane & 7)) * Rows::kPitch + (column + (lane & 8)) * 2);
   } else {
@@ -32,47 +45,52 @@ __device__ inline void load_a_rows(std::uint32_t (&a)[4], std::uint32_t tile, in
 }
 
 /// float32, A along the reduction and B in rows: elements 2t and 2t + 1 take the places t and t + 4, as in load_b_rows.
+template <class Deep>
 __device__ inline void load_a_paired(std::uint32_t (&a)[4], std::uint32_t tile, int k, int warp, int lane) {
-  using Deep = Tile<float, kGemmDepth>;
   const std::uint32_t at = tile + (warp * 16 + lane / 4) * Deep::kPitch + k * 32 + (lane & 3) * 8;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[0]), "=r"(a[2]) : "r"(at));
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[1]), "=r"(a[3]) : "r"(at + 8 * Deep::kPitch));
 }
 
-template <class T, class Op>
+template <class T, class Op, class Tiles>
 struct GemmShape {
-  using Deep = Tile<T, kGemmDepth>;  // 64 rows, consecutive along the reduction
-  using Wide = Tile<T, kGemmTile>;   // kGemmDepth rows of the reduction
-  static constexpr int kA = Op::kARows ? Wide::bytes(kGemmDepth) : Deep::bytes(kGemmTile);
-  static constexpr int kB = Op::kBRows ? Wide::bytes(kGemmDepth) : Deep::bytes(kGemmTile);
-  static constexpr int kMemory = 2 * (kA + kB);
+  using Deep = Tile<T, Tiles::kDepth>;  // consecutive along the reduction
+  using WideA = Tile<T, Tiles::kRows>;  // consecutive along m or n
+  using WideB = Tile<T, Tiles::kColumns>;
+  static constexpr int kA = Op::kARows ? WideA::bytes(Tiles::kDepth) : Deep::bytes(Tiles::kRows);
+  static constexpr int kB = Op::kBRows ? WideB::bytes(Tiles::kDepth) : Deep::bytes(Tiles::kColumns);
+  static constexpr int kStage = kA + kB, kMemory = Tiles::kStages * kStage;
 };
 
-template <class T, class Op>
-__global__ void __launch_bounds__(128, 2) gemm(const __grid_constant__ Op shared_op) {
-  using Shape = GemmShape<T, Op>;
+template <class T, class Op, class Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant__ Op shared_op) {
+  using Shape = GemmShape<T, Op, Tiles>;
   using Deep = typename Shape::Deep;
-  using Wide = typename Shape::Wide;
+  using WideB = typename Shape::WideB;
+  constexpr int kRows = Tiles::kRows, kColumns = Tiles::kColumns, kDepth = Tiles::kDepth, kStages = Tiles::kStages;
   constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a copy
   extern __shared__ __align__(16) char memory[];
   const Op op = shared_op.at(blockIdx.z);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int m0 = blockIdx.y * kGemmTile, n0 = blockIdx.x * kGemmTile;
-  const int per_outer = (op.inner + kGemmDepth - 1) / kGemmDepth, steps = op.outer * per_outer;
+  const int m0 = blockIdx.y * kRows, n0 = blockIdx.x * kColumns;
+  const int per_outer = (op.inner + kDepth - 1) / kDepth;
+  int steps = op.outer * per_outer;
+  if constexpr (requires { op.zero(0); })
+    if (__syncthreads_and(thread >= kRows || m0 + thread >= op.m || op.zero(m0 + thread))) steps = 0;
 
   const auto load = [&](int step) {
-    const int o = step / per_outer, k0 = step % per_outer * kGemmDepth;
-    const std::uint32_t a = shared_address(memory) + step % 2 * (Shape::kA + Shape::kB), b = a + Shape::kA;
-    // Consecutive along k: 64 rows of kGemmDepth; consecutive along m or n: kGemmDepth rows of 64.
-    const auto deep = [&](std::uint32_t to, int first, int size, const auto& source) {
-      for (int i = thread; i < kGemmTile * Deep::kChunks; i += 128) {
+    const int o = step / per_outer, k0 = step % per_outer * kDepth;
+    const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
+    // Consecutive along k: rows of kDepth; consecutive along m or n: kDepth rows of the tile's.
+    const auto deep = [&](std::uint32_t to, int count, int first, int size, const auto& source) {
+      for (int i = thread; i < count * Deep::kChunks; i += Tiles::kThreads) {
         const int r = i / Deep::kChunks, k = k0 + i % Deep::kChunks * kPer;
         const T* from = first + r < size && k < op.inner ? source(first + r, k) : nullptr;
         copy16(to + r * Deep::kPitch + i % Deep::kChunks * 16, from, from != nullptr);
       }
     };
-    const auto wide = [&](std::uint32_t to, int first, int size, const auto& source) {
-      for (int i = thread; i < kGemmDepth * Wide::kChunks; i += 128) {
+    const auto wide = [&]<class Wide>(Wide, std::uint32_t to, int first, int size, const auto& source) {
+      for (int i = thread; i < kDepth * Wide::kChunks; i += Tiles::kThreads) {
         const int k = k0 + i / Wide::kChunks, r = first + i % Wide::kChunks * kPer;
         const T* from = r < size && k < op.inner ? source(r, k) : nullptr;
         copy16(to + i / Wide::kChunks * Wide::kPitch + i % Wide::kChunks * 16, from, from != nullptr);
@@ -81,46 +99,47 @@ __global__ void __launch_bounds__(128, 2) gemm(const __grid_constant__ Op shared
     const auto source_a = [&](int m, int k) { return op.a(m, o, k); };
     const auto source_b = [&](int n, int k) { return op.b(o, k, n); };
     if constexpr (Op::kARows) {
-      wide(a, m0, op.m, source_a);
+      wide(typename Shape::WideA{}, a, m0, op.m, source_a);
     } else {
-      deep(a, m0, op.m, source_a);
+      deep(a, kRows, m0, op.m, source_a);
     }
     if constexpr (Op::kBRows) {
-      wide(b, n0, op.n, source_b);
+      wide(WideB{}, b, n0, op.n, source_b);
     } else {
-      deep(b, n0, op.n, source_b);
+      deep(b, kColumns, n0, op.n, source_b);
     }
-    commit_copies();
   };
 
-  float c[kGemmTile / 8][4] = {};
-  if (steps > 0) load(0);
+  const bool computes = kRows == Tiles::kThreads / 2 || warp < kRows / 16;
+  float c[kColumns / 8][4] = {};
+  const auto load_next = [&](int step) {  // an empty group of copies at the end keeps their count
+    if (step < steps) load(step);
+    commit_copies();
+  };
+  for (int step = 0; step < kStages - 1; ++step) load_next(step);
   for (int step = 0; step < steps; ++step) {
-    if (step + 1 < steps) {
-      load(step + 1);
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
-    }
+    load_next(step + kStages - 1);
+    wait_copies<kStages - 1>();
     __syncthreads();
-    const std::uint32_t a = shared_address(memory) + step % 2 * (Shape::kA + Shape::kB), b = a + Shape::kA;
+    const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
 #pragma unroll
-    for (int k = 0; k < kGemmDepth / kStep<T>; ++k) {
+    for (int k = 0; k < kDepth / kStep<T>; ++k) {
+      if (!computes) break;
       std::uint32_t fa[4];
       if constexpr (Op::kARows) {
-        load_a_rows<T>(fa, a, k * kStep<T>, warp * 16, lane);
+        load_a_rows<T, kRows>(fa, a, k * kStep<T>, warp * 16, lane);
       } else {
         if constexpr (sizeof(T) == 4 && Op::kBRows) {
-          load_a_paired(fa, a, k, warp, lane);
+          load_a_paired<Deep>(fa, a, k, warp, lane);
         } else {
           Deep::load_a(fa, a, warp * 16, k, lane);
         }
       }
 #pragma unroll
-      for (int n = 0; n < kGemmTile / 8; n += 2) {
+      for (int n = 0; n < kColumns / 8; n += 2) {
         std::uint32_t fb[4];
         if constexpr (Op::kBRows) {
-          Wide::load_b_rows(fb, b, k * kStep<T>, n * 8, lane);
+          WideB::load_b_rows(fb, b, k * kStep<T>, n * 8, lane);
         } else {
           static_assert(sizeof(T) == 2 || !Op::kARows, "float32: A in rows needs B in rows");
           Deep::load_b(fb, b, n * 8, k, lane);
@@ -131,8 +150,9 @@ __global__ void __launch_bounds__(128, 2) gemm(const __grid_constant__ Op shared
     }
     __syncthreads();  // the stage is free
   }
+  if (!computes) return;
 #pragma unroll
-  for (int n = 0; n < kGemmTile / 8; ++n) {
+  for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = m0 + warp * 16 + lane / 4 + 8 * i, column = n0 + n * 8 + 2 * (lane & 3);

@@ -146,6 +146,9 @@ inline sm90::Checked checked(const TensorView& t) {
 Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
             cudaStream_t stream);
 
+/// Of batched tokens, of which sequence b's first completed[b * step] blocks are wanted; the other rows become 0.
+Status compress(const CompressParams& p, const int* completed, int step, Execution& e);
+
 /// What the selection of blocks takes from the configuration and from the shapes in args.geometry; no noise.
 template <class Args>
 void set_selection(Args& args, const NSAConfig& cfg, double scale) {

@@ -20,7 +20,7 @@ template <class F>
 __device__ inline void for_marked(const InverseArgs& args, const DeviceSequence& seq, int kv_head, int first, int count,
                                   const F& f) {
   __shared__ unsigned mask[kMaskBlocks][kMaskWords];
-  const int blocks = (seq.k_len + args.block_size - 1) / args.block_size;
+  const int block_size = args.lists.block_size, blocks = (seq.k_len + block_size - 1) / block_size;
   for (int base = 0; base < blocks; base += kMaskBlocks) {
     const int window = min(blocks - base, kMaskBlocks);
     for (int i = threadIdx.x; i < window * kMaskWords; i += blockDim.x) mask[i / kMaskWords][i % kMaskWords] = 0;
@@ -29,7 +29,7 @@ __device__ inline void for_marked(const InverseArgs& args, const DeviceSequence&
       const int query = e / args.topk, i = e % args.topk;
       const int* row = args.indices.at<int>(seq.batch, seq.q_begin + first + query, kv_head);
       const int block = row[i] - base;
-      if (block >= 0 && block < window && counts(row, i, seq.position(first + query), args.block_size))
+      if (block >= 0 && block < window && counts(row, i, seq.position(first + query), block_size))
         atomicOr(&mask[block][query / 32], 1u << query % 32);
     }
     __syncthreads();
@@ -42,20 +42,20 @@ template <bool kFill>
 __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ InverseArgs args) {
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
-  const int pair = seq.index * args.geometry.kv_heads + kv_head;
-  int* offsets = args.offsets + (static_cast<std::int64_t>(pair) * args.chunks + blockIdx.x) * args.blocks;
-  const int length = (seq.q_len + args.chunks - 1) / args.chunks;
-  const int begin = min(static_cast<int>(blockIdx.x) * length, seq.q_len), end = min(begin + length, seq.q_len);
+  const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
+  const int begin = blockIdx.x * args.chunk(seq), end = min(begin + args.chunk(seq), seq.q_len);
+  if (begin >= end || (kFill && lists.begin[lists.blocks] == 0)) return;
+  int* offsets =
+      args.offsets + (static_cast<std::int64_t>(kv_head) * args.chunks + blockIdx.x) * args.lists.slots + lists.slot;
   if (!kFill)
-    for (int block = threadIdx.x; block < args.blocks; block += blockDim.x) offsets[block] = 0;
+    for (int block = threadIdx.x; block < lists.blocks; block += blockDim.x) offsets[block] = 0;
   __syncthreads();
   for (int first = begin; first < end; first += 32 * kMaskWords) {
     for_marked(args, seq, kv_head, first, min(end - first, 32 * kMaskWords),
                [&](int block, const unsigned(&words)[kMaskWords]) {
                  int at = offsets[block];
                  if (kFill) {
-                   int* list = args.list + pair * args.list_size +
-                               args.list_begin[static_cast<std::int64_t>(pair) * (args.blocks + 1) + block];
+                   int* list = lists.list + lists.begin[block];
 #pragma unroll
                    for (int w = 0; w < kMaskWords; ++w)
                      for (unsigned bits = words[w]; bits != 0; bits &= bits - 1)
@@ -91,37 +91,46 @@ __device__ inline int scan(int n, const Value& value, const Write& write) {
   return carry;
 }
 
+/// Whether sequences follow each other: their shares would overlap otherwise. All threads of the block call it.
+__device__ inline bool ascending(const Geometry& p) {
+  bool bad = false;
+  if (p.cu_q)
+    for (int b = threadIdx.x; b < p.batches; b += blockDim.x)
+      bad |= p.cu_q[b] > p.cu_q[b + 1] || p.cu_k[b] > p.cu_k[b + 1];
+  return !__syncthreads_or(bad);
+}
+
 __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ InverseArgs args) {
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
-  const std::int64_t pair = static_cast<std::int64_t>(seq.index) * args.geometry.kv_heads + kv_head;
-  int* offsets = args.offsets + pair * args.chunks * args.blocks;
-  int* list_begin = args.list_begin + pair * (args.blocks + 1);
-  const int key_tiles = args.blocks * args.tiles_per_block;
-  int* item_begin = args.item_begin + pair * (key_tiles + 1);
+  const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
+  int* offsets = args.offsets + static_cast<std::int64_t>(kv_head) * args.chunks * args.lists.slots + lists.slot;
+  const bool sound = ascending(args.geometry);  // else: empty lists, no items
+  const int key_tiles = lists.blocks * args.lists.tiles_per_block;
+  const int chunks = sound ? (seq.q_len + args.chunk(seq) - 1) / args.chunk(seq) : 0;
   const int total = scan(
-      args.blocks,
+      lists.blocks,
       [&](int block) {
         int sum = 0;
-        for (int c = 0; c < args.chunks; ++c) {
-          int& at = offsets[static_cast<std::int64_t>(c) * args.blocks + block];
+        for (int c = 0; c < chunks; ++c) {
+          int& at = offsets[c * args.lists.slots + block];
           const int count = at;
           at = sum;
           sum += count;
         }
         return sum;
       },
-      [&](int block, int sum) { list_begin[block] = sum; });
-  if (threadIdx.x == 0) list_begin[args.blocks] = total;
+      [&](int block, int sum) { lists.begin[block] = sum; });
+  if (threadIdx.x == 0) lists.begin[lists.blocks] = total;
   __syncthreads();
   const int items = scan(
       key_tiles,
       [&](int tile) {
-        const int block = tile / args.tiles_per_block, queries = list_begin[block + 1] - list_begin[block];
-        return max((queries + args.item_queries - 1) / args.item_queries, 1);
+        const int block = tile / args.lists.tiles_per_block, queries = lists.begin[block + 1] - lists.begin[block];
+        return sound ? max((queries + kListChunk - 1) / kListChunk, 1) : 0;
       },
-      [&](int tile, int sum) { item_begin[tile] = sum; });
-  if (threadIdx.x == 0) item_begin[key_tiles] = items;
+      [&](int tile, int sum) { lists.item_begin[tile] = sum; });
+  if (threadIdx.x == 0) lists.item_begin[key_tiles] = items;
 }
 
 }  // namespace nsa::cuda::portable

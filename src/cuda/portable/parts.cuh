@@ -43,15 +43,19 @@ struct MergedSoftmax {
   /// In base-2 units.
   __device__ float lse() const { return max + log2f(sum); }
 
-  /// Adds a part's share of the output, of which it has `acc`.
+  /// Adds a part's share of the output, of which it has `acc`. Without a branch, so that the loads of several parts are
+  /// on their way at once; what a part without keys holds counts for nothing.
   template <class T>
   __device__ void add(float2 own, const float* acc, Chunk<T>& x) const {
-    if (own.y < 0) return;
+    const bool none = own.y < 0;
     const float scale = factor(own) / sum;
 #pragma unroll
     for (int j = 0; j < Chunk<T>::kSize; j += 4) {
       const float4 a = *reinterpret_cast<const float4*>(acc + j);
-      x.x[j] += a.x * scale, x.x[j + 1] += a.y * scale, x.x[j + 2] += a.z * scale, x.x[j + 3] += a.w * scale;
+      x.x[j] = none ? x.x[j] : x.x[j] + a.x * scale;
+      x.x[j + 1] = none ? x.x[j + 1] : x.x[j + 1] + a.y * scale;
+      x.x[j + 2] = none ? x.x[j + 2] : x.x[j + 2] + a.z * scale;
+      x.x[j + 3] = none ? x.x[j + 3] : x.x[j + 3] + a.w * scale;
     }
   }
 };

@@ -29,21 +29,21 @@ __device__ inline unsigned ordered(float x) {
   return u >> 31 ? ~u : u | 0x80000000u;
 }
 
-/// Writes the `topk` blocks of one query. One warp.
-template <class Args>
+/// Writes the `topk` blocks of one query. One warp, or a whole thread block of kThreads.
+template <int kThreads = 32, class Args>
 __device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, int position, int kv_head,
-                                   const float* sums, float* importance, int* out, int lane) {
+                                   const float* sums, float* importance, int* out, int thread) {
   const Geometry& p = args.geometry;
   const int candidates = position / args.block_size + 1;
   if (candidates <= args.topk) {
-    for (int i = lane; i < args.topk; i += 32) out[i] = i < candidates ? i : -1;
+    for (int i = thread; i < args.topk; i += kThreads) out[i] = i < candidates ? i : -1;
     return;
   }
   const int first_local = max(candidates - args.local_blocks, 0);
   const auto forced = [&](int j) { return j < args.init_blocks || j >= first_local; };
   const int places = args.topk - min(args.init_blocks, candidates) - (candidates - max(first_local, args.init_blocks));
   const int visible = num_compressed(p, position + 1), l = p.kernel_size, d = p.kernel_stride;
-  for (int j = lane; j < candidates; j += 32) {
+  for (int j = thread; j < candidates; j += kThreads) {
     const int begin = j * args.block_size, end = begin + args.block_size;
     const int first = begin < l ? 0 : (begin - l) / d + 1, last = min((end - 1) / d, visible - 1);
     float sum = 0;
@@ -55,13 +55,25 @@ __device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, 
     }
     importance[j] = __uint_as_float(forced(j) ? 0 : ordered(sum));
   }
-  __syncwarp();
   // The largest threshold that at least `places` unforced blocks reach, bit by bit.
   const auto reach = [&](unsigned threshold) {
     int n = 0;
-    for (int j = lane; j < candidates; j += 32) n += !forced(j) && __float_as_uint(importance[j]) >= threshold;
-    return __reduce_add_sync(0xffffffffu, n);
+    for (int first = 0; first < candidates; first += kThreads) {
+      const int j = first + thread;
+      const bool reaches = j < candidates && !forced(j) && __float_as_uint(importance[j]) >= threshold;
+      if constexpr (kThreads == 32) {
+        n += reaches;
+      } else {
+        n += __syncthreads_count(reaches);
+      }
+    }
+    return kThreads == 32 ? __reduce_add_sync(0xffffffffu, n) : n;
   };
+  if constexpr (kThreads == 32) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
   unsigned threshold = 0;
   int above = 0;  // blocks that reach threshold + 1, at the end
   for (int bit = 31; bit >= 0; --bit) {
@@ -72,6 +84,8 @@ __device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, 
   }
   above = threshold == 0xffffffffu ? 0 : reach(threshold + 1);
   int ties = places - above, written = 0;
+  if (thread >= 32) return;
+  const int lane = thread;
   for (int first = 0; first < candidates; first += 32) {
     const int j = first + lane;
     const bool is_forced = j < candidates && forced(j);

@@ -12,14 +12,16 @@ __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArg
   const int b = blockIdx.x, before = args.lengths[b];
   const int wanted = args.num_new ? min(max(args.num_new[b], 0), p.q_len) : p.q_len;
   bool room = wanted > 0 && before >= 0 && before <= p.k_len - wanted;
+  int blocks = 0;
   if (room) {
-    const int after = before + wanted, blocks = num_compressed(p, after);
+    const int after = before + wanted;
+    blocks = num_compressed(p, after);
     room = static_cast<std::int64_t>(blocks - 1) * p.kernel_stride < args.positions;
     room &= all_pages(args.tokens, after, [&](int page) { return has_page(args.tokens, b, page); });
     room &= all_pages(args.compressed, blocks, [&](int page) { return has_page(args.compressed, b, page); });
   }
   if (threadIdx.x > 0) return;
-  args.plan[b] = {max(before, 0), room ? wanted : 0, b};
+  args.plan[b] = {max(before, 0), room ? wanted : 0, b, room ? blocks - num_compressed(p, before) : 0};
   if (wanted > 0 && !room) *args.overflow = 1;
 }
 

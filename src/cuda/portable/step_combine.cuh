@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(256) combine_step(const __grid_constant__ Step
         const auto softmax = [&](int part) { return parts.softmax[parts.at(p, part, b, r, h)]; };
         const MergedSoftmax<32> merged(range, softmax);
         if (mine)
+#pragma unroll 8
           for (int part = range.first; part < range.last; ++part)
             merged.add(softmax(part), parts.acc + parts.at(p, part, b, r, h) * args.rows.dim + column, x);
       } else if (mine) {

@@ -37,17 +37,19 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 3)
                            });
 }
 
-/// A warp per query; grid x: query, y: KV head, z: sequence.
+/// A thread block per query, as nothing else is left to do; grid x: query, y: KV head, z: sequence.
+inline constexpr int kPickThreads = 256;
 template <class Args>
-__global__ void __launch_bounds__(32) pick_step(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kPickThreads) pick_step(const __grid_constant__ Args args) {
   const auto& p = args.geometry;
   const int query = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z;
   const DeviceSequence seq = sequence_of(p, b);
   if (query >= seq.q_len) return;
   const std::int64_t row = scratch_row(p, b, kv_head, query), rows = scratch_row(p, p.batches, 0, 0);
   float* importances = args.scratch + rows * args.scratch_keys;
-  pick_blocks(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
-              importances + row * args.scratch_blocks, args.indices.template at<int>(b, query, kv_head), threadIdx.x);
+  pick_blocks<kPickThreads>(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
+                            importances + row * args.scratch_blocks, args.indices.template at<int>(b, query, kv_head),
+                            threadIdx.x);
 }
 
 }  // namespace nsa::cuda::portable

@@ -3,52 +3,63 @@
 
 #include <algorithm>
 
-#include "cuda/common/geometry.cuh"
+#include "cuda/portable/arguments.h"
 
 namespace nsa::cuda::sm90 {
 
-inline constexpr int kMaxChunks = 32;
+inline constexpr int kMaxChunks = 32, kRangeKeys = 128;  // of a key tile
 
 /// Queries of a chunk in a sequence of q_len queries: short enough to fill the device, long enough for few partial
 /// sums.
+__host__ __device__ inline int least_chunk(int window) { return window > 0 ? 2048 : 256; }
 __host__ __device__ inline int chunk_queries(int window, int q_len) {
-  const int least = window > 0 ? 2048 : 256, even = (q_len + kMaxChunks * 64 - 1) / (kMaxChunks * 64) * 64;
+  const int least = least_chunk(window), even = (q_len + kMaxChunks * 64 - 1) / (kMaxChunks * 64) * 64;
   return even > least ? even : least;
 }
 /// Chunks of a key tile in sequences of up to q_len queries.
-inline int max_chunks(int window, int q_len) {
-  const int least = window > 0 ? 2048 : 256;
+__host__ __device__ inline int max_chunks(int window, int q_len) {
+  const int least = least_chunk(window);
   const std::int64_t queries = window > 0 ? std::min<std::int64_t>(q_len, window + 127ll) : q_len;
   return static_cast<int>(std::clamp<std::int64_t>((queries + least - 1) / least, 1, kMaxChunks));
 }
-/// Tiles of 128 keys per sequence, an upper bound.
-inline int range_key_tiles(const Geometry& g, int window) {
-  const int compressed = g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
-  return ((window > 0 ? g.k_len : compressed) + 127) / 128;
-}
-/// Work of a call: items, their chunks (the last one first), partial sums.
+/// Work of a call: items, their chunks (the last one first), partial sums. Its key tiles lie in lines: of a sequence
+/// and KV head if batched, of a KV head and all sequences one after the other if packed.
 struct RangeWork {
-  int key_tiles, chunks, items;
+  int tile;  // raw tokens from one key tile to the next
+  int lines, key_tiles, chunks, items;
   int begin[kMaxChunks + 1];  // of the items of a chunk
+  int least;                  // queries of a chunk
+  std::int64_t partials;      // per KV head
 
   RangeWork(const Geometry& g, int window)
-      : key_tiles(range_key_tiles(g, window)), chunks(max_chunks(window, g.q_len)), begin{} {
+      : tile(window > 0 ? kRangeKeys : kRangeKeys * g.kernel_stride),
+        lines(g.cu_q ? g.kv_heads : g.batches * g.kv_heads),
+        key_tiles(static_cast<int>(g.cu_q ? tiles_before(portable::before_end(g)) : key_tiles_of(g, window, g.k_len))),
+        chunks(max_chunks(window, g.q_len)),
+        begin{},
+        least(least_chunk(window)),
+        partials(chunks == 1 ? 0 : partials_before(portable::before_end(g))) {
     const int chunk = chunk_queries(window, g.q_len);
     for (int from_end = 0; from_end < chunks; ++from_end) {
       int tiles = key_tiles;
       if (window == 0 && !g.cu_q) {  // the key tiles that the chunk sees are known
         const std::int64_t first = static_cast<std::int64_t>(chunks - 1 - from_end) * chunk;
         const std::int64_t length = std::min<std::int64_t>(first + chunk, g.q_len) + g.k_len - g.q_len;
-        const std::int64_t keys = length < g.kernel_size ? 0 : (length - g.kernel_size) / g.kernel_stride + 1;
-        tiles = first < g.q_len ? static_cast<int>((keys + 127) / 128) : 0;
+        tiles = first < g.q_len ? key_tiles_of(g, window, length) : 0;
       }
-      begin[from_end + 1] = begin[from_end] + tiles * g.batches * g.kv_heads;
+      begin[from_end + 1] = begin[from_end] + tiles * lines;
     }
     items = begin[chunks];
   }
-  /// Floats of partial sums; width: Dk + Dv.
-  std::int64_t partials(const Geometry& g, std::int64_t width) const {
-    return chunks == 1 ? 0 : static_cast<std::int64_t>(g.batches) * g.kv_heads * key_tiles * chunks * 128 * width;
+
+  static int key_tiles_of(const Geometry& g, int window, std::int64_t length) {
+    const std::int64_t compressed = length < g.kernel_size ? 0 : (length - g.kernel_size) / g.kernel_stride + 1;
+    return static_cast<int>(((window > 0 ? length : compressed) + kRangeKeys - 1) / kRangeKeys);
+  }
+  /// Key tiles of a packed line.
+  __host__ __device__ std::int64_t tiles_before(const portable::Before& at) const { return at.k / tile + at.sequences; }
+  __host__ __device__ std::int64_t partials_before(const portable::Before& at) const {
+    return portable::range_partials(at, tile, least, chunks);
   }
 };
 

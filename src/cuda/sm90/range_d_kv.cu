@@ -12,7 +12,7 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
-constexpr int kKeys = 128, kStages = 4;
+constexpr int kKeys = kRangeKeys, kStages = 4;
 
 struct RangeKeyArgs {
   BackwardArgs branch;
@@ -46,31 +46,50 @@ __device__ inline Cut cut_of(const BackwardArgs& args, const DeviceSequence& seq
   return cut;
 }
 
+/// A key tile of a line.
+struct LineTile {
+  DeviceSequence seq;
+  int kv_head, tile;  // number in the sequence
+  int first_slot;     // of its partial sums
+};
+__device__ inline LineTile tile_at(const RangeKeyArgs& args, int line, int tile) {
+  const Geometry& p = args.branch.geometry;
+  const auto first = [&](const portable::Before& at) { return args.work.tiles_before(at); };
+  LineTile found{sequence_of(p, p.cu_q ? portable::sequence_at(p, tile, first) : line / p.kv_heads), line % p.kv_heads,
+                 tile};
+  const portable::Before before = portable::before(p, found.seq);
+  if (p.cu_q) found.tile -= static_cast<int>(first(before));
+  found.first_slot = static_cast<int>(found.kv_head * args.work.partials + args.work.partials_before(before) +
+                                      found.tile * max_chunks(args.branch.window, found.seq.q_len));
+  return found;
+}
+
 /// Item x, of the from_end-th chunk from the end.
 __device__ inline KeyItem item_at(const RangeKeyArgs& args, int x, int from_end) {
   const BackwardArgs& branch = args.branch;
   const Geometry& p = branch.geometry;
-  const int tiles = (args.work.begin[from_end + 1] - args.work.begin[from_end]) / (p.batches * p.kv_heads);
-  const int y = x - args.work.begin[from_end], pair = y / tiles, tile = y % tiles, sequence = pair / p.kv_heads;
-  const DeviceSequence seq = sequence_of(p, sequence);
+  const int tiles = (args.work.begin[from_end + 1] - args.work.begin[from_end]) / args.work.lines;
+  const int y = x - args.work.begin[from_end];
+  const LineTile tile = tile_at(args, y / tiles, y % tiles);
+  const DeviceSequence& seq = tile.seq;
   KeyItem item{};
   item.batch = seq.batch;
-  item.kv_head = pair % p.kv_heads;
-  item.first_key = tile * kKeys;
+  item.kv_head = tile.kv_head;
+  item.first_key = tile.tile * kKeys;
   const int keys = min((branch.window ? seq.k_len : num_compressed(p, seq.k_len)) - item.first_key, kKeys);
   if (keys <= 0) return {};
   const Cut cut = cut_of(branch, seq, item.first_key, keys);
   const int number = args.work.chunks - 1 - from_end - cut.first_chunk;
   if (number < 0 || number >= cut.chunks) return {};
   item.keys = keys;
-  item.key_row = item.first_key + (branch.window ? seq.k_begin : p.cu_q ? compressed_before(p, sequence, 0, 1) : 0);
+  item.key_row = item.first_key + (branch.window ? seq.k_begin : p.cu_q ? compressed_before(p, seq.index, 0, 1) : 0);
   item.query_row = seq.q_begin;
   item.shift = seq.position(0);
   const int start = branch.window ? cut.from : cut.first_chunk * cut.chunk;
   item.from = max(start + number * cut.chunk, cut.from);
   item.to = max(min(start + (number + 1) * cut.chunk, cut.to), item.from);
   item.stages = (item.to - item.from + args.tiles.queries - 1) / args.tiles.queries * args.tiles.slices;
-  item.slot = cut.chunks > 1 ? (pair * args.work.key_tiles + tile) * args.work.chunks + number : -1;
+  item.slot = cut.chunks > 1 ? tile.first_slot + number : -1;
   return item;
 }
 
@@ -310,23 +329,22 @@ __global__ void __launch_bounds__(384, 1)
   }
 }
 
-/// Adds the partial sums of key tiles with several items. Grid: key tiles, pairs.
+/// Adds the partial sums of key tiles with several items. Grid: key tiles, lines.
 template <class T>
 __global__ void __launch_bounds__(256) sum_chunks(const __grid_constant__ RangeKeyArgs args, int dk, int dv) {
   const BackwardArgs& branch = args.branch;
   const Geometry& p = branch.geometry;
   if (*branch.redo.flag != 0) return;
-  const int batch = blockIdx.y / p.kv_heads, kv_head = blockIdx.y % p.kv_heads, first = blockIdx.x * kKeys;
-  const DeviceSequence seq = sequence_of(p, batch);
+  const LineTile tile = tile_at(args, blockIdx.y, blockIdx.x);
+  const DeviceSequence& seq = tile.seq;
+  const int kv_head = tile.kv_head, first = tile.tile * kKeys;
   const int keys = min((branch.window ? seq.k_len : num_compressed(p, seq.k_len)) - first, kKeys);
   if (keys <= 0) return;
   const Cut cut = cut_of(branch, seq, first, keys);
   if (cut.chunks == 1) return;
-  const std::int64_t begin = branch.window ? seq.k_begin : compressed_begin_in_warp(p, batch);
+  const std::int64_t begin = branch.window ? seq.k_begin : compressed_begin_in_warp(p, seq.index);
   const int width = dk + dv;
-  const std::int64_t slot =
-      (static_cast<std::int64_t>(blockIdx.y) * args.work.key_tiles + blockIdx.x) * args.work.chunks;
-  const float* from = branch.partials + slot * kKeys * width;
+  const float* from = branch.partials + static_cast<std::int64_t>(tile.first_slot) * kKeys * width;
   for (int e = threadIdx.x * 4; e < keys * width; e += blockDim.x * 4) {
     float4 sum{};
     for (int i = 0; i < cut.chunks; ++i) {
@@ -377,8 +395,8 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
     error = portable::launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, multiprocessors()), 384,
                              Memory<Dk, Dv>::kBytes, stream, args, maps);
   if (error != cudaSuccess || args.work.chunks == 1) return error;
-  return portable::launch(sum_chunks<NSA_ELEMENT>, dim3(args.work.key_tiles, g.batches * g.kv_heads), 256, 0, stream,
-                          args, Dk, Dv);
+  return portable::launch(sum_chunks<NSA_ELEMENT>, dim3(args.work.key_tiles, args.work.lines), 256, 0, stream, args, Dk,
+                          Dv);
 }
 
 }  // namespace nsa::cuda::sm90

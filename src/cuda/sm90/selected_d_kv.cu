@@ -26,13 +26,14 @@ __global__ void __launch_bounds__(128) plan_items(const __grid_constant__ ListKe
   if (x >= args.work) return;
   const BackwardArgs& branch = args.branch;
   const Geometry& p = branch.geometry;
-  const int pair = static_cast<int>(x / branch.items), kv_head = pair % p.kv_heads;
-  const DeviceSequence seq = sequence_of(p, pair / p.kv_heads);
-  const portable::KeyTile tile =
-      portable::selected_item(branch, seq, kv_head, static_cast<int>(x - pair * branch.items));
+  const int kv_head = static_cast<int>(x / branch.items);
+  int own = static_cast<int>(x - kv_head * branch.items);
+  const DeviceSequence seq = portable::sequence_of_item(branch, own);
+  const portable::SequenceLists lists = portable::lists_of(branch.lists, p, seq, kv_head);
+  const portable::KeyTile tile = portable::selected_item(branch, seq, lists, own);
   KeyItem item{};
   if (tile.count > 0) {
-    const int list = static_cast<int>(pair * branch.list_size);
+    const int list = static_cast<int>(lists.list - branch.lists.list);
     item.batch = seq.batch;
     item.kv_head = kv_head;
     item.first_key = tile.first;
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(128) plan_items(const __grid_constant__ ListKe
     item.from = list + tile.query_begin;
     item.to = list + max(tile.query_end, tile.query_begin);
     item.stages = (item.to - item.from + args.tiles.queries - 1) / args.tiles.queries * args.tiles.slices;
-    item.slot = tile.items > 1 ? x : -1;
+    item.slot = tile.items > 1 ? static_cast<int>(kv_head * branch.partial_items + tile.partial) + tile.item : -1;
     item.terms = args.terms.at(item.batch, kv_head * args.tiles.slices, item.query_row);
   }
   args.items[x] = item;
@@ -68,7 +69,7 @@ template <class F>
 __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int own, const F& f) {
   int at = item.from + own;
   const int end = item.to;
-  const auto fetch = [&] { return own < args.tiles.queries && at < end ? args.branch.list[at] : -1; };
+  const auto fetch = [&] { return own < args.tiles.queries && at < end ? args.branch.lists.list[at] : -1; };
   int next = fetch();
 #pragma unroll 1
   while (at - own < end) {
@@ -299,7 +300,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
                    RowTerms(g, branch.row_terms),
                    QueryTiles(g.group),
                    static_cast<KeyItem*>(branch.plan),
-                   static_cast<int>(g.batches * g.kv_heads * branch.items),
+                   static_cast<int>(g.kv_heads * branch.items),
                    branch.scale * kLog2e};
   if (args.work == 0) return cudaSuccess;
   KeyMaps maps;
@@ -318,9 +319,8 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error != cudaSuccess) return error;
   BackwardArgs sums = branch;
   sums.redo = {};  // where the flag is set the portable kernels write after it
-  return portable::launch(portable::sum_partials<NSA_ELEMENT>,
-                          dim3(static_cast<unsigned>(branch.items), g.kv_heads, g.batches), 128, 0, stream, sums, Dk,
-                          Dv);
+  return portable::launch(portable::sum_partials<NSA_ELEMENT>, dim3(static_cast<unsigned>(branch.items), g.kv_heads),
+                          128, 0, stream, sums, Dk, Dv);
 }
 
 }  // namespace nsa::cuda::sm90

@@ -1,0 +1,127 @@
+// Packed calls of very uneven sequences: the bits of every sequence, and memory that follows the rows.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+#include "device.h"
+#include "under_test.h"
+
+namespace nsa::test {
+namespace {
+
+/// Mostly short sequences, empty ones too, between two whose dK and dV are summed from parts in every branch.
+Case uneven() {
+  Case c{.dtype = DType::kBFloat16,
+         .packed = true,
+         .q_lens = {1500},
+         .slack = 5,
+         .kv_heads = 2,
+         .group = 1,
+         .cfg = small_config(),
+         .kind = CompressionKind::kLinear};
+  for (int i = 0; i < 40; ++i) c.q_lens.push_back(i % 7 == 3 ? 0 : i * 29 % 83 + 1);
+  c.q_lens.push_back(1100);
+  c.k_lens = c.q_lens;
+  for (std::size_t i = 0; i < c.k_lens.size(); i += 3) c.k_lens[i] += 50;
+  c.cfg.window_size = 1400;
+  return c;
+}
+
+TEST(Packed, UnevenSequencesHaveTheBitsOfEachAlone) { expect_packed_equals_alone(Problem(uneven())); }
+
+TEST(Packed, SoTheyHaveInShapesThatOtherKernelsTake) {
+  Case c = uneven();
+  c.kv_heads = 1, c.group = 16, c.dk = c.dv = 128;
+  c.cfg = {.topk = 5, .window_size = 600};
+  expect_packed_equals_alone(Problem(c));
+}
+
+/// Forward and backward of one branch, whatever they give.
+template <class Backward, class Forward>
+void run_both(const Problem& p, const Forward& f, const std::vector<Output<Forward>>& outputs,
+              Operation<Forward> forward, const std::vector<Output<Backward>>& gradients,
+              Operation<Backward> backward) {
+  const std::vector<Tensor> results =
+      outputs_of(f, outputs, false, [&](const Forward& params) { return forward(params, kCpu); });
+  (void)outputs_of(backward_of(f, views_of(results), p.d_o), gradients, false,
+                   [&](const Backward& params) { return backward(params, kCpu); });
+}
+
+TEST(Packed, OffsetsThatAreNoneLeadNowhere) {
+  // Descending offsets, and lengths beyond what the call names: kernels clamp. compute-sanitizer sees what is touched;
+  // here, that calls end and write nothing outside their tensors.
+  const Case c{.dtype = DType::kBFloat16, .packed = true, .q_lens = {100, 200, 1, 300}, .cfg = small_config()};
+  for (const std::vector<double>& wrong : {std::vector<double>{0, 400, 100, 601, 350}, {-5, 100, 300, 301, 9999}}) {
+    Problem p(c);
+    for (std::size_t i = 0; i < wrong.size(); ++i) p.cu_q.set({static_cast<std::int64_t>(i)}, wrong[i]);
+    p.packed.max_seqlen_q = p.packed.max_seqlen_k = 150;
+    run_both(p, p.selected(), selected_outputs(p), under_test.selected_attention, selected_backward_outputs(p),
+             under_test.selected_attention_backward);
+    run_both(p, p.window(), window_outputs(p), under_test.sliding_window_attention, window_backward_outputs(p),
+             under_test.sliding_window_attention_backward);
+  }
+}
+
+/// bfloat16 tensors of the default problem for `length` rows that are never touched, with or without offsets.
+struct Shapes {
+  static constexpr std::int64_t kHeads = 64, kKvHeads = 4, kDim = 128;
+
+  Shapes(std::int64_t rows, std::int64_t sequences, std::int64_t longest) : rows(rows) {
+    std::uintptr_t address = 0;  // another one for every tensor
+    const auto view = [&](DType dtype, std::initializer_list<std::int64_t> shape) {
+      return TensorView::contiguous(reinterpret_cast<void*>(address += 256), dtype, shape, {DeviceType::kCUDA, 0});
+    };
+    const auto bf16 = [&](std::int64_t n, std::int64_t heads) { return view(DType::kBFloat16, {n, heads, kDim}); };
+    const auto q = [&] { return bf16(rows, kHeads); };
+    const auto k = [&] { return bf16(rows, kKvHeads); };
+    const auto k_c = [&] { return bf16(rows / 16, kKvHeads); };
+    const auto lse = [&] { return view(DType::kFloat32, {kHeads, rows}); };
+    const auto gates = [&] { return view(DType::kBFloat16, {rows, kHeads, 3}); };
+    NsaAttentionParams& f = whole.forward;
+    for (TensorView* t : {&f.q, &f.o, &f.o_cmp, &f.o_slc, &f.o_swa, &whole.d_o, &whole.d_q}) *t = q();
+    for (TensorView* t : {&f.k_c, &f.v_c, &whole.d_k_c, &whole.d_v_c}) *t = k_c();
+    for (TensorView* t : {&f.k_slc, &f.v_slc, &f.k_swa, &f.v_swa}) *t = k();
+    for (TensorView* t : {&whole.d_k_slc, &whole.d_v_slc, &whole.d_k_swa, &whole.d_v_swa}) *t = k();
+    for (TensorView* t : {&f.lse_cmp, &f.lse_slc, &f.lse_swa}) *t = lse();
+    for (TensorView* t : {&f.gates, &whole.d_gates}) *t = gates();
+    f.indices = view(DType::kInt32, {rows, kKvHeads, 16});
+    f.packed.cu_seqlens_q = view(DType::kInt32, {sequences + 1});
+    f.packed.max_seqlen_q = f.packed.max_seqlen_k = longest;
+    const TensorView &d_o = whole.d_o, &d_q = whole.d_q;
+    compressed_branch = {{f.q, f.k_c, f.v_c, f.cfg, {}, {}, f.packed, f.o_cmp, f.lse_cmp}, d_o, d_q, k_c(), k_c()};
+    selected_branch = {{f.q, f.k_slc, f.v_slc, f.indices, 64, {}, f.packed, f.o_slc, f.lse_slc}, d_o, d_q, k(), k()};
+    window_branch = {{f.q, f.k_swa, f.v_swa, 512, {}, f.packed, f.o_swa, f.lse_swa}, d_o, d_q, k(), k()};
+  }
+
+  template <class Params>
+  static std::int64_t workspace(const Params& params) {
+    std::size_t bytes = 0;
+    const Status status = workspace_size(params, bytes);
+    EXPECT_TRUE(status.ok()) << status.message();
+    return static_cast<std::int64_t>(bytes);
+  }
+
+  std::int64_t rows;
+  NsaAttentionBackwardParams whole;
+  CompressedAttentionBackwardParams compressed_branch;
+  SelectedAttentionBackwardParams selected_branch;
+  SlidingWindowAttentionBackwardParams window_branch;
+};
+
+TEST(Packed, WorkspaceFollowsTheRows) {
+  const std::int64_t rows = 65536 + 1000 * 64, forgotten = 0;
+  const Shapes one(rows, 1, rows);
+  for (const std::int64_t longest : {std::int64_t{65536}, forgotten}) {
+    const Shapes many(rows, 1001, longest);
+    // Per row and KV head of the selection, at most: a list of 16, sums of parts for 2 * 16 queries of a thousand
+    // (32 / 1024 key tiles of 64 x 256 floats), and 1/8 for offsets and delta.
+    EXPECT_LE(Shapes::workspace(many.selected_branch), rows * Shapes::kKvHeads * (16 * 4 + 2048) * 9 / 8);
+    EXPECT_LE(Shapes::workspace(many.selected_branch), Shapes::workspace(one.selected_branch) * 5 / 4);
+    EXPECT_LE(Shapes::workspace(many.compressed_branch), Shapes::workspace(one.compressed_branch) * 5 / 4);
+    EXPECT_LE(Shapes::workspace(many.window_branch), Shapes::workspace(one.window_branch) * 5 / 4);
+    EXPECT_LE(Shapes::workspace(many.whole), Shapes::workspace(one.whole) * 5 / 4);
+  }
+}
+
+}  // namespace
+}  // namespace nsa::test
