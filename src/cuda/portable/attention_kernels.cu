@@ -36,7 +36,7 @@ cudaError_t run_range_forward(const RangeArgs& args, cudaStream_t stream) {
 cudaError_t run_selected_forward(const SelectedArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   return launch(selected_forward<T, Dk, Dv, SelectedArgs>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches),
-                128, SelectedForward<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
+                128, SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
 }
 
 cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
@@ -48,7 +48,7 @@ cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
 cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   return launch_attention(selected_d_q<T, Dk, Dv>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches),
-                          SelectedDq<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
+                          SelectedDq<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
 }
 
 cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {

@@ -22,7 +22,7 @@ cudaError_t run_selected_forward(const StepSelectedArgs& args, cudaStream_t stre
   const auto count = static_cast<unsigned>(g.q_len * std::max(args.parts.count, 1));
   return launch(selected_forward<T, Dk, Dv, StepSelectedArgs>,
                 dim3(count, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
-                SelectedForward<T, Dk, Dv>::kMemory + args.topk * 4, stream, args);
+                SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
 }
 
 }  // namespace
