@@ -20,7 +20,7 @@ __host__ __device__ constexpr int list_bytes(int n) { return 2 * n * 4; }
 
 /// Writes the blocks that count to `list` (list_bytes of shared memory), ascending whatever their order in the row, and
 /// returns how many there are. All threads of the block call it; it ends with a barrier.
-__device__ inline int clean_list(const int* indices, int n, int position, int block_size, int* list) {
+__device__ __noinline__ inline int clean_list(const int* indices, int n, int position, int block_size, int* list) {
   __shared__ int count;
   if (threadIdx.x < 32) {
     int* found_list = list + n;
