@@ -6,9 +6,11 @@
 // the queries of a tile choose overlaps, so all warps read from one ring of slots in shared memory, which is filled
 // once per block of the union of their lists.
 //
-//   builders (3 warps)   indices of tile i + 1 -> union: blocks and who uses them    `ready`, `free`: two buffers
-//   copier (1 warp)      union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
-//   consumers            ring -> products in registers; they never wait for each other
+//   builders (3 warps)    indices of tile i + 1 -> union: blocks and who uses them    `ready`, `free`: two buffers
+//   copier (one thread)   union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
+//   consumers             ring -> products in registers; they never wait for each other
+//
+// selected_plan.cuh has what all of them share, selected_producers.cuh the first two.
 //
 // Order of the union: blocks appear by the lowest rank that one of their users gives them (its place in the row of
 // indices). So each stretch of the ring holds work for every warp, and neighbours, whose lists are alike, stay close.
@@ -107,7 +109,7 @@ __device__ __forceinline__ void key_scores(float (&s)[N][4], const LoadA& load_a
       load_a(a, k);
 #pragma unroll
       for (int n = n0; n < n0 + 4; n += 2) {
-        ldmatrix4(b, (mine ^ (k % 4 * 32)) + k / 4 * (kKeys * 128) + n * 1024);
+        ldmatrix4(b, ((mine + n0 * 1024) ^ (k % 4 * 32)) + k / 4 * (kKeys * 128) + (n - n0) * 1024);
         mma(T{}, s[n], a, b[0], b[1]);
         mma(T{}, s[n + 1], a, b[2], b[3]);
       }
