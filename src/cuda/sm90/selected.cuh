@@ -6,9 +6,11 @@
 // the queries of a tile choose overlaps, so all warps read from one ring of slots in shared memory, which is filled
 // once per block of the union of their lists.
 //
-//   builders (3 warps)   indices of tile i + 1 -> union: blocks and who uses them    `ready`, `free`: two buffers
-//   copier (1 warp)      union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
-//   consumers            ring -> products in registers; they never wait for each other
+//   builders (3 warps)    indices of tile i + 1 -> union: blocks and who uses them    `ready`, `free`: two buffers
+//   copier (one thread)   union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
+//   consumers             ring -> products in registers; they never wait for each other
+//
+// selected_plan.cuh has what all of them share, selected_producers.cuh the first two.
 //
 // Order of the union: blocks appear by the lowest rank that one of their users gives them (its place in the row of
 // indices). So each stretch of the ring holds work for every warp, and neighbours, whose lists are alike, stay close.
@@ -27,7 +29,7 @@
 
 namespace nsa::cuda::sm90 {
 
-/// A fill that this warp uses: wait, read, release.
+/// A fill that this warp uses: wait, read, give back.
 struct SelectedSlot {
   std::uint32_t tile;  // address
   std::uint32_t full, parity, empty;
@@ -36,12 +38,13 @@ struct SelectedSlot {
     sm90::wait(full, parity);
     __syncwarp();
   }
-  __device__ __forceinline__ void release(int lane) const {
-    fence_async();
-    __syncwarp();
-    if (lane == 0) arrive(empty);
-  }
 };
+template <class... Slots>
+__device__ __forceinline__ void give_back(int lane, const Slots&... slots) {
+  fence_async();
+  __syncwarp();
+  if (lane == 0) (arrive(slots.empty), ...);
+}
 
 /// One warp's way through the ring.
 template <int kSlotBytes>
@@ -88,24 +91,28 @@ __device__ __forceinline__ void for_blocks(SelectedReader<kSlotBytes>& reader, i
 // Products of a warp with tiles as the copy engine leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
 // 16-byte pieces permuted by the swizzle. The eight rows of an ldmatrix lie in different banks.
 
-/// s = a * tile^T: sixteen rows (fragments by load_a(a, k)) against keys `first` ... + 8 * N - 1 of the tile.
+/// s = a * tile^T: sixteen rows (fragments by load_a(a, k)) against keys `first` ... + 8 * N - 1 of the tile. In steps
+/// of 32 keys, so that registers are left for fragments of keys on their way.
 template <class T, int D, int kKeys, int N, class LoadA>
 __device__ __forceinline__ void key_scores(float (&s)[N][4], const LoadA& load_a, std::uint32_t tile, int first,
                                            int lane) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = 0;
   const std::uint32_t mine = tile + (first + (lane & 16) / 2 + (lane & 7)) * 128 + (((lane & 8) / 8) ^ (lane & 7)) * 16;
 #pragma unroll
-  for (int k = 0; k < D / 16; ++k) {
-    std::uint32_t a[4], b[4];
-    load_a(a, k);
+  for (int n0 = 0; n0 < N; n0 += 4) {
 #pragma unroll
-    for (int n = 0; n < N / 2; ++n) {
-      ldmatrix4(b, (mine ^ (k % 4 * 32)) + k / 4 * (kKeys * 128) + n * 2048);
-      mma(T{}, s[2 * n], a, b[0], b[1]);
-      mma(T{}, s[2 * n + 1], a, b[2], b[3]);
+    for (int n = n0; n < n0 + 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = 0;
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      std::uint32_t a[4], b[4];
+      load_a(a, k);
+#pragma unroll
+      for (int n = n0; n < n0 + 4; n += 2) {
+        ldmatrix4(b, ((mine + n0 * 1024) ^ (k % 4 * 32)) + k / 4 * (kKeys * 128) + (n - n0) * 1024);
+        mma(T{}, s[n], a, b[0], b[1]);
+        mma(T{}, s[n + 1], a, b[2], b[3]);
+      }
     }
   }
 }

@@ -2,7 +2,7 @@
 // portable/attention_backward.cuh.
 //
 // A warp keeps its sixteen rows of Q and dO as fragments in registers, beside their dQ. Per tile of keys: S from the K
-// slot, dP from the V slot, which is then free; dS, packed; dQ += dS K from the K slot again.
+// slot, dP from the V slot; dS, packed; dQ += dS K from the K slot again.
 #include "cuda/portable/attention_backward.cuh"
 #include "cuda/sm90/selected.cuh"
 
@@ -81,14 +81,13 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
           key_scores<T, Dk, kKeys>(s, q, keys.tile, first, lane);
           if (first == 0) values.wait();
           key_scores<T, Dv, kKeys>(dp, d_o, values.tile, first, lane);
-          if (first + S::kStep == kKeys) values.release(lane);
           row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
           hide_keys<S::kStep / 8>(limits, users, key + first, lane, [&](int n, int i) { dp[n][i] = 0; });
           std::uint32_t ds[S::kStep / 16][4];
           pack_keys<T>(ds, dp);
           key_sums<T, Dk, kKeys>(acc, ds, keys.tile, first, lane);
         }
-        keys.release(lane);
+        give_back(lane, keys, values);
       }
     });
     const SelectedTile same(plan, g, again(index));

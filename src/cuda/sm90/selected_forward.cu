@@ -14,8 +14,8 @@ using portable::RowFragments;
 
 template <int Dk, int Dv, int kKeys>
 struct Shape {
-  // Three warps per scheduler hide each other's latency; rows of 192 need the registers of two.
-  static constexpr int kWarps = Dk > 128 ? 8 : 12, kThreads = kWarps * 32 + kProducers;
+  // As many warps as registers allow: more of them hide each other's latency and share more of what is loaded.
+  static constexpr int kWarps = Dk > 128 ? 8 : Dk > 64 ? 12 : 16, kThreads = kWarps * 32 + kProducers;
   static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2;
 };
 
@@ -77,14 +77,14 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
         float s[kKeys / 8][4];
         keys.wait();
         key_scores<T, Dk, kKeys>(s, q, keys.tile, 0, lane);
-        keys.release(lane);
+        give_back(lane, keys);
         hide_keys<kKeys / 8>(limits, users, key, lane, [&](int n, int i) { s[n][i] = -INFINITY; });
         state.update(s, scale);
         std::uint32_t p[kKeys / 16][4];
         pack_keys<T>(p, s);
         values.wait();
         key_sums<T, Dv, kKeys>(state.acc, p, values.tile, 0, lane);
-        values.release(lane);
+        give_back(lane, values);
       }
     });
     const SelectedTile same(plan, g, again(index));

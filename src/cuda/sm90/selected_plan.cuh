@@ -83,10 +83,11 @@ SelectedPlan selected_plan(const Geometry& g, int topk, int block_size, int tile
   return p;
 }
 
-/// Registers of consumers and producers.
+/// Registers of consumers and producers: together those that the threads have at the launch.
 template <int kWarps>
 struct SelectedBudget {
-  static constexpr int kConsumer = kWarps == 12 ? 160 : 224, kProducer = kWarps == 12 ? 32 : 56;
+  static_assert(kWarps == 8 || kWarps == 12 || kWarps == 16);
+  static constexpr int kConsumer = kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224, kProducer = kWarps == 8 ? 56 : 32;
 };
 
 /// A tile: queries first_query ... of a sequence, heads first_head ... of a group. The tiles of one head follow each

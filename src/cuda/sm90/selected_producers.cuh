@@ -166,6 +166,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
         copier.template fill<Dk>(k_map, tile.kv_head, row, tile.seq.batch, idle);
         copier.template fill<Dv>(v_map, tile.kv_head, row, tile.seq.batch, idle);
       }
+      // Now and then: it takes as long as a fill. What is not yet published must stay far below kFullBarriers.
       if (i % 32 == 31 || i + 1 == size) publish(&c.issued, copier.position);
     }
     arrive(shared_address(&c.free[buffer]));
