@@ -222,13 +222,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
-#ifdef STAGGER
-  if (!kSum) {
-    const long long t0 = clock64();
-    while (clock64() - t0 < group * STAGGER) {
-    }
-  }
-#endif
+  start_apart(group);
   Place<kStages> place;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
