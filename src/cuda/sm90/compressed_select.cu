@@ -211,13 +211,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     if (lane == 0) arrive(shared_address(barrier));
   };
   Place<kStages> place;
-#ifdef STAGGER
-  {
-    const long long t0 = clock64();
-    while (clock64() - t0 < group * STAGGER) {
-    }
-  }
-#endif
+  start_apart(group);
   Place<kBuffers> buffer;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
@@ -409,10 +403,10 @@ __device__ __forceinline__ void pick(float* importance, int first, int last, int
   __syncwarp();
   // At least `places` blocks reach the `places`-th largest of the lanes' maxima, and seldom many more.
   unsigned most = 0, bound = 0;
-#pragma unroll 4
+#pragma unroll 2
   for (int begin = 0; begin < last; begin += 128) {
-    const uint4 x = reinterpret_cast<const uint4*>(importance + begin)[lane];
-    most = max(max(most, max(x.x, x.y)), max(x.z, x.w));
+#pragma unroll
+    for (int u = 0; u < 4; ++u) most = max(most, key(begin + 32 * u + lane));
   }
   if (places <= 32) {
     int rank = 0;
@@ -489,8 +483,11 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
       const bool choice = candidates > args.topk;
       if (choice) {
         const ScratchTile* scratch = scratch_of(args, buffer.stage, own);
-        // Much of it has left the second-level cache since it was written.
-        if (lane == 0) prefetch_bytes(scratch, (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
+        // Much of the scratch has left the second-level cache since it was written: fetches that of the next query.
+        const int next = own + kPickers;
+        if (lane == 0 && next < kQueries && test(shared_address(&barriers.scored[buffer.stage][next]), buffer.parity))
+          prefetch_bytes(scratch_of(args, buffer.stage, next),
+                         (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
         float4 minus_lse = barriers.minus_lse[buffer.stage][own][lane % 4];
         minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
         minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;

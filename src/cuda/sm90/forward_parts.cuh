@@ -26,6 +26,13 @@ struct Place {
 /// OnlineSoftmax.
 __device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
 
+/// Lets warpgroups start some time apart: else all wait for their softmax at the same time, and the tensor cores idle.
+__device__ __forceinline__ void start_apart(int group) {
+  const long long start = clock64();
+  while (clock64() - start < group * 2500) {
+  }
+}
+
 /// Reads the flag of a kernel for which another one stands in; all threads of the block, who get the same answer.
 __device__ __forceinline__ bool stood_in_for(const int* flag) {
   return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;

@@ -173,42 +173,32 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
   }
 }
 
-/// The lane's part of row i of the accumulators, times `inverse`, is a row of the window's branch: stores it, and the
-/// sum of the branches.
-template <class T, int Dv>
-__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const float (&o)[Dv / 2], int i,
-                                            float inverse, bool valid, int batch, int row, int head, int lane) {
-  const int first = 8 * (lane & 3);  // column
-  float gate[3] = {};
-  if (valid) {
-    const T* gates = args.gates.at<T>(batch, row, head);
+/// `swa`: the lane's pieces (piece_of_row) of a row of the window's branch. Stores them, and the sum of the branches.
+template <class T, int kPieces>
+__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const uint4 (&swa)[kPieces], int batch,
+                                            int row, int head, int lane) {
+  const T* gates = args.gates.at<T>(batch, row, head);
+  float gate[3];
 #pragma unroll
-    for (int b = 0; b < 3; ++b) gate[b] = to_float(gates[b]);
+  for (int b = 0; b < 3; ++b) gate[b] = to_float(gates[b]);
+  const auto column = [&](int j) { return 32 * j + 8 * (lane & 3); };
+  uint4 cmp[kPieces], slc[kPieces];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    cmp[j] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column(j));
+    slc[j] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column(j));
   }
+  const auto sum = [&](std::uint32_t x, std::uint32_t y, std::uint32_t z) {
+    const float2 a = unpack(T{}, x), b = unpack(T{}, y), c = unpack(T{}, z);
+    return pack(T{}, fmaf(gate[2], c.x, fmaf(gate[1], b.x, gate[0] * a.x)),
+                fmaf(gate[2], c.y, fmaf(gate[1], b.y, gate[0] * a.y)));
+  };
 #pragma unroll
-  for (int half = 0; half < Dv / 64; ++half) {  // more pieces at once would not find registers
-    uint4 cmp[2], slc[2];
-#pragma unroll
-    for (int k = 0; valid && k < 2; ++k) {
-      const int column = half * 64 + k * 32 + first;
-      cmp[k] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column);
-      slc[k] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint4 swa = piece_of_row<T>(o, i, half * 2 + k, inverse, lane);
-      if (!valid) continue;
-      const int column = half * 64 + k * 32 + first;
-      if (args.range.o.data) *reinterpret_cast<uint4*>(args.range.o.at<T>(batch, row, head) + column) = swa;
-      const auto sum = [&](std::uint32_t x, std::uint32_t y, std::uint32_t z) {
-        const float2 a = unpack(T{}, x), b = unpack(T{}, y), c = unpack(T{}, z);
-        return pack(T{}, fmaf(gate[2], c.x, fmaf(gate[1], b.x, gate[0] * a.x)),
-                    fmaf(gate[2], c.y, fmaf(gate[1], b.y, gate[0] * a.y)));
-      };
-      *reinterpret_cast<uint4*>(args.o.at<T>(batch, row, head) + column) =
-          make_uint4(sum(cmp[k].x, slc[k].x, swa.x), sum(cmp[k].y, slc[k].y, swa.y), sum(cmp[k].z, slc[k].z, swa.z),
-                     sum(cmp[k].w, slc[k].w, swa.w));
-    }
+  for (int j = 0; j < kPieces; ++j) {
+    if (args.range.o.data) *reinterpret_cast<uint4*>(args.range.o.at<T>(batch, row, head) + column(j)) = swa[j];
+    *reinterpret_cast<uint4*>(args.o.at<T>(batch, row, head) + column(j)) =
+        make_uint4(sum(cmp[j].x, slc[j].x, swa[j].x), sum(cmp[j].y, slc[j].y, swa[j].y),
+                   sum(cmp[j].z, slc[j].z, swa[j].z), sum(cmp[j].w, slc[j].w, swa[j].w));
   }
 }
 
@@ -232,13 +222,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
-#ifdef STAGGER
-  if (!kSum) {
-    const long long t0 = clock64();
-    while (clock64() - t0 < group * STAGGER) {
-    }
-  }
-#endif
+  start_apart(group);
   Place<kStages> place;
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
@@ -332,21 +316,29 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     }
     skip(tile.key_tiles - max(tile.begin, tile.end));
 
+    uint4 pieces[2][Dv / 32];
+    float lse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = row_sum(softmax.sum[i]);
-      const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
-      const bool valid = query < tile.queries;
-      const bool any = keys_before(tile.position + query) > 0;
+      const bool any = keys_before(tile.position + RowShape::query_of(p, row + 8 * i)) > 0;
       const float inverse = any ? __fdividef(1, sum) : 0;
+      lse[i] = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
+#pragma unroll
+      for (int j = 0; j < Dv / 32; ++j) pieces[i][j] = piece_of_row<T>(o, i, j, inverse, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
+      if (query >= tile.queries) continue;
+      if (lane % 4 == 0) args.lse.at(tile.batch, tile.row + query, head) = lse[i];
       if constexpr (kSum) {
-        combine_row<T, Dv>(call, o, i, inverse, valid, tile.batch, tile.row + query, head, lane);
+        combine_row<T>(call, pieces[i], tile.batch, tile.row + query, head, lane);
       } else {
-        T* to = args.o.template at<T>(tile.batch, tile.row + query, head);
-        store_row(to, o, i, inverse, valid, lane);
+        T* to = args.o.template at<T>(tile.batch, tile.row + query, head) + 8 * (lane & 3);
+#pragma unroll
+        for (int j = 0; j < Dv / 32; ++j) *reinterpret_cast<uint4*>(to + 32 * j) = pieces[i][j];
       }
-      if (valid && lane % 4 == 0)
-        args.lse.at(tile.batch, tile.row + query, head) = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
     }
   }
 }
