@@ -31,9 +31,13 @@ TEST(Packed, UnevenSequencesHaveTheBitsOfEachAlone) { expect_packed_equals_alone
 
 TEST(Packed, SoTheyHaveInShapesThatOtherKernelsTake) {
   Case c = uneven();
-  c.kv_heads = 1, c.group = 16, c.dk = c.dv = 128;
+  c.slack = 0, c.kv_heads = 1, c.group = 16, c.dk = c.dv = 128;
   c.cfg = {.topk = 5, .window_size = 600};
-  expect_packed_equals_alone(Problem(c));
+  Problem p(c);
+  // As `compress` leaves them: these kernels stand back where there is a NaN.
+  const Sequence last = sequences_of(c).back();
+  for (const Tensor* t : {&p.k_c, &p.v_c}) fill_value(slice(*t, 0, last.c_begin + last.c_len, t->view().size(0)), 0);
+  expect_packed_equals_alone(p);
 }
 
 /// Forward and backward of one branch, whatever they give.
@@ -114,11 +118,12 @@ TEST(Packed, WorkspaceFollowsTheRows) {
   for (const std::int64_t longest : {std::int64_t{65536}, forgotten}) {
     const Shapes many(rows, 1001, longest);
     // Per row and KV head of the selection, at most: a list of 16, sums of parts for 2 * 16 queries of a thousand
-    // (32 / 1024 key tiles of 64 x 256 floats), and 1/8 for offsets and delta.
-    EXPECT_LE(Shapes::workspace(many.selected_branch), rows * Shapes::kKvHeads * (16 * 4 + 2048) * 9 / 8);
+    // (32 / 1024 key tiles of 64 x 256 floats), and half a KiB for what is kept per row and block.
+    EXPECT_LE(Shapes::workspace(many.selected_branch), rows * Shapes::kKvHeads * (16 * 4 + 2048 + 512));
+    // Hardly more than one sequence of as many rows takes: the ends of sequences may have parts of their own.
     EXPECT_LE(Shapes::workspace(many.selected_branch), Shapes::workspace(one.selected_branch) * 5 / 4);
-    EXPECT_LE(Shapes::workspace(many.compressed_branch), Shapes::workspace(one.compressed_branch) * 5 / 4);
-    EXPECT_LE(Shapes::workspace(many.window_branch), Shapes::workspace(one.window_branch) * 5 / 4);
+    EXPECT_LE(Shapes::workspace(many.compressed_branch), Shapes::workspace(one.compressed_branch) * 2);
+    EXPECT_LE(Shapes::workspace(many.window_branch), Shapes::workspace(one.window_branch) * 2);
     EXPECT_LE(Shapes::workspace(many.whole), Shapes::workspace(one.whole) * 5 / 4);
   }
 }

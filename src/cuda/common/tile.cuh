@@ -20,11 +20,10 @@ struct Tile {
   static constexpr int bytes(int rows) { return rows * kPitch; }
 
   /// This lane's eighth of a row (lane % 8), a null pointer gives zeros.
-  __device__ static void load_row(std::uint32_t tile, int row, int lane, const T* from) {
+  __device__ static void load_row(std::uint32_t tile, int row, auto lane, const T* from) {
     static_assert(kChunks % 8 == 0);
-    const unsigned piece = static_cast<unsigned>(lane) % 8 * 16;
-    const char* bytes = reinterpret_cast<const char*>(from) + piece;
-    const std::uint32_t to = tile + row * kPitch + piece;
+    const char* bytes = reinterpret_cast<const char*>(from) + lane % 8 * 16;
+    const std::uint32_t to = tile + row * kPitch + lane % 8 * 16;
 #pragma unroll
     for (int c = 0; c < kChunks / 8; ++c) copy16(to + c * 128, bytes + c * 128, from != nullptr);
   }

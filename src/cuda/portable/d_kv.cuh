@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
       const int i = first + thread / 8;
       if (kRows % 16 != 0 && i >= kRows) break;
       const longlong2 offset = stage_offset[stage % 2][i];
-      Tile<T, Dk>::load_row(to, i, thread, offset.x >= 0 ? q + offset.x : nullptr);
-      Tile<T, Dv>::load_row(to + Shape::kGradients, i, thread, offset.x >= 0 ? d_o + offset.y : nullptr);
+      Tile<T, Dk>::load_row(to, i, threadIdx.x, offset.x >= 0 ? q + offset.x : nullptr);
+      Tile<T, Dv>::load_row(to + Shape::kGradients, i, threadIdx.x, offset.x >= 0 ? d_o + offset.y : nullptr);
     }
     if (warp == 3) find_rows(stage + 1);
     if (lane < kRows) {  // a warp each: lse, delta, gate, position

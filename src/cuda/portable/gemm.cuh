@@ -8,7 +8,8 @@
 //   const T* a(m, o, k), b(o, k, n)        address of 16 bytes of consecutive elements, or null for zeros
 //   void write(m, n, x, y)                 takes C[m][n] and C[m][n + 1]
 //   bool zero(m)                           optional: row m of A is zero, where the problem does not look at B
-// A warp computes sixteen rows; all threads load. The order of a sum does not depend on the shape of tiles.
+// A warp computes sixteen rows; where some have none, those load, otherwise all do. The order of a sum does not depend
+// on the shape of tiles.
 #pragma once
 
 #include "cuda/common/tile.cuh"
@@ -20,7 +21,8 @@ namespace nsa::cuda::portable {
 template <int rows, int columns, int depth, int stages>
 struct GemmTiles {
   static constexpr int kRows = rows, kColumns = columns, kDepth = depth, kStages = stages, kThreads = 128;
-  static_assert(rows / 16 <= kThreads / 32);
+  static constexpr int kComputing = rows * 2, kLoading = kComputing < kThreads ? kThreads - kComputing : kThreads;
+  static_assert(kComputing <= kThreads);
 };
 /// Many rows: every element is used often.
 template <class T>
@@ -78,19 +80,22 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
   if constexpr (requires { op.zero(0); })
     if (__syncthreads_and(thread >= kRows || m0 + thread >= op.m || op.zero(m0 + thread))) steps = 0;
 
+  const int loader = thread - (Tiles::kThreads - Tiles::kLoading);
+  const bool computes = thread < Tiles::kComputing;
+
   const auto load = [&](int step) {
     const int o = step / per_outer, k0 = step % per_outer * kDepth;
     const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
     // Consecutive along k: rows of kDepth; consecutive along m or n: kDepth rows of the tile's.
     const auto deep = [&](std::uint32_t to, int count, int first, int size, const auto& source) {
-      for (int i = thread; i < count * Deep::kChunks; i += Tiles::kThreads) {
+      for (int i = loader; i < count * Deep::kChunks; i += Tiles::kLoading) {
         const int r = i / Deep::kChunks, k = k0 + i % Deep::kChunks * kPer;
         const T* from = first + r < size && k < op.inner ? source(first + r, k) : nullptr;
         copy16(to + r * Deep::kPitch + i % Deep::kChunks * 16, from, from != nullptr);
       }
     };
     const auto wide = [&]<class Wide>(Wide, std::uint32_t to, int first, int size, const auto& source) {
-      for (int i = thread; i < kDepth * Wide::kChunks; i += Tiles::kThreads) {
+      for (int i = loader; i < kDepth * Wide::kChunks; i += Tiles::kLoading) {
         const int k = k0 + i / Wide::kChunks, r = first + i % Wide::kChunks * kPer;
         const T* from = r < size && k < op.inner ? source(r, k) : nullptr;
         copy16(to + i / Wide::kChunks * Wide::kPitch + i % Wide::kChunks * 16, from, from != nullptr);
@@ -110,10 +115,9 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
     }
   };
 
-  const bool computes = kRows == Tiles::kThreads / 2 || warp < kRows / 16;
   float c[kColumns / 8][4] = {};
   const auto load_next = [&](int step) {  // an empty group of copies at the end keeps their count
-    if (step < steps) load(step);
+    if (step < steps && loader >= 0) load(step);
     commit_copies();
   };
   for (int step = 0; step < kStages - 1; ++step) load_next(step);

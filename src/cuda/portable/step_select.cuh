@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 3)
 }
 
 /// A thread block per query, as nothing else is left to do; grid x: query, y: KV head, z: sequence.
-inline constexpr int kPickThreads = 256;
+inline constexpr int kPickThreads = 256, kPickMemory = 32 * 1024;  // bytes for the importances, if they fit
 template <class Args>
 __global__ void __launch_bounds__(kPickThreads) pick_step(const __grid_constant__ Args args) {
   const auto& p = args.geometry;
@@ -46,10 +46,12 @@ __global__ void __launch_bounds__(kPickThreads) pick_step(const __grid_constant_
   const DeviceSequence seq = sequence_of(p, b);
   if (query >= seq.q_len) return;
   const std::int64_t row = scratch_row(p, b, kv_head, query), rows = scratch_row(p, p.batches, 0, 0);
-  float* importances = args.scratch + rows * args.scratch_keys;
+  __shared__ float near[kPickMemory / sizeof(float)];
+  float* importances = args.scratch_blocks * sizeof(float) <= kPickMemory
+                           ? near
+                           : args.scratch + rows * args.scratch_keys + row * args.scratch_blocks;
   pick_blocks<kPickThreads>(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
-                            importances + row * args.scratch_blocks, args.indices.template at<int>(b, query, kv_head),
-                            threadIdx.x);
+                            importances, args.indices.template at<int>(b, query, kv_head), threadIdx.x);
 }
 
 }  // namespace nsa::cuda::portable
