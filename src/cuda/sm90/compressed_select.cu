@@ -128,7 +128,7 @@ __device__ __forceinline__ KeyTiles tiles_of(const CompressedSelectArgs& args, c
 template <int D>
 __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& spread, const CUtensorMap& rows,
                                           bool all_known, int row, const TileWalk& walk, std::uint32_t full, int lane) {
-  if (lane == 0) arrive_expecting(full, kKeys * D * 2);
+  if (lane == 0) arrive_expecting(full, kKeys * D * 2);  // before any byte can come
   __syncwarp();
 #pragma unroll
   for (int column = 0; column < D; column += 64) {
@@ -211,8 +211,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     if (lane == 0) arrive(shared_address(barrier));
   };
   Place<kStages> place;
-  start_apart(group);
   Place<kBuffers> buffer;
+  start_apart(group);
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
