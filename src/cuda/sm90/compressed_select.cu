@@ -483,11 +483,8 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
       const bool choice = candidates > args.topk;
       if (choice) {
         const ScratchTile* scratch = scratch_of(args, buffer.stage, own);
-        // Much of the scratch has left the second-level cache since it was written: fetches that of the next query.
-        const int next = own + kPickers;
-        if (lane == 0 && next < kQueries && test(shared_address(&barriers.scored[buffer.stage][next]), buffer.parity))
-          prefetch_bytes(scratch_of(args, buffer.stage, next),
-                         (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
+        // Much of it has left the second-level cache since it was written.
+        if (lane == 0) prefetch_bytes(scratch, (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
         float4 minus_lse = barriers.minus_lse[buffer.stage][own][lane % 4];
         minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
         minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
