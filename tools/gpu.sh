@@ -64,7 +64,10 @@ for step in $steps; do
       tail -5 "$logs/build.log"
       ;;
     test)
-      for t in $(tests); do start "$t" "build-gpu/bin/$t" --gtest_brief=1; done
+      for t in $(tests); do
+        start "$t" "build-gpu/bin/$t" --gtest_brief=1
+        start "$t.portable" env NSA_CUDA_KERNELS=portable "build-gpu/bin/$t" --gtest_brief=1
+      done
       finish
       ;;
     python)

@@ -20,9 +20,15 @@ struct Operations {
   Operation<NsaAttentionParams> nsa_attention;
   Operation<NsaAttentionBackwardParams> nsa_attention_backward;
   double floor;  // see within_bound
+  /// Whether other kernels, which round otherwise, compute in 16-bit types where an input is not finite.
+  bool (*stands_in)();
 };
 
 extern const Operations under_test;
+
+/// Whether two results have the same bits, or, where `nonfinite` inputs may have made other kernels compute one of
+/// them, agree within what 16-bit types resolve.
+bool agree(const TensorView& a, const TensorView& b, bool nonfinite);
 
 /// What the backend does not support is replaced by what it does.
 std::vector<Case> supported(std::vector<Case> cases);

@@ -15,7 +15,8 @@ const Operations under_test{compress,
                             combine_backward,
                             nsa_attention,
                             nsa_attention_backward,
-                            0};
+                            0,
+                            [] { return false; }};
 
 std::vector<Case> supported(std::vector<Case> cases) { return cases; }
 std::vector<Case> supported_by_compress(std::vector<Case> cases) { return cases; }

@@ -35,8 +35,9 @@ cudaError_t run_range_forward(const RangeArgs& args, cudaStream_t stream) {
 
 cudaError_t run_selected_forward(const SelectedArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  return launch(selected_forward<T, Dk, Dv, SelectedArgs>, dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches),
-                128, SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
+  return launch_attention(selected_forward<T, Dk, Dv, SelectedArgs>,
+                          dim3(g.q_len, g.kv_heads * ((g.group + 15) / 16), g.batches),
+                          SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
 }
 
 cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {

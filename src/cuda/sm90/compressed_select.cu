@@ -128,7 +128,7 @@ __device__ __forceinline__ KeyTiles tiles_of(const CompressedSelectArgs& args, c
 template <int D>
 __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& spread, const CUtensorMap& rows,
                                           bool all_known, int row, const TileWalk& walk, std::uint32_t full, int lane) {
-  if (lane == 0) arrive_expecting(full, kKeys * D * 2);
+  if (lane == 0) arrive_expecting(full, kKeys * D * 2);  // before any byte can come
   __syncwarp();
 #pragma unroll
   for (int column = 0; column < D; column += 64) {
@@ -211,8 +211,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     if (lane == 0) arrive(shared_address(barrier));
   };
   Place<kStages> place;
-  start_apart(group);
   Place<kBuffers> buffer;
+  start_apart(group);
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
@@ -483,11 +483,8 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
       const bool choice = candidates > args.topk;
       if (choice) {
         const ScratchTile* scratch = scratch_of(args, buffer.stage, own);
-        // Much of the scratch has left the second-level cache since it was written: fetches that of the next query.
-        const int next = own + kPickers;
-        if (lane == 0 && next < kQueries && test(shared_address(&barriers.scored[buffer.stage][next]), buffer.parity))
-          prefetch_bytes(scratch_of(args, buffer.stage, next),
-                         (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
+        // Much of it has left the second-level cache since it was written.
+        if (lane == 0) prefetch_bytes(scratch, (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
         float4 minus_lse = barriers.minus_lse[buffer.stage][own][lane % 4];
         minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
         minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
