@@ -45,7 +45,7 @@ struct RangeWork {
       if (window == 0 && !g.cu_q) {  // the key tiles that the chunk sees are known
         const std::int64_t first = static_cast<std::int64_t>(chunks - 1 - from_end) * chunk;
         const std::int64_t length = std::min<std::int64_t>(first + chunk, g.q_len) + g.k_len - g.q_len;
-        tiles = first < g.q_len ? key_tiles_of(g, window, length) : 0;
+        tiles = first < g.q_len || first == 0 ? key_tiles_of(g, window, length) : 0;  // keys without queries too
       }
       begin[from_end + 1] = begin[from_end] + tiles * lines;
     }
