@@ -180,7 +180,8 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   range.redo.flag = select.redo.flag = flag;
   select.scratch = static_cast<float*>(scratch);
   const sm90::CompressedSelectArgs args{
-      range, select.indices, select.topk, select.block_size, select.init_blocks, select.local_blocks, flag, scratch, 0};
+      range, select.indices, select.topk, select.block_size, select.init_blocks, select.local_blocks, flag, scratch, 0,
+      0};
   if (Status s = status_of(hopper.compressed_select(args, e.stream), "compressed_select"); !s.ok()) return s;
   if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
   return status_of(element_kernels(p.q.dtype)->select_blocks(select, to_int(p.q.size(-1)), count, e.stream),

@@ -9,7 +9,8 @@
 //   its warp        per key tile the weighted sums of its sixteen blocks and sixteen heads as fp16, relative to the
 //                   heads' references at that time, and the references -> a scratch of this thread block in global
 //                   memory; at the end -lse of the heads -> shared memory
-//   a picking warp  the scratch times 2^(reference - lse), summed over the heads: a product with tensor cores, whose
+//   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads: a product with
+//   tensor cores, whose
 //                   second factor holds the high and the low part of the powers in two columns -> importances in shared
 //                   memory -> the blocks chosen
 //
@@ -34,6 +35,8 @@ constexpr int kStages = 4;
 constexpr int kBuffers = CompressedSelectScratch::kBuffers;
 constexpr int kPickers = 3;         // warps
 constexpr int kListed = 32;         // candidates that a picking warp can rank at once
+constexpr int kChunkTiles = 4;      // of the scratch, that come at a time
+constexpr int kMostChunks = 4;      // on their way; fewer where shared memory is full of importances
 constexpr int kAddedExponent = 15;  // so that the fp16 parts of 2^(reference - lse) do not vanish
 
 /// What a query's warp leaves of one key tile.
@@ -46,9 +49,13 @@ static_assert(sizeof(ScratchTile) == CompressedSelectScratch::kTileBytes);
 template <int D>
 struct Layout {
   static constexpr int kTileBytes = kKeys * D * 2, kQueryBytes = 64 * D * 2;
-  static constexpr int kPickerBytes = kListed * 8;
-  static constexpr int kFixed = 1024 + kGroups * kQueryBytes + 2 * kStages * kTileBytes + kPickers * kPickerBytes;
-  static constexpr int memory(int blocks) { return kFixed + kPickers * ((blocks + 127) / 128 * 512); }
+  static constexpr int kChunkBytes = kChunkTiles * static_cast<int>(sizeof(ScratchTile));
+  static constexpr int kFixed = 1024 + kGroups * kQueryBytes + 2 * kStages * kTileBytes;
+  /// Of a picking warp: chunks, list, importances.
+  __host__ __device__ static constexpr int picker(int blocks, int chunks) {
+    return chunks * kChunkBytes + kListed * 8 + (blocks + 127) / 128 * 512;
+  }
+  static constexpr int memory(int blocks, int chunks) { return kFixed + kPickers * picker(blocks, chunks); }
 };
 
 struct Barriers {
@@ -56,7 +63,8 @@ struct Barriers {
   std::uint64_t query_full[kGroups], query_free[kGroups];
   GroupTile tiles[kGroups][2];                                         // the one at work and the next one
   std::uint64_t scored[kBuffers][kQueries], read[kBuffers][kQueries];  // the scratch is complete; may be overwritten
-  float4 minus_lse[kBuffers][kQueries][4];                             // base 2, in the order of ScratchTile::reference
+  std::uint64_t chunk_full[kPickers][kMostChunks];
+  float4 minus_lse[kBuffers][kQueries][4];  // base 2, in the order of ScratchTile::reference
 };
 
 struct Maps {
@@ -328,66 +336,77 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   }
 }
 
-/// Four key tiles of a query's scratch, 64 blocks, as a lane takes part in their products. As rows of the first factor:
-/// block 4 r + j of the first two tiles and of the other two in product j, r = 0 .. 7. Columns 2 t and 2 t + 1 of the
-/// second factor: high and low parts of tile t.
-struct FourTiles {
-  uint4 near[2], far[2];  // of heads c, c + 8 and c + 4, c + 12
-  float4 reference;
-
-  /// Tiles from `first` on; of those past the last one anything.
-  __device__ __forceinline__ void load(const ScratchTile* scratch, int first, int tiles, int lane) {
-    const int r = lane / 4, c = lane % 4;
-    const ScratchTile* a = scratch + min(first + r / 4, tiles - 1);
-    const ScratchTile* b = scratch + min(first + 2 + r / 4, tiles - 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      near[i] = __ldcg(&a->sums[c + 4 * i][r % 4]);
-      far[i] = __ldcg(&b->sums[c + 4 * i][r % 4]);
-    }
-    reference = __ldcg(&scratch[min(first + r / 2, tiles - 1)].reference[c]);
-  }
-  /// Their importances.
-  __device__ __forceinline__ void sum_heads(const float4& minus_lse, float* importance, int lane) const {
-    const int r = lane / 4, c = lane % 4;
-    const float x = exp2_fast(reference.x + minus_lse.x), y = exp2_fast(reference.y + minus_lse.y);
-    const float z = exp2_fast(reference.z + minus_lse.z), w = exp2_fast(reference.w + minus_lse.w);
-    std::uint32_t b0 = pack(Half{}, x, y), b1 = pack(Half{}, z, w);
-    if (r & 1) {
-      const float2 high0 = unpack(Half{}, b0), high1 = unpack(Half{}, b1);
-      b0 = pack(Half{}, x - high0.x, y - high0.y);
-      b1 = pack(Half{}, z - high1.x, w - high1.y);
-    }
-    const std::uint32_t rows[4][4] = {{near[0].x, far[0].x, near[1].x, far[1].x},
-                                      {near[0].y, far[0].y, near[1].y, far[1].y},
-                                      {near[0].z, far[0].z, near[1].z, far[1].z},
-                                      {near[0].w, far[0].w, near[1].w, far[1].w}};
-    float sum[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float d[4] = {};
-      mma(Half{}, d, rows[j], b0, b1);
-      sum[j] = c < 2 ? d[0] + d[1] : d[2] + d[3];
-    }
-    if (c % 2 == r / 4)  // of the columns, those of the row's own tile
-      *reinterpret_cast<float4*>(importance + c / 2 * 32 + 4 * r) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-  }
-};
-
-/// Importances of blocks 0 .. `blocks` - 1 up to a common factor; anything to the next multiple of 64. One warp.
-__device__ __forceinline__ void sum_heads(const ScratchTile* scratch, int blocks, const float4& minus_lse,
+/// Importances of the 64 blocks of a chunk; of its tiles the first `tiles` count, for others they are anything. One
+/// warp.
+__device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, const float4& minus_lse,
                                           float* importance, int lane) {
-  const int tiles = (blocks + kBlocks - 1) / kBlocks;
-  FourTiles next;
-  next.load(scratch, 0, tiles, lane);
-#pragma unroll 1
-  for (int first = 0; first < tiles; first += 4) {
-    const FourTiles now = next;
-    if (first + 4 < tiles) next.load(scratch, first + 4, tiles, lane);
-    now.sum_heads(minus_lse, importance + first * kBlocks, lane);
+  // As rows of the first factor: block 4 r + j of the first two tiles and of the other two in product j, r = 0 .. 7.
+  // Columns 2 t and 2 t + 1 of the second factor: high and low parts of tile t.
+  const int r = lane / 4, c = lane % 4;
+  const ScratchTile& near = chunk[min(r / 4, tiles - 1)];
+  const ScratchTile& far = chunk[min(2 + r / 4, tiles - 1)];
+  const uint4 a0 = near.sums[c][r % 4], a1 = far.sums[c][r % 4];
+  const uint4 a2 = near.sums[c + 4][r % 4], a3 = far.sums[c + 4][r % 4];
+  const float4 reference = chunk[min(r / 2, tiles - 1)].reference[c];
+  const float x = exp2_fast(reference.x + minus_lse.x), y = exp2_fast(reference.y + minus_lse.y);
+  const float z = exp2_fast(reference.z + minus_lse.z), w = exp2_fast(reference.w + minus_lse.w);
+  std::uint32_t b0 = pack(Half{}, x, y), b1 = pack(Half{}, z, w);
+  if (r & 1) {
+    const float2 high0 = unpack(Half{}, b0), high1 = unpack(Half{}, b1);
+    b0 = pack(Half{}, x - high0.x, y - high0.y);
+    b1 = pack(Half{}, z - high1.x, w - high1.y);
   }
-  __syncwarp();
+  const std::uint32_t rows[4][4] = {
+      {a0.x, a1.x, a2.x, a3.x}, {a0.y, a1.y, a2.y, a3.y}, {a0.z, a1.z, a2.z, a3.z}, {a0.w, a1.w, a2.w, a3.w}};
+  float sum[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float d[4] = {};
+    mma(Half{}, d, rows[j], b0, b1);
+    sum[j] = c < 2 ? d[0] + d[1] : d[2] + d[3];
+  }
+  if (c % 2 == r / 4)  // of the columns, those of the row's own tile
+    *reinterpret_cast<float4*>(importance + c / 2 * 32 + 4 * r) = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
+
+/// A picking warp's way of reading the scratch: a ring of chunks in shared memory.
+class ChunkRing {
+ public:
+  __device__ ChunkRing(char* memory, std::uint64_t* full, int chunks) : memory_(memory), full_(full), chunks_(chunks) {}
+
+  /// Importances of blocks 0 .. `blocks` - 1 up to a common factor; anything to the next multiple of 64.
+  __device__ __forceinline__ void sum(const ScratchTile* scratch, int blocks, const float4& minus_lse,
+                                      float* importance, int lane) {
+    const int tiles = (blocks + kBlocks - 1) / kBlocks, all = (tiles + kChunkTiles - 1) / kChunkTiles;
+    fence_global_async();
+    for (int i = 0; i < min(all, chunks_); ++i)
+      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
+    for (int i = 0; i < all; ++i) {
+      wait(shared_address(full_ + stage_), parity_);
+      sum_heads(chunk(stage_), tiles - i * kChunkTiles, minus_lse, importance + i * kChunkTiles * kBlocks, lane);
+      fence_async();
+      __syncwarp();
+      if (i + chunks_ < all) fetch(scratch, i + chunks_, tiles, stage_, lane);
+      if (++stage_ == chunks_) stage_ = 0, parity_ ^= 1;
+    }
+  }
+
+ private:
+  __device__ ScratchTile* chunk(int stage) const {
+    return reinterpret_cast<ScratchTile*>(memory_) + stage * kChunkTiles;
+  }
+  __device__ __forceinline__ void fetch(const ScratchTile* scratch, int i, int tiles, int stage, int lane) const {
+    if (lane != 0) return;
+    const int bytes = min(tiles - i * kChunkTiles, kChunkTiles) * static_cast<int>(sizeof(ScratchTile));
+    arrive_expecting(shared_address(full_ + stage), bytes);
+    load_bytes(shared_address(chunk(stage)), scratch + i * kChunkTiles, bytes, shared_address(full_ + stage));
+  }
+
+  char* memory_;
+  std::uint64_t* full_;
+  int chunks_, stage_ = 0;
+  std::uint32_t parity_ = 0;
+};
 
 /// How many of `lanes` come before this one.
 __device__ __forceinline__ int before(unsigned lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
@@ -468,8 +487,8 @@ __device__ __forceinline__ void pick(float* importance, int first, int last, int
 }
 
 /// Warps 1 .. 3 of the helping warpgroup; they take turns at the queries of a tile.
-__device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, Barriers& barriers, float* importance,
-                                              uint2* list, int picker) {
+__device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, Barriers& barriers, ChunkRing ring,
+                                              uint2* list, float* importance, int picker) {
   const Geometry& p = args.range.geometry;
   const int lane = threadIdx.x % 32;
   Place<kBuffers> buffer;
@@ -482,13 +501,10 @@ __device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, 
       const int last = candidates - args.local_blocks;  // the first of the forced last blocks
       const bool choice = candidates > args.topk;
       if (choice) {
-        const ScratchTile* scratch = scratch_of(args, buffer.stage, own);
-        // Much of it has left the second-level cache since it was written.
-        if (lane == 0) prefetch_bytes(scratch, (last + kBlocks - 1) / kBlocks * static_cast<int>(sizeof(ScratchTile)));
         float4 minus_lse = barriers.minus_lse[buffer.stage][own][lane % 4];
         minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
         minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
-        sum_heads(scratch, last, minus_lse, importance, lane);
+        ring.sum(scratch_of(args, buffer.stage, own), last, minus_lse, importance, lane);
       }
       __syncwarp();
       if (lane == 0) arrive(shared_address(&barriers.read[buffer.stage][own]));
@@ -534,6 +550,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&barriers.scored[0][0] + i), 1);
       barrier_init(shared_address(&barriers.read[0][0] + i), 1);
     }
+    for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     barriers_ready();
   }
   __syncthreads();
@@ -548,11 +565,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (helper == 0) {
       load_keys<D>(args, maps, barriers, queries, keys, values);
     } else {
-      char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory));
-      uint2* list = reinterpret_cast<uint2*>(own + (helper - 1) * L::kPickerBytes);
-      float* importance = reinterpret_cast<float*>(own + kPickers * L::kPickerBytes) +
-                          (helper - 1) * ((selection_blocks(p, args.block_size) + 127) / 128 * 128);
-      choose_blocks(args, barriers, importance, list, helper - 1);
+      char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory)) +
+                  (helper - 1) * L::picker(selection_blocks(p, args.block_size), args.chunks);
+      uint2* list = reinterpret_cast<uint2*>(own + args.chunks * L::kChunkBytes);
+      choose_blocks(args, barriers, {own, barriers.chunk_full[helper - 1], args.chunks}, list,
+                    reinterpret_cast<float*>(list + kListed), helper - 1);
     }
   }
 }
@@ -564,8 +581,9 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
                                                                               cudaStream_t stream) {
   constexpr int D = NSA_KEY_DIM;
   static_assert(NSA_VALUE_DIM == D);
-  static_assert(Layout<D>::memory(CompressedSelectScratch::kBlocks) + (sizeof(Barriers) + 1023) / 1024 * 1024 <=
-                kSharedBytes);
+  using L = Layout<D>;
+  constexpr int kDynamic = kSharedBytes - (static_cast<int>(sizeof(Barriers)) + 1023) / 1024 * 1024;
+  static_assert(L::memory(CompressedSelectScratch::kBlocks, 1) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g);
@@ -576,6 +594,9 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const int batches = tensor_batches(g);
   const std::int64_t rows = compressed_rows(g);
   args.spread_rows = static_cast<int>(spread_rows(rows));
+  const int blocks = selection_blocks(g, args.block_size);
+  args.chunks = kMostChunks;
+  while (args.chunks > 1 && L::memory(blocks, args.chunks) > kDynamic) --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
@@ -586,8 +607,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return portable::launch(compressed_select<NSA_ELEMENT, D>, std::min(scratch.thread_blocks, processors), kThreads,
-                          Layout<D>::memory(selection_blocks(g, args.block_size)), stream, maps, args,
-                          Divider(g.kernel_stride));
+                          L::memory(blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90

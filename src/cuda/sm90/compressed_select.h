@@ -11,9 +11,11 @@ struct CompressedSelectArgs {
   portable::RangeArgs range;  // window = 0
   Strided indices;            // int32
   int topk, block_size, init_blocks, local_blocks;
-  int* flag;        // range.redo.flag; the kernel sets it where an lse is NaN
-  void* scratch;    // CompressedSelectScratch::bytes()
-  int spread_rows;  // see make_spread_map; filled in by the launch
+  int* flag;      // range.redo.flag; the kernel sets it where an lse is NaN
+  void* scratch;  // CompressedSelectScratch::bytes()
+  // Filled in by the launch.
+  int spread_rows;  // see make_spread_map
+  int chunks;       // of the scratch on their way, for each picking warp
 };
 
 /// Tiles of 64 compressed keys of the longest sequence, or one more.
@@ -26,7 +28,7 @@ struct CompressedSelectScratch {
   static constexpr int kQueries = 12;        // that a thread block works on at a time
   static constexpr int kBuffers = 3;
   static constexpr int kTileBytes = 576;  // of a query and 64 compressed keys
-  static constexpr int kBlocks = 3584;    // selection blocks of a sequence, at most: they fill the shared memory
+  static constexpr int kBlocks = 3200;    // selection blocks of a sequence, at most: they fill the shared memory
 
   int thread_blocks, tiles;  // key tiles of a query
 

@@ -76,10 +76,8 @@ __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, i
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-/// `bytes` (a multiple of 16) into the second-level cache.
-__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
+/// Orders writes of global memory that this thread knows of before its copies by the copy engine.
+__device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /// Orders this thread's accesses of shared memory before or after those of the copy engine and of wgmma. After reads
 /// by ldmatrix it must come before the slot is given back: ptxas lets the arrival overtake the last of them.
