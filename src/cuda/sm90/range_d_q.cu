@@ -152,6 +152,9 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   const auto release = [&](std::uint32_t barrier) {
     if (lane == 0) arrive(barrier);
   };
+  // Apart from the start, so that one computes exponentials while the other's products run.
+  for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
+  }
   Place place;
   std::uint32_t q_parity = 0;
 #pragma unroll 1
