@@ -390,7 +390,10 @@ def main():
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "triton": importlib.import_module("triton").__version__,
-        "commits": {"nsa": os.environ.get("COMMIT") or commit_of(ROOT), **{kind.name: commit_of(f) for kind, f in folders.items() if f}},
+        "commits": {
+            "nsa": os.environ.get("COMMIT") or commit_of(ROOT),
+            **{kind.name: commit_of(f) for kind, f in folders.items() if f},
+        },
         "problem": f"B=1 H={HEADS} Hkv={KV_HEADS} D={DIM} bfloat16, mean, defaults",
         "unit": "ms",
     }

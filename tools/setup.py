@@ -15,7 +15,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUNDLE = ROOT / "bundle" / "usr"  # of `make bundle`; CMake looks there too
-INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", str(BUNDLE / "include"), *os.environ.get("CPATH", "").split(":")]
+INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", str(BUNDLE / "include")]
+INCLUDE_FOLDERS += os.environ.get("CPATH", "").split(":")
 
 # Debian package -> how to see that what we need of it is there, whoever put it there.
 PROGRAMS = {"g++": "g++"}

@@ -35,6 +35,9 @@ Status supports_cpu(const std::string& name, const Problem& problem) {
 }
 
 Status supports_cuda(const std::string& name, const Problem& problem) {
+  const char* value = std::getenv("NSA_CUDA_KERNELS");
+  if (const std::string wish = value ? value : ""; !wish.empty() && wish != "auto" && wish != "portable")
+    return Status::invalid_argument("NSA_CUDA_KERNELS = '" + wish + "': must be auto or portable");
   if (Status status = cuda::usable(problem.device.index); !status.ok()) return status;
   if (problem.dtype == DType::kFloat64)
     return Status::unsupported(name + "float64: takes float32, bfloat16 and float16");

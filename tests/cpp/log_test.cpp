@@ -1,4 +1,4 @@
-// NSA_LOG, NSA_DUMP and NSA_BACKEND.
+// NSA_LOG, NSA_DUMP, NSA_BACKEND and NSA_CUDA_KERNELS.
 #include <gtest/gtest.h>
 
 #include <unistd.h>
@@ -71,6 +71,12 @@ TEST(Backends, TheEnvironmentChoosesUnlessTheCallDoes) {
   EXPECT_EQ(choose_backend({}, {}, chosen).message(), "NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference");
   EXPECT_EQ(compress(Example().params).message(),
             "compress: NSA_BACKEND = 'gpu': must be auto, cpu, cuda or reference");
+}
+
+TEST(Backends, KernelsThatThereAreNotAreAnError) {
+  const Environment kernels("NSA_CUDA_KERNELS", "fast");
+  const Problem problem{.device = {DeviceType::kCUDA, 0}};
+  EXPECT_EQ(supports(Backend::kCUDA, problem).message(), "NSA_CUDA_KERNELS = 'fast': must be auto or portable");
 }
 
 TEST(Dump, InputsAsSafetensors) {
