@@ -31,11 +31,10 @@ bool selects(const Call& call) {
 
 }  // namespace
 
-int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count > 0 ? count : 1;
+cudaError_t multiprocessors(int& count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error == cudaSuccess ? cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) : error;
 }
 
 Kernels choose(const Call& call) {

@@ -10,9 +10,8 @@
 //                   heads' references at that time, and the references -> a scratch of this thread block in global
 //                   memory; at the end -lse of the heads -> shared memory
 //   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads: a product with
-//   tensor cores, whose
-//                   second factor holds the high and the low part of the powers in two columns -> importances in shared
-//                   memory -> the blocks chosen
+//                   tensor cores, whose second factor holds the high and the low part of the powers in two columns ->
+//                   importances in shared memory -> the blocks chosen
 //
 // The computing warps go on with later queries meanwhile: the scratch has kBuffers places per query of a tile. fp16 is
 // enough: what it loses of a probability is 2^-11 of it or 2^-25.
@@ -582,15 +581,14 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   constexpr int D = NSA_KEY_DIM;
   static_assert(NSA_VALUE_DIM == D);
   using L = Layout<D>;
-  constexpr int kDynamic = kSharedBytes - (static_cast<int>(sizeof(Barriers)) + 1023) / 1024 * 1024;
+  constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(Barriers)) + 1023) / 1024 * 1024;
   static_assert(L::memory(CompressedSelectScratch::kBlocks, 1) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g);
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
   const int batches = tensor_batches(g);
   const std::int64_t rows = compressed_rows(g);
   args.spread_rows = static_cast<int>(spread_rows(rows));

@@ -6,22 +6,6 @@
 
 namespace nsa::cuda::sm90 {
 
-constexpr int kSharedBytes = 232448;  // what a thread block can have
-
-/// A place in a ring of kStages and the parity of its use.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-  __device__ __forceinline__ Place before() const {
-    return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1};
-  }
-};
-
 /// The softmax scale in base-2 units. A negative one negates scores, one of zero becomes the smallest there is: see
 /// OnlineSoftmax.
 __device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }

@@ -72,7 +72,7 @@ inline bool any(const Kernels& k) {
 inline constexpr int kPlanItem = 64;
 
 /// Of the current device.
-int multiprocessors();
+cudaError_t multiprocessors(int& count);
 
 /// What the choice of kernels looks at.
 struct Call {

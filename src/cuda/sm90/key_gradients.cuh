@@ -42,7 +42,7 @@ struct KeyMaps {
   CUtensorMap q, d_o, k, v;
 };
 
-/// Shared memory: kTiles tiles of 64 keys, a ring of stages, the item, barriers.
+/// Shared memory: kTiles tiles of 64 keys, a ring of stages, barriers.
 template <int Dk, int Dv, int kTiles, int kStageCount>
 struct KeyMemory {
   static constexpr int kStages = kStageCount;
@@ -104,7 +104,7 @@ struct KeyGradients {
 #pragma unroll
     for (float& x : dv) x = 0;
   }
-  /// s: scores to probabilities. keep(column, row of two): false where the query does not see the key.
+  /// s: scores to probabilities. mask(s): -inf where the query does not see the key.
   template <class Mask>
   __device__ __forceinline__ void probabilities(std::uint32_t terms, float scale, const Mask& mask) {
     mask(s);

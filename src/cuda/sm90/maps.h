@@ -24,12 +24,16 @@ cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int
 /// Box rows [first, first + 64) can be read if first / 8 * 8 + 64 <= spread_rows.
 inline std::int64_t spread_rows(std::int64_t rows) { return rows < 15 ? 0 : (rows - 15) / 8 * 8 + 8; }
 
-/// Query rows (q, d_o) or key rows (k, v) of a call, whole tensors: in packed calls boxes cross sequences.
+/// Rows of whole tensors, of queries (q, d_o) and below of keys: in packed calls boxes cross sequences.
 inline std::int64_t query_rows(const Geometry& g) { return g.cu_q ? g.total_q : g.q_len; }
 /// Rows of a tensor of compressed keys. In packed calls total_k is their bound of the tokens: portable::raw_total.
 inline std::int64_t compressed_rows(const Geometry& g) {
   if (g.cu_q) return (g.total_k - g.kernel_size) / g.kernel_stride - 1;
   return g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
+}
+/// Rows of a tensor of compressed or of raw keys.
+inline std::int64_t key_rows(const Geometry& g, bool compressed) {
+  return compressed ? compressed_rows(g) : g.cu_q ? g.total_k : g.k_len;
 }
 inline int tensor_batches(const Geometry& g) { return g.cu_q ? 1 : g.batches; }
 

@@ -8,6 +8,9 @@
 
 namespace nsa::cuda::sm90 {
 
+/// Bytes of shared memory that a thread block can have.
+inline constexpr int kSharedMemory = 227 * 1024;
+
 // Barriers (mbarrier): eight bytes of shared memory each. A phase ends after `count` arrivals and all expected bytes;
 // wait(parity) returns once the phase of that parity has ended, so a fresh barrier lets wait(1) pass.
 
@@ -78,6 +81,20 @@ __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, i
 }
 /// Orders writes of global memory that this thread knows of before its copies by the copy engine.
 __device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+/// A place in a ring of kStages and the parity of its use.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ Place before() const {
+    return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1};
+  }
+};
 
 /// Orders this thread's accesses of shared memory before or after those of the copy engine and of wgmma. After reads
 /// by ldmatrix it must come before the slot is given back: ptxas lets the arrival overtake the last of them.

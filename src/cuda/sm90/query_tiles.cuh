@@ -27,14 +27,6 @@ struct QueryTiles {
   }
 };
 
-/// Key rows of the tensors: compressed keys (window == 0 and not selected) or raw ones.
-inline std::int64_t key_rows(const Geometry& g, bool compressed) {
-  if (!compressed) return g.cu_q ? g.total_k : g.k_len;
-  // host.h makes total_k of packed calls from the compressed rows.
-  if (g.cu_q) return (g.total_k - g.kernel_size) / g.kernel_stride - 1;
-  return g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
-}
-
 /// Boxes of `rows` keys of one head.
 inline cudaError_t key_map(CUtensorMap& map, const Strided& t, const Geometry& g, int columns, bool compressed,
                            int rows) {

@@ -384,7 +384,9 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   args.to_next_line = args.terms.line - 3 * args.terms.array;
   args.to_next_row = args.tiles.rows - args.tiles.slices * args.terms.line;
   KeyMaps maps;
-  cudaError_t error = args.tiles.map(maps.q, branch.q, g, Dk);
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error == cudaSuccess) error = args.tiles.map(maps.q, branch.q, g, Dk);
   if (error == cudaSuccess) error = args.tiles.map(maps.d_o, branch.d_o, g, Dv);
   if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, compressed, 64);
   if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, compressed, 64);
@@ -392,7 +394,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   if (error == cudaSuccess) error = make_row_terms(branch, stream);
   if (error == cudaSuccess) error = portable::launch(plan_items, blocks, 128, 0, stream, args);
   if (error == cudaSuccess)
-    error = portable::launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, multiprocessors()), 384,
+    error = portable::launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, processors), 384,
                              Memory<Dk, Dv>::kBytes, stream, args, maps);
   if (error != cudaSuccess || args.work.chunks == 1) return error;
   return portable::launch(sum_chunks<NSA_ELEMENT>, dim3(args.work.key_tiles, args.work.lines), 256, 0, stream, args, Dk,

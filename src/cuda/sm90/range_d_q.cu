@@ -62,16 +62,6 @@ struct KeyTiles {
   __device__ bool whole(int tile) const { return tile * kKeys >= all_from && (tile + 1) * kKeys <= all_until; }
 };
 
-/// Place in the ring, and the parity of the barriers there.
-struct Place {
-  int stage = 0;
-  std::uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 template <int Dk, int Dv>
 struct Memory {
   static constexpr int kQ = kTileBytes<Dk>, kO = kTileBytes<Dv>, kStage = kQ + kO;
@@ -99,7 +89,7 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
   const bool leader = threadIdx.x % 32 == 0;
   const Geometry& p = args.branch[0].geometry;
   const int tile_bytes = args.tiles.rows * (Dk + Dv) * 2;
-  Place place;
+  Place<kStages> place;
   std::uint32_t q_parity = 1;
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const Work work = work_at(args, x);
@@ -155,7 +145,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   // Apart from the start, so that one computes exponentials while the other's products run.
   for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
   }
-  Place place;
+  Place<kStages> place;
   std::uint32_t q_parity = 0;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
@@ -308,7 +298,9 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
   args.row_tiles = static_cast<int>(portable::tiles(g.q_len, kWarpgroups * args.tiles.queries));
   args.work = args.row_tiles * args.tiles.slices * g.kv_heads * g.batches;
   RangeMaps maps;
-  cudaError_t error = args.tiles.map(maps.q, first.q, g, Dk);
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error == cudaSuccess) error = args.tiles.map(maps.q, first.q, g, Dk);
   if (error == cudaSuccess) error = args.tiles.map(maps.d_o, first.d_o, g, Dv);
   for (int b = 0; b < args.branches && error == cudaSuccess; ++b) {
     const BackwardArgs& branch = args.branch[b];
@@ -316,8 +308,8 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
     if (error == cudaSuccess) error = key_map(maps.v[b], branch.v, branch.geometry, Dv, branch.window == 0, kKeys);
   }
   if (error != cudaSuccess) return error;
-  return portable::launch(range_d_q<NSA_ELEMENT, Dk, Dv>, std::min(args.work, multiprocessors()),
-                          (kWarpgroups + 1) * 128, Memory<Dk, Dv>::kBytes, stream, args, maps);
+  return portable::launch(range_d_q<NSA_ELEMENT, Dk, Dv>, std::min(args.work, processors), (kWarpgroups + 1) * 128,
+                          Memory<Dk, Dv>::kBytes, stream, args, maps);
 }
 
 }  // namespace nsa::cuda::sm90

@@ -34,7 +34,7 @@ struct Layout {
   static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2;
   static constexpr int kReserved = 2048;  // barriers, and to align the tiles
   static constexpr int kStages =
-      std::min(8, (kSharedBytes - kReserved - kGroups * kQueryBytes) / (kKeyBytes + kValueBytes));
+      std::min(8, (kSharedMemory - kReserved - kGroups * kQueryBytes) / (kKeyBytes + kValueBytes));
   static constexpr int kMemory = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   static_assert(kStages >= 3);
 };
@@ -390,24 +390,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-/// Rows of the tensors of keys and values, per batch.
-std::int64_t key_rows(const RangeArgs& args) {
-  const Geometry& g = args.geometry;
-  return args.window == 0 ? compressed_rows(g) : g.cu_q ? g.total_k : g.k_len;
-}
-
 /// call.o.data null: without the sum.
 template <class T, int Dk, int Dv>
 cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   const RangeArgs& args = call.range;
   const Geometry& g = args.geometry;
   const RowShape shape(g.group);
-  const std::int64_t rows = query_rows(g), keys = key_rows(args);
+  const std::int64_t rows = query_rows(g), keys = key_rows(g, args.window == 0);
   const int batches = tensor_batches(g);
   if (rows == 0 || g.batches == 0) return cudaSuccess;
-  int device = 0, processors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
   Maps maps{};
   const auto map_queries = [&](CUtensorMap& map, const Strided& t, int columns) {
     if (error == cudaSuccess) error = make_map(map, t, columns, g.heads, rows, batches, shape.heads, shape.queries);

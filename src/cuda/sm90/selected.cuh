@@ -218,14 +218,13 @@ cudaError_t launch_selected(void (*kernel)(Args, SelectedPlan, CUtensorMap, CUte
                             cudaStream_t stream) {
   if (plan.total == 0) return cudaSuccess;
   const Geometry& g = args.geometry;
-  const std::int64_t rows = g.cu_k ? g.total_k : g.k_len;
+  const std::int64_t rows = key_rows(g, false);
   CUtensorMap k_map, v_map;
-  int device = 0, processors = 0;
+  int processors = 0;
   cudaError_t error = make_map(k_map, args.k, key_dim, g.kv_heads, rows, tensor_batches(g), 1, tile_keys);
   if (error == cudaSuccess)
     error = make_map(v_map, args.v, value_dim, g.kv_heads, rows, tensor_batches(g), 1, tile_keys);
-  if (error == cudaSuccess) error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = multiprocessors(processors);
   if (error != cudaSuccess) return error;
   return portable::launch(kernel, std::min(plan.total, processors), threads, plan.memory, stream, args, plan, k_map,
                           v_map);

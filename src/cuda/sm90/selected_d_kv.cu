@@ -306,7 +306,9 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   KeyMaps maps;
   // One query each: a stage gathers them.
   const int heads = args.tiles.heads, batches = tensor_batches(g);
-  cudaError_t error = make_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error == cudaSuccess) error = make_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
   if (error == cudaSuccess) error = make_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
   if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, false, 64);
@@ -314,7 +316,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const auto blocks = static_cast<unsigned>(portable::tiles(args.work, 128));
   if (error == cudaSuccess) error = portable::launch(plan_items, blocks, 128, 0, stream, args);
   if (error == cudaSuccess)
-    error = portable::launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work, multiprocessors()), 384,
+    error = portable::launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work, processors), 384,
                              Memory<Dk, Dv>::kBytes, stream, args, maps);
   if (error != cudaSuccess) return error;
   BackwardArgs sums = branch;

@@ -11,8 +11,7 @@ namespace nsa::cuda::sm90 {
 
 inline constexpr int kBuilders = 96, kProducers = 128;  // threads
 inline constexpr int kFullBarriers = 512, kMostSlots = 32;
-inline constexpr int kMostEntries = 1024;         // of the lists of a tile, unless sixteen rows are one query
-inline constexpr int kSharedMemory = 227 * 1024;  // of a thread block
+inline constexpr int kMostEntries = 1024;  // of the lists of a tile, unless sixteen rows are one query
 
 /// How a call is cut into tiles, and how shared memory is.
 struct SelectedPlan {
