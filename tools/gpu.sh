@@ -50,7 +50,8 @@ run() {
   start "$@"
   finish
 }
-tests() { for t in build-gpu/bin/cuda_*_test; do basename "$t"; done; }
+# The full-size ones are too slow for the sanitizer and for the portable kernels.
+tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *full_size* ]] || basename "$t"; done; }
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
@@ -64,6 +65,7 @@ for step in $steps; do
       tail -5 "$logs/build.log"
       ;;
     test)
+      start cuda_full_size_test build-gpu/bin/cuda_full_size_test --gtest_brief=1
       for t in $(tests); do
         start "$t" "build-gpu/bin/$t" --gtest_brief=1
         start "$t.portable" env NSA_CUDA_KERNELS=portable "build-gpu/bin/$t" --gtest_brief=1
@@ -93,6 +95,7 @@ for step in $steps; do
     repeat)
       export NSA_REPEATS=${NSA_REPEATS:-200}
       run repeat "${pytest[@]}" tests/python/test_cuda.py -k repeatable
+      run repeat_full_size env NSA_FULL_SIZE_REPEATS=1000 build-gpu/bin/cuda_full_size_test --gtest_filter='*EveryTime'
       ;;
     bench)
       run bench build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}

@@ -1,6 +1,9 @@
-// One forward over a sequence whose queries have more than 2^31 elements, checked at sampled rows against the oracle.
+// Problems as large as those of use: one forward over a sequence whose queries have 2^31 elements, checked at sampled
+// rows against the oracle, and the bits of many calls at 64k tokens, where a race would show.
+//   NSA_FULL_SIZE_REPEATS=1000     calls of the forward (default 5), a fifth as many of the backward
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <future>
 
 #include "bench/cuda_device.cuh"
@@ -10,7 +13,8 @@
 namespace nsa::test {
 namespace {
 
-constexpr std::int64_t kTokens = 1 << 20, kHeads = 16, kDim = 128;
+constexpr std::int64_t kDim = 128;
+constexpr std::int64_t kTokens = 1 << 20, kHeads = 16;  // of the long sequence
 // 2^31 elements of queries, of outputs and of what the window is added to, 2^27 of each key or value, and the scratch.
 constexpr std::size_t kMemory = std::size_t{24} << 30;
 
@@ -65,9 +69,14 @@ Tensor attend(const NsaAttentionParams& host, std::int64_t t, const TensorView& 
   return o;
 }
 
-TEST(Long, AMillionTokens) {
+std::size_t free_memory() {
   std::size_t free = 0, total = 0;
   bench::check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return free;
+}
+
+TEST(FullSize, AMillionTokens) {
+  const std::size_t free = free_memory();
   if (free < kMemory)
     GTEST_SKIP() << "needs " << (kMemory >> 30) << " GiB of GPU memory, " << (free >> 30) << " are free";
   bench::Tensors device;
@@ -123,6 +132,104 @@ TEST(Long, AMillionTokens) {
                                attend(host, t, q, gates, indices, DType::kFloat64)));
     }));
   for (auto& check : checks) check.get();
+}
+
+/// Adds one where two words differ.
+__global__ void count_differences(const unsigned* a, const unsigned* b, std::int64_t words, unsigned* count) {
+  unsigned mine = 0;
+  for (std::int64_t i = blockIdx.x * 256ll + threadIdx.x; i < words; i += gridDim.x * 256ll) mine += a[i] != b[i];
+  if (mine) atomicAdd(count, mine);
+}
+
+/// The outputs of a call, twice.
+class Outputs {
+ public:
+  explicit Outputs(bench::Tensors& device) : device_(device), count_(device.tensor(DType::kInt32, {1})) {}
+
+  TensorView make(DType dtype, std::initializer_list<std::int64_t> shape) {
+    views_.push_back(device_.tensor(dtype, shape));
+    firsts_.push_back(device_.tensor(dtype, shape));
+    return views_.back();
+  }
+  void keep() const {
+    for (std::size_t i = 0; i < views_.size(); ++i)
+      bench::check(cudaMemcpy(firsts_[i].data, views_[i].data, bytes(i), cudaMemcpyDeviceToDevice), "cudaMemcpy");
+  }
+  /// Clears the outputs, which the next call has to write.
+  void clear() const {
+    for (std::size_t i = 0; i < views_.size(); ++i)
+      bench::check(cudaMemsetAsync(views_[i].data, 0xff, bytes(i)), "cudaMemset");
+  }
+  unsigned differences() const {
+    bench::check(cudaMemsetAsync(count_.data, 0, 4), "cudaMemset");
+    for (std::size_t i = 0; i < views_.size(); ++i)
+      count_differences<<<1056, 256>>>(views_[i].as<const unsigned>(), firsts_[i].as<const unsigned>(),
+                                       static_cast<std::int64_t>(bytes(i) / 4), count_.as<unsigned>());
+    unsigned count = 0;
+    bench::check(cudaMemcpy(&count, count_.data, 4, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return count;
+  }
+
+ private:
+  std::size_t bytes(std::size_t i) const {
+    return static_cast<std::size_t>(views_[i].numel()) * size_of(views_[i].dtype);
+  }
+
+  bench::Tensors& device_;
+  TensorView count_;
+  std::vector<TensorView> views_, firsts_;
+};
+
+TEST(FullSize, TheSameBitsEveryTime) {
+  constexpr std::int64_t kLength = 1 << 16, kQueryHeads = 64, kKvHeads = 4;
+  const char* wish = std::getenv("NSA_FULL_SIZE_REPEATS");
+  const int repeats = wish ? std::atoi(wish) : 5;
+  if (free_memory() < kMemory) GTEST_SKIP() << "needs " << (kMemory >> 30) << " GiB of GPU memory";
+  bench::Tensors device;
+  const auto queries = [&] { return device.random({1, kLength, kQueryHeads, kDim}); };
+  const auto keys = [&](std::int64_t rows) { return device.random({1, rows, kKvHeads, kDim}); };
+  Outputs outputs(device), gradients(device);
+  NsaAttentionBackwardParams params;
+  NsaAttentionParams& f = params.forward;
+  const std::int64_t blocks = f.cfg.num_compressed(kLength);
+  f.q = queries();
+  params.d_o = queries();
+  f.k_c = keys(blocks), f.v_c = keys(blocks);
+  f.k_slc = keys(kLength), f.v_slc = keys(kLength), f.k_swa = keys(kLength), f.v_swa = keys(kLength);
+  f.gates = device.random({1, kLength, kQueryHeads, 3}, 0.1f, 0.5f);
+  for (TensorView* t : {&f.o, &f.o_cmp, &f.o_slc, &f.o_swa})
+    *t = outputs.make(DType::kBFloat16, {1, kLength, kQueryHeads, kDim});
+  for (TensorView* t : {&f.lse_cmp, &f.lse_slc, &f.lse_swa})
+    *t = outputs.make(DType::kFloat32, {1, kQueryHeads, kLength});
+  f.indices = outputs.make(DType::kInt32, {1, kLength, kKvHeads, f.cfg.topk});
+  params.d_q = gradients.make(DType::kBFloat16, {1, kLength, kQueryHeads, kDim});
+  for (TensorView* t : {&params.d_k_c, &params.d_v_c})
+    *t = gradients.make(DType::kBFloat16, {1, blocks, kKvHeads, kDim});
+  for (TensorView* t : {&params.d_k_slc, &params.d_v_slc, &params.d_k_swa, &params.d_v_swa})
+    *t = gradients.make(DType::kBFloat16, {1, kLength, kKvHeads, kDim});
+  params.d_gates = gradients.make(DType::kBFloat16, {1, kLength, kQueryHeads, 3});
+  Context context;
+  std::size_t for_backward = 0;
+  ASSERT_TRUE(workspace_size(f, context.workspace_size).ok());
+  ASSERT_TRUE(workspace_size(params, for_backward).ok());
+  context.workspace_size = std::max(context.workspace_size, for_backward);
+  context.workspace = device.take(context.workspace_size);
+
+  const auto repeat = [&](const char* name, int times, const Outputs& found, const auto& call) {
+    for (int i = 0; i < times; ++i) {
+      found.clear();
+      bench::check(cudaMemsetAsync(context.workspace, 0xff, context.workspace_size), "cudaMemset");
+      bench::check(call(), name);
+      if (i == 0) {
+        found.keep();
+      } else {
+        ASSERT_EQ(found.differences(), 0u) << name << ", call " << i;
+      }
+    }
+  };
+  repeat("nsa_attention", repeats, outputs, [&] { return nsa_attention(f, context); });
+  repeat("nsa_attention_backward", std::max(2, repeats / 5), gradients,
+         [&] { return nsa_attention_backward(params, context); });
 }
 
 }  // namespace
