@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
+
+#include "nsa/backend.h"
 
 namespace nsa::test {
 namespace {
@@ -100,6 +103,11 @@ Status failed(const char* what, cudaError_t error) {
 }
 
 }  // namespace
+
+bool hopper_kernels_run() {
+  const char* wish = std::getenv("NSA_CUDA_KERNELS");
+  return !(wish && std::string(wish) == "portable") && describe_devices().find("capability 9.0") != std::string::npos;
+}
 
 DeviceMemory::DeviceMemory(std::size_t bytes) : bytes(bytes) {
   error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
