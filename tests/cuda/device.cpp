@@ -163,6 +163,8 @@ Status on_device(Params params, const Function<Params>& function) {
 }
 
 template Status to_device(DecodeParams&, DeviceCopies&);
+template Status to_device(CompressParams&, DeviceCopies&);
+template Status to_device(CompressBackwardParams&, DeviceCopies&);
 template Status on_device(CompressParams, const Function<CompressParams>&);
 template Status on_device(CompressBackwardParams, const Function<CompressBackwardParams>&);
 template Status on_device(CompressedAttentionParams, const Function<CompressedAttentionParams>&);

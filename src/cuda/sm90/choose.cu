@@ -30,12 +30,16 @@ bool selects(const Call& call) {
          blocks <= CompressedSelectScratch::kBlocks;
 }
 
+template <class T, int D>
+CompressKernels compress_instances() {
+  return {launch_compress<T, D>, launch_compress_hidden<T, D>, launch_compress_gradients<T, D>};
+}
 template <class T>
 CompressKernels compress_instances(std::int64_t dim) {
-  if (dim == 64) return {launch_compress<T, 64>};
-  if (dim == 128) return {launch_compress<T, 128>};
-  if (dim == 192) return {launch_compress<T, 192>};
-  return {};
+  return dim == 64    ? compress_instances<T, 64>()
+         : dim == 128 ? compress_instances<T, 128>()
+         : dim == 192 ? compress_instances<T, 192>()
+                      : CompressKernels{};
 }
 
 /// Whether the kernels of compute capability 9.0 may run there.
@@ -81,6 +85,7 @@ CompressKernels choose(const CompressCall& call) {
   // The mean is no product. Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
   if (!call.mappable || call.kind == CompressionKind::kMean) return {};
   if (call.hidden % 8 != 0 || call.hidden > CompressWork::kNarrowHidden) return {};
+  if (call.rows == 0) return {};
   // Tiles hold rows of one sequence: of many short ones they would be nearly empty.
   if (call.sequences > 32 && call.rows < 8 * call.sequences) return {};
   if (call.dtype == DType::kBFloat16) return compress_instances<Bf16>(call.dim);
