@@ -146,6 +146,10 @@ inline sm90::Checked checked(const TensorView& t) {
 Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
             cudaStream_t stream);
 
+/// Both, which have the same cfg and cu_seqlens, by one launch of each kernel where they have the same shapes, too.
+/// second may be null.
+Status compress(const CompressParams& p, const CompressParams* second, Execution& e);
+Status compress_backward(const CompressBackwardParams& p, const CompressBackwardParams* second, Execution& e);
 /// Of batched tokens, of which sequence b's first completed[b * step] blocks are wanted; the other rows become 0.
 Status compress(const CompressParams& p, const int* completed, int step, Execution& e);
 
