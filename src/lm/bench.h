@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "lm/bench_peers.h"
 #include "lm/bench_problem.h"
 #include "lm/timing.h"
 
@@ -17,23 +18,33 @@ struct BenchOptions {
   BenchShape shape;
   std::vector<std::int64_t> lengths;
   std::vector<CompressionKind> phis;   // of compress and of the whole; ratios are about the first
-  bool backward = true, parts = true;  // parts: each operation alone too
+  bool backward = true, parts = true;  // parts: the stages of the whole on CUDA, and each operation alone
   TimingOptions timing;
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
   std::int64_t longest_dense_backward = 8192;
+  BenchPeers peers;
+};
+
+/// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
+/// of large matrices and a copy in its memory, measured once.
+struct BenchRates {
+  std::optional<double> gflops, bytes_per_s;
 };
 
 struct BenchResult {
   std::string op, variant;
+  std::string part_of;  // of a stage: the op it is part of, as that runs it
   std::int64_t length = 0;
   Timing timing;
   bool extrapolated = false;  // from a shorter length, as its square
-  double gflop = 0;
-  std::int64_t bytes = 0;
-  std::optional<double> peak_gflops;  // of the registers, measured right after
+  BenchCost cost;
+  BenchRates rates;
+  std::optional<PeerTime> peer;  // the fastest other implementation
 
-  double gflops() const { return gflop / timing.seconds(); }
+  double gflops() const { return cost.gflop / timing.seconds(); }
+  /// The least time at these rates over the time taken.
+  std::optional<double> share() const;
 };
 
 /// How many times faster NSA is than dense attention.
@@ -43,6 +54,7 @@ struct BenchRatio {
   double seconds = 0;                           // NSA
   double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; causal attention on libnsa's kernels
   std::string dense_variant;                    // the fastest form
+  std::optional<PeerTime> peer;                 // the fastest other implementation of NSA
   bool extrapolated = false;                    // dense or plain
   bool judged = false;                          // every run was undisturbed
 
@@ -55,6 +67,7 @@ struct BenchReport {
   std::vector<BenchResult> results;
   std::vector<BenchRatio> ratios;
   std::vector<std::string> refusals;  // forms of torch's attention that cannot run here, and why
+  BenchRates rates;                   // on CUDA
 
   /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where
   /// it is faster already, empty where it never is. `over`: BenchRatio::over_dense or over_plain.
@@ -64,8 +77,9 @@ struct BenchReport {
 /// The problem of the published figures: on the CPU 16 heads to one KV head, on CUDA 64 to 4.
 BenchOptions default_bench_options(at::Device device);
 
-/// `on_result` is called as soon as a result is there.
-BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result);
+/// `on_rates` is called before the first result, `on_result` as soon as a result is there.
+BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchRates&)>& on_rates,
+                      const std::function<void(const BenchResult&)>& on_result);
 
 void to_json(nlohmann::json& json, const BenchReport& report);
 
