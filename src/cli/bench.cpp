@@ -88,11 +88,6 @@ class Table {
   bool on_cuda_, peers_;
 };
 
-void print_rates(const lm::BenchRates& rates) {
-  fmt::print("limits: product of 8192 x 8192 matrices {:.0f} TFLOP/s, copy of 1 GiB {:.2f} TB/s read and written\n",
-             1e-3 * *rates.gflops, 1e-12 * *rates.bytes_per_s);
-}
-
 void print_ratios(const lm::BenchReport& report) {
   fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA beside dense", "length", "NSA ms", "torch ms",
              "ratio", "own dense ms", "ratio");
@@ -193,13 +188,10 @@ class BenchCommand {
     if (!peers_.empty())
       options_.peers = lm::BenchPeers(peers_, shape, shape.device.is_cuda() ? lm::gpu_name() : lm::cpu_name());
     print_machine(device);
+    if (shape.device.is_cuda()) measure_rates();
     const Table table(shape.device.is_cuda(), !options_.peers.empty());
-    if (shape.device.is_cpu()) table.print_header();
-    const auto on_rates = [&](const lm::BenchRates& rates) {
-      print_rates(rates);
-      table.print_header();
-    };
-    const auto report = lm::run_bench(options_, on_rates, [&](const lm::BenchResult& result) { table.print(result); });
+    table.print_header();
+    const auto report = lm::run_bench(options_, [&](const lm::BenchResult& result) { table.print(result); });
     print_ratios(report);
     nlohmann::json json = report;
     json.update(origin());
@@ -231,6 +223,13 @@ class BenchCommand {
     }
     fmt::print("; H = {}, Hkv = {}, Dk = {}, Dv = {}, {}\n", shape.num_heads, shape.num_kv_heads, shape.head_dim,
                shape.v_head_dim, dtype_);
+  }
+
+  void measure_rates() {
+    const auto rates = lm::measure_device_rates(options_.shape.device, options_.shape.bfloat16);
+    options_.rates = {rates.gflops, rates.bytes_per_s};
+    fmt::print("limits: product of 8192 x 8192 matrices {:.0f} TFLOP/s, copy of 1 GiB {:.2f} TB/s read and written\n",
+               1e-3 * rates.gflops, 1e-12 * rates.bytes_per_s);
   }
 
   CLI::App& command_;

@@ -74,7 +74,7 @@ class Runner {
       result.rates.gflops = register_peak_gflops(shape.bfloat16, shape.threads);
     } else {
       result.timing = time_device_runs(work.work, options_.timing, shape.device);
-      result.rates = report_.rates;
+      result.rates = options_.rates;
     }
     return add(result);
   }
@@ -87,7 +87,7 @@ class Runner {
            .length = length,
            .timing = timing,
            .cost = problem.cost(stage, phi),
-           .rates = report_.rates});
+           .rates = options_.rates});
     }
   }
 
@@ -188,14 +188,8 @@ BenchOptions default_bench_options(at::Device device) {
   return options;
 }
 
-BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchRates&)>& on_rates,
-                      const std::function<void(const BenchResult&)>& on_result) {
-  BenchReport report{.options = options, .results = {}, .ratios = {}, .refusals = {}, .rates = {}};
-  if (const auto& shape = options.shape; shape.device.is_cuda()) {
-    const auto rates = measure_device_rates(shape.device, shape.bfloat16);
-    report.rates = {rates.gflops, rates.bytes_per_s};
-    on_rates(report.rates);
-  }
+BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result) {
+  BenchReport report{.options = options, .results = {}, .ratios = {}, .refusals = {}};
   Runner runner(report, on_result);
   for (const auto length : options.lengths) runner.run(length);
   return report;
@@ -224,7 +218,8 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
     return value ? nlohmann::json(*value) : nlohmann::json();
   };
   if (shape.device.is_cuda()) {
-    json["rates"] = {{"gflops", optional(report.rates.gflops)}, {"bytes_per_s", optional(report.rates.bytes_per_s)}};
+    const auto& [gflops, bytes_per_s] = report.options.rates;
+    json["rates"] = {{"gflops", optional(gflops)}, {"bytes_per_s", optional(bytes_per_s)}};
   }
   for (const auto& r : report.results) {
     json["results"].push_back({{"op", r.op},

@@ -14,6 +14,12 @@
 
 namespace nsa::lm {
 
+/// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
+/// of large matrices and a copy in its memory, measured once.
+struct BenchRates {
+  std::optional<double> gflops, bytes_per_s;
+};
+
 struct BenchOptions {
   BenchShape shape;
   std::vector<std::int64_t> lengths;
@@ -23,13 +29,8 @@ struct BenchOptions {
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
   std::int64_t longest_dense_backward = 8192;
+  BenchRates rates;  // on CUDA
   BenchPeers peers;
-};
-
-/// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
-/// of large matrices and a copy in its memory, measured once.
-struct BenchRates {
-  std::optional<double> gflops, bytes_per_s;
 };
 
 struct BenchResult {
@@ -67,7 +68,6 @@ struct BenchReport {
   std::vector<BenchResult> results;
   std::vector<BenchRatio> ratios;
   std::vector<std::string> refusals;  // forms of torch's attention that cannot run here, and why
-  BenchRates rates;                   // on CUDA
 
   /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where
   /// it is faster already, empty where it never is. `over`: BenchRatio::over_dense or over_plain.
@@ -77,9 +77,8 @@ struct BenchReport {
 /// The problem of the published figures: on the CPU 16 heads to one KV head, on CUDA 64 to 4.
 BenchOptions default_bench_options(at::Device device);
 
-/// `on_rates` is called before the first result, `on_result` as soon as a result is there.
-BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchRates&)>& on_rates,
-                      const std::function<void(const BenchResult&)>& on_result);
+/// `on_result` is called as soon as a result is there.
+BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result);
 
 void to_json(nlohmann::json& json, const BenchReport& report);
 
