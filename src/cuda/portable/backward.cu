@@ -256,7 +256,9 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   const Branches b = branches_of(f);
   // dQ is summed over the branches in float32: the selection first, the two ranges behind it, at once where one kernel
   // can.
-  const Branch branches[3] = {branch_of(b.cmp), branch_of(b.slc), branch_of(b.swa)};
+  const sm90::Kernels for_causal = hopper_kernels(branch_of(b.causal), p.d_o);
+  const bool causal = b.all_selected && for_causal.range_d_q && for_causal.range_d_kv;
+  const Branch branches[3] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc), branch_of(b.swa)};
   const TensorView* lse[3] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
   const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
   const Strided float_sum = strided(sum);

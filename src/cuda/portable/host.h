@@ -196,6 +196,8 @@ struct Branches {
   CompressedAttentionParams cmp;
   SelectedAttentionParams slc;
   SlidingWindowAttentionParams swa;
+  SlidingWindowAttentionParams causal;  // what slc is where every block is selected: a window as long as the sequences
+  bool all_selected;                    // they fit into the selection
 };
 
 inline Branches branches_of(const NsaAttentionParams& p) {
@@ -213,6 +215,9 @@ inline Branches branches_of(const NsaAttentionParams& p) {
            p.o_slc,
            p.lse_slc};
   b.swa = {p.q, p.k_swa, p.v_swa, p.cfg.window_size, p.softmax_scale, p.packed, p.o_swa, p.lse_swa};
+  const std::int64_t longest = raw_geometry(b.slc).k_len;
+  b.causal = {p.q, p.k_slc, p.v_slc, std::max<std::int64_t>(longest, 1), p.softmax_scale, p.packed, p.o_slc, p.lse_slc};
+  b.all_selected = !p.imposed_indices.defined() && longest <= std::int64_t{p.cfg.topk} * p.cfg.block_size;
   return b;
 }
 
