@@ -56,17 +56,17 @@ Kernels choose(const Call& call) {
   return kernels;
 }
 
-Kernels kernels_on(int index, const Call& call) {
+bool serve(int index) {
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index) != cudaSuccess) {
     cudaGetLastError();
-    return {};
+    return false;
   }
-  if (major != 9 || minor != 0) return {};
   const char* wish = std::getenv("NSA_CUDA_KERNELS");
-  if (wish && std::strcmp(wish, "portable") == 0) return {};
-  return choose(call);
+  return major == 9 && minor == 0 && !(wish && std::strcmp(wish, "portable") == 0);
 }
+
+Kernels kernels_on(int index, const Call& call) { return serve(index) ? choose(call) : Kernels{}; }
 
 }  // namespace nsa::cuda::sm90
