@@ -138,6 +138,7 @@ class BenchCommand {
     command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds");
     command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
     command_.add_flag("!--no-parts", options_.parts, "Only the whole, neither its stages nor each operation");
+    command_.add_flag("!--no-plain", options_.plain, "Without dense attention on libnsa's own kernels");
     command_
         .add_option(
             "--selection", selection_,

@@ -38,19 +38,13 @@ class Runner {
       if (options_.parts) {
         for (auto& operation : problem.operations(options_.phis, backward)) time(operation, length);
       }
-      const auto longest = backward ? options_.longest_dense_backward : options_.longest_dense_forward;
-      const BenchResult plain =
-          length <= longest ? time(problem.plain(backward), length) : extrapolate(plain_[backward], length);
-      plain_[backward] = plain.extrapolated ? plain_[backward] : plain;
-      if (length > longest) {
+      if (options_.plain) time_plain(problem, backward, length, ratio);
+      if (length > longest_dense(backward)) {
         extrapolate_dense(backward, length, ratio);
       } else {
         time_dense(problem, backward, length, ratio);
       }
       if (ratio.dense_variant.empty()) continue;  // none of torch's forms runs: the refusals say why
-      ratio.plain_seconds = plain.timing.seconds();
-      ratio.extrapolated = ratio.extrapolated || plain.extrapolated;
-      ratio.judged = ratio.judged && plain.timing.judged;
       report_.ratios.push_back(ratio);
     }
   }
@@ -101,6 +95,20 @@ class Runner {
     result.length = length;
     result.extrapolated = true;
     return add(result);
+  }
+
+  std::int64_t longest_dense(bool backward) const {
+    return backward ? options_.longest_dense_backward : options_.longest_dense_forward;
+  }
+
+  void time_plain(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
+    BenchResult& before = plain_[backward];
+    const BenchResult plain =
+        length <= longest_dense(backward) ? time(problem.plain(backward), length) : extrapolate(before, length);
+    if (!plain.extrapolated) before = plain;
+    ratio.plain_seconds = plain.timing.seconds();
+    ratio.extrapolated = plain.extrapolated;
+    ratio.judged = ratio.judged && plain.timing.judged;
   }
 
   void time_dense(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
@@ -250,7 +258,7 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
                               {"dense_variant", r.dense_variant},
                               {"plain_seconds", r.plain_seconds},
                               {"over_dense", r.over_dense()},
-                              {"over_plain", r.over_plain()},
+                              {"over_plain", r.plain_seconds > 0 ? nlohmann::json(r.over_plain()) : nlohmann::json()},
                               {"extrapolated", r.extrapolated},
                               {"judged", r.judged}});
   }

@@ -23,8 +23,10 @@ struct BenchRates {
 struct BenchOptions {
   BenchShape shape;
   std::vector<std::int64_t> lengths;
-  std::vector<CompressionKind> phis;   // of compress and of the whole; ratios are about the first
-  bool backward = true, parts = true;  // parts: the stages of the whole on CUDA, and each operation alone
+  std::vector<CompressionKind> phis;  // of compress and of the whole; ratios are about the first
+  bool backward = true;
+  bool parts = true;  // the stages of the whole on CUDA, and each operation alone
+  bool plain = true;  // dense attention on libnsa's kernels
   TimingOptions timing;
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
@@ -53,7 +55,7 @@ struct BenchRatio {
   std::string pass;  // "forward" or "forward_backward"
   std::int64_t length = 0;
   double seconds = 0;                           // NSA
-  double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; causal attention on libnsa's kernels
+  double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; on libnsa's kernels, 0: not measured
   std::string dense_variant;                    // the fastest form
   std::optional<PeerTime> peer;                 // the fastest other implementation of NSA
   bool extrapolated = false;                    // dense or plain

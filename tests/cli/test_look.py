@@ -104,8 +104,10 @@ def test_bench_reports_every_operation(tmp_path):
 
 @pytest.mark.parametrize("selection", ["random", "clustered"])
 def test_bench_attends_to_given_blocks(selection, tmp_path):
-    out, _ = result(tmp_path, "bench", *TINY_BENCH, "--selection", selection, "--phi", "mean")
-    assert out["settings"]["selection"] == selection and out["ratios"]
+    out, _ = result(tmp_path, "bench", *TINY_BENCH, "--selection", selection, "--phi", "mean", "--no-plain")
+    assert out["settings"]["selection"] == selection
+    assert all(ratio["over_dense"] > 0 and ratio["over_plain"] is None for ratio in out["ratios"])
+    assert not any(r["op"].startswith("plain") for r in out["results"])
 
 
 def test_bench_refuses_peers_of_other_devices(tmp_path):
