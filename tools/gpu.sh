@@ -99,8 +99,8 @@ for step in $steps; do
       ;;
     bench)
       if [[ -x $NSA_PROGRAM ]]; then
-        run bench build-gpu/bin/nsa bench --device cuda --lengths 8192,16384,32768,65536,131072,262144 \
-          --selection random --longest-dense-forward 262144 --budget 1 ${PEERS:+--peers "$PEERS"} \
+        run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,16384,32768,65536,131072,262144 \
+          --selection random --longest-dense-forward 262144 --no-plain --budget 0.5 ${PEERS:+--peers "$PEERS"} \
           --json "$(dirname "$results")/bench_cuda.json"
         cat "$logs/bench.log"
       fi

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .sources import ReportError, Sources
-from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis, tokens
+from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis
 
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
 _DENSE = {"cudnn": "dense attention, cuDNN", "flash2": "dense attention, FlashAttention-2"}
@@ -82,7 +82,7 @@ def cuda_time(sources: Sources) -> Figure | None:
     benches = [Measured(bench) for bench in sources.of("bench") if is_gpu(bench)]
     if not benches:
         return None
-    fig, axes = figure(columns=len(PASSES), rows=len(benches), width=7.2, height=5.6)
+    fig, axes = figure(columns=len(PASSES), rows=len(benches), width=7.2, height=6.2)
     for i, bench in enumerate(benches):
         row = axes[len(PASSES) * i : len(PASSES) * (i + 1)]
         for ax, pass_name in zip(row, PASSES, strict=True):
@@ -121,14 +121,14 @@ def _draw_pass(ax: Axes, bench: Measured, pass_name: str) -> None:
         ms = [ms for ms, _ in peers.values()]
         ax.plot(list(peers), ms, "D:", color="#444444", mfc="white", ms=6, label=f"NSA by {names}")
     crossover = bench.crossover(pass_name)
-    if crossover:
-        ax.axvline(crossover, color="black", ls=":", lw=1.2, label=f"NSA faster from {tokens(round(crossover, -2))}")
+    if crossover and crossover > lengths[0]:
+        name = f"NSA faster from {round(crossover, -2):.0f} tokens"
+        ax.axvline(crossover, color="black", ls=":", lw=1.2, label=name)
     length_axis(ax, lengths)
     smallest = min(whole.values())
     ax.set(yscale="log", ylim=(smallest / 20, None), xlabel="sequence length (tokens)", ylabel="time of one call (ms)")
     ax.set_title(PASSES[pass_name].capitalize())
-    columns = 2 if pass_name == "forward_backward" else 1
-    ax.legend(fontsize=7.5, loc="upper left", ncols=columns, frameon=True, edgecolor="none", framealpha=0.9)
+    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
 
 
 # ------------------------------------------------------------------------------------------------------------- Markdown
@@ -193,9 +193,19 @@ def _whole_table(bench: Measured) -> str:
 
 
 def _crossovers(bench: Measured) -> str:
-    found = [(PASSES[pass_name], bench.crossover(pass_name)) for pass_name in PASSES]
-    texts = [f"from {length:,.0f} tokens on {title}".replace(",", " ") for title, length in found if length]
-    return f"NSA is the faster one {', '.join(texts)} (interpolated)." if texts else ""
+    sentences = []
+    for pass_name, title in PASSES.items():
+        lengths, crossover = sorted(bench.times(pass_name, bench.phi)), bench.crossover(pass_name)
+        if not lengths:
+            continue
+        if crossover is None:
+            where = "at no measured length"
+        elif crossover <= lengths[0]:
+            where = f"at every measured length, from {lengths[0]} tokens on"
+        else:
+            where = f"from {round(crossover, -2):.0f} tokens on (interpolated)"
+        sentences.append(f"{title.capitalize()}, NSA is faster than torch's dense attention {where}.")
+    return " ".join(sentences)
 
 
 def _stage_table(bench: Measured, pass_name: str) -> str:
@@ -206,7 +216,7 @@ def _stage_table(bench: Measured, pass_name: str) -> str:
     stages = [(stage, by_length[length]) for stage, by_length in bench.stages(pass_name).items() if length in by_length]
     for name, r in [*stages, ("**whole**", bench.results(pass_name, bench.phi)[length])]:
         peer = f"{_ms(1e3 * r['peer_s'])} ({r['peer']})" if r.get("peer") else ""
-        work = [f"{r['gflop'] / 1e3:.3g}", f"{r['bytes'] / 1e9:.3g}", f"{r['share']:.0%}"]
+        work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
         lines.append([name.replace("_", " "), _ms(1e3 * r["seconds"]), *work, peer])
     return _markdown(lines)
 
