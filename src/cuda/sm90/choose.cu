@@ -42,18 +42,6 @@ CompressKernels compress_instances(std::int64_t dim) {
                       : CompressKernels{};
 }
 
-/// Whether the kernels of compute capability 9.0 may run there.
-bool allowed_on(int index) {
-  int major = 0, minor = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  const char* wish = std::getenv("NSA_CUDA_KERNELS");
-  return major == 9 && minor == 0 && !(wish && std::strcmp(wish, "portable") == 0);
-}
-
 }  // namespace
 
 cudaError_t multiprocessors(int& count) {
@@ -93,9 +81,20 @@ CompressKernels choose(const CompressCall& call) {
   return {};
 }
 
-Kernels kernels_on(int index, const Call& call) { return allowed_on(index) ? choose(call) : Kernels{}; }
+bool serve(int index) {
+  int major = 0, minor = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  const char* wish = std::getenv("NSA_CUDA_KERNELS");
+  return major == 9 && minor == 0 && !(wish && std::strcmp(wish, "portable") == 0);
+}
+
+Kernels kernels_on(int index, const Call& call) { return serve(index) ? choose(call) : Kernels{}; }
 CompressKernels kernels_on(int index, const CompressCall& call) {
-  return allowed_on(index) ? choose(call) : CompressKernels{};
+  return serve(index) ? choose(call) : CompressKernels{};
 }
 
 }  // namespace nsa::cuda::sm90
