@@ -77,9 +77,11 @@ out, path, *models = sys.argv[1:]
 def run(folder):
     config = json.loads((folder / "config.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["tokens_per_second"] for line in lines if line["kind"] == "train"]
+    train = [line for line in lines if line["kind"] == "train"]
+    tail = train[1:] or train
     end = [line for line in lines if line["kind"] == "eval"][-1]
-    found = {"parameters": config["parameters"]["total"], "tokens_per_second": statistics.median(rates[1:] or rates)}
+    found = {key: statistics.median(line[key] for line in tail) for key in ("tokens_per_second", "model_tflops")}
+    found["parameters"] = config["parameters"]["total"]
     return found | {key: end[key] for key in ("step", "tokens", "seconds", "loss")}, config
 
 
@@ -98,11 +100,15 @@ if models:
     about |= {key: config["train"][key] for key in ("minutes", "context")}
 speed = {}
 for metrics in sorted(Path(out).glob("speed/*/*/metrics.jsonl"), key=lambda path: (int(path.parts[-3]), path)):
-    speed.setdefault(metrics.parts[-3], {})[metrics.parts[-2]] = run(metrics.parent)[0]["tokens_per_second"]
-Path(path).write_text(json.dumps({**about, "runs": runs, "tokens_per_second": speed}, indent=1) + "\n")
+    found = run(metrics.parent)[0]
+    speed.setdefault(metrics.parts[-3], {})[metrics.parts[-2]] = {
+        key: found[key] for key in ("tokens_per_second", "model_tflops")
+    }
+Path(path).write_text(json.dumps({**about, "runs": runs, "speed": speed}, indent=1) + "\n")
 for model, found in runs.items():
     print(f"{model:24} {found['loss']:.4f} nats/token after {found['tokens']:,} tokens in {found['seconds']:.0f} s")
 for context, rates in speed.items():
-    print(f"tokens/s at {context}:", ", ".join(f"{model} {rate:,.0f}" for model, rate in rates.items()))
+    each = (f"{m} {r['tokens_per_second']:,.0f} ({r['model_tflops']:.0f} TFLOP/s)" for m, r in rates.items())
+    print(f"tokens/s at {context}:", ", ".join(each))
 PY
 if ((${#trained[@]})); then echo "report: $out/report/report.html"; fi

@@ -26,6 +26,7 @@ void for_each_field(S& state, Visit&& visit) {
   visit("seconds", state.seconds);
   visit("loss_sum", state.loss_sum);
   visit("loss_tokens", state.loss_tokens);
+  visit("flops", state.flops);
   visit("logged_seconds", state.logged_seconds);
 }
 

@@ -18,6 +18,7 @@ struct TrainState {
   double seconds = 0;              // of training
   double loss_sum = 0;             // since the last line of the log
   std::int64_t loss_tokens = 0;
+  double flops = 0;           // model FLOPs but those of phi, likewise
   double logged_seconds = 0;  // at the last line of the log
 };
 void to_json(nlohmann::json& json, const TrainState& state);

@@ -18,6 +18,7 @@
 #include "lm/error.h"
 #include "lm/evaluate.h"
 #include "lm/interrupt.h"
+#include "lm/model_flops.h"
 #include "lm/optimizer.h"
 #include "lm/phi_init.h"
 #include "lm/progress.h"
@@ -91,6 +92,7 @@ class Trainer {
  private:
   std::string file(const std::string& name) const { return (fs::path(out_) / name).string(); }
   std::vector<TrainingBatch> next_batches();
+  double training_flops(const Batch& batch) const;
   const std::vector<std::int32_t>& order_of(std::int64_t epoch);
   void plan();
   void train_step(double rate);
@@ -157,6 +159,14 @@ std::vector<TrainingBatch> Trainer::next_batches() {
   return batches;
 }
 
+double Trainer::training_flops(const Batch& batch) const {
+  const auto* const offsets = batch.cu_seqlens.const_data_ptr<int>();
+  double flops = 0;
+  for (std::int64_t b = 0; b + 1 < batch.cu_seqlens.numel(); ++b)
+    flops += lm::training_flops(config_.model, offsets[b + 1] - offsets[b]).rest;
+  return flops;
+}
+
 /// Settles the number of steps where the configuration gives tokens or minutes.
 void Trainer::plan() {
   const auto& train = config_.train;
@@ -189,7 +199,7 @@ void Trainer::train_step(double rate) {
   const bool is_nsa = config_.model.attention == AttentionKind::kNsa;
   const auto batches = next_batches();
   std::int64_t tokens = 0;
-  for (const auto& batch : batches) tokens += batch.targets.numel();
+  for (const auto& batch : batches) tokens += batch.targets.numel(), state_.flops += training_flops(batch.batch);
   std::vector<LayerTrace> trace;
   for (std::size_t i = 0; i < batches.size(); ++i) {
     ForwardOptions options;
@@ -245,12 +255,14 @@ void Trainer::log_step(double rate, double norm) {
       {"lr", rate},
       {"grad_norm", norm},
       {"tokens_per_second", static_cast<double>(state_.loss_tokens) / (state_.seconds - state_.logged_seconds)},
+      {"model_tflops", 1e-12 * state_.flops / (state_.seconds - state_.logged_seconds)},  // a second, without phi
       {"noise", noise()}};
   if (!layers_.empty()) line["layers"] = layers_;
   write_metrics(line);
   state_.loss_sum = 0;
   tally_.restart(state_.step, 0);
   state_.loss_tokens = 0;
+  state_.flops = 0;
   state_.logged_seconds = state_.seconds;
 }
 

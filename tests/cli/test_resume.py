@@ -32,7 +32,7 @@ def same_bits(a, b):
         assert left.keys() == right.keys()
         for key in left:
             assert np.array_equal(left[key].view(np.int32), right[key].view(np.int32)), key
-    timing = {"seconds", "tokens_per_second"}
+    timing = {"seconds", "tokens_per_second", "model_tflops"}
     for kind in ("train", "eval"):
         lines = [[{k: v for k, v in line.items() if k not in timing} for line in metrics(run, kind)] for run in (a, b)]
         assert lines[0] == lines[1]
