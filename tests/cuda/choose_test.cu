@@ -63,7 +63,7 @@ TEST(Choose, NoisyOrVeryLongSelections) {
 }
 
 TEST(Choose, Compression) {
-  const CompressCall good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 100, 1600, true};
+  const CompressCall good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 1600, true};
   EXPECT_TRUE(choose(good).compress);
   CompressCall c = good;
   c.kind = CompressionKind::kLinear, c.hidden = 128;
@@ -71,7 +71,7 @@ TEST(Choose, Compression) {
   for (const auto& change : std::initializer_list<void (*)(CompressCall&)>{
            [](CompressCall& c) { c.kind = CompressionKind::kMean; }, [](CompressCall& c) { c.dim = 96; },
            [](CompressCall& c) { c.hidden = 520; }, [](CompressCall& c) { c.hidden = 20; },
-           [](CompressCall& c) { c.dtype = DType::kFloat32; }, [](CompressCall& c) { c.rows = 400; },
+           [](CompressCall& c) { c.dtype = DType::kFloat32; }, [](CompressCall& c) { c.rows = 0; },
            [](CompressCall& c) { c.mappable = false; }}) {
     c = good, change(c);
     EXPECT_FALSE(choose(c).compress);
@@ -79,15 +79,14 @@ TEST(Choose, Compression) {
 }
 
 TEST(Choose, TilesOfCompressedRows) {
-  const auto rows = [](std::int64_t sequences, std::int64_t rows, std::int64_t hidden = 256) {
-    return compress_tile_rows(true, hidden, sequences, rows, 8, 132);
+  const auto rows = [](std::int64_t segments, std::int64_t hidden = 256) {
+    return compress_tile_rows(true, 128, hidden, segments, 8, 132);
   };
-  EXPECT_EQ(rows(1, 511), 64);    // 8k tokens: twice as many multiprocessors
-  EXPECT_EQ(rows(1, 2047), 128);  // one round of 128 rows, or two of 64
-  EXPECT_EQ(rows(1, 4095), 128);
-  EXPECT_EQ(rows(64, 63), 64);        // no more tiles, and each takes less
-  EXPECT_EQ(rows(1, 4095, 384), 64);  // too many accumulators for 128 rows
-  EXPECT_EQ(compress_tile_rows(false, 128, 1, 511, 8, 132), 128);
+  EXPECT_EQ(rows(32), 64);    // 8k tokens: twice as many multiprocessors
+  EXPECT_EQ(rows(128), 128);  // one round of 128 rows, or two of 64
+  EXPECT_EQ(rows(256), 128);
+  EXPECT_EQ(rows(256, 384), 64);  // too many accumulators for 128 rows
+  EXPECT_EQ(compress_tile_rows(false, 128, 128, 32, 8, 132), 128);
 }
 
 }  // namespace

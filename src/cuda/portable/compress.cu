@@ -73,7 +73,6 @@ sm90::CompressKernels hopper_kernels(const CompressArgs& args, const CompressPar
   call.kind = p.weights.kind;
   call.dim = args.dim;
   call.hidden = args.hidden;
-  call.sequences = args.geometry.batches;
   call.rows = args.rows;
   for (const Strided& t : {args.k, args.out, args.d_out, args.d_k}) call.mappable &= sm90::mappable(t);
   for (const Weights& t : {args.w1, args.w2, args.d_w1}) call.mappable &= sm90::mappable({t.data, t.head, t.row, 0});
@@ -85,28 +84,25 @@ bool same_shapes(const CompressParams& a, const CompressParams& b) {
   return same(a.k, b.k) && a.weights.kind == b.weights.kind && same(a.weights.w1, b.weights.w1);
 }
 
-/// The tiles of work.problem.
-void take_tiles(sm90::CompressWork& work, Execution& e) {
+void take_segments(sm90::CompressWork& work, Execution& e) {
   work.totals = e.arena.take<sm90::CompressTotals>(1);
-  work.tiles = e.arena.take<sm90::CompressTile>(work.max_tiles(work.problem[0], work.kNarrowRows));
+  work.segments = e.arena.take<sm90::CompressSegment>(work.max_segments(work.problem[0]) + work.kMostSegments);
 }
-/// For so many tensors.
-Status choose_tiles(sm90::CompressWork& work, int tensors) {
+Status choose_tiles(sm90::CompressWork& work) {
   const CompressArgs& args = work.problem[0];
-  const Geometry& g = args.geometry;
   int processors = 0;
   if (Status s = status_of(sm90::multiprocessors(processors), "compress"); !s.ok()) return s;
-  work.tile_rows = sm90::compress_tile_rows(args.mlp, args.hidden, g.batches, tiles(args.rows, std::max(g.batches, 1)),
-                                            g.kv_heads * tensors, processors);
+  work.tile_rows = sm90::compress_tile_rows(args.mlp, args.dim, args.hidden, work.max_segments(args),
+                                            args.geometry.kv_heads * work.problems, processors);
   return {};
 }
 
 Status compress_on_hopper(const sm90::CompressKernels& hopper, sm90::CompressWork& work, Execution& e) {
   for (int i = 0; i < work.problems; ++i) take_constants(work.problem[i], e);
-  take_tiles(work, e);
+  take_segments(work, e);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
-  if (Status s = choose_tiles(work, work.problems); !s.ok()) return s;
+  if (Status s = choose_tiles(work); !s.ok()) return s;
   return status_of(hopper.compress(work, e.stream), "compress");
 }
 
@@ -121,15 +117,14 @@ Status compress_backward_on_hopper(const sm90::CompressKernels& hopper, sm90::Co
     args.h = e.arena.take<char>(hidden_values(args) * static_cast<std::int64_t>(size_of(dtype)));
     args.d_z = e.arena.take<char>(hidden_values(args) * static_cast<std::int64_t>(size_of(dtype)));
   }
-  take_tiles(work, e);
-  work.max_token_tiles = to_int(work.max_tiles_of_tokens(first.geometry));
-  work.token_tiles = e.arena.take<sm90::TokenTile>(work.max_token_tiles);
-  work.column_parts = e.arena.take<float>(work.max_tiles(first, work.kNarrowRows) * work.problems *
+  take_segments(work, e);
+  work.max_token_segments = to_int(work.max_segments_of_tokens(first.geometry));
+  work.token_segments = e.arena.take<sm90::TokenSegment>(work.max_token_segments + work.kMostSegments);
+  work.column_parts = e.arena.take<float>(tiles(work.max_segments(first), work.kMostSegments) * work.problems *
                                           first.geometry.kv_heads * (first.hidden + first.dim));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
-  // As for two, so that sums over tiles do not depend on whether there is another one.
-  if (Status s = choose_tiles(work, 2); !s.ok()) return s;
+  if (Status s = choose_tiles(work); !s.ok()) return s;
   if (Status s = status_of(hopper.hidden(work, e.stream), "compress_backward"); !s.ok()) return s;
   return status_of(hopper.gradients(work, e.stream), "compress_backward");
 }

@@ -74,8 +74,6 @@ CompressKernels choose(const CompressCall& call) {
   if (!call.mappable || call.kind == CompressionKind::kMean) return {};
   if (call.hidden % 8 != 0 || call.hidden > CompressWork::kNarrowHidden) return {};
   if (call.rows == 0) return {};
-  // Tiles hold rows of one sequence: of many short ones they would be nearly empty.
-  if (call.sequences > 32 && call.rows < 8 * call.sequences) return {};
   if (call.dtype == DType::kBFloat16) return compress_instances<Bf16>(call.dim);
   if (call.dtype == DType::kFloat16) return compress_instances<Half>(call.dim);
   return {};

@@ -2,15 +2,13 @@
 // block of tokens, read in place, and constant = pe W1 + b1 is the same for all blocks. And the first part of its
 // backward, which recomputes z = x W1 + constant: h = silu(z), d_z = (d_out W2^T) silu'(z).
 //
-//   prepare         the constants, and the tiles: neighbouring compressed rows of a sequence
-//   loader warp     per step 64 terms of the sums: a token and 64 channels of it for every row of the tile (tokens d
-//   apart,
-//                   by a tensor map) and the 64 rows of W1 that go with them; then W2, 64 rows a step. One ring, two
-//                   barriers a stage: `full` (bytes have come) and `free` (every computing warp has arrived).
-//                   Backward: the tile's rows of d_out before W2
-//   warpgroups      z in registers, then h, rounded to T, is an operand of out = h W2; backward: d_out W2^T for 64
-//   hidden
-//                   units at a time, h and d_z to memory
+//   prepare      the constants, and the segments of tiles: sixteen neighbouring compressed rows of a sequence
+//   loader warp  per step 64 terms of the sums: 64 channels of a token for every row of the tile (tokens d apart, by a
+//                tensor map) and the 64 rows of W1 that go with them; then W2, 64 rows a step. One ring, two barriers a
+//                stage: `full` (bytes have come) and `free` (every computing warp has arrived). Backward: the tile's
+//                rows of d_out before W2
+//   warpgroups   z in registers, then h, rounded to T, is an operand of out = h W2; backward: d_out W2^T for 64 hidden
+//                units at a time, h and d_z to memory
 //
 // Thread blocks are persistent; an item is a tile, a KV head, and k or v. The steps of block j's token r + d and of
 // block j + 1's token r, which are the same, follow each other, so that tokens come from memory once.
@@ -40,8 +38,9 @@ struct Layout {
 
 struct Maps {
   struct {
-    TokenMaps tokens;
-    CUtensorMap w1, w2, d_out;
+    TokenBoxes tokens;
+    RowBoxes d_out;
+    CUtensorMap w1, w2;
   } of[2];
 };
 
@@ -55,7 +54,7 @@ struct Barriers {
 class Walk {
  public:
   __device__ explicit Walk(const CompressWork& work)
-      : tiles_(work.totals->tiles),
+      : tiles_((work.totals->segments * work.kSegment + work.tile_rows - 1) / work.tile_rows),
         heads_(work.problem[0].geometry.kv_heads),
         items_(tiles_ * heads_ * work.problems),
         item_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
@@ -95,44 +94,58 @@ __device__ inline int4 running_sums(int4 x) {
   return x;
 }
 
-__device__ inline void write_tiles(const CompressWork& work) {
+/// Sequences in order, a round of kPrepareThreads at a time: what lies before each, by running sums, then a warp writes
+/// the segments of one.
+__device__ inline void write_segments(const CompressWork& work) {
   const CompressArgs& args = work.problem[0];
   const Geometry& p = args.geometry;
-  __shared__ CompressTotals before;  // of the sequences of earlier rounds
+  struct Sequence {
+    int batch, token, tokens, row, rows;
+    int segment, token_segment;
+  };
+  __shared__ Sequence of_round[kPrepareThreads];
+  __shared__ CompressTotals before;  // of the rounds before
+  const int lane = threadIdx.x % 32, d = p.kernel_stride;
+  const auto segments_of = [](int rows) { return (rows + CompressWork::kSegment - 1) / CompressWork::kSegment; };
   if (threadIdx.x == 0) before = {};
   for (int first = 0; first < p.batches; first += kPrepareThreads) {
     const int b = first + static_cast<int>(threadIdx.x);
     DeviceSequence seq{};
     if (b < p.batches) seq = sequence_of(p, b);
     const int blocks = b < p.batches ? num_compressed(p, seq.k_len) : 0;
-    const int groups = (seq.k_len + p.kernel_stride - 1) / p.kernel_stride;
-    const int token_tiles = (groups + work.kGroups - 1) / work.kGroups;
-    const int4 all = running_sums(make_int4(0, blocks, 0, token_tiles));
+    const int token_segments = segments_of((seq.k_len + d - 1) / d);
+    const int4 all = running_sums(make_int4(0, blocks, token_segments, 0));
     // Offsets that are none could make more rows and tokens than there are.
     const int row = before.rows + all.y - blocks, rows = p.cu_q ? max(min(blocks, args.rows - row), 0) : blocks;
-    const int tiles = (rows + work.tile_rows - 1) / work.tile_rows;
-    const int4 end = running_sums(make_int4(tiles, 0, (rows + 63) / 64, 0));
-    CompressTile* to = work.tiles + before.tiles + end.x - tiles;
-    for (int i = 0; i < tiles; ++i) {
-      const int at = i * work.tile_rows;
-      to[i] = {seq.batch, seq.k_begin + at * p.kernel_stride, min(work.tile_rows, rows - at), (p.cu_q ? row : 0) + at};
-    }
-    if (work.token_tiles) {
-      const int begin = before.token_tiles + all.w - token_tiles;
-      for (int i = 0; i < min(token_tiles, work.max_token_tiles - begin); ++i) {
-        const int at = i * work.kGroups * p.kernel_stride;
-        work.token_tiles[begin + i] = {seq.batch,        seq.k_begin + at, seq.k_len - at,
-                                       i * work.kGroups, p.cu_q ? row : 0, rows};
-      }
-    }
+    const int segments = segments_of(rows);
+    const int end = running_sums(make_int4(segments, 0, 0, 0)).x;
+    of_round[threadIdx.x] = {seq.batch,
+                             seq.k_begin,
+                             seq.k_len,
+                             p.cu_q ? row : 0,
+                             rows,
+                             before.segments + end - segments,
+                             before.token_segments + all.z - token_segments};
     __syncthreads();
+    for (int i = threadIdx.x / 32; i < min(kPrepareThreads, p.batches - first); i += kPrepareThreads / 32) {
+      const Sequence s = of_round[i];
+      for (int k = lane, at = k * work.kSegment; at < s.rows; k += 32, at += 32 * work.kSegment)
+        work.segments[s.segment + k] = {s.batch, s.token + at * d, min(work.kSegment, s.rows - at), s.row + at};
+      if (!work.token_segments) continue;
+      for (int k = lane, at = k * work.kSegment; at * d < s.tokens; k += 32, at += 32 * work.kSegment)
+        if (s.token_segment + k < work.max_token_segments)
+          work.token_segments[s.token_segment + k] = {s.batch, s.token + at * d, s.tokens - at * d, at, s.row, s.rows};
+    }
     if (threadIdx.x == kPrepareThreads - 1)
-      before = {before.tiles + end.x, before.rows + all.y, before.steps + end.z, before.token_tiles + all.w};
+      before = {before.segments + end, before.rows + all.y, before.token_segments + all.z};
     __syncthreads();
   }
-  if (threadIdx.x == 0)
-    *work.totals = {before.tiles, min(before.rows, args.rows), before.steps,
-                    min(before.token_tiles, work.max_token_tiles)};
+  __syncthreads();
+  const int segments = before.segments, token_segments = min(before.token_segments, work.max_token_segments);
+  if (threadIdx.x == 0) *work.totals = {segments, min(before.rows, args.rows), token_segments};
+  if (threadIdx.x >= work.kMostSegments) return;
+  work.segments[segments + threadIdx.x] = {};
+  if (work.token_segments) work.token_segments[token_segments + threadIdx.x] = {};
 }
 
 /// Sixteen columns of a set's constants: a thread has eight of them and every 256th row of W1.
@@ -177,7 +190,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare(const __grid_constant
   if (blockIdx.x > 0) {
     write_constants<T>(work.problem[blockIdx.z], blockIdx.y, (static_cast<int>(blockIdx.x) - 1) * 16);
   } else if (blockIdx.y == 0 && blockIdx.z == 0) {
-    write_tiles(work);
+    write_segments(work);
   }
 }
 
@@ -193,33 +206,35 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
   for (Walk walk(work); walk.next(); parity ^= 1) {
     const CompressArgs& args = work.problem[walk.problem];
     const auto& of = maps.of[walk.problem];
-    const CompressTile tile = work.tiles[walk.tile];
+    constexpr int kSegments = L::kRows / CompressWork::kSegment;
+    const LaneSegments<kSegments> segments(work.segments[walk.tile * kSegments + ring.lane % kSegments], d);
     const int set = args.shared ? 0 : walk.head;
     for (int r = 0; r < d; ++r)
       for (int column = 0; column < D; column += 64)
         for (int q = 0; q < overlap; ++q, ring.advance()) {
           const std::uint32_t full = ring.begin(L::kTokenBytes + L::kWidth * 128);
-          of.tokens.load(p, tokens + ring.stage * L::kTokenBytes, column, tile.token + q * d + r, walk.head, tile.batch,
-                         full);
-#pragma unroll
-          for (int n = 0; n < L::kWidth; n += 64)
+          segments.load(of.tokens, p, tokens + ring.stage * L::kTokenBytes, column, q * d + r, walk.head, full);
+          const int n = (ring.lane - kSegments) * 64;  // other lanes than those
+          if (n >= 0 && n < L::kWidth)
             load_box(weights + ring.stage * L::kWeightBytes + n * 128, of.w1, n, 0, (q * d + r) * D + column, set,
                      full);
         }
     if (!args.mlp) continue;
     if constexpr (kBackward) {
       const std::uint32_t full = shared_address(&barriers.d_out_full);
-      wait(shared_address(&barriers.d_out_free), parity);
-      arrive_expecting(full, L::kOperandBytes);
+      if (ring.lane == 0) {
+        wait(shared_address(&barriers.d_out_free), parity);
+        arrive_expecting(full, L::kOperandBytes);
+      }
+      __syncwarp();
 #pragma unroll
       for (int column = 0; column < D; column += 64)
-        load_box(operand + column * L::kRows * 2, of.d_out, column, walk.head, tile.row, tile.batch, full);
+        segments.load(of.d_out, operand + column * L::kRows * 2, column, walk.head, full);
     }
     for (int row = 0; row < L::kWidth; row += 64, ring.advance()) {
       const std::uint32_t full = ring.begin(D * 128);
-#pragma unroll
-      for (int n = 0; n < D; n += 64)
-        load_box(weights + ring.stage * L::kWeightBytes + n * 128, of.w2, n, 0, row, set, full);
+      const int n = ring.lane * 64;
+      if (n < D) load_box(weights + ring.stage * L::kWeightBytes + n * 128, of.w2, n, 0, row, set, full);
     }
   }
 }
@@ -241,7 +256,7 @@ class Compute {
         ring_(barriers.ring),
         group_(uniform(threadIdx.x / 128)),
         lane_(threadIdx.x % 32),
-        row_(threadIdx.x / 32 % 4 * 16 + lane_ / 4),
+        warp_(threadIdx.x / 32 % (kNarrow ? 4 : 8)),
         operand_(operand),
         a_(descriptor(tokens + (kNarrow ? 0 : group_ * kPanelBytes), 16)),
         w1_(descriptor(weights + (kNarrow ? group_ * kColumns * 128 : 0), kPanelBytes)),
@@ -253,7 +268,7 @@ class Compute {
     std::uint32_t parity = 0;
     for (Walk walk(work_); walk.next(); parity ^= 1) {
       const CompressArgs& args = work_.problem[walk.problem];
-      const CompressTile tile = work_.tiles[walk.tile];
+      const CompressSegment rows = work_.segments[walk.tile * (L::kRows / CompressWork::kSegment) + warp_];
       const int set = args.shared ? 0 : walk.head;
       float z[kColumns / 2];
       const float* constant = args.constant + set * args.hidden;
@@ -267,11 +282,15 @@ class Compute {
                                          w1_ + stage * (L::kWeightBytes / 16) + k * 128);
           });
       if constexpr (kBackward) {
-        hidden_gradient(z, args, tile, walk.head, first, parity);
-      } else if (kNarrow || args.mlp) {
-        second_layer(z, args, tile, walk.head, set);
+        hidden_gradient(z, args, rows, walk.head, first, parity);
       } else {
-        store<kColumns>(z, args, tile, walk.head);
+        if constexpr (kNarrow || kColumns <= CompressWork::wide_hidden(D)) {
+          if (kNarrow || args.mlp) {
+            second_layer(z, args, rows, walk.head, set);
+            continue;
+          }
+        }
+        store<kColumns>(z, args, rows, walk.head);
       }
     }
   }
@@ -279,7 +298,7 @@ class Compute {
  private:
   /// out = silu(z) W2 + b2.
   __device__ __forceinline__ void second_layer(const float (&z)[kColumns / 2], const CompressArgs& args,
-                                               const CompressTile& tile, int head, int set) {
+                                               const CompressSegment& rows, int head, int set) {
     std::uint32_t h[kColumns / 4];
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i)
@@ -313,7 +332,7 @@ class Compute {
       products_wait<0>();
       ring_.give_back(ring_.stage);
     }
-    store<D>(out, args, tile, head);
+    store<D>(out, args, rows, head);
   }
 
   /// Both warpgroups' halves of h into shared memory, as a tile of 64 rows.
@@ -324,7 +343,7 @@ class Compute {
       const int piece = group_ * (kColumns / 8) + j;  // of 16 bytes
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = row_ + 8 * i;
+        const int row = warp_ * CompressWork::kSegment + lane_ / 4 + 8 * i;
         const std::uint32_t to =
             operand_ + piece / 8 * kPanelBytes + row * 128 + ((piece ^ row) & 7) * 16 + (lane_ & 3) * 4;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(h[2 * j + i]) : "memory");
@@ -336,7 +355,8 @@ class Compute {
 
   /// h = silu(z) and d_z = (d_out W2^T) silu'(z), to memory. `first`: this warpgroup's first hidden unit.
   __device__ __forceinline__ void hidden_gradient(float (&z)[kColumns / 2], const CompressArgs& args,
-                                                  const CompressTile& tile, int head, int first, std::uint32_t parity) {
+                                                  const CompressSegment& rows, int head, int first,
+                                                  std::uint32_t parity) {
     const std::uint32_t d_out = descriptor(operand_ + (kNarrow ? 0 : group_ * kPanelBytes), 16);
     wait(shared_address(&barriers_.d_out_full), parity);
     ring_.skip(first / 64);
@@ -356,14 +376,14 @@ class Compute {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = (kNarrow ? 0 : group_ * 64) + row_ + 8 * i;
-        const std::int64_t m = static_cast<std::int64_t>(tile.batch) * args.compressed_per_batch + tile.row + row;
+        const int row = lane_ / 4 + 8 * i;
+        const int m = rows.batch * args.compressed_per_batch + rows.row + row;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int n = first + step * 64 + j * 32 + 8 * (lane_ & 3);
-          const std::int64_t at = args.buffer(head, static_cast<int>(m)) + n;
+          const std::int64_t at = args.buffer(head, m) + n;
           const uint4 hidden = piece_of_row<T>(h, i, j, 1, lane_), gradient = piece_of_row<T>(d, i, j, 1, lane_);
-          if (row >= tile.rows || n >= args.hidden) continue;
+          if (row >= rows.rows || n >= args.hidden) continue;
           *reinterpret_cast<uint4*>(static_cast<T*>(args.h) + at) = hidden;
           *reinterpret_cast<uint4*>(static_cast<T*>(args.d_z) + at) = gradient;
         }
@@ -373,18 +393,18 @@ class Compute {
     ring_.skip((L::kWidth - kColumns - first) / 64);
   }
 
-  /// Columns below D of this warpgroup's 64 rows, of which `tile.rows` say how many there are.
+  /// Columns below D of this warp's rows.
   template <int N>
-  __device__ __forceinline__ void store(const float (&c)[N / 2], const CompressArgs& args, const CompressTile& tile,
+  __device__ __forceinline__ void store(const float (&c)[N / 2], const CompressArgs& args, const CompressSegment& rows,
                                         int head) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = (kNarrow ? 0 : group_ * 64) + row_ + 8 * i;
-      T* to = args.out.at<T>(tile.batch, tile.row + row, head) + 8 * (lane_ & 3);
+      const int row = lane_ / 4 + 8 * i;
+      T* to = args.out.at<T>(rows.batch, rows.row + row, head) + 8 * (lane_ & 3);
 #pragma unroll
       for (int j = 0; j < std::min(N, D) / 32; ++j) {
         const uint4 piece = piece_of_row<T>(c, i, j, 1, lane_);
-        if (row < tile.rows) *reinterpret_cast<uint4*>(to + 32 * j) = piece;
+        if (row < rows.rows) *reinterpret_cast<uint4*>(to + 32 * j) = piece;
       }
     }
   }
@@ -392,7 +412,7 @@ class Compute {
   const CompressWork& work_;
   Barriers<L::kStages>& barriers_;
   RingReader<L::kStages> ring_;
-  const int group_, lane_, row_;
+  const int group_, lane_, warp_;  // the warp of the tile's rows
   const std::uint32_t operand_, a_, w1_, w2_;
 };
 
@@ -423,11 +443,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     barriers.ring.init();
   }
   __syncthreads();
-  in_roles([&] { load<T, D, kColumns, kNarrow, kBackward>(work, maps, barriers, operand, tokens, weights); },
-           [&] {
-             Compute<T, D, kColumns, kNarrow, kBackward>(work, barriers, operand, tokens, weights).run();
-             if constexpr (!kBackward) clear_rest<T>(work);
-           });
+  in_roles<kBackward ? 224 : 232>(
+      [&] { load<T, D, kColumns, kNarrow, kBackward>(work, maps, barriers, operand, tokens, weights); },
+      [&] {
+        Compute<T, D, kColumns, kNarrow, kBackward>(work, barriers, operand, tokens, weights).run();
+        if constexpr (!kBackward) clear_rest<T>(work);
+      });
 }
 
 // ---------------------------------------------------------------------------------------------------------------- host
@@ -440,15 +461,16 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
   FirstError first;
   for (int i = 0; i < work.problems; ++i) {
     const CompressArgs& args = work.problem[i];
-    first(make_maps(maps.of[i].tokens, args, L::kRows));
+    first(make_boxes(maps.of[i].tokens, args, L::kRows));
     first(make_map(maps.of[i].w1, args, args.w1, args.hidden, g.kernel_size * D, 64));
     if (args.mlp) first(make_map(maps.of[i].w2, args, args.w2, D, args.hidden, 64));
-    if (kBackward) first(make_map(maps.of[i].d_out, args, args.d_out, D, L::kRows));
+    if (kBackward) first(make_boxes(maps.of[i].d_out, args, args.d_out, D, L::kRows));
   }
   int processors = 0;
   first(multiprocessors(processors));
   if (first.error != cudaSuccess) return first.error;
-  const std::int64_t items = CompressWork::max_tiles(work.problem[0], L::kRows) * g.kv_heads * work.problems;
+  const std::int64_t rows = CompressWork::max_segments(work.problem[0]) * CompressWork::kSegment;
+  const std::int64_t items = portable::tiles(rows, L::kRows) * g.kv_heads * work.problems;
   const auto blocks = static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, processors));
   return portable::launch(compress<T, D, kColumns, kNarrow, kBackward>, blocks, kThreads, L::kMemory, stream, maps,
                           work);

@@ -10,16 +10,17 @@
 
 namespace nsa::cuda::sm90 {
 
-/// Neighbouring compressed rows of one sequence.
-struct CompressTile {
+/// Tiles are made of segments of sixteen rows, a warp's share: neighbouring compressed rows of one sequence, of whose
+/// last segment some do not exist. Segments of all sequences follow each other, then empty ones up to a whole tile.
+struct CompressSegment {
   int batch;  // of the tensors, 0 when packed
   int token;  // the first one of the first row
   int rows;
   int row;  // the first one in the output
 };
 
-/// Neighbouring groups of kernel_stride tokens of one sequence, the last of which may have fewer.
-struct TokenTile {
+/// The same for groups of kernel_stride tokens.
+struct TokenSegment {
   int batch, token;  // the first one
   int tokens;        // from there to the end of the sequence
   int group;         // the first one, counted from the start of the sequence
@@ -27,35 +28,41 @@ struct TokenTile {
 };
 
 struct CompressTotals {
-  int tiles, rows;  // compressed
-  int steps;        // of up to 64 rows of a tile
-  int token_tiles;
+  int segments, rows;  // compressed
+  int token_segments;
 };
 
 struct CompressWork {
-  static constexpr int kWideRows = 128, kNarrowRows = 64;  // of a tile, at most
-  static constexpr int kWideHidden = 256, kNarrowHidden = 512;
-  static constexpr int kGroups = 128;  // of a tile of tokens
+  static constexpr int kSegment = 16;                      // rows
+  static constexpr int kWideRows = 128, kNarrowRows = 64;  // of a tile
+  static constexpr int kMostSegments = kWideRows / kSegment;
+  static constexpr int kNarrowHidden = 512;  // hidden units, at most
+  /// Of wide tiles: more accumulators and outputs have no place in the registers.
+  static constexpr __host__ __device__ int wide_hidden(int dim) { return dim <= 128 ? 256 : 128; }
 
   portable::CompressArgs problem[2];  // keys and values: alike but for tensors and weights
   int problems = 0;
   int tile_rows = kWideRows;
   CompressTotals* totals = nullptr;
-  CompressTile* tiles = nullptr;  // of one KV head
+  CompressSegment* segments = nullptr;  // of one KV head
   // Backward.
-  TokenTile* token_tiles = nullptr;  // of one KV head
-  int max_token_tiles = 0;
-  float* column_parts = nullptr;  // (problems, KV heads, tiles, columns of d_z and of d_out): sums over a tile
+  TokenSegment* token_segments = nullptr;  // of one KV head
+  int max_token_segments = 0;
+  float* column_parts = nullptr;  // (problems, KV heads, tiles of 128 rows, columns of d_z and d_out): sums over a tile
 
-  /// An upper bound of the tiles.
-  static std::int64_t max_tiles(const portable::CompressArgs& args, int tile_rows) {
-    if (args.geometry.cu_q) return args.rows / tile_rows + args.geometry.batches;
-    return static_cast<std::int64_t>(args.geometry.batches) * ((args.compressed_per_batch + tile_rows - 1) / tile_rows);
+  /// Upper bounds, without the empty ones.
+  static std::int64_t max_segments(const portable::CompressArgs& args) {
+    return segments_of(args.geometry, args.rows, args.compressed_per_batch);
   }
-  static std::int64_t max_tiles_of_tokens(const Geometry& g) {
-    const std::int64_t tokens = static_cast<std::int64_t>(kGroups) * g.kernel_stride;
-    if (g.cu_q) return g.total_k / tokens + g.batches;
-    return g.batches * ((g.k_len + tokens - 1) / tokens);
+  static std::int64_t max_segments_of_tokens(const Geometry& g) {
+    const auto groups = [&](std::int64_t tokens) { return (tokens + g.kernel_stride - 1) / g.kernel_stride; };
+    return segments_of(g, groups(g.total_k), groups(g.k_len));
+  }
+
+ private:
+  static std::int64_t segments_of(const Geometry& g, std::int64_t packed_rows, std::int64_t rows) {
+    if (g.cu_q) return packed_rows / kSegment + g.batches;
+    return g.batches * ((rows + kSegment - 1) / kSegment);
   }
 };
 
@@ -66,14 +73,15 @@ inline Strided hidden_gradient(const portable::CompressArgs& args) {
   return {args.d_z, row * args.compressed_per_batch, row, row * args.rows};
 }
 
-/// Rows of a tile, given how many sequences there are, their mean number of compressed rows, and how many heads (of all
-/// tensors) share `processors` multiprocessors. Half the rows take more than half of the time.
-inline int compress_tile_rows(bool mlp, std::int64_t hidden, std::int64_t sequences, std::int64_t rows,
-                              std::int64_t heads, std::int64_t processors) {
+/// Rows of a tile, given how many segments there are and how many heads (of all tensors), for a number of
+/// multiprocessors. Half the rows take more than half of the time.
+inline int compress_tile_rows(bool mlp, int dim, std::int64_t hidden, std::int64_t segments, std::int64_t heads,
+                              std::int64_t processors) {
   if (!mlp) return CompressWork::kWideRows;
-  if (hidden > CompressWork::kWideHidden) return CompressWork::kNarrowRows;
+  if (hidden > CompressWork::wide_hidden(dim)) return CompressWork::kNarrowRows;
   const auto rounds = [&](std::int64_t tile_rows) {
-    return (sequences * ((rows + tile_rows - 1) / tile_rows) * heads + processors - 1) / processors;
+    const std::int64_t tiles = (segments * CompressWork::kSegment + tile_rows - 1) / tile_rows;
+    return (tiles * heads + processors - 1) / processors;
   };
   const bool narrow = 10 * rounds(CompressWork::kWideRows) > 6 * rounds(CompressWork::kNarrowRows);
   return narrow ? CompressWork::kNarrowRows : CompressWork::kWideRows;
@@ -82,7 +90,7 @@ inline int compress_tile_rows(bool mlp, std::int64_t hidden, std::int64_t sequen
 /// The output.
 template <class T, int D>
 [[gnu::weak]] cudaError_t launch_compress(const CompressWork&, cudaStream_t);
-/// For the backward: the tiles, for mlp h and d_z.
+/// For the backward: the segments, for mlp h and d_z.
 template <class T, int D>
 [[gnu::weak]] cudaError_t launch_compress_hidden(const CompressWork&, cudaStream_t);
 /// Then the gradients that are wanted, from d_z.
@@ -93,8 +101,8 @@ template <class T, int D>
 struct CompressCall {
   DType dtype = DType::kBFloat16;
   CompressionKind kind = CompressionKind::kMlp;
-  std::int64_t dim = 0, hidden = 0;      // D; E, or D for linear
-  std::int64_t sequences = 1, rows = 1;  // and all their compressed rows, or an upper bound
+  std::int64_t dim = 0, hidden = 0;  // D; E, or D for linear
+  std::int64_t rows = 1;             // compressed ones
   bool mappable = true;
 };
 

@@ -25,30 +25,37 @@ using portable::tiles;
 __host__ __device__ inline int summed_columns(const CompressArgs& args) {
   return args.hidden + (args.mlp ? args.dim : 0);
 }
-__device__ inline float* parts_of(const CompressWork& work, int problem, int head, int tile) {
+__device__ inline int lines_of(const CompressWork& work) {
+  return (work.totals->segments + work.kMostSegments - 1) / work.kMostSegments;
+}
+__device__ inline float* parts_of(const CompressWork& work, int problem, int head, int line) {
   const CompressArgs& args = work.problem[0];
-  const std::int64_t line = (static_cast<std::int64_t>(problem) * args.geometry.kv_heads + head) * work.totals->tiles;
-  return work.column_parts + (line + tile) * summed_columns(args);
+  const std::int64_t lines = (static_cast<std::int64_t>(problem) * args.geometry.kv_heads + head) * lines_of(work);
+  return work.column_parts + (lines + line) * summed_columns(args);
 }
 
-/// Grid: tiles, KV heads, problems. A warp has every eighth row, a lane eight columns at a time.
+/// Grid: eights of segments, KV heads, problems. A warp has a segment, a lane eight columns at a time. z0 and z1: d_z
+/// of the problems.
 template <class T>
 __global__ void __launch_bounds__(256)
     column_parts(const __grid_constant__ CompressWork work, const __grid_constant__ Strided z0,
                  const __grid_constant__ Strided z1) {
-  __shared__ float of_warp[8][32 * 8 + 8];
-  if (static_cast<int>(blockIdx.x) >= work.totals->tiles) return;
+  __shared__ float of_warp[CompressWork::kMostSegments][32 * 8];
+  if (static_cast<int>(blockIdx.x) >= lines_of(work)) return;
   const CompressArgs& args = work.problem[blockIdx.z];
-  const CompressTile tile = work.tiles[blockIdx.x];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, columns = summed_columns(args);
+  const CompressSegment rows = work.segments[blockIdx.x * work.kMostSegments + warp];
   float* to = parts_of(work, blockIdx.z, head, blockIdx.x);
   for (int first = 0; first < columns; first += 256) {
     const int column = first + lane * 8;
-    const Strided& from = column < args.hidden ? (blockIdx.z ? z1 : z0) : args.d_out;
+    const bool of_z = column < args.hidden;
+    const Strided& from = of_z ? (blockIdx.z ? z1 : z0) : args.d_out;
     float sum[8] = {};
-    for (int row = warp; row < tile.rows && column < columns; row += 8) {
-      const uint4 x = *reinterpret_cast<const uint4*>(from.at<T>(tile.batch, tile.row + row, head) + column -
-                                                      (column < args.hidden ? 0 : args.hidden));
+#pragma unroll 4
+    for (int row = 0; row < rows.rows; ++row) {
+      if (column >= columns) break;
+      const uint4 x = *reinterpret_cast<const uint4*>(from.at<T>(rows.batch, rows.row + row, head) + column -
+                                                      (of_z ? 0 : args.hidden));
       const std::uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -61,12 +68,12 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < 8; ++i) of_warp[warp][lane * 8 + i] = sum[i];
     __syncthreads();
     float all = 0;
-    for (int i = 0; i < 8; ++i) all += of_warp[i][threadIdx.x];
+    for (int i = 0; i < work.kMostSegments; ++i) all += of_warp[i][threadIdx.x];
     if (first + static_cast<int>(threadIdx.x) < columns) to[first + threadIdx.x] = all;
   }
 }
 
-/// Grid: 32 columns, sets, problems. A warp has every eighth tile.
+/// Grid: 32 columns, sets, problems. A warp has every eighth line.
 template <class T>
 __global__ void __launch_bounds__(256) column_totals(const __grid_constant__ CompressWork work) {
   __shared__ float of_warp[8][32];
@@ -75,7 +82,7 @@ __global__ void __launch_bounds__(256) column_totals(const __grid_constant__ Com
   const int columns = summed_columns(args), n = static_cast<int>(blockIdx.x) * 32 + lane;
   float sum = 0;
   for (int head = args.shared ? 0 : set; n < columns && head < (args.shared ? args.geometry.kv_heads : set + 1); ++head)
-    for (int tile = warp; tile < work.totals->tiles; tile += 8) sum += parts_of(work, blockIdx.z, head, tile)[n];
+    for (int line = warp; line < lines_of(work); line += 8) sum += parts_of(work, blockIdx.z, head, line)[n];
   of_warp[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || n >= columns) return;
@@ -98,10 +105,15 @@ struct WeightLayout {
   static constexpr int kMemory = 1024 + kStages * (kLeftBytes + kRightBytes);
 };
 
+constexpr int kStepRows = 64, kStepSegments = kStepRows / CompressWork::kSegment;
+__device__ inline int steps_of(const CompressWork& work) {
+  return (work.totals->segments + kStepSegments - 1) / kStepSegments;
+}
+
 struct WeightMaps {
   struct {
-    TokenMaps tokens;
-    CUtensorMap d_z, h, d_out;
+    TokenBoxes tokens;
+    RowBoxes d_z, h, d_out;
   } of[2];
 };
 
@@ -157,28 +169,29 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
   for (WeightWalk<D, kColumns> walk(work); walk.next();) {
     const auto& of = maps.of[walk.problem];
     const CompressArgs& args = work.problem[walk.problem];
-    const CUtensorMap& map = walk.second ? of.h : of.d_z;
-    const int heads = args.shared ? p.kv_heads : 1;
+    const int heads = args.shared ? p.kv_heads : 1, steps = steps_of(work);
+    const auto segment_of = [&](int step) { return work.segments[step * kStepSegments + ring.lane % kStepSegments]; };
+    CompressSegment next = segment_of(0);
     for (int head = walk.set * heads; head < (walk.set + 1) * heads; ++head)
-      for (int i = 0; i < work.totals->tiles; ++i) {
-        const CompressTile tile = work.tiles[i];
-        for (int row = 0; row < tile.rows; row += 64, ring.advance()) {
-          const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes, min(tile.rows - row, 64));
-          for (int group = 0; group < kGroups; ++group) {
-            const int panel = min(walk.panel + group, walk.panels - 1);
-            const std::uint32_t to = left + ring.stage * L::kLeftBytes + group * kPanelBytes;
-            if (walk.second) {
-              load_box(to, of.d_out, panel * 64, head, tile.row + row, tile.batch, full);
-            } else {
-              const int r = panel / (D / 64);
-              of.tokens.load(p, to, (panel - r * (D / 64)) * 64, tile.token + row * p.kernel_stride + r, head,
-                             tile.batch, full);
-            }
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        const LaneSegments<kStepSegments> segments(next, p.kernel_stride);
+        next = segment_of(step + 1 < steps ? step + 1 : 0);
+        const unsigned rows =
+            __reduce_or_sync(0xffffffffu, static_cast<unsigned>(segments.mine.rows) << 8 * (ring.lane % kStepSegments));
+        const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes, static_cast<int>(rows));
+        for (int group = 0; group < kGroups; ++group) {
+          const int panel = min(walk.panel + group, walk.panels - 1);
+          const std::uint32_t to = left + ring.stage * L::kLeftBytes + group * kPanelBytes;
+          if (walk.second) {
+            segments.load(of.d_out, to, panel * 64, head, full);
+          } else {
+            const int r = panel / (D / 64);
+            segments.load(of.tokens, p, to, (panel - r * (D / 64)) * 64, r, head, full);
           }
-          for (int n = 0; n < kColumns; n += 64)
-            load_box(right + ring.stage * L::kRightBytes + n * 128, map, walk.column + n, head, tile.row + row,
-                     tile.batch, full);
         }
+        for (int n = 0; n < kColumns; n += 64)
+          segments.load(walk.second ? of.h : of.d_z, right + ring.stage * L::kRightBytes + n * 128, walk.column + n,
+                        head, full);
       }
   }
 }
@@ -191,18 +204,23 @@ __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, R
   RingReader<L::kStages> ring(barriers);
   for (WeightWalk<D, kColumns> walk(work); walk.next();) {
     const CompressArgs& args = work.problem[walk.problem];
-    const int steps = work.totals->steps * (args.shared ? args.geometry.kv_heads : 1);
+    const int steps = steps_of(work) * (args.shared ? args.geometry.kv_heads : 1);
     float c[kColumns / 2];
     begin_sums(c, [](int) { return float2{}; });
     ring.sum(
         steps,
         [&](int, int stage) {
           const int rows = barriers.rows[stage];
-          if (rows == 64) return;
+          if (rows == 0x10101010) return;
           // Each its own panel of the one operand and half of the panels of the other.
-          clear_rows(left + stage * L::kLeftBytes + group * kPanelBytes, rows, 64, threadIdx.x % 128, 128);
-          for (int n = group * (kColumns / 2); n < (group + 1) * (kColumns / 2); n += 64)
-            clear_rows(right + stage * L::kRightBytes + n * 128, rows, 64, threadIdx.x % 128, 128);
+          for (int i = 0; i < kStepSegments; ++i) {
+            const int first = i * CompressWork::kSegment + (rows >> 8 * i & 255),
+                      last = (i + 1) * CompressWork::kSegment;
+            const auto clear = [&](std::uint32_t panel) { clear_rows(panel, first, last, threadIdx.x % 128, 128); };
+            clear(left + stage * L::kLeftBytes + group * kPanelBytes);
+            for (int n = group * (kColumns / 2); n < (group + 1) * (kColumns / 2); n += 64)
+              clear(right + stage * L::kRightBytes + n * 128);
+          }
           fence_async();
           named_sync(1, kGroups * 128);
         },
@@ -254,8 +272,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t left = (shared_address(memory) + 1023) & ~1023u, right = left + L::kStages * L::kLeftBytes;
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  in_roles([&] { load_weight_operands<D, kColumns>(work, maps, ring, left, right); },
-           [&] { sum_weight_gradients<T, D, kColumns>(work, ring, left, right); });
+  in_roles<224>([&] { load_weight_operands<D, kColumns>(work, maps, ring, left, right); },
+                [&] { sum_weight_gradients<T, D, kColumns>(work, ring, left, right); });
 }
 
 // ----------------------------------------------------------------------------------------------------- token gradients
@@ -263,14 +281,16 @@ __global__ void __launch_bounds__(kThreads, 1)
 constexpr int kTokenColumns = 256;  // token of the group and channel
 
 struct TokenLayout {
-  static constexpr int kLeftBytes = CompressWork::kGroups * 128, kRightBytes = kTokenColumns * 128;
+  static constexpr int kRows = CompressWork::kWideRows, kSegments = CompressWork::kMostSegments;
+  static constexpr int kLeftBytes = kRows * 128, kRightBytes = kTokenColumns * 128;
   static constexpr int kStages = (kSharedMemory - kReserved) / (kLeftBytes + kRightBytes);
   static constexpr int kMemory = 1024 + kStages * (kLeftBytes + kRightBytes);
 };
 
 struct TokenGradientMaps {
   struct {
-    CUtensorMap d_z, w1;
+    RowBoxes d_z;
+    CUtensorMap w1;
   } of[2];
 };
 
@@ -278,7 +298,7 @@ struct TokenGradientMaps {
 class TokenWalk {
  public:
   __device__ TokenWalk(const CompressWork& work, int dim)
-      : tiles_(work.totals->token_tiles),
+      : tiles_((work.totals->token_segments + TokenLayout::kSegments - 1) / TokenLayout::kSegments),
         heads_(work.problem[0].geometry.kv_heads),
         across_((work.problem[0].geometry.kernel_stride * dim + kTokenColumns - 1) / kTokenColumns),
         items_(tiles_ * across_ * heads_ * work.problems),
@@ -315,13 +335,17 @@ __device__ __forceinline__ void load_token_operands(const CompressWork& work, co
   RingWriter<L::kStages> ring(barriers);
   for (TokenWalk walk(work, D); walk.next();) {
     const auto& of = maps.of[walk.problem];
-    const TokenTile tile = work.token_tiles[walk.tile];
+    const TokenSegment tokens = work.token_segments[walk.tile * L::kSegments + ring.lane % L::kSegments];
+    // The compressed rows that begin with these groups.
+    const LaneSegments<L::kSegments> segments({tokens.batch, tokens.token, tokens.blocks, tokens.row + tokens.group},
+                                              p.kernel_stride);
     const int set = work.problem[walk.problem].shared ? 0 : walk.head;
     for (int q = 0; q < overlap; ++q)
       for (int n = 0; n < hidden; n += 64, ring.advance()) {
         const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes);
-        load_box(left + ring.stage * L::kLeftBytes, of.d_z, n, walk.head, tile.row + tile.group - q, tile.batch, full);
-        load_box(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + walk.column, set, full);
+        segments.load(of.d_z, left + ring.stage * L::kLeftBytes, n, walk.head, full, -q);
+        if (ring.lane == L::kSegments)
+          load_box(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + walk.column, set, full);
       }
   }
 }
@@ -331,24 +355,30 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
                                                     std::uint32_t left, std::uint32_t right) {
   const Geometry& p = work.problem[0].geometry;
   const int group = uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
-  const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const int warp = threadIdx.x / 32, first_segment = group * (L::kSegments / kGroups);
   const int d = p.kernel_stride, overlap = p.kernel_size / d, per_overlap = (work.problem[0].hidden + 63) / 64;
   const std::uint32_t a = descriptor(left + group * kPanelBytes, 16), b = descriptor(right, 16);
   RingReader<L::kStages> ring(barriers);
   for (TokenWalk walk(work, D); walk.next();) {
     const CompressArgs& args = work.problem[walk.problem];
-    const TokenTile tile = work.token_tiles[walk.tile];
+    const TokenSegment* segments = work.token_segments + walk.tile * L::kSegments;
+    const TokenSegment of_lane = segments[first_segment + lane % 4], tokens = segments[warp];
     float c[kTokenColumns / 2];
     begin_sums(c, [](int) { return float2{}; });
     ring.sum(
         overlap * per_overlap,
         [&](int step, int stage) {
-          // Row i of these 64 is block tile.group + group * 64 + i - q, if there is one.
-          const int before = step / per_overlap - tile.group - group * 64, end = before + tile.blocks;
-          if (before <= 0 && end >= 64) return;
+          // Row i of a segment is block group + i - q of its sequence, if there is one.
+          const int begin = step / per_overlap - of_lane.group, end = begin + of_lane.blocks;
+          if (!__any_sync(0xffffffffu, begin > 0 || end < CompressWork::kSegment)) return;
           const std::uint32_t panel = left + stage * L::kLeftBytes + group * kPanelBytes;
-          clear_rows(panel, 0, min(before, 64), threadIdx.x % 128, 128);
-          clear_rows(panel, max(end, 0), 64, threadIdx.x % 128, 128);
+          for (int i = 0; i < 4; ++i) {
+            const int first = i * CompressWork::kSegment, last = first + CompressWork::kSegment;
+            const int exist = first + __shfl_sync(0xffffffffu, begin, i),
+                      rest = first + __shfl_sync(0xffffffffu, end, i);
+            clear_rows(panel, first, min(exist, last), threadIdx.x % 128, 128);
+            clear_rows(panel, max(rest, first), last, threadIdx.x % 128, 128);
+          }
           fence_async();
           named_sync(1 + group, 128);
         },
@@ -360,10 +390,10 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int j = 0; j < kTokenColumns / 32; ++j) {
-        const int n = walk.column + j * 32, s = n / D, token = (row + 8 * i) * d + s;
+        const int n = walk.column + j * 32, s = n / D, token = (lane / 4 + 8 * i) * d + s;
         const uint4 piece = piece_of_row<T>(c, i, j, 1, lane);
-        if (s < d && token < tile.tokens)
-          *reinterpret_cast<uint4*>(args.d_k.at<T>(tile.batch, tile.token + token, walk.head) + n % D +
+        if (s < d && token < tokens.tokens)
+          *reinterpret_cast<uint4*>(args.d_k.at<T>(tokens.batch, tokens.token + token, walk.head) + n % D +
                                     8 * (lane & 3)) = piece;
       }
     }
@@ -379,8 +409,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t left = (shared_address(memory) + 1023) & ~1023u, right = left + L::kStages * L::kLeftBytes;
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  in_roles([&] { load_token_operands<D>(work, maps, ring, left, right); },
-           [&] { sum_token_gradients<T, D>(work, ring, left, right); });
+  in_roles<224>([&] { load_token_operands<D>(work, maps, ring, left, right); },
+                [&] { sum_token_gradients<T, D>(work, ring, left, right); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------- host
@@ -393,7 +423,7 @@ cudaError_t run_sums(const CompressWork& work, cudaStream_t stream) {
   for (const CompressArgs& x : work.problem) wanted |= x.pe.data || x.d_pe.data || x.d_b1.data || x.d_b2.data;
   if (!wanted) return cudaSuccess;
   const int heads = args.geometry.kv_heads;
-  const dim3 grid(static_cast<unsigned>(work.max_tiles(args, work.tile_rows)), heads, work.problems);
+  const dim3 grid(static_cast<unsigned>(tiles(work.max_segments(args), work.kMostSegments)), heads, work.problems);
   const cudaError_t error = portable::launch(column_parts<T>, grid, 256, 0, stream, work, hidden_gradient(args),
                                              hidden_gradient(work.problem[work.problems - 1]));
   if (error != cudaSuccess) return error;
@@ -415,10 +445,10 @@ cudaError_t run_weight_gradients(const CompressWork& work, int processors, cudaS
     items += of_set * tiles(args.hidden, kColumns) * (args.shared ? 1 : g.kv_heads);
     Strided h = hidden_gradient(args);
     h.data = args.h;
-    first(make_maps(of.tokens, args, 64));
-    first(make_map(of.d_z, args, hidden_gradient(args), args.hidden, 64));
-    first(make_map(of.d_out, args, args.d_out, D, 64));
-    if (args.mlp) first(make_map(of.h, args, h, args.hidden, 64));
+    first(make_boxes(of.tokens, args, kStepRows));
+    first(make_boxes(of.d_z, args, hidden_gradient(args), args.hidden, kStepRows));
+    first(make_boxes(of.d_out, args, args.d_out, D, kStepRows));
+    if (args.mlp) first(make_boxes(of.h, args, h, args.hidden, kStepRows));
   }
   if (first.error != cudaSuccess) return first.error;
   return portable::launch(weight_gradients<T, D, kColumns>,
@@ -434,13 +464,13 @@ cudaError_t run_token_gradients(const CompressWork& work, int processors, cudaSt
   for (int i = 0; i < work.problems; ++i) {
     const CompressArgs& args = work.problem[i];
     wanted |= args.d_k.data != nullptr;
-    first(make_map(maps.of[i].d_z, args, hidden_gradient(args), args.hidden, CompressWork::kGroups));
+    first(make_boxes(maps.of[i].d_z, args, hidden_gradient(args), args.hidden, TokenLayout::kRows));
     first(make_map(maps.of[i].w1, args, args.w1, args.hidden, args.geometry.kernel_size * D, kTokenColumns));
   }
   if (first.error != cudaSuccess || !wanted) return first.error;
   const Geometry& g = work.problem[0].geometry;
-  const std::int64_t items =
-      work.max_token_tiles * tiles(g.kernel_stride * D, kTokenColumns) * g.kv_heads * work.problems;
+  const std::int64_t items = tiles(work.max_token_segments, TokenLayout::kSegments) *
+                             tiles(g.kernel_stride * D, kTokenColumns) * g.kv_heads * work.problems;
   return portable::launch(token_gradients<T, D>, static_cast<unsigned>(std::min<std::int64_t>(items, processors)),
                           kThreads, TokenLayout::kMemory, stream, maps, work);
 }

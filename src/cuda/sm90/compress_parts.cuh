@@ -17,15 +17,14 @@ using portable::Weights;
 
 inline constexpr int kGroups = 2;  // computing warpgroups
 inline constexpr int kThreads = (kGroups + 1) * 128;
-inline constexpr int kComputeRegisters = 240, kLoadRegisters = 24;  // 2 * 240 + 24 = 3 * 168
-inline constexpr int kPanelBytes = 64 * 128;                        // 64 rows of 64 columns
-inline constexpr int kReserved = 2048;                              // barriers, and to align the tiles
+inline constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
+inline constexpr int kReserved = 2048;        // barriers, and to align the tiles
 
 /// The operands of a stage lie at `at` + stage * bytes.
 template <int kStages>
 struct Ring {
   std::uint64_t full[kStages], free[kStages];
-  int rows[kStages];  // that count
+  int rows[kStages];  // of the four segments of a stage, a byte each
 
   /// Thread 0, before a __syncthreads.
   __device__ void init() {
@@ -37,18 +36,22 @@ struct Ring {
   }
 };
 
-/// One thread that has copies made.
+/// A warp that has copies made.
 template <int kStages>
 struct RingWriter : Place<kStages> {
   Ring<kStages>& ring;
+  const int lane = threadIdx.x % 32;
 
   __device__ explicit RingWriter(Ring<kStages>& r) : ring(r) {}
-  /// Waits for the next stage, of which `rows` count, and returns the barrier for its copies.
+  /// Waits for the next stage and returns the barrier for its copies.
   __device__ __forceinline__ std::uint32_t begin(int bytes, int rows = 0) {
-    wait(shared_address(&ring.free[this->stage]), this->parity ^ 1);
     const std::uint32_t full = shared_address(&ring.full[this->stage]);
-    ring.rows[this->stage] = rows;
-    arrive_expecting(full, bytes);
+    if (lane == 0) {
+      wait(shared_address(&ring.free[this->stage]), this->parity ^ 1);
+      ring.rows[this->stage] = rows;
+      arrive_expecting(full, bytes);
+    }
+    __syncwarp();
     return full;
   }
 };
@@ -90,15 +93,15 @@ struct RingReader : Place<kStages> {
   }
 };
 
-/// Roles of the warps of a thread block: load() by one thread, compute() by the computing warpgroups.
-template <class Load, class Compute>
+/// Roles of the warps of a thread block: load() by one warp, compute() by the computing warpgroups.
+template <int kComputeRegisters, class Load, class Compute>
 __device__ __forceinline__ void in_roles(const Load& load, const Compute& compute) {
   if (uniform(threadIdx.x / 32) < kGroups * 4) {
     more_registers<kComputeRegisters>();
     compute();
   } else {
-    fewer_registers<kLoadRegisters>();
-    if (threadIdx.x == kGroups * 128) load();
+    fewer_registers<3 * 168 - kGroups * kComputeRegisters>();
+    if (threadIdx.x < kGroups * 128 + 32) load();
   }
 }
 
@@ -143,29 +146,24 @@ __device__ __forceinline__ void clear_rows(std::uint32_t panel, int first, int l
 /// Tokens a stride apart (make_step_map): those of most residues, and those of the residues that have one more.
 struct TokenMaps {
   CUtensorMap most, rest;
+  int residues;  // of `rest`
 
   /// The box of the tokens `token`, token + d, ... of a head.
   __device__ __forceinline__ void load(const Geometry& p, std::uint32_t to, int column, int token, int head, int batch,
                                        std::uint32_t barrier) const {
     const int step = token / p.kernel_stride, residue = token - step * p.kernel_stride;
-    const int more = static_cast<int>((p.cu_q ? p.total_k : p.k_len) % p.kernel_stride);
-    load_box(to, residue < more ? rest : most, column, residue, step, head, batch, barrier);
+    load_box(to, residue < residues ? rest : most, column, residue, step, head, batch, barrier);
   }
 };
 inline cudaError_t make_maps(TokenMaps& maps, const CompressArgs& args, int box_rows) {
   const Geometry& g = args.geometry;
+  const std::int64_t tokens = g.cu_q ? g.total_k : g.k_len;
   const auto make = [&](CUtensorMap& map, bool last) {
-    return make_step_map(map, args.k, args.dim, g.kv_heads, g.cu_q ? g.total_k : g.k_len, tensor_batches(g),
-                         g.kernel_stride, box_rows, last);
+    return make_step_map(map, args.k, args.dim, g.kv_heads, tokens, tensor_batches(g), g.kernel_stride, box_rows, last);
   };
+  maps.residues = static_cast<int>(tokens % g.kernel_stride);
   const cudaError_t error = make(maps.most, false);
   return error == cudaSuccess ? make(maps.rest, true) : error;
-}
-/// (P, rows, columns); coordinates: column, 0, row, set.
-inline cudaError_t make_map(CUtensorMap& map, const CompressArgs& args, const Weights& w, int columns, int rows,
-                            int box_rows) {
-  return make_map(map, {w.data, w.head, w.row, 0}, columns, 1, rows, args.shared ? 1 : args.geometry.kv_heads, 1,
-                  box_rows);
 }
 /// Compressed rows; coordinates: column, head, row, batch.
 inline cudaError_t make_map(CUtensorMap& map, const CompressArgs& args, const Strided& t, int columns, int box_rows) {
@@ -173,6 +171,61 @@ inline cudaError_t make_map(CUtensorMap& map, const CompressArgs& args, const St
   return make_map(map, t, columns, g.kv_heads, args.compressed_per_batch, tensor_batches(g), 1, box_rows);
 }
 
+/// Boxes of all the rows of a tile, and of one of its segments.
+struct TokenBoxes {
+  TokenMaps all, segment;
+};
+struct RowBoxes {
+  CUtensorMap all, segment;
+};
+inline cudaError_t make_boxes(TokenBoxes& boxes, const CompressArgs& args, int rows) {
+  const cudaError_t error = make_maps(boxes.all, args, rows);
+  return error == cudaSuccess ? make_maps(boxes.segment, args, CompressWork::kSegment) : error;
+}
+inline cudaError_t make_boxes(RowBoxes& boxes, const CompressArgs& args, const Strided& t, int columns, int rows) {
+  const cudaError_t error = make_map(boxes.all, args, t, columns, rows);
+  return error == cudaSuccess ? make_map(boxes.segment, args, t, columns, CompressWork::kSegment) : error;
+}
+
+/// The first lanes of a loading warp have a segment each. Where segments lie behind each other they come by one copy.
+/// Empty ones may bring anything.
+template <int kCount>
+struct LaneSegments {
+  static constexpr int kBytes = CompressWork::kSegment * 128;
+  const int lane = threadIdx.x % 32;
+  CompressSegment mine{};
+  bool tokens_follow, rows_follow;
+
+  __device__ __forceinline__ LaneSegments(const CompressSegment& segment, int stride) {
+    if (lane < kCount) mine = segment;
+    const bool same = mine.batch == __shfl_sync(0xffffffffu, mine.batch, 0);
+    const int tokens = mine.token - __shfl_sync(0xffffffffu, mine.token, 0);
+    const int rows = mine.row - __shfl_sync(0xffffffffu, mine.row, 0), before = lane * CompressWork::kSegment;
+    tokens_follow = __all_sync(0xffffffffu, mine.rows == 0 || (same && tokens == before * stride));
+    rows_follow = __all_sync(0xffffffffu, mine.rows == 0 || (same && rows == before));
+  }
+  /// Token `offset` of every block.
+  __device__ __forceinline__ void load(const TokenBoxes& boxes, const Geometry& p, std::uint32_t to, int column,
+                                       int offset, int head, std::uint32_t barrier) const {
+    if (lane < (tokens_follow ? 1 : kCount))
+      (tokens_follow ? boxes.all : boxes.segment)
+          .load(p, to + lane * kBytes, column, mine.token + offset, head, mine.batch, barrier);
+  }
+  /// Compressed rows, or those `offset` behind them.
+  __device__ __forceinline__ void load(const RowBoxes& boxes, std::uint32_t to, int column, int head,
+                                       std::uint32_t barrier, int offset = 0) const {
+    if (lane < (rows_follow ? 1 : kCount))
+      load_box(to + lane * kBytes, rows_follow ? boxes.all : boxes.segment, column, head, mine.row + offset, mine.batch,
+               barrier);
+  }
+};
+
+/// (P, rows, columns); coordinates: column, 0, row, set.
+inline cudaError_t make_map(CUtensorMap& map, const CompressArgs& args, const Weights& w, int columns, int rows,
+                            int box_rows) {
+  return make_map(map, {w.data, w.head, w.row, 0}, columns, 1, rows, args.shared ? 1 : args.geometry.kv_heads, 1,
+                  box_rows);
+}
 /// The first error of several calls.
 struct FirstError {
   cudaError_t error = cudaSuccess;
