@@ -43,4 +43,15 @@ void check_weight_gradients(Checker& check, const std::string& prefix, const Com
   gradient("b2", gradients.b2, weights.b2);
 }
 
+std::int64_t check_rotation(Checker& check, const TensorView& cos, const TensorView& sin, const Dim& Dk) {
+  check.require(cos.defined() == sin.defined(), cos.defined() ? "rope_sin" : "rope_cos",
+                ": not given: rope_cos and rope_sin come together");
+  if (!check.ok() || !cos.defined()) return 0;
+  check.require(Dk.value % 2 == 0, "rope_cos: Dk = ", Dk.value, ": only an even head dim can be rotated");
+  Dim positions{"max_positions"}, half{"Dk / 2", Dk.value / 2};
+  check.float32("rope_cos", cos, Access::kInput, {&positions, &half});
+  check.float32("rope_sin", sin, Access::kInput, {&positions, &half});
+  return positions.value;
+}
+
 }  // namespace nsa

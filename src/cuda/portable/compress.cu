@@ -68,6 +68,11 @@ Status compress(const CompressParams& p, const int* completed, int step, Executi
   return status_of(element_kernels(p.k.dtype)->compress(args, e.stream), "compress");
 }
 
+Status compress(const CompressParams& keys, const CompressParams& values, Execution& e) {
+  if (Status s = compress(keys, e); !s.ok()) return s;
+  return compress(values, e);
+}
+
 Status compress_backward(const CompressBackwardParams& p, Execution& e) {
   CompressArgs args = compress_args(p.forward, e, true);
   args.d_out = strided(p.d_out);
