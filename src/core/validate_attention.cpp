@@ -202,7 +202,7 @@ void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& par
   check_whole(check, shapes, params, results, false);
 }
 
-/// The last position at which a compressed key is rotated, as far as it is known.
+/// The last position at which a compressed key is rotated, as far as it is known; 0 at least.
 std::int64_t last_compressed_position(Checker& check, const Shapes& shapes, const NsaAttentionParams& params) {
   std::int64_t longest = shapes.packed ? 0 : shapes.Sk.value;
   if (shapes.packed) {
@@ -211,7 +211,7 @@ std::int64_t last_compressed_position(Checker& check, const Shapes& shapes, cons
     for (std::int64_t b = 0; cu.defined() && b + 1 < cu.size(0); ++b)
       longest = std::max(longest, int32_at(cu, b + 1) - int32_at(cu, b));
   }
-  return (params.cfg.num_compressed(longest) - 1) * params.cfg.kernel_stride;
+  return std::max<std::int64_t>(params.cfg.num_compressed(longest) - 1, 0) * params.cfg.kernel_stride;
 }
 
 void check_forward(Checker& check, Shapes& shapes, const NativeSparseAttentionParams& params, Access results) {
