@@ -8,11 +8,11 @@ void check_weights(Checker& check, const std::string& prefix, const CompressionW
   Dim P{"P"}, E{"E"}, l{"kernel_size", cfg.kernel_size}, flat{"kernel_size * D", cfg.kernel_size * D.value};
   const bool linear = weights.kind == CompressionKind::kLinear, mlp = weights.kind == CompressionKind::kMlp;
   const auto weight = [&](const char* name, const TensorView& view, bool allowed, bool needed, const Shape& shape) {
-    check.require(allowed || !view.defined(), prefix, name, ": ", view.describe(), ": must not be given for kind ",
+    check.require(allowed || !view.defined(), prefix, name, ": ", view, ": must not be given for kind ",
                   name_of(weights.kind));
     if (!allowed || (!needed && !view.defined())) return;
     check.tensor(prefix + name, view, Access::kInput, shape);
-    check.require(P.value == 1 || P.value == Hkv.value, prefix, name, ": ", view.describe(),
+    check.require(P.value == 1 || P.value == Hkv.value, prefix, name, ": ", view,
                   ": the first size must be Hkv = ", Hkv.value, " or 1");
   };
   weight("pe", weights.pe, linear || mlp, false, {&P, &l, &D});

@@ -225,8 +225,7 @@ void check_forward(Checker& check, Shapes& shapes, const NativeSparseAttentionPa
   const std::int64_t positions = check_rotation(check, params.rope_cos, params.rope_sin, shapes.Dk);
   if (!check.ok() || !params.rope_cos.defined()) return;
   const std::int64_t last = last_compressed_position(check, shapes, attention);
-  check.require(last < positions, "rope_cos: ", params.rope_cos.describe(),
-                ": a compressed key is rotated at position ", last);
+  check.require(last < positions, "rope_cos: ", params.rope_cos, ": a compressed key is rotated at position ", last);
 }
 
 void check_forward(Checker& check, Shapes& shapes, const CombineParams& params) {

@@ -74,8 +74,8 @@ void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& param
     check.require(length <= std::numeric_limits<std::int32_t>::max(), "cache.cache_seqlens[", b, "]: ", length,
                   " tokens after the step: must be below 2^31");
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
-    check.require(!params.rope_cos.defined() || last < s.max_positions, "rope_cos: ", params.rope_cos.describe(),
-                  ": sequence ", b, " rotates a compressed key at position ", last);
+    check.require(!params.rope_cos.defined() || last < s.max_positions, "rope_cos: ", params.rope_cos, ": sequence ", b,
+                  " rotates a compressed key at position ", last);
   }
 }
 
@@ -86,7 +86,7 @@ Status validate(const DecodeParams& params, Call& call) {
   Shapes s(params.cfg);
   check.config(params.cfg);
   check.tensor("q", params.q, Access::kInput, {&s.B, &s.m, &s.H, &s.Dk});
-  check.require(s.m.value >= 1, "q: ", params.q.describe(), ": m must be >= 1");
+  check.require(s.m.value >= 1, "q: ", params.q, ": m must be >= 1");
   check.tensor("k_cmp", params.k_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
   check.tensor("v_cmp", params.v_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
   check.tensor("k_slc", params.k_slc, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
