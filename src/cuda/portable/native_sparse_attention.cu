@@ -32,7 +32,8 @@ Status compress_and_rotate(const NativeSparseAttentionParams& p, NsaAttentionPar
     attention.k_c = take_compressed(p.k_cmp, attention.cfg, e);
     attention.v_c = take_compressed(p.v_cmp, attention.cfg, e);
   }
-  if (Status s = compress(compress_keys(p, attention.k_c), compress_values(p, attention.v_c), e); !s.ok()) return s;
+  const CompressParams values = compress_values(p, attention.v_c);
+  if (Status s = compress(compress_keys(p, attention.k_c), &values, e); !s.ok()) return s;
   return rotate(p, attention.k_c, false, e);
 }
 
@@ -53,12 +54,12 @@ Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParam
   if (keys) b.d_k_c = take_compressed(f.k_cmp, f.attention.cfg, e);
   if (values) b.d_v_c = take_compressed(f.v_cmp, f.attention.cfg, e);
   if (Status s = nsa_attention_backward(b, e); !s.ok()) return s;
-  if (keys) {
+  if (keys)
     if (Status s = rotate(f, b.d_k_c, true, e); !s.ok()) return s;
-    if (Status s = compress_backward({compress_keys(f, {}), b.d_k_c, p.d_k_cmp, p.d_weights_k}, e); !s.ok()) return s;
-  }
-  if (!values) return {};
-  return compress_backward({compress_values(f, {}), b.d_v_c, p.d_v_cmp, p.d_weights_v}, e);
+  if (!keys && !values) return {};
+  const CompressBackwardParams of_keys{compress_keys(f, {}), b.d_k_c, p.d_k_cmp, p.d_weights_k},
+      of_values{compress_values(f, {}), b.d_v_c, p.d_v_cmp, p.d_weights_v};
+  return compress_backward(keys ? of_keys : of_values, keys && values ? &of_values : nullptr, e);
 }
 
 }  // namespace nsa::cuda::portable
