@@ -76,20 +76,34 @@ namespace {
 constexpr unsigned kMinusInfinity = 0xff800000u;
 
 /// For kernels that suppose finite values: clears the flag, and sets it where there are others.
-Status look_for_nonfinite(const Branch& b, int* flag, Execution& e) {
+Status look_for_nonfinite(std::initializer_list<const TensorView*> values, int* flag, Execution& e) {
   sm90::NonfiniteArgs inputs{};
-  inputs.tensors[0] = checked(b.v);
+  sm90::Checked* next = inputs.tensors;
+  const TensorView* last = nullptr;
+  for (const TensorView* v : values) {
+    if (!last || v->data != last->data || v->stride != last->stride) *next++ = checked(*v);  // branches may share one
+    last = v;
+  }
   inputs.flag = flag;
-  return status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite");
+  return status_of(find_nonfinite((*values.begin())->dtype, inputs, e.stream), "find_nonfinite");
 }
+
+/// The flag of a call: its own, or one that several calls share and that tells about the values of all of them.
+struct Flag {
+  int* at = nullptr;
+  bool shared = false;
+
+  Flag(int* shared, Execution& e) : at(shared ? shared : e.arena.take<int>(1)), shared(shared) {}
+  Status look(const Branch& b, Execution& e) const { return shared ? Status() : look_for_nonfinite({&b.v}, at, e); }
+};
 
 /// args: of the portable kernel. The other one, if there is one, goes first.
 template <class Args>
 Status run(const char* name, const Branch& b, Args& args, cudaError_t (*fast)(const Args&, cudaStream_t),
-           cudaError_t (*portable)(const Args&, cudaStream_t), int* flag, Execution& e) {
+           cudaError_t (*portable)(const Args&, cudaStream_t), const Flag& flag, Execution& e) {
   if (fast) {
-    args.redo.flag = flag;
-    if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
+    args.redo.flag = flag.at;
+    if (Status s = flag.look(b, e); !s.ok()) return s;
     if (Status s = status_of(fast(args, e.stream), name); !s.ok()) return s;
   }
   return status_of(portable(args, e.stream), name);
@@ -106,13 +120,17 @@ RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse
           strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
 }
 
-Status forward(const Branch& b, const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
+/// The attention of one branch.
+template <class Params>
+Status forward(const Params& p, int* shared_flag, Execution& e) {
+  const Branch b = branch_of(p);
+  const TensorView &o = p.o, &lse = p.lse;
   const sm90::Kernels hopper = hopper_kernels(b, o);
-  int* flag = e.arena.take<int>(1);
+  const Flag flag(shared_flag, e);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const AttentionKernels& kernels = kernels_of(b.q, b.v);
-  if (Status s = fill_outputs(o, lse, packed, e); !s.ok()) return s;
+  if (Status s = fill_outputs(o, lse, p.packed, e); !s.ok()) return s;
   if (b.indices) {
     SelectedArgs args{b.geometry,          strided(b.q),
                       strided(b.k),        strided(b.v),
@@ -156,17 +174,17 @@ CombineArgs combine_args(const CombineParams& p) {
 }
 
 /// The choice of blocks together with the compressed attention `cmp`: by one kernel where there is one.
-Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Execution& e) {
+Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, int* flag,
+                             Execution& e) {
   const Branch b = branch_of(cmp);
   const sm90::Selection selection{p.cfg, sm90::selection_blocks(b.geometry, p.cfg.block_size), p.noise > 0};
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, selection);
   if (!hopper.compressed_select) {
-    if (Status s = compressed_attention(cmp, e); !s.ok()) return s;
+    if (Status s = forward(cmp, flag, e); !s.ok()) return s;
     return select_blocks(p, e);
   }
   SelectArgs select = select_args(p);
   const int count = selecting_blocks(select);
-  int* flag = e.arena.take<int>(1);
   // The kernels that stand in come later: they can have the same scratch.
   const std::int64_t bytes =
       std::max(sm90::CompressedSelectScratch(b.geometry).bytes(), scratch_floats(select, count) * 4);
@@ -175,7 +193,6 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (Status s = fill_outputs(cmp.o, cmp.lse, cmp.packed, e); !s.ok()) return s;
   if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
   RangeArgs range = range_args(b, cmp.o, cmp.lse);
   range.redo.flag = select.redo.flag = flag;
   select.scratch = static_cast<float*>(scratch);
@@ -190,15 +207,13 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
 
 /// The sliding window and the sum of the branches by one kernel. swa.o may be undefined.
 Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams sum, const sm90::Kernels& hopper,
-                          Execution& e) {
+                          int* flag, Execution& e) {
   const Branch b = branch_of(swa);
-  int* flag = e.arena.take<int>(1);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (swa.o.defined())
     if (Status s = fill(swa.o, swa.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
   if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
   RangeArgs range = range_args(b, swa.o, swa.lse);
   range.redo.flag = flag;
   const sm90::WindowCombineArgs args{range, strided(sum.o_cmp), strided(sum.o_slc), strided(sum.gates), strided(sum.o)};
@@ -214,15 +229,9 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
 
 }  // namespace
 
-Status compressed_attention(const CompressedAttentionParams& p, Execution& e) {
-  return forward(branch_of(p), p.o, p.lse, p.packed, e);
-}
-Status selected_attention(const SelectedAttentionParams& p, Execution& e) {
-  return forward(branch_of(p), p.o, p.lse, p.packed, e);
-}
-Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution& e) {
-  return forward(branch_of(p), p.o, p.lse, p.packed, e);
-}
+Status compressed_attention(const CompressedAttentionParams& p, Execution& e) { return forward(p, nullptr, e); }
+Status selected_attention(const SelectedAttentionParams& p, Execution& e) { return forward(p, nullptr, e); }
+Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution& e) { return forward(p, nullptr, e); }
 
 Status select_blocks(const SelectBlocksParams& p, Execution& e) {
   SelectArgs args = select_args(p);
@@ -269,17 +278,23 @@ Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
   const SelectBlocksParams select{kept.q,         kept.k_c,   kept.lse_cmp, kept.cfg,    kept.softmax_scale,
                                   b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
   const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
-  if (Status s = compressed_and_select(b.cmp, select, e); !s.ok()) return s;
+  int* flag = e.arena.take<int>(1);
+  if (!e.arena.measuring()) {
+    if (!e.arena.enough()) return out_of_workspace(e.arena);
+    if (any(hopper) || any(hopper_kernels(branch_of(b.cmp), p.o)) || any(hopper_kernels(branch_of(b.slc), p.o)))
+      if (Status s = look_for_nonfinite({&p.v_c, &p.v_slc, &p.v_swa}, flag, e); !s.ok()) return s;
+  }
+  if (Status s = compressed_and_select(b.cmp, select, flag, e); !s.ok()) return s;
   e.stage_done("compressed attention, selection");
   // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
   // alone.
   const bool causal = b.all_selected && hopper_kernels(branch_of(b.causal), p.o).range_forward;
-  if (Status s = causal ? sliding_window_attention(b.causal, e) : selected_attention(b.slc, e); !s.ok()) return s;
+  if (Status s = causal ? forward(b.causal, flag, e) : forward(b.slc, flag, e); !s.ok()) return s;
   e.stage_done("selected attention");
   if (hopper.window_combine) {
-    if (Status s = window_and_combine(b.swa, sum, hopper, e); !s.ok()) return s;
+    if (Status s = window_and_combine(b.swa, sum, hopper, flag, e); !s.ok()) return s;
   } else {
-    if (Status s = sliding_window_attention(b.swa, e); !s.ok()) return s;
+    if (Status s = forward(b.swa, flag, e); !s.ok()) return s;
     if (Status s = combine(sum, e); !s.ok()) return s;
   }
   e.stage_done("sliding window, combine");
