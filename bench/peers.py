@@ -178,7 +178,7 @@ class Ours(Implementation):
         options = (self.cfg.as_list(), None, None, None, 0.0, 0, None, None, 0, 0, blocks, True, True)
         mean = self.mean.as_arguments()
         operator = torch.ops.nsa.native_sparse_attention
-        return self.call(operator, q, k, v, k, v, k, v, gates, *mean, *mean, *options)[0][0]
+        return self.call(operator, q, k, v, k, v, k, v, gates, *mean, *mean, *options)[0].squeeze(0)
 
 
 class Peer(Implementation):

@@ -33,7 +33,7 @@ def call(operator: Callable, *arguments: Any) -> Any:
     try:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return operator(*arguments)
-        return _eager.get(operator, operator)(*arguments)
+        return (_eager.get(operator) or operator.default)(*arguments)
     except (RuntimeError, ValueError) as error:
         message = str(error)
         if message.startswith(_REFUSED):
