@@ -144,7 +144,9 @@ class Ours(Implementation):
 
     def __init__(self, _folder, _problem):
         import nsa
+        from nsa._registration import call
 
+        self.call = call
         self.nsa, self.cfg, self.mean = nsa, nsa.NSAConfig(), nsa.CompressionWeights("mean")
 
     def begin(self, length):
@@ -171,11 +173,12 @@ class Ours(Implementation):
         return self.nsa.combine(cmp[None], slc[None], swa[None], logits.sigmoid()[None])
 
     def whole(self, q, k, v, logits, blocks):
-        k_c, v_c = self.compress(k, v)
-        branches = (q[None], k_c[None], v_c[None], k[None], v[None], k[None], v[None], logits.sigmoid()[None])
-        # The operator: nsa.nsa_attention itself takes no blocks. Its outputs for the backward are kept.
-        options = (self.cfg.as_list(), None, 0.0, 0, None, None, 0, 0, blocks, True)
-        return torch.ops.nsa.nsa_attention(*branches, *options)[0][0]
+        q, k, v, gates = (t[None] for t in (q, k, v, logits.sigmoid()))
+        # The operator: nsa.native_sparse_attention itself takes no blocks. What its backward needs is kept.
+        options = (self.cfg.as_list(), None, None, None, 0.0, 0, None, None, 0, 0, blocks, True, True)
+        mean = self.mean.as_arguments()
+        operator = torch.ops.nsa.native_sparse_attention
+        return self.call(operator, q, k, v, k, v, k, v, gates, *mean, *mean, *options)[0].squeeze(0)
 
 
 class Peer(Implementation):

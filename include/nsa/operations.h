@@ -1,4 +1,4 @@
-// The six operations of Native Sparse Attention, forward and backward, and the whole.
+// The six operations of Native Sparse Attention, forward and backward, and the whole, after compress and with it.
 //
 // Shapes. Batched: (B, S, heads, D). Packed (cu_seqlens given): (total, heads, D), the sequences one after the other.
 // H query heads share Hkv key/value heads, G = H / Hkv; query head h belongs to KV head h / G. Any strides with a
@@ -211,5 +211,30 @@ struct NsaAttentionBackwardParams {
   TensorView d_gates;  // like gates
 };
 Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context = {});
+
+// --------------------------------------------------------------------------------------------- native_sparse_attention
+
+/// A layer's attention in one call: compress k_cmp and v_cmp, rotate the compressed keys, nsa_attention.
+struct NativeSparseAttentionParams {
+  TensorView k_cmp, v_cmp;  // (B, Sk, Hkv, D) or (total_k, Hkv, D); keys not rotated
+  CompressionWeights weights_k, weights_v;
+  // Cosines and sines, float32 (max_positions, Dk / 2): compressed key i turns at i*d, in pairs (x[j], x[j + Dk/2]).
+  TensorView rope_cos, rope_sin;  // undefined: no rotation
+  // The rest. k_c (rotated) and v_c are results here: both or none, for a backward that shall not compute them again.
+  NsaAttentionParams attention;
+};
+Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context = {});
+
+struct NativeSparseAttentionBackwardParams {
+  // With what the forward wrote, as in NsaAttentionBackwardParams. k_c and v_c may be undefined: they are computed
+  // again.
+  NativeSparseAttentionParams forward;
+  TensorView d_o;  // like o
+  TensorView d_q;  // like q, each gradient optional
+  TensorView d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_swa, d_v_swa;
+  TensorView d_gates;                           // like gates
+  CompressionWeights d_weights_k, d_weights_v;  // like weights_k and weights_v (kind is not read)
+};
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context = {});
 
 }  // namespace nsa

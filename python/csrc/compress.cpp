@@ -38,17 +38,12 @@ Tensors<6> compress_backward(const Tensor& d_out, const Tensor& k, std::string k
   CompressBackwardParams params;
   params.forward = params_of(k, kind, pe, w1, b1, w2, b2, cfg, cu_seqlens);
   params.d_out = input(d_out, "d_out");
-  params.d_weights.kind = params.forward.weights.kind;
-  Gradient d_k(k, needs[0]), d_pe(pe, needs[1], k), d_w1(w1, needs[2], k), d_b1(b1, needs[3], k), d_w2(w2, needs[4], k),
-      d_b2(b2, needs[5], k);
+  Gradient d_k(k, needs[0]);
+  const WeightGradients weights(needs, 1, k, pe, w1, b1, w2, b2);
   params.d_k = d_k.view("d_k");
-  params.d_weights.pe = d_pe.view("d_pe");
-  params.d_weights.w1 = d_w1.view("d_w1");
-  params.d_weights.b1 = d_b1.view("d_b1");
-  params.d_weights.w2 = d_w2.view("d_w2");
-  params.d_weights.b2 = d_b2.view("d_b2");
+  params.d_weights = weights.views();
   run(nsa::compress_backward, params, k);
-  return {d_k.tensor, d_pe.tensor, d_w1.tensor, d_b1.tensor, d_w2.tensor, d_b2.tensor};
+  return {d_k.tensor, weights.pe.tensor, weights.w1.tensor, weights.b1.tensor, weights.w2.tensor, weights.b2.tensor};
 }
 
 Tensor compressed_cu_seqlens(const Tensor& cu_seqlens, Ints cfg) {

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -59,7 +60,22 @@ TensorView output(const Tensor& tensor, const char* name) { return view(tensor, 
 Shape shape_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
 Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
+  // By the C shim, which spares the way through the dispatcher.
+  Shape strides(shape.size());
+  std::int64_t stride = 1;
+  for (std::size_t i = shape.size(); i-- > 0; stride *= std::max<std::int64_t>(shape[i], 1)) strides[i] = stride;
+  std::int32_t type = 0, device_type = 0, device = 0;
+  if (dtype) {
+    type = torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(*dtype));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &type));
+  }
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device));
+  AtenTensorHandle result = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
+                                                  type, device_type, device, &result));
+  return Tensor(result);
 }
 
 Tensor make_o(const Tensor& q, const Tensor& v) {

@@ -43,6 +43,23 @@ struct Gradient {
   bool wanted;
   Tensor tensor;
 };
+/// Gradients of phi's weights, wanted as needs[first ...] says. `like`: for the dtype and device of those that are not.
+struct WeightGradients {
+  WeightGradients(const std::vector<bool>& needs, std::size_t first, const Tensor& like, const OptionalTensor& pe,
+                  const OptionalTensor& w1, const OptionalTensor& b1, const OptionalTensor& w2,
+                  const OptionalTensor& b2)
+      : pe(pe, needs[first], like),
+        w1(w1, needs[first + 1], like),
+        b1(b1, needs[first + 2], like),
+        w2(w2, needs[first + 3], like),
+        b2(b2, needs[first + 4], like) {}
+
+  CompressionWeights views() const {
+    return {{}, pe.view("d_pe"), w1.view("d_w1"), b1.view("d_b1"), w2.view("d_w2"), b2.view("d_b2")};
+  }
+
+  Gradient pe, w1, b1, w2, b2;
+};
 void expect_needs(const std::vector<bool>& needs, std::size_t count);
 
 /// cfg holds NSAConfig's members in their order.

@@ -12,6 +12,11 @@ const std::string kWeights = "str kind, Tensor? pe, Tensor? w1, Tensor? b1, Tens
 const std::string kBranches =
     "Tensor q, Tensor k_c, Tensor v_c, Tensor k_slc, Tensor v_slc, Tensor k_swa, Tensor v_swa, Tensor gates";
 
+const std::string kLayer =
+    "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_slc, Tensor v_slc, Tensor k_swa, Tensor v_swa, Tensor gates, "
+    "str kind_k, Tensor? pe_k, Tensor? w1_k, Tensor? b1_k, Tensor? w2_k, Tensor? b2_k, "
+    "str kind_v, Tensor? pe_v, Tensor? w1_v, Tensor? b1_v, Tensor? w2_v, Tensor? b2_v";
+
 std::string tensors(int count) {
   std::string text = "(Tensor";
   for (int i = 1; i < count; ++i) text += ", Tensor";
@@ -51,6 +56,15 @@ void define(Library& m) {
       ", Tensor indices, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, "
       "int[] cfg, float? softmax_scale, " +
       kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
+  def("native_sparse_attention(" + kLayer +
+      ", int[] cfg, float? softmax_scale, Tensor? rope_cos, Tensor? rope_sin, "
+      "float noise, SymInt seed, " +
+      kPacked + ", Tensor? imposed_indices, bool keep, bool keep_compressed) -> " + tensors(10));
+  def("native_sparse_attention_backward(Tensor d_o, " + kLayer +
+      ", Tensor indices, Tensor k_c, Tensor v_c, "
+      "Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, int[] cfg, "
+      "float? softmax_scale, Tensor? rope_cos, Tensor? rope_sin, " +
+      kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(18));
   def("describe_backends() -> str");
   def("device_count() -> int");
 }
@@ -69,6 +83,8 @@ void implement(Library& m) {
   m.impl("combine_backward", TORCH_BOX(&combine_backward));
   m.impl("nsa_attention", TORCH_BOX(&nsa_attention));
   m.impl("nsa_attention_backward", TORCH_BOX(&nsa_attention_backward));
+  m.impl("native_sparse_attention", TORCH_BOX(&native_sparse_attention));
+  m.impl("native_sparse_attention_backward", TORCH_BOX(&native_sparse_attention_backward));
   implement_decode(m);
 }
 

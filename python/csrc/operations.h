@@ -89,6 +89,33 @@ Tensors<8> nsa_attention_backward(const Tensor& d_o, const Tensor& q, const Tens
                                   OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
                                   OptionalTensor imposed_indices, Bools needs);
 
+/// o, indices; only if `keep_compressed`, k_c (rotated) and v_c; only if `keep`, the rest that nsa_attention_backward
+/// needs: o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa
+Tensors<10> native_sparse_attention(const Tensor& q, const Tensor& k_cmp, const Tensor& v_cmp, const Tensor& k_slc,
+                                    const Tensor& v_slc, const Tensor& k_swa, const Tensor& v_swa, const Tensor& gates,
+                                    const std::string& kind_k, const OptionalTensor& pe_k, const OptionalTensor& w1_k,
+                                    const OptionalTensor& b1_k, const OptionalTensor& w2_k, const OptionalTensor& b2_k,
+                                    const std::string& kind_v, const OptionalTensor& pe_v, const OptionalTensor& w1_v,
+                                    const OptionalTensor& b1_v, const OptionalTensor& w2_v, const OptionalTensor& b2_v,
+                                    const Ints& cfg, Scale softmax_scale, const OptionalTensor& rope_cos,
+                                    const OptionalTensor& rope_sin, double noise, std::int64_t seed,
+                                    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                                    std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                                    const OptionalTensor& imposed_indices, bool keep, bool keep_compressed);
+/// d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_swa, d_v_swa, d_gates, d_pe, d_w1, d_b1, d_w2, d_b2 of keys and of
+/// values. k_c and v_c are computed again if they were not kept.
+Tensors<18> native_sparse_attention_backward(
+    const Tensor& d_o, const Tensor& q, const Tensor& k_cmp, const Tensor& v_cmp, const Tensor& k_slc,
+    const Tensor& v_slc, const Tensor& k_swa, const Tensor& v_swa, const Tensor& gates, const std::string& kind_k,
+    const OptionalTensor& pe_k, const OptionalTensor& w1_k, const OptionalTensor& b1_k, const OptionalTensor& w2_k,
+    const OptionalTensor& b2_k, const std::string& kind_v, const OptionalTensor& pe_v, const OptionalTensor& w1_v,
+    const OptionalTensor& b1_v, const OptionalTensor& w2_v, const OptionalTensor& b2_v, const Tensor& indices,
+    const Tensor& k_c, const Tensor& v_c, const Tensor& o_cmp, const Tensor& o_slc, const Tensor& o_swa,
+    const Tensor& lse_cmp, const Tensor& lse_slc, const Tensor& lse_swa, const Ints& cfg, Scale softmax_scale,
+    const OptionalTensor& rope_cos, const OptionalTensor& rope_sin, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+    const OptionalTensor& imposed_indices, const Bools& needs);
+
 // decode, prefill and fork change the cache's tensors; decode.cpp has their schemas beside them.
 using Library = torch::stable::detail::StableLibrary;
 void define_decode(Library& m);

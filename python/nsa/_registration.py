@@ -24,10 +24,16 @@ ops = torch.ops.nsa
 _REFUSED = "invalid argument: "
 
 
+_eager: dict[Any, Callable] = {}
+"""How eager code runs an operator, where it is not torch.ops' way."""
+
+
 def call(operator: Callable, *arguments: Any) -> Any:
     """operator(*arguments), with ValueError for a refused argument in every version of torch."""
     try:
-        return operator(*arguments)
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return operator(*arguments)
+        return (_eager.get(operator) or operator.default)(*arguments)
     except (RuntimeError, ValueError) as error:
         message = str(error)
         if message.startswith(_REFUSED):
@@ -147,6 +153,29 @@ def _(d_o, q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, *rest):
     return _gradients(rest[-1], q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates)
 
 
+@_fake("native_sparse_attention")
+def _(q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, gates, *rest):
+    cfg, (cu_seqlens_q, *_, keep, keep_compressed) = NSAConfig(*rest[12]), rest[18:]
+
+    def compressed(k: Tensor) -> Tensor:
+        if cu_seqlens_q is not None:
+            return k.new_empty((k.shape[0] // cfg.kernel_stride, *k.shape[1:]))
+        return k.new_empty((k.shape[0], cfg.num_compressed(k.shape[1]), *k.shape[2:]))
+
+    kept = (_o(q, v_slc), _o(q, v_slc), _o(q, v_slc), _lse(q), _lse(q), _lse(q))
+    return (
+        *(_o(q, v_slc), _indices(q, k_cmp, rest[12])),
+        *(compressed(t) if keep_compressed else t.new_empty(0) for t in (k_cmp, v_cmp)),
+        *(t if keep else t.new_empty(0) for t in kept),
+    )
+
+
+@_fake("native_sparse_attention_backward")
+def _(d_o, *rest):
+    branches, (_, *weights_k), (_, *weights_v) = rest[:8], rest[8:14], rest[14:20]
+    return _gradients(rest[-1], *branches, *weights_k, *weights_v)
+
+
 @_fake("decode")
 @_fake("prefill")
 def _(q, k_cmp, v_cmp, *rest):
@@ -165,35 +194,75 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     The backward takes the gradient of output 0, then arguments and `saved` outputs of the forward by their names, then
     `needs`; it returns the gradients of the arguments `inputs`. `saved` names the forward's outputs, "" is one that the
     backward does not read.
+
+    Compiled code gets the formula through torch.library, whose way from the dispatcher to Python and back costs eager
+    code more than a short call's kernels; that has an autograd.Function of its own around the bare kernels.
     """
-    backward_op = getattr(ops, f"{name}_backward").default
-    arguments = getattr(ops, name).default._schema.arguments
+    forward_op, backward_op = (getattr(ops, n).default for n in (name, f"{name}_backward"))
+    arguments = forward_op._schema.arguments
     names = [a.name for a in arguments]
-    is_tensor = [str(a.type) in ("Tensor", "Optional[Tensor]") for a in arguments]
     wanted = [a.name for a in backward_op._schema.arguments[1:-1]]
+    tensor_names = {a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")}
+    tensors = [names.index(n) for n in names if n in tensor_names]
+    kept_inputs = [i for i in tensors if names[i] in wanted]
+    kept_outputs = [i for i, n in enumerate(saved) if n in wanted]
+    others = [i for i, n in enumerate(names) if n in wanted and n not in tensor_names]
+    order = [names[i] for i in kept_inputs] + [saved[i] for i in kept_outputs] + [names[i] for i in others]
+    arranged = [order.index(n) for n in wanted]
+    positions = [names.index(i) for i in inputs]
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(
-            *(a if tensor else None for a, tensor in zip(inputs, is_tensor, strict=True)),
-            *(o if name else None for o, name in zip(outputs, saved, strict=False)),
-        )
-        ctx.others = [None if tensor else a for a, tensor in zip(inputs, is_tensor, strict=True)]
+        ctx.save_for_backward(*[inputs[i] for i in kept_inputs], *[outputs[i] for i in kept_outputs])
+        ctx.others = [inputs[i] for i in others]
 
     def backward(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple:
-        gradients: dict[str, Tensor] = {}
+        gradients: list[Tensor | None] = [None] * len(names)
         if d_out is not None:
-            values = dict(zip((*names, *saved), ctx.saved_tensors, strict=True))
-            values |= {n: a for n, a, tensor in zip(names, ctx.others, is_tensor, strict=True) if not tensor}
-            needs = [ctx.needs_input_grad[names.index(i)] for i in inputs]
-            results = backward_op(d_out, *(values[n] for n in wanted), needs)
-            gradients = {i: g for i, g, needed in zip(inputs, results, needs, strict=True) if needed}
-        return tuple(gradients.get(n) for n in names)
+            values = (*ctx.saved_tensors, *ctx.others)
+            needs = [ctx.needs_input_grad[i] for i in positions]
+            # With create_graph through the operator that refuses second derivatives.
+            run = backward_op if torch.is_grad_enabled() else _below_autograd(backward_op)
+            results = run(d_out, *[values[i] for i in arranged], needs)
+            for i, gradient, needed in zip(positions, results, needs, strict=True):
+                gradients[i] = gradient if needed else None
+        return tuple(gradients)
 
     torch.library.register_autograd(f"nsa::{name}", backward, setup_context=setup_context)
     torch.library.register_autograd(f"nsa::{name}_backward", _no_second_derivative)
+
+    bare = _below_autograd(forward_op)
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = bare(*arguments)
+        setup_context(ctx, arguments, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(f"nsa_{name}", (torch.autograd.Function,), members)
+
+    def run(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and needs_gradient(*[arguments[i] for i in positions]):
+            return function.apply(*arguments)
+        return bare(*arguments)
+
+    _eager[getattr(ops, name)] = run
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _below_autograd(operator: Callable) -> Callable:
+    """The operator's kernel, or in a mode of torch's what that makes of it, past its registered autograd formula."""
+
+    def run(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    return run
 
 
 def _no_second_derivative(ctx: Any, *gradients: Tensor) -> None:
@@ -209,4 +278,10 @@ _differentiable(
     "nsa_attention",
     *("q", "k_c", "v_c", "k_slc", "v_slc", "k_swa", "v_swa", "gates"),
     saved=("", "indices", "o_cmp", "o_slc", "o_swa", "lse_cmp", "lse_slc", "lse_swa"),
+)
+_differentiable(
+    "native_sparse_attention",
+    *("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa", "gates"),
+    *("pe_k", "w1_k", "b1_k", "w2_k", "b2_k", "pe_v", "w1_v", "b1_v", "w2_v", "b2_v"),
+    saved=("", "indices", "k_c", "v_c", "o_cmp", "o_slc", "o_swa", "lse_cmp", "lse_slc", "lse_swa"),
 )

@@ -10,8 +10,7 @@ from torch import Tensor
 from ._registration import call, ops
 from .cache import KVCache
 from .config import CompressionWeights, NSAConfig
-
-_BRANCHES = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa")
+from .functional import BRANCHES
 
 
 def decode(
@@ -90,8 +89,8 @@ def _step(
     return_indices: bool,
     imposed_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if len(new_kv) != len(_BRANCHES):
-        raise ValueError(f"new_kv: {len(new_kv)} tensors: must be {', '.join(_BRANCHES)}")
+    if len(new_kv) != len(BRANCHES):
+        raise ValueError(f"new_kv: {len(new_kv)} tensors: must be {', '.join(BRANCHES)}")
     if cfg != cache.cfg:
         raise ValueError(f"cfg = {cfg}: must be the cache's, {cache.cfg}")
     cos, sin = (None, None) if rope is None else rope

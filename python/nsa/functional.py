@@ -15,11 +15,15 @@ Every function raises ValueError for an argument that is not allowed, naming it,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ._registration import call, ops
+from ._registration import call, needs_gradient, ops
 from .config import CompressionWeights, NSAConfig
+
+BRANCHES = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa")
 
 
 def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -206,10 +210,62 @@ def nsa_attention(
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors = (q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates)
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    keep = torch.is_grad_enabled() and needs_gradient(*tensors)
     settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
     o, indices, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, None, keep)
     return (o, indices) if return_indices else o
+
+
+def native_sparse_attention(
+    q: Tensor,
+    kv: Sequence[Tensor],
+    gates: Tensor,
+    weights_k: CompressionWeights,
+    weights_v: CompressionWeights,
+    cfg: NSAConfig,
+    softmax_scale: float | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+    recompute_compressed: bool = False,
+    return_indices: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A layer's attention in one call and one backward: compress, rotate the compressed keys, `nsa_attention`.
+
+    Kept for the backward: the arguments, compressed keys and values, block indices, the branches' outputs and lse.
+
+    Args:
+        q: (B, Sq, H, Dk) or (total_q, H, Dk), rotated.
+        kv: k_cmp (not rotated), v_cmp, k_slc (rotated), v_slc, k_swa (rotated), v_swa, each (B, Sk, Hkv, Dk or Dv) or
+            (total_k, Hkv, Dk or Dv); they may be the same tensors.
+        gates: as in `combine`.
+        weights_k, weights_v: of the compression function, as in `compress`.
+        rope: cosines and sines, float32 (max_positions, Dk / 2) each: rotates compressed key i of a sequence at
+            position i*d, as `decode` does. None: no rotation.
+        noise, seed: as in `select_blocks`.
+        recompute_compressed: the backward computes compressed keys and values again instead of keeping them.
+        return_indices: also return the selected blocks.
+
+    Returns:
+        o, or (o, indices), as `nsa_attention`.
+    """
+    if len(kv) != len(BRANCHES):
+        raise ValueError(f"kv: {len(kv)} tensors: must be {', '.join(BRANCHES)}")
+    packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    weights = (*weights_k.as_arguments(), *weights_v.as_arguments())
+    cos, sin = (None, None) if rope is None else rope
+    keep = torch.is_grad_enabled() and needs_gradient(q, *kv, gates, *weights[1:6], *weights[7:])
+    settings = (cfg.as_list(), softmax_scale, cos, sin, float(noise), _signed(seed))
+    results = call(
+        ops.native_sparse_attention,
+        *(q, *kv, gates, *weights, *settings, *packed, None),
+        *(keep, keep and not recompute_compressed),
+    )
+    return results[:2] if return_indices else results[0]
 
 
 def _packed(

@@ -9,7 +9,7 @@ from .cache import KVCache
 from .compression import CompressionFunction
 from .config import NSAConfig
 from .decoding import decode, prefill
-from .functional import compress, compressed_cu_seqlens, nsa_attention
+from .functional import native_sparse_attention
 from .rotary import rotary_tables, rotate
 
 BRANCHES = ("cmp", "slc", "swa")
@@ -18,7 +18,7 @@ MAX_DECODE_TOKENS = 16
 
 
 class NativeSparseAttention(nn.Module):
-    """Projections, rotation, compression, gates and output projection around `nsa_attention`.
+    """Projections, rotation, gates and output projection around `native_sparse_attention`.
 
     q is rotated once for all branches, k_slc and k_swa at their positions, compressed key i at position i*d after
     phi has seen the unrotated k_cmp; values never. Gates are sigmoid(gate(x)), one per branch, token and head; the last
@@ -40,6 +40,7 @@ class NativeSparseAttention(nn.Module):
         rope_theta: base of the rotation; None: no rotation.
         noise: exploration noise of the selection while training, see `select_blocks`; the attribute may be changed.
         seed: of phi's initial units beyond the mean.
+        recompute_compressed: as in `native_sparse_attention`; the attribute may be changed.
 
     Raises:
         ValueError: num_kv_heads does not divide num_heads, or a size is not allowed.
@@ -61,6 +62,7 @@ class NativeSparseAttention(nn.Module):
         rope_theta: float | None = 10000.0,
         noise: float = 0.0,
         seed: int = 0,
+        recompute_compressed: bool = False,
     ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -74,6 +76,7 @@ class NativeSparseAttention(nn.Module):
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.cfg = NSAConfig() if cfg is None else cfg
         self.noise = noise
+        self.recompute_compressed = recompute_compressed
 
         def key_value_projection(dim: int) -> nn.Module:
             def one() -> nn.Linear:
@@ -151,27 +154,27 @@ class NativeSparseAttention(nn.Module):
         v = self._branches(self.v_proj, x)
         gates = self._heads(torch.sigmoid(self.gate(x)).to(q.dtype), self.num_heads)
         weights_k, weights_v = self.phi_k.weights(q.dtype), self.phi_v.weights(q.dtype)
-        positions = self._positions(x, cu_seqlens, cache)
-        q, k_slc = self._rotate(positions, q, k["slc"])
-        k_swa = k_slc if k["swa"] is k["slc"] else self._rotate(positions, k["swa"])[0]
+        angles = self._angles(self._positions(x, cu_seqlens, cache))
+        q, k_slc = self._rotate(angles, q), self._rotate(angles, k["slc"])
+        k_swa = k_slc if k["swa"] is k["slc"] else self._rotate(angles, k["swa"])
+        kv = (k["cmp"], v["cmp"], k_slc, v["slc"], k_swa, v["swa"])
         if cache is not None:
             step = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
-            rope = self._tables_for(cache)
-            new_kv = (k["cmp"], v["cmp"], k_slc, v["slc"], k_swa, v["swa"])
             o, indices = step(
-                *(q, new_kv, gates, cache, weights_k, weights_v, self.cfg),
-                rope=rope,
+                *(q, kv, gates, cache, weights_k, weights_v, self.cfg),
+                rope=self._tables_for(cache),
                 num_new=num_new,
                 return_indices=True,
             )
         else:
-            k_c = compress(k["cmp"], weights_k, self.cfg, cu_seqlens)
-            v_c = compress(v["cmp"], weights_v, self.cfg, cu_seqlens)
-            (k_c,) = self._rotate(self._compressed_positions(k_c, cu_seqlens), k_c)
-            o, indices = nsa_attention(
-                *(q, k_c, v_c, k_slc, v["slc"], k_swa, v["swa"], gates, self.cfg),
+            if cu_seqlens is not None:  # else the rows are the positions
+                angles = self._angles(torch.arange(x.shape[0] if max_seqlen is None else max_seqlen, device=x.device))
+            o, indices = native_sparse_attention(
+                *(q, kv, gates, weights_k, weights_v, self.cfg),
+                rope=angles,
                 noise=self.noise if self.training else 0.0,
                 seed=seed,
+                recompute_compressed=self.recompute_compressed,
                 return_indices=True,
                 cu_seqlens_q=cu_seqlens,
                 max_seqlen_q=max_seqlen,
@@ -195,19 +198,13 @@ class NativeSparseAttention(nn.Module):
         rows = torch.arange(x.shape[1], device=x.device)
         return rows if cache is None else cache.cache_seqlens[:, None] + rows
 
-    def _compressed_positions(self, k_c: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Positions i*d at which compressed keys are rotated."""
-        if cu_seqlens is None:
-            blocks = torch.arange(k_c.shape[1], device=k_c.device)
-        else:
-            blocks = _rows_within(compressed_cu_seqlens(cu_seqlens, self.cfg), k_c.shape[0])
-        return blocks * self.cfg.kernel_stride
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of positions; None: no rotation."""
+        return None if self.rope_theta is None else rotary_tables(positions, self.head_dim, self.rope_theta)
 
-    def _rotate(self, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self.rope_theta is None:
-            return tensors
-        cos, sin = rotary_tables(positions, self.head_dim, self.rope_theta)
-        return tuple(rotate(t, cos, sin) for t in tensors)
+    @staticmethod
+    def _rotate(angles: tuple[Tensor, Tensor] | None, x: Tensor) -> Tensor:
+        return x if angles is None else rotate(x, *angles)
 
     def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of every position in the cache."""
@@ -215,8 +212,7 @@ class NativeSparseAttention(nn.Module):
             return None
         tables, device = self._fold_tables, cache.cache_seqlens.device
         if tables is None or tables[0].shape[0] < cache.max_length or tables[0].device != device:
-            positions = torch.arange(cache.max_length, device=device)
-            tables = self._fold_tables = rotary_tables(positions, self.head_dim, self.rope_theta)
+            tables = self._fold_tables = self._angles(torch.arange(cache.max_length, device=device))
         return tables
 
 

@@ -26,6 +26,8 @@ Status combine(const CombineParams& params, const Context& context);
 Status combine_backward(const CombineBackwardParams& params, const Context& context);
 Status nsa_attention(const NsaAttentionParams& params, const Context& context);
 Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context);
+Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context);
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context);
 /// Serves nsa::decode and nsa::prefill.
 Status decode(const DecodeParams& params, const Context& context);
 }  // namespace nsa::reference
@@ -48,6 +50,8 @@ Status combine(const CombineParams& params, const Context& context);
 Status combine_backward(const CombineBackwardParams& params, const Context& context);
 Status nsa_attention(const NsaAttentionParams& params, const Context& context);
 Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context);
+Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context);
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context);
 Status decode(const DecodeParams& params, const Context& context);
 /// Copies bytes only: the reference backend shares it.
 Status fork(const ForkParams& params, const Context& context);
@@ -98,6 +102,8 @@ Status combine(const CombineParams& params, Execution& execution);
 Status combine_backward(const CombineBackwardParams& params, Execution& execution);
 Status nsa_attention(const NsaAttentionParams& params, Execution& execution);
 Status nsa_attention_backward(const NsaAttentionBackwardParams& params, Execution& execution);
+Status native_sparse_attention(const NativeSparseAttentionParams& params, Execution& execution);
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, Execution& execution);
 /// Serves nsa::decode and nsa::prefill.
 Status decode(const DecodeParams& params, Execution& execution);
 Status fork(const ForkParams& params, Execution& execution);

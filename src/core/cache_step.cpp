@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
-#include "core/element.h"
+#include "core/rotate.h"
 
 namespace nsa {
 namespace {
@@ -26,16 +26,6 @@ void clear_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, in
   const std::size_t bytes = static_cast<std::size_t>(tensor.size(3)) * size_of(tensor.dtype);
   for (std::int64_t r = begin; r < tensor.size(1); ++r)
     for (std::int64_t head = 0; head < tensor.size(2); ++head) std::memset(rows.at(r, head), byte, bytes);
-}
-
-/// Rotates the pairs (x[j], x[j + D/2]) of a row by the angles of a position.
-void rotate(const TensorView& row, const float* cos, const float* sin) {
-  const std::int64_t half = row.size(0) / 2;
-  for (std::int64_t j = 0; j < half; ++j) {
-    const double x = get_element(row, j), y = get_element(row, j + half);
-    set_element(row, j, x * cos[j] - y * sin[j]);
-    set_element(row, j + half, y * cos[j] + x * sin[j]);
-  }
 }
 
 }  // namespace
@@ -149,6 +139,7 @@ Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const Co
   call.out = TensorView::contiguous(folded.view().data, fresh.dtype, {total / stride, heads, dim});
   if (Status status = compress(call, context); !status.ok()) return status;
 
+  const RotationTable table{params_.rope_cos, params_.rope_sin};
   std::int64_t row = 0;
   for (const StepSequence* s : folding) {
     const TokenRows pages = paged_rows(cache, params_.cache.block_table_c, s->batch);
@@ -157,10 +148,7 @@ Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const Co
         std::byte* target = pages.at(i, head);
         std::memcpy(target, folded.rows().at(row, head), bytes);
         if (!rotated) continue;
-        const auto angles = [&](const TensorView& table) {
-          return table.as<const float>() + i * stride * table.stride[0];
-        };
-        rotate(TensorView::contiguous(target, fresh.dtype, {dim}), angles(params_.rope_cos), angles(params_.rope_sin));
+        table.rotate(TensorView::contiguous(target, fresh.dtype, {dim}), i * stride);
       }
   }
   return {};

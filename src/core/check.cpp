@@ -8,20 +8,29 @@
 namespace nsa {
 namespace {
 
-std::string describe(const Shape& shape) {
-  std::string text = "(";
-  for (std::size_t i = 0; i < shape.size(); ++i) {
-    if (i > 0) text += ", ";
-    const Dim& dim = *shape[i];
-    text += dim.name;
-    if (dim.value != Dim::kUnknown) text += (*dim.name ? " = " : "") + std::to_string(dim.value);
-  }
-  return text + ")";
-}
+/// Texts that are only made for a message.
+struct Expected {
+  const Shape& shape;
 
-std::string describe(const Device& device) {
-  return device.type == DeviceType::kCPU ? "cpu" : "cuda:" + std::to_string(device.index);
-}
+  std::string describe() const {
+    std::string text = "(";
+    for (std::size_t i = 0; i < shape.size(); ++i) {
+      if (i > 0) text += ", ";
+      const Dim& dim = *shape[i];
+      text += dim.name;
+      if (dim.value != Dim::kUnknown) text += (*dim.name ? " = " : "") + std::to_string(dim.value);
+    }
+    return text + ")";
+  }
+};
+
+struct Place {
+  const Device& device;
+
+  std::string describe() const {
+    return device.type == DeviceType::kCPU ? "cpu" : "cuda:" + std::to_string(device.index);
+  }
+};
 
 bool is_floating(DType dtype) { return dtype != DType::kInt32; }
 
@@ -33,45 +42,45 @@ void Checker::check_shape(const std::string& name, const TensorView& view, const
     const Dim& dim = *shape[static_cast<std::size_t>(i)];
     fits = view.size(i) >= 0 && (dim.value == Dim::kUnknown || dim.value == view.size(i));
   }
-  require(fits, name, ": ", view.describe(), ": expected the shape ", describe(shape));
+  require(fits, name, ": ", view, ": expected the shape ", Expected{shape});
   if (!ok()) return;
   for (int i = 0; i < view.rank; ++i) {
-    require(view.size(i) <= std::numeric_limits<std::int32_t>::max(), name, ": ", view.describe(),
-            ": sizes must be below 2^31");
+    require(view.size(i) <= std::numeric_limits<std::int32_t>::max(), name, ": ", view, ": sizes must be below 2^31");
     shape[static_cast<std::size_t>(i)]->value = view.size(i);
   }
 }
 
 void Checker::check_tensor(const std::string& name, const TensorView& view, Access access, DType dtype,
-                           const char* dtype_of, const Shape& shape, Strides strides) {
+                           const std::string& dtype_source, const Shape& shape, Strides strides) {
   if (!ok()) return;
-  require(view.defined(), name, ": not given: expected ", name_of(dtype), " ", describe(shape));
+  require(view.defined(), name, ": not given: expected ", name_of(dtype), " ", Expected{shape});
   if (!ok()) return;
   if (device_source_.empty()) {
     device_source_ = name;
     call_.problem.device = view.device;
   }
-  require(view.device == call_.problem.device, name, ": on ", describe(view.device), ": expected ",
-          describe(call_.problem.device), " as ", device_source_);
-  require(view.dtype == dtype, name, ": ", view.describe(), ": expected ", name_of(dtype), dtype_of);
+  require(view.device == call_.problem.device, name, ": on ", Place{view.device}, ": expected ",
+          Place{call_.problem.device}, " as ", device_source_);
+  require(view.dtype == dtype, name, ": ", view, ": expected ", name_of(dtype), dtype_source.empty() ? "" : " as ",
+          dtype_source);
   check_shape(name, view, shape);
   if (!ok() || view.numel() == 0) {
     if (ok()) call_.tensors.push_back({name, view, access});
     return;
   }
-  require(view.data != nullptr, name, ": ", view.describe(), ": the data pointer is null");
+  require(view.data != nullptr, name, ": ", view, ": the data pointer is null");
   const std::int64_t last = view.stride[static_cast<std::size_t>(view.rank - 1)];
-  require(strides == Strides::kAny || view.size(-1) == 1 || last == 1, name, ": ", view.describe(),
+  require(strides == Strides::kAny || view.size(-1) == 1 || last == 1, name, ": ", view,
           ": the last dimension has stride ", last, ", expected 1");
   for (int i = 0; access != Access::kInput && i < view.rank; ++i)
-    require(view.size(i) == 1 || view.stride[static_cast<std::size_t>(i)] != 0, name, ": ", view.describe(),
-            ": dimension ", i, " of an output has stride 0");
+    require(view.size(i) == 1 || view.stride[static_cast<std::size_t>(i)] != 0, name, ": ", view, ": dimension ", i,
+            " of an output has stride 0");
   if (ok()) call_.tensors.push_back({name, view, access});
 }
 
 DType Checker::data_dtype(const std::string& name, const TensorView& view) {
   if (ok() && dtype_source_.empty() && view.defined()) {
-    require(is_floating(view.dtype), name, ": ", view.describe(), ": expected float32, bfloat16, float16 or float64");
+    require(is_floating(view.dtype), name, ": ", view, ": expected float32, bfloat16, float16 or float64");
     call_.problem.dtype = view.dtype;
     dtype_source_ = name;
   }
@@ -80,20 +89,20 @@ DType Checker::data_dtype(const std::string& name, const TensorView& view) {
 
 void Checker::tensor(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
   const DType dtype = data_dtype(name, view);
-  check_tensor(name, view, access, dtype, (" as " + dtype_source_).c_str(), shape, Strides::kLastContiguous);
+  check_tensor(name, view, access, dtype, dtype_source_, shape, Strides::kLastContiguous);
 }
 
 void Checker::incoming_gradient(const std::string& name, const TensorView& view, const Shape& shape) {
   const DType dtype = data_dtype(name, view);
-  check_tensor(name, view, Access::kInput, dtype, (" as " + dtype_source_).c_str(), shape, Strides::kAny);
+  check_tensor(name, view, Access::kInput, dtype, dtype_source_, shape, Strides::kAny);
 }
 
 void Checker::float32(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
-  check_tensor(name, view, access, DType::kFloat32, "", shape, Strides::kLastContiguous);
+  check_tensor(name, view, access, DType::kFloat32, {}, shape, Strides::kLastContiguous);
 }
 
 void Checker::int32(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
-  check_tensor(name, view, access, DType::kInt32, "", shape, Strides::kLastContiguous);
+  check_tensor(name, view, access, DType::kInt32, {}, shape, Strides::kLastContiguous);
 }
 
 void Checker::config(const NSAConfig& cfg) {
@@ -133,7 +142,7 @@ void Checker::offsets(const std::string& name, const TensorView& given, std::int
   const TensorView offsets = readable(given);
   if (!offsets.defined()) return;
   const std::int64_t last = offsets.size(0) - 1;
-  require(last >= 0, name, ": ", offsets.describe(), ": expected B + 1 offsets, the first 0");
+  require(last >= 0, name, ": ", offsets, ": expected B + 1 offsets, the first 0");
   if (!ok()) return;
   require(int32_at(offsets, 0) == 0, name, "[0] = ", int32_at(offsets, 0), ": must be 0");
   for (std::int64_t i = 0; i < last && ok(); ++i)

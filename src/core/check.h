@@ -23,7 +23,10 @@ using Shape = std::vector<Dim*>;
 
 class Checker {
  public:
-  explicit Checker(Call& call) : call_(call) {}
+  explicit Checker(Call& call) : call_(call) {
+    call_.tensors.reserve(64);  // calls are frequent, and this is most of what validation costs
+    call_.scalars.reserve(16);
+  }
 
   bool ok() const { return status_.ok(); }
   /// The first failure, or success.
@@ -72,8 +75,8 @@ class Checker {
 
  private:
   enum class Strides { kLastContiguous, kAny };
-  void check_tensor(const std::string& name, const TensorView& view, Access access, DType dtype, const char* dtype_of,
-                    const Shape& shape, Strides strides);
+  void check_tensor(const std::string& name, const TensorView& view, Access access, DType dtype,
+                    const std::string& dtype_source, const Shape& shape, Strides strides);
   void check_shape(const std::string& name, const TensorView& view, const Shape& shape);
   void check_overlap();
   DType data_dtype(const std::string& name, const TensorView& view);

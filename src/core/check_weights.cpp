@@ -8,11 +8,11 @@ void check_weights(Checker& check, const std::string& prefix, const CompressionW
   Dim P{"P"}, E{"E"}, l{"kernel_size", cfg.kernel_size}, flat{"kernel_size * D", cfg.kernel_size * D.value};
   const bool linear = weights.kind == CompressionKind::kLinear, mlp = weights.kind == CompressionKind::kMlp;
   const auto weight = [&](const char* name, const TensorView& view, bool allowed, bool needed, const Shape& shape) {
-    check.require(allowed || !view.defined(), prefix, name, ": ", view.describe(), ": must not be given for kind ",
+    check.require(allowed || !view.defined(), prefix, name, ": ", view, ": must not be given for kind ",
                   name_of(weights.kind));
     if (!allowed || (!needed && !view.defined())) return;
     check.tensor(prefix + name, view, Access::kInput, shape);
-    check.require(P.value == 1 || P.value == Hkv.value, prefix, name, ": ", view.describe(),
+    check.require(P.value == 1 || P.value == Hkv.value, prefix, name, ": ", view,
                   ": the first size must be Hkv = ", Hkv.value, " or 1");
   };
   weight("pe", weights.pe, linear || mlp, false, {&P, &l, &D});
@@ -41,6 +41,17 @@ void check_weight_gradients(Checker& check, const std::string& prefix, const Com
   gradient("b1", gradients.b1, weights.b1);
   gradient("w2", gradients.w2, weights.w2);
   gradient("b2", gradients.b2, weights.b2);
+}
+
+std::int64_t check_rotation(Checker& check, const TensorView& cos, const TensorView& sin, const Dim& Dk) {
+  check.require(cos.defined() == sin.defined(), cos.defined() ? "rope_sin" : "rope_cos",
+                ": not given: rope_cos and rope_sin come together");
+  if (!check.ok() || !cos.defined()) return 0;
+  check.require(Dk.value % 2 == 0, "rope_cos: Dk = ", Dk.value, ": only an even head dim can be rotated");
+  Dim positions{"max_positions"}, half{"Dk / 2", Dk.value / 2};
+  check.float32("rope_cos", cos, Access::kInput, {&positions, &half});
+  check.float32("rope_sin", sin, Access::kInput, {&positions, &half});
+  return positions.value;
 }
 
 }  // namespace nsa

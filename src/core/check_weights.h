@@ -1,4 +1,4 @@
-// Checks of the compression function's weights, shared by compress and decode.
+// Checks of the compression function's weights and of the compressed keys' rotation, which several operations take.
 #pragma once
 
 #include <string>
@@ -14,5 +14,8 @@ void check_weights(Checker& check, const std::string& prefix, const CompressionW
 /// Gradients of those weights that were asked for, in the shapes of the weights.
 void check_weight_gradients(Checker& check, const std::string& prefix, const CompressionWeights& gradients,
                             const CompressionWeights& weights);
+
+/// The angles that rotate compressed keys, both tables or none; returns their positions.
+std::int64_t check_rotation(Checker& check, const TensorView& cos, const TensorView& sin, const Dim& Dk);
 
 }  // namespace nsa

@@ -56,6 +56,12 @@ constexpr Operation<NsaAttentionParams> kNsaAttention{"nsa_attention", cpu::nsa_
 constexpr Operation<NsaAttentionBackwardParams> kNsaAttentionBackward{
     "nsa_attention_backward", cpu::nsa_attention_backward, reference::nsa_attention_backward,
     cuda::portable::nsa_attention_backward};
+constexpr Operation<NativeSparseAttentionParams> kNativeSparseAttention{
+    "native_sparse_attention", cpu::native_sparse_attention, reference::native_sparse_attention,
+    cuda::portable::native_sparse_attention};
+constexpr Operation<NativeSparseAttentionBackwardParams> kNativeSparseAttentionBackward{
+    "native_sparse_attention_backward", cpu::native_sparse_attention_backward,
+    reference::native_sparse_attention_backward, cuda::portable::native_sparse_attention_backward};
 constexpr Operation<DecodeParams> kDecode{"decode", cpu::decode, reference::decode, cuda::portable::decode};
 constexpr Operation<DecodeParams> kPrefill{"prefill", cpu::decode, reference::decode, cuda::portable::decode};
 constexpr Operation<ForkParams> kFork{"fork", cpu::fork, cpu::fork, cuda::portable::fork};
@@ -204,6 +210,14 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Co
   return run(kNsaAttentionBackward, params, context);
 }
 
+Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context) {
+  return run(kNativeSparseAttention, params, context);
+}
+
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context) {
+  return run(kNativeSparseAttentionBackward, params, context);
+}
+
 Status decode(const DecodeParams& params, const Context& context) {
   if (params.q.rank == 4 && params.q.size(1) > kMaxDecodeTokens)
     return Status::invalid_argument("decode: q: " + params.q.describe() + ": at most " +
@@ -278,6 +292,16 @@ Status workspace_size(const NsaAttentionParams& params, std::size_t& bytes, cons
 template <>
 Status workspace_size(const NsaAttentionBackwardParams& params, std::size_t& bytes, const Context& context) {
   return measure(kNsaAttentionBackward, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const NativeSparseAttentionParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kNativeSparseAttention, params, bytes, context);
+}
+
+template <>
+Status workspace_size(const NativeSparseAttentionBackwardParams& params, std::size_t& bytes, const Context& context) {
+  return measure(kNativeSparseAttentionBackward, params, bytes, context);
 }
 
 template <>

@@ -98,6 +98,14 @@ LseView<T> lse_of(const TensorView& view, std::int64_t batch, std::int64_t begin
   return {static_cast<T*>(view.data) + lse_offset(view, batch, begin), view.stride[head], view.stride[head + 1]};
 }
 
+/// What compress makes of raw keys or values: a contiguous view without data.
+inline TensorView compressed_shape(const TensorView& k, const NSAConfig& cfg) {
+  return k.rank == 4 ? TensorView::contiguous(
+                           nullptr, k.dtype, {k.size(0), cfg.num_compressed(k.size(1)), k.size(2), k.size(3)}, k.device)
+                     : TensorView::contiguous(nullptr, k.dtype, {k.size(0) / cfg.kernel_stride, k.size(1), k.size(2)},
+                                              k.device);
+}
+
 /// Raw key tokens of a batched call behind compressed keys.
 inline std::int64_t raw_length(const TensorView& q, const std::optional<std::int64_t>& seqlen_k) {
   return seqlen_k.value_or(q.rank == 4 ? q.size(1) : 0);

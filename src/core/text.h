@@ -9,7 +9,8 @@
 
 namespace nsa {
 
-/// Numbers in decimal, floating-point ones with as many digits as it takes to read them back.
+/// Numbers in decimal, floating-point ones with as many digits as it takes to read them back; what can describe itself
+/// by that.
 template <class T>
 void append(std::string& text, const T& x) {
   if constexpr (std::is_same_v<T, char>) {
@@ -17,6 +18,8 @@ void append(std::string& text, const T& x) {
   } else if constexpr (std::is_arithmetic_v<T>) {
     char digits[40];
     text.append(digits, std::to_chars(digits, digits + sizeof digits, x).ptr);
+  } else if constexpr (requires { x.describe(); }) {
+    text += x.describe();
   } else {
     text += std::string_view(x);
   }

@@ -21,6 +21,8 @@ Status validate(const CombineParams& params, Call& call);
 Status validate(const CombineBackwardParams& params, Call& call);
 Status validate(const NsaAttentionParams& params, Call& call);
 Status validate(const NsaAttentionBackwardParams& params, Call& call);
+Status validate(const NativeSparseAttentionParams& params, Call& call);
+Status validate(const NativeSparseAttentionBackwardParams& params, Call& call);
 Status validate(const DecodeParams& params, Call& call);
 Status validate(const ForkParams& params, Call& call);
 

@@ -1,8 +1,10 @@
+#include <algorithm>
 #include <initializer_list>
 #include <limits>
 #include <string>
 
 #include "core/check.h"
+#include "core/check_weights.h"
 #include "core/validate.h"
 
 namespace nsa {
@@ -163,7 +165,8 @@ void check_forward(Checker& check, Shapes& shapes, const SlidingWindowAttentionP
   check_token_attention(check, shapes, params, results);
 }
 
-void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& params, Access results) {
+/// nsa_attention. `made_here`: k_c and v_c are results of the call too, both or none.
+void check_whole(Checker& check, Shapes& shapes, const NsaAttentionParams& params, Access results, bool made_here) {
   Dim topk{"topk", params.cfg.topk};
   check.config(params.cfg);
   check.tensor("q", params.q, Access::kInput, shapes.q());
@@ -174,8 +177,10 @@ void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& par
   if (check.ok())
     shapes.Nc.value =
         shapes.packed ? shapes.Sk.value / params.cfg.kernel_stride : params.cfg.num_compressed(shapes.Sk.value);
-  check.tensor("k_c", params.k_c, Access::kInput, shapes.k_c());
-  check.tensor("v_c", params.v_c, Access::kInput, shapes.v_c());
+  if (!made_here || params.k_c.defined() || params.v_c.defined()) {
+    check.tensor("k_c", params.k_c, made_here ? results : Access::kInput, shapes.k_c());
+    check.tensor("v_c", params.v_c, made_here ? results : Access::kInput, shapes.v_c());
+  }
   check_heads(check, shapes);
   check.tensor("gates", params.gates, Access::kInput, shapes.gates());
   check.softmax_scale(params.softmax_scale);
@@ -191,6 +196,36 @@ void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& par
   for (const auto& [name, view] :
        {std::pair{"lse_cmp", &params.lse_cmp}, {"lse_slc", &params.lse_slc}, {"lse_swa", &params.lse_swa}})
     if (backward || view->defined()) check.float32(name, *view, results, shapes.lse());
+}
+
+void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& params, Access results) {
+  check_whole(check, shapes, params, results, false);
+}
+
+/// The last position at which a compressed key is rotated, as far as it is known; 0 at least.
+std::int64_t last_compressed_position(Checker& check, const Shapes& shapes, const NsaAttentionParams& params) {
+  std::int64_t longest = shapes.packed ? 0 : shapes.Sk.value;
+  if (shapes.packed) {
+    const Packed& packed = params.packed;
+    const TensorView cu = check.readable(packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q);
+    for (std::int64_t b = 0; cu.defined() && b + 1 < cu.size(0); ++b)
+      longest = std::max(longest, int32_at(cu, b + 1) - int32_at(cu, b));
+  }
+  return std::max<std::int64_t>(params.cfg.num_compressed(longest) - 1, 0) * params.cfg.kernel_stride;
+}
+
+void check_forward(Checker& check, Shapes& shapes, const NativeSparseAttentionParams& params, Access results) {
+  const NsaAttentionParams& attention = params.attention;
+  check_whole(check, shapes, attention, results, true);
+  check.tensor("k_cmp", params.k_cmp, Access::kInput, shapes.k());
+  check.tensor("v_cmp", params.v_cmp, Access::kInput, shapes.v());
+  if (!check.ok()) return;
+  check_weights(check, "weights_k.", params.weights_k, attention.cfg, shapes.Hkv, shapes.Dk);
+  check_weights(check, "weights_v.", params.weights_v, attention.cfg, shapes.Hkv, shapes.Dv);
+  const std::int64_t positions = check_rotation(check, params.rope_cos, params.rope_sin, shapes.Dk);
+  if (!check.ok() || !params.rope_cos.defined()) return;
+  const std::int64_t last = last_compressed_position(check, shapes, attention);
+  check.require(last < positions, "rope_cos: ", params.rope_cos, ": a compressed key is rotated at position ", last);
 }
 
 void check_forward(Checker& check, Shapes& shapes, const CombineParams& params) {
@@ -210,10 +245,13 @@ Packed layout_of(const CombineParams& params) {
   return packed;
 }
 
+const Packed& packed_of(const NativeSparseAttentionParams& params) { return params.attention.packed; }
+const Packed& packed_of(const auto& params) { return params.packed; }
+
 template <class Params>
 Status validate_forward(const Params& params, Call& call) {
   Checker check(call);
-  Shapes shapes(params.packed);
+  Shapes shapes(packed_of(params));
   check_forward(check, shapes, params, Access::kOutput);
   return check.finish();
 }
@@ -228,12 +266,16 @@ struct Gradient {
 template <class BackwardParams>
 Status validate_backward(const BackwardParams& params, std::initializer_list<Gradient> gradients, Call& call) {
   Checker check(call);
-  Shapes shapes(params.forward.packed);
+  Shapes shapes(packed_of(params.forward));
   check_forward(check, shapes, params.forward, Access::kInput);
   check.incoming_gradient("d_o", params.d_o, shapes.o());
   check.optional_tensor("d_q", params.d_q, Access::kOutput, shapes.q());
   for (const Gradient& gradient : gradients)
     check.optional_tensor(gradient.name, gradient.view, Access::kOutput, (shapes.*gradient.shape)());
+  if constexpr (requires { params.d_weights_k; }) {
+    check_weight_gradients(check, "d_weights_k.", params.d_weights_k, params.forward.weights_k);
+    check_weight_gradients(check, "d_weights_v.", params.d_weights_v, params.forward.weights_v);
+  }
   return check.finish();
 }
 
@@ -305,6 +347,20 @@ Status validate(const NsaAttentionBackwardParams& params, Call& call) {
   return validate_backward(params,
                            {{"d_k_c", params.d_k_c, &Shapes::k_c},
                             {"d_v_c", params.d_v_c, &Shapes::v_c},
+                            {"d_k_slc", params.d_k_slc, &Shapes::k},
+                            {"d_v_slc", params.d_v_slc, &Shapes::v},
+                            {"d_k_swa", params.d_k_swa, &Shapes::k},
+                            {"d_v_swa", params.d_v_swa, &Shapes::v},
+                            {"d_gates", params.d_gates, &Shapes::gates}},
+                           call);
+}
+
+Status validate(const NativeSparseAttentionParams& params, Call& call) { return validate_forward(params, call); }
+
+Status validate(const NativeSparseAttentionBackwardParams& params, Call& call) {
+  return validate_backward(params,
+                           {{"d_k_cmp", params.d_k_cmp, &Shapes::k},
+                            {"d_v_cmp", params.d_v_cmp, &Shapes::v},
                             {"d_k_slc", params.d_k_slc, &Shapes::k},
                             {"d_v_slc", params.d_v_slc, &Shapes::v},
                             {"d_k_swa", params.d_k_swa, &Shapes::k},

@@ -18,7 +18,8 @@ struct Shapes {
   Dim B{"B"}, m{"m"}, H{"H"}, Hkv{"Hkv"}, Dk{"Dk"}, Dv{"Dv"}, three{"", 3}, one{"", 1}, topk;
   Dim num_pages{"num_pages"}, page_size{"page_size"}, max_pages{"max_pages"};
   Dim num_pages_c{"num_pages_c"}, page_size_c{"page_size_c"}, max_pages_c{"max_pages_c"};
-  Dim swa_ring, cmp_ring, max_positions{"max_positions"}, half{"Dk / 2"};
+  Dim swa_ring, cmp_ring;
+  std::int64_t max_positions = 0;  // that can be rotated
 };
 
 /// Page numbers must exist; -1 is none.
@@ -73,8 +74,8 @@ void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& param
     check.require(length <= std::numeric_limits<std::int32_t>::max(), "cache.cache_seqlens[", b, "]: ", length,
                   " tokens after the step: must be below 2^31");
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
-    check.require(!params.rope_cos.defined() || last < s.max_positions.value, "rope_cos: ", params.rope_cos.describe(),
-                  ": sequence ", b, " rotates a compressed key at position ", last);
+    check.require(!params.rope_cos.defined() || last < s.max_positions, "rope_cos: ", params.rope_cos, ": sequence ", b,
+                  " rotates a compressed key at position ", last);
   }
 }
 
@@ -85,7 +86,7 @@ Status validate(const DecodeParams& params, Call& call) {
   Shapes s(params.cfg);
   check.config(params.cfg);
   check.tensor("q", params.q, Access::kInput, {&s.B, &s.m, &s.H, &s.Dk});
-  check.require(s.m.value >= 1, "q: ", params.q.describe(), ": m must be >= 1");
+  check.require(s.m.value >= 1, "q: ", params.q, ": m must be >= 1");
   check.tensor("k_cmp", params.k_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
   check.tensor("v_cmp", params.v_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
   check.tensor("k_slc", params.k_slc, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
@@ -101,15 +102,7 @@ Status validate(const DecodeParams& params, Call& call) {
   check_weights(check, "weights_k.", params.weights_k, params.cfg, s.Hkv, s.Dk);
   check_weights(check, "weights_v.", params.weights_v, params.cfg, s.Hkv, s.Dv);
   check.softmax_scale(params.softmax_scale);
-  check.require(params.rope_cos.defined() == params.rope_sin.defined(),
-                params.rope_cos.defined() ? "rope_sin" : "rope_cos",
-                ": not given: rope_cos and rope_sin come together");
-  if (params.rope_cos.defined()) {
-    check.require(s.Dk.value % 2 == 0, "rope_cos: Dk = ", s.Dk.value, ": only an even head dim can be rotated");
-    s.half.value = s.Dk.value / 2;
-    check.float32("rope_cos", params.rope_cos, Access::kInput, {&s.max_positions, &s.half});
-    check.float32("rope_sin", params.rope_sin, Access::kInput, {&s.max_positions, &s.half});
-  }
+  s.max_positions = check_rotation(check, params.rope_cos, params.rope_sin, s.Dk);
   check.optional_int32("num_new", params.num_new, Access::kInput, {&s.B});
   check.optional_int32("imposed_indices", params.imposed_indices, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.topk});
   check.tensor("o", params.o, Access::kOutput, {&s.B, &s.m, &s.H, &s.Dv});

@@ -22,7 +22,7 @@ struct CompressShapes {
 void check_forward(Checker& check, CompressShapes& shapes, const CompressParams& params) {
   check.config(params.cfg);
   check.tensor("k", params.k, Access::kInput, shapes.k);
-  check.require(shapes.Hkv.value > 0 && shapes.D.value > 0, "k: ", params.k.describe(), ": Hkv and D must be >= 1");
+  check.require(shapes.Hkv.value > 0 && shapes.D.value > 0, "k: ", params.k, ": Hkv and D must be >= 1");
   if (!check.ok()) return;
   check_weights(check, "weights.", params.weights, params.cfg, shapes.Hkv, shapes.D);
   check.call().packed = shapes.packed;

@@ -33,6 +33,8 @@ Status combine(const CombineParams&, Execution&) { return absent(); }
 Status combine_backward(const CombineBackwardParams&, Execution&) { return absent(); }
 Status nsa_attention(const NsaAttentionParams&, Execution&) { return absent(); }
 Status nsa_attention_backward(const NsaAttentionBackwardParams&, Execution&) { return absent(); }
+Status native_sparse_attention(const NativeSparseAttentionParams&, Execution&) { return absent(); }
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams&, Execution&) { return absent(); }
 Status decode(const DecodeParams&, Execution&) { return absent(); }
 Status fork(const ForkParams&, Execution&) { return absent(); }
 

@@ -89,19 +89,22 @@ at::Tensor sparse_attention(const ModelConfig& config, const BlockWeights& weigh
   }
   NsaInputs inputs{
       .q = in.q,
-      .k_c = rotate(compress(in.k_cmp, weights.phi_k, config.nsa, state.cu_seqlens), state.rotation_c),
-      .v_c = compress(in.v_cmp, weights.phi_v, config.nsa, state.cu_seqlens),
+      .k_cmp = in.k_cmp,
+      .v_cmp = in.v_cmp,
       .k_slc = in.k_slc,
       .v_slc = in.v_slc,
       .k_swa = in.k_swa,
       .v_swa = in.v_swa,
       .gates = gates,
+      .phi_k = weights.phi_k,
+      .phi_v = weights.phi_v,
+      .rotation = state.table,
       .cu_seqlens = state.cu_seqlens,
       .longest = state.longest,
       .noise = state.options.noise,
       .seed = derive_seed({state.options.seed, static_cast<std::uint64_t>(layer)}),
   };
-  const auto outputs = nsa_attention(inputs, config.nsa);
+  const auto outputs = native_sparse_attention(inputs, config.nsa);
   if (trace) *trace = {gates, outputs.indices};
   return outputs.o;
 }

@@ -56,7 +56,7 @@ struct ForwardState {
   std::vector<std::int64_t> offsets;  // cu_seqlens on the host
   std::int64_t longest = 1;           // sequence, tokens
   Rotation rotation;                  // at each token's position in its sequence
-  Rotation rotation_c;                // at the first position of each compression block
+  Rotation table;                     // of every position
   ForwardOptions options;
 };
 

@@ -59,7 +59,7 @@ class CallArguments {
 };
 
 /// Runs the call on `backend`. Throws Error for an operation that cannot be repeated, or when the backend refuses.
-/// `imposed`: the blocks that nsa_attention and decode are to attend to, if not their own choice.
+/// `imposed`: the blocks that the whole and decode are to attend to, if not their own choice.
 void run_call(const DumpedCall& call, CallArguments& arguments, Backend backend, const at::Tensor& imposed = {});
 
 /// How far an output of `got` is from the oracle's.

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -26,17 +25,6 @@ at::Tensor token_positions(const std::vector<std::int64_t>& offsets) {
   auto* const out = positions.mutable_data_ptr<std::int64_t>();
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     for (std::int64_t i = offsets[b]; i < offsets[b + 1]; ++i) out[i] = i - offsets[b];
-  }
-  return positions;
-}
-
-/// First position of each compression block, int64 (floor(total / d)); 0 for the rows past the last block.
-at::Tensor compressed_positions(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg) {
-  const auto positions = at::zeros({offsets.back() / cfg.kernel_stride}, at::kLong);
-  auto* out = positions.mutable_data_ptr<std::int64_t>();
-  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
-    const std::int64_t blocks = cfg.num_compressed(offsets[b + 1] - offsets[b]);
-    for (std::int64_t i = 0; i < blocks; ++i) *out++ = i * cfg.kernel_stride;
   }
   return positions;
 }
@@ -90,11 +78,8 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   for (std::size_t b = 0; b + 1 < state.offsets.size(); ++b) {
     state.longest = std::max(state.longest, state.offsets[b + 1] - state.offsets[b]);
   }
-  const auto& table = impl_->rotation(state.longest);
-  state.rotation = table.at(on_device(token_positions(state.offsets)));
-  if (config.attention == AttentionKind::kNsa) {
-    state.rotation_c = table.at(on_device(compressed_positions(state.offsets, config.nsa)));
-  }
+  state.table = impl_->rotation(state.longest);
+  state.rotation = state.table.at(on_device(token_positions(state.offsets)));
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
 

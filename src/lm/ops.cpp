@@ -46,147 +46,130 @@ Packed packed_by(const at::Tensor& cu_seqlens, std::int64_t longest) {
   return {.cu_seqlens_q = view_of(cu_seqlens), .max_seqlen_q = longest, .max_seqlen_k = longest};
 }
 
-class Compress : public Function<Compress> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& k, const at::Tensor& pe, const at::Tensor& w1,
-                            const at::Tensor& b1, const at::Tensor& w2, const at::Tensor& b2,
-                            const at::Tensor& cu_seqlens, std::int64_t kind, NSAConfig cfg) {
-    const auto out = at::empty({k.size(0) / cfg.kernel_stride, k.size(1), k.size(2)}, k.options());
-    auto params = params_of({k, pe, w1, b1, w2, b2, cu_seqlens}, kind, cfg);
-    params.out = view_of(out);
-    call(nsa::compress, params, k.device());
-    ctx->save_for_backward({k, pe, w1, b1, w2, b2, cu_seqlens});
-    ctx->saved_data["kind"] = kind;
-    ctx->saved_data["cfg"] = pack(cfg);
-    return out;
-  }
+std::vector<std::int64_t> pack(const NSAConfig& cfg) {
+  return {cfg.kernel_size, cfg.kernel_stride, cfg.block_size, cfg.topk,
+          cfg.init_blocks, cfg.local_blocks,  cfg.window_size};
+}
+NSAConfig unpack(const c10::IValue& value) {
+  const auto list = value.toIntVector();
+  const auto at = [&](std::size_t i) { return static_cast<int>(list[i]); };
+  return {at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
+}
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
-    const auto saved = ctx->get_saved_variables();
-    CompressBackwardParams params;
-    params.forward = params_of(saved, ctx->saved_data["kind"].toInt(), unpack(ctx->saved_data["cfg"]));
-    params.d_out = view_of(d_outputs[0]);
-    variable_list gradients(9);
-    gradients[0] = gradient_of(saved[0]);
-    for (std::size_t i = 1; i < 6; ++i) gradients[i] = gradient_of(unpacked(saved[i]));
-    params.d_k = view_of(gradients[0]);
-    params.d_weights.pe = view_of(gradients[1]);
-    params.d_weights.w1 = view_of(gradients[2]);
-    params.d_weights.b1 = view_of(gradients[3]);
-    params.d_weights.w2 = view_of(gradients[4]);
-    params.d_weights.b2 = view_of(gradients[5]);
-    call(nsa::compress_backward, params, saved[0].device());
-    return gradients;
-  }
-
-  static std::vector<std::int64_t> pack(const NSAConfig& cfg) {
-    return {cfg.kernel_size, cfg.kernel_stride, cfg.block_size, cfg.topk,
-            cfg.init_blocks, cfg.local_blocks,  cfg.window_size};
-  }
-  static NSAConfig unpack(const c10::IValue& value) {
-    const auto list = value.toIntVector();
-    const auto at = [&](std::size_t i) { return static_cast<int>(list[i]); };
-    return {at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
-  }
-
- private:
-  static CompressParams params_of(const variable_list& saved, std::int64_t kind, const NSAConfig& cfg) {
-    CompressParams params;
-    params.k = view_of(saved[0]);
-    params.weights = {static_cast<CompressionKind>(kind), view_of(unpacked(saved[1])), view_of(unpacked(saved[2])),
-                      view_of(unpacked(saved[3])),        view_of(unpacked(saved[4])), view_of(unpacked(saved[5]))};
-    params.cu_seqlens = view_of(saved[6]);
-    params.cfg = cfg;
-    return params;
-  }
-};
-
-/// What nsa_attention reads and writes, in the order in which it is saved for the backward.
+/// What native_sparse_attention reads and writes, in the order in which it is saved for the backward.
 enum Saved {
   kQ,
-  kKC,
-  kVC,
+  kKCmp,
+  kVCmp,
   kKSlc,
   kVSlc,
   kKSwa,
   kVSwa,
   kGates,
+  kPhiK,              // pe, w1, b1, w2, b2
+  kPhiV = kPhiK + 5,  // likewise
+  kCos = kPhiV + 5,
+  kSin,
   kCuSeqlens,
+  kKC,
+  kVC,
   kIndices,
   kOCmp,
   kOSlc,
   kOSwa,
   kLseCmp,
   kLseSlc,
-  kLseSwa,
-  kNumSaved
+  kLseSwa
 };
-constexpr std::size_t kNumDifferentiable = 8;
+constexpr std::size_t kNumDifferentiable = kCos, kNumInputs = kKC;
 
-class NsaAttention : public Function<NsaAttention> {
+class NativeSparseAttention : public Function<NativeSparseAttention> {
  public:
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& v_c,
-                               const at::Tensor& k_slc, const at::Tensor& v_slc, const at::Tensor& k_swa,
-                               const at::Tensor& v_swa, const at::Tensor& gates, const at::Tensor& cu_seqlens,
-                               std::int64_t longest, NSAConfig cfg, double noise, std::uint64_t seed) {
-    const auto total = q.size(0), heads = q.size(1), v_dim = v_c.size(2);
-    const auto like_o = [&] { return at::empty({total, heads, v_dim}, q.options()); };
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, std::int64_t longest, NSAConfig cfg,
+                               CompressionKind kind_k, CompressionKind kind_v, double noise, std::uint64_t seed) {
+    const auto &q = inputs[kQ], &k = inputs[kKCmp], &v = inputs[kVCmp];
+    const auto total = q.size(0), heads = q.size(1);
+    const auto like_o = [&] { return at::empty({total, heads, v.size(2)}, q.options()); };
     const auto like_lse = [&] { return at::empty({heads, total}, q.options().dtype(at::kFloat)); };
-    const auto indices = at::empty({total, k_c.size(1), cfg.topk}, q.options().dtype(at::kInt));
-    const variable_list saved = {q,          k_c,     v_c,      k_slc,    v_slc,    k_swa,      v_swa,      gates,
-                                 cu_seqlens, indices, like_o(), like_o(), like_o(), like_lse(), like_lse(), like_lse()};
+    const auto compressed = [&](const at::Tensor& raw) {
+      return at::empty({raw.size(0) / cfg.kernel_stride, raw.size(1), raw.size(2)}, raw.options());
+    };
+    const auto indices = at::empty({total, k.size(1), cfg.topk}, q.options().dtype(at::kInt));
+    variable_list saved = inputs.vec();
+    for (const at::Tensor& output :
+         {compressed(k), compressed(v), indices, like_o(), like_o(), like_o(), like_lse(), like_lse(), like_lse()})
+      saved.push_back(output);
     const auto o = like_o();
-    auto params = params_of(saved, longest, cfg);
-    params.noise = noise;
-    params.seed = seed;
-    params.o = view_of(o);
-    call(nsa::nsa_attention, params, q.device());
+    auto params = params_of(saved, longest, cfg, kind_k, kind_v);
+    params.attention.noise = noise;
+    params.attention.seed = seed;
+    params.attention.o = view_of(o);
+    call(nsa::native_sparse_attention, params, q.device());
     ctx->save_for_backward(saved);
     ctx->saved_data["longest"] = longest;
-    ctx->saved_data["cfg"] = Compress::pack(cfg);
+    ctx->saved_data["cfg"] = pack(cfg);
+    ctx->saved_data["kind_k"] = static_cast<std::int64_t>(kind_k);
+    ctx->saved_data["kind_v"] = static_cast<std::int64_t>(kind_v);
     ctx->mark_non_differentiable({indices});
     return {o, indices};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
     const auto saved = ctx->get_saved_variables();
-    NsaAttentionBackwardParams params;
-    params.forward = params_of(saved, ctx->saved_data["longest"].toInt(), Compress::unpack(ctx->saved_data["cfg"]));
+    const auto kind = [&](const char* name) { return static_cast<CompressionKind>(ctx->saved_data[name].toInt()); };
+    NativeSparseAttentionBackwardParams params;
+    params.forward = params_of(saved, ctx->saved_data["longest"].toInt(), unpack(ctx->saved_data["cfg"]),
+                               kind("kind_k"), kind("kind_v"));
     params.d_o = view_of(d_outputs[0]);
-    variable_list gradients(13);
-    for (std::size_t i = 0; i < kNumDifferentiable; ++i) gradients[i] = gradient_of(saved[i]);
+    variable_list gradients(kNumInputs + 6);
+    for (std::size_t i = 0; i < kNumDifferentiable; ++i) gradients[i] = gradient_of(unpacked(saved[i]));
     params.d_q = view_of(gradients[kQ]);
-    params.d_k_c = view_of(gradients[kKC]);
-    params.d_v_c = view_of(gradients[kVC]);
+    params.d_k_cmp = view_of(gradients[kKCmp]);
+    params.d_v_cmp = view_of(gradients[kVCmp]);
     params.d_k_slc = view_of(gradients[kKSlc]);
     params.d_v_slc = view_of(gradients[kVSlc]);
     params.d_k_swa = view_of(gradients[kKSwa]);
     params.d_v_swa = view_of(gradients[kVSwa]);
     params.d_gates = view_of(gradients[kGates]);
-    call(nsa::nsa_attention_backward, params, saved[kQ].device());
+    params.d_weights_k = weights_of(gradients, kPhiK, {});
+    params.d_weights_v = weights_of(gradients, kPhiV, {});
+    call(nsa::native_sparse_attention_backward, params, saved[kQ].device());
     return gradients;
   }
 
  private:
-  static NsaAttentionParams params_of(const variable_list& saved, std::int64_t longest, const NSAConfig& cfg) {
-    NsaAttentionParams params;
-    params.q = view_of(saved[kQ]);
-    params.k_c = view_of(saved[kKC]);
-    params.v_c = view_of(saved[kVC]);
-    params.k_slc = view_of(saved[kKSlc]);
-    params.v_slc = view_of(saved[kVSlc]);
-    params.k_swa = view_of(saved[kKSwa]);
-    params.v_swa = view_of(saved[kVSwa]);
-    params.gates = view_of(saved[kGates]);
-    params.cfg = cfg;
-    params.packed = packed_by(saved[kCuSeqlens], longest);
-    params.indices = view_of(saved[kIndices]);
-    params.o_cmp = view_of(saved[kOCmp]);
-    params.o_slc = view_of(saved[kOSlc]);
-    params.o_swa = view_of(saved[kOSwa]);
-    params.lse_cmp = view_of(saved[kLseCmp]);
-    params.lse_slc = view_of(saved[kLseSlc]);
-    params.lse_swa = view_of(saved[kLseSwa]);
+  static CompressionWeights weights_of(const variable_list& tensors, std::size_t first, CompressionKind kind) {
+    const auto at = [&](std::size_t i) { return view_of(unpacked(tensors[first + i])); };
+    return {kind, at(0), at(1), at(2), at(3), at(4)};
+  }
+
+  static NativeSparseAttentionParams params_of(const variable_list& saved, std::int64_t longest, const NSAConfig& cfg,
+                                               CompressionKind kind_k, CompressionKind kind_v) {
+    NativeSparseAttentionParams params;
+    params.k_cmp = view_of(saved[kKCmp]);
+    params.v_cmp = view_of(saved[kVCmp]);
+    params.weights_k = weights_of(saved, kPhiK, kind_k);
+    params.weights_v = weights_of(saved, kPhiV, kind_v);
+    params.rope_cos = view_of(saved[kCos]);
+    params.rope_sin = view_of(saved[kSin]);
+    NsaAttentionParams& attention = params.attention;
+    attention.q = view_of(saved[kQ]);
+    attention.k_c = view_of(saved[kKC]);
+    attention.v_c = view_of(saved[kVC]);
+    attention.k_slc = view_of(saved[kKSlc]);
+    attention.v_slc = view_of(saved[kVSlc]);
+    attention.k_swa = view_of(saved[kKSwa]);
+    attention.v_swa = view_of(saved[kVSwa]);
+    attention.gates = view_of(saved[kGates]);
+    attention.cfg = cfg;
+    attention.packed = packed_by(saved[kCuSeqlens], longest);
+    attention.indices = view_of(saved[kIndices]);
+    attention.o_cmp = view_of(saved[kOCmp]);
+    attention.o_slc = view_of(saved[kOSlc]);
+    attention.o_swa = view_of(saved[kOSwa]);
+    attention.lse_cmp = view_of(saved[kLseCmp]);
+    attention.lse_slc = view_of(saved[kLseSlc]);
+    attention.lse_swa = view_of(saved[kLseSwa]);
     return params;
   }
 };
@@ -272,15 +255,13 @@ CompressionWeights CompressionTensors::views() const {
   return {kind, view_of(pe), view_of(w1), view_of(b1), view_of(w2), view_of(b2)};
 }
 
-at::Tensor compress(const at::Tensor& k, const CompressionTensors& weights, const NSAConfig& cfg,
-                    const at::Tensor& cu_seqlens) {
-  return Compress::apply(k, packed_up(weights.pe), packed_up(weights.w1), packed_up(weights.b1), packed_up(weights.w2),
-                         packed_up(weights.b2), cu_seqlens, static_cast<std::int64_t>(weights.kind), cfg);
-}
-
-NsaOutputs nsa_attention(const NsaInputs& in, const NSAConfig& cfg) {
-  const auto outputs = NsaAttention::apply(in.q, in.k_c, in.v_c, in.k_slc, in.v_slc, in.k_swa, in.v_swa, in.gates,
-                                           in.cu_seqlens, in.longest, cfg, in.noise, in.seed);
+NsaOutputs native_sparse_attention(const NsaInputs& in, const NSAConfig& cfg) {
+  variable_list inputs{in.q, in.k_cmp, in.v_cmp, in.k_slc, in.v_slc, in.k_swa, in.v_swa, in.gates};
+  for (const CompressionTensors* phi : {&in.phi_k, &in.phi_v})
+    for (const at::Tensor& weight : {phi->pe, phi->w1, phi->b1, phi->w2, phi->b2}) inputs.push_back(packed_up(weight));
+  for (const at::Tensor& tensor : {in.rotation.cos, in.rotation.sin, in.cu_seqlens}) inputs.push_back(tensor);
+  const auto outputs = NativeSparseAttention::apply(at::TensorList(inputs), in.longest, cfg, in.phi_k.kind,
+                                                    in.phi_v.kind, in.noise, in.seed);
   return {outputs[0], outputs[1]};
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lm/rope.h"
 #include "nsa/operations.h"
 
 namespace nsa::lm {
@@ -41,16 +42,14 @@ struct CompressionTensors {
   CompressionWeights views() const;
 };
 
-/// k (total, Hkv, D) -> (floor(total / d), Hkv, D), see nsa::compress.
-at::Tensor compress(const at::Tensor& k, const CompressionTensors& weights, const NSAConfig& cfg,
-                    const at::Tensor& cu_seqlens);
-
 struct NsaInputs {
   at::Tensor q;             // (total, H, Dk), rotated
-  at::Tensor k_c, v_c;      // (floor(total / d), Hkv, D), keys rotated
+  at::Tensor k_cmp, v_cmp;  // (total, Hkv, D), keys not rotated
   at::Tensor k_slc, v_slc;  // (total, Hkv, D), keys rotated
   at::Tensor k_swa, v_swa;
-  at::Tensor gates;          // (total, H, 3)
+  at::Tensor gates;  // (total, H, 3)
+  CompressionTensors phi_k, phi_v;
+  Rotation rotation;         // of every position up to the longest sequence's
   at::Tensor cu_seqlens;     // int32 (B + 1)
   std::int64_t longest = 0;  // sequence, tokens; 0: not known
   double noise = 0;
@@ -60,7 +59,7 @@ struct NsaOutputs {
   at::Tensor o;        // (total, H, Dv)
   at::Tensor indices;  // int32 (total, Hkv, topk)
 };
-NsaOutputs nsa_attention(const NsaInputs& inputs, const NSAConfig& cfg);
+NsaOutputs native_sparse_attention(const NsaInputs& inputs, const NSAConfig& cfg);
 
 /// torch's dense attention: q (S, H, Dk), k and v (S, Hkv, D) of one sequence -> (S, H, Dv).
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);

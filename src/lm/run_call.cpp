@@ -152,11 +152,10 @@ NsaAttentionParams whole_params(CallArguments& a) {
           .lse_swa = a.in("lse_swa")};
 }
 
-Status whole_again(CallArguments& a, const at::Tensor& imposed, const Context& context) {
-  auto p = whole_params(a);
-  if (imposed.defined()) p.imposed_indices = view_of(imposed);
-  const auto o = with_width(a.shape("q"), a.shape("v_c").back()), lse = log_sum_shape(a.shape("q"));
-  p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape("k_c"), p.cfg.topk), at::kInt);
+/// Fresh outputs of the attention behind keys and values named so.
+void add_outputs(CallArguments& a, NsaAttentionParams& p, const char* keys, const char* values) {
+  const auto o = with_width(a.shape("q"), a.shape(values).back()), lse = log_sum_shape(a.shape("q"));
+  p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape(keys), p.cfg.topk), at::kInt);
   p.o = a.out("o", o);
   p.o_cmp = a.out("o_cmp", o);
   p.o_slc = a.out("o_slc", o);
@@ -164,6 +163,12 @@ Status whole_again(CallArguments& a, const at::Tensor& imposed, const Context& c
   p.lse_cmp = a.out("lse_cmp", lse, at::kFloat);
   p.lse_slc = a.out("lse_slc", lse, at::kFloat);
   p.lse_swa = a.out("lse_swa", lse, at::kFloat);
+}
+
+Status whole_again(CallArguments& a, const at::Tensor& imposed, const Context& context) {
+  auto p = whole_params(a);
+  if (imposed.defined()) p.imposed_indices = view_of(imposed);
+  add_outputs(a, p, "k_c", "v_c");
   return nsa::nsa_attention(p, context);
 }
 
@@ -179,6 +184,45 @@ Status whole_backward_again(CallArguments& a, const Context& context) {
                                       .d_v_swa = a.out_like("d_v_swa", "v_swa"),
                                       .d_gates = a.out_like("d_gates", "gates")},
                                      context);
+}
+
+NativeSparseAttentionParams layer_params(CallArguments& a) {
+  return {.k_cmp = a.in("k_cmp"),
+          .v_cmp = a.in("v_cmp"),
+          .weights_k = a.weights("weights_k."),
+          .weights_v = a.weights("weights_v."),
+          .rope_cos = a.in("rope_cos"),
+          .rope_sin = a.in("rope_sin"),
+          .attention = whole_params(a)};
+}
+
+Status layer_again(CallArguments& a, const at::Tensor& imposed, const Context& context) {
+  auto p = layer_params(a);
+  if (imposed.defined()) p.attention.imposed_indices = view_of(imposed);
+  add_outputs(a, p.attention, "k_cmp", "v_cmp");
+  return nsa::native_sparse_attention(p, context);
+}
+
+Status layer_backward_again(CallArguments& a, const Context& context) {
+  const auto weights = [&](const std::string& name) -> CompressionWeights {
+    const auto gradient = [&](const char* of) {
+      return a.out_like(("d_" + name).append(of), std::string(name).append(of));
+    };
+    return {{}, gradient("pe"), gradient("w1"), gradient("b1"), gradient("w2"), gradient("b2")};
+  };
+  return nsa::native_sparse_attention_backward({.forward = layer_params(a),
+                                                .d_o = a.in("d_o"),
+                                                .d_q = a.out_like("d_q", "q"),
+                                                .d_k_cmp = a.out_like("d_k_cmp", "k_cmp"),
+                                                .d_v_cmp = a.out_like("d_v_cmp", "v_cmp"),
+                                                .d_k_slc = a.out_like("d_k_slc", "k_slc"),
+                                                .d_v_slc = a.out_like("d_v_slc", "v_slc"),
+                                                .d_k_swa = a.out_like("d_k_swa", "k_swa"),
+                                                .d_v_swa = a.out_like("d_v_swa", "v_swa"),
+                                                .d_gates = a.out_like("d_gates", "gates"),
+                                                .d_weights_k = weights("weights_k."),
+                                                .d_weights_v = weights("weights_v.")},
+                                               context);
 }
 
 Status combine_again(CallArguments& a, bool backward, const Context& context) {
@@ -294,6 +338,8 @@ void run_call(const DumpedCall& call, CallArguments& a, Backend backend, const a
       {"combine_backward", [&] { return combine_again(a, true, context); }},
       {"nsa_attention", [&] { return whole_again(a, imposed, context); }},
       {"nsa_attention_backward", [&] { return whole_backward_again(a, context); }},
+      {"native_sparse_attention", [&] { return layer_again(a, imposed, context); }},
+      {"native_sparse_attention_backward", [&] { return layer_backward_again(a, context); }},
       {"decode", [&] { return decode_again(a, imposed, false, context); }},
       {"prefill", [&] { return decode_again(a, imposed, true, context); }},
   };

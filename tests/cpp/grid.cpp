@@ -130,6 +130,23 @@ std::vector<Option> compression_options() {
           layouts()};
 }
 
+/// phi with a rotation behind it, or phi alone. Only then it has biases: without a rotation they add the same to every
+/// key, which changes no softmax, so that their gradients would be nothing but rounding.
+Option compressions() {
+  const auto turned = [](Value phi) {
+    return Value{phi.name + "_rope", [=](Case& c) { phi.apply(c), c.rope = true; }};
+  };
+  return {phi("mean", CompressionKind::kMean, false, false), turned(phi("mean", CompressionKind::kMean, false, false)),
+          phi("mlp_bare_e24", CompressionKind::kMlp, false, false, 24),
+          turned(phi("mlp_e40", CompressionKind::kMlp, false, true, 40)),
+          turned(phi("linear_shared", CompressionKind::kLinear, true, true))};
+}
+
+std::vector<Option> layer_options() {
+  return {configs(), lengths(), compressions(), {group(1, 3), group(3, 1), group(8, 2)}, {dims(64, 64), dims(16, 8)},
+          dtypes(),  layouts()};
+}
+
 using Pair = std::array<std::size_t, 4>;  // option a, its value, option b, its value
 
 /// Rows of value numbers that contain every pair: greedily, each row starts from a pair not yet seen.
@@ -186,6 +203,8 @@ std::vector<Case> cases_of(const std::vector<Option>& options) {
 }  // namespace
 
 std::vector<Case> attention_cases() { return cases_of(attention_options()); }
+
+std::vector<Case> layer_cases() { return cases_of(layer_options()); }
 
 std::vector<Case> compression_cases() {
   std::vector<Case> cases = cases_of(compression_options());

@@ -14,4 +14,7 @@ std::vector<Case> attention_cases();
 /// The same for compress: every function, weights shared or per head, with and without what is optional.
 std::vector<Case> compression_cases();
 
+/// The same for native_sparse_attention: every kind of compression, with and without a rotation.
+std::vector<Case> layer_cases();
+
 }  // namespace nsa::test

@@ -20,7 +20,8 @@ std::vector<Case> cases() {
                    .kv_heads = 2,
                    .group = 4,
                    .cfg = small_config(),
-                   .kind = CompressionKind::kMlp});
+                   .kind = CompressionKind::kMlp,
+                   .rope = true});
     all.push_back({.name = "packed" + suffix,
                    .dtype = dtype,
                    .packed = true,
@@ -31,7 +32,8 @@ std::vector<Case> cases() {
                    .dk = 72,
                    .dv = 64,
                    .cfg = small_config(),
-                   .kind = CompressionKind::kLinear});
+                   .kind = CompressionKind::kLinear,
+                   .rope = true});
     all.push_back({.name = "chunks" + suffix,
                    .dtype = dtype,
                    .packed = true,

@@ -6,6 +6,7 @@
 
 #include "core/backend.h"
 #include "cpu/reference/reference.h"
+#include "support/outputs.h"
 #include "support/problem.h"
 
 namespace nsa::test {
@@ -57,9 +58,9 @@ std::vector<Case> cases() {
   std::vector<Case> all(6, base);
   all[0].name = "mean";
   all[1].name = "mlp_longer_keys", all[1].kind = CompressionKind::kMlp, all[1].q_lens = {5, 5},
-  all[1].k_lens = {41, 41};
+  all[1].k_lens = {41, 41}, all[1].rope = true;
   all[2].name = "linear_packed", all[2].kind = CompressionKind::kLinear, all[2].packed = true,
-  all[2].q_lens = {0, 23, 7, 0, 36}, all[2].slack = 3;
+  all[2].q_lens = {0, 23, 7, 0, 36}, all[2].slack = 3, all[2].rope = true;
   all[3].name = "mlp_shared_heads_first", all[3].kind = CompressionKind::kMlp, all[3].shared_weights = true,
   all[3].layout = Layout::kHeadsFirst, all[3].softmax_scale = 0.7;
   all[4].name = "linear_bare_packed", all[4].kind = CompressionKind::kLinear, all[4].optional_weights = false,
@@ -181,6 +182,30 @@ TEST_P(OracleGradient, NsaAttention) {
       reference::nsa_attention_backward({f, p.d_o, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]}, Context{}).ok());
   const char* names[] = {"q", "k_c", "v_c", "k_slc", "v_slc", "k_swa", "v_swa", "gates"};
   for (std::size_t i = 0; i < d.size(); ++i) expect_gradient(names[i], *inputs[i], d[i], L);
+}
+
+TEST_P(OracleGradient, NativeSparseAttention) {
+  NativeSparseAttentionParams f = p.layer();
+  const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
+  f.attention.o = o;
+  f.attention.imposed_indices = p.indices;
+  const auto L = [&] {
+    EXPECT_TRUE(reference::native_sparse_attention(f, Context{}).ok());
+    return inner_product(o, p.d_o);
+  };
+  NativeSparseAttentionBackwardParams b;
+  b.forward = f;
+  b.d_o = p.d_o;
+  const auto outputs = layer_backward_outputs(p);
+  const auto d = outputs_of(b, outputs, true, [](const NativeSparseAttentionBackwardParams& params) {
+    return reference::native_sparse_attention_backward(params, Context{});
+  });
+  std::vector<TensorView> inputs{p.q, p.k_cmp, p.v_cmp, p.k_slc, p.v_slc, p.k_swa, p.v_swa, p.gates};
+  for (const CompressionWeights& w : {f.weights_k, f.weights_v})
+    for (const TensorView& t : {w.pe, w.w1, w.b1, w.w2, w.b2})
+      if (t.defined()) inputs.push_back(t);
+  ASSERT_EQ(inputs.size(), d.size());
+  for (std::size_t i = 0; i < d.size(); ++i) expect_gradient(outputs[i].name.c_str(), inputs[i], d[i], L);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, OracleGradient, testing::ValuesIn(cases()),

@@ -63,6 +63,9 @@ std::vector<Result> run_all(const Problem& p, const Context& context) {
   const auto whole = run("nsa_attention", p.whole(), whole_outputs(p), under_test.nsa_attention);
   run("nsa_attention_backward", backward_of(p.whole(), whole, p.d_o), whole_backward_outputs(p),
       under_test.nsa_attention_backward);
+  const auto layer = run("native_sparse_attention", p.layer(), layer_outputs(p), under_test.native_sparse_attention);
+  run("native_sparse_attention_backward", backward_of(p.layer(), layer, p.d_o), layer_backward_outputs(p),
+      under_test.native_sparse_attention_backward);
   return results;
 }
 

@@ -19,6 +19,8 @@ struct Operations {
   Operation<CombineBackwardParams> combine_backward;
   Operation<NsaAttentionParams> nsa_attention;
   Operation<NsaAttentionBackwardParams> nsa_attention_backward;
+  Operation<NativeSparseAttentionParams> native_sparse_attention;
+  Operation<NativeSparseAttentionBackwardParams> native_sparse_attention_backward;
   double floor;  // see within_bound
   /// Whether other kernels, which round otherwise, compute in 16-bit types where an input is not finite.
   bool (*stands_in)();

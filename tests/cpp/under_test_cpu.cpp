@@ -15,6 +15,8 @@ const Operations under_test{compress,
                             combine_backward,
                             nsa_attention,
                             nsa_attention_backward,
+                            native_sparse_attention,
+                            native_sparse_attention_backward,
                             0,
                             [] { return false; }};
 

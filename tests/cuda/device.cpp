@@ -60,6 +60,13 @@ void for_views(NsaAttentionParams& p, const F& f) {
   for_views(p.packed, f);
 }
 template <class F>
+void for_views(NativeSparseAttentionParams& p, const F& f) {
+  for (TensorView* t : {&p.k_cmp, &p.v_cmp, &p.rope_cos, &p.rope_sin}) f(*t);
+  for_views(p.weights_k, f);
+  for_views(p.weights_v, f);
+  for_views(p.attention, f);
+}
+template <class F>
 void for_views(KVCacheView& c, const F& f) {
   for (TensorView* t : {&c.k_slc, &c.v_slc, &c.block_table, &c.k_c, &c.v_c, &c.block_table_c, &c.k_swa_ring,
                         &c.v_swa_ring, &c.k_cmp_ring, &c.v_cmp_ring, &c.cache_seqlens, &c.overflow})
@@ -86,6 +93,11 @@ void for_views(Params& p, const F& f) {
   if constexpr (requires { p.d_weights; }) {
     each(&Params::d_out, &Params::d_k);
     for_views(p.d_weights, f);
+  } else if constexpr (requires { p.d_k_cmp; }) {
+    each(&Params::d_o, &Params::d_q, &Params::d_k_cmp, &Params::d_v_cmp, &Params::d_k_slc, &Params::d_v_slc,
+         &Params::d_k_swa, &Params::d_v_swa, &Params::d_gates);
+    for_views(p.d_weights_k, f);
+    for_views(p.d_weights_v, f);
   } else if constexpr (requires { p.d_k_slc; }) {
     each(&Params::d_o, &Params::d_q, &Params::d_k_c, &Params::d_v_c, &Params::d_k_slc, &Params::d_v_slc,
          &Params::d_k_swa, &Params::d_v_swa, &Params::d_gates);
@@ -178,6 +190,8 @@ template Status on_device(CombineParams, const Function<CombineParams>&);
 template Status on_device(CombineBackwardParams, const Function<CombineBackwardParams>&);
 template Status on_device(NsaAttentionParams, const Function<NsaAttentionParams>&);
 template Status on_device(NsaAttentionBackwardParams, const Function<NsaAttentionBackwardParams>&);
+template Status on_device(NativeSparseAttentionParams, const Function<NativeSparseAttentionParams>&);
+template Status on_device(NativeSparseAttentionBackwardParams, const Function<NativeSparseAttentionBackwardParams>&);
 template Status on_device(DecodeParams, const Function<DecodeParams>&);
 template Status on_device(ForkParams, const Function<ForkParams>&);
 

@@ -27,6 +27,8 @@ const Operations under_test{run<CompressParams, compress>,
                             run<CombineBackwardParams, combine_backward>,
                             run<NsaAttentionParams, nsa_attention>,
                             run<NsaAttentionBackwardParams, nsa_attention_backward>,
+                            run<NativeSparseAttentionParams, native_sparse_attention>,
+                            run<NativeSparseAttentionBackwardParams, native_sparse_attention_backward>,
                             5e-5,  // one visible key: dP - delta is rounding noise of float32 products instead of 0
                             hopper_kernels_run};  // they leave such inputs to the portable ones
 

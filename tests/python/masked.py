@@ -128,6 +128,13 @@ def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tenso
     return gates[..., 0:1] * o_cmp + gates[..., 1:2] * o_slc + gates[..., 2:3] * o_swa
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (x[j], x[j + D/2]) of the rows (S, heads, D) by their rows of cos, sin (S, D/2)."""
+    low, high = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
 def nsa_attention(q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, indices, cfg, scale=None) -> Tensor:
     o_cmp, _ = compressed_attention(q, k_c, v_c, cfg, k_slc.shape[0], scale)
     o_slc, _ = selected_attention(q, k_slc, v_slc, indices, cfg.block_size, scale)

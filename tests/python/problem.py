@@ -16,9 +16,10 @@ from devices import head_dims, here
 SMALL = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
 OPERATIONS = (
     *("compress", "compressed_attention", "selected_attention", "sliding_window_attention", "combine"),
-    "nsa_attention",
+    *("nsa_attention", "native_sparse_attention"),
 )
-WEIGHTS = ("pe", "w1", "b1", "w2", "b2")
+PHI = ("pe", "w1", "b1", "w2", "b2")
+WEIGHTS = tuple(f"{name}{of}" for of in ("", "_k", "_v") for name in PHI)
 
 
 class Result(NamedTuple):
@@ -73,17 +74,28 @@ class Problem:
         }
         shapes["nsa_attention"] = {"q": q, "k_c": k_c, "v_c": v_c, "k_slc": k, "v_slc": v, "k_swa": k, "v_swa": v}
         shapes["nsa_attention"]["gates"] = (self.total_q, h, 3)
+        shapes["native_sparse_attention"] = {"q": q, "k_cmp": k, "v_cmp": v, "k_slc": k, "v_slc": v, "k_swa": k}
+        shapes["native_sparse_attention"] |= {"v_swa": v, "gates": (self.total_q, h, 3)}
         result = {name: self.random(*shape) for name, shape in shapes[operation].items()}
         if "gates" in result:
             result["gates"] = result["gates"].sigmoid()
-        if operation == "compress" and self.phi != "mean":
-            sets, size, hidden = 1 if self.shared_phi else hkv, self.cfg.kernel_size * dk, dk + 8
-            first = hidden if self.phi == "mlp" else dk
-            result |= {"pe": self.random(sets, self.cfg.kernel_size, dk), "b1": self.random(sets, first)}
-            result["w1"] = self.random(sets, size, first) / size**0.5
-            if self.phi == "mlp":
-                result |= {"w2": self.random(sets, hidden, dk) / hidden**0.5, "b2": self.random(sets, dk)}
+        if operation == "compress":
+            result |= self.random_weights(dk)
+        if operation == "native_sparse_attention":
+            for of, width in (("k", dk), ("v", dv)):
+                result |= {f"{name}_{of}": t for name, t in self.random_weights(width).items()}
         return {name: t.to(dtype).requires_grad_() for name, t in result.items()}
+
+    def random_weights(self, width: int) -> dict[str, Tensor]:
+        if self.phi == "mean":
+            return {}
+        sets, size = 1 if self.shared_phi else self.heads[1], self.cfg.kernel_size * width
+        hidden = width + 8 if self.phi == "mlp" else width
+        result = {"pe": self.random(sets, self.cfg.kernel_size, width), "b1": self.random(sets, hidden)}
+        result["w1"] = self.random(sets, size, hidden) / size**0.5
+        if self.phi == "mlp":
+            result |= {"w2": self.random(sets, hidden, width) / hidden**0.5, "b2": self.random(sets, width)}
+        return result
 
     def random_indices(self, n: int = 5) -> Tensor:
         """int32 (total_q, Hkv, n) in any order, with duplicates, -1, blocks of the future and out of range."""
@@ -110,8 +122,36 @@ class Problem:
     def raw_length(self) -> dict[str, int]:
         return {} if self.packed else {"seqlen_k": self.k_lens[0]}
 
-    def weights(self, inputs: dict[str, Tensor]) -> nsa.CompressionWeights:
-        return nsa.CompressionWeights(self.phi, *(inputs.get(name) for name in WEIGHTS))
+    def weights(self, inputs: dict[str, Tensor], of: str = "") -> nsa.CompressionWeights:
+        return nsa.CompressionWeights(self.phi, *(inputs.get(name + of) for name in PHI))
+
+    def rope(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Angles by position."""
+        positions = torch.arange(max([1, *self.k_lens]), device=like.device)
+        return nsa.rotary_tables(positions, like.shape[-1], theta=30.0)
+
+    def layer(self, inputs: dict[str, Tensor], **options) -> Tensor | tuple[Tensor, Tensor]:
+        q, *kv, gates = (self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS)
+        weights = self.weights(inputs, "_k"), self.weights(inputs, "_v")
+        return nsa.native_sparse_attention(
+            *(q, kv, gates, *weights, self.cfg), rope=self.rope(q), **self.packing(q), **options
+        )
+
+    def compressed(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """k_c, rotated, and v_c behind the inputs of native_sparse_attention; (total_c, Hkv, D)."""
+        k, v = (self.shaped(inputs[name]) for name in ("k_cmp", "v_cmp"))
+        cu_seqlens = self.cu_k.to(k.device) if self.packed else None
+        k_c = nsa.compress(k, self.weights(inputs, "_k"), self.cfg, cu_seqlens)
+        v_c = nsa.compress(v, self.weights(inputs, "_v"), self.cfg, cu_seqlens)
+        positions = torch.zeros(self.total_c, dtype=torch.int64, device=k.device)
+        first = [i * self.cfg.kernel_stride for n in self.c_lens for i in range(n)]
+        positions[: len(first)] = torch.tensor(first, dtype=torch.int64, device=k.device)
+        return self.turned(self.flat(k_c), positions), self.flat(v_c)
+
+    def turned(self, k_c: Tensor, positions: Tensor) -> Tensor:
+        """Rotated with one rounding, as the library does it."""
+        cos, sin = (table[positions].double() for table in self.rope(k_c))
+        return masked.rotate(k_c.double(), cos, sin).to(k_c.dtype)
 
     def by_library(self, operation: str, inputs: dict[str, Tensor], indices: Tensor | None = None) -> Result:
         x = [self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS]
@@ -122,6 +162,9 @@ class Problem:
             return Result(self.flat(nsa.combine(*x)))
         if operation == "nsa_attention":
             o, indices = nsa.nsa_attention(*x, self.cfg, return_indices=True, **self.packing(x[0]))
+            return Result(self.flat(o), None, self.flat(indices))
+        if operation == "native_sparse_attention":
+            o, indices = self.layer(inputs, return_indices=True)
             return Result(self.flat(o), None, self.flat(indices))
         if operation == "compressed_attention":
             o, lse = nsa.compressed_attention(*x, self.cfg, **self.raw_length(), **self.packing(x[0]))
@@ -169,6 +212,12 @@ class Problem:
             return Result(*masked.selected_attention(*x.values(), indices, self.cfg.block_size))
         if operation == "sliding_window_attention":
             return Result(*masked.sliding_window_attention(*x.values(), self.cfg.window_size))
+        if operation == "native_sparse_attention":
+            q, k_cmp, v_cmp, *rest = (t for name, t in x.items() if name not in WEIGHTS)
+            k_c = masked.compress(k_cmp, self.weights(x, "_k"), self.cfg)
+            v_c = masked.compress(v_cmp, self.weights(x, "_v"), self.cfg)
+            k_c = self.turned(k_c, torch.arange(k_c.shape[0]) * self.cfg.kernel_stride)
+            return Result(masked.nsa_attention(q, k_c, v_c, *rest, indices, self.cfg))
         return Result(masked.nsa_attention(*x.values(), indices, self.cfg))
 
 

@@ -5,6 +5,7 @@ import torch
 
 import nsa
 from devices import head_dims, here, on_gpu
+from nsa.functional import BRANCHES
 from problem import SMALL
 
 B, S, H, HKV = 2, 50, 4, 2
@@ -50,6 +51,50 @@ def test_nsa_attention(backend, name, change):
     arguments[name] = CHANGES[change](arguments[name])
     with pytest.raises(ValueError, match=f"^(nsa_attention: )?{NAMED.get((name, change), name)}: "):
         nsa.nsa_attention(**arguments)
+
+
+def good_layer():
+    """A valid call of native_sparse_attention; kv by the names of its tensors."""
+    arguments = good()
+    arguments |= {"k_cmp": torch.randn_like(arguments["k_slc"]), "v_cmp": torch.randn_like(arguments["v_slc"])}
+    del arguments["k_c"], arguments["v_c"]
+    half = arguments["q"].shape[-1] // 2
+    return {**arguments, "weights_k": MEAN, "weights_v": MEAN, "rope": (torch.ones(S, half), torch.zeros(S, half))}
+
+
+def call_layer(arguments):
+    arguments = dict(arguments)
+    return nsa.native_sparse_attention(kv=[arguments.pop(name) for name in BRANCHES], **arguments)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_swa", "gates"])
+def test_native_sparse_attention(backend, name, change):
+    arguments = good_layer()
+    arguments[name] = CHANGES[change](arguments[name])
+    with pytest.raises(ValueError, match=f"^(native_sparse_attention: )?{name}: "):
+        call_layer(arguments)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"weights_k": nsa.CompressionWeights("linear")}, "weights_k.w1: not given"),
+        ({"weights_v": nsa.CompressionWeights("max")}, "weights.kind = 'max'"),
+        ({"rope": (torch.ones(S, 1), torch.ones(S, 1))}, "rope_cos: .*expected the shape"),
+        ({"rope": (None, torch.ones(S, 1))}, "rope_cos: not given"),
+        ({"rope": lambda half: (torch.ones(40, half), torch.ones(40, half))}, "rope_cos: .*rotated at position 40"),
+        ({"rope": lambda half: (torch.ones(S, half).double(), torch.ones(S, half))}, "rope_cos: .*expected float32"),
+        ({"cfg": SMALL, "noise": -1.0}, "noise = -1"),
+    ],
+)
+def test_settings_of_the_layer(backend, change, message):
+    arguments = good_layer()
+    for name, value in change.items():
+        value = value(arguments["q"].shape[-1] // 2) if callable(value) else value
+        arguments[name] = tuple(t if t is None else here(t) for t in value) if name == "rope" else value
+    with pytest.raises(ValueError, match=message):
+        call_layer(arguments)
 
 
 @pytest.mark.parametrize(

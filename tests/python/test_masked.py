@@ -43,7 +43,9 @@ def check(backend, operation, problem, luck=1.0):
         truths, plains = cast(inputs, torch.float64), cast(inputs, dtype)
         actual = problem.by_library(operation, inputs, problem.random_indices())
         if operation == "nsa_attention":
-            check_indices(problem, inputs, actual.indices)
+            check_indices(problem, inputs["q"], inputs["k_c"], actual.indices)
+        if operation == "native_sparse_attention":
+            check_indices(problem, inputs["q"], problem.compressed(inputs)[0], actual.indices)
         truth = problem.by_masks(operation, truths, actual.indices)
         plain = problem.by_masks(operation, plains, actual.indices)
         assert actual.out.dtype == dtype
@@ -60,10 +62,10 @@ def check(backend, operation, problem, luck=1.0):
             assert_within_bound(f"d_{name}", *three, luck, floor)
 
 
-def check_indices(problem, inputs, indices):
+def check_indices(problem, q, k_c, indices):
     for i, (_, sk) in enumerate(problem.lengths):
-        q, k_c = (problem.part(name, inputs[name], i).detach().double() for name in ("q", "k_c"))
-        errors = masked.selection_errors(problem.part("q", indices, i), q, k_c, problem.cfg, sk)
+        rows, keys = (problem.part(name, t, i).detach().double() for name, t in (("q", q), ("k_c", k_c)))
+        errors = masked.selection_errors(problem.part("q", indices, i), rows, keys, problem.cfg, sk)
         assert not errors, errors[:3]
     assert (indices[sum(problem.q_lens) :] == -1).all()
 

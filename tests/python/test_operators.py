@@ -8,7 +8,7 @@ import torch
 import nsa
 from devices import head_dims
 from nsa.decoding import _step
-from problem import OPERATIONS, SMALL, Problem
+from problem import OPERATIONS, SMALL, WEIGHTS, Problem
 
 ops = torch.ops.nsa
 CFG = SMALL.as_list()
@@ -62,6 +62,23 @@ def arguments():
     yield "nsa_attention", (*branches, CFG, None, 0.0, 0, *NOT_PACKED, None, True)
     yield "nsa_attention", plain(*branches, CFG, None, 0.5, 9, *NOT_PACKED, None, False)
     yield "nsa_attention_backward", plain(d_o, *branches, *whole[1:], CFG, None, *NOT_PACKED, None, [True] * 8)
+    phi_mean, rope = ("mean", *[None] * 5), (torch.ones(50, dk // 2), torch.zeros(50, dk // 2))
+    layer = (q, k, v, k, v, k, v, gates, *phi, *phi_mean)
+    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, True)
+    yield "native_sparse_attention", (*layer, CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, False)
+    yield "native_sparse_attention", plain(*layer, CFG, 0.3, None, None, 0.5, 9, *NOT_PACKED, None, False, False)
+    packed = (*(t[0] for t in layer[:8]), *phi, *phi_mean)
+    yield "native_sparse_attention", plain(*packed, CFG, None, *rope, 0.0, 0, cu, None, 30, 30, None, True, True)
+    kept = ops.native_sparse_attention(*plain(*layer), CFG, None, *rope, 0.0, 0, *NOT_PACKED, None, True, True)[1:]
+    needs = [True] * 8 + [True, True, False, True, False] + [False] * 5
+    for compressed in (kept[1:3], (torch.empty(0), torch.empty(0))):
+        yield (
+            "native_sparse_attention_backward",
+            (
+                *plain(d_o, *layer, kept[0], *compressed, *kept[3:], CFG, None, *rope),
+                *(*NOT_PACKED, None, needs),
+            ),
+        )
     cache = nsa.KVCache(2, 2, dk, dv, SMALL, max_length=64)
     new = plain(q, k, v, k, v, k, v, gates)
     phi_v = ("mean", None, None, None, None, None)
@@ -80,14 +97,14 @@ def test_every_operator_is_checked():
     assert set(names()) == {name for name, _ in arguments()} | without_tensors
 
 
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(26))
 def test_opcheck(backend, index):
     name, args = list(arguments())[index]
     torch.library.opcheck(getattr(ops, name).default, args)
 
 
 def test_opcheck_runs_all():
-    assert len(list(arguments())) == 20
+    assert len(list(arguments())) == 26
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -186,10 +203,9 @@ def test_strides(backend, operation):
     def head_major(t):
         return t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
 
-    weights = ("pe", "w1", "b1", "w2", "b2")
     expected = problem.by_library(operation, inputs, indices).out
     for layout in (padded, head_major):
-        changed = {n: t.detach().requires_grad_() if n in weights else layout(t) for n, t in inputs.items()}
+        changed = {n: t.detach().requires_grad_() if n in WEIGHTS else layout(t) for n, t in inputs.items()}
         out = problem.by_library(operation, changed, indices).out
         assert torch.equal(out, expected)
         for d_out in (torch.ones(()).expand(out.shape), torch.randn(out.shape[::-1]).permute(2, 1, 0)):
@@ -221,7 +237,7 @@ def test_packed_tail_is_never_read(backend):
         inputs, indices = problem.inputs(operation, torch.float32), problem.random_indices()
         poisoned = {n: t.detach().clone() for n, t in inputs.items()}
         for name, t in poisoned.items():
-            if name not in ("pe", "w1", "b1", "w2", "b2"):
+            if name not in WEIGHTS:
                 t[sum(problem.c_lens) if name in ("k_c", "v_c") else 50 :] = torch.nan
             t.requires_grad_()
         expected = problem.by_library(operation, inputs, indices).out
@@ -275,6 +291,53 @@ def test_inference_keeps_nothing():
     assert [t.numel() for t in kept] == [0] * 6
 
 
+def test_layer_has_the_bits_of_its_operations(device):
+    """One call, with compressed tokens kept or computed again, and its operations one by one."""
+    for problem in (Problem([(70, 70)] * 2), Problem([(70, 70), (0, 5), (9, 33)], packed=True, tail=7, phi="linear")):
+        inputs = problem.inputs("native_sparse_attention", torch.float32)
+        d_out, found = None, []
+        for options in ({}, {"recompute_compressed": True}):
+            o, indices = problem.layer(inputs, return_indices=True, **options)
+            d_out = torch.randn_like(o) if d_out is None else d_out
+            found.append([o, indices, *torch.autograd.grad(o, list(inputs.values()), d_out)])
+        k_c, v_c = (problem.shaped(t.detach()) for t in problem.compressed(inputs))
+        q, _, _, *rest = (problem.shaped(t) for name, t in inputs.items() if name not in WEIGHTS)
+        o, indices = nsa.nsa_attention(q, k_c, v_c, *rest, SMALL, return_indices=True, **problem.packing(q))
+        assert torch.equal(o, found[0][0]) and torch.equal(indices, found[0][1])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layer_keeps_only_what_it_says(device):
+    problem = Problem([(70, 70)])
+    inputs = problem.inputs("native_sparse_attention", torch.float32)
+    inside = {t.untyped_storage().data_ptr() for t in inputs.values()}
+
+    def kept(**options):
+        tensors = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
+            problem.layer(inputs, **options)
+        return sum(t.numel() for t in tensors if t.untyped_storage().data_ptr() not in inside)
+
+    rows, (h, hkv), angles = 70, problem.heads, sum(t.numel() for t in problem.rope(inputs["q"]))
+    branches = 3 * rows * h * (inputs["v_cmp"].shape[-1] + 1)
+    assert kept(recompute_compressed=True) == branches + rows * hkv * SMALL.topk + angles
+    assert kept() - kept(recompute_compressed=True) == sum(t.numel() for t in problem.compressed(inputs))
+
+
+def test_eager_and_compiled_code_take_different_ways_to_equal_gradients(device, fresh_compiler):
+    """Past the registered formula, and through it."""
+    problem = Problem([(40, 40)])
+    inputs = problem.inputs("native_sparse_attention", torch.float32)
+    eager = problem.layer(inputs)
+    assert "nsa_native_sparse_attention" in type(eager.grad_fn).__name__
+    registered = torch.compile(lambda: problem.layer(inputs), fullgraph=True, backend="aot_eager")()
+    d_o = torch.randn_like(eager)
+    pairs = (torch.autograd.grad(o, list(inputs.values()), d_o) for o in (eager, registered))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
 def test_step_takes_six_tensors():
+    with pytest.raises(ValueError, match=r"^kv: 1 tensors: must be k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa$"):
+        nsa.native_sparse_attention(None, (1,), None, None, None, SMALL)
     with pytest.raises(ValueError, match="new_kv: 2 tensors: must be k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa"):
         _step(None, None, (1, 2), None, None, None, None, None, None, None, None, False)

@@ -57,6 +57,23 @@ std::vector<Output<Params>> raw_backward_outputs(const Problem& p) {
   return {d_q_rows<Params>(p), keys(p, "d_k", &Params::d_k, p.c.dk), keys(p, "d_v", &Params::d_v, p.c.dv)};
 }
 
+/// The gradients of phi's weights, which lie in member `gradients` of the parameters.
+template <class Params>
+void add_weight_gradients(std::vector<Output<Params>>& outputs, const std::string& prefix,
+                          const CompressionWeights& weights, CompressionWeights Params::*gradients, DType type) {
+  const auto add = [&](const char* name, TensorView CompressionWeights::*weight) {
+    const TensorView& like = weights.*weight;
+    if (!like.defined()) return;
+    outputs.push_back({prefix + name, Rows::kNone, [=](Params& b) -> TensorView& { return b.*gradients.*weight; },
+                       [shape = shape_of(like)](DType dtype) { return Tensor(dtype, shape); }, type});
+  };
+  add("pe", &CompressionWeights::pe);
+  add("w1", &CompressionWeights::w1);
+  add("b1", &CompressionWeights::b1);
+  add("w2", &CompressionWeights::w2);
+  add("b2", &CompressionWeights::b2);
+}
+
 template <class Backward, class Forward>
 Backward attention_backward_of(Forward f, const std::vector<TensorView>& outputs, const TensorView& d_o) {
   f.o = outputs[0], f.lse = outputs[1];
@@ -75,17 +92,7 @@ std::vector<Output<CompressParams>> compress_outputs(const Problem& p, const Com
 std::vector<Output<CompressBackwardParams>> compress_backward_outputs(const Problem& p, const CompressParams& forward) {
   using Params = CompressBackwardParams;
   std::vector<Output<Params>> outputs{keys(p, "d_k", &Params::d_k, forward.k.size(-1))};
-  const auto add = [&](const char* name, TensorView CompressionWeights::*weight) {
-    const TensorView& like = forward.weights.*weight;
-    if (!like.defined()) return;
-    outputs.push_back({name, Rows::kNone, [weight](Params& b) -> TensorView& { return b.d_weights.*weight; },
-                       [shape = shape_of(like)](DType dtype) { return Tensor(dtype, shape); }, p.c.dtype});
-  };
-  add("d_pe", &CompressionWeights::pe);
-  add("d_w1", &CompressionWeights::w1);
-  add("d_b1", &CompressionWeights::b1);
-  add("d_w2", &CompressionWeights::w2);
-  add("d_b2", &CompressionWeights::b2);
+  add_weight_gradients(outputs, "d_", forward.weights, &Params::d_weights, p.c.dtype);
   return outputs;
 }
 
@@ -151,6 +158,36 @@ std::vector<Output<NsaAttentionBackwardParams>> whole_backward_outputs(const Pro
           queries(p, "d_gates", &Params::d_gates, p.c.heads(), 3, p.c.dtype)};
 }
 
+std::vector<Output<NativeSparseAttentionParams>> layer_outputs(const Problem& p) {
+  using Params = NativeSparseAttentionParams;
+  std::vector<Output<Params>> outputs;
+  const auto add = [&](const Output<NsaAttentionParams>& output) {
+    outputs.push_back({output.name, output.rows,
+                       [slot = output.slot](Params& params) -> TensorView& { return slot(params.attention); },
+                       output.make, output.dtype});
+  };
+  for (const auto& output : whole_outputs(p)) add(output);
+  add(compressed(p, "k_c", &NsaAttentionParams::k_c, p.c.dk));
+  add(compressed(p, "v_c", &NsaAttentionParams::v_c, p.c.dv));
+  return outputs;
+}
+
+std::vector<Output<NativeSparseAttentionBackwardParams>> layer_backward_outputs(const Problem& p) {
+  using Params = NativeSparseAttentionBackwardParams;
+  std::vector<Output<Params>> outputs{d_q_rows<Params>(p),
+                                      keys(p, "d_k_cmp", &Params::d_k_cmp, p.c.dk),
+                                      keys(p, "d_v_cmp", &Params::d_v_cmp, p.c.dv),
+                                      keys(p, "d_k_slc", &Params::d_k_slc, p.c.dk),
+                                      keys(p, "d_v_slc", &Params::d_v_slc, p.c.dv),
+                                      keys(p, "d_k_swa", &Params::d_k_swa, p.c.dk),
+                                      keys(p, "d_v_swa", &Params::d_v_swa, p.c.dv),
+                                      queries(p, "d_gates", &Params::d_gates, p.c.heads(), 3, p.c.dtype)};
+  const NativeSparseAttentionParams f = p.layer();
+  add_weight_gradients(outputs, "d_weights_k.", f.weights_k, &Params::d_weights_k, p.c.dtype);
+  add_weight_gradients(outputs, "d_weights_v.", f.weights_v, &Params::d_weights_v, p.c.dtype);
+  return outputs;
+}
+
 CompressedAttentionBackwardParams backward_of(CompressedAttentionParams f, const std::vector<TensorView>& outputs,
                                               const TensorView& d_o) {
   return attention_backward_of<CompressedAttentionBackwardParams>(f, outputs, d_o);
@@ -166,12 +203,27 @@ SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f,
   return attention_backward_of<SlidingWindowAttentionBackwardParams>(f, outputs, d_o);
 }
 
-NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<TensorView>& outputs,
-                                       const TensorView& d_o) {
+/// The outputs of nsa_attention where it left them.
+static void take_outputs(NsaAttentionParams& f, const std::vector<TensorView>& outputs) {
   f.o = outputs[0], f.indices = outputs[1];
   f.o_cmp = outputs[2], f.o_slc = outputs[3], f.o_swa = outputs[4];
   f.lse_cmp = outputs[5], f.lse_slc = outputs[6], f.lse_swa = outputs[7];
+}
+
+NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<TensorView>& outputs,
+                                       const TensorView& d_o) {
+  take_outputs(f, outputs);
   NsaAttentionBackwardParams b;
+  b.forward = f;
+  b.d_o = d_o;
+  return b;
+}
+
+NativeSparseAttentionBackwardParams backward_of(NativeSparseAttentionParams f, const std::vector<TensorView>& outputs,
+                                                const TensorView& d_o) {
+  take_outputs(f.attention, outputs);
+  f.attention.k_c = outputs[8], f.attention.v_c = outputs[9];
+  NativeSparseAttentionBackwardParams b;
   b.forward = f;
   b.d_o = d_o;
   return b;

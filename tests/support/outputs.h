@@ -19,6 +19,9 @@ std::vector<Output<CombineBackwardParams>> combine_backward_outputs(const Proble
 /// o, indices, o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa
 std::vector<Output<NsaAttentionParams>> whole_outputs(const Problem& p);
 std::vector<Output<NsaAttentionBackwardParams>> whole_backward_outputs(const Problem& p);
+/// As whole_outputs, then k_c, v_c.
+std::vector<Output<NativeSparseAttentionParams>> layer_outputs(const Problem& p);
+std::vector<Output<NativeSparseAttentionBackwardParams>> layer_backward_outputs(const Problem& p);
 
 /// Backward parameters from the outputs of the forward, gradients still undefined.
 CompressedAttentionBackwardParams backward_of(CompressedAttentionParams f, const std::vector<TensorView>& outputs,
@@ -29,5 +32,8 @@ SlidingWindowAttentionBackwardParams backward_of(SlidingWindowAttentionParams f,
                                                  const TensorView& d_o);
 NsaAttentionBackwardParams backward_of(NsaAttentionParams f, const std::vector<TensorView>& outputs,
                                        const TensorView& d_o);
+
+NativeSparseAttentionBackwardParams backward_of(NativeSparseAttentionParams f, const std::vector<TensorView>& outputs,
+                                                const TensorView& d_o);
 
 }  // namespace nsa::test

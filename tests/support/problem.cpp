@@ -1,5 +1,6 @@
 #include "support/problem.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <ostream>
@@ -138,6 +139,18 @@ Problem::Problem(const Case& c, unsigned seed) : c(c), seed(seed) {
   weights_k = make_weights(c.dk, ++seed);
   weights_v = make_weights(c.dv, seed + 10);
 
+  if (c.rope) {
+    const auto& lengths = c.key_lengths();
+    const std::int64_t positions = lengths.empty() ? 1 : std::max<std::int64_t>(1, *std::ranges::max_element(lengths));
+    rope_cos = Tensor(DType::kFloat32, {positions, c.dk / 2}),
+    rope_sin = Tensor(DType::kFloat32, {positions, c.dk / 2});
+    for (std::int64_t t = 0; t < positions; ++t)
+      for (std::int64_t j = 0; j < c.dk / 2; ++j) {
+        const double angle = static_cast<double>(t) / static_cast<double>(j + 1);
+        rope_cos.set({t, j}, std::cos(angle)), rope_sin.set({t, j}, std::sin(angle));
+      }
+  }
+
   k_c = random_compressed_rows(c.dk, ++seed);
   v_c = random_compressed_rows(c.dv, ++seed);
   d_k_c = random_compressed_rows(c.dk, ++seed);
@@ -227,6 +240,16 @@ NsaAttentionParams Problem::whole() const {
   p.softmax_scale = c.softmax_scale;
   p.noise = c.noise, p.seed = c.seed;
   p.packed = packed;
+  return p;
+}
+
+NativeSparseAttentionParams Problem::layer() const {
+  NativeSparseAttentionParams p;
+  p.k_cmp = k_cmp, p.v_cmp = v_cmp;
+  p.weights_k = weights_k.view(c.kind), p.weights_v = weights_v.view(c.kind);
+  p.rope_cos = rope_cos, p.rope_sin = rope_sin;
+  p.attention = whole();
+  p.attention.k_c = p.attention.v_c = {};
   return p;
 }
 

@@ -25,6 +25,7 @@ struct Case {
   bool shared_weights = false;   // by all KV heads
   bool optional_weights = true;  // pe and biases given
   std::int64_t hidden = 0;       // E of the MLP; 0: 2 * D
+  bool rope = false;             // compressed keys are rotated
   std::optional<double> softmax_scale = {};
   double noise = 0;
   std::uint64_t seed = 0;
@@ -62,6 +63,8 @@ struct Problem {
   SlidingWindowAttentionParams window() const;
   CombineParams combination() const;
   NsaAttentionParams whole() const;
+  /// native_sparse_attention: k_cmp and v_cmp instead of k_c and v_c.
+  NativeSparseAttentionParams layer() const;
 
   /// A tensor for rows of queries, of raw keys or of compressed keys: batched or packed, poisoned.
   Tensor query_rows(std::int64_t heads, std::int64_t width, DType dtype) const;
@@ -84,6 +87,7 @@ struct Problem {
     Tensor pe, w1, b1, w2, b2;
     CompressionWeights view(CompressionKind kind) const;
   } weights_k, weights_v;
+  Tensor rope_cos, rope_sin;  // undefined without rope
   Tensor k_c, v_c;
   Tensor lse;      // float32, of compressed attention
   Tensor indices;  // of select_blocks

@@ -30,6 +30,8 @@ Status combine(const CombineParams& params, DType precision);
 Status combine_backward(const CombineBackwardParams& params, DType precision);
 Status nsa_attention(const NsaAttentionParams& params, DType precision);
 Status nsa_attention_backward(const NsaAttentionBackwardParams& params, DType precision);
+Status native_sparse_attention(const NativeSparseAttentionParams& params, DType precision);
+Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, DType precision);
 
 /// Importance of the candidates j = 0 ... floor(t / l') of query `row` of a sequence, summed over the group's heads.
 std::vector<double> importance(const SelectBlocksParams& params, const Sequence& sequence, std::int64_t kv_head,

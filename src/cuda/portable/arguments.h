@@ -143,6 +143,22 @@ struct CompressArgs {
   __device__ int row_of(int m) const { return geometry.cu_q ? m : m % compressed_per_batch; }
 };
 
+/// Angles by position, float32 (positions, Dk / 2) each; null: no rotation. Positions past the table take its last row.
+struct Rotation {
+  const float *cos = nullptr, *sin = nullptr;
+  std::int64_t cos_row = 0, sin_row = 0;
+  int positions = 0;
+};
+
+/// Compressed keys, turned where they lie.
+struct RotateArgs {
+  Geometry geometry;  // kv_heads, kernel_size, kernel_stride, lengths of keys
+  Strided keys;       // compressed rows
+  int key_dim;
+  Rotation rotation;
+  bool back;  // by the opposite angles
+};
+
 /// The queries that may see a key tile of a range are cut into items, short enough to fill the device, long enough to
 /// make partial sums rare. The cut depends on the sequence alone, so that its bits do not depend on the others.
 inline constexpr int kRangeChunk = 512, kMaxRangeChunks = 16;

@@ -124,10 +124,7 @@ Status Step::fold() {
   args.keys = strided(k), args.values = strided(v);
   args.key_slots = k_c_, args.value_slots = v_c_;
   args.key_dim = to_int(Dk), args.value_dim = to_int(Dv);
-  if (p_.rope_cos.defined()) {
-    args.cos = p_.rope_cos.as<const float>(), args.sin = p_.rope_sin.as<const float>();
-    args.cos_row = p_.rope_cos.stride[0], args.sin_row = p_.rope_sin.stride[0];
-  }
+  args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
   return status_of(step_element_kernels(dtype)->store_compressed(args, to_int(blocks), e_.stream), "store_compressed");
 }
 

@@ -3,6 +3,7 @@
 #include "cuda/portable/compress.cuh"
 #include "cuda/portable/kernels.h"
 #include "cuda/portable/launch.cuh"
+#include "cuda/portable/rotate.cuh"
 #include "cuda/portable/select_blocks.cuh"
 
 namespace nsa::cuda::portable {
@@ -106,6 +107,13 @@ cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream)
   return error;
 }
 
+cudaError_t run_rotate(const RotateArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const std::int64_t most = g.k_len < g.kernel_size ? 0 : (g.k_len - g.kernel_size) / g.kernel_stride + 1;
+  return launch(rotate_compressed<T>, dim3(static_cast<unsigned>(std::min<std::int64_t>(most, 1024)), g.batches), 256,
+                0, stream, args);
+}
+
 cudaError_t run_select_blocks(const SelectArgs& args, int key_dim, int blocks_of_threads, cudaStream_t stream) {
   const auto run = [&]<int Dk>() {
     return launch(select_blocks<T, Dk, SelectArgs>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory, stream, args);
@@ -119,8 +127,8 @@ cudaError_t run_select_blocks(const SelectArgs& args, int key_dim, int blocks_of
 
 template <>
 const ElementKernels& element_instance<T>() {
-  static constexpr ElementKernels table{run_combine, run_combine_backward, run_compress, run_compress_backward,
-                                        run_select_blocks};
+  static constexpr ElementKernels table{run_combine,           run_combine_backward, run_compress,
+                                        run_compress_backward, run_rotate,           run_select_blocks};
   return table;
 }
 

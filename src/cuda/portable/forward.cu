@@ -1,4 +1,6 @@
 // The forward operations of the portable backend but compress: arguments of kernels, and their launches.
+#include <vector>
+
 #include "cuda/portable/host.h"
 
 namespace nsa::cuda::portable {
@@ -75,21 +77,38 @@ namespace {
 
 constexpr unsigned kMinusInfinity = 0xff800000u;
 
-/// For kernels that suppose finite values: clears the flag, and sets it where there are others.
-Status look_for_nonfinite(const Branch& b, int* flag, Execution& e) {
-  sm90::NonfiniteArgs inputs{};
-  inputs.tensors[0] = checked(b.v);
-  inputs.flag = flag;
-  return status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite");
-}
+/// For kernels that suppose finite values: a flag that is set where there are others. The first kernel that asks has
+/// the values of all branches looked at.
+class Finiteness {
+ public:
+  Finiteness(std::initializer_list<TensorView> values, Execution& e) : values_(values), flag_(e.arena.take<int>(1)) {}
+
+  int* flag() const { return flag_; }
+  Status look(Execution& e) {
+    if (looked_) return {};
+    looked_ = true;
+    sm90::NonfiniteArgs inputs{};
+    for (std::size_t i = 0; i < values_.size(); ++i) {
+      const bool again = i > 0 && values_[i].data == values_[i - 1].data && values_[i].stride == values_[i - 1].stride;
+      if (!again) inputs.tensors[i] = checked(values_[i]);
+    }
+    inputs.flag = flag_;
+    return status_of(find_nonfinite(values_[0].dtype, inputs, e.stream), "find_nonfinite");
+  }
+
+ private:
+  std::vector<TensorView> values_;
+  int* flag_;
+  bool looked_ = false;
+};
 
 /// args: of the portable kernel. The other one, if there is one, goes first.
 template <class Args>
-Status run(const char* name, const Branch& b, Args& args, cudaError_t (*fast)(const Args&, cudaStream_t),
-           cudaError_t (*portable)(const Args&, cudaStream_t), int* flag, Execution& e) {
+Status run(const char* name, Args& args, cudaError_t (*fast)(const Args&, cudaStream_t),
+           cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
   if (fast) {
-    args.redo.flag = flag;
-    if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
+    args.redo.flag = values.flag();
+    if (Status s = values.look(e); !s.ok()) return s;
     if (Status s = status_of(fast(args, e.stream), name); !s.ok()) return s;
   }
   return status_of(portable(args, e.stream), name);
@@ -106,23 +125,26 @@ RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse
           strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
 }
 
-Status forward(const Branch& b, const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
+/// The attention of one branch.
+template <class Params>
+Status forward(const Params& p, Finiteness& values, Execution& e) {
+  const Branch b = branch_of(p);
+  const TensorView &o = p.o, &lse = p.lse;
   const sm90::Kernels hopper = hopper_kernels(b, o);
-  int* flag = e.arena.take<int>(1);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const AttentionKernels& kernels = kernels_of(b.q, b.v);
-  if (Status s = fill_outputs(o, lse, packed, e); !s.ok()) return s;
+  if (Status s = fill_outputs(o, lse, p.packed, e); !s.ok()) return s;
   if (b.indices) {
     SelectedArgs args{b.geometry,          strided(b.q),
                       strided(b.k),        strided(b.v),
                       strided(o),          per_row(lse),
                       strided(*b.indices), to_int(b.indices->size(-1)),
                       b.block_size,        static_cast<float>(b.scale)};
-    return run("selected_forward", b, args, hopper.selected_forward, kernels.selected_forward, flag, e);
+    return run("selected_forward", args, hopper.selected_forward, kernels.selected_forward, values, e);
   }
   RangeArgs args = range_args(b, o, lse);
-  return run("range_forward", b, args, hopper.range_forward, kernels.range_forward, flag, e);
+  return run("range_forward", args, hopper.range_forward, kernels.range_forward, values, e);
 }
 
 /// All but the scratch.
@@ -156,17 +178,17 @@ CombineArgs combine_args(const CombineParams& p) {
 }
 
 /// The choice of blocks together with the compressed attention `cmp`: by one kernel where there is one.
-Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Execution& e) {
+Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Finiteness& values,
+                             Execution& e) {
   const Branch b = branch_of(cmp);
   const sm90::Selection selection{p.cfg, sm90::selection_blocks(b.geometry, p.cfg.block_size), p.noise > 0};
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, selection);
   if (!hopper.compressed_select) {
-    if (Status s = compressed_attention(cmp, e); !s.ok()) return s;
+    if (Status s = forward(cmp, values, e); !s.ok()) return s;
     return select_blocks(p, e);
   }
   SelectArgs select = select_args(p);
   const int count = selecting_blocks(select);
-  int* flag = e.arena.take<int>(1);
   // The kernels that stand in come later: they can have the same scratch.
   const std::int64_t bytes =
       std::max(sm90::CompressedSelectScratch(b.geometry).bytes(), scratch_floats(select, count) * 4);
@@ -175,7 +197,8 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (Status s = fill_outputs(cmp.o, cmp.lse, cmp.packed, e); !s.ok()) return s;
   if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
+  if (Status s = values.look(e); !s.ok()) return s;
+  int* flag = values.flag();
   RangeArgs range = range_args(b, cmp.o, cmp.lse);
   range.redo.flag = select.redo.flag = flag;
   select.scratch = static_cast<float*>(scratch);
@@ -190,17 +213,16 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
 
 /// The sliding window and the sum of the branches by one kernel. swa.o may be undefined.
 Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams sum, const sm90::Kernels& hopper,
-                          Execution& e) {
+                          Finiteness& values, Execution& e) {
   const Branch b = branch_of(swa);
-  int* flag = e.arena.take<int>(1);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (swa.o.defined())
     if (Status s = fill(swa.o, swa.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
   if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = look_for_nonfinite(b, flag, e); !s.ok()) return s;
+  if (Status s = values.look(e); !s.ok()) return s;
   RangeArgs range = range_args(b, swa.o, swa.lse);
-  range.redo.flag = flag;
+  range.redo.flag = values.flag();
   const sm90::WindowCombineArgs args{range, strided(sum.o_cmp), strided(sum.o_slc), strided(sum.gates), strided(sum.o)};
   if (Status s = status_of(hopper.window_combine(args, e.stream), "window_combine"); !s.ok()) return s;
   // The kernels that stand in have two steps; what is between them may lie in o itself.
@@ -208,20 +230,23 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
   range.o = strided(sum.o_swa);
   if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
   CombineArgs combine = combine_args(sum);
-  combine.redo.flag = flag;
+  combine.redo.flag = values.flag();
   return status_of(element_kernels(sum.o.dtype)->combine(combine, rows_of(sum.o, 2).batches, e.stream), "combine");
 }
 
 }  // namespace
 
 Status compressed_attention(const CompressedAttentionParams& p, Execution& e) {
-  return forward(branch_of(p), p.o, p.lse, p.packed, e);
+  Finiteness values({p.v_c}, e);
+  return forward(p, values, e);
 }
 Status selected_attention(const SelectedAttentionParams& p, Execution& e) {
-  return forward(branch_of(p), p.o, p.lse, p.packed, e);
+  Finiteness values({p.v}, e);
+  return forward(p, values, e);
 }
 Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution& e) {
-  return forward(branch_of(p), p.o, p.lse, p.packed, e);
+  Finiteness values({p.v}, e);
+  return forward(p, values, e);
 }
 
 Status select_blocks(const SelectBlocksParams& p, Execution& e) {
@@ -269,17 +294,18 @@ Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
   const SelectBlocksParams select{kept.q,         kept.k_c,   kept.lse_cmp, kept.cfg,    kept.softmax_scale,
                                   b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
   const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
-  if (Status s = compressed_and_select(b.cmp, select, e); !s.ok()) return s;
+  Finiteness values({p.v_c, p.v_slc, p.v_swa}, e);
+  if (Status s = compressed_and_select(b.cmp, select, values, e); !s.ok()) return s;
   e.stage_done("compressed attention, selection");
   // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
   // alone.
   const bool causal = b.all_selected && hopper_kernels(branch_of(b.causal), p.o).range_forward;
-  if (Status s = causal ? sliding_window_attention(b.causal, e) : selected_attention(b.slc, e); !s.ok()) return s;
+  if (Status s = causal ? forward(b.causal, values, e) : forward(b.slc, values, e); !s.ok()) return s;
   e.stage_done("selected attention");
   if (hopper.window_combine) {
-    if (Status s = window_and_combine(b.swa, sum, hopper, e); !s.ok()) return s;
+    if (Status s = window_and_combine(b.swa, sum, hopper, values, e); !s.ok()) return s;
   } else {
-    if (Status s = sliding_window_attention(b.swa, e); !s.ok()) return s;
+    if (Status s = forward(b.swa, values, e); !s.ok()) return s;
     if (Status s = combine(sum, e); !s.ok()) return s;
   }
   e.stage_done("sliding window, combine");

@@ -153,6 +153,11 @@ Status compress_backward(const CompressBackwardParams& p, const CompressBackward
 /// Of batched tokens, of which sequence b's first completed[b * step] blocks are wanted; the other rows become 0.
 Status compress(const CompressParams& p, const int* completed, int step, Execution& e);
 
+inline Rotation rotation_of(const TensorView& cos, const TensorView& sin) {
+  if (!cos.defined()) return {};
+  return {cos.as<const float>(), sin.as<const float>(), cos.stride[0], sin.stride[0], to_int(cos.size(0))};
+}
+
 /// What the selection of blocks takes from the configuration and from the shapes in args.geometry; no noise.
 template <class Args>
 void set_selection(Args& args, const NSAConfig& cfg, double scale) {

@@ -57,8 +57,7 @@ struct StoreArgs {
   Strided keys, values;  // (B, blocks, heads, D)
   Slots key_slots, value_slots;
   int key_dim, value_dim;
-  const float *cos, *sin;  // (positions, Dk / 2); null: no rotation
-  std::int64_t cos_row, sin_row;
+  Rotation rotation;
 };
 
 /// The branches in the order of the gates.

@@ -2,27 +2,12 @@
 #pragma once
 
 #include "cuda/portable/parts.cuh"
+#include "cuda/portable/rotate.cuh"
 #include "cuda/portable/step_arguments.h"
 
 namespace nsa::cuda::portable {
 
-template <class T>
-__device__ inline T from_double(double x);
-template <>
-__device__ inline Bf16 from_double<Bf16>(double x) {
-  return __double2bfloat16(x);
-}
-template <>
-__device__ inline Half from_double<Half>(double x) {
-  return __double2half(x);
-}
-template <>
-__device__ inline float from_double<float>(double x) {
-  return static_cast<float>(x);
-}
-
-/// Grid x: block of the step, y: sequence. The pairs (x[j], x[j + D/2]) of a key are rotated as the CPU does it: the
-/// products are exact in float64, so there is one rounding.
+/// Grid x: block of the step, y: sequence.
 template <class T>
 __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ StoreArgs args) {
   const StepGeometry& p = args.geometry;
@@ -35,11 +20,8 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
     const int head = e / half, column = e % half;
     const T* from = args.keys.at<T>(s.batch, j, head) + column;
     T* to = args.key_slots.at<T>(s.batch, i, head) + column;
-    if (args.cos) {
-      const double x = to_float(from[0]), y = to_float(from[half]);
-      const double cos = args.cos[position * args.cos_row + column], sin = args.sin[position * args.sin_row + column];
-      to[0] = from_double<T>(x * cos - y * sin);
-      to[half] = from_double<T>(y * cos + x * sin);
+    if (args.rotation.cos) {
+      rotate_pair(args.rotation, position, column, half, false, from, to);
     } else {
       to[0] = from[0];
       to[half] = from[half];
