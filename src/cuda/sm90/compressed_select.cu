@@ -382,19 +382,20 @@ struct Candidates {
 
   __device__ __forceinline__ Candidates(const CompressedSelectArgs& args, const DeviceSequence& seq, int query)
       : position(seq.position(query)),
-        count(query < seq.q_len ? position / args.block_size + 1 : 0),
+        count(query < seq.q_len ? args.by_block.quotient(position) + 1 : 0),
         last(count - args.local_blocks),
         choice(count > args.topk) {}
 };
 
-/// The blocks that a query takes in any case: all of them, or the forced ones. One warp.
+/// The blocks that a query takes in any case: all of them, or the forced ones. `lane` of so many.
 __device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, const Candidates& candidates, int* out,
-                                             int lane) {
+                                             int lane, int lanes) {
   if (!candidates.choice) {
-    for (int i = lane; i < args.topk; i += 32) out[i] = i < candidates.count ? i : -1;
+    for (int i = lane; i < args.topk; i += lanes) out[i] = i < candidates.count ? i : -1;
   } else {
-    for (int i = lane; i < args.init_blocks; i += 32) out[i] = i;
-    for (int i = lane; i < args.local_blocks; i += 32) out[args.topk - args.local_blocks + i] = candidates.last + i;
+    for (int i = lane; i < args.init_blocks; i += lanes) out[i] = i;
+    for (int i = lane; i < args.local_blocks; i += lanes)
+      out[args.topk - args.local_blocks + i] = candidates.last + i;
   }
 }
 
@@ -407,20 +408,17 @@ class Picker {
 
   /// Of units of one query, or slices of one.
   __device__ __forceinline__ void choose_by_query(unsigned* keys) {
-    const int slices = args_.units.slices;
     for (TileWalk walk = walk_of(args_); walk.next(); buffer_.advance()) {
-      for (int query = number_; query * slices < kUnits; query += kPickers) {
-        const bool in_tile = query < args_.units.queries;
-        const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
-        for (int slice = 0; slice < min(slices, kUnits - query * slices); ++slice) {
-          const int unit = query * slices + slice;
-          wait_for(unit);
-          if (own.choice) sum(unit, own.last, slice > 0, reinterpret_cast<float*>(keys));
-          give_back(unit);
-        }
-        if (own.count == 0) continue;
+      for (int unit = number_ * args_.units.slices; unit < kUnits; unit = next(unit)) {
+        const int query = args_.units.first_query(unit);
+        const bool is_first = args_.units.first_head(unit) == 0, is_last = next(unit) != unit + 1;
+        const Candidates own = latest_of(walk, unit);
+        await(walk, unit);
+        if (own.choice) sum(unit, own.last, !is_first, reinterpret_cast<float*>(keys));
+        finish(walk, unit, false);
+        if (own.count == 0 || !is_last) continue;
         int* out = indices_of(walk, query);
-        write_forced(args_, own, out, lane_);
+        write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
         if (args_.noise > 0) {
           for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
@@ -434,34 +432,46 @@ class Picker {
 
   /// Of units of several queries, four at a time.
   __device__ __forceinline__ void choose_by_quad(uint4* keys) {
-    const SelectUnits& units = args_.units;
     for (TileWalk walk = walk_of(args_); walk.next(); buffer_.advance()) {
-      for (int unit = number_; unit < kUnits; unit += kPickers) {
-        wait_for(unit);
-        for (int quad = 0; quad < units.together; quad += 4) {
-          const int first = walk.first_query + units.first_query(unit) + quad;  // its queries
-          const int count = min(min(4, units.together - quad), walk.seq.q_len - first);
-          const bool release = quad + 4 >= units.together;
-          if (count > 0 && Candidates(args_, walk.seq, first + count - 1).choice) {
-            choose_of_quad(walk, unit, quad, first, count, keys, release);
-          } else if (release) {
-            give_back(unit);
-          }
-          for (int i = 0; i < count; ++i)
-            write_forced(args_, Candidates(args_, walk.seq, first + i), indices_of(walk, first + i - walk.first_query),
-                         lane_);
-        }
+      for (int unit = number_; unit < kUnits; unit = next(unit)) {
+#pragma unroll 1
+        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void wait_for(int unit) const {
-    wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
+  // Of each tile this warp takes every third query with its slices, or every third unit.
+  __device__ __forceinline__ int next(int unit) const {
+    const int slices = args_.units.slices;
+    const bool same_query = args_.units.by_slices.quotient(unit + 1) * slices != unit + 1;
+    return unit + 1 + (same_query ? 0 : (kPickers - 1) * slices);
   }
-  __device__ __forceinline__ void give_back(int unit) const {
+  /// Of the last query of a unit.
+  __device__ __forceinline__ Candidates latest_of(const TileWalk& walk, int unit) const {
+    const int first = args_.units.first_query(unit), last = min(first + args_.units.together, args_.units.queries) - 1;
+    const int query = walk.first_query + min(last, walk.seq.q_len - walk.first_query - 1);
+    return Candidates(args_, walk.seq, query < walk.first_query + first ? walk.seq.q_len : query);
+  }
+  /// The scratch of a unit becomes available, and is on its way if it is needed.
+  __device__ __forceinline__ void await(const TileWalk& walk, int unit) {
+    if (sent_for_ == unit) return;
+    wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
+    send(walk, unit);
+  }
+  __device__ __forceinline__ void send(const TileWalk& walk, int unit) {
+    const Candidates latest = latest_of(walk, unit);
+    if (latest.choice) ring_.start(scratch_of(args_, buffer_.stage, unit), latest.last, lane_);
+    sent_for_ = unit;
+  }
+  /// The scratch of a unit is read, `again`: not for the last time. Sends for what comes next, if it is there.
+  __device__ __forceinline__ void finish(const TileWalk& walk, int unit, bool again) {
     __syncwarp();
-    if (lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+    if (!again && lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+    sent_for_ = -1;
+    const int after = again ? unit : next(unit);
+    if (after < kUnits && passed(shared_address(&barriers_.scored[buffer_.stage][after]), buffer_.parity))
+      send(walk, after);
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
@@ -484,18 +494,21 @@ class Picker {
     });
   }
 
-  /// Four queries of a unit from number `quad` on, from `first` on of the sequence, of which `count` are there and at
-  /// least one has a choice.
-  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, int first, int count,
-                                                 uint4* keys, bool release) {
-    const int mine = lane_ % 4 < count ? first + lane_ % 4 : walk.seq.q_len;
-    const Candidates own(args_, walk.seq, mine), latest(args_, walk.seq, first + count - 1);
+  /// Four queries of a unit from number `quad` on.
+  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
+    const int mine = quad + lane_ % 4, query = args_.units.first_query(unit) + mine;
+    const bool there = mine < args_.units.together && walk.first_query + query < walk.seq.q_len;
+    const Candidates own(args_, walk.seq, there ? walk.first_query + query : walk.seq.q_len);
+    int* out = indices_of(walk, there ? query : 0);
+    if (there) write_forced(args_, own, out, lane_ / 4, 8);
+    const Candidates latest = latest_of(walk, unit);  // the sums go as far as it needs
+    await(walk, unit);
     const int last = own.choice ? own.last : 0;
     const int least = __reduce_min_sync(0xffffffffu, last);  // blocks from here on do not count for all of them
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
     unsigned most[4] = {};
     int vectors = 0;
-    ring_.read(scratch_of(args_, buffer_.stage, unit), latest.last, lane_,
+    ring_.read(scratch_of(args_, buffer_.stage, unit), latest.choice ? latest.last : 0, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
                  unsigned x[kChunkTiles][2];
 #pragma unroll
@@ -519,11 +532,10 @@ class Picker {
                        make_uint4(x[2 * half][0], x[2 * half][1], x[2 * half + 1][0], x[2 * half + 1][1]);
                  vectors += 2;
                });
-    if (release) give_back(unit);
-    if (places() == 0) return;
+    finish(walk, unit, quad + 4 < args_.units.together);
+    if (!latest.choice || places() == 0) return;
     if (args_.noise > 0) explore_all(walk, own.position, keys, vectors, last, most);
-    int* out = indices_of(walk, min(mine, walk.seq.q_len - 1) - walk.first_query) + args_.init_blocks;
-    QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out);
+    QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
   }
 
   __device__ __forceinline__ void explore_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
@@ -549,6 +561,7 @@ class Picker {
   ChunkRing ring_;
   uint2* list_;
   int number_, lane_;
+  int sent_for_ = -1;  // the unit whose scratch is on its way ahead of its turn
   Place<kBuffers> buffer_;
 };
 
@@ -626,6 +639,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g);
   args.units = SelectUnits(g.group);
+  args.by_block = Divider(args.block_size);
   args.keys = reinterpret_cast<uint4*>(static_cast<char*>(args.scratch) + scratch.sums);
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
   int processors = 0;

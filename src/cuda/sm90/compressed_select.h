@@ -43,6 +43,7 @@ struct CompressedSelectArgs {
   void* scratch;  // CompressedSelectScratch::bytes()
   // Filled in by the launch.
   SelectUnits units;
+  Divider by_block;
   int spread_rows;  // see make_spread_map
   int chunks;       // of the scratch on their way, for each picking warp
   uint4* keys;      // in the scratch, see CompressedSelectScratch::kKeyBytes

@@ -30,12 +30,22 @@ __device__ __forceinline__ void sort_falling(unsigned (&x)[kLists], int lane) {
   }
 }
 
-/// The n-th largest of each list.
+/// The n-th largest of each list: all lists at once, a chain of 15 exchanges.
 template <int kLists>
 __device__ __forceinline__ void nth_largest(unsigned (&x)[kLists], int n, int lane) {
   sort_falling(x, lane);
 #pragma unroll
   for (int i = 0; i < kLists; ++i) x[i] = __shfl_sync(0xffffffffu, x[i], n - 1);
+}
+/// The n-th largest of one list: more instructions, none of which waits for another.
+__device__ __forceinline__ unsigned nth_largest(unsigned x, int n, int lane) {
+  int rank = 0;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const unsigned other = __shfl_sync(0xffffffffu, x, i);
+    rank += other > x || (other == x && i < lane);
+  }
+  return __shfl_sync(0xffffffffu, x, __ffs(__ballot_sync(0xffffffffu, rank == n - 1)) - 1);
 }
 
 /// Of a list in the order of blocks, lane i holding its entry {key, block} or {0, 0} if there are not so many: writes
@@ -68,35 +78,32 @@ __device__ __forceinline__ void pick(unsigned* key, int first, int last, int pla
   for (int j = lane; j < first; j += 32) key[j] = 0;
   for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
   __syncwarp();
-  unsigned most = 0, bound[1];
+  unsigned most = 0;
 #pragma unroll 2
   for (int begin = 0; begin < last; begin += 128) {
 #pragma unroll
     for (int u = 0; u < 4; ++u) most = max(most, key[begin + 32 * u + lane]);
   }
-  bound[0] = most;
-  nth_largest(bound, min(places, 32), lane);
-  int listed = bound[0] > 0 && places <= 32 ? 0 : kListed + 1;
+  const unsigned bound = nth_largest(most, min(places, 32), lane);
+  int listed = bound > 0 && places <= 32 ? 0 : kListed + 1;
   for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
     unsigned x[4], lanes[4];
 #pragma unroll
     for (int u = 0; u < 4; ++u) x[u] = key[begin + 32 * u + lane];
 #pragma unroll
-    for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound[0]);
+    for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound);
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
       if (lanes[u] == 0) continue;
       const int at = listed + before(lanes[u], lane);
-      if (x[u] >= bound[0] && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
+      if (x[u] >= bound && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
       listed += __popc(lanes[u]);
     }
   }
   __syncwarp();
   if (listed <= kListed) {
     const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);
-    unsigned threshold[1] = {mine.x};
-    nth_largest(threshold, places, lane);
-    write_best(mine, threshold[0], places, out, lane);
+    write_best(mine, nth_largest(mine.x, places, lane), places, out, lane);
     return;
   }
   int ties;
