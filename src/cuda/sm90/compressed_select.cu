@@ -121,18 +121,28 @@ struct ScoringSoftmax {
   }
 };
 
-/// Whole groups: the units take care of slices.
-__device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
-  return TileWalk(args.range.geometry, RowShape(args.units.heads), args.units.queries);
+/// Units: SelectUnits, or UnitsOfSixteen.
+template <class Units>
+__device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& args) {
+  if constexpr (std::is_same_v<Units, SelectUnits>) {
+    return (args.units);
+  } else {
+    return Units{};
+  }
 }
-__device__ __forceinline__ KeyTiles tiles_of(const CompressedSelectArgs& args, const TileWalk& walk) {
-  return key_tiles<kKeys>(args.range.geometry, 0, walk.seq, walk.first_query, args.units.queries);
+
+/// Whole groups: the units take care of slices.
+template <class Units>
+__device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
+  const Units& units = units_of<Units>(args);
+  return TileWalk(args.range.geometry, RowShape(units.heads), units.queries);
 }
 /// Here rows, heads and positions of a GroupTile are those of the thread block's tile, and so is the number of queries.
+template <class Units>
 __device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk,
                                              const KeyTiles& keys, int group) {
   const Geometry& p = args.range.geometry;
-  const SelectUnits& units = args.units;
+  const Units& units = units_of<Units>(args);
   const int queries = min(units.queries, walk.seq.q_len - walk.first_query);
   const int first = units.first_query(4 * group), end = units.first_query(4 * group + 3) + units.together;
   GroupTile tile{queries,
@@ -149,7 +159,8 @@ __device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, c
 }
 
 /// Neighbouring units whose rows follow each other as those of one box do.
-__host__ __device__ constexpr int units_per_box(const SelectUnits& units) {
+template <class Units>
+__host__ __device__ constexpr int units_per_box(const Units& units) {
   return units.slices == 1 && units.rows() == 16 ? 4 : 1;
 }
 
@@ -173,19 +184,19 @@ __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& s
 }
 
 /// Warp 0 of the helping warpgroup.
-template <int D>
+template <int D, class Units>
 __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, const Maps& maps, Barriers& barriers,
                                           std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
   using L = Layout<D>;
-  const SelectUnits& units = args.units;
+  const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32;
   Place<kStages> place;
   std::uint32_t parity = 0;
-  TileWalk walk = walk_of(args);
+  TileWalk walk = walk_of<Units>(args);
   for (bool more = true; more; parity ^= 1) {
     more = walk.next();
     KeyTiles tiles;
-    if (more) tiles = tiles_of(args, walk);
+    if (more) tiles = key_tiles<kKeys>(args.range.geometry, 0, walk.seq, walk.first_query, units.queries);
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][parity];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
@@ -196,7 +207,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         arrive(full);
         continue;
       }
-      tile = tile_of(args, walk, tiles, group);
+      tile = tile_of<Units>(args, walk, tiles, group);
       arrive_expecting(full, 4 * units.rows() * D * 2);
       const std::uint32_t to = queries + group * L::kQueryBytes;
       for (int unit = 0; unit < 4; unit += units_per_box(units)) {
@@ -230,12 +241,12 @@ __device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& a
 }
 
 /// A computing warpgroup.
-template <class T, int D>
+template <class T, int D, class Units>
 __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride, Barriers& barriers,
                                        std::uint32_t queries, std::uint32_t keys, std::uint32_t values, int group) {
   using L = Layout<D>;
   const Geometry& p = args.range.geometry;
-  const SelectUnits& units = args.units;
+  const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
@@ -253,11 +264,11 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     if (tile.queries < 0) break;
     // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
     const auto seen_by = [&](int row) {
-      const int query = units.first_query(own) + units.by_heads.quotient(row);
+      const int query = units.first_query(own) + units.query_of(row);
       return query < tile.queries ? num_compressed(p, by_stride, tile.position + query + 1) : 0;
     };
     const auto seen_by_all = [&] { return min(seen_by(0), seen_by(units.rows() - 1)); };
-    int visible = seen_by_all();  // of these, those from the next tile on
+    int visible = seen_by_all();  // of these keys, those from the next tile on
     char* scratch = reinterpret_cast<char*>(scratch_of(args, buffer.stage, own)) + lane * 16;
     const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.range.scale < 0) {
@@ -265,9 +276,11 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         for (float& x : s) x = -x;
       }
       if (visible < kKeys) {
+        constexpr bool kAlike = std::is_same_v<Units, UnitsOfSixteen>;  // all rows
+        const int before = kAlike ? 0 : seen_by_all() - visible;        // keys of the tiles before
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int seen = visible + seen_by(lane / 4 + 8 * i) - seen_by_all() - 16 * (lane & 3);
+          const int seen = (kAlike ? visible : seen_by(lane / 4 + 8 * i) - before) - 16 * (lane & 3);
 #pragma unroll
           for (int key = 0; key < 16; ++key)
             if (key >= seen) s[ScoringSoftmax::at(i, key)] = -INFINITY;
@@ -359,7 +372,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + 8 * i, query = units.by_heads.quotient(row);
+      const int row = lane / 4 + 8 * i, query = units.query_of(row);
       const int at = units.first_query(own) + query,
                 head = tile.head + units.first_head(own) + row - query * units.heads;
       const bool valid = row < units.rows() && at < tile.queries;
@@ -394,12 +407,12 @@ __device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, c
     for (int i = lane; i < args.topk; i += lanes) out[i] = i < candidates.count ? i : -1;
   } else {
     for (int i = lane; i < args.init_blocks; i += lanes) out[i] = i;
-    for (int i = lane; i < args.local_blocks; i += lanes)
-      out[args.topk - args.local_blocks + i] = candidates.last + i;
+    for (int i = lane; i < args.local_blocks; i += lanes) out[args.topk - args.local_blocks + i] = candidates.last + i;
   }
 }
 
 /// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
+template <class Units>
 class Picker {
  public:
   __device__ Picker(const CompressedSelectArgs& args, Barriers& barriers, const ChunkRing& ring, uint2* list,
@@ -408,15 +421,18 @@ class Picker {
 
   /// Of units of one query, or slices of one.
   __device__ __forceinline__ void choose_by_query(unsigned* keys) {
-    for (TileWalk walk = walk_of(args_); walk.next(); buffer_.advance()) {
-      for (int unit = number_ * args_.units.slices; unit < kUnits; unit = next(unit)) {
-        const int query = args_.units.first_query(unit);
-        const bool is_first = args_.units.first_head(unit) == 0, is_last = next(unit) != unit + 1;
-        const Candidates own = latest_of(walk, unit);
-        await(walk, unit);
-        if (own.choice) sum(unit, own.last, !is_first, reinterpret_cast<float*>(keys));
-        finish(walk, unit, false);
-        if (own.count == 0 || !is_last) continue;
+    const Units& units = units_of<Units>(args_);
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int query = number_; query * units.slices < kUnits; query += kPickers) {
+        const bool in_tile = query < units.queries;  // else some units are left over
+        const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
+        for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
+          const int unit = query * units.slices + slice;
+          wait_for(unit);
+          if (own.choice) sum(unit, own.last, slice > 0, reinterpret_cast<float*>(keys));
+          give_back(unit);
+        }
+        if (own.count == 0) continue;
         int* out = indices_of(walk, query);
         write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
@@ -432,8 +448,9 @@ class Picker {
 
   /// Of units of several queries, four at a time.
   __device__ __forceinline__ void choose_by_quad(uint4* keys) {
-    for (TileWalk walk = walk_of(args_); walk.next(); buffer_.advance()) {
-      for (int unit = number_; unit < kUnits; unit = next(unit)) {
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int unit = number_; unit < kUnits; unit += kPickers) {
+        wait_for(unit);
 #pragma unroll 1
         for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
       }
@@ -441,37 +458,12 @@ class Picker {
   }
 
  private:
-  // Of each tile this warp takes every third query with its slices, or every third unit.
-  __device__ __forceinline__ int next(int unit) const {
-    const int slices = args_.units.slices;
-    const bool same_query = args_.units.by_slices.quotient(unit + 1) * slices != unit + 1;
-    return unit + 1 + (same_query ? 0 : (kPickers - 1) * slices);
-  }
-  /// Of the last query of a unit.
-  __device__ __forceinline__ Candidates latest_of(const TileWalk& walk, int unit) const {
-    const int first = args_.units.first_query(unit), last = min(first + args_.units.together, args_.units.queries) - 1;
-    const int query = walk.first_query + min(last, walk.seq.q_len - walk.first_query - 1);
-    return Candidates(args_, walk.seq, query < walk.first_query + first ? walk.seq.q_len : query);
-  }
-  /// The scratch of a unit becomes available, and is on its way if it is needed.
-  __device__ __forceinline__ void await(const TileWalk& walk, int unit) {
-    if (sent_for_ == unit) return;
+  __device__ __forceinline__ void wait_for(int unit) const {
     wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
-    send(walk, unit);
   }
-  __device__ __forceinline__ void send(const TileWalk& walk, int unit) {
-    const Candidates latest = latest_of(walk, unit);
-    if (latest.choice) ring_.start(scratch_of(args_, buffer_.stage, unit), latest.last, lane_);
-    sent_for_ = unit;
-  }
-  /// The scratch of a unit is read, `again`: not for the last time. Sends for what comes next, if it is there.
-  __device__ __forceinline__ void finish(const TileWalk& walk, int unit, bool again) {
+  __device__ __forceinline__ void give_back(int unit) const {
     __syncwarp();
-    if (!again && lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
-    sent_for_ = -1;
-    const int after = again ? unit : next(unit);
-    if (after < kUnits && passed(shared_address(&barriers_.scored[buffer_.stage][after]), buffer_.parity))
-      send(walk, after);
+    if (lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
@@ -496,19 +488,23 @@ class Picker {
 
   /// Four queries of a unit from number `quad` on.
   __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
-    const int mine = quad + lane_ % 4, query = args_.units.first_query(unit) + mine;
-    const bool there = mine < args_.units.together && walk.first_query + query < walk.seq.q_len;
-    const Candidates own(args_, walk.seq, there ? walk.first_query + query : walk.seq.q_len);
-    int* out = indices_of(walk, there ? query : 0);
+    const int first = walk.first_query + args_.units.first_query(unit) + quad;
+    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - first);  // of them; not always positive
+    const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.units.together;
+    const Candidates own(args_, walk.seq, there ? first + lane_ % 4 : walk.seq.q_len);
+    int* out = indices_of(walk, there ? first + lane_ % 4 - walk.first_query : 0);
     if (there) write_forced(args_, own, out, lane_ / 4, 8);
-    const Candidates latest = latest_of(walk, unit);  // the sums go as far as it needs
-    await(walk, unit);
     const int last = own.choice ? own.last : 0;
-    const int least = __reduce_min_sync(0xffffffffu, last);  // blocks from here on do not count for all of them
+    const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
+    const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, static_cast<unsigned>(last)));
+    if (most_blocks == 0) {  // nothing to choose
+      if (is_last) give_back(unit);
+      return;
+    }
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
     unsigned most[4] = {};
     int vectors = 0;
-    ring_.read(scratch_of(args_, buffer_.stage, unit), latest.choice ? latest.last : 0, lane_,
+    ring_.read(scratch_of(args_, buffer_.stage, unit), most_blocks, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
                  unsigned x[kChunkTiles][2];
 #pragma unroll
@@ -517,7 +513,7 @@ class Picker {
                    x[t][0] = __float_as_uint(sum.x), x[t][1] = __float_as_uint(sum.y);
                  }
                  const int begin = i * kChunkTiles * kBlocks;
-                 if (begin < args_.init_blocks || begin + kChunkTiles * kBlocks > least) {
+                 if (begin < args_.init_blocks || begin + kChunkTiles * kBlocks > least) {  // some do not count
 #pragma unroll
                    for (int e = 0; e < 2 * kChunkTiles; ++e) {
                      const int block = begin + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
@@ -532,8 +528,8 @@ class Picker {
                        make_uint4(x[2 * half][0], x[2 * half][1], x[2 * half + 1][0], x[2 * half + 1][1]);
                  vectors += 2;
                });
-    finish(walk, unit, quad + 4 < args_.units.together);
-    if (!latest.choice || places() == 0) return;
+    if (is_last) give_back(unit);
+    if (places() == 0) return;
     if (args_.noise > 0) explore_all(walk, own.position, keys, vectors, last, most);
     QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
   }
@@ -561,11 +557,11 @@ class Picker {
   ChunkRing ring_;
   uint2* list_;
   int number_, lane_;
-  int sent_for_ = -1;  // the unit whose scratch is on its way ahead of its turn
   Place<kBuffers> buffer_;
 };
 
-template <class T, int D>
+/// kQuads: for units of several queries.
+template <class T, int D, class Units, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
                       const __grid_constant__ Divider by_stride) {
@@ -594,7 +590,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     barriers_ready();
   }
-  if (args.units.rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
+  if (units_of<Units>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
     auto* pieces = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
     for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) pieces[i] = uint4{};
     fence_async();
@@ -604,19 +600,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, D>(args, by_stride, barriers, queries, keys, values, warp / 4);
+    attend<T, D, Units>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     fewer_registers<kHelperRegisters>();
     const int helper = warp - kGroups * 4;
     if (helper == 0) {
-      load_keys<D>(args, maps, barriers, queries, keys, values);
+      load_keys<D, Units>(args, maps, barriers, queries, keys, values);
     } else {
       const int blocks = selection_blocks(p, args.block_size), picker = helper - 1;
       char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory)) +
                   picker * L::picker(args.units, blocks, args.chunks);
       uint2* list = reinterpret_cast<uint2*>(own + args.chunks * ChunkRing::kChunkBytes);
-      Picker pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
-      if (args.units.together > 1) {
+      Picker<Units> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
+      if constexpr (kQuads) {
         const std::int64_t bytes = (scratch_tiles(p) + 3) / 4 * CompressedSelectScratch::kKeyBytes;
         pick.choose_by_quad(args.keys + (blockIdx.x * kPickers + picker) * (bytes / 16));
       } else {
@@ -661,7 +657,10 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.k_row, k, D, g.kv_heads, rows, batches, 1, 1);
   if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
-  return portable::launch(compressed_select<NSA_ELEMENT, D>, std::min(scratch.thread_blocks, processors), kThreads,
+  const auto kernel = args.units.together > 1 ? compressed_select<NSA_ELEMENT, D, SelectUnits, true>
+                      : g.group != 16         ? compressed_select<NSA_ELEMENT, D, SelectUnits, false>
+                                              : compressed_select<NSA_ELEMENT, D, UnitsOfSixteen, false>;
+  return portable::launch(kernel, std::min(scratch.thread_blocks, processors), kThreads,
                           L::memory(args.units, blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
 }
 

@@ -29,8 +29,19 @@ struct SelectUnits {
         by_slices(slices) {}
 
   __host__ __device__ int rows() const { return heads * together; }  // of a unit that are used
+  __device__ int query_of(int row) const { return by_heads.quotient(row); }
   __device__ int first_query(int unit) const { return by_slices.quotient(unit * together); }
   __device__ int first_head(int unit) const { return (unit * together - first_query(unit) * slices) * 16; }
+};
+
+/// The same for groups of sixteen heads, known when compiling.
+struct UnitsOfSixteen {
+  static constexpr int heads = 16, together = 1, slices = 1, queries = SelectUnits::kUnits;
+
+  __device__ static constexpr int rows() { return 16; }
+  __device__ static constexpr int query_of(int) { return 0; }
+  __device__ static constexpr int first_query(int unit) { return unit; }
+  __device__ static constexpr int first_head(int) { return 0; }
 };
 
 struct CompressedSelectArgs {

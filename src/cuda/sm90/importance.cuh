@@ -31,18 +31,14 @@ class ChunkRing {
 
   __device__ ChunkRing(char* memory, std::uint64_t* full, int chunks) : memory_(memory), full_(full), chunks_(chunks) {}
 
-  /// Sends for the first chunks of those that blocks 0 .. `blocks` - 1 take. One warp, as below.
-  __device__ __forceinline__ void start(const ScratchTile* scratch, int blocks, int lane) const {
-    const int tiles = tiles_of(blocks), all = chunks_of(tiles);
-    fence_global_async();
-#pragma unroll 1
-    for (int i = 0; i < min(all, chunks_); ++i)
-      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
-  }
-  /// After start() of the same: use(chunk, its number, how many of its tiles count or more) for all of them.
+  /// use(chunk, its number, how many of its tiles count or more) for all chunks that blocks 0 .. `blocks` - 1 take. One
+  /// warp.
   template <class Use>
   __device__ __forceinline__ void read(const ScratchTile* scratch, int blocks, int lane, const Use& use) {
-    const int tiles = tiles_of(blocks), all = chunks_of(tiles);
+    const int tiles = (blocks + kBlocks - 1) / kBlocks, all = (tiles + kChunkTiles - 1) / kChunkTiles;
+    fence_global_async();
+    for (int i = 0; i < min(all, chunks_); ++i)
+      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
     for (int i = 0; i < all; ++i) {
       wait(shared_address(full_ + stage_), parity_);
       use(chunk(stage_), i, tiles - i * kChunkTiles);
@@ -54,8 +50,6 @@ class ChunkRing {
   }
 
  private:
-  __device__ static int tiles_of(int blocks) { return (blocks + kBlocks - 1) / kBlocks; }
-  __device__ static int chunks_of(int tiles) { return (tiles + kChunkTiles - 1) / kChunkTiles; }
   __device__ ScratchTile* chunk(int stage) const {
     return reinterpret_cast<ScratchTile*>(memory_) + stage * kChunkTiles;
   }

@@ -41,15 +41,6 @@ __device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t parity
                : "memory");
   return done != 0;
 }
-/// Whether wait(parity) would return at once. The same answer in all lanes of the warp.
-__device__ __forceinline__ bool passed(std::uint32_t barrier, std::uint32_t parity) {
-  std::uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return __all_sync(0xffffffffu, done != 0);
-}
 __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity) {
   while (!test(barrier, parity)) {
   }
