@@ -7,11 +7,14 @@ The folders hold github.com/XunhaoLai/native-sparse-attention-triton and
 github.com/mdy666/Scalable-Flash-Native-Sparse-Attention; what is not there or does not load is skipped. Packages that
 they want besides triton: einops.
 
-B = 1, H = 64, Hkv = 4, D = 128, bfloat16, default hyperparameters, compression by the mean. Within a stage the
-implementations take turns, the second-level cache is flushed before every call, and medians count. Selected attention
-and the whole attend to given blocks, while everybody's own selection still runs: `random` ones, or `clustered`, of
-which neighbouring queries share about three quarters. The sliding window of the others is FlashAttention-2, as torch
-has it: they bring none.
+B = 1, bfloat16, default hyperparameters, compression by the mean; H = 64, Hkv = 4 and D = 128 unless said otherwise.
+Within a stage the implementations take turns, the second-level cache is flushed before every call, and medians count.
+Selected attention and the whole attend to given blocks, while everybody's own selection still runs: `random` ones, or
+`clustered`, of which neighbouring queries share about three quarters. The sliding window of the others is
+FlashAttention-2, as torch has it: they bring none. torch's dense attention by cuDNN and by FlashAttention-2 is measured
+beside. FlashAttention-2 gets its values padded where they are narrower than the keys.
+
+`nsa bench --peers` takes the JSON into its table.
 """
 
 import argparse
@@ -26,17 +29,30 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-HEADS, KV_HEADS, DIM, SCALE = 64, 4, 128, 128**-0.5
 KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
 # A block's score is drawn anew for every so many queries, at a moment of its own.
 PATTERNS = {"random": 1, "clustered": 3}
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def chosen_blocks(length, period, kv_heads=KV_HEADS, device="cuda"):
+class Problem(NamedTuple):
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def scale(self):
+        return self.key_dim**-0.5
+
+
+def chosen_blocks(length, period, kv_heads, device="cuda"):
     """int32 (length, kv_heads, TOPN), ascending, then -1: the forced blocks, and the others by scores of chance."""
     blocks = torch.arange(-(-length // BLOCK), device=device)
     heads = torch.arange(kv_heads, device=device)[:, None]
@@ -66,40 +82,67 @@ def shared_by_neighbours(chosen):
 # ------------------------------------------------------------------------------------------ the sliding window of peers
 
 
-def window_forward(q, k, v, cu_seqlens):
+def padded(v, width):
+    return F.pad(v, (0, width - v.shape[-1])) if v.shape[-1] < width else v
+
+
+def window_forward(q, k, v, cu_seqlens, scale):
+    """o, lse and the random state, with values and o as wide as the keys."""
     length = q.shape[0]
     arguments = (cu_seqlens, cu_seqlens, length, length, 0.0, True, False)
     window = {"window_size_left": WINDOW - 1, "window_size_right": 0}
-    return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, scale=SCALE, **window)[:4]
+    v = padded(v, q.shape[-1])
+    return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, scale=scale, **window)[:4]
 
 
-def window_backward(d_o, q, k, v, o, lse, state, unused, cu_seqlens):
-    length = q.shape[0]
+def window_backward(d_o, q, k, v, o, lse, state, unused, cu_seqlens, scale):
+    length, width = q.shape[0], v.shape[-1]
     arguments = (o, lse, cu_seqlens, cu_seqlens, length, length, 0.0, True, state, unused)
     window = {"window_size_left": WINDOW - 1, "window_size_right": 0}
-    return torch.ops.aten._flash_attention_backward(d_o.contiguous(), q, k, v, *arguments, scale=SCALE, **window)
+    d_o, v = (padded(t, q.shape[-1]) for t in (d_o.contiguous(), v))
+    d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(d_o, q, k, v, *arguments, scale=scale, **window)
+    return d_q, d_k, d_v[..., :width]
 
 
 class Window(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens):
-        o, lse, state, unused = window_forward(q, k, v, cu_seqlens)
+    def forward(ctx, q, k, v, cu_seqlens, scale):
+        o, lse, state, unused = window_forward(q, k, v, cu_seqlens, scale)
         ctx.save_for_backward(q, k, v, o, lse, state, unused, cu_seqlens)
-        return o
+        ctx.scale = scale
+        return o[..., : v.shape[-1]]
 
     @staticmethod
     def backward(ctx, d_o):
-        return *window_backward(d_o, *ctx.saved_tensors), None
+        return *window_backward(d_o, *ctx.saved_tensors, ctx.scale), None, None
 
 
 # ---------------------------------------------------------------------------------------------------- implementations
 # Tensors are (length, heads, dim); each class has the same methods.
 
 
-class Ours:
+class Implementation:
+    """Of NSA, stage by stage."""
+
+    def stages(self, inputs, branches, chosen):
+        """(stage, call, what it is differentiated by)."""
+        q, k, v, logits = inputs
+        k_c, v_c = (t.detach().requires_grad_() for t in self.compress(k, v))
+        own = {pattern: self.native(blocks) for pattern, blocks in chosen.items()}
+        yield "compress k and v", lambda: self.compress(k, v), (k, v)
+        yield "compressed attention, selection", lambda: self.attend_and_select(q, k_c, v_c), (q, k_c, v_c)
+        for pattern, blocks in own.items():
+            yield f"selected attention, {pattern}", lambda b=blocks: self.selected(q, k, v, b), (q, k, v)
+        yield "sliding window", lambda: self.window(q, k, v), (q, k, v)
+        yield "combine", lambda: self.combine(*branches, logits), (*branches, logits)
+        for pattern, blocks in own.items():
+            yield f"whole, {pattern}", lambda b=blocks: self.whole(*inputs, b), inputs
+
+
+class Ours(Implementation):
     name = "nsa"
 
-    def __init__(self, _folder):
+    def __init__(self, _folder, _problem):
         import nsa
 
         self.nsa, self.cfg, self.mean = nsa, nsa.NSAConfig(), nsa.CompressionWeights("mean")
@@ -135,7 +178,11 @@ class Ours:
         return torch.ops.nsa.nsa_attention(*branches, *options)[0][0]
 
 
-class Peer:
+class Peer(Implementation):
+    def __init__(self, folder, problem):
+        self.problem = problem
+        self.load(folder)
+
     def begin(self, length):
         self.length, self.compressed = length, (length - KERNEL) // STRIDE + 1
         self.cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device="cuda")
@@ -145,7 +192,7 @@ class Peer:
         return chosen.transpose(0, 1).contiguous()
 
     def window(self, q, k, v):
-        return Window.apply(q, k, v, self.cu_seqlens)
+        return Window.apply(q, k, v, self.cu_seqlens, self.problem.scale)
 
     def combine(self, cmp, slc, swa, logits):
         g = logits.sigmoid()
@@ -159,7 +206,9 @@ class Peer:
 class XunhaoLai(Peer):
     name = "xunhaolai"
 
-    def __init__(self, folder):
+    def load(self, folder):
+        if self.problem.key_dim != self.problem.value_dim:
+            raise ValueError("it takes keys and values of one head dim")
         sys.path.insert(0, str(folder))
         self.ops = importlib.import_module("native_sparse_attention.ops")
 
@@ -169,19 +218,20 @@ class XunhaoLai(Peer):
     def attend_and_select(self, q, k_c, v_c):
         lengths = (self.cu_seqlens, self.cu_compressed, self.length, self.compressed)
         return self.ops.compressed_attention(
-            q, k_c, v_c, KERNEL, STRIDE, BLOCK, TOPN, *lengths, SCALE, INIT, LOCAL
+            q, k_c, v_c, KERNEL, STRIDE, BLOCK, TOPN, *lengths, self.problem.scale, INIT, LOCAL
         )[0]  # fmt: skip
 
     def selected(self, q, k, v, blocks):
-        return self.ops.topk_sparse_attention(q, k, v, blocks, BLOCK, self.cu_seqlens, SCALE)
+        return self.ops.topk_sparse_attention(q, k, v, blocks, BLOCK, self.cu_seqlens, self.problem.scale)
 
 
 class FlashNsa(Peer):
-    """The whole is its own fused layer, which is told which blocks it chose."""
+    """The whole is its own fused layer, which is told which blocks it chose; where values are narrower than keys that
+    wants FlashAttention-3, and the whole is its stages."""
 
     name = "flash_nsa"
 
-    def __init__(self, folder):
+    def load(self, folder):
         if not importlib.util.find_spec("pkg_resources"):  # newer setuptools have none; one function of it is used
             version = importlib.import_module("packaging.version").parse
             sys.modules["pkg_resources"] = types.SimpleNamespace(parse_version=version)
@@ -214,36 +264,61 @@ class FlashNsa(Peer):
         return self.pool(k), self.pool(v)
 
     def attend_and_select(self, q, k_c, v_c):
-        o, lse = self.attend(q, k_c, v_c, SCALE)
-        self.topn(q.detach(), k_c.detach(), lse.detach(), SCALE, maybe_efficient_version=True, scale_slc_p=True)
+        o, lse = self.attend(q, k_c, v_c, self.problem.scale)
+        options = {"maybe_efficient_version": True, "scale_slc_p": True}
+        self.topn(q.detach(), k_c.detach(), lse.detach(), self.problem.scale, **options)
         return o
 
     def selected(self, q, k, v, blocks):
-        return self.attend_selected(q, k, v, blocks, SCALE)
+        return self.attend_selected(q, k, v, blocks, self.problem.scale)
 
     def combine(self, cmp, slc, swa, logits):
         return self.gate(cmp, slc, swa, logits)
 
     def whole(self, q, k, v, logits, blocks):
+        if self.problem.key_dim != self.problem.value_dim:
+            return super().whole(q, k, v, logits, blocks)
         self.given = blocks
-        return self.layer.NSAFunction.apply(q, k, v, logits, None, None, SCALE)
+        return self.layer.NSAFunction.apply(q, k, v, logits, None, None, self.problem.scale)
 
     def select_and_take_given(self, *arguments, **options):
         return self.given, self.topn(*arguments, **options)[1]
 
     def layer_window(self, q, k, v, **_):
-        o, lse, *self.state = window_forward(q, k, v, self.cu_seqlens)
+        o, lse, *self.state = window_forward(q, k, v, self.cu_seqlens, self.problem.scale)
         return o, lse
 
     def layer_window_backward(self, q, k, v, o, lse, d_o, **_):
-        return window_backward(d_o, q, k, v, o, lse, *self.state, self.cu_seqlens)
+        return window_backward(d_o, q, k, v, o, lse, *self.state, self.cu_seqlens, self.problem.scale)
+
+
+class Dense:
+    """torch's causal attention on one of its back ends."""
+
+    def __init__(self, name, backend, longest):
+        self.name, self.backend, self.longest = name, backend, longest
+
+    def begin(self, length):
+        self.length = length
+
+    def attend(self, q, k, v):
+        values = padded(v, q.shape[-1]) if self.backend is SDPBackend.FLASH_ATTENTION else v
+        heads_first = [t.transpose(0, 1)[None] for t in (q, k, values)]
+        with sdpa_kernel(self.backend):
+            o = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        return o[0].transpose(0, 1)[..., : v.shape[-1]]
+
+    def stages(self, inputs, _branches, _chosen):
+        if self.length <= self.longest:
+            yield "dense", lambda: self.attend(*inputs[:3]), inputs[:3]
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
-def medians(calls, repeats):
-    """Milliseconds of each call, which take turns. A call that fails the first time is reported and left out."""
+def medians(calls, repeats, budget=5.0):
+    """Milliseconds of each call, which take turns; no further round after `budget` seconds. A call that fails the first
+    time is reported and left out."""
     flush, times = torch.empty(2**28, dtype=torch.uint8, device="cuda"), {}
     for name, call in calls.items():
         try:
@@ -251,7 +326,10 @@ def medians(calls, repeats):
             times[name] = []
         except Exception as error:
             print(f"  {name} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    start = time.monotonic()
     for i in range(repeats + 1):
+        if i > 1 and time.monotonic() - start > budget:
+            break
         for name in times:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.fill_(i)
@@ -268,27 +346,14 @@ def leaf(*shape, deviation=1.0):
     return (torch.randn(*shape, device="cuda") * deviation).to(torch.bfloat16).requires_grad_()
 
 
-def stages_of(implementation, inputs, branches, chosen):
-    """(stage, call, what it is differentiated by)."""
-    q, k, v, logits = inputs
-    k_c, v_c = (t.detach().requires_grad_() for t in implementation.compress(k, v))
-    yield "compress k and v", lambda: implementation.compress(k, v), (k, v)
-    yield "compressed attention, selection", lambda: implementation.attend_and_select(q, k_c, v_c), (q, k_c, v_c)
-    for pattern, blocks in chosen.items():
-        yield f"selected attention, {pattern}", lambda b=blocks: implementation.selected(q, k, v, b), (q, k, v)
-    yield "sliding window", lambda: implementation.window(q, k, v), (q, k, v)
-    yield "combine", lambda: implementation.combine(*branches, logits), (*branches, logits)
-    for pattern, blocks in chosen.items():
-        yield f"whole, {pattern}", lambda b=blocks: implementation.whole(*inputs, b), inputs
-
-
 def measure_stage(calls, by, repeats):
-    """Forward and backward of one stage: {implementation: {"forward": ms, "backward": ms, "difference": to ours}}."""
+    """Forward and backward of one stage: {implementation: {"forward": ms, "backward": ms, "difference": to ours}}, the
+    last None where we are not among them."""
     forward = medians(calls, repeats)
     outs = {name: calls[name]() for name in forward}
     outs = {name: out if isinstance(out, tuple) else (out,) for name, out in outs.items()}
     torch.manual_seed(1)
-    like = [torch.randn_like(o.flatten()) for o in outs["nsa"]]
+    like = [torch.randn_like(o.flatten()) for o in next(iter(outs.values()), ())]
     gradients = {name: [g.view_as(o) for g, o in zip(like, out, strict=True)] for name, out in outs.items()}
 
     def backward(name):
@@ -297,42 +362,50 @@ def measure_stage(calls, by, repeats):
     backwards = medians({name: backward(name) for name in outs}, repeats)
     found = {}
     for name, ms in forward.items():
-        pairs = [(a.flatten().float(), b.flatten().float()) for a, b in zip(outs[name], outs["nsa"], strict=True)]
-        difference = math.sqrt(sum((a - b).square().sum().item() for a, b in pairs) / sum(
-            b.square().sum().item() for _, b in pairs
-        ))  # fmt: skip
+        difference = relative_difference(outs[name], outs["nsa"]) if "nsa" in outs else None
         found[name] = {"forward": ms, "backward": backwards.get(name), "difference": difference}
     return found
 
 
-def measure_length(implementations, length, repeats):
+def relative_difference(out, reference):
+    pairs = [(a.flatten().float(), b.flatten().float()) for a, b in zip(out, reference, strict=True)]
+    different = sum((a - b).square().sum().item() for a, b in pairs)
+    return math.sqrt(different / sum(b.square().sum().item() for _, b in pairs))
+
+
+def measure_length(implementations, problem, length, repeats):
     torch.manual_seed(0)
-    inputs = leaf(length, HEADS, DIM), leaf(length, KV_HEADS, DIM), leaf(length, KV_HEADS, DIM), leaf(length, HEADS, 3)
-    branches = [leaf(length, HEADS, DIM) for _ in range(3)]
-    chosen = {pattern: chosen_blocks(length, period) for pattern, period in PATTERNS.items()}
+    heads, kv_heads, key_dim, value_dim = problem
+    inputs = (leaf(length, heads, key_dim), leaf(length, kv_heads, key_dim), leaf(length, kv_heads, value_dim),
+              leaf(length, heads, 3))  # fmt: skip
+    branches = [leaf(length, heads, value_dim) for _ in range(3)]
+    chosen = {pattern: chosen_blocks(length, period, kv_heads) for pattern, period in PATTERNS.items()}
     shared = {pattern: shared_by_neighbours(blocks) for pattern, blocks in chosen.items()}
     print(f"\n{length} tokens; neighbouring queries share " + ", ".join(f"{s:.0%} ({p})" for p, s in shared.items()))
     calls, by = {}, {}
     for implementation in implementations:
         implementation.begin(length)
-        own = {pattern: implementation.native(blocks) for pattern, blocks in chosen.items()}
-        for stage, call, differentiated in stages_of(implementation, inputs, branches, own):
+        for stage, call, differentiated in implementation.stages(inputs, branches, chosen):
             calls.setdefault(stage, {})[implementation.name] = call
             by.setdefault(stage, {})[implementation.name] = differentiated
-    print(f"  {'forward / backward, ms':34}" + "".join(f"{i.name:>24}" for i in implementations))
+    print(f"  {'forward / backward, ms':34}" + "".join(f"{i.name:>20}" for i in implementations))
     stages = {}
     for stage in calls:
         stages[stage] = found = measure_stage(calls[stage], by[stage], repeats)
 
-        def cell(result):
-            if not result:
+        def cell(name, stage=stage, found=found):
+            if name not in calls[stage]:
+                return ""
+            if name not in found:
                 return "failed"
+            result = found[name]
             back = f"{result['backward']:.2f}" if result["backward"] else "failed"
             return f"{result['forward']:.2f} / {back}"
 
-        print(f"  {stage:34}" + "".join(f"{cell(found.get(i.name)):>24}" for i in implementations), flush=True)
+        print(f"  {stage:34}" + "".join(f"{cell(i.name):>20}" for i in implementations), flush=True)
         torch.cuda.empty_cache()
-    worst = max((r["difference"], name, stage) for stage, found in stages.items() for name, r in found.items())
+    measured = [(r["difference"], name, stage) for stage, found in stages.items() for name, r in found.items()]
+    worst = max(one for one in measured if one[0] is not None)
     print(f"  largest difference from ours, relative: {worst[0]:.1e} ({worst[1]}, {worst[2]})")
     return {"shared_by_neighbours": shared, "stages": stages}
 
@@ -345,14 +418,14 @@ def commit_of(folder):
     return (folder / "COMMIT").read_text().strip() if (folder / "COMMIT").exists() else None
 
 
-def load(kinds):
+def load(kinds, problem):
     """What can be had of [(class, folder)]."""
     loaded = []
     for kind, folder in kinds:
         try:
             if folder is None or not folder.is_dir():
                 raise ImportError("no folder was given" if folder is None else f"there is no folder {folder}")
-            loaded.append(kind(folder))
+            loaded.append(kind(folder, problem))
         except Exception as error:
             print(f"skipped {kind.name}: {error}")
     return loaded
@@ -365,11 +438,20 @@ def lengths_of(text):
     return lengths
 
 
+def dims_of(text):
+    key_dim, value_dim = (int(dim) for dim in text.split(","))
+    return key_dim, value_dim
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--xunhaolai", type=Path, metavar="FOLDER")
     parser.add_argument("--flash-nsa", type=Path, metavar="FOLDER")
     parser.add_argument("--lengths", type=lengths_of, default="8192,32768,65536")
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dims", type=dims_of, default="128,128", metavar="DK,DV", help="of keys, of values")
+    parser.add_argument("--longest-dense", type=int, default=131072, help="no dense attention beyond, tokens")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="written anew after every length")
     options = parser.parse_args()
@@ -379,10 +461,14 @@ def main():
         parser.error(f"--json: there is no folder {options.json.parent}")
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to time")
+    problem = Problem(options.heads, options.kv_heads, *options.head_dims)
     folders = {XunhaoLai: options.xunhaolai, FlashNsa: options.flash_nsa}
-    implementations = [Ours(ROOT), *load(folders.items())]
+    dense = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+    implementations = [Ours(ROOT, problem), *load(folders.items(), problem)]
+    implementations += [Dense(name, backend, options.longest_dense) for name, backend in dense.items()]
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+    shape = "H={} Hkv={} Dk={} Dv={}".format(*problem)
     about = {
         "gpu": gpu,
         "driver": driver,
@@ -394,13 +480,17 @@ def main():
             "nsa": os.environ.get("COMMIT") or commit_of(ROOT),
             **{kind.name: commit_of(f) for kind, f in folders.items() if f},
         },
-        "problem": f"B=1 H={HEADS} Hkv={KV_HEADS} D={DIM} bfloat16, mean, defaults",
+        "problem": f"B=1 {shape} bfloat16, mean, defaults",
+        "settings": {
+            **{"num_heads": problem.heads, "num_kv_heads": problem.kv_heads, "dtype": "bfloat16"},
+            **{"head_dim": problem.key_dim, "v_head_dim": problem.value_dim},
+        },
         "unit": "ms",
     }
     print(f"{gpu}, driver {driver}, torch {torch.__version__}: {about['problem']}")
     lengths = {}
     for length in options.lengths:
-        lengths[length] = measure_length(implementations, length, options.repeats)
+        lengths[length] = measure_length(implementations, problem, length, options.repeats)
         if options.json:
             options.json.write_text(json.dumps({**about, "lengths": lengths}, indent=1) + "\n")
 

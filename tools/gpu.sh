@@ -6,6 +6,8 @@
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
 #   JOBS=8       tests at a time      SHARDS=4   sanitize: one case of so many (racecheck: of 8 times as many)
 #   LM=0         without LibTorch's part of the program: no cli stage
+#   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
+# The stage bench also writes bench_cuda.json beside $RESULTS.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench}
@@ -14,6 +16,7 @@ results=${RESULTS:-docs/results/gpu.json}
 mkdir -p "$logs" "$(dirname "$results")"
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$PWD/python OMP_WAIT_POLICY=passive
 export NSA_PROGRAM=$PWD/build-gpu/bin/nsa
+export COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}
 bundle=$PWD/bundle
 failed=()
 stages=()
@@ -50,7 +53,8 @@ run() {
   start "$@"
   finish
 }
-tests() { for t in build-gpu/bin/cuda_*_test; do basename "$t"; done; }
+# The full-size ones are too slow for the sanitizer and for the portable kernels.
+tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *full_size* ]] || basename "$t"; done; }
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
@@ -64,6 +68,7 @@ for step in $steps; do
       tail -5 "$logs/build.log"
       ;;
     test)
+      start cuda_full_size_test build-gpu/bin/cuda_full_size_test --gtest_brief=1
       for t in $(tests); do
         start "$t" "build-gpu/bin/$t" --gtest_brief=1
         start "$t.portable" env NSA_CUDA_KERNELS=portable "build-gpu/bin/$t" --gtest_brief=1
@@ -93,16 +98,22 @@ for step in $steps; do
     repeat)
       export NSA_REPEATS=${NSA_REPEATS:-200}
       run repeat "${pytest[@]}" tests/python/test_cuda.py -k repeatable
+      run repeat_full_size env NSA_FULL_SIZE_REPEATS=1000 build-gpu/bin/cuda_full_size_test --gtest_filter='*EveryTime'
       ;;
     bench)
-      run bench build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
+      if [[ -x $NSA_PROGRAM ]]; then
+        run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,16384,32768,65536,131072,262144 \
+          --selection random --longest-dense-forward 262144 --no-plain --budget 0.5 ${PEERS:+--peers "$PEERS"} \
+          --json "$(dirname "$results")/bench_cuda.json"
+        cat "$logs/bench.log"
+      fi
+      run stages build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
       run decode build-gpu/bin/cuda_decode
-      cat "$logs/bench.log" "$logs/decode.log"
+      cat "$logs/stages.log" "$logs/decode.log"
       ;;
   esac
 done
-COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)} \
-  python3 tools/gpu_results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}"
+python3 tools/gpu_results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}"
 if [[ -n ${OUT:-} ]]; then
   mkdir -p "$OUT"
   cp "$results" "$OUT/"

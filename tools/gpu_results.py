@@ -67,7 +67,7 @@ def stage(logs, name, code, seconds, command):
         found["findings"] = int(summary[1]) if summary else None
     if name == "repeat":
         found["repeats"] = int(os.environ["NSA_REPEATS"])
-    if name == "bench":
+    if name == "stages":
         found |= timings(log)
     if name == "decode":
         found |= steps(log)

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "nsa/status.h"
@@ -28,6 +29,9 @@ struct Context {
   void* stream = nullptr;          // cudaStream_t of the tensors' device; null: the default stream
   void* workspace = nullptr;       // memory of the tensors' device, aligned to 256 bytes; free again after the call
   std::size_t workspace_size = 0;  // bytes, at least what workspace_size() (operations.h) says
+  // For timing: on a GPU nsa_attention and nsa_attention_backward call it on the host with a stage's name whenever all
+  // of that stage has been launched. It may record an event on the stream. Null: nobody listens.
+  const std::function<void(const char* stage)>* on_stage = nullptr;
 };
 
 /// What the choice of a backend depends on.

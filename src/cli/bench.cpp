@@ -1,11 +1,13 @@
 // nsa bench: NSA over sequence length beside dense attention, as a table and as JSON.
 #include <ATen/Parallel.h>
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
+#include <ctime>
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -24,14 +26,31 @@
 namespace nsa::cli {
 namespace {
 
+/// Of this program's command line.
+std::vector<std::string> command_words() {
+  std::ifstream file("/proc/self/cmdline");
+  std::vector<std::string> words;
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  return words;
+}
+
+/// Where, when and of what the results are: {"command", "date", "commit"}, the last from COMMIT, null without it.
+nlohmann::json origin() {
+  const char* const commit = std::getenv("COMMIT");
+  const std::time_t now = std::time(nullptr);
+  std::tm date{};
+  gmtime_r(&now, &date);
+  return {{"command", fmt::to_string(fmt::join(command_words(), " "))},
+          {"date", fmt::format("{:04}-{:02}-{:02}", date.tm_year + 1900, date.tm_mon + 1, date.tm_mday)},
+          {"commit", commit != nullptr && *commit != 0 ? nlohmann::json(commit) : nlohmann::json()}};
+}
+
 /// OpenMP's idle threads spin by default, which looks like work in the CPU time and takes cores from whoever works. It
 /// reads the variable when the program starts, so the program starts again.
 void let_idle_threads_sleep() {
   if (std::getenv("OMP_WAIT_POLICY") != nullptr) return;
   setenv("OMP_WAIT_POLICY", "passive", 0);
-  std::ifstream file("/proc/self/cmdline");
-  std::vector<std::string> words;
-  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  auto words = command_words();
   std::vector<char*> arguments;
   for (auto& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
@@ -39,24 +58,46 @@ void let_idle_threads_sleep() {
   throw lm::Error("cannot start again with OMP_WAIT_POLICY=passive; set it yourself");
 }
 
-void print_result(const lm::BenchResult& r) {
-  std::string notes;
-  if (r.extrapolated) notes += " extrapolated as length squared";
-  if (!r.timing.judged) notes += " not judged";
-  const auto peak = r.peak_gflops && !r.extrapolated ? fmt::format("{:.0f} %", 100 * r.gflops() / *r.peak_gflops) : "";
-  fmt::print("{:>7}  {:<33} {:<9} {:>10.2f} {:>10.2f} {:>9.1f} {:>7.0f} {:>6} {:>9.1f} {:>6.2f} {}\n", r.length, r.op,
-             r.variant, 1e3 * r.timing.best_s, 1e3 * r.timing.median_s, r.gflop, r.gflops(), peak,
-             1e-6 * static_cast<double>(r.bytes), r.timing.cpu_over_wall, notes);
-  std::fflush(stdout);
-}
+/// The table of results. On the CPU there are columns for disturbed runs, on CUDA wider units and the peers.
+class Table {
+ public:
+  Table(bool on_cuda, bool peers) : on_cuda_(on_cuda), peers_(peers) {}
+
+  void print_header() const {
+    fmt::print("{:>7}  {:<33} {:<9} {:>10} {:>10} {:>9} {:>7} {:>6} {:>9} {}\n", "length", "operation", "variant",
+               "best ms", "median ms", on_cuda_ ? "TFLOP" : "GFLOP", on_cuda_ ? "TF/s" : "GF/s",
+               on_cuda_ ? "limit" : "peak", "MB", on_cuda_ ? peers_ ? "peer ms" : "" : "   cpu");
+  }
+
+  void print(const lm::BenchResult& r) const {
+    std::string notes;
+    if (!on_cuda_) notes += fmt::format("{:>6.2f} ", r.timing.cpu_over_wall);
+    if (r.peer) notes += fmt::format("{:>7.2f} {}", 1e3 * r.peer->seconds, r.peer->name);
+    if (r.extrapolated) notes += " extrapolated as length squared";
+    if (!r.timing.judged) notes += " not judged";
+    const double unit = on_cuda_ ? 1e-3 : 1;
+    const auto share = r.share() ? fmt::format("{:.0f} %", 100 * *r.share()) : "";
+    const auto name = r.part_of.empty() ? r.op : "| " + r.op;
+    fmt::print("{:>7}  {:<33} {:<9} {:>10.2f} {:>10.2f} {:>9.{}f} {:>7.0f} {:>6} {:>9.1f} {}\n", r.length, name,
+               r.variant, 1e3 * r.timing.best_s, 1e3 * r.timing.median_s, unit * r.cost.gflop, on_cuda_ ? 3 : 1,
+               unit * r.gflops(), share, 1e-6 * static_cast<double>(r.cost.bytes), notes);
+    std::fflush(stdout);
+  }
+
+ private:
+  bool on_cuda_, peers_;
+};
 
 void print_ratios(const lm::BenchReport& report) {
   fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA beside dense", "length", "NSA ms", "torch ms",
              "ratio", "own dense ms", "ratio");
   for (const auto& r : report.ratios) {
-    fmt::print("{:<17} {:>7} {:>10.2f} {:>12.2f} {:>8.2f} {:>13.2f} {:>8.2f} {}{}{}\n", r.pass, r.length,
+    const auto peer =
+        r.peer ? fmt::format("; {} {:.2f}, {:.2f}", r.peer->name, 1e3 * r.peer->seconds, r.peer->seconds / r.seconds)
+               : "";
+    fmt::print("{:<17} {:>7} {:>10.2f} {:>12.2f} {:>8.2f} {:>13.2f} {:>8.2f} {}{}{}{}\n", r.pass, r.length,
                1e3 * r.seconds, 1e3 * r.dense_seconds, r.over_dense(), 1e3 * r.plain_seconds, r.over_plain(),
-               r.dense_variant, r.extrapolated ? " dense extrapolated" : "", r.judged ? "" : " not judged");
+               r.dense_variant, r.extrapolated ? " dense extrapolated" : "", r.judged ? "" : " not judged", peer);
   }
   for (const auto& refusal : report.refusals) fmt::print("{}\n", refusal);
   const auto length = [&](const char* pass, auto over) {
@@ -96,7 +137,14 @@ class BenchCommand {
         ->check(CLI::Range(1, 1000));
     command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds");
     command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
-    command_.add_flag("!--no-parts", options_.parts, "Only the whole, not each operation");
+    command_.add_flag("!--no-parts", options_.parts, "Only the whole, neither its stages nor each operation");
+    command_.add_flag("!--no-plain", options_.plain, "Without dense attention on libnsa's own kernels");
+    command_
+        .add_option(
+            "--selection", selection_,
+            "Blocks to attend to: own, or given ones (random, clustered) while the choice of its own still runs")
+        ->check(CLI::IsMember({"own", "random", "clustered"}));
+    command_.add_option("--peers", peers_, "Times of other implementations by bench/peers.py, for the table");
     command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens");
     option("--longest-dense-forward", options_.longest_dense_forward,
            "Beyond this length dense attention is extrapolated, tokens", cuda.longest_dense_forward);
@@ -132,17 +180,23 @@ class BenchCommand {
     std::sort(options_.lengths.begin(), options_.lengths.end());
     for (const auto& phi : phis_) options_.phis.push_back(lm::compression_kind(phi));
     shape.bfloat16 = dtype_ == "bfloat16";
+    shape.selection = lm::bench_selection(selection_);
     if (shape.threads == 0) shape.threads = default_num_threads();
     options_.timing.threads = shape.threads;
     at::set_num_threads(shape.threads);
 
     require_backend();
+    if (!peers_.empty())
+      options_.peers = lm::BenchPeers(peers_, shape, shape.device.is_cuda() ? lm::gpu_name() : lm::cpu_name());
     print_machine(device);
-    fmt::print("{:>7}  {:<33} {:<9} {:>10} {:>10} {:>9} {:>7} {:>6} {:>9} {:>6}\n", "length", "operation", "variant",
-               "best ms", "median ms", "GFLOP", "GF/s", "peak", "MB", "cpu");
-    const auto report = lm::run_bench(options_, print_result);
+    if (shape.device.is_cuda()) measure_rates();
+    const Table table(shape.device.is_cuda(), !options_.peers.empty());
+    table.print_header();
+    const auto report = lm::run_bench(options_, [&](const lm::BenchResult& result) { table.print(result); });
     print_ratios(report);
-    write_json(json_, report);
+    nlohmann::json json = report;
+    json.update(origin());
+    write_json(json_, json);
     if (bars_) judge_bars(report);
   }
 
@@ -172,10 +226,17 @@ class BenchCommand {
                shape.v_head_dim, dtype_);
   }
 
+  void measure_rates() {
+    const auto rates = lm::measure_device_rates(options_.shape.device, options_.shape.bfloat16);
+    options_.rates = {rates.gflops, rates.bytes_per_s};
+    fmt::print("limits: product of 8192 x 8192 matrices {:.0f} TFLOP/s, copy of 1 GiB {:.2f} TB/s read and written\n",
+               1e-3 * rates.gflops, 1e-12 * rates.bytes_per_s);
+  }
+
   CLI::App& command_;
   lm::BenchOptions options_ = lm::default_bench_options(at::kCPU);
   DeviceOption device_;
-  std::string dtype_ = "bfloat16", json_;
+  std::string dtype_ = "bfloat16", json_, peers_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};
   bool bars_ = false;
 };

@@ -137,6 +137,8 @@ class TrainCommand {
     option("--dtype", "dtype", train.dtype,
            "Of matrix products and attention: auto (bfloat16 where the device has instructions for it), float32 or "
            "bfloat16");
+    flag("--recompute", "recompute", train.recompute,
+         "Keep the inputs of the layers alone and compute the rest again in the backward: less memory, more time");
     option("--threads", "threads", train.threads, "0: one for each core");
     option("--log-every", "log_every", train.log_every, "Steps between lines in metrics.jsonl");
     option("--eval-every", "eval_every", train.eval_every, "Steps between evaluations; 0: at the end alone");

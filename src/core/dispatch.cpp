@@ -131,7 +131,8 @@ Status run(const Operation<Params>& operation, const Params& params, const Conte
     log_call(operation.name, backend, variant_of(backend).c_str(), call);
     if (Status status = dump_call(operation.name, call); !status.ok()) return status;
     if (backend == Backend::kCUDA) {
-      Execution execution{static_cast<CUstream_st*>(context.stream), {context.workspace, context.workspace_size}};
+      Execution execution{
+          static_cast<CUstream_st*>(context.stream), {context.workspace, context.workspace_size}, context.on_stage};
       return run_on_device(operation, params, call.problem.device, execution);
     }
     return run_on_host(backend == Backend::kReference ? operation.reference : operation.cpu, params, context);

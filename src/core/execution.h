@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 struct CUstream_st;  // what cudaStream_t points to
 
@@ -35,6 +36,12 @@ class Arena {
 struct Execution {
   CUstream_st* stream = nullptr;
   Arena arena;
+  const std::function<void(const char*)>* on_stage = nullptr;  // as in Context
+
+  /// All of this stage of the whole has been launched.
+  void stage_done(const char* name) const {
+    if (on_stage && !arena.measuring()) (*on_stage)(name);
+  }
 };
 
 }  // namespace nsa

@@ -3,12 +3,11 @@
 #include <c10/util/Exception.h>
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <utility>
 
-#include "lm/device_timing.h"
 #include "lm/machine.h"
 
 namespace nsa::lm {
@@ -28,32 +27,33 @@ class Runner {
       if (backward && (!options_.backward || length > options_.longest_backward)) break;
       BenchRatio ratio{.pass = backward ? "forward_backward" : "forward", .length = length};
       for (std::size_t i = 0; i < options_.phis.size(); ++i) {
-        const auto result = time(problem.whole(options_.phis[i], backward), length);
+        const auto whole = problem.whole(options_.phis[i], backward);
+        const auto result = time(whole, length);
+        if (options_.parts && whole.staged) time_stages(problem, whole, options_.phis[i], length);
         if (i > 0) continue;
         ratio.seconds = result.timing.seconds();
         ratio.judged = result.timing.judged;
+        ratio.peer = result.peer;
       }
       if (options_.parts) {
         for (auto& operation : problem.operations(options_.phis, backward)) time(operation, length);
       }
-      const auto longest = backward ? options_.longest_dense_backward : options_.longest_dense_forward;
-      const BenchResult plain =
-          length <= longest ? time(problem.plain(backward), length) : extrapolate(plain_[backward], length);
-      plain_[backward] = plain.extrapolated ? plain_[backward] : plain;
-      if (length > longest) {
+      if (options_.plain) time_plain(problem, backward, length, ratio);
+      if (length > longest_dense(backward)) {
         extrapolate_dense(backward, length, ratio);
       } else {
         time_dense(problem, backward, length, ratio);
       }
-      ratio.plain_seconds = plain.timing.seconds();
-      ratio.extrapolated = ratio.extrapolated || plain.extrapolated;
-      ratio.judged = ratio.judged && plain.timing.judged;
+      if (ratio.dense_variant.empty()) continue;  // none of torch's forms runs: the refusals say why
       report_.ratios.push_back(ratio);
     }
   }
 
  private:
   BenchResult add(BenchResult result) {
+    if (result.variant.empty() || result.variant == name_of(CompressionKind::kMean)) {
+      result.peer = options_.peers.best(result.op, result.length, options_.shape.selection);
+    }
     report_.results.push_back(result);
     on_result_(result);
     return result;
@@ -62,10 +62,27 @@ class Runner {
   BenchResult time(const BenchCase& work, std::int64_t length) {
     const auto& shape = options_.shape;
     const bool on_host = shape.device.is_cpu();
-    const Timing timing =
-        on_host ? time_runs(work.work, options_.timing) : time_device_runs(work.work, options_.timing, shape.device);
-    return add({work.op, work.variant, length, timing, false, work.gflop, work.bytes,
-                on_host ? register_peak_gflops(shape.bfloat16, shape.threads) : std::nullopt});
+    BenchResult result{.op = work.op, .variant = work.variant, .length = length, .cost = work.cost};
+    if (on_host) {
+      result.timing = time_runs(work.work, options_.timing);
+      result.rates.gflops = register_peak_gflops(shape.bfloat16, shape.threads);
+    } else {
+      result.timing = time_device_runs(work.work, options_.timing, shape.device);
+      result.rates = options_.rates;
+    }
+    return add(result);
+  }
+
+  void time_stages(const BenchProblem& problem, const BenchCase& whole, CompressionKind phi, std::int64_t length) {
+    for (const auto& [stage, timing] : time_device_stages(whole.staged, options_.timing, options_.shape.device)) {
+      add({.op = stage,
+           .variant = whole.variant,
+           .part_of = whole.op,
+           .length = length,
+           .timing = timing,
+           .cost = problem.cost(stage, phi),
+           .rates = options_.rates});
+    }
   }
 
   BenchResult extrapolate(BenchResult result, std::int64_t length) {
@@ -73,11 +90,25 @@ class Runner {
     const double growth = static_cast<double>(length) / static_cast<double>(result.length);
     result.timing.best_s *= growth * growth;
     result.timing.median_s *= growth * growth;
-    result.gflop *= growth * growth;
-    result.bytes = static_cast<std::int64_t>(static_cast<double>(result.bytes) * growth);
+    result.cost.gflop *= growth * growth;
+    result.cost.bytes = static_cast<std::int64_t>(static_cast<double>(result.cost.bytes) * growth);
     result.length = length;
     result.extrapolated = true;
     return add(result);
+  }
+
+  std::int64_t longest_dense(bool backward) const {
+    return backward ? options_.longest_dense_backward : options_.longest_dense_forward;
+  }
+
+  void time_plain(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
+    BenchResult& before = plain_[backward];
+    const BenchResult plain =
+        length <= longest_dense(backward) ? time(problem.plain(backward), length) : extrapolate(before, length);
+    if (!plain.extrapolated) before = plain;
+    ratio.plain_seconds = plain.timing.seconds();
+    ratio.extrapolated = plain.extrapolated;
+    ratio.judged = ratio.judged && plain.timing.judged;
   }
 
   void time_dense(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
@@ -90,7 +121,7 @@ class Runner {
       const auto result = time_form(problem, form, backward, length);
       if (result && (best.length == 0 || result->timing.seconds() < best.timing.seconds())) best = *result;
     }
-    if (best.length == 0) throw std::runtime_error("none of torch's forms of dense attention runs here");
+    if (best.length == 0) return;
     ratio.dense_seconds = best.timing.seconds();
     ratio.dense_variant = best.variant;
     ratio.judged = ratio.judged && best.timing.judged;
@@ -109,6 +140,7 @@ class Runner {
   }
 
   void extrapolate_dense(bool backward, std::int64_t length, BenchRatio& ratio) {
+    if (dense_[backward].length == 0) return;  // nothing shorter was measured
     const auto result = extrapolate(dense_[backward], length);
     ratio.dense_seconds = result.timing.seconds();
     ratio.dense_variant = result.variant;
@@ -123,6 +155,13 @@ class Runner {
 };
 
 }  // namespace
+
+std::optional<double> BenchResult::share() const {
+  if (!rates.gflops || extrapolated) return std::nullopt;
+  const double computing = cost.gflop / *rates.gflops;
+  const double moving = rates.bytes_per_s ? static_cast<double>(cost.bytes) / *rates.bytes_per_s : 0;
+  return std::max(computing, moving) / timing.seconds();
+}
 
 std::optional<double> BenchReport::crossover(const std::string& pass, double (BenchRatio::*over)() const) const {
   const BenchRatio* slower = nullptr;  // the longest length at which NSA is not faster
@@ -181,10 +220,19 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
                       {"init_blocks", cfg.init_blocks},
                       {"local_blocks", cfg.local_blocks},
                       {"window_size", cfg.window_size},
+                      {"selection", name_of(shape.selection)},
                       {"repeats", report.options.timing.repeats}};
+  const auto optional = [](const std::optional<double>& value) {
+    return value ? nlohmann::json(*value) : nlohmann::json();
+  };
+  if (shape.device.is_cuda()) {
+    const auto& [gflops, bytes_per_s] = report.options.rates;
+    json["rates"] = {{"gflops", optional(gflops)}, {"bytes_per_s", optional(bytes_per_s)}};
+  }
   for (const auto& r : report.results) {
     json["results"].push_back({{"op", r.op},
                                {"variant", r.variant},
+                               {"part_of", r.part_of},
                                {"length", r.length},
                                {"seconds", r.timing.seconds()},
                                {"best_s", r.timing.best_s},
@@ -192,11 +240,16 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
                                {"cpu_over_wall", r.timing.cpu_over_wall},
                                {"judged", r.timing.judged},
                                {"extrapolated", r.extrapolated},
-                               {"gflop", r.gflop},
+                               {"gflop", r.cost.gflop},
                                {"gflops", r.gflops()},
-                               {"bytes", r.bytes},
-                               {"peak_gflops", r.peak_gflops ? nlohmann::json(*r.peak_gflops) : nlohmann::json()}});
+                               {"bytes", r.cost.bytes},
+                               {"gathered_bytes", r.cost.gathered},
+                               {"peak_gflops", optional(r.rates.gflops)},
+                               {"share", optional(r.share())},
+                               {"peer", r.peer ? nlohmann::json(r.peer->name) : nlohmann::json()},
+                               {"peer_s", r.peer ? nlohmann::json(r.peer->seconds) : nlohmann::json()}});
   }
+  json["ratios"] = nlohmann::json::array();
   for (const auto& r : report.ratios) {
     json["ratios"].push_back({{"length", r.length},
                               {"pass", r.pass},
@@ -205,16 +258,13 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
                               {"dense_variant", r.dense_variant},
                               {"plain_seconds", r.plain_seconds},
                               {"over_dense", r.over_dense()},
-                              {"over_plain", r.over_plain()},
+                              {"over_plain", r.plain_seconds > 0 ? nlohmann::json(r.over_plain()) : nlohmann::json()},
                               {"extrapolated", r.extrapolated},
                               {"judged", r.judged}});
   }
   json["refusals"] = report.refusals;
   for (const char* pass : {"forward", "forward_backward"}) {
-    const auto length = [&](auto over) {
-      const auto found = report.crossover(pass, over);
-      return found ? nlohmann::json(*found) : nlohmann::json();
-    };
+    const auto length = [&](auto over) { return optional(report.crossover(pass, over)); };
     json["crossover"][pass] = {{"dense", length(&BenchRatio::over_dense)}, {"plain", length(&BenchRatio::over_plain)}};
   }
 }

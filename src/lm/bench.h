@@ -8,32 +8,46 @@
 #include <string>
 #include <vector>
 
+#include "lm/bench_peers.h"
 #include "lm/bench_problem.h"
 #include "lm/timing.h"
 
 namespace nsa::lm {
 
+/// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
+/// of large matrices and a copy in its memory, measured once.
+struct BenchRates {
+  std::optional<double> gflops, bytes_per_s;
+};
+
 struct BenchOptions {
   BenchShape shape;
   std::vector<std::int64_t> lengths;
-  std::vector<CompressionKind> phis;   // of compress and of the whole; ratios are about the first
-  bool backward = true, parts = true;  // parts: each operation alone too
+  std::vector<CompressionKind> phis;  // of compress and of the whole; ratios are about the first
+  bool backward = true;
+  bool parts = true;  // the stages of the whole on CUDA, and each operation alone
+  bool plain = true;  // dense attention on libnsa's kernels
   TimingOptions timing;
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
   std::int64_t longest_dense_backward = 8192;
+  BenchRates rates;  // on CUDA
+  BenchPeers peers;
 };
 
 struct BenchResult {
   std::string op, variant;
+  std::string part_of;  // of a stage: the op it is part of, as that runs it
   std::int64_t length = 0;
   Timing timing;
   bool extrapolated = false;  // from a shorter length, as its square
-  double gflop = 0;
-  std::int64_t bytes = 0;
-  std::optional<double> peak_gflops;  // of the registers, measured right after
+  BenchCost cost;
+  BenchRates rates;
+  std::optional<PeerTime> peer;  // the fastest other implementation
 
-  double gflops() const { return gflop / timing.seconds(); }
+  double gflops() const { return cost.gflop / timing.seconds(); }
+  /// The least time at these rates over the time taken.
+  std::optional<double> share() const;
 };
 
 /// How many times faster NSA is than dense attention.
@@ -41,8 +55,9 @@ struct BenchRatio {
   std::string pass;  // "forward" or "forward_backward"
   std::int64_t length = 0;
   double seconds = 0;                           // NSA
-  double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; causal attention on libnsa's kernels
+  double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; on libnsa's kernels, 0: not measured
   std::string dense_variant;                    // the fastest form
+  std::optional<PeerTime> peer;                 // the fastest other implementation of NSA
   bool extrapolated = false;                    // dense or plain
   bool judged = false;                          // every run was undisturbed
 

@@ -2,12 +2,13 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -16,20 +17,20 @@
 namespace nsa::lm {
 namespace {
 
-constexpr double kBackwardCost = 2.5;  // five products of the same size instead of two
-
-at::ScalarType dtype_of(const BenchShape& shape) { return shape.bfloat16 ? at::kBFloat16 : at::kFloat; }
-
-std::int64_t bytes_of(std::initializer_list<TensorView> views) {
-  std::int64_t bytes = 0;
-  for (const auto& view : views) {
-    if (view.defined()) bytes += view.numel() * static_cast<std::int64_t>(size_of(view.dtype));
-  }
-  return bytes;
-}
+at::ScalarType dtype_of(const BenchDims& shape) { return shape.bfloat16 ? at::kBFloat16 : at::kFloat; }
 
 at::Tensor like(const at::Tensor& tensor) {
   return tensor.defined() ? at::empty(tensor.sizes(), tensor.options()) : at::Tensor();
+}
+
+SelectedAttentionParams selected(const NsaAttentionParams& p) {
+  return {.q = p.q,
+          .k = p.k_slc,
+          .v = p.v_slc,
+          .indices = p.imposed_indices.defined() ? p.imposed_indices : p.indices,
+          .block_size = p.cfg.block_size,
+          .o = p.o_slc,
+          .lse = p.lse_slc};
 }
 
 /// While it lives, torch's attention on CUDA runs on this back end or throws.
@@ -52,70 +53,76 @@ class OneBackEnd {
 }  // namespace
 
 BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
-    : shape_(shape), length_(length), blocks_(shape.nsa.num_compressed(length)) {
+    : shape_(shape), length_(length), blocks_(shape.nsa.num_compressed(length)), costs_(shape, length) {
   const at::NoGradGuard no_grad;
   context_.num_threads = shape.threads;
   const auto& cfg = shape.nsa;
-  for (std::int64_t t = 0; t < length; ++t) {
-    const std::int64_t reach = static_cast<std::int64_t>(cfg.topk - 1) * cfg.block_size + t % cfg.block_size + 1;
-    compressed_pairs_ += static_cast<double>(cfg.num_compressed(t + 1));
-    selected_pairs_ += static_cast<double>(std::min(t + 1, reach));
-    window_pairs_ += static_cast<double>(std::min<std::int64_t>(t + 1, cfg.window_size));
-    causal_pairs_ += static_cast<double>(t + 1);
-  }
-  const auto keep = [&](at::Tensor tensor) {
-    storage_.push_back(tensor);
-    return view_of(tensor);
-  };
-  const auto options = at::TensorOptions(shape.device).dtype(dtype_of(shape));
-  const auto random = [&](std::int64_t heads, std::int64_t width) {
-    return at::randn({1, length, heads, width}, shape.device).to(dtype_of(shape));
-  };
-  const auto empty = [&](std::int64_t rows, std::int64_t heads, std::int64_t width) {
-    return at::empty({1, rows, heads, width}, options);
-  };
   const auto heads = shape.num_heads, kv_heads = shape.num_kv_heads, dk = shape.head_dim, dv = shape.v_head_dim;
+  q_ = random(heads, dk);
   k_ = random(kv_heads, dk);
   v_ = random(kv_heads, dv);
-  d_o_ = random(heads, dv);
-
   auto& p = attention_;
-  p.q = keep(random(heads, dk));
+  p.q = view_of(q_);
   p.k_slc = p.k_swa = view_of(k_);
   p.v_slc = p.v_swa = view_of(v_);
   p.gates = keep(random(heads, 3).sigmoid());
   p.cfg = cfg;
-  for (auto* o : {&p.o, &p.o_cmp, &p.o_slc, &p.o_swa}) *o = keep(empty(length, heads, dv));
-  for (auto* lse : {&p.lse_cmp, &p.lse_slc, &p.lse_swa})
-    *lse = keep(at::empty({1, heads, length}, options.dtype(at::kFloat)));
-  p.indices = keep(at::empty({1, length, kv_heads, cfg.topk}, options.dtype(at::kInt)));
-  p.k_c = keep(empty(blocks_, kv_heads, dk));
-  p.v_c = keep(empty(blocks_, kv_heads, dv));
+  p.o = keep(at::empty({1, length, heads, dv}, q_.options()));
+  if (auto blocks = chosen_blocks(shape.selection, cfg, length, kv_heads); !blocks.empty()) {
+    const auto on_host = at::from_blob(blocks.data(), {1, length, kv_heads, cfg.topk}, at::kInt);
+    p.imposed_indices = keep(on_host.clone().to(shape.device));
+  }
+  p.k_c = keep(at::empty({1, blocks_, kv_heads, dk}, q_.options()));
+  p.v_c = keep(at::empty({1, blocks_, kv_heads, dv}, q_.options()));
   for (const auto& [x, out] : {std::pair(view_of(k_), p.k_c), std::pair(view_of(v_), p.v_c)}) {
     const CompressParams mean{.k = x, .weights = {.kind = CompressionKind::kMean}, .cfg = cfg, .out = out};
     run(nsa::compress, mean);
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------- costs
-
-double BenchProblem::gflop(double pairs, double channels) const {
-  return 2e-9 * pairs * channels * static_cast<double>(shape_.num_heads);
+TensorView BenchProblem::keep(const at::Tensor& tensor) {
+  storage_.push_back(tensor);
+  return view_of(tensor);
 }
 
-double BenchProblem::compress_gflop(CompressionKind phi) const {
-  double total = 0;
-  for (const std::int64_t dim : {shape_.head_dim, shape_.v_head_dim}) {
-    const double d = static_cast<double>(dim), flat = d * shape_.nsa.kernel_size;
-    if (phi == CompressionKind::kMean) total += flat;
-    if (phi == CompressionKind::kLinear) total += 2 * flat * d;
-    if (phi == CompressionKind::kMlp) total += 2 * flat * 2 * d + 2 * 2 * d * d;
-  }
-  return 1e-9 * total * static_cast<double>(blocks_ * shape_.num_kv_heads);
+/// In the dtype from the start: in float32 the queries of a million tokens would not fit.
+at::Tensor BenchProblem::random(std::int64_t heads, std::int64_t width) const {
+  return at::randn({1, length_, heads, width}, at::TensorOptions(shape_.device).dtype(dtype_of(shape_)));
 }
 
-std::int64_t BenchProblem::compress_bytes() const {
-  return bytes_of({view_of(k_), view_of(v_), attention_.k_c, attention_.v_c});
+/// Room for what the operations hand to each other and what the backward needs.
+void BenchProblem::keep_branches() {
+  auto& p = attention_;
+  if (p.indices.defined()) return;
+  const auto heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
+  const auto options = q_.options();
+  for (auto* o : {&p.o_cmp, &p.o_slc, &p.o_swa}) *o = keep(at::empty({1, length_, heads, shape_.v_head_dim}, options));
+  for (auto* lse : {&p.lse_cmp, &p.lse_slc, &p.lse_swa})
+    *lse = keep(at::empty({1, heads, length_}, options.dtype(at::kFloat)));
+  p.indices = keep(at::empty({1, length_, kv_heads, shape_.nsa.topk}, options.dtype(at::kInt)));
+}
+
+/// Room for the gradients, and a forward for them to start from.
+void BenchProblem::keep_gradients() {
+  auto& b = backward_;
+  if (b.forward.q.defined()) return;
+  keep_branches();
+  run(nsa::nsa_attention, attention_);
+  b.forward = attention_;
+  d_o_ = random(shape_.num_heads, shape_.v_head_dim);
+  b.d_o = view_of(d_o_);
+  const auto gradient = [&](const TensorView& like) {
+    const std::vector<std::int64_t> sizes(like.shape.begin(), like.shape.begin() + like.rank);
+    return keep(at::empty(sizes, k_.options()));
+  };
+  b.d_q = gradient(b.forward.q);
+  b.d_k_c = gradient(b.forward.k_c);
+  b.d_v_c = gradient(b.forward.v_c);
+  b.d_k_slc = gradient(b.forward.k_slc);
+  b.d_v_slc = gradient(b.forward.v_slc);
+  b.d_k_swa = gradient(b.forward.k_swa);
+  b.d_v_swa = gradient(b.forward.v_swa);
+  b.d_gates = gradient(b.forward.gates);
 }
 
 // ---------------------------------------------------------------------------------------------------------- compress
@@ -175,113 +182,66 @@ std::function<void()> BenchProblem::compress_work(CompressionKind phi, bool back
 // ------------------------------------------------------------------------------------------------- whole and by parts
 
 BenchCase BenchProblem::whole(CompressionKind phi, bool backward) {
-  const double dk = static_cast<double>(shape_.head_dim), dv = static_cast<double>(shape_.v_head_dim);
-  const double forward_gflop =
-      gflop(compressed_pairs_ + selected_pairs_ + window_pairs_, dk + dv) + compress_gflop(phi);
+  if (backward) keep_gradients();
   auto forward = attention_;
   if (!backward) {  // keep nothing that only the backward needs
     forward.indices = forward.o_cmp = forward.o_slc = forward.o_swa = {};
     forward.lse_cmp = forward.lse_slc = forward.lse_swa = {};
   }
-  const auto bytes = compress_bytes() + bytes_of({forward.q, forward.k_c, forward.v_c, forward.gates, forward.o}) +
-                     2 * bytes_of({view_of(k_), view_of(v_)});
-  auto compress_both = compress_work(phi, false);
-  auto attend = [this, forward, compress_both] {
+  const auto compress_back = backward ? compress_work(phi, true) : nullptr;
+  const auto work = [this, forward, compress_both = compress_work(phi, false), compress_back](const StageMark& mark) {
     compress_both();
-    run(nsa::nsa_attention, forward);
+    mark("compress");
+    run(nsa::nsa_attention, forward, &mark);
+    if (!compress_back) return;
+    run(nsa::nsa_attention_backward, backward_, &mark);
+    compress_back();
+    mark("compress_backward");
   };
-  if (!backward) return {"forward", name_of(phi), forward_gflop, bytes, attend};
-  backward_operations();  // makes room for the gradients
-  return {"forward_backward", name_of(phi), (1 + kBackwardCost) * forward_gflop, 3 * bytes,
-          [this, attend, compress_back = compress_work(phi, true)] {
-            attend();
-            run(nsa::nsa_attention_backward, backward_);
-            compress_back();
-          }};
+  const std::string op = backward ? "forward_backward" : "forward";
+  BenchCase whole{op, name_of(phi), cost(op, phi), [work] { work([](const char*) {}); }, {}};
+  if (shape_.device.is_cuda()) whole.staged = work;
+  return whole;
 }
 
 std::vector<BenchCase> BenchProblem::operations(const std::vector<CompressionKind>& phis, bool backward) {
   std::vector<BenchCase> cases;
-  for (const auto phi : phis) {
-    cases.push_back({backward ? "compress_backward" : "compress", name_of(phi),
-                     (backward ? 2 : 1) * compress_gflop(phi), (backward ? 2 : 1) * compress_bytes(),
-                     compress_work(phi, backward)});
-  }
+  const std::string op = backward ? "compress_backward" : "compress";
+  for (const auto phi : phis) cases.push_back({op, name_of(phi), cost(op, phi), compress_work(phi, backward), {}});
   for (auto& each : backward ? backward_operations() : forward_operations()) cases.push_back(std::move(each));
   return cases;
 }
 
 std::vector<BenchCase> BenchProblem::forward_operations() {
+  keep_branches();
   const auto& p = attention_;
-  const double dk = static_cast<double>(shape_.head_dim), both = dk + static_cast<double>(shape_.v_head_dim);
   const CompressedAttentionParams compressed{
       .q = p.q, .k_c = p.k_c, .v_c = p.v_c, .cfg = p.cfg, .o = p.o_cmp, .lse = p.lse_cmp};
   const SelectBlocksParams select{.q = p.q, .k_c = p.k_c, .lse = p.lse_cmp, .cfg = p.cfg, .indices = p.indices};
-  const SelectedAttentionParams selected{.q = p.q,
-                                         .k = p.k_slc,
-                                         .v = p.v_slc,
-                                         .indices = p.indices,
-                                         .block_size = p.cfg.block_size,
-                                         .o = p.o_slc,
-                                         .lse = p.lse_slc};
   const SlidingWindowAttentionParams window{
       .q = p.q, .k = p.k_swa, .v = p.v_swa, .window_size = p.cfg.window_size, .o = p.o_swa, .lse = p.lse_swa};
   const CombineParams combination{.o_cmp = p.o_cmp, .o_slc = p.o_slc, .o_swa = p.o_swa, .gates = p.gates, .o = p.o};
   return {
-      {"compressed_attention", "", gflop(compressed_pairs_, both), bytes_of({p.q, p.k_c, p.v_c, p.o_cmp, p.lse_cmp}),
-       [=, this] { run(nsa::compressed_attention, compressed); }},
-      {"select_blocks", "", gflop(compressed_pairs_, dk), bytes_of({p.q, p.k_c, p.lse_cmp, p.indices}),
-       [=, this] { run(nsa::select_blocks, select); }},
-      {"selected_attention", "", gflop(selected_pairs_, both),
-       bytes_of({p.q, p.k_slc, p.v_slc, p.indices, p.o_slc, p.lse_slc}),
-       [=, this] { run(nsa::selected_attention, selected); }},
-      {"sliding_window_attention", "", gflop(window_pairs_, both),
-       bytes_of({p.q, p.k_swa, p.v_swa, p.o_swa, p.lse_swa}),
-       [=, this] { run(nsa::sliding_window_attention, window); }},
-      {"combine", "", 5e-9 * static_cast<double>(p.o.numel()), bytes_of({p.o_cmp, p.o_slc, p.o_swa, p.gates, p.o}),
-       [=, this] { run(nsa::combine, combination); }},
+      operation("compressed_attention", nsa::compressed_attention, compressed),
+      operation("select_blocks", nsa::select_blocks, select),
+      operation("selected_attention", nsa::selected_attention, selected(p)),
+      operation("sliding_window_attention", nsa::sliding_window_attention, window),
+      operation("combine", nsa::combine, combination),
   };
 }
 
 std::vector<BenchCase> BenchProblem::backward_operations() {
-  auto& b = backward_;
-  if (!b.forward.q.defined()) {
-    run(nsa::nsa_attention, attention_);
-    b.forward = attention_;
-    b.d_o = view_of(d_o_);
-    const auto gradient = [&](TensorView like) {
-      std::vector<std::int64_t> sizes(like.shape.begin(), like.shape.begin() + like.rank);
-      storage_.push_back(at::empty(sizes, k_.options()));
-      return view_of(storage_.back());
-    };
-    b.d_q = gradient(b.forward.q);
-    b.d_k_c = gradient(b.forward.k_c);
-    b.d_v_c = gradient(b.forward.v_c);
-    b.d_k_slc = gradient(b.forward.k_slc);
-    b.d_v_slc = gradient(b.forward.v_slc);
-    b.d_k_swa = gradient(b.forward.k_swa);
-    b.d_v_swa = gradient(b.forward.v_swa);
-    b.d_gates = gradient(b.forward.gates);
-  }
+  keep_gradients();
+  const auto& b = backward_;
   const auto& p = b.forward;
-  const double channels = kBackwardCost * static_cast<double>(shape_.head_dim + shape_.v_head_dim);
   const CompressedAttentionBackwardParams compressed{
       .forward = {.q = p.q, .k_c = p.k_c, .v_c = p.v_c, .cfg = p.cfg, .o = p.o_cmp, .lse = p.lse_cmp},
       .d_o = b.d_o,
       .d_q = b.d_q,
       .d_k_c = b.d_k_c,
       .d_v_c = b.d_v_c};
-  const SelectedAttentionBackwardParams selected{.forward = {.q = p.q,
-                                                             .k = p.k_slc,
-                                                             .v = p.v_slc,
-                                                             .indices = p.indices,
-                                                             .block_size = p.cfg.block_size,
-                                                             .o = p.o_slc,
-                                                             .lse = p.lse_slc},
-                                                 .d_o = b.d_o,
-                                                 .d_q = b.d_q,
-                                                 .d_k = b.d_k_slc,
-                                                 .d_v = b.d_v_slc};
+  const SelectedAttentionBackwardParams selection{
+      .forward = selected(p), .d_o = b.d_o, .d_q = b.d_q, .d_k = b.d_k_slc, .d_v = b.d_v_slc};
   const SlidingWindowAttentionBackwardParams window{
       .forward =
           {.q = p.q, .k = p.k_swa, .v = p.v_swa, .window_size = p.cfg.window_size, .o = p.o_swa, .lse = p.lse_swa},
@@ -289,39 +249,33 @@ std::vector<BenchCase> BenchProblem::backward_operations() {
       .d_q = b.d_q,
       .d_k = b.d_k_swa,
       .d_v = b.d_v_swa};
-  const auto queries = bytes_of({p.q, p.o, b.d_o, b.d_q, p.lse_cmp});
   return {
-      {"compressed_attention_backward", "", gflop(compressed_pairs_, channels), queries + 2 * bytes_of({p.k_c, p.v_c}),
-       [=, this] { run(nsa::compressed_attention_backward, compressed); }},
-      {"selected_attention_backward", "", gflop(selected_pairs_, channels),
-       queries + 2 * bytes_of({p.k_slc, p.v_slc, p.indices}),
-       [=, this] { run(nsa::selected_attention_backward, selected); }},
-      {"sliding_window_attention_backward", "", gflop(window_pairs_, channels),
-       queries + 2 * bytes_of({p.k_swa, p.v_swa}), [=, this] { run(nsa::sliding_window_attention_backward, window); }},
+      operation("compressed_attention_backward", nsa::compressed_attention_backward, compressed),
+      operation("selected_attention_backward", nsa::selected_attention_backward, selection),
+      operation("sliding_window_attention_backward", nsa::sliding_window_attention_backward, window),
   };
 }
 
 // -------------------------------------------------------------------------------------------------- dense attention
 
 BenchCase BenchProblem::plain(bool backward) {
+  keep_branches();
   const auto& p = attention_;
   const SlidingWindowAttentionParams forward{
       .q = p.q, .k = p.k_swa, .v = p.v_swa, .window_size = length_, .o = p.o_swa, .lse = p.lse_swa};
-  const double cost = gflop(causal_pairs_, static_cast<double>(shape_.head_dim + shape_.v_head_dim));
-  const auto bytes = bytes_of({p.q, p.k_swa, p.v_swa, p.o_swa, p.lse_swa});
-  if (!backward) {
-    return {"plain_forward", "", cost, bytes, [=, this] { run(nsa::sliding_window_attention, forward); }};
-  }
-  backward_operations();  // makes room for the gradients
+  if (!backward) return operation("plain_forward", nsa::sliding_window_attention, forward);
+  keep_gradients();
   const SlidingWindowAttentionBackwardParams gradients{.forward = forward,
                                                        .d_o = backward_.d_o,
                                                        .d_q = backward_.d_q,
                                                        .d_k = backward_.d_k_swa,
                                                        .d_v = backward_.d_v_swa};
-  return {"plain_forward_backward", "", (1 + kBackwardCost) * cost, 3 * bytes, [=, this] {
-            run(nsa::sliding_window_attention, forward);
-            run(nsa::sliding_window_attention_backward, gradients);
-          }};
+  BenchCase both = operation("plain_forward_backward", nsa::sliding_window_attention_backward, gradients);
+  both.work = [=, this, back = both.work] {
+    run(nsa::sliding_window_attention, forward);
+    back();
+  };
+  return both;
 }
 
 std::vector<std::string> BenchProblem::dense_forms(at::Device device) {
@@ -330,10 +284,12 @@ std::vector<std::string> BenchProblem::dense_forms(at::Device device) {
 }
 
 BenchCase BenchProblem::dense(const std::string& form, bool backward) {
+  if (backward) keep_gradients();
   const auto leaf = [&](const at::Tensor& x) { return x.detach().requires_grad_(backward); };
-  const auto q = leaf(storage_.front()), k = leaf(k_), v = leaf(v_);
-  const auto d_o = d_o_.transpose(1, 2);
+  const auto q = leaf(q_), k = leaf(k_), v = leaf(v_);
+  const auto d_o = backward ? d_o_.transpose(1, 2) : at::Tensor();
   const auto heads = shape_.num_heads, group = heads / shape_.num_kv_heads;
+  const auto narrower = form == "flash2" ? shape_.head_dim - shape_.v_head_dim : 0;
   const bool gqa = form != "expanded";
   const auto arrange = [=](const at::Tensor& x) {
     if (gqa) return x.transpose(1, 2);
@@ -347,16 +303,16 @@ BenchCase BenchProblem::dense(const std::string& form, bool backward) {
     std::optional<OneBackEnd> alone;
     if (!on_host) alone.emplace(form);
     const at::AutoGradMode mode(backward);
-    const auto o = at::scaled_dot_product_attention(q.transpose(1, 2), arrange(k), arrange(v), {}, 0.0,
-                                                    /*is_causal=*/true, {}, gqa);
+    const auto values = narrower > 0 ? at::constant_pad_nd(v, {0, narrower}) : v;
+    auto o = at::scaled_dot_product_attention(q.transpose(1, 2), arrange(k), arrange(values), {}, 0.0,
+                                              /*is_causal=*/true, {}, gqa);
+    if (narrower > 0) o = o.narrow(-1, 0, v.size(-1));
     if (!backward) return;
     o.backward(d_o);
     for (const auto& x : {q, k, v}) x.mutable_grad().reset();
   };
-  const double cost = gflop(causal_pairs_, static_cast<double>(shape_.head_dim + shape_.v_head_dim));
-  const auto bytes = bytes_of({attention_.q, attention_.k_swa, attention_.v_swa, attention_.o});
-  return {backward ? "dense_forward_backward" : "dense_forward", form, (backward ? 1 + kBackwardCost : 1) * cost,
-          (backward ? 3 : 1) * bytes, work};
+  const std::string op = backward ? "dense_forward_backward" : "dense_forward";
+  return {op, form, costs_.of(op), work, {}};
 }
 
 }  // namespace nsa::lm

@@ -9,15 +9,16 @@
 #include <string>
 #include <vector>
 
+#include "lm/bench_costs.h"
+#include "lm/bench_selection.h"
+#include "lm/device_timing.h"
 #include "lm/ops.h"
 #include "nsa/backend.h"
 
 namespace nsa::lm {
 
-struct BenchShape {
-  std::int64_t num_heads = 16, num_kv_heads = 1, head_dim = 128, v_head_dim = 128;
-  bool bfloat16 = true;  // else float32
-  NSAConfig nsa;
+struct BenchShape : BenchDims {
+  BenchSelection selection = BenchSelection::kOwn;
   int threads = 2;
   at::Device device = at::kCPU;
 };
@@ -25,31 +26,43 @@ struct BenchShape {
 /// A piece of work and the least it costs.
 struct BenchCase {
   std::string op, variant;
-  double gflop = 0;        // of visible pairs, 2 * channels each per head and product
-  std::int64_t bytes = 0;  // inputs and outputs, each moved once
+  BenchCost cost;
   std::function<void()> work;
+  std::function<void(const StageMark&)> staged;  // the same, telling of its stages; empty where it has none
 };
 
 class BenchProblem {
  public:
   BenchProblem(const BenchShape& shape, std::int64_t length);
 
-  /// All of NSA: compress keys and values by `phi`, attend; with `backward` the gradients of everything too.
+  /// All of NSA: compress keys and values by `phi`, attend; with `backward` the gradients of everything too. It attends
+  /// to what the shape's `selection` says, while the choice of its own still runs. On CUDA it tells of its stages.
   BenchCase whole(CompressionKind phi, bool backward);
-  /// The operations one by one.
+  /// The operations one by one, as a caller has them.
   std::vector<BenchCase> operations(const std::vector<CompressionKind>& phis, bool backward);
   /// Causal attention to everything on libnsa's own kernels: a window as long as the sequence.
   BenchCase plain(bool backward);
   /// The same by torch's scaled_dot_product_attention, in one of the forms below.
   BenchCase dense(const std::string& form, bool backward);
   /// On the CPU: K/V expanded to all heads, enable_gqa; on CUDA, enable_gqa on one back end each: cuDNN,
-  /// FlashAttention-2.
+  /// FlashAttention-2, which gets its values padded where they are narrower than the keys.
   static std::vector<std::string> dense_forms(at::Device device);
+
+  BenchCost cost(const std::string& name, CompressionKind phi) const { return costs_.of(name, phi); }
 
  private:
   template <class Params>
-  void run(Status (*operation)(const Params&, const Context&), const Params& params) const {
-    call(operation, params, shape_.device, context_);
+  void run(Status (*operation)(const Params&, const Context&), const Params& params,
+           const StageMark* mark = nullptr) const {
+    Context context = context_;
+    context.on_stage = mark;
+    call(operation, params, shape_.device, context);
+  }
+
+  /// One operation of libnsa as a piece of work.
+  template <class Params>
+  BenchCase operation(const char* op, Status (*function)(const Params&, const Context&), const Params& params) const {
+    return {op, "", costs_.of(op), [=, this] { run(function, params); }, {}};
   }
 
   /// phi with its initial weights, and room for the gradients of one side (keys or values).
@@ -61,18 +74,19 @@ class BenchProblem {
   CompressParams compress_params(const Side& side) const;
   CompressBackwardParams compress_backward_params(const Side& side) const;
   std::function<void()> compress_work(CompressionKind phi, bool backward) const;
-  double compress_gflop(CompressionKind phi) const;
-  std::int64_t compress_bytes() const;
-  double gflop(double pairs, double channels) const;
+  TensorView keep(const at::Tensor& tensor);
+  at::Tensor random(std::int64_t heads, std::int64_t width) const;
+  void keep_branches();
+  void keep_gradients();
   std::vector<BenchCase> forward_operations();
   std::vector<BenchCase> backward_operations();
 
   BenchShape shape_;
   std::int64_t length_, blocks_;
+  BenchCosts costs_;
   Context context_;
-  double compressed_pairs_ = 0, selected_pairs_ = 0, window_pairs_ = 0, causal_pairs_ = 0;
-  at::Tensor k_, v_, d_o_;        // (1, S, Hkv, D) serve all branches
-  NsaAttentionParams attention_;  // with every output
+  at::Tensor q_, k_, v_, d_o_;    // (1, S, heads, D); k and v serve all branches; d_o from the first backward on
+  NsaAttentionParams attention_;  // with every output from keep_branches on
   NsaAttentionBackwardParams backward_;
   std::vector<at::Tensor> storage_;  // what the parameters point into
 };

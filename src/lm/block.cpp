@@ -8,16 +8,21 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "lm/fused.h"
 #include "lm/norm.h"
 #include "lm/phi_init.h"
 #include "lm/random.h"
 
 namespace nsa::lm {
 namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 const std::array<const char*, 3> kBranches = {"cmp", "slc", "swa"};
 
@@ -46,6 +51,24 @@ CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, co
   phi.b2 = store.constant(prefix + ".b2", {sets, dim}, 0);
   initialise_mlp(phi.w1, phi.w2, tokens);
   return phi;
+}
+
+class FusedSwiglu : public torch::autograd::Function<FusedSwiglu> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x) {
+    ctx->save_for_backward({x});
+    return fused_swiglu(x);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
+    return {fused_swiglu_backward(d_outputs[0], ctx->get_saved_variables()[0])};
+  }
+};
+
+/// silu(gate) * up of x = (gate, up).
+at::Tensor swiglu(const at::Tensor& x) {
+  if (swiglu_is_fused(x)) return FusedSwiglu::apply(x);
+  const auto parts = x.chunk(2, 1);
+  return at::silu(parts[0]) * parts[1];
 }
 
 at::Tensor full_attention(const Projected& in, const std::vector<std::int64_t>& offsets) {
@@ -198,8 +221,7 @@ at::Tensor project_out(const BlockWeights& weights, const at::Tensor& o) {
 
 at::Tensor feed_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x) {
   const auto normed = rms_norm(x, weights.ffn_norm, config.norm_eps, weights.ffn_in.scalar_type());
-  const auto parts = at::linear(normed, weights.ffn_in).chunk(2, 1);
-  return x + at::linear(at::silu(parts[0]) * parts[1], weights.ffn_out);
+  return x + at::linear(swiglu(at::linear(normed, weights.ffn_in)), weights.ffn_out);
 }
 
 at::Tensor block_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,

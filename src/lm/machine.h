@@ -11,8 +11,11 @@ namespace nsa::lm {
 /// "AMD EPYC 9654", as the operating system tells; "unknown" where it does not.
 std::string cpu_name();
 
-/// {"cpu", "threads", "isa", "backend", "torch"} and on CUDA "gpu", "cuda" and "cudnn" (versions): the backend that a
-/// call on the device would take, and its variant.
+/// Of the NVIDIA driver, by its management library; "unknown" where that is not.
+std::string driver_version();
+
+/// {"cpu", "threads", "isa", "backend", "torch"} and on CUDA "gpu", "driver", "cuda" and "cudnn" (versions): the
+/// backend that a call on the device would take, and its variant.
 nlohmann::json machine_json(int threads, at::Device device);
 
 }  // namespace nsa::lm

@@ -15,6 +15,7 @@
 #include "lm/error.h"
 #include "lm/model_impl.h"
 #include "lm/norm.h"
+#include "lm/recompute.h"
 
 namespace nsa::lm {
 namespace {
@@ -99,8 +100,17 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
 
   auto x = at::embedding(impl_->embedding, on_device(batch.tokens));
   for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
-    x = block_forward(config, impl_->blocks[i].weights(impl_->dtype), x, state, static_cast<int>(i),
-                      options.trace ? &(*options.trace)[i] : nullptr);
+    const Layer layer = [impl = impl_.get(), state, i](const at::Tensor& in) -> std::vector<at::Tensor> {
+      LayerTrace trace;
+      const bool traced = state.options.trace != nullptr;
+      const auto out = block_forward(impl->config, impl->blocks[i].weights(impl->dtype), in, state, static_cast<int>(i),
+                                     traced ? &trace : nullptr);
+      if (!traced) return {out};
+      return {out, trace.gates, trace.indices};
+    };
+    const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, x) : layer(x);
+    x = outputs[0];
+    if (options.trace) (*options.trace)[i] = {outputs[1], outputs[2]};
   }
   return impl_->logits(x);
 }

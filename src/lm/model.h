@@ -35,6 +35,7 @@ struct ForwardOptions {
   std::uint64_t seed = 0;                        // of the noise; each layer derives its own
   std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
+  bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
 };
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;

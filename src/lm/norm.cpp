@@ -9,6 +9,8 @@
 
 #include <cmath>
 
+#include "lm/fused.h"
+
 namespace nsa::lm {
 namespace {
 
@@ -61,13 +63,19 @@ void backward_rows(const float* x, const float* weight, const T* d_y, const floa
   });
 }
 
-/// On the CPU, where torch has no fused form of it.
+/// By loops of our own on the CPU, where torch has no fused form of it, and by kernels of our own on a GPU, where
+/// torch's gives float32 alone.
 class RmsNorm : public torch::autograd::Function<RmsNorm> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, double eps,
                             at::ScalarType dtype) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == 2 && weight.numel() == x.size(1),
                 "rms_norm: x ", x.sizes(), " with weight ", weight.sizes());
+    if (norm_is_fused(x, dtype)) {
+      const auto [y, scale] = fused_norm(x, weight, eps);
+      ctx->save_for_backward({x, weight, scale});
+      return y;
+    }
     const auto y = at::empty(x.sizes(), x.options().dtype(dtype));
     const auto scale = at::empty({x.size(0)}, x.options());
     AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, dtype, "rms_norm", [&] {
@@ -81,6 +89,10 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
   static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &scale = saved[2];
+    if (!x.is_cpu()) {
+      const auto [d_x, d_weight] = fused_norm_backward(d_outputs[0], x, weight, scale);
+      return {d_x, d_weight, {}, {}};
+    }
     const auto d_y = d_outputs[0].contiguous();
     const auto d_x = at::empty(x.sizes(), x.options());
     const auto d_weights = at::zeros({(x.size(0) + kRun - 1) / kRun, x.size(1)}, x.options());
@@ -96,7 +108,7 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype) {
-  if (!x.is_cpu()) return at::rms_norm(x, {x.size(1)}, weight, eps).to(dtype);
+  if (!x.is_cpu() && !norm_is_fused(x, dtype)) return at::rms_norm(x, {x.size(1)}, weight, eps).to(dtype);
   return RmsNorm::apply(x, weight, eps, dtype);
 }
 

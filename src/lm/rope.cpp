@@ -9,10 +9,12 @@
 
 #include <cmath>
 
+#include "lm/fused.h"
+
 namespace nsa::lm {
 namespace {
 
-/// The rotation in torch's operations, for devices other than the CPU.
+/// The rotation in torch's operations.
 at::Tensor rotated_by_torch(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
   const auto halves = x.to(at::kFloat).chunk(2, 2);
   const auto c = cos.unsqueeze(1), s = sin.unsqueeze(1) * direction;
@@ -23,7 +25,10 @@ at::Tensor rotated_by_torch(const at::Tensor& x, const at::Tensor& cos, const at
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && cos.size(0) == x.size(0) && 2 * cos.size(1) == x.size(2),
               "rotate: x ", x.sizes(), " with a table of ", cos.sizes());
-  if (!x.is_cpu()) return rotated_by_torch(x, cos, sin, direction);
+  if (!x.is_cpu()) {
+    return rotation_is_fused(x) ? fused_rotate(x, cos.contiguous(), sin.contiguous(), direction)
+                                : rotated_by_torch(x, cos, sin, direction);
+  }
   const auto out = at::empty(x.sizes(), x.options());
   const std::int64_t heads = x.size(1), half = cos.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, x.scalar_type(), "rotate", [&] {

@@ -37,6 +37,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("seed", config.seed);
   visit("device", config.device);
   visit("dtype", config.dtype);
+  visit("recompute", config.recompute);
   visit("threads", config.threads);
   visit("log_every", config.log_every);
   visit("eval_every", config.eval_every);

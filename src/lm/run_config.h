@@ -32,6 +32,7 @@ struct TrainConfig {
   std::uint64_t seed = 0;
   std::string device = "cpu";     // cpu or cuda: resuming goes on there
   std::string dtype = "auto";     // auto, float32, bfloat16
+  bool recompute = false;         // layers keep their inputs alone and run again in the backward
   std::int64_t threads = 0;       // 0: as many as torch takes
   std::int64_t log_every = 10;    // steps
   std::int64_t eval_every = 100;  // steps; 0: at the end alone

@@ -194,6 +194,7 @@ void Trainer::train_step(double rate) {
   for (std::size_t i = 0; i < batches.size(); ++i) {
     ForwardOptions options;
     options.noise = noise();
+    options.recompute = config_.train.recompute;
     options.seed = derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), i});
     if (is_nsa && (log || config_.train.gate_balance > 0)) options.trace = &trace;
     const auto loss_sum = token_losses(model_.forward(batches[i].batch, options), batches[i].targets).sum();

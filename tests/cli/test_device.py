@@ -195,7 +195,16 @@ def test_bench_on_cuda(tmp_path):
     refused_forms = {form for form in ("cudnn", "flash2") if any(form in line for line in out["refusals"])}
     assert variants | refused_forms == {"cudnn", "flash2"} and variants
     for r in out["results"]:
-        assert 0 < r["best_s"] <= r["median_s"] == r["seconds"] and r["gflop"] > 0 and r["bytes"] > 0
+        assert 0 < r["best_s"] <= r["median_s"] == r["seconds"] and r["gflop"] >= 0 and r["bytes"] > 0
+        least = max(r["gflop"] / out["rates"]["gflops"], r["bytes"] / out["rates"]["bytes_per_s"])
+        assert r["share"] == pytest.approx(least / r["seconds"])
+    forward = ["compress", "compressed attention, selection", "selected attention", "sliding window, combine"]
+    for length, phi, pass_name in itertools.product((1024, 2048), ("mean", "mlp"), ("forward", "forward_backward")):
+        of_pass = [r for r in out["results"] if (r["length"], r["variant"]) == (length, phi)]
+        stages = [r for r in of_pass if r["part_of"] == pass_name]
+        assert [r["op"] for r in stages][:4] == forward and len(stages) == (4 if pass_name == "forward" else 11)
+        (whole,) = (r for r in of_pass if r["op"] == pass_name)
+        assert sum(r["seconds"] for r in stages) == pytest.approx(whole["seconds"], rel=0.5)
     for ratio, pass_name in itertools.product(out["ratios"], ("forward", "forward_backward")):
         if ratio["pass"] == pass_name:
             assert ratio["over_dense"] == pytest.approx(ratio["dense_seconds"] / ratio["seconds"])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 
 import pytest
 
@@ -93,9 +94,30 @@ def test_bench_reports_every_operation(tmp_path):
     assert {r["variant"] for r in out["results"] if r["op"] == "forward"} == {"mean", "mlp"}
     for r in out["results"]:
         assert r["best_s"] > 0 and r["median_s"] >= r["best_s"] and r["judged"] == (r["cpu_over_wall"] >= 1.9)
+        assert r["gflop"] > 0 and r["bytes"] > 0 and r["part_of"] == ""
+        assert r["peak_gflops"] is None or r["share"] == pytest.approx(r["gflops"] / r["peak_gflops"])
     for ratio in out["ratios"]:
         assert ratio["over_dense"] == pytest.approx(ratio["dense_seconds"] / ratio["seconds"])
     assert "faster than torch's dense attention" in text
+    assert "bench --lengths 64,96" in out["command"] and re.fullmatch(r"\d{4}-\d\d-\d\d", out["date"])
+
+
+@pytest.mark.parametrize("selection", ["random", "clustered"])
+def test_bench_attends_to_given_blocks(selection, tmp_path):
+    out, _ = result(tmp_path, "bench", *TINY_BENCH, "--selection", selection, "--phi", "mean", "--no-plain")
+    assert out["settings"]["selection"] == selection
+    assert all(ratio["over_dense"] > 0 and ratio["over_plain"] is None for ratio in out["ratios"])
+    assert not any(r["op"].startswith("plain") for r in out["results"])
+
+
+def test_bench_refuses_peers_of_other_devices(tmp_path):
+    path = tmp_path / "peers.json"
+    settings = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "v_head_dim": 16, "dtype": "bfloat16"}
+    path.write_text(json.dumps({"gpu": "a GPU", "settings": settings, "lengths": {}}))
+    assert "measured on a GPU, not on this device" in refused("bench", *TINY_BENCH, "--peers", path)
+    path.write_text("[]")
+    assert "not a result of bench/peers.py" in refused("bench", *TINY_BENCH, "--peers", path)
+    assert "cannot read this file" in refused("bench", *TINY_BENCH, "--peers", tmp_path / "nowhere")
 
 
 def test_bench_marks_what_it_extrapolates(tmp_path):
@@ -120,6 +142,7 @@ def test_bench_marks_what_it_extrapolates(tmp_path):
         ["--dtype", "float16"],
         ["--phi", "max"],
         ["--lengths", "x"],
+        ["--selection", "all"],
     ],
 )
 def test_bench_refuses(arguments):

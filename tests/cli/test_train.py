@@ -129,3 +129,14 @@ def test_bad_arguments_are_refused_by_name(tmp_path, corpus, arguments, expected
 
 def test_a_finished_run_is_not_overwritten_unasked(trained, corpus):
     assert "--resume" in refused("train", "--out", trained["nsa"], "--data", corpus, "--steps", 1)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "full"])
+def test_recomputed_layers_give_the_same_weights(tmp_path, corpus, attention):
+    arguments = ["--attention", attention, "--steps", 3, *TINY]
+    if attention == "nsa":
+        arguments += ["--noise", 0.5, "--gate-balance", 0.1]
+    for name, option in (("kept", []), ("recomputed", ["--recompute"])):
+        nsa("train", "--out", tmp_path / name, "--data", corpus, *arguments, *option)
+    kept, again = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "recomputed"))
+    assert all((kept[name] == again[name]).all() for name in kept)

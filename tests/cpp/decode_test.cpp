@@ -43,7 +43,7 @@ class Decode : public testing::TestWithParam<StreamCase> {
     }
   }
 
-  /// The folded tokens are bitwise those of compress, rotated.
+  /// The folded tokens are those of compress, rotated: bitwise, or within rounding where other kernels fold.
   void expect_compressed(const Forward& forward, KVCache& cache, std::int64_t b) {
     const KVCacheView view = cache.view();
     for (std::int64_t i = 0; i < c.cfg.num_compressed(cache.length(b)); ++i) {
@@ -54,6 +54,12 @@ class Decode : public testing::TestWithParam<StreamCase> {
         return slice(slice(t, 0, page, page + 1), 1, i % page_size, i % page_size + 1);
       };
       const auto computed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, i, i + 1); };
+      if (!under_test.fold_has_the_bits_of_compress()) {
+        SCOPED_TRACE("compressed token " + std::to_string(i));
+        expect_close(cached(view.k_c), computed(forward.k_c), tolerance_of(c.dtype));
+        expect_close(cached(view.v_c), computed(forward.v_c), tolerance_of(c.dtype));
+        continue;
+      }
       EXPECT_TRUE(same_bits(cached(view.k_c), computed(forward.k_c))) << "key " << i;
       EXPECT_TRUE(same_bits(cached(view.v_c), computed(forward.v_c))) << "value " << i;
     }

@@ -1,6 +1,9 @@
 // Which calls the kernels of compute capability 9.0 serve. Needs no device.
 #include <gtest/gtest.h>
 
+#include <initializer_list>
+
+#include "cuda/sm90/compress.h"
 #include "cuda/sm90/kernels.h"
 
 namespace nsa::cuda::sm90 {
@@ -70,6 +73,34 @@ TEST(Choose, LargeGroups) {
   }
   c.group = 208;
   EXPECT_FALSE(choose(c).compressed_select);
+}
+
+TEST(Choose, Compression) {
+  const CompressCall good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 100, 1600, true};
+  EXPECT_TRUE(choose(good).compress);
+  CompressCall c = good;
+  c.kind = CompressionKind::kLinear, c.hidden = 128;
+  EXPECT_TRUE(choose(c).compress);
+  for (const auto& change : std::initializer_list<void (*)(CompressCall&)>{
+           [](CompressCall& c) { c.kind = CompressionKind::kMean; }, [](CompressCall& c) { c.dim = 96; },
+           [](CompressCall& c) { c.hidden = 520; }, [](CompressCall& c) { c.hidden = 20; },
+           [](CompressCall& c) { c.dtype = DType::kFloat32; }, [](CompressCall& c) { c.rows = 400; },
+           [](CompressCall& c) { c.mappable = false; }}) {
+    c = good, change(c);
+    EXPECT_FALSE(choose(c).compress);
+  }
+}
+
+TEST(Choose, TilesOfCompressedRows) {
+  const auto rows = [](std::int64_t sequences, std::int64_t rows, std::int64_t hidden = 256) {
+    return compress_tile_rows(true, hidden, sequences, rows, 8, 132);
+  };
+  EXPECT_EQ(rows(1, 511), 64);    // 8k tokens: twice as many multiprocessors
+  EXPECT_EQ(rows(1, 2047), 128);  // one round of 128 rows, or two of 64
+  EXPECT_EQ(rows(1, 4095), 128);
+  EXPECT_EQ(rows(64, 63), 64);        // no more tiles, and each takes less
+  EXPECT_EQ(rows(1, 4095, 384), 64);  // too many accumulators for 128 rows
+  EXPECT_EQ(compress_tile_rows(false, 128, 1, 511, 8, 132), 128);
 }
 
 }  // namespace

@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
+
+#include "nsa/backend.h"
 
 namespace nsa::test {
 namespace {
@@ -101,6 +104,11 @@ Status failed(const char* what, cudaError_t error) {
 
 }  // namespace
 
+bool hopper_kernels_run() {
+  const char* wish = std::getenv("NSA_CUDA_KERNELS");
+  return !(wish && std::string(wish) == "portable") && describe_devices().find("capability 9.0") != std::string::npos;
+}
+
 DeviceMemory::DeviceMemory(std::size_t bytes) : bytes(bytes) {
   error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
   if (error == cudaSuccess) error = cudaMemset(data, 0xff, bytes);
@@ -155,6 +163,8 @@ Status on_device(Params params, const Function<Params>& function) {
 }
 
 template Status to_device(DecodeParams&, DeviceCopies&);
+template Status to_device(CompressParams&, DeviceCopies&);
+template Status to_device(CompressBackwardParams&, DeviceCopies&);
 template Status on_device(CompressParams, const Function<CompressParams>&);
 template Status on_device(CompressBackwardParams, const Function<CompressBackwardParams>&);
 template Status on_device(CompressedAttentionParams, const Function<CompressedAttentionParams>&);

@@ -12,6 +12,9 @@ namespace nsa::test {
 template <class Params>
 using Function = std::function<Status(const Params&, const Context&)>;
 
+/// Whether the kernels of compute capability 9.0 serve calls here.
+bool hopper_kernels_run();
+
 /// Poisoned with NaN.
 struct DeviceMemory {
   explicit DeviceMemory(std::size_t bytes);

@@ -63,6 +63,46 @@ def bench():
     return {"kind": "nsa-bench", "results": results, "crossover": crossover, "settings": settings, "machine": machine}
 
 
+FORWARD_STAGES = [
+    *("compress", "compressed attention, selection", "selected attention", "sliding window, combine"),
+]
+BACKWARD_STAGES = [
+    *("gates, row terms", "selected attention: dQ", "selected attention: dK, dV", "compressed attention: dK, dV"),
+    *("sliding window: dK, dV", "compressed and window: dQ", "compress_backward"),
+]
+
+
+def gpu_bench():
+    """As `nsa bench --device cuda --peers` writes it: times in proportion to lengths, the peers up to 16384 tokens."""
+    results = []
+
+    def add(op, length, ms, variant="mean", part_of="", extrapolated=False):
+        peer = variant == "mean" and length <= 16384
+        results.append(
+            {
+                **{"op": op, "variant": variant, "part_of": part_of, "length": length, "seconds": 1e-3 * ms},
+                **{"gflop": 500 * ms, "bytes": int(1e9 * ms), "share": 0.625, "extrapolated": extrapolated},
+                **{"peer": "somebody" if peer else None, "peer_s": 2e-3 * ms if peer else None},
+            }
+        )
+
+    for n in LENGTHS:
+        for op, stages in (("forward", FORWARD_STAGES), ("forward_backward", FORWARD_STAGES + BACKWARD_STAGES)):
+            for variant in ("mean", "mlp"):
+                add(op, n, len(stages) * n / 1e3, variant)
+                for stage in stages:
+                    add(stage, n, n / 1e3, variant, op)
+            for factor, form in ((1, "cudnn"), (2, "flash2")):
+                add(f"dense_{op}", n, factor * len(stages) * n * n / 4e6, form, extrapolated=n > 16384)
+    settings = {"dtype": "bfloat16", "num_heads": 64, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}
+    return {
+        **{"kind": "nsa-bench", "results": results, "crossover": {"forward": {"dense": 4000.4, "plain": 1024}}},
+        **{"settings": {**settings, "phi": "mean", "selection": "random"}, "command": "nsa bench --device cuda"},
+        **{"machine": {"gpu": "a GPU, compute capability 9.0, 1 MiB", "driver": "1.2"}, "date": "today"},
+        **{"commit": "abcdef", "rates": {"gflops": 8e5, "bytes_per_s": 4e12}},
+    }
+
+
 def inspect():
     rng = random.Random(0)
     positions = list(range(0, 4096, 16))
@@ -162,3 +202,54 @@ def test_foreign_json(runs, capsys):
     file.write_text('{"kind": "something"}')
     assert main([str(file), "--out", str(runs / "report")]) == 2
     assert "kind = 'something': must be one of nsa-bench" in capsys.readouterr().err
+
+
+@pytest.fixture
+def gpu_result(tmp_path):
+    path = tmp_path / "bench_cuda.json"
+    path.write_text(json.dumps(gpu_bench()))
+    return path
+
+
+def test_a_gpu_has_its_own_picture(gpu_result, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([str(gpu_result), "--out", str(out)]) == 0
+    assert {p.stem for p in out.glob("*.png")} == {"cuda_time"} and (out / "report.html").exists()
+    alone = tmp_path / "alone"
+    capsys.readouterr()
+    assert main([str(gpu_result), "--only", "cuda_time", "--out", str(alone)]) == 0
+    assert [p.name for p in alone.iterdir()] == ["cuda_time.png"]
+    assert capsys.readouterr().out.strip() == str(alone / "cuda_time.png")
+
+
+def test_tables_between_the_marks(gpu_result, tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("before\n<!-- figures of nsa bench -->\nold\n<!-- end of figures -->\nafter\n")
+    for _ in range(2):  # the second time changes nothing
+        assert main([str(gpu_result), "--only", "cuda_time", "--out", str(tmp_path), "--tables", str(file)]) == 0
+        text = file.read_text()
+        assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n") and "old" not in text
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+        assert all(len(row) in (6, 9) for row in rows) and len(rows) == 2 + 8 + 2 + 5 + 2 + 12
+        whole = {(row[0], row[1]): row[2:] for row in rows if len(row) == 9}
+        assert whole["forward", "4096"] == ["16.38", "16.38", "16.78", "33.55", "32.77 (somebody)", "1.02", "2.00"]
+        assert whole["forward", "65536"] == ["262", "262", "", "", "", "", ""]
+        assert ["compress backward", "65.54", "32.77", "65.54", "62%", ""] in rows
+        assert "a GPU, driver 1.2, today, commit abcdef" in text and "given random blocks" in text
+        assert "Forward, NSA is faster than torch's dense attention from 4000 tokens on (interpolated)." in text
+        assert "Forward and backward, NSA is faster than torch's dense attention at no measured length." in text
+        assert "800 TFLOP/s" in text
+
+
+def test_tables_are_refused(gpu_result, runs, tmp_path, capsys):
+    file = tmp_path / "no_marks.md"
+    file.write_text("text\n")
+    cpu, out = str(runs / "nsa" / "bench.json"), str(tmp_path / "out")
+    for source, target, message in (
+        (str(gpu_result), str(file), "no_marks.md: no lines"),
+        (str(gpu_result), str(tmp_path / "nowhere.md"), "No such file"),
+        (cpu, str(file), "no result of nsa bench on a GPU"),
+    ):
+        assert main([source, "--out", out, "--tables", target]) == 2
+        assert message in capsys.readouterr().err
+    assert file.read_text() == "text\n"

@@ -23,6 +23,13 @@ def main(arguments: list[str] | None = None) -> int:
         "needle, inspect or recall",
     )
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
+    parser.add_argument("--only", metavar="NAME", help="this picture alone, without the page")
+    parser.add_argument(
+        "--tables",
+        type=Path,
+        metavar="FILE",
+        help="put the tables of nsa bench on a GPU between the marks in this Markdown file",
+    )
     options = parser.parse_args(arguments)
     try:
         sources = read_sources(options.paths)
@@ -30,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nsa.report: {error}", file=sys.stderr)
         return 2
     try:
-        from . import measurements, training
+        from . import gpu, measurements, training
         from .page import write_page
     except ImportError as error:
         print(f"nsa.report: {error}: pip install matplotlib", file=sys.stderr)
@@ -56,6 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
             "Attention time over length",
             "One call of attention, without projections; both axes are logarithmic.",
         ),
+        (
+            "cuda_time",
+            gpu.cuda_time,
+            "Attention time over length on a GPU",
+            "One call of everything, and its stages one upon the other. Both axes are logarithmic: the height of a "
+            "layer is not its share.",
+        ),
         ("selection_map", measurements.selection_map, "Selection map", "Blocks that the queries of one text selected."),
         ("gates", training.gates, "Gates", "Mean of each branch's gate; a branch near 0 is starved."),
         (
@@ -67,14 +81,28 @@ def main(arguments: list[str] | None = None) -> int:
         ("needle", measurements.needle, "Needle in a haystack", "A fact hidden in a long text, asked for at its end."),
         ("recall", training.recall, "Recall", "Key-value pairs further apart than the sliding window."),
     ]
+    if options.only and options.only not in {name for name, *_ in sections}:
+        parser.error(f"--only {options.only}: must be one of {', '.join(name for name, *_ in sections)}")
+    try:
+        if options.tables:
+            gpu.write_tables(sources, options.tables)
+    except ReportError as error:
+        print(f"nsa.report: {error}", file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
     pictures = []
     for name, draw, title, text in sections:
+        if options.only and name != options.only:
+            continue
         picture = draw(sources)
         if picture is not None:
             file = options.out / f"{name}.png"
             picture.savefig(file)
             pictures.append((title, text, file))
+    if options.only:
+        for _, _, file in pictures:
+            print(file)
+        return 0
     page = options.out / "report.html"
     write_page(page, sources, pictures)
     print(f"{page}: {len(pictures)} pictures of {len(sources.runs)} runs")

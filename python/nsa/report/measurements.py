@@ -10,6 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from .gpu import is_gpu
 from .sources import Sources
 from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis, tokens
 
@@ -17,8 +18,9 @@ _PASSES = {"forward": "Forward", "forward_backward": "Forward and backward"}
 
 
 def attention_time(sources: Sources) -> Figure | None:
-    """Time of one attention call over length, with the length from which NSA is faster; one row per benchmark."""
-    benches = [b for b in sources.of("bench") if any(r["op"] in _PASSES for r in b["results"])]
+    """Time of one attention call over length, with the length from which NSA is faster; one row per benchmark of a
+    CPU."""
+    benches = [b for b in sources.of("bench") if any(r["op"] in _PASSES for r in b["results"]) and not is_gpu(b)]
     if not benches:
         return None
     fig, axes = figure(columns=len(_PASSES), rows=len(benches), width=6.6, height=4.8)
@@ -28,21 +30,14 @@ def attention_time(sources: Sources) -> Figure | None:
         settings, machine = bench["settings"], bench["machine"]
         axes[len(_PASSES) * i].set_title(
             f"{settings['dtype']}, H = {settings['num_heads']}, Hkv = {settings['num_kv_heads']}, "
-            f"D = {settings['head_dim']}; {_machine_name(machine)}\n",
+            f"D = {settings['head_dim']}; {machine['cpu']}, {machine['threads']} threads, {machine['isa']}\n",
             fontsize=9,
             loc="left",
         )
     return fig
 
 
-def _machine_name(machine: dict[str, Any]) -> str:
-    if "gpu" in machine:
-        return machine["gpu"]
-    return f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
-
-
 def _seconds(point: dict[str, Any]) -> float:
-    """The best time on a CPU, the median on a GPU."""
     return point.get("seconds", point["best_s"])
 
 

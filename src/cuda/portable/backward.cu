@@ -256,7 +256,9 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   const Branches b = branches_of(f);
   // dQ is summed over the branches in float32: the selection first, the two ranges behind it, at once where one kernel
   // can.
-  const Branch branches[3] = {branch_of(b.cmp), branch_of(b.slc), branch_of(b.swa)};
+  const sm90::Kernels for_causal = hopper_kernels(branch_of(b.causal), p.d_o);
+  const bool causal = b.all_selected && for_causal.range_d_q && for_causal.range_d_kv;
+  const Branch branches[3] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc), branch_of(b.swa)};
   const TensorView* lse[3] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
   const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
   const Strided float_sum = strided(sum);
@@ -276,7 +278,11 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
     inputs.flag = flag;
     if (any(hopper_kernels(branches[2], p.d_o)))
       if (Status s = status_of(find_nonfinite(f.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
+    e.stage_done("gates, row terms");
   }
+  constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
+                                   "sliding window: dK, dV"};
+  constexpr const char* kQueries = "compressed and window: dQ";
   Prepared ranges[2];
   BranchGradients out[3] = {{none, *d_k[0], *d_v[0], float_sum, float_sum},
                             {none, *d_k[1], *d_v[1], {}, float_sum},
@@ -288,9 +294,12 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
     if (i != 1) ranges[i / 2] = x;
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
-    if (i == 1)
+    if (i == 1) {
       if (Status s = run_queries(x, f.packed, e); !s.ok()) return s;
+      e.stage_done("selected attention: dQ");
+    }
     if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
+    e.stage_done(kKeys[i]);
   }
   if (e.arena.measuring()) {
     e.arena.take<char>(static_cast<std::int64_t>(most - std::min(most, e.arena.used())));
@@ -301,6 +310,7 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   if (!together) {
     for (const Prepared& x : ranges)
       if (Status s = run_queries(x, f.packed, e); !s.ok()) return s;
+    e.stage_done(kQueries);
     return {};
   }
   const auto stand_in = [&](const Prepared& x) {
@@ -309,7 +319,11 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   return in_order(
       [&] { return status_of(ranges[0].hopper.range_d_q(ranges[0].args, &ranges[1].args, e.stream), "range_d_q"); },
       [&] { return stand_in(ranges[0]); }, [&] { return stand_in(ranges[1]); },
-      [&] { return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream); });
+      [&] { return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream); },
+      [&] {
+        e.stage_done(kQueries);
+        return Status();
+      });
 }
 
 }  // namespace nsa::cuda::portable

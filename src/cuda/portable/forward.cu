@@ -279,13 +279,19 @@ Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
                                   b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
   const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
   if (Status s = compressed_and_select(b.cmp, select, e); !s.ok()) return s;
-  if (Status s = selected_attention(b.slc, e); !s.ok()) return s;
+  e.stage_done("compressed attention, selection");
+  // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
+  // alone.
+  const bool causal = b.all_selected && hopper_kernels(branch_of(b.causal), p.o).range_forward;
+  if (Status s = causal ? sliding_window_attention(b.causal, e) : selected_attention(b.slc, e); !s.ok()) return s;
+  e.stage_done("selected attention");
   if (hopper.window_combine) {
     if (Status s = window_and_combine(b.swa, sum, hopper, e); !s.ok()) return s;
   } else {
     if (Status s = sliding_window_attention(b.swa, e); !s.ok()) return s;
     if (Status s = combine(sum, e); !s.ok()) return s;
   }
+  e.stage_done("sliding window, combine");
   if (e.arena.measuring()) return {};
   return fill(p.o, p.packed.cu_seqlens_q, 0, nullptr, e.stream);  // rows past the end: the gates there may be NaN
 }

@@ -146,6 +146,10 @@ inline sm90::Checked checked(const TensorView& t) {
 Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSAConfig* compressed,
             cudaStream_t stream);
 
+/// Both, which have the same cfg and cu_seqlens, by one launch of each kernel where they have the same shapes, too.
+/// second may be null.
+Status compress(const CompressParams& p, const CompressParams* second, Execution& e);
+Status compress_backward(const CompressBackwardParams& p, const CompressBackwardParams* second, Execution& e);
 /// Of batched tokens, of which sequence b's first completed[b * step] blocks are wanted; the other rows become 0.
 Status compress(const CompressParams& p, const int* completed, int step, Execution& e);
 
@@ -196,6 +200,8 @@ struct Branches {
   CompressedAttentionParams cmp;
   SelectedAttentionParams slc;
   SlidingWindowAttentionParams swa;
+  SlidingWindowAttentionParams causal;  // what slc is where every block is selected: a window as long as the sequences
+  bool all_selected;                    // they fit into the selection
 };
 
 inline Branches branches_of(const NsaAttentionParams& p) {
@@ -213,6 +219,9 @@ inline Branches branches_of(const NsaAttentionParams& p) {
            p.o_slc,
            p.lse_slc};
   b.swa = {p.q, p.k_swa, p.v_swa, p.cfg.window_size, p.softmax_scale, p.packed, p.o_swa, p.lse_swa};
+  const std::int64_t longest = raw_geometry(b.slc).k_len;
+  b.causal = {p.q, p.k_slc, p.v_slc, std::max<std::int64_t>(longest, 1), p.softmax_scale, p.packed, p.o_slc, p.lse_slc};
+  b.all_selected = !p.imposed_indices.defined() && longest <= std::int64_t{p.cfg.topk} * p.cfg.block_size;
   return b;
 }
 

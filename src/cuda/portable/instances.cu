@@ -1,6 +1,7 @@
 // The tables of kernels: which instance serves which element type and head dims.
 #include "core/backend.h"
 #include "cuda/portable/step_kernels.h"
+#include "cuda/sm90/kernels.h"
 
 namespace nsa::cuda::portable {
 namespace {
@@ -48,7 +49,7 @@ const StepElementKernels* step_element_kernels(DType dtype) {
   return for_element(dtype, [&]<class T>() { return of(&step_element_instance<T>); });
 }
 
-const char* variant() { return "portable"; }
+const char* variant() { return sm90::serve(0) ? "sm90 and portable" : "portable"; }
 
 bool built(const Problem& problem) {
   if (!element_kernels(problem.dtype)) return false;

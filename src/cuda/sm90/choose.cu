@@ -1,6 +1,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda/sm90/compress.h"
 #include "cuda/sm90/kernels.h"
 
 namespace nsa::cuda::sm90 {
@@ -27,6 +28,18 @@ bool selects(const Call& call) {
   const auto& [cfg, blocks] = *call.selection;
   return cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride &&
          (SelectUnits(call.group).together > 1 || blocks <= CompressedSelectScratch::kBlocks);
+}
+
+template <class T, int D>
+CompressKernels compress_instances() {
+  return {launch_compress<T, D>, launch_compress_hidden<T, D>, launch_compress_gradients<T, D>};
+}
+template <class T>
+CompressKernels compress_instances(std::int64_t dim) {
+  return dim == 64    ? compress_instances<T, 64>()
+         : dim == 128 ? compress_instances<T, 128>()
+         : dim == 192 ? compress_instances<T, 192>()
+                      : CompressKernels{};
 }
 
 }  // namespace
@@ -56,17 +69,32 @@ Kernels choose(const Call& call) {
   return kernels;
 }
 
-Kernels kernels_on(int index, const Call& call) {
+CompressKernels choose(const CompressCall& call) {
+  // The mean is no product. Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
+  if (!call.mappable || call.kind == CompressionKind::kMean) return {};
+  if (call.hidden % 8 != 0 || call.hidden > CompressWork::kNarrowHidden) return {};
+  if (call.rows == 0) return {};
+  // Tiles hold rows of one sequence: of many short ones they would be nearly empty.
+  if (call.sequences > 32 && call.rows < 8 * call.sequences) return {};
+  if (call.dtype == DType::kBFloat16) return compress_instances<Bf16>(call.dim);
+  if (call.dtype == DType::kFloat16) return compress_instances<Half>(call.dim);
+  return {};
+}
+
+bool serve(int index) {
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index) != cudaSuccess) {
     cudaGetLastError();
-    return {};
+    return false;
   }
-  if (major != 9 || minor != 0) return {};
   const char* wish = std::getenv("NSA_CUDA_KERNELS");
-  if (wish && std::strcmp(wish, "portable") == 0) return {};
-  return choose(call);
+  return major == 9 && minor == 0 && !(wish && std::strcmp(wish, "portable") == 0);
+}
+
+Kernels kernels_on(int index, const Call& call) { return serve(index) ? choose(call) : Kernels{}; }
+CompressKernels kernels_on(int index, const CompressCall& call) {
+  return serve(index) ? choose(call) : CompressKernels{};
 }
 
 }  // namespace nsa::cuda::sm90

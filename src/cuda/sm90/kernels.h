@@ -87,7 +87,9 @@ struct Call {
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
 Kernels choose(const Call& call);
 
-/// choose(), or none where the device `index` is another one or NSA_CUDA_KERNELS=portable forbids them.
+/// Whether they can be used on the device `index`: it may be another one, or NSA_CUDA_KERNELS=portable forbids them.
+bool serve(int index);
+/// choose(), or none where they do not serve.
 Kernels kernels_on(int index, const Call& call);
 
 }  // namespace nsa::cuda::sm90

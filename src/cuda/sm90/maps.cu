@@ -66,4 +66,13 @@ cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int
       {64, 8, 8, 1, 1});
 }
 
+cudaError_t make_step_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
+                          int step, int box_rows, bool last) {
+  const std::int64_t steps = rows / step + last, residues = last ? rows % step : step;
+  return make<5>(
+      map, t.data, {size(columns), size(residues), size(steps), size(heads), size(batches)},
+      {stride(t.row, residues), stride(t.row * step, steps), stride(t.head, heads), stride(t.batch, batches)},
+      {64, 1, static_cast<cuuint32_t>(box_rows), 1, 1});
+}
+
 }  // namespace nsa::cuda::sm90

@@ -24,6 +24,12 @@ cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int
 /// Box rows [first, first + 64) can be read if first / 8 * 8 + 64 <= spread_rows.
 inline std::int64_t spread_rows(std::int64_t rows) { return rows < 15 ? 0 : (rows - 15) / 8 * 8 + 8; }
 
+/// Boxes of 64 columns of `box_rows` rows (at most 256) of one head, `step` rows apart. A 5-dimensional map;
+/// coordinates: column, first row % step, first row / step, head, batch. It has the rows whose number is below `rows`
+/// rounded down to a multiple of `step`; for the residues below rows % step, which have one more, `last` is to be true.
+cudaError_t make_step_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
+                          int step, int box_rows, bool last);
+
 /// Rows of whole tensors, of queries (q, d_o) and below of keys: in packed calls boxes cross sequences.
 inline std::int64_t query_rows(const Geometry& g) { return g.cu_q ? g.total_q : g.q_len; }
 /// Rows of a tensor of compressed keys. In packed calls total_k is their bound of the tokens: portable::raw_total.

@@ -55,14 +55,19 @@ __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& ma
       "l"(&map), "r"(column), "r"(head), "r"(row), "r"(batch), "r"(barrier)
       : "memory");
 }
-/// The same through a map of make_spread_map. Coordinates: column, first row, head, batch.
-__device__ __forceinline__ void load_spread_box(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
-                                                int batch, std::uint32_t barrier) {
+/// The same of five dimensions; coordinates as the map has them.
+__device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& map, int x0, int x1, int x2, int x3,
+                                         int x4, std::uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
       "[%7];" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row / 8), "r"(row % 8), "r"(head), "r"(batch), "r"(barrier)
+      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(barrier)
       : "memory");
+}
+/// Through a map of make_spread_map. Coordinates: column, first row, head, batch.
+__device__ __forceinline__ void load_spread_box(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
+                                                int batch, std::uint32_t barrier) {
+  load_box(to, map, column, row / 8, row % 8, head, batch, barrier);
 }
 /// The same box into the second-level cache only.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column, int head, int row, int batch) {

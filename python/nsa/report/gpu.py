@@ -1,0 +1,234 @@
+"""Figures of `nsa bench` on a GPU: the picture of time over length with NSA's stages, and tables in Markdown."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .sources import ReportError, Sources
+from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis
+
+PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
+_DENSE = {"cudnn": "dense attention, cuDNN", "flash2": "dense attention, FlashAttention-2"}
+_MARKS = "<!-- figures of nsa bench -->", "<!-- end of figures -->"
+
+# In the order in which they run, with the branch they are coloured by and how strongly.
+_STAGES = {
+    "compress": ("phi", 0.9),
+    "compressed attention, selection": ("cmp", 0.9),
+    "selected attention": ("slc", 0.9),
+    "sliding window, combine": ("swa", 0.9),
+    "gates, row terms": ("rest", 0.6),
+    "selected attention: dQ": ("slc", 0.65),
+    "selected attention: dK, dV": ("slc", 0.45),
+    "compressed attention: dK, dV": ("cmp", 0.5),
+    "sliding window: dK, dV": ("swa", 0.5),
+    "compressed and window: dQ": ("both", 0.5),
+    "compress_backward": ("phi", 0.5),
+}
+_COLOURS = BRANCH_COLOURS | {"phi": "#7b4b94", "rest": "#8a8d91", "both": "#adb06f"}
+
+
+def is_gpu(bench: dict[str, Any]) -> bool:
+    return "gpu" in bench["machine"]
+
+
+class Measured:
+    """One result file: what was measured, by what it is called and by length."""
+
+    def __init__(self, bench: dict[str, Any]):
+        self.bench = bench
+        self.settings, self.machine = bench["settings"], bench["machine"]
+        self.phi = self.settings["phi"]
+        self.gpu = self.machine["gpu"].split(",")[0]
+
+    def results(self, op: str, variant: str, part_of: str = "") -> dict[int, dict[str, Any]]:
+        """By length, what was measured and not extrapolated."""
+        return {
+            r["length"]: r
+            for r in self.bench["results"]
+            if (r["op"], r["variant"], r.get("part_of", "")) == (op, variant, part_of) and not r["extrapolated"]
+        }
+
+    def times(self, op: str, variant: str, part_of: str = "") -> dict[int, float]:
+        """Milliseconds by length."""
+        return {length: 1e3 * r["seconds"] for length, r in self.results(op, variant, part_of).items()}
+
+    def stages(self, pass_name: str) -> dict[str, dict[int, dict[str, Any]]]:
+        found = {stage: self.results(stage, self.phi, pass_name) for stage in _STAGES}
+        return {stage: by_length for stage, by_length in found.items() if by_length}
+
+    def peers(self, pass_name: str) -> dict[int, tuple[float, str]]:
+        """The fastest other implementation: milliseconds and its name."""
+        whole = self.results(pass_name, self.phi)
+        return {length: (1e3 * r["peer_s"], r["peer"]) for length, r in whole.items() if r.get("peer")}
+
+    def crossover(self, pass_name: str) -> float | None:
+        return (self.bench["crossover"].get(pass_name) or {}).get("dense")
+
+    def problem(self) -> str:
+        s = self.settings
+        dims = f"D = {s['head_dim']}" if s["head_dim"] == s["v_head_dim"] else f"{s['head_dim']}/{s['v_head_dim']}"
+        return f"B = 1, H = {s['num_heads']}, Hkv = {s['num_kv_heads']}, {dims}, {s['dtype']}"
+
+
+def cuda_time(sources: Sources) -> Figure | None:
+    """Time over length: NSA whole and its stages, dense attention, the fastest other implementation of NSA."""
+    benches = [Measured(bench) for bench in sources.of("bench") if is_gpu(bench)]
+    if not benches:
+        return None
+    fig, axes = figure(columns=len(PASSES), rows=len(benches), width=7.2, height=6.2)
+    for i, bench in enumerate(benches):
+        row = axes[len(PASSES) * i : len(PASSES) * (i + 1)]
+        for ax, pass_name in zip(row, PASSES, strict=True):
+            _draw_pass(ax, bench, pass_name)
+        row[0].set_title(f"{bench.problem()}; {bench.gpu}\n", fontsize=9, loc="left")
+    return fig
+
+
+def _draw_pass(ax: Axes, bench: Measured, pass_name: str) -> None:
+    whole = bench.times(pass_name, bench.phi)
+    if not whole:
+        ax.set_visible(False)
+        return
+    lengths = sorted(whole)
+    low = dict.fromkeys(lengths, 0.0)
+    for stage, by_length in bench.stages(pass_name).items():
+        high = {n: low[n] + (1e3 * by_length[n]["seconds"] if n in by_length else 0.0) for n in lengths}
+        branch, alpha = _STAGES[stage]
+        ax.fill_between(
+            lengths,
+            [max(low[n], 1e-3) for n in lengths],
+            [high[n] for n in lengths],
+            color=_COLOURS[branch],
+            alpha=alpha,
+            lw=0,
+            label=stage.replace("_", " "),
+        )
+        low = high
+    ax.plot(lengths, [whole[n] for n in lengths], "o-", color="black", ms=5, label=f"NSA, φ = {bench.phi}")
+    for (form, name), style in zip(_DENSE.items(), ("s-", "^--"), strict=True):
+        dense = bench.times(f"dense_{pass_name}", form)
+        ax.plot(list(dense), list(dense.values()), style, color=ATTENTION_COLOURS["full"], ms=5, label=name)
+    peers = bench.peers(pass_name)
+    if peers:
+        names = " or ".join(sorted({name for _, name in peers.values()}))
+        ms = [ms for ms, _ in peers.values()]
+        ax.plot(list(peers), ms, "D:", color="#444444", mfc="white", ms=6, label=f"NSA by {names}")
+    crossover = bench.crossover(pass_name)
+    if crossover and crossover > lengths[0]:
+        name = f"NSA faster from {round(crossover, -2):.0f} tokens"
+        ax.axvline(crossover, color="black", ls=":", lw=1.2, label=name)
+    length_axis(ax, lengths)
+    smallest = min(whole.values())
+    ax.set(yscale="log", ylim=(smallest / 20, None), xlabel="sequence length (tokens)", ylabel="time of one call (ms)")
+    ax.set_title(PASSES[pass_name].capitalize())
+    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
+
+
+# ------------------------------------------------------------------------------------------------------------- Markdown
+
+
+def write_tables(sources: Sources, file: Path) -> None:
+    """Puts the tables between the marks in `file`.
+
+    Raises:
+        ReportError: no such file, no marks in it, or no benchmark of a GPU among the sources.
+    """
+    benches = [Measured(bench) for bench in sources.of("bench") if is_gpu(bench)]
+    if not benches:
+        raise ReportError("no result of nsa bench on a GPU was given")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"{file}: {error}") from error
+    begin, end = map(re.escape, _MARKS)
+    tables = "\n\n".join(_tables(bench) for bench in benches)
+    new, count = re.subn(f"(?s){begin}.*{end}", lambda _: f"{_MARKS[0]}\n{tables}\n{_MARKS[1]}", text)
+    if count != 1:
+        raise ReportError(f"{file}: no lines '{_MARKS[0]}' and '{_MARKS[1]}'")
+    file.write_text(new, encoding="utf-8")
+
+
+def _tables(bench: Measured) -> str:
+    parts = [_about(bench), _whole_table(bench), _crossovers(bench)]
+    parts += [_stage_table(bench, pass_name) for pass_name in PASSES if bench.stages(pass_name)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _about(bench: Measured) -> str:
+    given = bench.settings["selection"]
+    attends = "the blocks it chooses" if given == "own" else f"given {given} blocks, while its own choice still runs"
+    machine, rates = bench.machine, bench.bench["rates"]
+    text = (
+        f"{bench.gpu}, driver {machine['driver']}, {bench.bench['date']}, commit {bench.bench['commit']}: "
+        f"{bench.problem()}, defaults; medians in ms, the second-level cache flushed before each call. "
+        f"NSA is everything (compress included) and attends to {attends}; dense is torch's; the other NSA is the "
+        f"fastest of the public implementations in `bench/peers.py`. Limits: {rates['gflops'] / 1e3:.0f} TFLOP/s "
+        f"(product of large matrices), {rates['bytes_per_s'] / 1e12:.2f} TB/s (copy), both measured."
+    )
+    return f"{textwrap.fill(text, width=120)}\n\n    {bench.bench['command']}"
+
+
+def _whole_table(bench: Measured) -> str:
+    phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
+    lines = [["", "length", *(f"NSA, φ = {phi}" for phi in phis), "cuDNN", "FlashAttention-2", "other NSA"]]
+    lines[0] += ["cuDNN / NSA", "other / NSA"]
+    for pass_name, title in PASSES.items():
+        dense = {form: bench.times(f"dense_{pass_name}", form) for form in _DENSE}
+        peers = bench.peers(pass_name)
+        for length, nsa in bench.times(pass_name, bench.phi).items():
+            row = [title, str(length), *(_ms(bench.times(pass_name, phi).get(length)) for phi in phis)]
+            row += [_ms(dense[form].get(length)) for form in _DENSE]
+            peer = peers.get(length)
+            row += [f"{_ms(peer[0])} ({peer[1]})" if peer else ""]
+            row += [_ratio(dense["cudnn"].get(length), nsa), _ratio(peer and peer[0], nsa)]
+            lines.append(row)
+    return _markdown(lines)
+
+
+def _crossovers(bench: Measured) -> str:
+    sentences = []
+    for pass_name, title in PASSES.items():
+        lengths, crossover = sorted(bench.times(pass_name, bench.phi)), bench.crossover(pass_name)
+        if not lengths:
+            continue
+        if crossover is None:
+            where = "at no measured length"
+        elif crossover <= lengths[0]:
+            where = f"at every measured length, from {lengths[0]} tokens on"
+        else:
+            where = f"from {round(crossover, -2):.0f} tokens on (interpolated)"
+        sentences.append(f"{title.capitalize()}, NSA is faster than torch's dense attention {where}.")
+    return " ".join(sentences)
+
+
+def _stage_table(bench: Measured, pass_name: str) -> str:
+    """At 65536 tokens, or the longest."""
+    lengths = sorted(bench.times(pass_name, bench.phi))
+    length = 65536 if 65536 in lengths else lengths[-1]
+    lines = [[f"{PASSES[pass_name]}, {length} tokens", "ms", "TFLOP", "GB", "share of the limit", "other NSA"]]
+    stages = [(stage, by_length[length]) for stage, by_length in bench.stages(pass_name).items() if length in by_length]
+    for name, r in [*stages, ("**whole**", bench.results(pass_name, bench.phi)[length])]:
+        peer = f"{_ms(1e3 * r['peer_s'])} ({r['peer']})" if r.get("peer") else ""
+        work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
+        lines.append([name.replace("_", " "), _ms(1e3 * r["seconds"]), *work, peer])
+    return _markdown(lines)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _ratio(other: float | None, ours: float) -> str:
+    return f"{other / ours:.2f}" if other else ""
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([rows[0], "|" + "---|" * len(lines[0]), *rows[1:]])

@@ -1,0 +1,111 @@
+#include "lm/fused.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "lm/fused_kernels.h"
+
+namespace nsa::lm {
+
+#ifdef NSA_LM_FUSED
+
+namespace {
+
+using fused::kColumns;
+
+bool are_multiples(std::initializer_list<std::int64_t> sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size % kColumns == 0; });
+}
+
+void check(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": CUDA error ", error); }
+
+}  // namespace
+
+bool rotation_is_fused(const at::Tensor& x) {
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 &&
+         are_multiples({x.storage_offset(), x.stride(0), x.stride(1), x.size(2) / 2});
+}
+
+at::Tensor fused_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
+  const auto out = at::empty(x.sizes(), x.options());
+  check(fused::rotate({x.const_data_ptr(), x.stride(0), x.stride(1), cos.const_data_ptr<float>(),
+                       sin.const_data_ptr<float>(), direction, out.mutable_data_ptr(), x.size(0),
+                       static_cast<int>(x.size(1)), static_cast<int>(x.size(2) / 2)}),
+        "rotate");
+  return out;
+}
+
+bool swiglu_is_fused(const at::Tensor& x) {
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.is_contiguous() &&
+         are_multiples({x.storage_offset(), x.size(1) / 2});
+}
+
+at::Tensor fused_swiglu(const at::Tensor& x) {
+  const std::int64_t width = x.size(1) / 2;
+  const auto y = at::empty({x.size(0), width}, x.options());
+  check(fused::swiglu({x.const_data_ptr(), nullptr, y.mutable_data_ptr(), x.size(0), width}), "swiglu");
+  return y;
+}
+
+at::Tensor fused_swiglu_backward(const at::Tensor& d_y, const at::Tensor& x) {
+  const auto d_x = at::empty(x.sizes(), x.options());
+  check(fused::swiglu(
+            {x.const_data_ptr(), d_y.contiguous().const_data_ptr(), d_x.mutable_data_ptr(), x.size(0), x.size(1) / 2}),
+        "swiglu_backward");
+  return d_x;
+}
+
+bool norm_is_fused(const at::Tensor& x, at::ScalarType dtype) {
+  return x.is_cuda() && dtype == at::kBFloat16 && x.scalar_type() == at::kFloat && x.is_contiguous() &&
+         are_multiples({x.storage_offset(), x.size(1)}) && x.size(1) <= fused::kWidest;
+}
+
+Normed fused_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const Normed out{at::empty(x.sizes(), x.options().dtype(at::kBFloat16)), at::empty({x.size(0)}, x.options())};
+  check(fused::rms_norm({.x = x.const_data_ptr<float>(),
+                         .weight = weight.const_data_ptr<float>(),
+                         .eps = static_cast<float>(eps),
+                         .rows = x.size(0),
+                         .width = x.size(1),
+                         .scale = out.scale.mutable_data_ptr<float>(),
+                         .y = out.y.mutable_data_ptr()}),
+        "rms_norm");
+  return out;
+}
+
+NormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& x, const at::Tensor& weight,
+                                  const at::Tensor& scale) {
+  const auto d_x = at::empty(x.sizes(), x.options());
+  const auto d_weights = at::empty({fused::norm_parts(x.size(0), x.size(1)), x.size(1)}, x.options());
+  const auto d_rows = d_y.contiguous();
+  check(fused::rms_norm({.x = x.const_data_ptr<float>(),
+                         .weight = weight.const_data_ptr<float>(),
+                         .rows = x.size(0),
+                         .width = x.size(1),
+                         .scale = scale.mutable_data_ptr<float>(),
+                         .d_y = d_rows.const_data_ptr(),
+                         .d_x = d_x.mutable_data_ptr<float>(),
+                         .d_weights = d_weights.mutable_data_ptr<float>()}),
+        "rms_norm_backward");
+  return {d_x, d_weights.sum(0)};
+}
+
+#else
+
+bool rotation_is_fused(const at::Tensor&) { return false; }
+at::Tensor fused_rotate(const at::Tensor&, const at::Tensor&, const at::Tensor&, float) { return {}; }
+bool swiglu_is_fused(const at::Tensor&) { return false; }
+at::Tensor fused_swiglu(const at::Tensor&) { return {}; }
+at::Tensor fused_swiglu_backward(const at::Tensor&, const at::Tensor&) { return {}; }
+bool norm_is_fused(const at::Tensor&, at::ScalarType) { return false; }
+Normed fused_norm(const at::Tensor&, const at::Tensor&, double) { return {}; }
+NormGradients fused_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  return {};
+}
+
+#endif
+
+}  // namespace nsa::lm

@@ -1,0 +1,184 @@
+// Everything here is limited by the memory's bandwidth: threads load and store 16 bytes of bfloat16 at a time.
+#include "lm/fused_kernels.h"
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+namespace nsa::lm::fused {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Eight {
+  float at[kColumns];
+};
+__device__ Eight load(const void* from, std::int64_t element) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(from) + element);
+  const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
+  Eight x;
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __bfloat1622float2(pairs[i]);
+    x.at[2 * i] = pair.x, x.at[2 * i + 1] = pair.y;
+  }
+  return x;
+}
+__device__ Eight load(const float* from) {
+  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+  return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+}
+__device__ void store(void* to, std::int64_t element, const Eight& x) {
+  uint4 bits;
+  auto* pairs = reinterpret_cast<__nv_bfloat162*>(&bits);
+  for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(x.at[2 * i], x.at[2 * i + 1]);
+  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(to) + element) = bits;
+}
+__device__ void store(float* to, const Eight& x) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x.at[4], x.at[5], x.at[6], x.at[7]);
+}
+template <class F>
+__device__ Eight each(const F& f) {
+  Eight result;
+  for (int i = 0; i < kColumns; ++i) result.at[i] = f(i);
+  return result;
+}
+
+__device__ std::int64_t own_index() { return std::int64_t{blockIdx.x} * kThreads + threadIdx.x; }
+
+__global__ void __launch_bounds__(kThreads) rotate_pairs(const RotateArgs args) {
+  const int per_head = args.half / kColumns;
+  const std::int64_t pair = own_index() / per_head, row = pair / args.heads;  // pair of a row and a head
+  if (row >= args.rows) return;
+  const std::int64_t head = pair % args.heads, column = own_index() % per_head * kColumns;
+  const std::int64_t from = row * args.row_stride + head * args.head_stride + column;
+  const Eight low = load(args.x, from), high = load(args.x, from + args.half);
+  const Eight c = load(args.cos + row * args.half + column), s = load(args.sin + row * args.half + column);
+  const std::int64_t to = pair * 2 * args.half + column;
+  store(args.out, to, each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * args.direction * s.at[i]; }));
+  store(args.out, to + args.half,
+        each([&](int i) { return high.at[i] * c.at[i] + low.at[i] * args.direction * s.at[i]; }));
+}
+
+__device__ float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
+
+__global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args) {
+  const std::int64_t per_row = args.width / kColumns, row = own_index() / per_row;
+  if (row >= args.rows) return;
+  const std::int64_t column = own_index() % per_row * kColumns, from = row * 2 * args.width + column;
+  const Eight gate = load(args.x, from), up = load(args.x, from + args.width);
+  if (!args.d_y) {
+    store(args.out, row * args.width + column,
+          each([&](int i) { return gate.at[i] * sigmoid(gate.at[i]) * up.at[i]; }));
+    return;
+  }
+  const Eight d = load(args.d_y, row * args.width + column);
+  store(args.out, from, each([&](int i) {
+          const float s = sigmoid(gate.at[i]);
+          return d.at[i] * up.at[i] * s * (1 + gate.at[i] * (1 - s));
+        }));
+  store(args.out, from + args.width, each([&](int i) { return d.at[i] * gate.at[i] * sigmoid(gate.at[i]); }));
+}
+
+/// The sum over the thread block, in a fixed order; all threads get it. `parts`: of the warps.
+__device__ float block_sum(float x, float* parts) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  __syncthreads();  // the parts of the sum before have been read
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0;
+  for (unsigned i = 0; i < blockDim.x / 32; ++i) sum += parts[i];
+  return sum;
+}
+
+constexpr int kPerThread = static_cast<int>(kWidest / (kThreads * kColumns));  // groups of columns
+
+/// A thread block takes a row at a time. f(group, column): this thread's columns.
+template <class F>
+__device__ void for_columns(std::int64_t width, const F& f) {
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const unsigned column = (j * blockDim.x + threadIdx.x) * kColumns;
+    if (column < width) f(j, column);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) norm_rows(const RmsNormArgs args) {
+  __shared__ float parts[kThreads / 32];
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    Eight x[kPerThread];
+    float squares = 0;
+    for_columns(args.width, [&](int j, unsigned column) {
+      x[j] = load(args.x + row * args.width + column);
+      for (const float value : x[j].at) squares += value * value;
+    });
+    const float scale = rsqrtf(block_sum(squares, parts) / static_cast<float>(args.width) + args.eps);
+    if (threadIdx.x == 0) args.scale[row] = scale;
+    for_columns(args.width, [&](int j, unsigned column) {
+      const Eight weight = load(args.weight + column);
+      store(args.y, row * args.width + column, each([&](int i) { return x[j].at[i] * scale * weight.at[i]; }));
+    });
+  }
+}
+
+/// dx = s (w dy) - x s^3 mean(x w dy), dw = sum over rows of dy x s, with s the row's scale.
+__global__ void __launch_bounds__(kThreads) norm_rows_backward(const RmsNormArgs args) {
+  __shared__ float parts[kThreads / 32];
+  Eight d_weight[kPerThread] = {};
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    Eight x[kPerThread], d[kPerThread];  // d: weight times the gradient
+    const float scale = args.scale[row];
+    float dot = 0;
+    for_columns(args.width, [&](int j, unsigned column) {
+      x[j] = load(args.x + row * args.width + column);
+      d[j] = load(args.d_y, row * args.width + column);
+      const Eight weight = load(args.weight + column);
+      for (int i = 0; i < kColumns; ++i) {
+        d_weight[j].at[i] += d[j].at[i] * x[j].at[i] * scale;
+        d[j].at[i] *= weight.at[i];
+        dot += x[j].at[i] * d[j].at[i];
+      }
+    });
+    const float pull = block_sum(dot, parts) * scale * scale * scale / static_cast<float>(args.width);
+    for_columns(args.width, [&](int j, unsigned column) {
+      store(args.d_x + row * args.width + column, each([&](int i) { return scale * d[j].at[i] - x[j].at[i] * pull; }));
+    });
+  }
+  for_columns(args.width,
+              [&](int j, unsigned column) { store(args.d_weights + blockIdx.x * args.width + column, d_weight[j]); });
+}
+
+unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
+
+/// Of a thread block that has a row at a time: no more than the row has columns for.
+unsigned norm_threads(std::int64_t width) {
+  return static_cast<unsigned>(std::clamp<std::int64_t>((width / kColumns + 31) / 32 * 32, 32, kThreads));
+}
+
+}  // namespace
+
+int rotate(const RotateArgs& args) {
+  if (args.rows == 0) return cudaSuccess;
+  rotate_pairs<<<blocks_for(args.rows * args.heads * (args.half / kColumns)), kThreads>>>(args);
+  return cudaGetLastError();
+}
+
+int swiglu(const SwigluArgs& args) {
+  if (args.rows == 0) return cudaSuccess;
+  swiglu_columns<<<blocks_for(args.rows * (args.width / kColumns)), kThreads>>>(args);
+  return cudaGetLastError();
+}
+
+// Enough for every multiprocessor, and the same number on every device.
+std::int64_t norm_parts(std::int64_t rows, std::int64_t width) {
+  return std::min<std::int64_t>(rows, (1 << 17) / norm_threads(width));
+}
+
+int rms_norm(const RmsNormArgs& args) {
+  if (args.rows == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(norm_parts(args.rows, args.width));
+  (args.d_y ? norm_rows_backward : norm_rows)<<<blocks, norm_threads(args.width)>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace nsa::lm::fused
