@@ -16,8 +16,7 @@ Call call() {
   c.group = 16;
   c.block_size = 64;
   c.topk = 16;
-  c.selection = Selection{};
-  c.selection->blocks = 1024;
+  c.selection = NSAConfig{};
   return c;
 }
 
@@ -51,18 +50,6 @@ TEST(Choose, OtherBlocks) {
   const Kernels k = choose(c);
   EXPECT_TRUE(k.range_forward && k.range_d_q);
   EXPECT_FALSE(k.selected_forward || k.selected_d_q || k.selected_d_kv);
-}
-
-TEST(Choose, VeryLongSelections) {
-  // Where a unit is one query, what to rank by lies in shared memory.
-  Call c = call();
-  c.selection->blocks = 1 << 20;
-  for (const int group : {12, 16, 32}) {
-    c.group = group;
-    EXPECT_FALSE(choose(c).compressed_select) << group;
-  }
-  c.group = 4;
-  EXPECT_TRUE(choose(c).compressed_select);
 }
 
 TEST(Choose, LargeGroups) {

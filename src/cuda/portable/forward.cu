@@ -181,8 +181,7 @@ CombineArgs combine_args(const CombineParams& p) {
 Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Finiteness& values,
                              Execution& e) {
   const Branch b = branch_of(cmp);
-  const sm90::Selection selection{p.cfg, sm90::selection_blocks(b.geometry, p.cfg.block_size)};
-  const sm90::Kernels hopper = hopper_kernels(b, cmp.o, selection);
+  const sm90::Kernels hopper = hopper_kernels(b, cmp.o, p.cfg);
   if (!hopper.compressed_select) {
     if (Status s = forward(cmp, values, e); !s.ok()) return s;
     return select_blocks(p, e);

@@ -122,7 +122,7 @@ inline Branch branch_of(const SlidingWindowAttentionParams& p) {
 
 /// The kernels of compute capability 9.0 that can serve this branch here.
 inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
-                                    const std::optional<sm90::Selection>& selection = {}) {
+                                    const std::optional<NSAConfig>& selection = {}) {
   sm90::Call call;
   call.dtype = b.q.dtype;
   call.key_dim = b.q.size(-1);

@@ -16,6 +16,7 @@
 // The computing warps go on with later queries meanwhile: the scratch has kBuffers places per unit of a tile. fp16 is
 // enough: what it loses of a probability is 2^-11 of it or 2^-25.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/portable/launch.cuh"
 #include "cuda/portable/ranks.cuh"
@@ -607,16 +608,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (helper == 0) {
       load_keys<D, Units>(args, maps, barriers, queries, keys, values);
     } else {
-      const int blocks = selection_blocks(p, args.block_size), picker = helper - 1;
+      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
       char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory)) +
                   picker * L::picker(args.units, blocks, args.chunks);
       uint2* list = reinterpret_cast<uint2*>(own + args.chunks * ChunkRing::kChunkBytes);
       Picker<Units> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
+      char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
       if constexpr (kQuads) {
-        const std::int64_t bytes = (scratch_tiles(p) + 3) / 4 * CompressedSelectScratch::kKeyBytes;
-        pick.choose_by_quad(args.keys + (blockIdx.x * kPickers + picker) * (bytes / 16));
-      } else {
+        pick.choose_by_quad(reinterpret_cast<uint4*>(far));
+      } else if (std::is_same_v<Units, UnitsOfSixteen> || !args.keys) {
         pick.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
+      } else {
+        pick.choose_by_query(reinterpret_cast<unsigned*>(far));
       }
     }
   }
@@ -636,14 +639,15 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const CompressedSelectScratch scratch(g);
   args.units = SelectUnits(g.group);
   args.by_block = Divider(args.block_size);
-  args.keys = reinterpret_cast<uint4*>(static_cast<char*>(args.scratch) + scratch.sums);
+  args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
+  args.picker_keys = scratch.picker_keys;
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
   const int batches = tensor_batches(g);
   const std::int64_t rows = compressed_rows(g);
   args.spread_rows = static_cast<int>(spread_rows(rows));
-  const int blocks = selection_blocks(g, args.block_size);
+  const int blocks = args.keys ? 0 : selection_blocks(g, args.block_size);
   args.chunks = kMostChunks;
   while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks) > kDynamic) --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
@@ -657,9 +661,9 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.k_row, k, D, g.kv_heads, rows, batches, 1, 1);
   if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
-  const auto kernel = args.units.together > 1 ? compressed_select<NSA_ELEMENT, D, SelectUnits, true>
-                      : g.group != 16         ? compressed_select<NSA_ELEMENT, D, SelectUnits, false>
-                                              : compressed_select<NSA_ELEMENT, D, UnitsOfSixteen, false>;
+  const auto kernel = args.units.together > 1      ? compressed_select<NSA_ELEMENT, D, SelectUnits, true>
+                      : g.group != 16 || args.keys ? compressed_select<NSA_ELEMENT, D, SelectUnits, false>
+                                                   : compressed_select<NSA_ELEMENT, D, UnitsOfSixteen, false>;
   return portable::launch(kernel, std::min(scratch.thread_blocks, processors), kThreads,
                           L::memory(args.units, blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
 }

@@ -57,7 +57,8 @@ struct CompressedSelectArgs {
   Divider by_block;
   int spread_rows;  // see make_spread_map
   int chunks;       // of the scratch on their way, for each picking warp
-  uint4* keys;      // in the scratch, see CompressedSelectScratch::kKeyBytes
+  char* keys;       // of the picking warps, in the scratch; null: in shared memory
+  std::int64_t picker_keys;
 };
 
 /// Tiles of 64 compressed keys of the longest sequence, or one more.
@@ -71,11 +72,11 @@ struct CompressedSelectScratch {
   static constexpr int kBuffers = 3;         // tiles of queries
   static constexpr int kTileBytes = 576;     // of a unit and 64 compressed keys
   static constexpr int kKeyBytes = 1024;     // of four queries of a picking warp and 256 compressed keys, where G <= 8
-  static constexpr int kBlocks = 3200;       // selection blocks of a sequence, at most, where G > 8: they fill the
-                                             // shared memory
+  static constexpr int kBlocks = 3200;       // selection blocks of a sequence whose keys shared memory can hold
 
   int thread_blocks;
-  std::int64_t sums, keys;  // bytes
+  std::int64_t sums, keys;   // bytes
+  std::int64_t picker_keys;  // bytes of a picking warp; 0: they are in shared memory
 
   explicit CompressedSelectScratch(const Geometry& g) {
     const SelectUnits units(g.group);
@@ -84,7 +85,9 @@ struct CompressedSelectScratch {
     thread_blocks = static_cast<int>(std::min<std::int64_t>(most, kThreadBlocks));
     const std::int64_t tiles = scratch_tiles(g);
     sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
-    keys = units.together > 1 ? thread_blocks * kPickers * ((tiles + 3) / 4) * kKeyBytes : 0;
+    const std::int64_t chunks = (tiles + 3) / 4, blocks = tiles * 16;
+    picker_keys = units.together > 1 ? chunks * kKeyBytes : blocks > kBlocks ? (blocks + 127) / 128 * 512 : 0;
+    keys = thread_blocks * kPickers * picker_keys;
   }
   std::int64_t bytes() const { return sums + keys; }
 };

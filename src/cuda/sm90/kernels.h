@@ -57,12 +57,6 @@ struct Kernels {
   cudaError_t (*window_combine)(const WindowCombineArgs&, cudaStream_t) = nullptr;
 };
 
-/// The choice of blocks together with the compressed attention that it follows from.
-struct Selection {
-  NSAConfig cfg;
-  int blocks = 0;  // of the longest sequence
-};
-
 inline bool any(const Kernels& k) {
   return k.range_forward || k.selected_forward || k.range_d_q || k.selected_d_q || k.range_d_kv || k.selected_d_kv;
 }
@@ -81,7 +75,7 @@ struct Call {
   int block_size = 0;  // selected attention, else 0
   int topk = 0;        // selected attention, else 0
   bool mappable = true;
-  std::optional<Selection> selection;
+  std::optional<NSAConfig> selection;  // the choice of blocks together with the compressed attention it follows from
 };
 
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
