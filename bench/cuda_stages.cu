@@ -1,8 +1,10 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
-//   cuda_stages [length ...]      B = 1, H = 64, Hkv = 4, D = 128, bfloat16, MLP phi, default hyperparameters
+//   cuda_stages [--heads 64] [--kv-heads 4] [--forward] [length ...]
+// B = 1, D = 128, bfloat16, MLP phi, default hyperparameters; --forward leaves out the backward.
 // Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
 #include <cmath>
 #include <functional>
+#include <string_view>
 
 #include "cuda_device.cuh"
 #include "nsa/operations.h"
@@ -63,8 +65,8 @@ double time(const char* name, const Params& params, Status (*operation)(const Pa
   return times[times.size() / 2];
 }
 
-void run(std::int64_t s) {
-  constexpr std::int64_t h = 64, kv = 4, d = 128;
+void run(std::int64_t s, std::int64_t h, std::int64_t kv, bool backward) {
+  constexpr std::int64_t d = 128;
   const NSAConfig cfg;
   const std::int64_t nc = cfg.num_compressed(s);
   Tensors dev;
@@ -84,10 +86,11 @@ void run(std::int64_t s) {
   const TensorView k_c = dev.random({1, nc, kv, d}), v_c = dev.random({1, nc, kv, d});
   const TensorView random = dev.tensor(DType::kInt32, {1, s, kv, 16}),
                    clustered = dev.tensor(DType::kInt32, {1, s, kv, 16});
-  fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(random.as<int>(), static_cast<int>(s), kv, false);
-  fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(clustered.as<int>(), static_cast<int>(s), kv,
-                                                                     true);
-  std::printf("S = %lld\n", static_cast<long long>(s));
+  for (const TensorView* indices : {&random, &clustered})
+    fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(indices->as<int>(), static_cast<int>(s),
+                                                                       static_cast<int>(kv), indices == &clustered);
+  std::printf("S = %lld, H = %lld, Hkv = %lld\n", static_cast<long long>(s), static_cast<long long>(h),
+              static_cast<long long>(kv));
 
   const TensorView compressed = dev.tensor(DType::kBFloat16, {1, nc, kv, d});
   CompressParams compress{k_cmp, w, cfg, {}, compressed};
@@ -96,7 +99,7 @@ void run(std::int64_t s) {
   compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, 32, d});
   compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, 32 * d, 2 * d});
   compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * d, d});
-  time("compress backward", compress_back, nsa::compress_backward, flush);
+  if (backward) time("compress backward", compress_back, nsa::compress_backward, flush);
 
   NsaAttentionParams whole{};
   whole.q = q, whole.k_c = k_c, whole.v_c = v_c, whole.k_slc = k_slc, whole.v_slc = v_slc, whole.k_swa = k_swa,
@@ -123,6 +126,7 @@ void run(std::int64_t s) {
   time("nsa_attention, random", whole, nsa::nsa_attention, flush);
   whole.imposed_indices = clustered;
   time("nsa_attention, clustered", whole, nsa::nsa_attention, flush);
+  if (!backward) return;
 
   const auto like_k = [&](const TensorView& t) { return dev.tensor(DType::kBFloat16, {1, t.size(1), kv, d}); };
   const TensorView d_q = out();
@@ -154,8 +158,21 @@ int main(int argc, char** argv) {
   check(cudaGetDeviceProperties(&device, 0), "device");
   std::printf("%s\n", device.name);
   std::vector<long long> lengths;
-  for (int i = 1; i < argc; ++i) lengths.push_back(std::atoll(argv[i]));
+  long long heads = 64, kv_heads = 4;
+  bool backward = true;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view option = argv[i];
+    if (option == "--forward") {
+      backward = false;
+    } else if (option == "--heads" && i + 1 < argc) {
+      heads = std::atoll(argv[++i]);
+    } else if (option == "--kv-heads" && i + 1 < argc) {
+      kv_heads = std::atoll(argv[++i]);
+    } else {
+      lengths.push_back(std::atoll(argv[i]));
+    }
+  }
   if (lengths.empty()) lengths = {8192, 65536};
-  for (long long s : lengths) run(s);
+  for (long long s : lengths) run(s, heads, kv_heads, backward);
   return 0;
 }

@@ -88,7 +88,7 @@ TEST_P(Grid, NsaAttention) {
   const auto outputs = outputs_of(f, whole_outputs(p), false, [](const NsaAttentionParams& params) {
     return under_test.nsa_attention(params, kCpu);
   });
-  expect_valid_selection(p.selection(), outputs[1], 1e-5);
+  expect_valid_selection(p.selection(), outputs[1], rho_of_whole(p.c.dtype));
   check<NsaAttentionBackwardParams>(backward_of(f, views_of(outputs), p.d_o), whole_backward_outputs(p),
                                     under_test.nsa_attention_backward, reference::nsa_attention_backward);
 }

@@ -28,6 +28,9 @@ struct Operations {
 
 extern const Operations under_test;
 
+/// Of the rule for indices, for those that nsa_attention chooses: the scores of other kernels may be 16-bit.
+inline double rho_of_whole(DType dtype) { return dtype != DType::kFloat32 && under_test.stands_in() ? 1e-3 : 1e-5; }
+
 /// Whether two results have the same bits, or, where `nonfinite` inputs may have made other kernels compute one of
 /// them, agree within what 16-bit types resolve.
 bool agree(const TensorView& a, const TensorView& b, bool nonfinite);

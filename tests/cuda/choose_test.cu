@@ -41,8 +41,7 @@ TEST(Choose, SmallGroups) {
   Call c = call();
   c.group = 5;
   const Kernels k = choose(c);
-  EXPECT_TRUE(k.range_forward && k.selected_forward && k.range_d_kv);
-  EXPECT_FALSE(k.compressed_select);
+  EXPECT_TRUE(k.range_forward && k.selected_forward && k.range_d_kv && k.compressed_select);
   EXPECT_FALSE(k.selected_d_kv);
 }
 
@@ -54,11 +53,25 @@ TEST(Choose, OtherBlocks) {
   EXPECT_FALSE(k.selected_forward || k.selected_d_q || k.selected_d_kv);
 }
 
-TEST(Choose, NoisyOrVeryLongSelections) {
+TEST(Choose, VeryLongSelections) {
+  // Where a unit is one query, what to rank by lies in shared memory.
   Call c = call();
-  c.selection->noise = true;
-  EXPECT_FALSE(choose(c).compressed_select);
-  c = call(), c.selection->blocks = 1 << 20;
+  c.selection->blocks = 1 << 20;
+  for (const int group : {12, 16, 32}) {
+    c.group = group;
+    EXPECT_FALSE(choose(c).compressed_select) << group;
+  }
+  c.group = 4;
+  EXPECT_TRUE(choose(c).compressed_select);
+}
+
+TEST(Choose, LargeGroups) {
+  Call c = call();
+  for (const int group : {32, 48, 192}) {
+    c.group = group;
+    EXPECT_TRUE(choose(c).compressed_select) << group;
+  }
+  c.group = 208;
   EXPECT_FALSE(choose(c).compressed_select);
 }
 

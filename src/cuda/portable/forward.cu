@@ -181,7 +181,7 @@ CombineArgs combine_args(const CombineParams& p) {
 Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Finiteness& values,
                              Execution& e) {
   const Branch b = branch_of(cmp);
-  const sm90::Selection selection{p.cfg, sm90::selection_blocks(b.geometry, p.cfg.block_size), p.noise > 0};
+  const sm90::Selection selection{p.cfg, sm90::selection_blocks(b.geometry, p.cfg.block_size)};
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, selection);
   if (!hopper.compressed_select) {
     if (Status s = forward(cmp, values, e); !s.ok()) return s;
@@ -202,9 +202,18 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   RangeArgs range = range_args(b, cmp.o, cmp.lse);
   range.redo.flag = select.redo.flag = flag;
   select.scratch = static_cast<float*>(scratch);
-  const sm90::CompressedSelectArgs args{
-      range, select.indices, select.topk, select.block_size, select.init_blocks, select.local_blocks, flag, scratch, 0,
-      0};
+  sm90::CompressedSelectArgs args{};
+  args.range = range;
+  args.indices = select.indices;
+  args.topk = select.topk;
+  args.block_size = select.block_size;
+  args.init_blocks = select.init_blocks;
+  args.local_blocks = select.local_blocks;
+  args.noise = select.noise;
+  args.share = select.share;
+  args.seed = select.seed;
+  args.flag = flag;
+  args.scratch = scratch;
   if (Status s = status_of(hopper.compressed_select(args, e.stream), "compressed_select"); !s.ok()) return s;
   if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
   return status_of(element_kernels(p.q.dtype)->select_blocks(select, to_int(p.q.size(-1)), count, e.stream),

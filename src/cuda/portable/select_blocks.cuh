@@ -6,9 +6,9 @@
 // picks. The grid is persistent, so the scratch does not grow with the number of queries.
 #pragma once
 
-#include "core/philox.h"
 #include "cuda/common/geometry.cuh"
 #include "cuda/portable/arguments.h"
+#include "cuda/portable/ranks.cuh"
 #include "cuda/portable/redo.cuh"
 #include "cuda/portable/softmax.cuh"
 
@@ -21,13 +21,6 @@ struct SelectShape {
   static constexpr int kPitch = kKeys + 4;  // floats of a row of probabilities
   static constexpr int kMemory = 2 * kStage + 64 * kPitch * 4;
 };
-
-/// Bits that order like the floats; NaN comes first of all.
-__device__ inline unsigned ordered(float x) {
-  if (x != x) return 0xffffffffu;
-  const unsigned u = __float_as_uint(x);
-  return u >> 31 ? ~u : u | 0x80000000u;
-}
 
 /// Writes the `topk` blocks of one query. One warp, or a whole thread block of kThreads.
 template <int kThreads = 32, class Args>
@@ -49,10 +42,7 @@ __device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, 
     float sum = 0;
     for (int i = first; i <= last; ++i)
       sum += sums[i] * (static_cast<float>(min(i * d + l, end) - max(i * d, begin)) * args.inverse_stride);
-    if (args.noise > 0) {
-      const float u = static_cast<float>(gumbel_uniform(args.seed, j, position, kv_head, seq.index));  // exact: 23 bits
-      sum = logf(sum * args.share + 1e-4f) - args.noise * logf(-logf(u));
-    }
+    if (args.noise > 0) sum = explored(sum * args.share, args.noise, args.seed, j, position, kv_head, seq.index);
     importance[j] = __uint_as_float(forced(j) ? 0 : ordered(sum));
   }
   // The largest threshold that at least `places` unforced blocks reach, bit by bit.

@@ -21,13 +21,13 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
   return {};
 }
 
-/// A warp has the sixteen heads of a query, and a lane four whole selection blocks; their importances stay in shared
-/// memory.
+/// A lane has four whole selection blocks. Slices of a group are the units of a thread block's tile. Keys to rank by
+/// stay in shared memory where a unit is one query.
 bool selects(const Call& call) {
-  if (!call.selection || call.group != 16) return false;
-  const auto& [cfg, blocks, noise] = *call.selection;
-  return cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride && !noise &&
-         blocks <= CompressedSelectScratch::kBlocks;
+  if (!call.selection || call.group < 1 || call.group > 16 * SelectUnits::kUnits) return false;
+  const auto& [cfg, blocks] = *call.selection;
+  return cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride &&
+         (SelectUnits(call.group).together > 1 || blocks <= CompressedSelectScratch::kBlocks);
 }
 
 template <class T, int D>

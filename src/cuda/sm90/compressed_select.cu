@@ -1,69 +1,63 @@
-// Compressed attention, importance and the choice of blocks in one pass over the compressed keys, for groups of sixteen
-// heads, compression blocks of l = 2d and selection blocks of l' = 4d tokens.
+// Compressed attention, importance and the choice of blocks in one pass over the compressed keys, for compression
+// blocks of l = 2d and selection blocks of l' = 4d tokens.
 //
-// The attention is that of range_forward.cu: a warp has the sixteen heads of one query. Keys of a tile lie spread
-// (make_spread_map), so that a lane owns sixteen neighbouring keys of two heads: four selection blocks. The importance
+// The attention is that of range_forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile lie spread
+// (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows: four selection blocks. The importance
 // of a block under one head is a weighted sum (1, 2, 2, 2, 1) of five probabilities, known up to a factor until the
-// last key is seen. Data flow of the importances of a query:
+// last key is seen. Data flow of the importances of a unit:
 //
-//   its warp        per key tile the weighted sums of its sixteen blocks and sixteen heads as fp16, relative to the
-//                   heads' references at that time, and the references -> a scratch of this thread block in global
-//                   memory; at the end -lse of the heads -> shared memory
-//   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads: a product with
-//                   tensor cores, whose second factor holds the high and the low part of the powers in two columns ->
-//                   importances in shared memory -> the blocks chosen
+//   its warp        per key tile the weighted sums of its sixteen blocks and sixteen rows as fp16, relative to the
+//                   rows' references at that time, and the references -> a scratch of this thread block in global
+//                   memory; at the end -lse of the rows -> shared memory
+//   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
+//                   (importance.cuh), of a large group over its units in order too -> keys to rank by, in shared
+//                   memory, or those of four queries in global memory -> the blocks chosen (pick.cuh)
 //
-// The computing warps go on with later queries meanwhile: the scratch has kBuffers places per query of a tile. fp16 is
+// The computing warps go on with later queries meanwhile: the scratch has kBuffers places per unit of a tile. fp16 is
 // enough: what it loses of a probability is 2^-11 of it or 2^-25.
 #include <algorithm>
 
 #include "cuda/portable/launch.cuh"
+#include "cuda/portable/ranks.cuh"
 #include "cuda/sm90/forward_parts.cuh"
+#include "cuda/sm90/importance.cuh"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/maps.h"
+#include "cuda/sm90/pick.cuh"
 
 namespace nsa::cuda::sm90 {
 namespace {
 
 constexpr int kGroups = 3, kThreads = (kGroups + 1) * 128;
-constexpr int kQueries = kGroups * 4;  // of a tile
-static_assert(kQueries == CompressedSelectScratch::kQueries);
-constexpr int kKeys = 64, kBlocks = 16;  // of a key tile
+constexpr int kUnits = kGroups * 4;
+static_assert(kUnits == SelectUnits::kUnits);
+constexpr int kKeys = 64;  // of a key tile
 constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
 constexpr int kStages = 4;
-constexpr int kBuffers = CompressedSelectScratch::kBuffers;
-constexpr int kPickers = 3;         // warps
-constexpr int kListed = 32;         // candidates that a picking warp can rank at once
-constexpr int kChunkTiles = 4;      // of the scratch, that come at a time
-constexpr int kMostChunks = 4;      // on their way; fewer where shared memory is full of importances
-constexpr int kAddedExponent = 15;  // so that the fp16 parts of 2^(reference - lse) do not vanish
-
-/// What a query's warp leaves of one key tile.
-struct ScratchTile {
-  uint4 sums[8][4];     // heads (h, h + 8) in a word; four words: neighbouring blocks
-  float4 reference[4];  // of heads h, h + 8, h + 4, h + 12
-};
-static_assert(sizeof(ScratchTile) == CompressedSelectScratch::kTileBytes);
+constexpr int kBuffers = CompressedSelectScratch::kBuffers, kPickers = CompressedSelectScratch::kPickers;
+constexpr int kMostChunks = 4;  // on their way; fewer where shared memory is full of keys to rank by
 
 template <int D>
 struct Layout {
   static constexpr int kTileBytes = kKeys * D * 2, kQueryBytes = 64 * D * 2;
-  static constexpr int kChunkBytes = kChunkTiles * static_cast<int>(sizeof(ScratchTile));
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + 2 * kStages * kTileBytes;
-  /// Of a picking warp: chunks, list, importances.
-  __host__ __device__ static constexpr int picker(int blocks, int chunks) {
-    return chunks * kChunkBytes + kListed * 8 + (blocks + 127) / 128 * 512;
+  /// Of a picking warp: chunks, then a list and keys of a query, or lists of four.
+  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks) {
+    return chunks * ChunkRing::kChunkBytes + (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
   }
-  static constexpr int memory(int blocks, int chunks) { return kFixed + kPickers * picker(blocks, chunks); }
+  __host__ __device__ static constexpr int keys(int blocks) { return (blocks + 127) / 128 * 512; }
+  static constexpr int memory(const SelectUnits& units, int blocks, int chunks) {
+    return kFixed + kPickers * picker(units, blocks, chunks);
+  }
 };
 
 struct Barriers {
   std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
   std::uint64_t query_full[kGroups], query_free[kGroups];
-  GroupTile tiles[kGroups][2];                                         // the one at work and the next one
-  std::uint64_t scored[kBuffers][kQueries], read[kBuffers][kQueries];  // the scratch is complete; may be overwritten
+  GroupTile tiles[kGroups][2];                                     // the one at work and the next one
+  std::uint64_t scored[kBuffers][kUnits], read[kBuffers][kUnits];  // the scratch is complete; may be overwritten
   std::uint64_t chunk_full[kPickers][kMostChunks];
-  float4 minus_lse[kBuffers][kQueries][4];  // base 2, in the order of ScratchTile::reference
+  MinusLse minus_lse[kBuffers][kUnits];
 };
 
 struct Maps {
@@ -127,8 +121,47 @@ struct ScoringSoftmax {
   }
 };
 
-__device__ __forceinline__ KeyTiles tiles_of(const CompressedSelectArgs& args, const TileWalk& walk) {
-  return key_tiles<kKeys>(args.range.geometry, 0, walk.seq, walk.first_query, kQueries);
+/// Units: SelectUnits, or UnitsOfSixteen.
+template <class Units>
+__device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& args) {
+  if constexpr (std::is_same_v<Units, SelectUnits>) {
+    return (args.units);
+  } else {
+    return Units{};
+  }
+}
+
+/// Whole groups: the units take care of slices.
+template <class Units>
+__device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
+  const Units& units = units_of<Units>(args);
+  return TileWalk(args.range.geometry, RowShape(units.heads), units.queries);
+}
+/// Here rows, heads and positions of a GroupTile are those of the thread block's tile, and so is the number of queries.
+template <class Units>
+__device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk,
+                                             const KeyTiles& keys, int group) {
+  const Geometry& p = args.range.geometry;
+  const Units& units = units_of<Units>(args);
+  const int queries = min(units.queries, walk.seq.q_len - walk.first_query);
+  const int first = units.first_query(4 * group), end = units.first_query(4 * group + 3) + units.together;
+  GroupTile tile{queries,
+                 walk.seq.batch,
+                 walk.seq.q_begin + walk.first_query,
+                 walk.kv_head * p.group,
+                 walk.seq.position(walk.first_query),
+                 0,
+                 keys.count,
+                 0,
+                 0};
+  if (first < queries) tile.end = (visible_keys(p, 0, tile.position + min(end, queries) - 1).last + kKeys - 1) / kKeys;
+  return tile;
+}
+
+/// Neighbouring units whose rows follow each other as those of one box do.
+template <class Units>
+__host__ __device__ constexpr int units_per_box(const Units& units) {
+  return units.slices == 1 && units.rows() == 16 ? 4 : 1;
 }
 
 /// 64 rows of keys or values, spread. All lanes of the warp.
@@ -151,20 +184,19 @@ __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& s
 }
 
 /// Warp 0 of the helping warpgroup.
-template <int D>
+template <int D, class Units>
 __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, const Maps& maps, Barriers& barriers,
                                           std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
   using L = Layout<D>;
-  const Geometry& p = args.range.geometry;
+  const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32;
-  const RowShape shape(16);
   Place<kStages> place;
   std::uint32_t parity = 0;
-  TileWalk walk(p, shape, kQueries);
+  TileWalk walk = walk_of<Units>(args);
   for (bool more = true; more; parity ^= 1) {
     more = walk.next();
     KeyTiles tiles;
-    if (more) tiles = tiles_of(args, walk);
+    if (more) tiles = key_tiles<kKeys>(args.range.geometry, 0, walk.seq, walk.first_query, units.queries);
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][parity];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
@@ -175,12 +207,16 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         arrive(full);
         continue;
       }
-      tile = GroupTile::of<kKeys>(p, 0, shape, walk, tiles, group);
-      arrive_expecting(full, L::kQueryBytes);
+      tile = tile_of<Units>(args, walk, tiles, group);
+      arrive_expecting(full, 4 * units.rows() * D * 2);
+      const std::uint32_t to = queries + group * L::kQueryBytes;
+      for (int unit = 0; unit < 4; unit += units_per_box(units)) {
+        const int head = tile.head + units.first_head(4 * group + unit);
+        const int row = tile.row + units.first_query(4 * group + unit);
 #pragma unroll
-      for (int column = 0; column < D; column += 64)
-        load_box(queries + group * L::kQueryBytes + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
-                 full);
+        for (int column = 0; column < D; column += 64)
+          load_box(to + column * 64 * 2 + unit * 16 * 128, maps.q, column, head, row, tile.batch, full);
+      }
     }
     __syncwarp();
     for (int i = 0; i < tiles.count; ++i) {
@@ -197,20 +233,21 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   }
 }
 
-/// The scratch of a query of this thread block's tile.
-__device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int query) {
+/// The scratch of a unit of this thread block's tile.
+__device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int unit) {
   return static_cast<ScratchTile*>(args.scratch) +
-         static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kQueries + query) *
+         static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kUnits + unit) *
              scratch_tiles(args.range.geometry);
 }
 
 /// A computing warpgroup.
-template <class T, int D>
+template <class T, int D, class Units>
 __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride, Barriers& barriers,
                                        std::uint32_t queries, std::uint32_t keys, std::uint32_t values, int group) {
   using L = Layout<D>;
   const Geometry& p = args.range.geometry;
-  const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: query of the tile
+  const Units& units = units_of<Units>(args);
+  const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
@@ -225,7 +262,13 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     const volatile GroupTile& tile = barriers.tiles[group][parity];
     wait(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
-    int visible = num_compressed(p, by_stride, tile.position + own % 4 + 1);  // keys from the next tile on
+    // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
+    const auto seen_by = [&](int row) {
+      const int query = units.first_query(own) + units.query_of(row);
+      return query < tile.queries ? num_compressed(p, by_stride, tile.position + query + 1) : 0;
+    };
+    const auto seen_by_all = [&] { return min(seen_by(0), seen_by(units.rows() - 1)); };
+    int visible = seen_by_all();  // of these keys, those from the next tile on
     char* scratch = reinterpret_cast<char*>(scratch_of(args, buffer.stage, own)) + lane * 16;
     const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.range.scale < 0) {
@@ -233,10 +276,15 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         for (float& x : s) x = -x;
       }
       if (visible < kKeys) {
-        const int seen = visible - 16 * (lane & 3);
+        constexpr bool kAlike = std::is_same_v<Units, UnitsOfSixteen>;  // all rows
+        const int before = kAlike ? 0 : seen_by_all() - visible;        // keys of the tiles before
 #pragma unroll
-        for (int key = 0; key < 16; ++key)
-          if (key >= seen) s[ScoringSoftmax::at(0, key)] = s[ScoringSoftmax::at(1, key)] = -INFINITY;
+        for (int i = 0; i < 2; ++i) {
+          const int seen = (kAlike ? visible : seen_by(lane / 4 + 8 * i) - before) - 16 * (lane & 3);
+#pragma unroll
+          for (int key = 0; key < 16; ++key)
+            if (key >= seen) s[ScoringSoftmax::at(i, key)] = -INFINITY;
+        }
       }
       visible -= kKeys;
     };
@@ -310,220 +358,210 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = 0.5f * row_sum(softmax.twice_sum[i] + ((lane & 3) == 3 ? softmax.last[i] : 0));
-      const bool any = num_compressed(p, by_stride, tile.position + own % 4 + 1) > 0;
+      const bool any = seen_by(lane / 4 + 8 * i) > 0;
       inverse[i] = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
     }
     if ((lane & 3) == 0)
       *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
-                                 lane / 16 * 8) = make_float2(-lse[0], -lse[1]);
+                                 lane / 16 * 8) =
+          make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
     __syncwarp();
     give_back(&barriers.scored[buffer.stage][own]);
     buffer.advance();
 
-    const bool valid = own % 4 < tile.queries;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int head = tile.head + lane / 4 + 8 * i;
-      T* to = args.range.o.template at<T>(tile.batch, tile.row + own % 4, head);
+      const int row = lane / 4 + 8 * i, query = units.query_of(row);
+      const int at = units.first_query(own) + query,
+                head = tile.head + units.first_head(own) + row - query * units.heads;
+      const bool valid = row < units.rows() && at < tile.queries;
+      T* to = args.range.o.template at<T>(tile.batch, tile.row + at, head);
       store_row(to, o, i, inverse[i], valid, lane);
       if (valid && lane % 4 == 0) {
-        args.range.lse.at(tile.batch, tile.row + own % 4, head) = lse[i] * kLn2;
+        args.range.lse.at(tile.batch, tile.row + at, head) = lse[i] * kLn2;
         if (lse[i] != lse[i]) *args.flag = 1;
       }
     }
   }
 }
 
-/// Importances of the 64 blocks of a chunk; of its tiles the first `tiles` count, for others they are anything. One
-/// warp.
-__device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, const float4& minus_lse,
-                                          float* importance, int lane) {
-  // As rows of the first factor: block 4 r + j of the first two tiles and of the other two in product j, r = 0 .. 7.
-  // Columns 2 t and 2 t + 1 of the second factor: high and low parts of tile t.
-  const int r = lane / 4, c = lane % 4;
-  const ScratchTile& near = chunk[min(r / 4, tiles - 1)];
-  const ScratchTile& far = chunk[min(2 + r / 4, tiles - 1)];
-  const uint4 a0 = near.sums[c][r % 4], a1 = far.sums[c][r % 4];
-  const uint4 a2 = near.sums[c + 4][r % 4], a3 = far.sums[c + 4][r % 4];
-  const float4 reference = chunk[min(r / 2, tiles - 1)].reference[c];
-  const float x = exp2_fast(reference.x + minus_lse.x), y = exp2_fast(reference.y + minus_lse.y);
-  const float z = exp2_fast(reference.z + minus_lse.z), w = exp2_fast(reference.w + minus_lse.w);
-  std::uint32_t b0 = pack(Half{}, x, y), b1 = pack(Half{}, z, w);
-  if (r & 1) {
-    const float2 high0 = unpack(Half{}, b0), high1 = unpack(Half{}, b1);
-    b0 = pack(Half{}, x - high0.x, y - high0.y);
-    b1 = pack(Half{}, z - high1.x, w - high1.y);
+/// What a query chooses among.
+struct Candidates {
+  int position;
+  int count;    // 0: it is no query of the sequence
+  int last;     // the first of the forced last blocks
+  bool choice;  // more than are to be taken
+
+  __device__ __forceinline__ Candidates(const CompressedSelectArgs& args, const DeviceSequence& seq, int query)
+      : position(seq.position(query)),
+        count(query < seq.q_len ? args.by_block.quotient(position) + 1 : 0),
+        last(count - args.local_blocks),
+        choice(count > args.topk) {}
+};
+
+/// The blocks that a query takes in any case: all of them, or the forced ones. `lane` of so many.
+__device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, const Candidates& candidates, int* out,
+                                             int lane, int lanes) {
+  if (!candidates.choice) {
+    for (int i = lane; i < args.topk; i += lanes) out[i] = i < candidates.count ? i : -1;
+  } else {
+    for (int i = lane; i < args.init_blocks; i += lanes) out[i] = i;
+    for (int i = lane; i < args.local_blocks; i += lanes) out[args.topk - args.local_blocks + i] = candidates.last + i;
   }
-  const std::uint32_t rows[4][4] = {
-      {a0.x, a1.x, a2.x, a3.x}, {a0.y, a1.y, a2.y, a3.y}, {a0.z, a1.z, a2.z, a3.z}, {a0.w, a1.w, a2.w, a3.w}};
-  float sum[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float d[4] = {};
-    mma(Half{}, d, rows[j], b0, b1);
-    sum[j] = c < 2 ? d[0] + d[1] : d[2] + d[3];
-  }
-  if (c % 2 == r / 4)  // of the columns, those of the row's own tile
-    *reinterpret_cast<float4*>(importance + c / 2 * 32 + 4 * r) = make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
-/// A picking warp's way of reading the scratch: a ring of chunks in shared memory.
-class ChunkRing {
+/// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
+template <class Units>
+class Picker {
  public:
-  __device__ ChunkRing(char* memory, std::uint64_t* full, int chunks) : memory_(memory), full_(full), chunks_(chunks) {}
+  __device__ Picker(const CompressedSelectArgs& args, Barriers& barriers, const ChunkRing& ring, uint2* list,
+                    int number)
+      : args_(args), barriers_(barriers), ring_(ring), list_(list), number_(number), lane_(threadIdx.x % 32) {}
 
-  /// Importances of blocks 0 .. `blocks` - 1 up to a common factor; anything to the next multiple of 64.
-  __device__ __forceinline__ void sum(const ScratchTile* scratch, int blocks, const float4& minus_lse,
-                                      float* importance, int lane) {
-    const int tiles = (blocks + kBlocks - 1) / kBlocks, all = (tiles + kChunkTiles - 1) / kChunkTiles;
-    fence_global_async();
-    for (int i = 0; i < min(all, chunks_); ++i)
-      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
-    for (int i = 0; i < all; ++i) {
-      wait(shared_address(full_ + stage_), parity_);
-      sum_heads(chunk(stage_), tiles - i * kChunkTiles, minus_lse, importance + i * kChunkTiles * kBlocks, lane);
-      fence_async();
-      __syncwarp();
-      if (i + chunks_ < all) fetch(scratch, i + chunks_, tiles, stage_, lane);
-      if (++stage_ == chunks_) stage_ = 0, parity_ ^= 1;
+  /// Of units of one query, or slices of one.
+  __device__ __forceinline__ void choose_by_query(unsigned* keys) {
+    const Units& units = units_of<Units>(args_);
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int query = number_; query * units.slices < kUnits; query += kPickers) {
+        const bool in_tile = query < units.queries;  // else some units are left over
+        const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
+        for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
+          const int unit = query * units.slices + slice;
+          wait_for(unit);
+          if (own.choice) sum(unit, own.last, slice > 0, reinterpret_cast<float*>(keys));
+          give_back(unit);
+        }
+        if (own.count == 0) continue;
+        int* out = indices_of(walk, query);
+        write_forced(args_, own, out, lane_, 32);
+        if (!own.choice || places() == 0) continue;
+        if (args_.noise > 0) {
+          for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
+            keys[j] = explore(keys[j], j, own.position, walk);
+        }
+        pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        __syncwarp();
+      }
+    }
+  }
+
+  /// Of units of several queries, four at a time.
+  __device__ __forceinline__ void choose_by_quad(uint4* keys) {
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int unit = number_; unit < kUnits; unit += kPickers) {
+        wait_for(unit);
+#pragma unroll 1
+        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
+      }
     }
   }
 
  private:
-  __device__ ScratchTile* chunk(int stage) const {
-    return reinterpret_cast<ScratchTile*>(memory_) + stage * kChunkTiles;
+  __device__ __forceinline__ void wait_for(int unit) const {
+    wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
   }
-  __device__ __forceinline__ void fetch(const ScratchTile* scratch, int i, int tiles, int stage, int lane) const {
-    if (lane != 0) return;
-    const int bytes = min(tiles - i * kChunkTiles, kChunkTiles) * static_cast<int>(sizeof(ScratchTile));
-    arrive_expecting(shared_address(full_ + stage), bytes);
-    load_bytes(shared_address(chunk(stage)), scratch + i * kChunkTiles, bytes, shared_address(full_ + stage));
+  __device__ __forceinline__ void give_back(int unit) const {
+    __syncwarp();
+    if (lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+  }
+  __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
+  __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
+    return args_.indices.template at<int>(walk.seq.batch, walk.seq.q_begin + walk.first_query + query, walk.kv_head);
+  }
+  /// key: of an importance.
+  __device__ __forceinline__ unsigned explore(unsigned key, int block, int position, const TileWalk& walk) const {
+    const float share = __uint_as_float(key) * (args_.share * (1.f / (1 << kAddedExponent)));
+    return portable::ordered(
+        portable::explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
   }
 
-  char* memory_;
-  std::uint64_t* full_;
-  int chunks_, stage_ = 0;
-  std::uint32_t parity_ = 0;
+  /// Importances of blocks 0 .. `blocks` - 1 times 2^kAddedExponent; anything to the next multiple of 64.
+  __device__ __forceinline__ void sum(int unit, int blocks, bool add, float* importance) {
+    float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
+    minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
+    minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
+    ring_.read(scratch_of(args_, buffer_.stage, unit), blocks, lane_, [&](const ScratchTile* chunk, int i, int tiles) {
+      sum_heads(chunk, tiles, minus_lse, add, importance + i * kChunkTiles * kBlocks, lane_);
+    });
+  }
+
+  /// Four queries of a unit from number `quad` on.
+  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
+    const int first = walk.first_query + args_.units.first_query(unit) + quad;
+    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - first);  // of them; not always positive
+    const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.units.together;
+    const Candidates own(args_, walk.seq, there ? first + lane_ % 4 : walk.seq.q_len);
+    int* out = indices_of(walk, there ? first + lane_ % 4 - walk.first_query : 0);
+    if (there) write_forced(args_, own, out, lane_ / 4, 8);
+    const int last = own.choice ? own.last : 0;
+    const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
+    const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, static_cast<unsigned>(last)));
+    if (most_blocks == 0) {  // nothing to choose
+      if (is_last) give_back(unit);
+      return;
+    }
+    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
+    unsigned most[4] = {};
+    int vectors = 0;
+    ring_.read(scratch_of(args_, buffer_.stage, unit), most_blocks, lane_,
+               [&](const ScratchTile* chunk, int i, int tiles) {
+                 unsigned x[kChunkTiles][2];
+#pragma unroll
+                 for (int t = 0; t < kChunkTiles; ++t) {
+                   const float2 sum = sums.of(chunk[min(t, tiles - 1)]);
+                   x[t][0] = __float_as_uint(sum.x), x[t][1] = __float_as_uint(sum.y);
+                 }
+                 const int begin = i * kChunkTiles * kBlocks;
+                 if (begin < args_.init_blocks || begin + kChunkTiles * kBlocks > least) {  // some do not count
+#pragma unroll
+                   for (int e = 0; e < 2 * kChunkTiles; ++e) {
+                     const int block = begin + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
+                     if (block < args_.init_blocks || block >= last) x[e / 2][e % 2] = 0;
+                   }
+                 }
+#pragma unroll
+                 for (int e = 0; e < 2 * kChunkTiles; ++e) most[e % 4] = max(most[e % 4], x[e / 2][e % 2]);
+#pragma unroll
+                 for (int half = 0; half < 2; ++half)
+                   keys[(vectors + half) * 32 + lane_] =
+                       make_uint4(x[2 * half][0], x[2 * half][1], x[2 * half + 1][0], x[2 * half + 1][1]);
+                 vectors += 2;
+               });
+    if (is_last) give_back(unit);
+    if (places() == 0) return;
+    if (args_.noise > 0) explore_all(walk, own.position, keys, vectors, last, most);
+    QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
+  }
+
+  __device__ __forceinline__ void explore_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
+                                              unsigned (&most)[4]) const {
+#pragma unroll
+    for (unsigned& x : most) x = 0;
+#pragma unroll 1
+    for (int n = 0; n < vectors; ++n) {
+      const uint4 before = keys[n * 32 + lane_];
+      unsigned x[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int block = 32 * n + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
+        if (block >= args_.init_blocks && block < last) x[e] = explore(x[e], block, position, walk);
+        most[e] = max(most[e], x[e]);
+      }
+      keys[n * 32 + lane_] = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  const CompressedSelectArgs& args_;
+  Barriers& barriers_;
+  ChunkRing ring_;
+  uint2* list_;
+  int number_, lane_;
+  Place<kBuffers> buffer_;
 };
 
-/// How many of `lanes` come before this one.
-__device__ __forceinline__ int before(unsigned lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
-
-/// Writes the `places` blocks of highest importance among first .. last - 1 in ascending order; of equals, the earlier.
-/// There are more than `places`. Importances are not negative; anything else does no harm. Overwrites those before
-/// `first`, and from `last` to the next multiple of 128. One warp.
-__device__ __forceinline__ void pick(float* importance, int first, int last, int places, uint2* list, int* out,
-                                     int lane) {
-  const auto key = [&](int j) { return __float_as_uint(importance[j]); };  // orders like the floats
-  for (int j = lane; j < first; j += 32) importance[j] = 0;
-  for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) importance[j] = 0;
-  __syncwarp();
-  // At least `places` blocks reach the `places`-th largest of the lanes' maxima, and seldom many more.
-  unsigned most = 0, bound = 0;
-#pragma unroll 2
-  for (int begin = 0; begin < last; begin += 128) {
-#pragma unroll
-    for (int u = 0; u < 4; ++u) most = max(most, key(begin + 32 * u + lane));
-  }
-  if (places <= 32) {
-    int rank = 0;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const unsigned other = __shfl_sync(0xffffffffu, most, i);
-      rank += other > most || (other == most && i < lane);
-    }
-    bound = __shfl_sync(0xffffffffu, most, __ffs(__ballot_sync(0xffffffffu, rank == places - 1)) - 1);
-  }
-  int listed = bound > 0 ? 0 : kListed + 1;
-  for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
-    unsigned x[4], lanes[4];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) x[u] = key(begin + 32 * u + lane);
-#pragma unroll
-    for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound);
-#pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      if (lanes[u] == 0) continue;
-      const int at = listed + before(lanes[u], lane);
-      if (x[u] >= bound && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
-      listed += __popc(lanes[u]);
-    }
-  }
-  __syncwarp();
-  if (listed <= kListed) {
-    const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);  // below all of the others
-    int rank = 0;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const unsigned other = __shfl_sync(0xffffffffu, mine.x, i);
-      rank += other > mine.x || (other == mine.x && i < lane);
-    }
-    const unsigned lanes = __ballot_sync(0xffffffffu, rank < places);
-    if (rank < places) out[before(lanes, lane)] = static_cast<int>(mine.y);
-    return;
-  }
-  // Many equal ones, or many places: the largest threshold that `places` blocks reach, bit by bit.
-  const auto reach = [&](unsigned threshold) {
-    int n = 0;
-    for (int j = first + lane; j < last; j += 32) n += key(j) >= threshold;
-    return static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(n)));
-  };
-  unsigned threshold = 0;
-  for (int bit = 31; bit >= 0; --bit)
-    if (reach(threshold | 1u << bit) >= places) threshold |= 1u << bit;
-  int ties = places - (threshold == 0xffffffffu ? 0 : reach(threshold + 1));
-  for (int begin = first, written = 0; begin < last; begin += 32) {
-    const int j = begin + lane;
-    const unsigned x = j < last ? key(j) : 0;
-    const unsigned tied = __ballot_sync(0xffffffffu, j < last && x == threshold);
-    const bool chosen = j < last && (x > threshold || (x == threshold && before(tied, lane) < ties));
-    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
-    if (chosen) out[written + before(lanes, lane)] = j;
-    written += __popc(lanes);
-    ties -= min(ties, __popc(tied));
-  }
-}
-
-/// Warps 1 .. 3 of the helping warpgroup; they take turns at the queries of a tile.
-__device__ __forceinline__ void choose_blocks(const CompressedSelectArgs& args, Barriers& barriers, ChunkRing ring,
-                                              uint2* list, float* importance, int picker) {
-  const Geometry& p = args.range.geometry;
-  const int lane = threadIdx.x % 32;
-  Place<kBuffers> buffer;
-  TileWalk walk(p, RowShape(16), kQueries);
-  while (walk.next()) {
-    for (int own = picker; own < kQueries; own += kPickers) {
-      wait(shared_address(&barriers.scored[buffer.stage][own]), buffer.parity);
-      const int query = walk.first_query + own;
-      const int candidates = query < walk.seq.q_len ? walk.seq.position(query) / args.block_size + 1 : 0;
-      const int last = candidates - args.local_blocks;  // the first of the forced last blocks
-      const bool choice = candidates > args.topk;
-      if (choice) {
-        float4 minus_lse = barriers.minus_lse[buffer.stage][own][lane % 4];
-        minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
-        minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
-        ring.sum(scratch_of(args, buffer.stage, own), last, minus_lse, importance, lane);
-      }
-      __syncwarp();
-      if (lane == 0) arrive(shared_address(&barriers.read[buffer.stage][own]));
-      if (query >= walk.seq.q_len) continue;
-      int* out = args.indices.template at<int>(walk.seq.batch, walk.seq.q_begin + query, walk.kv_head);
-      if (!choice) {
-        for (int i = lane; i < args.topk; i += 32) out[i] = i < candidates ? i : -1;
-        continue;
-      }
-      const int places = args.topk - args.init_blocks - args.local_blocks;
-      for (int i = lane; i < args.init_blocks; i += 32) out[i] = i;
-      for (int i = lane; i < args.local_blocks; i += 32) out[args.init_blocks + places + i] = last + i;
-      if (places > 0) pick(importance, args.init_blocks, last, places, list, out + args.init_blocks, lane);
-      __syncwarp();
-    }
-    buffer.advance();
-  }
-}
-
-template <class T, int D>
+/// kQuads: for units of several queries.
+template <class T, int D, class Units, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
                       const __grid_constant__ Divider by_stride) {
@@ -545,30 +583,41 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&barriers.query_full[i]), 1);
       barrier_init(shared_address(&barriers.query_free[i]), 4);
     }
-    for (int i = 0; i < kBuffers * kQueries; ++i) {
+    for (int i = 0; i < kBuffers * kUnits; ++i) {
       barrier_init(shared_address(&barriers.scored[0][0] + i), 1);
       barrier_init(shared_address(&barriers.read[0][0] + i), 1);
     }
     for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     barriers_ready();
   }
+  if (units_of<Units>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
+    auto* pieces = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
+    for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) pieces[i] = uint4{};
+    fence_async();
+  }
   __syncthreads();
 
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, D>(args, by_stride, barriers, queries, keys, values, warp / 4);
+    attend<T, D, Units>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     fewer_registers<kHelperRegisters>();
     const int helper = warp - kGroups * 4;
     if (helper == 0) {
-      load_keys<D>(args, maps, barriers, queries, keys, values);
+      load_keys<D, Units>(args, maps, barriers, queries, keys, values);
     } else {
+      const int blocks = selection_blocks(p, args.block_size), picker = helper - 1;
       char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory)) +
-                  (helper - 1) * L::picker(selection_blocks(p, args.block_size), args.chunks);
-      uint2* list = reinterpret_cast<uint2*>(own + args.chunks * L::kChunkBytes);
-      choose_blocks(args, barriers, {own, barriers.chunk_full[helper - 1], args.chunks}, list,
-                    reinterpret_cast<float*>(list + kListed), helper - 1);
+                  picker * L::picker(args.units, blocks, args.chunks);
+      uint2* list = reinterpret_cast<uint2*>(own + args.chunks * ChunkRing::kChunkBytes);
+      Picker<Units> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
+      if constexpr (kQuads) {
+        const std::int64_t bytes = (scratch_tiles(p) + 3) / 4 * CompressedSelectScratch::kKeyBytes;
+        pick.choose_by_quad(args.keys + (blockIdx.x * kPickers + picker) * (bytes / 16));
+      } else {
+        pick.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
+      }
     }
   }
 }
@@ -582,10 +631,12 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   static_assert(NSA_VALUE_DIM == D);
   using L = Layout<D>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(Barriers)) + 1023) / 1024 * 1024;
-  static_assert(L::memory(CompressedSelectScratch::kBlocks, 1) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g);
+  args.units = SelectUnits(g.group);
+  args.by_block = Divider(args.block_size);
+  args.keys = reinterpret_cast<uint4*>(static_cast<char*>(args.scratch) + scratch.sums);
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
@@ -594,18 +645,23 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   args.spread_rows = static_cast<int>(spread_rows(rows));
   const int blocks = selection_blocks(g, args.block_size);
   args.chunks = kMostChunks;
-  while (args.chunks > 1 && L::memory(blocks, args.chunks) > kDynamic) --args.chunks;
+  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks) > kDynamic) --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
-  if (error == cudaSuccess) error = make_map(maps.q, args.range.q, D, g.heads, query_rows(g), batches, 16, 4);
+  if (error == cudaSuccess)
+    error = make_map(maps.q, args.range.q, D, g.heads, query_rows(g), batches, args.units.heads,
+                     args.units.together * units_per_box(args.units));
   if (error == cudaSuccess) error = make_spread_map(maps.k, k, D, g.kv_heads, rows, batches);
   if (error == cudaSuccess) error = make_spread_map(maps.v, v, D, g.kv_heads, rows, batches);
   if (error == cudaSuccess) error = make_map(maps.k_row, k, D, g.kv_heads, rows, batches, 1, 1);
   if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
-  return portable::launch(compressed_select<NSA_ELEMENT, D>, std::min(scratch.thread_blocks, processors), kThreads,
-                          L::memory(blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
+  const auto kernel = args.units.together > 1 ? compressed_select<NSA_ELEMENT, D, SelectUnits, true>
+                      : g.group != 16         ? compressed_select<NSA_ELEMENT, D, SelectUnits, false>
+                                              : compressed_select<NSA_ELEMENT, D, UnitsOfSixteen, false>;
+  return portable::launch(kernel, std::min(scratch.thread_blocks, processors), kThreads,
+                          L::memory(args.units, blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90

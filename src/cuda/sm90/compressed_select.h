@@ -7,15 +7,57 @@
 
 namespace nsa::cuda::sm90 {
 
+/// How the rows of a group's queries lie in a thread block's tile of twelve units. A unit is sixteen rows, those of a
+/// warp: all heads of the group for 16 / G neighbouring queries (row r: query r / G, head r % G), or, where a group has
+/// more than sixteen heads, a slice of sixteen for one query, whose slices are neighbouring units.
+struct SelectUnits {
+  static constexpr int kUnits = 12;
+
+  int heads = 0;     // of a query in a unit
+  int together = 0;  // queries of a unit, ...
+  int slices = 0;    // ... or units of a query: one of the two is 1
+  int queries = 0;   // of a tile; there may be units left over
+  Divider by_heads, by_slices;
+
+  SelectUnits() = default;
+  explicit SelectUnits(int group)
+      : heads(std::min(group, 16)),
+        together(16 / heads),
+        slices(group / heads),
+        queries(kUnits * together / slices),
+        by_heads(heads),
+        by_slices(slices) {}
+
+  __host__ __device__ int rows() const { return heads * together; }  // of a unit that are used
+  __device__ int query_of(int row) const { return by_heads.quotient(row); }
+  __device__ int first_query(int unit) const { return by_slices.quotient(unit * together); }
+  __device__ int first_head(int unit) const { return (unit * together - first_query(unit) * slices) * 16; }
+};
+
+/// The same for groups of sixteen heads, known when compiling.
+struct UnitsOfSixteen {
+  static constexpr int heads = 16, together = 1, slices = 1, queries = SelectUnits::kUnits;
+
+  __device__ static constexpr int rows() { return 16; }
+  __device__ static constexpr int query_of(int) { return 0; }
+  __device__ static constexpr int first_query(int unit) { return unit; }
+  __device__ static constexpr int first_head(int) { return 0; }
+};
+
 struct CompressedSelectArgs {
   portable::RangeArgs range;  // window = 0
   Strided indices;            // int32
   int topk, block_size, init_blocks, local_blocks;
+  float noise, share;  // as in portable::SelectArgs
+  unsigned long long seed;
   int* flag;      // range.redo.flag; the kernel sets it where an lse is NaN
   void* scratch;  // CompressedSelectScratch::bytes()
   // Filled in by the launch.
+  SelectUnits units;
+  Divider by_block;
   int spread_rows;  // see make_spread_map
   int chunks;       // of the scratch on their way, for each picking warp
+  uint4* keys;      // in the scratch, see CompressedSelectScratch::kKeyBytes
 };
 
 /// Tiles of 64 compressed keys of the longest sequence, or one more.
@@ -25,22 +67,26 @@ __host__ __device__ inline int scratch_tiles(const Geometry& g) { return g.k_len
 /// the length of a sequence, not with the number of queries.
 struct CompressedSelectScratch {
   static constexpr int kThreadBlocks = 132;  // at most; one per multiprocessor
-  static constexpr int kQueries = 12;        // that a thread block works on at a time
-  static constexpr int kBuffers = 3;
-  static constexpr int kTileBytes = 576;  // of a query and 64 compressed keys
-  static constexpr int kBlocks = 3200;    // selection blocks of a sequence, at most: they fill the shared memory
+  static constexpr int kPickers = 3;         // picking warps of a thread block
+  static constexpr int kBuffers = 3;         // tiles of queries
+  static constexpr int kTileBytes = 576;     // of a unit and 64 compressed keys
+  static constexpr int kKeyBytes = 1024;     // of four queries of a picking warp and 256 compressed keys, where G <= 8
+  static constexpr int kBlocks = 3200;       // selection blocks of a sequence, at most, where G > 8: they fill the
+                                             // shared memory
 
-  int thread_blocks, tiles;  // key tiles of a query
+  int thread_blocks;
+  std::int64_t sums, keys;  // bytes
 
   explicit CompressedSelectScratch(const Geometry& g) {
+    const SelectUnits units(g.group);
     const std::int64_t rows = g.cu_q ? g.total_q : static_cast<std::int64_t>(g.batches) * g.q_len;
-    const std::int64_t most = (rows / kQueries + g.batches) * g.kv_heads;  // tiles of queries
+    const std::int64_t most = (rows / units.queries + g.batches) * g.kv_heads;  // tiles of queries
     thread_blocks = static_cast<int>(std::min<std::int64_t>(most, kThreadBlocks));
-    tiles = scratch_tiles(g);
+    const std::int64_t tiles = scratch_tiles(g);
+    sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
+    keys = units.together > 1 ? thread_blocks * kPickers * ((tiles + 3) / 4) * kKeyBytes : 0;
   }
-  std::int64_t bytes() const {
-    return static_cast<std::int64_t>(thread_blocks) * kBuffers * kQueries * tiles * kTileBytes;
-  }
+  std::int64_t bytes() const { return sums + keys; }
 };
 
 /// Selection blocks of the longest sequence.

@@ -60,8 +60,7 @@ struct Kernels {
 /// The choice of blocks together with the compressed attention that it follows from.
 struct Selection {
   NSAConfig cfg;
-  int blocks = 0;      // of the longest sequence
-  bool noise = false;  // on the importances
+  int blocks = 0;  // of the longest sequence
 };
 
 inline bool any(const Kernels& k) {

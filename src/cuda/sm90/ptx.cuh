@@ -136,6 +136,17 @@ __device__ __forceinline__ int lane_again() {
   return lane;
 }
 
+/// For values that cost less to compute again than registers to keep.
+template <class T>
+__device__ __forceinline__ T again(T x) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+  return x;
+}
+
 /// The same value in all lanes, and known to the compiler as such.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 

@@ -106,12 +106,6 @@ struct SelectedTile {
   __device__ bool empty() const { return first_query >= seq.q_len; }
 };
 
-/// For values that cost less to compute again than registers to keep.
-__device__ __forceinline__ int again(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 /// Row 0 ... 15 of a warp's share of a tile.
 struct SelectedRow {
   int part;   // which of the warp's queries

@@ -20,8 +20,8 @@ struct RowShape {
 
 /// The tiles of a persistent thread block: each is `queries` neighbouring queries of a sequence with one slice of the
 /// heads of a KV head. A tile of a sequence, all its slices side by side, then the next tile; tiles from the end and
-/// from the start take turns, so that long and short ones mix. A call's tiles follow each other, sequence after
-/// sequence, and every gridDim.x-th of them is this block's.
+/// from the start take turns, so that long and short ones mix in every block. A call's tiles follow each other,
+/// sequence after sequence, and every gridDim.x-th of them is this block's.
 class TileWalk {
  public:
   __device__ TileWalk(const Geometry& geometry, const RowShape& shape, int queries)
@@ -46,8 +46,16 @@ class TileWalk {
       tiles_ = (seq.q_len + queries_ - 1) / queries_;
       items_ = tiles_ * p_.kv_heads * slices_;
     }
-    const int y = item_ / (p_.kv_heads * slices_), line = item_ - y * (p_.kv_heads * slices_);
-    first_query = (y % 2 ? y / 2 : tiles_ - 1 - y / 2) * queries_;
+    const int lines = p_.kv_heads * slices_, grid = static_cast<int>(gridDim.x);
+    int y = item_ / lines, line = item_ - y * lines;
+    if (grid % (2 * lines) != 0) {
+      y = y % 2 ? y / 2 : tiles_ - 1 - y / 2;
+    } else {  // this block would get tiles of one end only: in every other round of all blocks it takes the other one
+      const int round = item_ / grid, from_end = item_ - (round + 1) / 2 * grid;
+      const int at = round % 2 ? from_end : items_ - 1 - from_end;
+      y = at / lines, line = at - y * lines;
+    }
+    first_query = y * queries_;
     kv_head = slices_ == 1 ? line : line / slices_;
     slice = line - kv_head * slices_;
     return true;
