@@ -30,7 +30,7 @@ struct Context {
   void* workspace = nullptr;       // memory of the tensors' device, aligned to 256 bytes; free again after the call
   std::size_t workspace_size = 0;  // bytes, at least what workspace_size() (operations.h) says
   // For timing: on a GPU nsa_attention and nsa_attention_backward call it on the host with a stage's name whenever all
-  // of that stage has been launched. It may record an event on the stream. Null: nobody listens.
+  // of that stage, or a part of it, has been launched. It may record an event on the stream. Null: nobody listens.
   const std::function<void(const char* stage)>* on_stage = nullptr;
 };
 

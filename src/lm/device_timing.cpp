@@ -49,12 +49,17 @@ std::vector<StageTiming> time_device_stages(const std::function<void(const Stage
     events.push_back(now(stream));
     work([&](const char*) { events.push_back(now(stream)); });
     stream.synchronize();
+    std::map<std::string, double> sums;
     for (std::size_t stage = 0; stage < order.size(); ++stage) {
-      seconds[order[stage]].push_back(1e-3 * events[stage].elapsedTime(events[stage + 1]));
+      sums[order[stage]] += 1e-3 * events[stage].elapsedTime(events[stage + 1]);
     }
+    for (const auto& [stage, sum] : sums) seconds[stage].push_back(sum);
   }
   std::vector<StageTiming> timings;
-  for (const auto& stage : order) timings.push_back({stage, timing_of(seconds[stage])});
+  for (const auto& stage : order) {
+    const auto known = [&](const StageTiming& timing) { return timing.stage == stage; };
+    if (std::none_of(timings.begin(), timings.end(), known)) timings.push_back({stage, timing_of(seconds[stage])});
+  }
   return timings;
 }
 

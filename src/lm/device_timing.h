@@ -11,7 +11,7 @@
 
 namespace nsa::lm {
 
-/// Told the name of a stage when all of it has been launched.
+/// Told the name of a stage when all of it has been launched, or a part of it.
 using StageMark = std::function<void(const char* stage)>;
 
 struct StageTiming {
@@ -26,7 +26,7 @@ struct StageTiming {
 Timing time_device_runs(const std::function<void()>& work, const TimingOptions& options, at::Device device);
 
 /// The same for each stage that the work marks, in the order of the first run: from the end of the stage before to its
-/// own. What comes after the last mark is not timed.
+/// own, all parts together. What comes after the last mark is not timed.
 std::vector<StageTiming> time_device_stages(const std::function<void(const StageMark&)>& work,
                                             const TimingOptions& options, at::Device device);
 

@@ -223,7 +223,11 @@ struct BlockLists {
   int* begin = nullptr;       // (KV head, slots)
   int* item_begin = nullptr;  // (KV head, slots, tiles_per_block)
   std::int64_t entries = 0, slots = 0;
+  int chunks = 0;          // of queries, in which the lists are made: an upper bound per sequence
+  int* offsets = nullptr;  // (KV head, chunks, slots): where in a block's list the part of a chunk ends
 
+  /// Queries of a chunk.
+  __host__ __device__ static int chunk(int q_len) { return q_len > 128 * 128 ? (q_len + 127) / 128 : 128; }
   /// A sequence has a slot for each block and one for the end.
   __host__ __device__ std::int64_t slots_before(const Before& at) const { return at.k / block_size + 2 * at.sequences; }
   __host__ __device__ std::int64_t entries_before(const Before& at) const { return at.q * width; }
@@ -233,6 +237,7 @@ struct BlockLists {
 struct SequenceLists {
   int *list, *begin;
   int* item_begin;           // (blocks * tiles_per_block + 1): first item of a key tile
+  int* offsets;              // of chunk 0 and block 0; of the next chunk: BlockLists::slots further
   std::int64_t entry, slot;  // where they begin in the arrays of the KV head
   int blocks;
 };
@@ -243,6 +248,7 @@ __device__ inline SequenceLists lists_of(const BlockLists& all, const Geometry& 
   return {all.list + kv_head * all.entries + entry,
           all.begin + kv_head * all.slots + slot,
           all.item_begin + (kv_head * all.slots + slot) * all.tiles_per_block,
+          all.offsets + kv_head * all.chunks * all.slots + slot,
           entry,
           slot,
           (seq.k_len + all.block_size - 1) / all.block_size};
@@ -292,11 +298,6 @@ struct InverseArgs {
   Strided indices;
   int topk;
   BlockLists lists;
-  int chunks;    // of queries, an upper bound per sequence
-  int* offsets;  // (KV head, chunks, slots): counts, then offsets within the block's list
-
-  /// Queries of a chunk.
-  __device__ int chunk(const DeviceSequence& seq) const { return max((seq.q_len + chunks - 1) / chunks, 128); }
 };
 
 }  // namespace nsa::cuda::portable

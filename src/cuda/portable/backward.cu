@@ -1,6 +1,7 @@
 // The backward operations of the portable backend but compress_backward: arguments of kernels, and their launches.
 #include "cuda/portable/host.h"
 #include "cuda/portable/inverse_index.cuh"
+#include "cuda/sm90/list_items.h"
 #include "cuda/sm90/range_chunks.h"
 #include "cuda/sm90/row_terms.h"
 
@@ -11,7 +12,7 @@ namespace {
 /// The lists of queries that chose each block.
 cudaError_t build_inverse_index(const InverseArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const dim3 grid(static_cast<unsigned>(args.chunks), g.kv_heads, g.batches);
+  const dim3 grid(static_cast<unsigned>(args.lists.chunks), g.kv_heads, g.batches);
   cudaError_t error = launch(mark_queries<false>, grid, 256, 0, stream, args);
   if (error == cudaSuccess) error = launch(scan_queries, dim3(1, g.kv_heads, g.batches), 1024, 0, stream, args);
   if (error == cudaSuccess) error = launch(mark_queries<true>, grid, 256, 0, stream, args);
@@ -75,7 +76,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
   }
-  std::int64_t plan = 0;  // items of the kernels of sm90
+  std::int64_t plan = 0;  // bytes for the kernels of sm90
   if (x.keys && b.indices) {
     BlockLists& lists = args.lists;
     lists.block_size = b.block_size;
@@ -86,17 +87,22 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     lists.list = e.arena.take<int>(g.kv_heads * lists.entries);
     lists.begin = e.arena.take<int>(g.kv_heads * lists.slots);
     lists.item_begin = e.arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
+    lists.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, BlockLists::chunk(g.q_len)), 1, 128));
+    lists.offsets = e.arena.take<int>(g.kv_heads * lists.chunks * lists.slots);
     InverseArgs& inverse = x.inverse;
     inverse.geometry = g;
     inverse.indices = args.indices;
     inverse.topk = args.topk;
     inverse.lists = lists;
-    inverse.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, 128), 1, 128));
-    inverse.offsets = e.arena.take<int>(g.kv_heads * inverse.chunks * lists.slots);
     args.items = args.items_before(all);
     args.partial_items = args.partials_before(lists.entries, lists.slots);
-    args.partials = e.arena.take<float>(g.kv_heads * args.partial_items * 64 * width);
-    if (x.hopper.selected_d_kv) plan = g.kv_heads * args.items;
+    std::int64_t partials = g.kv_heads * args.partial_items;
+    if (x.hopper.selected_d_kv) {
+      const sm90::ListWork work(g, lists);
+      plan = work.bytes();
+      partials = std::max(partials, work.partials);
+    }
+    args.partials = e.arena.take<float>(partials * 64 * width);
   } else if (x.keys) {
     args.chunks = max_range_chunks(b.window, g.q_len);
     args.items = args.items_before(all);
@@ -104,13 +110,13 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     std::int64_t partials = g.kv_heads * args.partial_items * 64 * width;
     if (x.hopper.range_d_kv) {
       const sm90::RangeWork work(g, b.window);
-      plan = work.items;
+      plan = work.items * sm90::kPlanItem;
       partials = std::max(partials, g.kv_heads * work.partials * sm90::kRangeKeys * width);
     }
     args.partials = e.arena.take<float>(partials);
   }
   if (plan > 0) {
-    args.plan = e.arena.take<char>(plan * sm90::kPlanItem);
+    args.plan = e.arena.take<char>(plan);
     args.row_terms = e.arena.take<float>(sm90::RowTerms(g, nullptr).floats());
   }
   return x;
@@ -138,9 +144,31 @@ Status run_fast(const Kernel& kernel, const Prepared& x, const char* name, Execu
   return kernel ? status_of(kernel(x.args, e.stream), name) : Status();
 }
 
+/// Queries of a batched call whose dQ is summed over the branches at a time: the float32 sum takes memory.
+constexpr int kQueryPart = 16384;
+
+/// Queries first ... first + count - 1 of every sequence, and of the keys those that they can see. `sum`: of these
+/// queries.
+Prepared part_of(Prepared x, int first, int count, const Strided& sum) {
+  BackwardArgs& args = x.args;
+  Geometry& g = args.geometry;
+  g.k_len -= g.q_len - (first + count);
+  g.q_len = count;
+  const std::int64_t size = static_cast<std::int64_t>(size_of(x.branch->q.dtype));
+  const auto move = [&](Strided& t, std::int64_t bytes) {
+    if (t.data) t.data = static_cast<char*>(t.data) + first * t.row * bytes;
+  };
+  for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, size);
+  move(args.indices, sizeof(int));
+  for (PerRow* t : {&args.lse, &args.delta, &args.gate})
+    if (t->data) t->data += first * t->row;
+  if (args.sum_from.data) args.sum_from = sum;
+  if (args.sum_to.data) args.sum_to = sum;
+  return x;
+}
+
 /// dQ.
-Status run_queries(const Prepared& x, const Packed& packed, Execution& e) {
-  if (!x.queries) return {};
+Status run_queries(const Prepared& x, Execution& e) {
   const AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
   return in_order(
       [&]() -> Status {
@@ -150,8 +178,24 @@ Status run_queries(const Prepared& x, const Packed& packed, Execution& e) {
       [&] {
         return x.selected ? run_portable(kernels.selected_d_q, x, x.hopper.selected_d_q, "selected_d_q", e)
                           : run_portable(kernels.range_d_q, x, x.hopper.range_d_q, "range_d_q", e);
-      },
-      [&] { return fill(x.out->d_q, packed.cu_seqlens_q, 0, nullptr, e.stream); });
+      });
+}
+
+/// dQ of all branches: the selection first, the two ranges behind it, at once where one kernel can.
+Status sum_queries(const Prepared& compressed, const Prepared& selected, const Prepared& window, Execution& e) {
+  const auto kernel = compressed.hopper.range_d_q;
+  if (Status s = run_queries(selected, e); !s.ok()) return s;
+  e.stage_done("selected attention: dQ");
+  const auto stand_in = [&](const Prepared& x) {
+    return run_portable(kernels_of(x.branch->q, x.branch->v).range_d_q, x, true, "range_d_q", e);
+  };
+  const bool together = kernel && window.hopper.range_d_q;
+  Status ranges =
+      together ? in_order([&] { return status_of(kernel(compressed.args, &window.args, e.stream), "range_d_q"); },
+                          [&] { return stand_in(compressed); }, [&] { return stand_in(window); })
+               : in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
+  e.stage_done("compressed and window: dQ");
+  return ranges;
 }
 
 /// dK and dV.
@@ -195,7 +239,8 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
       [&] {
         return any(x.hopper) ? status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite") : Status();
       },
-      [&] { return run_queries(x, p.forward.packed, e); },
+      [&] { return x.queries ? run_queries(x, e) : Status(); },
+      [&] { return fill(p.d_q, p.forward.packed.cu_seqlens_q, 0, nullptr, e.stream); },
       [&] { return run_keys(x, p.forward.packed, compressed, e); });
 }
 
@@ -242,7 +287,17 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   const NsaAttentionParams& f = p.forward;
   PerRow delta[3], gate[3];
   for (int i = 0; i < 3; ++i) delta[i] = take_rows(e.arena, f.q), gate[i] = take_rows(e.arena, f.q);
-  const TensorView sum = p.d_q.defined() ? take_like(e.arena, f.q, DType::kFloat32) : TensorView{};
+  const Branches b = branches_of(f);
+  // dQ is summed over the branches in float32, some queries at a time.
+  const int q_len = branch_of(b.slc).geometry.q_len;
+  const int parts = f.packed.packed() ? 1 : to_int(std::max<std::int64_t>(tiles(q_len, kQueryPart), 1));
+  const int part = parts == 1 ? q_len : to_int(tiles(q_len, 64 * parts)) * 64;
+  TensorView sum;
+  if (p.d_q.defined()) {
+    sum = f.q;
+    if (parts > 1) sum.shape[1] = part;
+    sum = take_like(e.arena, sum, DType::kFloat32);
+  }
   if (!e.arena.measuring()) {
     if (!e.arena.enough()) return out_of_workspace(e.arena);
     CombineBackwardArgs args = combine_backward_args(p.d_o, f.o_cmp, f.o_slc, f.o_swa, f.gates, p.d_gates);
@@ -253,9 +308,6 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
       return s;
     if (Status s = fill(p.d_gates, f.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
   }
-  const Branches b = branches_of(f);
-  // dQ is summed over the branches in float32: the selection first, the two ranges behind it, at once where one kernel
-  // can.
   const sm90::Kernels for_causal = hopper_kernels(branch_of(b.causal), p.d_o);
   const bool causal = b.all_selected && for_causal.range_d_q && for_causal.range_d_kv;
   const Branch branches[3] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc), branch_of(b.swa)};
@@ -263,7 +315,7 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
   const Strided float_sum = strided(sum);
   int* flag = e.arena.take<int>(1);
-  // The branches run one after the other, so they can share the rest of the workspace.
+  // dK and dV of the branches are made one after the other, so they can share the rest of the workspace.
   const Arena rest = e.arena;
   std::size_t most = rest.used();
   if (!e.arena.measuring()) {
@@ -282,22 +334,16 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   }
   constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
                                    "sliding window: dK, dV"};
-  constexpr const char* kQueries = "compressed and window: dQ";
-  Prepared ranges[2];
-  BranchGradients out[3] = {{none, *d_k[0], *d_v[0], float_sum, float_sum},
-                            {none, *d_k[1], *d_v[1], {}, float_sum},
-                            {p.d_q, *d_k[2], *d_v[2], float_sum, {}}};
-  for (const int i : {1, 0, 2}) {
+  Prepared prepared[3];
+  const BranchGradients out[3] = {{none, *d_k[0], *d_v[0], float_sum, float_sum},
+                                  {none, *d_k[1], *d_v[1], {}, float_sum},
+                                  {p.d_q, *d_k[2], *d_v[2], float_sum, {}}};
+  for (int i = 0; i < 3; ++i) {
     e.arena = rest;
-    const Prepared x = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], flag, e);
+    const Prepared& x = prepared[i] = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], flag, e);
     most = std::max(most, e.arena.used());
-    if (i != 1) ranges[i / 2] = x;
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
-    if (i == 1) {
-      if (Status s = run_queries(x, f.packed, e); !s.ok()) return s;
-      e.stage_done("selected attention: dQ");
-    }
     if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
     e.stage_done(kKeys[i]);
   }
@@ -306,24 +352,11 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
     return {};
   }
   if (!p.d_q.defined()) return {};
-  const bool together = ranges[0].hopper.range_d_q && ranges[1].hopper.range_d_q;
-  if (!together) {
-    for (const Prepared& x : ranges)
-      if (Status s = run_queries(x, f.packed, e); !s.ok()) return s;
-    e.stage_done(kQueries);
-    return {};
+  for (int first = 0; first < q_len; first += part) {
+    const auto own = [&](int i) { return part_of(prepared[i], first, std::min(part, q_len - first), float_sum); };
+    if (Status s = sum_queries(own(0), own(1), own(2), e); !s.ok()) return s;
   }
-  const auto stand_in = [&](const Prepared& x) {
-    return run_portable(kernels_of(f.q, x.branch->v).range_d_q, x, true, "range_d_q", e);
-  };
-  return in_order(
-      [&] { return status_of(ranges[0].hopper.range_d_q(ranges[0].args, &ranges[1].args, e.stream), "range_d_q"); },
-      [&] { return stand_in(ranges[0]); }, [&] { return stand_in(ranges[1]); },
-      [&] { return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream); },
-      [&] {
-        e.stage_done(kQueries);
-        return Status();
-      });
+  return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);
 }
 
 }  // namespace nsa::cuda::portable

@@ -1,4 +1,4 @@
-// o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa, and what the backward of the branches needs of it. A warp per row.
+// o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa, and what the backward of the branches needs of it.
 #pragma once
 
 #include "cuda/common/geometry.cuh"
@@ -76,32 +76,60 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineAr
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(256) combine_backward(const __grid_constant__ CombineBackwardArgs args, int batches) {
-  int b, r, h;
-  if (!warp_row(args.rows, args.heads, batches, b, r, h)) return;
-  const int lane = threadIdx.x % 32;
-  const T* d_o = args.d_o.at<T>(b, r, h);
-  for (int i = 0; i < args.branches; ++i) {
-    const float gate = args.gates.data ? to_float(args.gates.at<T>(b, r, h)[i]) : 1;
-    const T* o = args.o[i].at<T>(b, r, h);
-    float dot = 0;
-    for (int d = lane * Chunk<T>::kSize; d < args.dim; d += 32 * Chunk<T>::kSize) {
-      Chunk<T> x = Chunk<T>::load(d_o + d);
-      const Chunk<T> y = Chunk<T>::load(o + d);
+/// Positions of a thread block of combine_backward: so many that its rows keep all its lanes busy.
+inline int combine_positions(int heads) { return heads < 128 ? (127 + heads) / heads : 1; }
+
+/// Grid: parts of `positions` positions, batches. A row is read by as many lanes as 128 elements take; the first ones
+/// see to what there is once per branch.
+template <class T, int kBranches>
+__global__ void __launch_bounds__(256)
+    combine_backward(const __grid_constant__ CombineBackwardArgs args, int positions) {
+  constexpr int kLanes = 128 / Chunk<T>::kSize;
+  const int lane = threadIdx.x % kLanes, b = blockIdx.y;
+  const unsigned partners = kLanes == 32 ? 0xffffffffu : ((1u << kLanes) - 1) << (threadIdx.x & (32 - kLanes));
+  const bool mine = lane < kBranches;
+  int r = static_cast<int>(blockIdx.x) * positions;
+  const int end = min(r + positions, args.rows);
+#pragma unroll 1
+  for (int h = static_cast<int>(threadIdx.x) / kLanes;; h += 256 / kLanes) {
+    for (; h >= args.heads; h -= args.heads) ++r;
+    if (r >= end) return;
+    const float gate = mine && args.gates.data ? to_float(args.gates.at<T>(b, r, h)[lane]) : 1;
+    float dot[kBranches] = {};
+#pragma unroll 1
+    for (int d = lane * Chunk<T>::kSize; d < args.dim; d += kLanes * Chunk<T>::kSize) {
+      const Chunk<T> x = Chunk<T>::load(args.d_o.at<T>(b, r, h) + d);
+      Chunk<T> y[kBranches];
 #pragma unroll
-      for (int j = 0; j < Chunk<T>::kSize; ++j) {
-        dot += x.x[j] * y.x[j];
-        x.x[j] *= gate;
-      }
-      if (args.d_branch[i].data) x.store(args.d_branch[i].at<T>(b, r, h) + d);
+      for (int i = 0; i < kBranches; ++i) y[i] = Chunk<T>::load(args.o[i].at<T>(b, r, h) + d);
+#pragma unroll
+      for (int i = 0; i < kBranches; ++i)
+#pragma unroll
+        for (int j = 0; j < Chunk<T>::kSize; ++j) dot[i] += x.x[j] * y[i].x[j];
+    }
+    float own = 0;
+#pragma unroll
+    for (int i = 0; i < kBranches; ++i) {
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) dot[i] += __shfl_xor_sync(partners, dot[i], offset);
+      if (lane == i) own = dot[i];
+    }
+    if (mine) {
+      if (args.d_gates.data) args.d_gates.at<T>(b, r, h)[lane] = from_float<T>(own);
+      if (args.delta[lane].data) args.delta[lane].at(b, r, h) = gate * own;
+      if (args.gate[lane].data) args.gate[lane].at(b, r, h) = gate;
     }
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
-    if (lane == 0) {
-      if (args.d_gates.data) args.d_gates.at<T>(b, r, h)[i] = from_float<T>(dot);
-      if (args.delta[i].data) args.delta[i].at(b, r, h) = gate * dot;
-      if (args.gate[i].data) args.gate[i].at(b, r, h) = gate;
+    for (int i = 0; i < kBranches; ++i) {
+      if (!args.d_branch[i].data) continue;
+      const float of_branch = __shfl_sync(partners, gate, i, kLanes);
+#pragma unroll 1
+      for (int d = lane * Chunk<T>::kSize; d < args.dim; d += kLanes * Chunk<T>::kSize) {
+        Chunk<T> x = Chunk<T>::load(args.d_o.at<T>(b, r, h) + d);
+#pragma unroll
+        for (int j = 0; j < Chunk<T>::kSize; ++j) x.x[j] *= of_branch;
+        x.store(args.d_branch[i].at<T>(b, r, h) + d);
+      }
     }
   }
 }

@@ -5,10 +5,10 @@
 //   fill_queries    the lists, ascending
 //
 // A chunk marks its queries in a bit mask per block (bits set by atomicOr, so in any order with one result), 128
-// queries at a time.
+// queries at a time. BlockLists::offsets are counts of a chunk and block first, then where its part of the block's list
+// begins, and at last where it ends.
 #pragma once
 
-#include "cuda/common/block_list.cuh"
 #include "cuda/portable/arguments.h"
 
 namespace nsa::cuda::portable {
@@ -25,11 +25,13 @@ __device__ inline void for_marked(const InverseArgs& args, const DeviceSequence&
     const int window = min(blocks - base, kMaskBlocks);
     for (int i = threadIdx.x; i < window * kMaskWords; i += blockDim.x) mask[i / kMaskWords][i % kMaskWords] = 0;
     __syncthreads();
+#pragma unroll 4
     for (int e = threadIdx.x; e < count * args.topk; e += blockDim.x) {
-      const int query = e / args.topk, i = e % args.topk;
-      const int* row = args.indices.at<int>(seq.batch, seq.q_begin + first + query, kv_head);
-      const int block = row[i] - base;
-      if (block >= 0 && block < window && counts(row, i, seq.position(first + query), block_size))
+      const int query = e / args.topk;
+      const int chosen = args.indices.at<int>(seq.batch, seq.q_begin + first + query, kv_head)[e - query * args.topk];
+      const int block = chosen - base;
+      // Duplicates set their bit twice.
+      if (block >= 0 && block < window && static_cast<std::int64_t>(chosen) * block_size <= seq.position(first + query))
         atomicOr(&mask[block][query / 32], 1u << query % 32);
     }
     __syncthreads();
@@ -43,10 +45,9 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
-  const int begin = blockIdx.x * args.chunk(seq), end = min(begin + args.chunk(seq), seq.q_len);
+  const int chunk = BlockLists::chunk(seq.q_len), begin = blockIdx.x * chunk, end = min(begin + chunk, seq.q_len);
   if (begin >= end || (kFill && lists.begin[lists.blocks] == 0)) return;
-  int* offsets =
-      args.offsets + (static_cast<std::int64_t>(kv_head) * args.chunks + blockIdx.x) * args.lists.slots + lists.slot;
+  int* offsets = lists.offsets + blockIdx.x * args.lists.slots;
   if (!kFill)
     for (int block = threadIdx.x; block < lists.blocks; block += blockDim.x) offsets[block] = 0;
   __syncthreads();
@@ -104,19 +105,24 @@ __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ Inv
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
-  int* offsets = args.offsets + static_cast<std::int64_t>(kv_head) * args.chunks * args.lists.slots + lists.slot;
   const bool sound = ascending(args.geometry);  // else: empty lists, no items
   const int key_tiles = lists.blocks * args.lists.tiles_per_block;
-  const int chunks = sound ? (seq.q_len + args.chunk(seq) - 1) / args.chunk(seq) : 0;
+  const int chunk = BlockLists::chunk(seq.q_len), chunks = sound ? (seq.q_len + chunk - 1) / chunk : 0;
   const int total = scan(
       lists.blocks,
       [&](int block) {
+        constexpr int kAhead = 16;  // loads on their way at once
+        int* at = lists.offsets + block;
         int sum = 0;
-        for (int c = 0; c < chunks; ++c) {
-          int& at = offsets[c * args.lists.slots + block];
-          const int count = at;
-          at = sum;
-          sum += count;
+        for (int first = 0; first < chunks; first += kAhead) {
+          int count[kAhead];
+#pragma unroll
+          for (int c = 0; c < kAhead; ++c) count[c] = first + c < chunks ? at[(first + c) * args.lists.slots] : 0;
+#pragma unroll
+          for (int c = 0; c < kAhead; ++c) {
+            if (first + c < chunks) at[(first + c) * args.lists.slots] = sum;
+            sum += count[c];
+          }
         }
         return sum;
       },

@@ -6,37 +6,19 @@
 // With the keys as the rows of the products P^T and dS^T leave the accumulators as A operands of the next ones. A stage
 // of the ring is a tile of 64 query rows: Q, dO, and per row lse, delta and gate.
 //
-// Warp 8 has K, V, Q and dO copied, warp 9 copies what there is per row, warp 10 notes who sees whom; two warpgroups
-// compute. Left alone these would compute exponentials at the same time and leave the tensor cores idle, so they take
-// turns: one may issue its products only after the other has seen its scores arrive.
+// The warps 8 to 11 have K, V, Q, dO and what there is per row copied and note who sees whom; two warpgroups compute.
+// Left alone these would compute exponentials at the same time and leave the tensor cores idle, so they take turns: one
+// may issue its products only after the other has seen its scores arrive.
 #pragma once
 
 #include "cuda/portable/attention_backward.cuh"
 #include "cuda/portable/launch.cuh"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/key_item.h"
 #include "cuda/sm90/query_tiles.cuh"
 #include "cuda/sm90/row_terms.h"
 #include "cuda/sm90/wgmma.cuh"
 
 namespace nsa::cuda::sm90 {
-
-/// Keys and the query rows that give to them. A kernel of its own plans all items.
-struct alignas(16) KeyItem {
-  int batch;  // of the tensors
-  int kv_head;
-  int first_key;  // within the sequence
-  int keys;       // 0: nothing to do
-  int key_row;    // of the first key, in the tensors
-  int query_row;  // of the sequence's first query, in the tensors
-  int shift;      // position of the sequence's first query
-  int from, to;   // queries of the sequence, or entries of its list
-  int stages;
-  int slot;  // for partial sums; -1: the result is complete
-  int unused;
-  const float* terms;  // of the sequence's first query and the KV head's first tile (RowTerms)
-};
-
-static_assert(sizeof(KeyItem) == kPlanItem);
 
 struct KeyMaps {
   CUtensorMap q, d_o, k, v;
@@ -64,7 +46,7 @@ struct KeyMemory {
   __device__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
   __device__ std::uint32_t keys_full() const { return full(2 * kStages); }
   __device__ std::uint32_t keys_empty() const { return full(2 * kStages + 1); }
-  /// `writers`: arrivals of warps 8, 9 and 10 at a stage; `readers`: warps that compute from it.
+  /// `writers`: arrivals of the producers at a stage; `readers`: warps that compute from it.
   __device__ void init(int writers, int readers) const {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full(i), writers);
@@ -174,40 +156,67 @@ struct KeyGradients {
   }
 
   /// To float32 rows of Dk + Dv, `to` the row of key 0 of the 64.
-  __device__ __forceinline__ void store_partial(float* to, int keys) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = warp * 16 + lane / 4 + 8 * i;
-      if (key >= keys) continue;
-      float* row = to + key * (Dk + Dv) + 2 * (lane & 3);
-#pragma unroll
-      for (int n = 0; n < Dk / 8; ++n) store_pair(row + n * 8, dk[4 * n + 2 * i], dk[4 * n + 2 * i + 1]);
-#pragma unroll
-      for (int n = 0; n < Dv / 8; ++n) store_pair(row + Dk + n * 8, dv[4 * n + 2 * i], dv[4 * n + 2 * i + 1]);
-    }
+  __device__ __forceinline__ void store_partial_dk(float* to, int keys) const {
+    store_rows<Dk>(dk, 1, keys, [&](int key) { return to + key * (Dk + Dv); });
+  }
+  __device__ __forceinline__ void store_partial_dv(float* to, int keys) const {
+    store_rows<Dv>(dv, 1, keys, [&](int key) { return to + key * (Dk + Dv) + Dk; });
   }
   /// To dK and dV, key 0 of the 64 at row `first` of the tensors.
-  __device__ __forceinline__ void store(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
-                                        int keys) const {
+  __device__ __forceinline__ void store_dk(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
+                                           int keys) const {
+    if (!args.d_k.data) return;
+    store_rows<Dk>(dk, args.scale, keys, [&](int key) { return args.d_k.at<T>(batch, first + key, kv_head); });
+  }
+  __device__ __forceinline__ void store_dv(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
+                                           int keys) const {
+    if (!args.d_v.data) return;
+    store_rows<Dv>(dv, 1, keys, [&](int key) { return args.d_v.at<T>(batch, first + key, kv_head); });
+  }
+
+ private:
+  /// row(key): where the row of a key begins.
+  template <int D, class Row>
+  __device__ __forceinline__ static void store_rows(const float (&x)[D / 2], float scale, int keys, const Row& row) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = warp * 16 + lane / 4 + 8 * i;
       if (key >= keys) continue;
-      if (args.d_k.data) {
-        T* row = args.d_k.at<T>(batch, first + key, kv_head) + 2 * (lane & 3);
+      auto* to = row(key) + 2 * (lane & 3);
 #pragma unroll
-        for (int n = 0; n < Dk / 8; ++n)
-          store_pair(row + n * 8, dk[4 * n + 2 * i] * args.scale, dk[4 * n + 2 * i + 1] * args.scale);
-      }
-      if (args.d_v.data) {
-        T* row = args.d_v.at<T>(batch, first + key, kv_head) + 2 * (lane & 3);
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) store_pair(row + n * 8, dv[4 * n + 2 * i], dv[4 * n + 2 * i + 1]);
-      }
+      for (int n = 0; n < D / 8; ++n) store_pair(to + n * 8, x[4 * n + 2 * i] * scale, x[4 * n + 2 * i + 1] * scale);
     }
   }
 };
+
+/// Thread blocks that add the partial sums of a key tile: a few have very many.
+inline constexpr int kSumParts = 8;
+
+/// Adds the partial sums of a key tile, `count` of `rows` rows of dk + dv float32 each from the slot `first` on, in
+/// order, and writes dK and dV of its `keys` keys. The thread blocks of all z of the grid share the work.
+template <class T>
+__device__ inline void sum_partials(const BackwardArgs& args, std::int64_t first, int count, int rows, int batch,
+                                    std::int64_t key_row, int kv_head, int keys, int dk, int dv) {
+  const int width = dk + dv;
+  const float* from = args.partials + first * rows * width;
+  const int threads = static_cast<int>(gridDim.z * blockDim.x);
+  for (int e = static_cast<int>(blockIdx.z * blockDim.x + threadIdx.x) * 4; e < keys * width; e += threads * 4) {
+    float4 sum{};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float4 x = *reinterpret_cast<const float4*>(from + static_cast<std::int64_t>(i) * rows * width + e);
+      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    }
+    const int column = e % width;
+    const bool key = column < dk;
+    const Strided& to = key ? args.d_k : args.d_v;
+    if (!to.data) continue;
+    const float scale = key ? args.scale : 1;
+    T* out = to.at<T>(batch, key_row + e / width, kv_head) + (key ? column : column - dk);
+    store_pair(out, sum.x * scale, sum.y * scale);
+    store_pair(out + 2, sum.z * scale, sum.w * scale);
+  }
+}
 
 }  // namespace nsa::cuda::sm90

@@ -298,10 +298,13 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
 
     const int keys = item.keys - 64 * warpgroup, slot = item.slot;
     if (slot >= 0) {
-      gradients.store_partial(branch.partials + (static_cast<std::int64_t>(slot) * kKeys + 64 * warpgroup) * (Dk + Dv),
-                              keys);
+      float* to = branch.partials + (static_cast<std::int64_t>(slot) * kKeys + 64 * warpgroup) * (Dk + Dv);
+      gradients.store_partial_dk(to, keys);
+      gradients.store_partial_dv(to, keys);
     } else {
-      gradients.store(branch, item.batch, item.key_row + 64 * warpgroup, item.kv_head, keys);
+      const int row = item.key_row + 64 * warpgroup;
+      gradients.store_dk(branch, item.batch, row, item.kv_head, keys);
+      gradients.store_dv(branch, item.batch, row, item.kv_head, keys);
     }
   }
   if (warpgroup == 0) take_turn();  // that the other one has passed: no barrier is left half full
@@ -329,7 +332,7 @@ __global__ void __launch_bounds__(384, 1)
   }
 }
 
-/// Adds the partial sums of key tiles with several items. Grid: key tiles, lines.
+/// Adds the partial sums of key tiles with several items. Grid: key tiles, lines, parts.
 template <class T>
 __global__ void __launch_bounds__(256) sum_chunks(const __grid_constant__ RangeKeyArgs args, int dk, int dv) {
   const BackwardArgs& branch = args.branch;
@@ -343,24 +346,7 @@ __global__ void __launch_bounds__(256) sum_chunks(const __grid_constant__ RangeK
   const Cut cut = cut_of(branch, seq, first, keys);
   if (cut.chunks == 1) return;
   const std::int64_t begin = branch.window ? seq.k_begin : compressed_begin_in_warp(p, seq.index);
-  const int width = dk + dv;
-  const float* from = branch.partials + static_cast<std::int64_t>(tile.first_slot) * kKeys * width;
-  for (int e = threadIdx.x * 4; e < keys * width; e += blockDim.x * 4) {
-    float4 sum{};
-    for (int i = 0; i < cut.chunks; ++i) {
-      const float4 x = *reinterpret_cast<const float4*>(from + static_cast<std::int64_t>(i) * kKeys * width + e);
-      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-    }
-    const int column = e % width;
-    const std::int64_t row = begin + first + e / width;
-    const bool key = column < dk;
-    const Strided& to = key ? branch.d_k : branch.d_v;
-    if (!to.data) continue;
-    const float scale = key ? branch.scale : 1;
-    T* out = to.at<T>(seq.batch, row, kv_head) + (key ? column : column - dk);
-    store_pair(out, sum.x * scale, sum.y * scale);
-    store_pair(out + 2, sum.z * scale, sum.w * scale);
-  }
+  sum_partials<T>(branch, tile.first_slot, cut.chunks, kKeys, seq.batch, begin + first, kv_head, keys, dk, dv);
 }
 
 }  // namespace
@@ -397,8 +383,8 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
     error = portable::launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, processors), 384,
                              Memory<Dk, Dv>::kBytes, stream, args, maps);
   if (error != cudaSuccess || args.work.chunks == 1) return error;
-  return portable::launch(sum_chunks<NSA_ELEMENT>, dim3(args.work.key_tiles, args.work.lines), 256, 0, stream, args, Dk,
-                          Dv);
+  const dim3 sums(args.work.key_tiles, args.work.lines, kSumParts);
+  return portable::launch(sum_chunks<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);
 }
 
 }  // namespace nsa::cuda::sm90

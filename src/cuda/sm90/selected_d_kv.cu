@@ -2,53 +2,22 @@
 // head and the queries that chose their block, from the lists of inverse_index.cuh. The rows of a query are gathered by
 // a copy of their own; the warpgroups take alternate stages and their sums are added at the end.
 //
-// Long lists are cut into items of kListChunk queries; blocks of several items leave float32 partial sums that the
-// portable sum_partials adds in order.
-#include "cuda/portable/d_kv.cuh"
+// Lists are cut into items (list_items.h), which the thread blocks take in the order of their plan, each when it is
+// done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order.
+//
+// Producers: warp 8 has Q copied, warp 9 dO, warp 10 what there is per row; warp 11 takes the items, has their keys and
+// values copied and notes who sees whom.
 #include "cuda/sm90/key_gradients.cuh"
+#include "cuda/sm90/list_items.h"
 
 namespace nsa::cuda::sm90 {
 namespace {
 
 constexpr int kStages = 5, kMostQueries = 8;
 
-struct ListKeyArgs {
-  BackwardArgs branch;
-  RowTerms terms;
-  QueryTiles tiles;
-  KeyItem* items;
-  int work;
+struct ListKeyArgs : ListPlan {
   float scale;  // in base-2 units
 };
-
-__global__ void __launch_bounds__(128) plan_items(const __grid_constant__ ListKeyArgs args) {
-  const int x = static_cast<int>(blockIdx.x * 128 + threadIdx.x);
-  if (x >= args.work) return;
-  const BackwardArgs& branch = args.branch;
-  const Geometry& p = branch.geometry;
-  const int kv_head = static_cast<int>(x / branch.items);
-  int own = static_cast<int>(x - kv_head * branch.items);
-  const DeviceSequence seq = portable::sequence_of_item(branch, own);
-  const portable::SequenceLists lists = portable::lists_of(branch.lists, p, seq, kv_head);
-  const portable::KeyTile tile = portable::selected_item(branch, seq, lists, own);
-  KeyItem item{};
-  if (tile.count > 0) {
-    const int list = static_cast<int>(lists.list - branch.lists.list);
-    item.batch = seq.batch;
-    item.kv_head = kv_head;
-    item.first_key = tile.first;
-    item.keys = tile.count;
-    item.key_row = seq.k_begin + tile.first;
-    item.query_row = seq.q_begin;
-    item.shift = seq.position(0);
-    item.from = list + tile.query_begin;
-    item.to = list + max(tile.query_end, tile.query_begin);
-    item.stages = (item.to - item.from + args.tiles.queries - 1) / args.tiles.queries * args.tiles.slices;
-    item.slot = tile.items > 1 ? static_cast<int>(kv_head * branch.partial_items + tile.partial) + tile.item : -1;
-    item.terms = args.terms.at(item.batch, kv_head * args.tiles.slices, item.query_row);
-  }
-  args.items[x] = item;
-}
 
 /// What the warpgroups need to know of a stage.
 struct StageInfo {
@@ -58,44 +27,132 @@ struct StageInfo {
 
 template <int Dk, int Dv>
 struct Memory : KeyMemory<Dk, Dv, 1, kStages> {
-  static constexpr int kSums = (KeyMemory<Dk, Dv, 1, kStages>::kBytes + 15) / 16 * 16;  // of one warpgroup, in parts
-  static constexpr int kPart = 32;                                                      // floats of a thread
-  static constexpr int kBytes = kSums + kPart * 128 * 4;
+  using Base = KeyMemory<Dk, Dv, 1, kStages>;
+  static constexpr int kPart = 16;  // floats that a thread passes to the other warpgroup at a time
+  static constexpr int kItem = Base::kBytes, kSums = (kItem + 3 * 8 + 15) / 16 * 16;
+  static constexpr int kBytes = kSums + 2 * kPart * 128 * 4;
+
+  __device__ std::uint32_t item_full() const { return this->base + kItem; }
+  __device__ std::uint32_t item_empty() const { return item_full() + 8; }
+  /// The number of the next item; negative: there is none.
+  __device__ static volatile int& item(char* memory) { return *reinterpret_cast<int*>(memory + kItem + 16); }
+  __device__ void init() const {
+    barrier_init(item_full(), 1);
+    barrier_init(item_empty(), 8 + 3);
+    Base::init(4, 4);
+  }
 };
 
-/// The query tiles of an item, as the copying warps see them: f(entry), where this lane's entry of the list is fetched
-/// a stage ahead; -1: there is none. `own`: this lane's query of a tile.
-template <class F>
-__device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int own, const F& f) {
-  int at = item.from + own;
-  const int end = item.to;
-  const auto fetch = [&] { return own < args.tiles.queries && at < end ? args.branch.lists.list[at] : -1; };
-  int next = fetch();
+/// Takes the next item as soon as the other warps have begun the one before: f(item). One warp.
+template <int Dk, int Dv, class F>
+__device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
+                                           const F& f) {
+  const int end = args.queue->end;
 #pragma unroll 1
-  while (at - own < end) {
-    const int query = next;
-    at += args.tiles.queries;
-    next = fetch();
+  for (std::uint32_t parity = 1;; parity ^= 1) {
+    int x = 0;
+    if (lane_again() == 0) {
+      wait(memory.item_empty(), parity);
+      x = atomicAdd(&args.queue->next, 1);
+      memory.item(dynamic) = x < end ? x : -1;
+      arrive(memory.item_full());
+    }
+    x = uniform(x);
+    if (x >= end) return;
+    f(args.items[x]);
+  }
+}
+/// f(item) for the items of this thread block, in the other warps. Fields are read where they are needed: registers are
+/// short.
+template <int Dk, int Dv, class F>
+__device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
+                                          const F& f) {
 #pragma unroll 1
-    for (int slice = 0; slice < args.tiles.slices; ++slice) f(query, slice);
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    wait(memory.item_full(), parity);
+    const int x = memory.item(dynamic);
+    __syncwarp();
+    if (lane_again() == 0) arrive(memory.item_empty());
+    if (x < 0) return;
+    const volatile KeyItem& item = args.items[x];
+    f(item);
   }
 }
 
-/// Keys and query rows. One warp: a lane copies one panel of one query.
+/// The query tiles of an item, as the copying warps see them: f(query, slice), this lane's query `own` of a tile; -1:
+/// there is none. A lane fetches every 32nd entry of the list, 32 ahead.
+template <class F>
+__device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int own, const F& f) {
+  int left = item.to - item.from;
+  const int* at = args.branch.lists.list + item.from + lane_again();
+  const auto fetch = [&] { return lane_again() < left ? *at : -1; };
+  int next = fetch();
+#pragma unroll 1
+  while (left > 0) {
+    const int entries = next;
+    left -= 32;
+    at += 32;
+    next = fetch();
+#pragma unroll 1
+    for (int i = 0; i < 32 && i < left + 32; i += args.tiles.queries) {
+      const int query = __shfl_sync(0xffffffffu, entries, i + own);
+#pragma unroll 1
+      for (int slice = 0; slice < args.tiles.slices; ++slice) f(query, slice);
+    }
+  }
+}
+
+/// Rows of Q or dO, `first` the address of a tile of them in stage 0. One warp: a lane copies one panel of one query.
+template <int D, int Dk, int Dv>
+__device__ inline void produce_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
+                                    std::uint32_t first, char* dynamic) {
+  const int own = lane_again() / (D / 64), column = lane_again() % (D / 64) * 64;
+  const std::uint32_t to = first + column / 64 * kPanelBytes + own * args.tiles.heads * 128;
+  StageCount<kStages> count;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
+    for_stages(args, item, own, [&](int query, int slice) {
+      const std::uint32_t full = memory.full(count.stage());
+      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * D * 2);
+      __syncwarp();
+      const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
+      if (own < args.tiles.queries)
+        load_box(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
+                 head + slice * args.tiles.heads, row, batch, full);
+      ++count.count;
+    });
+  });
+}
+
+/// What there is per query row. One warp: a lane copies one of the three for one query. Rows of no query get those of
+/// another one; they are masked.
 template <int Dk, int Dv>
-__device__ inline void produce(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory) {
-  constexpr int kPanels = (Dk + Dv) / 64;
-  const int lane = lane_again(), own = lane / kPanels, panel = lane % kPanels;
-  const bool gradient = panel >= Dk / 64;
-  const std::uint32_t to = memory.q(0) +
-                           (gradient ? Memory<Dk, Dv>::kK + (panel - Dk / 64) * kPanelBytes : panel * kPanelBytes) +
-                           own * args.tiles.heads * 128;
+__device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
+  const int lane = lane_again(), own = lane / 3, array = lane % 3, bytes = args.tiles.heads * 4;
+  StageCount<kStages> count;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    const float* base = item.terms + array * args.terms.array;
+    for_stages(args, item, own, [&](int query, int slice) {
+      const std::uint32_t full = memory.full(count.stage());
+      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      if (lane_again() == 0) arrive_expecting(full, 3 * args.tiles.queries * bytes);
+      __syncwarp();
+      if (own < args.tiles.queries)
+        load_bytes(memory.terms(count.stage()) + array * 256 + own * bytes,
+                   base + slice * args.terms.line + max(query, 0) * args.tiles.heads, bytes, full);
+      ++count.count;
+    });
+  });
+}
+
+/// Keys and values, and what the warpgroups need to know of a stage. One warp.
+template <int Dk, int Dv>
+__device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
+                                     char* dynamic) {
   StageCount<kStages> count;
   std::uint32_t keys_parity = 1;
-#pragma unroll 1
-  for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
-    const volatile KeyItem& item = args.items[x];
-    if (item.keys == 0) continue;
+  take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_again() == 0) {
       wait(memory.keys_empty(), keys_parity);
       arrive_expecting(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
@@ -110,54 +167,6 @@ __device__ inline void produce(const ListKeyArgs& args, const KeyMaps& maps, con
     }
     __syncwarp();
     keys_parity ^= 1;
-    for_stages(args, item, own, [&](int query, int slice) {
-      const std::uint32_t full = memory.full(count.stage());
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
-      if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * (Dk + Dv) * 2);
-      __syncwarp();
-      if (own < args.tiles.queries) {
-        const int row = query < 0 ? args.terms.rows : item.query_row + query;  // past the end: zeros
-        load_box(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), gradient ? maps.d_o : maps.q,
-                 (gradient ? panel - Dk / 64 : panel) * 64,
-                 item.kv_head * args.branch.geometry.group + slice * args.tiles.heads, row, item.batch, full);
-      }
-      ++count.count;
-    });
-  }
-}
-
-/// What there is per query row. One warp: a lane copies one of the three for one query. Rows of no query get those of
-/// another one; they are masked.
-template <int Dk, int Dv>
-__device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory) {
-  const int lane = lane_again(), own = lane / 3, array = lane % 3, bytes = args.tiles.heads * 4;
-  StageCount<kStages> count;
-#pragma unroll 1
-  for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
-    const volatile KeyItem& item = args.items[x];
-    if (item.keys == 0) continue;
-    const float* base = item.terms + array * args.terms.array;
-    for_stages(args, item, own, [&](int query, int slice) {
-      const std::uint32_t full = memory.full(count.stage());
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
-      if (lane_again() == 0) arrive_expecting(full, 3 * args.tiles.queries * bytes);
-      __syncwarp();
-      if (own < args.tiles.queries)
-        load_bytes(memory.terms(count.stage()) + array * 256 + own * bytes,
-                   base + slice * args.terms.line + max(query, 0) * args.tiles.heads, bytes, full);
-      ++count.count;
-    });
-  }
-}
-
-/// What the warpgroups need to know of a stage. One warp.
-template <int Dk, int Dv>
-__device__ inline void produce_info(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  StageCount<kStages> count;
-#pragma unroll 1
-  for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
-    const volatile KeyItem& item = args.items[x];
-    if (item.keys == 0) continue;
     const int before = item.shift - item.first_key;
     for_stages(args, item, lane_again(), [&](int query, int) {
       wait(memory.empty(count.stage()), count.parity() ^ 1);
@@ -170,32 +179,29 @@ __device__ inline void produce_info(const ListKeyArgs& args, const Memory<Dk, Dv
       if (lane_again() == 0) arrive(memory.full(count.stage()));
       ++count.count;
     });
-  }
+  });
 }
 
-/// Adds the second warpgroup's `sums` to the first one's, part by part through shared memory.
-template <int N>
-__device__ __forceinline__ void add_sums(float (&sums)[N], float4* shared, int warpgroup) {
-  constexpr int kPart = 32;
+/// Adds to `kept` what the other warpgroup gives, and gives it `given`, part by part through shared memory. The order
+/// of the two summands does not change the sum.
+template <int kPart, int N>
+__device__ __forceinline__ void exchange_sums(float (&kept)[N], const float (&given)[N], float4* shared,
+                                              int warpgroup) {
   static_assert(N % kPart == 0);
-  float4* mine = shared + threadIdx.x % 128;
+  float4* from = shared + threadIdx.x % 128 + (warpgroup ^ 1) * (kPart / 4 * 128);
+  float4* to = shared + threadIdx.x % 128 + warpgroup * (kPart / 4 * 128);
 #pragma unroll
   for (int first = 0; first < N; first += kPart) {
-    if (warpgroup == 1) {
 #pragma unroll
-      for (int i = 0; i < kPart; i += 4)
-        mine[i / 4 * 128] = float4{sums[first + i], sums[first + i + 1], sums[first + i + 2], sums[first + i + 3]};
-      named_arrive(3, 256);
-      named_sync(4, 256);
-    } else {
-      named_sync(3, 256);
+    for (int i = first; i < first + kPart; i += 4)
+      to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
+    named_sync(3, 256);
 #pragma unroll
-      for (int i = 0; i < kPart; i += 4) {
-        const float4 x = mine[i / 4 * 128];
-        sums[first + i] += x.x, sums[first + i + 1] += x.y, sums[first + i + 2] += x.z, sums[first + i + 3] += x.w;
-      }
-      named_arrive(4, 256);
+    for (int i = first; i < first + kPart; i += 4) {
+      const float4 x = from[(i - first) / 4 * 128];
+      kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
     }
+    named_sync(3, 256);
   }
 }
 
@@ -227,10 +233,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   std::uint32_t keys_parity = 0;
   int all_stages = 0;  // of the items so far: stages of odd number are the second warpgroup's
   KeyGradients<T, Dk, Dv> gradients;
-#pragma unroll 1
-  for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
-    const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
-    if (item.keys == 0) continue;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     gradients.clear();
     wait(memory.keys_full(), keys_parity);
     keys_parity ^= 1;
@@ -251,17 +254,26 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     __syncwarp();
     if (lane == 0) arrive(memory.keys_empty());
 
-    auto* sums = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums);
-    add_sums(gradients.dk, sums, warpgroup);
-    add_sums(gradients.dv, sums, warpgroup);
-    if (warpgroup == 1) continue;
+    // The first warpgroup stores dK, the second one dV.
+    auto* shared = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums);
     const int keys = item.keys, slot = item.slot;
-    if (slot >= 0) {
-      gradients.store_partial(branch.partials + static_cast<std::int64_t>(slot) * 64 * (Dk + Dv), keys);
+    float* partial = branch.partials + static_cast<std::int64_t>(slot) * 64 * (Dk + Dv);
+    if (warpgroup == 0) {
+      exchange_sums<Memory<Dk, Dv>::kPart>(gradients.dk, gradients.dv, shared, 0);
+      if (slot >= 0) {
+        gradients.store_partial_dk(partial, keys);
+      } else {
+        gradients.store_dk(branch, item.batch, item.key_row, item.kv_head, keys);
+      }
     } else {
-      gradients.store(branch, item.batch, item.key_row, item.kv_head, keys);
+      exchange_sums<Memory<Dk, Dv>::kPart>(gradients.dv, gradients.dk, shared, 1);
+      if (slot >= 0) {
+        gradients.store_partial_dv(partial, keys);
+      } else {
+        gradients.store_dv(branch, item.batch, item.key_row, item.kv_head, keys);
+      }
     }
-  }
+  });
   if ((all_stages & 1) == warpgroup) take_turn();  // that was passed last: no barrier is left half full
 }
 
@@ -271,22 +283,32 @@ __global__ void __launch_bounds__(384, 1)
   if (*args.branch.redo.flag != 0) return;
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
-  if (threadIdx.x == 0) memory.init(1 + 1 + 1, 4);
+  if (threadIdx.x == 0) memory.init();
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= 8) {
     fewer_registers<24>();
     if (warp == 8) {
-      produce<Dk, Dv>(args, maps, memory);
+      produce_rows<Dk>(args, maps.q, memory, memory.q(0), dynamic);
     } else if (warp == 9) {
-      produce_terms<Dk, Dv>(args, memory);
+      produce_rows<Dv>(args, maps.d_o, memory, memory.d_o(0), dynamic);
     } else if (warp == 10) {
-      produce_info<Dk, Dv>(args, memory, dynamic);
+      produce_terms(args, memory, dynamic);
+    } else {
+      produce_items(args, maps, memory, dynamic);
     }
   } else {
     more_registers<240>();
     consume<T, Dk, Dv>(args, memory, dynamic);
   }
+}
+
+/// Adds the partial sums of key tiles with several items. Grid: such key tiles, 1, parts.
+template <class T>
+__global__ void __launch_bounds__(256) sum_items(const __grid_constant__ ListKeyArgs args, int dk, int dv) {
+  if (*args.branch.redo.flag != 0 || static_cast<int>(blockIdx.x) >= args.queue->sums) return;
+  const KeyItem& item = args.items[args.sums[blockIdx.x]];
+  sum_partials<T>(args.branch, item.slot, item.partials, 64, item.batch, item.key_row, item.kv_head, item.keys, dk, dv);
 }
 
 }  // namespace
@@ -296,13 +318,9 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
                                                                           cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   const Geometry& g = branch.geometry;
-  ListKeyArgs args{branch,
-                   RowTerms(g, branch.row_terms),
-                   QueryTiles(g.group),
-                   static_cast<KeyItem*>(branch.plan),
-                   static_cast<int>(g.kv_heads * branch.items),
-                   branch.scale * kLog2e};
-  if (args.work == 0) return cudaSuccess;
+  const ListWork work(g, branch.lists);
+  if (work.items == 0) return cudaSuccess;
+  const ListKeyArgs args{ListPlan(branch, work), branch.scale * kLog2e};
   KeyMaps maps;
   // One query each: a stage gathers them.
   const int heads = args.tiles.heads, batches = tensor_batches(g);
@@ -313,16 +331,14 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, false, 64);
   if (error == cudaSuccess) error = make_row_terms(branch, stream);
-  const auto blocks = static_cast<unsigned>(portable::tiles(args.work, 128));
-  if (error == cudaSuccess) error = portable::launch(plan_items, blocks, 128, 0, stream, args);
+  if (error == cudaSuccess) error = plan_items(args, stream);
+  const auto most = static_cast<unsigned>(work.items);
   if (error == cudaSuccess)
-    error = portable::launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work, processors), 384,
+    error = portable::launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, processors), 384,
                              Memory<Dk, Dv>::kBytes, stream, args, maps);
   if (error != cudaSuccess) return error;
-  BackwardArgs sums = branch;
-  sums.redo = {};  // where the flag is set the portable kernels write after it
-  return portable::launch(portable::sum_partials<NSA_ELEMENT>, dim3(static_cast<unsigned>(branch.items), g.kv_heads),
-                          128, 0, stream, sums, Dk, Dv);
+  const dim3 sums(static_cast<unsigned>(work.sums), 1, kSumParts);
+  return portable::launch(sum_items<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);
 }
 
 }  // namespace nsa::cuda::sm90
