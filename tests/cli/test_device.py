@@ -84,6 +84,19 @@ def test_the_loss_falls(trained_on_cuda, attention):
 
 
 @needs_gpu
+@pytest.mark.parametrize("attention", ["nsa", "full"])
+def test_the_first_step_in_bfloat16_is_that_in_float32(tmp_path, corpus, attention):
+    """In bfloat16 rotation, SwiGLU and RMSNorm have kernels of their own, in float32 they are torch's operations."""
+    first = {}
+    for dtype in ("bfloat16", "float32"):
+        arguments = ["--data", corpus, "--attention", attention, "--device", "cuda", *SMALL]
+        nsa("train", "--out", tmp_path / dtype, *arguments, "--steps", 1, "--log-every", 1, "--dtype", dtype)
+        first[dtype] = metrics(tmp_path / dtype, "train")[0]
+    assert first["bfloat16"]["loss"] == pytest.approx(first["float32"]["loss"], rel=1e-2)
+    assert first["bfloat16"]["grad_norm"] == pytest.approx(first["float32"]["grad_norm"], rel=5e-2)
+
+
+@needs_gpu
 def test_full_attention_in_float32_takes_no_square_memory(tmp_path):
     """S x S scores of four heads in float32 would be 69 GB, and a backward needs them more than once."""
     (tmp_path / "long.txt").write_text("some text " * 6600)
