@@ -20,12 +20,7 @@ CompressParams params_of(const Tensor& k, const std::string& kind, const Optiona
 Tensor compress(const Tensor& k, std::string kind, OptionalTensor pe, OptionalTensor w1, OptionalTensor b1,
                 OptionalTensor w2, OptionalTensor b2, Ints cfg, OptionalTensor cu_seqlens) {
   CompressParams params = params_of(k, kind, pe, w1, b1, w2, b2, cfg, cu_seqlens);
-  Shape shape = shape_of(k);
-  if (cu_seqlens)
-    shape[0] /= params.cfg.kernel_stride;
-  else if (shape.size() > 1)
-    shape[1] = params.cfg.num_compressed(shape[1]);
-  Tensor out = make(k, shape);
+  Tensor out = make(k, compressed_shape(k, params.cfg, cu_seqlens.has_value()));
   params.out = output(out, "out");
   run(nsa::compress, params, k);
   return out;

@@ -120,6 +120,13 @@ NSAConfig config_of(const std::vector<std::int64_t>& cfg) {
   return config;
 }
 
+Shape compressed_shape(const Tensor& k, const NSAConfig& cfg, bool packed) {
+  Shape shape = shape_of(k);
+  if (packed && !shape.empty()) shape[0] /= cfg.kernel_stride;
+  if (!packed && shape.size() > 1) shape[1] = cfg.num_compressed(shape[1]);
+  return shape;
+}
+
 Packed packed_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, std::int64_t max_seqlen_q,
                  std::int64_t max_seqlen_k) {
   return {input(cu_seqlens_q, "cu_seqlens_q"), input(cu_seqlens_k, "cu_seqlens_k"), max_seqlen_q, max_seqlen_k};

@@ -64,6 +64,8 @@ void expect_needs(const std::vector<bool>& needs, std::size_t count);
 
 /// cfg holds NSAConfig's members in their order.
 NSAConfig config_of(const std::vector<std::int64_t>& cfg);
+/// Of what compress makes of raw keys or values; `cfg` must be valid.
+Shape compressed_shape(const Tensor& k, const NSAConfig& cfg, bool packed);
 Packed packed_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, std::int64_t max_seqlen_q,
                  std::int64_t max_seqlen_k);
 CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe, const OptionalTensor& w1,

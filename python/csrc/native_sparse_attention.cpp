@@ -8,14 +8,6 @@ TensorView kept(const Tensor& tensor, const char* name) {
   return tensor.dim() == 1 && tensor.numel() == 0 ? TensorView{} : input(tensor, name);
 }
 
-/// Like what compress makes of raw keys or values.
-Shape compressed_shape(const Tensor& k, const NSAConfig& cfg, bool packed) {
-  Shape shape = shape_of(k);
-  if (packed && !shape.empty()) shape[0] /= cfg.kernel_stride;
-  if (!packed && shape.size() > 1) shape[1] = cfg.num_compressed(shape[1]);
-  return shape;
-}
-
 }  // namespace
 
 Tensors<10> native_sparse_attention(const Tensor& q, const Tensor& k_cmp, const Tensor& v_cmp, const Tensor& k_slc,

@@ -71,6 +71,13 @@ def _indices(q: Tensor, k_c: Tensor, cfg: Sequence[int]) -> Tensor:
     return q.new_empty((*q.shape[:-2], k_c.shape[-2], NSAConfig(*cfg).topk), dtype=torch.int32)
 
 
+def _compressed(k: Tensor, cfg: Sequence[int], cu_seqlens: Tensor | None) -> Tensor:
+    config = NSAConfig(*cfg)
+    if cu_seqlens is not None:
+        return k.new_empty((k.shape[0] // config.kernel_stride, *k.shape[1:]))
+    return k.new_empty((k.shape[0], config.num_compressed(k.shape[1]), *k.shape[2:]))
+
+
 def _gradients(needs: Sequence[bool], *of: Tensor | None) -> tuple[Tensor, ...]:
     like = next(t for t in of if t is not None)
     return tuple(
@@ -80,10 +87,7 @@ def _gradients(needs: Sequence[bool], *of: Tensor | None) -> tuple[Tensor, ...]:
 
 @_fake("compress")
 def _(k, kind, pe, w1, b1, w2, b2, cfg, cu_seqlens):
-    config = NSAConfig(*cfg)
-    if cu_seqlens is not None:
-        return k.new_empty((k.shape[0] // config.kernel_stride, *k.shape[1:]))
-    return k.new_empty((k.shape[0], config.num_compressed(k.shape[1]), *k.shape[2:]))
+    return _compressed(k, cfg, cu_seqlens)
 
 
 @_fake("compress_backward")
@@ -155,17 +159,11 @@ def _(d_o, q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates, *rest):
 
 @_fake("native_sparse_attention")
 def _(q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, gates, *rest):
-    cfg, (cu_seqlens_q, *_, keep, keep_compressed) = NSAConfig(*rest[12]), rest[18:]
-
-    def compressed(k: Tensor) -> Tensor:
-        if cu_seqlens_q is not None:
-            return k.new_empty((k.shape[0] // cfg.kernel_stride, *k.shape[1:]))
-        return k.new_empty((k.shape[0], cfg.num_compressed(k.shape[1]), *k.shape[2:]))
-
+    cfg, (cu_seqlens_q, *_, keep, keep_compressed) = rest[12], rest[18:]
     kept = (_o(q, v_slc), _o(q, v_slc), _o(q, v_slc), _lse(q), _lse(q), _lse(q))
     return (
-        *(_o(q, v_slc), _indices(q, k_cmp, rest[12])),
-        *(compressed(t) if keep_compressed else t.new_empty(0) for t in (k_cmp, v_cmp)),
+        *(_o(q, v_slc), _indices(q, k_cmp, cfg)),
+        *(_compressed(t, cfg, cu_seqlens_q) if keep_compressed else t.new_empty(0) for t in (k_cmp, v_cmp)),
         *(t if keep else t.new_empty(0) for t in kept),
     )
 

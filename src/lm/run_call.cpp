@@ -43,17 +43,18 @@ Status compress_again(CallArguments& a, const Context& context) {
   return nsa::compress(p, context);
 }
 
+/// Gradients of the weights whose names begin with `prefix`.
+CompressionWeights weight_gradients(CallArguments& a, const std::string& prefix) {
+  const auto gradient = [&](const char* name) { return a.out_like("d_" + prefix + name, prefix + name); };
+  return {{}, gradient("pe"), gradient("w1"), gradient("b1"), gradient("w2"), gradient("b2")};
+}
+
 Status compress_backward_again(CallArguments& a, const Context& context) {
   CompressBackwardParams p;
   p.forward = {.k = a.in("k"), .weights = a.weights("weights."), .cfg = a.config(), .cu_seqlens = a.in("cu_seqlens")};
   p.d_out = a.in("d_out");
   p.d_k = a.out_like("d_k", "k");
-  p.d_weights = {p.forward.weights.kind,
-                 a.out_like("d_weights.pe", "weights.pe"),
-                 a.out_like("d_weights.w1", "weights.w1"),
-                 a.out_like("d_weights.b1", "weights.b1"),
-                 a.out_like("d_weights.w2", "weights.w2"),
-                 a.out_like("d_weights.b2", "weights.b2")};
+  p.d_weights = weight_gradients(a, "weights.");
   return nsa::compress_backward(p, context);
 }
 
@@ -204,12 +205,6 @@ Status layer_again(CallArguments& a, const at::Tensor& imposed, const Context& c
 }
 
 Status layer_backward_again(CallArguments& a, const Context& context) {
-  const auto weights = [&](const std::string& name) -> CompressionWeights {
-    const auto gradient = [&](const char* of) {
-      return a.out_like(("d_" + name).append(of), std::string(name).append(of));
-    };
-    return {{}, gradient("pe"), gradient("w1"), gradient("b1"), gradient("w2"), gradient("b2")};
-  };
   return nsa::native_sparse_attention_backward({.forward = layer_params(a),
                                                 .d_o = a.in("d_o"),
                                                 .d_q = a.out_like("d_q", "q"),
@@ -220,8 +215,8 @@ Status layer_backward_again(CallArguments& a, const Context& context) {
                                                 .d_k_swa = a.out_like("d_k_swa", "k_swa"),
                                                 .d_v_swa = a.out_like("d_v_swa", "v_swa"),
                                                 .d_gates = a.out_like("d_gates", "gates"),
-                                                .d_weights_k = weights("weights_k."),
-                                                .d_weights_v = weights("weights_v.")},
+                                                .d_weights_k = weight_gradients(a, "weights_k."),
+                                                .d_weights_v = weight_gradients(a, "weights_v.")},
                                                context);
 }
 
