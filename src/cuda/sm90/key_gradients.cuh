@@ -215,8 +215,9 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
   float x[32];                // S, P, dP, dP - delta / g
   std::uint32_t operand[16];  // g P, then dS
 
-  /// x: P; operand: g P.
-  __device__ __forceinline__ void gated(std::uint32_t terms) {
+  /// operand: g P.
+  __device__ __forceinline__ void gate_probabilities(std::uint32_t terms) {
+    if (!always()) return;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -226,24 +227,29 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
         operand[2 * j + i] = pack(T{}, x[4 * j + 2 * i] * gate.x, x[4 * j + 2 * i + 1] * gate.y);
     }
   }
-  /// From g P in `operand` on: dV, and dS as the next operand.
-  template <class Memory>
-  __device__ __forceinline__ void score_gradients(const Memory& memory, std::uint32_t v, int stage) {
-    gated(memory.terms(stage));
-    scores<T, Dv, 64>(x, again(v), 64, descriptor(memory.d_o(stage), 16), 64);
-    outputs<T, Dv, 64>(dv, operand, descriptor(memory.d_o(stage), kPanelBytes));
-    products_wait<0>();
+  /// x: dP - delta / g.
+  __device__ __forceinline__ void subtract_delta(std::uint32_t terms) {
+    if (!always()) return;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 delta = load_float2(memory.terms(stage) + 256 + j * 32 + (lane & 3) * 8);
+      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[4 * j + i] -= i % 2 ? delta.y : delta.x;
     }
+  }
+  /// From P in x on: dV, and dS as the next operand.
+  template <class Memory>
+  __device__ __forceinline__ void score_gradients(const Memory& memory, std::uint32_t v, int stage) {
+    gate_probabilities(memory.terms(stage));
+    scores<T, Dv, 64>(x, again(v), 64, descriptor(memory.d_o(stage), 16), 64);
+    outputs<T, Dv, 64>(dv, operand, descriptor(memory.d_o(stage), kPanelBytes));
+    products_wait<1>();
+    subtract_delta(memory.terms(stage));
     products_wait<0>();
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const float2 p = unpack(T{}, operand[i]);
+      const float2 p = unpack(T{}, again(operand[i]));  // not before the wait
       operand[i] = pack(T{}, p.x * x[2 * i], p.y * x[2 * i + 1]);
     }
   }
