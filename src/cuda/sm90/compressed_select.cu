@@ -142,16 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + kStages * L::kTileBytes;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&barriers.key_full[i]), 1);
-      barrier_init(shared_address(&barriers.value_full[i]), 1);
-      barrier_init(shared_address(&barriers.key_free[i]), kGroups * 4);
-      barrier_init(shared_address(&barriers.value_free[i]), kGroups * 4);
-    }
-    for (int i = 0; i < kGroups; ++i) {
-      barrier_init(shared_address(&barriers.query_full[i]), 1);
-      barrier_init(shared_address(&barriers.query_free[i]), 4);
-    }
+    barriers.init();
     for (int i = 0; i < kBuffers * kUnits; ++i) {
       barrier_init(shared_address(&barriers.scored[0][0] + i), 1);
       barrier_init(shared_address(&barriers.read[0][0] + i), 1);

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cuda/sm90/forward_parts.cuh"
 #include "cuda/sm90/importance.cuh"
 #include "cuda/sm90/pick.cuh"
 
@@ -31,10 +32,7 @@ struct SelectLayout {
   }
 };
 
-struct SelectBarriers {
-  std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
-  std::uint64_t query_full[kGroups], query_free[kGroups];
-  GroupTile tiles[kGroups][2];                                     // the one at work and the next one
+struct SelectBarriers : ForwardBarriers<kStages, kGroups> {
   std::uint64_t scored[kBuffers][kUnits], read[kBuffers][kUnits];  // the scratch is complete; may be overwritten
   std::uint64_t chunk_full[kPickers][kMostChunks];
   MinusLse minus_lse[kBuffers][kUnits];
