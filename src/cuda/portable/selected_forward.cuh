@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
     }
 
     OnlineSoftmax<Dv> state;
-    const float scale = state.positive(args.scale);
+    const float scale = positive_scale(args.scale);
     const auto attend = [&](int key, char* keys, char* values) {
       float s[kUnit / 8][4];
       Ring<T> ring;

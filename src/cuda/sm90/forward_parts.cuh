@@ -6,10 +6,6 @@
 
 namespace nsa::cuda::sm90 {
 
-/// The softmax scale in base-2 units. A negative one negates scores, one of zero becomes the smallest there is: see
-/// OnlineSoftmax.
-__device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
-
 /// Lets warpgroups start some time apart: else all wait for their softmax at the same time, and the tensor cores idle.
 __device__ __forceinline__ void start_apart(int group) {
   const long long start = clock64();

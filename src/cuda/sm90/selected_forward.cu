@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
 
   more_registers<S::kConsumerRegisters>();
   SelectedReader<S> reader(control, ring, plan);
-  const float scale = OnlineSoftmax<Dv>::positive(args.scale);
+  const float scale = positive_scale(args.scale);
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t parity) {
     const T* q_row[2];
     const SelectedLimits limits(plan, tile, warp, lane);
