@@ -1,6 +1,6 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
-//   cuda_stages [--heads 64] [--kv-heads 4] [--forward] [length ...]
-// B = 1, D = 128, bfloat16, MLP phi, default hyperparameters; --forward leaves out the backward.
+//   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--forward] [length ...]
+// B = 1, values of 128, bfloat16, MLP phi, default hyperparameters; --forward leaves out the backward.
 // Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
 #include <cmath>
 #include <functional>
@@ -65,40 +65,40 @@ double time(const char* name, const Params& params, Status (*operation)(const Pa
   return times[times.size() / 2];
 }
 
-void run(std::int64_t s, std::int64_t h, std::int64_t kv, bool backward) {
-  constexpr std::int64_t d = 128;
+void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, bool backward) {
+  constexpr std::int64_t dv = 128;
   const NSAConfig cfg;
   const std::int64_t nc = cfg.num_compressed(s);
   Tensors dev;
   void* flush = dev.take(256 << 20);
-  const auto heads = [&](std::int64_t n) { return dev.random({1, s, n, d}); };
-  const TensorView q = heads(h), k_cmp = heads(kv), k_slc = heads(kv), v_slc = heads(kv), k_swa = heads(kv),
-                   v_swa = heads(kv);
-  const TensorView d_o = heads(h), gates = dev.random({1, s, h, 3}, 0.1f, 0.5f);
-  const auto out = [&] { return dev.tensor(DType::kBFloat16, {1, s, h, d}); };
+  const auto heads = [&](std::int64_t n, std::int64_t dim) { return dev.random({1, s, n, dim}); };
+  const TensorView q = heads(h, dk), k_cmp = heads(kv, dk), k_slc = heads(kv, dk), v_slc = heads(kv, dv),
+                   k_swa = heads(kv, dk), v_swa = heads(kv, dv);
+  const TensorView d_o = heads(h, dv), gates = dev.random({1, s, h, 3}, 0.1f, 0.5f);
+  const auto out = [&] { return dev.tensor(DType::kBFloat16, {1, s, h, dv}); };
   const auto lse = [&] { return dev.tensor(DType::kFloat32, {1, h, s}); };
   CompressionWeights w{CompressionKind::kMlp,
-                       dev.random({kv, 32, d}, 0.02f),
-                       dev.random({kv, 32 * d, 2 * d}, 0.016f),
+                       dev.random({kv, 32, dk}, 0.02f),
+                       dev.random({kv, 32 * dk, 2 * dk}, 0.016f),
                        {},
-                       dev.random({kv, 2 * d, d}, 0.06f),
+                       dev.random({kv, 2 * dk, dk}, 0.06f),
                        {}};
-  const TensorView k_c = dev.random({1, nc, kv, d}), v_c = dev.random({1, nc, kv, d});
+  const TensorView k_c = dev.random({1, nc, kv, dk}), v_c = dev.random({1, nc, kv, dv});
   const TensorView random = dev.tensor(DType::kInt32, {1, s, kv, 16}),
                    clustered = dev.tensor(DType::kInt32, {1, s, kv, 16});
   for (const TensorView* indices : {&random, &clustered})
     fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(indices->as<int>(), static_cast<int>(s),
                                                                        static_cast<int>(kv), indices == &clustered);
-  std::printf("S = %lld, H = %lld, Hkv = %lld\n", static_cast<long long>(s), static_cast<long long>(h),
-              static_cast<long long>(kv));
+  std::printf("S = %lld, H = %lld, Hkv = %lld, keys of %lld\n", static_cast<long long>(s), static_cast<long long>(h),
+              static_cast<long long>(kv), static_cast<long long>(dk));
 
-  const TensorView compressed = dev.tensor(DType::kBFloat16, {1, nc, kv, d});
+  const TensorView compressed = dev.tensor(DType::kBFloat16, {1, nc, kv, dk});
   CompressParams compress{k_cmp, w, cfg, {}, compressed};
   time("compress (mlp, one of k, v)", compress, nsa::compress, flush);
-  CompressBackwardParams compress_back{compress, compressed, dev.tensor(DType::kBFloat16, {1, s, kv, d}), w};
-  compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, 32, d});
-  compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, 32 * d, 2 * d});
-  compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * d, d});
+  CompressBackwardParams compress_back{compress, compressed, dev.tensor(DType::kBFloat16, {1, s, kv, dk}), w};
+  compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, 32, dk});
+  compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, 32 * dk, 2 * dk});
+  compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * dk, dk});
   if (backward) time("compress backward", compress_back, nsa::compress_backward, flush);
 
   NsaAttentionParams whole{};
@@ -128,24 +128,24 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, bool backward) {
   time("nsa_attention, clustered", whole, nsa::nsa_attention, flush);
   if (!backward) return;
 
-  const auto like_k = [&](const TensorView& t) { return dev.tensor(DType::kBFloat16, {1, t.size(1), kv, d}); };
-  const TensorView d_q = out();
-  time("compressed_attention backward", CompressedAttentionBackwardParams{cmp, d_o, d_q, like_k(k_c), like_k(v_c)},
+  const auto like = [&](const TensorView& t) {
+    return dev.tensor(DType::kBFloat16, {1, t.size(1), t.size(2), t.size(3)});
+  };
+  const TensorView d_q = like(q);
+  time("compressed_attention backward", CompressedAttentionBackwardParams{cmp, d_o, d_q, like(k_c), like(v_c)},
        nsa::compressed_attention_backward, flush);
-  time("selected_attention backward, clust.",
-       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, nsa::selected_attention_backward,
-       flush);
+  time("selected_attention backward, clust.", SelectedAttentionBackwardParams{slc, d_o, d_q, like(k_slc), like(v_slc)},
+       nsa::selected_attention_backward, flush);
   slc.indices = random;
   check(cudaDeviceSynchronize(), "sync");
-  time("selected_attention backward, random",
-       SelectedAttentionBackwardParams{slc, d_o, d_q, like_k(k_slc), like_k(v_slc)}, nsa::selected_attention_backward,
-       flush);
+  time("selected_attention backward, random", SelectedAttentionBackwardParams{slc, d_o, d_q, like(k_slc), like(v_slc)},
+       nsa::selected_attention_backward, flush);
   time("sliding_window_attention backward",
-       SlidingWindowAttentionBackwardParams{swa, d_o, d_q, like_k(k_swa), like_k(v_swa)},
+       SlidingWindowAttentionBackwardParams{swa, d_o, d_q, like(k_swa), like(v_swa)},
        nsa::sliding_window_attention_backward, flush);
   NsaAttentionBackwardParams back{
-      whole,         d_o,           d_q,           like_k(k_c),   like_k(v_c),
-      like_k(k_slc), like_k(v_slc), like_k(k_swa), like_k(v_swa), dev.tensor(DType::kBFloat16, {1, s, h, 3})};
+      whole,       d_o,         d_q,         like(k_c),   like(v_c),
+      like(k_slc), like(v_slc), like(k_swa), like(v_swa), dev.tensor(DType::kBFloat16, {1, s, h, 3})};
   time("nsa_attention backward, clustered", back, nsa::nsa_attention_backward, flush);
   back.forward.imposed_indices = random;
   time("nsa_attention backward, random", back, nsa::nsa_attention_backward, flush);
@@ -158,7 +158,7 @@ int main(int argc, char** argv) {
   check(cudaGetDeviceProperties(&device, 0), "device");
   std::printf("%s\n", device.name);
   std::vector<long long> lengths;
-  long long heads = 64, kv_heads = 4;
+  long long heads = 64, kv_heads = 4, key_dim = 128;
   bool backward = true;
   for (int i = 1; i < argc; ++i) {
     const std::string_view option = argv[i];
@@ -168,11 +168,13 @@ int main(int argc, char** argv) {
       heads = std::atoll(argv[++i]);
     } else if (option == "--kv-heads" && i + 1 < argc) {
       kv_heads = std::atoll(argv[++i]);
+    } else if (option == "--key-dim" && i + 1 < argc) {
+      key_dim = std::atoll(argv[++i]);
     } else {
       lengths.push_back(std::atoll(argv[i]));
     }
   }
   if (lengths.empty()) lengths = {8192, 65536};
-  for (long long s : lengths) run(s, heads, kv_heads, backward);
+  for (long long s : lengths) run(s, heads, kv_heads, key_dim, backward);
   return 0;
 }

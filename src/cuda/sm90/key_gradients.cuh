@@ -74,11 +74,10 @@ struct StageCount {
   __device__ __forceinline__ std::uint32_t parity() const { return count / kStages & 1; }
 };
 
-/// The gradients of 64 keys in the registers of a warpgroup, and a stage on its way through.
+/// The gradients of 64 keys in the registers of a warpgroup.
 template <class T, int Dk, int Dv>
-struct KeyGradients {
-  float dk[Dk / 2], dv[Dv / 2], s[32], dp[32];
-  std::uint32_t p[16], ds[16];  // P^T and dS^T of the stage before, as operands
+struct KeySums {
+  float dk[Dk / 2], dv[Dv / 2];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -86,75 +85,6 @@ struct KeyGradients {
 #pragma unroll
     for (float& x : dv) x = 0;
   }
-  /// s: scores to probabilities. mask(s): -inf where the query does not see the key.
-  template <class Mask>
-  __device__ __forceinline__ void probabilities(std::uint32_t terms, float scale, const Mask& mask) {
-    mask(s);
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 lse = load_float2(terms + j * 32 + (lane & 3) * 8);
-      s[4 * j] = exp2_fast(fmaf(s[4 * j], scale, lse.x));
-      s[4 * j + 1] = exp2_fast(fmaf(s[4 * j + 1], scale, lse.y));
-      s[4 * j + 2] = exp2_fast(fmaf(s[4 * j + 2], scale, lse.x));
-      s[4 * j + 3] = exp2_fast(fmaf(s[4 * j + 3], scale, lse.y));
-    }
-  }
-  /// s and dp to the operands p and ds.
-  __device__ __forceinline__ void operands(std::uint32_t terms) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
-      const float2 gate = load_float2(terms + 512 + j * 32 + (lane & 3) * 8);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float low = s[4 * j + 2 * i], high = s[4 * j + 2 * i + 1];
-        ds[2 * j + i] = pack(T{}, low * fmaf(gate.x, dp[4 * j + 2 * i], -delta.x),
-                             high * fmaf(gate.y, dp[4 * j + 2 * i + 1], -delta.y));
-        p[2 * j + i] = pack(T{}, low * gate.x, high * gate.y);
-      }
-    }
-  }
-
-  /// The first stage of an item.
-  template <class Memory, class Mask, class Pass>
-  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
-                                        const Mask& mask, const Pass& pass) {
-    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
-    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
-    products_wait<1>();
-    pass();
-    probabilities(memory.terms(stage), scale, mask);
-    products_wait<0>();
-    operands(memory.terms(stage));
-  }
-  /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
-  template <class Memory, class Mask, class Pass, class Release>
-  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
-                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
-    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
-    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
-    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
-    products_wait<2>();  // p is free
-    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
-    products_wait<2>();
-    pass();
-    probabilities(memory.terms(stage), scale, mask);
-    products_wait<1>();
-    release(before);
-    products_wait<0>();
-    operands(memory.terms(stage));
-  }
-  /// After the last stage.
-  template <class Memory, class Release>
-  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
-    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
-    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
-    products_wait<0>();
-    release(before);
-  }
-
   /// To float32 rows of Dk + Dv, `to` the row of key 0 of the 64.
   __device__ __forceinline__ void store_partial_dk(float* to, int keys) const {
     store_rows<Dk>(dk, 1, keys, [&](int key) { return to + key * (Dk + Dv); });
@@ -187,6 +117,169 @@ struct KeyGradients {
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) store_pair(to + n * 8, x[4 * n + 2 * i] * scale, x[4 * n + 2 * i + 1] * scale);
     }
+  }
+};
+
+/// s: scores to probabilities. mask(s): -inf where the query does not see the key.
+template <class Mask>
+__device__ __forceinline__ void probabilities(float (&s)[32], std::uint32_t terms, float scale, const Mask& mask) {
+  mask(s);
+  if (!always()) return;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = load_float2(terms + j * 32 + (lane & 3) * 8);
+    s[4 * j] = exp2_fast(fmaf(s[4 * j], scale, lse.x));
+    s[4 * j + 1] = exp2_fast(fmaf(s[4 * j + 1], scale, lse.y));
+    s[4 * j + 2] = exp2_fast(fmaf(s[4 * j + 2], scale, lse.x));
+    s[4 * j + 3] = exp2_fast(fmaf(s[4 * j + 3], scale, lse.y));
+  }
+}
+
+/// Whether the registers hold S and dP of a stage beside the sums.
+template <int Dk, int Dv>
+inline constexpr bool kSideBySide = Dk + Dv <= 256;
+
+/// The sums, and a stage on its way through.
+template <class T, int Dk, int Dv, bool = kSideBySide<Dk, Dv>>
+struct KeyGradients : KeySums<T, Dk, Dv> {
+  using KeySums<T, Dk, Dv>::dk, KeySums<T, Dk, Dv>::dv;
+  float s[32], dp[32];
+  std::uint32_t p[16], ds[16];  // P^T and dS^T of the stage before, as operands
+
+  /// s and dp to the operands p and ds.
+  __device__ __forceinline__ void operands(std::uint32_t terms) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
+      const float2 gate = load_float2(terms + 512 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = s[4 * j + 2 * i], high = s[4 * j + 2 * i + 1];
+        ds[2 * j + i] = pack(T{}, low * fmaf(gate.x, dp[4 * j + 2 * i], -delta.x),
+                             high * fmaf(gate.y, dp[4 * j + 2 * i + 1], -delta.y));
+        p[2 * j + i] = pack(T{}, low * gate.x, high * gate.y);
+      }
+    }
+  }
+
+  /// The first stage of an item.
+  template <class Memory, class Mask, class Pass>
+  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
+                                        const Mask& mask, const Pass& pass) {
+    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    products_wait<1>();
+    pass();
+    probabilities(s, memory.terms(stage), scale, mask);
+    products_wait<0>();
+    operands(memory.terms(stage));
+  }
+  /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
+  template <class Memory, class Mask, class Pass, class Release>
+  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
+                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    products_wait<2>();  // p is free
+    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    products_wait<2>();
+    pass();
+    probabilities(s, memory.terms(stage), scale, mask);
+    products_wait<1>();
+    release(before);
+    products_wait<0>();
+    operands(memory.terms(stage));
+  }
+  /// After the last stage.
+  template <class Memory, class Release>
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    products_wait<0>();
+    release(before);
+  }
+};
+
+/// The same with S and dP one after the other in the same registers, and so their operands:
+///
+///   S(k), dK += dS(k-1)^T Q(k-1) | dP(k), dV += (gP(k))^T dO(k) | S(k+1), ...
+///
+/// Exponentials are computed under dK, dP - delta under dV. dS = (g P) * (dP - delta / g) comes from the rounded g P:
+/// the rows' second term is delta / g here.
+template <class T, int Dk, int Dv>
+struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
+  using KeySums<T, Dk, Dv>::dk, KeySums<T, Dk, Dv>::dv;
+  float x[32];                // S, P, dP, dP - delta / g
+  std::uint32_t operand[16];  // g P, then dS
+
+  /// operand: g P.
+  __device__ __forceinline__ void gate_probabilities(std::uint32_t terms) {
+    if (!always()) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 gate = load_float2(terms + 512 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        operand[2 * j + i] = pack(T{}, x[4 * j + 2 * i] * gate.x, x[4 * j + 2 * i + 1] * gate.y);
+    }
+  }
+  /// x: dP - delta / g.
+  __device__ __forceinline__ void subtract_delta(std::uint32_t terms) {
+    if (!always()) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * j + i] -= i % 2 ? delta.y : delta.x;
+    }
+  }
+  /// From P in x on: dV, and dS as the next operand.
+  template <class Memory>
+  __device__ __forceinline__ void score_gradients(const Memory& memory, std::uint32_t v, int stage) {
+    gate_probabilities(memory.terms(stage));
+    scores<T, Dv, 64>(x, again(v), 64, descriptor(memory.d_o(stage), 16), 64);
+    outputs<T, Dv, 64>(dv, operand, descriptor(memory.d_o(stage), kPanelBytes));
+    products_wait<1>();
+    subtract_delta(memory.terms(stage));
+    products_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 p = unpack(T{}, again(operand[i]));  // not before the wait
+      operand[i] = pack(T{}, p.x * x[2 * i], p.y * x[2 * i + 1]);
+    }
+  }
+
+  template <class Memory, class Mask, class Pass>
+  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
+                                        const Mask& mask, const Pass& pass) {
+    scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
+    products_wait<0>();
+    pass();
+    probabilities(x, memory.terms(stage), scale, mask);
+    score_gradients(memory, v, stage);
+  }
+  template <class Memory, class Mask, class Pass, class Release>
+  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
+                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+    scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
+    outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
+    products_wait<1>();
+    pass();
+    probabilities(x, memory.terms(stage), scale, mask);
+    products_wait<0>();
+    release(before);
+    score_gradients(memory, v, stage);
+  }
+  template <class Memory, class Release>
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+    outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
+    products_wait<0>();
+    release(before);
   }
 };
 

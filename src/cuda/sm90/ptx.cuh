@@ -136,6 +136,10 @@ __device__ __forceinline__ int lane_again() {
   return lane;
 }
 
+/// True, which the compiler does not know: what this guards stays where it is. Else ptxas moves arithmetic that is to
+/// run beside products behind the next wait for them.
+__device__ __forceinline__ bool always() { return lane_again() < 32; }
+
 /// For values that cost less to compute again than registers to keep.
 template <class T>
 __device__ __forceinline__ T again(T x) {

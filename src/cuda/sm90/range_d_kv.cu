@@ -12,7 +12,10 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
-constexpr int kKeys = kRangeKeys, kStages = 4;
+constexpr int kKeys = kRangeKeys;
+/// As many as fit into shared memory, at most four.
+template <int Dk, int Dv>
+inline constexpr int kStages = Dk + Dv <= 256 ? 4 : 3;
 
 struct RangeKeyArgs {
   BackwardArgs branch;
@@ -119,12 +122,12 @@ __device__ __forceinline__ Seen seen_by(const RangeKeyArgs& args, const StageInf
 }
 
 template <int Dk, int Dv>
-using Memory = KeyMemory<Dk, Dv, 2, kStages>;
+using Memory = KeyMemory<Dk, Dv, 2, kStages<Dk, Dv>>;
 
 /// Keys and query rows. One thread.
 template <int Dk, int Dv>
 __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory) {
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   std::uint32_t keys_parity = 1;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
@@ -169,7 +172,7 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
 /// What there is per query row. One warp.
 template <int Dk, int Dv>
 __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, Dv>& memory) {
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
@@ -199,7 +202,7 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
 /// What the warpgroups need to know of a stage. One thread.
 template <int Dk, int Dv>
 __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
@@ -236,22 +239,25 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const auto release = [&](int stage) {
     if (lane == 0) arrive(memory.empty(stage));
   };
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   const auto info_of = [&](int stage) -> const volatile StageInfo& {
     return *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
   };
   const auto mask = [&](float(&s)[32]) {
     const volatile StageInfo& info = info_of(count.stage());
     if (info.seen[warpgroup] == kAll) return;
-    const int lead = info.lead, queries = info.queries, keys = info.keys;
-    const int first_key = 64 * warpgroup + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int lead = info.lead, queries = info.queries, keys = info.keys, heads = args.tiles.heads;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int i = 0; i < 2; ++i) {
+      const int key = 64 * warpgroup + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * i, first = key * args.stride - lead;
+      // The key is seen by the queries from `first` on: a run of rows, and of this lane's columns.
+      const int column = 2 * (lane & 3), from = min(max(first, 0), 64) * heads - column;
+      const int to = key < keys ? max(min(first + args.window, queries), 0) * heads - column : 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int query = args.tiles.by_heads.quotient(8 * j + 2 * (lane & 3) + i % 2), key = first_key + i / 2 * 8;
-        const int behind = lead + query - key * args.stride;  // positions since the key is seen
-        if (query >= queries || key >= keys || behind < 0 || behind >= args.window) s[4 * j + i] = -INFINITY;
+      for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (8 * j + c < from || 8 * j + c >= to) s[4 * j + 2 * i + c] = -INFINITY;
       }
     }
   };
@@ -377,7 +383,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, compressed, 64);
   if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, compressed, 64);
   const auto blocks = static_cast<unsigned>(portable::tiles(args.work.items, 128));
-  if (error == cudaSuccess) error = make_row_terms(branch, stream);
+  if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = portable::launch(plan_items, blocks, 128, 0, stream, args);
   if (error == cudaSuccess)
     error = portable::launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, processors), 384,

@@ -18,7 +18,10 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
-constexpr int kKeys = 64, kStages = 4, kWarpgroups = 2;
+constexpr int kKeys = 64, kWarpgroups = 2;
+/// As many as fit into shared memory, at most four.
+template <int Dk, int Dv>
+inline constexpr int kStages = Dk + Dv <= 256 ? 4 : 3;
 
 struct RangeDqArgs {
   BackwardArgs branch[2];  // dQ of the last one goes where it says; sum_from counts of the first
@@ -64,6 +67,7 @@ struct KeyTiles {
 
 template <int Dk, int Dv>
 struct Memory {
+  static constexpr int kStages = sm90::kStages<Dk, Dv>;
   static constexpr int kQ = kTileBytes<Dk>, kO = kTileBytes<Dv>, kStage = kQ + kO;
   static constexpr int kBarriers = kWarpgroups * (kQ + kO) + kStages * kStage;
   static constexpr int kBytes = kBarriers + (4 * kStages + 2 * kWarpgroups) * 8;
@@ -89,7 +93,7 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
   const bool leader = threadIdx.x % 32 == 0;
   const Geometry& p = args.branch[0].geometry;
   const int tile_bytes = args.tiles.rows * (Dk + Dv) * 2;
-  Place<kStages> place;
+  Place<kStages<Dk, Dv>> place;
   std::uint32_t q_parity = 1;
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const Work work = work_at(args, x);
@@ -138,14 +142,15 @@ template <class T, int Dk, int Dv>
 __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& memory) {
   const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
   const Geometry& p = args.branch[0].geometry;
-  const std::uint32_t q = descriptor(memory.q(warpgroup), 16), d_o = descriptor(memory.d_o(warpgroup), 16);
+  const std::uint32_t q_tile = descriptor(memory.q(warpgroup), 16), d_o = descriptor(memory.d_o(warpgroup), 16);
+  const auto q = [&] { return Dk > 128 ? again(q_tile) : q_tile; };  // its descriptors would take registers
   const auto release = [&](std::uint32_t barrier) {
     if (lane == 0) arrive(barrier);
   };
   // Apart from the start, so that one computes exponentials while the other's products run.
   for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
   }
-  Place<kStages> place;
+  Place<kStages<Dk, Dv>> place;
   std::uint32_t q_parity = 0;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
@@ -194,10 +199,12 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
             }
           }
         }
+        if (!always()) return;
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) s[i] = exp2_fast(fmaf(s[i], scale, -mine.lse[i / 2 % 2]));
       };
       const auto score_gradients = [&] {
+        if (!always()) return;
 #pragma unroll
         for (int i = 0; i < kKeys / 2; ++i) {
           const int row = i / 2 % 2;
@@ -207,7 +214,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       if (tiles.first >= tiles.last) continue;
 
       wait(memory.k_full(place.stage), place.parity);
-      scores<T, Dk, kKeys>(s, q, 64, descriptor(memory.k(place.stage), 16), 64);
+      scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(place.stage), 16), 64);
       wait(memory.v_full(place.stage), place.parity);
       scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(place.stage), 16), 64);
       products_wait<1>();
@@ -221,7 +228,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
         const int before = place.stage;
         place.advance();
         wait(memory.k_full(place.stage), place.parity);
-        scores<T, Dk, kKeys>(s, q, 64, descriptor(memory.k(place.stage), 16), 64);
+        scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(place.stage), 16), 64);
         wait(memory.v_full(place.stage), place.parity);
         scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(place.stage), 16), 64);
         outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
@@ -260,7 +267,7 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < memory.kStages; ++i) {
       barrier_init(memory.k_full(i), 1);
       barrier_init(memory.v_full(i), 1);
       barrier_init(memory.k_empty(i), 4 * kWarpgroups);

@@ -8,8 +8,9 @@
 
 namespace nsa::cuda::sm90 {
 
-/// Three arrays: -lse in base-2 units (0 for a row that sees nothing), delta, gate. Each (batches, heads / tile heads,
-/// rows, tile heads) and some zeros at the end of its rows, so that whole tiles can be read.
+/// Three arrays: -lse in base-2 units (0 for a row that sees nothing), delta or delta / gate (0 where the gate is),
+/// gate. Each (batches, heads / tile heads, rows, tile heads) and some zeros at the end of its rows, so that whole
+/// tiles can be read.
 struct RowTerms {
   float* data = nullptr;
   int rows = 0, heads = 0, lines = 0;  // of a batch; of a tile; H / tile heads
@@ -30,6 +31,6 @@ struct RowTerms {
   }
 };
 
-cudaError_t make_row_terms(const portable::BackwardArgs& args, cudaStream_t stream);
+cudaError_t make_row_terms(const portable::BackwardArgs& args, cudaStream_t stream, bool delta_by_gate = false);
 
 }  // namespace nsa::cuda::sm90

@@ -51,18 +51,22 @@ __device__ __forceinline__ void products_wait() {
   "+f"(c[40]), "+f"(c[41]), "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), \
   "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]), \
   "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])
-#define NSA_NAMES_256 \
+#define NSA_NAMES_192 \
   NSA_NAMES_128 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define NSA_OPERANDS_256 \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NSA_OPERANDS_192 \
   NSA_OPERANDS_128, \
   "+f"(c[64]), "+f"(c[65]), "+f"(c[66]), "+f"(c[67]), "+f"(c[68]), "+f"(c[69]), "+f"(c[70]), "+f"(c[71]), \
   "+f"(c[72]), "+f"(c[73]), "+f"(c[74]), "+f"(c[75]), "+f"(c[76]), "+f"(c[77]), "+f"(c[78]), "+f"(c[79]), \
   "+f"(c[80]), "+f"(c[81]), "+f"(c[82]), "+f"(c[83]), "+f"(c[84]), "+f"(c[85]), "+f"(c[86]), "+f"(c[87]), \
-  "+f"(c[88]), "+f"(c[89]), "+f"(c[90]), "+f"(c[91]), "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95]), \
+  "+f"(c[88]), "+f"(c[89]), "+f"(c[90]), "+f"(c[91]), "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95])
+#define NSA_NAMES_256 \
+  NSA_NAMES_192 ", " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NSA_OPERANDS_256 \
+  NSA_OPERANDS_192, \
   "+f"(c[96]), "+f"(c[97]), "+f"(c[98]), "+f"(c[99]), "+f"(c[100]), "+f"(c[101]), "+f"(c[102]), "+f"(c[103]), \
   "+f"(c[104]), "+f"(c[105]), "+f"(c[106]), "+f"(c[107]), "+f"(c[108]), "+f"(c[109]), "+f"(c[110]), "+f"(c[111]), \
   "+f"(c[112]), "+f"(c[113]), "+f"(c[114]), "+f"(c[115]), "+f"(c[116]), "+f"(c[117]), "+f"(c[118]), "+f"(c[119]), \
@@ -90,6 +94,11 @@ __device__ __forceinline__ void products_wait() {
                " {" NSA_NAMES_128 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"                                  \
                : NSA_OPERANDS_128                                                                                     \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposedB))
+#define NSA_REGISTERS_192(type)                                                                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type \
+               " {" NSA_NAMES_192 "}, {%96, %97, %98, %99}, %100, p, 1, 1, %102;\n}\n"                                 \
+               : NSA_OPERANDS_192                                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposedB))
 #define NSA_SHARED_256(type)                                                                                           \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type \
                " {" NSA_NAMES_256 "}, %128, %129, p, 1, 1, %131, %132;\n}\n"                                           \
@@ -113,27 +122,32 @@ __device__ __forceinline__ void product(float (&c)[N / 2], std::uint64_t a, std:
 /// A in registers: fragments as of mma.sync m16n8k16, 16 rows per warp.
 template <class T, int N, bool kTransposedB>
 __device__ __forceinline__ void product(float (&c)[N / 2], const std::uint32_t* a, std::uint64_t b, int accumulate) {
-  static_assert(N == 64 || N == 128);
+  static_assert(N == 64 || N == 128 || N == 192);
   if constexpr (std::is_same_v<T, Bf16>) {
     if constexpr (N == 64) NSA_REGISTERS_64("bf16");
     if constexpr (N == 128) NSA_REGISTERS_128("bf16");
+    if constexpr (N == 192) NSA_REGISTERS_192("bf16");
   } else {
     if constexpr (N == 64) NSA_REGISTERS_64("f16");
     if constexpr (N == 128) NSA_REGISTERS_128("f16");
+    if constexpr (N == 192) NSA_REGISTERS_192("f16");
   }
 }
 
 #undef NSA_NAMES_64
 #undef NSA_NAMES_128
+#undef NSA_NAMES_192
 #undef NSA_NAMES_256
 #undef NSA_OPERANDS_64
 #undef NSA_OPERANDS_128
+#undef NSA_OPERANDS_192
 #undef NSA_OPERANDS_256
 #undef NSA_SHARED_64
 #undef NSA_SHARED_128
 #undef NSA_SHARED_256
 #undef NSA_REGISTERS_64
 #undef NSA_REGISTERS_128
+#undef NSA_REGISTERS_192
 
 /// c = a * b^T over D: 64 rows of tile a (a_rows in all) against N rows of tile b (b_rows in all). One batch.
 template <class T, int D, int N>
