@@ -14,10 +14,11 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
-constexpr int kStages = 5;
-constexpr int kFar = 63;        // the last key of an item
-constexpr int kMostBoxes = 8;   // queries of a stage that are copied each by itself
-constexpr int kRowsAtOnce = 4;  // of which a lane has the addresses
+/// As many as fit into shared memory.
+template <int Dk, int Dv>
+inline constexpr int kStages = Dk + Dv <= 256 ? 5 : 4;
+constexpr int kFar = 63;       // the last key of an item
+constexpr int kMostBoxes = 8;  // queries of a stage that are copied each by itself
 
 struct ListKeyArgs : ListPlan {
   float scale;  // in base-2 units
@@ -31,8 +32,8 @@ struct StageInfo {
 };
 
 template <int Dk, int Dv>
-struct Memory : KeyMemory<Dk, Dv, 1, kStages> {
-  using Base = KeyMemory<Dk, Dv, 1, kStages>;
+struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
+  using Base = KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>>;
   static constexpr int kPart = 16;  // floats that a thread passes to the other warpgroup at a time
   static constexpr int kItem = Base::kBytes, kSums = (kItem + 3 * 8 + 15) / 16 * 16;
   static constexpr int kBytes = kSums + 2 * kPart * 128 * 4;
@@ -116,7 +117,7 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
                                  std::uint32_t first, char* dynamic) {
   const int own = lane_again() / (D / 64), column = lane_again() % (D / 64) * 64, tile_row = own * args.tiles.heads;
   const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
@@ -135,41 +136,36 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
 }
 
 /// The same by copies of sixteen bytes, where queries have few rows (and groups one slice). One warp: eight lanes copy
-/// a panel of a row, the warp four rows at a time.
+/// a panel of a row at a time, of the eight rows (and the eight 32 further on) that are theirs.
 template <int D, int Dk, int Dv>
 __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
                                    std::uint32_t first, char* dynamic) {
-  const int piece = lane_again() % 8, row_of_four = lane_again() / 8;
-  const std::uint32_t to = first + row_of_four * 128 + (piece ^ row_of_four) * 16;
-  StageCount<kStages> count;
+  const std::uint32_t to = first + lane_again() / 8 * 1024 + lane_again() % 8 * 16;
+  StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const char* data = again(reinterpret_cast<const char*>(
-        from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) + piece * 8));
+        from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
+        lane_again() % 8 * 8));
     for_stages(args, item, 1, [&](const int(&queries)[2], int) {
-      unsigned offset[2],
-          valid[2];  // of this lane's rows, in units of sixteen bytes; bits 0, 4, ...: of those it copies
+      unsigned offset[2], valid[2];  // of this lane's rows, in 16 bytes; of those of its eight lanes, a bit each
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_again() + 32 * i;
-        const int head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
         offset[i] =
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
-        valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> row_of_four;
+        valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
       }
       wait(memory.empty(count.stage()), count.parity() ^ 1);
       const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll
-      for (int k = 0; k < 16; k += kRowsAtOnce) {  // rows 4 k + row_of_four of the tile
-        const char* row[kRowsAtOnce];
+      for (int k = 0; k < 8; ++k) {
+        const std::uint32_t swizzled = (stage ^ k * 16) + k * 128;
 #pragma unroll
-        for (int j = 0; j < kRowsAtOnce; ++j)
-          row[j] = data + __shfl_sync(0xffffffffu, offset[k / 8], (k + j) % 8 * 4 + row_of_four) * std::int64_t{16};
-#pragma unroll
-        for (int j = 0; j < kRowsAtOnce; ++j) {
+        for (int i = 0; i < 2; ++i) {
+          const char* row = data + __shfl_sync(0xffffffffu, offset[i], k, 8) * std::int64_t{16};
 #pragma unroll
           for (int c = 0; c < D / 64; ++c)
-            copy16((stage ^ (j & 1) * 64) + c * kPanelBytes + (k + j) * 512, row[j] + c * 128,
-                   (valid[k / 8] & 1u << (k + j) % 8 * 4) != 0);
+            copy16(swizzled + i * 4096 + c * kPanelBytes, row + c * 128, (valid[i] & 1u << k) != 0);
         }
       }
       arrive_after_copies(memory.full(count.stage()));
@@ -192,7 +188,7 @@ __device__ __forceinline__ void produce_rows(const ListKeyArgs& args, const Stri
 /// What there is per query row; zeros for rows of no query, which then add nothing. One warp.
 template <int Dk, int Dv>
 __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
@@ -216,7 +212,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
 template <int Dk, int Dv>
 __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
                                      char* dynamic) {
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   std::uint32_t keys_parity = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_again() == 0) {
@@ -252,20 +248,20 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
 
 /// Adds to `kept` what the other warpgroup gives, and gives it `given`, part by part through shared memory. The order
 /// of the two summands does not change the sum.
-template <int kPart, int N>
-__device__ __forceinline__ void exchange_sums(float (&kept)[N], const float (&given)[N], float4* shared,
+template <int kPart, int kKept, int kGiven>
+__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven], float4* shared,
                                               int warpgroup) {
-  static_assert(N % kPart == 0);
+  static_assert(kKept % kPart == 0 && kGiven % kPart == 0);
   float4* from = shared + threadIdx.x % 128 + (warpgroup ^ 1) * (kPart / 4 * 128);
   float4* to = shared + threadIdx.x % 128 + warpgroup * (kPart / 4 * 128);
 #pragma unroll
-  for (int first = 0; first < N; first += kPart) {
+  for (int first = 0; first < std::max(kKept, kGiven); first += kPart) {
 #pragma unroll
-    for (int i = first; i < first + kPart; i += 4)
+    for (int i = first; i < first + kPart && i < kGiven; i += 4)
       to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
     named_sync(3, 256);
 #pragma unroll
-    for (int i = first; i < first + kPart; i += 4) {
+    for (int i = first; i < first + kPart && i < kKept; i += 4) {
       const float4 x = from[(i - first) / 4 * 128];
       kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
     }
@@ -283,7 +279,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const auto release = [&](int stage) {
     if (lane == 0) arrive(memory.empty(stage));
   };
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   const auto mask = [&](float(&s)[32]) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
     if (info.all) return;
@@ -403,7 +399,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error == cudaSuccess) error = make_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
   if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, false, 64);
-  if (error == cudaSuccess) error = make_row_terms(branch, stream);
+  if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = plan_items(args, stream);
   const auto most = static_cast<unsigned>(work.items);
   if (error == cudaSuccess)
