@@ -124,7 +124,6 @@ struct KeySums {
 template <class Mask>
 __device__ __forceinline__ void probabilities(float (&s)[32], std::uint32_t terms, float scale, const Mask& mask) {
   mask(s);
-  if (!always()) return;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -205,10 +204,10 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
 
 /// The same with S and dP one after the other in the same registers, and so their operands:
 ///
-///   S(k), dK += dS(k-1)^T Q(k-1) | dP(k), dV += (gP(k))^T dO(k) | S(k+1), ...
+///   S(k), dK += dS(k-1)^T Q(k-1) | dP(k), dV += (g P(k))^T dO(k) | S(k+1), ...
 ///
-/// Exponentials are computed under dK, dP - delta under dV. dS = (g P) * (dP - delta / g) comes from the rounded g P:
-/// the rows' second term is delta / g here.
+/// dP - delta is computed beside dV. dS = (g P) * (dP - delta / g) comes from the rounded g P: the second of the rows'
+/// terms is delta / g here.
 template <class T, int Dk, int Dv>
 struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
   using KeySums<T, Dk, Dv>::dk, KeySums<T, Dk, Dv>::dv;

@@ -136,8 +136,8 @@ __device__ __forceinline__ int lane_again() {
   return lane;
 }
 
-/// True, which the compiler does not know: what this guards stays where it is. Else ptxas moves arithmetic that is to
-/// run beside products behind the next wait for them.
+/// True, which the compiler does not know: what this guards stays where it is. Else ptxas moves arithmetic behind the
+/// next wait for products, or in between products.
 __device__ __forceinline__ bool always() { return lane_again() < 32; }
 
 /// For values that cost less to compute again than registers to keep.
