@@ -1,7 +1,7 @@
 // dK and dV of the selected blocks. The scheme is that of key_gradients.cuh: a thread block takes 64 keys of one KV
 // head and the queries that chose their block, from the lists of inverse_index.cuh; the warpgroups take alternate
-// stages and their sums are added at the end. A stage has the rows of 64 / G queries (of one, for slices of larger
-// groups), gathered by copies for each query, or for each row where groups are small.
+// stages and their sums are added at the end. The rows of a stage are gathered by a copy for each query, or for each
+// row where queries have few.
 //
 // Lists are cut into items (list_items.h), which the thread blocks take in the order of their plan, each when it is
 // done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order.
@@ -18,7 +18,10 @@ namespace {
 template <int Dk, int Dv>
 inline constexpr int kStages = Dk + Dv <= 256 ? 5 : 4;
 constexpr int kFar = 63;       // the last key of an item
-constexpr int kMostBoxes = 8;  // queries of a stage that are copied each by itself
+constexpr int kMostBoxes = 8;  // queries of a stage, for a copy each
+/// Of a thread that produces; those that compute share the rest.
+template <int Dk, int Dv>
+inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
 
 struct ListKeyArgs : ListPlan {
   float scale;  // in base-2 units
@@ -86,8 +89,8 @@ __device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<
   }
 }
 
-/// The stages of an item, as the producers see them: f(queries, slice), the queries of this lane's rows of the tile,
-/// lane and lane + 32; -1: a row of no query. They are fetched a stage ahead.
+/// The stages of an item, as the producers see them, slices of a query one after the other: f(queries, slice), the
+/// queries of this lane's rows of the tile, lane and lane + 32; -1: a row of no query. They are fetched a stage ahead.
 template <class F>
 __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int slices,
                                            const F& f) {
@@ -135,8 +138,8 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
   });
 }
 
-/// The same by copies of sixteen bytes, where queries have few rows (and groups one slice). One warp: eight lanes copy
-/// a panel of a row at a time, of the eight rows (and the eight 32 further on) that are theirs.
+/// The same by copies of sixteen bytes, for groups of one slice. One warp: eight lanes copy a panel of a row at a time,
+/// of the eight rows that are theirs and the eight 32 further on.
 template <int D, int Dk, int Dv>
 __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
                                    std::uint32_t first, char* dynamic) {
@@ -147,7 +150,9 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
         from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
         lane_again() % 8 * 8));
     for_stages(args, item, 1, [&](const int(&queries)[2], int) {
-      unsigned offset[2], valid[2];  // of this lane's rows, in 16 bytes; of those of its eight lanes, a bit each
+      // Of this lane's rows, in units of sixteen bytes (of a sequence: up to 64 GiB); of its eight lanes' rows, a bit
+      // each.
+      unsigned offset[2], valid[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
@@ -274,6 +279,8 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const int lane = threadIdx.x % 32, warpgroup = uniform(threadIdx.x / 128);
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
+  // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
+  // other one wait at the same barriers: it would take the parity of the round before last for its own.
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
   const auto release = [&](int stage) {
@@ -355,7 +362,7 @@ __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= 8) {
-    fewer_registers<Dk + Dv <= 128 ? 40 : 24>();
+    fewer_registers<kProducerRegisters<Dk, Dv>>();
     if (warp == 8) {
       produce_rows<Dk>(args, args.branch.q, maps.q, memory, memory.q(0), dynamic);
     } else if (warp == 9) {
@@ -366,7 +373,7 @@ __global__ void __launch_bounds__(384, 1)
       produce_items(args, maps, memory, dynamic);
     }
   } else {
-    more_registers<Dk + Dv <= 128 ? 232 : 240>();
+    more_registers<(504 - kProducerRegisters<Dk, Dv>) / 2>();
     consume<T, Dk, Dv>(args, memory, dynamic);
   }
 }
