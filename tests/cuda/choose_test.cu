@@ -38,18 +38,21 @@ TEST(Choose, NoneForFloat32OrOtherGroupsOrLayouts) {
 
 TEST(Choose, SmallGroups) {
   Call c = call();
-  c.group = 5;
-  const Kernels k = choose(c);
-  EXPECT_TRUE(k.range_forward && k.selected_forward && k.range_d_kv && k.compressed_select);
-  EXPECT_FALSE(k.selected_d_kv);
+  for (int group = 1; group < 16; ++group) {
+    c.group = group;
+    const Kernels k = choose(c);
+    EXPECT_TRUE(k.range_forward && k.selected_forward && k.compressed_select) << group;
+    EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv) << group;
+  }
 }
 
 TEST(Choose, WideKeys) {
   Call c = call();
   c.key_dim = 192;
   const Kernels k = choose(c);
-  EXPECT_TRUE(k.range_forward && k.selected_forward && k.range_d_q && k.selected_d_q && k.range_d_kv);
-  EXPECT_FALSE(k.compressed_select || k.selected_d_kv);
+  EXPECT_TRUE(k.range_forward && k.selected_forward);
+  EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
+  EXPECT_FALSE(k.compressed_select);
 }
 
 TEST(Choose, OtherBlocks) {

@@ -1,11 +1,13 @@
 // Packed calls of very uneven sequences: the bits of every sequence, and memory that follows the rows.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "device.h"
 #include "under_test.h"
@@ -68,13 +70,15 @@ double relative_difference(const TensorView& a, const TensorView& b, double leas
   return std::sqrt(difference / static_cast<double>(std::max<std::size_t>(x.size(), 1))) / (size > 0 ? size : 1);
 }
 
-class EveryKernel : public testing::TestWithParam<std::int64_t> {};  // keys of these many channels
+/// Channels of keys, heads of a group.
+class EveryKernel : public testing::TestWithParam<std::pair<std::int64_t, std::int64_t>> {};
 
 TEST_P(EveryKernel, UnevenSequences) {
   // On a GPU with kernels of its own they serve this shape; elsewhere the same ones run twice. Without NaN, where they
   // would stand back: rows past the compressed tokens as `compress` leaves them.
   Case c = uneven();
-  c.slack = 0, c.kv_heads = 1, c.group = 16, c.dk = GetParam(), c.dv = 128;
+  c.slack = 0, c.kv_heads = 1, c.group = GetParam().second;
+  c.dk = GetParam().first, c.dv = std::min<std::int64_t>(c.dk, 128);
   c.cfg = {.topk = 5, .window_size = 600};
   Problem p(c);
   const Sequence last = sequences_of(c).back();
@@ -95,7 +99,8 @@ TEST_P(EveryKernel, UnevenSequences) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Packed, EveryKernel, testing::Values(128, 192));
+INSTANTIATE_TEST_SUITE_P(Packed, EveryKernel,
+                         testing::Values(std::pair(128, 16), std::pair(192, 16), std::pair(128, 3), std::pair(64, 1)));
 
 /// Forward and backward of one branch, whatever they give.
 template <class Backward, class Forward>

@@ -61,8 +61,6 @@ Kernels choose(const Call& call) {
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
-  // A query's rows are gathered as whole groups of eight: the copy engine's swizzle repeats after eight rows.
-  if (call.group % 8 != 0) kernels.selected_d_kv = nullptr;
   if (!selects(call)) kernels.compressed_select = nullptr;
   return kernels;
 }

@@ -2,8 +2,8 @@
 //
 // The rows of a query are read once for every block that it chose. For these reads to meet in the second-level cache
 // the queries of a sequence are cut into windows, and the items of a window follow each other: the thread blocks that
-// run at the same time then walk the same queries. Within a window long lists are cut once more. The cut depends on the
-// sequence alone.
+// run at the same time then walk the same queries. Within a window long lists are cut once more. Where a query has few
+// rows there is one window: an item's rows would not be worth its partial sums. The cut depends on the sequence alone.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +14,7 @@
 namespace nsa::cuda::sm90 {
 
 inline constexpr int kWindows = 2, kLeastWindow = 2048;  // windows of a sequence; queries for which one is enough
+inline constexpr int kWindowRows = 8;                    // rows of a query for which more than one pays
 inline constexpr int kLeastItem = 1024;                  // queries that an item may have in any case
 
 struct ListCut {
@@ -22,10 +23,11 @@ struct ListCut {
   int windows;  // at least one
   int most;     // queries of an item
 
-  __host__ __device__ explicit ListCut(int q_len) {
+  /// heads: rows of a query in a tile.
+  __host__ __device__ ListCut(int q_len, int heads) {
     const int chunk = portable::BlockLists::chunk(q_len), wanted = (q_len + kLeastWindow - 1) / kLeastWindow;
     chunks = (q_len + chunk - 1) / chunk;
-    windows = wanted < 1 ? 1 : wanted < kWindows ? wanted : kWindows;
+    windows = wanted < 1 || heads < kWindowRows ? 1 : wanted < kWindows ? wanted : kWindows;
     window = (chunks + windows - 1) / windows;
     most = window * chunk / 16 > kLeastItem ? window * chunk / 16 : kLeastItem;
   }
@@ -52,7 +54,7 @@ struct ListWork {
   ListWork(const Geometry& g, const portable::BlockLists& lists) : lines(g.kv_heads * g.batches) {
     const portable::Before all = portable::before_end(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
-    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len).most;
+    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, QueryTiles(g.group).heads).most;
     const std::int64_t parts = parts_by_windows(g, lists.block_size) + all.q * lists.width / most;
     partials = g.kv_heads * parts * lists.tiles_per_block;
     items = g.kv_heads * tiles + partials;
@@ -63,7 +65,7 @@ struct ListWork {
   /// have several parts of a list.
   static std::int64_t parts_by_windows(const Geometry& g, std::int64_t block_size) {
     if (!g.cu_q) {
-      const ListCut cut(g.q_len);
+      const ListCut cut(g.q_len, QueryTiles(g.group).heads);
       std::int64_t parts = 0;
       for (int i = 1; i <= cut.windows; ++i) {
         const int end = std::min(i * cut.window * portable::BlockLists::chunk(g.q_len), g.q_len);

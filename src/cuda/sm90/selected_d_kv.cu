@@ -1,6 +1,7 @@
 // dK and dV of the selected blocks. The scheme is that of key_gradients.cuh: a thread block takes 64 keys of one KV
-// head and the queries that chose their block, from the lists of inverse_index.cuh. The rows of a query are gathered by
-// a copy of their own; the warpgroups take alternate stages and their sums are added at the end.
+// head and the queries that chose their block, from the lists of inverse_index.cuh; the warpgroups take alternate
+// stages and their sums are added at the end. The rows of a stage are gathered by a copy for each query, or for each
+// row where queries have few.
 //
 // Lists are cut into items (list_items.h), which the thread blocks take in the order of their plan, each when it is
 // done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order.
@@ -13,21 +14,29 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
-constexpr int kStages = 5, kMostQueries = 8;
+/// As many as fit into shared memory.
+template <int Dk, int Dv>
+inline constexpr int kStages = Dk + Dv <= 256 ? 5 : 4;
+constexpr int kFar = 63;       // the last key of an item
+constexpr int kMostBoxes = 8;  // queries of a stage, for a copy each
+/// Of a thread that produces; those that compute share the rest.
+template <int Dk, int Dv>
+inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
 
 struct ListKeyArgs : ListPlan {
   float scale;  // in base-2 units
+  bool gather;  // rows of Q and dO come one by one
 };
 
 /// What the warpgroups need to know of a stage.
 struct StageInfo {
-  int lead[kMostQueries];  // position of a query - first key; -1: no query
-  int all;                 // every query sees every key
+  std::int8_t lead[64];  // of a row: the last key that it sees; kFar: all
+  int all;               // every row sees every key
 };
 
 template <int Dk, int Dv>
-struct Memory : KeyMemory<Dk, Dv, 1, kStages> {
-  using Base = KeyMemory<Dk, Dv, 1, kStages>;
+struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
+  using Base = KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>>;
   static constexpr int kPart = 16;  // floats that a thread passes to the other warpgroup at a time
   static constexpr int kItem = Base::kBytes, kSums = (kItem + 3 * 8 + 15) / 16 * 16;
   static constexpr int kBytes = kSums + 2 * kPart * 128 * 4;
@@ -36,10 +45,11 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages> {
   __device__ std::uint32_t item_empty() const { return item_full() + 8; }
   /// The number of the next item; negative: there is none.
   __device__ static volatile int& item(char* memory) { return *reinterpret_cast<int*>(memory + kItem + 16); }
-  __device__ void init() const {
+  /// `row_writers`: arrivals for Q at a stage, and as many for dO.
+  __device__ void init(int row_writers) const {
     barrier_init(item_full(), 1);
     barrier_init(item_empty(), 8 + 3);
-    Base::init(4, 4);
+    Base::init(2 * row_writers + 32 + 1, 4);
   }
 };
 
@@ -79,43 +89,46 @@ __device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<
   }
 }
 
-/// The query tiles of an item, as the copying warps see them: f(query, slice), this lane's query `own` of a tile; -1:
-/// there is none. A lane fetches every 32nd entry of the list, 32 ahead.
+/// The stages of an item, as the producers see them, slices of a query one after the other: f(queries, slice), the
+/// queries of this lane's rows of the tile, lane and lane + 32; -1: a row of no query. They are fetched a stage ahead.
 template <class F>
-__device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int own, const F& f) {
+__device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int slices,
+                                           const F& f) {
   int left = item.to - item.from;
-  const int* at = args.branch.lists.list + item.from + lane_again();
-  const auto fetch = [&] { return lane_again() < left ? *at : -1; };
-  int next = fetch();
+  const int* list = args.branch.lists.list + item.from;
+  const auto fetch = [&](int row) {
+    const int number = args.tiles.by_heads.quotient(row);
+    return number < min(left, args.tiles.queries) ? list[number] : -1;
+  };
+  int next[2] = {fetch(lane_again()), fetch(lane_again() + 32)};
 #pragma unroll 1
   while (left > 0) {
-    const int entries = next;
-    left -= 32;
-    at += 32;
-    next = fetch();
+    const int queries[2] = {next[0], next[1]};
+    left -= args.tiles.queries;
+    list += args.tiles.queries;
+    next[0] = fetch(lane_again()), next[1] = fetch(lane_again() + 32);
 #pragma unroll 1
-    for (int i = 0; i < 32 && i < left + 32; i += args.tiles.queries) {
-      const int query = __shfl_sync(0xffffffffu, entries, i + own);
-#pragma unroll 1
-      for (int slice = 0; slice < args.tiles.slices; ++slice) f(query, slice);
-    }
+    for (int slice = 0; slice < slices; ++slice) f(queries, slice);
   }
 }
 
-/// Rows of Q or dO, `first` the address of a tile of them in stage 0. One warp: a lane copies one panel of one query.
+/// Rows of Q or dO by the copy engine, `first` the address of a tile of them in stage 0. One warp: a lane copies one
+/// panel of one query. The swizzle follows the address, so that a query may begin at any row. Rows of no query become
+/// zeros, or stay so.
 template <int D, int Dk, int Dv>
-__device__ inline void produce_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
-                                    std::uint32_t first, char* dynamic) {
-  const int own = lane_again() / (D / 64), column = lane_again() % (D / 64) * 64;
-  const std::uint32_t to = first + column / 64 * kPanelBytes + own * args.tiles.heads * 128;
-  StageCount<kStages> count;
+__device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
+                                 std::uint32_t first, char* dynamic) {
+  const int own = lane_again() / (D / 64), column = lane_again() % (D / 64) * 64, tile_row = own * args.tiles.heads;
+  const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
+  StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
-    for_stages(args, item, own, [&](int query, int slice) {
+    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
       const std::uint32_t full = memory.full(count.stage());
       wait(memory.empty(count.stage()), count.parity() ^ 1);
       if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * D * 2);
-      __syncwarp();
+      const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
+      const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
       const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
       if (own < args.tiles.queries)
         load_box(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
@@ -125,22 +138,76 @@ __device__ inline void produce_rows(const ListKeyArgs& args, const CUtensorMap& 
   });
 }
 
-/// What there is per query row. One warp: a lane copies one of the three for one query. Rows of no query get those of
-/// another one; they are masked.
+/// The same by copies of sixteen bytes, for groups of one slice. One warp: eight lanes copy a panel of a row at a time,
+/// of the eight rows that are theirs and the eight 32 further on.
+template <int D, int Dk, int Dv>
+__device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
+                                   std::uint32_t first, char* dynamic) {
+  const std::uint32_t to = first + lane_again() / 8 * 1024 + lane_again() % 8 * 16;
+  StageCount<kStages<Dk, Dv>> count;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    const char* data = again(reinterpret_cast<const char*>(
+        from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
+        lane_again() % 8 * 8));
+    for_stages(args, item, 1, [&](const int(&queries)[2], int) {
+      // Of this lane's rows, in units of sixteen bytes (of a sequence: up to 64 GiB); of its eight lanes' rows, a bit
+      // each.
+      unsigned offset[2], valid[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        offset[i] =
+            max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
+        valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
+      }
+      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const std::uint32_t swizzled = (stage ^ k * 16) + k * 128;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const char* row = data + __shfl_sync(0xffffffffu, offset[i], k, 8) * std::int64_t{16};
+#pragma unroll
+          for (int c = 0; c < D / 64; ++c)
+            copy16(swizzled + i * 4096 + c * kPanelBytes, row + c * 128, (valid[i] & 1u << k) != 0);
+        }
+      }
+      arrive_after_copies(memory.full(count.stage()));
+      ++count.count;
+    });
+  });
+}
+
+/// Rows of Q or dO. One warp.
+template <int D, int Dk, int Dv>
+__device__ __forceinline__ void produce_rows(const ListKeyArgs& args, const Strided& from, const CUtensorMap& map,
+                                             const Memory<Dk, Dv>& memory, std::uint32_t first, char* dynamic) {
+  if (args.gather) {
+    gather_rows<D>(args, from, memory, first, dynamic);
+  } else {
+    copy_rows<D>(args, map, memory, first, dynamic);
+  }
+}
+
+/// What there is per query row; zeros for rows of no query, which then add nothing. One warp.
 template <int Dk, int Dv>
 __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  const int lane = lane_again(), own = lane / 3, array = lane % 3, bytes = args.tiles.heads * 4;
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
-    const float* base = item.terms + array * args.terms.array;
-    for_stages(args, item, own, [&](int query, int slice) {
-      const std::uint32_t full = memory.full(count.stage());
+    const float* terms = item.terms;
+    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
       wait(memory.empty(count.stage()), count.parity() ^ 1);
-      if (lane_again() == 0) arrive_expecting(full, 3 * args.tiles.queries * bytes);
-      __syncwarp();
-      if (own < args.tiles.queries)
-        load_bytes(memory.terms(count.stage()) + array * 256 + own * bytes,
-                   base + slice * args.terms.line + max(query, 0) * args.tiles.heads, bytes, full);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const float* from = terms + slice * args.terms.line + (max(queries[i], 0) * args.tiles.heads + head);
+        const std::uint32_t to = memory.terms(count.stage()) + row * 4;
+#pragma unroll
+        for (int array = 0; array < 3; ++array)
+          copy4(to + array * 256, from + array * args.terms.array, queries[i] >= 0);
+      }
+      arrive_after_copies(memory.full(count.stage()));
       ++count.count;
     });
   });
@@ -150,7 +217,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
 template <int Dk, int Dv>
 __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
                                      char* dynamic) {
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   std::uint32_t keys_parity = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_again() == 0) {
@@ -168,12 +235,14 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
     __syncwarp();
     keys_parity ^= 1;
     const int before = item.shift - item.first_key;
-    for_stages(args, item, lane_again(), [&](int query, int) {
+    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int) {
+      const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
+      const int low = lead(queries[0]), high = lead(queries[1]);
+      const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
       wait(memory.empty(count.stage()), count.parity() ^ 1);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
-      const int lead = query < 0 ? -1 : query + before;
-      const bool all = __all_sync(0xffffffffu, lane_again() >= args.tiles.queries || lead >= 63);
-      if (lane_again() < args.tiles.queries) info.lead[lane_again()] = lead;
+      info.lead[lane_again()] = static_cast<std::int8_t>(low);
+      info.lead[lane_again() + 32] = static_cast<std::int8_t>(high);
       if (lane_again() == 0) info.all = all;
       __syncwarp();
       if (lane_again() == 0) arrive(memory.full(count.stage()));
@@ -184,20 +253,20 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
 
 /// Adds to `kept` what the other warpgroup gives, and gives it `given`, part by part through shared memory. The order
 /// of the two summands does not change the sum.
-template <int kPart, int N>
-__device__ __forceinline__ void exchange_sums(float (&kept)[N], const float (&given)[N], float4* shared,
+template <int kPart, int kKept, int kGiven>
+__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven], float4* shared,
                                               int warpgroup) {
-  static_assert(N % kPart == 0);
+  static_assert(kKept % kPart == 0 && kGiven % kPart == 0);
   float4* from = shared + threadIdx.x % 128 + (warpgroup ^ 1) * (kPart / 4 * 128);
   float4* to = shared + threadIdx.x % 128 + warpgroup * (kPart / 4 * 128);
 #pragma unroll
-  for (int first = 0; first < N; first += kPart) {
+  for (int first = 0; first < std::max(kKept, kGiven); first += kPart) {
 #pragma unroll
-    for (int i = first; i < first + kPart; i += 4)
+    for (int i = first; i < first + kPart && i < kGiven; i += 4)
       to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
     named_sync(3, 256);
 #pragma unroll
-    for (int i = first; i < first + kPart; i += 4) {
+    for (int i = first; i < first + kPart && i < kKept; i += 4) {
       const float4 x = from[(i - first) / 4 * 128];
       kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
     }
@@ -210,12 +279,14 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const int lane = threadIdx.x % 32, warpgroup = uniform(threadIdx.x / 128);
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
+  // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
+  // other one wait at the same barriers: it would take the parity of the round before last for its own.
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
   const auto release = [&](int stage) {
     if (lane == 0) arrive(memory.empty(stage));
   };
-  StageCount<kStages> count;
+  StageCount<kStages<Dk, Dv>> count;
   const auto mask = [&](float(&s)[32]) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
     if (info.all) return;
@@ -223,11 +294,14 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int query = args.tiles.by_heads.quotient(8 * j + 2 * (lane & 3) + i % 2);
-        if (first_key + i / 2 * 8 > info.lead[query]) s[4 * j + i] = -INFINITY;
-      }
+      for (int i = 0; i < 4; ++i)
+        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = -INFINITY;
     }
+  };
+  /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
+  const auto arrived = [&] {
+    wait(memory.full(count.stage()), count.parity());
+    if (args.gather) fence_async();
   };
   if (warpgroup == 1) pass_turn();
   std::uint32_t keys_parity = 0;
@@ -240,12 +314,12 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     count.count = all_stages + ((all_stages ^ warpgroup) & 1);
     all_stages += item.stages;
     if (count.count < all_stages) {
-      wait(memory.full(count.stage()), count.parity());
+      arrived();
       take_turn();
       gradients.first(memory, k, v, count.stage(), args.scale, mask, pass_turn);
 #pragma unroll 1
       for (count.count += 2; count.count < all_stages; count.count += 2) {
-        wait(memory.full(count.stage()), count.parity());
+        arrived();
         take_turn();
         gradients.next(memory, k, v, count.before(2), count.stage(), args.scale, mask, pass_turn, release);
       }
@@ -283,22 +357,23 @@ __global__ void __launch_bounds__(384, 1)
   if (*args.branch.redo.flag != 0) return;
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
-  if (threadIdx.x == 0) memory.init();
+  if (threadIdx.x == 0) memory.init(args.gather ? 32 : 1);
+  if (args.tiles.rows < 64) memory.clear_stages(dynamic);
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= 8) {
-    fewer_registers<24>();
+    fewer_registers<kProducerRegisters<Dk, Dv>>();
     if (warp == 8) {
-      produce_rows<Dk>(args, maps.q, memory, memory.q(0), dynamic);
+      produce_rows<Dk>(args, args.branch.q, maps.q, memory, memory.q(0), dynamic);
     } else if (warp == 9) {
-      produce_rows<Dv>(args, maps.d_o, memory, memory.d_o(0), dynamic);
+      produce_rows<Dv>(args, args.branch.d_o, maps.d_o, memory, memory.d_o(0), dynamic);
     } else if (warp == 10) {
       produce_terms(args, memory, dynamic);
     } else {
       produce_items(args, maps, memory, dynamic);
     }
   } else {
-    more_registers<240>();
+    more_registers<(504 - kProducerRegisters<Dk, Dv>) / 2>();
     consume<T, Dk, Dv>(args, memory, dynamic);
   }
 }
@@ -320,7 +395,8 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const Geometry& g = branch.geometry;
   const ListWork work(g, branch.lists);
   if (work.items == 0) return cudaSuccess;
-  const ListKeyArgs args{ListPlan(branch, work), branch.scale * kLog2e};
+  ListKeyArgs args{ListPlan(branch, work), branch.scale * kLog2e};
+  args.gather = args.tiles.queries > kMostBoxes;
   KeyMaps maps;
   // One query each: a stage gathers them.
   const int heads = args.tiles.heads, batches = tensor_batches(g);
@@ -330,7 +406,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error == cudaSuccess) error = make_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
   if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, false, 64);
-  if (error == cudaSuccess) error = make_row_terms(branch, stream);
+  if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = plan_items(args, stream);
   const auto most = static_cast<unsigned>(work.items);
   if (error == cudaSuccess)
