@@ -14,7 +14,6 @@
 #include <cmath>
 
 #include "lm/fused.h"
-#include "lm/norm.h"
 #include "lm/phi_init.h"
 #include "lm/random.h"
 
@@ -109,6 +108,39 @@ at::Tensor sparse_attention(const ModelConfig& config, const BlockWeights& weigh
   return outputs.o;
 }
 
+/// The normed rows (rows, hidden) projected; `rotation` holds each row's angles.
+Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& normed,
+                  const Rotation& rotation) {
+  const std::int64_t rows = normed.size(0), kv_heads = config.num_kv_heads;
+  const auto sets = static_cast<std::size_t>(num_kv_sets(config));
+  std::vector<std::int64_t> widths = {std::int64_t{config.num_heads} * config.head_dim};
+  widths.insert(widths.end(), sets, kv_heads * config.head_dim);
+  widths.insert(widths.end(), sets, kv_heads * config.v_head_dim);
+  if (weights.gate_out.defined()) widths.push_back(weights.gate_bias.size(0));
+  const auto parts = at::linear(normed, weights.in_proj).split_with_sizes(widths, 1);
+  const auto key = [&](std::size_t set) {
+    return parts[1 + std::min(set, sets - 1)].view({rows, kv_heads, config.head_dim});
+  };
+  const auto value = [&](std::size_t set) {
+    return parts[1 + sets + std::min(set, sets - 1)].view({rows, kv_heads, config.v_head_dim});
+  };
+
+  Projected out;
+  out.q = rotate(parts[0].view({rows, config.num_heads, config.head_dim}), rotation);
+  out.k_cmp = key(0);
+  out.v_cmp = value(0);
+  out.k_slc = rotate(key(1), rotation);
+  out.v_slc = value(1);
+  out.k_swa = sets == 1 ? out.k_slc : rotate(key(2), rotation);
+  out.v_swa = value(2);
+  if (weights.gate_out.defined()) {
+    out.gates = at::linear(at::silu(parts.back() + weights.gate_bias), weights.gate_out, weights.gate_out_bias)
+                    .sigmoid()
+                    .view({rows, config.num_heads, 3});
+  }
+  return out;
+}
+
 }  // namespace
 
 ParameterStore::ParameterStore(NamedTensors& list, std::uint64_t seed)
@@ -185,64 +217,28 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
   };
 }
 
-Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
-                  const Rotation& rotation) {
-  const std::int64_t rows = x.size(0), kv_heads = config.num_kv_heads;
-  const auto sets = static_cast<std::size_t>(num_kv_sets(config));
-  std::vector<std::int64_t> widths = {std::int64_t{config.num_heads} * config.head_dim};
-  widths.insert(widths.end(), sets, kv_heads * config.head_dim);
-  widths.insert(widths.end(), sets, kv_heads * config.v_head_dim);
-  if (weights.gate_out.defined()) widths.push_back(weights.gate_bias.size(0));
-  const auto normed = rms_norm(x, weights.attention_norm, config.norm_eps, weights.in_proj.scalar_type());
-  const auto parts = at::linear(normed, weights.in_proj).split_with_sizes(widths, 1);
-  const auto key = [&](std::size_t set) {
-    return parts[1 + std::min(set, sets - 1)].view({rows, kv_heads, config.head_dim});
-  };
-  const auto value = [&](std::size_t set) {
-    return parts[1 + sets + std::min(set, sets - 1)].view({rows, kv_heads, config.v_head_dim});
-  };
-
-  Projected out;
-  out.q = rotate(parts[0].view({rows, config.num_heads, config.head_dim}), rotation);
-  out.k_cmp = key(0);
-  out.v_cmp = value(0);
-  out.k_slc = rotate(key(1), rotation);
-  out.v_slc = value(1);
-  out.k_swa = sets == 1 ? out.k_slc : rotate(key(2), rotation);
-  out.v_swa = value(2);
-  if (weights.gate_out.defined()) {
-    out.gates = at::linear(at::silu(parts.back() + weights.gate_bias), weights.gate_out, weights.gate_out_bias)
-                    .sigmoid()
-                    .view({rows, config.num_heads, 3});
-  }
-  return out;
+Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
+                       const Rotation& rotation, const Attend& attend) {
+  const auto dtype = weights.in_proj.scalar_type();
+  const auto [x, normed] = add_and_norm(in, weights.attention_norm, config.norm_eps, dtype);
+  const auto o = attend(project(config, weights, normed, rotation));
+  const Residual attended = {x, at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
+  const auto [y, normed_y] = add_and_norm(attended, weights.ffn_norm, config.norm_eps, dtype);
+  return {y, at::linear(swiglu(at::linear(normed_y, weights.ffn_in)), weights.ffn_out)};
 }
 
-at::Tensor project_out(const BlockWeights& weights, const at::Tensor& o) {
-  return at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj);
-}
-
-at::Tensor feed_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x) {
-  const auto normed = rms_norm(x, weights.ffn_norm, config.norm_eps, weights.ffn_in.scalar_type());
-  return x + at::linear(swiglu(at::linear(normed, weights.ffn_in)), weights.ffn_out);
-}
-
-at::Tensor block_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
-                         const ForwardState& state, int layer, LayerTrace* trace) {
-  const auto in = project(config, weights, x, state.rotation);
-  at::Tensor o;
+at::Tensor packed_attention(const ModelConfig& config, const BlockWeights& weights, const Projected& in,
+                            const ForwardState& state, int layer, LayerTrace* trace) {
   switch (config.attention) {
     case AttentionKind::kNsa:
-      o = sparse_attention(config, weights, in, state, layer, trace);
-      break;
+      return sparse_attention(config, weights, in, state, layer, trace);
     case AttentionKind::kFull:
-      o = full_attention(in, state.offsets);
-      break;
+      return full_attention(in, state.offsets);
     case AttentionKind::kWindow:
-      o = sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest, config.nsa.window_size);
-      break;
+      return sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest,
+                                      config.nsa.window_size);
   }
-  return feed_forward(config, weights, x + project_out(weights, o));
+  return {};
 }
 
 }  // namespace nsa::lm

@@ -63,34 +63,44 @@ bool norm_is_fused(const at::Tensor& x, at::ScalarType dtype) {
          are_multiples({x.storage_offset(), x.size(1)}) && x.size(1) <= fused::kWidest;
 }
 
-Normed fused_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  const Normed out{at::empty(x.sizes(), x.options().dtype(at::kBFloat16)), at::empty({x.size(0)}, x.options())};
-  check(fused::rms_norm({.x = x.const_data_ptr<float>(),
-                         .weight = weight.const_data_ptr<float>(),
-                         .eps = static_cast<float>(eps),
-                         .rows = x.size(0),
-                         .width = x.size(1),
-                         .scale = out.scale.mutable_data_ptr<float>(),
-                         .y = out.y.mutable_data_ptr()}),
-        "rms_norm");
+FusedNorm fused_norm(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight, double eps) {
+  const FusedNorm out{added.defined() ? at::empty(x.sizes(), x.options()) : x,
+                      at::empty(x.sizes(), x.options().dtype(at::kBFloat16)), at::empty({x.size(0)}, x.options())};
+  fused::NormArgs args{.x = x.const_data_ptr<float>(),
+                       .weight = weight.const_data_ptr<float>(),
+                       .eps = static_cast<float>(eps),
+                       .rows = x.size(0),
+                       .width = x.size(1),
+                       .scale = out.scale.mutable_data_ptr<float>(),
+                       .y = out.y.mutable_data_ptr()};
+  if (added.defined()) {
+    args.added = added.const_data_ptr();
+    args.sum = out.sum.mutable_data_ptr<float>();
+  }
+  check(fused::norm(args), "norm");
   return out;
 }
 
-NormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& x, const at::Tensor& weight,
-                                  const at::Tensor& scale) {
-  const auto d_x = at::empty(x.sizes(), x.options());
-  const auto d_weights = at::empty({fused::norm_parts(x.size(0), x.size(1)), x.size(1)}, x.options());
-  const auto d_rows = d_y.contiguous();
-  check(fused::rms_norm({.x = x.const_data_ptr<float>(),
-                         .weight = weight.const_data_ptr<float>(),
-                         .rows = x.size(0),
-                         .width = x.size(1),
-                         .scale = scale.mutable_data_ptr<float>(),
-                         .d_y = d_rows.const_data_ptr(),
-                         .d_x = d_x.mutable_data_ptr<float>(),
-                         .d_weights = d_weights.mutable_data_ptr<float>()}),
-        "rms_norm_backward");
-  return {d_x, d_weights.sum(0)};
+FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& d_sum, const at::Tensor& sum,
+                                       const at::Tensor& weight, const at::Tensor& scale, bool wants_d_added) {
+  const FusedNormGradients out{
+      at::empty(sum.sizes(), sum.options()),
+      wants_d_added ? at::empty(sum.sizes(), d_y.options()) : at::Tensor(),
+      at::empty({fused::norm_parts(sum.size(0), sum.size(1)), sum.size(1)}, sum.options()),
+  };
+  const auto d_rows = d_y.contiguous(), d_sum_rows = d_sum.defined() ? d_sum.contiguous() : d_sum;
+  fused::NormArgs args{.x = sum.const_data_ptr<float>(),
+                       .weight = weight.const_data_ptr<float>(),
+                       .rows = sum.size(0),
+                       .width = sum.size(1),
+                       .scale = scale.mutable_data_ptr<float>(),
+                       .d_y = d_rows.const_data_ptr(),
+                       .d_x = out.d_x.mutable_data_ptr<float>(),
+                       .d_weights = out.d_weight.mutable_data_ptr<float>()};
+  if (d_sum.defined()) args.d_sum = d_sum_rows.const_data_ptr<float>();
+  if (wants_d_added) args.d_added = out.d_added.mutable_data_ptr();
+  check(fused::norm(args), "norm_backward");
+  return {out.d_x, out.d_added, out.d_weight.sum(0)};
 }
 
 #else
@@ -101,8 +111,9 @@ bool swiglu_is_fused(const at::Tensor&) { return false; }
 at::Tensor fused_swiglu(const at::Tensor&) { return {}; }
 at::Tensor fused_swiglu_backward(const at::Tensor&, const at::Tensor&) { return {}; }
 bool norm_is_fused(const at::Tensor&, at::ScalarType) { return false; }
-Normed fused_norm(const at::Tensor&, const at::Tensor&, double) { return {}; }
-NormGradients fused_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+FusedNorm fused_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) { return {}; }
+FusedNormGradients fused_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                       const at::Tensor&, bool) {
   return {};
 }
 

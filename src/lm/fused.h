@@ -18,16 +18,18 @@ at::Tensor fused_swiglu(const at::Tensor& x);
 at::Tensor fused_swiglu_backward(const at::Tensor& d_y, const at::Tensor& x);
 
 bool norm_is_fused(const at::Tensor& x, at::ScalarType dtype);
-/// y = x * scale * weight (rows, width), x in float32, y in bfloat16; scale (rows) = 1 / sqrt(mean x^2 + eps).
-struct Normed {
-  at::Tensor y, scale;
+/// sum = x + added (rows, width) in float32, x itself where `added` is undefined; y = sum * scale * weight in bfloat16,
+/// as `added` is; scale (rows) = 1 / sqrt(mean sum^2 + eps).
+struct FusedNorm {
+  at::Tensor sum, y, scale;
 };
-Normed fused_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
-/// The gradients of x and weight.
-struct NormGradients {
-  at::Tensor d_x, d_weight;
+FusedNorm fused_norm(const at::Tensor& x, const at::Tensor& added, const at::Tensor& weight, double eps);
+/// The gradients of x, of `added` (the same numbers in bfloat16; undefined unless asked for) and of weight.
+struct FusedNormGradients {
+  at::Tensor d_x, d_added, d_weight;
 };
-NormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& x, const at::Tensor& weight,
-                                  const at::Tensor& scale);
+/// `d_sum` is what reached the sum by other ways than y; undefined: nothing.
+FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& d_sum, const at::Tensor& sum,
+                                       const at::Tensor& weight, const at::Tensor& scale, bool wants_d_added);
 
 }  // namespace nsa::lm

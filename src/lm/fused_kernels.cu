@@ -91,47 +91,54 @@ __device__ float block_sum(float x, float* parts) {
   return sum;
 }
 
-constexpr int kPerThread = static_cast<int>(kWidest / (kThreads * kColumns));  // groups of columns
-
-/// A thread block takes a row at a time. f(group, column): this thread's columns.
-template <class F>
+/// A thread block takes a row at a time, a thread `groups` groups of columns. f(group, column): this thread's.
+template <int groups, class F>
 __device__ void for_columns(std::int64_t width, const F& f) {
 #pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
+  for (int j = 0; j < groups; ++j) {
     const unsigned column = (j * blockDim.x + threadIdx.x) * kColumns;
     if (column < width) f(j, column);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) norm_rows(const RmsNormArgs args) {
+template <int groups>
+__global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
   __shared__ float parts[kThreads / 32];
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    Eight x[kPerThread];
+    Eight x[groups];
     float squares = 0;
-    for_columns(args.width, [&](int j, unsigned column) {
-      x[j] = load(args.x + row * args.width + column);
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const std::int64_t at = row * args.width + column;
+      x[j] = load(args.x + at);
+      if (args.added) {
+        const Eight added = load(args.added, at);
+        x[j] = each([&](int i) { return x[j].at[i] + added.at[i]; });
+        store(args.sum + at, x[j]);
+      }
       for (const float value : x[j].at) squares += value * value;
     });
     const float scale = rsqrtf(block_sum(squares, parts) / static_cast<float>(args.width) + args.eps);
     if (threadIdx.x == 0) args.scale[row] = scale;
-    for_columns(args.width, [&](int j, unsigned column) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
       const Eight weight = load(args.weight + column);
       store(args.y, row * args.width + column, each([&](int i) { return x[j].at[i] * scale * weight.at[i]; }));
     });
   }
 }
 
-/// dx = s (w dy) - x s^3 mean(x w dy), dw = sum over rows of dy x s, with s the row's scale.
-__global__ void __launch_bounds__(kThreads) norm_rows_backward(const RmsNormArgs args) {
+/// dx = s (w dy) - x s^3 mean(x w dy) + dsum, dw = sum over rows of dy x s, with s the row's scale.
+template <int groups>
+__global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs args) {
   __shared__ float parts[kThreads / 32];
-  Eight d_weight[kPerThread] = {};
+  Eight d_weight[groups] = {};
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    Eight x[kPerThread], d[kPerThread];  // d: weight times the gradient
+    Eight x[groups], d[groups], d_sum[groups] = {};  // d: weight times the gradient
     const float scale = args.scale[row];
     float dot = 0;
-    for_columns(args.width, [&](int j, unsigned column) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
       x[j] = load(args.x + row * args.width + column);
       d[j] = load(args.d_y, row * args.width + column);
+      if (args.d_sum) d_sum[j] = load(args.d_sum + row * args.width + column);
       const Eight weight = load(args.weight + column);
       for (int i = 0; i < kColumns; ++i) {
         d_weight[j].at[i] += d[j].at[i] * x[j].at[i] * scale;
@@ -140,12 +147,16 @@ __global__ void __launch_bounds__(kThreads) norm_rows_backward(const RmsNormArgs
       }
     });
     const float pull = block_sum(dot, parts) * scale * scale * scale / static_cast<float>(args.width);
-    for_columns(args.width, [&](int j, unsigned column) {
-      store(args.d_x + row * args.width + column, each([&](int i) { return scale * d[j].at[i] - x[j].at[i] * pull; }));
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const std::int64_t at = row * args.width + column;
+      const Eight d_x = each([&](int i) { return scale * d[j].at[i] - x[j].at[i] * pull + d_sum[j].at[i]; });
+      store(args.d_x + at, d_x);
+      if (args.d_added) store(args.d_added, at, d_x);
     });
   }
-  for_columns(args.width,
-              [&](int j, unsigned column) { store(args.d_weights + blockIdx.x * args.width + column, d_weight[j]); });
+  for_columns<groups>(args.width, [&](int j, unsigned column) {
+    store(args.d_weights + blockIdx.x * args.width + column, d_weight[j]);
+  });
 }
 
 unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
@@ -174,10 +185,16 @@ std::int64_t norm_parts(std::int64_t rows, std::int64_t width) {
   return std::min<std::int64_t>(rows, (1 << 17) / norm_threads(width));
 }
 
-int rms_norm(const RmsNormArgs& args) {
+int norm(const NormArgs& args) {
   if (args.rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(norm_parts(args.rows, args.width));
-  (args.d_y ? norm_rows_backward : norm_rows)<<<blocks, norm_threads(args.width)>>>(args);
+  const auto launch = [&](auto forward, auto backward) {
+    (args.d_y ? backward : forward)<<<blocks, norm_threads(args.width)>>>(args);
+  };
+  // One group of columns a thread leaves room for more thread blocks on a multiprocessor.
+  constexpr std::int64_t kOneGroup = kThreads * kColumns;
+  args.width <= kOneGroup ? launch(norm_rows<1>, norm_rows_backward<1>)
+                          : launch(norm_rows<kWidest / kOneGroup>, norm_rows_backward<kWidest / kOneGroup>);
   return cudaGetLastError();
 }
 

@@ -30,16 +30,21 @@ struct SwigluArgs {
 };
 int swiglu(const SwigluArgs& args);
 
-struct RmsNormArgs {
-  const float *x, *weight;  // (rows, width), (width)
+/// The norm of x + added. Matrices are (rows, width).
+struct NormArgs {
+  const float *x, *weight;  // in the backward x holds the sum; (width)
+  const void* added;        // null: nothing
   float eps;
   std::int64_t rows, width;
-  float* scale;            // (rows): 1 / sqrt(mean x^2 + eps), out of the forward and into the backward
-  void* y;                 // (rows, width)
-  const void* d_y;         // (rows, width); null: forward
-  float *d_x, *d_weights;  // (rows, width); (norm_parts(rows, width), width), to be summed
+  float* sum;              // x + added; null without `added`
+  float* scale;            // (rows): 1 / sqrt(mean sum^2 + eps), out of the forward and into the backward
+  void* y;                 // sum * scale * weight
+  const void* d_y;         // null: forward
+  const float* d_sum;      // what reached the sum by other ways than the norm; null: nothing
+  float *d_x, *d_weights;  // of the sum and so of x; (norm_parts(rows, width), width), to be summed
+  void* d_added;           // d_x once more; null: not wanted
 };
 std::int64_t norm_parts(std::int64_t rows, std::int64_t width);
-int rms_norm(const RmsNormArgs& args);
+int norm(const NormArgs& args);
 
 }  // namespace nsa::lm::fused
