@@ -14,6 +14,7 @@
 #include <cmath>
 
 #include "lm/fused.h"
+#include "lm/joined.h"
 #include "lm/phi_init.h"
 #include "lm/random.h"
 
@@ -201,19 +202,24 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
   in.insert(in.end(), k_proj_.begin(), k_proj_.end());
   in.insert(in.end(), v_proj_.begin(), v_proj_.end());
   if (gate_0_.defined()) in.push_back(gate_0_);
-  const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(dtype) : t; };
+  std::vector<std::vector<at::Tensor>> groups = {in,        {gate_0_bias_},         {gate_2_},   {gate_2_bias_},
+                                                 {o_proj_}, {gate_proj_, up_proj_}, {down_proj_}};
+  for (const CompressionTensors* phi : {&phi_k_, &phi_v_})
+    for (const at::Tensor& weight : {phi->pe, phi->w1, phi->b1, phi->w2, phi->b2}) groups.push_back({weight});
+  const auto all = joined(groups, dtype);
+  auto next = all.begin();  // in the order of BlockWeights
   return {
       .attention_norm = attention_norm_,
       .ffn_norm = ffn_norm_,
-      .in_proj = cast(at::cat(in, 0)),
-      .gate_bias = cast(gate_0_bias_),
-      .gate_out = cast(gate_2_),
-      .gate_out_bias = cast(gate_2_bias_),
-      .o_proj = cast(o_proj_),
-      .ffn_in = cast(at::cat({gate_proj_, up_proj_}, 0)),
-      .ffn_out = cast(down_proj_),
-      .phi_k = phi_k_.to(dtype),
-      .phi_v = phi_v_.to(dtype),
+      .in_proj = *next++,
+      .gate_bias = *next++,
+      .gate_out = *next++,
+      .gate_out_bias = *next++,
+      .o_proj = *next++,
+      .ffn_in = *next++,
+      .ffn_out = *next++,
+      .phi_k = {config_.phi, *next++, *next++, *next++, *next++, *next++},
+      .phi_v = {config_.phi, *next++, *next++, *next++, *next++, *next++},
   };
 }
 
