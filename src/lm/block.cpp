@@ -114,30 +114,26 @@ Projected project(const ModelConfig& config, const BlockWeights& weights, const 
                   const Rotation& rotation) {
   const std::int64_t rows = normed.size(0), kv_heads = config.num_kv_heads;
   const auto sets = static_cast<std::size_t>(num_kv_sets(config));
-  std::vector<std::int64_t> widths = {std::int64_t{config.num_heads} * config.head_dim};
-  widths.insert(widths.end(), sets, kv_heads * config.head_dim);
-  widths.insert(widths.end(), sets, kv_heads * config.v_head_dim);
-  if (weights.gate_out.defined()) widths.push_back(weights.gate_bias.size(0));
-  const auto parts = at::linear(normed, weights.in_proj).split_with_sizes(widths, 1);
-  const auto key = [&](std::size_t set) {
-    return parts[1 + std::min(set, sets - 1)].view({rows, kv_heads, config.head_dim});
-  };
-  const auto value = [&](std::size_t set) {
-    return parts[1 + sets + std::min(set, sets - 1)].view({rows, kv_heads, config.v_head_dim});
-  };
+  // Keys to compress stay as they are; where there is one set, it serves for those too and is rotated afterwards.
+  std::vector<HeadGroup> groups = {{config.num_heads, config.head_dim, true}};
+  for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0});
+  groups.insert(groups.end(), sets, {kv_heads, config.v_head_dim, false});
+  if (weights.gate_out.defined()) groups.push_back({1, weights.gate_bias.size(0), false});
+  const auto parts = split_heads(at::linear(normed, weights.in_proj), groups, rotation);
+  const auto key = [&](std::size_t set) { return parts[1 + set]; };
+  const auto value = [&](std::size_t set) { return parts[1 + sets + std::min(set, sets - 1)]; };
 
   Projected out;
-  out.q = rotate(parts[0].view({rows, config.num_heads, config.head_dim}), rotation);
+  out.q = parts[0];
   out.k_cmp = key(0);
   out.v_cmp = value(0);
-  out.k_slc = rotate(key(1), rotation);
+  out.k_slc = sets == 1 ? rotate(key(0), rotation) : key(1);
   out.v_slc = value(1);
-  out.k_swa = sets == 1 ? out.k_slc : rotate(key(2), rotation);
+  out.k_swa = sets == 1 ? out.k_slc : key(2);
   out.v_swa = value(2);
   if (weights.gate_out.defined()) {
-    out.gates = at::linear(at::silu(parts.back() + weights.gate_bias), weights.gate_out, weights.gate_out_bias)
-                    .sigmoid()
-                    .view({rows, config.num_heads, 3});
+    const auto hidden = at::silu(parts.back().squeeze(1) + weights.gate_bias);
+    out.gates = at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, 3});
   }
   return out;
 }

@@ -24,18 +24,33 @@ void check(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": C
 
 }  // namespace
 
-bool rotation_is_fused(const at::Tensor& x) {
-  return x.is_cuda() && x.scalar_type() == at::kBFloat16 &&
-         are_multiples({x.storage_offset(), x.stride(0), x.stride(1), x.size(2) / 2});
+bool is_fused(const Turn& turn) {
+  const auto fits = [](const at::Tensor& x) {
+    return x.is_cuda() && x.scalar_type() == at::kBFloat16 && x.stride(2) == 1 &&
+           are_multiples({x.storage_offset(), x.stride(0), x.stride(1)});
+  };
+  return fits(turn.from) && fits(turn.to) && turn.from.size(2) % (2 * kColumns) == 0;
 }
 
-at::Tensor fused_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
-  const auto out = at::empty(x.sizes(), x.options());
-  check(fused::rotate({x.const_data_ptr(), x.stride(0), x.stride(1), cos.const_data_ptr<float>(),
-                       sin.const_data_ptr<float>(), direction, out.mutable_data_ptr(), x.size(0),
-                       static_cast<int>(x.size(1)), static_cast<int>(x.size(2) / 2)}),
-        "rotate");
-  return out;
+void fused_turn(const std::vector<Turn>& turns, const at::Tensor& cos, const at::Tensor& sin) {
+  TORCH_CHECK(turns.size() <= fused::kMostTurns, "fused_turn: ", turns.size(), " turns");
+  fused::TurnArgs args{.count = static_cast<int>(turns.size()),
+                       .cos = cos.const_data_ptr<float>(),
+                       .sin = sin.const_data_ptr<float>(),
+                       .rows = cos.size(0)};
+  for (std::size_t i = 0; i < turns.size(); ++i) {
+    const auto& [from, to, direction] = turns[i];
+    args.turns[i] = {from.const_data_ptr(),
+                     to.mutable_data_ptr(),
+                     from.stride(0),
+                     from.stride(1),
+                     to.stride(0),
+                     to.stride(1),
+                     static_cast<int>(from.size(1)),
+                     static_cast<int>(from.size(2) / 2),
+                     direction};
+  }
+  check(fused::turn(args), "turn");
 }
 
 bool swiglu_is_fused(const at::Tensor& x) {
@@ -105,8 +120,8 @@ FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& 
 
 #else
 
-bool rotation_is_fused(const at::Tensor&) { return false; }
-at::Tensor fused_rotate(const at::Tensor&, const at::Tensor&, const at::Tensor&, float) { return {}; }
+bool is_fused(const Turn&) { return false; }
+void fused_turn(const std::vector<Turn>&, const at::Tensor&, const at::Tensor&) {}
 bool swiglu_is_fused(const at::Tensor&) { return false; }
 at::Tensor fused_swiglu(const at::Tensor&) { return {}; }
 at::Tensor fused_swiglu_backward(const at::Tensor&, const at::Tensor&) { return {}; }

@@ -5,11 +5,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace nsa::lm {
 
-bool rotation_is_fused(const at::Tensor& x);
-/// x (rows, heads, D) turned by direction * the angles of cos, sin (rows, D / 2).
-at::Tensor fused_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction);
+/// `from` (rows, heads, D) is written to `to`, turned by direction * the angles: +1, -1 or, for a copy, 0.
+struct Turn {
+  at::Tensor from, to;
+  float direction;
+};
+bool is_fused(const Turn& turn);
+/// Up to eight in one pass; the angles are those of cos, sin (rows, D / 2).
+void fused_turn(const std::vector<Turn>& turns, const at::Tensor& cos, const at::Tensor& sin);
 
 bool swiglu_is_fused(const at::Tensor& x);
 /// silu(gate) * up of x = (gate, up), (rows, 2 * width) -> (rows, width).

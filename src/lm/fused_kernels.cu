@@ -46,18 +46,31 @@ __device__ Eight each(const F& f) {
 
 __device__ std::int64_t own_index() { return std::int64_t{blockIdx.x} * kThreads + threadIdx.x; }
 
-__global__ void __launch_bounds__(kThreads) rotate_pairs(const RotateArgs args) {
-  const int per_head = args.half / kColumns;
-  const std::int64_t pair = own_index() / per_head, row = pair / args.heads;  // pair of a row and a head
+/// The turns' thread blocks one after the other; first_block[i] is where turn i starts.
+struct TurnGrid {
+  unsigned first_block[kMostTurns + 1];
+};
+
+__global__ void __launch_bounds__(kThreads) turn_pairs(const TurnArgs args, const TurnGrid grid) {
+  int which = 0;
+  while (blockIdx.x >= grid.first_block[which + 1]) ++which;
+  const Turn& turn = args.turns[which];
+  const std::int64_t index = std::int64_t{blockIdx.x - grid.first_block[which]} * kThreads + threadIdx.x;
+  const int per_head = turn.half / kColumns;
+  const std::int64_t pair = index / per_head, row = pair / turn.heads;  // pair of a row and a head
   if (row >= args.rows) return;
-  const std::int64_t head = pair % args.heads, column = own_index() % per_head * kColumns;
-  const std::int64_t from = row * args.row_stride + head * args.head_stride + column;
-  const Eight low = load(args.x, from), high = load(args.x, from + args.half);
-  const Eight c = load(args.cos + row * args.half + column), s = load(args.sin + row * args.half + column);
-  const std::int64_t to = pair * 2 * args.half + column;
-  store(args.out, to, each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * args.direction * s.at[i]; }));
-  store(args.out, to + args.half,
-        each([&](int i) { return high.at[i] * c.at[i] + low.at[i] * args.direction * s.at[i]; }));
+  const std::int64_t head = pair - row * turn.heads, column = (index - pair * per_head) * kColumns;
+  const std::int64_t from = row * turn.from_row + head * turn.from_head + column;
+  const std::int64_t to = row * turn.to_row + head * turn.to_head + column;
+  Eight low = load(turn.from, from), high = load(turn.from, from + turn.half);
+  if (turn.direction != 0) {
+    const Eight c = load(args.cos + row * turn.half + column), s = load(args.sin + row * turn.half + column);
+    const Eight first = low;
+    low = each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * turn.direction * s.at[i]; });
+    high = each([&](int i) { return high.at[i] * c.at[i] + first.at[i] * turn.direction * s.at[i]; });
+  }
+  store(turn.to, to, low);
+  store(turn.to, to + turn.half, high);
 }
 
 __device__ float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
@@ -168,9 +181,14 @@ unsigned norm_threads(std::int64_t width) {
 
 }  // namespace
 
-int rotate(const RotateArgs& args) {
+int turn(const TurnArgs& args) {
   if (args.rows == 0) return cudaSuccess;
-  rotate_pairs<<<blocks_for(args.rows * args.heads * (args.half / kColumns)), kThreads>>>(args);
+  TurnGrid grid{};
+  for (int i = 0; i < args.count; ++i) {
+    const Turn& turn = args.turns[i];
+    grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * turn.heads * (turn.half / kColumns));
+  }
+  turn_pairs<<<grid.first_block[args.count], kThreads>>>(args, grid);
   return cudaGetLastError();
 }
 

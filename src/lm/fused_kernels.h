@@ -11,16 +11,22 @@ inline constexpr std::int64_t kColumns = 8;
 /// Channels of a normalised row, at most.
 inline constexpr std::int64_t kWidest = 8192;
 
-struct RotateArgs {
-  const void* x;  // (rows, heads, 2 * half), contiguous channels
-  std::int64_t row_stride, head_stride;
-  const float *cos, *sin;  // (rows, half)
-  float direction;         // +1, or -1: back
-  void* out;               // (rows, heads, 2 * half)
-  std::int64_t rows;
+/// Heads that lie side by side, with contiguous channels each.
+struct Turn {
+  const void* from;  // (rows, heads, 2 * half)
+  void* to;
+  std::int64_t from_row, from_head, to_row, to_head;  // strides
   int heads, half;
+  float direction;  // +1, -1: back, 0: copied
 };
-int rotate(const RotateArgs& args);
+inline constexpr int kMostTurns = 8;
+struct TurnArgs {
+  Turn turns[kMostTurns];
+  int count;
+  const float *cos, *sin;  // (rows, half of the turns that are not copies)
+  std::int64_t rows;
+};
+int turn(const TurnArgs& args);
 
 struct SwigluArgs {
   const void* x;    // (rows, 2 * width): gate, up
