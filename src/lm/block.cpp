@@ -71,6 +71,23 @@ at::Tensor swiglu(const at::Tensor& x) {
   return at::silu(parts[0]) * parts[1];
 }
 
+class FusedBiasedSilu : public torch::autograd::Function<FusedBiasedSilu> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& bias) {
+    ctx->save_for_backward({x, bias});
+    return fused_biased_silu(x, bias);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [d_x, d_bias] = fused_biased_silu_backward(d_outputs[0], saved[0], saved[1]);
+    return {d_x, d_bias};
+  }
+};
+
+at::Tensor biased_silu(const at::Tensor& x, const at::Tensor& bias) {
+  return biased_silu_is_fused(x, bias) ? FusedBiasedSilu::apply(x, bias) : at::silu(x + bias);
+}
+
 at::Tensor full_attention(const Projected& in, const std::vector<std::int64_t>& offsets) {
   std::vector<at::Tensor> outputs;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
@@ -132,7 +149,7 @@ Projected project(const ModelConfig& config, const BlockWeights& weights, const 
   out.k_swa = sets == 1 ? out.k_slc : key(2);
   out.v_swa = value(2);
   if (weights.gate_out.defined()) {
-    const auto hidden = at::silu(parts.back().squeeze(1) + weights.gate_bias);
+    const auto hidden = biased_silu(parts.back().squeeze(1), weights.gate_bias);
     out.gates = at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, 3});
   }
   return out;

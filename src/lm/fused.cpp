@@ -73,6 +73,40 @@ at::Tensor fused_swiglu_backward(const at::Tensor& d_y, const at::Tensor& x) {
   return d_x;
 }
 
+bool biased_silu_is_fused(const at::Tensor& x, const at::Tensor& bias) {
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && bias.scalar_type() == at::kBFloat16 && x.stride(1) == 1 &&
+         are_multiples({x.storage_offset(), x.stride(0), x.size(1), bias.storage_offset()}) &&
+         x.size(1) <= fused::kWidest;
+}
+
+at::Tensor fused_biased_silu(const at::Tensor& x, const at::Tensor& bias) {
+  const auto y = at::empty(x.sizes(), x.options());
+  check(fused::biased_silu({.x = x.const_data_ptr(),
+                            .row = x.stride(0),
+                            .bias = bias.const_data_ptr(),
+                            .rows = x.size(0),
+                            .width = x.size(1),
+                            .y = y.mutable_data_ptr()}),
+        "biased_silu");
+  return y;
+}
+
+std::pair<at::Tensor, at::Tensor> fused_biased_silu_backward(const at::Tensor& d_y, const at::Tensor& x,
+                                                             const at::Tensor& bias) {
+  const auto d_rows = d_y.contiguous(), d_x = at::empty(x.sizes(), x.options());
+  const auto d_biases = at::empty({fused::sum_parts(x.size(0), x.size(1)), x.size(1)}, x.options().dtype(at::kFloat));
+  check(fused::biased_silu({.x = x.const_data_ptr(),
+                            .row = x.stride(0),
+                            .bias = bias.const_data_ptr(),
+                            .rows = x.size(0),
+                            .width = x.size(1),
+                            .d_y = d_rows.const_data_ptr(),
+                            .d_x = d_x.mutable_data_ptr(),
+                            .d_biases = d_biases.mutable_data_ptr<float>()}),
+        "biased_silu_backward");
+  return {d_x, d_biases.sum(0).to(bias.scalar_type())};
+}
+
 bool norm_is_fused(const at::Tensor& x, at::ScalarType dtype) {
   return x.is_cuda() && dtype == at::kBFloat16 && x.scalar_type() == at::kFloat && x.is_contiguous() &&
          are_multiples({x.storage_offset(), x.size(1)}) && x.size(1) <= fused::kWidest;
@@ -101,7 +135,7 @@ FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& 
   const FusedNormGradients out{
       at::empty(sum.sizes(), sum.options()),
       wants_d_added ? at::empty(sum.sizes(), d_y.options()) : at::Tensor(),
-      at::empty({fused::norm_parts(sum.size(0), sum.size(1)), sum.size(1)}, sum.options()),
+      at::empty({fused::sum_parts(sum.size(0), sum.size(1)), sum.size(1)}, sum.options()),
   };
   const auto d_rows = d_y.contiguous(), d_sum_rows = d_sum.defined() ? d_sum.contiguous() : d_sum;
   fused::NormArgs args{.x = sum.const_data_ptr<float>(),
@@ -125,6 +159,11 @@ void fused_turn(const std::vector<Turn>&, const at::Tensor&, const at::Tensor&) 
 bool swiglu_is_fused(const at::Tensor&) { return false; }
 at::Tensor fused_swiglu(const at::Tensor&) { return {}; }
 at::Tensor fused_swiglu_backward(const at::Tensor&, const at::Tensor&) { return {}; }
+bool biased_silu_is_fused(const at::Tensor&, const at::Tensor&) { return false; }
+at::Tensor fused_biased_silu(const at::Tensor&, const at::Tensor&) { return {}; }
+std::pair<at::Tensor, at::Tensor> fused_biased_silu_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+  return {};
+}
 bool norm_is_fused(const at::Tensor&, at::ScalarType) { return false; }
 FusedNorm fused_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) { return {}; }
 FusedNormGradients fused_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,

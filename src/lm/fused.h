@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 namespace nsa::lm {
@@ -23,6 +24,13 @@ bool swiglu_is_fused(const at::Tensor& x);
 at::Tensor fused_swiglu(const at::Tensor& x);
 /// The gradient of x.
 at::Tensor fused_swiglu_backward(const at::Tensor& d_y, const at::Tensor& x);
+
+bool biased_silu_is_fused(const at::Tensor& x, const at::Tensor& bias);
+/// silu(x + bias), (rows, width).
+at::Tensor fused_biased_silu(const at::Tensor& x, const at::Tensor& bias);
+/// The gradients of x and bias.
+std::pair<at::Tensor, at::Tensor> fused_biased_silu_backward(const at::Tensor& d_y, const at::Tensor& x,
+                                                             const at::Tensor& bias);
 
 bool norm_is_fused(const at::Tensor& x, at::ScalarType dtype);
 /// sum = x + added (rows, width) in float32, x itself where `added` is undefined; y = sum * scale * weight in bfloat16,

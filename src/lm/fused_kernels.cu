@@ -51,7 +51,8 @@ struct TurnGrid {
   unsigned first_block[kMostTurns + 1];
 };
 
-__global__ void __launch_bounds__(kThreads) turn_pairs(const TurnArgs args, const TurnGrid grid) {
+__global__ void __launch_bounds__(kThreads)
+    turn_pairs(const __grid_constant__ TurnArgs args, const __grid_constant__ TurnGrid grid) {
   int which = 0;
   while (blockIdx.x >= grid.first_block[which + 1]) ++which;
   const Turn& turn = args.turns[which];
@@ -74,6 +75,12 @@ __global__ void __launch_bounds__(kThreads) turn_pairs(const TurnArgs args, cons
 }
 
 __device__ float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
+/// silu(x) = x s with s = sigmoid(x), and its derivative.
+__device__ float silu(float x) { return x * sigmoid(x); }
+__device__ float silu_slope(float x) {
+  const float s = sigmoid(x);
+  return s * (1 + x * (1 - s));
+}
 
 __global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args) {
   const std::int64_t per_row = args.width / kColumns, row = own_index() / per_row;
@@ -81,16 +88,12 @@ __global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args
   const std::int64_t column = own_index() % per_row * kColumns, from = row * 2 * args.width + column;
   const Eight gate = load(args.x, from), up = load(args.x, from + args.width);
   if (!args.d_y) {
-    store(args.out, row * args.width + column,
-          each([&](int i) { return gate.at[i] * sigmoid(gate.at[i]) * up.at[i]; }));
+    store(args.out, row * args.width + column, each([&](int i) { return silu(gate.at[i]) * up.at[i]; }));
     return;
   }
   const Eight d = load(args.d_y, row * args.width + column);
-  store(args.out, from, each([&](int i) {
-          const float s = sigmoid(gate.at[i]);
-          return d.at[i] * up.at[i] * s * (1 + gate.at[i] * (1 - s));
-        }));
-  store(args.out, from + args.width, each([&](int i) { return d.at[i] * gate.at[i] * sigmoid(gate.at[i]); }));
+  store(args.out, from, each([&](int i) { return d.at[i] * up.at[i] * silu_slope(gate.at[i]); }));
+  store(args.out, from + args.width, each([&](int i) { return d.at[i] * silu(gate.at[i]); }));
 }
 
 /// The sum over the thread block, in a fixed order; all threads get it. `parts`: of the warps.
@@ -172,11 +175,49 @@ __global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs ar
   });
 }
 
+template <int groups>
+__global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArgs args) {
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    for_columns<groups>(args.width, [&](int, unsigned column) {
+      const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
+      store(args.y, row * args.width + column, each([&](int i) { return silu(x.at[i] + bias.at[i]); }));
+    });
+  }
+}
+
+template <int groups>
+__global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const BiasedSiluArgs args) {
+  Eight d_bias[groups] = {};
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
+      const Eight d_y = load(args.d_y, row * args.width + column);
+      const Eight d_x = each([&](int i) { return d_y.at[i] * silu_slope(x.at[i] + bias.at[i]); });
+      for (int i = 0; i < kColumns; ++i) d_bias[j].at[i] += d_x.at[i];
+      store(args.d_x, row * args.width + column, d_x);
+    });
+  }
+  for_columns<groups>(
+      args.width, [&](int j, unsigned column) { store(args.d_biases + blockIdx.x * args.width + column, d_bias[j]); });
+}
+
 unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
 
 /// Of a thread block that has a row at a time: no more than the row has columns for.
-unsigned norm_threads(std::int64_t width) {
+unsigned row_threads(std::int64_t width) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((width / kColumns + 31) / 32 * 32, 32, kThreads));
+}
+
+/// One group of columns a thread, where that is enough, leaves room for more thread blocks on a multiprocessor.
+constexpr std::int64_t kOneGroup = kThreads * kColumns;
+constexpr int kMostGroups = static_cast<int>(kWidest / kOneGroup);
+
+template <class Args>
+int launch_rows(const Args& args, void (*narrow)(Args), void (*wide)(Args)) {
+  if (args.rows == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(sum_parts(args.rows, args.width));
+  (args.width <= kOneGroup ? narrow : wide)<<<blocks, row_threads(args.width)>>>(args);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -199,21 +240,18 @@ int swiglu(const SwigluArgs& args) {
 }
 
 // Enough for every multiprocessor, and the same number on every device.
-std::int64_t norm_parts(std::int64_t rows, std::int64_t width) {
-  return std::min<std::int64_t>(rows, (1 << 17) / norm_threads(width));
+std::int64_t sum_parts(std::int64_t rows, std::int64_t width) {
+  return std::min<std::int64_t>(rows, (1 << 17) / row_threads(width));
 }
 
 int norm(const NormArgs& args) {
-  if (args.rows == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(norm_parts(args.rows, args.width));
-  const auto launch = [&](auto forward, auto backward) {
-    (args.d_y ? backward : forward)<<<blocks, norm_threads(args.width)>>>(args);
-  };
-  // One group of columns a thread leaves room for more thread blocks on a multiprocessor.
-  constexpr std::int64_t kOneGroup = kThreads * kColumns;
-  args.width <= kOneGroup ? launch(norm_rows<1>, norm_rows_backward<1>)
-                          : launch(norm_rows<kWidest / kOneGroup>, norm_rows_backward<kWidest / kOneGroup>);
-  return cudaGetLastError();
+  return args.d_y ? launch_rows(args, norm_rows_backward<1>, norm_rows_backward<kMostGroups>)
+                  : launch_rows(args, norm_rows<1>, norm_rows<kMostGroups>);
+}
+
+int biased_silu(const BiasedSiluArgs& args) {
+  return args.d_y ? launch_rows(args, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
+                  : launch_rows(args, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
 }
 
 }  // namespace nsa::lm::fused

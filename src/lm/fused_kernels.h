@@ -8,8 +8,10 @@ namespace nsa::lm::fused {
 
 /// Channels that a thread loads at once: widths, strides and offsets are multiples of it.
 inline constexpr std::int64_t kColumns = 8;
-/// Channels of a normalised row, at most.
+/// Channels of a row that a thread block takes, at most.
 inline constexpr std::int64_t kWidest = 8192;
+/// Into so many parts are sums over rows divided.
+std::int64_t sum_parts(std::int64_t rows, std::int64_t width);
 
 /// Heads that lie side by side, with contiguous channels each.
 struct Turn {
@@ -36,6 +38,18 @@ struct SwigluArgs {
 };
 int swiglu(const SwigluArgs& args);
 
+struct BiasedSiluArgs {
+  const void* x;     // (rows, width)
+  std::int64_t row;  // its stride
+  const void* bias;  // (width)
+  std::int64_t rows, width;
+  void* y;          // silu(x + bias) (rows, width)
+  const void* d_y;  // (rows, width); null: forward
+  void* d_x;        // (rows, width)
+  float* d_biases;  // (sum_parts(rows, width), width), to be summed
+};
+int biased_silu(const BiasedSiluArgs& args);
+
 /// The norm of x + added. Matrices are (rows, width).
 struct NormArgs {
   const float *x, *weight;  // in the backward x holds the sum; (width)
@@ -47,10 +61,9 @@ struct NormArgs {
   void* y;                 // sum * scale * weight
   const void* d_y;         // null: forward
   const float* d_sum;      // what reached the sum by other ways than the norm; null: nothing
-  float *d_x, *d_weights;  // of the sum and so of x; (norm_parts(rows, width), width), to be summed
+  float *d_x, *d_weights;  // of the sum and so of x; (sum_parts(rows, width), width), to be summed
   void* d_added;           // d_x once more; null: not wanted
 };
-std::int64_t norm_parts(std::int64_t rows, std::int64_t width);
 int norm(const NormArgs& args);
 
 }  // namespace nsa::lm::fused

@@ -1,6 +1,7 @@
 #include "lm/model.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -105,7 +106,11 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
 }
 
 at::Tensor Model::Impl::logits(const Residual& x) const {
-  return at::linear(add_and_norm(x, norm, config.norm_eps, dtype).y, embedding.to(dtype)).to(at::kFloat);
+  const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
+  // cuBLAS has kernels of Hopper for rows of whole 16 bytes alone, and bytes make a vocabulary of 257.
+  const std::int64_t whole = device.is_cuda() ? (config.vocab_size + 7) / 8 * 8 : config.vocab_size;
+  const auto weights = at::constant_pad_nd(embedding.to(dtype), {0, 0, 0, whole - config.vocab_size});
+  return at::linear(normed, weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {
