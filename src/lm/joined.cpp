@@ -36,16 +36,17 @@ class Joined : public torch::autograd::Function<Joined> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
     const auto tensors = ctx->get_saved_variables();
+    const auto sizes = ctx->saved_data["sizes"].toIntVector();
     variable_list gradients(tensors.size() + 2), copies, parts;
     std::size_t first = 0;
     for (std::size_t i = 0; i < d_outputs.size(); ++i) {
-      const auto size = static_cast<std::size_t>(ctx->saved_data["sizes"].toIntVector()[i]);
-      const auto group = at::TensorList(tensors).slice(first, size);
+      const auto group = at::TensorList(tensors).slice(first, static_cast<std::size_t>(sizes[i]));
       if (d_outputs[i].defined()) {
         add_parts(d_outputs[i].contiguous(), group, parts);
-        for (std::size_t j = 0; j < size; ++j) copies.push_back(gradients[first + j] = at::empty_like(group[j]));
+        for (std::size_t j = 0; j < group.size(); ++j)
+          copies.push_back(gradients[first + j] = at::empty_like(group[j]));
       }
-      first += size;
+      first += group.size();
     }
     at::_foreach_copy_(copies, parts);
     return gradients;
