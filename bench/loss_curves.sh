@@ -4,7 +4,8 @@
 # models train at once, one process on each.
 #   bench/loss_curves.sh [options of nsa train for every run, e.g. --data /usr/lib/python3.12 --context 32768]
 #   MINUTES=20      MODELS="nsa full full-equal-parameters"      CONTEXTS="8192 32768"      NSA=path of the program
-#   OUT=build/loss_curves   runs and report    RESULTS=docs/results   loss_curves.json and loss_curves.png
+#   STEPS=40        steps of a measurement of speed, fewer of more than 32768 tokens       SPEED="nsa full": without the third
+#   OUT=build/loss_curves   runs and report    RESULTS=docs/results   NAME=loss_curves: NAME.json, NAME.png, NAME_speed.png
 # What an earlier call left in OUT joins the results, so that a limit of time can be met in several calls: MODELS are those
 # to train now, CONTEXTS those to measure now; either may be empty.
 #   GPUS="0 1"      default: those of CUDA_VISIBLE_DEVICES, or all
@@ -13,7 +14,9 @@ cd "$(dirname "$0")/.."
 nsa=${NSA:-build/bin/nsa}
 out=${OUT:-build/loss_curves}
 results=${RESULTS:-docs/results}
+name=${NAME:-loss_curves}
 all=(nsa full full-equal-parameters)
+read -ra compared <<<"${SPEED-${all[*]}}"
 read -ra models <<<"${MODELS-${all[*]}}"
 read -ra contexts <<<"${CONTEXTS-8192 32768}"
 visible=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}
@@ -50,11 +53,14 @@ start() {
 
 for model in "${models[@]}"; do start "$model" "$out/$model" "$@" --minutes "$minutes"; done
 finish
-# As many tokens to a step whatever the context.
+# As many tokens to a step whatever the context, up to 32768.
 for context in "${contexts[@]}"; do
-  for model in "${all[@]}"; do
-    start "$model" "$out/speed/$context/$model" "$@" --steps 40 --context "$context" \
-      --batch-size $((context < 32768 ? 32768 / context : 1)) --log-every 5 --eval-every 0 --eval-tokens "$context" --save-every 0
+  batch=$((context < 32768 ? 32768 / context : 1))
+  steps=$((${STEPS:-40} * 32768 / (context * batch)))
+  ((steps >= 4)) || steps=4
+  for model in "${compared[@]}"; do
+    start "$model" "$out/speed/$context/$model" "$@" --steps "$steps" --context "$context" --batch-size "$batch" \
+      --log-every $((steps / 4)) --eval-every 0 --eval-tokens "$context" --save-every 0
   done
 done
 finish
@@ -65,9 +71,14 @@ for model in "${all[@]}"; do
 done
 if ((${#trained[@]})); then
   python3 -m nsa.report "${trained[@]/#/$out/}" --out "$out/report"
-  cp "$out/report/loss.png" "$results/loss_curves.png"
+  cp "$out/report/loss.png" "$results/$name.png"
 fi
-python3 - "$out" "$results/loss_curves.json" "${trained[@]}" <<'PY'
+measured=("$out"/speed/*/*)
+if [[ -e ${measured[0]} ]]; then
+  python3 -m nsa.report "${measured[@]}" --out "$out/report" --only speed_over_context
+  cp "$out/report/speed_over_context.png" "$results/${name}_speed.png" || true  # one context makes no picture
+fi
+python3 - "$out" "$results/$name.json" "${trained[@]}" <<'PY'
 import json, os, statistics, subprocess, sys, time
 from pathlib import Path
 

@@ -5,6 +5,7 @@
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
 #   JOBS=8       tests at a time      SHARDS=4   sanitize: one case of so many (racecheck: of 8 times as many)
+#   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
 # The stage bench also writes bench_cuda.json beside $RESULTS.
@@ -26,7 +27,8 @@ execute() {  # name, command...: its log, the tests that it ran and how it ended
   local name=$1 start=$SECONDS code=0
   shift
   rm -f "$logs/$name".{xml,end}
-  GTEST_OUTPUT="xml:$logs/$name.xml" PYTEST_ADDOPTS="--junit-xml=$logs/$name.xml" "$@" >"$logs/$name.log" 2>&1 || code=$?
+  GTEST_OUTPUT="xml:$logs/$name.xml" PYTEST_ADDOPTS="--junit-xml=$logs/$name.xml" \
+    timeout "${LIMIT:-3600}" "$@" >"$logs/$name.log" 2>&1 || code=$?
   printf '%s\n%s\n%s\n' "$code" $((SECONDS - start)) "$*" >"$logs/$name.end"
 }
 start() {  # the same beside others, JOBS at a time; `finish` waits for them
@@ -53,8 +55,8 @@ run() {
   start "$@"
   finish
 }
-# The full-size ones are too slow for the sanitizer and for the portable kernels.
-tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *full_size* ]] || basename "$t"; done; }
+# Without the full-size ones, too slow for the sanitizer and the portable kernels, and the one that launches nothing.
+tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *_full_size_* || $t == *_choose_* ]] || basename "$t"; done; }
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
@@ -69,6 +71,7 @@ for step in $steps; do
       ;;
     test)
       start cuda_full_size_test build-gpu/bin/cuda_full_size_test --gtest_brief=1
+      start cuda_choose_test build-gpu/bin/cuda_choose_test --gtest_brief=1
       for t in $(tests); do
         start "$t" "build-gpu/bin/$t" --gtest_brief=1
         start "$t.portable" env NSA_CUDA_KERNELS=portable "build-gpu/bin/$t" --gtest_brief=1

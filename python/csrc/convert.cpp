@@ -122,8 +122,8 @@ NSAConfig config_of(const std::vector<std::int64_t>& cfg) {
 
 Shape compressed_shape(const Tensor& k, const NSAConfig& cfg, bool packed) {
   Shape shape = shape_of(k);
-  if (packed && !shape.empty()) shape[0] /= cfg.kernel_stride;
-  if (!packed && shape.size() > 1) shape[1] = cfg.num_compressed(shape[1]);
+  const std::size_t rows = packed ? 0 : 1;
+  if (shape.size() > rows) shape[rows] = cfg.compressed_rows(shape[rows], packed);
   return shape;
 }
 

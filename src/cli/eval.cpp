@@ -1,5 +1,4 @@
 // nsa eval: loss on held-out documents, and by position in the context.
-#include <ATen/Parallel.h>
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -8,7 +7,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/device.h"
+#include "cli/machine.h"
 #include "cli/output.h"
 #include "lm/evaluate.h"
 #include "lm/subject.h"
@@ -20,12 +19,10 @@ struct EvalCommand {
   std::string checkpoint, json;
   std::vector<std::string> data;
   std::int64_t context = 0, tokens = 262144;
-  int threads = 0;
-  DeviceOption device_option;
+  MachineOptions machine;
 
   void run() const {
-    const auto device = device_option.choose();
-    if (threads > 0) at::set_num_threads(threads);
+    const auto device = machine.choose();
     const auto subject = lm::open_subject(checkpoint, device.device);
     const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
     const auto length = context > 0 ? context : subject.loaded.context;
@@ -58,8 +55,7 @@ void add_eval(CLI::App& app) {
   command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all");
-  state->device_option.add(*command);
-  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  state->machine.add(*command);
   command->add_option("--json", state->json, "Write the results to this file");
   command->callback([] { state->run(); });
 }

@@ -1,5 +1,4 @@
 // nsa generate: text from a trained model, printed as it comes.
-#include <ATen/Parallel.h>
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -9,7 +8,7 @@
 #include <string>
 
 #include "cli/commands.h"
-#include "cli/device.h"
+#include "cli/machine.h"
 #include "lm/checkpoint.h"
 #include "lm/error.h"
 #include "lm/generate.h"
@@ -23,9 +22,8 @@ namespace {
 struct GenerateArguments {
   std::string checkpoint, prompt, prompt_file, dtype = "float32", json;
   bool no_cache = false, ignore_end = false, no_echo = false;
-  int threads = 0;
   lm::GenerateOptions options;
-  DeviceOption device;
+  MachineOptions machine;
 };
 
 at::ScalarType compute_dtype(const std::string& name) {
@@ -33,8 +31,7 @@ at::ScalarType compute_dtype(const std::string& name) {
 }
 
 void run(const GenerateArguments& arguments) {
-  const auto device = arguments.device.choose();
-  if (arguments.threads > 0) at::set_num_threads(arguments.threads);
+  const auto device = arguments.machine.choose();
   const auto loaded = lm::load_model(arguments.checkpoint, device.device, compute_dtype(arguments.dtype));
   const auto tokenizer = lm::make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
   const std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
@@ -93,8 +90,7 @@ void add_generate(CLI::App& app) {
   command
       ->add_option("--dtype", arguments->dtype, "Of matrix products and attention: float32, bfloat16, on cuda float16")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
-  arguments->device.add(*command);
-  command->add_option("--threads", arguments->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  arguments->machine.add(*command);
   command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
   command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");
   command->add_flag("--no-echo", arguments->no_echo, "Print the new text alone, without the prompt");

@@ -1,5 +1,4 @@
 // nsa inspect: which blocks a checkpoint's queries select on a text, and what its gates do.
-#include <ATen/Parallel.h>
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -9,7 +8,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/device.h"
+#include "cli/machine.h"
 #include "cli/output.h"
 #include "lm/error.h"
 #include "lm/inspect.h"
@@ -22,13 +21,12 @@ struct InspectCommand {
   std::string checkpoint, json;
   std::vector<std::string> data;
   std::int64_t tokens = 0;
-  int queries = 64, threads = 0;
+  int queries = 64;
   bool maps = false;
-  DeviceOption device_option;
+  MachineOptions machine;
 
   void run() const {
-    const auto device = device_option.choose();
-    if (threads > 0) at::set_num_threads(threads);
+    const auto device = machine.choose();
     const auto subject = lm::open_subject(checkpoint, device.device);
     const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
     // The longest document shows most of the selection.
@@ -112,8 +110,7 @@ void add_inspect(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--queries", state->queries, "Queries of each selection map")->check(CLI::Range(1, 100000));
   command->add_flag("--maps", state->maps, "Print the selection maps");
-  state->device_option.add(*command);
-  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  state->machine.add(*command);
   command->add_option("--json", state->json, "Write the results, maps included, to this file");
   command->callback([] { state->run(); });
 }

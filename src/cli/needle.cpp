@@ -1,5 +1,4 @@
 // nsa needle: a line hidden at several depths of contexts of several lengths, as a heat map and as JSON.
-#include <ATen/Parallel.h>
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -9,7 +8,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/device.h"
+#include "cli/machine.h"
 #include "cli/output.h"
 #include "lm/needle.h"
 
@@ -20,12 +19,10 @@ struct NeedleCommand {
   std::string checkpoint, json;
   std::vector<std::string> data;
   lm::NeedleOptions options;
-  int threads = 0;
-  DeviceOption device_option;
+  MachineOptions machine;
 
   void run() {
-    const auto device = device_option.choose();
-    if (threads > 0) at::set_num_threads(threads);
+    const auto device = machine.choose();
     const auto subject = lm::open_subject(checkpoint, device.device);
     const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
     if (options.lengths.empty()) {
@@ -97,8 +94,7 @@ void add_needle(CLI::App& app) {
   command->add_option("--needle", options.needle, "What is hidden; {key} and {value} are filled in");
   command->add_option("--question", options.question, "What is asked at the end; the answer is {value}");
   command->add_option("--seed", options.seed, "Of places, keys and values");
-  state->device_option.add(*command);
-  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  state->machine.add(*command);
   command->add_option("--json", state->json, "Write the results to this file");
   command->callback([] { state->run(); });
 }

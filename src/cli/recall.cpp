@@ -1,6 +1,5 @@
 // nsa recall: trains two small models to recall key-value pairs from beyond the window, with NSA and with the window
 // alone.
-#include <ATen/Parallel.h>
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -8,8 +7,8 @@
 #include <string>
 
 #include "cli/commands.h"
-#include "cli/device.h"
 #include "cli/exit.h"
+#include "cli/machine.h"
 #include "cli/output.h"
 #include "lm/recall.h"
 
@@ -19,14 +18,12 @@ namespace {
 struct RecallCommand {
   lm::RecallOptions options;
   std::string json, phi = "mlp";
-  int threads = 0;
   bool check = false;
-  DeviceOption device_option;
+  MachineOptions machine;
 
   void run() {
-    const auto device = device_option.choose();
+    const auto device = machine.choose();
     options.device = device.device;
-    if (threads > 0) at::set_num_threads(threads);
     const auto& task = options.task;
     auto& model = options.model;
     model.phi = lm::compression_kind(phi);
@@ -85,8 +82,8 @@ void add_recall(CLI::App& app) {
   model_option("--ffn-size", model.ffn_size, "Inner width of the feed-forward layers, channels");
   model_option("--heads", model.num_heads, "Query heads");
   model_option("--kv-heads", model.num_kv_heads, "Key/value heads");
-  state->device_option.on_cuda(model_option("--head-dim", model.head_dim, "Channels of queries, keys and values"),
-                               model.head_dim, lm::recall_model(at::kCUDA).head_dim);
+  state->machine.on_cuda(model_option("--head-dim", model.head_dim, "Channels of queries, keys and values"),
+                         model.head_dim, lm::recall_model(at::kCUDA).head_dim);
   model_option("--kernel-size", model.nsa.kernel_size, "l: tokens in a compression block");
   model_option("--kernel-stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
   model_option("--block-size", model.nsa.block_size, "l': tokens in a selection block");
@@ -95,8 +92,7 @@ void add_recall(CLI::App& app) {
   command->add_option("--phi", state->phi, "Compression function: mean, linear or mlp")->group("Model");
   command->add_flag("--share-kv", model.share_kv, "One key and one value projection for the three branches")
       ->group("Model");
-  state->device_option.add(*command);
-  command->add_option("--threads", state->threads, "0: one for each core")->check(CLI::Range(0, 1024));
+  state->machine.add(*command);
   command->add_flag("--check", state->check, "Exit code 1 unless NSA reaches 95 % and the window stays at chance");
   command->add_option("--json", state->json, "Write the results to this file");
   command->callback([] { state->run(); });

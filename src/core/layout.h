@@ -100,10 +100,10 @@ LseView<T> lse_of(const TensorView& view, std::int64_t batch, std::int64_t begin
 
 /// What compress makes of raw keys or values: a contiguous view without data.
 inline TensorView compressed_shape(const TensorView& k, const NSAConfig& cfg) {
-  return k.rank == 4 ? TensorView::contiguous(
-                           nullptr, k.dtype, {k.size(0), cfg.num_compressed(k.size(1)), k.size(2), k.size(3)}, k.device)
-                     : TensorView::contiguous(nullptr, k.dtype, {k.size(0) / cfg.kernel_stride, k.size(1), k.size(2)},
-                                              k.device);
+  const bool packed = k.rank == 3;
+  const std::int64_t rows = cfg.compressed_rows(k.size(-3), packed);
+  return packed ? TensorView::contiguous(nullptr, k.dtype, {rows, k.size(1), k.size(2)}, k.device)
+                : TensorView::contiguous(nullptr, k.dtype, {k.size(0), rows, k.size(2), k.size(3)}, k.device);
 }
 
 /// Raw key tokens of a batched call behind compressed keys.

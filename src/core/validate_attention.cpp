@@ -174,9 +174,7 @@ void check_whole(Checker& check, Shapes& shapes, const NsaAttentionParams& param
   check.tensor("v_slc", params.v_slc, Access::kInput, shapes.v());
   check.tensor("k_swa", params.k_swa, Access::kInput, shapes.k());
   check.tensor("v_swa", params.v_swa, Access::kInput, shapes.v());
-  if (check.ok())
-    shapes.Nc.value =
-        shapes.packed ? shapes.Sk.value / params.cfg.kernel_stride : params.cfg.num_compressed(shapes.Sk.value);
+  if (check.ok()) shapes.Nc.value = params.cfg.compressed_rows(shapes.Sk.value, shapes.packed);
   if (!made_here || params.k_c.defined() || params.v_c.defined()) {
     check.tensor("k_c", params.k_c, made_here ? results : Access::kInput, shapes.k_c());
     check.tensor("v_c", params.v_c, made_here ? results : Access::kInput, shapes.v_c());

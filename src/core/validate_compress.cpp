@@ -32,10 +32,8 @@ void check_forward(Checker& check, CompressShapes& shapes, const CompressParams&
     Dim count{"B + 1"};
     check.int32("cu_seqlens", params.cu_seqlens, Access::kInput, {&count});
     check.offsets("cu_seqlens", params.cu_seqlens, shapes.total.value);
-    shapes.rows.value = shapes.total.value / params.cfg.kernel_stride;
-  } else {
-    shapes.rows.value = params.cfg.num_compressed(shapes.S.value);
   }
+  shapes.rows.value = params.cfg.compressed_rows(shapes.packed ? shapes.total.value : shapes.S.value, shapes.packed);
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ Status compress_again(CallArguments& a, const Context& context) {
       .k = a.in("k"), .weights = a.weights("weights."), .cfg = a.config(), .cu_seqlens = a.in("cu_seqlens")};
   Shape shape(a.shape("k").begin(), a.shape("k").end());
   auto& rows = shape[shape.size() - 3];
-  rows = p.cu_seqlens.defined() ? rows / p.cfg.kernel_stride : p.cfg.num_compressed(rows);
+  rows = p.cfg.compressed_rows(rows, p.cu_seqlens.defined());
   p.out = a.out("out", shape);
   return nsa::compress(p, context);
 }

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import subprocess
+import sysconfig
 import time
 
 import pytest
@@ -94,6 +95,33 @@ def test_the_first_step_in_bfloat16_is_that_in_float32(tmp_path, corpus, attenti
         first[dtype] = metrics(tmp_path / dtype, "train")[0]
     assert first["bfloat16"]["loss"] == pytest.approx(first["float32"]["loss"], rel=1e-2)
     assert first["bfloat16"]["grad_norm"] == pytest.approx(first["float32"]["grad_norm"], rel=5e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_300_steps_follow_the_losses_of_the_cpu(losses_on_cpu, tmp_path, dtype):
+    """Same data, order and weights: rounding makes the two drift apart, but not by more than noise."""
+    found = losses_of_300_steps(tmp_path / "run", "--device", "cuda", "--dtype", dtype)
+    for name in ("train", "held out"):
+        print(f"{name:9} cpu float32 ", *(f"{loss:.3f}" for loss in losses_on_cpu[name]))
+        print(f"{name:9} cuda {dtype:8}", *(f"{loss:.3f}" for loss in found[name]))
+        assert found[name] == pytest.approx(losses_on_cpu[name], rel=2e-2)
+
+
+@pytest.fixture(scope="module")
+def losses_on_cpu(tmp_path_factory):
+    return losses_of_300_steps(tmp_path_factory.mktemp("cpu") / "run", "--device", "cpu", "--dtype", "float32")
+
+
+def losses_of_300_steps(run, *device):
+    """Of each 30 steps the mean, and held out every 100 steps; Python's own sources are the data."""
+    nsa("train", "--out", run, "--data", sysconfig.get_paths()["stdlib"], "--extension", ".py", "--seed", 1,
+        *"--layers 2 --hidden-size 128 --heads 2 --kv-heads 1 --head-dim 64 --topk 6 --window-size 128".split(),
+        *"--context 1024 --batch-size 2 --lr 0.003 --warmup-steps 20 --steps 300".split(),
+        *"--log-every 1 --save-every 0 --eval-tokens 65536".split(), *device, timeout=900)  # fmt: skip
+    losses = [line["loss"] for line in metrics(run, "train")]
+    windows = [sum(losses[i : i + 30]) / 30 for i in range(0, 300, 30)]
+    return {"train": windows, "held out": [line["loss"] for line in metrics(run, "eval")]}
 
 
 @needs_gpu

@@ -73,7 +73,8 @@ def check_indices(problem, q, k_c, indices):
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operation(backend, operation, name):
-    check(backend, operation, PROBLEMS[name])
+    # In 16 bits compressed keys are rounded on the way: one element of d_q alone can be the largest error of all.
+    check(backend, operation, PROBLEMS[name], luck=1.5 if operation == "native_sparse_attention" else 1.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])

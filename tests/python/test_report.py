@@ -13,11 +13,12 @@ from nsa.report.__main__ import main
 LENGTHS = [1024, 4096, 16384, 65536]
 
 
-def write_run(folder, attention, steps=120):
+def write_run(folder, attention, steps=120, context=4096):
     rng = random.Random(attention)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     counts = {"phi": 40000, "gates": 9000, "extra_kv": 60000, "rest": 3000000, "total": 3109000}
-    (folder / "config.json").write_text(json.dumps({"model": {"attention": attention}, "parameters": counts}))
+    config = {"model": {"attention": attention}, "train": {"context": context}, "parameters": counts}
+    (folder / "config.json").write_text(json.dumps(config))
     lines = []
     for step in range(1, steps + 1):
         done = step / steps
@@ -174,6 +175,18 @@ def test_a_run_that_has_just_begun(tmp_path):
     write_run(tmp_path / "full", "full", steps=1)
     assert main([str(tmp_path / "full"), "--out", str(tmp_path / "out")]) == 0
     assert {p.stem for p in (tmp_path / "out").glob("*.png")} == {"loss", "speed"}
+
+
+def test_speed_over_context_wants_several(tmp_path):
+    folders = []
+    for context in (1024, 4096):
+        folder = tmp_path / str(context) / "full"
+        write_run(folder, "full", context=context)
+        folders.append(str(folder))
+        out = tmp_path / f"report{context}"
+        assert main([*folders, "--out", str(out), "--only", "speed_over_context"]) == 0
+    assert not (tmp_path / "report1024" / "speed_over_context.png").exists()
+    assert (tmp_path / "report4096" / "speed_over_context.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
         ),
         ("speed", training.speed, "Training speed", "Whole model, evaluations not counted."),
         (
+            "speed_over_context",
+            training.speed_over_context,
+            "Training speed over context",
+            "Of runs with different contexts: medians without the first line of the log.",
+        ),
+        (
             "attention_time",
             measurements.attention_time,
             "Attention time over length",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -58,11 +59,30 @@ def speed(sources: Sources) -> Figure | None:
     fig, (ax,) = figure(width=7.5)
     for run, colour in zip(sources.runs, colours([run.attention for run in sources.runs]), strict=True):
         rates = [line["tokens_per_second"] for line in run.train]
-        median = sorted(rates)[len(rates) // 2]
         ax.plot([line["tokens"] for line in run.train], rates, color=colour, lw=1)
-        ax.axhline(median, color=colour, ls="--", lw=1, label=f"{run.label}: median {median:,.0f}")
+        ax.axhline(median(rates), color=colour, ls="--", lw=1, label=f"{run.label}: median {median(rates):,.0f}")
     ax.xaxis.set_major_formatter(FuncFormatter(tokens))
     ax.set(xlabel="tokens seen", ylabel="tokens per second", ylim=(0, None), title="Training speed")
+    ax.legend()
+    return fig
+
+
+def speed_over_context(sources: Sources) -> Figure | None:
+    """Training speed by context, of runs whose contexts differ."""
+    found: dict[str, dict[int, float]] = {}
+    for run in sources.runs:
+        rates = [line["tokens_per_second"] for line in run.train[1:] or run.train]  # the first one has the start in it
+        found.setdefault(run.label, {})[run.config["train"]["context"]] = median(rates)
+    contexts = sorted({context for rates in found.values() for context in rates})
+    if len(contexts) < 2:
+        return None
+    fig, (ax,) = figure(width=7.5)
+    for (label, rates), colour in zip(found.items(), colours([label.split(" ")[0] for label in found]), strict=True):
+        ax.plot(sorted(rates), [rates[context] for context in sorted(rates)], "o-", color=colour, ms=4, label=label)
+    length_axis(ax, contexts)
+    ax.set(xlabel="context (tokens)", ylabel="tokens per second", yscale="log", title="Training speed over context")
+    for axis_format in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        axis_format(FuncFormatter(tokens))
     ax.legend()
     return fig
 

@@ -50,6 +50,13 @@ BranchCall selected_branch(const TensorView& indices, int block_size) {
   return branch;
 }
 
+/// One more branch, with what it reads and its gradients.
+void add(BackwardCall& call, BranchCall branch, const TensorView& k, const TensorView& v, const TensorView& o,
+         const TensorView& lse, const TensorView& d_k, const TensorView& d_v) {
+  branch.k = k, branch.v = v, branch.o = o, branch.lse = lse, branch.d_k = d_k, branch.d_v = d_v;
+  call.branches.push_back(std::move(branch));
+}
+
 Status run(const BackwardCall& call, const Context& context) {
   for_dtype(call.q.dtype, [&]<class In>() { attention_backward<In>(call, context); });
   return {};
@@ -61,10 +68,7 @@ Status compressed_attention_backward(const CompressedAttentionBackwardParams& p,
   const CompressedAttentionParams& f = p.forward;
   BackwardCall call = call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, raw_length(f.q, f.seqlen_k), f.packed, f.cfg),
                               f.k_c.size(-2), f.softmax_scale);
-  BranchCall branch = compressed_branch(f.cfg);
-  branch.k = f.k_c, branch.v = f.v_c, branch.o = f.o, branch.lse = f.lse;
-  branch.d_k = p.d_k_c, branch.d_v = p.d_v_c;
-  call.branches.push_back(std::move(branch));
+  add(call, compressed_branch(f.cfg), f.k_c, f.v_c, f.o, f.lse, p.d_k_c, p.d_v_c);
   return run(call, context);
 }
 
@@ -72,10 +76,7 @@ Status selected_attention_backward(const SelectedAttentionBackwardParams& p, con
   const SelectedAttentionParams& f = p.forward;
   BackwardCall call =
       call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, f.k.size(1), f.packed, {}), f.k.size(-2), f.softmax_scale);
-  BranchCall branch = selected_branch(f.indices, f.block_size);
-  branch.k = f.k, branch.v = f.v, branch.o = f.o, branch.lse = f.lse;
-  branch.d_k = p.d_k, branch.d_v = p.d_v;
-  call.branches.push_back(std::move(branch));
+  add(call, selected_branch(f.indices, f.block_size), f.k, f.v, f.o, f.lse, p.d_k, p.d_v);
   return run(call, context);
 }
 
@@ -83,10 +84,7 @@ Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardPar
   const SlidingWindowAttentionParams& f = p.forward;
   BackwardCall call =
       call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, f.k.size(1), f.packed, {}), f.k.size(-2), f.softmax_scale);
-  BranchCall branch = window_branch(f.window_size);
-  branch.k = f.k, branch.v = f.v, branch.o = f.o, branch.lse = f.lse;
-  branch.d_k = p.d_k, branch.d_v = p.d_v;
-  call.branches.push_back(std::move(branch));
+  add(call, window_branch(f.window_size), f.k, f.v, f.o, f.lse, p.d_k, p.d_v);
   return run(call, context);
 }
 
@@ -95,15 +93,10 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, const Context
   BackwardCall call = call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, f.k_slc.size(1), f.packed, f.cfg), f.k_slc.size(-2),
                               f.softmax_scale);
   call.gates = f.gates, call.d_gates = p.d_gates;
-  const auto add = [&](BranchCall branch, const TensorView& k, const TensorView& v, const TensorView& o,
-                       const TensorView& lse, const TensorView& d_k, const TensorView& d_v) {
-    branch.k = k, branch.v = v, branch.o = o, branch.lse = lse, branch.d_k = d_k, branch.d_v = d_v;
-    call.branches.push_back(std::move(branch));
-  };
-  add(compressed_branch(f.cfg), f.k_c, f.v_c, f.o_cmp, f.lse_cmp, p.d_k_c, p.d_v_c);
-  add(selected_branch(f.imposed_indices.defined() ? f.imposed_indices : f.indices, f.cfg.block_size), f.k_slc, f.v_slc,
-      f.o_slc, f.lse_slc, p.d_k_slc, p.d_v_slc);
-  add(window_branch(f.cfg.window_size), f.k_swa, f.v_swa, f.o_swa, f.lse_swa, p.d_k_swa, p.d_v_swa);
+  add(call, compressed_branch(f.cfg), f.k_c, f.v_c, f.o_cmp, f.lse_cmp, p.d_k_c, p.d_v_c);
+  add(call, selected_branch(f.imposed_indices.defined() ? f.imposed_indices : f.indices, f.cfg.block_size), f.k_slc,
+      f.v_slc, f.o_slc, f.lse_slc, p.d_k_slc, p.d_v_slc);
+  add(call, window_branch(f.cfg.window_size), f.k_swa, f.v_swa, f.o_swa, f.lse_swa, p.d_k_swa, p.d_v_swa);
   return run(call, context);
 }
 

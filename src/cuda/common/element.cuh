@@ -159,4 +159,8 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+/// The softmax scale in base-2 units. Scores are scaled by a positive factor: a negative scale negates queries or
+/// scores instead, one of zero becomes the smallest there is.
+__device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
+
 }  // namespace nsa::cuda

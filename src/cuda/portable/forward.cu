@@ -1,5 +1,5 @@
 // The forward operations of the portable backend but compress: arguments of kernels, and their launches.
-#include <vector>
+#include <initializer_list>
 
 #include "cuda/portable/host.h"
 
@@ -81,24 +81,27 @@ constexpr unsigned kMinusInfinity = 0xff800000u;
 /// the values of all branches looked at.
 class Finiteness {
  public:
-  Finiteness(std::initializer_list<TensorView> values, Execution& e) : values_(values), flag_(e.arena.take<int>(1)) {}
+  Finiteness(std::initializer_list<TensorView> values, Execution& e) : dtype_(values.begin()->dtype) {
+    inputs_.flag = e.arena.take<int>(1);
+    const TensorView* before = nullptr;
+    sm90::Checked* next = inputs_.tensors;
+    for (const TensorView& t : values) {
+      const bool again = before && t.data == before->data && t.stride == before->stride;
+      if (!again) *next++ = checked(t);
+      before = &t;
+    }
+  }
 
-  int* flag() const { return flag_; }
+  int* flag() const { return inputs_.flag; }
   Status look(Execution& e) {
     if (looked_) return {};
     looked_ = true;
-    sm90::NonfiniteArgs inputs{};
-    for (std::size_t i = 0; i < values_.size(); ++i) {
-      const bool again = i > 0 && values_[i].data == values_[i - 1].data && values_[i].stride == values_[i - 1].stride;
-      if (!again) inputs.tensors[i] = checked(values_[i]);
-    }
-    inputs.flag = flag_;
-    return status_of(find_nonfinite(values_[0].dtype, inputs, e.stream), "find_nonfinite");
+    return status_of(find_nonfinite(dtype_, inputs_, e.stream), "find_nonfinite");
   }
 
  private:
-  std::vector<TensorView> values_;
-  int* flag_;
+  DType dtype_;
+  sm90::NonfiniteArgs inputs_{};
   bool looked_ = false;
 };
 

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
     };
 
     OnlineSoftmax<Dv> state;
-    const float scale = state.positive(args.scale);
+    const float scale = positive_scale(args.scale);
     if (first_tile < last_tile) load(first_tile);
     for (int tile = first_tile; tile < last_tile; ++tile) {
       if (tile + 1 < last_tile) {

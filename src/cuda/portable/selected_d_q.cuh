@@ -1,22 +1,15 @@
-// dQ of one query over its selected blocks. The same walk as selected_forward.cuh.
+// dQ of one query over its selected blocks: thread blocks and warps as in selected_forward.cuh.
 #pragma once
 
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/attention_backward.cuh"
 #include "cuda/portable/redo.cuh"
-#include "cuda/portable/selected_forward.cuh"
+#include "cuda/portable/selected_units.cuh"
 
 namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
-struct SelectedDq {
-  static constexpr int kUnit = kStep<T>;  // keys
-  static constexpr int kValues = Tile<T, Dk>::bytes(kUnit);
-  static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kUnit);
-  static constexpr int kPartialPitch = Dk + 4;  // floats
-  static constexpr int kPartials = 4 * 16 * kPartialPitch * 4;
-  static constexpr int kMemory = 8 * kStage > kPartials ? 8 * kStage : kPartials;
-};
+using SelectedDq = SelectedUnits<T, Dk, Dv, Dk>;
 
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ BackwardArgs args) {
@@ -51,70 +44,31 @@ __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ B
                                                                mine.at<T>(args.d_o, seq.batch, 1), lane);
     const int blocks =
         clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
-    // This warp's units: unit `unit` of block `block` of the list, four units further each time.
-    const int units = args.block_size / kUnit;
-    struct Place {
-      int block, unit;
-    };
-    const auto settle = [&](Place at) {
-      while (at.unit >= units) at.unit -= units, ++at.block;
-      return at;
-    };
-    const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
-
-    char* stages = memory + warp * 2 * Shape::kStage;
-    const RowStream<T, Dk, kUnit, 32> k(args.k.at<T>(seq.batch, seq.k_begin, kv_head), args.k.row, lane);
-    const RowStream<T, Dv, kUnit, 32> v(args.v.at<T>(seq.batch, seq.k_begin, kv_head), args.v.row, lane);
-    const auto load = [&](int key, int stage) {
-      const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
-      if (key <= position) {
-        k.load(to, key, seq.k_len);
-        v.load(to + Shape::kValues, key, seq.k_len);
-      }
-      commit_copies();
-    };
 
     float acc[Dk / 8][4] = {};
     const float scale = args.scale * kLog2e;
-    Place at = settle({0, warp});
-    int key = at.block < blocks ? key_of(at) : 0;
-    if (at.block < blocks) load(key, 0);
-    for (int stage = 0; at.block < blocks; stage ^= 1) {
-      const Place next = settle({at.block, at.unit + 4});
-      const int next_key = next.block < blocks ? key_of(next) : 0;
-      if (next.block < blocks) {
-        load(next_key, stage ^ 1);
-        wait_copies<1>();
-      } else {
-        wait_copies<0>();
+    const auto add_unit = [&](int key, char* keys, char* values) {
+      float s[kUnit / 8][4], dp[kUnit / 8][4];
+      Ring<T> ring;
+      const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
+      const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(values), lane};
+      const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};
+      start(scores, ring);
+      scores.run(s, ring, products);
+      products.run(dp, ring, outputs);
+      const bool partial = key + kUnit > position + 1;
+      row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
+      if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
+      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
+        add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
+        __syncwarp();
+        clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
+        __syncwarp();
+        start(outputs, ring);
       }
-      __syncwarp();
-      if (key <= position) {
-        char* keys = stages + stage * Shape::kStage;
-        float s[kUnit / 8][4], dp[kUnit / 8][4];
-        Ring<T> ring;
-        const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
-        const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
-        const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};
-        start(scores, ring);
-        scores.run(s, ring, products);
-        products.run(dp, ring, outputs);
-        const bool partial = key + kUnit > position + 1;
-        row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
-        if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
-        if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
-          add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
-          __syncwarp();
-          clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
-          __syncwarp();
-          start(outputs, ring);
-        }
-        outputs.run(acc, dp, ring);
-      }
-      __syncwarp();  // the stage is free
-      at = next;
-      key = next_key;
-    }
+      outputs.run(acc, dp, ring);
+    };
+    for_units<T, Shape>(args, seq, kv_head, position, list, 0, blocks, memory, add_unit);
 
     // The sum over the warps, in their order.
     __syncthreads();

@@ -1,28 +1,18 @@
 // Attention of one query, all heads of its group, to the blocks selected for it.
 //
-// A thread block of four warps takes one query and up to sixteen heads (the rows of a tensor-core tile). The keys of
-// its blocks are cut into units of one reduction step (16 keys, 8 in float32); warp w takes the units w, w + 4, ...
-// through two stages of shared memory of its own, so that the warps never wait for each other. The four partial
-// softmaxes are merged at the end in a fixed order.
+// A thread block of four warps takes one query and up to sixteen heads (the rows of a tensor-core tile); the warps
+// share out the keys (selected_units.cuh). The four partial softmaxes are merged at the end in a fixed order.
 #pragma once
 
-#include "cuda/common/block_list.cuh"
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/redo.cuh"
+#include "cuda/portable/selected_units.cuh"
 #include "cuda/portable/softmax.cuh"
 
 namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
-struct SelectedForward {
-  static constexpr int kUnit = kStep<T>;  // keys
-  static constexpr int kValues = Tile<T, Dk>::bytes(kUnit);
-  static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kUnit);
-  static constexpr int kStages = 2;
-  static constexpr int kPartialPitch = Dv + 4;  // floats
-  static constexpr int kPartials = 4 * 16 * kPartialPitch * 4;
-  static constexpr int kMemory = 4 * kStages * kStage > kPartials ? 4 * kStages* kStage : kPartials;
-};
+using SelectedForward = SelectedUnits<T, Dk, Dv, Dv>;
 
 template <class T, int Dk, int Dv, class Args>
 __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ Args args) {
@@ -63,76 +53,36 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
         blocks = min(first_block + args.parts.size, blocks);
       }
     }
-    // This warp's units: unit `unit` of block `block` of the list, four units further each time.
-    const int units = args.block_size / kUnit;
-    struct Place {
-      int block, unit;
-    };
-    const auto settle = [&](Place at) {
-      while (at.unit >= units) at.unit -= units, ++at.block;
-      return at;
-    };
-    const auto key_of = [&](const Place& at) { return list[at.block] * args.block_size + at.unit * kUnit; };
-
-    char* stages = memory + warp * Shape::kStages * Shape::kStage;
-    const auto k = key_stream<T, Dk, kUnit, 32>(args.k, seq, seq.k_begin, kv_head, lane);
-    const auto v = key_stream<T, Dv, kUnit, 32>(args.v, seq, seq.k_begin, kv_head, lane);
-    const auto load = [&](int key, int stage) {
-      const std::uint32_t to = shared_address(stages) + stage * Shape::kStage;
-      if (key <= position) {
-        k.load(to, key, seq.k_len);
-        v.load(to + Shape::kValues, key, seq.k_len);
-      }
-      commit_copies();
-    };
 
     OnlineSoftmax<Dv> state;
-    const float scale = state.positive(args.scale);
-    Place at = settle({first_block, warp});
-    int key = at.block < blocks ? key_of(at) : 0;
-    if (at.block < blocks) load(key, 0);
-    for (int stage = 0; at.block < blocks; stage ^= 1) {
-      const Place next = settle({at.block, at.unit + 4});
-      const int next_key = next.block < blocks ? key_of(next) : 0;
-      if (next.block < blocks) {
-        load(next_key, stage ^ 1);
-        wait_copies<1>();
-      } else {
-        wait_copies<0>();
-      }
-      __syncwarp();
-      if (key <= position) {
-        char* keys = stages + stage * Shape::kStage;
-        char* values = keys + Shape::kValues;
-        float s[kUnit / 8][4];
-        Ring<T> ring;
-        const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
-        const Outputs<T, Dv, kUnit / 8> outputs{shared_address(values), lane};
-        start(scores, ring);
-        scores.run(s, ring, outputs);
-        const bool partial = key + kUnit > position + 1;
-        if (partial) {
+    const float scale = positive_scale(args.scale);
+    const auto attend = [&](int key, char* keys, char* values) {
+      float s[kUnit / 8][4];
+      Ring<T> ring;
+      const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
+      const Outputs<T, Dv, kUnit / 8> outputs{shared_address(values), lane};
+      start(scores, ring);
+      scores.run(s, ring, outputs);
+      const bool partial = key + kUnit > position + 1;
+      if (partial) {
 #pragma unroll
-          for (int n = 0; n < kUnit / 8; ++n) {
+        for (int n = 0; n < kUnit / 8; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (key + n * 8 + 2 * (lane & 3) + i % 2 > position) s[n][i] = -INFINITY;
-          }
+          for (int i = 0; i < 4; ++i)
+            if (key + n * 8 + 2 * (lane & 3) + i % 2 > position) s[n][i] = -INFINITY;
         }
-        state.update(s, scale);
-        if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dv>(values, kUnit, lane, 32))) {
-          add_nonfinite<T, Dv>(state.acc, s, values, 0, lane, [&](int, int j) { return key + j <= position; });
-          __syncwarp();
-          clear_nonfinite<T, Dv>(values, kUnit, lane, 32);
-          __syncwarp();
-          start(outputs, ring);
-        }
-        outputs.run(state.acc, s, ring);
       }
-      __syncwarp();  // the stage is free
-      at = next;
-      key = next_key;
-    }
+      state.update(s, scale);
+      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dv>(values, kUnit, lane, 32))) {
+        add_nonfinite<T, Dv>(state.acc, s, values, 0, lane, [&](int, int j) { return key + j <= position; });
+        __syncwarp();
+        clear_nonfinite<T, Dv>(values, kUnit, lane, 32);
+        __syncwarp();
+        start(outputs, ring);
+      }
+      outputs.run(state.acc, s, ring);
+    };
+    for_units<T, Shape>(args, seq, kv_head, position, list, first_block, blocks, memory, attend);
 
     // Merge.
     __syncthreads();

@@ -55,13 +55,9 @@ class RowFragments {
 };
 
 /// Reference (close to the running maximum, in base-2 units), sum and output of two rows. Scores come raw and are
-/// scaled here by a positive factor: a negative softmax scale negates the queries instead, a scale of zero becomes the
-/// smallest one there is.
+/// scaled here by positive_scale().
 template <int D>
 struct OnlineSoftmax {
-  /// From the softmax scale to base-2 units.
-  __device__ static float positive(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
-
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   float acc[D / 8][4] = {};
 

@@ -6,10 +6,6 @@
 
 namespace nsa::cuda::sm90 {
 
-/// The softmax scale in base-2 units. A negative one negates scores, one of zero becomes the smallest there is: see
-/// OnlineSoftmax.
-__device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
-
 /// Lets warpgroups start some time apart: else all wait for their softmax at the same time, and the tensor cores idle.
 __device__ __forceinline__ void start_apart(int group) {
   const long long start = clock64();
@@ -21,6 +17,28 @@ __device__ __forceinline__ void start_apart(int group) {
 __device__ __forceinline__ bool stood_in_for(const int* flag) {
   return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
 }
+
+/// Barriers of a ring of key and value tiles, and of a place for the queries of each warpgroup.
+template <int kStages, int kGroups>
+struct ForwardBarriers {
+  std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
+  std::uint64_t query_full[kGroups], query_free[kGroups];
+  GroupTile tiles[kGroups][2];  // the one at work and the next one
+
+  /// One thread; barriers_ready() is to follow.
+  __device__ __forceinline__ void init() {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared_address(&key_full[i]), 1);
+      barrier_init(shared_address(&value_full[i]), 1);
+      barrier_init(shared_address(&key_free[i]), kGroups * 4);
+      barrier_init(shared_address(&value_free[i]), kGroups * 4);
+    }
+    for (int i = 0; i < kGroups; ++i) {
+      barrier_init(shared_address(&query_full[i]), 1);
+      barrier_init(shared_address(&query_free[i]), 4);
+    }
+  }
+};
 
 /// Lane c of four neighbouring lanes holds words c0 .. c3 and gets 0c .. 3c.
 __device__ __forceinline__ void transpose_in_quad(std::uint32_t (&w)[4], int lane) {

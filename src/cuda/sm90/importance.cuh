@@ -1,5 +1,5 @@
-// Importances of selection blocks from what computing warps leave of their key tiles (compressed_select.cu): how
-// picking warps read it and sum it over heads.
+// Importances of selection blocks from what computing warps leave of their key tiles (compressed_select.cu): how it is
+// written, and how picking warps read it and sum it over heads.
 //
 // A sum over the heads of a unit is a product with tensor cores: sums of blocks and heads times 2^(reference - lse) of
 // the heads, in two columns, for its high and its low part, so that 16 bits are enough.
@@ -23,6 +23,28 @@ static_assert(sizeof(ScratchTile) == CompressedSelectScratch::kTileBytes);
 
 /// Base 2, in the order of ScratchTile::reference; -inf: the row is not used.
 using MinusLse = float4[4];
+
+/// A computing warp's way of writing the scratch: tile after tile.
+class ScratchWriter {
+ public:
+  __device__ __forceinline__ ScratchWriter(ScratchTile* first, int lane)
+      : mine_(reinterpret_cast<char*>(first) + lane * 16), lane_(lane) {}
+
+  /// sums: of the lane's two rows and four blocks; reference: of these rows.
+  __device__ __forceinline__ void write(const float (&sums)[2][4], const float (&reference)[2]) {
+    *reinterpret_cast<uint4*>(mine_) =
+        make_uint4(pack(Half{}, sums[0][0], sums[1][0]), pack(Half{}, sums[0][1], sums[1][1]),
+                   pack(Half{}, sums[0][2], sums[1][2]), pack(Half{}, sums[0][3], sums[1][3]));
+    if ((lane_ & 3) == 0)
+      *reinterpret_cast<float2*>(mine_ - lane_ * 16 + sizeof(ScratchTile::sums) + lane_ / 4 % 4 * 16 + lane_ / 16 * 8) =
+          make_float2(reference[0], reference[1]);
+    mine_ += sizeof(ScratchTile);
+  }
+
+ private:
+  char* mine_;
+  int lane_;
+};
 
 /// A picking warp's way of reading the scratch: a ring of chunks in shared memory.
 class ChunkRing {

@@ -1,4 +1,4 @@
-// The choice of blocks from keys that order like their ranks, by picking warps (compressed_select.cu).
+// The choice of blocks from keys that order like their ranks, by picking warps (picker.cuh).
 //
 // Of n places, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
 // are listed, and the list is sorted. Where they are too many the n-th largest key is found bit by bit.

@@ -40,11 +40,7 @@ struct Layout {
 };
 
 template <int kStages>
-struct Barriers {
-  std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
-  std::uint64_t query_full[kGroups], query_free[kGroups];
-  GroupTile tiles[kGroups][2];  // the one at work and the next one
-};
+using Barriers = ForwardBarriers<kStages, kGroups>;
 
 struct Maps {
   CUtensorMap q, k, v, o_cmp, o_slc;
@@ -356,16 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::kStages; ++i) {
-      barrier_init(shared_address(&barriers.key_full[i]), 1);
-      barrier_init(shared_address(&barriers.value_full[i]), 1);
-      barrier_init(shared_address(&barriers.key_free[i]), kGroups * 4);
-      barrier_init(shared_address(&barriers.value_free[i]), kGroups * 4);
-    }
-    for (int i = 0; i < kGroups; ++i) {
-      barrier_init(shared_address(&barriers.query_full[i]), 1);
-      barrier_init(shared_address(&barriers.query_free[i]), 4);
-    }
+    barriers.init();
     barriers_ready();
   }
   // Rows without use stay zero: the copy engine does not touch them.

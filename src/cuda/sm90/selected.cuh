@@ -47,46 +47,59 @@ __device__ __forceinline__ void give_back(int lane, const Slots&... slots) {
 }
 
 /// One warp's way through the ring.
-template <int kSlotBytes>
-struct SelectedReader {
-  SelectedControl& control;
-  std::uint32_t ring;
-  const SelectedPlan& plan;
-  unsigned base = 0;    // position of the tile's first fill
-  unsigned issued = 0;  // so many fills are known to be issued
+template <class Shape>
+class SelectedReader {
+ public:
+  __device__ SelectedReader(SelectedControl& control, std::uint32_t ring, const SelectedPlan& plan)
+      : control_(control), ring_(ring), plan_(plan) {}
 
+  /// body(first key, which of the warp's queries chose its block, slot of keys, slot of values) for the tiles of the
+  /// blocks that a warp uses. They come in a buffer of unions, `parity` of its `ready` phase.
+  template <class Body>
+  __device__ __forceinline__ void for_keys(int buffer, std::uint32_t parity, int warp, int lane, const Body& body) {
+    SelectedControl& c = control_;
+    const SelectedPlan& p = plan_;
+    wait(shared_address(&c.ready[buffer]), parity);
+    __syncwarp();
+    const int size = c.size[buffer];
+#pragma unroll 1
+    for (int first = 0; first < size; first += 32) {
+      const unsigned mine = first + lane < size ? users_of_warp(p, c.users(p, buffer)[first + lane], warp) : 0;
+#pragma unroll 1
+      for (unsigned rest = __ballot_sync(0xffffffffu, mine != 0); rest; rest &= rest - 1) {
+        const int i = __ffs(static_cast<int>(rest)) - 1;
+        const int block = c.block(p, buffer)[first + i] & SelectedControl::kBlockMask;
+        const unsigned users = __shfl_sync(0xffffffffu, mine, i);
+        const unsigned position = base_ + 2 * p.units * static_cast<unsigned>(first + i);
+#pragma unroll 1
+        for (int unit = 0; unit < p.units; ++unit) {
+          const int key = block * p.block_size + unit * Shape::kKeys;
+          const SelectedSlot keys = at(position + 2 * unit), values = at(position + 2 * unit + 1);
+          body(key, users, keys, values);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(shared_address(&c.free[buffer]));
+    base_ += 2 * p.units * static_cast<unsigned>(size);
+  }
+
+ private:
   __device__ __forceinline__ SelectedSlot at(unsigned position) {
     // The earlier fill with the same barrier must be over: a fill that reuses its slot has been issued.
-    while (static_cast<int>(position - issued) > kFullBarriers - plan.slots - 1) issued = published(&control.issued);
-    const unsigned slot = position - plan.by_slots.quotient(static_cast<int>(position)) * plan.by_slots.divisor;
-    return {ring + slot * kSlotBytes, shared_address(&control.full[position % kFullBarriers]),
-            position / kFullBarriers & 1, shared_address(&control.empty[slot])};
+    while (static_cast<int>(position - issued_) > kFullBarriers - plan_.slots - 1)
+      issued_ = published(&control_.issued);
+    const unsigned slot = position - plan_.by_slots.quotient(static_cast<int>(position)) * plan_.by_slots.divisor;
+    return {ring_ + slot * Shape::kSlotBytes, shared_address(&control_.full[position % kFullBarriers]),
+            position / kFullBarriers & 1, shared_address(&control_.empty[slot])};
   }
-};
 
-/// body(block, which of the warp's queries use it, position of its first fill) for the blocks that a warp uses.
-template <int kSlotBytes, class Body>
-__device__ __forceinline__ void for_blocks(SelectedReader<kSlotBytes>& reader, int buffer, std::uint32_t parity,
-                                           int warp, int lane, const Body& body) {
-  SelectedControl& c = reader.control;
-  const SelectedPlan& p = reader.plan;
-  wait(shared_address(&c.ready[buffer]), parity);
-  __syncwarp();
-  const int size = c.size[buffer];
-#pragma unroll 1
-  for (int first = 0; first < size; first += 32) {
-    const unsigned mine = first + lane < size ? users_of_warp(p, c.users(p, buffer)[first + lane], warp) : 0;
-#pragma unroll 1
-    for (unsigned rest = __ballot_sync(0xffffffffu, mine != 0); rest; rest &= rest - 1) {
-      const int i = __ffs(static_cast<int>(rest)) - 1;
-      body(c.block(p, buffer)[first + i] & SelectedControl::kBlockMask, __shfl_sync(0xffffffffu, mine, i),
-           reader.base + 2 * p.units * static_cast<unsigned>(first + i));
-    }
-  }
-  __syncwarp();
-  if (lane == 0) arrive(shared_address(&c.free[buffer]));
-  reader.base += 2 * p.units * static_cast<unsigned>(size);
-}
+  SelectedControl& control_;
+  std::uint32_t ring_;
+  const SelectedPlan& plan_;
+  unsigned base_ = 0;    // position of the tile's first fill
+  unsigned issued_ = 0;  // so many fills are known to be issued
+};
 
 // Products of a warp with tiles as the copy engine leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
 // 16-byte pieces permuted by the swizzle. The eight rows of an ldmatrix lie in different banks.
@@ -212,22 +225,23 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
 }
 
 /// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
-template <class Args>
+template <class Shape, class Args>
 cudaError_t launch_selected(void (*kernel)(Args, SelectedPlan, CUtensorMap, CUtensorMap), const Args& args,
-                            const SelectedPlan& plan, int key_dim, int value_dim, int tile_keys, int threads,
                             cudaStream_t stream) {
-  if (plan.total == 0) return cudaSuccess;
   const Geometry& g = args.geometry;
-  const std::int64_t rows = key_rows(g, false);
+  const SelectedPlan plan = selected_plan<Shape>(g, args.topk, args.block_size);
+  if (plan.total == 0) return cudaSuccess;
+  const auto map = [&](CUtensorMap& to, const Strided& t, int dim) {
+    return make_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);
+  };
   CUtensorMap k_map, v_map;
   int processors = 0;
-  cudaError_t error = make_map(k_map, args.k, key_dim, g.kv_heads, rows, tensor_batches(g), 1, tile_keys);
-  if (error == cudaSuccess)
-    error = make_map(v_map, args.v, value_dim, g.kv_heads, rows, tensor_batches(g), 1, tile_keys);
+  cudaError_t error = map(k_map, args.k, Shape::kKeyDim);
+  if (error == cudaSuccess) error = map(v_map, args.v, Shape::kValueDim);
   if (error == cudaSuccess) error = multiprocessors(processors);
   if (error != cudaSuccess) return error;
-  return portable::launch(kernel, std::min(plan.total, processors), threads, plan.memory, stream, args, plan, k_map,
-                          v_map);
+  return portable::launch(kernel, std::min(plan.total, processors), Shape::kThreads, plan.memory, stream, args, plan,
+                          k_map, v_map);
 }
 
 }  // namespace nsa::cuda::sm90

@@ -13,45 +13,41 @@ using portable::QueryRows;
 using portable::row_gradients;
 using portable::RowFragments;
 
+constexpr int kStep = 32;  // keys whose S and dP exist at a time
+/// Fragments and sums of sixteen rows take the registers of two warps per scheduler.
+constexpr int warps(int key_dim) { return key_dim > 64 ? 8 : 12; }
+/// The fragments of dO are kept in shared memory instead where registers do not suffice.
+constexpr bool shares_d_o(int key_dim) { return key_dim > 128; }
+
 template <int Dk, int Dv, int kKeys>
-struct Shape {
-  // Fragments and sums of sixteen rows take the registers of two warps per scheduler.
-  static constexpr int kWarps = Dk > 64 ? 8 : 12, kThreads = kWarps * 32 + kProducers;
-  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2;
-  static constexpr int kStep = 32;  // keys whose S and dP exist at a time
-  // The fragments of dO are kept in shared memory instead where registers do not suffice.
-  static constexpr bool kSharedDo = Dk > 128;
-  static constexpr int kKeptBytes = kSharedDo ? shared_fragments<Dv>(kWarps) : 0;
-};
+using Shape = SelectedShape<Dk, Dv, kKeys, warps(Dk), shares_d_o(Dk) ? shared_fragments<Dv>(warps(Dk)) : 0>;
 
 template <class T, int Dk, int Dv, int kKeys>
 __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     selected_d_q(const __grid_constant__ BackwardArgs args, const __grid_constant__ SelectedPlan plan,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
-  using Budget = SelectedBudget<S::kWarps>;
   extern __shared__ __align__(1024) char memory[];
   if (args.redo.flag && *args.redo.flag) return;
   const std::uint32_t ring = shared_address(memory);
   const std::uint32_t kept = ring + plan.slots * S::kSlotBytes;
-  auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kKeptBytes);
+  auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kMoreBytes);
   const Geometry& g = args.geometry;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  init_control<S::kWarps>(control, S::kThreads);
+  init_control<S>(control);
 
   if (warp >= S::kWarps) {
-    fewer_registers<Budget::kProducer>();
-    produce<Dk, Dv, kKeys, S::kSlotBytes, S::kWarps>(control, ring, plan, g, args.indices, k_map, v_map,
-                                                     threadIdx.x - S::kWarps * 32,
-                                                     [&](const SelectedTile& tile, int thread) {
-                                                       prefetch_rows<T, Dk>(plan, g, tile, args.q, S::kWarps, thread);
-                                                       prefetch_rows<T, Dv>(plan, g, tile, args.d_o, S::kWarps, thread);
-                                                     });
+    fewer_registers<S::kProducerRegisters>();
+    produce<S>(control, ring, plan, g, args.indices, k_map, v_map, threadIdx.x - S::kWarps * 32,
+               [&](const SelectedTile& tile, int thread) {
+                 prefetch_rows<T, Dk>(plan, g, tile, args.q, S::kWarps, thread);
+                 prefetch_rows<T, Dv>(plan, g, tile, args.d_o, S::kWarps, thread);
+               });
     return;
   }
 
-  more_registers<Budget::kConsumer>();
-  SelectedReader<S::kSlotBytes> reader{control, ring, plan};
+  more_registers<S::kConsumerRegisters>();
+  SelectedReader<S> reader(control, ring, plan);
   const float scale = args.scale * kLog2e;
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t parity) {
     QueryRows mine;
@@ -66,29 +62,24 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     }
     const int batch = tile.seq.batch;
     const RowFragments<T, Dk> q(mine.at<T>(args.q, batch, 0), mine.at<T>(args.q, batch, 1), lane);
-    const auto d_o = keep_fragments<S::kSharedDo>(
+    const auto d_o = keep_fragments<shares_d_o(Dk)>(
         RowFragments<T, Dv>(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane), kept, warp, lane);
     float acc[Dk / 8][4] = {};
-    for_blocks(reader, buffer, parity, warp, lane, [&](int block, unsigned users, unsigned position) {
+    reader.for_keys(buffer, parity, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
+      keys.wait();
 #pragma unroll 1
-      for (int unit = 0; unit < plan.units; ++unit) {
-        const int key = block * plan.block_size + unit * kKeys;
-        const SelectedSlot keys = reader.at(position + 2 * unit), values = reader.at(position + 2 * unit + 1);
-        keys.wait();
-#pragma unroll 1
-        for (int first = 0; first < kKeys; first += S::kStep) {
-          float s[S::kStep / 8][4], dp[S::kStep / 8][4];
-          key_scores<T, Dk, kKeys>(s, q, keys.tile, first, lane);
-          if (first == 0) values.wait();
-          key_scores<T, Dv, kKeys>(dp, d_o, values.tile, first, lane);
-          row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
-          hide_keys<S::kStep / 8>(limits, users, key + first, lane, [&](int n, int i) { dp[n][i] = 0; });
-          std::uint32_t ds[S::kStep / 16][4];
-          pack_keys<T>(ds, dp);
-          key_sums<T, Dk, kKeys>(acc, ds, keys.tile, first, lane);
-        }
-        give_back(lane, keys, values);
+      for (int first = 0; first < kKeys; first += kStep) {
+        float s[kStep / 8][4], dp[kStep / 8][4];
+        key_scores<T, Dk, kKeys>(s, q, keys.tile, first, lane);
+        if (first == 0) values.wait();
+        key_scores<T, Dv, kKeys>(dp, d_o, values.tile, first, lane);
+        row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
+        hide_keys<kStep / 8>(limits, users, key + first, lane, [&](int n, int i) { dp[n][i] = 0; });
+        std::uint32_t ds[kStep / 16][4];
+        pack_keys<T>(ds, dp);
+        key_sums<T, Dk, kKeys>(acc, ds, keys.tile, first, lane);
       }
+      give_back(lane, keys, values);
     });
     const SelectedTile same(plan, g, again(index));
 #pragma unroll
@@ -103,21 +94,15 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   });
 }
 
-template <class T, int Dk, int Dv, int kKeys>
-cudaError_t launch_tiles(const BackwardArgs& args, cudaStream_t stream) {
-  using S = Shape<Dk, Dv, kKeys>;
-  const SelectedPlan plan =
-      selected_plan<S::kWarps>(args.geometry, args.topk, args.block_size, kKeys, S::kSlotBytes, S::kKeptBytes);
-  return launch_selected(selected_d_q<T, Dk, Dv, kKeys>, args, plan, Dk, Dv, kKeys, S::kThreads, stream);
-}
-
 }  // namespace
 
 template <>
 cudaError_t launch_selected_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& args,
                                                                          cudaStream_t stream) {
-  if (args.block_size == 32) return launch_tiles<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, 32>(args, stream);
-  return launch_tiles<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, 64>(args, stream);
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  if (args.block_size == 32)
+    return launch_selected<Shape<Dk, Dv, 32>>(selected_d_q<NSA_ELEMENT, Dk, Dv, 32>, args, stream);
+  return launch_selected<Shape<Dk, Dv, 64>>(selected_d_q<NSA_ELEMENT, Dk, Dv, 64>, args, stream);
 }
 
 }  // namespace nsa::cuda::sm90

@@ -12,12 +12,12 @@ namespace {
 using portable::OnlineSoftmax;
 using portable::RowFragments;
 
+/// As many warps as registers allow: more of them hide each other's latency and share more of what is loaded.
 template <int Dk, int Dv, int kKeys>
-struct Shape {
-  // As many warps as registers allow: more of them hide each other's latency and share more of what is loaded.
-  static constexpr int kWarps = Dk > 128 ? 8 : Dk > 64 ? 12 : 16, kThreads = kWarps * 32 + kProducers;
-  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2;
-};
+using Shape = SelectedShape<Dk, Dv, kKeys,
+                            (Dk > 128  ? 8
+                             : Dk > 64 ? 12
+                                       : 16)>;
 
 template <class T, int Dv>
 __device__ __forceinline__ void store_row(const SelectedArgs& args, const SelectedTile& tile, const SelectedRow& row,
@@ -39,26 +39,25 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     selected_forward(const __grid_constant__ SelectedArgs args, const __grid_constant__ SelectedPlan plan,
                      const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
-  using Budget = SelectedBudget<S::kWarps>;
   extern __shared__ __align__(1024) char memory[];
   if (args.redo.flag && *args.redo.flag) return;
   const std::uint32_t ring = shared_address(memory);
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes);
   const Geometry& g = args.geometry;
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  init_control<S::kWarps>(control, S::kThreads);
+  init_control<S>(control);
 
   if (warp >= S::kWarps) {
-    fewer_registers<Budget::kProducer>();
-    produce<Dk, Dv, kKeys, S::kSlotBytes, S::kWarps>(
+    fewer_registers<S::kProducerRegisters>();
+    produce<S>(
         control, ring, plan, g, args.indices, k_map, v_map, threadIdx.x - S::kWarps * 32,
         [&](const SelectedTile& tile, int thread) { prefetch_rows<T, Dk>(plan, g, tile, args.q, S::kWarps, thread); });
     return;
   }
 
-  more_registers<Budget::kConsumer>();
-  SelectedReader<S::kSlotBytes> reader{control, ring, plan};
-  const float scale = OnlineSoftmax<Dv>::positive(args.scale);
+  more_registers<S::kConsumerRegisters>();
+  SelectedReader<S> reader(control, ring, plan);
+  const float scale = positive_scale(args.scale);
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t parity) {
     const T* q_row[2];
     const SelectedLimits limits(plan, tile, warp, lane);
@@ -69,23 +68,18 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     }
     const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
     OnlineSoftmax<Dv> state;
-    for_blocks(reader, buffer, parity, warp, lane, [&](int block, unsigned users, unsigned position) {
-#pragma unroll 1
-      for (int unit = 0; unit < plan.units; ++unit) {
-        const int key = block * plan.block_size + unit * kKeys;
-        const SelectedSlot keys = reader.at(position + 2 * unit), values = reader.at(position + 2 * unit + 1);
-        float s[kKeys / 8][4];
-        keys.wait();
-        key_scores<T, Dk, kKeys>(s, q, keys.tile, 0, lane);
-        give_back(lane, keys);
-        hide_keys<kKeys / 8>(limits, users, key, lane, [&](int n, int i) { s[n][i] = -INFINITY; });
-        state.update(s, scale);
-        std::uint32_t p[kKeys / 16][4];
-        pack_keys<T>(p, s);
-        values.wait();
-        key_sums<T, Dv, kKeys>(state.acc, p, values.tile, 0, lane);
-        give_back(lane, values);
-      }
+    reader.for_keys(buffer, parity, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
+      float s[kKeys / 8][4];
+      keys.wait();
+      key_scores<T, Dk, kKeys>(s, q, keys.tile, 0, lane);
+      give_back(lane, keys);
+      hide_keys<kKeys / 8>(limits, users, key, lane, [&](int n, int i) { s[n][i] = -INFINITY; });
+      state.update(s, scale);
+      std::uint32_t p[kKeys / 16][4];
+      pack_keys<T>(p, s);
+      values.wait();
+      key_sums<T, Dv, kKeys>(state.acc, p, values.tile, 0, lane);
+      give_back(lane, values);
     });
     const SelectedTile same(plan, g, again(index));
 #pragma unroll
@@ -94,20 +88,15 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   });
 }
 
-template <class T, int Dk, int Dv, int kKeys>
-cudaError_t launch_tiles(const SelectedArgs& args, cudaStream_t stream) {
-  using S = Shape<Dk, Dv, kKeys>;
-  const SelectedPlan plan = selected_plan<S::kWarps>(args.geometry, args.topk, args.block_size, kKeys, S::kSlotBytes);
-  return launch_selected(selected_forward<T, Dk, Dv, kKeys>, args, plan, Dk, Dv, kKeys, S::kThreads, stream);
-}
-
 }  // namespace
 
 template <>
 cudaError_t launch_selected_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const SelectedArgs& args,
                                                                              cudaStream_t stream) {
-  if (args.block_size == 32) return launch_tiles<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, 32>(args, stream);
-  return launch_tiles<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, 64>(args, stream);
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  if (args.block_size == 32)
+    return launch_selected<Shape<Dk, Dv, 32>>(selected_forward<NSA_ELEMENT, Dk, Dv, 32>, args, stream);
+  return launch_selected<Shape<Dk, Dv, 64>>(selected_forward<NSA_ELEMENT, Dk, Dv, 64>, args, stream);
 }
 
 }  // namespace nsa::cuda::sm90

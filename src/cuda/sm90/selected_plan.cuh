@@ -26,7 +26,7 @@ struct SelectedPlan {
   Divider by_heads, by_queries, by_slots;
 };
 
-/// In shared memory behind the ring.
+/// In shared memory behind the ring and what a kernel has of its own.
 struct SelectedControl {
   std::uint64_t full[kFullBarriers], empty[kMostSlots], ready[2], free[2];
   int size[2];  // blocks of a union
@@ -58,14 +58,26 @@ struct SelectedControl {
   }
 };
 
-/// more_bytes: of shared memory that the kernel needs for itself, a multiple of 16.
-template <int kWarps>
-SelectedPlan selected_plan(const Geometry& g, int topk, int block_size, int tile_keys, int slot_bytes,
-                           int more_bytes = 0) {
+/// What a kernel knows when compiled: head dims, keys of a tile, consumer warps, and bytes of shared memory that it
+/// needs for itself, a multiple of 16.
+template <int Dk, int Dv, int kTileKeys, int kConsumers, int kMore = 0>
+struct SelectedShape {
+  static constexpr int kKeyDim = Dk, kValueDim = Dv, kKeys = kTileKeys;
+  static constexpr int kWarps = kConsumers, kThreads = kWarps * 32 + kProducers;
+  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2, kMoreBytes = kMore;
+  // Registers: together those that the threads have at the launch.
+  static_assert(kWarps == 8 || kWarps == 12 || kWarps == 16);
+  static constexpr int kConsumerRegisters = kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224;
+  static constexpr int kProducerRegisters = kWarps == 8 ? 56 : 32;
+};
+
+template <class Shape>
+SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
+  constexpr int kWarps = Shape::kWarps;
   SelectedPlan p{};
   p.block_size = block_size;
   p.topk = topk;
-  p.units = block_size / tile_keys;
+  p.units = block_size / Shape::kKeys;
   p.heads = std::min(g.group, 16);
   p.slices = g.group / p.heads;
   p.together = std::clamp(kMostEntries / (kWarps * topk), 1, std::min(16 / p.heads, 64 / kWarps));
@@ -74,20 +86,14 @@ SelectedPlan selected_plan(const Geometry& g, int topk, int block_size, int tile
   p.total = p.tiles * g.kv_heads * p.slices * g.batches;
   p.entries = static_cast<int>(portable::tiles(p.queries * topk, 32)) * 32;
   while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
-  p.slots = std::min((kSharedMemory - more_bytes - SelectedControl::bytes(p)) / slot_bytes, kMostSlots);
-  p.memory = p.slots * slot_bytes + more_bytes + SelectedControl::bytes(p);
+  const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
+  p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMostSlots);
+  p.memory = p.slots * Shape::kSlotBytes + fixed;
   p.by_heads = Divider(p.heads);
   p.by_queries = Divider(p.queries);
   p.by_slots = Divider(p.slots);
   return p;
 }
-
-/// Registers of consumers and producers: together those that the threads have at the launch.
-template <int kWarps>
-struct SelectedBudget {
-  static_assert(kWarps == 8 || kWarps == 12 || kWarps == 16);
-  static constexpr int kConsumer = kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224, kProducer = kWarps == 8 ? 56 : 32;
-};
 
 /// A tile: queries first_query ... of a sequence, heads first_head ... of a group. The tiles of one head follow each
 /// other, so that its keys and values stay in the second-level cache.
@@ -150,9 +156,10 @@ __device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry&
   }
 }
 
-template <int kWarps>
-__device__ inline void init_control(SelectedControl& c, int threads) {
-  for (int i = threadIdx.x; i < kFullBarriers; i += threads) barrier_init(shared_address(&c.full[i]), 1);
+template <class Shape>
+__device__ inline void init_control(SelectedControl& c) {
+  constexpr int kWarps = Shape::kWarps;
+  for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) barrier_init(shared_address(&c.full[i]), 1);
   if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
   if (threadIdx.x < 2) {
     barrier_init(shared_address(&c.ready[threadIdx.x]), 1);

@@ -111,7 +111,7 @@ __device__ __forceinline__ bool elected() {
 }
 
 /// Fills slots in turn. One thread.
-template <int kKeys, int kSlotBytes>
+template <class Shape>
 struct SelectedCopier {
   SelectedControl& control;
   std::uint32_t ring;
@@ -120,24 +120,24 @@ struct SelectedCopier {
   std::uint32_t parity = 1;  // of the slot's `empty` phase before this fill: a fresh barrier lets it pass
   unsigned position = 0;
 
-  /// kKeys rows from `row` on of a head into the next slot; `idle` warps do not want them.
+  /// The keys of a tile, rows from `row` on of a head into the next slot; `idle` warps do not want them.
   template <int D>
   __device__ __forceinline__ void fill(const CUtensorMap& map, int head, int row, int batch, int idle) {
     const std::uint32_t empty = shared_address(&control.empty[slot]);
     const std::uint32_t full = shared_address(&control.full[position % kFullBarriers]);
     wait(empty, parity);
     if (idle) arrive(empty, idle);
-    arrive_expecting(full, kKeys * D * 2);
+    arrive_expecting(full, Shape::kKeys * D * 2);
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)
-      load_box(ring + slot * kSlotBytes + panel * (kKeys * 128), map, panel * 64, head, row, batch, full);
+      load_box(ring + slot * Shape::kSlotBytes + panel * (Shape::kKeys * 128), map, panel * 64, head, row, batch, full);
     ++position;
     if (++slot == slots) slot = 0, parity ^= 1;
   }
 };
 
 /// The four producer warps. prefetch(tile, thread): called by the builders.
-template <int Dk, int Dv, int kKeys, int kSlotBytes, int kWarps, class Prefetch>
+template <class Shape, class Prefetch>
 __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, const SelectedPlan& p,
                                         const Geometry& g, const Strided& indices, const CUtensorMap& k_map,
                                         const CUtensorMap& v_map, int thread, const Prefetch& prefetch) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
     const int builder = thread - 32;
     for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
       prefetch(tile, builder);
-      build_union<kWarps>(c, p, indices, tile, buffer, builder, [&] {
+      build_union<Shape::kWarps>(c, p, indices, tile, buffer, builder, [&] {
         while (!test(shared_address(&c.free[buffer]), parity ^ 1)) __nanosleep(500);
       });
       if (builder == 0) arrive(shared_address(&c.ready[buffer]));
@@ -153,7 +153,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
     return;
   }
   if (!elected()) return;
-  SelectedCopier<kKeys, kSlotBytes> copier{c, ring, p.slots};
+  SelectedCopier<Shape> copier{c, ring, p.slots};
   for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
     wait(shared_address(&c.ready[buffer]), parity);
     const int size = c.size[buffer];
@@ -162,9 +162,9 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
       const int entry = c.block(p, buffer)[i], idle = entry >> SelectedControl::kIdleShift;
       int row = tile.seq.k_begin + (entry & SelectedControl::kBlockMask) * p.block_size;
 #pragma unroll 1
-      for (int unit = 0; unit < p.units; ++unit, row += kKeys) {
-        copier.template fill<Dk>(k_map, tile.kv_head, row, tile.seq.batch, idle);
-        copier.template fill<Dv>(v_map, tile.kv_head, row, tile.seq.batch, idle);
+      for (int unit = 0; unit < p.units; ++unit, row += Shape::kKeys) {
+        copier.template fill<Shape::kKeyDim>(k_map, tile.kv_head, row, tile.seq.batch, idle);
+        copier.template fill<Shape::kValueDim>(v_map, tile.kv_head, row, tile.seq.batch, idle);
       }
       // Now and then: it takes as long as a fill. What is not yet published must stay far below kFullBarriers.
       if (i % 32 == 31 || i + 1 == size) publish(&c.issued, copier.position);

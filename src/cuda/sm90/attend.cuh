@@ -1,0 +1,207 @@
+// A computing warpgroup of compressed_select.cu: attention of its four units to the compressed keys, and what their
+// importances are made of.
+#pragma once
+
+#include "cuda/sm90/compressed_select_parts.cuh"
+
+namespace nsa::cuda::sm90 {
+
+/// Base-2 softmax of the two rows of a lane as in range_forward.cu, with the weighted sums of the lane's four blocks.
+struct ScoringSoftmax {
+  float max[2] = {-INFINITY, -INFINITY};
+  float twice_sum[2] = {0, 0};  // of probabilities; what goes over to the next tile is still missing
+  float last[2] = {0, 0};       // probability of the lane's last key in the tile before
+  float factor[2];
+
+  /// Key 0 .. 15 of the lane's keys of row i among its scores.
+  __device__ static constexpr int at(int i, int key) { return 4 * (key % 8) + 2 * i + key / 8; }
+
+  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale, float (&sums)[2][4], int lane) {
+    float local[2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float even = fmaxf(s[at(i, 0)], s[at(i, 8)]), odd = fmaxf(s[at(i, 1)], s[at(i, 9)]);
+#pragma unroll
+      for (int n = 2; n < 8; n += 2) {
+        even = fmaxf(even, fmaxf(s[at(i, n)], s[at(i, n + 8)]));
+        odd = fmaxf(odd, fmaxf(s[at(i, n + 1)], s[at(i, n + 9)]));
+      }
+      local[i] = fmaxf(even, odd) * scale;
+      grown |= local[i] > max[i] + 8;
+    }
+    grown = __any_sync(0xffffffffu, grown);
+    if (grown) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float m = row_max(local[i]), before = max[i];
+        if (m > before + 8) max[i] = m;
+        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
+        twice_sum[i] *= factor[i];
+        last[i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
+#pragma unroll
+      for (int key = 0; key < 16; ++key) s[at(i, key)] = exp2_fast(fmaf(s[at(i, key)], scale, base));
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        sums[i][b] = fmaf(2.f, s[at(i, 4 * b)] + s[at(i, 4 * b + 1)] + s[at(i, 4 * b + 2)], s[at(i, 4 * b + 3)]);
+        if (b > 0) sums[i][b] += s[at(i, 4 * b - 1)];
+      }
+      // The key before the lane's first one is the last one of the lane before, for the first lane in the tile before.
+      const float own = s[at(i, 15)];
+      const float before = (lane & 3) == 3 ? last[i] : own;
+      sums[i][0] += __shfl_sync(0xffffffffu, before, (lane & 28) | ((lane + 3) & 3));
+      asm volatile("mov.b32 %0, %1;" : "=f"(last[i]) : "f"(own));  // out of the accumulator, else wgmma waits (C7511)
+      // Every probability counts twice in the weighted sums.
+      twice_sum[i] += (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
+    }
+    return grown;
+  }
+};
+
+/// A computing warpgroup.
+template <class T, int D, class Units>
+__device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride,
+                                       SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
+                                       std::uint32_t values, int group) {
+  using L = SelectLayout<D>;
+  const Geometry& p = args.range.geometry;
+  const Units& units = units_of<Units>(args);
+  const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
+  const float scale = positive_scale(args.range.scale);
+  const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
+  const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
+  const auto give_back = [&](std::uint64_t* barrier) {
+    if (lane == 0) arrive(shared_address(barrier));
+  };
+  Place<kStages> place;
+  Place<kBuffers> buffer;
+  start_apart(group);
+
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][parity];
+    wait(shared_address(&barriers.query_full[group]), parity);
+    if (tile.queries < 0) break;
+    // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
+    const auto seen_by = [&](int row) {
+      const int query = units.first_query(own) + units.query_of(row);
+      return query < tile.queries ? num_compressed(p, by_stride, tile.position + query + 1) : 0;
+    };
+    const auto seen_by_all = [&] { return min(seen_by(0), seen_by(units.rows() - 1)); };
+    int visible = seen_by_all();  // of these keys, those from the next tile on
+    ScratchWriter scratch(scratch_of(args, buffer.stage, own), lane);
+    const auto mask = [&](float(&s)[kKeys / 2]) {
+      if (args.range.scale < 0) {
+#pragma unroll
+        for (float& x : s) x = -x;
+      }
+      if (visible < kKeys) {
+        constexpr bool kAlike = std::is_same_v<Units, UnitsOfSixteen>;  // all rows
+        const int before = kAlike ? 0 : seen_by_all() - visible;        // keys of the tiles before
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int seen = (kAlike ? visible : seen_by(lane / 4 + 8 * i) - before) - 16 * (lane & 3);
+#pragma unroll
+          for (int key = 0; key < 16; ++key)
+            if (key >= seen) s[ScoringSoftmax::at(i, key)] = -INFINITY;
+        }
+      }
+      visible -= kKeys;
+    };
+    ScoringSoftmax softmax;
+    const auto update = [&](float(&s)[kKeys / 2]) {
+      float sums[2][4];
+      mask(s);
+      const bool grown = softmax.update(s, scale, sums, lane);
+      scratch.write(sums, softmax.max);
+      return grown;
+    };
+
+    float o[D / 2];
+#pragma unroll
+    for (float& x : o) x = 0;
+    wait(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
+    int left = tile.end;
+    if (left > 0) {
+      float s[kKeys / 2];
+      std::uint32_t probabilities[kKeys / 4];
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
+      products_wait<0>();
+      give_back(&barriers.key_free[place.stage]);
+      update(s);
+      pack_rows<T, kKeys>(probabilities, s);
+      place.advance();
+#pragma unroll 1
+      while (--left > 0) {
+        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+        scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
+        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
+        wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+        outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
+        products_wait<1>();
+        give_back(&barriers.key_free[place.stage]);
+        const bool grown = update(s);
+        products_wait<0>();
+        give_back(&barriers.value_free[before.stage]);
+        if (grown) {
+#pragma unroll
+          for (int n = 0; n < D / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
+        }
+        pack_rows<T, kKeys>(probabilities, s);
+        place.advance();
+      }
+      give_back(&barriers.query_free[group]);
+      const Place<kStages> before = place.before();
+      wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+      outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
+      products_wait<0>();
+      give_back(&barriers.value_free[before.stage]);
+    } else {
+      give_back(&barriers.query_free[group]);
+    }
+    for (int i = tile.end; i < tile.key_tiles; ++i) {
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      give_back(&barriers.key_free[place.stage]);
+      wait(shared_address(&barriers.value_full[place.stage]), place.parity);
+      give_back(&barriers.value_free[place.stage]);
+      place.advance();
+    }
+
+    float inverse[2], lse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = 0.5f * row_sum(softmax.twice_sum[i] + ((lane & 3) == 3 ? softmax.last[i] : 0));
+      const bool any = seen_by(lane / 4 + 8 * i) > 0;
+      inverse[i] = any ? __fdividef(1, sum) : 0;
+      lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
+    }
+    if ((lane & 3) == 0)
+      *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
+                                 lane / 16 * 8) =
+          make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
+    __syncwarp();
+    give_back(&barriers.scored[buffer.stage][own]);
+    buffer.advance();
+
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + 8 * i, query = units.query_of(row);
+      const int at = units.first_query(own) + query,
+                head = tile.head + units.first_head(own) + row - query * units.heads;
+      const bool valid = row < units.rows() && at < tile.queries;
+      T* to = args.range.o.template at<T>(tile.batch, tile.row + at, head);
+      store_row(to, o, i, inverse[i], valid, lane);
+      if (valid && lane % 4 == 0) {
+        args.range.lse.at(tile.batch, tile.row + at, head) = lse[i] * kLn2;
+        if (lse[i] != lse[i]) *args.flag = 1;
+      }
+    }
+  }
+}
+
+}  // namespace nsa::cuda::sm90

@@ -1,0 +1,65 @@
+// What the warps of compressed_select.cu share: sizes, shared memory, barriers, their walk over tiles of queries.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/sm90/forward_parts.cuh"
+#include "cuda/sm90/importance.cuh"
+#include "cuda/sm90/pick.cuh"
+
+namespace nsa::cuda::sm90 {
+
+inline constexpr int kGroups = 3, kThreads = (kGroups + 1) * 128;
+inline constexpr int kUnits = kGroups * 4;
+static_assert(kUnits == SelectUnits::kUnits);
+inline constexpr int kKeys = 64;  // of a key tile
+inline constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
+inline constexpr int kStages = 4;
+inline constexpr int kBuffers = CompressedSelectScratch::kBuffers, kPickers = CompressedSelectScratch::kPickers;
+inline constexpr int kMostChunks = 4;  // on their way; fewer where shared memory is full of keys to rank by
+
+template <int D>
+struct SelectLayout {
+  static constexpr int kTileBytes = kKeys * D * 2, kQueryBytes = 64 * D * 2;
+  static constexpr int kFixed = 1024 + kGroups * kQueryBytes + 2 * kStages * kTileBytes;
+  /// Of a picking warp: chunks, then a list and keys of a query, or lists of four.
+  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks) {
+    return chunks * ChunkRing::kChunkBytes + (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
+  }
+  __host__ __device__ static constexpr int keys(int blocks) { return (blocks + 127) / 128 * 512; }
+  static constexpr int memory(const SelectUnits& units, int blocks, int chunks) {
+    return kFixed + kPickers * picker(units, blocks, chunks);
+  }
+};
+
+struct SelectBarriers : ForwardBarriers<kStages, kGroups> {
+  std::uint64_t scored[kBuffers][kUnits], read[kBuffers][kUnits];  // the scratch is complete; may be overwritten
+  std::uint64_t chunk_full[kPickers][kMostChunks];
+  MinusLse minus_lse[kBuffers][kUnits];
+};
+
+/// Units: SelectUnits, or UnitsOfSixteen.
+template <class Units>
+__device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& args) {
+  if constexpr (std::is_same_v<Units, SelectUnits>) {
+    return (args.units);
+  } else {
+    return Units{};
+  }
+}
+
+/// Whole groups: the units take care of slices.
+template <class Units>
+__device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
+  const Units& units = units_of<Units>(args);
+  return TileWalk(args.range.geometry, RowShape(units.heads), units.queries);
+}
+
+/// The scratch of a unit of this thread block's tile.
+__device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int unit) {
+  return static_cast<ScratchTile*>(args.scratch) +
+         static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kUnits + unit) *
+             scratch_tiles(args.range.geometry);
+}
+
+}  // namespace nsa::cuda::sm90

@@ -1,0 +1,183 @@
+// A picking warp of compressed_select.cu: importances of the units that are complete, and the blocks chosen by them.
+#pragma once
+
+#include "cuda/portable/ranks.cuh"
+#include "cuda/sm90/compressed_select_parts.cuh"
+
+namespace nsa::cuda::sm90 {
+
+/// What a query chooses among.
+struct Candidates {
+  int position;
+  int count;    // 0: it is no query of the sequence
+  int last;     // the first of the forced last blocks
+  bool choice;  // more than are to be taken
+
+  __device__ __forceinline__ Candidates(const CompressedSelectArgs& args, const DeviceSequence& seq, int query)
+      : position(seq.position(query)),
+        count(query < seq.q_len ? args.by_block.quotient(position) + 1 : 0),
+        last(count - args.local_blocks),
+        choice(count > args.topk) {}
+};
+
+/// The blocks that a query takes in any case: all of them, or the forced ones. `lane` of so many.
+__device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, const Candidates& candidates, int* out,
+                                             int lane, int lanes) {
+  if (!candidates.choice) {
+    for (int i = lane; i < args.topk; i += lanes) out[i] = i < candidates.count ? i : -1;
+  } else {
+    for (int i = lane; i < args.init_blocks; i += lanes) out[i] = i;
+    for (int i = lane; i < args.local_blocks; i += lanes) out[args.topk - args.local_blocks + i] = candidates.last + i;
+  }
+}
+
+/// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
+template <class Units>
+class Picker {
+ public:
+  __device__ Picker(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring, uint2* list,
+                    int number)
+      : args_(args), barriers_(barriers), ring_(ring), list_(list), number_(number), lane_(threadIdx.x % 32) {}
+
+  /// Of units of one query, or slices of one.
+  __device__ __forceinline__ void choose_by_query(unsigned* keys) {
+    const Units& units = units_of<Units>(args_);
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int query = number_; query * units.slices < kUnits; query += kPickers) {
+        const bool in_tile = query < units.queries;  // else some units are left over
+        const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
+        for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
+          const int unit = query * units.slices + slice;
+          wait_for(unit);
+          if (own.choice) sum(unit, own.last, slice > 0, reinterpret_cast<float*>(keys));
+          give_back(unit);
+        }
+        if (own.count == 0) continue;
+        int* out = indices_of(walk, query);
+        write_forced(args_, own, out, lane_, 32);
+        if (!own.choice || places() == 0) continue;
+        if (args_.noise > 0) {
+          for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
+            keys[j] = explore(keys[j], j, own.position, walk);
+        }
+        pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        __syncwarp();
+      }
+    }
+  }
+
+  /// Of units of several queries, four at a time.
+  __device__ __forceinline__ void choose_by_quad(uint4* keys) {
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int unit = number_; unit < kUnits; unit += kPickers) {
+        wait_for(unit);
+#pragma unroll 1
+        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void wait_for(int unit) const {
+    wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
+  }
+  __device__ __forceinline__ void give_back(int unit) const {
+    __syncwarp();
+    if (lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+  }
+  __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
+  __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
+    return args_.indices.template at<int>(walk.seq.batch, walk.seq.q_begin + walk.first_query + query, walk.kv_head);
+  }
+  /// key: of an importance.
+  __device__ __forceinline__ unsigned explore(unsigned key, int block, int position, const TileWalk& walk) const {
+    const float share = __uint_as_float(key) * (args_.share * (1.f / (1 << kAddedExponent)));
+    return portable::ordered(
+        portable::explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
+  }
+
+  /// Importances of blocks 0 .. `blocks` - 1 times 2^kAddedExponent; anything to the next multiple of 64.
+  __device__ __forceinline__ void sum(int unit, int blocks, bool add, float* importance) {
+    float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
+    minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
+    minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
+    ring_.read(scratch_of(args_, buffer_.stage, unit), blocks, lane_, [&](const ScratchTile* chunk, int i, int tiles) {
+      sum_heads(chunk, tiles, minus_lse, add, importance + i * kChunkTiles * kBlocks, lane_);
+    });
+  }
+
+  /// Four queries of a unit from number `quad` on.
+  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
+    const int first = walk.first_query + args_.units.first_query(unit) + quad;
+    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - first);  // of them; not always positive
+    const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.units.together;
+    const Candidates own(args_, walk.seq, there ? first + lane_ % 4 : walk.seq.q_len);
+    int* out = indices_of(walk, there ? first + lane_ % 4 - walk.first_query : 0);
+    if (there) write_forced(args_, own, out, lane_ / 4, 8);
+    const int last = own.choice ? own.last : 0;
+    const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
+    const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, static_cast<unsigned>(last)));
+    if (most_blocks == 0) {  // nothing to choose
+      if (is_last) give_back(unit);
+      return;
+    }
+    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
+    unsigned most[4] = {};
+    int vectors = 0;
+    ring_.read(scratch_of(args_, buffer_.stage, unit), most_blocks, lane_,
+               [&](const ScratchTile* chunk, int i, int tiles) {
+                 unsigned x[kChunkTiles][2];
+#pragma unroll
+                 for (int t = 0; t < kChunkTiles; ++t) {
+                   const float2 sum = sums.of(chunk[min(t, tiles - 1)]);
+                   x[t][0] = __float_as_uint(sum.x), x[t][1] = __float_as_uint(sum.y);
+                 }
+                 const int begin = i * kChunkTiles * kBlocks;
+                 if (begin < args_.init_blocks || begin + kChunkTiles * kBlocks > least) {  // some do not count
+#pragma unroll
+                   for (int e = 0; e < 2 * kChunkTiles; ++e) {
+                     const int block = begin + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
+                     if (block < args_.init_blocks || block >= last) x[e / 2][e % 2] = 0;
+                   }
+                 }
+#pragma unroll
+                 for (int e = 0; e < 2 * kChunkTiles; ++e) most[e % 4] = max(most[e % 4], x[e / 2][e % 2]);
+#pragma unroll
+                 for (int half = 0; half < 2; ++half)
+                   keys[(vectors + half) * 32 + lane_] =
+                       make_uint4(x[2 * half][0], x[2 * half][1], x[2 * half + 1][0], x[2 * half + 1][1]);
+                 vectors += 2;
+               });
+    if (is_last) give_back(unit);
+    if (places() == 0) return;
+    if (args_.noise > 0) explore_all(walk, own.position, keys, vectors, last, most);
+    QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
+  }
+
+  __device__ __forceinline__ void explore_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
+                                              unsigned (&most)[4]) const {
+#pragma unroll
+    for (unsigned& x : most) x = 0;
+#pragma unroll 1
+    for (int n = 0; n < vectors; ++n) {
+      const uint4 before = keys[n * 32 + lane_];
+      unsigned x[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int block = 32 * n + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
+        if (block >= args_.init_blocks && block < last) x[e] = explore(x[e], block, position, walk);
+        most[e] = max(most[e], x[e]);
+      }
+      keys[n * 32 + lane_] = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  const CompressedSelectArgs& args_;
+  SelectBarriers& barriers_;
+  ChunkRing ring_;
+  uint2* list_;
+  int number_, lane_;
+  Place<kBuffers> buffer_;
+};
+
+}  // namespace nsa::cuda::sm90
