@@ -91,8 +91,10 @@ void add_needle(CLI::App& app) {
       ->delimiter(',')
       ->check(CLI::Range(0.0, 1.0));
   command->add_option("--samples", options.samples, "Contexts of each length")->check(CLI::Range(1, 100000));
-  command->add_option("--needle", options.needle, "What is hidden; {key} and {value} are filled in");
-  command->add_option("--question", options.question, "What is asked at the end; the answer is {value}");
+  command->add_option("--needle", options.needle, "What is hidden; {key} and {value} are filled in")
+      ->default_str("'\\n{key} = {value}\\n'");
+  command->add_option("--question", options.question, "What is asked at the end; the answer is {value}")
+      ->default_str("'\\n{key} = '");
   command->add_option("--seed", options.seed, "Of places, keys and values");
   state->machine.add(*command);
   command->add_option("--json", state->json, "Write the results to this file");

@@ -15,8 +15,8 @@ namespace nsa::lm {
 /// the model is to end. {key} and {value} stand for a name of letters and a number, drawn anew for each sample.
 struct NeedleOptions {
   std::vector<std::int64_t> lengths;  // tokens, question and answer included
-  std::vector<double> depths = {0, 0.25, 0.5, 0.75,
-                                1};  // where the needle lies: 0 at the start, 1 right before the question
+  // Where the needle lies: 0 at the start, 1 right before the question.
+  std::vector<double> depths = {0, 0.25, 0.5, 0.75, 1};
   int samples = 4;
   std::uint64_t seed = 1;
   std::string needle = "\n{key} = {value}\n";

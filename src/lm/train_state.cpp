@@ -6,14 +6,10 @@
 #include <fmt/core.h>
 
 #include <cmath>
-#include <filesystem>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "lm/error.h"
 #include "lm/json_fields.h"
-#include "lm/run_config.h"
-#include "lm/safetensors.h"
 
 namespace nsa::lm {
 namespace {
@@ -45,19 +41,6 @@ TrainState parse_train_state(const std::string& text, const std::string& where) 
   reader.finish();
   if (state.step < 0 || state.planned_steps < 0) throw Error(fmt::format("{}: negative number of steps", where));
   return state;
-}
-
-void cut_metrics(const std::string& path, std::int64_t step) {
-  if (!std::filesystem::exists(path)) return;
-  std::istringstream lines(read_text(path));
-  std::string kept;
-  for (std::string text; std::getline(lines, text);) {
-    const auto line = nlohmann::json::parse(text, nullptr, false);
-    if (line.is_object() && line.value("step", INT64_MAX) <= step && line.value("kind", "") != "end") {
-      kept += text + "\n";
-    }
-  }
-  write_atomically(path, kept);
 }
 
 StepTally::StepTally(at::Device device)

@@ -25,9 +25,6 @@ void to_json(nlohmann::json& json, const TrainState& state);
 /// Throws Error; `where` names the text in it.
 TrainState parse_train_state(const std::string& text, const std::string& where);
 
-/// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
-void cut_metrics(const std::string& path, std::int64_t step);
-
 /// What steps leave on the device until somebody looks, so that none of them waits for it.
 class StepTally {
  public:

@@ -9,11 +9,8 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
-#include "lm/checkpoint.h"
 #include "lm/device.h"
 #include "lm/error.h"
 #include "lm/evaluate.h"
@@ -23,7 +20,10 @@
 #include "lm/phi_init.h"
 #include "lm/progress.h"
 #include "lm/random.h"
+#include "lm/run_folder.h"
+#include "lm/safetensors.h"
 #include "lm/train_state.h"
+#include "lm/training_rows.h"
 
 namespace nsa::lm {
 namespace {
@@ -69,11 +69,11 @@ Model make_model(const RunConfig& config, at::Device device) {
 
 class Trainer {
  public:
-  Trainer(std::string out, RunConfig config, Corpus corpus, at::Device device)
-      : out_(std::move(out)),
+  Trainer(std::string folder, RunConfig config, Corpus corpus, at::Device device)
+      : folder_(std::move(folder)),
         config_(std::move(config)),
         corpus_(std::move(corpus)),
-        rows_(make_rows(corpus_.train, config_.train.context)),
+        rows_(corpus_.train, config_.train.context, config_.train.seed),
         eval_rows_(choose_rows(make_rows(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
         model_(make_model(config_, device)),
         optimizer_(model_.parameters(),
@@ -90,23 +90,21 @@ class Trainer {
   TrainResult run();
 
  private:
-  std::string file(const std::string& name) const { return (fs::path(out_) / name).string(); }
   std::vector<TrainingBatch> next_batches();
   double training_flops(const Batch& batch) const;
-  const std::vector<std::int32_t>& order_of(std::int64_t epoch);
   void plan();
   void train_step(double rate);
   void settle();
   void log_step(double rate, double norm);
   void evaluate_now();
-  void write_metrics(const nlohmann::json& line);
   void save();
   double noise() const;
 
-  std::string out_;
+  RunFolder folder_;
   RunConfig config_;
   Corpus corpus_;
-  std::vector<Row> rows_, eval_rows_;
+  TrainingRows rows_;
+  std::vector<Row> eval_rows_;
   Model model_;
   AdamW optimizer_;
   TrainState state_;
@@ -115,8 +113,6 @@ class Trainer {
   std::string shown_loss_;
   bool byte_level_ = true;
   std::vector<LayerScalars> layers_;
-  std::int64_t epoch_ = -1;
-  std::vector<std::int32_t> order_;
   Progress progress_{0};
   Clock::time_point step_start_;
   std::vector<double> step_seconds_;  // of this process's steps
@@ -132,30 +128,11 @@ void Trainer::print_summary(const DeviceChoice& device) const {
   std::fflush(stdout);
 }
 
-/// The rows' order in an epoch.
-const std::vector<std::int32_t>& Trainer::order_of(std::int64_t epoch) {
-  if (epoch != epoch_) {
-    order_.resize(rows_.size());
-    for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<std::int32_t>(i);
-    shuffle(order_, derive_seed({config_.train.seed, 1, static_cast<std::uint64_t>(epoch)}));
-    epoch_ = epoch;
-  }
-  return order_;
-}
-
 std::vector<TrainingBatch> Trainer::next_batches() {
   const auto& train = config_.train;
-  const auto num_rows = static_cast<std::int64_t>(rows_.size());
-  std::int64_t at = state_.step * train.accumulate * train.batch_size;
   std::vector<TrainingBatch> batches;
-  for (std::int64_t i = 0; i < train.accumulate; ++i) {
-    std::vector<Row> rows;
-    for (std::int64_t j = 0; j < train.batch_size; ++j, ++at) {
-      const auto row = order_of(at / num_rows)[static_cast<std::size_t>(at % num_rows)];
-      rows.push_back(rows_[static_cast<std::size_t>(row)]);
-    }
-    batches.push_back(make_batch(corpus_.train, rows));
-  }
+  for (std::int64_t i = 0; i < train.accumulate; ++i)
+    batches.push_back(rows_.batch((state_.step * train.accumulate + i) * train.batch_size, train.batch_size));
   return batches;
 }
 
@@ -258,7 +235,7 @@ void Trainer::log_step(double rate, double norm) {
       {"model_tflops", 1e-12 * state_.flops / (state_.seconds - state_.logged_seconds)},  // a second, without phi
       {"noise", noise()}};
   if (!layers_.empty()) line["layers"] = layers_;
-  write_metrics(line);
+  folder_.log(line);
   state_.loss_sum = 0;
   tally_.restart(state_.step, 0);
   state_.loss_tokens = 0;
@@ -272,61 +249,20 @@ void Trainer::evaluate_now() {
   nlohmann::json line = {
       {"kind", "eval"}, {"step", state_.step}, {"tokens", state_.tokens}, {"seconds", state_.seconds}};
   line.update(nlohmann::json(evaluation));
-  write_metrics(line);
+  folder_.log(line);
   progress_.print(fmt::format(
       "step {}: held-out loss {:.4f} nats/token{}", state_.step, evaluation.loss,
       evaluation.bits_per_byte ? fmt::format(" ({:.3f} bits/byte)", *evaluation.bits_per_byte) : std::string()));
 }
 
-void Trainer::write_metrics(const nlohmann::json& line) {
-  std::ofstream metrics(file("metrics.jsonl"), std::ios::app);
-  metrics << line.dump() + "\n" << std::flush;
-  if (!metrics) throw Error(fmt::format("{}: cannot write", file("metrics.jsonl")));
-}
-
-/// The rename of model.safetensors makes the checkpoint valid: it names its optimizer file, which lies there by then.
 void Trainer::save() {
   settle();
-  const nlohmann::json state = state_;
-  const std::string optimizer = fmt::format("optimizer-{}.safetensors", state_.step);
-  save_tensors(file(optimizer), optimizer_.state(), {{"format", "nsa-adamw"}});
-  save_tensors(file("model.safetensors"), model_.parameters(),
-               {{"format", kModelFormat},
-                {"step", std::to_string(state_.step)},
-                {"config", nlohmann::json(config_).dump()},
-                {"state", state.dump()},
-                {"optimizer", optimizer}});
-  for (const auto& entry : fs::directory_iterator(out_)) {
-    const std::string name = entry.path().filename().string();
-    if ((name.starts_with("optimizer-") && name != optimizer) || name.ends_with(".tmp")) fs::remove(entry.path());
-  }
+  folder_.save(config_, state_, model_.parameters(), optimizer_.state());
 }
 
 void Trainer::load() {
-  const std::string path = file("model.safetensors");
-  if (!fs::exists(path)) {  // killed before the first checkpoint
-    fs::remove(file("metrics.jsonl"));
-    return;
-  }
-  const auto checkpoint = SafetensorsFile::open(path);
-  const auto field = [&](const char* name) {
-    const auto it = checkpoint.metadata().find(name);
-    if (it == checkpoint.metadata().end()) {
-      throw Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, name));
-    }
-    return it->second;
-  };
-  if (field("format") != kModelFormat) throw Error(fmt::format("{}: metadata 'format' is not {}", path, kModelFormat));
-  const auto config = nlohmann::json::parse(field("config"), nullptr, false);
-  const std::string difference = first_difference(nlohmann::json(config_), config);
-  if (!difference.empty()) throw Error(fmt::format("{}: config.json changed: {}", out_, difference));
-  state_ = parse_train_state(field("state"), path + ": state");
+  state_ = folder_.load(config_, model_.parameters(), optimizer_.state());
   tally_.restart(state_.step, state_.loss_sum);
-  load_tensors(path, checkpoint, model_.parameters());
-  const std::string optimizer = file(fs::path(field("optimizer")).filename().string());
-  load_tensors(optimizer, SafetensorsFile::open(optimizer), optimizer_.state());
-
-  cut_metrics(file("metrics.jsonl"), state_.step);
 }
 
 TrainResult Trainer::run() {
@@ -347,11 +283,11 @@ TrainResult Trainer::run() {
     if (interrupt.signal() != 0 && !last) break;
   }
   const bool finished = state_.step == state_.planned_steps;
-  write_metrics({{"kind", "end"},
-                 {"step", state_.step},
-                 {"tokens", state_.tokens},
-                 {"seconds", state_.seconds},
-                 {"reason", finished ? "finished" : "interrupted"}});
+  folder_.log({{"kind", "end"},
+               {"step", state_.step},
+               {"tokens", state_.tokens},
+               {"seconds", state_.seconds},
+               {"reason", finished ? "finished" : "interrupted"}});
   return {state_.step, state_.tokens, finished ? 0 : interrupt.signal()};
 }
 

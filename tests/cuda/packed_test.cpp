@@ -86,9 +86,9 @@ TEST(Packed, UnevenSequencesOnEveryKernel) {
     const bool whole = own[i].name.starts_with("nsa_attention") || own[i].name.starts_with("native_sparse_attention");
     const double least = 0.02 * size_of_values(expected[i].value);
     for (const Sequence& s : sequences_of(c))
-      EXPECT_LE(relative_difference(part_of(own[i].value, own[i].rows, s), part_of(expected[i].value, own[i].rows, s),
-                                    least),
-                whole ? 0.3 : 0.02)
+      EXPECT_LE(
+          relative_difference(part_of(own[i].value, own[i].rows, s), part_of(expected[i].value, own[i].rows, s), least),
+          whole ? 0.3 : 0.02)
           << own[i].name << " of sequence " << s.index << " of " << s.q_len << " queries";
   }
 }
