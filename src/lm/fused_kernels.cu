@@ -13,10 +13,8 @@ constexpr int kThreads = 256;
 struct Eight {
   float at[kColumns];
 };
-__device__ uint4 bits_at(const void* from, std::int64_t element) {
-  return __ldg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(from) + element));
-}
-__device__ Eight unpacked(const uint4& bits) {
+__device__ Eight load(const void* from, std::int64_t element) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(from) + element);
   const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
   Eight x;
   for (int i = 0; i < 4; ++i) {
@@ -25,23 +23,16 @@ __device__ Eight unpacked(const uint4& bits) {
   }
   return x;
 }
-__device__ Eight load(const void* from, std::int64_t element) { return unpacked(bits_at(from, element)); }
 __device__ Eight load(const float* from) {
-  const auto* const parts = reinterpret_cast<const float4*>(from);
-  const float4 low = __ldg(parts), high = __ldg(parts + 1);
+  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
   return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 }
-__device__ uint4 packed(const Eight& x) {
+__device__ void store(void* to, std::int64_t element, const Eight& x) {
   uint4 bits;
   auto* pairs = reinterpret_cast<__nv_bfloat162*>(&bits);
   for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(x.at[2 * i], x.at[2 * i + 1]);
-  return bits;
+  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(to) + element) = bits;
 }
-/// An intrinsic: the compiler takes some of the plain stores apart.
-__device__ void store(void* to, std::int64_t element, const uint4& bits) {
-  __stwb(reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(to) + element), bits);
-}
-__device__ void store(void* to, std::int64_t element, const Eight& x) { store(to, element, packed(x)); }
 __device__ void store(float* to, const Eight& x) {
   reinterpret_cast<float4*>(to)[0] = make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
   reinterpret_cast<float4*>(to)[1] = make_float4(x.at[4], x.at[5], x.at[6], x.at[7]);
@@ -67,38 +58,20 @@ __global__ void __launch_bounds__(kThreads)
   const Turn& turn = args.turns[which];
   const std::int64_t index = std::int64_t{blockIdx.x - grid.first_block[which]} * kThreads + threadIdx.x;
   const int per_head = turn.half / kColumns;
-  const std::int64_t row = index / per_head, column = (index - row * per_head) * kColumns;
+  const std::int64_t pair = index / per_head, row = pair / turn.heads;  // pair of a row and a head
   if (row >= args.rows) return;
-  const bool copied = turn.direction == 0;
-  Eight c{}, s{};
-  if (!copied) {
-    c = load(args.cos + row * turn.half + column), s = load(args.sin + row * turn.half + column);
-    s = each([&](int i) { return s.at[i] * turn.direction; });
+  const std::int64_t head = pair - row * turn.heads, column = (index - pair * per_head) * kColumns;
+  const std::int64_t from = row * turn.from_row + head * turn.from_head + column;
+  const std::int64_t to = row * turn.to_row + head * turn.to_head + column;
+  Eight low = load(turn.from, from), high = load(turn.from, from + turn.half);
+  if (turn.direction != 0) {
+    const Eight c = load(args.cos + row * turn.half + column), s = load(args.sin + row * turn.half + column);
+    const Eight first = low;
+    low = each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * turn.direction * s.at[i]; });
+    high = each([&](int i) { return high.at[i] * c.at[i] + first.at[i] * turn.direction * s.at[i]; });
   }
-  const std::int64_t from = row * turn.from_row + column, to = row * turn.to_row + column;
-  constexpr int kTogether = 4;  // heads whose loads are under way at once
-  for (int first = 0; first < turn.heads; first += kTogether) {
-    uint4 lows[kTogether], highs[kTogether];
-    const auto for_heads = [&](const auto& f) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        if (first + i < turn.heads) f(i, first + i);
-    };
-    for_heads([&](int i, int head) {
-      lows[i] = bits_at(turn.from, from + head * turn.from_head);
-      highs[i] = bits_at(turn.from, from + head * turn.from_head + turn.half);
-    });
-    for_heads([&](int i, int head) {
-      const std::int64_t at = to + head * turn.to_head;
-      if (!copied) {
-        const Eight low = unpacked(lows[i]), high = unpacked(highs[i]);
-        lows[i] = packed(each([&](int k) { return low.at[k] * c.at[k] - high.at[k] * s.at[k]; }));
-        highs[i] = packed(each([&](int k) { return high.at[k] * c.at[k] + low.at[k] * s.at[k]; }));
-      }
-      store(turn.to, at, lows[i]);
-      store(turn.to, at + turn.half, highs[i]);
-    });
-  }
+  store(turn.to, to, low);
+  store(turn.to, to + turn.half, high);
 }
 
 /// The exact division would take half of the instructions, with branches.
@@ -257,7 +230,7 @@ int turn(const TurnArgs& args) {
   TurnGrid grid{};
   for (int i = 0; i < args.count; ++i) {
     const Turn& turn = args.turns[i];
-    grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * (turn.half / kColumns));
+    grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * turn.heads * (turn.half / kColumns));
   }
   turn_pairs<<<grid.first_block[args.count], kThreads>>>(args, grid);
   return cudaGetLastError();
