@@ -14,7 +14,7 @@
 #include <cmath>
 
 #include "lm/fused.h"
-#include "lm/norm.h"
+#include "lm/joined.h"
 #include "lm/phi_init.h"
 #include "lm/random.h"
 
@@ -71,6 +71,23 @@ at::Tensor swiglu(const at::Tensor& x) {
   return at::silu(parts[0]) * parts[1];
 }
 
+class FusedBiasedSilu : public torch::autograd::Function<FusedBiasedSilu> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& bias) {
+    ctx->save_for_backward({x, bias});
+    return fused_biased_silu(x, bias);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const auto [d_x, d_bias] = fused_biased_silu_backward(d_outputs[0], saved[0], saved[1]);
+    return {d_x, d_bias};
+  }
+};
+
+at::Tensor biased_silu(const at::Tensor& x, const at::Tensor& bias) {
+  return biased_silu_is_fused(x, bias) ? FusedBiasedSilu::apply(x, bias) : at::silu(x + bias);
+}
+
 at::Tensor full_attention(const Projected& in, const std::vector<std::int64_t>& offsets) {
   std::vector<at::Tensor> outputs;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
@@ -107,6 +124,35 @@ at::Tensor sparse_attention(const ModelConfig& config, const BlockWeights& weigh
   const auto outputs = native_sparse_attention(inputs, config.nsa);
   if (trace) *trace = {gates, outputs.indices};
   return outputs.o;
+}
+
+/// The normed rows (rows, hidden) projected; `rotation` holds each row's angles.
+Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& normed,
+                  const Rotation& rotation) {
+  const std::int64_t rows = normed.size(0), kv_heads = config.num_kv_heads;
+  const auto sets = static_cast<std::size_t>(num_kv_sets(config));
+  // Keys to compress stay as they are; where there is one set, it serves for those too and is rotated afterwards.
+  std::vector<HeadGroup> groups = {{config.num_heads, config.head_dim, true}};
+  for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0});
+  groups.insert(groups.end(), sets, {kv_heads, config.v_head_dim, false});
+  if (weights.gate_out.defined()) groups.push_back({1, weights.gate_bias.size(0), false});
+  const auto parts = split_heads(at::linear(normed, weights.in_proj), groups, rotation);
+  const auto key = [&](std::size_t set) { return parts[1 + set]; };
+  const auto value = [&](std::size_t set) { return parts[1 + sets + std::min(set, sets - 1)]; };
+
+  Projected out;
+  out.q = parts[0];
+  out.k_cmp = key(0);
+  out.v_cmp = value(0);
+  out.k_slc = sets == 1 ? rotate(key(0), rotation) : key(1);
+  out.v_slc = value(1);
+  out.k_swa = sets == 1 ? out.k_slc : key(2);
+  out.v_swa = value(2);
+  if (weights.gate_out.defined()) {
+    const auto hidden = biased_silu(parts.back().squeeze(1), weights.gate_bias);
+    out.gates = at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, 3});
+  }
+  return out;
 }
 
 }  // namespace
@@ -169,80 +215,49 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
   in.insert(in.end(), k_proj_.begin(), k_proj_.end());
   in.insert(in.end(), v_proj_.begin(), v_proj_.end());
   if (gate_0_.defined()) in.push_back(gate_0_);
-  const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(dtype) : t; };
+  std::vector<std::vector<at::Tensor>> groups = {in,        {gate_0_bias_},         {gate_2_},   {gate_2_bias_},
+                                                 {o_proj_}, {gate_proj_, up_proj_}, {down_proj_}};
+  for (const CompressionTensors* phi : {&phi_k_, &phi_v_})
+    for (const at::Tensor& weight : {phi->pe, phi->w1, phi->b1, phi->w2, phi->b2}) groups.push_back({weight});
+  const auto all = joined(groups, dtype);
+  auto next = all.begin();  // in the order of BlockWeights
   return {
       .attention_norm = attention_norm_,
       .ffn_norm = ffn_norm_,
-      .in_proj = cast(at::cat(in, 0)),
-      .gate_bias = cast(gate_0_bias_),
-      .gate_out = cast(gate_2_),
-      .gate_out_bias = cast(gate_2_bias_),
-      .o_proj = cast(o_proj_),
-      .ffn_in = cast(at::cat({gate_proj_, up_proj_}, 0)),
-      .ffn_out = cast(down_proj_),
-      .phi_k = phi_k_.to(dtype),
-      .phi_v = phi_v_.to(dtype),
+      .in_proj = *next++,
+      .gate_bias = *next++,
+      .gate_out = *next++,
+      .gate_out_bias = *next++,
+      .o_proj = *next++,
+      .ffn_in = *next++,
+      .ffn_out = *next++,
+      .phi_k = {config_.phi, *next++, *next++, *next++, *next++, *next++},
+      .phi_v = {config_.phi, *next++, *next++, *next++, *next++, *next++},
   };
 }
 
-Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
-                  const Rotation& rotation) {
-  const std::int64_t rows = x.size(0), kv_heads = config.num_kv_heads;
-  const auto sets = static_cast<std::size_t>(num_kv_sets(config));
-  std::vector<std::int64_t> widths = {std::int64_t{config.num_heads} * config.head_dim};
-  widths.insert(widths.end(), sets, kv_heads * config.head_dim);
-  widths.insert(widths.end(), sets, kv_heads * config.v_head_dim);
-  if (weights.gate_out.defined()) widths.push_back(weights.gate_bias.size(0));
-  const auto normed = rms_norm(x, weights.attention_norm, config.norm_eps, weights.in_proj.scalar_type());
-  const auto parts = at::linear(normed, weights.in_proj).split_with_sizes(widths, 1);
-  const auto key = [&](std::size_t set) {
-    return parts[1 + std::min(set, sets - 1)].view({rows, kv_heads, config.head_dim});
-  };
-  const auto value = [&](std::size_t set) {
-    return parts[1 + sets + std::min(set, sets - 1)].view({rows, kv_heads, config.v_head_dim});
-  };
-
-  Projected out;
-  out.q = rotate(parts[0].view({rows, config.num_heads, config.head_dim}), rotation);
-  out.k_cmp = key(0);
-  out.v_cmp = value(0);
-  out.k_slc = rotate(key(1), rotation);
-  out.v_slc = value(1);
-  out.k_swa = sets == 1 ? out.k_slc : rotate(key(2), rotation);
-  out.v_swa = value(2);
-  if (weights.gate_out.defined()) {
-    out.gates = at::linear(at::silu(parts.back() + weights.gate_bias), weights.gate_out, weights.gate_out_bias)
-                    .sigmoid()
-                    .view({rows, config.num_heads, 3});
-  }
-  return out;
+Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
+                       const Rotation& rotation, const Attend& attend) {
+  const auto dtype = weights.in_proj.scalar_type();
+  const auto [x, normed] = add_and_norm(in, weights.attention_norm, config.norm_eps, dtype);
+  const auto o = attend(project(config, weights, normed, rotation));
+  const Residual attended = {x, at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
+  const auto [y, normed_y] = add_and_norm(attended, weights.ffn_norm, config.norm_eps, dtype);
+  return {y, at::linear(swiglu(at::linear(normed_y, weights.ffn_in)), weights.ffn_out)};
 }
 
-at::Tensor project_out(const BlockWeights& weights, const at::Tensor& o) {
-  return at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj);
-}
-
-at::Tensor feed_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x) {
-  const auto normed = rms_norm(x, weights.ffn_norm, config.norm_eps, weights.ffn_in.scalar_type());
-  return x + at::linear(swiglu(at::linear(normed, weights.ffn_in)), weights.ffn_out);
-}
-
-at::Tensor block_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
-                         const ForwardState& state, int layer, LayerTrace* trace) {
-  const auto in = project(config, weights, x, state.rotation);
-  at::Tensor o;
+at::Tensor packed_attention(const ModelConfig& config, const BlockWeights& weights, const Projected& in,
+                            const ForwardState& state, int layer, LayerTrace* trace) {
   switch (config.attention) {
     case AttentionKind::kNsa:
-      o = sparse_attention(config, weights, in, state, layer, trace);
-      break;
+      return sparse_attention(config, weights, in, state, layer, trace);
     case AttentionKind::kFull:
-      o = full_attention(in, state.offsets);
-      break;
+      return full_attention(in, state.offsets);
     case AttentionKind::kWindow:
-      o = sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest, config.nsa.window_size);
-      break;
+      return sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest,
+                                      config.nsa.window_size);
   }
-  return feed_forward(config, weights, x + project_out(weights, o));
+  return {};
 }
 
 }  // namespace nsa::lm

@@ -1,15 +1,17 @@
-// One layer of the decoder: x + attention(norm(x)), then x + ffn(norm(x)).
+// One layer of the decoder: x + attention(norm(x)), then x + ffn(norm(x)), the last sum left to the next norm.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "lm/config.h"
 #include "lm/model.h"
+#include "lm/norm.h"
 #include "lm/ops.h"
 #include "lm/rope.h"
 
@@ -75,18 +77,13 @@ class Block {
   at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;
 };
 
-/// x (rows, hidden) normalised and projected; `rotation` holds each row's angles.
-Projected project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
-                  const Rotation& rotation);
+/// A whole layer, in which `attend` gives (rows, H, Dv); `rotation` holds each row's angles.
+using Attend = std::function<at::Tensor(const Projected&)>;
+Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
+                       const Rotation& rotation, const Attend& attend);
 
-/// (rows, H, Dv) -> (rows, hidden)
-at::Tensor project_out(const BlockWeights& weights, const at::Tensor& o);
-
-/// The feed-forward half with its residual.
-at::Tensor feed_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x);
-
-/// A whole layer on packed sequences; `layer` is its number, `trace` may be null.
-at::Tensor block_forward(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& x,
-                         const ForwardState& state, int layer, LayerTrace* trace);
+/// Attention within packed sequences; `layer` is the layer's number, `trace` may be null.
+at::Tensor packed_attention(const ModelConfig& config, const BlockWeights& weights, const Projected& in,
+                            const ForwardState& state, int layer, LayerTrace* trace);
 
 }  // namespace nsa::lm

@@ -1,6 +1,5 @@
 #include "lm/decoder.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/tensor.h>
@@ -32,14 +31,14 @@ struct Decoder::Impl {
   std::vector<std::unique_ptr<LayerCache>> caches;
 
   /// The residual stream after the last layer, (m, hidden).
-  at::Tensor append(std::span<const std::int64_t> tokens) {
+  Residual append(std::span<const std::int64_t> tokens) {
     const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
     const auto end = length + static_cast<std::int64_t>(tokens.size());
     const Rotation here{rotation.cos.slice(0, length, end), rotation.sin.slice(0, length, end)};
-    auto x = at::embedding(model.embedding, upload(ids, model.device));
+    Residual x{at::embedding(model.embedding, upload(ids, model.device)), {}};
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      const auto o = caches[i]->attend(weights[i], project(model.config, weights[i], x, here));
-      x = feed_forward(model.config, weights[i], x + project_out(weights[i], o));
+      x = block_forward(model.config, weights[i], x, here,
+                        [&](const Projected& projected) { return caches[i]->attend(weights[i], projected); });
     }
     length = end;
     return x;
@@ -68,13 +67,14 @@ at::Tensor Decoder::append(std::span<const std::int64_t> tokens) {
     throw Error(fmt::format("cache: {} more tokens after {} do not fit into its capacity of {}", count, impl_->length,
                             impl_->capacity));
   }
-  at::Tensor x;
+  Residual x;
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min<std::size_t>(tokens.size(), kChunk));
     x = impl_->append(chunk);
     tokens = tokens.subspan(chunk.size());
   }
-  return impl_->model.logits(x.slice(0, x.size(0) - 1)).squeeze(0);
+  const auto last = [](const at::Tensor& rows) { return rows.slice(0, rows.size(0) - 1); };
+  return impl_->model.logits({last(x.x), last(x.added)}).squeeze(0);
 }
 
 }  // namespace nsa::lm

@@ -46,21 +46,42 @@ __device__ Eight each(const F& f) {
 
 __device__ std::int64_t own_index() { return std::int64_t{blockIdx.x} * kThreads + threadIdx.x; }
 
-__global__ void __launch_bounds__(kThreads) rotate_pairs(const RotateArgs args) {
-  const int per_head = args.half / kColumns;
-  const std::int64_t pair = own_index() / per_head, row = pair / args.heads;  // pair of a row and a head
+/// The turns' thread blocks one after the other; first_block[i] is where turn i starts.
+struct TurnGrid {
+  unsigned first_block[kMostTurns + 1];
+};
+
+__global__ void __launch_bounds__(kThreads)
+    turn_pairs(const __grid_constant__ TurnArgs args, const __grid_constant__ TurnGrid grid) {
+  int which = 0;
+  while (blockIdx.x >= grid.first_block[which + 1]) ++which;
+  const Turn& turn = args.turns[which];
+  const std::int64_t index = std::int64_t{blockIdx.x - grid.first_block[which]} * kThreads + threadIdx.x;
+  const int per_head = turn.half / kColumns;
+  const std::int64_t pair = index / per_head, row = pair / turn.heads;  // pair of a row and a head
   if (row >= args.rows) return;
-  const std::int64_t head = pair % args.heads, column = own_index() % per_head * kColumns;
-  const std::int64_t from = row * args.row_stride + head * args.head_stride + column;
-  const Eight low = load(args.x, from), high = load(args.x, from + args.half);
-  const Eight c = load(args.cos + row * args.half + column), s = load(args.sin + row * args.half + column);
-  const std::int64_t to = pair * 2 * args.half + column;
-  store(args.out, to, each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * args.direction * s.at[i]; }));
-  store(args.out, to + args.half,
-        each([&](int i) { return high.at[i] * c.at[i] + low.at[i] * args.direction * s.at[i]; }));
+  const std::int64_t head = pair - row * turn.heads, column = (index - pair * per_head) * kColumns;
+  const std::int64_t from = row * turn.from_row + head * turn.from_head + column;
+  const std::int64_t to = row * turn.to_row + head * turn.to_head + column;
+  Eight low = load(turn.from, from), high = load(turn.from, from + turn.half);
+  if (turn.direction != 0) {
+    const Eight c = load(args.cos + row * turn.half + column), s = load(args.sin + row * turn.half + column);
+    const Eight first = low;
+    low = each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * turn.direction * s.at[i]; });
+    high = each([&](int i) { return high.at[i] * c.at[i] + first.at[i] * turn.direction * s.at[i]; });
+  }
+  store(turn.to, to, low);
+  store(turn.to, to + turn.half, high);
 }
 
-__device__ float sigmoid(float x) { return 1 / (1 + __expf(-x)); }
+/// The exact division would take half of the instructions, with branches.
+__device__ float sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
+/// silu(x) = x s with s = sigmoid(x), and its derivative.
+__device__ float silu(float x) { return x * sigmoid(x); }
+__device__ float silu_slope(float x) {
+  const float s = sigmoid(x);
+  return s * (1 + x * (1 - s));
+}
 
 __global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args) {
   const std::int64_t per_row = args.width / kColumns, row = own_index() / per_row;
@@ -68,16 +89,12 @@ __global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args
   const std::int64_t column = own_index() % per_row * kColumns, from = row * 2 * args.width + column;
   const Eight gate = load(args.x, from), up = load(args.x, from + args.width);
   if (!args.d_y) {
-    store(args.out, row * args.width + column,
-          each([&](int i) { return gate.at[i] * sigmoid(gate.at[i]) * up.at[i]; }));
+    store(args.out, row * args.width + column, each([&](int i) { return silu(gate.at[i]) * up.at[i]; }));
     return;
   }
   const Eight d = load(args.d_y, row * args.width + column);
-  store(args.out, from, each([&](int i) {
-          const float s = sigmoid(gate.at[i]);
-          return d.at[i] * up.at[i] * s * (1 + gate.at[i] * (1 - s));
-        }));
-  store(args.out, from + args.width, each([&](int i) { return d.at[i] * gate.at[i] * sigmoid(gate.at[i]); }));
+  store(args.out, from, each([&](int i) { return d.at[i] * up.at[i] * silu_slope(gate.at[i]); }));
+  store(args.out, from + args.width, each([&](int i) { return d.at[i] * silu(gate.at[i]); }));
 }
 
 /// The sum over the thread block, in a fixed order; all threads get it. `parts`: of the warps.
@@ -91,47 +108,56 @@ __device__ float block_sum(float x, float* parts) {
   return sum;
 }
 
-constexpr int kPerThread = static_cast<int>(kWidest / (kThreads * kColumns));  // groups of columns
-
-/// A thread block takes a row at a time. f(group, column): this thread's columns.
-template <class F>
+/// A thread block takes a row at a time, a thread `groups` groups of columns. f(group, column): this thread's.
+template <int groups, class F>
 __device__ void for_columns(std::int64_t width, const F& f) {
 #pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
+  for (int j = 0; j < groups; ++j) {
     const unsigned column = (j * blockDim.x + threadIdx.x) * kColumns;
     if (column < width) f(j, column);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) norm_rows(const RmsNormArgs args) {
+template <int groups>
+__global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
   __shared__ float parts[kThreads / 32];
+  const float per_column = 1 / static_cast<float>(args.width);
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    Eight x[kPerThread];
+    Eight x[groups];
     float squares = 0;
-    for_columns(args.width, [&](int j, unsigned column) {
-      x[j] = load(args.x + row * args.width + column);
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const std::int64_t at = row * args.width + column;
+      x[j] = load(args.x + at);
+      if (args.added) {
+        const Eight added = load(args.added, at);
+        x[j] = each([&](int i) { return x[j].at[i] + added.at[i]; });
+        store(args.sum + at, x[j]);
+      }
       for (const float value : x[j].at) squares += value * value;
     });
-    const float scale = rsqrtf(block_sum(squares, parts) / static_cast<float>(args.width) + args.eps);
+    const float scale = rsqrtf(block_sum(squares, parts) * per_column + args.eps);
     if (threadIdx.x == 0) args.scale[row] = scale;
-    for_columns(args.width, [&](int j, unsigned column) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
       const Eight weight = load(args.weight + column);
       store(args.y, row * args.width + column, each([&](int i) { return x[j].at[i] * scale * weight.at[i]; }));
     });
   }
 }
 
-/// dx = s (w dy) - x s^3 mean(x w dy), dw = sum over rows of dy x s, with s the row's scale.
-__global__ void __launch_bounds__(kThreads) norm_rows_backward(const RmsNormArgs args) {
+/// dx = s (w dy) - x s^3 mean(x w dy) + dsum, dw = sum over rows of dy x s, with s the row's scale.
+template <int groups>
+__global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs args) {
   __shared__ float parts[kThreads / 32];
-  Eight d_weight[kPerThread] = {};
+  const float per_column = 1 / static_cast<float>(args.width);
+  Eight d_weight[groups] = {};
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    Eight x[kPerThread], d[kPerThread];  // d: weight times the gradient
+    Eight x[groups], d[groups], d_sum[groups] = {};  // d: weight times the gradient
     const float scale = args.scale[row];
     float dot = 0;
-    for_columns(args.width, [&](int j, unsigned column) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
       x[j] = load(args.x + row * args.width + column);
       d[j] = load(args.d_y, row * args.width + column);
+      if (args.d_sum) d_sum[j] = load(args.d_sum + row * args.width + column);
       const Eight weight = load(args.weight + column);
       for (int i = 0; i < kColumns; ++i) {
         d_weight[j].at[i] += d[j].at[i] * x[j].at[i] * scale;
@@ -139,27 +165,74 @@ __global__ void __launch_bounds__(kThreads) norm_rows_backward(const RmsNormArgs
         dot += x[j].at[i] * d[j].at[i];
       }
     });
-    const float pull = block_sum(dot, parts) * scale * scale * scale / static_cast<float>(args.width);
-    for_columns(args.width, [&](int j, unsigned column) {
-      store(args.d_x + row * args.width + column, each([&](int i) { return scale * d[j].at[i] - x[j].at[i] * pull; }));
+    const float pull = block_sum(dot, parts) * scale * scale * scale * per_column;
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const std::int64_t at = row * args.width + column;
+      const Eight d_x = each([&](int i) { return scale * d[j].at[i] - x[j].at[i] * pull + d_sum[j].at[i]; });
+      store(args.d_x + at, d_x);
+      if (args.d_added) store(args.d_added, at, d_x);
     });
   }
-  for_columns(args.width,
-              [&](int j, unsigned column) { store(args.d_weights + blockIdx.x * args.width + column, d_weight[j]); });
+  for_columns<groups>(args.width, [&](int j, unsigned column) {
+    store(args.d_weights + blockIdx.x * args.width + column, d_weight[j]);
+  });
+}
+
+template <int groups>
+__global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArgs args) {
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    for_columns<groups>(args.width, [&](int, unsigned column) {
+      const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
+      store(args.y, row * args.width + column, each([&](int i) { return silu(x.at[i] + bias.at[i]); }));
+    });
+  }
+}
+
+template <int groups>
+__global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const BiasedSiluArgs args) {
+  Eight d_bias[groups] = {};
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
+      const Eight d_y = load(args.d_y, row * args.width + column);
+      const Eight d_x = each([&](int i) { return d_y.at[i] * silu_slope(x.at[i] + bias.at[i]); });
+      for (int i = 0; i < kColumns; ++i) d_bias[j].at[i] += d_x.at[i];
+      store(args.d_x, row * args.width + column, d_x);
+    });
+  }
+  for_columns<groups>(
+      args.width, [&](int j, unsigned column) { store(args.d_biases + blockIdx.x * args.width + column, d_bias[j]); });
 }
 
 unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
 
 /// Of a thread block that has a row at a time: no more than the row has columns for.
-unsigned norm_threads(std::int64_t width) {
+unsigned row_threads(std::int64_t width) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((width / kColumns + 31) / 32 * 32, 32, kThreads));
+}
+
+/// One group of columns a thread, where that is enough, leaves room for more thread blocks on a multiprocessor.
+constexpr std::int64_t kOneGroup = kThreads * kColumns;
+constexpr int kMostGroups = static_cast<int>(kWidest / kOneGroup);
+
+template <class Args>
+int launch_rows(const Args& args, void (*narrow)(Args), void (*wide)(Args)) {
+  if (args.rows == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(sum_parts(args.rows, args.width));
+  (args.width <= kOneGroup ? narrow : wide)<<<blocks, row_threads(args.width)>>>(args);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
-int rotate(const RotateArgs& args) {
+int turn(const TurnArgs& args) {
   if (args.rows == 0) return cudaSuccess;
-  rotate_pairs<<<blocks_for(args.rows * args.heads * (args.half / kColumns)), kThreads>>>(args);
+  TurnGrid grid{};
+  for (int i = 0; i < args.count; ++i) {
+    const Turn& turn = args.turns[i];
+    grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * turn.heads * (turn.half / kColumns));
+  }
+  turn_pairs<<<grid.first_block[args.count], kThreads>>>(args, grid);
   return cudaGetLastError();
 }
 
@@ -170,15 +243,18 @@ int swiglu(const SwigluArgs& args) {
 }
 
 // Enough for every multiprocessor, and the same number on every device.
-std::int64_t norm_parts(std::int64_t rows, std::int64_t width) {
-  return std::min<std::int64_t>(rows, (1 << 17) / norm_threads(width));
+std::int64_t sum_parts(std::int64_t rows, std::int64_t width) {
+  return std::min<std::int64_t>(rows, (1 << 17) / row_threads(width));
 }
 
-int rms_norm(const RmsNormArgs& args) {
-  if (args.rows == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(norm_parts(args.rows, args.width));
-  (args.d_y ? norm_rows_backward : norm_rows)<<<blocks, norm_threads(args.width)>>>(args);
-  return cudaGetLastError();
+int norm(const NormArgs& args) {
+  return args.d_y ? launch_rows(args, norm_rows_backward<1>, norm_rows_backward<kMostGroups>)
+                  : launch_rows(args, norm_rows<1>, norm_rows<kMostGroups>);
+}
+
+int biased_silu(const BiasedSiluArgs& args) {
+  return args.d_y ? launch_rows(args, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
+                  : launch_rows(args, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
 }
 
 }  // namespace nsa::lm::fused

@@ -8,19 +8,27 @@ namespace nsa::lm::fused {
 
 /// Channels that a thread loads at once: widths, strides and offsets are multiples of it.
 inline constexpr std::int64_t kColumns = 8;
-/// Channels of a normalised row, at most.
+/// Channels of a row that a thread block takes, at most.
 inline constexpr std::int64_t kWidest = 8192;
+/// Into so many parts are sums over rows divided.
+std::int64_t sum_parts(std::int64_t rows, std::int64_t width);
 
-struct RotateArgs {
-  const void* x;  // (rows, heads, 2 * half), contiguous channels
-  std::int64_t row_stride, head_stride;
-  const float *cos, *sin;  // (rows, half)
-  float direction;         // +1, or -1: back
-  void* out;               // (rows, heads, 2 * half)
-  std::int64_t rows;
+/// Heads that lie side by side, with contiguous channels each.
+struct Turn {
+  const void* from;  // (rows, heads, 2 * half)
+  void* to;
+  std::int64_t from_row, from_head, to_row, to_head;  // strides
   int heads, half;
+  float direction;  // +1, -1: back, 0: copied
 };
-int rotate(const RotateArgs& args);
+inline constexpr int kMostTurns = 8;
+struct TurnArgs {
+  Turn turns[kMostTurns];
+  int count;
+  const float *cos, *sin;  // (rows, half of the turns that are not copies)
+  std::int64_t rows;
+};
+int turn(const TurnArgs& args);
 
 struct SwigluArgs {
   const void* x;    // (rows, 2 * width): gate, up
@@ -30,16 +38,32 @@ struct SwigluArgs {
 };
 int swiglu(const SwigluArgs& args);
 
-struct RmsNormArgs {
-  const float *x, *weight;  // (rows, width), (width)
+struct BiasedSiluArgs {
+  const void* x;     // (rows, width)
+  std::int64_t row;  // its stride
+  const void* bias;  // (width)
+  std::int64_t rows, width;
+  void* y;          // silu(x + bias) (rows, width)
+  const void* d_y;  // (rows, width); null: forward
+  void* d_x;        // (rows, width)
+  float* d_biases;  // (sum_parts(rows, width), width), to be summed
+};
+int biased_silu(const BiasedSiluArgs& args);
+
+/// The norm of x + added. Matrices are (rows, width).
+struct NormArgs {
+  const float *x, *weight;  // in the backward x holds the sum; (width)
+  const void* added;        // null: nothing
   float eps;
   std::int64_t rows, width;
-  float* scale;            // (rows): 1 / sqrt(mean x^2 + eps), out of the forward and into the backward
-  void* y;                 // (rows, width)
-  const void* d_y;         // (rows, width); null: forward
-  float *d_x, *d_weights;  // (rows, width); (norm_parts(rows, width), width), to be summed
+  float* sum;              // x + added; null without `added`
+  float* scale;            // (rows): 1 / sqrt(mean sum^2 + eps), out of the forward and into the backward
+  void* y;                 // sum * scale * weight
+  const void* d_y;         // null: forward
+  const float* d_sum;      // what reached the sum by other ways than the norm; null: nothing
+  float *d_x, *d_weights;  // of the sum and so of x; (sum_parts(rows, width), width), to be summed
+  void* d_added;           // d_x once more; null: not wanted
 };
-std::int64_t norm_parts(std::int64_t rows, std::int64_t width);
-int rms_norm(const RmsNormArgs& args);
+int norm(const NormArgs& args);
 
 }  // namespace nsa::lm::fused

@@ -1,6 +1,7 @@
 #include "lm/model.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -13,7 +14,6 @@
 #include "lm/device.h"
 #include "lm/error.h"
 #include "lm/model_impl.h"
-#include "lm/norm.h"
 #include "lm/recompute.h"
 
 namespace nsa::lm {
@@ -69,7 +69,6 @@ void Model::place(at::Device device, at::ScalarType dtype) {
 }
 
 at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) const {
-  const auto& config = impl_->config;
   const auto* const cu_seqlens = batch.cu_seqlens.const_data_ptr<int>();
   const auto on_device = [&](const at::Tensor& host) { return upload(host, impl_->device); };
   ForwardState state;
@@ -83,25 +82,35 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
 
-  auto x = at::embedding(impl_->embedding, on_device(batch.tokens));
+  Residual x{at::embedding(impl_->embedding, on_device(batch.tokens)), {}};
   for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
-    const Layer layer = [impl = impl_.get(), state, i](const at::Tensor& in) -> std::vector<at::Tensor> {
+    const Layer layer = [impl = impl_.get(), state, i](at::TensorList in) -> std::vector<at::Tensor> {
       LayerTrace trace;
       const bool traced = state.options.trace != nullptr;
-      const auto out = block_forward(impl->config, impl->blocks[i].weights(impl->dtype), in, state, static_cast<int>(i),
-                                     traced ? &trace : nullptr);
-      if (!traced) return {out};
-      return {out, trace.gates, trace.indices};
+      const auto weights = impl->blocks[i].weights(impl->dtype);
+      const auto attend = [&](const Projected& projected) {
+        return packed_attention(impl->config, weights, projected, state, static_cast<int>(i),
+                                traced ? &trace : nullptr);
+      };
+      const auto out =
+          block_forward(impl->config, weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
+      if (!traced) return {out.x, out.added};
+      return {out.x, out.added, trace.gates, trace.indices};
     };
-    const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, x) : layer(x);
-    x = outputs[0];
-    if (options.trace) (*options.trace)[i] = {outputs[1], outputs[2]};
+    const auto in = x.added.defined() ? std::vector<at::Tensor>{x.x, x.added} : std::vector<at::Tensor>{x.x};
+    const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, in) : layer(in);
+    x = {outputs[0], outputs[1]};
+    if (options.trace) (*options.trace)[i] = {outputs[2], outputs[3]};
   }
   return impl_->logits(x);
 }
 
-at::Tensor Model::Impl::logits(const at::Tensor& x) const {
-  return at::linear(rms_norm(x, norm, config.norm_eps, dtype), embedding.to(dtype)).to(at::kFloat);
+at::Tensor Model::Impl::logits(const Residual& x) const {
+  const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
+  // cuBLAS has kernels of Hopper for rows of whole 16 bytes alone, and bytes make a vocabulary of 257.
+  const std::int64_t whole = device.is_cuda() ? (config.vocab_size + 7) / 8 * 8 : config.vocab_size;
+  const auto weights = at::constant_pad_nd(embedding.to(dtype), {0, 0, 0, whole - config.vocab_size});
+  return at::linear(normed, weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {

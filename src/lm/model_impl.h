@@ -19,7 +19,7 @@ struct Model::Impl {
 
   const Rotation& rotation(std::int64_t positions);
   /// The last norm and the tied embedding: (rows, hidden) -> float32 (rows, vocab_size).
-  at::Tensor logits(const at::Tensor& x) const;
+  at::Tensor logits(const Residual& x) const;
 };
 
 }  // namespace nsa::lm

@@ -2,6 +2,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/zeros.h>
@@ -72,9 +73,9 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == 2 && weight.numel() == x.size(1),
                 "rms_norm: x ", x.sizes(), " with weight ", weight.sizes());
     if (norm_is_fused(x, dtype)) {
-      const auto [y, scale] = fused_norm(x, weight, eps);
-      ctx->save_for_backward({x, weight, scale});
-      return y;
+      const auto fused = fused_norm(x, {}, weight, eps);
+      ctx->save_for_backward({x, weight, fused.scale});
+      return fused.y;
     }
     const auto y = at::empty(x.sizes(), x.options().dtype(dtype));
     const auto scale = at::empty({x.size(0)}, x.options());
@@ -90,8 +91,8 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1], &scale = saved[2];
     if (!x.is_cpu()) {
-      const auto [d_x, d_weight] = fused_norm_backward(d_outputs[0], x, weight, scale);
-      return {d_x, d_weight, {}, {}};
+      const auto gradients = fused_norm_backward(d_outputs[0], {}, x, weight, scale, /*wants_d_added=*/false);
+      return {gradients.d_x, gradients.d_weight, {}, {}};
     }
     const auto d_y = d_outputs[0].contiguous();
     const auto d_x = at::empty(x.sizes(), x.options());
@@ -105,11 +106,40 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
   }
 };
 
+/// On a GPU. The backward joins the two gradients of the sum, and hands out d_added in its dtype.
+class AddAndNorm : public torch::autograd::Function<AddAndNorm> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& added,
+                               const at::Tensor& weight, double eps) {
+    const auto fused = fused_norm(x, added.contiguous(), weight, eps);
+    ctx->set_materialize_grads(false);  // nobody reads the last sum
+    ctx->save_for_backward({fused.sum, weight, fused.scale});
+    return {fused.sum, fused.y};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const auto gradients =
+        fused_norm_backward(d_outputs[1], d_outputs[0], saved[0], saved[1], saved[2], /*wants_d_added=*/true);
+    return {gradients.d_x, gradients.d_added, gradients.d_weight, {}};
+  }
+};
+
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::ScalarType dtype) {
   if (!x.is_cpu() && !norm_is_fused(x, dtype)) return at::rms_norm(x, {x.size(1)}, weight, eps).to(dtype);
   return RmsNorm::apply(x, weight, eps, dtype);
+}
+
+Normed add_and_norm(const Residual& in, const at::Tensor& weight, double eps, at::ScalarType dtype) {
+  if (!in.added.defined()) return {in.x, rms_norm(in.x, weight, eps, dtype)};
+  if (norm_is_fused(in.x, dtype)) {
+    const auto outputs = AddAndNorm::apply(in.x, in.added, weight, eps);
+    return {outputs[0], outputs[1]};
+  }
+  const auto x = in.x + in.added;
+  return {x, rms_norm(x, weight, eps, dtype)};
 }
 
 }  // namespace nsa::lm

@@ -14,59 +14,117 @@
 namespace nsa::lm {
 namespace {
 
-/// The rotation in torch's operations.
-at::Tensor rotated_by_torch(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
-  const auto halves = x.to(at::kFloat).chunk(2, 2);
-  const auto c = cos.unsqueeze(1), s = sin.unsqueeze(1) * direction;
-  return at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, 2).to(x.scalar_type());
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+void turn_by_torch(const Turn& turn, const at::Tensor& cos, const at::Tensor& sin) {
+  const auto halves = turn.from.to(at::kFloat).chunk(2, 2);
+  const auto c = cos.unsqueeze(1), s = sin.unsqueeze(1) * turn.direction;
+  turn.to.copy_(at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, 2));
 }
 
-/// direction +1 rotates, -1 rotates back, which is also the gradient.
-at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, float direction) {
-  TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && cos.size(0) == x.size(0) && 2 * cos.size(1) == x.size(2),
-              "rotate: x ", x.sizes(), " with a table of ", cos.sizes());
-  if (!x.is_cpu()) {
-    return rotation_is_fused(x) ? fused_rotate(x, cos.contiguous(), sin.contiguous(), direction)
-                                : rotated_by_torch(x, cos, sin, direction);
-  }
-  const auto out = at::empty(x.sizes(), x.options());
-  const std::int64_t heads = x.size(1), half = cos.size(1);
-  AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, x.scalar_type(), "rotate", [&] {
-    const scalar_t* const from = x.const_data_ptr<scalar_t>();
-    scalar_t* const to = out.mutable_data_ptr<scalar_t>();
+void turn_on_host(const Turn& turn, const at::Tensor& cos, const at::Tensor& sin) {
+  const auto& [from, to, direction] = turn;
+  const std::int64_t heads = from.size(1), half = cos.size(1);
+  AT_DISPATCH_FLOATING_TYPES_AND(at::kBFloat16, from.scalar_type(), "rotate", [&] {
     const float* const cosines = cos.const_data_ptr<float>();
     const float* const sines = sin.const_data_ptr<float>();
-    at::parallel_for(0, x.size(0), 64, [&](std::int64_t begin, std::int64_t end) {
+    at::parallel_for(0, from.size(0), 64, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t row = begin; row < end; ++row) {
         const float* const c = cosines + row * half;
         const float* const s = sines + row * half;
         for (std::int64_t h = 0; h < heads; ++h) {
-          const scalar_t* const in = from + row * x.stride(0) + h * x.stride(1);
-          scalar_t* const result = to + (row * heads + h) * 2 * half;
+          const auto* const in = from.const_data_ptr<scalar_t>() + row * from.stride(0) + h * from.stride(1);
+          auto* const out = to.mutable_data_ptr<scalar_t>() + row * to.stride(0) + h * to.stride(1);
           for (std::int64_t j = 0; j < half; ++j) {
             const auto first = static_cast<float>(in[j]), second = static_cast<float>(in[j + half]);
             const float turn = direction * s[j];
-            result[j] = static_cast<scalar_t>(first * c[j] - second * turn);
-            result[j + half] = static_cast<scalar_t>(second * c[j] + first * turn);
+            out[j] = static_cast<scalar_t>(first * c[j] - second * turn);
+            out[j + half] = static_cast<scalar_t>(second * c[j] + first * turn);
           }
         }
       }
     });
   });
-  return out;
 }
 
-class Rotate : public torch::autograd::Function<Rotate> {
- public:
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cos,
-                            const at::Tensor& sin) {
-    ctx->save_for_backward({cos, sin});
-    return rotated(x, cos, sin, 1);
+void turn_all(const std::vector<Turn>& turns, const at::Tensor& cos, const at::Tensor& sin) {
+  std::vector<Turn> fused;
+  for (const Turn& turn : turns) {
+    const at::Tensor& x = turn.from;
+    TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && cos.size(0) == x.size(0) &&
+                    (turn.direction == 0 || 2 * cos.size(1) == x.size(2)),
+                "rotate: x ", x.sizes(), " with a table of ", cos.sizes());
+    if (is_fused(turn)) {
+      fused.push_back(turn);
+    } else if (turn.direction == 0) {
+      turn.to.copy_(x);
+    } else {
+      (x.is_cpu() ? turn_on_host : turn_by_torch)(turn, cos, sin);
+    }
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& d_outputs) {
+  if (!fused.empty()) fused_turn(fused, cos.contiguous(), sin.contiguous());
+}
+
+at::Tensor with_contiguous_channels(const at::Tensor& x) { return x.stride(2) == 1 ? x : x.contiguous(); }
+
+class Rotate : public Function<Rotate> {
+ public:
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+    ctx->save_for_backward({cos, sin});
+    const auto out = at::empty(x.sizes(), x.options());
+    turn_all({{x, out, 1}}, cos, sin);
+    return out;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
     const auto saved = ctx->get_saved_variables();
-    return {rotated(d_outputs[0].contiguous(), saved[0], saved[1], -1), {}, {}};
+    const auto d_x = at::empty(d_outputs[0].sizes(), d_outputs[0].options());
+    turn_all({{with_contiguous_channels(d_outputs[0]), d_x, -1}}, saved[0], saved[1]);
+    return {d_x, {}, {}};
+  }
+};
+
+class SplitHeads : public Function<SplitHeads> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
+                               const std::vector<HeadGroup>& groups) {
+    variable_list outputs;
+    std::vector<Turn> turns;
+    std::vector<std::int64_t> rotated;
+    std::int64_t column = 0;
+    for (const HeadGroup& group : groups) {
+      const auto columns = columns_of(x.detach(), column, group.heads, group.dim);
+      outputs.push_back(group.rotated ? at::empty(columns.sizes(), columns.options()) : columns);
+      if (group.rotated) turns.push_back({columns, outputs.back(), 1});
+      rotated.push_back(group.rotated ? 1 : 0);
+    }
+    turn_all(turns, cos, sin);
+    ctx->save_for_backward({cos, sin});
+    ctx->saved_data["rotated"] = rotated;
+    return outputs;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_outputs) {
+    const auto saved = ctx->get_saved_variables();
+    const auto rotated = ctx->saved_data["rotated"].toIntVector();
+    std::int64_t width = 0, column = 0;
+    for (const at::Tensor& d : d_outputs) width += d.size(1) * d.size(2);
+    const auto d_x = at::empty({d_outputs[0].size(0), width}, d_outputs[0].options());
+    std::vector<Turn> turns;
+    for (std::size_t i = 0; i < d_outputs.size(); ++i) {
+      const auto d = with_contiguous_channels(d_outputs[i]);
+      turns.push_back({d, columns_of(d_x, column, d.size(1), d.size(2)), rotated[i] != 0 ? -1.0F : 0.0F});
+    }
+    turn_all(turns, saved[0], saved[1]);
+    return {d_x, {}, {}, {}};
+  }
+
+ private:
+  /// The next heads * dim columns of x (n, width) from `column` on, which moves on, as (n, heads, dim).
+  static at::Tensor columns_of(const at::Tensor& x, std::int64_t& column, std::int64_t heads, std::int64_t dim) {
+    column += heads * dim;
+    return x.narrow(1, column - heads * dim, heads * dim).view({x.size(0), heads, dim});
   }
 };
 
@@ -94,6 +152,11 @@ Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, doubl
 
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation) {
   return Rotate::apply(x, rotation.cos, rotation.sin);
+}
+
+std::vector<at::Tensor> split_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups,
+                                    const Rotation& rotation) {
+  return SplitHeads::apply(x, rotation.cos, rotation.sin, groups);
 }
 
 }  // namespace nsa::lm

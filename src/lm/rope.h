@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace nsa::lm {
 
@@ -20,5 +21,15 @@ Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, doubl
 
 /// Rotates x (n, heads, D) row by row in float32; differentiable. Result in x's dtype, contiguous.
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation);
+
+/// Heads side by side in the columns of a matrix.
+struct HeadGroup {
+  std::int64_t heads, dim;
+  bool rotated;
+};
+/// The columns of x (n, sum of heads * dim) as one (n, heads, dim) for each group: rotated as by rotate, or views. Its
+/// gradient is written in one pass.
+std::vector<at::Tensor> split_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups,
+                                    const Rotation& rotation);
 
 }  // namespace nsa::lm

@@ -85,9 +85,9 @@ def test_the_loss_falls(trained_on_cuda, attention):
 
 
 @needs_gpu
-@pytest.mark.parametrize("attention", ["nsa", "full"])
+@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
 def test_the_first_step_in_bfloat16_is_that_in_float32(tmp_path, corpus, attention):
-    """In bfloat16 rotation, SwiGLU and RMSNorm have kernels of their own, in float32 they are torch's operations."""
+    """In bfloat16 what lies between products and attention has kernels of its own, in float32 torch's operations."""
     first = {}
     for dtype in ("bfloat16", "float32"):
         arguments = ["--data", corpus, "--attention", attention, "--device", "cuda", *SMALL]
