@@ -44,6 +44,13 @@ TEST(Choose, SmallGroups) {
   EXPECT_FALSE(k.selected_d_kv);
 }
 
+TEST(Choose, WideKeys) {
+  Call c = call();
+  c.key_dim = 192;
+  const Kernels k = choose(c);
+  EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_forward && k.selected_d_q);
+}
+
 TEST(Choose, OtherBlocks) {
   Call c = call();
   c.block_size = 16;
