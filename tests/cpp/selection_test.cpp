@@ -1,6 +1,7 @@
 // Block selection where it is not trivial: many candidates, ties, noise.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "under_test.h"
@@ -67,16 +68,19 @@ std::vector<Case> cases() {
     dense.name = "flat" + suffix;
     all.push_back(dense);
   }
-  for (const std::int64_t group : {1, 2, 5, 8, 12, 32, 48}) {
-    Case c{.dtype = DType::kBFloat16, .q_lens = {70, 70}, .k_lens = {1500, 1500}, .kv_heads = 1, .group = group};
-    c.name = "group" + std::to_string(group);
-    c.dk = c.dv = group % 3 == 0 ? 128 : 64;
-    if (group % 4 == 0) c.noise = 0.3, c.seed = 5;
-    all.push_back(c);
-    c.name += "_packed", c.packed = true;
-    c.q_lens = {0, 130, 1, 0, 37}, c.k_lens = {9, 130, 200, 0, 500};
-    c.cfg = small_config();
-    all.push_back(c);
+  for (const std::int64_t dk : {64, 192}) {
+    for (const std::int64_t group : {1, 2, 5, 8, 12, 16, 32, 48}) {
+      Case c{.dtype = DType::kBFloat16, .q_lens = {70, 70}, .k_lens = {1500, 1500}, .kv_heads = 1, .group = group};
+      c.name = "group" + std::to_string(group) + (dk == 192 ? "_192" : "");
+      c.dk = dk == 64 && group % 3 == 0 ? 128 : dk;
+      c.dv = std::min<std::int64_t>(c.dk, 128);
+      if (group % 4 == 0) c.noise = 0.3, c.seed = 5;
+      all.push_back(c);
+      c.name += "_packed", c.packed = true;
+      c.q_lens = {0, 130, 1, 0, 37}, c.k_lens = {9, 130, 200, 0, 500};
+      c.cfg = small_config();
+      all.push_back(c);
+    }
   }
   return all;
 }

@@ -64,11 +64,11 @@ struct ScoringSoftmax {
 };
 
 /// A computing warpgroup.
-template <class T, int D, class Units>
+template <class T, int Dk, int Dv, class Units>
 __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride,
                                        SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
                                        std::uint32_t values, int group) {
-  using L = SelectLayout<D>;
+  using L = SelectLayout<Dk, Dv>;
   const Geometry& p = args.range.geometry;
   const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
@@ -78,7 +78,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   const auto give_back = [&](std::uint64_t* barrier) {
     if (lane == 0) arrive(shared_address(barrier));
   };
-  Place<kStages> place;
+  Place<L::kStages> place;
   Place<kBuffers> buffer;
   start_apart(group);
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       return grown;
     };
 
-    float o[D / 2];
+    float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
     wait(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-      scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
+      scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
       give_back(&barriers.key_free[place.stage]);
       update(s);
@@ -139,10 +139,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 #pragma unroll 1
       while (--left > 0) {
         wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-        scores<T, D, kKeys>(s, q, 64, k + place.stage * (L::kTileBytes / 16), kKeys);
-        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
+        scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+        const Place<L::kStages> before = place.before();  // of the values that go with `probabilities`
         wait(shared_address(&barriers.value_full[before.stage]), before.parity);
-        outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
+        outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
         give_back(&barriers.key_free[place.stage]);
         const bool grown = update(s);
@@ -150,15 +150,15 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         give_back(&barriers.value_free[before.stage]);
         if (grown) {
 #pragma unroll
-          for (int n = 0; n < D / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
+          for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
         place.advance();
       }
       give_back(&barriers.query_free[group]);
-      const Place<kStages> before = place.before();
+      const Place<L::kStages> before = place.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.parity);
-      outputs<T, D, kKeys>(o, probabilities, v + before.stage * (L::kTileBytes / 16));
+      outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       give_back(&barriers.value_free[before.stage]);
     } else {

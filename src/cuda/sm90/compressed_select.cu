@@ -80,13 +80,13 @@ __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& s
 }
 
 /// Warp 0 of the helping warpgroup.
-template <int D, class Units>
+template <int Dk, int Dv, class Units>
 __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, const Maps& maps, SelectBarriers& barriers,
                                           std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
-  using L = SelectLayout<D>;
+  using L = SelectLayout<Dk, Dv>;
   const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32;
-  Place<kStages> place;
+  Place<L::kStages> place;
   std::uint32_t parity = 0;
   TileWalk walk = walk_of<Units>(args);
   for (bool more = true; more; parity ^= 1) {
@@ -104,13 +104,13 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         continue;
       }
       tile = tile_of<Units>(args, walk, tiles, group);
-      arrive_expecting(full, 4 * units.rows() * D * 2);
+      arrive_expecting(full, 4 * units.rows() * Dk * 2);
       const std::uint32_t to = queries + group * L::kQueryBytes;
       for (int unit = 0; unit < 4; unit += units_per_box(units)) {
         const int head = tile.head + units.first_head(4 * group + unit);
         const int row = tile.row + units.first_query(4 * group + unit);
 #pragma unroll
-        for (int column = 0; column < D; column += 64)
+        for (int column = 0; column < Dk; column += 64)
           load_box(to + column * 64 * 2 + unit * 16 * 128, maps.q, column, head, row, tile.batch, full);
       }
     }
@@ -119,28 +119,28 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
       wait(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
-      load_tile<D>(keys + place.stage * L::kTileBytes, maps.k, maps.k_row, all_known, row, walk,
-                   shared_address(&barriers.key_full[place.stage]), lane);
+      load_tile<Dk>(keys + place.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
+                    shared_address(&barriers.key_full[place.stage]), lane);
       wait(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
-      load_tile<D>(values + place.stage * L::kTileBytes, maps.v, maps.v_row, all_known, row, walk,
-                   shared_address(&barriers.value_full[place.stage]), lane);
+      load_tile<Dv>(values + place.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
+                    shared_address(&barriers.value_full[place.stage]), lane);
       place.advance();
     }
   }
 }
 
 /// kQuads: for units of several queries.
-template <class T, int D, class Units, bool kQuads>
+template <class T, int Dk, int Dv, class Units, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
                       const __grid_constant__ Divider by_stride) {
-  using L = SelectLayout<D>;
+  using L = SelectLayout<Dk, Dv>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ SelectBarriers barriers;
   const Geometry& p = args.range.geometry;
   if (stood_in_for(args.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
-  const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + kStages * L::kTileBytes;
+  const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {
     barriers.init();
     for (int i = 0; i < kBuffers * kUnits; ++i) {
@@ -160,15 +160,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, D, Units>(args, by_stride, barriers, queries, keys, values, warp / 4);
+    attend<T, Dk, Dv, Units>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     fewer_registers<kHelperRegisters>();
-    const int helper = warp - kGroups * 4;
+    // Read anew beside keys of 192, where ptxas would spill it.
+    const int helper = (Dk > 128 ? uniform(threadIdx.x / 32) : warp) - kGroups * 4;
     if (helper == 0) {
-      load_keys<D, Units>(args, maps, barriers, queries, keys, values);
+      load_keys<Dk, Dv, Units>(args, maps, barriers, queries, keys, values);
     } else {
       const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
-      char* own = memory + (values + kStages * L::kTileBytes - shared_address(memory)) +
+      char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
                   picker * L::picker(args.units, blocks, args.chunks);
       uint2* list = reinterpret_cast<uint2*>(own + args.chunks * ChunkRing::kChunkBytes);
       Picker<Units> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
@@ -189,13 +190,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <>
 cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const CompressedSelectArgs& call,
                                                                               cudaStream_t stream) {
-  constexpr int D = NSA_KEY_DIM;
-  static_assert(NSA_VALUE_DIM == D);
-  using L = SelectLayout<D>;
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  using L = SelectLayout<Dk, Dv>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
+  constexpr int kKeysOfQuery = L::keys(CompressedSelectScratch::most_blocks(Dk));
+  static_assert(L::kFixed + kPickers * (ChunkRing::kChunkBytes + kListed * 8 + kKeysOfQuery) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
-  const CompressedSelectScratch scratch(g);
+  const CompressedSelectScratch scratch(g, Dk);
   args.units = SelectUnits(g.group);
   args.by_block = Divider(args.block_size);
   args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
@@ -213,16 +215,16 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
   if (error == cudaSuccess)
-    error = make_map(maps.q, args.range.q, D, g.heads, query_rows(g), batches, args.units.heads,
+    error = make_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.units.heads,
                      args.units.together * units_per_box(args.units));
-  if (error == cudaSuccess) error = make_spread_map(maps.k, k, D, g.kv_heads, rows, batches);
-  if (error == cudaSuccess) error = make_spread_map(maps.v, v, D, g.kv_heads, rows, batches);
-  if (error == cudaSuccess) error = make_map(maps.k_row, k, D, g.kv_heads, rows, batches, 1, 1);
-  if (error == cudaSuccess) error = make_map(maps.v_row, v, D, g.kv_heads, rows, batches, 1, 1);
+  if (error == cudaSuccess) error = make_spread_map(maps.k, k, Dk, g.kv_heads, rows, batches);
+  if (error == cudaSuccess) error = make_spread_map(maps.v, v, Dv, g.kv_heads, rows, batches);
+  if (error == cudaSuccess) error = make_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
+  if (error == cudaSuccess) error = make_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
-  const auto kernel = args.units.together > 1      ? compressed_select<NSA_ELEMENT, D, SelectUnits, true>
-                      : g.group != 16 || args.keys ? compressed_select<NSA_ELEMENT, D, SelectUnits, false>
-                                                   : compressed_select<NSA_ELEMENT, D, UnitsOfSixteen, false>;
+  const auto kernel = args.units.together > 1      ? compressed_select<NSA_ELEMENT, Dk, Dv, SelectUnits, true>
+                      : g.group != 16 || args.keys ? compressed_select<NSA_ELEMENT, Dk, Dv, SelectUnits, false>
+                                                   : compressed_select<NSA_ELEMENT, Dk, Dv, UnitsOfSixteen, false>;
   return portable::launch(kernel, std::min(scratch.thread_blocks, processors), kThreads,
                           L::memory(args.units, blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
 }

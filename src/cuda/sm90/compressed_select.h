@@ -72,13 +72,12 @@ struct CompressedSelectScratch {
   static constexpr int kBuffers = 3;         // tiles of queries
   static constexpr int kTileBytes = 576;     // of a unit and 64 compressed keys
   static constexpr int kKeyBytes = 1024;     // of four queries of a picking warp and 256 compressed keys, where G <= 8
-  static constexpr int kBlocks = 3200;       // selection blocks of a sequence whose keys shared memory can hold
 
   int thread_blocks;
   std::int64_t sums, keys;   // bytes
   std::int64_t picker_keys;  // bytes of a picking warp; 0: they are in shared memory
 
-  explicit CompressedSelectScratch(const Geometry& g) {
+  CompressedSelectScratch(const Geometry& g, std::int64_t key_dim) {
     const SelectUnits units(g.group);
     const std::int64_t rows = g.cu_q ? g.total_q : static_cast<std::int64_t>(g.batches) * g.q_len;
     const std::int64_t most = (rows / units.queries + g.batches) * g.kv_heads;  // tiles of queries
@@ -86,10 +85,14 @@ struct CompressedSelectScratch {
     const std::int64_t tiles = scratch_tiles(g);
     sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
     const std::int64_t chunks = (tiles + 3) / 4, blocks = tiles * 16;
-    picker_keys = units.together > 1 ? chunks * kKeyBytes : blocks > kBlocks ? (blocks + 127) / 128 * 512 : 0;
+    picker_keys = units.together > 1              ? chunks * kKeyBytes
+                  : blocks > most_blocks(key_dim) ? (blocks + 127) / 128 * 512
+                                                  : 0;
     keys = thread_blocks * kPickers * picker_keys;
   }
   std::int64_t bytes() const { return sums + keys; }
+  /// Selection blocks of a sequence whose keys to rank by shared memory can hold.
+  static constexpr int most_blocks(std::int64_t key_dim) { return key_dim > 128 ? 1920 : 3200; }
 };
 
 /// Selection blocks of the longest sequence.

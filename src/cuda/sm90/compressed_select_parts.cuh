@@ -14,14 +14,15 @@ inline constexpr int kUnits = kGroups * 4;
 static_assert(kUnits == SelectUnits::kUnits);
 inline constexpr int kKeys = 64;  // of a key tile
 inline constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
-inline constexpr int kStages = 4;
+inline constexpr int kMostStages = 4;  // of the ring of key and value tiles
 inline constexpr int kBuffers = CompressedSelectScratch::kBuffers, kPickers = CompressedSelectScratch::kPickers;
 inline constexpr int kMostChunks = 4;  // on their way; fewer where shared memory is full of keys to rank by
 
-template <int D>
+template <int Dk, int Dv>
 struct SelectLayout {
-  static constexpr int kTileBytes = kKeys * D * 2, kQueryBytes = 64 * D * 2;
-  static constexpr int kFixed = 1024 + kGroups * kQueryBytes + 2 * kStages * kTileBytes;
+  static constexpr int kStages = Dk > 128 ? 3 : kMostStages;
+  static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2, kQueryBytes = 64 * Dk * 2;
+  static constexpr int kFixed = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   /// Of a picking warp: chunks, then a list and keys of a query, or lists of four.
   __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks) {
     return chunks * ChunkRing::kChunkBytes + (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
@@ -32,7 +33,7 @@ struct SelectLayout {
   }
 };
 
-struct SelectBarriers : ForwardBarriers<kStages, kGroups> {
+struct SelectBarriers : ForwardBarriers<kMostStages, kGroups> {
   std::uint64_t scored[kBuffers][kUnits], read[kBuffers][kUnits];  // the scratch is complete; may be overwritten
   std::uint64_t chunk_full[kPickers][kMostChunks];
   MinusLse minus_lse[kBuffers][kUnits];
