@@ -74,6 +74,7 @@ PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/
 package: build/package.installed
 build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
+	@cd build && $(BIN)/python -c 'import nsa'
 	@touch $@
 
 build: program package

@@ -19,6 +19,16 @@ def test_the_version_is_that_of_the_build():
     assert nsa.__version__ in (built[1], "0+source")
 
 
+@pytest.mark.parametrize("cuda", ["0", "1"])
+def test_the_package_has_its_extension_with_and_without_cuda(monkeypatch, cuda):
+    """What pyproject.toml says of builds with CUDA is added to what it says of all."""
+    settings = pytest.importorskip("scikit_build_core.settings.skbuild_read_settings")
+    monkeypatch.setenv("NSA_CUDA", cuda)
+    reader = settings.SettingsReader.from_file(pathlib.Path(__file__).parents[2] / "pyproject.toml", {})
+    defined = reader.settings.cmake.define
+    assert (defined["NSA_BUILD_PYTHON"], defined["NSA_BUILD_CUDA"]) == ("ON", "ON" if cuda == "1" else "OFF")
+
+
 def test_description():
     lines = nsa.describe_backends().splitlines()
     assert [line.split(":")[0] for line in lines[:4]] == ["cpu", "cuda", "reference", "chosen"]
