@@ -107,7 +107,6 @@ class TrainCommand {
     option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");
     option("--gate-balance", "gate_balance", config_.train.gate_balance,
            "Weight of the penalty on gates that neglect a branch");
-    option("--gate-lr-ratio", "gate_lr_ratio", config_.train.gate_lr_ratio, "Learning rate of the gates, of --lr");
   }
 
   void add_length_options() {

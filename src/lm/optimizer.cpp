@@ -16,12 +16,9 @@
 namespace nsa::lm {
 
 AdamW::AdamW(const NamedTensors& parameters, const AdamWConfig& config) : config_(config) {
-  groups_[0].weight_decay = groups_[2].weight_decay = config.weight_decay;
-  groups_[2].lr_ratio = groups_[3].lr_ratio = config.gate_lr_ratio;
+  decayed_.weight_decay = config.weight_decay;
   for (const auto& [name, parameter] : parameters) {
-    const bool is_matrix = name.ends_with(".weight") && parameter.dim() == 2;
-    const bool is_gate = name.find(".gate.") != std::string::npos;
-    Group& group = groups_[(is_gate ? 2 : 0) + (is_matrix ? 0 : 1)];
+    Group& group = name.ends_with(".weight") && parameter.dim() == 2 ? decayed_ : plain_;
     group.parameters.push_back(parameter);
     group.moments.push_back(at::zeros_like(parameter.detach()));
     group.squares.push_back(at::zeros_like(parameter.detach()));
@@ -35,30 +32,30 @@ AdamW::AdamW(const NamedTensors& parameters, const AdamWConfig& config) : config
 at::Tensor AdamW::step(double learning_rate) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> all;
-  for (const Group& group : groups_) {
-    for (const at::Tensor& parameter : group.parameters) {
+  for (const Group* group : {&decayed_, &plain_}) {
+    for (const at::Tensor& parameter : group->parameters) {
       if (parameter.grad().defined()) all.push_back(parameter.grad());
     }
   }
   TORCH_CHECK(!all.empty(), "AdamW: no parameter has a gradient");
   const bool on_host = all.front().is_cpu();
   const auto clipped = on_host ? clip_on_host(all) : clip_on_device(all);
-  for (Group& group : groups_) {
+  for (Group* group : {&decayed_, &plain_}) {
     std::vector<at::Tensor> parameters, gradients, moments, squares, steps;
-    for (std::size_t i = 0; i < group.parameters.size(); ++i) {
-      const at::Tensor gradient = group.parameters[i].grad();
+    for (std::size_t i = 0; i < group->parameters.size(); ++i) {
+      const at::Tensor gradient = group->parameters[i].grad();
       if (!gradient.defined()) continue;
-      parameters.push_back(group.parameters[i]);
+      parameters.push_back(group->parameters[i]);
       gradients.push_back(gradient);
-      moments.push_back(group.moments[i]);
-      squares.push_back(group.squares[i]);
-      steps.push_back(group.steps[i]);
-      group.parameters[i].mutable_grad().reset();
+      moments.push_back(group->moments[i]);
+      squares.push_back(group->squares[i]);
+      steps.push_back(group->steps[i]);
+      group->parameters[i].mutable_grad().reset();
     }
     if (parameters.empty()) continue;
     at::_foreach_add_(steps, 1);
-    at::_fused_adamw_(parameters, gradients, moments, squares, {}, steps, learning_rate * group.lr_ratio, config_.beta1,
-                      config_.beta2, group.weight_decay, config_.eps, /*amsgrad=*/false, /*maximize=*/false, clipped.divisor,
+    at::_fused_adamw_(parameters, gradients, moments, squares, {}, steps, learning_rate, config_.beta1, config_.beta2,
+                      group->weight_decay, config_.eps, /*amsgrad=*/false, /*maximize=*/false, clipped.divisor,
                       clipped.not_finite);
   }
   return clipped.norm;

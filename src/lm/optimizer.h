@@ -1,7 +1,6 @@
 // AdamW with clipping of the gradients, and the learning rate over a run.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -14,7 +13,6 @@ struct AdamWConfig {
   double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
   double weight_decay = 0.1;  // of the matrices; norms, biases and phi are not decayed
   double clip = 1.0;          // largest norm of all gradients together; 0: no clipping
-  double gate_lr_ratio = 1;   // the learning rate of NSA's gates is that much of the others'
 };
 
 class AdamW {
@@ -32,7 +30,7 @@ class AdamW {
  private:
   struct Group {
     std::vector<at::Tensor> parameters, moments, squares, steps;
-    double weight_decay = 0, lr_ratio = 1;
+    double weight_decay = 0;
   };
   struct Clipped {
     at::Tensor norm;
@@ -43,7 +41,7 @@ class AdamW {
 
   AdamWConfig config_;
   NamedTensors state_;
-  std::array<Group, 4> groups_;  // matrices and the rest, of the gates behind those of everything else
+  Group decayed_, plain_;
 };
 
 /// Linear warm-up over `warmup` steps, then a cosine from `peak` to `peak * floor` at `steps`.

@@ -34,7 +34,6 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("noise", config.noise);
   visit("noise_until", config.noise_until);
   visit("gate_balance", config.gate_balance);
-  visit("gate_lr_ratio", config.gate_lr_ratio);
   visit("seed", config.seed);
   visit("device", config.device);
   visit("dtype", config.dtype);
@@ -67,7 +66,6 @@ void TrainConfig::validate() const {
   at_least("noise", noise, 0);
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
-  at_least("gate_lr_ratio", gate_lr_ratio, 0);
   at_least("threads", static_cast<double>(threads), 0);
   at_least("log_every", static_cast<double>(log_every), 1);
   at_least("eval_every", static_cast<double>(eval_every), 0);

@@ -77,8 +77,7 @@ class Trainer {
         eval_rows_(choose_rows(make_rows(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
         model_(make_model(config_, device)),
         optimizer_(model_.parameters(),
-                   {config_.train.beta1, config_.train.beta2, 1e-8, config_.train.weight_decay, config_.train.clip,
-                    config_.train.gate_lr_ratio}),
+                   {config_.train.beta1, config_.train.beta2, 1e-8, config_.train.weight_decay, config_.train.clip}),
         tally_(device),
         pace_(device) {
     if (rows_.empty()) throw Error("data: no document is left to train on");

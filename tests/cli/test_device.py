@@ -245,7 +245,8 @@ def test_bench_on_cuda(tmp_path):
         stages = [r for r in of_pass if r["part_of"] == pass_name]
         assert [r["op"] for r in stages][:4] == forward and len(stages) == (4 if pass_name == "forward" else 11)
         (whole,) = (r for r in of_pass if r["op"] == pass_name)
-        assert sum(r["seconds"] for r in stages) == pytest.approx(whole["seconds"], rel=0.5)
+        # Their sum is about the whole's time; how near says nothing where other tests share the GPU.
+        assert 0.1 < sum(r["seconds"] for r in stages) / whole["seconds"] < 10
     for ratio, pass_name in itertools.product(out["ratios"], ("forward", "forward_backward")):
         if ratio["pass"] == pass_name:
             assert ratio["over_dense"] == pytest.approx(ratio["dense_seconds"] / ratio["seconds"])
