@@ -101,7 +101,8 @@ for step in $steps; do
     repeat)
       export NSA_REPEATS=${NSA_REPEATS:-200}
       run repeat "${pytest[@]}" tests/python/test_cuda.py -k repeatable
-      run repeat_full_size env NSA_FULL_SIZE_REPEATS=1000 build-gpu/bin/cuda_full_size_test --gtest_filter='*EveryTime'
+      run repeat_full_size env NSA_FULL_SIZE_REPEATS="${NSA_FULL_SIZE_REPEATS:-1000}" \
+        build-gpu/bin/cuda_full_size_test --gtest_filter='*EveryTime*'
       ;;
     bench)
       if [[ -x $NSA_PROGRAM ]]; then

@@ -5,6 +5,8 @@
 
 #include <cstdlib>
 #include <future>
+#include <ostream>
+#include <string>
 
 #include "bench/cuda_device.cuh"
 #include "cpu/reference/reference.h"
@@ -180,33 +182,44 @@ class Outputs {
   std::vector<TensorView> views_, firsts_;
 };
 
-TEST(FullSize, TheSameBitsEveryTime) {
-  constexpr std::int64_t kLength = 1 << 16, kQueryHeads = 64, kKvHeads = 4;
+struct Repeated {
+  std::string name;
+  std::int64_t kv_heads, key_dim;
+  friend void PrintTo(const Repeated& problem, std::ostream* out) { *out << problem.name; }
+};
+
+class Repeats : public testing::TestWithParam<Repeated> {};
+
+TEST_P(Repeats, TheSameBitsEveryTime) {
+  constexpr std::int64_t kLength = 1 << 16, kQueryHeads = 64;
+  const std::int64_t kv_heads = GetParam().kv_heads, key_dim = GetParam().key_dim;
   const char* wish = std::getenv("NSA_FULL_SIZE_REPEATS");
   const int repeats = wish ? std::atoi(wish) : 5;
   if (free_memory() < kMemory) GTEST_SKIP() << "needs " << (kMemory >> 30) << " GiB of GPU memory";
   bench::Tensors device;
-  const auto queries = [&] { return device.random({1, kLength, kQueryHeads, kDim}); };
-  const auto keys = [&](std::int64_t rows) { return device.random({1, rows, kKvHeads, kDim}); };
+  const auto keys = [&](std::int64_t rows) { return device.random({1, rows, kv_heads, key_dim}); };
+  const auto values = [&](std::int64_t rows) { return device.random({1, rows, kv_heads, kDim}); };
   Outputs outputs(device), gradients(device);
   NsaAttentionBackwardParams params;
   NsaAttentionParams& f = params.forward;
   const std::int64_t blocks = f.cfg.num_compressed(kLength);
-  f.q = queries();
-  params.d_o = queries();
-  f.k_c = keys(blocks), f.v_c = keys(blocks);
-  f.k_slc = keys(kLength), f.v_slc = keys(kLength), f.k_swa = keys(kLength), f.v_swa = keys(kLength);
+  f.q = device.random({1, kLength, kQueryHeads, key_dim});
+  params.d_o = device.random({1, kLength, kQueryHeads, kDim});
+  f.k_c = keys(blocks), f.v_c = values(blocks);
+  f.k_slc = keys(kLength), f.v_slc = values(kLength), f.k_swa = keys(kLength), f.v_swa = values(kLength);
   f.gates = device.random({1, kLength, kQueryHeads, 3}, 0.1f, 0.5f);
   for (TensorView* t : {&f.o, &f.o_cmp, &f.o_slc, &f.o_swa})
     *t = outputs.make(DType::kBFloat16, {1, kLength, kQueryHeads, kDim});
   for (TensorView* t : {&f.lse_cmp, &f.lse_slc, &f.lse_swa})
     *t = outputs.make(DType::kFloat32, {1, kQueryHeads, kLength});
-  f.indices = outputs.make(DType::kInt32, {1, kLength, kKvHeads, f.cfg.topk});
-  params.d_q = gradients.make(DType::kBFloat16, {1, kLength, kQueryHeads, kDim});
-  for (TensorView* t : {&params.d_k_c, &params.d_v_c})
-    *t = gradients.make(DType::kBFloat16, {1, blocks, kKvHeads, kDim});
-  for (TensorView* t : {&params.d_k_slc, &params.d_v_slc, &params.d_k_swa, &params.d_v_swa})
-    *t = gradients.make(DType::kBFloat16, {1, kLength, kKvHeads, kDim});
+  f.indices = outputs.make(DType::kInt32, {1, kLength, kv_heads, f.cfg.topk});
+  params.d_q = gradients.make(DType::kBFloat16, {1, kLength, kQueryHeads, key_dim});
+  params.d_k_c = gradients.make(DType::kBFloat16, {1, blocks, kv_heads, key_dim});
+  params.d_v_c = gradients.make(DType::kBFloat16, {1, blocks, kv_heads, kDim});
+  for (TensorView* t : {&params.d_k_slc, &params.d_k_swa})
+    *t = gradients.make(DType::kBFloat16, {1, kLength, kv_heads, key_dim});
+  for (TensorView* t : {&params.d_v_slc, &params.d_v_swa})
+    *t = gradients.make(DType::kBFloat16, {1, kLength, kv_heads, kDim});
   params.d_gates = gradients.make(DType::kBFloat16, {1, kLength, kQueryHeads, 3});
   Context context;
   std::size_t for_backward = 0;
@@ -231,6 +244,11 @@ TEST(FullSize, TheSameBitsEveryTime) {
   repeat("nsa_attention_backward", std::max(2, repeats / 5), gradients,
          [&] { return nsa_attention_backward(params, context); });
 }
+
+INSTANTIATE_TEST_SUITE_P(FullSize, Repeats,
+                         testing::Values(Repeated{"defaults", 4, 128}, Repeated{"keys192", 4, 192},
+                                         Repeated{"group2", 32, 128}),
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace nsa::test

@@ -76,24 +76,34 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineAr
   }
 }
 
-/// Positions of a thread block of combine_backward: so many that its rows keep all its lanes busy.
-inline int combine_positions(int heads) { return heads < 128 ? (127 + heads) / heads : 1; }
+/// What a thread block of combine_backward sees to: some heads of some positions. There are so many positions that
+/// their delta and gate, whose rows lie along the positions, fill sectors of memory, and that all lanes are busy.
+struct CombineTile {
+  static constexpr int kHeads = 64, kRows = 512;  // at most
+  int heads, positions;
 
-/// Grid: parts of `positions` positions, batches. A row is read by as many lanes as 128 elements take; the first ones
-/// see to what there is once per branch.
+  explicit CombineTile(int all_heads)
+      : heads(all_heads < kHeads ? all_heads : kHeads), positions(heads < 16 ? (127 + heads) / heads : 8) {}
+};
+
+/// Grid: tiles of positions, batches, tiles of heads. A row is read by as many lanes as 128 elements take; the first
+/// ones see to what there is once per branch.
 template <class T, int kBranches>
 __global__ void __launch_bounds__(256)
-    combine_backward(const __grid_constant__ CombineBackwardArgs args, int positions) {
+    combine_backward(const __grid_constant__ CombineBackwardArgs args, CombineTile tile) {
   constexpr int kLanes = 128 / Chunk<T>::kSize;
+  __shared__ float deltas[kBranches][CombineTile::kRows], gates[kBranches][CombineTile::kRows];  // position fastest
   const int lane = threadIdx.x % kLanes, b = blockIdx.y;
   const unsigned partners = kLanes == 32 ? 0xffffffffu : ((1u << kLanes) - 1) << (threadIdx.x & (32 - kLanes));
   const bool mine = lane < kBranches;
-  int r = static_cast<int>(blockIdx.x) * positions;
-  const int end = min(r + positions, args.rows);
+  const int first = static_cast<int>(blockIdx.x) * tile.positions, end = min(first + tile.positions, args.rows);
+  const int first_head = static_cast<int>(blockIdx.z) * tile.heads, heads = min(tile.heads, args.heads - first_head);
+  int r = first;
 #pragma unroll 1
-  for (int h = static_cast<int>(threadIdx.x) / kLanes;; h += 256 / kLanes) {
-    for (; h >= args.heads; h -= args.heads) ++r;
-    if (r >= end) return;
+  for (int own_head = static_cast<int>(threadIdx.x) / kLanes;; own_head += 256 / kLanes) {
+    for (; own_head >= heads; own_head -= heads) ++r;
+    if (r >= end) break;
+    const int h = first_head + own_head;
     const float gate = mine && args.gates.data ? to_float(args.gates.at<T>(b, r, h)[lane]) : 1;
     float dot[kBranches] = {};
 #pragma unroll 1
@@ -116,8 +126,8 @@ __global__ void __launch_bounds__(256)
     }
     if (mine) {
       if (args.d_gates.data) args.d_gates.at<T>(b, r, h)[lane] = from_float<T>(own);
-      if (args.delta[lane].data) args.delta[lane].at(b, r, h) = gate * own;
-      if (args.gate[lane].data) args.gate[lane].at(b, r, h) = gate;
+      deltas[lane][own_head * tile.positions + r - first] = gate * own;
+      gates[lane][own_head * tile.positions + r - first] = gate;
     }
 #pragma unroll
     for (int i = 0; i < kBranches; ++i) {
@@ -130,6 +140,16 @@ __global__ void __launch_bounds__(256)
         for (int j = 0; j < Chunk<T>::kSize; ++j) x.x[j] *= of_branch;
         x.store(args.d_branch[i].at<T>(b, r, h) + d);
       }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < heads * tile.positions; i += 256) {
+    const int row = first + i % tile.positions, h = first_head + i / tile.positions;
+    if (row >= end) continue;
+#pragma unroll
+    for (int k = 0; k < kBranches; ++k) {
+      if (args.delta[k].data) args.delta[k].at(b, row, h) = deltas[k][i];
+      if (args.gate[k].data) args.gate[k].at(b, row, h) = gates[k][i];
     }
   }
 }

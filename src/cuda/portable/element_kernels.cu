@@ -22,10 +22,11 @@ cudaError_t run_combine(const CombineArgs& args, int batches, cudaStream_t strea
 
 cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, cudaStream_t stream) {
   if (args.heads == 0) return cudaSuccess;
-  const int positions = combine_positions(args.heads);
-  const dim3 grid(static_cast<unsigned>(tiles(args.rows, positions)), batches);
+  const CombineTile tile(args.heads);
+  const dim3 grid(static_cast<unsigned>(tiles(args.rows, tile.positions)), batches,
+                  static_cast<unsigned>(tiles(args.heads, tile.heads)));
   const auto kernel = args.branches == 1 ? combine_backward<T, 1> : combine_backward<T, 3>;
-  return launch(kernel, grid, 256, 0, stream, args, positions);
+  return launch(kernel, grid, 256, 0, stream, args, tile);
 }
 
 template <class Tiles, template <class> class Op>
