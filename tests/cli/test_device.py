@@ -143,24 +143,33 @@ def test_a_checkpoint_is_the_same_model_on_both_devices(trained_on_cuda, tmp_pat
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
+PROMPTS = ["def value(self): return self in None\n    import", "import", "class self:\n    value = None\n", "( ) : for in"]
+
+
 @needs_gpu
 @pytest.mark.parametrize("attention", ["nsa", "full", "window"])
 @pytest.mark.parametrize("other", [["--device", "cuda", "--no-cache"], ["--device", "cpu"]])
 def test_greedy_text_equals_the_full_forward_and_the_cpu(trained_on_cuda, tmp_path, attention, other):
-    results = []
-    for i, options in enumerate((["--device", "cuda"], other)):
-        path = tmp_path / f"{i}.json"
-        nsa("generate", trained_on_cuda[attention], "--prompt", "def value(self): return self in None\n    import",
-            "--temperature", 0, "--tokens", 120, "--ignore-end", "--json", path, *options)  # fmt: skip
-        results.append(json.loads(path.read_text()))
-    assert len(results[0]["tokens"]) == 120
-    for a, b, margins in zip(
-        *(r["tokens"] for r in results), zip(*(r["margins"] for r in results), strict=True), strict=True
-    ):
-        if a != b:
-            assert min(margins) < 1e-3
-            break
-        assert margins[0] == pytest.approx(margins[1], abs=1e-3)
+    """Margins: by how much the likeliest token wins. Rounding moves them by 1e-5; only where two blocks are as good as
+    each other within rounding does NSA take different ones, and margins by 1e-2. That is rare: not in most texts."""
+    apart = []
+    for prompt in PROMPTS:
+        results = []
+        for i, options in enumerate((["--device", "cuda"], other)):
+            path = tmp_path / f"{i}.json"
+            nsa("generate", trained_on_cuda[attention], "--prompt", prompt, "--temperature", 0, "--tokens", 80,
+                "--ignore-end", "--json", path, *options)  # fmt: skip
+            results.append(json.loads(path.read_text()))
+        assert len(results[0]["tokens"]) == 80
+        for step, (a, b, *margins) in enumerate(
+            zip(*(r["tokens"] for r in results), *(r["margins"] for r in results), strict=True)
+        ):
+            if a != b and min(margins) < 1e-3:
+                break
+            if a != b or margins[0] != pytest.approx(margins[1], abs=1e-3):
+                apart.append((prompt, step, a, b, margins))
+                break
+    assert len(apart) <= (1 if attention == "nsa" else 0), apart
 
 
 @needs_gpu
