@@ -143,7 +143,12 @@ def test_a_checkpoint_is_the_same_model_on_both_devices(trained_on_cuda, tmp_pat
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
-PROMPTS = ["def value(self): return self in None\n    import", "import", "class self:\n    value = None\n", "( ) : for in"]
+PROMPTS = [
+    "def value(self): return self in None\n    import",
+    "import",
+    "class self:\n    value = None\n",
+    "( ) : for in",
+]
 
 
 @needs_gpu
