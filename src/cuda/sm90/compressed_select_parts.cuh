@@ -49,6 +49,15 @@ __device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& a
   }
 }
 
+/// Key tiles with what a query at `position` sees. Where l = 2d its last key goes over to the stride behind: not in a
+/// key tile of its own, unless that stride is in the query's own block, which is always chosen, or is a block.
+template <class Blocks>
+__device__ __forceinline__ int key_tiles_of(const Geometry& p, int position) {
+  const int keys = visible_keys(p, 0, position).last;
+  if (Blocks::kOfOneStride) return keys > 0 ? keys / kKeys + 1 : 0;
+  return (keys + kKeys - 1) / kKeys;
+}
+
 /// Whole groups: the units take care of slices.
 template <class Units>
 __device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
@@ -57,10 +66,11 @@ __device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
 }
 
 /// The scratch of a unit of this thread block's tile.
+template <class Blocks>
 __device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int unit) {
   return static_cast<ScratchTile*>(args.scratch) +
          static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kUnits + unit) *
-             scratch_tiles(args.range.geometry);
+             (most_key_tiles(args.range.geometry) * Blocks::kTiles);
 }
 
 }  // namespace nsa::cuda::sm90
