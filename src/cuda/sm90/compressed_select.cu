@@ -1,14 +1,15 @@
 // Compressed attention, importance and the choice of blocks in one pass over the compressed keys, for compression
-// blocks of l = 2d and selection blocks of l' = 4d tokens.
+// blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens.
 //
 // The attention is that of range_forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile lie spread
-// (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows: four selection blocks. The importance
-// of a block under one head is a weighted sum (1, 2, 2, 2, 1) of five probabilities, known up to a factor until the
-// last key is seen. Data flow of the importances of a unit:
+// (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a block under one
+// head is the sum over its strides of d tokens: each has the probability of the compression block that begins with it,
+// and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five probabilities. They are
+// known up to a factor until the last key is seen. Data flow of the importances of a unit:
 //
-//   its warp        per key tile the weighted sums of its sixteen blocks and sixteen rows as fp16, relative to the
-//   (attend.cuh)    rows' references at that time, and the references -> a scratch of this thread block in global
-//                   memory; at the end -lse of the rows -> shared memory
+//   its warp        per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one,
+//   (attend.cuh)    as fp16, relative to the rows' references at that time, and the references -> a scratch of this
+//                   thread block in global memory; at the end -lse of the rows -> shared memory
 //   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
 //   (picker.cuh)    (importance.cuh), of a large group over its units in order too -> keys to rank by, in shared
 //                   memory, or those of four queries in global memory -> the blocks chosen (pick.cuh)
@@ -132,7 +133,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   }
 }
 
-/// kQuads: for units of several queries.
+/// Blocks: BlocksOfStrides, or DefaultBlocks. kQuads: for units of several queries.
 template <class T, int Dk, int Dv, class Units, class Blocks, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,

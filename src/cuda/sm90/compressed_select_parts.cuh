@@ -49,8 +49,9 @@ __device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& a
   }
 }
 
-/// Key tiles with what a query at `position` sees. Where l = 2d its last key goes over to the stride behind: not in a
-/// key tile of its own, unless that stride is in the query's own block, which is always chosen, or is a block.
+/// Key tiles in which a query at `position` sees something. Its last key counts in the stride behind, too, where l =
+/// 2d, and that may be the first one of a further tile. It lies in the query's own block, which is chosen anyway; only
+/// if blocks are single strides it may be a block that is not.
 template <class Blocks>
 __device__ __forceinline__ int key_tiles_of(const Geometry& p, int position) {
   const int keys = visible_keys(p, 0, position).last;
