@@ -191,23 +191,25 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 using Kernel = void (*)(Maps, CompressedSelectArgs, Divider);
 
+bool groups_of_sixteen(const CompressedSelectArgs& args) { return args.range.geometry.group == 16 && !args.keys; }
+
+template <class Units, class Blocks, bool kQuads = false>
+constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Units, Blocks, kQuads>;
+
 template <class Blocks>
-Kernel instance_for_units(const CompressedSelectArgs& args) {
-  using T = NSA_ELEMENT;
-  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
-  return args.units.together > 1 ? compressed_select<T, Dk, Dv, SelectUnits, Blocks, true>
-                                 : compressed_select<T, Dk, Dv, SelectUnits, Blocks, false>;
+Kernel instance_of(const CompressedSelectArgs& args) {
+  if (args.units.together > 1) return kInstance<SelectUnits, Blocks, true>;
+  return groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, Blocks> : kInstance<SelectUnits, Blocks>;
 }
 
 Kernel instance_for(const CompressedSelectArgs& args) {
-  const Geometry& g = args.range.geometry;
-  const int strides = args.block_size / g.kernel_stride;
-  if (strides == 1) return instance_for_units<BlocksOfStrides<1>>(args);
-  if (strides == 2) return instance_for_units<BlocksOfStrides<2>>(args);
-  if (strides == 8) return instance_for_units<BlocksOfStrides<8>>(args);
-  if (args.weights.rest == 0) return instance_for_units<BlocksOfStrides<4>>(args);
-  if (g.group != 16 || args.keys) return instance_for_units<DefaultBlocks>(args);
-  return compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, UnitsOfSixteen, DefaultBlocks, false>;
+  const int strides = args.block_size / args.range.geometry.kernel_stride;
+  if (strides == 1) return instance_of<BlocksOfStrides<1>>(args);
+  if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
+  if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
+  const bool overlap = args.weights.rest > 0;
+  return overlap && groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, DefaultBlocks>
+                                            : instance_of<BlocksOfStrides<4>>(args);
 }
 
 }  // namespace
