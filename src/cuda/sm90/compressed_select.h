@@ -84,7 +84,7 @@ struct BlocksOfStrides {
   __device__ static KeyWeights weights(const CompressedSelectArgs& args) { return args.weights; }
 };
 
-/// The same for l' = 4d and l = 2d, known when compiling.
+/// The same for l' = 4d and l = 2d, known when compiling (used where G = 16).
 struct DefaultBlocks : BlocksOfStrides<4> {
   __device__ static constexpr KeyWeights weights(const CompressedSelectArgs&) { return {2, 1}; }
 };
