@@ -1,6 +1,7 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
-//   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--forward] [length ...]
-// B = 1, values of 128, bfloat16, MLP phi, default hyperparameters; --forward leaves out the backward.
+//   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--kernel-size 32] [--kernel-stride 16] [--block-size 64]
+//               [--forward] [length ...]
+// B = 1, values of 128, bfloat16, MLP phi, otherwise default hyperparameters; --forward leaves out the backward.
 // Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
 #include <cmath>
 #include <functional>
@@ -15,10 +16,10 @@ using namespace nsa;
 using namespace nsa::bench;
 
 /// First, previous and own block, and 13 others: uniform (random), or drifting slowly with the query (clustered).
-__global__ void fill_indices(int* p, int length, int heads, bool clustered) {
+__global__ void fill_indices(int* p, int length, int heads, int block_size, bool clustered) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= length * heads) return;
-  const int t = i / heads, head = i % heads, last = t / 64;
+  const int t = i / heads, head = i % heads, last = t / block_size;
   int* row = p + static_cast<std::int64_t>(i) * 16;
   int n = 0;
   const auto add = [&](int b) {
@@ -65,10 +66,9 @@ double time(const char* name, const Params& params, Status (*operation)(const Pa
   return times[times.size() / 2];
 }
 
-void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, bool backward) {
+void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const NSAConfig& cfg, bool backward) {
   constexpr std::int64_t dv = 128;
-  const NSAConfig cfg;
-  const std::int64_t nc = cfg.num_compressed(s);
+  const std::int64_t l = cfg.kernel_size, nc = cfg.num_compressed(s);
   Tensors dev;
   void* flush = dev.take(256 << 20);
   const auto heads = [&](std::int64_t n, std::int64_t dim) { return dev.random({1, s, n, dim}); };
@@ -78,8 +78,8 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, bool 
   const auto out = [&] { return dev.tensor(DType::kBFloat16, {1, s, h, dv}); };
   const auto lse = [&] { return dev.tensor(DType::kFloat32, {1, h, s}); };
   CompressionWeights w{CompressionKind::kMlp,
-                       dev.random({kv, 32, dk}, 0.02f),
-                       dev.random({kv, 32 * dk, 2 * dk}, 0.016f),
+                       dev.random({kv, l, dk}, 0.02f),
+                       dev.random({kv, l * dk, 2 * dk}, 0.016f),
                        {},
                        dev.random({kv, 2 * dk, dk}, 0.06f),
                        {}};
@@ -87,17 +87,20 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, bool 
   const TensorView random = dev.tensor(DType::kInt32, {1, s, kv, 16}),
                    clustered = dev.tensor(DType::kInt32, {1, s, kv, 16});
   for (const TensorView* indices : {&random, &clustered})
-    fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(indices->as<int>(), static_cast<int>(s),
-                                                                       static_cast<int>(kv), indices == &clustered);
-  std::printf("S = %lld, H = %lld, Hkv = %lld, keys of %lld\n", static_cast<long long>(s), static_cast<long long>(h),
+    fill_indices<<<static_cast<unsigned>((s * kv + 255) / 256), 256>>>(
+        indices->as<int>(), static_cast<int>(s), static_cast<int>(kv), cfg.block_size, indices == &clustered);
+  std::printf("S = %lld, H = %lld, Hkv = %lld, keys of %lld", static_cast<long long>(s), static_cast<long long>(h),
               static_cast<long long>(kv), static_cast<long long>(dk));
+  if (!(cfg == NSAConfig{}))
+    std::printf(", l = %d, d = %d, l' = %d", cfg.kernel_size, cfg.kernel_stride, cfg.block_size);
+  std::printf("\n");
 
   const TensorView compressed = dev.tensor(DType::kBFloat16, {1, nc, kv, dk});
   CompressParams compress{k_cmp, w, cfg, {}, compressed};
   time("compress (mlp, one of k, v)", compress, nsa::compress, flush);
   CompressBackwardParams compress_back{compress, compressed, dev.tensor(DType::kBFloat16, {1, s, kv, dk}), w};
-  compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, 32, dk});
-  compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, 32 * dk, 2 * dk});
+  compress_back.d_weights.pe = dev.tensor(DType::kBFloat16, {kv, l, dk});
+  compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, l * dk, 2 * dk});
   compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * dk, dk});
   if (backward) time("compress backward", compress_back, nsa::compress_backward, flush);
 
@@ -116,7 +119,7 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, bool 
   time("compressed_attention", cmp, nsa::compressed_attention, flush);
   SelectBlocksParams select{q, k_c, whole.lse_cmp, cfg, {}, s, 0, 0, {}, whole.indices};
   time("select_blocks", select, nsa::select_blocks, flush);
-  SelectedAttentionParams slc{q, k_slc, v_slc, random, 64, {}, {}, whole.o_slc, whole.lse_slc};
+  SelectedAttentionParams slc{q, k_slc, v_slc, random, cfg.block_size, {}, {}, whole.o_slc, whole.lse_slc};
   time("selected_attention, random", slc, nsa::selected_attention, flush);
   slc.indices = clustered;
   time("selected_attention, clustered", slc, nsa::selected_attention, flush);
@@ -159,6 +162,7 @@ int main(int argc, char** argv) {
   std::printf("%s\n", device.name);
   std::vector<long long> lengths;
   long long heads = 64, kv_heads = 4, key_dim = 128;
+  NSAConfig cfg;
   bool backward = true;
   for (int i = 1; i < argc; ++i) {
     const std::string_view option = argv[i];
@@ -170,11 +174,17 @@ int main(int argc, char** argv) {
       kv_heads = std::atoll(argv[++i]);
     } else if (option == "--key-dim" && i + 1 < argc) {
       key_dim = std::atoll(argv[++i]);
+    } else if (option == "--kernel-size" && i + 1 < argc) {
+      cfg.kernel_size = std::atoi(argv[++i]);
+    } else if (option == "--kernel-stride" && i + 1 < argc) {
+      cfg.kernel_stride = std::atoi(argv[++i]);
+    } else if (option == "--block-size" && i + 1 < argc) {
+      cfg.block_size = std::atoi(argv[++i]);
     } else {
       lengths.push_back(std::atoll(argv[i]));
     }
   }
   if (lengths.empty()) lengths = {8192, 65536};
-  for (long long s : lengths) run(s, heads, kv_heads, key_dim, backward);
+  for (long long s : lengths) run(s, heads, kv_heads, key_dim, cfg, backward);
   return 0;
 }

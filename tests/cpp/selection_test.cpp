@@ -82,6 +82,30 @@ std::vector<Case> cases() {
       all.push_back(c);
     }
   }
+  // Blocks of one to eight strides, compression blocks that overlap or do not. Among the queries are some that see 64
+  // keys and may take the block behind their strides, others with as many and a half-finished stride.
+  for (const int overlap : {0, 1}) {
+    for (const int strides : {1, 2, 4, 8}) {
+      Case c{.dtype = DType::kBFloat16, .q_lens = {70, 70}, .k_lens = {1080, 1080}, .kv_heads = 1};
+      c.cfg = {.kernel_size = 16 * (1 + overlap),
+               .kernel_stride = 16,
+               .block_size = 16 * strides,
+               .topk = std::min(16, 32 / strides),
+               .local_blocks = 1};
+      std::string name("l");
+      name.append(std::to_string(c.cfg.kernel_size)).append("_block").append(std::to_string(c.cfg.block_size));
+      for (const std::int64_t group : {4, 16}) {
+        c.name = name + "_group" + std::to_string(group), c.group = group;
+        c.dk = group == 16 ? 128 : strides < 4 ? 192 : 64;
+        c.dv = std::min<std::int64_t>(c.dk, 128);
+        all.push_back(c);
+      }
+      c.name = name + "_packed", c.packed = true, c.group = overlap ? 8 : 32;
+      c.q_lens = {0, 130, 1, 0, 37}, c.k_lens = {9, 130, 1200, 0, 1060};
+      c.noise = 0.3, c.seed = 7;
+      all.push_back(c);
+    }
+  }
   return all;
 }
 

@@ -62,6 +62,19 @@ TEST(Choose, OtherBlocks) {
   EXPECT_FALSE(k.selected_forward || k.selected_d_q || k.selected_d_kv);
 }
 
+TEST(Choose, CompressionAndSelectionBlocks) {
+  Call c = call();
+  const auto selects = [&](int l, int d, int block_size) {
+    c.selection->kernel_size = l, c.selection->kernel_stride = d, c.selection->block_size = block_size;
+    return choose(c).compressed_select != nullptr;
+  };
+  for (const int d : {16, 32, 64}) {
+    for (const int strides : {1, 2, 4, 8}) EXPECT_TRUE(selects(d, d, strides * d) && selects(2 * d, d, strides * d));
+    EXPECT_FALSE(selects(3 * d, d, 4 * d) || selects(4 * d, d, 4 * d));
+    EXPECT_FALSE(selects(2 * d, d, 3 * d) || selects(2 * d, d, 16 * d));
+  }
+}
+
 TEST(Choose, LargeGroups) {
   Call c = call();
   for (const int group : {32, 48, 192}) {

@@ -193,7 +193,8 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   const int count = selecting_blocks(select);
   // The kernels that stand in come later: they can have the same scratch.
   const std::int64_t bytes =
-      std::max(sm90::CompressedSelectScratch(b.geometry, b.q.size(-1)).bytes(), scratch_floats(select, count) * 4);
+      std::max(sm90::CompressedSelectScratch(b.geometry, b.q.size(-1), select.block_size).bytes(),
+               scratch_floats(select, count) * 4);
   void* scratch = e.arena.take<char>(bytes);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);

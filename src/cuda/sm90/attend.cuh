@@ -6,17 +6,24 @@
 
 namespace nsa::cuda::sm90 {
 
-/// Base-2 softmax of the two rows of a lane as in range_forward.cu, with the weighted sums of the lane's four blocks.
+/// Base-2 softmax of the two rows of a lane as in range_forward.cu, with the lane's weighted sums for the scratch, of
+/// kSummed strides each.
+template <int kSummed>
 struct ScoringSoftmax {
+  static constexpr int kSums = 16 / kSummed;
+  static constexpr bool kAddsWeighted = kSummed != 2;  // there, beside keys of 192, ptxas would spill
+
   float max[2] = {-INFINITY, -INFINITY};
-  float twice_sum[2] = {0, 0};  // of probabilities; what goes over to the next tile is still missing
-  float last[2] = {0, 0};       // probability of the lane's last key in the tile before
+  float total[2] = {0, 0};  // of the weighted sums, in which what goes over to the next tile is still missing; else of
+                            // probabilities
+  float last[2] = {0, 0};   // probability of the lane's last key in the tile before
   float factor[2];
 
   /// Key 0 .. 15 of the lane's keys of row i among its scores.
   __device__ static constexpr int at(int i, int key) { return 4 * (key % 8) + 2 * i + key / 8; }
 
-  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale, float (&sums)[2][4], int lane) {
+  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale, const KeyWeights& weights,
+                                         float (&sums)[2][kSums], int lane) {
     float local[2];
     bool grown = false;
 #pragma unroll
@@ -37,7 +44,7 @@ struct ScoringSoftmax {
         const float m = row_max(local[i]), before = max[i];
         if (m > before + 8) max[i] = m;
         factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
-        twice_sum[i] *= factor[i];
+        total[i] *= factor[i];
         last[i] *= factor[i];
       }
     }
@@ -47,28 +54,45 @@ struct ScoringSoftmax {
 #pragma unroll
       for (int key = 0; key < 16; ++key) s[at(i, key)] = exp2_fast(fmaf(s[at(i, key)], scale, base));
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        sums[i][b] = fmaf(2.f, s[at(i, 4 * b)] + s[at(i, 4 * b + 1)] + s[at(i, 4 * b + 2)], s[at(i, 4 * b + 3)]);
-        if (b > 0) sums[i][b] += s[at(i, 4 * b - 1)];
+      for (int n = 0; n < kSums; ++n) {
+        const int first = n * kSummed, end = first + kSummed - 1;
+        sums[i][n] = s[at(i, end)];
+        if constexpr (kSummed > 1) {
+          float whole = s[at(i, first)];
+#pragma unroll
+          for (int key = first + 1; key < end; ++key) whole += s[at(i, key)];
+          sums[i][n] = fmaf(weights.whole, whole, sums[i][n]);
+        }
+        if (n > 0) sums[i][n] += weights.rest * s[at(i, first - 1)];
       }
       // The key before the lane's first one is the last one of the lane before, for the first lane in the tile before.
       const float own = s[at(i, 15)];
       const float before = (lane & 3) == 3 ? last[i] : own;
-      sums[i][0] += __shfl_sync(0xffffffffu, before, (lane & 28) | ((lane + 3) & 3));
+      sums[i][0] += weights.rest * __shfl_sync(0xffffffffu, before, (lane & 28) | ((lane + 3) & 3));
       asm volatile("mov.b32 %0, %1;" : "=f"(last[i]) : "f"(own));  // out of the accumulator, else wgmma waits (C7511)
-      // Every probability counts twice in the weighted sums.
-      twice_sum[i] += (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
+#pragma unroll
+      for (int n = 0; n < (kAddsWeighted ? kSums : 16); n += 4) {
+        const auto x = [&](int m) { return kAddsWeighted ? sums[i][n + m] : s[at(i, n + m)]; };
+        total[i] += (x(0) + x(1)) + (x(2) + x(3));
+      }
     }
     return grown;
+  }
+
+  /// Of probabilities of row i; all lanes of the warp.
+  __device__ __forceinline__ float sum(int i, const KeyWeights& weights, int lane) const {
+    if constexpr (!kAddsWeighted) return row_sum(total[i]);
+    return (1 / weights.whole) * row_sum(total[i] + ((lane & 3) == 3 ? weights.rest * last[i] : 0));
   }
 };
 
 /// A computing warpgroup.
-template <class T, int Dk, int Dv, class Units>
+template <class T, int Dk, int Dv, class Units, class Blocks>
 __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride,
                                        SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
                                        std::uint32_t values, int group) {
   using L = SelectLayout<Dk, Dv>;
+  using Softmax = ScoringSoftmax<Blocks::kSummed>;
   const Geometry& p = args.range.geometry;
   const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
@@ -93,7 +117,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     };
     const auto seen_by_all = [&] { return min(seen_by(0), seen_by(units.rows() - 1)); };
     int visible = seen_by_all();  // of these keys, those from the next tile on
-    ScratchWriter scratch(scratch_of(args, buffer.stage, own), lane);
+    ScratchWriter<Blocks::kTiles> scratch(scratch_of<Blocks>(args, buffer.stage, own), lane);
     const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.range.scale < 0) {
 #pragma unroll
@@ -107,16 +131,16 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
           const int seen = (kAlike ? visible : seen_by(lane / 4 + 8 * i) - before) - 16 * (lane & 3);
 #pragma unroll
           for (int key = 0; key < 16; ++key)
-            if (key >= seen) s[ScoringSoftmax::at(i, key)] = -INFINITY;
+            if (key >= seen) s[Softmax::at(i, key)] = -INFINITY;
         }
       }
       visible -= kKeys;
     };
-    ScoringSoftmax softmax;
+    Softmax softmax;
     const auto update = [&](float(&s)[kKeys / 2]) {
-      float sums[2][4];
+      float sums[2][Softmax::kSums];
       mask(s);
-      const bool grown = softmax.update(s, scale, sums, lane);
+      const bool grown = softmax.update(s, scale, Blocks::weights(args), sums, lane);
       scratch.write(sums, softmax.max);
       return grown;
     };
@@ -175,7 +199,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     float inverse[2], lse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float sum = 0.5f * row_sum(softmax.twice_sum[i] + ((lane & 3) == 3 ? softmax.last[i] : 0));
+      const float sum = softmax.sum(i, Blocks::weights(args), lane);
       const bool any = seen_by(lane / 4 + 8 * i) > 0;
       inverse[i] = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;

@@ -21,11 +21,13 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
   return {};
 }
 
-/// A lane has four whole selection blocks. Slices of a group are the units of a thread block's tile.
+/// A key is worth something in at most two strides. A lane has whole selection blocks, or two lanes' sums of four
+/// strides make one. Slices of a group are the units of a thread block's tile.
 bool selects(const Call& call) {
   if (!call.selection || call.group < 1 || call.group > 16 * SelectUnits::kUnits) return false;
   const NSAConfig& cfg = *call.selection;
-  return cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride;
+  const int key = cfg.kernel_size / cfg.kernel_stride, block = cfg.block_size / cfg.kernel_stride;
+  return key <= 2 && (block == 1 || block == 2 || block == 4 || block == 8);
 }
 
 template <class T, int D>

@@ -1,14 +1,15 @@
 // Compressed attention, importance and the choice of blocks in one pass over the compressed keys, for compression
-// blocks of l = 2d and selection blocks of l' = 4d tokens.
+// blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens.
 //
 // The attention is that of range_forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile lie spread
-// (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows: four selection blocks. The importance
-// of a block under one head is a weighted sum (1, 2, 2, 2, 1) of five probabilities, known up to a factor until the
-// last key is seen. Data flow of the importances of a unit:
+// (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a block under one
+// head is the sum over its strides of d tokens: each has the probability of the compression block that begins with it,
+// and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five probabilities. They are
+// known up to a factor until the last key is seen. Data flow of the importances of a unit:
 //
-//   its warp        per key tile the weighted sums of its sixteen blocks and sixteen rows as fp16, relative to the
-//   (attend.cuh)    rows' references at that time, and the references -> a scratch of this thread block in global
-//                   memory; at the end -lse of the rows -> shared memory
+//   its warp        per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one,
+//   (attend.cuh)    as fp16, relative to the rows' references at that time, and the references -> a scratch of this
+//                   thread block in global memory; at the end -lse of the rows -> shared memory
 //   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
 //   (picker.cuh)    (importance.cuh), of a large group over its units in order too -> keys to rank by, in shared
 //                   memory, or those of four queries in global memory -> the blocks chosen (pick.cuh)
@@ -34,9 +35,9 @@ struct Maps {
 };
 
 /// Here rows, heads and positions of a GroupTile are those of the thread block's tile, and so is the number of queries.
-template <class Units>
-__device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk,
-                                             const KeyTiles& keys, int group) {
+template <class Units, class Blocks>
+__device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk, int key_tiles,
+                                             int group) {
   const Geometry& p = args.range.geometry;
   const Units& units = units_of<Units>(args);
   const int queries = min(units.queries, walk.seq.q_len - walk.first_query);
@@ -47,10 +48,10 @@ __device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, c
                  walk.kv_head * p.group,
                  walk.seq.position(walk.first_query),
                  0,
-                 keys.count,
+                 key_tiles,
                  0,
                  0};
-  if (first < queries) tile.end = (visible_keys(p, 0, tile.position + min(end, queries) - 1).last + kKeys - 1) / kKeys;
+  if (first < queries) tile.end = key_tiles_of<Blocks>(p, tile.position + min(end, queries) - 1);
   return tile;
 }
 
@@ -80,7 +81,7 @@ __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& s
 }
 
 /// Warp 0 of the helping warpgroup.
-template <int Dk, int Dv, class Units>
+template <int Dk, int Dv, class Units, class Blocks>
 __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, const Maps& maps, SelectBarriers& barriers,
                                           std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
   using L = SelectLayout<Dk, Dv>;
@@ -91,8 +92,11 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   TileWalk walk = walk_of<Units>(args);
   for (bool more = true; more; parity ^= 1) {
     more = walk.next();
-    KeyTiles tiles;
-    if (more) tiles = key_tiles<kKeys>(args.range.geometry, 0, walk.seq, walk.first_query, units.queries);
+    int tiles = 0;
+    if (more) {
+      const int last_query = min(walk.first_query + units.queries, walk.seq.q_len) - 1;
+      tiles = key_tiles_of<Blocks>(args.range.geometry, walk.seq.position(last_query));
+    }
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][parity];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
@@ -103,7 +107,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         arrive(full);
         continue;
       }
-      tile = tile_of<Units>(args, walk, tiles, group);
+      tile = tile_of<Units, Blocks>(args, walk, tiles, group);
       arrive_expecting(full, 4 * units.rows() * Dk * 2);
       const std::uint32_t to = queries + group * L::kQueryBytes;
       for (int unit = 0; unit < 4; unit += units_per_box(units)) {
@@ -115,7 +119,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
       }
     }
     __syncwarp();
-    for (int i = 0; i < tiles.count; ++i) {
+    for (int i = 0; i < tiles; ++i) {
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
       wait(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
@@ -129,8 +133,8 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   }
 }
 
-/// kQuads: for units of several queries.
-template <class T, int Dk, int Dv, class Units, bool kQuads>
+/// Blocks: BlocksOfStrides, or DefaultBlocks. kQuads: for units of several queries.
+template <class T, int Dk, int Dv, class Units, class Blocks, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
                       const __grid_constant__ Divider by_stride) {
@@ -160,19 +164,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     more_registers<kComputeRegisters>();
-    attend<T, Dk, Dv, Units>(args, by_stride, barriers, queries, keys, values, warp / 4);
+    attend<T, Dk, Dv, Units, Blocks>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     fewer_registers<kHelperRegisters>();
     // Read anew beside keys of 192, where ptxas would spill it.
     const int helper = (Dk > 128 ? uniform(threadIdx.x / 32) : warp) - kGroups * 4;
     if (helper == 0) {
-      load_keys<Dk, Dv, Units>(args, maps, barriers, queries, keys, values);
+      load_keys<Dk, Dv, Units, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
       const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
                   picker * L::picker(args.units, blocks, args.chunks);
       uint2* list = reinterpret_cast<uint2*>(own + args.chunks * ChunkRing::kChunkBytes);
-      Picker<Units> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
+      Picker<Units, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
       char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
       if constexpr (kQuads) {
         pick.choose_by_quad(reinterpret_cast<uint4*>(far));
@@ -183,6 +187,29 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
+}
+
+using Kernel = void (*)(Maps, CompressedSelectArgs, Divider);
+
+bool groups_of_sixteen(const CompressedSelectArgs& args) { return args.range.geometry.group == 16 && !args.keys; }
+
+template <class Units, class Blocks, bool kQuads = false>
+constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Units, Blocks, kQuads>;
+
+template <class Blocks>
+Kernel instance_of(const CompressedSelectArgs& args) {
+  if (args.units.together > 1) return kInstance<SelectUnits, Blocks, true>;
+  return groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, Blocks> : kInstance<SelectUnits, Blocks>;
+}
+
+Kernel instance_for(const CompressedSelectArgs& args) {
+  const int strides = args.block_size / args.range.geometry.kernel_stride;
+  if (strides == 1) return instance_of<BlocksOfStrides<1>>(args);
+  if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
+  if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
+  const bool overlap = args.weights.rest > 0;
+  return overlap && groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, DefaultBlocks>
+                                            : instance_of<BlocksOfStrides<4>>(args);
 }
 
 }  // namespace
@@ -197,9 +224,11 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   static_assert(L::kFixed + kPickers * (ChunkRing::kChunkBytes + kListed * 8 + kKeysOfQuery) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
-  const CompressedSelectScratch scratch(g, Dk);
+  const CompressedSelectScratch scratch(g, Dk, args.block_size);
   args.units = SelectUnits(g.group);
   args.by_block = Divider(args.block_size);
+  const auto strides = static_cast<float>(g.kernel_size / g.kernel_stride);
+  args.weights = {strides, strides - 1};
   args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
   args.picker_keys = scratch.picker_keys;
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
@@ -222,10 +251,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
   if (error == cudaSuccess) error = make_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
-  const auto kernel = args.units.together > 1      ? compressed_select<NSA_ELEMENT, Dk, Dv, SelectUnits, true>
-                      : g.group != 16 || args.keys ? compressed_select<NSA_ELEMENT, Dk, Dv, SelectUnits, false>
-                                                   : compressed_select<NSA_ELEMENT, Dk, Dv, UnitsOfSixteen, false>;
-  return portable::launch(kernel, std::min(scratch.thread_blocks, processors), kThreads,
+  return portable::launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
                           L::memory(args.units, blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
 }
 

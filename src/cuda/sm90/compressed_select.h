@@ -44,6 +44,17 @@ struct UnitsOfSixteen {
   __device__ static constexpr int first_head(int) { return 0; }
 };
 
+/// Strides, of d tokens, in a sum of the scratch. A block of l' = 8d is two sums.
+__host__ __device__ constexpr int strides_of_sum(int strides_of_block) {
+  return strides_of_block < 4 ? strides_of_block : 4;
+}
+
+/// What the probability of a compressed key counts in a sum of strides: 1 if of the key's tokens only the first stride
+/// is in it. With l = d that is all of them; with l = 2d the key before the sum's first stride has its rest there.
+struct KeyWeights {
+  float whole, rest;  // l / d, l / d - 1
+};
+
 struct CompressedSelectArgs {
   portable::RangeArgs range;  // window = 0
   Strided indices;            // int32
@@ -55,14 +66,31 @@ struct CompressedSelectArgs {
   // Filled in by the launch.
   SelectUnits units;
   Divider by_block;
+  KeyWeights weights;
   int spread_rows;  // see make_spread_map
   int chunks;       // of the scratch on their way, for each picking warp
   char* keys;       // of the picking warps, in the scratch; null: in shared memory
   std::int64_t picker_keys;
 };
 
+/// Selection blocks of l' = kStrides * d tokens.
+template <int kStrides>
+struct BlocksOfStrides {
+  static constexpr int kSummed = strides_of_sum(kStrides);
+  static constexpr int kSums = kStrides / kSummed;  // of a block
+  static constexpr int kTiles = 4 / kSummed;        // of the scratch, of sixteen sums, for a tile of 64 keys
+  static constexpr bool kOfOneStride = kStrides == 1;
+
+  __device__ static KeyWeights weights(const CompressedSelectArgs& args) { return args.weights; }
+};
+
+/// The same for l' = 4d and l = 2d, known when compiling (used where G = 16).
+struct DefaultBlocks : BlocksOfStrides<4> {
+  __device__ static constexpr KeyWeights weights(const CompressedSelectArgs&) { return {2, 1}; }
+};
+
 /// Tiles of 64 compressed keys of the longest sequence, or one more.
-__host__ __device__ inline int scratch_tiles(const Geometry& g) { return g.k_len / (g.kernel_stride * 64) + 1; }
+__host__ __device__ inline int most_key_tiles(const Geometry& g) { return g.k_len / (g.kernel_stride * 64) + 1; }
 
 /// What the kernel takes besides its arguments, for sequences of up to k_len tokens. It grows with the device and with
 /// the length of a sequence, not with the number of queries.
@@ -70,22 +98,23 @@ struct CompressedSelectScratch {
   static constexpr int kThreadBlocks = 132;  // at most; one per multiprocessor
   static constexpr int kPickers = 3;         // picking warps of a thread block
   static constexpr int kBuffers = 3;         // tiles of queries
-  static constexpr int kTileBytes = 576;     // of a unit and 64 compressed keys
-  static constexpr int kKeyBytes = 1024;     // of four queries of a picking warp and 256 compressed keys, where G <= 8
+  static constexpr int kTileBytes = 576;     // of a unit and sixteen sums
+  static constexpr int kKeyBytes = 1024;     // of four queries of a picking warp and 64 sums, where G <= 8
 
   int thread_blocks;
   std::int64_t sums, keys;   // bytes
   std::int64_t picker_keys;  // bytes of a picking warp; 0: they are in shared memory
 
-  CompressedSelectScratch(const Geometry& g, std::int64_t key_dim) {
+  CompressedSelectScratch(const Geometry& g, std::int64_t key_dim, int block_size) {
+    const int strides = block_size / g.kernel_stride, summed = strides_of_sum(strides);
     const SelectUnits units(g.group);
     const std::int64_t rows = g.cu_q ? g.total_q : static_cast<std::int64_t>(g.batches) * g.q_len;
     const std::int64_t most = (rows / units.queries + g.batches) * g.kv_heads;  // tiles of queries
     thread_blocks = static_cast<int>(std::min<std::int64_t>(most, kThreadBlocks));
-    const std::int64_t tiles = scratch_tiles(g);
+    const std::int64_t tiles = most_key_tiles(g) * (4 / summed);  // of sixteen sums
     sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
-    const std::int64_t chunks = (tiles + 3) / 4, blocks = tiles * 16;
-    picker_keys = units.together > 1              ? chunks * kKeyBytes
+    const std::int64_t chunks = (tiles + 3) / 4, blocks = tiles * 16 * summed / strides;
+    picker_keys = units.together > 1              ? chunks * kKeyBytes * summed / strides
                   : blocks > most_blocks(key_dim) ? (blocks + 127) / 128 * 512
                                                   : 0;
     keys = thread_blocks * kPickers * picker_keys;

@@ -49,6 +49,16 @@ __device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& a
   }
 }
 
+/// Key tiles in which a query at `position` sees something. Its last key counts in the stride behind, too, where l =
+/// 2d, and that may be the first one of a further tile. It lies in the query's own block, which is chosen anyway; only
+/// if blocks are single strides it may be a block that is not.
+template <class Blocks>
+__device__ __forceinline__ int key_tiles_of(const Geometry& p, int position) {
+  const int keys = visible_keys(p, 0, position).last;
+  if (Blocks::kOfOneStride) return keys > 0 ? keys / kKeys + 1 : 0;
+  return (keys + kKeys - 1) / kKeys;
+}
+
 /// Whole groups: the units take care of slices.
 template <class Units>
 __device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
@@ -57,10 +67,11 @@ __device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
 }
 
 /// The scratch of a unit of this thread block's tile.
+template <class Blocks>
 __device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int unit) {
   return static_cast<ScratchTile*>(args.scratch) +
          static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kUnits + unit) *
-             scratch_tiles(args.range.geometry);
+             (most_key_tiles(args.range.geometry) * Blocks::kTiles);
 }
 
 }  // namespace nsa::cuda::sm90

@@ -32,7 +32,7 @@ __device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, c
 }
 
 /// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
-template <class Units>
+template <class Units, class Blocks>
 class Picker {
  public:
   __device__ Picker(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring, uint2* list,
@@ -78,6 +78,8 @@ class Picker {
   }
 
  private:
+  static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
+
   __device__ __forceinline__ void wait_for(int unit) const {
     wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
   }
@@ -96,15 +98,28 @@ class Picker {
         portable::explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
   }
 
-  /// Importances of blocks 0 .. `blocks` - 1 times 2^kAddedExponent; anything to the next multiple of 64.
+  /// Importances of blocks 0 .. `blocks` - 1 times 2^kAddedExponent; anything to the end of the last chunk.
   __device__ __forceinline__ void sum(int unit, int blocks, bool add, float* importance) {
     float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
-    ring_.read(scratch_of(args_, buffer_.stage, unit), blocks, lane_, [&](const ScratchTile* chunk, int i, int tiles) {
-      sum_heads(chunk, tiles, minus_lse, add, importance + i * kChunkTiles * kBlocks, lane_);
-    });
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), blocks * Blocks::kSums, lane_,
+               [&](const ScratchTile* chunk, int i, int tiles) {
+                 sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
+               });
   }
+
+  /// Of four queries: importances of the lane's two of sixteen blocks, the n-th sixteen of a chunk.
+  __device__ __forceinline__ static float2 of_sixteen(const QuadOfQueries& sums, const ScratchTile* chunk, int tiles,
+                                                      int n) {
+    if constexpr (Blocks::kSums == 1) {
+      return sums.of(chunk[min(n, tiles - 1)]);
+    } else {
+      return sums.of(chunk[min(2 * n, tiles - 1)], chunk[min(2 * n + 1, tiles - 1)]);
+    }
+  }
+  /// Block e of the lane's, of which every sixteen blocks from `begin` on have two.
+  __device__ __forceinline__ int block_of(int begin, int e) const { return begin + e / 2 * 16 + lane_ / 4 * 2 + e % 2; }
 
   /// Four queries of a unit from number `quad` on.
   __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
@@ -124,29 +139,29 @@ class Picker {
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
     unsigned most[4] = {};
     int vectors = 0;
-    ring_.read(scratch_of(args_, buffer_.stage, unit), most_blocks, lane_,
+    constexpr int kVectors = kChunkBlocks / 32;
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), most_blocks * Blocks::kSums, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
-                 unsigned x[kChunkTiles][2];
+                 unsigned x[4 * kVectors];
 #pragma unroll
-                 for (int t = 0; t < kChunkTiles; ++t) {
-                   const float2 sum = sums.of(chunk[min(t, tiles - 1)]);
-                   x[t][0] = __float_as_uint(sum.x), x[t][1] = __float_as_uint(sum.y);
+                 for (int n = 0; n < 2 * kVectors; ++n) {
+                   const float2 sum = of_sixteen(sums, chunk, tiles, n);
+                   x[2 * n] = __float_as_uint(sum.x), x[2 * n + 1] = __float_as_uint(sum.y);
                  }
-                 const int begin = i * kChunkTiles * kBlocks;
-                 if (begin < args_.init_blocks || begin + kChunkTiles * kBlocks > least) {  // some do not count
+                 const int begin = i * kChunkBlocks;
+                 if (begin < args_.init_blocks || begin + kChunkBlocks > least) {  // some do not count
 #pragma unroll
-                   for (int e = 0; e < 2 * kChunkTiles; ++e) {
-                     const int block = begin + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
-                     if (block < args_.init_blocks || block >= last) x[e / 2][e % 2] = 0;
+                   for (int e = 0; e < 4 * kVectors; ++e) {
+                     const int block = block_of(begin, e);
+                     if (block < args_.init_blocks || block >= last) x[e] = 0;
                    }
                  }
 #pragma unroll
-                 for (int e = 0; e < 2 * kChunkTiles; ++e) most[e % 4] = max(most[e % 4], x[e / 2][e % 2]);
+                 for (int e = 0; e < 4 * kVectors; ++e) most[e % 4] = max(most[e % 4], x[e]);
 #pragma unroll
-                 for (int half = 0; half < 2; ++half)
-                   keys[(vectors + half) * 32 + lane_] =
-                       make_uint4(x[2 * half][0], x[2 * half][1], x[2 * half + 1][0], x[2 * half + 1][1]);
-                 vectors += 2;
+                 for (int n = 0; n < kVectors; ++n)
+                   keys[(vectors + n) * 32 + lane_] = make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                 vectors += kVectors;
                });
     if (is_last) give_back(unit);
     if (places() == 0) return;
@@ -164,7 +179,7 @@ class Picker {
       unsigned x[4] = {before.x, before.y, before.z, before.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int block = 32 * n + e / 2 * kBlocks + lane_ / 4 * 2 + e % 2;
+        const int block = block_of(32 * n, e);
         if (block >= args_.init_blocks && block < last) x[e] = explore(x[e], block, position, walk);
         most[e] = max(most[e], x[e]);
       }
