@@ -11,7 +11,7 @@ template <class T, int Dk, int Dv>
 Kernels instances() {
   return {launch_range_forward<T, Dk, Dv>,     launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
           launch_selected_d_q<T, Dk, Dv>,      launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>,
-          launch_compressed_select<T, Dk, Dv>, launch_window_combine<T, Dk, Dv>};
+          launch_compressed_select<T, Dk, Dv>, launch_window_combine<T, Dk, Dv>,   launch_selected_by_block<T, Dk, Dv>};
 }
 template <class T>
 Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
@@ -20,6 +20,10 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
   if (key_dim == 192 && value_dim == 128) return instances<T, 192, 128>();
   return {};
 }
+
+/// The largest G for which selected attention goes block by block. That takes as long whatever G is; query by query the
+/// time falls with G, and where neighbours choose alike it is less than that from G = 3 on.
+constexpr int kMostByBlock = 2;
 
 /// A lane has four whole selection blocks. Slices of a group are the units of a thread block's tile.
 bool selects(const Call& call) {
@@ -58,9 +62,11 @@ Kernels choose(const Call& call) {
   const bool blocks = call.block_size == 32 || call.block_size == 64 || call.block_size == 128;
   if (!blocks || call.topk < 1 || call.topk > 64) {
     kernels.selected_forward = nullptr;
+    kernels.selected_by_block = nullptr;
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
+  if (call.group > kMostByBlock) kernels.selected_by_block = nullptr;
   if (!selects(call)) kernels.compressed_select = nullptr;
   return kernels;
 }
