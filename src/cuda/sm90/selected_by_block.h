@@ -35,10 +35,9 @@ struct BlockQueue {
 /// A window is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
 /// its queries is kept for so many of them at a time.
 struct BlockWindows {
-  static constexpr std::int64_t kParts = 1 << 20;  // of a window; at most, unless a row has more
-  static constexpr std::int64_t kPlanned = 1
-                                           << 20;  // items that are planned at once; at most, unless a window has more
-  static constexpr int kItemTiles = 8;             // tiles of 64 query rows that an item may have
+  static constexpr std::int64_t kParts = 1 << 20;    // of a window, unless a query has more
+  static constexpr std::int64_t kPlanned = 1 << 20;  // items that are planned at once, unless a window has more
+  static constexpr int kItemTiles = 8;               // tiles of 64 query rows that an item may have
 
   int group;                   // G
   int parts;                   // of a query head: entries of a row of indices, times key tiles of a block
@@ -49,7 +48,7 @@ struct BlockWindows {
   int most;                    // queries of an item
   int planned = 0;             // windows whose items are planned at once
   std::int64_t items = 0;      // of a window, an upper bound
-  std::int64_t part_bytes;
+  std::int64_t part_bytes;     // output and lse
 
   BlockWindows(const Geometry& g, const portable::BlockLists& lists, int topk, std::int64_t value_dim)
       : group(g.group),
