@@ -46,6 +46,19 @@ TEST(Choose, SmallGroups) {
   }
 }
 
+TEST(Choose, SelectionBlockByBlock) {
+  Call c = call();
+  EXPECT_FALSE(choose(c).selected_by_block);
+  for (const int group : {1, 2}) {
+    c.group = group;
+    EXPECT_TRUE(choose(c).selected_by_block) << group;
+  }
+  c.group = 3;
+  EXPECT_FALSE(choose(c).selected_by_block);
+  c = call(), c.group = 1, c.topk = 65;
+  EXPECT_FALSE(choose(c).selected_by_block);
+}
+
 TEST(Choose, WideKeys) {
   Call c = call();
   c.key_dim = 192;

@@ -1,6 +1,5 @@
 // The backward operations of the portable backend but compress_backward: arguments of kernels, and their launches.
 #include "cuda/portable/host.h"
-#include "cuda/portable/inverse_index.cuh"
 #include "cuda/sm90/list_items.h"
 #include "cuda/sm90/range_chunks.h"
 #include "cuda/sm90/row_terms.h"
@@ -8,16 +7,6 @@
 namespace nsa::cuda::portable {
 
 namespace {
-
-/// The lists of queries that chose each block.
-cudaError_t build_inverse_index(const InverseArgs& args, cudaStream_t stream) {
-  const Geometry& g = args.geometry;
-  const dim3 grid(static_cast<unsigned>(args.lists.chunks), g.kv_heads, g.batches);
-  cudaError_t error = launch(mark_queries<false>, grid, 256, 0, stream, args);
-  if (error == cudaSuccess) error = launch(scan_queries, dim3(1, g.kv_heads, g.batches), 1024, 0, stream, args);
-  if (error == cudaSuccess) error = launch(mark_queries<true>, grid, 256, 0, stream, args);
-  return error;
-}
 
 /// A float32 array shaped like lse.
 PerRow take_rows(Arena& arena, const TensorView& q) {
@@ -78,22 +67,8 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   }
   std::int64_t plan = 0;  // bytes for the kernels of sm90
   if (x.keys && b.indices) {
-    BlockLists& lists = args.lists;
-    lists.block_size = b.block_size;
-    lists.tiles_per_block = to_int(tiles(b.block_size, 64));
-    lists.width = to_int(std::min<std::int64_t>(args.topk, tiles(g.k_len, b.block_size)));
-    lists.entries = lists.entries_before(all);
-    lists.slots = lists.slots_before(all);
-    lists.list = e.arena.take<int>(g.kv_heads * lists.entries);
-    lists.begin = e.arena.take<int>(g.kv_heads * lists.slots);
-    lists.item_begin = e.arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
-    lists.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, BlockLists::chunk(g.q_len)), 1, 128));
-    lists.offsets = e.arena.take<int>(g.kv_heads * lists.chunks * lists.slots);
-    InverseArgs& inverse = x.inverse;
-    inverse.geometry = g;
-    inverse.indices = args.indices;
-    inverse.topk = args.topk;
-    inverse.lists = lists;
+    x.inverse = take_lists(b, e.arena);
+    const BlockLists& lists = args.lists = x.inverse.lists;
     args.items = args.items_before(all);
     args.partial_items = args.partials_before(lists.entries, lists.slots);
     std::int64_t partials = g.kv_heads * args.partial_items;

@@ -135,6 +135,10 @@ inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
   return sm90::kernels_on(b.q.device.index, call);
 }
 
+/// The lists of queries that chose each block (inverse_index.cu), in memory of the arena; and their making.
+InverseArgs take_lists(const Branch& b, Arena& arena);
+cudaError_t build_inverse_index(const InverseArgs& args, cudaStream_t stream);
+
 inline sm90::Checked checked(const TensorView& t) {
   const Rows r = rows_of(t, 2);
   return {strided(t), static_cast<std::int64_t>(r.batches) * r.rows, std::max(r.rows, 1), to_int(t.size(-2)),

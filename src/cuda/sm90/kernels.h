@@ -10,6 +10,7 @@
 
 #include "cuda/portable/kernels.h"
 #include "cuda/sm90/compressed_select.h"
+#include "cuda/sm90/selected_by_block.h"
 #include "nsa/config.h"
 
 namespace nsa::cuda::sm90 {
@@ -36,6 +37,8 @@ template <class T, int Dk, int Dv>
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_by_block(const SelectedByBlockArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_range_d_q(const BackwardArgs&, const BackwardArgs* second, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
@@ -55,6 +58,8 @@ struct Kernels {
   cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*compressed_select)(const CompressedSelectArgs&, cudaStream_t) = nullptr;
   cudaError_t (*window_combine)(const WindowCombineArgs&, cudaStream_t) = nullptr;
+  /// In place of selected_forward where there is one.
+  cudaError_t (*selected_by_block)(const SelectedByBlockArgs&, cudaStream_t) = nullptr;
 };
 
 inline bool any(const Kernels& k) {

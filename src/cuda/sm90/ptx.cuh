@@ -129,6 +129,18 @@ __device__ __forceinline__ float2 load_float2(std::uint32_t from) {
   return x;
 }
 
+__device__ __forceinline__ uint4 load_uint4(std::uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
+  return x;
+}
+/// Four 8 x 8 matrices; a lane names a row of sixteen bytes, lanes 0 to 7 those of the first matrix and so on.
+__device__ __forceinline__ void stmatrix4(std::uint32_t to, const std::uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 /// The lane, read again instead of kept in a register.
 __device__ __forceinline__ int lane_again() {
   int lane;

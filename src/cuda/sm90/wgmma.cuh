@@ -159,13 +159,14 @@ __device__ __forceinline__ void scores(float (&c)[N / 2], std::uint32_t a, int a
                                 full_descriptor(b + k / 4 * (b_rows * 8) + k % 4 * 2), k != 0);
   products_commit();
 }
-/// c += p * b: p 64 x kRows as packed fragments (pack_rows), b a tile of kRows rows x N columns whose descriptor names
-/// its panel bytes. One batch.
+/// c += p * b, or c = p * b: p 64 x kRows as packed fragments (pack_rows), b a tile of kRows rows x N columns whose
+/// descriptor names its panel bytes. One batch.
 template <class T, int N, int kRows>
-__device__ __forceinline__ void outputs(float (&c)[N / 2], const std::uint32_t (&p)[kRows / 4], std::uint32_t b) {
+__device__ __forceinline__ void outputs(float (&c)[N / 2], const std::uint32_t (&p)[kRows / 4], std::uint32_t b,
+                                        bool add = true) {
   products_fence();
 #pragma unroll
-  for (int k = 0; k < kRows / 16; ++k) product<T, N, true>(c, p + 4 * k, full_descriptor(b + k * 128), 1);
+  for (int k = 0; k < kRows / 16; ++k) product<T, N, true>(c, p + 4 * k, full_descriptor(b + k * 128), add || k != 0);
   products_commit();
 }
 /// Accumulators (64 x N) as the A operand of the next product.
