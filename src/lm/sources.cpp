@@ -27,11 +27,12 @@ struct FoundFile {
 /// The Python whose sources are the default corpus: the one this program was built with, else the first in PATH.
 std::string python() { return fs::exists(NSA_PYTHON) ? NSA_PYTHON : "python3"; }
 
-/// The folders of Python's standard library and of the packages beside it.
+/// The folders of Python's standard library and of the packages that it finds.
 std::vector<std::string> python_source_folders() {
   const std::string command =
       python() +
-      " -c \"import sysconfig as s; p = s.get_paths(); print(p['stdlib']); print(p['purelib'])\" 2>/dev/null";
+      " -c \"import sys, sysconfig; print(sysconfig.get_paths()['stdlib'], *(folder for folder in sys.path "
+      "if folder.endswith(('site-packages', 'dist-packages'))), sep='\\n')\" 2>/dev/null";
   const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
   std::string output;
   std::array<char, 4096> buffer;
