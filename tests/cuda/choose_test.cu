@@ -41,22 +41,20 @@ TEST(Choose, SmallGroups) {
   for (int group = 1; group < 16; ++group) {
     c.group = group;
     const Kernels k = choose(c);
-    EXPECT_TRUE(k.range_forward && k.selected_forward && k.compressed_select) << group;
+    EXPECT_TRUE(k.range_forward && k.compressed_select && (k.selected_forward || k.selected_by_block)) << group;
     EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv) << group;
   }
 }
 
-TEST(Choose, SelectionBlockByBlock) {
+TEST(Choose, WaysOfSelectedAttention) {
   Call c = call();
-  EXPECT_FALSE(choose(c).selected_by_block);
-  for (const int group : {1, 2}) {
+  for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
     c.group = group;
-    EXPECT_TRUE(choose(c).selected_by_block) << group;
+    EXPECT_EQ(choose(c).selected_by_block != nullptr, group <= 7) << group;
+    EXPECT_EQ(choose(c).selected_forward != nullptr, group >= 3) << group;  // with both the indices decide
   }
-  c.group = 3;
-  EXPECT_FALSE(choose(c).selected_by_block);
   c = call(), c.group = 1, c.topk = 65;
-  EXPECT_FALSE(choose(c).selected_by_block);
+  EXPECT_FALSE(choose(c).selected_by_block || choose(c).selected_forward);
 }
 
 TEST(Choose, WideKeys) {

@@ -293,11 +293,32 @@ struct BackwardArgs {
   __host__ __device__ int range_tile() const { return window > 0 ? 64 : 64 * geometry.kernel_stride; }
 };
 
+/// What the selected branch of a sequence and KV head would take query by query and block by block (sm90/ways.h).
+struct alignas(8) WayTimes {
+  int by_query, by_block;
+};
+
+/// Which of the two ways a sequence and KV head goes. Without times all go the way that is asked for.
+struct Ways {
+  WayTimes* times = nullptr;  // (sequence, KV head)
+
+  __device__ bool by_query(const Geometry& g, int sequence, int kv_head) const {
+    return !times || !faster_by_block(times[sequence * g.kv_heads + kv_head]);
+  }
+  __device__ bool by_block(const Geometry& g, int sequence, int kv_head) const {
+    return !times || faster_by_block(times[sequence * g.kv_heads + kv_head]);
+  }
+
+ private:
+  __device__ static bool faster_by_block(const WayTimes& t) { return t.by_block < t.by_query; }
+};
+
 struct InverseArgs {
   Geometry geometry;
   Strided indices;
   int topk;
   BlockLists lists;
+  Ways ways{};  // lists of those that go block by block; the others' are empty
 };
 
 }  // namespace nsa::cuda::portable

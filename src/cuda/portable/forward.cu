@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "cuda/portable/host.h"
+#include "cuda/sm90/ways.h"
 
 namespace nsa::cuda::portable {
 
@@ -128,19 +129,30 @@ RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse
           strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
 }
 
-/// What the selected branch needs where it goes block by block (sm90/selected_by_block.h).
-struct ByBlock {
+/// The ways of the selected branch on Hopper, and what they need (sm90/selected_by_block.h, sm90/ways.h).
+struct SelectedWays {
   InverseArgs inverse{};
   void* scratch = nullptr;
 
-  ByBlock(const Branch& b, const sm90::Kernels& hopper, Arena& arena) {
+  SelectedWays(const Branch& b, const sm90::Kernels& hopper, Arena& arena) {
     if (!b.indices || !hopper.selected_by_block) return;
+    const Geometry& g = b.geometry;
     inverse = take_lists(b, arena);
-    scratch = arena.take<char>(sm90::BlockWindows(b.geometry, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
+    if (hopper.selected_forward) inverse.ways.times = arena.take<WayTimes>(std::int64_t{g.batches} * g.kv_heads);
+    scratch = arena.take<char>(sm90::BlockWindows(g, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
   }
   Status run(const SelectedArgs& args, const sm90::Kernels& hopper, Execution& e) const {
-    if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
-    return status_of(hopper.selected_by_block({args, inverse.lists, scratch}, e.stream), "selected_by_block");
+    const Ways& ways = inverse.ways;
+    if (ways.times)
+      if (Status s = status_of(sm90::find_ways(inverse, e.stream), "find_ways"); !s.ok()) return s;
+    if (hopper.selected_by_block) {
+      if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
+      Status s =
+          status_of(hopper.selected_by_block({args, inverse.lists, ways, scratch}, e.stream), "selected_by_block");
+      if (!s.ok()) return s;
+    }
+    if (!hopper.selected_forward) return {};
+    return status_of(hopper.selected_forward(args, ways, e.stream), "selected_forward");
   }
 };
 
@@ -150,7 +162,7 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
   const Branch b = branch_of(p);
   const TensorView &o = p.o, &lse = p.lse;
   const sm90::Kernels hopper = hopper_kernels(b, o);
-  const ByBlock by_block(b, hopper, e.arena);
+  const SelectedWays ways(b, hopper, e.arena);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const AttentionKernels& kernels = kernels_of(b.q, b.v);
@@ -161,13 +173,12 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
                       strided(o),          per_row(lse),
                       strided(*b.indices), to_int(b.indices->size(-1)),
                       b.block_size,        static_cast<float>(b.scale)};
-    if (hopper.selected_by_block) {
+    if (hopper.selected_forward || hopper.selected_by_block) {
       args.redo.flag = values.flag();
       if (Status s = values.look(e); !s.ok()) return s;
-      if (Status s = by_block.run(args, hopper, e); !s.ok()) return s;
-      return status_of(kernels.selected_forward(args, e.stream), "selected_forward");
+      if (Status s = ways.run(args, hopper, e); !s.ok()) return s;
     }
-    return run("selected_forward", args, hopper.selected_forward, kernels.selected_forward, values, e);
+    return status_of(kernels.selected_forward(args, e.stream), "selected_forward");
   }
   RangeArgs args = range_args(b, o, lse);
   return run("range_forward", args, hopper.range_forward, kernels.range_forward, values, e);

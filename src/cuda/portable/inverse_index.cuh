@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
   const int chunk = BlockLists::chunk(seq.q_len), begin = blockIdx.x * chunk, end = min(begin + chunk, seq.q_len);
-  if (begin >= end || (kFill && lists.begin[lists.blocks] == 0)) return;
+  if (begin >= end) return;
+  if (kFill ? lists.begin[lists.blocks] == 0 : !args.ways.by_block(args.geometry, seq.index, kv_head)) return;
   int* offsets = lists.offsets + blockIdx.x * args.lists.slots;
   if (!kFill)
     for (int block = threadIdx.x; block < lists.blocks; block += blockDim.x) offsets[block] = 0;
@@ -105,9 +106,10 @@ __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ Inv
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
-  const bool sound = ascending(args.geometry);  // else: empty lists, no items
+  // Else: empty lists, no items.
+  const bool wanted = ascending(args.geometry) && args.ways.by_block(args.geometry, seq.index, kv_head);
   const int key_tiles = lists.blocks * args.lists.tiles_per_block;
-  const int chunk = BlockLists::chunk(seq.q_len), chunks = sound ? (seq.q_len + chunk - 1) / chunk : 0;
+  const int chunk = BlockLists::chunk(seq.q_len), chunks = wanted ? (seq.q_len + chunk - 1) / chunk : 0;
   const int total = scan(
       lists.blocks,
       [&](int block) {
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ Inv
       key_tiles,
       [&](int tile) {
         const int block = tile / args.lists.tiles_per_block, queries = lists.begin[block + 1] - lists.begin[block];
-        return sound ? max((queries + kListChunk - 1) / kListChunk, 1) : 0;
+        return wanted ? max((queries + kListChunk - 1) / kListChunk, 1) : 0;
       },
       [&](int tile, int sum) { lists.item_begin[tile] = sum; });
   if (threadIdx.x == 0) lists.item_begin[key_tiles] = items;

@@ -9,9 +9,9 @@ namespace {
 
 template <class T, int Dk, int Dv>
 Kernels instances() {
-  return {launch_range_forward<T, Dk, Dv>,     launch_selected_forward<T, Dk, Dv>, launch_range_d_q<T, Dk, Dv>,
-          launch_selected_d_q<T, Dk, Dv>,      launch_range_d_kv<T, Dk, Dv>,       launch_selected_d_kv<T, Dk, Dv>,
-          launch_compressed_select<T, Dk, Dv>, launch_window_combine<T, Dk, Dv>,   launch_selected_by_block<T, Dk, Dv>};
+  return {launch_range_forward<T, Dk, Dv>, launch_selected_forward<T, Dk, Dv>,  launch_selected_by_block<T, Dk, Dv>,
+          launch_range_d_q<T, Dk, Dv>,     launch_selected_d_q<T, Dk, Dv>,      launch_range_d_kv<T, Dk, Dv>,
+          launch_selected_d_kv<T, Dk, Dv>, launch_compressed_select<T, Dk, Dv>, launch_window_combine<T, Dk, Dv>};
 }
 template <class T>
 Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
@@ -21,10 +21,18 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
   return {};
 }
 
-/// The largest G for which selected attention goes block by block. That takes about as long whatever G is and however
-/// queries choose. Query by query the time falls with G, and where neighbours choose alike: with G = 2 it is then a
-/// tenth less (and four times as much where they do not), with G = 4 half.
-constexpr int kMostByBlock = 2;
+/// Selected attention goes block by block up to the first G, from there up to the second one as the indices decide
+/// (ways.h), beyond it query by query. Block by block it takes about as long whatever G is and however queries choose.
+/// Query by query the time falls with G, and where neighbours choose alike: with G = 2 it is then a tenth less (and
+/// four times as much where they do not), with G = 4 half (and twice as much), with G = 8 even where they do not it is
+/// a seventh more only.
+constexpr int kMostByBlock = 2, kMostEitherWay = 7;
+
+/// Leaves the ways of selected attention that are worth something.
+void choose_ways(Kernels& kernels, int group) {
+  if (group > kMostEitherWay) kernels.selected_by_block = nullptr;
+  if (group <= kMostByBlock && kernels.selected_by_block) kernels.selected_forward = nullptr;
+}
 
 /// A key is worth something in at most two strides. A lane has whole selection blocks, or two lanes' sums of four
 /// strides make one. Slices of a group are the units of a thread block's tile.
@@ -69,7 +77,7 @@ Kernels choose(const Call& call) {
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
-  if (call.group > kMostByBlock) kernels.selected_by_block = nullptr;
+  choose_ways(kernels, call.group);
   if (!selects(call)) kernels.compressed_select = nullptr;
   return kernels;
 }

@@ -35,7 +35,7 @@ template <class T, int Dk, int Dv>
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_compressed_select(const CompressedSelectArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
-[[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, cudaStream_t);
+[[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, const portable::Ways&, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_by_block(const SelectedByBlockArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
@@ -50,7 +50,10 @@ template <class T, int Dk, int Dv>
 /// Null: there is none.
 struct Kernels {
   cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
-  cudaError_t (*selected_forward)(const SelectedArgs&, cudaStream_t) = nullptr;
+  /// Query by query and block by block. Where there are both, both are launched, and the indices decide which of them
+  /// does the work (ways.h).
+  cudaError_t (*selected_forward)(const SelectedArgs&, const portable::Ways&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_by_block)(const SelectedByBlockArgs&, cudaStream_t) = nullptr;
   /// With a second branch of the same queries: the sum of both, where the second one says.
   cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
@@ -58,12 +61,11 @@ struct Kernels {
   cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*compressed_select)(const CompressedSelectArgs&, cudaStream_t) = nullptr;
   cudaError_t (*window_combine)(const WindowCombineArgs&, cudaStream_t) = nullptr;
-  /// In place of selected_forward where there is one.
-  cudaError_t (*selected_by_block)(const SelectedByBlockArgs&, cudaStream_t) = nullptr;
 };
 
 inline bool any(const Kernels& k) {
-  return k.range_forward || k.selected_forward || k.range_d_q || k.selected_d_q || k.range_d_kv || k.selected_d_kv;
+  return k.range_forward || k.selected_forward || k.selected_by_block || k.range_d_q || k.selected_d_q ||
+         k.range_d_kv || k.selected_d_kv;
 }
 
 /// Bytes of an item in BackwardArgs::plan.

@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ BlockAr
   const DeviceSequence seq =
       sequence_of(g, portable::sequence_at(g, all_rows, [](const portable::Before& at) { return at.q; }));
   const int query = static_cast<int>(all_rows - portable::before(g, seq).q);
-  if (query < 0 || query >= seq.q_len) return;
+  if (query < 0 || query >= seq.q_len || !args.ways.by_block(g, seq.index, kv_head)) return;
   const int at = seq.q_begin + query;
   const unsigned seen = seen_parts(args, call.indices.at<int>(seq.batch, at, kv_head), seq.position(query));
   std::int64_t first = (std::int64_t{row} * windows.heads_of_window + blockIdx.y * g.group) * windows.parts;

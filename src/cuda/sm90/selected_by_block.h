@@ -10,6 +10,7 @@ namespace nsa::cuda::sm90 {
 struct SelectedByBlockArgs {
   portable::SelectedArgs selected;
   portable::BlockLists lists;
+  portable::Ways ways;
   void* scratch;  // BlockWindows::bytes()
 };
 

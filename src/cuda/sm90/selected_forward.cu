@@ -92,11 +92,12 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
 
 template <>
 cudaError_t launch_selected_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const SelectedArgs& args,
+                                                                             const portable::Ways& ways,
                                                                              cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   if (args.block_size == 32)
-    return launch_selected<Shape<Dk, Dv, 32>>(selected_forward<NSA_ELEMENT, Dk, Dv, 32>, args, stream);
-  return launch_selected<Shape<Dk, Dv, 64>>(selected_forward<NSA_ELEMENT, Dk, Dv, 64>, args, stream);
+    return launch_selected<Shape<Dk, Dv, 32>>(selected_forward<NSA_ELEMENT, Dk, Dv, 32>, args, stream, ways);
+  return launch_selected<Shape<Dk, Dv, 64>>(selected_forward<NSA_ELEMENT, Dk, Dv, 64>, args, stream, ways);
 }
 
 }  // namespace nsa::cuda::sm90

@@ -24,6 +24,7 @@ struct SelectedPlan {
   int slots;                    // of the ring
   int memory;                   // bytes of shared memory
   Divider by_heads, by_queries, by_slots;
+  portable::Ways ways;  // tiles of those that go another way are left out
 };
 
 /// In shared memory behind the ring and what a kernel has of its own.
@@ -71,6 +72,11 @@ struct SelectedShape {
   static constexpr int kProducerRegisters = kWarps == 8 ? 56 : 32;
 };
 
+/// Queries whose rows a warp has, of `warps` in a tile.
+inline int queries_of_warp(const Geometry& g, int topk, int warps) {
+  return std::clamp(kMostEntries / (warps * topk), 1, std::min(16 / std::min(g.group, 16), 64 / warps));
+}
+
 template <class Shape>
 SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
   constexpr int kWarps = Shape::kWarps;
@@ -80,7 +86,7 @@ SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
   p.units = block_size / Shape::kKeys;
   p.heads = std::min(g.group, 16);
   p.slices = g.group / p.heads;
-  p.together = std::clamp(kMostEntries / (kWarps * topk), 1, std::min(16 / p.heads, 64 / kWarps));
+  p.together = queries_of_warp(g, topk, kWarps);
   p.queries = kWarps * p.together;
   p.tiles = static_cast<int>(portable::tiles(g.q_len, p.queries));
   p.total = p.tiles * g.kv_heads * p.slices * g.batches;
@@ -150,7 +156,7 @@ __device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry&
 #pragma unroll 1
   for (int index = blockIdx.x; index < p.total; index += gridDim.x) {
     const SelectedTile tile(p, g, index);
-    if (tile.empty()) continue;
+    if (tile.empty() || !p.ways.by_query(g, tile.seq.index, tile.kv_head)) continue;
     body(tile, index, static_cast<int>(turn & 1), turn >> 1 & 1);
     ++turn;
   }
