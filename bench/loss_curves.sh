@@ -53,14 +53,15 @@ start() {
 
 for model in "${models[@]}"; do start "$model" "$out/$model" "$@" --minutes "$minutes"; done
 finish
-# As many tokens to a step whatever the context, up to 32768.
+# As many tokens to a step whatever the context, up to 32768, and documents that fill it.
 for context in "${contexts[@]}"; do
   batch=$((context < 32768 ? 32768 / context : 1))
   steps=$((${STEPS:-40} * 32768 / (context * batch)))
   ((steps >= 4)) || steps=4
   for model in "${compared[@]}"; do
-    start "$model" "$out/speed/$context/$model" "$@" --steps "$steps" --context "$context" --batch-size "$batch" \
-      --log-every $((steps / 4)) --eval-every 0 --eval-tokens "$context" --save-every 0
+    start "$model" "$out/speed/$context/$model" --join --document-bytes $((context < 65536 ? 65536 : context)) "$@" \
+      --steps "$steps" --context "$context" --batch-size "$batch" --log-every $((steps / 4)) \
+      --eval-every 0 --eval-tokens "$context" --save-every 0
   done
 done
 finish
