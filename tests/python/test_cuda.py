@@ -120,7 +120,7 @@ def test_workspace_is_torchs():
         return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
 
     def settled():
-        """Autograd's thread lets go of its last node a moment after a backward has returned; garbage goes when found."""
+        """Autograd's thread lets go of its last node a moment after a backward; garbage goes when found."""
         gc.collect()
         deadline, last = time.monotonic() + 10, None
         while (now := requested("current")) != last and time.monotonic() < deadline:

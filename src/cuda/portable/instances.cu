@@ -6,9 +6,12 @@
 namespace nsa::cuda::portable {
 namespace {
 
+/// Null where a build leaves the instance out. `volatile`: compilers take it for granted that a function has an
+/// address, weak ones included.
 template <class Table>
 const Table* of(const Table& (*instance)()) {
-  return instance ? &instance() : nullptr;
+  const Table& (*volatile there)() = instance;
+  return there ? &instance() : nullptr;
 }
 
 /// f<T>(), null for other types.
