@@ -82,15 +82,15 @@ std::vector<Case> cases() {
       all.push_back(c);
     }
   }
-  // Blocks of one to eight strides, compression blocks that overlap or do not. Among the queries are some that see 64
+  // Blocks of one to sixteen strides, compression blocks that overlap or do not. Among the queries are some that see 64
   // keys and may take the block behind their strides, others with as many and a half-finished stride.
-  for (const int overlap : {0, 1}) {
-    for (const int strides : {1, 2, 4, 8}) {
+  for (const int of_key : {1, 2, 5}) {
+    for (const int strides : {1, 2, 3, 4, 8, 16}) {
       Case c{.dtype = DType::kBFloat16, .q_lens = {70, 70}, .k_lens = {1080, 1080}, .kv_heads = 1};
-      c.cfg = {.kernel_size = 16 * (1 + overlap),
+      c.cfg = {.kernel_size = 16 * of_key,
                .kernel_stride = 16,
                .block_size = 16 * strides,
-               .topk = std::min(16, 32 / strides),
+               .topk = std::max(2, std::min(16, 32 / strides)),
                .local_blocks = 1};
       std::string name("l");
       name.append(std::to_string(c.cfg.kernel_size)).append("_block").append(std::to_string(c.cfg.block_size));
@@ -100,7 +100,7 @@ std::vector<Case> cases() {
         c.dv = std::min<std::int64_t>(c.dk, 128);
         all.push_back(c);
       }
-      c.name = name + "_packed", c.packed = true, c.group = overlap ? 8 : 32;
+      c.name = name + "_packed", c.packed = true, c.group = of_key == 1 ? 32 : of_key == 2 ? 8 : 3;
       c.q_lens = {0, 130, 1, 0, 37}, c.k_lens = {9, 130, 1200, 0, 1060};
       c.noise = 0.3, c.seed = 7;
       all.push_back(c);

@@ -84,9 +84,11 @@ TEST(Choose, CompressionAndSelectionBlocks) {
   };
   for (const int d : {16, 32, 64}) {
     for (const int strides : {1, 2, 4, 8}) EXPECT_TRUE(selects(d, d, strides * d) && selects(2 * d, d, strides * d));
-    EXPECT_FALSE(selects(3 * d, d, 4 * d) || selects(4 * d, d, 4 * d));
-    EXPECT_FALSE(selects(2 * d, d, 3 * d) || selects(2 * d, d, 16 * d));
+    EXPECT_TRUE(selects(3 * d, d, 4 * d) && selects(4 * d, d, 4 * d));
+    EXPECT_TRUE(selects(2 * d, d, 3 * d) && selects(2 * d, d, 16 * d));
   }
+  EXPECT_TRUE(selects(8, 4, 32) && selects(4, 4, 16));
+  EXPECT_FALSE(selects(12, 4, 32) || selects(8, 4, 64));  // the scratch would be too large
 }
 
 TEST(Choose, LargeGroups) {

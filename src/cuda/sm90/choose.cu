@@ -34,13 +34,14 @@ void choose_ways(Kernels& kernels, int group) {
   if (group <= kMostByBlock && kernels.selected_by_block) kernels.selected_forward = nullptr;
 }
 
-/// A key is worth something in at most two strides. A lane has whole selection blocks, or two lanes' sums of four
-/// strides make one. Slices of a group are the units of a thread block's tile.
+/// Of strides shorter than this a scratch of single keys is too large (64k tokens, 8: 1.4 GB).
+constexpr int kLeastStride = 8;
+
+/// Slices of a group are the units of a thread block's tile.
 bool selects(const Call& call) {
   if (!call.selection || call.group < 1 || call.group > 16 * SelectUnits::kUnits) return false;
   const NSAConfig& cfg = *call.selection;
-  const int key = cfg.kernel_size / cfg.kernel_stride, block = cfg.block_size / cfg.kernel_stride;
-  return key <= 2 && (block == 1 || block == 2 || block == 4 || block == 8);
+  return cfg.kernel_stride >= kLeastStride || !adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size);
 }
 
 template <class T, int D>

@@ -1,5 +1,5 @@
-// Compressed attention, importance and the choice of blocks in one pass over the compressed keys, for compression
-// blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens.
+// Compressed attention, importance and the choice of blocks in one pass over the compressed keys. Made for compression
+// blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens; of others see the end.
 //
 // The attention is that of range_forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile lie spread
 // (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a block under one
@@ -13,6 +13,8 @@
 //   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
 //   (picker.cuh)    (importance.cuh), of a large group over its units in order too -> keys to rank by, in shared
 //                   memory, or those of four queries in global memory -> the blocks chosen (pick.cuh)
+//
+// For other l and l' the scratch has single keys, and picking warps add the sums over heads up to blocks (AnyBlocks).
 //
 // The computing warps go on with later queries meanwhile: the scratch has kBuffers places per unit of a tile. fp16 is
 // enough: what it loses of a probability is 2^-11 of it or 2^-25.
@@ -203,7 +205,10 @@ Kernel instance_of(const CompressedSelectArgs& args) {
 }
 
 Kernel instance_for(const CompressedSelectArgs& args) {
-  const int strides = args.block_size / args.range.geometry.kernel_stride;
+  const Geometry& g = args.range.geometry;
+  const int strides = args.block_size / g.kernel_stride;
+  if (adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size))
+    return args.units.together > 1 ? kInstance<SelectUnits, AnyBlocks, true> : kInstance<SelectUnits, AnyBlocks>;
   if (strides == 1) return instance_of<BlocksOfStrides<1>>(args);
   if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
   if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
@@ -231,6 +236,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   args.weights = {strides, strides - 1};
   args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
   args.picker_keys = scratch.picker_keys;
+  args.row = static_cast<int>(scratch.row);
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);

@@ -49,6 +49,13 @@ __host__ __device__ constexpr int strides_of_sum(int strides_of_block) {
   return strides_of_block < 4 ? strides_of_block : 4;
 }
 
+/// Whether the scratch has single keys, of which the picking warps make blocks: where a sum would not be of one stride
+/// beside the key before, or a block not of one or two sums.
+inline bool adds_keys_up(std::int64_t kernel_size, std::int64_t kernel_stride, std::int64_t block_size) {
+  const std::int64_t strides = block_size / kernel_stride;
+  return kernel_size > 2 * kernel_stride || !(strides == 1 || strides == 2 || strides == 4 || strides == 8);
+}
+
 /// What the probability of a compressed key counts in a sum of strides: 1 if of the key's tokens only the first stride
 /// is in it. With l = d that is all of them; with l = 2d the key before the sum's first stride has its rest there.
 struct KeyWeights {
@@ -71,6 +78,7 @@ struct CompressedSelectArgs {
   int chunks;       // of the scratch on their way, for each picking warp
   char* keys;       // of the picking warps, in the scratch; null: in shared memory
   std::int64_t picker_keys;
+  int row;  // AnyBlocks: floats of a query in there, before those of its blocks
 };
 
 /// Selection blocks of l' = kStrides * d tokens.
@@ -79,7 +87,7 @@ struct BlocksOfStrides {
   static constexpr int kSummed = strides_of_sum(kStrides);
   static constexpr int kSums = kStrides / kSummed;  // of a block
   static constexpr int kTiles = 4 / kSummed;        // of the scratch, of sixteen sums, for a tile of 64 keys
-  static constexpr bool kOfOneStride = kStrides == 1;
+  static constexpr bool kOfOneStride = kStrides == 1, kAddsKeysUp = false;
 
   __device__ static KeyWeights weights(const CompressedSelectArgs& args) { return args.weights; }
 };
@@ -87,6 +95,13 @@ struct BlocksOfStrides {
 /// The same for l' = 4d and l = 2d, known when compiling (used where G = 16).
 struct DefaultBlocks : BlocksOfStrides<4> {
   __device__ static constexpr KeyWeights weights(const CompressedSelectArgs&) { return {2, 1}; }
+};
+
+/// Any others: the scratch has the probabilities of single keys.
+struct AnyBlocks : BlocksOfStrides<1> {
+  static constexpr bool kOfOneStride = false, kAddsKeysUp = true;
+
+  __device__ static constexpr KeyWeights weights(const CompressedSelectArgs&) { return {1, 0}; }
 };
 
 /// Tiles of 64 compressed keys of the longest sequence, or one more.
@@ -104,9 +119,11 @@ struct CompressedSelectScratch {
   int thread_blocks;
   std::int64_t sums, keys;   // bytes
   std::int64_t picker_keys;  // bytes of a picking warp; 0: they are in shared memory
+  std::int64_t row = 0;      // see CompressedSelectArgs
 
   CompressedSelectScratch(const Geometry& g, std::int64_t key_dim, int block_size) {
-    const int strides = block_size / g.kernel_stride, summed = strides_of_sum(strides);
+    const bool keys_up = adds_keys_up(g.kernel_size, g.kernel_stride, block_size);
+    const int strides = block_size / g.kernel_stride, summed = keys_up ? 1 : strides_of_sum(strides);
     const SelectUnits units(g.group);
     const std::int64_t rows = g.cu_q ? g.total_q : static_cast<std::int64_t>(g.batches) * g.q_len;
     const std::int64_t most = (rows / units.queries + g.batches) * g.kv_heads;  // tiles of queries
@@ -114,9 +131,14 @@ struct CompressedSelectScratch {
     const std::int64_t tiles = most_key_tiles(g) * (4 / summed);  // of sixteen sums
     sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
     const std::int64_t chunks = (tiles + 3) / 4, blocks = tiles * 16 * summed / strides;
+    const std::int64_t of_query = (blocks + 127) / 128 * 512;
     picker_keys = units.together > 1              ? chunks * kKeyBytes * summed / strides
-                  : blocks > most_blocks(key_dim) ? (blocks + 127) / 128 * 512
+                  : blocks > most_blocks(key_dim) ? of_query
                                                   : 0;
+    if (keys_up) {
+      row = chunks * 64;
+      picker_keys = (units.together > 1 ? 4 : 1) * row * 4 + of_query;
+    }
     keys = thread_blocks * kPickers * picker_keys;
   }
   std::int64_t bytes() const { return sums + keys; }

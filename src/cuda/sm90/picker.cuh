@@ -49,19 +49,18 @@ class Picker {
         for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
           const int unit = query * units.slices + slice;
           wait_for(unit);
-          if (own.choice) sum(unit, own.last, slice > 0, reinterpret_cast<float*>(keys));
+          if (own.choice) sum(unit, sums_of(own), slice > 0, reinterpret_cast<float*>(keys));
           give_back(unit);
         }
         if (own.count == 0) continue;
         int* out = indices_of(walk, query);
         write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
-        if (args_.noise > 0) {
-          for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
-            keys[j] = explore(keys[j], j, own.position, walk);
+        if constexpr (Blocks::kAddsKeysUp) {
+          take_best_of_keys(walk, own, reinterpret_cast<float*>(keys), keys + args_.row, out);
+        } else {
+          take_best(walk, own, keys, out);
         }
-        pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
-        __syncwarp();
       }
     }
   }
@@ -72,7 +71,13 @@ class Picker {
       for (int unit = number_; unit < kUnits; unit += kPickers) {
         wait_for(unit);
 #pragma unroll 1
-        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
+        for (int quad = 0; quad < args_.units.together; quad += 4) {
+          if constexpr (Blocks::kAddsKeysUp) {
+            choose_one_by_one(walk, unit, quad, reinterpret_cast<float*>(keys));
+          } else {
+            choose_of_quad(walk, unit, quad, keys);
+          }
+        }
       }
     }
   }
@@ -98,12 +103,52 @@ class Picker {
         portable::explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
   }
 
-  /// Importances of blocks 0 .. `blocks` - 1 times 2^kAddedExponent; anything to the end of the last chunk.
-  __device__ __forceinline__ void sum(int unit, int blocks, bool add, float* importance) {
+  /// The first sums of the scratch, those that the candidates are made of. Of keys the visible ones: what is beyond
+  /// them may never have been written.
+  __device__ __forceinline__ int sums_of(const Candidates& own) const {
+    if constexpr (!Blocks::kAddsKeysUp) return own.last * Blocks::kSums;
+    return min(visible_keys(args_.range.geometry, 0, own.position).last, own.last * strides_of_block());
+  }
+  __device__ __forceinline__ int strides_of_block() const {
+    return args_.block_size / args_.range.geometry.kernel_stride;
+  }
+
+  /// The blocks of one query by their keys, which exploration changes.
+  __device__ __forceinline__ void take_best(const TileWalk& walk, const Candidates& own, unsigned* keys, int* out) {
+    if (args_.noise > 0) {
+      for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
+        keys[j] = explore(keys[j], j, own.position, walk);
+    }
+    pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+    __syncwarp();
+  }
+  /// The same by the sums over heads of single compressed keys' probabilities: a key counts in a block by the strides
+  /// that both have. keys: for the blocks.
+  __device__ __forceinline__ void take_best_of_keys(const TileWalk& walk, const Candidates& own,
+                                                    const float* probability, unsigned* keys, int* out) {
+    const Geometry& g = args_.range.geometry;
+    const int of_key = g.kernel_size / g.kernel_stride, of_block = strides_of_block(), visible = sums_of(own);
+    __syncwarp();
+#pragma unroll 1
+    for (int j = args_.init_blocks + lane_; j < own.last; j += 32) {
+      const int begin = j * of_block, end = begin + of_block;
+      float importance = 0;
+#pragma unroll 1
+      for (int i = max(begin - of_key + 1, 0); i < min(end, visible); ++i)
+        importance += probability[i] * static_cast<float>(min(i + of_key, end) - max(i, begin));
+      keys[j] = __float_as_uint(importance);
+    }
+    __syncwarp();
+    take_best(walk, own, keys, out);
+  }
+
+  /// The first `sums` sums of the scratch over heads, times 2^kAddedExponent, as importances of blocks; anything to the
+  /// end of the last chunk.
+  __device__ __forceinline__ void sum(int unit, int sums, bool add, float* importance) {
     float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
-    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), blocks * Blocks::kSums, lane_,
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), sums, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
                  sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
                });
@@ -120,6 +165,38 @@ class Picker {
   }
   /// Block e of the lane's, of which every sixteen blocks from `begin` on have two.
   __device__ __forceinline__ int block_of(int begin, int e) const { return begin + e / 2 * 16 + lane_ / 4 * 2 + e % 2; }
+
+  /// Four queries of a unit from number `quad` on: the sums of their keys together, then each for itself. memory: four
+  /// rows, and keys of one query.
+  __device__ __forceinline__ void choose_one_by_one(const TileWalk& walk, int unit, int quad, float* memory) {
+    const int first = args_.units.first_query(unit) + quad;
+    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - walk.first_query - first);
+    const auto candidates = [&](int query) {
+      return Candidates(args_, walk.seq, query < count ? walk.first_query + first + query : walk.seq.q_len);
+    };
+    const Candidates last = candidates(max(count, 1) - 1);  // sees the most
+    if (last.choice && places() > 0) {
+      const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
+      float* row = memory + lane_ % 4 * args_.row + lane_ / 4 * 2;
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), sums_of(last), lane_,
+                 [&](const ScratchTile* chunk, int i, int tiles) {
+#pragma unroll
+                   for (int n = 0; n < kChunkTiles; ++n)
+                     *reinterpret_cast<float2*>(row + (i * kChunkTiles + n) * kTileSums) =
+                         sums.of(chunk[min(n, tiles - 1)]);
+                 });
+    }
+    if (quad + 4 >= args_.units.together) give_back(unit);
+#pragma unroll 1
+    for (int query = 0; query < count; ++query) {
+      const Candidates own = candidates(query);
+      int* out = indices_of(walk, first + query);
+      write_forced(args_, own, out, lane_, 32);
+      if (own.choice && places() > 0)
+        take_best_of_keys(walk, own, memory + query * args_.row, reinterpret_cast<unsigned*>(memory + 4 * args_.row),
+                          out);
+    }
+  }
 
   /// Four queries of a unit from number `quad` on.
   __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
