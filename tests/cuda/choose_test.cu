@@ -89,6 +89,8 @@ TEST(Choose, CompressionAndSelectionBlocks) {
   }
   EXPECT_TRUE(selects(8, 4, 32) && selects(4, 4, 16));
   EXPECT_FALSE(selects(12, 4, 32) || selects(8, 4, 64));  // the scratch would be too large
+  EXPECT_TRUE(selects(64 * 16, 16, 128 * 16));
+  EXPECT_FALSE(selects(65 * 16, 16, 128 * 16));  // more keys to a block than a window has
 }
 
 TEST(Choose, LargeGroups) {

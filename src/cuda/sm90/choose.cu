@@ -34,14 +34,16 @@ void choose_ways(Kernels& kernels, int group) {
   if (group <= kMostByBlock && kernels.selected_by_block) kernels.selected_forward = nullptr;
 }
 
-/// Of strides shorter than this a scratch of single keys is too large (64k tokens, 8: 1.4 GB).
-constexpr int kLeastStride = 8;
+/// Of strides shorter than this a scratch of single keys is too large (64k tokens, 8: 1.4 GB). What a block is made of
+/// must lie in a window of keys when the last 64 of them come.
+constexpr int kLeastStride = 8, kMostStrides = CompressedSelectScratch::kWindowKeys - 64;
 
 /// Slices of a group are the units of a thread block's tile.
 bool selects(const Call& call) {
   if (!call.selection || call.group < 1 || call.group > 16 * SelectUnits::kUnits) return false;
   const NSAConfig& cfg = *call.selection;
-  return cfg.kernel_stride >= kLeastStride || !adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size);
+  return !adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size) ||
+         (cfg.kernel_stride >= kLeastStride && cfg.kernel_size + cfg.block_size <= kMostStrides * cfg.kernel_stride);
 }
 
 template <class T, int D>

@@ -175,10 +175,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_keys<Dk, Dv, Units, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
       const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
+      constexpr bool kWindows = Blocks::kAddsKeysUp;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
-                  picker * L::picker(args.units, blocks, args.chunks);
-      uint2* list = reinterpret_cast<uint2*>(own + args.chunks * ChunkRing::kChunkBytes);
-      Picker<Units, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list, picker);
+                  picker * L::picker(args.units, blocks, args.chunks, kWindows);
+      char* window = own + args.chunks * ChunkRing::kChunkBytes;
+      uint2* list = reinterpret_cast<uint2*>(window + (kWindows ? L::window(args.units) : 0));
+      Picker<Units, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list,
+                                 reinterpret_cast<float*>(window), picker);
       char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
       if constexpr (kQuads) {
         pick.choose_by_quad(reinterpret_cast<uint4*>(far));
@@ -232,11 +235,12 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const CompressedSelectScratch scratch(g, Dk, args.block_size);
   args.units = SelectUnits(g.group);
   args.by_block = Divider(args.block_size);
-  const auto strides = static_cast<float>(g.kernel_size / g.kernel_stride);
+  args.strides_of_key = g.kernel_size / g.kernel_stride;
+  args.by_strides = Divider(args.block_size / g.kernel_stride);
+  const auto strides = static_cast<float>(args.strides_of_key);
   args.weights = {strides, strides - 1};
   args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
   args.picker_keys = scratch.picker_keys;
-  args.row = static_cast<int>(scratch.row);
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
@@ -245,7 +249,8 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   args.spread_rows = static_cast<int>(spread_rows(rows));
   const int blocks = args.keys ? 0 : selection_blocks(g, args.block_size);
   args.chunks = kMostChunks;
-  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks) > kDynamic) --args.chunks;
+  const bool windows = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
+  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks, windows) > kDynamic) --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
@@ -258,7 +263,8 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return portable::launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
-                          L::memory(args.units, blocks, args.chunks), stream, maps, args, Divider(g.kernel_stride));
+                          L::memory(args.units, blocks, args.chunks, windows), stream, maps, args,
+                          Divider(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90

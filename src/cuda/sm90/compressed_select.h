@@ -73,12 +73,13 @@ struct CompressedSelectArgs {
   // Filled in by the launch.
   SelectUnits units;
   Divider by_block;
+  int strides_of_key;  // l / d, ...
+  Divider by_strides;  // ... l' / d
   KeyWeights weights;
   int spread_rows;  // see make_spread_map
   int chunks;       // of the scratch on their way, for each picking warp
   char* keys;       // of the picking warps, in the scratch; null: in shared memory
   std::int64_t picker_keys;
-  int row;  // AnyBlocks: floats of a query in there, before those of its blocks
 };
 
 /// Selection blocks of l' = kStrides * d tokens.
@@ -114,12 +115,12 @@ struct CompressedSelectScratch {
   static constexpr int kPickers = 3;         // picking warps of a thread block
   static constexpr int kBuffers = 3;         // tiles of queries
   static constexpr int kTileBytes = 576;     // of a unit and sixteen sums
-  static constexpr int kKeyBytes = 1024;     // of four queries of a picking warp and 64 sums, where G <= 8
+  static constexpr int kKeyBytes = 512;      // of four queries of a picking warp and 32 blocks, where G <= 8
+  static constexpr int kWindowKeys = 256;    // compressed keys of a query that are made blocks of at a time
 
   int thread_blocks;
   std::int64_t sums, keys;   // bytes
   std::int64_t picker_keys;  // bytes of a picking warp; 0: they are in shared memory
-  std::int64_t row = 0;      // see CompressedSelectArgs
 
   CompressedSelectScratch(const Geometry& g, std::int64_t key_dim, int block_size) {
     const bool keys_up = adds_keys_up(g.kernel_size, g.kernel_stride, block_size);
@@ -130,15 +131,10 @@ struct CompressedSelectScratch {
     thread_blocks = static_cast<int>(std::min<std::int64_t>(most, kThreadBlocks));
     const std::int64_t tiles = most_key_tiles(g) * (4 / summed);  // of sixteen sums
     sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
-    const std::int64_t chunks = (tiles + 3) / 4, blocks = tiles * 16 * summed / strides;
-    const std::int64_t of_query = (blocks + 127) / 128 * 512;
-    picker_keys = units.together > 1              ? chunks * kKeyBytes * summed / strides
-                  : blocks > most_blocks(key_dim) ? of_query
-                                                  : 0;
-    if (keys_up) {
-      row = chunks * 64;
-      picker_keys = (units.together > 1 ? 4 : 1) * row * 4 + of_query;
-    }
+    const std::int64_t blocks = (tiles + 3) / 4 * 64 * summed / strides;  // of whole chunks of the scratch
+    picker_keys = units.together > 1                                            ? (blocks + 31) / 32 * kKeyBytes
+                  : blocks > most_blocks(key_dim) - (keys_up ? kWindowKeys : 0) ? (blocks + 127) / 128 * 512
+                                                                                : 0;
     keys = thread_blocks * kPickers * picker_keys;
   }
   std::int64_t bytes() const { return sums + keys; }

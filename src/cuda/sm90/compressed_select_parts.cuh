@@ -23,13 +23,17 @@ struct SelectLayout {
   static constexpr int kStages = Dk > 128 ? 3 : kMostStages;
   static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2, kQueryBytes = 64 * Dk * 2;
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
-  /// Of a picking warp: chunks, then a list and keys of a query, or lists of four.
-  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks) {
-    return chunks * ChunkRing::kChunkBytes + (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
+  /// Of a picking warp: chunks, windows, then a list and keys of a query, or lists of four.
+  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks, bool windows) {
+    return chunks * ChunkRing::kChunkBytes + (windows ? window(units) : 0) +
+           (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
+  }
+  __host__ __device__ static constexpr int window(const SelectUnits& units) {
+    return (units.together > 1 ? 4 : 1) * CompressedSelectScratch::kWindowKeys * 4;
   }
   __host__ __device__ static constexpr int keys(int blocks) { return (blocks + 127) / 128 * 512; }
-  static constexpr int memory(const SelectUnits& units, int blocks, int chunks) {
-    return kFixed + kPickers * picker(units, blocks, chunks);
+  static constexpr int memory(const SelectUnits& units, int blocks, int chunks, bool windows) {
+    return kFixed + kPickers * picker(units, blocks, chunks, windows);
   }
 };
 

@@ -31,13 +31,34 @@ __device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, c
   }
 }
 
+inline constexpr int kWindowKeys = CompressedSelectScratch::kWindowKeys;
+
+/// AnyBlocks: the importance of a block from those of its keys, if there are no keys but the first `keys`. The last of
+/// them lie in shared memory, key i at i % kWindowKeys. A key counts in a block by the strides that both have.
+__device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args, const float* window, int block,
+                                               int keys) {
+  const int begin = block * args.by_strides.divisor, end = begin + args.by_strides.divisor;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = max(begin - args.strides_of_key + 1, 0); i < min(end, keys); ++i)
+    sum += window[i % kWindowKeys] * static_cast<float>(min(i + args.strides_of_key, end) - max(i, begin));
+  return sum;
+}
+
 /// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
 template <class Units, class Blocks>
 class Picker {
  public:
+  /// list, window: its own shared memory; the window for AnyBlocks.
   __device__ Picker(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring, uint2* list,
-                    int number)
-      : args_(args), barriers_(barriers), ring_(ring), list_(list), number_(number), lane_(threadIdx.x % 32) {}
+                    float* window, int number)
+      : args_(args),
+        barriers_(barriers),
+        ring_(ring),
+        list_(list),
+        window_(window),
+        number_(number),
+        lane_(threadIdx.x % 32) {}
 
   /// Of units of one query, or slices of one.
   __device__ __forceinline__ void choose_by_query(unsigned* keys) {
@@ -49,18 +70,19 @@ class Picker {
         for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
           const int unit = query * units.slices + slice;
           wait_for(unit);
-          if (own.choice) sum(unit, sums_of(own), slice > 0, reinterpret_cast<float*>(keys));
+          if (own.choice) sum(unit, own, slice > 0, reinterpret_cast<float*>(keys));
           give_back(unit);
         }
         if (own.count == 0) continue;
         int* out = indices_of(walk, query);
         write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
-        if constexpr (Blocks::kAddsKeysUp) {
-          take_best_of_keys(walk, own, reinterpret_cast<float*>(keys), keys + args_.row, out);
-        } else {
-          take_best(walk, own, keys, out);
+        if (args_.noise > 0) {
+          for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
+            keys[j] = explore(keys[j], j, own.position, walk);
         }
+        pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        __syncwarp();
       }
     }
   }
@@ -71,13 +93,7 @@ class Picker {
       for (int unit = number_; unit < kUnits; unit += kPickers) {
         wait_for(unit);
 #pragma unroll 1
-        for (int quad = 0; quad < args_.units.together; quad += 4) {
-          if constexpr (Blocks::kAddsKeysUp) {
-            choose_one_by_one(walk, unit, quad, reinterpret_cast<float*>(keys));
-          } else {
-            choose_of_quad(walk, unit, quad, keys);
-          }
-        }
+        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
       }
     }
   }
@@ -103,55 +119,49 @@ class Picker {
         portable::explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
   }
 
-  /// The first sums of the scratch, those that the candidates are made of. Of keys the visible ones: what is beyond
+  /// AnyBlocks: the keys that candidates are made of, those before the last blocks that are visible. What is beyond
   /// them may never have been written.
-  __device__ __forceinline__ int sums_of(const Candidates& own) const {
-    if constexpr (!Blocks::kAddsKeysUp) return own.last * Blocks::kSums;
-    return min(visible_keys(args_.range.geometry, 0, own.position).last, own.last * strides_of_block());
+  __device__ __forceinline__ int keys_of(const Candidates& own) const {
+    return min(visible_keys(args_.range.geometry, 0, own.position).last, own.last * args_.by_strides.divisor);
   }
-  __device__ __forceinline__ int strides_of_block() const {
-    return args_.block_size / args_.range.geometry.kernel_stride;
+  /// AnyBlocks: f(blocks) after every chunk of keys, when as many blocks, but no more than `most`, are complete.
+  template <class Use, class Finish>
+  __device__ __forceinline__ void read_keys(int unit, int keys, int most, const Use& use, const Finish& finish) {
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), keys, lane_,
+               [&](const ScratchTile* chunk, int i, int tiles) {
+                 constexpr int kChunkKeys = kChunkTiles * kTileSums;
+                 use(chunk, i * kChunkKeys % kWindowKeys, tiles);
+                 __syncwarp();
+                 finish(min(args_.by_strides.quotient((i + 1) * kChunkKeys), most));
+               });
+    finish(most);
+    __syncwarp();
   }
 
-  /// The blocks of one query by their keys, which exploration changes.
-  __device__ __forceinline__ void take_best(const TileWalk& walk, const Candidates& own, unsigned* keys, int* out) {
-    if (args_.noise > 0) {
-      for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
-        keys[j] = explore(keys[j], j, own.position, walk);
-    }
-    pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
-    __syncwarp();
-  }
-  /// The same by the sums over heads of single compressed keys' probabilities: a key counts in a block by the strides
-  /// that both have. keys: for the blocks.
-  __device__ __forceinline__ void take_best_of_keys(const TileWalk& walk, const Candidates& own,
-                                                    const float* probability, unsigned* keys, int* out) {
-    const Geometry& g = args_.range.geometry;
-    const int of_key = g.kernel_size / g.kernel_stride, of_block = strides_of_block(), visible = sums_of(own);
-    __syncwarp();
-#pragma unroll 1
-    for (int j = args_.init_blocks + lane_; j < own.last; j += 32) {
-      const int begin = j * of_block, end = begin + of_block;
-      float importance = 0;
-#pragma unroll 1
-      for (int i = max(begin - of_key + 1, 0); i < min(end, visible); ++i)
-        importance += probability[i] * static_cast<float>(min(i + of_key, end) - max(i, begin));
-      keys[j] = __float_as_uint(importance);
-    }
-    __syncwarp();
-    take_best(walk, own, keys, out);
-  }
-
-  /// The first `sums` sums of the scratch over heads, times 2^kAddedExponent, as importances of blocks; anything to the
-  /// end of the last chunk.
-  __device__ __forceinline__ void sum(int unit, int sums, bool add, float* importance) {
+  /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk.
+  __device__ __forceinline__ void sum(int unit, const Candidates& own, bool add, float* importance) {
     float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
-    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), sums, lane_,
-               [&](const ScratchTile* chunk, int i, int tiles) {
-                 sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
-               });
+    if constexpr (Blocks::kAddsKeysUp) {
+      const int keys = keys_of(own);
+      int block = lane_;
+      read_keys(
+          unit, keys, own.last,
+          [&](const ScratchTile* chunk, int at, int tiles) {
+            sum_heads<1>(chunk, tiles, minus_lse, false, window_ + at, lane_);
+          },
+          [&](int complete) {
+#pragma unroll 1
+            for (; block < complete; block += 32)
+              importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, window_, block, keys);
+          });
+    } else {
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), own.last * Blocks::kSums, lane_,
+                 [&](const ScratchTile* chunk, int i, int tiles) {
+                   sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
+                 });
+    }
   }
 
   /// Of four queries: importances of the lane's two of sixteen blocks, the n-th sixteen of a chunk.
@@ -165,38 +175,6 @@ class Picker {
   }
   /// Block e of the lane's, of which every sixteen blocks from `begin` on have two.
   __device__ __forceinline__ int block_of(int begin, int e) const { return begin + e / 2 * 16 + lane_ / 4 * 2 + e % 2; }
-
-  /// Four queries of a unit from number `quad` on: the sums of their keys together, then each for itself. memory: four
-  /// rows, and keys of one query.
-  __device__ __forceinline__ void choose_one_by_one(const TileWalk& walk, int unit, int quad, float* memory) {
-    const int first = args_.units.first_query(unit) + quad;
-    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - walk.first_query - first);
-    const auto candidates = [&](int query) {
-      return Candidates(args_, walk.seq, query < count ? walk.first_query + first + query : walk.seq.q_len);
-    };
-    const Candidates last = candidates(max(count, 1) - 1);  // sees the most
-    if (last.choice && places() > 0) {
-      const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
-      float* row = memory + lane_ % 4 * args_.row + lane_ / 4 * 2;
-      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), sums_of(last), lane_,
-                 [&](const ScratchTile* chunk, int i, int tiles) {
-#pragma unroll
-                   for (int n = 0; n < kChunkTiles; ++n)
-                     *reinterpret_cast<float2*>(row + (i * kChunkTiles + n) * kTileSums) =
-                         sums.of(chunk[min(n, tiles - 1)]);
-                 });
-    }
-    if (quad + 4 >= args_.units.together) give_back(unit);
-#pragma unroll 1
-    for (int query = 0; query < count; ++query) {
-      const Candidates own = candidates(query);
-      int* out = indices_of(walk, first + query);
-      write_forced(args_, own, out, lane_, 32);
-      if (own.choice && places() > 0)
-        take_best_of_keys(walk, own, memory + query * args_.row, reinterpret_cast<unsigned*>(memory + 4 * args_.row),
-                          out);
-    }
-  }
 
   /// Four queries of a unit from number `quad` on.
   __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
@@ -215,6 +193,32 @@ class Picker {
     }
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
     unsigned most[4] = {};
+    if constexpr (Blocks::kAddsKeysUp) {
+      const int own_keys = last > 0 ? keys_of(own) : 0;
+      const int most_keys = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(own_keys)));
+      float* window = window_ + lane_ % 4 * kWindowKeys;
+      auto* single = reinterpret_cast<unsigned*>(keys);
+      int block = lane_ / 4;
+      read_keys(
+          unit, most_keys, most_blocks,
+          [&](const ScratchTile* chunk, int at, int tiles) {
+#pragma unroll
+            for (int n = 0; n < kChunkTiles; ++n)
+              *reinterpret_cast<float2*>(window + at + n * kTileSums + lane_ / 4 * 2) =
+                  sums.of(chunk[min(n, tiles - 1)]);
+          },
+          [&](int complete) {
+#pragma unroll 1
+            for (; block < complete; block += 8)
+              single[place_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, window, block, own_keys));
+          });
+      if (is_last) give_back(unit);
+      if (places() == 0) return;
+      const int vectors = (most_blocks + 31) / 32;
+      rank_all(walk, own.position, keys, vectors, last, most);
+      QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
+      return;
+    }
     int vectors = 0;
     constexpr int kVectors = kChunkBlocks / 32;
     ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), most_blocks * Blocks::kSums, lane_,
@@ -242,12 +246,18 @@ class Picker {
                });
     if (is_last) give_back(unit);
     if (places() == 0) return;
-    if (args_.noise > 0) explore_all(walk, own.position, keys, vectors, last, most);
+    if (args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
     QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
   }
 
-  __device__ __forceinline__ void explore_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
-                                              unsigned (&most)[4]) const {
+  /// Where the key of one of four queries for a block lies: see QuadPicker.
+  __device__ __forceinline__ static int place_of(int block, int query) {
+    return (block / 32 * 32 + block % 16 / 2 * 4 + query) * 4 + block % 32 / 16 * 2 + block % 2;
+  }
+
+  /// Exploration, and zero for what is no candidate.
+  __device__ __forceinline__ void rank_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
+                                           unsigned (&most)[4]) const {
 #pragma unroll
     for (unsigned& x : most) x = 0;
 #pragma unroll 1
@@ -257,7 +267,11 @@ class Picker {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int block = block_of(32 * n, e);
-        if (block >= args_.init_blocks && block < last) x[e] = explore(x[e], block, position, walk);
+        if (block < args_.init_blocks || block >= last) {
+          x[e] = 0;
+        } else if (args_.noise > 0) {
+          x[e] = explore(x[e], block, position, walk);
+        }
         most[e] = max(most[e], x[e]);
       }
       keys[n * 32 + lane_] = make_uint4(x[0], x[1], x[2], x[3]);
@@ -268,6 +282,7 @@ class Picker {
   SelectBarriers& barriers_;
   ChunkRing ring_;
   uint2* list_;
+  float* window_;
   int number_, lane_;
   Place<kBuffers> buffer_;
 };

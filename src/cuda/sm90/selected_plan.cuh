@@ -168,7 +168,7 @@ __device__ inline void init_control(SelectedControl& c) {
   for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) barrier_init(shared_address(&c.full[i]), 1);
   if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
   if (threadIdx.x < 2) {
-    barrier_init(shared_address(&c.ready[threadIdx.x]), kBuilders / 32);
+    barrier_init(shared_address(&c.ready[threadIdx.x]), kBuilders);
     barrier_init(shared_address(&c.free[threadIdx.x]), kWarps + 1);
   }
   if (threadIdx.x == 0) c.issued = 0;

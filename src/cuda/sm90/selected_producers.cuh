@@ -26,9 +26,9 @@ __device__ inline int place_of(SelectedControl& c, const SelectedPlan& p, unsign
   return place;
 }
 
-/// The union of a tile's lists into a buffer that wait_free() says is free; complete when all builders are back. Entries of a list that do not count (-1,
-/// out of range, in the future) are left out here, and a duplicate meets its twin in the table. Minimum and union do
-/// not depend on the order in which threads come.
+/// The union of a tile's lists into a buffer that wait_free() says is free; complete when all threads are back. Entries
+/// of a list that do not count (-1, out of range, in the future) are left out here, and a duplicate meets its twin in
+/// the table. Minimum and union do not depend on the order in which threads come.
 template <int kWarps, class WaitFree>
 __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, const Strided& indices,
                                    const SelectedTile& tile, int buffer, int thread, const WaitFree& wait_free) {
@@ -147,8 +147,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
       build_union<Shape::kWarps>(c, p, indices, tile, buffer, builder, [&] {
         while (!test(shared_address(&c.free[buffer]), parity ^ 1)) __nanosleep(500);
       });
-      __syncwarp();
-      if (builder % 32 == 0) arrive(shared_address(&c.ready[buffer]));
+      arrive(shared_address(&c.ready[buffer]));
     });
     return;
   }
