@@ -106,14 +106,14 @@ class Finiteness {
   bool looked_ = false;
 };
 
-/// args: of the portable kernel. The other one, if there is one, goes first.
-template <class Args>
-Status run(const char* name, Args& args, cudaError_t (*fast)(const Args&, cudaStream_t),
+/// args: of the portable kernel. Where there are others, fast() launches them before.
+template <class Args, class Fast>
+Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
            cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
-  if (fast) {
+  if (any_fast) {
     args.redo.flag = values.flag();
     if (Status s = values.look(e); !s.ok()) return s;
-    if (Status s = status_of(fast(args, e.stream), name); !s.ok()) return s;
+    if (Status s = fast(); !s.ok()) return s;
   }
   return status_of(portable(args, e.stream), name);
 }
@@ -173,15 +173,15 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
                       strided(o),          per_row(lse),
                       strided(*b.indices), to_int(b.indices->size(-1)),
                       b.block_size,        static_cast<float>(b.scale)};
-    if (hopper.selected_forward || hopper.selected_by_block) {
-      args.redo.flag = values.flag();
-      if (Status s = values.look(e); !s.ok()) return s;
-      if (Status s = ways.run(args, hopper, e); !s.ok()) return s;
-    }
-    return status_of(kernels.selected_forward(args, e.stream), "selected_forward");
+    return run(
+        "selected_forward", args, hopper.selected_forward || hopper.selected_by_block,
+        [&] { return ways.run(args, hopper, e); }, kernels.selected_forward, values, e);
   }
   RangeArgs args = range_args(b, o, lse);
-  return run("range_forward", args, hopper.range_forward, kernels.range_forward, values, e);
+  return run(
+      "range_forward", args, hopper.range_forward != nullptr,
+      [&] { return status_of(hopper.range_forward(args, e.stream), "range_forward"); }, kernels.range_forward, values,
+      e);
 }
 
 /// All but the scratch.

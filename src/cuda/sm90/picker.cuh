@@ -193,6 +193,7 @@ class Picker {
     }
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
     unsigned most[4] = {};
+    int vectors = 0;
     if constexpr (Blocks::kAddsKeysUp) {
       const int own_keys = last > 0 ? keys_of(own) : 0;
       const int most_keys = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(own_keys)));
@@ -212,41 +213,36 @@ class Picker {
             for (; block < complete; block += 8)
               single[place_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, window, block, own_keys));
           });
-      if (is_last) give_back(unit);
-      if (places() == 0) return;
-      const int vectors = (most_blocks + 31) / 32;
-      rank_all(walk, own.position, keys, vectors, last, most);
-      QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
-      return;
-    }
-    int vectors = 0;
-    constexpr int kVectors = kChunkBlocks / 32;
-    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), most_blocks * Blocks::kSums, lane_,
-               [&](const ScratchTile* chunk, int i, int tiles) {
-                 unsigned x[4 * kVectors];
+      vectors = (most_blocks + 31) / 32;
+    } else {
+      constexpr int kVectors = kChunkBlocks / 32;
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), most_blocks * Blocks::kSums, lane_,
+                 [&](const ScratchTile* chunk, int i, int tiles) {
+                   unsigned x[4 * kVectors];
 #pragma unroll
-                 for (int n = 0; n < 2 * kVectors; ++n) {
-                   const float2 sum = of_sixteen(sums, chunk, tiles, n);
-                   x[2 * n] = __float_as_uint(sum.x), x[2 * n + 1] = __float_as_uint(sum.y);
-                 }
-                 const int begin = i * kChunkBlocks;
-                 if (begin < args_.init_blocks || begin + kChunkBlocks > least) {  // some do not count
-#pragma unroll
-                   for (int e = 0; e < 4 * kVectors; ++e) {
-                     const int block = block_of(begin, e);
-                     if (block < args_.init_blocks || block >= last) x[e] = 0;
+                   for (int n = 0; n < 2 * kVectors; ++n) {
+                     const float2 sum = of_sixteen(sums, chunk, tiles, n);
+                     x[2 * n] = __float_as_uint(sum.x), x[2 * n + 1] = __float_as_uint(sum.y);
                    }
-                 }
+                   const int begin = i * kChunkBlocks;
+                   if (begin < args_.init_blocks || begin + kChunkBlocks > least) {  // some do not count
 #pragma unroll
-                 for (int e = 0; e < 4 * kVectors; ++e) most[e % 4] = max(most[e % 4], x[e]);
+                     for (int e = 0; e < 4 * kVectors; ++e) {
+                       const int block = block_of(begin, e);
+                       if (block < args_.init_blocks || block >= last) x[e] = 0;
+                     }
+                   }
 #pragma unroll
-                 for (int n = 0; n < kVectors; ++n)
-                   keys[(vectors + n) * 32 + lane_] = make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
-                 vectors += kVectors;
-               });
+                   for (int e = 0; e < 4 * kVectors; ++e) most[e % 4] = max(most[e % 4], x[e]);
+#pragma unroll
+                   for (int n = 0; n < kVectors; ++n)
+                     keys[(vectors + n) * 32 + lane_] = make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                   vectors += kVectors;
+                 });
+    }
     if (is_last) give_back(unit);
     if (places() == 0) return;
-    if (args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
+    if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
     QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
   }
 

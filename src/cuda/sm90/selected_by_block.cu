@@ -2,6 +2,7 @@
 // would be mostly empty, and its blocks would be read for very few rows.
 //
 //   plan_items      lists of the inverse index -> items: 64 keys of a block and some queries that chose it
+//   (block_plan.cu)
 //   attend_blocks   item -> for each of its query rows the attention to these keys alone: output and lse, a part
 //   add_parts       parts of a query head -> output and lse, in the order of its row of indices
 //
@@ -14,9 +15,9 @@
 // and the window.
 #include "cuda/common/block_list.cuh"
 #include "cuda/portable/launch.cuh"
+#include "cuda/sm90/block_plan.cuh"
 #include "cuda/sm90/forward_parts.cuh"
 #include "cuda/sm90/kernels.h"
-#include "cuda/sm90/query_tiles.cuh"
 
 namespace nsa::cuda::sm90 {
 namespace {
@@ -28,95 +29,6 @@ template <int Dk>
 inline constexpr int kGroups = Dk > 128 ? 3 : 2;
 template <int Dk>
 inline constexpr int kResident = Dk > 128 ? 1 : 2;
-
-struct BlockArgs : SelectedByBlockArgs {
-  BlockWindows windows;
-  QueryTiles tiles;
-  BlockItem* items;    // (planned, items)
-  void* parts;         // (rows, heads, parts, Dv) of a window
-  float* lse;          // (rows, heads, parts), in base-2 units
-  BlockQueue* queues;  // (planned)
-
-  BlockArgs(const SelectedByBlockArgs& call, const BlockWindows& w, std::int64_t value_dim)
-      : SelectedByBlockArgs(call),
-        windows(w),
-        tiles(w.group),
-        items(static_cast<BlockItem*>(call.scratch)),
-        parts(items + w.planned * w.items),
-        lse(reinterpret_cast<float*>(static_cast<char*>(parts) + w.window_parts() * value_dim * 2)),
-        queues(reinterpret_cast<BlockQueue*>(lse + w.window_parts())) {}
-};
-
-/// Where a window lies.
-struct Window {
-  std::int64_t first_row;
-  int first_kv_head;
-
-  __device__ Window(const BlockWindows& all, int number)
-      : first_row(static_cast<std::int64_t>(number % all.by_rows) * all.rows),
-        first_kv_head(number / all.by_rows * all.kv_heads) {}
-};
-
-/// The first entry of an ascending list that is not below x.
-__device__ inline int lower_bound(const int* list, int count, int x) {
-  int low = 0;
-  while (count > 0) {
-    const int half = count / 2;
-    if (list[low + half] < x) {
-      low += half + 1, count -= half + 1;
-    } else {
-      count = half;
-    }
-  }
-  return low;
-}
-
-/// Writes the items of the windows from `first` on, in any order. Grid: blocks of all sequences, KV heads of a window,
-/// windows.
-__global__ void __launch_bounds__(256) plan_items(const __grid_constant__ BlockArgs args, int first) {
-  const Geometry& g = args.selected.geometry;
-  const portable::BlockLists& lists = args.lists;
-  const BlockWindows& windows = args.windows;
-  const Window window(windows, first + static_cast<int>(blockIdx.z));
-  const int kv_head = window.first_kv_head + static_cast<int>(blockIdx.y);
-  const int slot = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  if (kv_head >= g.kv_heads || slot >= lists.slots) return;
-  const DeviceSequence seq = sequence_of(
-      g, portable::sequence_at(g, slot, [&](const portable::Before& at) { return lists.slots_before(at); }));
-  const portable::SequenceLists own = lists_of(lists, g, seq, kv_head);
-  const int block = slot - static_cast<int>(own.slot), tiles = lists.tiles_per_block;
-  if (block < 0 || block >= own.blocks || own.item_begin[own.blocks * tiles] == 0) return;  // 0: lists were not made
-  const std::int64_t before = portable::before(g, seq).q - window.first_row;                // rows of the window
-  if (before >= windows.rows || before + seq.q_len <= 0) return;
-  const int window_row = static_cast<int>(before);
-  const int* list = own.list + own.begin[block];
-  const int all = own.begin[block + 1] - own.begin[block];
-  const int from = window_row < 0 ? lower_bound(list, all, -window_row) : 0;
-  const int to = from + lower_bound(list + from, all - from, windows.rows - window_row);
-  const int items = (to - from + windows.most - 1) / windows.most;
-  if (items == 0) return;
-  const int end = min((block + 1) * lists.block_size, seq.k_len), first_key = block * lists.block_size;
-  const int used = min((end - first_key + 63) / 64, tiles);
-  BlockItem* out = args.items + blockIdx.z * windows.items + atomicAdd(&args.queues[blockIdx.z].end, items * used);
-  BlockItem item{};
-  item.batch = seq.batch;
-  item.kv_head = kv_head;
-  item.block = block;
-  item.query_row = seq.q_begin;
-  item.shift = seq.position(0);
-  item.window_row = window_row;
-  for (int tile = 0; tile < used; ++tile) {
-    item.tile = tile;
-    item.first_key = first_key + tile * 64;
-    item.keys = min(end - item.first_key, 64);
-    item.key_row = seq.k_begin + item.first_key;
-    for (int i = from; i < to; i += windows.most) {
-      item.list = list + i;
-      item.count = min(to - i, windows.most);
-      *out++ = item;
-    }
-  }
-}
 
 struct Control {
   BlockItem items[3];  // the one at work and the next two
@@ -549,9 +461,7 @@ cudaError_t launch_selected_by_block<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const dim3 sums(static_cast<unsigned>(portable::tiles(windows.rows, 8)), windows.kv_heads);
   for (int first = 0; first < windows.count; first += windows.planned) {
     const int count = std::min(windows.planned, windows.count - first);
-    const dim3 grid(static_cast<unsigned>(portable::tiles(call.lists.slots, 256)), windows.kv_heads, count);
-    if (error == cudaSuccess) error = cudaMemsetAsync(args.queues, 0, count * sizeof(BlockQueue), stream);
-    if (error == cudaSuccess) error = portable::launch(plan_items, grid, 256, 0, stream, args, first);
+    if (error == cudaSuccess) error = plan_items(args, first, count, stream);
     for (int i = 0; i < count && error == cudaSuccess; ++i) {
       const int first_kv_head = (first + i) / windows.by_rows * windows.kv_heads;
       error = portable::launch(attend_blocks<NSA_ELEMENT, Dk, Dv>, blocks, kGroups<Dk> * 128,
