@@ -1,7 +1,9 @@
 // Tiles of rows in shared memory, and the products that kernels build on them.
 //
-// A tile holds `rows` rows of D elements, each row padded by 16 bytes, so that the eight 16-byte rows of an ldmatrix
-// lie in different banks (the row pitch is an odd multiple of 16 bytes).
+// The eight 16-byte rows of an ldmatrix have to lie in different banks. In 16-bit rows of whole 128-byte lines the
+// 16-byte chunks of each line change places: chunk c of row r lies at c ^ (r % 8). Other rows are padded by 16 bytes,
+// their pitch is an odd multiple of that. (This costs an asynchronous copy more: every other row lies across its 32-byte
+// sectors, which are then fetched twice. But it leaves constant distances between the many addresses of float32.)
 #pragma once
 
 #include <type_traits>
@@ -13,44 +15,57 @@ namespace nsa::cuda {
 
 template <class T, int D>
 struct Tile {
-  static constexpr int kPitch = D * static_cast<int>(sizeof(T)) + 16;  // bytes
-  static constexpr int kChunks = D * static_cast<int>(sizeof(T)) / 16;
-  static_assert(kPitch / 16 % 2 == 1);
+  static constexpr int kRow = D * static_cast<int>(sizeof(T));  // bytes
+  static constexpr bool kSwizzled = sizeof(T) == 2 && kRow % 128 == 0;
+  static constexpr int kPitch = kSwizzled ? kRow : kRow + 16;
+  static constexpr int kChunks = kRow / 16;
+  static_assert(kSwizzled || kPitch / 16 % 2 == 1);
 
   static constexpr int bytes(int rows) { return rows * kPitch; }
+
+  /// Where byte `first` + `mine` of a row lies, for numbers with no bit in common: what all lanes have and what they
+  /// don't, so that one XOR with a constant leads from one place to the next.
+  __device__ __forceinline__ static int at(int row, int first, int mine) {
+    if constexpr (kSwizzled) {
+      return row * kPitch + (first & ~127) + ((first & 127) ^ (mine ^ (row & 7) * 16));
+    } else {
+      return row * kPitch + first + mine;
+    }
+  }
 
   /// This lane's eighth of a row (lane % 8), a null pointer gives zeros.
   __device__ static void load_row(std::uint32_t tile, int row, auto lane, const T* from) {
     static_assert(kChunks % 8 == 0);
     const char* bytes = reinterpret_cast<const char*>(from) + lane % 8 * 16;
-    const std::uint32_t to = tile + row * kPitch + lane % 8 * 16;
+    const std::uint32_t to = tile + at(row, 0, lane % 8 * 16);
 #pragma unroll
     for (int c = 0; c < kChunks / 8; ++c) copy16(to + c * 128, bytes + c * 128, from != nullptr);
   }
   /// The B operand of two neighbouring column tiles (rows `row` .. `row` + 15 of the tile are its columns) at reduction
   /// step k: {b0, b1} of the first and {b0, b1} of the second.
   __device__ static void load_b(std::uint32_t (&b)[4], std::uint32_t tile, int row, int k, int lane) {
-    ldmatrix4(b, tile + (row + (lane & 16) / 2 + (lane & 7)) * kPitch + k * 32 + (lane & 8) * 2);
+    ldmatrix4(b, tile + at(row + (lane & 16) / 2 + (lane & 7), k * 32, (lane & 8) * 2));
   }
-  /// The B operand of one column tile (rows `row` .. `row` + 7) at reduction steps k and k + 1.
+  /// The B operand of one column tile (rows `row` .. `row` + 7) at reduction steps k and k + 1, k even.
   __device__ static void load_b_narrow(std::uint32_t (&b)[4], std::uint32_t tile, int row, int k, int lane) {
-    ldmatrix4(b, tile + (row + (lane & 7)) * kPitch + k * 32 + (lane / 8) * 16);
+    ldmatrix4(b, tile + at(row + (lane & 7), k * 32, (lane / 8) * 16));
   }
   /// The A operand: rows `row` .. `row` + 15 at reduction step k.
   __device__ static void load_a(std::uint32_t (&a)[4], std::uint32_t tile, int row, int k, int lane) {
-    ldmatrix4(a, tile + (row + (lane & 15)) * kPitch + k * 32 + (lane & 16));
+    ldmatrix4(a, tile + at(row + (lane & 15), k * 32, lane & 16));
   }
   /// The B operand when the tile's rows are the reduction: rows `row` .. `row` + kStep - 1, columns `column` .. + 15.
   /// For float32 row 2t and 2t + 1 of the tile take the places t and t + 4 of the reduction: see operand_a.
   __device__ static void load_b_rows(std::uint32_t (&b)[4], std::uint32_t tile, int row, int column, int lane) {
     if constexpr (sizeof(T) == 2) {
-      ldmatrix4_transposed(b, tile + (row + (lane & 15)) * kPitch + (column + (lane & 16) / 2) * 2);
+      ldmatrix4_transposed(b, tile + at(row + (lane & 15), column * 2, lane & 16));
     } else {
-      const std::uint32_t at = tile + (row + 2 * (lane & 3)) * kPitch + (column + lane / 4) * 4;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[0]) : "r"(at));
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[1]) : "r"(at + kPitch));
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[2]) : "r"(at + 32));
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[3]) : "r"(at + 32 + kPitch));
+      static_assert(!kSwizzled);
+      const std::uint32_t from = tile + at(row + 2 * (lane & 3), column * 4, lane / 4 * 4);
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[0]) : "r"(from));
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[1]) : "r"(from + kPitch));
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[2]) : "r"(from + 32));
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(b[3]) : "r"(from + 32 + kPitch));
     }
   }
 };
@@ -64,18 +79,18 @@ class RowStream {
       : mine_(reinterpret_cast<const char*>(row0 + thread / 8 * stride) + thread % 8 * 16),
         stride_(stride * static_cast<int>(sizeof(T))),
         row_(thread / 8),
-        offset_(thread / 8 * Tile<T, D>::kPitch + thread % 8 * 16) {}
+        column_(thread % 8 * 16) {}
 
   /// The rows first ... first + kRows - 1; zeros from row `end` on.
   __device__ void load(std::uint32_t tile, int first, int end) const {
     const char* from = mine_ + first * stride_;
-    const std::uint32_t to = tile + offset_;
 #pragma unroll
     for (int r = 0; r < kRows; r += kTogether) {
       if (kRows % kTogether != 0 && r + row_ >= kRows) break;
+      const std::uint32_t to = tile + Tile<T, D>::at(r + row_, 0, column_);
 #pragma unroll
       for (int c = 0; c < Tile<T, D>::kChunks / 8; ++c)
-        copy16(to + r * Tile<T, D>::kPitch + c * 128, from + c * 128, first + r + row_ < end);
+        copy16(to + c * 128, from + c * 128, first + r + row_ < end);
       from += kTogether * stride_;
     }
   }
@@ -85,8 +100,7 @@ class RowStream {
 
   const char* mine_;
   std::int64_t stride_;  // bytes
-  int row_;
-  std::uint32_t offset_;
+  int row_, column_;
 };
 
 /// C fragments (row x reduction) of columns step*kStep .. as the A operand of the next product.
@@ -248,12 +262,13 @@ __device__ inline void add_nonfinite(float (&acc)[D / 8][4], const float (&p)[N]
       const float high0 = __shfl_sync(0xffffffffu, p[n][2], source), high1 = __shfl_sync(0xffffffffu, p[n][3], source);
       const float x = j & 1 ? low1 : low0, y = j & 1 ? high1 : high0;
       const bool see_x = visible(0, n * 8 + j), see_y = visible(1, n * 8 + j);
-      const T* values = reinterpret_cast<const T*>(tile + (row + n * 8 + j) * Tile<T, D>::kPitch) + 2 * (lane & 3);
+      constexpr int kSize = static_cast<int>(sizeof(T));
 #pragma unroll
       for (int m = 0; m < D / 8; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float v = to_float(values[m * 8 + i]);
+          const int at = Tile<T, D>::at(row + n * 8 + j, m * 8 * kSize, 2 * (lane & 3) * kSize);
+          const float v = to_float(reinterpret_cast<const T*>(tile + at)[i]);
           if (!is_finite(v) && see_x) acc[m][i] += x * v;
           if (!is_finite(v) && see_y) acc[m][2 + i] += y * v;
         }

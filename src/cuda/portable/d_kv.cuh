@@ -18,7 +18,7 @@ struct KeyGradients {
   // Steps of the keys and of the values that stay in registers.
   static constexpr bool kRoom = sizeof(T) == 2 && (kBeforeHopper ? Dk < 128 : Dk <= 128);
   static constexpr int kHeldKeys = kRoom ? Dk / kStep<T> : 0;
-  static constexpr int kHeldValues = kRoom ? (Dk == 128 ? 6 : Dv / kStep<T>) : 0;
+  static constexpr int kHeldValues = kRoom ? (Dk == 128 ? 4 : Dv / kStep<T>) : 0;
   static constexpr int kValues = Tile<T, Dk>::bytes(64);
   static constexpr int kKeysAndValues = kValues + Tile<T, Dv>::bytes(64);
   static constexpr int kGradients = Tile<T, Dk>::bytes(kRows);  // where a stage's dO rows begin
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   using Shape = KeyGradients<T, Dk, Dv>;
   constexpr int kRows = Shape::kRows, kN = kRows / 8;
   if (!called(args)) return;
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(128) char memory[];
   __shared__ __align__(16) float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
   __shared__ int stage_position[2][kRows];
   __shared__ int chosen[kListChunk];            // this item's part of the list

@@ -36,20 +36,21 @@ template <class T, int kRows>
 __device__ inline void load_a_rows(std::uint32_t (&a)[4], std::uint32_t tile, int row, int column, int lane) {
   using Rows = Tile<T, kRows>;
   if constexpr (sizeof(T) == 2) {
-    ldmatrix4_transposed(a, tile + (row + (lane & 16) / 2 + (lane & 7)) * Rows::kPitch + (column + (lane & 8)) * 2);
+    ldmatrix4_transposed(a, tile + Rows::at(row + (lane & 16) / 2 + (lane & 7), column * 2, (lane & 8) * 2));
   } else {
-    const std::uint32_t at = tile + (row + 2 * (lane & 3)) * Rows::kPitch + (column + lane / 4) * 4;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[0]) : "r"(at));
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[1]) : "r"(at + 32));
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[2]) : "r"(at + Rows::kPitch));
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[3]) : "r"(at + 32 + Rows::kPitch));
+    static_assert(!Rows::kSwizzled);
+    const std::uint32_t from = tile + Rows::at(row + 2 * (lane & 3), column * 4, lane / 4 * 4);
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[0]) : "r"(from));
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[1]) : "r"(from + 32));
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[2]) : "r"(from + Rows::kPitch));
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[3]) : "r"(from + 32 + Rows::kPitch));
   }
 }
 
 /// float32, A along the reduction and B in rows: elements 2t and 2t + 1 take the places t and t + 4, as in load_b_rows.
 template <class Deep>
 __device__ inline void load_a_paired(std::uint32_t (&a)[4], std::uint32_t tile, int k, int warp, int lane) {
-  const std::uint32_t at = tile + (warp * 16 + lane / 4) * Deep::kPitch + k * 32 + (lane & 3) * 8;
+  const std::uint32_t at = tile + Deep::at(warp * 16 + lane / 4, k * 32, (lane & 3) * 8);
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[0]), "=r"(a[2]) : "r"(at));
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(a[1]), "=r"(a[3]) : "r"(at + 8 * Deep::kPitch));
 }
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
   using WideB = typename Shape::WideB;
   constexpr int kRows = Tiles::kRows, kColumns = Tiles::kColumns, kDepth = Tiles::kDepth, kStages = Tiles::kStages;
   constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a copy
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(128) char memory[];
   const Op op = shared_op.at(blockIdx.z);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int m0 = blockIdx.y * kRows, n0 = blockIdx.x * kColumns;
@@ -91,14 +92,14 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
       for (int i = loader; i < count * Deep::kChunks; i += Tiles::kLoading) {
         const int r = i / Deep::kChunks, k = k0 + i % Deep::kChunks * kPer;
         const T* from = first + r < size && k < op.inner ? source(first + r, k) : nullptr;
-        copy16(to + r * Deep::kPitch + i % Deep::kChunks * 16, from, from != nullptr);
+        copy16(to + Deep::at(r, 0, i % Deep::kChunks * 16), from, from != nullptr);
       }
     };
     const auto wide = [&]<class Wide>(Wide, std::uint32_t to, int first, int size, const auto& source) {
       for (int i = loader; i < kDepth * Wide::kChunks; i += Tiles::kLoading) {
         const int k = k0 + i / Wide::kChunks, r = first + i % Wide::kChunks * kPer;
         const T* from = r < size && k < op.inner ? source(r, k) : nullptr;
-        copy16(to + i / Wide::kChunks * Wide::kPitch + i % Wide::kChunks * 16, from, from != nullptr);
+        copy16(to + Wide::at(i / Wide::kChunks, 0, i % Wide::kChunks * 16), from, from != nullptr);
       }
     };
     const auto source_a = [&](int m, int k) { return op.a(m, o, k); };

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Back
   do {
     using Shape = RangeDq<T, Dk, Dv>;
     constexpr int kKeys = Shape::kKeys;
-    extern __shared__ __align__(16) char memory[];
+    extern __shared__ __align__(128) char memory[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y();
     const Geometry& p = args.geometry;
     const DeviceSequence seq = sequence_of(p, block.z());

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
   do {
     constexpr int kKeys = kRangeKeys<T, Dk, Dv>, kStage = kRangeStage<T, Dk, Dv>;
     constexpr int kValues = Tile<T, Dk>::bytes(kKeys);  // where a stage's values begin
-    extern __shared__ __align__(16) char memory[];
+    extern __shared__ __align__(128) char memory[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y();
     const auto& p = args.geometry;
     const DeviceSequence seq = sequence_of(p, block.z());

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ B
   do {
     using Shape = SelectedDq<T, Dk, Dv>;
     constexpr int kUnit = Shape::kUnit;
-    extern __shared__ __align__(16) char memory[];
+    extern __shared__ __align__(128) char memory[];
     int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const Geometry& p = args.geometry;

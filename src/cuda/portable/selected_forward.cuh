@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(128) selected_forward(const __grid_constant__ 
   do {
     using Shape = SelectedForward<T, Dk, Dv>;
     constexpr int kUnit = Shape::kUnit;
-    extern __shared__ __align__(16) char memory[];
+    extern __shared__ __align__(128) char memory[];
     __shared__ float partial_max[4][16], partial_sum[4][16];
     int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

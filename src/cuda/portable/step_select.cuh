@@ -17,7 +17,7 @@ template <class T, int Dk>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 3)
     score_parts(const __grid_constant__ StepSelectArgs args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(128) char memory[];
   const StepGeometry& p = args.geometry;
   const int kv_head = blockIdx.y, b = blockIdx.z / args.tiles, first_query = blockIdx.z % args.tiles * args.queries;
   const DeviceSequence seq = sequence_of(p, b);
