@@ -2,8 +2,9 @@
 //
 // The eight 16-byte rows of an ldmatrix have to lie in different banks. In 16-bit rows of whole 128-byte lines the
 // 16-byte chunks of each line change places: chunk c of row r lies at c ^ (r % 8). Other rows are padded by 16 bytes,
-// their pitch is an odd multiple of that. (This costs an asynchronous copy more: every other row lies across its 32-byte
-// sectors, which are then fetched twice. But it leaves constant distances between the many addresses of float32.)
+// their pitch is an odd multiple of that. (This costs an asynchronous copy more: every other row lies across its
+// 32-byte sectors, which are then fetched twice. But it leaves constant distances between the many addresses of
+// float32.)
 #pragma once
 
 #include <type_traits>
@@ -89,8 +90,7 @@ class RowStream {
       if (kRows % kTogether != 0 && r + row_ >= kRows) break;
       const std::uint32_t to = tile + Tile<T, D>::at(r + row_, 0, column_);
 #pragma unroll
-      for (int c = 0; c < Tile<T, D>::kChunks / 8; ++c)
-        copy16(to + c * 128, from + c * 128, first + r + row_ < end);
+      for (int c = 0; c < Tile<T, D>::kChunks / 8; ++c) copy16(to + c * 128, from + c * 128, first + r + row_ < end);
       from += kTogether * stride_;
     }
   }
@@ -135,28 +135,39 @@ __device__ __forceinline__ void unrolled(const F& f) {
   (std::make_integer_sequence<int, N>{});
 }
 
-template <class T>
+template <class T, int M = 1>
 struct Ring {
   static constexpr int kSize = kAhead<T> + 1;
-  std::uint32_t a[4];  // the first fragment of A, where A is a tile too
+  std::uint32_t a[4];  // the first fragment of A, where A is a tile too; with M > 1 there are no registers for it
   std::uint32_t b[kSize][4];
 };
 
 /// After the last product.
 struct Nothing {
-  template <class T>
-  __device__ void fetch(Ring<T>&, int) const {}
+  template <class T, int M>
+  __device__ void fetch(Ring<T, M>&, int) const {}
 };
 
 /// Fetches what must be on its way before run().
-template <class Product, class T>
-__device__ inline void start(const Product& product, Ring<T>& ring) {
+template <class Product, class T, int M>
+__device__ inline void start(const Product& product, Ring<T, M>& ring) {
 #pragma unroll
   for (int i = 0; i < kAhead<T>; ++i) product.fetch(ring, i);
 }
 
-/// c = a * tile^T: 16 rows of a (its fragments come from load_a(a, k)) against 8 * N rows of a tile, over D.
-template <class T, int D, int N, class LoadA>
+/// Of the C fragments of M times sixteen rows, c[M][..][4] or, if M = 1, c[..][4], those of the m-th sixteen.
+template <int M, class C>
+__device__ __forceinline__ auto& sixteen(C& c, int m) {
+  if constexpr (M == 1) {
+    return c;
+  } else {
+    return c[m];
+  }
+}
+
+/// c = a * tile^T: M times sixteen rows of a against 8 * N rows of a tile, over D. The fragments of a come from
+/// load_a(a, k), with M > 1 from load_a(a, k, m).
+template <class T, int D, int N, class LoadA, int M = 1>
 struct Scores {
   const LoadA& load_a;
   std::uint32_t tile;
@@ -165,33 +176,42 @@ struct Scores {
   static constexpr int kSteps = D / kStep<T>, kPairs = N > 1 ? N / 2 : 1;
   // Steps of the unrolled loop (float32 has too many of them to unroll all), its fragments of B; N = 1: two steps each.
   static constexpr int kBlock = sizeof(T) == 4 ? 8 : kSteps, kFragments = N > 1 ? kBlock *kPairs : kBlock / 2;
-  static_assert(kFragments % Ring<T>::kSize == 0 && kSteps % kBlock == 0 && (N == 1 || N % 2 == 0));
+  static_assert(kFragments % Ring<T, M>::kSize == 0 && kSteps % kBlock == 0 && (N == 1 || N % 2 == 0));
 
   /// Fragment i of the block of steps that begins at k0.
-  __device__ __forceinline__ void fetch(Ring<T>& ring, int i, int k0 = 0) const {
+  __device__ __forceinline__ void fetch(Ring<T, M>& ring, int i, int k0 = 0) const {
     if constexpr (N == 1) {
-      Tile<T, D>::load_b_narrow(ring.b[i % Ring<T>::kSize], tile, 0, k0 + 2 * i, lane);
+      Tile<T, D>::load_b_narrow(ring.b[i % Ring<T, M>::kSize], tile, 0, k0 + 2 * i, lane);
     } else {
-      Tile<T, D>::load_b(ring.b[i % Ring<T>::kSize], tile, i % kPairs * 16, k0 + i / kPairs, lane);
+      Tile<T, D>::load_b(ring.b[i % Ring<T, M>::kSize], tile, i % kPairs * 16, k0 + i / kPairs, lane);
     }
-    if (i == 0 && k0 == 0) load_a(ring.a, 0);
+    if constexpr (M == 1) {
+      if (i == 0 && k0 == 0) load_a(ring.a, 0);
+    }
   }
-  template <class Next = Nothing>
-  __device__ __forceinline__ void run(float (&c)[N][4], Ring<T>& ring, const Next& next = {}) const {
+  template <class C, class Next = Nothing>
+  __device__ __forceinline__ void run(C& c, Ring<T, M>& ring, const Next& next = {}) const {
+    std::uint32_t a[2][M][4];
 #pragma unroll
-    for (int n = 0; n < N; ++n)
+    for (int m = 0; m < M; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[n][i] = 0;
-    std::uint32_t a[2][4];
+      for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[0][i] = ring.a[i];
+        for (int i = 0; i < 4; ++i) sixteen<M>(c, m)[n][i] = 0;
+    }
+    if constexpr (M == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[0][0][i] = ring.a[i];
+    } else {
+      load(a[0], 0);
+    }
 #pragma unroll(kBlock == kSteps ? kSteps : 1)
     for (int k0 = 0; k0 < kSteps; k0 += kBlock) {
       const bool last = k0 + kBlock == kSteps;
       unrolled<kBlock * kPairs>([&](auto index) {
         constexpr int k = index / kPairs, n = index % kPairs, i = N > 1 ? index : k / 2, ahead = i + kAhead<T>;
-        if (n == 0 && (!last || k + 1 < kBlock)) load_a(a[(k + 1) % 2], k0 + k + 1);
-        const std::uint32_t(&b)[4] = ring.b[i % Ring<T>::kSize];
+        if (n == 0 && (!last || k + 1 < kBlock)) load(a[(k + 1) % 2], k0 + k + 1);
+        const std::uint32_t(&b)[4] = ring.b[i % Ring<T, M>::kSize];
         if constexpr (N > 1 || k % 2 == 0) {
           if constexpr (ahead < kFragments) {
             fetch(ring, ahead, k0);
@@ -202,43 +222,52 @@ struct Scores {
           }
         }
         if constexpr (N > 1) {
-          mma(T{}, c[2 * n], a[k % 2], b[0], b[1]);
-          mma(T{}, c[2 * n + 1], a[k % 2], b[2], b[3]);
+          unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(c, m)[2 * n], a[k % 2][m], b[0], b[1]); });
+          unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(c, m)[2 * n + 1], a[k % 2][m], b[2], b[3]); });
         } else {
-          mma(T{}, c[0], a[k % 2], b[k % 2 * 2], b[k % 2 * 2 + 1]);
+          unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(c, m)[0], a[k % 2][m], b[k % 2 * 2], b[k % 2 * 2 + 1]); });
         }
       });
     }
   }
+
+ private:
+  __device__ __forceinline__ void load(std::uint32_t (&a)[M][4], int k) const {
+    if constexpr (M == 1) {
+      load_a(a[0], k);
+    } else {
+#pragma unroll
+      for (int m = 0; m < M; ++m) load_a(a[m], k, m);
+    }
+  }
 };
 
-/// acc += p * tile: p (C fragments, 16 x 8*N, rounded to T) against the rows of a tile, D columns.
-template <class T, int D, int N>
+/// acc += p * tile: p (C fragments, M times 16 x 8*N, rounded to T) against the rows of a tile, D columns.
+template <class T, int D, int N, int M = 1>
 struct Outputs {
   std::uint32_t tile;
   int lane;
 
   static constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16, kAll = kSteps * kPairs;
-  static_assert(kAll % Ring<T>::kSize == 0);
+  static_assert(kAll % Ring<T, M>::kSize == 0);
 
-  __device__ __forceinline__ void fetch(Ring<T>& ring, int i) const {
-    Tile<T, D>::load_b_rows(ring.b[i % Ring<T>::kSize], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
+  __device__ __forceinline__ void fetch(Ring<T, M>& ring, int i) const {
+    Tile<T, D>::load_b_rows(ring.b[i % Ring<T, M>::kSize], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
   }
-  template <class Next = Nothing>
-  __device__ __forceinline__ void run(float (&acc)[D / 8][4], const float (&p)[N][4], Ring<T>& ring,
-                                      const Next& next = {}) const {
-    std::uint32_t a[4];
+  template <class Acc, class P, class Next = Nothing>
+  __device__ __forceinline__ void run(Acc& acc, const P& p, Ring<T, M>& ring, const Next& next = {}) const {
+    std::uint32_t a[M][4];
     unrolled<kAll>([&](auto index) {
       constexpr int i = index, n = i % kPairs;
-      if constexpr (n == 0) operand_a<T>(a, p, i / kPairs);
+      if constexpr (n == 0) unrolled<M>([&](auto m) { operand_a<T>(a[m], sixteen<M>(p, m), i / kPairs); });
       if constexpr (i + kAhead<T> < kAll) {
         fetch(ring, i + kAhead<T>);
       } else {
         next.fetch(ring, i + kAhead<T> - kAll);
       }
-      const std::uint32_t(&b)[4] = ring.b[i % Ring<T>::kSize];
-      mma(T{}, acc[2 * n], a, b[0], b[1]);
-      mma(T{}, acc[2 * n + 1], a, b[2], b[3]);
+      const std::uint32_t(&b)[4] = ring.b[i % Ring<T, M>::kSize];
+      unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(acc, m)[2 * n], a[m], b[0], b[1]); });
+      unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(acc, m)[2 * n + 1], a[m], b[2], b[3]); });
     });
   }
 };

@@ -60,7 +60,7 @@ __device__ inline void store_d_q(const BackwardArgs& args, int batch, std::int64
 struct QueryRows {
   bool valid[2];
   int head[2];
-  std::int64_t row[2];
+  int row[2];
   float lse[2], delta[2], gate[2];
 
   __device__ void read(const BackwardArgs& args, int batch, int i) {

@@ -13,8 +13,8 @@ namespace {
 using T = NSA_ELEMENT;
 constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
 
-unsigned row_tiles(const Geometry& g) {
-  return static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
+unsigned row_tiles(const Geometry& g, int rows) {
+  return static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, rows));
 }
 
 /// A launch, or one with few blocks for a kernel that stands in (redo.cuh).
@@ -29,7 +29,7 @@ cudaError_t launch_attention(void (*kernel)(Args), dim3 grid, int memory, cudaSt
 
 cudaError_t run_range_forward(const RangeArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  return launch_attention(range_forward<T, Dk, Dv, RangeArgs>, dim3(row_tiles(g), g.kv_heads, g.batches),
+  return launch_attention(range_forward<T, Dk, Dv, RangeArgs>, dim3(row_tiles(g, kRangeRows), g.kv_heads, g.batches),
                           2 * kRangeStage<T, Dk, Dv>, stream, args);
 }
 
@@ -40,10 +40,19 @@ cudaError_t run_selected_forward(const SelectedArgs& args, cudaStream_t stream) 
                           SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
 }
 
-cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
+template <bool kWide>
+cudaError_t launch_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
+  using Shape = RangeDq<T, Dk, Dv, kWide>;
   const Geometry& g = args.geometry;
-  return launch_attention(range_d_q<T, Dk, Dv>, dim3(row_tiles(g), g.kv_heads, g.batches), RangeDq<T, Dk, Dv>::kMemory,
+  return launch_attention(range_d_q<T, Dk, Dv>, dim3(row_tiles(g, Shape::kRows), g.kv_heads, g.batches), Shape::kMemory,
                           stream, args);
+}
+
+cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
+  cudaFuncAttributes kernel;  // which of the architectures it was compiled for runs here
+  const cudaError_t error = cudaFuncGetAttributes(&kernel, range_d_q<T, Dk, Dv>);
+  if (error != cudaSuccess) return error;
+  return kernel.ptxVersion < 90 ? launch_range_d_q<false>(args, stream) : launch_range_d_q<true>(args, stream);
 }
 
 cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {

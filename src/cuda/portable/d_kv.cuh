@@ -52,6 +52,7 @@ struct HeldRows {
 struct KeyTile {
   int first, count;
   int query_begin, query_end;  // a range of queries, or of entries of the list
+  int query_start;             // the first that is walked; those before it follow at the end
   int item, items;             // this thread block's item, and how many the key tile has
   std::int64_t partial;        // where their partial sums are, if there are several
 };
@@ -65,12 +66,15 @@ __device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int&
   return seq;
 }
 
-/// Which keys and queries item `x` of a range is about.
+/// Which keys and queries item `x` of a range is about. Neighbouring items, which run at the same time, read the same
+/// queries, so that these come from the second-level cache: of the compressed branch all key tiles are in turn for a
+/// chunk of the queries; a tile of the window walks round from a query that it has in common with its neighbours.
 __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count, int x) {
   const Geometry& p = args.geometry;
-  const int tile = x / args.chunks, item = x % args.chunks;
+  const int tiles = (key_count + 63) / 64;
+  if (x >= tiles * args.chunks) return {};
+  const int tile = args.window ? x / args.chunks : x % tiles;
   const int first = tile * 64, count = min(key_count - first, 64);
-  if (count <= 0) return {};
   const int shift = seq.k_len - seq.q_len;  // position of query 0
   const std::int64_t begin =
       args.window ? first : static_cast<std::int64_t>(first) * p.kernel_stride + p.kernel_size - 1;
@@ -78,11 +82,21 @@ __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSeque
   const int query_begin = static_cast<int>(max(begin - shift, std::int64_t{0}));
   const int query_end = static_cast<int>(min(end - shift, static_cast<std::int64_t>(seq.q_len)));
   const int chunk = range_chunk(args.window, seq.q_len);
-  const int items = max((query_end - query_begin + chunk - 1) / chunk, 1);
-  if (item >= items) return {};
-  const int from = query_begin + item * chunk;
   const std::int64_t partial = args.partials_before(before(p, seq)) + tile * max_range_chunks(args.window, seq.q_len);
-  return {first, count, from, min(from + chunk, query_end), item, items, partial};
+  if (args.window) {
+    const int item = x % args.chunks, items = max((query_end - query_begin + chunk - 1) / chunk, 1);
+    if (item >= items) return {};
+    const int from = query_begin + item * chunk, to = min(from + chunk, query_end);
+    const int round = (min(args.window, seq.q_len) + 126) / 64 * 64;  // at least the queries of a tile
+    const int start = (from + round - 1) / round * round;
+    return {first, count, from, to, items == 1 && start < to ? start : from, item, items, partial};
+  }
+  // Chunks of all queries, the last ones, which all tiles see, first.
+  const int last = (seq.q_len - 1) / chunk, least = min(query_begin / chunk, last);
+  const int at = args.chunks - 1 - x / tiles;
+  if (at < least || at > last) return {};
+  const int from = max(query_begin, at * chunk);
+  return {first, count, from, min((at + 1) * chunk, query_end), from, at - least, last - least + 1, partial};
 }
 
 /// The same for the selection: items of all key tiles follow each other, found by bisection.
@@ -102,13 +116,8 @@ __device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSe
   const int begin = lists.begin[block], end = lists.begin[block + 1];
   const int item = x - lists.item_begin[low], items = lists.item_begin[low + 1] - lists.item_begin[low];
   const int from = begin + item * kListChunk;
-  return {first,
-          count,
-          from,
-          min(from + kListChunk, end),
-          item,
-          items,
-          args.partials_before(lists.entry + begin, lists.slot + block) + tile * items};
+  return {first, count, from,  min(from + kListChunk, end),
+          from,  item,  items, args.partials_before(lists.entry + begin, lists.slot + block) + tile * items};
 }
 
 /// Everything about the item of this thread block.
@@ -170,8 +179,10 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   // Row r of this item: a query and a head of the group.
   const auto place = [&](int r, int& query, int& head) {
     const int i = p.by_group.quotient(r);
-    query = selected ? chosen[i] : tile.query_begin + i;
     head = r - i * p.group;
+    query = tile.query_start + i;
+    if (query >= tile.query_end) query -= queries;
+    if (selected) query = chosen[i];
   };
   const auto find_rows = [&](int stage) {  // one warp
     if (lane >= kRows) return;
@@ -260,9 +271,9 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     start(scores, ring);
     scores.run(s, ring, products);
     products.run(dp, ring, value_outputs);
-    // Positions ascend in a stage, so its ends tell whether all of its rows see all keys.
+    // Positions ascend in a stage but where a walk comes round, so its ends tell whether all of its rows see all keys.
     const int first_position = stage_position[slot][0], last_position = stage_position[slot][kRows - 1];
-    const bool partial = first_position < all_from || last_position < 0 || last_position > all_until;
+    const bool partial = first_position < all_from || last_position < first_position || last_position > all_until;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int column = n * 8 + 2 * (lane & 3);

@@ -1,4 +1,6 @@
-// dQ for a range of keys per query: the sliding window and the compressed branch. The same walk as range_forward.cuh.
+// dQ for a range of keys per query: the sliding window and the compressed branch. The same walk as range_forward.cuh,
+// but a warp has two times sixteen rows where their sums fit into registers: what limits the kernel is the traffic of
+// shared memory, and a fragment of keys or values serves all rows of the warp.
 #pragma once
 
 #include "cuda/portable/arguments.h"
@@ -8,12 +10,19 @@
 
 namespace nsa::cuda::portable {
 
-template <class T, int Dk, int Dv>
+/// kWide: two times sixteen rows of 16-bit types, with Q and dO in shared memory, of which only Hopper and later have
+/// enough for two thread blocks.
+template <class T, int Dk, int Dv, bool kWide = !kBeforeHopper>
 struct RangeDq {
+  static constexpr int kTiles = kWide && sizeof(T) == 2 && Dk <= 128 ? 2 : 1;  // times sixteen rows of a warp
+  static constexpr int kRows = 64 * kTiles;
   static constexpr int kKeys = sizeof(T) == 2 ? 32 : Dk > 128 ? 8 : 16;
   static constexpr int kValues = Tile<T, Dk>::bytes(kKeys);
   static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kKeys);
-  static constexpr int kMemory = 2 * kStage;
+  static constexpr bool kShared = kTiles > 1;
+  static constexpr int kGradients = kTiles * SharedFragments<T, Dk>::kBytes;  // where dO of a warp begins
+  static constexpr int kWarp = kShared ? kGradients + kTiles * SharedFragments<T, Dv>::kBytes : 0;
+  static constexpr int kMemory = 2 * kStage + 4 * kWarp;
 };
 
 template <class T, int Dk, int Dv>
@@ -22,33 +31,46 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Back
   if (!block.any()) return;
   do {
     using Shape = RangeDq<T, Dk, Dv>;
-    constexpr int kKeys = Shape::kKeys;
+    constexpr int kKeys = Shape::kKeys, kM = Shape::kTiles, kN = kKeys / 8;
     extern __shared__ __align__(128) char memory[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y();
     const Geometry& p = args.geometry;
     const DeviceSequence seq = sequence_of(p, block.z());
-    const std::int64_t first_row = static_cast<std::int64_t>(block.columns() - 1 - block.x()) * kRangeRows;
+    const std::int64_t first_row = static_cast<std::int64_t>(block.columns() - 1 - block.x()) * Shape::kRows;
     const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
     if (first_row >= rows) continue;
     const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z());
     const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
 
-    QueryRows mine;
-    KeyRange range[2];
+    // What is needed of the rows, in shared memory: registers are scarce. Row of the batch (-1: none), head and batch;
+    // lse, delta, gate, and where the keys end that it sees.
+    __shared__ int4 places[Shape::kRows];
+    __shared__ float4 terms[Shape::kRows];
+    const std::uint32_t kept = shared_address(memory) + 2 * Shape::kStage + warp * Shape::kWarp;
+    const auto row_in_tile = [&](int m, int i) { return (warp * kM + m) * 16 + lane / 4 + 8 * i; };
+    QueryRows mine[kM];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Row r = row_of(p, seq, kv_head, first_row + warp * 16 + lane / 4 + 8 * i);
-      mine.valid[i] = r.valid;
-      mine.head[i] = r.head;
-      mine.row[i] = seq.q_begin + r.query;
-      mine.read(args, seq.batch, i);
-      range[i] = r.valid ? visible_keys(p, args.window, seq.position(r.query)) : KeyRange{0, 0};
-    }
-    const RowFragments<T, Dk, sizeof(T) == 2 && Dk <= 128> q(mine.at<T>(args.q, seq.batch, 0),
-                                                             mine.at<T>(args.q, seq.batch, 1), lane);
-    const RowFragments<T, Dv> d_o(mine.at<T>(args.d_o, seq.batch, 0), mine.at<T>(args.d_o, seq.batch, 1), lane);
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Row r = row_of(p, seq, kv_head, first_row + row_in_tile(m, i));
+        mine[m].valid[i] = r.valid;
+        mine[m].head[i] = r.head;
+        mine[m].row[i] = seq.q_begin + r.query;
+        mine[m].read(args, seq.batch, i);
+        if (lane % 4 != 0) continue;
+        const int end = r.valid ? visible_keys(p, args.window, seq.position(r.query)).last : 0;
+        places[row_in_tile(m, i)] = make_int4(r.valid ? mine[m].row[i] : -1, r.head, seq.batch, 0);
+        terms[row_in_tile(m, i)] = make_float4(mine[m].lse[i], mine[m].delta[i], mine[m].gate[i], __int_as_float(end));
+      }
+    const auto q = fragments_of < T, Dk, kM, Shape::kShared,
+               sizeof(T) == 2 &&
+                   Dk <= 128 > ([&](int m, int i) { return mine[m].template at<T>(args.q, seq.batch, i); }, kept, lane);
+    const auto d_o = fragments_of<T, Dv, kM, Shape::kShared, Shape::kShared>(
+        [&](int m, int i) { return mine[m].template at<T>(args.d_o, seq.batch, i); }, kept + Shape::kGradients, lane);
+    __syncwarp();
 
-    const std::int64_t last_row = min(first_row + kRangeRows, rows) - 1;
+    const std::int64_t last_row = min(first_row + Shape::kRows, rows) - 1;
     const KeyRange head = visible_keys(p, args.window, seq.position(static_cast<int>(first_row / p.group)));
     const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
     const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
@@ -62,50 +84,69 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Back
       commit_copies();
     };
 
-    float acc[Dk / 8][4] = {};
+    std::conditional_t<kM == 1, float[Dk / 8][4], float[kM][Dk / 8][4]> acc;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sixteen<kM>(acc, m)[n][i] = 0;
     const float scale = args.scale * kLog2e;
     if (first_tile < last_tile) load(first_tile);
     for (int tile = first_tile; tile < last_tile; ++tile) {
-      if (tile + 1 < last_tile) {
-        load(tile + 1);
-        wait_copies<1>();
-      } else {
-        wait_copies<0>();
-      }
-      __syncthreads();
+      wait_copies<0>();
+      __syncthreads();  // the other stage is free
+      if (tile + 1 < last_tile) load(tile + 1);
       char* keys = memory + tile % 2 * Shape::kStage;
       const int key = tile * kKeys;
-      float s[kKeys / 8][4], dp[kKeys / 8][4];
-      Ring<T> ring;
-      const Scores<T, Dk, kKeys / 8, decltype(q)> scores{q, shared_address(keys), lane};
-      const Scores<T, Dv, kKeys / 8, decltype(d_o)> products{d_o, shared_address(keys + Shape::kValues), lane};
-      const Outputs<T, Dk, kKeys / 8> outputs{shared_address(keys), lane};
+      std::conditional_t<kM == 1, float[kN][4], float[kM][kN][4]> s, dp;
+      Ring<T, kM> ring;
+      const Scores<T, Dk, kN, decltype(q), kM> scores{q, shared_address(keys), lane};
+      const Scores<T, Dv, kN, decltype(d_o), kM> products{d_o, shared_address(keys + Shape::kValues), lane};
+      const Outputs<T, Dk, kN, kM> outputs{shared_address(keys), lane};
       start(scores, ring);
       scores.run(s, ring, products);
       products.run(dp, ring, outputs);
       const bool partial = key < tail.first || key + kKeys > head.last;
-      row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
-      const auto visible = [&](int i, int j) { return key + j >= range[i].first && key + j < range[i].last; };
-      if (partial) mask_rows(dp, lane, visible);
-      if (partial && __syncthreads_or(has_nonfinite<T, Dk>(keys, kKeys, thread, 128))) {
-        add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, visible);
-        __syncthreads();
-        clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
-        __syncthreads();
-        start(outputs, ring);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const float4 low = terms[row_in_tile(m, 0)], high = terms[row_in_tile(m, 1)];
+        row_gradients(sixteen<kM>(s, m), sixteen<kM>(dp, m), scale, {low.x, high.x}, {low.y, high.y}, {low.z, high.z});
+      }
+      if (partial) {
+        const auto visible = [&](int m, int i, int j) {
+          const int behind = __float_as_int(terms[row_in_tile(m, i)].w) - (key + j);  // no more than the window
+          return behind > 0 && (args.window == 0 || behind <= args.window);
+        };
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+          mask_rows(sixteen<kM>(dp, m), lane, [&](int i, int j) { return visible(m, i, j); });
+        if (__syncthreads_or(has_nonfinite<T, Dk>(keys, kKeys, thread, 128))) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+            add_nonfinite<T, Dk>(sixteen<kM>(acc, m), sixteen<kM>(dp, m), keys, 0, lane,
+                                 [&](int i, int j) { return visible(m, i, j); });
+          __syncthreads();
+          clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
+          __syncthreads();
+          start(outputs, ring);
+        }
       }
       outputs.run(acc, dp, ring);
-      __syncthreads();  // the stage is free
     }
 
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!mine.valid[i]) continue;
+    for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < Dk / 8; ++n)
-        store_d_q<T>(args, seq.batch, mine.row[i], mine.head[i], n * 8 + 2 * (lane & 3), acc[n][2 * i] * args.scale,
-                     acc[n][2 * i + 1] * args.scale);
-    }
+      for (int i = 0; i < 2; ++i) {
+        const int4 place = places[row_in_tile(m, i)];
+        if (place.x < 0) continue;
+        const auto& sum = sixteen<kM>(acc, m);
+#pragma unroll
+        for (int n = 0; n < Dk / 8; ++n)
+          store_d_q<T>(args, place.z, place.x, place.y, n * 8 + 2 * (lane & 3), sum[n][2 * i] * args.scale,
+                       sum[n][2 * i + 1] * args.scale);
+      }
   } while (block.next());
 }
 

@@ -9,10 +9,18 @@
 namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
-using SelectedDq = SelectedUnits<T, Dk, Dv, Dk>;
+struct SelectedDq : SelectedUnits<T, Dk, Dv, Dk> {
+  // Q and dO, the same for all warps: in shared memory, so that three thread blocks have enough registers.
+  static constexpr bool kShared = sizeof(T) == 2;
+  static constexpr int kQ = SelectedUnits<T, Dk, Dv, Dk>::kMemory;
+  static constexpr int kGradients = kQ + (kShared ? SharedFragments<T, Dk>::kBytes : 0);
+  static constexpr int kMemory = kGradients + (kShared ? SharedFragments<T, Dv>::kBytes : 0);
+  static constexpr int kBlocks = kShared && !kBeforeHopper && Dk <= 128 ? 3 : 2;  // of a multiprocessor
+};
 
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
+    selected_d_q(const __grid_constant__ BackwardArgs args) {
   Blocks<T, BackwardArgs> block(args);
   if (!block.any()) return;
   do {
@@ -39,9 +47,13 @@ __global__ void __launch_bounds__(128, 2) selected_d_q(const __grid_constant__ B
       mine.row[i] = query_row;
       mine.read(args, seq.batch, i);
     }
-    const RowFragments<T, Dk> q(mine.at<T>(args.q, seq.batch, 0), mine.at<T>(args.q, seq.batch, 1), lane);
-    const RowFragments<T, Dv, sizeof(T) == 2 && Dk <= 128> d_o(mine.at<T>(args.d_o, seq.batch, 0),
-                                                               mine.at<T>(args.d_o, seq.batch, 1), lane);
+    const auto q = keep_fragments<Shape::kShared>(
+        RowFragments<T, Dk>(mine.at<T>(args.q, seq.batch, 0), mine.at<T>(args.q, seq.batch, 1), lane),
+        shared_address(memory) + Shape::kQ, lane, warp, 4);
+    const auto d_o = keep_fragments<Shape::kShared>(
+        RowFragments<T, Dv>(mine.at<T>(args.d_o, seq.batch, 0), mine.at<T>(args.d_o, seq.batch, 1), lane),
+        shared_address(memory) + Shape::kGradients, lane, warp, 4);
+    // Ends with a barrier.
     const int blocks =
         clean_list(args.indices.at<int>(seq.batch, query_row, kv_head), args.topk, position, args.block_size, list);
 

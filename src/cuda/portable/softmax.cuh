@@ -54,6 +54,59 @@ class RowFragments {
   std::uint32_t kept_[kKept ? kSteps : 1][4];
 };
 
+/// The same of 16-bit types in shared memory, each lane its own: where registers are scarce.
+template <class T, int D>
+class SharedFragments {
+ public:
+  static constexpr int kBytes = 16 * D * static_cast<int>(sizeof(T));
+
+  /// Writes the steps first, first + every, ... of kBytes at `memory`: warps that have the same rows share this work.
+  __device__ SharedFragments(std::uint32_t memory, int lane, const RowFragments<T, D>& rows, int first = 0,
+                             int every = 1)
+      : mine_(memory + lane * 16) {
+#pragma unroll
+    for (int k = 0; k < D / kStep<T>; ++k) {
+      if (k % every != first) continue;
+      std::uint32_t a[4];
+      rows(a, k);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine_ + k * 512), "r"(a[0]), "r"(a[1]), "r"(a[2]),
+                   "r"(a[3]));
+    }
+  }
+  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(mine_ + k * 512));
+  }
+
+ private:
+  std::uint32_t mine_;
+};
+
+template <bool kShared, class T, int D, bool kKept>
+__device__ __forceinline__ auto keep_fragments(const RowFragments<T, D, kKept>& rows, std::uint32_t memory, int lane,
+                                               int first = 0, int every = 1) {
+  if constexpr (kShared) {
+    return SharedFragments<T, D>(memory, lane, rows, first, every);
+  } else {
+    return rows;
+  }
+}
+
+/// load_a(a, k), load_a(a, k, m) of M times sixteen rows for Scores. row(m, i): this lane's two of the m-th sixteen.
+template <class T, int D, int M, bool kShared, bool kKept, class Row>
+__device__ __forceinline__ auto fragments_of(const Row& row, std::uint32_t memory, int lane) {
+  const auto of = [&](int m) {
+    return keep_fragments<kShared>(RowFragments<T, D, kKept>(row(m, 0), row(m, 1), lane),
+                                   memory + m * SharedFragments<T, D>::kBytes, lane);
+  };
+  if constexpr (M == 1) {
+    return of(0);
+  } else {
+    return [first = of(0), second = of(1)](std::uint32_t(&a)[4], int k, int m) { m == 0 ? first(a, k) : second(a, k); };
+  }
+}
+
 /// Reference (close to the running maximum, in base-2 units), sum and output of two rows. Scores come raw and are
 /// scaled here by positive_scale().
 template <int D>

@@ -153,45 +153,6 @@ __device__ __forceinline__ void pack_keys(std::uint32_t (&p)[N / 2][4], const fl
   for (int k = 0; k < N / 2; ++k) operand_a<T>(p[k], s, k);
 }
 
-/// A operands that a warp keeps in shared memory, each lane its own.
-template <class T, int D>
-class SharedFragments {
- public:
-  __device__ SharedFragments(std::uint32_t memory, int lane, const portable::RowFragments<T, D>& rows)
-      : mine_(memory + lane * 16) {
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      std::uint32_t a[4];
-      rows(a, k);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(mine_ + k * 512), "r"(a[0]), "r"(a[1]), "r"(a[2]),
-                   "r"(a[3]));
-    }
-  }
-  __device__ __forceinline__ void operator()(std::uint32_t (&a)[4], int k) const {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(mine_ + k * 512));
-  }
-
- private:
-  std::uint32_t mine_;
-};
-
-/// Bytes of shared memory for them, of `warps` warps.
-template <int D>
-constexpr int shared_fragments(int warps) {
-  return warps * 16 * D * 2;
-}
-template <bool kShared, class T, int D>
-__device__ __forceinline__ auto keep_fragments(const portable::RowFragments<T, D>& rows, std::uint32_t memory, int warp,
-                                               int lane) {
-  if constexpr (kShared) {
-    return SharedFragments<T, D>(memory + warp * shared_fragments<D>(1), lane, rows);
-  } else {
-    return rows;
-  }
-}
-
 /// What the two rows of a lane see.
 class SelectedLimits {
  public:

@@ -9,9 +9,11 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
+using portable::keep_fragments;
 using portable::QueryRows;
 using portable::row_gradients;
 using portable::RowFragments;
+using portable::SharedFragments;
 
 constexpr int kStep = 32;  // keys whose S and dP exist at a time
 /// Fragments and sums of sixteen rows take the registers of two warps per scheduler.
@@ -20,7 +22,8 @@ constexpr int warps(int key_dim) { return key_dim > 64 ? 8 : 12; }
 constexpr bool shares_d_o(int key_dim) { return key_dim > 128; }
 
 template <int Dk, int Dv, int kKeys>
-using Shape = SelectedShape<Dk, Dv, kKeys, warps(Dk), shares_d_o(Dk) ? shared_fragments<Dv>(warps(Dk)) : 0>;
+using Shape =
+    SelectedShape<Dk, Dv, kKeys, warps(Dk), shares_d_o(Dk) ? warps(Dk) * SharedFragments<NSA_ELEMENT, Dv>::kBytes : 0>;
 
 template <class T, int Dk, int Dv, int kKeys>
 __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
@@ -63,7 +66,8 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     const int batch = tile.seq.batch;
     const RowFragments<T, Dk> q(mine.at<T>(args.q, batch, 0), mine.at<T>(args.q, batch, 1), lane);
     const auto d_o = keep_fragments<shares_d_o(Dk)>(
-        RowFragments<T, Dv>(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane), kept, warp, lane);
+        RowFragments<T, Dv>(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane),
+        kept + warp * SharedFragments<T, Dv>::kBytes, lane);
     float acc[Dk / 8][4] = {};
     reader.for_keys(buffer, parity, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
       keys.wait();
