@@ -17,11 +17,17 @@ unsigned row_tiles(const Geometry& g, int rows) {
   return static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, rows));
 }
 
+template <class Args>
+Redo& redo_of(Args& args) {
+  return args.redo;
+}
+Redo& redo_of(RangeDqArgs& args) { return args.branch[0].redo; }
+
 /// A launch, or one with few blocks for a kernel that stands in (redo.cuh).
 template <class Args>
 cudaError_t launch_attention(void (*kernel)(Args), dim3 grid, int memory, cudaStream_t stream, Args args) {
-  if (args.redo.flag) {
-    args.redo.x = grid.x, args.redo.y = grid.y, args.redo.z = grid.z;
+  if (Redo& redo = redo_of(args); redo.flag) {
+    redo.x = grid.x, redo.y = grid.y, redo.z = grid.z;
     grid = grid.x * grid.y * grid.z == 0 ? dim3(0) : dim3(264);
   }
   return launch(kernel, grid, 128, memory, stream, args);
@@ -41,18 +47,20 @@ cudaError_t run_selected_forward(const SelectedArgs& args, cudaStream_t stream) 
 }
 
 template <bool kWide>
-cudaError_t launch_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
+cudaError_t launch_range_d_q(const RangeDqArgs& args, cudaStream_t stream) {
   using Shape = RangeDq<T, Dk, Dv, kWide>;
-  const Geometry& g = args.geometry;
+  const Geometry& g = args.branch[0].geometry;
   return launch_attention(range_d_q<T, Dk, Dv>, dim3(row_tiles(g, Shape::kRows), g.kv_heads, g.batches), Shape::kMemory,
                           stream, args);
 }
 
-cudaError_t run_range_d_q(const BackwardArgs& args, cudaStream_t stream) {
+cudaError_t run_range_d_q(const BackwardArgs& args, const BackwardArgs* more, cudaStream_t stream) {
   cudaFuncAttributes kernel;  // which of the architectures it was compiled for runs here
   const cudaError_t error = cudaFuncGetAttributes(&kernel, range_d_q<T, Dk, Dv>);
   if (error != cudaSuccess) return error;
-  return kernel.ptxVersion < 90 ? launch_range_d_q<false>(args, stream) : launch_range_d_q<true>(args, stream);
+  RangeDqArgs ranges{{args, more ? *more : BackwardArgs{}}, more ? 2 : 1};
+  if (more) ranges.branch[1].sum_from = args.sum_from;
+  return kernel.ptxVersion < 90 ? launch_range_d_q<false>(ranges, stream) : launch_range_d_q<true>(ranges, stream);
 }
 
 cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {

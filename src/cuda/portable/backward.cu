@@ -142,6 +142,13 @@ Prepared part_of(Prepared x, int first, int count, const Strided& sum) {
   return x;
 }
 
+/// The portable kernel of one range or two.
+auto range_d_q(const Prepared& x, const Prepared* more) {
+  const auto kernel = kernels_of(x.branch->q, x.branch->v).range_d_q;
+  return
+      [=](const BackwardArgs& args, cudaStream_t stream) { return kernel(args, more ? &more->args : nullptr, stream); };
+}
+
 /// dQ.
 Status run_queries(const Prepared& x, Execution& e) {
   const AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
@@ -152,7 +159,7 @@ Status run_queries(const Prepared& x, Execution& e) {
       },
       [&] {
         return x.selected ? run_portable(kernels.selected_d_q, x, x.hopper.selected_d_q, "selected_d_q", e)
-                          : run_portable(kernels.range_d_q, x, x.hopper.range_d_q, "range_d_q", e);
+                          : run_portable(range_d_q(x, nullptr), x, x.hopper.range_d_q, "range_d_q", e);
       });
 }
 
@@ -161,13 +168,14 @@ Status sum_queries(const Prepared& compressed, const Prepared& selected, const P
   const auto kernel = compressed.hopper.range_d_q;
   if (Status s = run_queries(selected, e); !s.ok()) return s;
   e.stage_done("selected attention: dQ");
-  const auto stand_in = [&](const Prepared& x) {
-    return run_portable(kernels_of(x.branch->q, x.branch->v).range_d_q, x, true, "range_d_q", e);
-  };
-  const bool together = kernel && window.hopper.range_d_q;
+  const bool fast = kernel && window.hopper.range_d_q;
+  const bool together = fast || (!kernel && !window.hopper.range_d_q);
   Status ranges =
-      together ? in_order([&] { return status_of(kernel(compressed.args, &window.args, e.stream), "range_d_q"); },
-                          [&] { return stand_in(compressed); }, [&] { return stand_in(window); })
+      together ? in_order(
+                     [&] {
+                       return fast ? status_of(kernel(compressed.args, &window.args, e.stream), "range_d_q") : Status();
+                     },
+                     [&] { return run_portable(range_d_q(compressed, &window), compressed, fast, "range_d_q", e); })
                : in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
   e.stage_done("compressed and window: dQ");
   return ranges;

@@ -10,40 +10,45 @@
 
 namespace nsa::cuda::portable {
 
-/// kWide: two times sixteen rows of 16-bit types, with Q and dO in shared memory, of which only Hopper and later have
-/// enough for two thread blocks.
+/// kWide: Q and dO of 16-bit types in shared memory, of which only Hopper and later have enough for two thread blocks;
+/// that leaves registers for two times sixteen rows.
 template <class T, int Dk, int Dv, bool kWide = !kBeforeHopper>
 struct RangeDq {
   static constexpr int kTiles = kWide && sizeof(T) == 2 && Dk <= 128 ? 2 : 1;  // times sixteen rows of a warp
   static constexpr int kRows = 64 * kTiles;
-  static constexpr int kKeys = sizeof(T) == 2 ? 32 : Dk > 128 ? 8 : 16;
+  static constexpr int kKeys = sizeof(T) == 2 ? (kWide && Dk > 128 ? 16 : 32) : Dk > 128 ? 8 : 16;
   static constexpr int kValues = Tile<T, Dk>::bytes(kKeys);
   static constexpr int kStage = kValues + Tile<T, Dv>::bytes(kKeys);
-  static constexpr bool kShared = kTiles > 1;
+  static constexpr bool kShared = kWide && sizeof(T) == 2;                    // Q and dO in shared memory
+  static constexpr bool kKept = kShared || (sizeof(T) == 2 && Dk <= 128);     // Q there or in registers
   static constexpr int kGradients = kTiles * SharedFragments<T, Dk>::kBytes;  // where dO of a warp begins
   static constexpr int kWarp = kShared ? kGradients + kTiles * SharedFragments<T, Dv>::kBytes : 0;
   static constexpr int kMemory = 2 * kStage + 4 * kWarp;
 };
 
+/// One range or two of the same queries, whose dQ is summed: sum_from counts of the first, where it goes of the last.
+struct RangeDqArgs {
+  BackwardArgs branch[2];
+  int branches;
+};
+
 template <class T, int Dk, int Dv>
-__global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ BackwardArgs args) {
-  Blocks<T, BackwardArgs> block(args);
+__global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ RangeDqArgs ranges) {
+  Blocks<T, BackwardArgs> block(ranges.branch[0]);
   if (!block.any()) return;
   do {
     using Shape = RangeDq<T, Dk, Dv>;
     constexpr int kKeys = Shape::kKeys, kM = Shape::kTiles, kN = kKeys / 8;
     extern __shared__ __align__(128) char memory[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y();
-    const Geometry& p = args.geometry;
+    const Geometry& p = ranges.branch[0].geometry;
     const DeviceSequence seq = sequence_of(p, block.z());
     const std::int64_t first_row = static_cast<std::int64_t>(block.columns() - 1 - block.x()) * Shape::kRows;
     const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
     if (first_row >= rows) continue;
-    const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z());
-    const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
 
-    // What is needed of the rows, in shared memory: registers are scarce. Row of the batch (-1: none), head and batch;
-    // lse, delta, gate, and where the keys end that it sees.
+    // What is needed of the rows, in shared memory: registers are scarce. Row of the batch (-1: none), head, batch and
+    // position; lse, delta, gate, and where the keys end that it sees.
     __shared__ int4 places[Shape::kRows];
     __shared__ float4 terms[Shape::kRows];
     const std::uint32_t kept = shared_address(memory) + 2 * Shape::kStage + warp * Shape::kWarp;
@@ -57,33 +62,16 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Back
         mine[m].valid[i] = r.valid;
         mine[m].head[i] = r.head;
         mine[m].row[i] = seq.q_begin + r.query;
-        mine[m].read(args, seq.batch, i);
-        if (lane % 4 != 0) continue;
-        const int end = r.valid ? visible_keys(p, args.window, seq.position(r.query)).last : 0;
-        places[row_in_tile(m, i)] = make_int4(r.valid ? mine[m].row[i] : -1, r.head, seq.batch, 0);
-        terms[row_in_tile(m, i)] = make_float4(mine[m].lse[i], mine[m].delta[i], mine[m].gate[i], __int_as_float(end));
+        if (lane % 4 == 0)
+          places[row_in_tile(m, i)] =
+              make_int4(r.valid ? mine[m].row[i] : -1, r.head, seq.batch, seq.position(r.query));
       }
-    const auto q = fragments_of < T, Dk, kM, Shape::kShared,
-               sizeof(T) == 2 &&
-                   Dk <= 128 > ([&](int m, int i) { return mine[m].template at<T>(args.q, seq.batch, i); }, kept, lane);
+    const auto q = fragments_of<T, Dk, kM, Shape::kShared, Shape::kKept>(
+        [&](int m, int i) { return mine[m].template at<T>(ranges.branch[0].q, seq.batch, i); }, kept, lane);
     const auto d_o = fragments_of<T, Dv, kM, Shape::kShared, Shape::kShared>(
-        [&](int m, int i) { return mine[m].template at<T>(args.d_o, seq.batch, i); }, kept + Shape::kGradients, lane);
-    __syncwarp();
-
-    const std::int64_t last_row = min(first_row + Shape::kRows, rows) - 1;
-    const KeyRange head = visible_keys(p, args.window, seq.position(static_cast<int>(first_row / p.group)));
-    const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
-    const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
-
-    const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
-    const RowStream<T, Dv, kKeys, 128> v(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread);
-    const auto load = [&](int tile) {
-      const std::uint32_t stage = shared_address(memory) + tile % 2 * Shape::kStage;
-      k.load(stage, tile * kKeys, key_count);
-      v.load(stage + Shape::kValues, tile * kKeys, key_count);
-      commit_copies();
-    };
-
+        [&](int m, int i) { return mine[m].template at<T>(ranges.branch[0].d_o, seq.batch, i); },
+        kept + Shape::kGradients, lane);
+    const int last = static_cast<int>(min(rows - first_row, std::int64_t{Shape::kRows})) - 1;
     std::conditional_t<kM == 1, float[Dk / 8][4], float[kM][Dk / 8][4]> acc;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -91,50 +79,88 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Back
       for (int n = 0; n < Dk / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sixteen<kM>(acc, m)[n][i] = 0;
-    const float scale = args.scale * kLog2e;
-    if (first_tile < last_tile) load(first_tile);
-    for (int tile = first_tile; tile < last_tile; ++tile) {
-      wait_copies<0>();
-      __syncthreads();  // the other stage is free
-      if (tile + 1 < last_tile) load(tile + 1);
-      char* keys = memory + tile % 2 * Shape::kStage;
-      const int key = tile * kKeys;
-      std::conditional_t<kM == 1, float[kN][4], float[kM][kN][4]> s, dp;
-      Ring<T, kM> ring;
-      const Scores<T, Dk, kN, decltype(q), kM> scores{q, shared_address(keys), lane};
-      const Scores<T, Dv, kN, decltype(d_o), kM> products{d_o, shared_address(keys + Shape::kValues), lane};
-      const Outputs<T, Dk, kN, kM> outputs{shared_address(keys), lane};
-      start(scores, ring);
-      scores.run(s, ring, products);
-      products.run(dp, ring, outputs);
-      const bool partial = key < tail.first || key + kKeys > head.last;
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const float4 low = terms[row_in_tile(m, 0)], high = terms[row_in_tile(m, 1)];
-        row_gradients(sixteen<kM>(s, m), sixteen<kM>(dp, m), scale, {low.x, high.x}, {low.y, high.y}, {low.z, high.z});
-      }
-      if (partial) {
-        const auto visible = [&](int m, int i, int j) {
-          const int behind = __float_as_int(terms[row_in_tile(m, i)].w) - (key + j);  // no more than the window
-          return behind > 0 && (args.window == 0 || behind <= args.window);
-        };
+#pragma unroll 1
+    for (int range = 0; range < ranges.branches; ++range) {
+      const BackwardArgs& args = ranges.branch[range];
+      const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z());
+      const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
+      __syncthreads();  // places are written, the stages are free
+      if (lane % 4 == 0) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
-          mask_rows(sixteen<kM>(dp, m), lane, [&](int i, int j) { return visible(m, i, j); });
-        if (__syncthreads_or(has_nonfinite<T, Dk>(keys, kKeys, thread, 128))) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int4 place = places[row_in_tile(m, i)];
+            if (place.x < 0) {
+              terms[row_in_tile(m, i)] = make_float4(0, 0, 0, 0);
+            } else {
+              terms[row_in_tile(m, i)] = make_float4(
+                  args.lse.at(place.z, place.x, place.y) * kLog2e, args.delta.at(place.z, place.x, place.y),
+                  gate_of(args, place.z, place.x, place.y), __int_as_float(visible_keys(p, args.window, place.w).last));
+            }
+          }
+      }
+      __syncwarp();
+      const KeyRange head = visible_keys(p, args.window, places[0].w),
+                     tail = visible_keys(p, args.window, places[last].w);
+      const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
+
+      const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
+      const RowStream<T, Dv, kKeys, 128> v(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread);
+      const auto load = [&](int tile) {
+        const std::uint32_t stage = shared_address(memory) + tile % 2 * Shape::kStage;
+        k.load(stage, tile * kKeys, key_count);
+        v.load(stage + Shape::kValues, tile * kKeys, key_count);
+        commit_copies();
+      };
+
+      const float scale = args.scale * kLog2e;
+      if (first_tile < last_tile) load(first_tile);
+      for (int tile = first_tile; tile < last_tile; ++tile) {
+        wait_copies<0>();
+        __syncthreads();  // the other stage is free
+        if (tile + 1 < last_tile) load(tile + 1);
+        char* keys = memory + tile % 2 * Shape::kStage;
+        const int key = tile * kKeys;
+        std::conditional_t<kM == 1, float[kN][4], float[kM][kN][4]> s, dp;
+        Ring<T, kM> ring;
+        const Scores<T, Dk, kN, decltype(q), kM> scores{q, shared_address(keys), lane};
+        const Scores<T, Dv, kN, decltype(d_o), kM> products{d_o, shared_address(keys + Shape::kValues), lane};
+        const Outputs<T, Dk, kN, kM> outputs{shared_address(keys), lane};
+        start(scores, ring);
+        scores.run(s, ring, products);
+        products.run(dp, ring, outputs);
+        const bool partial = key < tail.first || key + kKeys > head.last;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          const float4 low = terms[row_in_tile(m, 0)], high = terms[row_in_tile(m, 1)];
+          row_gradients(sixteen<kM>(s, m), sixteen<kM>(dp, m), scale, {low.x, high.x}, {low.y, high.y},
+                        {low.z, high.z});
+        }
+        if (partial) {
+          const auto visible = [&](int m, int i, int j) {
+            const int behind = __float_as_int(terms[row_in_tile(m, i)].w) - (key + j);  // no more than the window
+            return behind > 0 && (args.window == 0 || behind <= args.window);
+          };
 #pragma unroll
           for (int m = 0; m < kM; ++m)
-            add_nonfinite<T, Dk>(sixteen<kM>(acc, m), sixteen<kM>(dp, m), keys, 0, lane,
-                                 [&](int i, int j) { return visible(m, i, j); });
-          __syncthreads();
-          clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
-          __syncthreads();
-          start(outputs, ring);
+            mask_rows(sixteen<kM>(dp, m), lane, [&](int i, int j) { return visible(m, i, j); });
+          if (__syncthreads_or(has_nonfinite<T, Dk>(keys, kKeys, thread, 128))) {
+#pragma unroll
+            for (int m = 0; m < kM; ++m)
+              add_nonfinite<T, Dk>(sixteen<kM>(acc, m), sixteen<kM>(dp, m), keys, 0, lane,
+                                   [&](int i, int j) { return visible(m, i, j); });
+            __syncthreads();
+            clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
+            __syncthreads();
+            start(outputs, ring);
+          }
         }
+        outputs.run(acc, dp, ring);
       }
-      outputs.run(acc, dp, ring);
     }
 
+    const BackwardArgs& args = ranges.branch[ranges.branches - 1];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
