@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
       range[i] = row[i].valid ? visible_keys(p, args.window, seq.position(row[i].query)) : KeyRange{0, 0};
       q_row[i] = row[i].valid ? args.q.template at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) : nullptr;
     }
-    const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
+    // Before Hopper the pages of a cache take the registers.
+    constexpr bool kKept = sizeof(T) == 2 && !(kBeforeHopper && kHasParts<Args> && Dk == 128);
+    const RowFragments<T, Dk, kKept> q(q_row[0], q_row[1], lane, args.scale < 0);
 
     // Keys of the block: those of its first row up to those of its last; all of its rows see [all_first, all_last).
     const std::int64_t last_row = min(first_row + kRangeRows, rows) - 1;
