@@ -135,22 +135,22 @@ __device__ __forceinline__ void unrolled(const F& f) {
   (std::make_integer_sequence<int, N>{});
 }
 
-template <class T, int M = 1>
+template <class T>
 struct Ring {
   static constexpr int kSize = kAhead<T> + 1;
-  std::uint32_t a[4];  // the first fragment of A, where A is a tile too; with M > 1 there are no registers for it
+  std::uint32_t a[4];  // the first fragment of A, where A is a tile too; not with M > 1, for which registers are short
   std::uint32_t b[kSize][4];
 };
 
 /// After the last product.
 struct Nothing {
-  template <class T, int M>
-  __device__ void fetch(Ring<T, M>&, int) const {}
+  template <class T>
+  __device__ void fetch(Ring<T>&, int) const {}
 };
 
 /// Fetches what must be on its way before run().
-template <class Product, class T, int M>
-__device__ inline void start(const Product& product, Ring<T, M>& ring) {
+template <class Product, class T>
+__device__ inline void start(const Product& product, Ring<T>& ring) {
 #pragma unroll
   for (int i = 0; i < kAhead<T>; ++i) product.fetch(ring, i);
 }
@@ -176,21 +176,21 @@ struct Scores {
   static constexpr int kSteps = D / kStep<T>, kPairs = N > 1 ? N / 2 : 1;
   // Steps of the unrolled loop (float32 has too many of them to unroll all), its fragments of B; N = 1: two steps each.
   static constexpr int kBlock = sizeof(T) == 4 ? 8 : kSteps, kFragments = N > 1 ? kBlock *kPairs : kBlock / 2;
-  static_assert(kFragments % Ring<T, M>::kSize == 0 && kSteps % kBlock == 0 && (N == 1 || N % 2 == 0));
+  static_assert(kFragments % Ring<T>::kSize == 0 && kSteps % kBlock == 0 && (N == 1 || N % 2 == 0));
 
   /// Fragment i of the block of steps that begins at k0.
-  __device__ __forceinline__ void fetch(Ring<T, M>& ring, int i, int k0 = 0) const {
+  __device__ __forceinline__ void fetch(Ring<T>& ring, int i, int k0 = 0) const {
     if constexpr (N == 1) {
-      Tile<T, D>::load_b_narrow(ring.b[i % Ring<T, M>::kSize], tile, 0, k0 + 2 * i, lane);
+      Tile<T, D>::load_b_narrow(ring.b[i % Ring<T>::kSize], tile, 0, k0 + 2 * i, lane);
     } else {
-      Tile<T, D>::load_b(ring.b[i % Ring<T, M>::kSize], tile, i % kPairs * 16, k0 + i / kPairs, lane);
+      Tile<T, D>::load_b(ring.b[i % Ring<T>::kSize], tile, i % kPairs * 16, k0 + i / kPairs, lane);
     }
     if constexpr (M == 1) {
       if (i == 0 && k0 == 0) load_a(ring.a, 0);
     }
   }
   template <class C, class Next = Nothing>
-  __device__ __forceinline__ void run(C& c, Ring<T, M>& ring, const Next& next = {}) const {
+  __device__ __forceinline__ void run(C& c, Ring<T>& ring, const Next& next = {}) const {
     std::uint32_t a[2][M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) {
@@ -211,7 +211,7 @@ struct Scores {
       unrolled<kBlock * kPairs>([&](auto index) {
         constexpr int k = index / kPairs, n = index % kPairs, i = N > 1 ? index : k / 2, ahead = i + kAhead<T>;
         if (n == 0 && (!last || k + 1 < kBlock)) load(a[(k + 1) % 2], k0 + k + 1);
-        const std::uint32_t(&b)[4] = ring.b[i % Ring<T, M>::kSize];
+        const std::uint32_t(&b)[4] = ring.b[i % Ring<T>::kSize];
         if constexpr (N > 1 || k % 2 == 0) {
           if constexpr (ahead < kFragments) {
             fetch(ring, ahead, k0);
@@ -249,13 +249,13 @@ struct Outputs {
   int lane;
 
   static constexpr int kSteps = N * 8 / kStep<T>, kPairs = D / 16, kAll = kSteps * kPairs;
-  static_assert(kAll % Ring<T, M>::kSize == 0);
+  static_assert(kAll % Ring<T>::kSize == 0);
 
-  __device__ __forceinline__ void fetch(Ring<T, M>& ring, int i) const {
-    Tile<T, D>::load_b_rows(ring.b[i % Ring<T, M>::kSize], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
+  __device__ __forceinline__ void fetch(Ring<T>& ring, int i) const {
+    Tile<T, D>::load_b_rows(ring.b[i % Ring<T>::kSize], tile, i / kPairs * kStep<T>, i % kPairs * 16, lane);
   }
   template <class Acc, class P, class Next = Nothing>
-  __device__ __forceinline__ void run(Acc& acc, const P& p, Ring<T, M>& ring, const Next& next = {}) const {
+  __device__ __forceinline__ void run(Acc& acc, const P& p, Ring<T>& ring, const Next& next = {}) const {
     std::uint32_t a[M][4];
     unrolled<kAll>([&](auto index) {
       constexpr int i = index, n = i % kPairs;
@@ -265,7 +265,7 @@ struct Outputs {
       } else {
         next.fetch(ring, i + kAhead<T> - kAll);
       }
-      const std::uint32_t(&b)[4] = ring.b[i % Ring<T, M>::kSize];
+      const std::uint32_t(&b)[4] = ring.b[i % Ring<T>::kSize];
       unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(acc, m)[2 * n], a[m], b[0], b[1]); });
       unrolled<M>([&](auto m) { mma(T{}, sixteen<M>(acc, m)[2 * n + 1], a[m], b[2], b[3]); });
     });

@@ -142,41 +142,37 @@ Prepared part_of(Prepared x, int first, int count, const Strided& sum) {
   return x;
 }
 
-/// The portable kernel of one range or two.
-auto range_d_q(const Prepared& x, const Prepared* more) {
-  const auto kernel = kernels_of(x.branch->q, x.branch->v).range_d_q;
-  return
-      [=](const BackwardArgs& args, cudaStream_t stream) { return kernel(args, more ? &more->args : nullptr, stream); };
+/// dQ of a range, or of two of the same queries at once.
+Status run_ranges(const Prepared& x, const Prepared* more, Execution& e) {
+  const BackwardArgs* second = more ? &more->args : nullptr;
+  const auto fast = x.hopper.range_d_q;
+  const auto portable = kernels_of(x.branch->q, x.branch->v).range_d_q;
+  return in_order([&] { return fast ? status_of(fast(x.args, second, e.stream), "range_d_q") : Status(); },
+                  [&] {
+                    const auto kernel = [&](const BackwardArgs& args, cudaStream_t stream) {
+                      return portable(args, second, stream);
+                    };
+                    return run_portable(kernel, x, fast, "range_d_q", e);
+                  });
 }
 
-/// dQ.
+/// dQ of a branch.
 Status run_queries(const Prepared& x, Execution& e) {
-  const AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
+  if (!x.selected) return run_ranges(x, nullptr, e);
+  const auto fast = x.hopper.selected_d_q;
   return in_order(
-      [&]() -> Status {
-        if (x.selected) return run_fast(x.hopper.selected_d_q, x, "selected_d_q", e);
-        return x.hopper.range_d_q ? status_of(x.hopper.range_d_q(x.args, nullptr, e.stream), "range_d_q") : Status();
-      },
-      [&] {
-        return x.selected ? run_portable(kernels.selected_d_q, x, x.hopper.selected_d_q, "selected_d_q", e)
-                          : run_portable(range_d_q(x, nullptr), x, x.hopper.range_d_q, "range_d_q", e);
-      });
+      [&] { return run_fast(fast, x, "selected_d_q", e); },
+      [&] { return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, fast, "selected_d_q", e); });
 }
 
-/// dQ of all branches: the selection first, the two ranges behind it, at once where one kernel can.
+/// dQ of all branches: the selection first, the two ranges behind it, at once where the same kernel takes both.
 Status sum_queries(const Prepared& compressed, const Prepared& selected, const Prepared& window, Execution& e) {
-  const auto kernel = compressed.hopper.range_d_q;
   if (Status s = run_queries(selected, e); !s.ok()) return s;
   e.stage_done("selected attention: dQ");
-  const bool fast = kernel && window.hopper.range_d_q;
-  const bool together = fast || (!kernel && !window.hopper.range_d_q);
-  Status ranges =
-      together ? in_order(
-                     [&] {
-                       return fast ? status_of(kernel(compressed.args, &window.args, e.stream), "range_d_q") : Status();
-                     },
-                     [&] { return run_portable(range_d_q(compressed, &window), compressed, fast, "range_d_q", e); })
-               : in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
+  const Status ranges =
+      !compressed.hopper.range_d_q == !window.hopper.range_d_q
+          ? run_ranges(compressed, &window, e)
+          : in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
   e.stage_done("compressed and window: dQ");
   return ranges;
 }

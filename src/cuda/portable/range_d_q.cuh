@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
         char* keys = memory + tile % 2 * Shape::kStage;
         const int key = tile * kKeys;
         std::conditional_t<kM == 1, float[kN][4], float[kM][kN][4]> s, dp;
-        Ring<T, kM> ring;
+        Ring<T> ring;
         const Scores<T, Dk, kN, decltype(q), kM> scores{q, shared_address(keys), lane};
         const Scores<T, Dv, kN, decltype(d_o), kM> products{d_o, shared_address(keys + Shape::kValues), lane};
         const Outputs<T, Dk, kN, kM> outputs{shared_address(keys), lane};
