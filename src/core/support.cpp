@@ -1,7 +1,9 @@
 // What is supported by which backend, and the choice among them: decided here and nowhere else.
 #include <omp.h>
 
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "core/backend.h"
@@ -38,6 +40,8 @@ Status supports_cuda(const std::string& name, const Problem& problem) {
   const char* value = std::getenv("NSA_CUDA_KERNELS");
   if (const std::string wish = value ? value : ""; !wish.empty() && wish != "auto" && wish != "portable")
     return Status::invalid_argument("NSA_CUDA_KERNELS = '" + wish + "': must be auto or portable");
+  if (const char* mib = std::getenv("NSA_CUDA_DS_MIB"); mib && *mib && !wanted_d_s_bytes())
+    return Status::invalid_argument("NSA_CUDA_DS_MIB = '" + std::string(mib) + "': must be a number from 0 to 1048576");
   if (Status status = cuda::usable(problem.device.index); !status.ok()) return status;
   if (problem.dtype == DType::kFloat64)
     return Status::unsupported(name + "float64: takes float32, bfloat16 and float16");
@@ -56,6 +60,16 @@ Status supports_cuda(const std::string& name, const Problem& problem) {
 }
 
 }  // namespace
+
+std::optional<std::int64_t> wanted_d_s_bytes() {
+  const char* value = std::getenv("NSA_CUDA_DS_MIB");
+  if (!value) return {};
+  const char* const end = value + std::strlen(value);
+  std::int64_t mib = 0;
+  const auto [behind, error] = std::from_chars(value, end, mib);
+  if (error != std::errc() || behind != end || mib < 0 || mib > 1 << 20) return {};
+  return mib << 20;
+}
 
 const char* version() { return NSA_VERSION; }
 

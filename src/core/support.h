@@ -1,6 +1,9 @@
 // What the choice of a backend asks of a call beyond its Problem.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+
 #include "core/call.h"
 #include "nsa/status.h"
 
@@ -8,5 +11,8 @@ namespace nsa {
 
 /// Whether the CUDA backend can read tensors laid out like this: rows of 16-byte pieces. Unsupported names the tensor.
 Status supports_layout(const Call& call);
+
+/// The environment variable NSA_CUDA_DS_MIB in bytes, if it is set to a number.
+std::optional<std::int64_t> wanted_d_s_bytes();
 
 }  // namespace nsa

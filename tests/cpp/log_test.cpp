@@ -1,4 +1,4 @@
-// NSA_LOG, NSA_DUMP, NSA_BACKEND and NSA_CUDA_KERNELS.
+// NSA_LOG, NSA_DUMP, NSA_BACKEND, NSA_CUDA_KERNELS and NSA_CUDA_DS_MIB.
 #include <gtest/gtest.h>
 
 #include <unistd.h>
@@ -77,6 +77,17 @@ TEST(Backends, KernelsThatThereAreNotAreAnError) {
   const Environment kernels("NSA_CUDA_KERNELS", "fast");
   const Problem problem{.device = {DeviceType::kCUDA, 0}};
   EXPECT_EQ(supports(Backend::kCUDA, problem).message(), "NSA_CUDA_KERNELS = 'fast': must be auto or portable");
+}
+
+TEST(Backends, MemoryThatIsNoNumberIsAnError) {
+  const Problem problem{.device = {DeviceType::kCUDA, 0}};
+  for (const char* value : {"1G", "-1", "1048577", " "}) {
+    const Environment memory("NSA_CUDA_DS_MIB", value);
+    EXPECT_EQ(supports(Backend::kCUDA, problem).message(),
+              "NSA_CUDA_DS_MIB = '" + std::string(value) + "': must be a number from 0 to 1048576");
+  }
+  const Environment memory("NSA_CUDA_DS_MIB", "512");
+  EXPECT_EQ(supports(Backend::kCUDA, problem).message().find("NSA_CUDA_DS_MIB"), std::string::npos);
 }
 
 TEST(Dump, InputsAsSafetensors) {

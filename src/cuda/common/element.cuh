@@ -74,6 +74,13 @@ __device__ inline void store_pair(T* p, float x, float y) {
   }
 }
 
+/// An 8 x 8 tile of 16-bit elements as the rows of an A operand have it, transposed.
+__device__ __forceinline__ std::uint32_t transposed(std::uint32_t x) {
+  std::uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 /// c += a * b for one 16 x 8 tile; c: rows lane/4 and lane/4 + 8, columns 2*(lane%4) and the next.
 __device__ inline void mma(Bf16, float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

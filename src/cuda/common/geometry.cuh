@@ -74,7 +74,7 @@ __device__ inline DeviceSequence sequence_of(const Geometry& p, int b) {
 }
 
 /// N_c(length).
-__device__ inline int num_compressed(const Geometry& p, int length) {
+__host__ __device__ inline int num_compressed(const Geometry& p, int length) {
   return length < p.kernel_size ? 0 : (length - p.kernel_size) / p.kernel_stride + 1;
 }
 

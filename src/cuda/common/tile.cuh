@@ -242,7 +242,8 @@ struct Scores {
   }
 };
 
-/// acc += p * tile: p (C fragments, M times 16 x 8*N, rounded to T) against the rows of a tile, D columns.
+/// acc += p * tile: p (C fragments, M times 16 x 8*N, rounded to T, or p(a, k, m), its A operand of step k) against the
+/// rows of a tile, D columns.
 template <class T, int D, int N, int M = 1>
 struct Outputs {
   std::uint32_t tile;
@@ -259,7 +260,15 @@ struct Outputs {
     std::uint32_t a[M][4];
     unrolled<kAll>([&](auto index) {
       constexpr int i = index, n = i % kPairs;
-      if constexpr (n == 0) unrolled<M>([&](auto m) { operand_a<T>(a[m], sixteen<M>(p, m), i / kPairs); });
+      if constexpr (n == 0) {
+        unrolled<M>([&](auto m) {
+          if constexpr (!std::is_array_v<P>) {
+            p(a[m], i / kPairs, m);
+          } else {
+            operand_a<T>(a[m], sixteen<M>(p, m), i / kPairs);
+          }
+        });
+      }
       if constexpr (i + kAhead<T> < kAll) {
         fetch(ring, i + kAhead<T>);
       } else {
@@ -309,6 +318,7 @@ __device__ inline void add_nonfinite(float (&acc)[D / 8][4], const float (&p)[N]
 /// f(four words) for this thread's share of the tile's rows.
 template <class T, int D, class F>
 __device__ inline void for_words(char* tile, int rows, int thread, int threads, const F& f) {
+#pragma unroll 2  // more would take registers from the kernel around it
   for (int i = thread; i < rows * Tile<T, D>::kChunks; i += threads)
     f(*reinterpret_cast<uint4*>(tile + i / Tile<T, D>::kChunks * Tile<T, D>::kPitch + i % Tile<T, D>::kChunks * 16));
 }

@@ -159,6 +159,8 @@ struct RotateArgs {
   bool back;  // by the opposite angles
 };
 
+inline constexpr int kKeyTile = 64;  // keys of a thread block of d_kv
+
 /// The queries that may see a key tile of a range are cut into items, short enough to fill the device, long enough to
 /// make partial sums rare. The cut depends on the sequence alone, so that its bits do not depend on the others.
 inline constexpr int kRangeChunk = 512, kMaxRangeChunks = 16;
@@ -166,9 +168,15 @@ __host__ __device__ inline int range_queries(int window, int q_len) {
   return window > 0 && window < q_len - 64 ? window + 64 : q_len;
 }
 __host__ __device__ inline int least_range_chunk(int window) { return window > 0 ? 2 * kRangeChunk : kRangeChunk; }
-__device__ inline int range_chunk(int window, int q_len) {
-  const int even = (range_queries(window, q_len) + kMaxRangeChunks - 1) / kMaxRangeChunks;
-  return max(even, least_range_chunk(window));
+__host__ __device__ inline int range_chunk(int window, int q_len) {
+  const int even = (range_queries(window, q_len) + kMaxRangeChunks * 256 - 1) / (kMaxRangeChunks * 256) * 256;
+  const int least = least_range_chunk(window);
+  return even > least ? even : least;
+}
+/// In 16-bit types the compressed branch's chunks are sums of smaller ones: they are items of their own where dS is
+/// stored (StoredGradients), so that few queries at a time fill the device.
+__host__ __device__ inline int small_chunk(int q_len) {
+  return q_len <= 4096 ? kRangeChunk : q_len <= 16384 ? 128 : 256;
 }
 /// Of sequences with up to q_len queries.
 __host__ __device__ inline int max_range_chunks(int window, int q_len) {
@@ -184,7 +192,7 @@ struct Before {
   std::int64_t q, k;
   int sequences;
 };
-inline Before before_end(const Geometry& g) {
+__host__ __device__ inline Before before_end(const Geometry& g) {
   if (g.cu_q) return {g.total_q, g.total_k, g.batches};
   return {static_cast<std::int64_t>(g.batches) * g.q_len, static_cast<std::int64_t>(g.batches) * g.k_len, g.batches};
 }
@@ -254,6 +262,37 @@ __device__ inline SequenceLists lists_of(const BlockLists& all, const Geometry& 
           (seq.k_len + all.block_size - 1) / all.block_size};
 }
 
+/// dS of the compressed branch in 16-bit types, which d_kv leaves for range_d_q: without it that would have to make the
+/// scores and dP a second time. Tiles of 16 query rows and 16 keys, each as d_kv has it, the A operand of dS^T, a
+/// lane's four registers next to each other; key tiles of a tile of rows follow each other.
+struct StoredGradients {
+  static constexpr int kTile = 512;  // bytes
+
+  char* tiles = nullptr;  // (KV head, row tiles, key tiles); null: not wanted
+  // A batched call makes dK and dV for a part of the queries at a time: so many small chunks. Per (KV head, sequence,
+  // key, element) the sum of the chunks before the part, and that of its first chunk's small ones before the part.
+  // Null: all queries at once.
+  float *sums = nullptr, *chunk_sums = nullptr;
+  std::int64_t sums_head = 0, sums_sequence = 0;  // elements
+  int first = 0, q_len = 0;                       // the part's first query, and how many queries there are in all
+
+  __host__ __device__ static std::int64_t rows_before(const Geometry& g, const Before& at) {
+    return (at.q * g.group / 128 + at.sequences) * 8;
+  }
+  __host__ __device__ static int columns(const Geometry& g) { return key_tiles(g) * (kKeyTile / 16); }
+  __host__ __device__ static int key_tiles(const Geometry& g) {
+    return (num_compressed(g, g.k_len) + kKeyTile - 1) / kKeyTile;
+  }
+  static std::int64_t bytes(const Geometry& g) {
+    return g.kv_heads * rows_before(g, before_end(g)) * columns(g) * kTile;
+  }
+  /// What a query row's tile and its first key's tile have in common for this lane.
+  __device__ char* at(const Geometry& g, const DeviceSequence& seq, int kv_head, std::int64_t row, int key) const {
+    const std::int64_t tile = kv_head * rows_before(g, before_end(g)) + rows_before(g, before(g, seq)) + row / 16;
+    return tiles + (tile * columns(g) + key / 16) * kTile + threadIdx.x % 32 * 16;
+  }
+};
+
 struct BackwardArgs {
   Geometry geometry;
   Strided q, k, v, d_o;
@@ -268,11 +307,12 @@ struct BackwardArgs {
   // items have a partial sum for each.
   BlockLists lists;            // of the selection
   int chunks;                  // items per key tile of a range, an upper bound
-  float* partials;             // (KV head, partial_items, 64, Dk + Dv)
+  float* partials;             // (KV head, partial_items, kKeyTile, Dk + Dv)
   std::int64_t items;          // per KV head, an upper bound
   std::int64_t partial_items;  // the same of key tiles with several items
   void* plan;                  // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
+  StoredGradients stored;
   Redo redo;
 
   /// Items of the sequences before; some of them are empty.
@@ -290,7 +330,7 @@ struct BackwardArgs {
     return (whole + (slot < whole ? slot : whole)) * lists.tiles_per_block;
   }
   /// Raw tokens from one key tile of a range to the next.
-  __host__ __device__ int range_tile() const { return window > 0 ? 64 : 64 * geometry.kernel_stride; }
+  __host__ __device__ int range_tile() const { return kKeyTile * (window > 0 ? 1 : geometry.kernel_stride); }
 };
 
 /// What the selected branch of a sequence and KV head would take query by query and block by block (sm90/ways.h).

@@ -70,11 +70,19 @@ cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
-  const Geometry& g = args.geometry;
-  const dim3 grid(static_cast<unsigned>(args.items), g.kv_heads);
-  const cudaError_t error = launch(d_kv<T, Dk, Dv>, grid, 128, KeyGradients<T, Dk, Dv>::kMemory, stream, args);
-  if (error != cudaSuccess || args.partial_items == 0) return error;
-  return launch(sum_partials<T>, grid, 128, 0, stream, args, Dk, Dv);
+  const bool compressed = args.window == 0 && !args.indices.data;
+  auto kernel = compressed ? d_kv<T, Dk, Dv, true, false> : d_kv<T, Dk, Dv, false, false>;
+  if (compressed && !args.stored.sums) kernel = d_kv<T, Dk, Dv, true, sizeof(T) == 2>;
+  return launch(kernel, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads), 128,
+                KeyGradients<T, Dk, Dv>::kMemory, stream, args);
+}
+
+cudaError_t run_sum_partials(const BackwardArgs& all, cudaStream_t stream) {
+  if (all.partial_items == 0) return cudaSuccess;
+  BackwardArgs args = all;
+  if (args.stored.sums) args.items /= args.chunks, args.chunks = 1;  // first items come first
+  return launch(sum_partials<T>, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads, 4), 128, 0, stream,
+                args, Dk, Dv);
 }
 
 }  // namespace
@@ -82,7 +90,7 @@ cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
 template <>
 const AttentionKernels& attention_instance<T, Dk, Dv>() {
   static constexpr AttentionKernels table{run_range_forward, run_selected_forward, run_range_d_q, run_selected_d_q,
-                                          run_d_kv};
+                                          run_d_kv,          run_sum_partials};
   return table;
 }
 

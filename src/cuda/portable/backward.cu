@@ -1,5 +1,6 @@
 // The backward operations of the portable backend but compress_backward: arguments of kernels, and their launches.
 #include "cuda/portable/host.h"
+#include "cuda/portable/stored_gradients.h"
 #include "cuda/sm90/list_items.h"
 #include "cuda/sm90/range_chunks.h"
 #include "cuda/sm90/row_terms.h"
@@ -17,6 +18,7 @@ PerRow take_rows(Arena& arena, const TensorView& q) {
 
 struct BranchGradients {
   const TensorView &d_q, &d_k, &d_v;
+  bool queries;              // is dQ wanted, in d_q or in a sum?
   Strided sum_from, sum_to;  // float32 sums of dQ over branches
 };
 
@@ -26,9 +28,18 @@ struct Prepared {
   InverseArgs inverse{};
   sm90::Kernels hopper;
   bool queries = false, keys = false, selected = false;  // which gradients are wanted; the branch
+  std::optional<std::int64_t> room;                      // for dS, if it goes from d_kv to range_d_q through memory
   const Branch* branch = nullptr;
   const BranchGradients* out = nullptr;
 };
+
+/// The memory for dS if it is to be stored.
+std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, const BranchGradients& out) {
+  const sm90::Kernels hopper = hopper_kernels(b, d_o);
+  const bool compressed = !b.indices && b.window == 0, keys = out.d_k.defined() || out.d_v.defined();
+  if (!compressed || !keys || !out.queries || hopper.range_d_kv || hopper.range_d_q) return {};
+  return room_for_d_s(b.geometry, b.q.dtype, b.q.size(-1));
+}
 
 /// Takes what the branch needs from the workspace. `flag` is set where inputs are not finite.
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
@@ -37,7 +48,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   Prepared x;
   x.branch = &b;
   x.out = &out;
-  x.queries = out.d_q.defined() || out.sum_to.data;
+  x.queries = out.queries;
   x.keys = out.d_k.defined() || out.d_v.defined();
   x.selected = b.indices != nullptr;
   x.hopper = hopper_kernels(b, d_o);
@@ -61,6 +72,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.redo.flag = flag;
   const std::int64_t width = b.q.size(-1) + b.v.size(-1);
   const Before all = before_end(g);
+  x.room = room_for(b, d_o, out);
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
@@ -77,12 +89,13 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
       plan = work.bytes();
       partials = std::max(partials, work.partials);
     }
-    args.partials = e.arena.take<float>(partials * 64 * width);
+    args.partials = e.arena.take<float>(partials * kKeyTile * width);
   } else if (x.keys) {
     args.chunks = max_range_chunks(b.window, g.q_len);
     args.items = args.items_before(all);
     if (args.chunks > 1) args.partial_items = args.partials_before(all);
-    std::int64_t partials = g.kv_heads * args.partial_items * 64 * width;
+    if (x.room) take_stored(args, width, *x.room, e.arena);
+    std::int64_t partials = g.kv_heads * args.partial_items * kKeyTile * width;
     if (x.hopper.range_d_kv) {
       const sm90::RangeWork work(g, b.window);
       plan = work.items * sm90::kPlanItem;
@@ -119,26 +132,25 @@ Status run_fast(const Kernel& kernel, const Prepared& x, const char* name, Execu
   return kernel ? status_of(kernel(x.args, e.stream), name) : Status();
 }
 
-/// Queries of a batched call whose dQ is summed over the branches at a time: the float32 sum takes memory.
-constexpr int kQueryPart = 16384;
-
-/// Queries first ... first + count - 1 of every sequence, and of the keys those that they can see. `sum`: of these
-/// queries.
-Prepared part_of(Prepared x, int first, int count, const Strided& sum) {
+/// The sums of dQ are those of the part already.
+Prepared part_of(Prepared x, const Part& part) {
   BackwardArgs& args = x.args;
-  Geometry& g = args.geometry;
-  g.k_len -= g.q_len - (first + count);
-  g.q_len = count;
+  args.geometry = part_of(args.geometry, part);
   const std::int64_t size = static_cast<std::int64_t>(size_of(x.branch->q.dtype));
-  const auto move = [&](Strided& t, std::int64_t bytes) {
-    if (t.data) t.data = static_cast<char*>(t.data) + first * t.row * bytes;
+  const auto move = [&](Strided& t, int first, std::int64_t bytes) {
+    if (t.data) t.data = static_cast<char*>(t.data) + (part.sequence * t.batch + first * t.row) * bytes;
   };
-  for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, size);
-  move(args.indices, sizeof(int));
+  for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, part.first, size);
+  for (Strided* t : {&args.k, &args.v, &args.d_k, &args.d_v}) move(*t, 0, size);
+  move(args.indices, part.first, sizeof(int));
   for (PerRow* t : {&args.lse, &args.delta, &args.gate})
-    if (t->data) t->data += first * t->row;
-  if (args.sum_from.data) args.sum_from = sum;
-  if (args.sum_to.data) args.sum_to = sum;
+    if (t->data) t->data += part.sequence * t->batch + part.first * t->row;
+  if (StoredGradients& stored = args.stored; stored.sums) {
+    stored.sums += part.sequence * stored.sums_sequence;
+    stored.chunk_sums += part.sequence * stored.sums_sequence;
+    stored.first = part.first;
+    cut(args);
+  }
   return x;
 }
 
@@ -165,29 +177,35 @@ Status run_queries(const Prepared& x, Execution& e) {
       [&] { return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, fast, "selected_d_q", e); });
 }
 
-/// dQ of all branches: the selection first, the two ranges behind it, at once where the same kernel takes both.
-Status sum_queries(const Prepared& compressed, const Prepared& selected, const Prepared& window, Execution& e) {
-  if (Status s = run_queries(selected, e); !s.ok()) return s;
-  e.stage_done("selected attention: dQ");
-  const Status ranges =
-      !compressed.hopper.range_d_q == !window.hopper.range_d_q
-          ? run_ranges(compressed, &window, e)
-          : in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
-  e.stage_done("compressed and window: dQ");
-  return ranges;
+/// dQ of two ranges of the same queries, at once where the same kernel takes both.
+Status run_both(const Prepared& compressed, const Prepared& window, Execution& e) {
+  if (!compressed.hopper.range_d_q == !window.hopper.range_d_q) return run_ranges(compressed, &window, e);
+  return in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
 }
 
-/// dK and dV.
+/// dK and dV; of a part of a call whose dS is stored, too.
 Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e) {
   if (!x.keys) return {};
   const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
-  for (const TensorView* t : {&x.out->d_k, &x.out->d_v})
-    if (Status s = fill(*t, cu_k, 0, compressed, e.stream); !s.ok()) return s;
-  if (x.selected)
-    if (Status s = status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
+  const AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
   const auto fast = x.selected ? x.hopper.selected_d_kv : x.hopper.range_d_kv;
-  if (Status s = run_fast(fast, x, "d_kv", e); !s.ok()) return s;
-  return run_portable(kernels_of(x.branch->q, x.branch->v).d_kv, x, fast, "d_kv", e);
+  return in_order(
+      [&] { return fill(x.out->d_k, cu_k, 0, compressed, e.stream); },
+      [&] { return fill(x.out->d_v, cu_k, 0, compressed, e.stream); },
+      [&] {
+        return x.selected ? status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index") : Status();
+      },
+      [&] { return run_fast(fast, x, "d_kv", e); }, [&] { return run_portable(kernels.d_kv, x, fast, "d_kv", e); },
+      [&] { return run_portable(kernels.sum_partials, x, fast, "sum_partials", e); });
+}
+
+/// Before the keys of the parts of a call whose dS is stored.
+Status begin_parts(const Prepared& x, Execution& e) {
+  const StoredGradients& stored = x.args.stored;
+  if (!stored.sums) return {};
+  const std::int64_t floats = 2 * stored.sums_head * x.args.geometry.kv_heads;
+  return status_of(cudaMemsetAsync(stored.sums, 0, static_cast<std::size_t>(floats) * sizeof(float), e.stream),
+                   "cudaMemsetAsync");
 }
 
 /// Backward of one branch on its own: delta first.
@@ -197,7 +215,7 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   const Branch b = branch_of(p.forward);
   const PerRow delta = take_rows(e.arena, b.q);
   int* flag = e.arena.take<int>(1);
-  const BranchGradients out{p.d_q, d_k, d_v, {}, {}};
+  const BranchGradients out{p.d_q, d_k, d_v, p.d_q.defined(), {}, {}};
   const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, flag, e);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
@@ -218,9 +236,21 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
       [&] {
         return any(x.hopper) ? status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite") : Status();
       },
-      [&] { return x.queries ? run_queries(x, e) : Status(); },
-      [&] { return fill(p.d_q, p.forward.packed.cu_seqlens_q, 0, nullptr, e.stream); },
-      [&] { return run_keys(x, p.forward.packed, compressed, e); });
+      [&]() -> Status {
+        const Packed& packed = p.forward.packed;
+        if (!x.room)
+          return in_order([&] { return x.queries ? run_queries(x, e) : Status(); },
+                          [&] { return run_keys(x, packed, compressed, e); });
+        if (Status s = begin_parts(x, e); !s.ok()) return s;
+        for (const Part& part : parts_of(x.args.geometry, x.room)) {
+          const Prepared some = part_of(x, part);
+          const Status done =
+              in_order([&] { return run_keys(some, packed, compressed, e); }, [&] { return run_queries(some, e); });
+          if (!done.ok()) return done;
+        }
+        return {};
+      },
+      [&] { return fill(p.d_q, p.forward.packed.cu_seqlens_q, 0, nullptr, e.stream); });
 }
 
 CombineBackwardArgs combine_backward_args(const TensorView& d_o, const TensorView& o_cmp, const TensorView& o_slc,
@@ -267,16 +297,6 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   PerRow delta[3], gate[3];
   for (int i = 0; i < 3; ++i) delta[i] = take_rows(e.arena, f.q), gate[i] = take_rows(e.arena, f.q);
   const Branches b = branches_of(f);
-  // dQ is summed over the branches in float32, some queries at a time.
-  const int q_len = branch_of(b.slc).geometry.q_len;
-  const int parts = f.packed.packed() ? 1 : to_int(std::max<std::int64_t>(tiles(q_len, kQueryPart), 1));
-  const int part = parts == 1 ? q_len : to_int(tiles(q_len, 64 * parts)) * 64;
-  TensorView sum;
-  if (p.d_q.defined()) {
-    sum = f.q;
-    if (parts > 1) sum.shape[1] = part;
-    sum = take_like(e.arena, sum, DType::kFloat32);
-  }
   if (!e.arena.measuring()) {
     if (!e.arena.enough()) return out_of_workspace(e.arena);
     CombineBackwardArgs args = combine_backward_args(p.d_o, f.o_cmp, f.o_slc, f.o_swa, f.gates, p.d_gates);
@@ -292,8 +312,23 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   const Branch branches[3] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc), branch_of(b.swa)};
   const TensorView* lse[3] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
   const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
-  const Strided float_sum = strided(sum);
   int* flag = e.arena.take<int>(1);
+  const bool queries = p.d_q.defined();
+  // dQ is summed over the branches in float32, some queries at a time.
+  const auto room = room_for(branches[0], p.d_o, {none, *d_k[0], *d_v[0], queries, {}, {}});
+  const std::vector<Part> parts = parts_of(branches[0].geometry, room);
+  Strided sum;
+  if (queries) {
+    TensorView view = f.q;
+    if (!f.packed.packed()) {
+      view.shape[0] = view.shape[1] = 0;
+      for (const Part& part : parts) {
+        view.shape[0] = std::max<std::int64_t>(view.shape[0], part.sequences);
+        view.shape[1] = std::max<std::int64_t>(view.shape[1], part.count);
+      }
+    }
+    sum = strided(take_like(e.arena, view, DType::kFloat32));
+  }
   // dK and dV of the branches are made one after the other, so they can share the rest of the workspace.
   const Arena rest = e.arena;
   std::size_t most = rest.used();
@@ -314,15 +349,16 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
                                    "sliding window: dK, dV"};
   Prepared prepared[3];
-  const BranchGradients out[3] = {{none, *d_k[0], *d_v[0], float_sum, float_sum},
-                                  {none, *d_k[1], *d_v[1], {}, float_sum},
-                                  {p.d_q, *d_k[2], *d_v[2], float_sum, {}}};
+  const BranchGradients out[3] = {{none, *d_k[0], *d_v[0], queries, sum, sum},
+                                  {none, *d_k[1], *d_v[1], queries, {}, sum},
+                                  {p.d_q, *d_k[2], *d_v[2], queries, sum, {}}};
   for (int i = 0; i < 3; ++i) {
     e.arena = rest;
     const Prepared& x = prepared[i] = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], flag, e);
     most = std::max(most, e.arena.used());
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
+    if (x.room) continue;  // they go with dQ
     if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
     e.stage_done(kKeys[i]);
   }
@@ -330,10 +366,19 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
     e.arena.take<char>(static_cast<std::int64_t>(most - std::min(most, e.arena.used())));
     return {};
   }
-  if (!p.d_q.defined()) return {};
-  for (int first = 0; first < q_len; first += part) {
-    const auto own = [&](int i) { return part_of(prepared[i], first, std::min(part, q_len - first), float_sum); };
-    if (Status s = sum_queries(own(0), own(1), own(2), e); !s.ok()) return s;
+  if (!queries) return {};
+  // dQ: the selection first, the two ranges behind it.
+  if (Status s = begin_parts(prepared[0], e); !s.ok()) return s;
+  for (const Part& part : parts) {
+    const Prepared compressed = part_of(prepared[0], part);
+    if (room) {
+      if (Status s = run_keys(compressed, f.packed, &f.cfg, e); !s.ok()) return s;
+      e.stage_done(kKeys[0]);
+    }
+    if (Status s = run_queries(part_of(prepared[1], part), e); !s.ok()) return s;
+    e.stage_done("selected attention: dQ");
+    if (Status s = run_both(compressed, part_of(prepared[2], part), e); !s.ok()) return s;
+    e.stage_done("compressed and window: dQ");
   }
   return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);
 }

@@ -1,6 +1,7 @@
 // dK and dV: a thread block stands on up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
 // them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cuh).
-// Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials.
+// Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials. In
+// 16-bit types the compressed branch's dS can stay in memory for range_d_q (StoredGradients in arguments.h).
 #pragma once
 
 #include <climits>
@@ -19,8 +20,8 @@ struct KeyGradients {
   static constexpr bool kRoom = sizeof(T) == 2 && (kBeforeHopper ? Dk < 128 : Dk <= 128);
   static constexpr int kHeldKeys = kRoom ? Dk / kStep<T> : 0;
   static constexpr int kHeldValues = kRoom ? (Dk == 128 ? 4 : Dv / kStep<T>) : 0;
-  static constexpr int kValues = Tile<T, Dk>::bytes(64);
-  static constexpr int kKeysAndValues = kValues + Tile<T, Dv>::bytes(64);
+  static constexpr int kValues = Tile<T, Dk>::bytes(kKeyTile);
+  static constexpr int kKeysAndValues = kValues + Tile<T, Dv>::bytes(kKeyTile);
   static constexpr int kGradients = Tile<T, Dk>::bytes(kRows);  // where a stage's dO rows begin
   static constexpr int kStage = kGradients + Tile<T, Dv>::bytes(kRows);
   static constexpr int kMemory = kKeysAndValues + kStages * kStage;
@@ -71,15 +72,17 @@ __device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int&
 /// chunk of the queries; a tile of the window walks round from a query that it has in common with its neighbours.
 __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count, int x) {
   const Geometry& p = args.geometry;
-  const int tiles = (key_count + 63) / 64;
+  const int tiles = (key_count + kKeyTile - 1) / kKeyTile;
   if (x >= tiles * args.chunks) return {};
   const int tile = args.window ? x / args.chunks : x % tiles;
-  const int first = tile * 64, count = min(key_count - first, 64);
+  const int first = tile * kKeyTile, count = min(key_count - first, kKeyTile);
   const int shift = seq.k_len - seq.q_len;  // position of query 0
   const std::int64_t begin =
       args.window ? first : static_cast<std::int64_t>(first) * p.kernel_stride + p.kernel_size - 1;
   const std::int64_t end = args.window ? static_cast<std::int64_t>(first) + count - 1 + args.window : seq.k_len;
-  const int query_begin = static_cast<int>(max(begin - shift, std::int64_t{0}));
+  // Tiles of rows whose dS is stored begin at multiples of their length.
+  const int even = args.window ? 1 : max(32 / (p.group & -p.group), 1);
+  const int query_begin = static_cast<int>(max(begin - shift, std::int64_t{0})) / even * even;
   const int query_end = static_cast<int>(min(end - shift, static_cast<std::int64_t>(seq.q_len)));
   const int chunk = range_chunk(args.window, seq.q_len);
   const std::int64_t partial = args.partials_before(before(p, seq)) + tile * max_range_chunks(args.window, seq.q_len);
@@ -90,6 +93,14 @@ __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSeque
     const int round = (min(args.window, seq.q_len) + 126) / 64 * 64;  // at least the queries of a tile
     const int start = (from + round - 1) / round * round;
     return {first, count, from, to, items == 1 && start < to ? start : from, item, items, partial};
+  }
+  if (args.stored.sums) {
+    const int small = small_chunk(args.stored.q_len), all = (seq.q_len + small - 1) / small, item = x / tiles;
+    const int items = all - query_begin / small, at = all - 1 - item;
+    if (item >= items) return {};
+    const int from = max(query_begin, at * small);
+    return {first, count, from,  min((at + 1) * small, query_end),
+            from,  item,  items, (static_cast<std::int64_t>(seq.index) * tiles + tile) * all};
   }
   // Chunks of all queries, the last ones, which all tiles see, first.
   const int last = (seq.q_len - 1) / chunk, least = min(query_begin / chunk, last);
@@ -110,8 +121,8 @@ __device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSe
     (lists.item_begin[middle] <= x ? low : high) = middle;
   }
   const int block = low / tiles_per_block, tile = low % tiles_per_block;
-  const int first = block * args.block_size + tile * 64;
-  const int count = min(min(first + 64, (block + 1) * args.block_size), seq.k_len) - first;
+  const int first = block * args.block_size + tile * kKeyTile;
+  const int count = min(min(first + kKeyTile, (block + 1) * args.block_size), seq.k_len) - first;
   if (count <= 0) return {};
   const int begin = lists.begin[block], end = lists.begin[block + 1];
   const int item = x - lists.item_begin[low], items = lists.item_begin[low + 1] - lists.item_begin[low];
@@ -139,7 +150,9 @@ __device__ inline Item item_of(const BackwardArgs& args) {
   return item;
 }
 
-template <class T, int Dk, int Dv>
+/// kCompressed: the branch. kSmallChunks: one item has several small chunks (arguments.h); in a kernel of their own, as
+/// the code between two of them costs those without it 18 %.
+template <class T, int Dk, int Dv, bool kCompressed, bool kSmallChunks>
 __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardArgs args) {
   using Shape = KeyGradients<T, Dk, Dv>;
   constexpr int kRows = Shape::kRows, kN = kRows / 8;
@@ -147,28 +160,36 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(16) float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
   __shared__ int stage_position[2][kRows];
-  __shared__ int chosen[kListChunk];            // this item's part of the list
-  __shared__ longlong2 stage_offset[2][kRows];  // where a stage's rows begin in q and d_o, -1: no row
+  __shared__ bool small_begins[2];                      // with the stage a small chunk that is not an item of its own
+  __shared__ int chosen[kCompressed ? 1 : kListChunk];  // this item's part of the list
+  __shared__ longlong2 stage_offset[2][kRows];          // where a stage's rows begin in q and d_o, -1: no row
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = blockIdx.y;
   const Geometry& p = args.geometry;
-  const bool selected = args.indices.data != nullptr, compressed = !selected && args.window == 0;
+  const bool selected = !kCompressed && args.indices.data != nullptr;
   __shared__ Item item;         // registers are scarce
   __shared__ const T *q, *d_o;  // rows of the first query
+  __shared__ char* stored;      // of the first row and key, for lane 0; bytes from one tile of rows to the next
+  __shared__ int stored_pitch;
   const Item found = item_of(args);
   if (found.tile.count == 0) return;
   if (thread == 0) {
     item = found;
     q = args.q.at<T>(found.seq.batch, found.seq.q_begin, kv_head * p.group);
     d_o = args.d_o.at<T>(found.seq.batch, found.seq.q_begin, kv_head * p.group);
+    if (kCompressed && args.stored.tiles) {
+      const std::int64_t row = static_cast<std::int64_t>(found.tile.query_begin) * p.group;
+      stored = args.stored.at(p, found.seq, kv_head, row, found.tile.first);
+      stored_pitch = StoredGradients::columns(p) * StoredGradients::kTile;
+    }
   }
   __syncthreads();
   const DeviceSequence& seq = item.seq;
   const KeyTile& tile = item.tile;
   const std::uint32_t keys = shared_address(memory), values = keys + Shape::kValues;
   const int key_end = tile.first + tile.count;
-  RowStream<T, Dk, 64, 128>(args.k.at<T>(seq.batch, item.key_begin, kv_head), args.k.row, thread)
+  RowStream<T, Dk, kKeyTile, 128>(args.k.at<T>(seq.batch, item.key_begin, kv_head), args.k.row, thread)
       .load(keys, tile.first, key_end);
-  RowStream<T, Dv, 64, 128>(args.v.at<T>(seq.batch, item.key_begin, kv_head), args.v.row, thread)
+  RowStream<T, Dv, kKeyTile, 128>(args.v.at<T>(seq.batch, item.key_begin, kv_head), args.v.row, thread)
       .load(values, tile.first, key_end);
   const int queries = max(tile.query_end - tile.query_begin, 0), rows = queries * p.group;
   const int stages = (rows + kRows - 1) / kRows;
@@ -211,6 +232,8 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
       if (r < rows) place(r, query, head);
       if (warp == 3) {
         stage_position[slot][lane] = r < rows ? seq.position(query) : -1;
+        if (kSmallChunks && lane == 0)
+          small_begins[slot] = stage > 0 && head == 0 && query % small_chunk(seq.q_len) == 0;
       } else if (warp < 2 || args.gate.data) {
         const PerRow& from = warp == 0 ? args.lse : warp == 1 ? args.delta : args.gate;
         float* to = warp == 0 ? stage_lse[slot] : warp == 1 ? stage_delta[slot] : stage_gate[slot];
@@ -222,7 +245,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   // The first and the last position that see a key of the tile.
   const auto seen_from = [&](int key) {
     const int i = tile.first + key;
-    return key >= tile.count ? INT_MAX : compressed ? i * p.kernel_stride + p.kernel_size - 1 : i;
+    return key >= tile.count ? INT_MAX : kCompressed ? i * p.kernel_stride + p.kernel_size - 1 : i;
   };
   const auto seen_until = [&](int key) {
     return args.window > 0 ? static_cast<int>(min(tile.first + key + args.window - 1ll, INT_MAX + 0ll)) : INT_MAX;
@@ -235,7 +258,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     return {{seen_from(key), seen_from(key + 8)}, {seen_until(key), seen_until(key + 8)}};
   };
   const Seen seen_early = my_keys();
-  const int all_from = seen_from(63), all_until = seen_until(0);
+  const int all_from = seen_from(kKeyTile - 1), all_until = seen_until(0);
 
   float d_key[Dk / 8][4] = {}, d_value[Dv / 8][4] = {};
   const float scale = args.scale * kLog2e;
@@ -247,6 +270,24 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     if (stages > 0) load(0);
     __syncthreads();
   }
+  // Partial sums of this item go to args.partials, or are added to what is there.
+  const auto store_partials = [&](bool more) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = warp * 16 + lane / 4 + 8 * i;
+      if (key >= tile.count) continue;
+      const std::int64_t partial = kv_head * args.partial_items + tile.partial + tile.item;
+      float* to = args.partials + (partial * kKeyTile + key) * (Dk + Dv) + 2 * (lane & 3);
+      const auto store = [&](float* at, float x, float y) {
+        const float2 before = more ? *reinterpret_cast<const float2*>(at) : float2{0, 0};
+        store_pair(at, before.x + x, before.y + y);
+      };
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n) store(to + n * 8, d_key[n][2 * i], d_key[n][2 * i + 1]);
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) store(to + Dk + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
+    }
+  };
   for (int stage = 0; stage < stages; ++stage) {
     if constexpr (Shape::kStages == 1) {
       load(stage);
@@ -261,7 +302,17 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     char* queries = memory + Shape::kKeysAndValues + stage % Shape::kStages * Shape::kStage;
     char* gradients = queries + Shape::kGradients;
     const int slot = stage % 2;
-    if (stage == 0) key_fragments.hold(), value_fragments.hold();
+    if (kSmallChunks && small_begins[slot]) {
+      store_partials(stage * kRows > small_chunk(seq.q_len) * p.group);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (auto& d : d_key) d[i] = 0;
+#pragma unroll
+        for (auto& d : d_value) d[i] = 0;
+      }
+    }
+    if (stage == 0 || (kSmallChunks && small_begins[slot])) key_fragments.hold(), value_fragments.hold();
     float s[kN][4], dp[kN][4];
     Ring<T> ring;
     const Scores<T, Dk, kN, decltype(key_fragments)> scores{key_fragments, shared_address(queries), lane};
@@ -312,61 +363,112 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
         start(value_outputs, ring);
       }
     }
-    value_outputs.run(d_value, s, ring, key_outputs);
-    key_outputs.run(d_key, dp, ring);
+    if constexpr (kCompressed && sizeof(T) == 2) {
+      std::uint32_t d_s[kRows / 16][4];
+#pragma unroll
+      for (int k = 0; k < kRows / 16; ++k) operand_a<T>(d_s[k], dp, k);
+      value_outputs.run(d_value, s, ring, key_outputs);
+      key_outputs.run(
+          d_key,
+          [&](std::uint32_t(&a)[4], int k, int) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = d_s[k][i];
+          },
+          ring);
+      if (args.stored.tiles) {
+        char* to = stored + static_cast<std::int64_t>(stage) * (kRows / 16 * stored_pitch) + threadIdx.x * 16;
+#pragma unroll
+        for (int k = 0; k < kRows / 16; ++k)
+          __stcs(reinterpret_cast<uint4*>(to + k * stored_pitch),
+                 make_uint4(d_s[k][0], d_s[k][1], d_s[k][2], d_s[k][3]));
+      }
+    } else {
+      value_outputs.run(d_value, s, ring, key_outputs);
+      key_outputs.run(d_key, dp, ring);
+    }
     __syncthreads();  // the stage is free
   }
   wait_copies<0>();
 
+  if (tile.items > 1 || args.stored.sums) {
+    const int small = small_chunk(seq.q_len);
+    store_partials(kSmallChunks && (tile.query_end - 1) / small > tile.query_begin / small);
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int key = warp * 16 + lane / 4 + 8 * i;
     if (key >= tile.count) continue;
-    if (tile.items > 1) {
-      const std::int64_t partial = kv_head * args.partial_items + tile.partial + tile.item;
-      float* to = args.partials + (partial * 64 + key) * (Dk + Dv) + 2 * (lane & 3);
+    const std::int64_t row = item.key_begin + tile.first + key;
+    if (args.d_k.data) {
+      T* to = args.d_k.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
 #pragma unroll
-      for (int n = 0; n < Dk / 8; ++n) store_pair(to + n * 8, d_key[n][2 * i], d_key[n][2 * i + 1]);
+      for (int n = 0; n < Dk / 8; ++n)
+        store_pair(to + n * 8, d_key[n][2 * i] * args.scale, d_key[n][2 * i + 1] * args.scale);
+    }
+    if (args.d_v.data) {
+      T* to = args.d_v.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
 #pragma unroll
-      for (int n = 0; n < Dv / 8; ++n) store_pair(to + Dk + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
-    } else {
-      const std::int64_t row = item.key_begin + tile.first + key;
-      if (args.d_k.data) {
-        T* to = args.d_k.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
-#pragma unroll
-        for (int n = 0; n < Dk / 8; ++n)
-          store_pair(to + n * 8, d_key[n][2 * i] * args.scale, d_key[n][2 * i + 1] * args.scale);
-      }
-      if (args.d_v.data) {
-        T* to = args.d_v.at<T>(seq.batch, row, kv_head) + 2 * (lane & 3);
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) store_pair(to + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
-      }
+      for (int n = 0; n < Dv / 8; ++n) store_pair(to + n * 8, d_value[n][2 * i], d_value[n][2 * i + 1]);
     }
   }
 }
 
-/// Adds the partial sums of key tiles with several items, in order. One thread block per item; only first items work.
+__device__ inline void add(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
+/// Adds the partial sums of key tiles with several items, in order. Some thread blocks (grid z) per item; only those of
+/// first items work.
 template <class T>
 __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ BackwardArgs args, int dk, int dv) {
   if (!called(args)) return;
   const Item item = item_of(args);
   const DeviceSequence& seq = item.seq;
   const KeyTile& tile = item.tile;
-  if (tile.count == 0 || tile.items <= 1 || tile.item != 0) return;
+  if (tile.count == 0 || (tile.items <= 1 && !args.stored.sums) || tile.item != 0) return;
   const int kv_head = blockIdx.y;
   const int width = dk + dv;
-  const float* from = args.partials + (kv_head * args.partial_items + tile.partial) * 64 * width;
-  for (int e = threadIdx.x; e < tile.count * width; e += blockDim.x) {
+  const int size = kKeyTile * width;
+  const float* from = args.partials + (kv_head * args.partial_items + tile.partial) * size;
+  const int threads = gridDim.z * blockDim.x, mine = blockIdx.z * blockDim.x + threadIdx.x;
+  for (int e = mine * 4; e < tile.count * width; e += threads * 4) {
     const int key = e / width, column = e % width;
-    float sum = 0;
-    for (int i = 0; i < tile.items; ++i) sum += from[static_cast<std::int64_t>(i) * 64 * width + e];
-    const std::int64_t row = item.key_begin + tile.first + key;
-    if (column < dk) {
-      if (args.d_k.data) args.d_k.at<T>(seq.batch, row, kv_head)[column] = from_float<T>(sum * args.scale);
-    } else if (args.d_v.data) {
-      args.d_v.at<T>(seq.batch, row, kv_head)[column - dk] = from_float<T>(sum);
+    float4 sum{};
+    const auto partial = [&](int i) {
+      return *reinterpret_cast<const float4*>(from + static_cast<std::int64_t>(i) * size + e);
+    };
+    if (const StoredGradients& stored = args.stored; stored.sums) {
+      const std::int64_t at = kv_head * stored.sums_head + seq.index * stored.sums_sequence +
+                              static_cast<std::int64_t>(tile.first) * width + e;
+      float4* const sums = reinterpret_cast<float4*>(stored.sums + at);
+      float4* const chunk_sums = reinterpret_cast<float4*>(stored.chunk_sums + at);
+      const int small = small_chunk(stored.q_len), chunk = range_chunk(0, stored.q_len);
+      const int end = (stored.first + seq.q_len + small - 1) / small * small;
+      float4 of_chunk = *chunk_sums;
+      sum = *sums;
+#pragma unroll 4
+      for (int i = tile.items - 1; i >= 0; --i) {
+        const int query = end - (i + 1) * small;
+        if (query % chunk == 0) of_chunk = float4{};
+        add(of_chunk, partial(i));
+        if ((query + small) % chunk == 0 || query + small >= stored.q_len) add(sum, of_chunk);
+      }
+      if (stored.first + seq.q_len < stored.q_len) {
+        *sums = sum;
+        *chunk_sums = of_chunk;
+        continue;
+      }
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < tile.items; ++i) add(sum, partial(i));
     }
+    const std::int64_t row = item.key_begin + tile.first + key;
+    const bool of_key = column < dk;
+    const Strided& gradient = of_key ? args.d_k : args.d_v;
+    if (!gradient.data) continue;
+    const float scale = of_key ? args.scale : 1;
+    T* to = gradient.at<T>(seq.batch, row, kv_head) + (of_key ? column : column - dk);
+    store_pair(to, sum.x * scale, sum.y * scale);
+    store_pair(to + 2, sum.z * scale, sum.w * scale);
   }
 }
 

@@ -14,7 +14,8 @@ struct AttentionKernels {
   cudaError_t (*selected_forward)(const SelectedArgs&, cudaStream_t);
   cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* more, cudaStream_t);  // more: RangeDqArgs
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t);
-  cudaError_t (*d_kv)(const BackwardArgs&, cudaStream_t);  // and the sum of its partial results
+  cudaError_t (*d_kv)(const BackwardArgs&, cudaStream_t);
+  cudaError_t (*sum_partials)(const BackwardArgs&, cudaStream_t);  // of d_kv
 };
 
 struct ElementKernels {

@@ -1,6 +1,7 @@
 // dQ for a range of keys per query: the sliding window and the compressed branch. The same walk as range_forward.cuh,
 // but a warp has two times sixteen rows where their sums fit into registers: what limits the kernel is the traffic of
-// shared memory, and a fragment of keys or values serves all rows of the warp.
+// shared memory, and a fragment of keys or values serves all rows of the warp. Where d_kv has stored dS of the
+// compressed branch, only dS K is left to do.
 #pragma once
 
 #include "cuda/portable/arguments.h"
@@ -24,6 +25,24 @@ struct RangeDq {
   static constexpr int kGradients = kTiles * SharedFragments<T, Dk>::kBytes;  // where dO of a warp begins
   static constexpr int kWarp = kShared ? kGradients + kTiles * SharedFragments<T, Dv>::kBytes : 0;
   static constexpr int kMemory = 2 * kStage + 4 * kWarp;
+  static constexpr int kStoredKeys = Dk == Dv ? 2 * kKeys : 16;  // of a stage where dS is stored, without values
+};
+
+/// dS of M times sixteen rows and kKeys keys as d_kv stored it, always a tile of keys ahead of its use.
+template <int M, int kKeys>
+struct StoredTiles {
+  const char* from;  // this lane's share of the first row tile
+  int pitch;         // bytes from one row tile to the next
+  uint4 ahead[kKeys / 16][M];
+
+  __device__ __forceinline__ uint4 at(int k, int m, int key) const {
+    return __ldcs(reinterpret_cast<const uint4*>(from + m * pitch + (key / 16 + k) * StoredGradients::kTile));
+  }
+  __device__ __forceinline__ void fetch(int k, int m, int key) { ahead[k][m] = at(k, m, key); }
+  /// Into the second-level cache.
+  __device__ __forceinline__ void prefetch(int k, int m, int key) const {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + m * pitch + (key / 16 + k) * StoredGradients::kTile));
+  }
 };
 
 /// One range or two of the same queries, whose dQ is summed: sum_from counts of the first, where it goes of the last.
@@ -31,6 +50,82 @@ struct RangeDqArgs {
   BackwardArgs branch[2];
   int branches;
 };
+
+/// acc += dS K, dS as d_kv stored it. terms: of the thread block's rows, the last one is where the keys end.
+template <class T, int Dk, int Dv, class Acc>
+__device__ __forceinline__ void add_stored(Acc& acc, const BackwardArgs& args, const DeviceSequence& seq, int kv_head,
+                                           std::int64_t first_row, int key_begin, int key_count, KeyRange head,
+                                           KeyRange tail, char* memory, const float4* terms) {
+  using Shape = RangeDq<T, Dk, Dv>;
+  constexpr int kKeys = Shape::kStoredKeys, kM = Shape::kTiles, kSteps = kKeys / 16, kPrefetch = 4;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int tiles = (min(tail.last, key_count) + kKeys - 1) / kKeys;
+  const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
+  const auto load = [&](int tile) {
+    k.load(shared_address(memory) + tile % 2 * Shape::kStage, tile * kKeys, key_count);
+    commit_copies();
+  };
+  const int pitch = StoredGradients::columns(args.geometry) * StoredGradients::kTile;
+  const char* const from = args.stored.at(args.geometry, seq, kv_head, first_row, 0);
+  StoredTiles<kM, kKeys> stored{from + static_cast<std::int64_t>(warp) * kM * pitch, pitch};
+  if (tiles > 0) {
+    load(0);
+    unrolled<kSteps>([&](auto step) { unrolled<kM>([&](auto m) { stored.fetch(step, m, 0); }); });
+  }
+  for (int tile = 0; tile < tiles; ++tile) {
+    wait_copies<0>();
+    __syncthreads();  // the other stage is free
+    const bool more = tile + 1 < tiles;
+    if (more) load(tile + 1);
+    const bool much_more = tile + kPrefetch < tiles;
+    char* keys = memory + tile % 2 * Shape::kStage;
+    const int key = tile * kKeys;
+    const bool partial = key + kKeys > head.last;
+    const auto last_key = [&](int m, int i) {  // of a row, behind it
+      return __float_as_int(terms[(warp * kM + m) * 16 + lane / 4 + 8 * i].w) - key;
+    };
+    // What no query of a tile sees was not stored.
+    const auto seen = [&](std::uint32_t x, int behind) { return behind > 1 ? x : behind > 0 ? x & 0xffffu : 0u; };
+    const auto operand = [&](std::uint32_t(&a)[4], const uint4& x, int step, int m) {
+      a[0] = transposed(x.x), a[1] = transposed(x.z), a[2] = transposed(x.y), a[3] = transposed(x.w);
+      if (partial) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = seen(a[i], last_key(m, i % 2) - (step * 16 + i / 2 * 8 + 2 * (lane & 3)));
+      }
+    };
+    Ring<T> ring;
+    const Outputs<T, Dk, kKeys / 8, kM> outputs{shared_address(keys), lane};
+    if (partial && __syncthreads_or(has_nonfinite<T, Dk>(keys, kKeys, thread, 128))) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        float d_s[kKeys / 8][4];
+        unrolled<kSteps>([&](auto step) {
+          std::uint32_t a[4];
+          operand(a, stored.at(step, m, key), step, m);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const T* two = reinterpret_cast<const T*>(&a[i]);
+            d_s[2 * step + i / 2][i % 2 * 2] = to_float(two[0]);
+            d_s[2 * step + i / 2][i % 2 * 2 + 1] = to_float(two[1]);
+          }
+        });
+        add_nonfinite<T, Dk>(sixteen<kM>(acc, m), d_s, keys, 0, lane, [&](int i, int j) { return last_key(m, i) > j; });
+      }
+      __syncthreads();
+      clear_nonfinite<T, Dk>(keys, kKeys, thread, 128);
+      __syncthreads();
+    }
+    start(outputs, ring);
+    outputs.run(
+        acc,
+        [&](std::uint32_t(&a)[4], int step, int m) {
+          operand(a, stored.ahead[step][m], step, m);
+          if (more) stored.fetch(step, m, key + kKeys);
+          if (much_more) stored.prefetch(step, m, key + kPrefetch * kKeys);
+        },
+        ring);
+  }
+}
 
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ RangeDqArgs ranges) {
@@ -105,6 +200,12 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
                      tail = visible_keys(p, args.window, places[last].w);
       const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
+      if constexpr (sizeof(T) == 2) {
+        if (args.stored.tiles) {
+          add_stored<T, Dk, Dv>(acc, args, seq, kv_head, first_row, key_begin, key_count, head, tail, memory, terms);
+          continue;
+        }
+      }
       const RowStream<T, Dk, kKeys, 128> k(args.k.at<T>(seq.batch, key_begin, kv_head), args.k.row, thread);
       const RowStream<T, Dv, kKeys, 128> v(args.v.at<T>(seq.batch, key_begin, kv_head), args.v.row, thread);
       const auto load = [&](int tile) {
