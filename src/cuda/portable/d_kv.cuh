@@ -70,7 +70,8 @@ __device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int&
 /// Which keys and queries item `x` of a range is about. Neighbouring items, which run at the same time, read the same
 /// queries, so that these come from the second-level cache: of the compressed branch all key tiles are in turn for a
 /// chunk of the queries; a tile of the window walks round from a query that it has in common with its neighbours.
-__device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count, int x) {
+__host__ __device__ inline KeyTile range_item(const BackwardArgs& args, const DeviceSequence& seq, int key_count,
+                                              int x) {
   const Geometry& p = args.geometry;
   const int tiles = (key_count + kKeyTile - 1) / kKeyTile;
   if (x >= tiles * args.chunks) return {};
@@ -129,6 +130,13 @@ __device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSe
   const int from = begin + item * kListChunk;
   return {first, count, from,  min(from + kListChunk, end),
           from,  item,  items, args.partials_before(lists.entry + begin, lists.slot + block) + tile * items};
+}
+
+/// Is an item of the compressed branch, 16-bit types, the sum of several small chunks?
+__host__ __device__ inline bool many_small_chunks(const BackwardArgs& args, const DeviceSequence& seq,
+                                                  const KeyTile& tile) {
+  const int small = small_chunk(seq.q_len);
+  return !args.stored.sums && (tile.query_end - 1) / small > tile.query_begin / small;
 }
 
 /// Everything about the item of this thread block.
@@ -390,9 +398,9 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   }
   wait_copies<0>();
 
-  if (tile.items > 1 || args.stored.sums) {
-    const int small = small_chunk(seq.q_len);
-    store_partials(kSmallChunks && (tile.query_end - 1) / small > tile.query_begin / small);
+  const bool many = kSmallChunks && many_small_chunks(args, seq, tile);
+  if (tile.items > 1 || args.stored.sums || many) {
+    store_partials(many);
     return;
   }
 #pragma unroll
@@ -424,7 +432,8 @@ __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ Back
   const Item item = item_of(args);
   const DeviceSequence& seq = item.seq;
   const KeyTile& tile = item.tile;
-  if (tile.count == 0 || (tile.items <= 1 && !args.stored.sums) || tile.item != 0) return;
+  const bool many = sizeof(T) == 2 && args.window == 0 && !args.indices.data && many_small_chunks(args, seq, tile);
+  if (tile.count == 0 || (tile.items <= 1 && !args.stored.sums && !many) || tile.item != 0) return;
   const int kv_head = blockIdx.y;
   const int width = dk + dv;
   const int size = kKeyTile * width;
