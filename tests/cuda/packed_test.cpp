@@ -33,23 +33,49 @@ Case uneven() {
   return c;
 }
 
-/// While it lives, only the portable kernels run.
-class PortableKernels {
+/// While it lives, an environment variable has this value.
+class Environment {
  public:
-  PortableKernels() { setenv(kName, "portable", 1); }
-  PortableKernels(const PortableKernels&) = delete;
-  ~PortableKernels() { before_ ? setenv(kName, before_->c_str(), 1) : unsetenv(kName); }
+  Environment(const char* name, const char* value) : name_(name) {
+    if (const char* before = std::getenv(name)) before_ = before;
+    setenv(name, value, 1);
+  }
+  Environment(const Environment&) = delete;
+  ~Environment() { before_ ? setenv(name_, before_->c_str(), 1) : unsetenv(name_); }
 
  private:
-  static constexpr const char* kName = "NSA_CUDA_KERNELS";
-  std::optional<std::string> before_ =
-      std::getenv(kName) ? std::optional<std::string>(std::getenv(kName)) : std::nullopt;
+  const char* name_;
+  std::optional<std::string> before_;
+};
+
+/// While it lives, only the portable kernels run.
+struct PortableKernels : Environment {
+  PortableKernels() : Environment("NSA_CUDA_KERNELS", "portable") {}
 };
 
 TEST(Packed, UnevenSequencesHaveTheBitsOfEachAlone) {
   const PortableKernels portable;  // the others promise it only within rounding
   expect_packed_equals_alone(Problem(uneven()));
 }
+
+/// The compressed branch's dS: stored of sequences alone, in one part or in many; of these packed ones it is not.
+Case with_long_sequences() {
+  Case c = uneven();
+  c.q_lens = {5000, 300, 9000};
+  c.k_lens = {5000, 2300, 9050};
+  c.kv_heads = 1, c.group = 2;
+  return c;
+}
+
+class StoredInParts : public testing::TestWithParam<const char*> {};
+
+TEST_P(StoredInParts, LongSequencesHaveTheBitsOfEachAlone) {
+  const PortableKernels portable;
+  const Environment memory("NSA_CUDA_DS_MIB", GetParam());
+  expect_packed_equals_alone(Problem(with_long_sequences()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Packed, StoredInParts, testing::Values("0", "8", "4096"));
 
 /// Root of the mean square of the finite values.
 double size_of_values(const TensorView& tensor) {
@@ -74,9 +100,10 @@ double relative_difference(const TensorView& a, const TensorView& b, double leas
 class EveryKernel : public testing::TestWithParam<std::pair<std::int64_t, std::int64_t>> {};
 
 TEST_P(EveryKernel, UnevenSequences) {
-  // On a GPU with kernels of its own they serve this shape; elsewhere the same ones run twice. Without NaN, where they
-  // would stand back: rows past the compressed tokens as `compress` leaves them.
+  // On a GPU with kernels of its own they serve these shapes; elsewhere the same ones run twice. Without NaN, where
+  // they would stand back: rows past the compressed tokens as `compress` leaves them.
   Case c = uneven();
+  c.q_lens.push_back(5000), c.k_lens.push_back(5000);
   c.slack = 0, c.kv_heads = 1, c.group = GetParam().second;
   c.dk = GetParam().first, c.dv = std::min<std::int64_t>(c.dk, 128);
   c.cfg = {.topk = 5, .window_size = 600};
