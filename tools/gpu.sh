@@ -77,8 +77,8 @@ for step in $steps; do
         start "$t" "build-gpu/bin/$t" --gtest_brief=1
         start "$t.portable" env NSA_CUDA_KERNELS=portable "build-gpu/bin/$t" --gtest_brief=1
       done
-      # The compressed branch's backward in parts, as of long sequences.
-      start cuda_grid_test.parts env NSA_CUDA_KERNELS=portable NSA_CUDA_DS_MIB=0 build-gpu/bin/cuda_grid_test --gtest_brief=1
+      # The least memory for dS: sequences one by one, packed ones without it.
+      start cuda_grid_test.least env NSA_CUDA_KERNELS=portable NSA_CUDA_DS_MIB=0 build-gpu/bin/cuda_grid_test --gtest_brief=1
       finish
       ;;
     python)
