@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cuda/portable/d_kv.cuh"
+#include "cuda/portable/d_kv_items.cuh"
 #include "cuda/portable/stored_gradients.h"
 
 namespace nsa::cuda::portable {

@@ -196,8 +196,8 @@ __host__ __device__ inline Before before_end(const Geometry& g) {
   if (g.cu_q) return {g.total_q, g.total_k, g.batches};
   return {static_cast<std::int64_t>(g.batches) * g.q_len, static_cast<std::int64_t>(g.batches) * g.k_len, g.batches};
 }
-__host__ __device__ inline Before before(const Geometry& g,
-                                         const DeviceSequence& seq) {  // one of the two summands is 0
+__host__ __device__ inline Before before(const Geometry& g, const DeviceSequence& seq) {
+  // Of each two summands one is 0.
   return {seq.q_begin + static_cast<std::int64_t>(seq.batch) * g.q_len,
           seq.k_begin + static_cast<std::int64_t>(seq.batch) * g.k_len, seq.index};
 }
@@ -315,6 +315,8 @@ struct BackwardArgs {
   float* row_terms;
   StoredGradients stored;
   Redo redo;
+
+  __host__ __device__ bool compressed() const { return window == 0 && !indices.data; }
 
   /// Items of the sequences before; some of them are empty.
   __host__ __device__ std::int64_t items_before(const Before& at) const {

@@ -70,9 +70,8 @@ cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
-  const bool compressed = args.window == 0 && !args.indices.data;
-  auto kernel = compressed ? d_kv<T, Dk, Dv, true, false> : d_kv<T, Dk, Dv, false, false>;
-  if (compressed && !args.stored.sums) kernel = d_kv<T, Dk, Dv, true, sizeof(T) == 2>;
+  auto kernel = args.compressed() ? d_kv<T, Dk, Dv, true, false> : d_kv<T, Dk, Dv, false, false>;
+  if (args.compressed() && !args.stored.sums) kernel = d_kv<T, Dk, Dv, true, sizeof(T) == 2>;
   return launch(kernel, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads), 128,
                 KeyGradients<T, Dk, Dv>::kMemory, stream, args);
 }

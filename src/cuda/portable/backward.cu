@@ -18,7 +18,6 @@ PerRow take_rows(Arena& arena, const TensorView& q) {
 
 struct BranchGradients {
   const TensorView &d_q, &d_k, &d_v;
-  bool queries;              // is dQ wanted, in d_q or in a sum?
   Strided sum_from, sum_to;  // float32 sums of dQ over branches
 };
 
@@ -27,28 +26,28 @@ struct Prepared {
   BackwardArgs args{};
   InverseArgs inverse{};
   sm90::Kernels hopper;
-  bool queries = false, keys = false, selected = false;  // which gradients are wanted; the branch
-  std::optional<std::int64_t> room;                      // for dS, if it goes from d_kv to range_d_q through memory
+  bool keys = false, selected = false;  // are dK or dV wanted? the branch
+  std::optional<std::int64_t> room;     // for dS, if it goes from d_kv to range_d_q through memory
   const Branch* branch = nullptr;
   const BranchGradients* out = nullptr;
 };
 
-/// The memory for dS if it is to be stored.
-std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, const BranchGradients& out) {
+/// The memory for dS if it is to be stored: of the compressed branch, where dQ and dK or dV are wanted.
+std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
+                                     const TensorView& d_v) {
   const sm90::Kernels hopper = hopper_kernels(b, d_o);
-  const bool compressed = !b.indices && b.window == 0, keys = out.d_k.defined() || out.d_v.defined();
-  if (!compressed || !keys || !out.queries || hopper.range_d_kv || hopper.range_d_q) return {};
+  const bool compressed = !b.indices && b.window == 0, keys = d_k.defined() || d_v.defined();
+  if (!compressed || !keys || !queries || hopper.range_d_kv || hopper.range_d_q) return {};
   return room_for_d_s(b.geometry, b.q.dtype, b.q.size(-1));
 }
 
-/// Takes what the branch needs from the workspace. `flag` is set where inputs are not finite.
+/// Takes what the branch needs from the workspace. `room`: of room_for. `flag` is set where inputs are not finite.
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
-                 const BranchGradients& out, int* flag, Execution& e) {
+                 const BranchGradients& out, std::optional<std::int64_t> room, int* flag, Execution& e) {
   const Geometry& g = b.geometry;
   Prepared x;
   x.branch = &b;
   x.out = &out;
-  x.queries = out.queries;
   x.keys = out.d_k.defined() || out.d_v.defined();
   x.selected = b.indices != nullptr;
   x.hopper = hopper_kernels(b, d_o);
@@ -72,7 +71,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.redo.flag = flag;
   const std::int64_t width = b.q.size(-1) + b.v.size(-1);
   const Before all = before_end(g);
-  x.room = room_for(b, d_o, out);
+  x.room = room;
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
@@ -215,8 +214,9 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   const Branch b = branch_of(p.forward);
   const PerRow delta = take_rows(e.arena, b.q);
   int* flag = e.arena.take<int>(1);
-  const BranchGradients out{p.d_q, d_k, d_v, p.d_q.defined(), {}, {}};
-  const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, flag, e);
+  const BranchGradients out{p.d_q, d_k, d_v, {}, {}};
+  const bool queries = p.d_q.defined();
+  const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, room_for(b, p.d_o, queries, d_k, d_v), flag, e);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const Rows r = rows_of(p.d_o, 2);
@@ -239,7 +239,7 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
       [&]() -> Status {
         const Packed& packed = p.forward.packed;
         if (!x.room)
-          return in_order([&] { return x.queries ? run_queries(x, e) : Status(); },
+          return in_order([&] { return queries ? run_queries(x, e) : Status(); },
                           [&] { return run_keys(x, packed, compressed, e); });
         if (Status s = begin_parts(x, e); !s.ok()) return s;
         for (const Part& part : parts_of(x.args.geometry, x.room)) {
@@ -315,7 +315,7 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   int* flag = e.arena.take<int>(1);
   const bool queries = p.d_q.defined();
   // dQ is summed over the branches in float32, some queries at a time.
-  const auto room = room_for(branches[0], p.d_o, {none, *d_k[0], *d_v[0], queries, {}, {}});
+  const auto room = room_for(branches[0], p.d_o, queries, *d_k[0], *d_v[0]);
   const std::vector<Part> parts = parts_of(branches[0].geometry, room);
   Strided sum;
   if (queries) {
@@ -349,12 +349,12 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
                                    "sliding window: dK, dV"};
   Prepared prepared[3];
-  const BranchGradients out[3] = {{none, *d_k[0], *d_v[0], queries, sum, sum},
-                                  {none, *d_k[1], *d_v[1], queries, {}, sum},
-                                  {p.d_q, *d_k[2], *d_v[2], queries, sum, {}}};
+  const BranchGradients out[3] = {
+      {none, *d_k[0], *d_v[0], sum, sum}, {none, *d_k[1], *d_v[1], {}, sum}, {p.d_q, *d_k[2], *d_v[2], sum, {}}};
   for (int i = 0; i < 3; ++i) {
     e.arena = rest;
-    const Prepared& x = prepared[i] = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], flag, e);
+    const Prepared& x = prepared[i] =
+        prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], i == 0 ? room : std::nullopt, flag, e);
     most = std::max(most, e.arena.used());
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
