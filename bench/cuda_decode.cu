@@ -1,6 +1,7 @@
 // Times decode steps on one GPU, through the public API.
-//   cuda_decode [context [batch ...]]      default 65536 32 1; m = 1, H = 64, Hkv = 4, D = 128, bfloat16, MLP phi,
-//                                          default hyperparameters, pages of 128 tokens in shuffled order
+//   cuda_decode [context [m [batch ...]]]  default 65536 1 32 8 1; m: new tokens a step; H = 64, Hkv = 4, D = 128,
+//                                          bfloat16, MLP phi, default hyperparameters, pages of 128 tokens in
+//                                          shuffled order
 // Medians in microseconds: of graph replays with the second-level cache flushed before each, of replays one after the
 // other, and of calls one after the other. Beside them the time that the bytes of a step take at the rate of a copy,
 // and what the bytes of dense attention would take.
@@ -17,7 +18,7 @@ using namespace nsa;
 using namespace nsa::bench;
 
 constexpr std::int64_t kHeads = 64, kKvHeads = 4, kDim = 128, kPage = 128;
-constexpr int kSteps = 128;  // of each kind; lengths grow by one with every step
+constexpr int kSteps = 128;  // of each kind; lengths grow with every step
 
 double median(std::vector<float> times) {
   std::sort(times.begin(), times.end());
@@ -73,10 +74,10 @@ TensorView page_table(Tensors& device, std::int64_t batch, std::int64_t pages) {
 
 /// A cache of `batch` sequences of `context` tokens, random, with room for what the program appends, and one step's
 /// arguments.
-DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context) {
+DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context, std::int64_t m) {
   DecodeParams p;
   const NSAConfig& cfg = p.cfg;
-  const std::int64_t room = context + 5 * kSteps, pages = (room + kPage - 1) / kPage,
+  const std::int64_t room = context + 5 * kSteps * m, pages = (room + kPage - 1) / kPage,
                      pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
   for (TensorView* t : {&c.k_slc, &c.v_slc}) *t = device.random({batch * pages, kPage, kKvHeads, kDim});
@@ -91,10 +92,10 @@ DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context
   for (std::int64_t b = 0; b < batch; ++b) lengths.push_back(static_cast<int>(context - b * 5 % 16));
   c.cache_seqlens = device.integers(lengths, {batch});
   c.overflow = device.integers({0}, {1});
-  p.q = device.random({batch, 1, kHeads, kDim});
+  p.q = device.random({batch, m, kHeads, kDim});
   for (TensorView* t : {&p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa})
-    *t = device.random({batch, 1, kKvHeads, kDim});
-  p.gates = device.random({batch, 1, kHeads, 3}, 0.1f, 0.5f);
+    *t = device.random({batch, m, kKvHeads, kDim});
+  p.gates = device.random({batch, m, kHeads, 3}, 0.1f, 0.5f);
   for (CompressionWeights* w : {&p.weights_k, &p.weights_v})
     *w = {CompressionKind::kMlp,
           device.random({kKvHeads, cfg.kernel_size, kDim}, 0.02f),
@@ -102,13 +103,13 @@ DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context
           {},
           device.random({kKvHeads, 2 * kDim, kDim}, 0.06f),
           {}};
-  p.o = device.tensor(DType::kBFloat16, {batch, 1, kHeads, kDim});
+  p.o = device.tensor(DType::kBFloat16, {batch, m, kHeads, kDim});
   return p;
 }
 
-void run(std::int64_t batch, std::int64_t context_tokens, double rate, cudaStream_t stream) {
+void run(std::int64_t batch, std::int64_t context_tokens, std::int64_t m, double rate, cudaStream_t stream) {
   Tensors device;
-  const DecodeParams p = make_step(device, batch, context_tokens);
+  const DecodeParams p = make_step(device, batch, context_tokens, m);
   Context context;
   context.stream = stream;
   check(workspace_size(p, context.workspace_size), "workspace_size");
@@ -158,19 +159,19 @@ void run(std::int64_t batch, std::int64_t context_tokens, double rate, cudaStrea
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::int64_t context = argc > 1 ? std::atoll(argv[1]) : 65536;
+  const std::int64_t context = argc > 1 ? std::atoll(argv[1]) : 65536, m = argc > 2 ? std::atoll(argv[2]) : 1;
   std::vector<std::int64_t> batches;
-  for (int i = 2; i < argc; ++i) batches.push_back(std::atoll(argv[i]));
-  if (batches.empty()) batches = {32, 1};
+  for (int i = 3; i < argc; ++i) batches.push_back(std::atoll(argv[i]));
+  if (batches.empty()) batches = {32, 8, 1};
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, 0), "device");
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   const double rate = copy_rate(stream);
-  std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context, us\n", properties.name, rate / 1e6,
-              static_cast<long long>(context));
+  std::printf("%s, copies %.2f TB/s; a step of %lld tokens at %lld tokens of context, us\n", properties.name,
+              rate / 1e6, static_cast<long long>(m), static_cast<long long>(context));
   std::printf("  %-8s %10s %10s %10s   %11s %8s %10s\n", "", "flushed", "replays", "calls", "", "floor", "dense floor");
-  for (const std::int64_t batch : batches) run(batch, context, rate, stream);
+  for (const std::int64_t batch : batches) run(batch, context, m, rate, stream);
   cudaStreamDestroy(stream);
   return 0;
 }

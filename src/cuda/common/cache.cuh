@@ -67,17 +67,27 @@ class CachedStream {
         page_mask_(tokens.slots.ring ? 0 : -1),
         thread_(thread) {}
 
-  /// The tokens first ... first + kRows - 1; zeros from `end` on.
+  /// The tokens first ... first + kRows - 1; zeros from `end` on. Mostly they lie one after the other in one page.
   __device__ void load(std::uint32_t tile, int first, int end) const {
+    const int last = min(first + kRows, end), page = first / tokens_.slots.size,
+              slot = first - page * tokens_.slots.size;
+    const bool one_page = last <= before_ && slot + last - first <= tokens_.slots.size;
+    const T* row0 = one_page ? in_page(page, slot) : nullptr;
 #pragma unroll(sizeof(T) == 4 ? 1 : kRows)  // float32 has no registers to spare
     for (int r = thread_ / 8; r < kRows; r += kThreads / 8)
-      Tile<T, D>::load_row(tile, r, thread_, first + r < end ? at(first + r) : nullptr);
+      Tile<T, D>::load_row(tile, r, thread_,
+                           first + r >= end ? nullptr
+                           : one_page       ? row0 + r * tokens_.slots.rows.row
+                                            : at(first + r));
   }
 
  private:
   __device__ const T* at(int token) const {
     if (token >= before_) return fresh_ + token * tokens_.fresh.row;
-    const int page = token / tokens_.slots.size, slot = token - page * tokens_.slots.size;
+    const int page = token / tokens_.slots.size;
+    return in_page(page, token - page * tokens_.slots.size);
+  }
+  __device__ const T* in_page(int page, int slot) const {
     return slots_ + table_[page & page_mask_] * tokens_.slots.rows.batch + slot * tokens_.slots.rows.row;
   }
 

@@ -143,6 +143,12 @@ struct CompressArgs {
   __device__ int row_of(int m) const { return geometry.cu_q ? m : m % compressed_per_batch; }
 };
 
+/// k and v of a layer, alike but for their head dims and hidden units; or one problem alone.
+struct CompressPair {
+  CompressArgs problem[2];
+  int problems;
+};
+
 /// Angles by position, float32 (positions, Dk / 2) each; null: no rotation. Positions past the table take its last row.
 struct Rotation {
   const float *cos = nullptr, *sin = nullptr;

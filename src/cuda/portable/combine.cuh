@@ -19,11 +19,6 @@ __device__ inline bool numbered_row(std::int64_t i, int rows, int heads, int bat
   b = static_cast<int>(i / heads / rows);
   return true;
 }
-/// The row of this warp.
-__device__ inline bool warp_row(int rows, int heads, int batches, int& b, int& r, int& h) {
-  return numbered_row(grid_warp(), rows, heads, batches, b, r, h);
-}
-
 /// Sixteen bytes of elements as floats.
 template <class T>
 struct Chunk {

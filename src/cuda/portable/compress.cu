@@ -58,10 +58,8 @@ void take_constants(CompressArgs& args, Execution& e) {
 std::int64_t hidden_values(const CompressArgs& args) {
   return static_cast<std::int64_t>(args.geometry.kv_heads) * args.rows * args.hidden;
 }
-/// What the kernels of this folder need.
-void take_memory(CompressArgs& args, DType dtype, bool with_groups, Execution& e) {
-  args.first_token = e.arena.take<std::int64_t>(args.rows + 1);
-  if (with_groups) args.group = e.arena.take<int4>(args.groups);
+/// What the layers of the kernels of this folder need.
+void take_layers(CompressArgs& args, DType dtype, Execution& e) {
   take_constants(args, e);
   if (args.mlp) args.h = e.arena.take<char>(hidden_values(args) * static_cast<std::int64_t>(size_of(dtype)));
 }
@@ -143,7 +141,9 @@ CompressArgs backward_args(const CompressBackwardParams& p) {
 }
 
 Status compress_backward_portably(CompressArgs& args, DType dtype, Execution& e) {
-  take_memory(args, dtype, true, e);
+  args.first_token = e.arena.take<std::int64_t>(args.rows + 1);
+  args.group = e.arena.take<int4>(args.groups);
+  take_layers(args, dtype, e);
   if (args.hidden) {
     const std::int64_t count = hidden_values(args);
     if (args.mlp) args.z = e.arena.take<float>(count);
@@ -189,17 +189,28 @@ Status compress(const CompressParams& p, const CompressParams* second, Execution
       [&](const sm90::CompressKernels& hopper, sm90::CompressWork& work) {
         return compress_on_hopper(hopper, work, e);
       },
-      [&](const CompressParams& x, CompressArgs&) { return compress(x, nullptr, 0, e); });
+      [&](const CompressParams& x, CompressArgs&) { return compress(x, nullptr, nullptr, 0, e); });
 }
 
-Status compress(const CompressParams& p, const int* completed, int step, Execution& e) {
-  CompressArgs args = compress_args(p);
-  take_memory(args, p.k.dtype, false, e);
-  args.completed = completed;
-  args.completed_step = step;
+Status compress(const CompressParams& p, const CompressParams* second, const int* completed, int step, Execution& e) {
+  if (second && second->weights.kind != p.weights.kind) {
+    if (Status s = compress(p, nullptr, completed, step, e); !s.ok()) return s;
+    return compress(*second, nullptr, completed, step, e);
+  }
+  CompressPair pair{{compress_args(p)}, 1};
+  if (second) pair.problem[pair.problems++] = compress_args(*second);
+  const int rows = pair.problem[0].rows + 1;
+  std::int64_t* tables = e.arena.take<std::int64_t>(static_cast<std::int64_t>(pair.problems) * rows);
+  for (int i = 0; i < pair.problems; ++i) {
+    CompressArgs& args = pair.problem[i];
+    args.first_token = tables + static_cast<std::int64_t>(i) * rows;
+    take_layers(args, p.k.dtype, e);
+    args.completed = completed;
+    args.completed_step = step;
+  }
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
-  return status_of(element_kernels(p.k.dtype)->compress(args, e.stream), "compress");
+  return status_of(element_kernels(p.k.dtype)->compress(pair, e.stream), "compress");
 }
 
 Status compress_backward(const CompressBackwardParams& p, Execution& e) { return compress_backward(p, nullptr, e); }

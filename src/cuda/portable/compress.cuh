@@ -14,9 +14,10 @@
 
 namespace nsa::cuda::portable {
 
-/// Fills first_token and group. A thread block per sequence.
+/// Fills first_token and group. Grid x: sequence, y: problem.
 template <class T>
-__global__ void __launch_bounds__(256) compress_tables(const __grid_constant__ CompressArgs args) {
+__global__ void __launch_bounds__(256) compress_tables(const __grid_constant__ CompressPair pair) {
+  const CompressArgs& args = pair.problem[blockIdx.y];
   const Geometry& p = args.geometry;
   const int b = blockIdx.x, d = p.kernel_stride;
   const DeviceSequence seq = sequence_of(p, b);
@@ -42,6 +43,16 @@ struct CompressOp : CompressArgs {
   int head = 0;
 
   __device__ int set() const { return shared ? 0 : head; }
+};
+
+/// One problem or two (k and v): blockIdx.z counts the heads of the first, then those of the second.
+template <class Op>
+struct OneOrTwo {
+  static constexpr bool kARows = Op::kARows, kBRows = Op::kBRows;
+  Op op[2];
+  int heads;  // of the first
+
+  __device__ Op at(int z) const { return z < heads ? op[0].at(z) : op[1].at(z - heads); }
 };
 
 /// constant = pe W1 + b1, one row for every set of weights.

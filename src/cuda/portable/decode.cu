@@ -6,11 +6,11 @@
 namespace nsa::cuda::portable {
 namespace {
 
-constexpr std::int64_t kMaxTokens = 1 << 30;   // of a sequence
-constexpr std::int64_t kPartKeys = 128;        // of a decode step
-constexpr std::int64_t kCompressedPart = 256;  // the same of the compressed keys, at least
+constexpr std::int64_t kMaxTokens = 1 << 30;  // of a sequence
+// Keys of the parts of a decode step.
+constexpr std::int64_t kWindowPart = 128, kSelectedPart = 256;
+constexpr std::int64_t kCompressedPart = 256;  // at least
 constexpr std::int64_t kMaxParts = 64;         // of the compressed keys, for up to 64 rows of queries
-constexpr std::int64_t kFewTokens = kMaxDecodeTokens;
 
 /// One step. The methods take their memory first and launch nothing while it is only measured.
 class Step {
@@ -29,7 +29,12 @@ class Step {
   std::int64_t tokens() const { return p_.q.size(1); }
   std::int64_t heads() const { return p_.q.size(2); }
   std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
+  int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
   bool measuring() const { return e_.arena.measuring(); }
+  bool in_parts() const { return tokens() <= kMaxDecodeTokens; }
+  /// Whether anybody asks for the choice of blocks.
+  bool selects() const { return !p_.imposed_indices.defined() || p_.indices.defined(); }
+  std::int64_t score_row() const { return scratch_keys_of(p_.cfg, geometry_); }
   TensorView take(std::initializer_list<std::int64_t> shape, DType dtype) {
     return take_like(e_.arena, TensorView::contiguous(nullptr, dtype, shape, p_.q.device), dtype);
   }
@@ -53,7 +58,9 @@ class Step {
   Parts take_parts(std::int64_t count, std::int64_t size);
   template <class Args>
   Args attention_args(const CachedTokens& k, const CachedTokens& v, const Parts& parts, BranchIndex branch) const;
-  Status attend_range(const CachedTokens& k, const CachedTokens& v, int window, BranchIndex branch);
+  StepRangeArgs range_args(BranchIndex branch) const;
+  Status attend_ranges();
+  Status attend_range(BranchIndex branch);
   Status select();
   Status attend_selected();
   Status combine();
@@ -66,6 +73,7 @@ class Step {
   TensorView indices_, attended_;  // own and those attended to
   // What the branches give: in a decode step parts, otherwise rows.
   Parts parts_[kBranches];
+  float* scores_ = nullptr;  // of the compressed keys (StepRangesArgs)
   TensorView o_[kBranches], lse_;
 };
 
@@ -117,8 +125,8 @@ Status Step::fold() {
   }
   const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
   constexpr int kStep = sizeof(StepPlan) / sizeof(int);
-  if (Status s = compress({raw_k, p_.weights_k, p_.cfg, {}, k}, completed, kStep, e_); !s.ok()) return s;
-  if (Status s = compress({raw_v, p_.weights_v, p_.cfg, {}, v}, completed, kStep, e_); !s.ok() || measuring()) return s;
+  const CompressParams keys{raw_k, p_.weights_k, p_.cfg, {}, k}, values{raw_v, p_.weights_v, p_.cfg, {}, v};
+  if (Status s = compress(keys, &values, completed, kStep, e_); !s.ok() || measuring()) return s;
   StoreArgs args{};
   args.geometry = geometry_;
   args.keys = strided(k), args.values = strided(v);
@@ -137,29 +145,29 @@ Parts Step::take_parts(std::int64_t count, std::int64_t size) {
 Status Step::attend() {
   indices_ = p_.indices.defined() ? p_.indices : take({batches(), tokens(), kv_heads(), p_.cfg.topk}, DType::kInt32);
   attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
-  const int window = std::min(p_.cfg.window_size, 1 << 30);
-  if (tokens() <= kFewTokens) {
+  if (in_parts()) {
     // Parts of the compressed keys grow with the capacity, and with the rows that each thread block takes fewer of.
     const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
     const std::int64_t most = std::max<std::int64_t>(kMaxParts / tiles(tokens() * geometry_.group, 64), 4);
     const std::int64_t size = std::max(tiles(tiles(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;
     parts_[kCompressed] = take_parts(tiles(keys, size), size);
-    const std::int64_t blocks = std::max<std::int64_t>(kPartKeys / p_.cfg.block_size, 1);
+    const std::int64_t blocks = std::max<std::int64_t>(kSelectedPart / p_.cfg.block_size, 1);
     parts_[kSelected] = take_parts(tiles(p_.cfg.topk, blocks), blocks);
     // From the window of the first query to the last query, wherever they lie.
-    const std::int64_t seen = std::min<std::int64_t>(window + tokens() - 1, geometry_.k_len);
-    parts_[kWindow] = take_parts(tiles(seen, kPartKeys) + 1, kPartKeys);
+    const std::int64_t seen = std::min<std::int64_t>(window() + tokens() - 1, geometry_.k_len);
+    parts_[kWindow] = take_parts(tiles(seen, kWindowPart) + 1, kWindowPart);
+    if (selects() && tokens() * geometry_.group <= kScoredRows)
+      scores_ = e_.arena.take<float>(batches() * tokens() * heads() * score_row());
   } else {
     for (TensorView& o : o_) o = take_like(e_.arena, p_.o, p_.o.dtype);
     lse_ = take({batches(), heads(), tokens()}, DType::kFloat32);
   }
-  if (Status s = attend_range({k_c_, {}}, {v_c_, {}}, 0, kCompressed); !s.ok()) return s;
+  // The branches of a chunk have the same place for their lse.
+  if (Status s = in_parts() ? attend_ranges() : attend_range(kCompressed); !s.ok()) return s;
   if (Status s = select(); !s.ok()) return s;
   if (Status s = attend_selected(); !s.ok()) return s;
-  if (Status s = attend_range({ring(p_.cache.k_swa_ring), strided(p_.k_swa)},
-                              {ring(p_.cache.v_swa_ring), strided(p_.v_swa)}, window, kWindow);
-      !s.ok())
-    return s;
+  if (!in_parts())
+    if (Status s = attend_range(kWindow); !s.ok()) return s;
   return combine();
 }
 
@@ -177,12 +185,28 @@ Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Pa
   return args;
 }
 
-Status Step::attend_range(const CachedTokens& k, const CachedTokens& v, int window, BranchIndex branch) {
+StepRangeArgs Step::range_args(BranchIndex branch) const {
+  if (branch == kCompressed)
+    return attention_args<StepRangeArgs>({k_c_, {}}, {v_c_, {}}, parts_[kCompressed], kCompressed);
+  auto args = attention_args<StepRangeArgs>({ring(p_.cache.k_swa_ring), strided(p_.k_swa)},
+                                            {ring(p_.cache.v_swa_ring), strided(p_.v_swa)}, parts_[kWindow], kWindow);
+  args.window = window();
+  return args;
+}
+
+Status Step::attend_ranges() {
   if (measuring()) return {};
-  auto args = attention_args<StepRangeArgs>(k, v, parts_[branch], branch);
-  args.window = window;
   const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
-  return status_of(kernels.range_forward(args, e_.stream), "range_forward");
+  const int row_tiles = to_int(tiles(tokens() * geometry_.group, 16));
+  return status_of(
+      kernels.ranges({range_args(kCompressed), range_args(kWindow), row_tiles, scores_, score_row()}, e_.stream),
+      "step_ranges");
+}
+
+Status Step::attend_range(BranchIndex branch) {
+  if (measuring()) return {};
+  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
+  return status_of(kernels.range_forward(range_args(branch), e_.stream), "range_forward");
 }
 
 Status Step::attend_selected() {
@@ -195,9 +219,8 @@ Status Step::attend_selected() {
   return status_of(kernels.selected_forward(args, e_.stream), "selected_forward");
 }
 
-/// Unless nobody asks for the choice.
 Status Step::select() {
-  if (p_.imposed_indices.defined() && !p_.indices.defined()) return {};
+  if (!selects()) return {};
   StepSelectArgs args{};
   args.geometry = geometry_;
   args.q = strided(p_.q);
@@ -205,16 +228,16 @@ Status Step::select() {
   args.lse = per_row(lse_);
   args.indices = strided(indices_);
   args.parts = parts_[kCompressed];
+  args.scores = scores_;
   set_selection(args, p_.cfg, scale_);
-  const bool in_parts = args.parts.count > 0;
   const int count = selecting_blocks(args);
-  const std::int64_t rows = in_parts ? batches() * kv_heads() * tokens() : count * args.queries;
+  const std::int64_t rows = in_parts() ? batches() * kv_heads() * tokens() : count * args.queries;
   args.scratch = e_.arena.take<float>(rows * (args.scratch_keys + args.scratch_blocks));
   if (measuring()) return {};
   const StepElementKernels& kernels = *step_element_kernels(p_.q.dtype);
   const int key_dim = to_int(p_.q.size(3));
-  return status_of(in_parts ? kernels.select_in_parts(args, key_dim, e_.stream)
-                            : kernels.select_blocks(args, key_dim, count, e_.stream),
+  return status_of(in_parts() ? kernels.select_in_parts(args, key_dim, e_.stream)
+                              : kernels.select_blocks(args, key_dim, count, e_.stream),
                    "select_blocks");
 }
 
@@ -228,7 +251,7 @@ Status Step::combine() {
   args.rows.rows = to_int(tokens());
   args.rows.heads = to_int(heads());
   args.rows.dim = to_int(p_.o.size(3));
-  args.window = std::min(p_.cfg.window_size, 1 << 30);
+  args.window = window();
   args.indices = strided(p_.indices);
   args.topk = p_.cfg.topk;
   return status_of(step_element_kernels(p_.q.dtype)->combine(args, e_.stream), "combine_step");

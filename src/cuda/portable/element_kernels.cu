@@ -29,63 +29,84 @@ cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, c
   return launch(kernel, grid, 256, 0, stream, args, tile);
 }
 
-template <class Tiles, template <class> class Op>
-cudaError_t run_tiles(const CompressArgs& args, int m, int n, int outer, int inner, int count, cudaStream_t stream) {
+template <template <class> class Op>
+Op<T> make_op(const CompressArgs& args, int m, int n, int outer, int inner) {
   Op<T> op;
   static_cast<CompressArgs&>(op) = args;
   op.m = m;
   op.n = n;
   op.outer = outer;
   op.inner = inner;
+  return op;
+}
+template <class Tiles, class Op>
+cudaError_t run_tiles(const Op& op, int m, int n, int count, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(tiles(n, Tiles::kColumns)), static_cast<unsigned>(tiles(m, Tiles::kRows)),
                   count);
-  return launch(gemm<T, Op<T>, Tiles>, grid, Tiles::kThreads, GemmShape<T, Op<T>, Tiles>::kMemory, stream, op);
+  return launch(gemm<T, Op, Tiles>, grid, Tiles::kThreads, GemmShape<T, Op, Tiles>::kMemory, stream, op);
 }
 template <template <class> class Op>
 cudaError_t run_gemm(const CompressArgs& args, int m, int n, int outer, int inner, int count, cudaStream_t stream) {
-  return run_tiles<ManyRows<T>, Op>(args, m, n, outer, inner, count, stream);
+  return run_tiles<ManyRows<T>>(make_op<Op>(args, m, n, outer, inner), m, n, count, stream);
 }
-/// The layers of phi may have few rows: a step of a cache.
-template <template <class> class Op>
-cudaError_t run_layer(const CompressArgs& args, int m, int n, int inner, int count, cudaStream_t stream) {
-  return m <= 256 ? run_tiles<FewRows<T>, Op>(args, m, n, 1, inner, count, stream)
-                  : run_tiles<ManyRows<T>, Op>(args, m, n, 1, inner, count, stream);
+/// A layer of phi: n(args) columns, inner(args) terms, for count(args) heads. It may have few rows: a step of a cache.
+template <template <class> class Op, class N, class Inner, class Count>
+cudaError_t run_layer(const CompressPair& pair, int m, const N& n, const Inner& inner, const Count& count,
+                      cudaStream_t stream) {
+  OneOrTwo<Op<T>> both{};
+  int most = 0, counts = 0;
+  for (int i = 0; i < pair.problems; ++i) {
+    const CompressArgs& args = pair.problem[i];
+    both.op[i] = make_op<Op>(args, m, n(args), 1, inner(args));
+    most = std::max(most, n(args));
+    counts += count(args);
+  }
+  both.heads = count(pair.problem[0]);
+  return m <= 256 ? run_tiles<FewRows<T>>(both, m, most, counts, stream)
+                  : run_tiles<ManyRows<T>>(both, m, most, counts, stream);
 }
+
+int heads_of(const CompressArgs& args) { return args.geometry.kv_heads; }
+int sets_of(const CompressArgs& args) { return args.shared ? 1 : heads_of(args); }
+int raw_of(const CompressArgs& args) { return args.geometry.kernel_size * args.dim; }
+int hidden_of(const CompressArgs& args) { return args.hidden; }
 
 /// The tables, and for linear and mlp the constants and the first layer.
-cudaError_t first_layer(const CompressArgs& args, bool mean, cudaStream_t stream) {
-  const Geometry& g = args.geometry;
-  cudaError_t error = cudaMemsetAsync(args.first_token, 0xff, static_cast<std::size_t>(args.rows + 1) * 8, stream);
+cudaError_t first_layer(const CompressPair& pair, bool mean, cudaStream_t stream) {
+  const CompressArgs& args = pair.problem[0];
+  const auto rows = static_cast<std::size_t>(args.rows + 1) * pair.problems;  // the tables follow each other
+  cudaError_t error = cudaMemsetAsync(args.first_token, 0xff, rows * sizeof(*args.first_token), stream);
   if (error == cudaSuccess && args.group)
     error = cudaMemsetAsync(args.group, 0, static_cast<std::size_t>(args.groups) * 16, stream);
-  if (error == cudaSuccess) error = launch(compress_tables<T>, g.batches, 256, 0, stream, args);
+  if (error == cudaSuccess)
+    error = launch(compress_tables<T>, dim3(args.geometry.batches, pair.problems), 256, 0, stream, pair);
   if (error != cudaSuccess || mean) return error;
-  const int size = g.kernel_size * args.dim;
-  error = run_layer<Constants>(args, 1, args.hidden, size, args.shared ? 1 : g.kv_heads, stream);
+  error = run_layer<Constants>(pair, 1, hidden_of, raw_of, sets_of, stream);
   if (error != cudaSuccess) return error;
-  return run_layer<FirstLayer>(args, args.rows, args.hidden, size, g.kv_heads, stream);
+  return run_layer<FirstLayer>(pair, args.rows, hidden_of, raw_of, heads_of, stream);
 }
 
-cudaError_t run_compress(const CompressArgs& args, cudaStream_t stream) {
-  const Geometry& g = args.geometry;
+cudaError_t run_compress(const CompressPair& pair, cudaStream_t stream) {
+  const CompressArgs& args = pair.problem[0];
   const bool mean = !args.w1.data;
   if (args.rows == 0) return cudaSuccess;
-  const cudaError_t error = first_layer(args, mean, stream);
-  if (error != cudaSuccess) return error;
-  if (mean)
-    return launch(mean_blocks<T>, dim3(static_cast<unsigned>(tiles(args.rows, 8)), g.kv_heads), 256, 0, stream, args);
-  if (!args.mlp) return cudaSuccess;
-  return run_layer<SecondLayer>(args, args.rows, args.dim, args.hidden, g.kv_heads, stream);
+  cudaError_t error = first_layer(pair, mean, stream);
+  const dim3 rows(static_cast<unsigned>(tiles(args.rows, 8)), heads_of(args));
+  for (int i = 0; mean && error == cudaSuccess && i < pair.problems; ++i)
+    error = launch(mean_blocks<T>, rows, 256, 0, stream, pair.problem[i]);
+  if (error != cudaSuccess || !args.mlp) return error;
+  return run_layer<SecondLayer>(
+      pair, args.rows, [](const CompressArgs& x) { return x.dim; }, hidden_of, heads_of, stream);
 }
 
 cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const int sets = args.shared ? 1 : g.kv_heads, over = args.shared ? g.kv_heads : 1;
+  const int sets = sets_of(args), over = args.shared ? g.kv_heads : 1;
   if (!args.w1.data)
     return launch(mean_backward<T>, dim3(static_cast<unsigned>(tiles(g.k_len, 8)), g.kv_heads, g.batches), 256, 0,
                   stream, args);
   // For linear the first layer's product is not needed: only the tables and constants.
-  cudaError_t error = first_layer(args, !args.mlp, stream);
+  cudaError_t error = first_layer({{args}, 1}, !args.mlp, stream);
   if (error == cudaSuccess && args.mlp)
     error = run_gemm<HiddenGradient>(args, args.rows, args.hidden, 1, args.dim, g.kv_heads, stream);
   if (error == cudaSuccess && !args.mlp)

@@ -73,9 +73,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
   constexpr int kRows = Tiles::kRows, kColumns = Tiles::kColumns, kDepth = Tiles::kDepth, kStages = Tiles::kStages;
   constexpr int kPer = 16 / static_cast<int>(sizeof(T));  // elements of a copy
   extern __shared__ __align__(128) char memory[];
-  const Op op = shared_op.at(blockIdx.z);
+  const auto op = shared_op.at(blockIdx.z);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int m0 = blockIdx.y * kRows, n0 = blockIdx.x * kColumns;
+  if (n0 >= op.n) return;  // the grid is that of the wider one of two problems
   const int per_outer = (op.inner + kDepth - 1) / kDepth;
   int steps = op.outer * per_outer;
   if constexpr (requires { op.zero(0); })
@@ -87,32 +88,48 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
   const auto load = [&](int step) {
     const int o = step / per_outer, k0 = step % per_outer * kDepth;
     const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
-    // Consecutive along k: rows of kDepth; consecutive along m or n: kDepth rows of the tile's.
-    const auto deep = [&](std::uint32_t to, int count, int first, int size, const auto& source) {
-      for (int i = loader; i < count * Deep::kChunks; i += Tiles::kLoading) {
-        const int r = i / Deep::kChunks, k = k0 + i % Deep::kChunks * kPer;
-        const T* from = first + r < size && k < op.inner ? source(first + r, k) : nullptr;
-        copy16(to + Deep::at(r, 0, i % Deep::kChunks * 16), from, from != nullptr);
+    // This thread's share of a tile's copies, whose addresses are found side by side: consecutive along k, rows of
+    // kDepth; consecutive along m or n, kDepth rows of the tile's.
+    const auto share = [&]<class Rows, int kCopies>(Rows, std::integral_constant<int, kCopies>, std::uint32_t to,
+                                                    const auto& source) {
+      constexpr int kShare = (kCopies + Tiles::kLoading - 1) / Tiles::kLoading;
+      const T* from[kShare];
+#pragma unroll
+      for (int j = 0; j < kShare; ++j) {
+        const int i = loader + j * Tiles::kLoading;
+        from[j] = i < kCopies ? source(i / Rows::kChunks, i % Rows::kChunks * kPer) : nullptr;
+      }
+#pragma unroll
+      for (int j = 0; j < kShare; ++j) {
+        const int i = loader + j * Tiles::kLoading;
+        if (i < kCopies)
+          copy16(to + Rows::at(i / Rows::kChunks, 0, i % Rows::kChunks * 16), from[j], from[j] != nullptr);
       }
     };
+    const auto deep = [&]<int kCount>(std::integral_constant<int, kCount>, std::uint32_t to, int first, int size,
+                                      const auto& source) {
+      share(Deep{}, std::integral_constant<int, kCount * Deep::kChunks>{}, to, [&](int row, int column) -> const T* {
+        const int k = k0 + column;
+        return first + row < size && k < op.inner ? source(first + row, k) : nullptr;
+      });
+    };
     const auto wide = [&]<class Wide>(Wide, std::uint32_t to, int first, int size, const auto& source) {
-      for (int i = loader; i < kDepth * Wide::kChunks; i += Tiles::kLoading) {
-        const int k = k0 + i / Wide::kChunks, r = first + i % Wide::kChunks * kPer;
-        const T* from = r < size && k < op.inner ? source(r, k) : nullptr;
-        copy16(to + Wide::at(i / Wide::kChunks, 0, i % Wide::kChunks * 16), from, from != nullptr);
-      }
+      share(Wide{}, std::integral_constant<int, kDepth * Wide::kChunks>{}, to, [&](int row, int column) -> const T* {
+        const int k = k0 + row, r = first + column;
+        return r < size && k < op.inner ? source(r, k) : nullptr;
+      });
     };
     const auto source_a = [&](int m, int k) { return op.a(m, o, k); };
     const auto source_b = [&](int n, int k) { return op.b(o, k, n); };
     if constexpr (Op::kARows) {
       wide(typename Shape::WideA{}, a, m0, op.m, source_a);
     } else {
-      deep(a, kRows, m0, op.m, source_a);
+      deep(std::integral_constant<int, kRows>{}, a, m0, op.m, source_a);
     }
     if constexpr (Op::kBRows) {
       wide(WideB{}, b, n0, op.n, source_b);
     } else {
-      deep(b, kColumns, n0, op.n, source_b);
+      deep(std::integral_constant<int, kColumns>{}, b, n0, op.n, source_b);
     }
   };
 
@@ -123,9 +140,9 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
   };
   for (int step = 0; step < kStages - 1; ++step) load_next(step);
   for (int step = 0; step < steps; ++step) {
+    wait_copies<kStages - 2>();
+    __syncthreads();  // this step's stage is there, that of the step before is free
     load_next(step + kStages - 1);
-    wait_copies<kStages - 1>();
-    __syncthreads();
     const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
 #pragma unroll
     for (int k = 0; k < kDepth / kStep<T>; ++k) {
@@ -153,7 +170,6 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
         mma(T{}, c[n + 1], fa, fb[2], fb[3]);
       }
     }
-    __syncthreads();  // the stage is free
   }
   if (!computes) return;
 #pragma unroll

@@ -154,12 +154,18 @@ Status fill(const TensorView& t, const TensorView& cu, unsigned value, const NSA
 /// second may be null.
 Status compress(const CompressParams& p, const CompressParams* second, Execution& e);
 Status compress_backward(const CompressBackwardParams& p, const CompressBackwardParams* second, Execution& e);
-/// Of batched tokens, of which sequence b's first completed[b * step] blocks are wanted; the other rows become 0.
-Status compress(const CompressParams& p, const int* completed, int step, Execution& e);
+/// By the kernels of this folder; of batched tokens sequence b's first completed[b * step] blocks are wanted, the other
+/// rows become 0. completed null: all.
+Status compress(const CompressParams& p, const CompressParams* second, const int* completed, int step, Execution& e);
 
 inline Rotation rotation_of(const TensorView& cos, const TensorView& sin) {
   if (!cos.defined()) return {};
   return {cos.as<const float>(), sin.as<const float>(), cos.stride[0], sin.stride[0], to_int(cos.size(0))};
+}
+
+/// Floats of a row of sums over compressed keys.
+inline std::int64_t scratch_keys_of(const NSAConfig& cfg, const Geometry& g) {
+  return tiles(cfg.num_compressed(g.k_len), 64) * 64;
 }
 
 /// What the selection of blocks takes from the configuration and from the shapes in args.geometry; no noise.
@@ -176,7 +182,7 @@ void set_selection(Args& args, const NSAConfig& cfg, double scale) {
       static_cast<float>(cfg.kernel_stride) / (static_cast<float>(g.group) * static_cast<float>(cfg.kernel_size));
   args.queries = std::clamp(64 / std::max(g.group, 1), 1, 16);
   args.tiles = to_int(tiles(g.q_len, args.queries));
-  args.scratch_keys = tiles(cfg.num_compressed(g.k_len), 64) * 64;
+  args.scratch_keys = scratch_keys_of(cfg, g);
   args.scratch_blocks = tiles(g.k_len, cfg.block_size);
 }
 

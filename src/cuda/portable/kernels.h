@@ -21,7 +21,7 @@ struct AttentionKernels {
 struct ElementKernels {
   cudaError_t (*combine)(const CombineArgs&, int batches, cudaStream_t);
   cudaError_t (*combine_backward)(const CombineBackwardArgs&, int batches, cudaStream_t);
-  cudaError_t (*compress)(const CompressArgs&, cudaStream_t);
+  cudaError_t (*compress)(const CompressPair&, cudaStream_t);
   cudaError_t (*compress_backward)(const CompressArgs&, cudaStream_t);
   cudaError_t (*rotate)(const RotateArgs&, cudaStream_t);
   cudaError_t (*select_blocks)(const SelectArgs&, int key_dim, int blocks_of_threads, cudaStream_t);

@@ -34,9 +34,7 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, kv_head = block.y();
     const auto& p = args.geometry;
     const DeviceSequence seq = sequence_of(p, block.z());
-    int row_tile = block.columns() - 1 - block.x(), part = 0;  // the longest rows first
-    if constexpr (kHasParts<Args>)
-      if (args.parts.count > 0) row_tile = block.x() / args.parts.count, part = block.x() % args.parts.count;
+    const int row_tile = block.columns() - 1 - block.x();  // the longest rows first
     const std::int64_t first_row = static_cast<std::int64_t>(row_tile) * kRangeRows;
     const std::int64_t rows = static_cast<std::int64_t>(seq.q_len) * p.group;
     if (first_row >= rows) continue;
@@ -60,15 +58,7 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
     const std::int64_t last_row = min(first_row + kRangeRows, rows) - 1;
     const KeyRange head = visible_keys(p, args.window, seq.position(static_cast<int>(first_row / p.group)));
     const KeyRange tail = visible_keys(p, args.window, seq.position(static_cast<int>(last_row / p.group)));
-    int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
-    if constexpr (kHasParts<Args>) {
-      if (args.parts.count > 0) {
-        const int begin = visible_keys(p, args.window, seq.position(0)).first / args.parts.size + part;
-        first_tile = max(first_tile, begin * (args.parts.size / kKeys));
-        last_tile = min(last_tile, (begin + 1) * (args.parts.size / kKeys));
-        if (first_tile >= last_tile) continue;
-      }
-    }
+    const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
     const auto keys = key_stream<T, Dk, kKeys, 128>(args.k, seq, key_begin, kv_head, thread);
     const auto values = key_stream<T, Dv, kKeys, 128>(args.v, seq, key_begin, kv_head, thread);
@@ -126,12 +116,6 @@ __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0
     for (int i = 0; i < 2; ++i) {
       const float sum = row_sum(state.sum[i]);
       if (!row[i].valid) continue;
-      if constexpr (kHasParts<Args>) {
-        if (args.parts.count > 0) {
-          store_part<Dv>(args.parts, args.parts.at(p, part, seq.batch, row[i].query, row[i].head), state, i, sum, lane);
-          continue;
-        }
-      }
       const bool any = range[i].first < range[i].last;
       const float inverse = any ? 1 / sum : 0;
       T* o = args.o.template at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) + 2 * (lane & 3);

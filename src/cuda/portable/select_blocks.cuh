@@ -45,34 +45,42 @@ __device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, 
     if (args.noise > 0) sum = explored(sum * args.share, args.noise, args.seed, j, position, kv_head, seq.index);
     importance[j] = __uint_as_float(forced(j) ? 0 : ordered(sum));
   }
-  // The largest threshold that at least `places` unforced blocks reach, bit by bit.
-  const auto reach = [&](unsigned threshold) {
-    int n = 0;
-    for (int first = 0; first < candidates; first += kThreads) {
-      const int j = first + thread;
-      const bool reaches = j < candidates && !forced(j) && __float_as_uint(importance[j]) >= threshold;
-      if constexpr (kThreads == 32) {
-        n += reaches;
-      } else {
-        n += __syncthreads_count(reaches);
-      }
-    }
-    return kThreads == 32 ? __reduce_add_sync(0xffffffffu, n) : n;
-  };
+  // Forced blocks and those that are not there have 0, which reaches no threshold asked for.
+  const auto key_of = [&](int j) { return j < candidates ? __float_as_uint(importance[j]) : 0u; };
+  // The first ones of each thread stay in registers.
+  constexpr int kHeld = kThreads == 32 ? 1 : 4;
+  unsigned held[kHeld];
   if constexpr (kThreads == 32) {
     __syncwarp();
   } else {
     __syncthreads();
   }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) held[i] = key_of(i * kThreads + thread);
+  // The largest threshold that at least `places` unforced blocks reach, bit by bit.
+  const auto reach = [&](unsigned threshold, int round) {
+    int n = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) n += held[i] >= threshold;
+    for (int j = kHeld * kThreads + thread; j < candidates; j += kThreads) n += key_of(j) >= threshold;
+    n = __reduce_add_sync(0xffffffffu, n);
+    if constexpr (kThreads > 32) {
+      __shared__ int counts[2][kThreads / 32];  // by turns, so that one barrier is enough
+      if (thread % 32 == 0) counts[round % 2][thread / 32] = n;
+      __syncthreads();
+      n = __reduce_add_sync(0xffffffffu, thread % 32 < kThreads / 32 ? counts[round % 2][thread % 32] : 0);
+    }
+    return n;
+  };
   unsigned threshold = 0;
-  int above = 0;  // blocks that reach threshold + 1, at the end
+  int above = 0, round = 0;  // above: blocks that reach threshold + 1, at the end
   for (int bit = 31; bit >= 0; --bit) {
     const unsigned next = threshold | (1u << bit);
-    const int n = reach(next);
+    const int n = reach(next, round++);
     if (n >= places) threshold = next;
     if (n == places) break;
   }
-  above = threshold == 0xffffffffu ? 0 : reach(threshold + 1);
+  above = threshold == 0xffffffffu ? 0 : reach(threshold + 1, round);
   int ties = places - above, written = 0;
   if (thread >= 32) return;
   const int lane = thread;
@@ -179,9 +187,10 @@ __device__ inline int scored_keys(const Args& args, int last) {
 }
 
 template <class T, int Dk, class Args>
-__global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2
-                                       : Dk == 64     ? 4
-                                                      : 3) select_blocks(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(128, sizeof(T) == 4                 ? 2
+                                       : Dk == 64 && !kHasParts<Args> ? 4
+                                                                      : 3)
+    select_blocks(const __grid_constant__ Args args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(128) char memory[];
   if (!called(args)) return;

@@ -3,16 +3,16 @@
 
 #include "cuda/portable/arguments.h"
 #include "cuda/portable/attention_backward.cuh"
+#include "cuda/portable/key_units.cuh"
 #include "cuda/portable/redo.cuh"
-#include "cuda/portable/selected_units.cuh"
 
 namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
-struct SelectedDq : SelectedUnits<T, Dk, Dv, Dk> {
+struct SelectedDq : KeyUnits<T, Dk, Dv, Dk> {
   // Q and dO, the same for all warps: in shared memory, so that three thread blocks have enough registers.
   static constexpr bool kShared = sizeof(T) == 2;
-  static constexpr int kQ = SelectedUnits<T, Dk, Dv, Dk>::kMemory;
+  static constexpr int kQ = KeyUnits<T, Dk, Dv, Dk>::kMemory;
   static constexpr int kGradients = kQ + (kShared ? SharedFragments<T, Dk>::kBytes : 0);
   static constexpr int kMemory = kGradients + (kShared ? SharedFragments<T, Dv>::kBytes : 0);
   static constexpr int kBlocks = kShared && !kBeforeHopper && Dk <= 128 ? 3 : 2;  // of a multiprocessor
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
       }
       outputs.run(acc, dp, ring);
     };
-    for_units<T, Shape>(args, seq, kv_head, position, list, 0, blocks, memory, add_unit);
+    for_units<T, Shape>(args, seq, kv_head, ListedUnits<kUnit>(list, args.block_size, 0, blocks, warp), position,
+                        seq.k_len, memory, add_unit);
 
     // The sum over the warps, in their order.
     __syncthreads();

@@ -157,15 +157,4 @@ struct OnlineSoftmax {
   }
 };
 
-/// Row i of this lane as number `at` of the rows of all parts; `sum` is that of the whole row.
-template <int D>
-__device__ inline void store_part(const Parts& parts, std::int64_t at, const OnlineSoftmax<D>& state, int i, float sum,
-                                  int lane) {
-  float* acc = parts.acc + at * D + 2 * (lane & 3);
-#pragma unroll
-  for (int n = 0; n < D / 8; ++n)
-    *reinterpret_cast<float2*>(acc + n * 8) = make_float2(state.acc[n][2 * i], state.acc[n][2 * i + 1]);
-  if (lane % 4 == 0) parts.softmax[at] = make_float2(state.max[i], sum);
-}
-
 }  // namespace nsa::cuda::portable

@@ -10,6 +10,16 @@ struct StepRangeArgs : RangeArgsOf<StepGeometry, CachedTokens> {
   Parts parts;
 };
 
+/// Both ranges of a decode step, in parts.
+struct StepRangesArgs {
+  StepRangeArgs compressed, window;
+  int row_tiles;            // of sixteen rows (query, head) for a KV head
+  float* scores;            // raw ones of the compressed keys, (B, kv_heads, m * G, scores_row); null: not wanted
+  std::int64_t scores_row;  // floats
+};
+/// Up to so many rows for a KV head keep their scores for the choice of blocks; for more the memory would be too much.
+inline constexpr int kScoredRows = 32;
+
 struct StepSelectedArgs : SelectedArgsOf<StepGeometry, CachedTokens> {
   Parts parts;
 };
@@ -18,6 +28,7 @@ struct StepSelectedArgs : SelectedArgsOf<StepGeometry, CachedTokens> {
 /// (sequence, KV head, query), then the importances.
 struct StepSelectArgs : SelectArgsOf<StepGeometry, CachedTokens> {
   Parts parts;
+  const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
 };
 
 /// The page tables of a cache, checked before anything follows them.

@@ -33,37 +33,44 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
   }
 }
 
-/// combine for a step. A warp per row, of at most 32 chunks; rows without a query get o = 0 and indices = -1.
+/// combine for a step. A thread block per row, of at most 32 chunks, a warp per branch; rows without a query get o = 0
+/// and indices = -1.
 template <class T>
-__global__ void __launch_bounds__(256) combine_step(const __grid_constant__ StepCombineArgs args) {
+__global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_constant__ StepCombineArgs args) {
   const StepGeometry& p = args.geometry;
-  int b, r, h;
-  if (!warp_row(p.q_len, p.heads, p.batches, b, r, h)) return;
+  const int h = blockIdx.x, r = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, branch = threadIdx.x / 32;
   const DeviceSequence s = sequence_of(p, b);
-  const int lane = threadIdx.x % 32, column = lane * Chunk<T>::kSize;
+  const int column = lane * Chunk<T>::kSize;
   const bool mine = column < args.rows.dim;
   Chunk<T> sum{};
   if (r < s.q_len) {
-    const T* gates = args.rows.gates.at<T>(b, r, h);
-    for (int branch = 0; branch < kBranches; ++branch) {
-      const Parts& parts = args.parts[branch];
-      Chunk<T> x{};
-      if (parts.count > 0) {
-        const KeyRange range = branch == kSelected ? KeyRange{0, parts.count}
-                                                   : parts_of(p, parts, branch == kWindow ? args.window : 0, s, r);
-        const auto softmax = [&](int part) { return parts.softmax[parts.at(p, part, b, r, h)]; };
-        const MergedSoftmax<32> merged(range, softmax);
-        if (mine)
+    __shared__ Chunk<T> branches[kBranches][32];
+    const Parts& parts = args.parts[branch];
+    Chunk<T> x{};
+    if (parts.count > 0) {
+      const KeyRange range = branch == kSelected ? KeyRange{0, parts.count}
+                                                 : parts_of(p, parts, branch == kWindow ? args.window : 0, s, r);
+      const auto softmax = [&](int part) { return parts.softmax[parts.at(p, part, b, r, h)]; };
+      const MergedSoftmax<32> merged(range, softmax);
+      if (mine)
 #pragma unroll 8
-          for (int part = range.first; part < range.last; ++part)
-            merged.add(softmax(part), parts.acc + parts.at(p, part, b, r, h) * args.rows.dim + column, x);
-      } else if (mine) {
-        x = Chunk<T>::load(args.rows.branch[branch].at<T>(b, r, h) + column);
-      }
-      const float gate = to_float(gates[branch]);
-#pragma unroll
-      for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate * x.x[j];
+        for (int part = range.first; part < range.last; ++part)
+          merged.add(softmax(part), parts.acc + parts.at(p, part, b, r, h) * args.rows.dim + column, x);
+    } else if (mine) {
+      x = Chunk<T>::load(args.rows.branch[branch].at<T>(b, r, h) + column);
     }
+    branches[branch][lane] = x;
+    __syncthreads();
+    if (branch > 0) return;
+    const T* gates = args.rows.gates.at<T>(b, r, h);
+    for (int i = 0; i < kBranches; ++i) {
+      const float gate = to_float(gates[i]);
+      const Chunk<T>& y = branches[i][lane];
+#pragma unroll
+      for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate * y.x[j];
+    }
+  } else if (branch > 0) {
+    return;
   } else if (args.indices.data && h < p.kv_heads) {
     for (int i = lane; i < args.topk; i += 32) args.indices.at<int>(b, r, h)[i] = -1;
   }

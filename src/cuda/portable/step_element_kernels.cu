@@ -29,18 +29,20 @@ cudaError_t run_select_blocks(const StepSelectArgs& args, int key_dim, int block
 
 cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const cudaError_t error = for_key_dim(key_dim, [&]<int Dk>() {
-    return launch(score_parts<T, Dk>, dim3(args.parts.count, g.kv_heads, g.batches * args.tiles), 128,
-                  SelectShape<T, Dk>::kMemory, stream, args);
-  });
+  const auto keys = static_cast<unsigned>(tiles(args.scratch_keys, kSumKeys));
+  const cudaError_t error =
+      args.scores ? launch(sum_scores<StepSelectArgs>, dim3(keys, g.kv_heads, g.batches), kSumThreads, 0, stream, args)
+                  : for_key_dim(key_dim, [&]<int Dk>() {
+                      return launch(score_parts<T, Dk>, dim3(args.parts.count, g.kv_heads, g.batches * args.tiles), 128,
+                                    SelectShape<T, Dk>::kMemory, stream, args);
+                    });
   if (error != cudaSuccess) return error;
   return launch(pick_step<StepSelectArgs>, dim3(g.q_len, g.kv_heads, g.batches), kPickThreads, 0, stream, args);
 }
 
 cudaError_t run_combine(const StepCombineArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const std::int64_t rows = static_cast<std::int64_t>(g.batches) * g.q_len * g.heads;
-  return launch(combine_step<T>, static_cast<unsigned>(tiles(rows * 32, 256)), 256, 0, stream, args);
+  return launch(combine_step<T>, dim3(g.heads, g.q_len, g.batches), 32 * kBranches, 0, stream, args);
 }
 
 }  // namespace

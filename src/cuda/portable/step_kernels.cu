@@ -2,6 +2,7 @@
 #include "cuda/portable/range_forward.cuh"
 #include "cuda/portable/selected_forward.cuh"
 #include "cuda/portable/step_kernels.h"
+#include "cuda/portable/step_ranges.cuh"
 
 namespace nsa::cuda::portable {
 namespace {
@@ -11,10 +12,16 @@ constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
 
 cudaError_t run_range_forward(const StepRangeArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const std::int64_t row_tiles = tiles(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows);
-  const auto count = static_cast<unsigned>(row_tiles * std::max(args.parts.count, 1));
+  const auto count = static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
   return launch(range_forward<T, Dk, Dv, StepRangeArgs>, dim3(count, g.kv_heads, g.batches), 128,
                 2 * kRangeStage<T, Dk, Dv>, stream, args);
+}
+
+cudaError_t run_ranges(const StepRangesArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.compressed.geometry;
+  const auto count = static_cast<unsigned>((args.compressed.parts.count + args.window.parts.count) * args.row_tiles);
+  return launch(step_ranges<T, Dk, Dv>, dim3(count, g.kv_heads, g.batches), 128, KeyUnits<T, Dk, Dv, Dv>::kMemory,
+                stream, args);
 }
 
 cudaError_t run_selected_forward(const StepSelectedArgs& args, cudaStream_t stream) {
@@ -29,7 +36,7 @@ cudaError_t run_selected_forward(const StepSelectedArgs& args, cudaStream_t stre
 
 template <>
 const StepAttentionKernels& step_attention_instance<T, Dk, Dv>() {
-  static constexpr StepAttentionKernels table{run_range_forward, run_selected_forward};
+  static constexpr StepAttentionKernels table{run_range_forward, run_ranges, run_selected_forward};
   return table;
 }
 

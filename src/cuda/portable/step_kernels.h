@@ -8,7 +8,8 @@
 namespace nsa::cuda::portable {
 
 struct StepAttentionKernels {
-  cudaError_t (*range_forward)(const StepRangeArgs&, cudaStream_t);
+  cudaError_t (*range_forward)(const StepRangeArgs&, cudaStream_t);  // of a chunk
+  cudaError_t (*ranges)(const StepRangesArgs&, cudaStream_t);        // of a decode step
   cudaError_t (*selected_forward)(const StepSelectedArgs&, cudaStream_t);
 };
 

@@ -37,8 +37,46 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 3)
                            });
 }
 
+/// The same from the scores of at most kScoredRows rows. What it sums of keys that a query does not see is not used.
+/// Grid x: kSumKeys keys, y: KV head, z: sequence.
+inline constexpr int kSumThreads = 128, kSumKeys = 4 * kSumThreads;
+template <class Args>
+__global__ void __launch_bounds__(kSumThreads) sum_scores(const __grid_constant__ Args args) {
+  __shared__ float lse[kScoredRows];
+  const auto& p = args.geometry;
+  const int kv_head = blockIdx.y, b = blockIdx.z, key = blockIdx.x * kSumKeys + 4 * threadIdx.x;
+  const DeviceSequence seq = sequence_of(p, b);
+  if (seq.q_len == 0) return;
+  const int keys = scored_keys(args, seq.position(seq.q_len - 1));
+  if (blockIdx.x * kSumKeys >= keys) return;
+  constexpr int kLanes = kSumThreads / kScoredRows;
+  const int r = threadIdx.x / kLanes, row_query = r / p.group, head = kv_head * p.group + r % p.group;
+  const bool sees_any = row_query < seq.q_len && num_compressed(p, seq.position(row_query) + 1) > 0;
+  const MergedSoftmax<kLanes> merged(
+      sees_any ? parts_of(p, args.parts, 0, seq, row_query) : KeyRange{0, 0},
+      [&](int part) { return args.parts.softmax[args.parts.at(p, part, b, row_query, head)]; });
+  if (threadIdx.x % kLanes == 0) lse[r] = sees_any ? merged.lse() : INFINITY;
+  __syncthreads();
+  if (key >= keys) return;
+  const float scale = positive_scale(args.scale);
+  const std::int64_t first = scratch_row(p, b, kv_head, 0);
+  for (int query = 0; query < seq.q_len; ++query) {
+    float sum[4] = {};
+#pragma unroll 8
+    for (int i = query * p.group; i < (query + 1) * p.group; ++i) {
+      const float4 s = *reinterpret_cast<const float4*>(args.scores + (first * p.group + i) * args.scratch_keys + key);
+      sum[0] += exp2_fast(fmaf(s.x, scale, -lse[i]));
+      sum[1] += exp2_fast(fmaf(s.y, scale, -lse[i]));
+      sum[2] += exp2_fast(fmaf(s.z, scale, -lse[i]));
+      sum[3] += exp2_fast(fmaf(s.w, scale, -lse[i]));
+    }
+    *reinterpret_cast<float4*>(args.scratch + (first + query) * args.scratch_keys + key) =
+        make_float4(sum[0], sum[1], sum[2], sum[3]);
+  }
+}
+
 /// A thread block per query, as nothing else is left to do; grid x: query, y: KV head, z: sequence.
-inline constexpr int kPickThreads = 256, kPickMemory = 32 * 1024;  // bytes for the importances, if they fit
+inline constexpr int kPickThreads = 512, kPickMemory = 32 * 1024;  // bytes for the importances, if they fit
 template <class Args>
 __global__ void __launch_bounds__(kPickThreads) pick_step(const __grid_constant__ Args args) {
   const auto& p = args.geometry;
