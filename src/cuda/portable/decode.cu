@@ -146,7 +146,7 @@ Status Step::attend() {
   indices_ = p_.indices.defined() ? p_.indices : take({batches(), tokens(), kv_heads(), p_.cfg.topk}, DType::kInt32);
   attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
   if (in_parts()) {
-    // Parts of the compressed keys grow with the capacity, and with the rows that each thread block takes fewer of.
+    // Parts of the compressed keys grow with the capacity, and with the rows, all of which have sums in every part.
     const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
     const std::int64_t most = std::max<std::int64_t>(kMaxParts / tiles(tokens() * geometry_.group, 64), 4);
     const std::int64_t size = std::max(tiles(tiles(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;

@@ -34,17 +34,16 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
   const int first_key = max(begin, head.first), last_key = min(begin + args.parts.size, tail.last);
   if (first_key >= last_key) return;
 
-  int query[2];
   bool valid[2];
   KeyRange range[2];
   const T* q_row[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int r = first_row + lane / 4 + 8 * i;
+    const int query = r / p.group;
     valid[i] = r < first_row + rows;
-    query[i] = r / p.group;
-    range[i] = valid[i] ? visible_keys(p, args.window, seq.position(query[i])) : KeyRange{0, 0};
-    q_row[i] = valid[i] ? args.q.template at<T>(seq.batch, query[i], kv_head * p.group + r % p.group) : nullptr;
+    range[i] = valid[i] ? visible_keys(p, args.window, seq.position(query)) : KeyRange{0, 0};
+    q_row[i] = valid[i] ? args.q.template at<T>(seq.batch, query, kv_head * p.group + r % p.group) : nullptr;
   }
   const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
   float* scores = nullptr;  // of row lane / 4
