@@ -119,7 +119,6 @@ struct CompressArgs {
   int rows;                  // compressed rows of all batches
   int groups;                // groups of d tokens of all sequences, an upper bound
   int dim, hidden;           // D; E, or D for linear
-  Divider by_dim;
   bool mlp;
   Weights pe, w1, b1, w2, b2;
   // (rows): element offset of a row's first token from k.data, -1: none; then one more, not -1 if any row has a block

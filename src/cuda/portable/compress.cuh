@@ -64,10 +64,7 @@ struct Constants : CompressOp {
     op.head = z;
     return op;
   }
-  __device__ const T* a(int, int, int k) const {
-    const int row = by_dim.quotient(k);
-    return pe.at<T>(head, row, k - row * dim);
-  }
+  __device__ const T* a(int, int, int k) const { return pe.at<T>(head, k / dim, k % dim); }
   __device__ const T* b(int, int k, int n) const { return w1.at<T>(head, k, n); }
   __device__ bool zero(int) const { return !pe.data || first_token[rows] < 0; }
   __device__ void write(int, int n, float x, float y) const {
@@ -88,8 +85,7 @@ struct FirstLayer : CompressOp {
   __device__ const T* a(int m, int, int k) const {
     const std::int64_t first = first_token[m];
     if (first < 0) return nullptr;
-    const int row = by_dim.quotient(k);
-    return static_cast<const T*>(this->k.data) + first + row * this->k.row + head * this->k.head + (k - row * dim);
+    return static_cast<const T*>(this->k.data) + first + (k / dim) * this->k.row + head * this->k.head + k % dim;
   }
   __device__ const T* b(int, int k, int n) const { return w1.at<T>(set(), k, n); }
   __device__ bool zero(int m) const { return first_token[m] < 0; }
@@ -188,9 +184,7 @@ struct FirstWeightGradient : CompressOp {
   __device__ const T* a(int m, int o, int k) const {
     const std::int64_t first = first_token[k];
     if (first < 0) return nullptr;
-    const int row = by_dim.quotient(m);
-    return static_cast<const T*>(this->k.data) + first + row * this->k.row + (head + o) * this->k.head +
-           (m - row * dim);
+    return static_cast<const T*>(this->k.data) + first + (m / dim) * this->k.row + (head + o) * this->k.head + m % dim;
   }
   __device__ const T* b(int o, int k, int n) const { return static_cast<const T*>(d_z) + buffer(head + o, k) + n; }
   __device__ void write(int m, int n, float x, float y) const {
