@@ -138,6 +138,19 @@ TEST(DecodeSteps, PartsAreTheForward) {
   }
 }
 
+TEST(DecodeSteps, AChunkMayHaveMoreTokensThanAGridHasRows) {
+  StreamCase c = long_case();
+  c.batch = c.kv_heads = c.group = 1;
+  c.length = (1 << 16) + 100;
+  const Stream stream(c);
+  const Forward forward(stream);
+  KVCache cache = make_cache(c);
+  Results results(c);
+  expect_ok(Feed{stream, cache, &forward.indices}({c.length}, results));
+  const auto last = [&](const TensorView& t) { return slice(t, 1, c.length - 200, c.length); };
+  expect_close(last(results.o), last(forward.o), 0.01);
+}
+
 TEST(DecodeSteps, AQueryHasTheSameBitsInAnyStep) {
   // One by one, sixteen at once, beside another sequence or an idle one.
   const StreamCase c = long_case();

@@ -34,11 +34,11 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
 }
 
 /// combine for a step. A thread block per row, of at most 32 chunks, a warp per branch; rows without a query get o = 0
-/// and indices = -1.
+/// and indices = -1. Grid x: query, y: head, z: sequence.
 template <class T>
 __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_constant__ StepCombineArgs args) {
   const StepGeometry& p = args.geometry;
-  const int h = blockIdx.x, r = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, branch = threadIdx.x / 32;
+  const int r = blockIdx.x, h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, branch = threadIdx.x / 32;
   const DeviceSequence s = sequence_of(p, b);
   const int column = lane * Chunk<T>::kSize;
   const bool mine = column < args.rows.dim;

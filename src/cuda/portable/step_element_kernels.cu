@@ -42,7 +42,7 @@ cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStr
 
 cudaError_t run_combine(const StepCombineArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  return launch(combine_step<T>, dim3(g.heads, g.q_len, g.batches), 32 * kBranches, 0, stream, args);
+  return launch(combine_step<T>, dim3(g.q_len, g.heads, g.batches), 32 * kBranches, 0, stream, args);
 }
 
 }  // namespace
