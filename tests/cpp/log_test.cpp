@@ -3,7 +3,6 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -11,21 +10,11 @@
 #include <string>
 
 #include "core/backend.h"
+#include "support/environment.h"
 #include "support/tensor.h"
 
 namespace nsa::test {
 namespace {
-
-/// An environment variable as long as this lives.
-class Environment {
- public:
-  Environment(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
-  ~Environment() { unsetenv(name_); }
-  Environment(const Environment&) = delete;
-
- private:
-  const char* name_;
-};
 
 struct Example {
   Tensor k{DType::kFloat32, {1, 40, 1, 16}, Layout::kHeadsFirst}, out{DType::kFloat32, {1, 1, 1, 16}};

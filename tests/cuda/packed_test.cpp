@@ -4,12 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "device.h"
+#include "support/environment.h"
 #include "under_test.h"
 
 namespace nsa::test {
@@ -32,21 +31,6 @@ Case uneven() {
   c.cfg.window_size = 1400;
   return c;
 }
-
-/// While it lives, an environment variable has this value.
-class Environment {
- public:
-  Environment(const char* name, const char* value) : name_(name) {
-    if (const char* before = std::getenv(name)) before_ = before;
-    setenv(name, value, 1);
-  }
-  Environment(const Environment&) = delete;
-  ~Environment() { before_ ? setenv(name_, before_->c_str(), 1) : unsetenv(name_); }
-
- private:
-  const char* name_;
-  std::optional<std::string> before_;
-};
 
 /// While it lives, only the portable kernels run.
 struct PortableKernels : Environment {

@@ -19,6 +19,7 @@ __device__ inline bool numbered_row(std::int64_t i, int rows, int heads, int bat
   b = static_cast<int>(i / heads / rows);
   return true;
 }
+
 /// Sixteen bytes of elements as floats.
 template <class T>
 struct Chunk {

@@ -197,7 +197,7 @@ StepRangeArgs Step::range_args(BranchIndex branch) const {
 Status Step::attend_ranges() {
   if (measuring()) return {};
   const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
-  const int row_tiles = to_int(tiles(tokens() * geometry_.group, 16));
+  const int row_tiles = to_int(tiles(tokens() * geometry_.group, kStepRows));
   return status_of(
       kernels.ranges({range_args(kCompressed), range_args(kWindow), row_tiles, scores_, score_row()}, e_.stream),
       "step_ranges");

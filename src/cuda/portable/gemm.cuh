@@ -88,11 +88,16 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
   const auto load = [&](int step) {
     const int o = step / per_outer, k0 = step % per_outer * kDepth;
     const std::uint32_t a = shared_address(memory) + step % kStages * Shape::kStage, b = a + Shape::kA;
-    // This thread's share of a tile's copies, whose addresses are found side by side: consecutive along k, rows of
-    // kDepth; consecutive along m or n, kDepth rows of the tile's.
-    const auto share = [&]<class Rows, int kCopies>(Rows, std::integral_constant<int, kCopies>, std::uint32_t to,
-                                                    const auto& source) {
-      constexpr int kShare = (kCopies + Tiles::kLoading - 1) / Tiles::kLoading;
+    const auto of_a = [&](int m, int k) -> const T* {
+      return m0 + m < op.m && k0 + k < op.inner ? op.a(m0 + m, o, k0 + k) : nullptr;
+    };
+    const auto of_b = [&](int n, int k) -> const T* {
+      return n0 + n < op.n && k0 + k < op.inner ? op.b(o, k0 + k, n0 + n) : nullptr;
+    };
+    // This thread's share of a tile of kCount rows; source(row, column): addresses, found side by side.
+    const auto share = [&]<class Rows, int kCount>(Rows, std::integral_constant<int, kCount>, std::uint32_t to,
+                                                   const auto& source) {
+      constexpr int kCopies = kCount * Rows::kChunks, kShare = (kCopies + Tiles::kLoading - 1) / Tiles::kLoading;
       const T* from[kShare];
 #pragma unroll
       for (int j = 0; j < kShare; ++j) {
@@ -106,30 +111,17 @@ __global__ void __launch_bounds__(Tiles::kThreads, 2) gemm(const __grid_constant
           copy16(to + Rows::at(i / Rows::kChunks, 0, i % Rows::kChunks * 16), from[j], from[j] != nullptr);
       }
     };
-    const auto deep = [&]<int kCount>(std::integral_constant<int, kCount>, std::uint32_t to, int first, int size,
-                                      const auto& source) {
-      share(Deep{}, std::integral_constant<int, kCount * Deep::kChunks>{}, to, [&](int row, int column) -> const T* {
-        const int k = k0 + column;
-        return first + row < size && k < op.inner ? source(first + row, k) : nullptr;
-      });
-    };
-    const auto wide = [&]<class Wide>(Wide, std::uint32_t to, int first, int size, const auto& source) {
-      share(Wide{}, std::integral_constant<int, kDepth * Wide::kChunks>{}, to, [&](int row, int column) -> const T* {
-        const int k = k0 + row, r = first + column;
-        return r < size && k < op.inner ? source(r, k) : nullptr;
-      });
-    };
-    const auto source_a = [&](int m, int k) { return op.a(m, o, k); };
-    const auto source_b = [&](int n, int k) { return op.b(o, k, n); };
+    // Consecutive along k: rows of kDepth; consecutive along m or n: kDepth rows of the tile's.
+    constexpr std::integral_constant<int, kDepth> kDeep;
     if constexpr (Op::kARows) {
-      wide(typename Shape::WideA{}, a, m0, op.m, source_a);
+      share(typename Shape::WideA{}, kDeep, a, [&](int k, int m) { return of_a(m, k); });
     } else {
-      deep(std::integral_constant<int, kRows>{}, a, m0, op.m, source_a);
+      share(Deep{}, std::integral_constant<int, kRows>{}, a, of_a);
     }
     if constexpr (Op::kBRows) {
-      wide(WideB{}, b, n0, op.n, source_b);
+      share(WideB{}, kDeep, b, [&](int k, int n) { return of_b(n, k); });
     } else {
-      deep(std::integral_constant<int, kColumns>{}, b, n0, op.n, source_b);
+      share(Deep{}, std::integral_constant<int, kColumns>{}, b, of_b);
     }
   };
 

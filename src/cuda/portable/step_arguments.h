@@ -10,10 +10,11 @@ struct StepRangeArgs : RangeArgsOf<StepGeometry, CachedTokens> {
   Parts parts;
 };
 
-/// Both ranges of a decode step, in parts.
+/// Both ranges of a decode step, in parts. A thread block has kStepRows rows (query, head) of a KV head.
+inline constexpr int kStepRows = 16;
 struct StepRangesArgs {
   StepRangeArgs compressed, window;
-  int row_tiles;            // of sixteen rows (query, head) for a KV head
+  int row_tiles;            // of kStepRows for a KV head
   float* scores;            // raw ones of the compressed keys, (B, kv_heads, m * G, scores_row); null: not wanted
   std::int64_t scores_row;  // floats
 };

@@ -22,10 +22,10 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
   const bool in_window = static_cast<int>(blockIdx.x) >= compressed;
   const StepRangeArgs& args = in_window ? branches.window : branches.compressed;
   const int item = blockIdx.x - (in_window ? compressed : 0);
-  const int part = item / branches.row_tiles, first_row = item % branches.row_tiles * 16;
+  const int part = item / branches.row_tiles, first_row = item % branches.row_tiles * kStepRows;
   const StepGeometry& p = args.geometry;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  const int rows = min(seq.q_len * p.group - first_row, 16);
+  const int rows = min(seq.q_len * p.group - first_row, kStepRows);
   if (rows <= 0) return;
   // Keys of the block's queries, from the first one's to the last one's, and the part of them.
   const KeyRange head = visible_keys(p, args.window, seq.position(first_row / p.group));
