@@ -38,6 +38,7 @@ CompressArgs compress_args(const CompressParams& p) {
   args.k = strided(p.k);
   args.out = strided(p.out);
   args.dim = to_int(p.k.size(-1));
+  args.by_dim = Divider(args.dim);
   args.mlp = p.weights.kind == CompressionKind::kMlp;
   const CompressionWeights& from = p.weights;
   args.pe = weights_of(from.pe);

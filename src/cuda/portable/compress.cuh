@@ -64,7 +64,7 @@ struct Constants : CompressOp {
     op.head = z;
     return op;
   }
-  __device__ const T* a(int, int, int k) const { return pe.at<T>(head, k / dim, k % dim); }
+  __device__ const T* a(int, int, int k) const { return pe.at<T>(head, token_of(k), channel_of(k)); }
   __device__ const T* b(int, int k, int n) const { return w1.at<T>(head, k, n); }
   __device__ bool zero(int) const { return !pe.data || first_token[rows] < 0; }
   __device__ void write(int, int n, float x, float y) const {
@@ -85,7 +85,8 @@ struct FirstLayer : CompressOp {
   __device__ const T* a(int m, int, int k) const {
     const std::int64_t first = first_token[m];
     if (first < 0) return nullptr;
-    return static_cast<const T*>(this->k.data) + first + (k / dim) * this->k.row + head * this->k.head + k % dim;
+    return static_cast<const T*>(this->k.data) + first + token_of(k) * this->k.row + head * this->k.head +
+           channel_of(k);
   }
   __device__ const T* b(int, int k, int n) const { return w1.at<T>(set(), k, n); }
   __device__ bool zero(int m) const { return first_token[m] < 0; }
@@ -165,10 +166,10 @@ struct TokenGradient : CompressOp {
   }
   __device__ void write(int m, int n, float x, float y) const {
     const int4 g = group[m];
-    if (n / dim >= g.z) return;
+    if (token_of(n) >= g.z) return;
     const DeviceSequence seq = sequence_of(geometry, g.x);
-    const std::int64_t token = seq.k_begin + static_cast<std::int64_t>(g.y) * geometry.kernel_stride + n / dim;
-    store_pair(d_k.at<T>(seq.batch, token, head) + n % dim, x, y);
+    const std::int64_t token = seq.k_begin + static_cast<std::int64_t>(g.y) * geometry.kernel_stride + token_of(n);
+    store_pair(d_k.at<T>(seq.batch, token, head) + channel_of(n), x, y);
   }
 };
 
@@ -184,11 +185,12 @@ struct FirstWeightGradient : CompressOp {
   __device__ const T* a(int m, int o, int k) const {
     const std::int64_t first = first_token[k];
     if (first < 0) return nullptr;
-    return static_cast<const T*>(this->k.data) + first + (m / dim) * this->k.row + (head + o) * this->k.head + m % dim;
+    return static_cast<const T*>(this->k.data) + first + token_of(m) * this->k.row + (head + o) * this->k.head +
+           channel_of(m);
   }
   __device__ const T* b(int o, int k, int n) const { return static_cast<const T*>(d_z) + buffer(head + o, k) + n; }
   __device__ void write(int m, int n, float x, float y) const {
-    const float position = pe.data ? to_float(*pe.at<T>(set(), m / dim, m % dim)) : 0;
+    const float position = pe.data ? to_float(*pe.at<T>(set(), token_of(m), channel_of(m))) : 0;
     const float* sum = d_z_sum + set() * hidden + n;
     store_pair(d_w1.at<T>(set(), m, n), x + position * sum[0], y + position * sum[1]);
   }

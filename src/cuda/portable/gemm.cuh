@@ -18,18 +18,18 @@ namespace nsa::cuda::portable {
 
 /// What a thread block computes: rows x columns, `depth` terms of the sums at a time, of which `stages` are on their
 /// way.
-template <int rows, int columns, int depth, int stages>
+template <int rows, int columns, int depth, int stages, int threads>
 struct GemmTiles {
-  static constexpr int kRows = rows, kColumns = columns, kDepth = depth, kStages = stages, kThreads = 128;
+  static constexpr int kRows = rows, kColumns = columns, kDepth = depth, kStages = stages, kThreads = threads;
   static constexpr int kComputing = rows * 2, kLoading = kComputing < kThreads ? kThreads - kComputing : kThreads;
   static_assert(kComputing <= kThreads);
 };
 /// Many rows: every element is used often.
 template <class T>
-using ManyRows = GemmTiles<64, 64, 32, 2>;
+using ManyRows = GemmTiles<64, 64, 32, 2, 128>;
 /// Few rows: what matters is that all multiprocessors read B, much at a time.
 template <class T>
-using FewRows = GemmTiles<16, 16, 256 / sizeof(T), 4>;
+using FewRows = GemmTiles<16, 16, 256 / sizeof(T), 4, 256>;
 
 /// The A operand when the tile's rows are the reduction: columns `column` .. + 15, reduction rows `row` .. .
 template <class T, int kRows>
