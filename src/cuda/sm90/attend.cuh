@@ -204,12 +204,13 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       inverse[i] = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
     }
-    if ((lane & 3) == 0)
+    __syncwarp();  // the scratch
+    if ((lane & 3) == 0) {
       *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
                                  lane / 16 * 8) =
           make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
-    __syncwarp();
-    give_back(&barriers.scored[buffer.stage][own]);
+      arrive(shared_address(&barriers.scored[buffer.stage][own]));
+    }
     buffer.advance();
 
 #pragma unroll

@@ -105,8 +105,7 @@ class Picker {
     wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
   }
   __device__ __forceinline__ void give_back(int unit) const {
-    __syncwarp();
-    if (lane_ == 0) arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+    arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
