@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barriers.init();
     for (int i = 0; i < kBuffers * kUnits; ++i) {
       barrier_init(shared_address(&barriers.scored[0][0] + i), 8);  // the lanes that leave minus_lse
-      barrier_init(shared_address(&barriers.read[0][0] + i), 32);
+      barrier_init(shared_address(&barriers.read[0][0] + i), 32);   // those that read them
     }
     for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     barriers_ready();
