@@ -20,10 +20,13 @@ enum class Backend : std::int8_t {
 
 const char* name_of(Backend backend);
 
+inline constexpr int kMaxThreads = 1024;
+
 /// How to execute a call. A backend that cannot do the call is an error, never a silent fall-back to a slower one.
 struct Context {
   Backend backend = Backend::kAuto;
-  int num_threads = 0;  // CPU threads; 0: OpenMP's current maximum. Results do not depend on it.
+  // CPU threads, up to kMaxThreads; 0: OpenMP's current maximum. Results do not depend on it.
+  int num_threads = 0;
   // On a GPU a call launches kernels on `stream`, works in `workspace`, and returns: it allocates nothing, waits for
   // nothing and uses no other stream, so calls may be captured in a CUDA graph.
   void* stream = nullptr;          // cudaStream_t of the tensors' device; null: the default stream

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
@@ -16,29 +17,30 @@ namespace nsa::cli {
 namespace {
 
 struct EvalCommand {
-  std::string checkpoint, json;
+  CheckpointOptions checkpoint;
+  std::string json;
   std::vector<std::string> data;
   std::int64_t context = 0, tokens = 262144;
   MachineOptions machine;
 
   void run() const {
     const auto device = machine.choose();
-    const auto subject = lm::open_subject(checkpoint, device.device);
-    const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
+    const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
+    const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
     const auto length = context > 0 ? context : subject.loaded.context;
     const auto rows = lm::choose_rows(lm::make_rows(texts.documents, length), tokens);
     const auto result = lm::evaluate(subject.model(), texts.documents, rows, subject.tokenizer->is_byte_level());
     fmt::print("device: {}\n", device.text);
-    fmt::print("{}: {} tokens of {}, context {}\n", checkpoint, result.tokens, texts.source, length);
+    fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
     fmt::print("loss {:.4f} nats/token", result.loss);
     if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
     fmt::print("\n\n{:>15}  {:>10}  {:>9}\n", "position", "nats/token", "tokens");
     for (const auto& part : result.by_position) {
       fmt::print("{:>6} ..{:>6}  {:>11.4f}  {:>9}\n", part.from, part.to - 1, part.loss, part.tokens);
     }
-    nlohmann::json out = {{"kind", "nsa-eval"},      {"checkpoint", checkpoint},
-                          {"data", texts.source},    {"documents", texts.documents.size()},
-                          {"tokens", result.tokens}, {"context", length}};
+    nlohmann::json out = {{"kind", "nsa-eval"},   {"checkpoint", checkpoint.path},       {"set", checkpoint.changes},
+                          {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
+                          {"context", length}};
     out.update(nlohmann::json(result));
     write_json(json, out);
   }
@@ -50,7 +52,7 @@ void add_eval(CLI::App& app) {
   static std::unique_ptr<EvalCommand> state;  // the callback refers to it
   state = std::make_unique<EvalCommand>();
   auto* const command = app.add_subcommand("eval", "Measure the loss on held-out documents, and by position.");
-  command->add_option("checkpoint", state->checkpoint, "Run folder, or the model.safetensors in it")->required();
+  state->checkpoint.add(*command);
   command->add_option("--data", state->data, "Text files or folders; without it the documents that the run held out");
   command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
       ->check(CLI::Range(0, 1 << 24));

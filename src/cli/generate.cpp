@@ -7,20 +7,22 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "lm/checkpoint.h"
 #include "lm/error.h"
+#include "lm/files.h"
 #include "lm/generate.h"
 #include "lm/interrupt.h"
-#include "lm/run_config.h"
 #include "lm/tokenizer.h"
 
 namespace nsa::cli {
 namespace {
 
 struct GenerateArguments {
-  std::string checkpoint, prompt, prompt_file, dtype = "float32", json;
+  CheckpointOptions checkpoint;
+  std::string prompt, prompt_file, dtype = "float32", json;
   bool no_cache = false, ignore_end = false, no_echo = false;
   lm::GenerateOptions options;
   MachineOptions machine;
@@ -32,7 +34,8 @@ at::ScalarType compute_dtype(const std::string& name) {
 
 void run(const GenerateArguments& arguments) {
   const auto device = arguments.machine.choose();
-  const auto loaded = lm::load_model(arguments.checkpoint, device.device, compute_dtype(arguments.dtype));
+  const auto loaded = lm::load_model(arguments.checkpoint.path, arguments.checkpoint.changes, device.device,
+                                     compute_dtype(arguments.dtype));
   const auto tokenizer = lm::make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
   const std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
   std::vector<std::int64_t> tokens = {tokenizer->end_of_document()};
@@ -60,14 +63,15 @@ void run(const GenerateArguments& arguments) {
              generated > 1 ? (generated - 1) / result.decode_seconds : 0.0);
   if (!arguments.json.empty()) {
     const nlohmann::json report = {{"kind", "nsa-generate"},
-                                   {"checkpoint", arguments.checkpoint},
+                                   {"checkpoint", arguments.checkpoint.path},
+                                   {"set", arguments.checkpoint.changes},
                                    {"cached", options.cached},
                                    {"prompt_tokens", tokens.size()},
                                    {"tokens", result.tokens},
                                    {"margins", result.margins},
                                    {"prefill_seconds", result.prefill_seconds},
                                    {"decode_seconds", result.decode_seconds}};
-    lm::write_atomically(arguments.json, report.dump() + "\n");
+    lm::replace_file(arguments.json, report.dump() + "\n");
   }
 }
 
@@ -77,7 +81,7 @@ void add_generate(CLI::App& app) {
   auto* const command = app.add_subcommand("generate", "Continue a text with a trained model.");
   const auto arguments = std::make_shared<GenerateArguments>();
   auto& options = arguments->options;
-  command->add_option("checkpoint", arguments->checkpoint, "Run folder or its model.safetensors")->required();
+  arguments->checkpoint.add(*command);
   auto* const prompt = command->add_option("-p,--prompt", arguments->prompt, "Text to continue; empty: a new document");
   command->add_option("--prompt-file", arguments->prompt_file, "File with the text to continue")->excludes(prompt);
   command->add_option("-n,--tokens", options.max_tokens, "Tokens to generate at most")

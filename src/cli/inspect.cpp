@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
@@ -18,7 +19,8 @@ namespace nsa::cli {
 namespace {
 
 struct InspectCommand {
-  std::string checkpoint, json;
+  CheckpointOptions checkpoint;
+  std::string json;
   std::vector<std::string> data;
   std::int64_t tokens = 0;
   int queries = 64;
@@ -27,8 +29,8 @@ struct InspectCommand {
 
   void run() const {
     const auto device = machine.choose();
-    const auto subject = lm::open_subject(checkpoint, device.device);
-    const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
+    const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
+    const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
     // The longest document shows most of the selection.
     const auto& document = *std::max_element(
         texts.documents.begin(), texts.documents.end(),
@@ -39,11 +41,12 @@ struct InspectCommand {
                                          document.tokens.begin() + static_cast<std::ptrdiff_t>(length));
     const auto layers = lm::inspect(subject.model(), text, queries);
     fmt::print("device: {}\n", device.text);
-    fmt::print("{}: the first {} tokens of {}\n", checkpoint, length, document.name);
+    fmt::print("{}: the first {} tokens of {}\n", checkpoint.path, length, document.name);
     print_table(layers);
     if (maps) print_maps(layers, subject.model().config().nsa.block_size);
     nlohmann::json out = {{"kind", "nsa-inspect"},
-                          {"checkpoint", checkpoint},
+                          {"checkpoint", checkpoint.path},
+                          {"set", checkpoint.changes},
                           {"document", document.name},
                           {"tokens", length},
                           {"block_size", subject.model().config().nsa.block_size},
@@ -103,7 +106,7 @@ void add_inspect(CLI::App& app) {
   state = std::make_unique<InspectCommand>();
   auto* const command =
       app.add_subcommand("inspect", "Look inside the attention: selected blocks and gates on a text.");
-  command->add_option("checkpoint", state->checkpoint, "Run folder, or the model.safetensors in it")->required();
+  state->checkpoint.add(*command);
   command->add_option("--data", state->data,
                       "Text files or folders, of which the longest is read; without it the held-out documents");
   command->add_option("--tokens", state->tokens, "Tokens to read; 0: the context of the training")

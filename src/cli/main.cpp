@@ -36,6 +36,9 @@ int main(int argc, char** argv) {
   } catch (const nsa::lm::Error& error) {
     fmt::print(stderr, "nsa: {}\n", error.what());
     return 2;
+  } catch (const nsa::lm::Failure& failure) {
+    fmt::print(stderr, "nsa: {}\n", failure.what());
+    return 1;
   } catch (const c10::Error& error) {
     fmt::print(stderr, "nsa: internal error: {}\n", error.what_without_backtrace());
     return 1;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
@@ -16,15 +17,16 @@ namespace nsa::cli {
 namespace {
 
 struct NeedleCommand {
-  std::string checkpoint, json;
+  CheckpointOptions checkpoint;
+  std::string json;
   std::vector<std::string> data;
   lm::NeedleOptions options;
   MachineOptions machine;
 
   void run() {
     const auto device = machine.choose();
-    const auto subject = lm::open_subject(checkpoint, device.device);
-    const auto texts = lm::open_texts(checkpoint, data, *subject.tokenizer);
+    const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
+    const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
     if (options.lengths.empty()) {
       const auto context = subject.loaded.context;
       for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));
@@ -51,11 +53,8 @@ struct NeedleCommand {
   }
 
   nlohmann::json to_json(const std::vector<std::vector<lm::NeedleCell>>& cells) const {
-    nlohmann::json out = {{"kind", "nsa-needle"},
-                          {"checkpoint", checkpoint},
-                          {"lengths", options.lengths},
-                          {"depths", options.depths},
-                          {"samples", options.samples}};
+    nlohmann::json out = {{"kind", "nsa-needle"},       {"checkpoint", checkpoint.path}, {"set", checkpoint.changes},
+                          {"lengths", options.lengths}, {"depths", options.depths},      {"samples", options.samples}};
     const auto table = [&](double lm::NeedleCell::*field) {
       std::vector<std::vector<double>> values;
       for (const auto& row : cells) {
@@ -80,7 +79,7 @@ void add_needle(CLI::App& app) {
   auto* const command =
       app.add_subcommand("needle", "Hide a line at several depths of long contexts and ask a checkpoint for it.");
   auto& options = state->options;
-  command->add_option("checkpoint", state->checkpoint, "Run folder, or the model.safetensors in it")->required();
+  state->checkpoint.add(*command);
   command->add_option("--data", state->data,
                       "Text files or folders for the haystack; without it the held-out documents");
   command

@@ -192,8 +192,7 @@ class TrainCommand {
     auto fields = given();
     if (!device_.named().empty()) fields["device"] = device_.named();
     if (equal_parameters_) {  // of the run's model: its defaults were those of its device
-      const std::string path = out_ + "/config.json";
-      fields["ffn_size"] = equal_ffn_size(lm::parse_run_config(lm::read_text(path), path).model);
+      fields["ffn_size"] = equal_ffn_size(lm::read_run_config(out_ + "/config.json").model);
     }
     return lm::resume(out_, fields);
   }

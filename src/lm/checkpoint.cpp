@@ -5,17 +5,17 @@
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
-#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "lm/error.h"
 #include "lm/run_config.h"
 
 namespace nsa::lm {
 
-void save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata) {
+std::string save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata) {
   std::vector<StoredTensor> stored;
   std::vector<at::Tensor> on_host;  // until they are written
   for (const auto& [name, on_device] : tensors) {
@@ -26,7 +26,7 @@ void save_tensors(const std::string& path, const NamedTensors& tensors, const Me
         {name, "F32", tensor.sizes().vec(),
          std::as_bytes(std::span(tensor.const_data_ptr<float>(), static_cast<std::size_t>(tensor.numel())))});
   }
-  write_safetensors(path, stored, metadata);
+  return write_safetensors(path, stored, metadata);
 }
 
 void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors) {
@@ -51,6 +51,33 @@ void load_tensors(const std::string& path, const SafetensorsFile& file, const Na
   if (!stored.empty()) {
     throw Error(fmt::format("{}: tensor '{}' is not in the configured model", path, stored.begin()->first));
   }
+  require_finite(path, tensors);
+}
+
+void require_finite(const std::string& where, const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.detach().isfinite().all().item<bool>()) {
+      throw Failure(fmt::format("{}: tensor '{}' holds values that are not finite", where, name));
+    }
+  }
+}
+
+std::string metadata_of(const std::string& path, const SafetensorsFile& file, const char* name) {
+  const auto find = [&](const char* field) {
+    const auto it = file.metadata().find(field);
+    if (it == file.metadata().end()) {
+      throw Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, field));
+    }
+    return it->second;
+  };
+  if (find("format") != kModelFormat) {
+    throw Error(fmt::format("{}: not a checkpoint of this program: metadata 'format' is not {}", path, kModelFormat));
+  }
+  return find(name);
+}
+
+RunConfig trained_config(const std::string& path, const SafetensorsFile& file) {
+  return parse_run_config(metadata_of(path, file, "config"), path + ": config");
 }
 
 void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config) {
@@ -63,23 +90,38 @@ void refuse_oversized(const std::string& path, const SafetensorsFile& file, cons
   }
 }
 
-LoadedModel load_model(const std::string& path, at::Device device, at::ScalarType dtype) {
+namespace {
+
+std::string plain(const nlohmann::json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); }
+
+}  // namespace
+
+LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
+                       at::ScalarType dtype) {
   namespace fs = std::filesystem;
-  const fs::path file_path = fs::is_directory(path) ? fs::path(path) / "model.safetensors" : fs::path(path);
+  std::error_code error;
+  const bool is_folder = fs::is_directory(path, error);
+  const fs::path file_path = is_folder ? fs::path(path) / "model.safetensors" : fs::path(path);
   const auto file = SafetensorsFile::open(file_path.string());
-  const auto format = file.metadata().find("format");
-  if (format == file.metadata().end() || format->second != kModelFormat) {
-    throw Error(fmt::format("{}: not a checkpoint of this program: metadata 'format' is not {}", file_path.string(),
-                            kModelFormat));
+  const auto trained = trained_config(file_path.string(), file);
+  const std::string config_path = (file_path.parent_path() / "config.json").string();
+  const auto config = read_run_config(config_path);
+  const auto model = with_changes(trained.model, changes);
+  const nlohmann::json before = trained.model, now = model, described = with_changes(config.model, changes);
+  for (const auto& [name, value] : now.items()) {
+    if (described[name] != value) {
+      throw Error(
+          fmt::format("{0}: model.{1} = {2}, but the weights were trained with {3}; --set {1}={2} uses it anyway",
+                      config_path, name, plain(described[name]), plain(value)));
+    }
   }
-  const fs::path config_path = file_path.parent_path() / "config.json";
-  const auto config = parse_run_config(read_text(config_path.string()), config_path.string());
-  refuse_oversized(file_path.string(), file, config.model);
-  LoadedModel loaded{Model(config.model, 0), config.data.tokenizer, config.train.context};
+  refuse_oversized(file_path.string(), file, model);
+  LoadedModel loaded{Model(model, 0), config.data.tokenizer, config.train.context};
   loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());
-  if (const auto step = file.metadata().find("step"); step != file.metadata().end()) {
-    std::from_chars(step->second.data(), step->second.data() + step->second.size(), loaded.step);
+  for (const auto& [name, value] : now.items()) {
+    if (before[name] == value) continue;
+    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(before[name]));
   }
   return loaded;
 }

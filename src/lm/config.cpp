@@ -1,7 +1,9 @@
 #include "lm/config.h"
 
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "lm/error.h"
@@ -87,8 +89,8 @@ void ModelConfig::validate() const {
   require(v_head_dim % 8 == 0, fmt::format("v_head_dim = {}: must be a multiple of 8", v_head_dim));
   require(num_heads % num_kv_heads == 0,
           fmt::format("num_kv_heads = {}: must divide num_heads = {}", num_kv_heads, num_heads));
-  require(rope_theta > 1, fmt::format("rope_theta = {}: must be > 1", rope_theta));
-  require(norm_eps > 0, fmt::format("norm_eps = {}: must be > 0", norm_eps));
+  require(rope_theta > 1 && std::isfinite(rope_theta), fmt::format("rope_theta = {}: must be > 1, finite", rope_theta));
+  require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
   if (const Status status = nsa.validate(); !status.ok()) throw Error(status.message());
 }
 
@@ -106,6 +108,30 @@ void from_json(const nlohmann::json& json, ModelConfig& config) {
   reader.finish();
   config.attention = attention_kind(attention);
   config.phi = compression_kind(phi);
+}
+
+ModelConfig with_changes(const ModelConfig& config, const std::vector<std::string>& changes) {
+  nlohmann::json json = config;
+  for (const std::string& change : changes) {
+    const auto equals = change.find('=');
+    const std::string name = change.substr(0, equals);
+    const std::string text = equals == std::string::npos ? "" : change.substr(equals + 1);
+    if (!json.contains(name)) {
+      std::vector<std::string> names;
+      for (const auto& item : json.items()) names.push_back(item.key());
+      throw Error(fmt::format("--set {}: must be FIELD=VALUE, FIELD one of {}", change, fmt::join(names, ", ")));
+    }
+    const auto value = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    json[name] = value.is_number() || value.is_boolean() ? value : nlohmann::json(text);
+  }
+  try {
+    ModelConfig changed;
+    from_json(json, changed);
+    changed.validate();
+    return changed;
+  } catch (const Error& error) {
+    throw Error(fmt::format("--set {}: {}", fmt::join(changes, " --set "), error.what()));
+  }
 }
 
 }  // namespace nsa::lm

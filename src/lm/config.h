@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <vector>
 
 #include "nsa/config.h"
 
@@ -48,5 +49,9 @@ struct ModelConfig {
 void to_json(nlohmann::json& json, const ModelConfig& config);
 /// Throws Error naming a field that is missing, unknown or of the wrong type.
 void from_json(const nlohmann::json& json, ModelConfig& config);
+
+/// `config` with each "field=value" of `changes` in place, e.g. "topk=32". Throws Error naming what is unknown or not
+/// allowed.
+ModelConfig with_changes(const ModelConfig& config, const std::vector<std::string>& changes);
 
 }  // namespace nsa::lm

@@ -26,19 +26,6 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("tokenizer", config.tokenizer);
 }
 
-/// 64-bit hash, eight bytes at a time.
-std::uint64_t hash(std::string_view text) {
-  std::uint64_t state = mix(text.size());
-  while (!text.empty()) {
-    std::uint64_t word = 0;
-    const std::size_t n = std::min<std::size_t>(8, text.size());
-    std::memcpy(&word, text.data(), n);
-    state = mix(state ^ word);
-    text.remove_prefix(n);
-  }
-  return state;
-}
-
 }  // namespace
 
 void to_json(nlohmann::json& json, const DataConfig& config) {

@@ -1,6 +1,7 @@
 #include "lm/device.h"
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <dlfcn.h>
 #include <fmt/core.h>
 
@@ -57,6 +58,15 @@ DeviceChoice choose_device(const std::string& wish) {
   if (not_cuda.empty()) return {at::Device(at::kCUDA, 0), fmt::format("cuda:0 {} ({})", gpu_name(), why)};
   if (name == "cuda") throw Error(fmt::format("device = cuda: {}", not_cuda));
   return {at::kCPU, fmt::format("cpu ({}; cuda: {})", why, not_cuda)};
+}
+
+int set_threads(int threads) {
+  const int wanted = threads == 0 ? at::get_num_threads() : threads;
+  if (wanted < 1 || wanted > kMaxThreads) {
+    throw Error(fmt::format("threads = {}: must be 1 ... {}", wanted, kMaxThreads));
+  }
+  if (threads > 0) at::set_num_threads(threads);
+  return wanted;
 }
 
 void make_torch_deterministic(at::Device device) {

@@ -1,12 +1,18 @@
-// What the language model throws when the user's input is at fault: a bad file, option or configuration.
+// What the language model throws: the program prints the message alone and ends with the exit code of its kind.
 #pragma once
 
 #include <stdexcept>
 
 namespace nsa::lm {
 
-/// The program prints its message without a trace and exits with code 2.
+/// The user's input is at fault, a bad file, option or configuration. Exit code 2.
 class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Something failed that was asked for in earnest: a disk, a computation. Exit code 1.
+class Failure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };

@@ -11,6 +11,7 @@
 #include <span>
 
 #include "lm/device.h"
+#include "lm/error.h"
 #include "lm/selection_stats.h"
 
 namespace nsa::lm {
@@ -136,6 +137,7 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
     if (part.tokens > 0) part.loss /= static_cast<double>(part.tokens);
   }
   if (result.tokens > 0) result.loss /= static_cast<double>(result.tokens);
+  if (!std::isfinite(result.loss)) throw Failure("the loss on held-out documents is not finite");
   if (byte_level) result.bits_per_byte = result.loss / std::log(2.0);
   return result;
 }

@@ -37,7 +37,8 @@ void to_json(nlohmann::json& json, const Evaluation& evaluation);
 /// Evenly spaced rows that together hold about `max_tokens`; all of them where that is 0.
 std::vector<Row> choose_rows(const std::vector<Row>& rows, std::int64_t max_tokens);
 
-/// Without gradients. `byte_level`: a token is a byte, so that bits per byte can be told.
+/// Without gradients. `byte_level`: a token is a byte, so that bits per byte can be told. Throws Failure when the
+/// loss is not finite.
 Evaluation evaluate(const Model& model, const std::vector<Document>& documents, const std::vector<Row>& rows,
                     bool byte_level);
 

@@ -1,12 +1,16 @@
 #include "lm/generate.h"
 
 #include <ATen/core/grad_mode.h>
+#include <fmt/core.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <optional>
 #include <span>
 
 #include "lm/decoder.h"
+#include "lm/error.h"
 
 namespace nsa::lm {
 namespace {
@@ -37,6 +41,9 @@ Generated generate(const Model& model, const std::vector<std::int64_t>& prompt, 
   start = Clock::now();
   while (static_cast<std::int64_t>(result.tokens.size()) < options.max_tokens) {
     const std::span<const float> row(logits.const_data_ptr<float>(), static_cast<std::size_t>(logits.numel()));
+    if (!std::all_of(row.begin(), row.end(), [](float logit) { return std::isfinite(logit); })) {
+      throw Failure(fmt::format("the logits behind token {} are not finite", sequence.size()));
+    }
     const std::int64_t token = sampler.sample(row);
     result.tokens.push_back(token);
     result.margins.push_back(margin(row));

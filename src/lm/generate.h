@@ -25,7 +25,7 @@ struct Generated {
 };
 
 /// `prompt` holds at least one token; `on_token` is called with each new token as soon as it is known and stops the
-/// generation by returning false.
+/// generation by returning false. Throws Failure when logits are not finite.
 Generated generate(const Model& model, const std::vector<std::int64_t>& prompt, const GenerateOptions& options,
                    const std::function<bool(std::int64_t)>& on_token);
 

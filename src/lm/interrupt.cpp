@@ -1,28 +1,28 @@
 #include "lm/interrupt.h"
 
-#include <csignal>
-
 namespace nsa::lm {
 namespace {
 
-volatile std::sig_atomic_t g_signal = 0;
+constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP};
 
-void install(void (*handler)(int)) {
-  struct sigaction action {};
-  action.sa_handler = handler;
-  action.sa_flags = static_cast<int>(SA_RESETHAND) | SA_RESTART;
-  ::sigaction(SIGINT, &action, nullptr);
-  ::sigaction(SIGTERM, &action, nullptr);
-}
+volatile std::sig_atomic_t g_signal = 0;
 
 }  // namespace
 
 InterruptGuard::InterruptGuard() {
   g_signal = 0;
-  install([](int signal) { g_signal = signal; });
+  struct sigaction action {};
+  action.sa_handler = [](int signal) { g_signal = signal; };
+  action.sa_flags = static_cast<int>(SA_RESETHAND) | SA_RESTART;
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    ::sigaction(kSignals[i], nullptr, &before_[i]);
+    if (before_[i].sa_handler != SIG_IGN) ::sigaction(kSignals[i], &action, nullptr);
+  }
 }
 
-InterruptGuard::~InterruptGuard() { install(SIG_DFL); }
+InterruptGuard::~InterruptGuard() {
+  for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
+}
 
 int InterruptGuard::signal() const { return g_signal; }
 

@@ -1,9 +1,13 @@
-// Ctrl-C and SIGTERM as a flag that a loop asks.
+// Ctrl-C, SIGTERM and a lost terminal as a flag that a loop asks.
 #pragma once
+
+#include <array>
+#include <csignal>
 
 namespace nsa::lm {
 
-/// While it lives, the first SIGINT or SIGTERM sets the flag; a second one ends the program as usual.
+/// While it lives, the first SIGINT, SIGTERM or SIGHUP sets the flag; a second of its kind ends the program as usual.
+/// One that is ignored (nohup, a job in the background) stays so.
 class InterruptGuard {
  public:
   InterruptGuard();
@@ -13,6 +17,9 @@ class InterruptGuard {
 
   /// The signal that came, or 0.
   int signal() const;
+
+ private:
+  std::array<struct sigaction, 3> before_;
 };
 
 }  // namespace nsa::lm

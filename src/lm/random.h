@@ -1,8 +1,11 @@
 // Small random numbers that are the same on every machine and need no state to be saved: functions of their key.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,6 +17,19 @@ inline std::uint64_t mix(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
+}
+
+/// 64-bit hash of the bytes, eight at a time. Against accidents, not against malice.
+inline std::uint64_t hash(std::string_view bytes, std::uint64_t seed = 0) {
+  std::uint64_t state = mix(seed ^ bytes.size());
+  while (!bytes.empty()) {
+    std::uint64_t word = 0;
+    const std::size_t n = std::min<std::size_t>(8, bytes.size());
+    std::memcpy(&word, bytes.data(), n);
+    state = mix(state ^ word);
+    bytes.remove_prefix(n);
+  }
+  return state;
 }
 
 /// A seed derived from several numbers, e.g. (run seed, step, micro-batch, layer).

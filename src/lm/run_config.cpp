@@ -3,12 +3,13 @@
 #include <fmt/core.h>
 
 #include <cmath>
-#include <fstream>
-#include <iterator>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "lm/error.h"
+#include "lm/files.h"
 #include "lm/json_fields.h"
+#include "nsa/backend.h"
 
 namespace nsa::lm {
 namespace {
@@ -49,28 +50,32 @@ void at_least(const char* name, double value, double low) {
   if (!std::isfinite(value) || value < low) throw Error(fmt::format("{} = {}: must be >= {}", name, value, low));
 }
 
+void in_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high = std::int64_t{1} << 50) {
+  if (value < low || value > high) throw Error(fmt::format("{} = {}: must be {} ... {}", name, value, low, high));
+}
+
 }  // namespace
 
 void TrainConfig::validate() const {
-  at_least("context", static_cast<double>(context), 1);
-  at_least("batch_size", static_cast<double>(batch_size), 1);
-  at_least("accumulate", static_cast<double>(accumulate), 1);
-  at_least("steps", static_cast<double>(steps), 0);
-  at_least("tokens", static_cast<double>(tokens), 0);
+  in_range("context", context, 1, std::int64_t{1} << 30);
+  in_range("batch_size", batch_size, 1);
+  in_range("accumulate", accumulate, 1, 1 << 20);
+  in_range("steps", steps, 0);
+  in_range("tokens", tokens, 0);
   at_least("minutes", minutes, 0);
   at_least("lr", lr, 0);
   at_least("min_lr_ratio", min_lr_ratio, 0);
-  at_least("warmup_steps", static_cast<double>(warmup_steps), 0);
+  in_range("warmup_steps", warmup_steps, 0);
   at_least("weight_decay", weight_decay, 0);
   at_least("clip", clip, 0);
   at_least("noise", noise, 0);
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
-  at_least("threads", static_cast<double>(threads), 0);
-  at_least("log_every", static_cast<double>(log_every), 1);
-  at_least("eval_every", static_cast<double>(eval_every), 0);
-  at_least("eval_tokens", static_cast<double>(eval_tokens), 0);
-  at_least("save_every", static_cast<double>(save_every), 0);
+  in_range("threads", threads, 0, kMaxThreads);
+  in_range("log_every", log_every, 1);
+  in_range("eval_every", eval_every, 0);
+  in_range("eval_tokens", eval_tokens, 0);
+  in_range("save_every", save_every, 0);
   for (const auto& [name, beta] : {std::pair{"beta1", beta1}, std::pair{"beta2", beta2}}) {
     if (!(beta >= 0 && beta < 1)) throw Error(fmt::format("{} = {}: must be in [0, 1)", name, beta));
   }
@@ -81,9 +86,17 @@ void TrainConfig::validate() const {
   if (batch_size > (std::int64_t{1} << 30) / context) {
     throw Error(fmt::format("batch_size = {}: batch_size * context must be <= 2^30", batch_size));
   }
+  if (minutes > 1e7) throw Error(fmt::format("minutes = {}: must be <= 1e7", minutes));
+  if (static_cast<double>(steps) * static_cast<double>(tokens_per_step()) > 0x1p62) {
+    throw Error(fmt::format("steps = {}: steps * accumulate * batch_size * context must be <= 2^62", steps));
+  }
   if ((steps > 0) + (tokens > 0) + (minutes > 0) != 1) {
     throw Error("exactly one of steps, tokens and minutes must say how long to train");
   }
+}
+
+std::int64_t TrainConfig::planned_steps() const {
+  return steps > 0 ? steps : (tokens + tokens_per_step() - 1) / tokens_per_step();
 }
 
 void to_json(nlohmann::json& json, const TrainConfig& config) {
@@ -188,10 +201,26 @@ std::string first_difference(const nlohmann::json& now, const nlohmann::json& be
   return {};
 }
 
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw Error(fmt::format("{}: cannot be read", path));
-  return {std::istreambuf_iterator<char>(file), {}};
+RunConfig read_run_config(const std::string& path) {
+  std::error_code error;
+  const auto type = std::filesystem::status(path, error).type();
+  if (type != std::filesystem::file_type::regular && type != std::filesystem::file_type::not_found) {
+    throw Error(fmt::format("{}: not a regular file", path));  // a FIFO would be waited for
+  }
+  return parse_run_config(read_text(path), path);
+}
+
+std::string text_of(const RunConfig& config) {
+  try {
+    return nlohmann::json(config).dump(2) + "\n";
+  } catch (const nlohmann::json::type_error&) {
+    throw Error("the path of data or tokenizer is not UTF-8: config.json cannot hold it");
+  }
+}
+
+bool is_run_config(const std::string& text) {
+  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  return json.is_object() && json.contains("format") && json["format"] == kRunFormat;
 }
 
 }  // namespace nsa::lm

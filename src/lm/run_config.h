@@ -40,6 +40,9 @@ struct TrainConfig {
   std::int64_t save_every = 100;  // steps; 0: at the end alone
 
   void validate() const;
+  /// What `steps` or `tokens` come to; 0 where `minutes` says how long.
+  std::int64_t planned_steps() const;
+  std::int64_t tokens_per_step() const { return context * batch_size * accumulate; }  // at most
 };
 void to_json(nlohmann::json& json, const TrainConfig& config);
 void from_json(const nlohmann::json& json, TrainConfig& config);
@@ -58,11 +61,14 @@ RunConfig default_run_config(at::Device device);
 
 /// Parses config.json's text; `where` names it in messages. Throws Error.
 RunConfig parse_run_config(const std::string& text, const std::string& where);
+/// Reads the file. Throws Error.
+RunConfig read_run_config(const std::string& path);
+/// The text for config.json. Throws Error when a path in it is not UTF-8.
+std::string text_of(const RunConfig& config);
+/// Is it a config.json of this program, sound or not?
+bool is_run_config(const std::string& text);
 
 /// The first field in which they differ, as "train.lr = 0.003, was 0.001"; empty when they agree.
 std::string first_difference(const nlohmann::json& now, const nlohmann::json& before);
-
-/// A whole file; throws Error when it cannot be read.
-std::string read_text(const std::string& path);
 
 }  // namespace nsa::lm

@@ -2,85 +2,164 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "lm/checkpoint.h"
 #include "lm/error.h"
+#include "lm/files.h"
 
 namespace nsa::lm {
 namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char *kConfig = "config.json", *kModel = "model.safetensors", *kMetrics = "metrics.jsonl";
+
+std::string optimizer_name(std::int64_t step) { return fmt::format("optimizer-{}.safetensors", step); }
+
+bool is_optimizer(const std::string& name) {
+  const auto digits = name.find('-') + 1;
+  std::int64_t step = -1;
+  std::from_chars(name.data() + digits, name.data() + name.size(), step);
+  return step >= 0 && name == optimizer_name(step);
+}
+
 /// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
 void cut_metrics(const std::string& path, std::int64_t step) {
   if (!fs::exists(path)) return;
-  std::istringstream lines(read_text(path));
+  const std::string all = read_text(path);
+  std::istringstream lines(all);
   std::string kept;
   for (std::string text; std::getline(lines, text);) {
-    const auto line = nlohmann::json::parse(text, nullptr, false);
-    if (line.is_object() && line.value("step", INT64_MAX) <= step && line.value("kind", "") != "end") {
-      kept += text + "\n";
-    }
+    const auto line = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    if (!line.is_object() || !line.contains("step") || !line["step"].is_number_integer()) continue;
+    if (line["step"] <= step && (!line.contains("kind") || line["kind"] != "end")) kept += text + "\n";
   }
-  write_atomically(path, kept);
+  if (kept != all) replace_file(path, kept);
 }
 
 }  // namespace
 
+RunFolder RunFolder::for_new_run(const std::string& path, bool overwrite) {
+  RunFolder folder(path);
+  folder.refuse_foreign(overwrite);
+  return folder;
+}
+
+RunFolder RunFolder::of_run(const std::string& path) {
+  read_run_config((fs::path(path) / kConfig).string());  // nothing is locked or made where there is no run
+  return RunFolder(path);
+}
+
 std::string RunFolder::file(const std::string& name) const { return (fs::path(path_) / name).string(); }
 
-void RunFolder::log(const nlohmann::json& line) const {
-  std::ofstream metrics(file("metrics.jsonl"), std::ios::app);
-  metrics << line.dump() + "\n" << std::flush;
-  if (!metrics) throw Error(fmt::format("{}: cannot write", file("metrics.jsonl")));
+std::vector<std::string> RunFolder::names() const {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator it(path_, error), end; !error && it != end; it.increment(error)) {
+    names.push_back(it->path().filename().string());
+  }
+  if (error) {
+    errno = error.value();
+    throw_errno(path_, "cannot be read");
+  }
+  return names;
 }
+
+bool RunFolder::is_regular(const std::string& name) const {
+  std::error_code error;
+  return fs::symlink_status(file(name), error).type() == fs::file_type::regular;
+}
+
+void RunFolder::refuse_foreign(bool overwrite) const {
+  if (is_regular(kConfig) && is_run_config(read_text(file(kConfig)))) {
+    if (!overwrite) {
+      throw Error(fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", path_));
+    }
+    for (const auto& name : names()) {
+      if (name == kModel) metadata_of(file(kModel), SafetensorsFile::open(file(kModel)), "step");
+      if (name == kMetrics && !is_regular(name)) throw Error(fmt::format("{}: not a regular file", file(kMetrics)));
+    }
+    return;
+  }
+  for (const auto& name : names()) {
+    if (name == kLockName || is_temporary(name)) continue;
+    throw Error(
+        fmt::format("{}: holds no run of this program, but '{}'; a new run needs a folder of its own", path_, name));
+  }
+}
+
+RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
+
+void RunFolder::begin(const RunConfig& config) const {
+  replace_file(file(kConfig), text_of(config));
+  remove_file(file(kMetrics));
+}
+
+void RunFolder::log(const nlohmann::json& line) const { append_text(file(kMetrics), line.dump() + "\n"); }
 
 void RunFolder::save(const RunConfig& config, const TrainState& state, const NamedTensors& parameters,
                      const NamedTensors& optimizer) const {
-  const std::string name_of_optimizer = fmt::format("optimizer-{}.safetensors", state.step);
-  save_tensors(file(name_of_optimizer), optimizer, {{"format", "nsa-adamw"}});
-  save_tensors(file("model.safetensors"), parameters,
+  const std::string where = fmt::format("{}: not saved at step {}", path_, state.step);
+  require_finite(where, parameters);
+  require_finite(where, optimizer);
+  const std::string name = optimizer_name(state.step);
+  const std::string checksum = save_tensors(file(name), optimizer, {{"format", "nsa-adamw"}});
+  if (is_regular(kMetrics)) flush_to_disk(file(kMetrics));
+  save_tensors(file(kModel), parameters,
                {{"format", kModelFormat},
                 {"step", std::to_string(state.step)},
                 {"config", nlohmann::json(config).dump()},
                 {"state", nlohmann::json(state).dump()},
-                {"optimizer", name_of_optimizer}});
-  for (const auto& entry : fs::directory_iterator(path_)) {
-    const std::string name = entry.path().filename().string();
-    if ((name.starts_with("optimizer-") && name != name_of_optimizer) || name.ends_with(".tmp")) {
-      fs::remove(entry.path());
-    }
+                {"optimizer", name},
+                {"optimizer_checksum", checksum}});
+  remove_leftovers(name);
+}
+
+/// What saves that did not come to their end left, and the optimizer's file of the checkpoint before.
+void RunFolder::remove_leftovers(const std::string& name_of_optimizer) const {
+  for (const auto& name : names()) {
+    const bool left = is_temporary(name) || (is_optimizer(name) && name != name_of_optimizer);
+    if (left && is_regular(name)) remove_file(file(name));
   }
 }
 
-TrainState RunFolder::load(const RunConfig& config, const NamedTensors& parameters,
-                           const NamedTensors& optimizer) const {
-  const std::string path = file("model.safetensors");
-  if (!fs::exists(path)) {  // killed before the first checkpoint
-    fs::remove(file("metrics.jsonl"));
+std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTensors& parameters,
+                                          const NamedTensors& optimizer) const {
+  const std::string path = file(kModel);
+  const auto present = names();
+  if (std::find(present.begin(), present.end(), kModel) == present.end()) {
+    // Metrics and the optimizer of a later step come after the first checkpoint, which is that of step 0.
+    for (const auto& name : present) {
+      if (name == kMetrics || (is_optimizer(name) && name != optimizer_name(0))) {
+        throw Error(fmt::format("{}: lost: {} is there; put it back, or --overwrite starts anew", path, name));
+      }
+    }
     return {};
   }
   const auto checkpoint = SafetensorsFile::open(path);
-  const auto field = [&](const char* name) {
-    const auto it = checkpoint.metadata().find(name);
-    if (it == checkpoint.metadata().end()) {
-      throw Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, name));
-    }
-    return it->second;
-  };
-  if (field("format") != kModelFormat) throw Error(fmt::format("{}: metadata 'format' is not {}", path, kModelFormat));
-  const auto stored = nlohmann::json::parse(field("config"), nullptr, false);
-  const std::string difference = first_difference(nlohmann::json(config), stored);
+  const auto trained = trained_config(path, checkpoint);
+  const std::string difference = first_difference(nlohmann::json(config), nlohmann::json(trained));
   if (!difference.empty()) throw Error(fmt::format("{}: config.json changed: {}", path_, difference));
-  const TrainState state = parse_train_state(field("state"), path + ": state");
+  const auto state = parse_train_state(metadata_of(path, checkpoint, "state"), path + ": state", config.train);
+  const std::string name = metadata_of(path, checkpoint, "optimizer");
+  if (name != optimizer_name(state.step)) {
+    throw Error(fmt::format("{}: metadata 'optimizer' must be {}", path, optimizer_name(state.step)));
+  }
   load_tensors(path, checkpoint, parameters);
-  const std::string moments = file(fs::path(field("optimizer")).filename().string());
-  load_tensors(moments, SafetensorsFile::open(moments), optimizer);
-  cut_metrics(file("metrics.jsonl"), state.step);
+  const auto moments = SafetensorsFile::open(file(name));
+  const auto saved_with = checkpoint.metadata().find("optimizer_checksum");  // not there in older checkpoints
+  if (saved_with != checkpoint.metadata().end() && saved_with->second != moments.checksum()) {
+    throw Error(fmt::format("{}: not what {} was saved with", file(name), path));
+  }
+  load_tensors(file(name), moments, optimizer);
+  cut_metrics(file(kMetrics), state.step);
+  remove_leftovers(name);
   return state;
 }
 

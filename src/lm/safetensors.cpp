@@ -4,16 +4,16 @@
 #include <fmt/core.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cstring>
-#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "lm/error.h"
+#include "lm/files.h"
+#include "lm/random.h"
 
 namespace nsa::lm {
 namespace {
@@ -21,6 +21,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
 
 constexpr std::uint64_t kMaxHeader = 100'000'000;  // the format's own limit
+constexpr const char* kChecksum = "nsa-checksum";  // in the metadata; files of other programs have none
 
 std::uint64_t bytes_of(const std::string& dtype) {
   static const std::map<std::string, std::uint64_t> sizes = {
@@ -30,32 +31,15 @@ std::uint64_t bytes_of(const std::string& dtype) {
   return it == sizes.end() ? 0 : it->second;
 }
 
-/// A file descriptor that closes itself.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
 std::shared_ptr<const void> map_file(const std::string& path, std::uint64_t& size) {
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // does not wait for a FIFO's writer
   struct stat info {};
-  if (file.get() < 0 || ::fstat(file.get(), &info) != 0) {
-    throw Error(fmt::format("{}: {}", path, std::strerror(errno)));
-  }
+  if (file.get() < 0 || ::fstat(file.get(), &info) != 0) throw_errno(path, "cannot be read");
   if (!S_ISREG(info.st_mode)) throw Error(fmt::format("{}: not a regular file", path));
   size = static_cast<std::uint64_t>(info.st_size);
   if (size < 8) throw Error(fmt::format("{}: truncated: {} bytes are no safetensors file", path, size));
   const void* const data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
-  if (data == MAP_FAILED) throw Error(fmt::format("{}: {}", path, std::strerror(errno)));
+  if (data == MAP_FAILED) throw_errno(path, "cannot be read");
   return {data, [size](const void* p) { ::munmap(const_cast<void*>(p), size); }};
 }
 
@@ -96,32 +80,13 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
   return tensor;
 }
 
-void write_all(int fd, const void* data, std::size_t size, const std::string& path) {
-  const auto* bytes = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t written = ::write(fd, bytes, size);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) throw Error(fmt::format("{}: cannot write: {}", path, std::strerror(errno)));
-    bytes += written;
-    size -= static_cast<std::size_t>(written);
-  }
-}
+std::string_view text_of(Bytes bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 
-void write_parts(const std::string& path, const std::vector<std::span<const std::byte>>& parts) {
-  const std::string temporary = path + ".tmp";
-  {
-    const Descriptor file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
-    if (file.get() < 0) throw Error(fmt::format("{}: cannot write: {}", temporary, std::strerror(errno)));
-    for (const auto part : parts) write_all(file.get(), part.data(), part.size(), temporary);
-    if (::fsync(file.get()) != 0) throw Error(fmt::format("{}: cannot write: {}", temporary, std::strerror(errno)));
-  }
-  std::error_code error;
-  std::filesystem::rename(temporary, path, error);
-  if (error) throw Error(fmt::format("{}: {}", path, error.message()));
-}
-
-std::span<const std::byte> bytes_of_text(const std::string& text) {
-  return std::as_bytes(std::span(text.data(), text.size()));
+/// Of metadata, names and data, in any order of the tensors.
+std::string checksum_of(const std::vector<StoredTensor>& tensors, const Metadata& metadata) {
+  std::uint64_t sum = hash(nlohmann::json(metadata).dump());
+  for (const auto& tensor : tensors) sum += hash(text_of(tensor.bytes), hash(tensor.name));
+  return fmt::format("{:016x}", sum);
 }
 
 }  // namespace
@@ -161,12 +126,20 @@ SafetensorsFile SafetensorsFile::open(const std::string& path) {
     covered = end;
   }
   if (covered != data.size()) bad_header(path, fmt::format("{} bytes follow the tensors", data.size() - covered));
+  if (const auto stored = file.metadata_.extract(kChecksum); !stored.empty()) {
+    file.checksum_ = checksum_of(file.tensors_, file.metadata_);
+    if (stored.mapped() != file.checksum_) {
+      throw Error(fmt::format("{}: damaged: its content does not have its checksum", path));
+    }
+  }
   return file;
 }
 
-void write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, const Metadata& metadata) {
+std::string write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, Metadata metadata) {
+  const std::string sum = checksum_of(tensors, metadata);
+  metadata[kChecksum] = sum;
   nlohmann::ordered_json header;
-  if (!metadata.empty()) header["__metadata__"] = metadata;
+  header["__metadata__"] = metadata;
   std::uint64_t offset = 0;
   for (const auto& tensor : tensors) {
     header[tensor.name] = {
@@ -176,11 +149,10 @@ void write_safetensors(const std::string& path, const std::vector<StoredTensor>&
   std::string text = header.dump();
   text.append((8 - text.size() % 8) % 8, ' ');  // the data start at a multiple of 8
   const std::uint64_t header_size = text.size();
-  std::vector<std::span<const std::byte>> parts = {std::as_bytes(std::span(&header_size, 1)), bytes_of_text(text)};
+  std::vector<Bytes> parts = {std::as_bytes(std::span(&header_size, 1)), std::as_bytes(std::span(text))};
   for (const auto& tensor : tensors) parts.push_back(tensor.bytes);
-  write_parts(path, parts);
+  replace_file(path, parts);
+  return sum;
 }
-
-void write_atomically(const std::string& path, const std::string& text) { write_parts(path, {bytes_of_text(text)}); }
 
 }  // namespace nsa::lm

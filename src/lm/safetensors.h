@@ -24,23 +24,22 @@ using Metadata = std::map<std::string, std::string>;
 class SafetensorsFile {
  public:
   /// Throws Error, naming the file and what is wrong, unless the whole file is sound: header, names, dtypes, shapes and
-  /// offsets, which must cover the data without gaps or overlaps.
+  /// offsets, which must cover the data without gaps or overlaps, and the checksum where it has one.
   static SafetensorsFile open(const std::string& path);
 
   const Metadata& metadata() const { return metadata_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
+  /// What write_safetensors() returned; empty for files of other programs.
+  const std::string& checksum() const { return checksum_; }
 
  private:
   std::shared_ptr<const void> mapping_;
+  std::string checksum_;
   Metadata metadata_;
   std::vector<StoredTensor> tensors_;
 };
 
-/// Writes `path`.tmp, flushes it to the disk and renames it: at any moment `path` is the old file or the new one.
-/// Throws Error when that fails.
-void write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, const Metadata& metadata);
-
-/// The same way of writing for a text.
-void write_atomically(const std::string& path, const std::string& text);
+/// Replaces `path` as replace_file() does; returns the checksum that the file carries of its content.
+std::string write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, Metadata metadata);
 
 }  // namespace nsa::lm

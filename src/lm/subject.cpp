@@ -10,8 +10,8 @@
 
 namespace nsa::lm {
 
-Subject open_subject(const std::string& path, at::Device device) {
-  auto loaded = load_model(path, device, at::kFloat);
+Subject open_subject(const std::string& path, const std::vector<std::string>& changes, at::Device device) {
+  auto loaded = load_model(path, changes, device, at::kFloat);
   auto tokenizer = make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
   return {std::move(loaded), std::move(tokenizer)};
 }
@@ -27,7 +27,7 @@ SubjectTexts open_texts(const std::string& checkpoint, const std::vector<std::st
   const std::filesystem::path given(checkpoint);
   const auto folder = std::filesystem::is_directory(given) ? given : given.parent_path();
   const std::string file = (folder / "config.json").string();
-  const auto config = parse_run_config(read_text(file), file);
+  const auto config = read_run_config(file);
   auto corpus = load_corpus(config.data, tokenizer);
   const auto fingerprint = fmt::format("{:016x}", corpus.fingerprint);
   if (fingerprint != config.fingerprint) {

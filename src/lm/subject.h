@@ -19,8 +19,8 @@ struct Subject {
   const Model& model() const { return loaded.model; }
 };
 
-/// `path`: a run folder, or the model.safetensors in it; computes in float32. Throws Error.
-Subject open_subject(const std::string& path, at::Device device);
+/// As load_model(), computing in float32.
+Subject open_subject(const std::string& path, const std::vector<std::string>& changes, at::Device device);
 
 struct SubjectTexts {
   std::vector<Document> documents;

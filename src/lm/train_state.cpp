@@ -5,7 +5,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "lm/error.h"
@@ -33,13 +35,28 @@ void to_json(nlohmann::json& json, const TrainState& state) {
   for_each_field(state, [&](const char* name, const auto& value) { json[name] = value; });
 }
 
-TrainState parse_train_state(const std::string& text, const std::string& where) {
+TrainState parse_train_state(const std::string& text, const std::string& where, const TrainConfig& config) {
   TrainState state;
   const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   FieldReader reader(json, where);
   for_each_field(state, reader);
   reader.finish();
-  if (state.step < 0 || state.planned_steps < 0) throw Error(fmt::format("{}: negative number of steps", where));
+  const auto in_range = [&](const char* name, auto value, auto low, auto high) {
+    if (!(value >= low && value <= high)) {
+      throw Error(fmt::format("{}: field '{}' = {}: must be {} ... {}", where, name, value, low, high));
+    }
+  };
+  constexpr double kLargest = std::numeric_limits<double>::max();
+  const std::int64_t most = (std::int64_t{1} << 62) / config.tokens_per_step();
+  const std::int64_t known = config.minutes > 0 ? 0 : config.planned_steps();
+  in_range("planned_steps", state.planned_steps, known, known > 0 ? known : most);
+  in_range("step", state.step, std::int64_t{0}, state.planned_steps > 0 ? state.planned_steps : most);
+  in_range("tokens", state.tokens, std::int64_t{0}, state.step * config.tokens_per_step());
+  in_range("seconds", state.seconds, 0.0, kLargest);
+  in_range("loss_sum", state.loss_sum, -kLargest, kLargest);
+  in_range("loss_tokens", state.loss_tokens, std::int64_t{0}, state.tokens);
+  in_range("flops", state.flops, 0.0, kLargest);
+  in_range("logged_seconds", state.logged_seconds, 0.0, state.seconds);
   return state;
 }
 
@@ -53,10 +70,9 @@ void StepTally::add_norm(const at::Tensor& norm) {
 
 double StepTally::settle(std::int64_t step) {
   if (!std::isfinite(largest_norm_.item<double>())) {
-    throw std::runtime_error(fmt::format("{}: the gradients are not finite; a lower --lr may help",
-                                         settled_ == step - 1
-                                             ? fmt::format("step {}", settled_)
-                                             : fmt::format("one of the steps {} to {}", settled_, step - 1)));
+    throw Failure(fmt::format("{}: the gradients are not finite; a lower --lr may help",
+                              settled_ == step - 1 ? fmt::format("step {}", settled_)
+                                                   : fmt::format("one of the steps {} to {}", settled_, step - 1)));
   }
   largest_norm_.zero_();
   settled_ = step;

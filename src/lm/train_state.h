@@ -7,6 +7,8 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
+#include "lm/run_config.h"
+
 namespace nsa::lm {
 
 /// What a checkpoint keeps beside weights and moments. With the configuration it determines the rest of the run: the
@@ -22,8 +24,9 @@ struct TrainState {
   double logged_seconds = 0;  // at the last line of the log
 };
 void to_json(nlohmann::json& json, const TrainState& state);
-/// Throws Error; `where` names the text in it.
-TrainState parse_train_state(const std::string& text, const std::string& where);
+/// The state of a run of this configuration. Throws Error naming the field that cannot be; `where` names the text in
+/// it.
+TrainState parse_train_state(const std::string& text, const std::string& where, const TrainConfig& config);
 
 /// What steps leave on the device until somebody looks, so that none of them waits for it.
 class StepTally {
@@ -32,7 +35,8 @@ class StepTally {
 
   void add_loss(const at::Tensor& loss_sum) { loss_sum_.add_(loss_sum); }
   void add_norm(const at::Tensor& norm);
-  /// Waits for the device; returns the sum of the losses. Throws when a norm was not finite; `step` is the next step.
+  /// Waits for the device; returns the sum of the losses. Throws Failure when a norm was not finite; `step` is the next
+  /// step.
   double settle(std::int64_t step);
   /// Goes on at `step` with this sum.
   void restart(std::int64_t step, double loss_sum);

@@ -1,6 +1,5 @@
 #include "lm/trainer.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/stack.h>
 #include <fmt/core.h>
@@ -8,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "lm/device.h"
@@ -21,14 +19,12 @@
 #include "lm/progress.h"
 #include "lm/random.h"
 #include "lm/run_folder.h"
-#include "lm/safetensors.h"
 #include "lm/train_state.h"
 #include "lm/training_rows.h"
 
 namespace nsa::lm {
 namespace {
 
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 // A run of so many minutes settles its number of steps by the speed of its first steps: at least this many, and this
@@ -69,7 +65,7 @@ Model make_model(const RunConfig& config, at::Device device) {
 
 class Trainer {
  public:
-  Trainer(std::string folder, RunConfig config, Corpus corpus, at::Device device)
+  Trainer(RunFolder folder, RunConfig config, Corpus corpus, at::Device device)
       : folder_(std::move(folder)),
         config_(std::move(config)),
         corpus_(std::move(corpus)),
@@ -86,6 +82,9 @@ class Trainer {
   }
 
   void print_summary(const DeviceChoice& device) const;
+  /// A new run in the folder.
+  void begin();
+  /// On with the run in the folder.
   void load();
   TrainResult run();
 
@@ -148,12 +147,9 @@ double Trainer::training_flops(const Batch& batch) const {
 void Trainer::plan() {
   const auto& train = config_.train;
   if (state_.planned_steps > 0) return;
-  if (train.steps > 0) state_.planned_steps = train.steps;
-  if (train.tokens > 0) {
-    const std::int64_t per_step = train.context * train.batch_size * train.accumulate;
-    state_.planned_steps = (train.tokens + per_step - 1) / per_step;
-  }
-  if (train.minutes > 0) {
+  if (train.minutes == 0) {
+    state_.planned_steps = train.planned_steps();
+  } else {
     const double budget = train.minutes * 60;
     if (step_seconds_.size() < kTimedSteps || state_.seconds < kTimedShare * budget) return;
     const auto median = step_seconds_.begin() + static_cast<std::ptrdiff_t>(step_seconds_.size() / 2);
@@ -260,8 +256,16 @@ void Trainer::save() {
   folder_.save(config_, state_, model_.parameters(), optimizer_.state());
 }
 
+void Trainer::begin() {
+  plan();
+  folder_.begin(config_);
+  save();
+}
+
 void Trainer::load() {
-  state_ = folder_.load(config_, model_.parameters(), optimizer_.state());
+  const auto state = folder_.load(config_, model_.parameters(), optimizer_.state());
+  if (!state) return begin();
+  state_ = *state;
   tally_.restart(state_.step, state_.loss_sum);
 }
 
@@ -309,47 +313,42 @@ TrainResult train(TrainRequest request) {
   const auto tokenizer = make_tokenizer(config.data.tokenizer);
   config.model.vocab_size = tokenizer->vocab_size();
   config.model.validate();
-  if (config.train.threads > 0) at::set_num_threads(static_cast<int>(config.train.threads));
-  config.train.threads = at::get_num_threads();
   config.train.validate();
-  const fs::path out(request.out);
-  if (fs::exists(out / "config.json") && !request.overwrite) {
-    throw Error(fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", request.out));
-  }
+  config.train.threads = set_threads(static_cast<int>(config.train.threads));
+  auto folder = RunFolder::for_new_run(request.out, request.overwrite);
   auto corpus = load_corpus(config.data, *tokenizer);
   config.fingerprint = hex(corpus.fingerprint);
-  Trainer trainer(request.out, config, std::move(corpus), request.device.device);
-  std::error_code error;
-  fs::create_directories(out, error);
-  if (error) throw Error(fmt::format("{}: {}", request.out, error.message()));
-  for (const char* name : {"model.safetensors", "metrics.jsonl"}) fs::remove(out / name);
-  write_atomically((out / "config.json").string(), nlohmann::json(config).dump(2) + "\n");
+  Trainer trainer(std::move(folder), config, std::move(corpus), request.device.device);
+  trainer.begin();
   trainer.print_summary(request.device);
   note_the_start_of_phi(config.model);
   return trainer.run();
 }
 
 TrainResult resume(const std::string& out, const nlohmann::json& given) {
-  const std::string path = (fs::path(out) / "config.json").string();
-  const auto config = parse_run_config(read_text(path), path);
+  auto folder = RunFolder::of_run(out);
+  const auto config = folder.config();
   const nlohmann::json stored = config;
+  const auto shown = [](const nlohmann::json& value) {  // whatever bytes it has
+    return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  };
   for (const auto& [name, value] : given.items()) {
     for (const char* section : {"model", "train", "data"}) {
       if (stored[section].contains(name) && stored[section][name] != value) {
-        throw Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name, value.dump(),
-                                stored[section][name].dump()));
+        throw Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name, shown(value),
+                                shown(stored[section][name])));
       }
     }
   }
   const auto device = choose_device(config.train.device);
-  at::set_num_threads(static_cast<int>(config.train.threads));
+  set_threads(static_cast<int>(config.train.threads));
   const auto tokenizer = make_tokenizer(config.data.tokenizer);
   auto corpus = load_corpus(config.data, *tokenizer);
   if (hex(corpus.fingerprint) != config.fingerprint) {
     throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
                             hex(corpus.fingerprint), config.fingerprint));
   }
-  Trainer trainer(out, config, std::move(corpus), device.device);
+  Trainer trainer(std::move(folder), config, std::move(corpus), device.device);
   trainer.print_summary(device);
   trainer.load();
   return trainer.run();

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("NSA_PROGRAM", ROOT / "build" / "bin" / "nsa"))
@@ -44,6 +45,14 @@ def refused(*arguments, device="cpu"):
     assert message.startswith("nsa: "), message
     assert "terminate" not in message and "frame #" not in message, message
     return message
+
+
+def open_checkpoint(path):
+    """Tensors and metadata of a file of the program's, without its checksum: to be changed and written again."""
+    with safe_open(path, "numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, {
+            key: value for key, value in file.metadata().items() if key != "nsa-checksum"
+        }
 
 
 def metrics(run, kind):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from conftest import PROGRAM, refused
+from conftest import PROGRAM, open_checkpoint, refused
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -96,9 +96,7 @@ def test_a_foreign_checkpoint_is_called_so(run):
      (lambda w: w.update({"norm.weight": np.zeros(32, np.float64)}), "tensor 'norm.weight' is F64 (32)")],
 )  # fmt: skip
 def test_other_tensors_are_refused_by_name(run, change, expected):
-    from safetensors.numpy import load_file
-
-    weights = load_file(run / "model.safetensors")
+    weights, metadata = open_checkpoint(run / "model.safetensors")
     change(weights)
-    save_file(weights, run / "model.safetensors", metadata={"format": "nsa-lm"})
+    save_file(weights, run / "model.safetensors", metadata)
     assert expected in refused("generate", run)

@@ -1,0 +1,56 @@
+// Files that survive: what is written is on the disk, and a name is at any moment the old file or the new one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nsa::lm {
+
+/// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor();
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+/// Throws what errno says of `path`: Error where a name or a permission is at fault, Failure where the machine is.
+[[noreturn]] void throw_errno(const std::string& path, const char* what);
+
+/// A whole file. Throws as throw_errno() does.
+std::string read_text(const std::string& path);
+
+using Bytes = std::span<const std::byte>;
+
+/// Writes the parts to a new file beside `path`, `.nsa-NAME.NUMBER.tmp`, flushes it to the disk, renames it to `path`
+/// and flushes the folder. Throws as throw_errno() does when one of these fails; `path` then is as it was, unless it
+/// was the last.
+void replace_file(const std::string& path, const std::vector<Bytes>& parts);
+void replace_file(const std::string& path, const std::string& text);
+
+/// Is `name` that of a file that replace_file() leaves when the process ends within it?
+bool is_temporary(const std::string& name);
+
+/// Adds to the end of a file, which is made where it is not. Throws as throw_errno() does.
+void append_text(const std::string& path, const std::string& text);
+
+/// What was written to this file, or the names in this folder, are on the disk when it returns. Throws as throw_errno()
+/// does.
+void flush_to_disk(const std::string& path);
+
+/// Nothing there is fine. Throws as throw_errno() does.
+void remove_file(const std::string& path);
+
+}  // namespace nsa::lm
