@@ -31,7 +31,6 @@ bool is_optimizer(const std::string& name) {
 
 /// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
 void cut_metrics(const std::string& path, std::int64_t step) {
-  if (!fs::exists(path)) return;
   const std::string all = read_text(path);
   std::istringstream lines(all);
   std::string kept;
@@ -76,6 +75,11 @@ bool RunFolder::is_regular(const std::string& name) const {
   return fs::symlink_status(file(name), error).type() == fs::file_type::regular;
 }
 
+bool RunFolder::has_metrics() const {  // or a link to them
+  std::error_code error;
+  return fs::is_regular_file(file(kMetrics), error);
+}
+
 void RunFolder::refuse_foreign(bool overwrite) const {
   if (is_regular(kConfig) && is_run_config(read_text(file(kConfig)))) {
     if (!overwrite) {
@@ -110,7 +114,7 @@ void RunFolder::save(const RunConfig& config, const TrainState& state, const Nam
   require_finite(where, optimizer);
   const std::string name = optimizer_name(state.step);
   const std::string checksum = save_tensors(file(name), optimizer, {{"format", "nsa-adamw"}});
-  if (is_regular(kMetrics)) flush_to_disk(file(kMetrics));
+  if (has_metrics()) flush_to_disk(file(kMetrics));
   save_tensors(file(kModel), parameters,
                {{"format", kModelFormat},
                 {"step", std::to_string(state.step)},
@@ -158,7 +162,7 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     throw Error(fmt::format("{}: not what {} was saved with", file(name), path));
   }
   load_tensors(file(name), moments, optimizer);
-  cut_metrics(file(kMetrics), state.step);
+  if (has_metrics()) cut_metrics(file(kMetrics), state.step);
   remove_leftovers(name);
   return state;
 }

@@ -51,6 +51,7 @@ class RunFolder {
   std::string file(const std::string& name) const;
   std::vector<std::string> names() const;
   bool is_regular(const std::string& name) const;
+  bool has_metrics() const;
   void refuse_foreign(bool overwrite) const;
   void remove_leftovers(const std::string& name_of_optimizer) const;
 

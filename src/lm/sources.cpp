@@ -6,12 +6,11 @@
 #include <array>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <sstream>
 
 #include "lm/error.h"
+#include "lm/files.h"
 
 namespace nsa::lm {
 namespace {
@@ -73,12 +72,6 @@ void find_files(const fs::path& root, const std::vector<std::string>& extensions
             [](const auto& a, const auto& b) { return std::tie(a.group, a.name) < std::tie(b.group, b.name); });
 }
 
-std::string read_file(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw Error(fmt::format("data {}: cannot be read", path.string()));
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 bool is_binary(const std::string& text) { return text.substr(0, 4096).find('\0') != std::string::npos; }
 
 }  // namespace
@@ -91,9 +84,11 @@ std::vector<Text> read_texts(const DataConfig& config) {
 
   std::vector<FoundFile> files;
   for (const std::string& path : paths) {
-    if (fs::is_directory(path)) {
+    std::error_code error;
+    const auto type = fs::status(path, error).type();
+    if (type == fs::file_type::directory) {
       find_files(fs::path(path).lexically_normal(), extensions, files);
-    } else if (fs::is_regular_file(path)) {
+    } else if (type == fs::file_type::regular) {
       files.push_back({path, path, fs::path(path).filename().string()});
     } else {
       throw Error(fmt::format("data {}: no such file or folder", path));
@@ -102,7 +97,7 @@ std::vector<Text> read_texts(const DataConfig& config) {
   std::vector<Text> texts;
   std::string open_group;  // of the last text, while more may be joined to it
   for (const auto& file : files) {
-    std::string text = read_file(file.path);
+    std::string text = read_text(file.path.string());
     if (text.empty() || is_binary(text)) continue;
     if (join && file.group == open_group &&
         texts.back().text.size() < static_cast<std::size_t>(config.document_bytes)) {

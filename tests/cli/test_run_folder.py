@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -348,3 +349,23 @@ def test_folders_that_cannot_be_are_refused(tmp_path, corpus):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / ("x" * 300), tmp_path / "file" / "run", tmp_path / "file"):
         refused("train", "--out", out, "--data", corpus, *TINY, "--steps", 1)
+    refused("train", "--out", tmp_path / "run", "--data", "x" * 300, *TINY, "--steps", 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_write_that_fails_is_one_line_and_leaves_the_checkpoint(tmp_path, corpus, start):
+    out = tmp_path / "run"
+    first = start(out)
+    first.kill()
+    first.communicate()
+
+    def small_files():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run([PROGRAM, "train", "--out", out, "--resume"], capture_output=True, preexec_fn=small_files)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 1 and lines[-1].endswith(".tmp: cannot write: File too large"), lines
+    assert len([path for path in out.iterdir() if path.name.startswith("optimizer-")]) == 1
+    assert not [path for path in out.iterdir() if path.name.startswith(".nsa-")]
+    nsa("generate", out, "--tokens", 1)
