@@ -9,6 +9,7 @@ import re
 import pytest
 
 from nsa.report.__main__ import main
+from nsa.report.sources import read_sources
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
@@ -266,3 +267,151 @@ def test_tables_are_refused(gpu_result, runs, tmp_path, capsys):
         assert main([source, "--out", out, "--tables", target]) == 2
         assert message in capsys.readouterr().err
     assert file.read_text() == "text\n"
+
+
+def test_the_other_runs_are_drawn(runs, capsys):
+    """What is damaged is named in a line of its own and left out; the exit code says so."""
+    metrics = (runs / "nsa" / "metrics.jsonl").read_text().splitlines()
+    metrics[3] = metrics[3].replace('"loss": ', '"loss": null, "was": ')
+    (runs / "nsa" / "metrics.jsonl").write_text("\n".join(metrics))
+    (runs / "nsa" / "bench.json").write_bytes(b"\xff\xfe")
+    out = runs / "report"
+    arguments = [str(runs / "nsa"), str(runs / "full"), str(runs / "nowhere"), "--out", str(out)]
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    folder = runs / "nsa"
+    lines = said.err.splitlines()
+    assert lines[0] == f"nsa.report: {folder / 'metrics.jsonl'}:4: loss = null: must be a number from -1e+15 to 1e+15"
+    assert lines[1].startswith(f"nsa.report: {folder / 'bench.json'}: ") and "nowhere" in lines[2] and len(lines) == 3
+    assert "of 1 runs" in said.out
+    page = (out / "report.html").read_text()
+    assert "<td>full</td>" in page and "<td>nsa</td>" not in page
+    assert {p.stem for p in out.glob("*.png")} >= {"loss", "speed", "needle", "recall", "selection_map"}
+
+
+@pytest.mark.parametrize("name", ["$", "$x$ _\\", "a\nb", "a" * 255, b"\xff$<b>".decode("utf8", "surrogateescape")])
+def test_any_name_of_a_folder(tmp_path, name, capsys):
+    folder = tmp_path / name
+    write_run(folder, "nsa", steps=60)
+    for kind in ("inspect", "needle"):
+        result = {**RESULTS[kind], "checkpoint": f"runs/{name[:9]}$"}
+        (folder / f"{kind}.json").write_text(json.dumps(result))
+    code = main([str(folder), "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "report.html").exists()
+    assert code == (0 if name.isprintable() else 2), capsys.readouterr().err  # checkpoints must be printable
+
+
+@pytest.mark.parametrize(
+    "file, fields, message",
+    [
+        ("needle", {"accuracy": [[1, 1, 1, 1, 1]] * 2 + [[1]]}, r"accuracy\[2\]: 1 items: must be 5, as depths has"),
+        ("needle", {"accuracy": []}, "accuracy = .*: must be a list of 1 to"),
+        ("needle", {"lengths": [1024]}, "accuracy: 3 items: must be 1, as lengths has"),
+        ("needle", {"checkpoint": None}, "checkpoint = null: must be a text"),
+        ("needle", {"accuracy": [[1, 0, 0, 0, "x"]] * 3}, r"accuracy\[0\]\[4\] = 'x': must be a number"),
+        ("inspect", {"layers": [{}]}, r"no layers\[0\].layer"),
+        ("inspect", {"layers": None}, "layers = null: must be a list"),
+        ("bench", {"results": [{"op": "forward"}]}, r"no results\[0\].variant"),
+        ("bench", {"machine": 3}, "machine = 3: must be an object"),
+        ("bench", {"settings": {}}, "no settings.dtype"),
+        ("recall", {"chance": 1e308}, r"chance = 1e\+308: must be a number"),
+        ("recall", {"history": [{"step": True, "accuracy": 1}]}, r"history\[0\].step = True: must be a whole number"),
+    ],
+)
+def test_damaged_results(runs, capsys, file, fields, message):
+    path = runs / "nsa" / f"{file}.json"
+    path.write_text(json.dumps({**RESULTS[file], **fields}))
+    assert main([str(path), "--out", str(runs / "report")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(f"^nsa.report: {re.escape(str(path))}: {message}", error) and error.count("\n") == 1, error
+    assert not (runs / "report").exists()
+
+
+def test_no_place_to_write(runs, capsys):
+    (runs / "file").write_text("")
+    assert main([str(runs / "full"), "--out", str(runs / "file" / "report")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
+    assert main([str(runs / ("x" * 300))]) == 2
+    assert "name too long" in capsys.readouterr().err
+
+
+HOSTILE = [
+    *(None, True, 0, -1, 1, 3, 0.5, 2**31, 2**63, 10**4000, 1e-308, 1e308, -1e308, 1e15, math.nan, math.inf),
+    *("", "x", "$", "$a$ $", "\\frac{", "\ud800", "\n", "\0", "y" * 5000, "nsa", "forward", "__", "{}", "%s"),
+    *([], {}, [[]], [0], [None], [1, "x"], {"gpu": "$"}, {"": None}, [[-1, 10**9]]),
+]
+
+
+def damaged(rng, text):
+    """The JSON with one to three values replaced, removed or repeated; or its bytes cut, changed or nested."""
+    if rng.random() < 0.15:
+        data, at = bytearray(text.encode()), rng.randrange(len(text))
+        how = rng.randrange(4)
+        if how == 0:
+            return bytes(data[:at])
+        if how == 1:
+            data[at] = rng.randrange(256)
+        return bytes(data[:at] + (b"[" * 200000 if how == 2 else b"") + data[at:] if how != 3 else data[at:])
+    document = json.loads(text)
+    for _ in range(rng.randrange(1, 4)):
+        at = document
+        while True:
+            keys = list(at) if isinstance(at, dict) else range(len(at))
+            key = rng.choice(keys)
+            if not isinstance(at[key], dict | list) or not at[key] or rng.random() < 0.15:
+                break
+            at = at[key]
+        how = rng.random()
+        if how < 0.7:
+            at[key] = rng.choice(HOSTILE)
+        elif how < 0.85 or isinstance(at, dict):
+            del at[key]
+        else:
+            at.insert(key, at[key])
+        if not document:
+            break
+    try:
+        return json.dumps(document).encode()
+    except ValueError:  # a number of more digits than Python writes
+        return b"1" * 5000
+
+
+def test_damaged_files(tmp_path, monkeypatch, capsys):
+    """Several hundred: named in one line, or drawn; a page is made of what is left."""
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setitem(plt.rcParams, "figure.dpi", 20)
+    rng, folder = random.Random(0), tmp_path / "nsa"
+    write_run(folder, "nsa", steps=30)
+    results = tmp_path / "results"
+    results.mkdir()
+    for name, result in {**RESULTS, "gpu": gpu_bench()}.items():
+        (results / f"{name}.json").write_text(json.dumps(result))
+    files = [*sorted(folder.iterdir()), *sorted(results.iterdir())]
+    pictures = {"bench": ["attention_time"], "gpu": ["cuda_time"], "needle": ["needle"], "recall": ["recall"]}
+    pictures |= {"inspect": ["selection_map", "gates"], "config": ["loss"], "metrics": [*("loss", "loss_by_position")]}
+    pictures["metrics"] += ["speed", "selection_health"]
+    tables, refused, drawn = tmp_path / "tables.md", 0, 0
+    tables.write_text("<!-- figures of nsa bench -->\n<!-- end of figures -->\n")
+    for _ in range(400):
+        file = rng.choice(files)
+        whole = file.read_text()
+        lines = whole.splitlines()
+        number = rng.randrange(len(lines))
+        damage = damaged(rng, lines[number])
+        file.write_bytes(b"\n".join(damage if i == number else line.encode() for i, line in enumerate(lines)))
+        path = folder if file.parent == folder else file
+        sources = read_sources([path])
+        if sources.left_out:
+            refused += 1
+            assert len(sources.left_out) == 1 and sources.left_out[0].startswith(str(file)), sources.left_out
+        elif drawn < 25:
+            drawn += 1
+            arguments = [str(path), "--out", str(tmp_path / "out"), "--only", rng.choice(pictures[file.stem])]
+            if any("gpu" in bench["machine"] for bench in sources.of("bench")):
+                arguments += ["--tables", str(tables)]
+            assert main(arguments) == 0
+            plt.close("all")
+        file.write_text(whole)
+    assert refused > 200 and drawn == 25
+    capsys.readouterr()

@@ -12,7 +12,8 @@ from .sources import ReportError, read_sources
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nsa.report",
-        description="Draws training runs and measurements as one HTML page with PNGs beside it.",
+        description="Draws training runs and measurements as one HTML page with PNGs beside it. What cannot be read is "
+        "named on stderr and left out; the exit code is then 2.",
     )
     parser.add_argument(
         "paths",
@@ -31,10 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="put the tables of nsa bench on a GPU between the marks in this Markdown file",
     )
     options = parser.parse_args(arguments)
-    try:
-        sources = read_sources(options.paths)
-    except ReportError as error:
-        print(f"nsa.report: {error}", file=sys.stderr)
+    sources = read_sources(options.paths)
+    for line in sources.left_out:
+        _complain(line)
+    if not sources.runs and not any(sources.results.values()):
         return 2
     try:
         from . import gpu, measurements, training
@@ -92,27 +93,36 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.tables:
             gpu.write_tables(sources, options.tables)
+        options.out.mkdir(parents=True, exist_ok=True)
+        pictures = []
+        for name, draw, title, text in sections:
+            if options.only and name != options.only:
+                continue
+            picture = draw(sources)
+            if picture is not None:
+                file = options.out / f"{name}.png"
+                picture.savefig(file)
+                pictures.append((title, text, file))
+        if options.only:
+            for _, _, file in pictures:
+                print(file)
+        else:
+            page = options.out / "report.html"
+            write_page(page, sources, pictures)
+            print(f"{page}: {len(pictures)} pictures of {len(sources.runs)} runs")
     except ReportError as error:
-        print(f"nsa.report: {error}", file=sys.stderr)
+        _complain(str(error))
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    pictures = []
-    for name, draw, title, text in sections:
-        if options.only and name != options.only:
-            continue
-        picture = draw(sources)
-        if picture is not None:
-            file = options.out / f"{name}.png"
-            picture.savefig(file)
-            pictures.append((title, text, file))
-    if options.only:
-        for _, _, file in pictures:
-            print(file)
-        return 0
-    page = options.out / "report.html"
-    write_page(page, sources, pictures)
-    print(f"{page}: {len(pictures)} pictures of {len(sources.runs)} runs")
-    return 0
+    except OSError as error:
+        _complain(str(error))
+        return 1
+    return 2 if sources.left_out else 0
+
+
+def _complain(message: str) -> None:
+    """In one line, whatever characters a name has."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in message)
+    print(f"nsa.report: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .sources import ReportError, Sources
+from .fields import ReportError
+from .sources import Sources, shown
 from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis
 
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
@@ -69,7 +70,7 @@ class Measured:
         return {length: (1e3 * r["peer_s"], r["peer"]) for length, r in whole.items() if r.get("peer")}
 
     def crossover(self, pass_name: str) -> float | None:
-        return (self.bench["crossover"].get(pass_name) or {}).get("dense")
+        return (self.bench.get("crossover", {}).get(pass_name) or {}).get("dense")
 
     def problem(self) -> str:
         s = self.settings
@@ -87,7 +88,7 @@ def cuda_time(sources: Sources) -> Figure | None:
         row = axes[len(PASSES) * i : len(PASSES) * (i + 1)]
         for ax, pass_name in zip(row, PASSES, strict=True):
             _draw_pass(ax, bench, pass_name)
-        row[0].set_title(f"{bench.problem()}; {bench.gpu}\n", fontsize=9, loc="left")
+        row[0].set_title(shown(f"{bench.problem()}; {bench.gpu}") + "\n", fontsize=9, loc="left")
     return fig
 
 
@@ -111,7 +112,7 @@ def _draw_pass(ax: Axes, bench: Measured, pass_name: str) -> None:
             label=stage.replace("_", " "),
         )
         low = high
-    ax.plot(lengths, [whole[n] for n in lengths], "o-", color="black", ms=5, label=f"NSA, φ = {bench.phi}")
+    ax.plot(lengths, [whole[n] for n in lengths], "o-", color="black", ms=5, label=f"NSA, φ = {shown(bench.phi)}")
     for (form, name), style in zip(_DENSE.items(), ("s-", "^--"), strict=True):
         dense = bench.times(f"dense_{pass_name}", form)
         ax.plot(list(dense), list(dense.values()), style, color=ATTENTION_COLOURS["full"], ms=5, label=name)
@@ -119,7 +120,7 @@ def _draw_pass(ax: Axes, bench: Measured, pass_name: str) -> None:
     if peers:
         names = " or ".join(sorted({name for _, name in peers.values()}))
         ms = [ms for ms, _ in peers.values()]
-        ax.plot(list(peers), ms, "D:", color="#444444", mfc="white", ms=6, label=f"NSA by {names}")
+        ax.plot(list(peers), ms, "D:", color="#444444", mfc="white", ms=6, label=f"NSA by {shown(names)}")
     crossover = bench.crossover(pass_name)
     if crossover and crossover > lengths[0]:
         name = f"NSA faster from {round(crossover, -2):.0f} tokens"
@@ -145,7 +146,7 @@ def write_tables(sources: Sources, file: Path) -> None:
         raise ReportError("no result of nsa bench on a GPU was given")
     try:
         text = file.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{file}: {error}") from error
     begin, end = map(re.escape, _MARKS)
     tables = "\n\n".join(_tables(bench) for bench in benches)
@@ -157,7 +158,8 @@ def write_tables(sources: Sources, file: Path) -> None:
 
 def _tables(bench: Measured) -> str:
     parts = [_about(bench), _whole_table(bench), _crossovers(bench)]
-    parts += [_stage_table(bench, pass_name) for pass_name in PASSES if bench.stages(pass_name)]
+    measured = [name for name in PASSES if bench.stages(name) and bench.times(name, bench.phi)]
+    parts += [_stage_table(bench, pass_name) for pass_name in measured]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -169,9 +171,13 @@ def _about(bench: Measured) -> str:
         f"{bench.gpu}, driver {machine['driver']}, {bench.bench['date']}, commit {bench.bench['commit']}: "
         f"{bench.problem()}, defaults; medians in ms, the second-level cache flushed before each call. "
         f"NSA is everything (compress included) and attends to {attends}; dense is torch's; the other NSA is the "
-        f"fastest of the public implementations in `bench/peers.py`. Limits: {rates['gflops'] / 1e3:.0f} TFLOP/s "
-        f"(product of large matrices), {rates['bytes_per_s'] / 1e12:.2f} TB/s (copy), both measured."
+        f"fastest of the public implementations in `bench/peers.py`."
     )
+    if rates["gflops"] and rates["bytes_per_s"]:
+        text += (
+            f" Limits: {rates['gflops'] / 1e3:.0f} TFLOP/s (product of large matrices), "
+            f"{rates['bytes_per_s'] / 1e12:.2f} TB/s (copy), both measured."
+        )
     return f"{textwrap.fill(text, width=120)}\n\n    {bench.bench['command']}"
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from .gpu import is_gpu
-from .sources import Sources
+from .sources import Sources, shown
 from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis, tokens
 
 _PASSES = {"forward": "Forward", "forward_backward": "Forward and backward"}
@@ -28,17 +28,16 @@ def attention_time(sources: Sources) -> Figure | None:
         for ax, pass_name in zip(axes[len(_PASSES) * i :], _PASSES, strict=False):
             _draw_pass(ax, bench, pass_name)
         settings, machine = bench["settings"], bench["machine"]
-        axes[len(_PASSES) * i].set_title(
+        title = (
             f"{settings['dtype']}, H = {settings['num_heads']}, Hkv = {settings['num_kv_heads']}, "
-            f"D = {settings['head_dim']}; {machine['cpu']}, {machine['threads']} threads, {machine['isa']}\n",
-            fontsize=9,
-            loc="left",
+            f"D = {settings['head_dim']}; {machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
         )
+        axes[len(_PASSES) * i].set_title(shown(title) + "\n", fontsize=9, loc="left")
     return fig
 
 
 def _seconds(point: dict[str, Any]) -> float:
-    return point.get("seconds", point["best_s"])
+    return point["seconds"] if "seconds" in point else point["best_s"]
 
 
 def _draw_pass(ax: Axes, bench: dict[str, Any], pass_name: str) -> None:
@@ -48,7 +47,8 @@ def _draw_pass(ax: Axes, bench: dict[str, Any], pass_name: str) -> None:
         return
     for (op, variant), points in series.items():
         dense, plain = op.startswith("dense"), op.startswith("plain")
-        name = "full attention, torch" if dense else "full attention, our kernels" if plain else f"NSA, φ = {variant}"
+        full = "full attention, torch" if dense else "full attention, our kernels"
+        name = full if dense or plain else f"NSA, φ = {shown(variant)}"
         colour = ATTENTION_COLOURS["full" if dense else "window" if plain else "nsa"]
         style = "--" if variant == "mlp" else "-"
         ax.plot([p["length"] for p in points], [_seconds(p) for p in points], style, color=colour, label=name)
@@ -114,7 +114,7 @@ def selection_map(sources: Sources) -> Figure | None:
 
 def _picture(chosen: dict[str, Any]) -> tuple[np.ndarray, list[int]]:
     """0: not selected, 1: forced, 2: chosen; one row per query."""
-    blocks = 1 + max((block for row in chosen["blocks"] for block in row), default=0)
+    blocks = 1 + max((block for row in chosen["blocks"] + chosen["forced"] for block in row), default=0)
     picture = np.zeros((len(chosen["blocks"]), blocks))
     for row, (selected, forced) in enumerate(zip(chosen["blocks"], chosen["forced"], strict=True)):
         picture[row, [block for block in selected if block >= 0]] = 2
@@ -135,7 +135,7 @@ def needle(sources: Sources) -> Figure | None:
             ax.text(length, depth, f"{value:.0f}", ha="center", va="center", fontsize=9)
         ax.set_xticks(range(len(result["lengths"])), [tokens(n) for n in result["lengths"]])
         ax.set_yticks(range(len(result["depths"])), [f"{100 * d:.0f} %" for d in result["depths"]])
-        name = result["checkpoint"].rstrip("/").split("/")[-1]
+        name = shown(result["checkpoint"].rstrip("/").split("/")[-1])
         ax.set(xlabel="length of the text (tokens)", ylabel="depth of the needle", title=f"Needles found: {name}")
         ax.grid(visible=False)
         fig.colorbar(image, ax=ax, label=f"found (%), {result['samples']} samples each")

@@ -8,7 +8,7 @@ from statistics import median
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from .sources import Run, Sources
+from .sources import Run, Sources, shown
 from .style import BRANCH_COLOURS, BRANCH_NAMES, colours, figure, length_axis, tokens
 
 
@@ -92,6 +92,7 @@ def gates(sources: Sources) -> Figure | None:
     panels = [
         (f"inspected {_short(r['checkpoint'])}", [layer["gates"] for layer in r["layers"]])
         for r in sources.of("inspect")
+        if r["layers"]
     ]
     if not panels:
         for run in _selecting(sources):
@@ -174,4 +175,4 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def _short(path: str) -> str:
-    return path.rstrip("/").split("/")[-1]
+    return shown(path.rstrip("/").split("/")[-1])

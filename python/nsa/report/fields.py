@@ -1,0 +1,218 @@
+"""What the files must hold: every field that a picture reads, checked once, where the file is read."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any, str], None]
+"""Raises ReportError unless a value is as it should be; the string is the field's name in its file."""
+
+_LARGEST = 1e15
+_MAX_LAYERS, _MAX_HEADS = 128, 64  # a panel each: a picture has at most 2^16 pixels to a side
+
+
+class ReportError(Exception):
+    """A file that is missing or not what it should be; the message names it."""
+
+
+def refuse(where: str, value: Any, rule: str) -> None:
+    raise ReportError(f"{where} = {'null' if value is None else reprlib.repr(value)}: must be {rule}")
+
+
+def number(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        refuse(where, value, f"a number from {-_LARGEST:g} to {_LARGEST:g}")
+
+
+def positive(value: Any, where: str) -> None:
+    """For logarithmic axes."""
+    number(value, where)
+    if value < 1 / _LARGEST:
+        refuse(where, value, f"at least {1 / _LARGEST:g}")
+
+
+def whole(least: int = 0, most: int = int(_LARGEST)) -> Check:
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            refuse(where, value, f"a whole number from {least} to {most}")
+
+    return check
+
+
+def flag(value: Any, where: str) -> None:
+    if not isinstance(value, bool):
+        refuse(where, value, "true or false")
+
+
+def text(most: int = 300) -> Check:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, str) or len(value) > most or not value.isprintable():
+            refuse(where, value, f"a text of at most {most} printable characters")
+
+    return check
+
+
+def nullable(inner: Check) -> Check:
+    def check(value: Any, where: str) -> None:
+        if value is not None:
+            inner(value, where)
+
+    return check
+
+
+def items(inner: Check, least: int = 0, most: int = 1_000_000) -> Check:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, list) or not least <= len(value) <= most:
+            refuse(where, value, f"a list of {least} to {most} items")
+        for i, item in enumerate(value):
+            inner(item, f"{where}[{i}]")
+
+    return check
+
+
+def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """Fields that no picture reads may be anything."""
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            refuse(where or "the file", value, "an object")
+        prefix = f"{where}." if where else ""
+        for name, inner in required.items():
+            if name not in value:
+                raise ReportError(f"no {prefix}{name}")
+            inner(value[name], prefix + name)
+        for name, inner in (optional or {}).items():
+            if name in value:
+                inner(value[name], prefix + name)
+
+    return check
+
+
+def same_length(value: dict[str, Any], where: str, *names: str) -> None:
+    first, *others = names
+    for name in others:
+        if len(value[name]) != len(value[first]):
+            raise ReportError(f"{where}{name}: {len(value[name])} items: must be {len(value[first])}, as {first} has")
+
+
+_count, _text, _path = whole(), text(), text(4096)
+_numbers = items(number)
+
+# ---------------------------------------------------------------------------------------------------------- run folders
+
+config = record(
+    {"model": record({"attention": _text}), "train": record({"context": whole(1)})},
+    {"parameters": record({}, dict.fromkeys(("total", "phi", "gates", "extra_kv"), nullable(number)))},
+)
+
+_LAYER = ("gate_cmp", "gate_slc", "gate_swa", "unforced_share", "selection_entropy", "neighbour_overlap")
+_progress = {"tokens": _count, "seconds": number, "loss": number}
+
+train_line = record(
+    {**_progress, "tokens_per_second": number},
+    {"layers": nullable(items(record(dict.fromkeys(_LAYER, number)), most=_MAX_LAYERS))},
+)
+eval_line = record(
+    _progress,
+    {
+        "bits_per_byte": nullable(number),
+        "loss_by_position": nullable(
+            items(record({"from": _count, "to": whole(1), "loss": number, "tokens": _count}), most=1000)
+        ),
+    },
+)
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+_SETTINGS = {"dtype": _text, "num_heads": whole(1), "num_kv_heads": whole(1), "head_dim": whole(1)}
+_POINT = {"op": _text, "variant": _text, "length": whole(1), "extrapolated": flag}
+_crossover = record(
+    {}, dict.fromkeys(("forward", "forward_backward"), nullable(record({}, {"dense": nullable(positive)})))
+)
+_cpu_bench = record(
+    {
+        "settings": record(_SETTINGS),
+        "machine": record({"cpu": _text, "threads": whole(1), "isa": _text}),
+        "results": items(record(_POINT, {"seconds": positive, "best_s": positive}), most=10000),
+    },
+    {"crossover": _crossover},
+)
+_gpu_bench = record(
+    {
+        "settings": record({**_SETTINGS, "v_head_dim": whole(1), "phi": _text, "selection": _text}),
+        "machine": record({"gpu": _text, "driver": _text}),
+        "results": items(
+            record(
+                {**_POINT, "seconds": positive, "gflop": number, "bytes": number},
+                {
+                    "part_of": _text,
+                    "share": nullable(number),
+                    "peer": nullable(_text),
+                    "peer_s": nullable(positive),
+                },
+            ),
+            most=10000,
+        ),
+        "rates": record(dict.fromkeys(("gflops", "bytes_per_s"), nullable(number))),
+        "command": _path,
+        "date": _text,
+        "commit": nullable(_text),
+    },
+    {"crossover": _crossover},
+)
+
+
+def _bench(value: dict[str, Any], where: str) -> None:
+    record({"machine": record({}), "results": items(record({}))})(value, where)
+    gpu = "gpu" in value["machine"]
+    (_gpu_bench if gpu else _cpu_bench)(value, where)
+    for i, point in enumerate(value["results"]):
+        if not gpu and "seconds" not in point and "best_s" not in point:
+            raise ReportError(f"no results[{i}].seconds")
+        if gpu and point.get("peer") and point.get("peer_s") is None:
+            raise ReportError(f"no results[{i}].peer_s")
+
+
+def _needle(value: dict[str, Any], where: str) -> None:
+    some = items(number, least=1, most=256)
+    fields = {"checkpoint": _path, "lengths": items(whole(1), 1, 256), "depths": some, "samples": _count}
+    record({**fields, "accuracy": items(some, least=1, most=256)})(value, where)
+    same_length(value, where, "lengths", "accuracy")
+    for i, row in enumerate(value["accuracy"]):
+        if len(row) != len(value["depths"]):
+            raise ReportError(f"accuracy[{i}]: {len(row)} items: must be {len(value['depths'])}, as depths has")
+
+
+def _map(value: Any, where: str) -> None:
+    blocks = items(items(whole(-1, 2**20), most=4096), least=1, most=4096)
+    record({"query_positions": items(_count, least=1), "blocks": blocks, "forced": blocks})(value, where)
+    same_length(value, f"{where}.", "blocks", "forced", "query_positions")
+
+
+_head = record({"kv_head": _count, "unforced_share": number, "map": _map})
+_inspected = record(
+    {
+        "layer": _count,
+        "gates": record(dict.fromkeys(("cmp", "slc", "swa"), number)),
+        "kv_heads": items(_head, least=1, most=_MAX_HEADS),
+    }
+)
+_inspect = record({"checkpoint": _path, "layers": items(_inspected, most=_MAX_LAYERS)})
+_recall = record(
+    {"chance": number},
+    {
+        **dict.fromkeys(("nsa", "window", "nsa_window_gate_only"), nullable(number)),
+        "history": nullable(items(record({"step": _count, "accuracy": number}))),
+    },
+)
+
+RESULTS: dict[str, Check] = {
+    "nsa-bench": _bench,
+    "nsa-eval": record({}),  # told from other files, not drawn
+    "nsa-needle": _needle,
+    "nsa-inspect": _inspect,
+    "nsa-recall": _recall,
+}
