@@ -3,10 +3,12 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
+#include <cstring>
+#include <memory>
 #include <string>
 
 #include "core/strided.h"
@@ -60,31 +62,53 @@ std::string header_of(const char* operation, const Call& call, std::uint64_t& si
   return header;
 }
 
+struct Close {
+  void operator()(std::FILE* file) const { std::fclose(file); }
+};
+using File = std::unique_ptr<std::FILE, Close>;
+
+/// A new file of the next number that has none: a process with this id may have left its own here, or links that lead
+/// elsewhere. Null: it cannot be made, errno says why.
+File create(const char* folder, const char* operation, std::string& path) {
+  static std::atomic<int> count{0};
+  std::FILE* file = nullptr;
+  do {
+    char name[64];
+    std::snprintf(name, sizeof name, "/%ld-%06d-", static_cast<long>(getpid()), count++);
+    path = folder + std::string(name) + operation + ".safetensors";
+    file = std::fopen(path.c_str(), "wbx");
+  } while (!file && errno == EEXIST);
+  return File(file);
+}
+
 }  // namespace
 
 Status dump_call(const char* operation, const Call& call) {
   const char* folder = std::getenv("NSA_DUMP");
   if (!folder || !*folder) return {};
-  static std::atomic<int> count{0};
-  char name[64];
-  std::snprintf(name, sizeof name, "/%ld-%06d-", static_cast<long>(getpid()), count++);
-  const std::string path = folder + std::string(name) + operation + ".safetensors";
-  std::ofstream file(path, std::ios::binary);
+  std::string path;
+  const File file = create(folder, operation, path);
+  const auto write = [&](const void* data, std::size_t size) { return std::fwrite(data, 1, size, file.get()) == size; };
+  bool written = file != nullptr;
   std::uint64_t size = 0;
   const std::string header = header_of(operation, call, size);
-  for (int i = 0; i < 8; ++i) file.put(static_cast<char>(header.size() >> (8 * i) & 0xff));
-  file << header;
+  for (int i = 0; i < 8 && written; ++i) written = std::fputc(header.size() >> (8 * i) & 0xff, file.get()) != EOF;
+  written = written && write(header.data(), header.size());
   for (const Argument& argument : call.tensors) {
+    if (!written) break;
     if (argument.access == Access::kOutput) continue;
     HostCopy host;
     const bool on_device = argument.view.device.type == DeviceType::kCUDA;
     if (on_device)
       if (Status status = HostCopy::make(argument.view, host); !status.ok()) return status;
     const std::vector<std::byte> data = gather(on_device ? host.view : argument.view);
-    file.write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(data.size()));
+    written = write(data.data(), data.size());
   }
-  file.close();
-  if (!file) return Status::internal("NSA_DUMP: could not write " + path);
+  if (!written || std::fflush(file.get()) != 0) {
+    const std::string why = std::strerror(errno);
+    if (file) std::remove(path.c_str());
+    return Status::internal("NSA_DUMP: could not write " + path + ": " + why);
+  }
   return {};
 }
 

@@ -108,6 +108,39 @@ TEST(Dump, InputsAsSafetensors) {
   EXPECT_TRUE(same_bits(k, example.k));
 }
 
+TEST(Dump, NeverOverANameThatIsThere) {
+  // What a process of this id may have left: files and links of the numbers to come.
+  const auto folder = std::filesystem::path(testing::TempDir()) / ("nsa_dump_names_" + std::to_string(getpid()));
+  std::filesystem::create_directory(folder);
+  const auto name = [&](int number) {
+    char text[64];
+    std::snprintf(text, sizeof text, "%ld-%06d-compress.safetensors", static_cast<long>(getpid()), number);
+    return folder / text;
+  };
+  for (int i = 0; i < 100; ++i) {
+    if (i % 2)
+      std::filesystem::create_symlink(folder / "target", name(i));
+    else
+      std::ofstream(name(i)) << "mine";
+  }
+  {
+    const Environment dump("NSA_DUMP", folder.string());
+    ASSERT_TRUE(compress(Example().params).ok());
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "target"));
+  int links = 0, files = 0, dumps = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.is_symlink())
+      ++links;
+    else
+      ++(entry.file_size() == 4 ? files : dumps);
+  }
+  EXPECT_EQ(links, 50);
+  EXPECT_EQ(files, 50);
+  EXPECT_EQ(dumps, 1);
+  std::filesystem::remove_all(folder);
+}
+
 TEST(Dump, AFolderThatIsNotThereIsAnError) {
   const Environment dump("NSA_DUMP", "/nonexistent");
   const Status status = compress(Example().params);
