@@ -43,8 +43,9 @@ Tensors<6> compress_backward(const Tensor& d_out, const Tensor& k, std::string k
 
 Tensor compressed_cu_seqlens(const Tensor& cu_seqlens, Ints cfg) {
   const NSAConfig config = config_of(cfg);
-  Tensor out = make(cu_seqlens, shape_of(cu_seqlens));
-  check(nsa::compressed_cu_seqlens(input(cu_seqlens, "cu_seqlens"), config, output(out, "out")));
+  const TensorView offsets = input(cu_seqlens, "cu_seqlens");
+  Tensor out = make(cu_seqlens, shape_of(cu_seqlens), ScalarType::Int);
+  check(nsa::compressed_cu_seqlens(offsets, config, output(out, "out")));
   return out;
 }
 

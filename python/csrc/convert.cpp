@@ -28,6 +28,24 @@ DType dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
+std::string text_of(const Shape& shape) {
+  std::string text;
+  for (std::int64_t size : shape) text += (text.empty() ? "(" : ", ") + std::to_string(size);
+  return text.empty() ? "()" : text + ")";
+}
+
+/// A storage can be made smaller than the tensors on it (untyped_storage().resize_()).
+void expect_within_storage(const Tensor& tensor, const TensorView& view, const char* name) {
+  if (view.numel() == 0) return;
+  std::int64_t bytes = 0, end = tensor.storage_offset() + 1;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  for (std::size_t i = 0; i < static_cast<std::size_t>(view.rank); ++i) end += (view.shape[i] - 1) * view.stride[i];
+  end *= static_cast<std::int64_t>(size_of(view.dtype));
+  if (end > bytes)
+    refuse(std::string(name) + ": " + view.describe() + ": needs " + std::to_string(end) + " bytes of its storage's " +
+           std::to_string(bytes));
+}
+
 TensorView view(const Tensor& tensor, void* data, const char* name) {
   TensorView result;
   const std::int64_t rank = tensor.dim();
@@ -41,7 +59,10 @@ TensorView view(const Tensor& tensor, void* data, const char* name) {
   for (int i = 0; i < result.rank; ++i) {
     result.shape[static_cast<std::size_t>(i)] = tensor.size(i);
     result.stride[static_cast<std::size_t>(i)] = tensor.stride(i);
+    if (tensor.size(i) > std::numeric_limits<std::int32_t>::max())  // before outputs of such a size are made
+      refuse(std::string(name) + ": " + text_of(shape_of(tensor)) + ": sizes must be below 2^31");
   }
+  expect_within_storage(tensor, result, name);
   return result;
 }
 
@@ -73,8 +94,9 @@ Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dt
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device));
   AtenTensorHandle result = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(),
-                                                  type, device_type, device, &result));
+  if (aoti_torch_empty_strided(static_cast<std::int64_t>(shape.size()), shape.data(), strides.data(), type, device_type,
+                               device, &result) != AOTI_TORCH_SUCCESS)
+    throw std::runtime_error("out of memory: no room for a tensor of the shape " + text_of(shape));
   return Tensor(result);
 }
 
@@ -86,7 +108,7 @@ Tensor make_o(const Tensor& q, const Tensor& v) {
 
 Tensor make_lse(const Tensor& q) {
   Shape shape = shape_of(q);
-  if (!shape.empty()) shape.pop_back();
+  if (shape.size() >= 2) shape.pop_back();
   if (shape.size() >= 2) std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
   return make(q, shape, ScalarType::Float);
 }

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import check_offsets
 from .config import NSAConfig
 
 _LIBRARY = Path(__file__).with_name("_C.so")
@@ -44,9 +45,7 @@ def call(operator: Callable, *arguments: Any) -> Any:
 def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> Tensor:
     """By torch, so that nothing waits for the offsets."""
     config = NSAConfig(*cfg)
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-        what = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}".removeprefix("torch.")
-        raise ValueError(f"cu_seqlens: {what}: expected int32 (B + 1)")
+    check_offsets(cu_seqlens)
     blocks = (cu_seqlens.diff() - config.kernel_size) // config.kernel_stride + 1
     return torch.nn.functional.pad(blocks.clamp(min=0).cumsum(0, dtype=torch.int32), (1, 0))
 
@@ -55,7 +54,22 @@ torch.library.impl("nsa::compressed_cu_seqlens", "cuda", compressed_cu_seqlens_o
 
 
 def _fake(name: str) -> Callable[[Callable], Callable]:
-    return torch.library.register_fake(f"nsa::{name}")
+    """Registers a fake kernel. Torch also takes it where one of the arguments alone is on the meta device."""
+    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+
+    def register(kernel: Callable) -> Callable:
+        def on_one_device(*arguments: Any) -> Any:
+            given = [(n, t.device) for n, t in zip(names, arguments, strict=True) if isinstance(t, Tensor)]
+            first, expected = given[0]
+            for other, device in given:
+                if device != expected:
+                    raise ValueError(f"{other}: on {device}: expected {expected} as {first}")
+            return kernel(*arguments)
+
+        torch.library.register_fake(f"nsa::{name}")(on_one_device)
+        return kernel
+
+    return register
 
 
 def _o(q: Tensor, v: Tensor) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
 
+from ._arguments import check_sizes, check_type, checked
 from ._registration import call, ops
 from .config import NSAConfig
 
 ROLLBACK = 32
 """How many tokens a rollback may go back: the rings keep this many more than attention needs."""
+
+_LARGEST = 2**31 - 16
+"""The largest size: a multiple of 16 in 32 bits, as positions and page numbers are."""
 
 
 class _Pages:
@@ -113,8 +118,10 @@ class KVCache:
 
     Raises:
         ValueError: a size is not allowed.
+        TypeError: an argument is of another type.
     """
 
+    @checked
     def __init__(
         self,
         batch_size: int,
@@ -127,17 +134,15 @@ class KVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         cfg = NSAConfig() if cfg is None else cfg
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for name, value in {**sizes, "v_head_dim": v_head_dim, "max_length": max_length}.items():
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be >= 1")
-        if page_size is not None and (page_size < 16 or page_size % 16):
-            raise ValueError(f"page_size = {page_size}: must be a positive multiple of 16")
-        if num_pages is not None and (page_size is None or num_pages < 1):
+        check_sizes(_LARGEST, **sizes, v_head_dim=v_head_dim, max_length=max_length, num_pages=num_pages)
+        if page_size is not None and (not 16 <= page_size <= _LARGEST or page_size % 16):
+            raise ValueError(f"page_size = {page_size}: must be a positive multiple of 16, <= {_LARGEST}")
+        if num_pages is not None and page_size is None:
             raise ValueError(f"num_pages = {num_pages}: must be >= 1, and goes with page_size")
         self.cfg = cfg
         self.max_length = max_length
@@ -202,9 +207,15 @@ class KVCache:
 
         Raises:
             ValueError: a bound is negative or above max_length, or their number is not B.
+            TypeError: a bound is no integer.
             RuntimeError: the pool has too few free pages; nothing was reserved.
         """
-        bounds = [upper_bound] * self.batch_size if isinstance(upper_bound, int) else list(upper_bound)
+        if not hasattr(upper_bound, "__len__") or getattr(upper_bound, "ndim", 1) == 0:
+            check_type("upper_bound", upper_bound, int)
+            upper_bound = [upper_bound] * self.batch_size
+        for i, bound in enumerate(upper_bound):
+            check_type(f"upper_bound[{i}]", bound, int)
+        bounds = [index(bound) for bound in upper_bound]
         if len(bounds) != self.batch_size:
             raise ValueError(f"upper_bound: {len(bounds)} numbers: must be one, or {self.batch_size}, one per sequence")
         for bound in bounds:
@@ -224,6 +235,7 @@ class KVCache:
             self.overflow.zero_()
             raise RuntimeError("KVCache: a step found no room for a sequence and dropped its tokens: reserve more")
 
+    @checked
     def rollback(self, sequence: int, length: int) -> None:
         """Forgets the tokens of a row from `length` on, as if they had never been appended. Waits for the device.
 
@@ -244,6 +256,7 @@ class KVCache:
                     store[new] = store[old]
         self.cache_seqlens[sequence] = length
 
+    @checked
     def fork(self, parent: int, child: int, length: int | None = None) -> None:
         """Makes the empty row `child` continue row `parent` after `length` tokens (default: all). Waits for the device.
 
@@ -270,6 +283,7 @@ class KVCache:
         call(ops.fork, *self.tensors(), self.cfg.as_list(), parent, child, length)
         self._longest[child] = self._longest[parent]
 
+    @checked
     def release(self, sequence: int) -> None:
         """Empties a row and gives its pages back to the pool (a contiguous row keeps its page)."""
         self.cache_seqlens[self._row("sequence", sequence)] = 0

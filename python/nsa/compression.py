@@ -8,9 +8,11 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_sizes, checked
 from .config import CompressionWeights
 
 
+@checked
 def initial_compression_weights(
     kind: str,
     kernel_size: int,
@@ -34,17 +36,10 @@ def initial_compression_weights(
         generator: of R, on any device; the weights are on torch's default device.
 
     Raises:
-        ValueError: an unknown kind or a size below 1.
+        ValueError: an unknown kind or a size below 1. TypeError: an argument of another type.
     """
     hidden = 2 * head_dim if hidden is None else hidden
-    for name, value in (
-        ("kernel_size", kernel_size),
-        ("head_dim", head_dim),
-        ("num_sets", num_sets),
-        ("hidden", hidden),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: must be >= 1")
+    check_sizes(kernel_size=kernel_size, head_dim=head_dim, num_sets=num_sets, hidden=hidden)
     if kind == "mean":
         return CompressionWeights("mean")
     inputs = kernel_size * head_dim

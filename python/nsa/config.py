@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ._arguments import check_type
+
 
 @dataclass(frozen=True)
 class NSAConfig:
@@ -92,6 +94,9 @@ class CompressionWeights:
         b1: linear (P, D), mlp (P, E), or None.
         w2: mlp (P, E, D).
         b2: mlp (P, D), or None.
+
+    Raises:
+        TypeError: kind is no string, or a weight no tensor.
     """
 
     kind: str = "mlp"
@@ -100,6 +105,11 @@ class CompressionWeights:
     b1: Tensor | None = None
     w2: Tensor | None = None
     b2: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_type("kind", self.kind, str)
+        for name in ("pe", "w1", "b1", "w2", "b2"):
+            check_type(name, getattr(self, name), Tensor | None)
 
     def to(self, *args: Any, **kwargs: Any) -> CompressionWeights:
         """The weights on another device or in another dtype; arguments as of Tensor.to."""

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ._arguments import checked
 from ._registration import call, ops
 from .cache import KVCache
 from .config import CompressionWeights, NSAConfig
-from .functional import BRANCHES
+from .functional import BRANCHES, cosines_and_sines
 
 
+@checked
 def decode(
     q: Tensor,
     new_kv: Sequence[Tensor],
@@ -48,13 +50,14 @@ def decode(
         o (B, m, H, Dv), or (o, indices).
 
     Raises:
-        ValueError: an argument is not allowed. RuntimeError: other failures.
+        TypeError: an argument is of another type. ValueError: it is not allowed. RuntimeError: other failures.
     """
     return _step(
         ops.decode, q, new_kv, gates, cache, weights_k, weights_v, cfg, softmax_scale, rope, num_new, return_indices
     )
 
 
+@checked
 def prefill(
     q: Tensor,
     new_kv: Sequence[Tensor],
@@ -91,9 +94,9 @@ def _step(
 ) -> Tensor | tuple[Tensor, Tensor]:
     if len(new_kv) != len(BRANCHES):
         raise ValueError(f"new_kv: {len(new_kv)} tensors: must be {', '.join(BRANCHES)}")
-    if cfg != cache.cfg:
+    if cfg.as_list() != cache.cfg.as_list():
         raise ValueError(f"cfg = {cfg}: must be the cache's, {cache.cfg}")
-    cos, sin = (None, None) if rope is None else rope
+    cos, sin = cosines_and_sines(rope)
     with torch.no_grad():
         o, indices = call(
             op,

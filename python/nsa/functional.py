@@ -10,7 +10,8 @@ Query i of Sq stands at position t = i + Sk - Sq. A query that sees no key gets 
 defaults to 1 / sqrt(Dk). Equal inputs give bitwise equal results, with any number of threads
 (`torch.set_num_threads`).
 
-Every function raises ValueError for an argument that is not allowed, naming it, and RuntimeError for other failures.
+Every function raises TypeError for an argument of another type than annotated and ValueError for one that is not
+allowed, naming it, and RuntimeError for other failures.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._arguments import checked
 from ._registration import call, needs_gradient, ops
 from .config import CompressionWeights, NSAConfig
 
 BRANCHES = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa")
 
 
+@checked
 def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
     """Squeezes every block of kernel_size tokens into one: out[i] = phi(k[i*d : i*d + l] + pe) (eq. 7).
 
@@ -42,11 +45,13 @@ def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens:
     return call(ops.compress, k, *weights.as_arguments(), cfg.as_list(), cu_seqlens)
 
 
+@checked
 def compressed_cu_seqlens(cu_seqlens: Tensor, cfg: NSAConfig) -> Tensor:
     """Offsets of the sequences in the packed result of `compress`, int32 (batch + 1), like cu_seqlens."""
     return call(ops.compressed_cu_seqlens, cu_seqlens, cfg.as_list())
 
 
+@checked
 def compressed_attention(
     q: Tensor,
     k_c: Tensor,
@@ -75,6 +80,7 @@ def compressed_attention(
     return call(ops.compressed_attention, q, k_c, v_c, cfg.as_list(), softmax_scale, seqlen_k, *packed)
 
 
+@checked
 def select_blocks(
     q: Tensor,
     k_c: Tensor,
@@ -109,6 +115,7 @@ def select_blocks(
     )
 
 
+@checked
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -137,6 +144,7 @@ def selected_attention(
     return call(ops.selected_attention, q, k, v, idx, block_size, softmax_scale, *packed)
 
 
+@checked
 def sliding_window_attention(
     q: Tensor,
     k: Tensor,
@@ -161,6 +169,7 @@ def sliding_window_attention(
     return call(ops.sliding_window_attention, q, k, v, window_size, softmax_scale, *packed)
 
 
+@checked
 def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tensor:
     """o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa (eq. 5).
 
@@ -174,6 +183,7 @@ def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tenso
     return call(ops.combine, o_cmp, o_slc, o_swa, gates)
 
 
+@checked
 def nsa_attention(
     q: Tensor,
     k_c: Tensor,
@@ -216,6 +226,7 @@ def nsa_attention(
     return (o, indices) if return_indices else o
 
 
+@checked
 def native_sparse_attention(
     q: Tensor,
     kv: Sequence[Tensor],
@@ -257,7 +268,7 @@ def native_sparse_attention(
         raise ValueError(f"kv: {len(kv)} tensors: must be {', '.join(BRANCHES)}")
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     weights = (*weights_k.as_arguments(), *weights_v.as_arguments())
-    cos, sin = (None, None) if rope is None else rope
+    cos, sin = cosines_and_sines(rope)
     keep = torch.is_grad_enabled() and needs_gradient(q, *kv, gates, *weights[1:6], *weights[7:])
     settings = (cfg.as_list(), softmax_scale, cos, sin, float(noise), _signed(seed))
     results = call(
@@ -266,6 +277,12 @@ def native_sparse_attention(
         *(keep, keep and not recompute_compressed),
     )
     return results[:2] if return_indices else results[0]
+
+
+def cosines_and_sines(rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    if rope is not None and len(rope) != 2:
+        raise ValueError(f"rope: {len(rope)} tensors: must be cosines and sines")
+    return (None, None) if rope is None else (rope[0], rope[1])
 
 
 def _packed(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ._arguments import check_offsets, check_sizes, checked
 from .cache import KVCache
 from .compression import CompressionFunction
 from .config import NSAConfig
 from .decoding import decode, prefill
 from .functional import native_sparse_attention
-from .rotary import rotary_tables, rotate
+from .rotary import check_rotation, rotary_tables, rotate
 
 BRANCHES = ("cmp", "slc", "swa")
 MAX_DECODE_TOKENS = 16
@@ -44,8 +45,10 @@ class NativeSparseAttention(nn.Module):
 
     Raises:
         ValueError: num_kv_heads does not divide num_heads, or a size is not allowed.
+        TypeError: an argument is of another type.
     """
 
+    @checked
     def __init__(
         self,
         hidden_size: int,
@@ -67,9 +70,7 @@ class NativeSparseAttention(nn.Module):
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, value in {**sizes, "head_dim": head_dim, "v_head_dim": v_head_dim}.items():
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be >= 1")
+        check_sizes(**sizes, head_dim=head_dim, v_head_dim=v_head_dim)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads = {num_kv_heads}: must divide num_heads = {num_heads}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -100,8 +101,8 @@ class NativeSparseAttention(nn.Module):
         nn.init.zeros_(self.gate[2].weight)
         nn.init.zeros_(self.gate[2].bias)
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
-        if rope_theta is not None and head_dim % 2:
-            raise ValueError(f"head_dim = {head_dim}: must be even to be rotated")
+        if rope_theta is not None:
+            check_rotation(head_dim, "rope_theta", rope_theta)
         self.rope_theta = rope_theta
         self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
 
@@ -116,6 +117,7 @@ class NativeSparseAttention(nn.Module):
             **options,
         )
 
+    @checked
     def forward(
         self,
         x: Tensor,
@@ -144,11 +146,23 @@ class NativeSparseAttention(nn.Module):
 
         Raises:
             ValueError: arguments that do not go together, or that an operation refuses.
+            TypeError: an argument of another type.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens: must not be given with a cache, whose rows are the sequences")
         if num_new is not None and cache is None:
             raise ValueError("num_new: must be given with a cache only")
+        width = self.q_proj.weight.shape[1]
+        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != width:
+            expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {width})"
+            raise ValueError(f"x: {tuple(x.shape)}: expected the shape {expected}")
+        if max_seqlen is not None and max_seqlen < 0:
+            raise ValueError(f"max_seqlen = {max_seqlen}: must be at least 0, or None for the total")
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens)
+        for name, tensor in (("cu_seqlens", cu_seqlens), ("q_proj.weight", self.q_proj.weight)):
+            if tensor is not None and tensor.device != x.device:
+                raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
         q = self._heads(self.q_proj(x), self.num_heads)
         k = self._branches(self.k_proj, x)
         v = self._branches(self.v_proj, x)
@@ -168,7 +182,8 @@ class NativeSparseAttention(nn.Module):
             )
         else:
             if cu_seqlens is not None:  # else the rows are the positions
-                angles = self._angles(torch.arange(x.shape[0] if max_seqlen is None else max_seqlen, device=x.device))
+                longest = x.shape[0] if max_seqlen is None else min(max_seqlen, x.shape[0])
+                angles = self._angles(torch.arange(longest, device=x.device))
             o, indices = native_sparse_attention(
                 *(q, kv, gates, weights_k, weights_v, self.cfg),
                 rope=angles,

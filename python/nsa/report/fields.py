@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any

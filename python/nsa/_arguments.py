@@ -1,0 +1,100 @@
+"""Types of arguments: a function takes what its annotations say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from operator import index
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+
+def checked(function: Callable) -> Callable:
+    """Refuses an argument of another type than annotated: TypeError that names it.
+
+    Numbers and strings are looked at before the call, because torch would cut 4.5 to 4; the rest only if the call
+    fails, as it does with anything else, so that a good one does not pay for it. Flags are not looked at.
+    """
+    hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return" and hint is not bool}
+    plain = {name: hint for name, hint in hints.items() if {*_alternatives(hint)} <= {int, float, str, NoneType}}
+    names = tuple(inspect.signature(function).parameters)
+
+    def check(hints: dict[str, Any], arguments: tuple, named: dict[str, Any]) -> None:
+        for name, value in (*zip(names, arguments, strict=False), *named.items()):
+            if name in hints:
+                check_type(name, value, hints[name])
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        check(plain, arguments, named)
+        try:
+            return function(*arguments, **named)
+        except ValueError:
+            raise
+        except Exception:
+            check(hints, arguments, named)
+            raise
+
+    return run
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises TypeError unless `value` is of the annotated type, and of a sequence each member."""
+    allowed = _alternatives(hint)
+    if value is None and NoneType in allowed:
+        return
+    if not any(_is(value, kind) for kind in allowed):
+        what = type(value).__name__
+        if isinstance(value, Tensor) and Tensor in allowed:
+            what = "nested tensor" if value.is_nested else f"tensor of {value.layout}, {value.dtype}"
+        raise TypeError(f"{name}: {what}: must be {' or '.join(_described(kind) for kind in allowed)}") from None
+    for kind in allowed:
+        if get_args(kind):
+            for i, member in enumerate(value):
+                check_type(f"{name}[{i}]", member, get_args(kind)[0])
+
+
+def check_sizes(largest: int = 2**31 - 1, **sizes: int | None) -> None:
+    """Raises ValueError unless each size that is given is 1 ... largest."""
+    for name, value in sizes.items():
+        if value is not None and not 1 <= value <= largest:
+            raise ValueError(f"{name} = {value}: must be >= 1 and <= {largest}")
+
+
+def check_offsets(cu_seqlens: Tensor) -> None:
+    """Raises ValueError unless it has the dtype and shape of offsets; TypeError if it is no tensor."""
+    check_type("cu_seqlens", cu_seqlens, Tensor)
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        what = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}".removeprefix("torch.")
+        raise ValueError(f"cu_seqlens: {what}: expected int32 (B + 1)")
+
+
+def _alternatives(hint: Any) -> tuple:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind is int or kind is float:
+        if isinstance(value, (int, torch.SymInt) if kind is int else (int, float, torch.SymInt, torch.SymFloat)):
+            return not isinstance(value, bool)
+        try:
+            return not isinstance(value, (str, bytes)) and (index if kind is int else float)(value) is not None
+        except (TypeError, ValueError, RuntimeError):
+            return False
+    if kind is Tensor:
+        dense = isinstance(value, Tensor) and value.layout is torch.strided
+        return dense and not value.is_nested and not value.is_quantized
+    if get_args(kind):
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, kind)
+
+
+def _described(kind: Any) -> str:
+    if get_args(kind):
+        return "a sequence of tensors"
+    names = {Tensor: "a dense tensor", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
+    return names.get(kind) or f"{kind.__module__.split('.')[0]}.{kind.__name__}"

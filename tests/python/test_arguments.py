@@ -1,0 +1,321 @@
+"""Arguments of a wrong kind: what is no tensor, tensors of several devices, numbers that are none, in any mixture."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import nsa
+from nsa.functional import BRANCHES
+from problem import SMALL
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+S, H, HKV, D = 20, 2, 1, 16
+HALF = torch.ones(64, D // 2)
+WEIGHTS = nsa.initial_compression_weights("mlp", SMALL.kernel_size, D)
+LAYER = nsa.NativeSparseAttention(32, H, HKV, D, cfg=SMALL).requires_grad_(False)
+
+
+def calls():
+    """A good call of every public function: the function and its arguments by name."""
+    torch.manual_seed(0)
+    q, k, gates = torch.randn(1, S, H, D), torch.randn(1, S, HKV, D), torch.rand(1, S, H, 3)
+    k_c, cu = torch.randn(1, SMALL.num_compressed(S), HKV, D), torch.tensor([0, 8, S], dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": S, "max_seqlen_k": S}
+    o, lse = nsa.compressed_attention(q, k_c, k_c, SMALL)
+    idx = nsa.select_blocks(q, k_c, lse, SMALL)
+    phi = {"weights_k": WEIGHTS, "weights_v": WEIGHTS, "cfg": SMALL}
+    branches = {"q": q, "k_c": k_c, "v_c": k_c, "k_slc": k, "v_slc": k, "k_swa": k, "v_swa": k, "gates": gates}
+    options = {"softmax_scale": 0.5, "noise": 0.5, "seed": 3}
+    result = {
+        "compress": (nsa.compress, {"k": k[0], "weights": WEIGHTS, "cfg": SMALL, "cu_seqlens": cu}),
+        "compressed_cu_seqlens": (nsa.compressed_cu_seqlens, {"cu_seqlens": cu, "cfg": SMALL}),
+        "compressed_attention": (
+            nsa.compressed_attention,
+            {"q": q, "k_c": k_c, "v_c": k_c, "cfg": SMALL, "softmax_scale": 0.5, "seqlen_k": S},
+        ),
+        "select_blocks": (nsa.select_blocks, {"q": q, "k_c": k_c, "lse": lse, "cfg": SMALL, **options}),
+        "selected_attention": (
+            nsa.selected_attention,
+            {"q": q[0], "k": k[0], "v": k[0], "idx": idx[0], "block_size": 16, "softmax_scale": 0.5, **packed},
+        ),
+        "sliding_window_attention": (
+            nsa.sliding_window_attention,
+            {"q": q[0], "k": k[0], "v": k[0], "window_size": 9, "softmax_scale": 0.5, **packed},
+        ),
+        "combine": (nsa.combine, {"o_cmp": o, "o_slc": o, "o_swa": o, "gates": gates}),
+        "nsa_attention": (nsa.nsa_attention, {**branches, "cfg": SMALL, **options}),
+        "native_sparse_attention": (
+            nsa.native_sparse_attention,
+            {"q": q, "kv": (k,) * 6, "gates": gates, **phi, **options, "rope": (HALF, HALF)},
+        ),
+        "layer": (LAYER, {"x": torch.randn(S, 32), "cu_seqlens": cu, "max_seqlen": S, "seed": 1}),
+        "rotary_tables": (nsa.rotary_tables, {"positions": torch.arange(9), "head_dim": D, "theta": 100.0}),
+        "rotate": (nsa.rotate, {"x": q, "cos": HALF[:S], "sin": HALF[:S]}),
+    }
+    for name, m in (("decode", 2), ("prefill", S)):
+        step = {"q": q[:, :m], "new_kv": (k[:, :m],) * 6, "gates": gates[:, :m], **phi, "rope": (HALF, HALF)}
+        step |= {"num_new": torch.tensor([m], dtype=torch.int32), "softmax_scale": 0.5, "cache": make_cache()}
+        result[name] = (getattr(nsa, name), step)
+    x = torch.randn(1, 2, 32)
+    result["cached layer"] = (LAYER, {"x": x, "cache": make_cache(), "num_new": torch.tensor([2], dtype=torch.int32)})
+    cache = make_cache(2, page_size=16)
+    cache.reserve([9, 0])
+    cache.cache_seqlens[0] = 9
+    result["reserve"] = (cache.reserve, {"upper_bound": 30})
+    result["rollback"] = (cache.rollback, {"sequence": 0, "length": 7})
+    result["fork"] = (cache.fork, {"parent": 0, "child": 1, "length": 5})
+    result["release"] = (cache.release, {"sequence": 0})
+    sizes = {"batch_size": 1, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "cfg": SMALL, "max_length": 64}
+    result["KVCache"] = (nsa.KVCache, {**sizes, "page_size": 16, "num_pages": 4})
+    sizes = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "cfg": SMALL, "rope_theta": 10.0}
+    result["NativeSparseAttention"] = (nsa.NativeSparseAttention, sizes)
+    result["CompressionWeights"] = (nsa.CompressionWeights, vars(WEIGHTS))
+    result["initial weights"] = (
+        nsa.initial_compression_weights,
+        {"kind": "mlp", "kernel_size": 8, "head_dim": 8, "num_sets": 1, "hidden": 16},
+    )
+    return result
+
+
+def make_cache(batch=1, **options):
+    return nsa.KVCache(batch, HKV, D, cfg=SMALL, max_length=64, **options)
+
+
+NAMES = list(calls())
+NO_TENSORS = {"list": [1.0], "array": np.zeros(3), "str": "x", "None": None, "number": 1.5, "module": torch.nn.ReLU()}
+
+
+def tensors_of(arguments):
+    """Every tensor among the arguments: its name as an error shows it, and the tensor."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, tuple):
+            yield from ((f"{name}[{i}]", member) for i, member in enumerate(value))
+
+
+def with_another(arguments, argument, value):
+    """The arguments with `value` in the place of that tensor."""
+    name, _, place = argument.rstrip("]").partition("[")
+    if not place:
+        return arguments | {name: value}
+    return arguments | {name: tuple(value if i == int(place) else t for i, t in enumerate(arguments[name]))}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_good_calls(name):
+    function, arguments = calls()[name]
+    function(**arguments)
+
+
+@pytest.mark.parametrize("kind", NO_TENSORS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_tensor(name, kind):
+    function, arguments = calls()[name]
+    for argument, _ in tensors_of(arguments):
+        optional = kind == "None" and (argument.startswith(("cu_seqlens", "num_new", "rope")) or "Weights" in name)
+        if optional and (name, argument) != ("compressed_cu_seqlens", "cu_seqlens"):
+            continue
+        what = type(NO_TENSORS[kind]).__name__
+        with pytest.raises(TypeError) as error:
+            function(**with_another(arguments, argument, NO_TENSORS[kind]))
+        assert str(error.value).startswith(f"{argument}: {what}: must be a dense tensor"), error.value
+
+
+@pytest.mark.parametrize("wrong", [None, [1], "x", 3, torch.zeros(3), torch.nn.Linear(1, 1)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_configuration_no_weights_no_cache(name, wrong):
+    function, arguments = calls()[name]
+    signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    for argument, kind in (("cfg", "NSAConfig"), ("weights", "CompressionWeights"), ("cache", "KVCache")):
+        for taken in (a for a in arguments if a.startswith(argument)):
+            if wrong is None and signature.parameters[taken].default is None:
+                continue
+            with pytest.raises(TypeError, match=rf"^{taken}: {type(wrong).__name__}: must be nsa\.{kind}"):
+                function(**(arguments | {taken: wrong}))
+
+
+LAYOUTS = {
+    "sparse": lambda t: t.to_sparse(),
+    "nested": lambda t: torch.nested.nested_tensor([t[0]]),
+    "jagged": lambda t: torch.nested.nested_tensor([t[0]], layout=torch.jagged),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["compress", "sliding_window_attention", "nsa_attention", "combine", "decode"])
+def test_tensors_without_strides(name, layout):
+    function, arguments = calls()[name]
+    for argument, given in tensors_of(arguments):
+        if layout == "nested" and given.dim() < 2:
+            continue
+        with pytest.raises(TypeError, match=r"must be a dense tensor") as error:
+            wrong = LAYOUTS[layout](given if given.dim() > 1 else given[None])
+            function(**with_another(arguments, argument, wrong))
+        assert str(error.value).startswith(f"{argument}: ")
+
+
+OPERATIONS = [name for name in NAMES if name in vars(nsa) or "layer" in name]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_on_meta(name):
+    """Torch would take the fake kernel, whose result is memory that nobody wrote."""
+    function, arguments = calls()[name]
+    for argument, tensor in tensors_of(arguments):
+        if name in ("compressed_cu_seqlens", "rotary_tables", "CompressionWeights"):
+            continue  # it is the only one
+        with pytest.raises((ValueError, RuntimeError), match=r"meta"):
+            function(**with_another(arguments, argument, tensor.to("meta")))
+    for weights in (a for a in arguments if a.startswith("weights")):
+        for member in ("pe", "w1", "b1", "w2", "b2"):
+            forgotten = nsa.CompressionWeights(**(vars(WEIGHTS) | {member: getattr(WEIGHTS, member).to("meta")}))
+            with pytest.raises(ValueError, match=rf"{member}(_k|_v)?: on meta: expected cpu as "):
+                function(**(arguments | {weights: forgotten}))
+
+
+def test_one_on_meta_in_a_backward():
+    q = torch.randn(1, S, H, D, requires_grad=True)
+    o, _ = nsa.sliding_window_attention(q, q[:, :, :1], q[:, :, :1], 5)
+    saved = torch.ops.nsa.sliding_window_attention_backward
+    x, lse = q.detach(), torch.zeros(1, H, S)
+    with pytest.raises(ValueError, match=r"^lse: on meta: expected cpu as d_o$"):
+        saved(o.detach(), x, x[:, :, :1], x[:, :, :1], x, lse.to("meta"), 5, None, None, None, 0, 0, [True] * 3)
+
+
+def test_all_on_meta():
+    q, k = torch.empty(1, S, H, D, device="meta"), torch.empty(1, S, HKV, D, device="meta")
+    gates = torch.empty(1, S, H, 3, device="meta")
+    weights = WEIGHTS.to("meta")
+    o = nsa.native_sparse_attention(q, (k,) * 6, gates, weights, weights, SMALL)
+    assert o.device.type == "meta" and o.shape == q.shape
+    layer = nsa.NativeSparseAttention(32, H, HKV, D, cfg=SMALL).to("meta")
+    assert layer(torch.empty(1, S, 32, device="meta")).shape == (1, S, 32)
+    with pytest.raises(ValueError, match=r"q_proj.weight: on meta: expected cpu as x"):
+        layer(torch.empty(1, S, 32))
+
+
+def test_a_storage_that_is_too_small():
+    x = torch.randn(1, S, 1, D)
+    small = x.clone()
+    for size in (64, 0):
+        small.untyped_storage().resize_(size)
+        with pytest.raises(ValueError, match=rf"^v: float32 \(1, 20, 1, 16\): needs 1280 bytes .* {size}$"):
+            nsa.sliding_window_attention(x, x, small, 4)
+
+
+@pytest.mark.parametrize("rank", range(7))
+def test_ranks(rank):
+    x = torch.randn(1, S, 1, D)
+    wrong = torch.zeros((2,) * rank)
+    for name in ("q", "k", "v"):
+        named = "[qkv]" if rank == 4 else "[qk]" if name == "q" else name
+        with pytest.raises(ValueError, match=rf"^(sliding_window_attention: )?{named}: "):
+            nsa.sliding_window_attention(**({"q": x, "k": x, "v": x} | {name: wrong}), window_size=4)
+
+
+def test_sizes_of_32_bits():
+    x = torch.zeros(1, 1, 1, D)
+    wide = x.expand(1, 2**31, 1, D)
+    with pytest.raises(ValueError, match=r"^q: \(1, 2147483648, 1, 16\): sizes must be below 2\^31"):
+        nsa.sliding_window_attention(wide, x, x, 4)
+    huge = x.expand(1, 2**31 - 1, 1, D).expand(2**20, 2**31 - 1, 1, D)
+    with pytest.raises(RuntimeError, match=r"out of memory"):
+        nsa.sliding_window_attention(huge, huge, huge, 4)
+
+
+def test_offsets_of_another_dtype_are_named():
+    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype Long: "):
+        nsa.compressed_cu_seqlens(torch.tensor([0, 9]), SMALL)
+    with pytest.raises(ValueError, match=r"^(compressed_cu_seqlens: )?cu_seqlens: 0 dimensions"):
+        nsa.compressed_cu_seqlens(torch.tensor(9, dtype=torch.int32), SMALL)
+
+
+@pytest.mark.parametrize(
+    "bounds, named",
+    [([10, 10.5], r"upper_bound\[1\]: float"), (10.5, "upper_bound: float"), (None, "upper_bound: NoneType")],
+)
+def test_reserve_refuses_before_it_takes(bounds, named):
+    cache = make_cache(2, page_size=16)
+    with pytest.raises(TypeError, match=named):
+        cache.reserve(bounds)
+    assert cache.free_pages == 8 and (cache.block_table == -1).all()
+    cache.reserve(torch.tensor([3, 17]))
+    cache.reserve(np.int64(20))
+    assert cache.free_pages == 4
+
+
+def test_sizes_of_a_cache():
+    for name in ("batch_size", "num_kv_heads", "head_dim", "max_length", "num_pages", "page_size"):
+        sizes = {"batch_size": 1, "num_kv_heads": 1, "head_dim": 8, "max_length": 64, "page_size": 16} | {name: 2**31}
+        with pytest.raises(ValueError, match=rf"^{name} = 2147483648: must be "):
+            nsa.KVCache(**sizes, cfg=SMALL)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, math.nan, math.inf])
+def test_base_of_the_rotation(theta):
+    with pytest.raises(ValueError, match=r"^rope_theta = .*: must be positive and finite"):
+        nsa.NativeSparseAttention(32, 2, 1, 8, rope_theta=theta)
+    with pytest.raises(ValueError, match=r"^theta = .*: must be positive and finite"):
+        nsa.rotary_tables(torch.arange(3), 8, theta)
+
+
+def test_numbers_are_not_cut():
+    x = torch.randn(1, S, 1, D)
+    for wrong in (4.5, torch.tensor(4.5), np.float32(4), "4", None, 4j):
+        with pytest.raises(TypeError, match=r"^window_size: .*: must be an integer"):
+            nsa.sliding_window_attention(x, x, x, wrong)
+    expected, _ = nsa.sliding_window_attention(x, x, x, 4)
+    for whole in (np.int64(4), torch.tensor(4)):
+        assert torch.equal(nsa.sliding_window_attention(x, x, x, whole)[0], expected)
+
+
+# ------------------------------------------------------------------------------------------------------ random mixtures
+
+HOSTILE = [
+    *(None, True, 0, -1, 1, 16, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.0, -0.5, 1e308, math.nan, math.inf, 1j),
+    *("", "mlp", [], [1], (), (None, None), {}, object(), np.zeros((1, S, 1, D)), np.int64(3), np.float64(0.5)),
+    *(torch.tensor(3), torch.tensor([]), torch.zeros(3), torch.zeros((1,) * 6), torch.zeros(1, S, 1, 0)),
+    *(torch.zeros(1, S, H, D), torch.zeros(S, H, D), torch.zeros(1, S, H, D, dtype=torch.int32)),
+    *(torch.zeros(1, S, HKV, D, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")),
+    *(torch.tensor([0, 5, 3], dtype=torch.int32), torch.tensor([0, 8, 2**31 - 1], dtype=torch.int32)),
+    *(torch.tensor([-1, 8, S], dtype=torch.int32), torch.tensor([0, 8, S]), torch.tensor([True, False])),
+    *(torch.full((1, S, H, D), math.nan), torch.zeros(1).expand(1, S, HKV, D), torch.zeros(1, S, H, D).bfloat16()),
+    *(torch.zeros(1, S, HKV, D, dtype=torch.complex64), torch.zeros(1, S, HKV, D).to_sparse(), WEIGHTS, SMALL),
+    *(torch.zeros(1, S, HKV, D).transpose(1, 3), nsa.NSAConfig(), nsa.CompressionWeights("mean"), torch.float32),
+    *(nsa.CompressionWeights("mlp"), (torch.zeros(1, 2, HKV, D),) * 6, (torch.zeros(2, 2),) * 2, "cpu"),
+]
+
+
+def bytes_of(cache):
+    return [t.clone() for t in cache.tensors()], list(cache._pages.free), [list(h) for h in cache._pages.held]
+
+
+@hypothesis.settings(
+    max_examples=600, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+)
+@hypothesis.given(name=st.sampled_from(NAMES), data=st.data())
+def test_any_mixture(name, data):
+    """A refusal names an argument; it leaves a cache as it was. What is taken gives a result."""
+    function, arguments = calls()[name]
+    wrong = data.draw(st.lists(st.sampled_from(list(arguments)), min_size=1, max_size=3, unique=True))
+    changed = arguments | {argument: data.draw(st.sampled_from(HOSTILE)) for argument in wrong}
+    cache = getattr(function, "__self__", arguments.get("cache"))
+    before = bytes_of(cache) if isinstance(cache, nsa.KVCache) else None
+    try:
+        function(**changed)
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        first = str(error).splitlines()[0]
+        names = {*arguments, *BRANCHES, *vars(SMALL), "indices", "weights", "pe", "w1", "b1", "w2", "b2"}
+        names |= {"sequence", "kind", "hidden", "rope_cos", "rope_sin", "Sq", "parent", "KVCache", "allocate memory"}
+        assert any(name in first for name in names), first
+        if before is not None:
+            after = bytes_of(cache)
+            assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True)) and before[1:] == after[1:]
