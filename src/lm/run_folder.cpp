@@ -103,6 +103,8 @@ RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
 void RunFolder::begin(const RunConfig& config) const {
   replace_file(file(kConfig), text_of(config));
   remove_file(file(kMetrics));
+  remove_leftovers("");
+  remove_file(file(kModel));
 }
 
 void RunFolder::log(const nlohmann::json& line) const { append_text(file(kMetrics), line.dump() + "\n"); }
@@ -125,7 +127,7 @@ void RunFolder::save(const RunConfig& config, const TrainState& state, const Nam
   remove_leftovers(name);
 }
 
-/// What saves that did not come to their end left, and the optimizer's file of the checkpoint before.
+/// What saves that did not come to their end left, and the optimizer's files but this one.
 void RunFolder::remove_leftovers(const std::string& name_of_optimizer) const {
   for (const auto& name : names()) {
     const bool left = is_temporary(name) || (is_optimizer(name) && name != name_of_optimizer);

@@ -27,8 +27,7 @@ class RunFolder {
   const std::string& path() const { return path_; }
   RunConfig config() const;
 
-  /// Makes it the folder of this run. One that it held stays whole until then; its checkpoint is gone with the first
-  /// save().
+  /// Makes it the folder of this run. The one that it held stays whole until the new configuration is there, then goes.
   void begin(const RunConfig& config) const;
 
   /// Adds a line to metrics.jsonl.
