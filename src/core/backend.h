@@ -82,6 +82,11 @@ class Scope {
 Status copy_to_host(void* host, const void* device, std::size_t bytes);
 /// A copy of `t` with a contiguous last dimension in the execution's memory.
 Status make_contiguous(TensorView& t, Execution& execution);
+/// Offsets of packed sequences, which lie on the device, as kernels may trust them: copies in the execution's memory,
+/// all zero (every sequence is empty) unless both ascend from 0 on and end at most at total_q and total_k. cu_k may be
+/// undefined: the keys have the offsets of the queries.
+Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
+                     Execution& execution);
 }  // namespace nsa::cuda
 
 /// Any GPU from sm_80 on. Nothing here allocates, synchronises or uses another stream than the execution's.

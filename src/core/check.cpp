@@ -139,11 +139,10 @@ TensorView Checker::readable(const TensorView& view) {
 }
 
 void Checker::offsets(const std::string& name, const TensorView& given, std::int64_t total) {
+  require(given.size(0) > 0, name, ": ", given, ": expected B + 1 offsets, the first 0");
   const TensorView offsets = readable(given);
-  if (!offsets.defined()) return;
+  if (!ok() || !offsets.defined()) return;
   const std::int64_t last = offsets.size(0) - 1;
-  require(last >= 0, name, ": ", offsets, ": expected B + 1 offsets, the first 0");
-  if (!ok()) return;
   require(int32_at(offsets, 0) == 0, name, "[0] = ", int32_at(offsets, 0), ": must be 0");
   for (std::int64_t i = 0; i < last && ok(); ++i)
     require(int32_at(offsets, i) <= int32_at(offsets, i + 1), name, "[", i + 1, "] = ", int32_at(offsets, i + 1),

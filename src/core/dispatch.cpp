@@ -1,5 +1,7 @@
 // The public functions: validate, choose the backend, log, dump, run.
+#include <algorithm>
 #include <exception>
+#include <limits>
 #include <new>
 #include <optional>
 #include <string>
@@ -88,6 +90,39 @@ Status with_plain_gradient(const Params& params, const MakePlain& make_plain, co
   return run(params);
 }
 
+/// The offsets of a packed call, and the rows of the tensors that they are about. q null: it has none.
+struct Offsets {
+  TensorView *q = nullptr, *k = nullptr;
+  std::int64_t total_q = 0, total_k = 0;
+};
+
+/// Raw tokens that compressed rows can stand for.
+std::int64_t raw_tokens(const TensorView& k_c, const NSAConfig& cfg) {
+  return k_c.defined() ? (k_c.size(0) + 1) * cfg.kernel_stride - 1 : std::numeric_limits<std::int64_t>::max();
+}
+
+template <class Params>
+Offsets offsets_of(Params& p) {
+  if constexpr (requires { p.forward; }) {
+    return offsets_of(p.forward);
+  } else if constexpr (requires { p.attention; }) {
+    return offsets_of(p.attention);
+  } else if constexpr (requires { p.packed; }) {
+    std::int64_t total_k = 0;
+    if constexpr (requires { p.k_slc; }) {
+      total_k = std::min(p.k_slc.size(0), raw_tokens(p.k_c, p.cfg));
+    } else if constexpr (requires { p.k_c; }) {
+      total_k = raw_tokens(p.k_c, p.cfg);
+    } else {
+      total_k = p.k.size(0);
+    }
+    if (p.packed.packed()) return {&p.packed.cu_seqlens_q, &p.packed.cu_seqlens_k, p.q.size(0), total_k};
+  } else if constexpr (requires { p.cu_seqlens; }) {
+    if (p.cu_seqlens.defined()) return {&p.cu_seqlens, nullptr, p.k.size(0), p.k.size(0)};
+  }
+  return {};
+}
+
 template <class Params>
 Status run_on_host(Function<Params> function, const Params& params, const Context& context) {
   std::optional<ContiguousCopy> copy;
@@ -102,8 +137,15 @@ template <class Params>
 Status run_on_device(const Operation<Params>& operation, const Params& params, const Device& device,
                      Execution& execution) {
   const cuda::Scope scope(device, operation.name);
+  Params trusted = params;
+  if (const Offsets offsets = offsets_of(trusted); offsets.q) {
+    TensorView same;
+    Status status =
+        cuda::trust_offsets(*offsets.q, offsets.k ? *offsets.k : same, offsets.total_q, offsets.total_k, execution);
+    if (!status.ok()) return status;
+  }
   return with_plain_gradient(
-      params, [&](TensorView& gradient) { return cuda::make_contiguous(gradient, execution); },
+      trusted, [&](TensorView& gradient) { return cuda::make_contiguous(gradient, execution); },
       [&](const Params& plain) { return operation.cuda(plain, execution); });
 }
 

@@ -7,9 +7,15 @@
 #endif
 
 #include <array>
+#include <cstdlib>
+#include <fstream>
+#include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 
 #include "core/backend.h"
+#include "cuda/common/trace.h"
 
 namespace nsa::cuda {
 namespace {
@@ -17,6 +23,11 @@ namespace {
 Status status_of(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return {};
   return Status::internal(std::string(what) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+}
+
+Status out_of_workspace(const Arena& arena) {
+  return Status::invalid_argument("workspace: too small, it holds less than " + std::to_string(arena.used()) +
+                                  " bytes");
 }
 
 /// A strided source and where its elements go.
@@ -39,6 +50,28 @@ __global__ void gather(const __grid_constant__ Gather args) {
   }
 }
 
+/// Offsets and their copies; cu_k may be null.
+struct Offsets {
+  const int *cu_q, *cu_k;
+  int *to_q, *to_k;
+  int count;
+  long long total_q, total_k;
+};
+
+__global__ void __launch_bounds__(1024) copy_offsets(const __grid_constant__ Offsets args) {
+  const auto bad = [&](const int* cu, long long total) {
+    bool found = false;
+    for (int i = threadIdx.x; i < args.count; i += blockDim.x)
+      found |= cu[i] < (i > 0 ? cu[i - 1] : 0) || cu[i] > total || (i == 0 && cu[i] != 0);
+    return found;
+  };
+  const bool none = __syncthreads_or(bad(args.cu_q, args.total_q) || (args.cu_k && bad(args.cu_k, args.total_k)));
+  for (int i = threadIdx.x; i < args.count; i += blockDim.x) {
+    args.to_q[i] = none ? 0 : args.cu_q[i];
+    if (args.cu_k) args.to_k[i] = none ? 0 : args.cu_k[i];
+  }
+}
+
 /// What the driver lists.
 Status list_devices(int& count) {
   count = 0;
@@ -51,6 +84,17 @@ Status list_devices(int& count) {
 }
 
 }  // namespace
+
+void trace_launch(const void* kernel) {
+  static const bool wanted = std::getenv("NSA_CUDA_TRACE") != nullptr;
+  if (!wanted) return;
+  static std::mutex mutex;
+  static std::set<std::pair<std::string, const void*>> traced;
+  const char *path = std::getenv("NSA_CUDA_TRACE"), *name = nullptr;
+  const std::lock_guard lock(mutex);
+  if (!path || !traced.emplace(path, kernel).second || cudaFuncGetName(&name, kernel) != cudaSuccess) return;
+  std::ofstream(path, std::ios::app) << name << '\n';
+}
 
 Status usable(int device) {
   int count = 0, major = 0, minor = 0;
@@ -121,6 +165,30 @@ Status copy_to_host(void* host, const void* device, std::size_t bytes) {
   return status_of(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copy to the host");
 }
 
+Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
+                     Execution& execution) {
+  const std::int64_t count = cu_q.size(0);
+  Offsets args{cu_q.as<const int>(),
+               cu_k.as<const int>(),
+               execution.arena.take<int>(count),
+               nullptr,
+               static_cast<int>(count),
+               total_q,
+               total_k};
+  if (args.cu_k) {
+    args.to_k = execution.arena.take<int>(count);
+  } else {
+    args.total_q = std::min(args.total_q, args.total_k);
+  }
+  if (execution.arena.measuring()) return {};
+  if (!execution.arena.enough()) return out_of_workspace(execution.arena);
+  cu_q.data = args.to_q;
+  cu_k.data = args.to_k;
+  trace_launch(reinterpret_cast<const void*>(copy_offsets));
+  copy_offsets<<<1, 1024, 0, execution.stream>>>(args);
+  return status_of(cudaGetLastError(), "copy_offsets");
+}
+
 Status make_contiguous(TensorView& t, Execution& execution) {
   const auto item = static_cast<std::int64_t>(size_of(t.dtype));
   const std::int64_t count = t.numel();
@@ -136,15 +204,11 @@ Status make_contiguous(TensorView& t, Execution& execution) {
   }
   t.data = args.to;
   if (execution.arena.measuring() || count == 0) return {};
-  if (!execution.arena.enough())
-    return Status::invalid_argument("workspace: too small, it holds less than " +
-                                    std::to_string(execution.arena.used()) + " bytes");
+  if (!execution.arena.enough()) return out_of_workspace(execution.arena);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>((count + 255) / 256, 4096));
-  if (item == 2) {
-    gather<unsigned short><<<blocks, 256, 0, execution.stream>>>(args);
-  } else {
-    gather<unsigned><<<blocks, 256, 0, execution.stream>>>(args);
-  }
+  const auto kernel = item == 2 ? gather<unsigned short> : gather<unsigned>;
+  trace_launch(reinterpret_cast<const void*>(kernel));
+  kernel<<<blocks, 256, 0, execution.stream>>>(args);
   return status_of(cudaGetLastError(), "gather");
 }
 

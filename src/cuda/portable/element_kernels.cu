@@ -62,8 +62,10 @@ cudaError_t run_layer(const CompressPair& pair, int m, const N& n, const Inner& 
     counts += count(args);
   }
   both.heads = count(pair.problem[0]);
-  return m <= 256 ? run_tiles<FewRows<T>>(both, m, most, counts, stream)
-                  : run_tiles<ManyRows<T>>(both, m, most, counts, stream);
+  if constexpr (!std::is_same_v<Op<T>, Constants<T>>) {  // these are one row
+    if (m > 256) return run_tiles<ManyRows<T>>(both, m, most, counts, stream);
+  }
+  return run_tiles<FewRows<T>>(both, m, most, counts, stream);
 }
 
 int heads_of(const CompressArgs& args) { return args.geometry.kv_heads; }

@@ -93,21 +93,12 @@ __device__ inline int scan(int n, const Value& value, const Write& write) {
   return carry;
 }
 
-/// Whether sequences follow each other: their shares would overlap otherwise. All threads of the block call it.
-__device__ inline bool ascending(const Geometry& p) {
-  bool bad = false;
-  if (p.cu_q)
-    for (int b = threadIdx.x; b < p.batches; b += blockDim.x)
-      bad |= p.cu_q[b] > p.cu_q[b + 1] || p.cu_k[b] > p.cu_k[b + 1];
-  return !__syncthreads_or(bad);
-}
-
 __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ InverseArgs args) {
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
   // Else: empty lists, no items.
-  const bool wanted = ascending(args.geometry) && args.ways.by_block(args.geometry, seq.index, kv_head);
+  const bool wanted = args.ways.by_block(args.geometry, seq.index, kv_head);
   const int key_tiles = lists.blocks * args.lists.tiles_per_block;
   const int chunk = BlockLists::chunk(seq.q_len), chunks = wanted ? (seq.q_len + chunk - 1) / chunk : 0;
   const int total = scan(

@@ -1,6 +1,7 @@
 // Launching kernels, and the tables of their instances.
 #pragma once
 
+#include "cuda/common/trace.h"
 #include "cuda/portable/kernels.h"
 
 namespace nsa::cuda::portable {
@@ -17,6 +18,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size
         reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
     if (error != cudaSuccess) return error;
   }
+  trace_launch(reinterpret_cast<const void*>(kernel));
   kernel<<<grid, threads, memory, stream>>>(args...);
   return cudaGetLastError();
 }

@@ -115,15 +115,13 @@ __device__ inline void write_segments(const CompressWork& work) {
     const int blocks = b < p.batches ? num_compressed(p, seq.k_len) : 0;
     const int token_segments = segments_of((seq.k_len + d - 1) / d);
     const int4 all = running_sums(make_int4(0, blocks, token_segments, 0));
-    // Offsets that are none could make more rows and tokens than there are.
-    const int row = before.rows + all.y - blocks, rows = p.cu_q ? max(min(blocks, args.rows - row), 0) : blocks;
-    const int segments = segments_of(rows);
+    const int segments = segments_of(blocks);
     const int end = running_sums(make_int4(segments, 0, 0, 0)).x;
     of_round[threadIdx.x] = {seq.batch,
                              seq.k_begin,
                              seq.k_len,
-                             p.cu_q ? row : 0,
-                             rows,
+                             p.cu_q ? before.rows + all.y - blocks : 0,
+                             blocks,
                              before.segments + end - segments,
                              before.token_segments + all.z - token_segments};
     __syncthreads();
@@ -133,16 +131,15 @@ __device__ inline void write_segments(const CompressWork& work) {
         work.segments[s.segment + k] = {s.batch, s.token + at * d, min(work.kSegment, s.rows - at), s.row + at};
       if (!work.token_segments) continue;
       for (int k = lane, at = k * work.kSegment; at * d < s.tokens; k += 32, at += 32 * work.kSegment)
-        if (s.token_segment + k < work.max_token_segments)
-          work.token_segments[s.token_segment + k] = {s.batch, s.token + at * d, s.tokens - at * d, at, s.row, s.rows};
+        work.token_segments[s.token_segment + k] = {s.batch, s.token + at * d, s.tokens - at * d, at, s.row, s.rows};
     }
     if (threadIdx.x == kPrepareThreads - 1)
       before = {before.segments + end, before.rows + all.y, before.token_segments + all.z};
     __syncthreads();
   }
   __syncthreads();
-  const int segments = before.segments, token_segments = min(before.token_segments, work.max_token_segments);
-  if (threadIdx.x == 0) *work.totals = {segments, min(before.rows, args.rows), token_segments};
+  const int segments = before.segments, token_segments = before.token_segments;
+  if (threadIdx.x == 0) *work.totals = {segments, before.rows, token_segments};
   if (threadIdx.x >= work.kMostSegments) return;
   work.segments[segments + threadIdx.x] = {};
   if (work.token_segments) work.token_segments[token_segments + threadIdx.x] = {};
@@ -358,7 +355,7 @@ class Compute {
                                                   const CompressSegment& rows, int head, int first,
                                                   std::uint32_t parity) {
     const std::uint32_t d_out = descriptor(operand_ + (kNarrow ? 0 : group_ * kPanelBytes), 16);
-    wait(shared_address(&barriers_.d_out_full), parity);
+    wait_together(shared_address(&barriers_.d_out_full), parity);
     ring_.skip(first / 64);
 #pragma unroll
     for (int step = 0; step < kColumns / 64; ++step, ring_.advance()) {
