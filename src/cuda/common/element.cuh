@@ -166,8 +166,13 @@ __device__ inline float row_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/// The softmax scale in base-2 units. Scores are scaled by a positive factor: a negative scale negates queries or
-/// scores instead, one of zero becomes the smallest there is.
-__device__ __forceinline__ float positive_scale(float scale) { return fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e; }
+/// The softmax scale in base-2 units, of its sign. Zero becomes the smallest there is: a masked score stays infinite.
+__host__ __device__ __forceinline__ float log2_scale(float scale) {
+  return copysignf(fmaxf(fabsf(scale), 1.1754944e-38f) * kLog2e, scale);
+}
+/// The same without its sign, for kernels that negate queries or scores instead.
+__device__ __forceinline__ float positive_scale(float scale) { return fabsf(log2_scale(scale)); }
+/// What a masked score is before it is multiplied by log2_scale().
+__device__ __forceinline__ float masked_score(float log2_scale) { return copysignf(INFINITY, -log2_scale); }
 
 }  // namespace nsa::cuda

@@ -108,7 +108,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
-    wait(shared_address(&barriers.query_full[group]), parity);
+    wait_together(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
     // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
     const auto seen_by = [&](int row) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    wait(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
+    wait_together(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
     int left = tile.end;
     if (left > 0) {
       float s[kKeys / 2];
@@ -179,14 +179,14 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         pack_rows<T, kKeys>(probabilities, s);
         place.advance();
       }
-      give_back(&barriers.query_free[group]);
+      arrive(shared_address(&barriers.query_free[group]));
       const Place<L::kStages> before = place.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.parity);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       give_back(&barriers.value_free[before.stage]);
     } else {
-      give_back(&barriers.query_free[group]);
+      arrive(shared_address(&barriers.query_free[group]));
     }
     for (int i = tile.end; i < tile.key_tiles; ++i) {
       wait(shared_address(&barriers.key_full[place.stage]), place.parity);

@@ -30,7 +30,7 @@ struct Ring {
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&full[i]), 1);
-      barrier_init(shared_address(&free[i]), kGroups * 4);
+      barrier_init(shared_address(&free[i]), kGroups * 128);
     }
     barriers_ready();
   }
@@ -62,9 +62,9 @@ struct RingReader : Place<kStages> {
   Ring<kStages>& ring;
 
   __device__ explicit RingReader(Ring<kStages>& r) : ring(r) {}
-  __device__ __forceinline__ void wait_full() { wait(shared_address(&ring.full[this->stage]), this->parity); }
+  __device__ __forceinline__ void wait_full() { wait_together(shared_address(&ring.full[this->stage]), this->parity); }
   __device__ __forceinline__ void give_back(int stage) {
-    if (threadIdx.x % 32 == 0) arrive(shared_address(&ring.free[stage]));
+    arrive(shared_address(&ring.free[stage]));  // every thread may have read or cleared rows of it
   }
   __device__ __forceinline__ void skip(int stages) {
     for (int i = 0; i < stages; ++i, this->advance()) {

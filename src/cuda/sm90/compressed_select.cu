@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][parity];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      wait(shared_address(&barriers.query_free[group]), parity ^ 1);
+      wait_together(shared_address(&barriers.query_free[group]), parity ^ 1);
       if (lane != 0) continue;
       if (!more) {
         tile.queries = -1;
@@ -124,10 +124,10 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int i = 0; i < tiles; ++i) {
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
-      wait(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
+      wait_together(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
       load_tile<Dk>(keys + place.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
                     shared_address(&barriers.key_full[place.stage]), lane);
-      wait(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
+      wait_together(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
       load_tile<Dv>(values + place.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
                     shared_address(&barriers.value_full[place.stage]), lane);
       place.advance();

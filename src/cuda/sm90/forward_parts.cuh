@@ -35,7 +35,7 @@ struct ForwardBarriers {
     }
     for (int i = 0; i < kGroups; ++i) {
       barrier_init(shared_address(&query_full[i]), 1);
-      barrier_init(shared_address(&query_free[i]), 4);
+      barrier_init(shared_address(&query_free[i]), 128);  // every thread has read the tile's fields
     }
   }
 };

@@ -72,7 +72,7 @@ class ChunkRing {
     for (int i = 0; i < min(all, chunks_); ++i)
       fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
     for (int i = 0; i < all; ++i) {
-      wait(shared_address(full_ + stage_), parity_);
+      wait_together(shared_address(full_ + stage_), parity_);
       use(chunk(stage_), i, tiles - i * kChunkTiles);
       fence_async();
       __syncwarp();

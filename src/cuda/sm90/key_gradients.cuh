@@ -46,7 +46,7 @@ struct KeyMemory {
   __device__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
   __device__ std::uint32_t keys_full() const { return full(2 * kStages); }
   __device__ std::uint32_t keys_empty() const { return full(2 * kStages + 1); }
-  /// `writers`: arrivals of the producers at a stage; `readers`: warps that compute from it.
+  /// `writers`: arrivals of the producers at a stage; `readers`: threads that compute from it.
   __device__ void init(int writers, int readers) const {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full(i), writers);

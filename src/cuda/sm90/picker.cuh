@@ -102,7 +102,7 @@ class Picker {
   static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
 
   __device__ __forceinline__ void wait_for(int unit) const {
-    wait(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
+    wait_together(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
   }
   /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
   __device__ __forceinline__ void give_back(int unit) const {

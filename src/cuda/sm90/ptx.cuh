@@ -41,9 +41,18 @@ __device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t parity
                : "memory");
   return done != 0;
 }
+/// One thread waits, or a warp whose loop over tiles has wgmma next: all lanes poll one address, which the machine does
+/// once for the warp, so they leave together. wait_together() in these loops costs range_forward 2 % (BRA.DIV behind
+/// each).
 __device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity) {
   while (!test(barrier, parity)) {
   }
+}
+/// A whole warp waits. Its lanes poll each for itself and then come together again, as wgmma, named barriers and
+/// setmaxnreg need them.
+__device__ __forceinline__ void wait_together(std::uint32_t barrier, std::uint32_t parity) {
+  wait(barrier, parity);
+  __syncwarp();
 }
 
 /// A box of a tensor into shared memory (maps.h); its bytes count at `barrier`. Coordinates: column, head, row, batch.
@@ -115,12 +124,13 @@ __device__ __forceinline__ void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-/// Named barrier `id` (1 .. 15; 0 is __syncthreads) of `threads` threads.
+/// Named barrier `id` (1 .. 15; 0 is __syncthreads) of `threads` threads. The warps may come from different
+/// instructions: bar.sync would promise that all of them execute the same one.
 __device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ float2 load_float2(std::uint32_t from) {

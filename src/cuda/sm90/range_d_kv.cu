@@ -182,7 +182,7 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
     int slice = 0;
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
       std::uint32_t to = memory.terms(count.stage()) + threadIdx.x % 32 * 4;
 #pragma unroll 1
       for (int array = 0; array < 3; ++array, from += args.terms.array, to += 256) {
@@ -236,9 +236,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const std::uint32_t k = descriptor(memory.k(warpgroup), 16), v = descriptor(memory.v(warpgroup), 16);
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
-  const auto release = [&](int stage) {
-    if (lane == 0) arrive(memory.empty(stage));
-  };
+  const auto release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
   StageCount<kStages<Dk, Dv>> count;
   const auto info_of = [&](int stage) -> const volatile StageInfo& {
     return *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
@@ -257,7 +255,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if (8 * j + c < from || 8 * j + c >= to) s[4 * j + 2 * i + c] = -INFINITY;
+          if (8 * j + c < from || 8 * j + c >= to) s[4 * j + 2 * i + c] = masked_score(args.scale);
       }
     }
   };
@@ -269,12 +267,12 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
     gradients.clear();
-    wait(memory.keys_full(), keys_parity);
+    wait_together(memory.keys_full(), keys_parity);
     keys_parity ^= 1;
     int left = item.stages;
     /// Waits for the next stage; whether this warpgroup has anything to do with it.
     const auto arrived = [&] {
-      wait(memory.full(count.stage()), count.parity());
+      wait_together(memory.full(count.stage()), count.parity());
       return info_of(count.stage()).seen[warpgroup] != kNone;
     };
     const auto skip = [&] {
@@ -323,7 +321,7 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) char dynamic[];
   using Shape = Memory<Dk, Dv>;
   const Shape memory{shared_address(dynamic)};
-  if (threadIdx.x == 0) memory.init(1 + 32 + 1, 8);
+  if (threadIdx.x == 0) memory.init(1 + 32 + 1, 256);
   memory.clear_stages(dynamic);
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);
@@ -367,7 +365,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
                     RowTerms(g, branch.row_terms),
                     QueryTiles(g.group),
                     RangeWork(g, branch.window),
-                    branch.scale * kLog2e,
+                    log2_scale(branch.scale),
                     static_cast<KeyItem*>(branch.plan)};
   if (args.work.items == 0) return cudaSuccess;
   args.stride = compressed ? g.kernel_stride : 1;

@@ -174,7 +174,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
     std::uint32_t ds[kKeys / 4];
 #pragma unroll
     for (float& a : acc) a = 0;
-    wait(memory.q_full(warpgroup), q_parity);
+    wait_together(memory.q_full(warpgroup), q_parity);
     q_parity ^= 1;
 #pragma unroll 1
     for (int b = 0; b < args.branches; ++b) {
@@ -187,7 +187,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
         mine.read(branch, seq.batch, i);
         if (mine.lse[i] == -INFINITY) mine.lse[i] = 0;
       }
-      const float scale = branch.scale * kLog2e;
+      const float scale = log2_scale(branch.scale);
       const auto probabilities = [&](int tile) {
         if (!tiles.whole(tile)) {
 #pragma unroll
@@ -195,7 +195,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int key = tile * kKeys + n * 8 + 2 * (lane & 3) + i % 2;
-              if (key < range[i / 2].first || key >= range[i / 2].last) s[4 * n + i] = -INFINITY;
+              if (key < range[i / 2].first || key >= range[i / 2].last) s[4 * n + i] = masked_score(scale);
             }
           }
         }

@@ -223,7 +223,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
 
   for (std::uint32_t parity = 0;; parity ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][parity];
-    wait(shared_address(&barriers.query_full[group]), parity);
+    wait_together(shared_address(&barriers.query_full[group]), parity);
     if (tile.queries < 0) break;
     // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
     // tile. Rows without use take those of the last query.
@@ -301,14 +301,14 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
         pack_rows<T, kKeys>(probabilities, s);
         place.advance();
       }
-      give_back(&barriers.query_free[group]);
+      arrive(shared_address(&barriers.query_free[group]));
       const Place<kStages> before = place.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.parity);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       give_back(&barriers.value_free[before.stage]);
     } else {
-      give_back(&barriers.query_free[group]);
+      arrive(shared_address(&barriers.query_free[group]));
     }
     skip(tile.key_tiles - max(tile.begin, tile.end));
 

@@ -34,10 +34,7 @@ struct SelectedSlot {
   std::uint32_t tile;  // address
   std::uint32_t full, parity, empty;
 
-  __device__ __forceinline__ void wait() const {
-    sm90::wait(full, parity);
-    __syncwarp();
-  }
+  __device__ __forceinline__ void wait() const { wait_together(full, parity); }
 };
 template <class... Slots>
 __device__ __forceinline__ void give_back(int lane, const Slots&... slots) {
@@ -59,8 +56,7 @@ class SelectedReader {
   __device__ __forceinline__ void for_keys(int buffer, std::uint32_t parity, int warp, int lane, const Body& body) {
     SelectedControl& c = control_;
     const SelectedPlan& p = plan_;
-    wait(shared_address(&c.ready[buffer]), parity);
-    __syncwarp();
+    wait_together(shared_address(&c.ready[buffer]), parity);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int first = 0; first < size; first += 32) {
@@ -79,8 +75,7 @@ class SelectedReader {
         }
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(shared_address(&c.free[buffer]));
+    arrive(shared_address(&c.free[buffer]));  // every lane has read the union
     base_ += 2 * p.units * static_cast<unsigned>(size);
   }
 

@@ -240,7 +240,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   Entries entries;
   entries.fetch(indices_of(query), left, query >= 0);
   const int then[2] = {query_of(args, following, rows, group), query_of(args, following, rows, group + kGroups<Dk>)};
-  wait(full, parity);
+  wait_together(full, parity);
   next_tile();
 #pragma unroll 1
   for (int tile = group, turn = 0; tile * args.tiles.queries < item.count; tile += kGroups<Dk>, ++turn) {

@@ -48,8 +48,8 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
   /// `row_writers`: arrivals for Q at a stage, and as many for dO.
   __device__ void init(int row_writers) const {
     barrier_init(item_full(), 1);
-    barrier_init(item_empty(), 8 + 3);
-    Base::init(2 * row_writers + 32 + 1, 4);
+    barrier_init(item_empty(), (8 + 3) * 32);
+    Base::init(2 * row_writers + 32 + 32, 128);
   }
 };
 
@@ -79,10 +79,9 @@ __device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<
                                           const F& f) {
 #pragma unroll 1
   for (std::uint32_t parity = 0;; parity ^= 1) {
-    wait(memory.item_full(), parity);
+    wait_together(memory.item_full(), parity);
     const int x = memory.item(dynamic);
-    __syncwarp();
-    if (lane_again() == 0) arrive(memory.item_empty());
+    arrive(memory.item_empty());  // each lane for what it read
     if (x < 0) return;
     const volatile KeyItem& item = args.items[x];
     f(item);
@@ -125,7 +124,7 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
       const std::uint32_t full = memory.full(count.stage());
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
       if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * D * 2);
       const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
@@ -160,7 +159,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
       }
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
       const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
@@ -197,7 +196,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
@@ -239,13 +238,12 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
       const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       info.lead[lane_again()] = static_cast<std::int8_t>(low);
       info.lead[lane_again() + 32] = static_cast<std::int8_t>(high);
       if (lane_again() == 0) info.all = all;
-      __syncwarp();
-      if (lane_again() == 0) arrive(memory.full(count.stage()));
+      arrive(memory.full(count.stage()));
       ++count.count;
     });
   });
@@ -283,9 +281,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   // other one wait at the same barriers: it would take the parity of the round before last for its own.
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
-  const auto release = [&](int stage) {
-    if (lane == 0) arrive(memory.empty(stage));
-  };
+  const auto release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
   StageCount<kStages<Dk, Dv>> count;
   const auto mask = [&](float(&s)[32]) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
@@ -295,12 +291,12 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = -INFINITY;
+        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = masked_score(args.scale);
     }
   };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
   const auto arrived = [&] {
-    wait(memory.full(count.stage()), count.parity());
+    wait_together(memory.full(count.stage()), count.parity());
     if (args.gather) fence_async();
   };
   if (warpgroup == 1) pass_turn();
@@ -309,7 +305,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   KeyGradients<T, Dk, Dv> gradients;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     gradients.clear();
-    wait(memory.keys_full(), keys_parity);
+    wait_together(memory.keys_full(), keys_parity);
     keys_parity ^= 1;
     count.count = all_stages + ((all_stages ^ warpgroup) & 1);
     all_stages += item.stages;
@@ -395,7 +391,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const Geometry& g = branch.geometry;
   const ListWork work(g, branch.lists);
   if (work.items == 0) return cudaSuccess;
-  ListKeyArgs args{ListPlan(branch, work), branch.scale * kLog2e};
+  ListKeyArgs args{ListPlan(branch, work), log2_scale(branch.scale)};
   args.gather = args.tiles.queries > kMostBoxes;
   KeyMaps maps;
   // One query each: a stage gathers them.

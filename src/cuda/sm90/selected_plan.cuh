@@ -169,7 +169,7 @@ __device__ inline void init_control(SelectedControl& c) {
   if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
   if (threadIdx.x < 2) {
     barrier_init(shared_address(&c.ready[threadIdx.x]), kBuilders);
-    barrier_init(shared_address(&c.free[threadIdx.x]), kWarps + 1);
+    barrier_init(shared_address(&c.free[threadIdx.x]), kWarps * 32 + 1);
   }
   if (threadIdx.x == 0) c.issued = 0;
   barriers_ready();
