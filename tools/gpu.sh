@@ -4,7 +4,7 @@
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
-#   JOBS=8       tests at a time      SHARDS=4   sanitize: one case of so many (racecheck: of 8 times as many)
+#   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
@@ -90,16 +90,28 @@ for step in $steps; do
       tail -15 "$logs/cli.log"
       ;;
     sanitize)
-      for tool in racecheck memcheck initcheck synccheck; do  # the slowest first
+      # The cases launch every kernel (tools/kernel_cases.py), with few thread blocks so that each takes several tiles.
+      # All four tools; memcheck's run is looked at for kernels that were left out. With a packed call of hostile offsets.
+      export NSA_CUDA_PROCESSORS=2 NSA_CUDA_INSTANCES_ONCE=1 GTEST_TOTAL_SHARDS=${SHARDS:-2} GTEST_FILTER
+      rm -rf "$logs/traces" && mkdir -p "$logs/traces"
+      for tool in racecheck synccheck memcheck initcheck; do  # the slowest first
         for t in $(tests); do
-          # A part of the cases each: the edge lengths are spread over them.
-          shards=${SHARDS:-4}
-          [[ $tool == racecheck ]] && shards=$((shards * 8))
-          GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=1 start "$t.$tool" compute-sanitizer --tool "$tool" \
-            --error-exitcode 9 "build-gpu/bin/$t" --gtest_brief=1
+          for kernels in auto portable; do
+            GTEST_FILTER=$(python3 tools/kernel_cases.py filter tests/cuda/sanitizer_cases.json "$t" "$kernels")
+            [[ -n $GTEST_FILTER ]] || continue
+            for ((shard = 0; shard < GTEST_TOTAL_SHARDS; ++shard)); do
+              export NSA_CUDA_TRACE=$logs/traces/$tool.$shard/$t.$kernels NSA_CUDA_KERNELS=$kernels GTEST_SHARD_INDEX=$shard
+              mkdir -p "$NSA_CUDA_TRACE"
+              start "$t.$kernels.$tool.$shard" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+                "build-gpu/bin/$t" --gtest_brief=1
+            done
+          done
         done
       done
       finish
+      mkdir -p "$logs/traces/all" && cp -r "$logs"/traces/memcheck.*/* "$logs/traces/all/"
+      unset NSA_CUDA_{PROCESSORS,INSTANCES_ONCE,TRACE,KERNELS} GTEST_{TOTAL_SHARDS,SHARD_INDEX,FILTER}
+      run every_kernel python3 tools/kernel_cases.py check "$logs/traces/all" build-gpu/lib/libnsa.so
       ;;
     repeat)
       export NSA_REPEATS=${NSA_REPEATS:-200}

@@ -31,7 +31,13 @@ std::vector<StreamCase> decode_cases() {
           with_dims(f32, 192, 128, [](auto& c) { c.page_size = 48, c.group = 1, c.kind = CompressionKind::kLinear; }),
           with_dims(bf16, 128, 128, [](auto& c) { c.kind = CompressionKind::kMean; }),
           with_dims(bf16, 64, 64, [](auto& c) { c.page_size = 0, c.cfg.block_size = 32, c.group = 17; }),
-          with_dims(f16, 192, 128, [](auto& c) { c.page_size = 0, c.group = 5, c.rope = false; })};
+          with_dims(f16, 192, 128, [](auto& c) { c.page_size = 0, c.group = 5, c.rope = false; }),
+          // The other head dims of each type, so that every kernel runs.
+          with_dims(f32, 128, 128, [](auto& c) { c.kind = CompressionKind::kMean; }),
+          with_dims(bf16, 192, 128, [](auto& c) { c.group = 4; }),
+          with_dims(f16, 64, 64, [](auto& c) { c.page_size = 32, c.group = 2; }),
+          with_dims(f32, 192, 128, [](auto& c) { c.page_size = 32; }),
+          with_dims(f16, 128, 128, [](auto& c) { c.kind = CompressionKind::kLinear, c.group = 8; })};
 }
 
 }  // namespace nsa::test

@@ -1,0 +1,142 @@
+// One small problem or more for every instance of every kernel, all operations forward and backward. Persistent kernels
+// get few thread blocks, so that each of these hands its shared memory over from tile to tile. Mostly for the
+// sanitizers (tools/gpu.sh sanitize); alone the test shows that the number of thread blocks changes no bit.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "support/environment.h"
+#include "under_test.h"
+
+namespace nsa::test {
+namespace {
+
+/// Block sizes and strides of each way in which compressed_select adds probabilities up to blocks, named by l, d and
+/// l'.
+std::vector<NSAConfig> configs() {
+  std::vector<NSAConfig> all;
+  for (const auto& [l, d, block] :
+       {std::array{64, 32, 32}, {32, 16, 32}, {16, 16, 64}, {32, 16, 64}, {32, 16, 128}, {64, 16, 64}})
+    all.push_back({.kernel_size = l, .kernel_stride = d, .block_size = block, .topk = 5, .window_size = 48});
+  return all;
+}
+
+/// Groups that fill a warp's sixteen rows, that do not, and one of a few queries; the others with one configuration
+/// only. The kernels for float32 know no such differences.
+std::vector<std::int64_t> groups_of(DType dtype, const NSAConfig& cfg) {
+  const bool usual = cfg.kernel_size == 2 * cfg.kernel_stride && cfg.block_size == 4 * cfg.kernel_stride;
+  if (dtype == DType::kFloat32) return usual ? std::vector<std::int64_t>{4, 16} : std::vector<std::int64_t>{};
+  return usual ? std::vector<std::int64_t>{1, 2, 4, 7, 8, 12, 16, 32} : std::vector<std::int64_t>{4, 12, 16};
+}
+
+std::vector<Case> cases() {
+  const struct {
+    const char* name;
+    DType type;
+  } types[] = {{"bf16", DType::kBFloat16}, {"f16", DType::kFloat16}, {"f32", DType::kFloat32}};
+  const struct {
+    const char* name;
+    CompressionKind kind;
+    std::int64_t hidden;
+  } phis[] = {{"mlp", CompressionKind::kMlp, 0},      {"linear", CompressionKind::kLinear, 0},
+              {"mlp64", CompressionKind::kMlp, 64},   {"mean", CompressionKind::kMean, 0},
+              {"mlp512", CompressionKind::kMlp, 512}, {"mlp104", CompressionKind::kMlp, 104}};
+  std::vector<Case> all;
+  std::size_t number = 0;
+  for (const auto& type : types)
+    for (const std::int64_t key_dim : {64, 128, 192})
+      for (const NSAConfig& cfg : configs())
+        for (const std::int64_t group : groups_of(type.type, cfg)) {
+          // Every second one packed and ragged, with a sequence that is empty and one of a single token.
+          const auto& phi = phis[number % std::size(phis)];
+          Case c{.dtype = type.type, .kv_heads = group > 4 ? 1 : 2, .group = group};
+          c.packed = number / 3 % 2 == 0;
+          // One of five with more queries than the kernels for dK and dV take at once.
+          const bool is_long = number % 5 == 2;
+          c.q_lens = c.packed ? std::vector<std::int64_t>{70, 0, 1, 33} : std::vector<std::int64_t>{75, 75};
+          if (is_long) c.q_lens = c.packed ? std::vector<std::int64_t>{280, 1} : std::vector<std::int64_t>{290};
+          if (number % 5 == 0)
+            c.k_lens = c.packed ? std::vector<std::int64_t>{90, 3, 40, 33} : std::vector<std::int64_t>{100, 100};
+          c.slack = c.packed ? 5 : 0;
+          c.dk = key_dim, c.dv = std::min<std::int64_t>(key_dim, 128);
+          c.cfg = cfg;
+          c.kind = phi.kind, c.hidden = phi.hidden;
+          c.shared_weights = number % 4 == 0;
+          c.rope = number % 3 == 0;
+          c.noise = number % 7 == 0 ? 0.5 : 0;
+          c.name = std::string(type.name) + "_" + std::to_string(c.dk) + "x" + std::to_string(c.dv) + "_l" +
+                   std::to_string(cfg.kernel_size) + "d" + std::to_string(cfg.kernel_stride) + "b" +
+                   std::to_string(cfg.block_size) + "_g" + std::to_string(group) + "_" + phi.name +
+                   (c.packed ? "_packed" : "");
+          all.push_back(c);
+          ++number;
+        }
+  return all;
+}
+
+class Instances : public testing::TestWithParam<Case> {};
+
+TEST_P(Instances, FewThreadBlocksGiveTheSameBits) {
+  const Problem p(GetParam());
+  std::vector<Result> few;
+  {
+    const Environment processors("NSA_CUDA_PROCESSORS", "2");
+    few = run_all(p);
+  }
+  if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) return;  // under a sanitizer, which judges
+  const std::vector<Result> all = run_all(p);
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i].value, all[i].value)) << all[i].name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, Instances, testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+/// phi alone: its kernels differ by the number of hidden units and of rows.
+class Phi : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
+
+TEST_P(Phi, FewThreadBlocksGiveTheSameBits) {
+  const auto compressed = [](const Problem& p) {
+    const CompressParams f = p.compress_keys();
+    std::vector<Tensor> results = outputs_of(f, compress_outputs(p, f), false, [](const CompressParams& params) {
+      return under_test.compress(params, kCpu);
+    });
+    const CompressBackwardParams b{f, p.d_k_c, {}, {}};
+    for (Tensor& gradient :
+         outputs_of(b, compress_backward_outputs(p, f), false,
+                    [](const CompressBackwardParams& params) { return under_test.compress_backward(params, kCpu); }))
+      results.push_back(std::move(gradient));
+    return results;
+  };
+  const auto [dtype, dim] = GetParam();
+  for (const std::int64_t hidden : {0, 64, 192, 256, 384, 512})
+    for (const std::int64_t length : {60, 1100}) {
+      SCOPED_TRACE(std::to_string(hidden) + " hidden units, " + std::to_string(length) + " tokens");
+      Case c{.dtype = dtype, .q_lens = {length}, .kv_heads = 2, .group = 1, .dk = dim, .dv = 64};
+      c.cfg = {.kernel_size = 8, .kernel_stride = 4, .block_size = 32, .topk = 4, .window_size = 16};
+      c.kind = hidden > 0 ? CompressionKind::kMlp : CompressionKind::kLinear, c.hidden = hidden;
+      const Problem p(c);
+      std::vector<Tensor> few;
+      {
+        const Environment processors("NSA_CUDA_PROCESSORS", "2");
+        few = compressed(p);
+      }
+      if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) continue;
+      const std::vector<Tensor> all = compressed(p);
+      for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "output " << i;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, Phi,
+                         testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16, DType::kFloat32),
+                                          testing::Values(64, 128, 192)),
+                         [](const auto& info) {
+                           return std::string(name_of(std::get<0>(info.param))) + "_" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
+
+}  // namespace
+}  // namespace nsa::test
