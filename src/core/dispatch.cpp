@@ -154,8 +154,9 @@ Status accept(const auto& params, const Context& context, Call& call, Backend& b
   if (Status status = choose_backend(call.problem, context, backend); !status.ok()) return status;
   if (backend == Backend::kCUDA)
     if (Status status = supports_layout(call); !status.ok()) return status;
-  if (context.num_threads < 0)
-    return Status::invalid_argument("num_threads = " + std::to_string(context.num_threads) + ": must be >= 0");
+  if (context.num_threads < 0 || context.num_threads > kMaxThreads)
+    return Status::invalid_argument("num_threads = " + std::to_string(context.num_threads) + ": must be 0 ... " +
+                                    std::to_string(kMaxThreads));
   return {};
 }
 

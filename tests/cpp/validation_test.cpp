@@ -346,6 +346,19 @@ TEST(Refused, Combine) {
                     });
 }
 
+TEST(Refused, Threads) {
+  const Case c = batched_case();
+  const Problem problem(c);
+  const Tensor o = problem.query_rows(c.heads(), c.dv, c.dtype);
+  CombineParams params = problem.combination();
+  params.o = o;
+  for (const int threads : {-1, 1025, 1 << 30}) {
+    const Status status = combine(params, {.num_threads = threads});
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(status.message(), "combine: num_threads = " + std::to_string(threads) + ": must be 0 ... 1024");
+  }
+}
+
 TEST(Refused, NsaAttention) {
   const Case c = batched_case();
   const Problem problem(c);
