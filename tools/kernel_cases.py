@@ -6,7 +6,7 @@
     kernel_cases.py check TRACES LIBRARY            fails, with names, if a kernel was not launched
 
 TRACES has a folder PROGRAM.KERNELS for every program run with NSA_CUDA_TRACE (tests/cuda/main.cpp), in it a file for
-each test that names the kernels it launched, and beside it PROGRAM.KERNELS.xml of GoogleTest.
+each test that names the kernels it launched, and beside it PROGRAM.KERNELS[.SHARD].xml of GoogleTest.
 """
 
 import json
@@ -42,7 +42,7 @@ def traces(folder):
 def seconds(folder):
     times = {}
     for file in Path(folder).glob("*.xml"):
-        program, kernels = file.stem.rsplit(".", 1)
+        program, kernels = file.stem.split(".")[:2]
         for case in ElementTree.parse(file).iter("testcase"):
             times[program, kernels, f"{case.get('classname')}.{case.get('name')}"] = float(case.get("time", 0))
     return times
