@@ -4,11 +4,23 @@
 
 #include <CLI/CLI.hpp>
 #include <exception>
+#include <new>
+#include <string>
 
 #include "cli/commands.h"
 #include "cli/exit.h"
 #include "lm/error.h"
 #include "nsa/backend.h"
+
+namespace {
+
+/// torch's allocator of host memory has no exception of its own.
+bool is_out_of_memory(const c10::Error& error, const std::string& message) {
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+         message.find("DefaultCPUAllocator: ") != std::string::npos;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("Native Sparse Attention: train, generate, measure and look inside.", "nsa");
@@ -39,8 +51,13 @@ int main(int argc, char** argv) {
   } catch (const nsa::lm::Failure& failure) {
     fmt::print(stderr, "nsa: {}\n", failure.what());
     return 1;
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr, "nsa: out of memory\n");
+    return 1;
   } catch (const c10::Error& error) {
-    fmt::print(stderr, "nsa: internal error: {}\n", error.what_without_backtrace());
+    const std::string message = error.what_without_backtrace();
+    fmt::print(stderr, "nsa: {}{}\n",
+               is_out_of_memory(error, message) ? "out of memory: " : "internal error: ", message);
     return 1;
   } catch (const std::exception& error) {
     fmt::print(stderr, "nsa: internal error: {}\n", error.what());

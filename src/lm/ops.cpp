@@ -235,6 +235,7 @@ TensorView view_of(const at::Tensor& tensor) {
 
 void check(const Status& status) {
   if (status.code() == StatusCode::kUnsupported) throw Error(status.message());
+  if (status.code() == StatusCode::kInternal) throw Failure(status.message());  // out of memory, a failed launch
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
