@@ -61,10 +61,8 @@ FolderLock::FolderLock(const std::string& folder) : folder_(folder) {
       throw Error(fmt::format("{}: is being trained in by {}", folder, holder(path)));
     }
     if (!is_named(file.get(), path)) continue;  // whoever held it took the name away at its end
-    const std::string text = self();
-    if (::ftruncate(file.get(), 0) != 0 || ::write(file.get(), text.data(), text.size()) < 0) {
-      throw_errno(path, "cannot write");
-    }
+    if (::ftruncate(file.get(), 0) != 0) throw_errno(path, "cannot write");
+    append_text(path, self());
     file_ = std::move(file);
     return;
   }
