@@ -87,6 +87,7 @@ for step in $steps; do
       ;;
     cli)
       run cli "${pytest[@]}" tests/cli/test_device.py
+      run bench_alone env NSA_GPU_ALONE=1 python3 -m pytest -q -p no:cacheprovider tests/cli/test_device.py -k add_up
       tail -15 "$logs/cli.log"
       ;;
     sanitize)
