@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build configure program package test bench demo mutation wheel bundle format lint clean distclean
+.PHONY: help build configure program package test bench demo mutation hostile wheel bundle format lint clean distclean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -43,6 +43,7 @@ help:
 	@echo 'make bundle     headers and test libraries for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   do the tests notice seven planted faults?'
+	@echo 'make hostile    every fault of every call, every limit, every allocation: the long form of tests in make test'
 	@echo 'make clean      remove what was built                      make distclean   and .venv'
 	@echo
 	@sed -n 's/^#   /  /p' Makefile
@@ -90,6 +91,9 @@ demo: build
 
 mutation: build
 	@$(BIN)/python tests/mutation/run.py
+
+hostile: build
+	@tools/hostile.sh
 
 wheel: $(READY) $(CUDA_READY)
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
