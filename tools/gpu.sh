@@ -4,7 +4,7 @@
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
-#   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program
+#   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
@@ -93,9 +93,11 @@ for step in $steps; do
     sanitize)
       # The cases launch every kernel (tools/kernel_cases.py), with few thread blocks so that each takes several tiles.
       # All four tools; memcheck's run is looked at for kernels that were left out. With a packed call of hostile offsets.
-      export NSA_CUDA_PROCESSORS=2 NSA_CUDA_INSTANCES_ONCE=1 GTEST_TOTAL_SHARDS=${SHARDS:-2} GTEST_FILTER
+      export NSA_CUDA_PROCESSORS=2 NSA_CUDA_INSTANCES_ONCE=1 GTEST_TOTAL_SHARDS GTEST_FILTER
       rm -rf "$logs/traces" && mkdir -p "$logs/traces"
       for tool in racecheck synccheck memcheck initcheck; do  # the slowest first
+        GTEST_TOTAL_SHARDS=${SHARDS:-2}
+        [[ $tool == racecheck ]] && ((GTEST_TOTAL_SHARDS *= 3))
         for t in $(tests); do
           for kernels in auto portable; do
             GTEST_FILTER=$(python3 tools/kernel_cases.py filter tests/cuda/sanitizer_cases.json "$t" "$kernels")
