@@ -16,11 +16,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-
 # What is to be seen by the sanitizers whatever it launches: offsets on the device that are none.
 ALWAYS = "Packed.OffsetsThatAreNoneLeadNowhere"
 # Thousands of launches, or long sequences: hours under a sanitizer.
-TOO_LONG = re.compile(r"EverySplit|TokenByToken|ChunkedPrefill|Ragged|Rollback|StoredInParts|EveryKernel|ManyCandidates|DecodeSteps")
+TOO_LONG = re.compile(
+    r"EverySplit|TokenByToken|ChunkedPrefill|Ragged|Rollback|StoredInParts|EveryKernel|ManyCandidates|DecodeSteps"
+)
 
 
 def built(library):

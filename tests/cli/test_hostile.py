@@ -67,6 +67,7 @@ def test_thirty_kills(tmp_path, corpus, reference):
 @pytest.mark.parametrize("how", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_limit_on_the_size_of_files(tmp_path, corpus, reference, stopped, how):
     """Written files end at 1, 64 and 200 KB: the process is killed by SIGXFSZ, or told, if that signal is ignored."""
+
     def check(limit):
         def preexec_fn():
             signal.signal(signal.SIGXFSZ, how)

@@ -140,9 +140,7 @@ def test_a_link_at_the_temporary_name_is_not_followed(run):
     """exec keeps the process id, so the name that this process takes first is known."""
     victim = run.parent / "victim"
     victim.write_text("mine")
-    script = (
-        f"ln -s {victim} {run}/.nsa-metrics.jsonl.$$.tmp; exec {PROGRAM} train --out {run} --resume"
-    )
+    script = f"ln -s {victim} {run}/.nsa-metrics.jsonl.$$.tmp; exec {PROGRAM} train --out {run} --resume"
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 10')  # cut off: written anew by the resume
     subprocess.run(["sh", "-c", script], check=True, capture_output=True)
