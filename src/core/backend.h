@@ -35,6 +35,8 @@ Status decode(const DecodeParams& params, const Context& context);
 /// Vectorised and threaded.
 namespace nsa::cpu {
 const char* variant();
+/// The machine and this build have the instruction set that NSA_CPU_ISA asks for.
+Status usable();
 /// As nsa::describe_instruction_sets.
 std::string describe_instruction_sets();
 Status compress(const CompressParams& params, const Context& context);

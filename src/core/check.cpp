@@ -1,6 +1,7 @@
 #include "core/check.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -72,10 +73,25 @@ void Checker::check_tensor(const std::string& name, const TensorView& view, Acce
   const std::int64_t last = view.stride[static_cast<std::size_t>(view.rank - 1)];
   require(strides == Strides::kAny || view.size(-1) == 1 || last == 1, name, ": ", view,
           ": the last dimension has stride ", last, ", expected 1");
-  for (int i = 0; access != Access::kInput && i < view.rank; ++i)
-    require(view.size(i) == 1 || view.stride[static_cast<std::size_t>(i)] != 0, name, ": ", view, ": dimension ", i,
-            " of an output has stride 0");
+  if (access != Access::kInput) check_output(name, view);
   if (ok()) call_.tensors.push_back({name, view, access});
+}
+
+/// From the smallest stride to the largest, each dimension must step over all of those before it.
+void Checker::check_output(const std::string& name, const TensorView& view) {
+  std::array<std::size_t, TensorView::kMaxRank> order{0, 1, 2, 3};
+  const auto end = order.begin() + view.rank;
+  std::sort(order.begin(), end, [&](std::size_t a, std::size_t b) { return view.stride[a] < view.stride[b]; });
+  std::int64_t last = 0;  // the highest offset of an element in the dimensions so far
+  for (auto i = order.begin(); i != end && ok(); ++i) {
+    const std::int64_t stride = view.stride[*i], steps = view.shape[*i] - 1;
+    if (steps == 0) continue;
+    require(stride > last, name, ": ", view, ": dimension ", *i, " of an output has stride ", stride,
+            stride > 0 ? ": its elements overlap" : "");
+    std::int64_t extent = 0;
+    require(!__builtin_mul_overflow(stride, steps, &extent) && !__builtin_add_overflow(last, extent, &last), name, ": ",
+            view, ": dimension ", *i, " has stride ", stride, ": too large");
+  }
 }
 
 DType Checker::data_dtype(const std::string& name, const TensorView& view) {
@@ -120,6 +136,8 @@ void Checker::config(const NSAConfig& cfg) {
 void Checker::softmax_scale(const std::optional<double>& scale) {
   if (!scale) return;
   require(std::isfinite(*scale), "softmax_scale = ", *scale, ": must be finite");
+  require(std::abs(*scale) <= std::numeric_limits<float>::max(), "softmax_scale = ", *scale,
+          ": must be below 2^128, the range of float32");
   note("softmax_scale", *scale);
 }
 

@@ -78,6 +78,7 @@ class Checker {
   void check_tensor(const std::string& name, const TensorView& view, Access access, DType dtype,
                     const std::string& dtype_source, const Shape& shape, Strides strides);
   void check_shape(const std::string& name, const TensorView& view, const Shape& shape);
+  void check_output(const std::string& name, const TensorView& view);
   void check_overlap();
   DType data_dtype(const std::string& name, const TensorView& view);
 

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <initializer_list>
 #include <numeric>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -11,21 +13,34 @@ namespace {
 
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+/// Bytes of a tensor. Throws std::length_error when they cannot be counted.
+std::size_t bytes_of(std::initializer_list<std::int64_t> shape, DType dtype) {
+  auto bytes = static_cast<std::int64_t>(size_of(dtype));
+  for (const std::int64_t n : shape)
+    if (__builtin_mul_overflow(bytes, n, &bytes)) throw std::length_error("its size exceeds 2^63 bytes");
+  return static_cast<std::size_t>(bytes);
+}
+
 Status check_options(const KVCacheOptions& options) {
   const auto fail = [](const char* name, std::int64_t value, const char* rule) {
     return Status::invalid_argument(std::string(name) + " = " + std::to_string(value) + ": must be " + rule);
   };
   if (Status s = options.cfg.validate(); !s.ok()) return s;
-  if (options.batch < 1) return fail("batch", options.batch, ">= 1");
-  if (options.num_kv_heads < 1) return fail("num_kv_heads", options.num_kv_heads, ">= 1");
-  if (options.key_dim < 1) return fail("key_dim", options.key_dim, ">= 1");
-  if (options.value_dim < 1) return fail("value_dim", options.value_dim, ">= 1");
+  for (const auto& [name, value] : {std::pair{"batch", options.batch},
+                                    {"num_kv_heads", options.num_kv_heads},
+                                    {"key_dim", options.key_dim},
+                                    {"value_dim", options.value_dim}}) {
+    if (value < 1) return fail(name, value, ">= 1");
+    if (value > INT32_MAX) return fail(name, value, "below 2^31");
+  }
   if (options.dtype == DType::kInt32) return Status::invalid_argument("dtype = int32: must be a floating-point type");
   if (options.capacity < 1 || options.capacity > INT32_MAX)
     return fail("capacity", options.capacity, ">= 1 and below 2^31");
   if (options.page_size < 0 || options.page_size % 16 != 0)
     return fail("page_size", options.page_size, "a positive multiple of 16, or 0: contiguous");
+  if (options.page_size > INT32_MAX) return fail("page_size", options.page_size, "below 2^31");
   if (options.num_pages < 0) return fail("num_pages", options.num_pages, ">= 0");
+  if (options.num_pages > INT32_MAX) return fail("num_pages", options.num_pages, "below 2^31");
   return {};
 }
 
@@ -51,10 +66,12 @@ KVCache::Pages KVCache::make_pages(std::int64_t capacity, std::int64_t page_size
   pages.page_size = page_size > 0 ? page_size : round_up(std::max<std::int64_t>(capacity, 1), 16);
   pages.max_pages = std::max<std::int64_t>(pages.pages_for(capacity), 1);
   pages.num_pages = num_pages > 0 ? num_pages : options_.batch * pages.max_pages;
-  const auto bytes =
-      static_cast<std::size_t>(pages.num_pages * pages.page_size * options_.num_kv_heads) * size_of(options_.dtype);
-  pages.keys.resize(bytes * static_cast<std::size_t>(options_.key_dim));
-  pages.values.resize(bytes * static_cast<std::size_t>(options_.value_dim));
+  if (pages.num_pages > INT32_MAX) throw std::length_error("it has 2^31 pages or more");
+  const auto bytes = [&](std::int64_t dim) {
+    return bytes_of({pages.num_pages, pages.page_size, options_.num_kv_heads, dim}, options_.dtype);
+  };
+  pages.keys.resize(bytes(options_.key_dim));
+  pages.values.resize(bytes(options_.value_dim));
   pages.table.assign(static_cast<std::size_t>(options_.batch * pages.max_pages), -1);
   pages.pool = PagePool(pages.num_pages);
   return pages;
@@ -70,10 +87,9 @@ Status KVCache::create(const KVCacheOptions& options, KVCache& cache) try {
   const std::int64_t all = made.tokens_.num_pages * made.tokens_.page_size / options.cfg.kernel_stride;
   made.compressed_ =
       made.make_pages(most, options.page_size, options.num_pages > 0 ? made.tokens_.pages_for(all) + options.batch : 0);
-  const auto ring = [&](int tokens, std::int64_t dim) {
+  const auto ring = [&](std::int64_t tokens, std::int64_t dim) {
     return std::vector<std::byte>(
-        static_cast<std::size_t>(options.batch * (tokens + kRollback) * options.num_kv_heads * dim) *
-        size_of(options.dtype));
+        bytes_of({options.batch, tokens + kRollback, options.num_kv_heads, dim}, options.dtype));
   };
   made.k_swa_ = ring(options.cfg.window_size, options.key_dim);
   made.v_swa_ = ring(options.cfg.window_size, options.value_dim);

@@ -33,7 +33,7 @@ Status supports_cpu(const std::string& name, const Problem& problem) {
     if (dim % 8 != 0)
       return Status::unsupported(name + "head dim " + std::to_string(dim) +
                                  ": takes multiples of 8 (the reference backend takes every head dim)");
-  return {};
+  return cpu::usable();
 }
 
 Status supports_cuda(const std::string& name, const Problem& problem) {

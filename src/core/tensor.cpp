@@ -63,6 +63,7 @@ bool TensorView::is_contiguous() const {
 
 std::string TensorView::describe() const {
   if (!defined()) return "no tensor";
+  if (rank > kMaxRank) return std::string(name_of(dtype)) + " of rank " + std::to_string(rank);
   std::string text = std::string(name_of(dtype)) + " (";
   for (int i = 0; i < rank; ++i) text += (i ? ", " : "") + std::to_string(size(i));
   return text + ")";

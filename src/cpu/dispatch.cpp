@@ -54,6 +54,11 @@ const char* variant() {
   return choose_isa(isa).ok() ? name_of(isa) : "none: NSA_CPU_ISA asks for what is not there";
 }
 
+Status usable() {
+  Isa isa;
+  return choose_isa(isa);
+}
+
 Status compress(const CompressParams& p, const Context& c) { return run(&Kernels::compress, p, c); }
 Status compress_backward(const CompressBackwardParams& p, const Context& c) {
   return run(&Kernels::compress_backward, p, c);

@@ -140,6 +140,16 @@ TEST(CacheRefused, Options) {
             "page_size = 24: must be a positive multiple of 16, or 0: contiguous");
   EXPECT_EQ(message([](auto& o) { o.num_pages = -1; }), "num_pages = -1: must be >= 0");
   EXPECT_EQ(message([](auto& o) { o.cfg.topk = 0; }), "topk = 0: must be >= 1");
+  // Sizes whose product does not fit.
+  const std::int64_t most = INT32_MAX, beyond = most + 1;
+  EXPECT_EQ(message([&](auto& o) { o.key_dim = std::int64_t{1} << 62; }),
+            "key_dim = 4611686018427387904: must be below 2^31");
+  EXPECT_EQ(message([&](auto& o) { o.batch = beyond; }), "batch = 2147483648: must be below 2^31");
+  EXPECT_EQ(message([&](auto& o) { o.num_pages = beyond; }), "num_pages = 2147483648: must be below 2^31");
+  EXPECT_EQ(message([&](auto& o) { o.page_size = std::int64_t{1} << 40; }),
+            "page_size = 1099511627776: must be below 2^31");
+  EXPECT_EQ(message([&](auto& o) { o.key_dim = o.num_kv_heads = o.batch = most; }),
+            "KVCache: no memory for it: its size exceeds 2^63 bytes");
 }
 
 TEST(CacheRefused, Capacity) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <random>
 
@@ -16,18 +17,26 @@ class Inputs : public testing::TestWithParam<DType> {
     return {.dtype = GetParam(), .q_lens = {110, 110}, .kv_heads = 2, .group = 4, .cfg = small_config()};
   }
 
-  /// Selected attention and its backward against the oracle, with other indices; returns all outputs.
+  /// An operation and its backward against the oracle; returns all outputs.
+  template <class Forward, class Backward>
+  std::vector<Tensor> run_both(const Problem& p, const Forward& f, const std::vector<Output<Forward>>& outputs,
+                               Operation<Forward> forward, PlainOperation<Forward> oracle,
+                               const std::vector<Output<Backward>>& gradients, Operation<Backward> backward,
+                               PlainOperation<Backward> backward_oracle) const {
+    auto all = expect_within_bound<Forward>(f, outputs, GetParam(), forward, oracle, under_test.floor);
+    auto more = expect_within_bound<Backward>(backward_of(f, views_of(all), p.d_o), gradients, GetParam(), backward,
+                                              backward_oracle, under_test.floor);
+    std::move(more.begin(), more.end(), std::back_inserter(all));
+    return all;
+  }
+
+  /// Selected attention with other indices.
   std::vector<Tensor> run_selected(const Problem& p, const TensorView& indices) const {
     SelectedAttentionParams f = p.selected();
     f.indices = indices;
-    auto all =
-        expect_within_bound<SelectedAttentionParams>(f, selected_outputs(p), GetParam(), under_test.selected_attention,
-                                                     reference::selected_attention, under_test.floor);
-    auto gradients = expect_within_bound<SelectedAttentionBackwardParams>(
-        backward_of(f, views_of(all), p.d_o), selected_backward_outputs(p), GetParam(),
-        under_test.selected_attention_backward, reference::selected_attention_backward, under_test.floor);
-    std::move(gradients.begin(), gradients.end(), std::back_inserter(all));
-    return all;
+    return run_both<SelectedAttentionParams, SelectedAttentionBackwardParams>(
+        p, f, selected_outputs(p), under_test.selected_attention, reference::selected_attention,
+        selected_backward_outputs(p), under_test.selected_attention_backward, reference::selected_attention_backward);
   }
 };
 
@@ -57,6 +66,45 @@ TEST_P(Inputs, HostileIndices) {
       }
   const auto results = run_selected(p, hostile);
   for (std::size_t i = 0; i < results.size(); ++i) EXPECT_TRUE(same_bits(expected[i], results[i])) << "output " << i;
+}
+
+/// The scores do not matter: every branch gives the mean of what is visible, and no gradient to queries and keys.
+/// No case of the grid: where a query sees one key alone lse is 0, and no error at all would be allowed.
+TEST_P(Inputs, ScaleOfZero) {
+  for (const double scale : {0.0, -0.0, 1e-50, -1e-50}) {
+    Case c = base();
+    c.softmax_scale = scale;
+    const Problem p(c);
+    const auto all = run_selected(p, p.indices);
+    for (std::int64_t t = 0; t < 110; ++t) {
+      std::int64_t visible = 0;
+      for (std::int64_t n = 0; n < c.cfg.topk; ++n) {
+        const auto block = static_cast<std::int64_t>(p.indices.get({0, t, 0, n}));
+        if (block >= 0) visible += std::min<std::int64_t>(c.cfg.block_size, t + 1 - block * c.cfg.block_size);
+      }
+      EXPECT_NEAR(all[1].get({0, 0, t}), std::log(static_cast<double>(visible)), 1e-6) << scale << ", query " << t;
+    }
+  }
+}
+
+/// The other branches, and all of them, with the same scale.
+TEST_P(Inputs, ScaleOfZeroInEveryBranch) {
+  Case c = base();
+  c.softmax_scale = 0;
+  const Problem p(c);
+  NsaAttentionParams whole = p.whole();
+  whole.imposed_indices = p.indices;
+  run_both<SlidingWindowAttentionParams, SlidingWindowAttentionBackwardParams>(
+      p, p.window(), window_outputs(p), under_test.sliding_window_attention, reference::sliding_window_attention,
+      window_backward_outputs(p), under_test.sliding_window_attention_backward,
+      reference::sliding_window_attention_backward);
+  run_both<CompressedAttentionParams, CompressedAttentionBackwardParams>(
+      p, p.compressed(), compressed_outputs(p), under_test.compressed_attention, reference::compressed_attention,
+      compressed_backward_outputs(p), under_test.compressed_attention_backward,
+      reference::compressed_attention_backward);
+  run_both<NsaAttentionParams, NsaAttentionBackwardParams>(
+      p, whole, whole_outputs(p), under_test.nsa_attention, reference::nsa_attention, whole_backward_outputs(p),
+      under_test.nsa_attention_backward, reference::nsa_attention_backward);
 }
 
 TEST_P(Inputs, NoIndices) {

@@ -215,6 +215,17 @@ TEST(Refused, CompressedAttention) {
           {[](P& p) { p.seqlen_k = 39; }, "compressed_attention: Sq = 40, Sk = 39: Sq must not exceed Sk"},
           {[](P& p) { p.seqlen_k = -1; }, "compressed_attention: seqlen_k = -1: must be >= 0 and below 2^31"},
           {[&](P& p) { p.softmax_scale = nan; }, "compressed_attention: softmax_scale = nan: must be finite"},
+          {[](P& p) { p.softmax_scale = -1e39; },
+           "compressed_attention: softmax_scale = -1e+39: must be below 2^128, the range of float32"},
+          {[](P& p) { p.q.rank = 7; }, "compressed_attention: q: float32 of rank 7: expected the shape (B, Sq, H, Dk)"},
+          {[](P& p) { p.o.stride[1] = -48; },
+           "compressed_attention: o: float32 (2, 40, 6, 8): dimension 1 of an output has stride -48"},
+          {[](P& p) { p.o.stride[2] = 7; },
+           "compressed_attention: o: float32 (2, 40, 6, 8): dimension 2 of an output has stride 7: its elements "
+           "overlap"},
+          {[](P& p) { p.lse.stride[0] = p.lse.stride[2] * 240 - 1; },
+           "compressed_attention: lse: float32 (2, 6, 40): dimension 0 of an output has stride 239: its elements "
+           "overlap"},
           {[](P& p) { p.o.shape[3] = 16; },
            "compressed_attention: o: float32 (2, 40, 6, 16): expected the shape (B = 2, Sq = 40, H = 6, Dv = 8)"},
           {[](P& p) { p.lse.dtype = DType::kBFloat16; },
@@ -395,6 +406,50 @@ TEST(Refused, CompressedCuSeqlens) {
   EXPECT_EQ(compressed_cu_seqlens(offsets, {}, shorter).message(), "out: int32 (3): expected the shape (B + 1 = 4)");
   offsets.set({0}, 7);
   EXPECT_EQ(compressed_cu_seqlens(offsets, {}, out).message(), "cu_seqlens[0] = 7: must be 0");
+}
+
+// Sizes far beyond the data are legal, and take no more memory or time than the data do.
+
+TEST(Bounded, BlocksBeyondTheSequence) {
+  Case c = batched_case();
+  c.cfg.block_size = 1 << 30;
+  const Problem problem(c);
+  NsaAttentionParams whole = problem.whole();
+  const Tensor o(DType::kFloat32, {2, 40, 6, 8}), same(DType::kFloat32, {2, 40, 6, 8});
+  whole.o = o;
+  const Status status = nsa_attention(whole, {});
+  ASSERT_TRUE(status.ok()) << status.message();
+  whole.cfg.block_size = 64;  // all of the sequence, too
+  whole.o = same;
+  ASSERT_TRUE(nsa_attention(whole, {}).ok());
+  EXPECT_TRUE(same_bits(o, same));
+}
+
+TEST(Bounded, CompressionBlocksBeyondTheSequence) {
+  Case c = batched_case();
+  c.q_lens = {300, 300}, c.k_lens = {300, 300};
+  const Problem problem(c);
+  SelectBlocksParams params = problem.selection();
+  params.cfg.kernel_size = 1 << 30, params.cfg.kernel_stride = 1;
+  params.k_c = slice(params.k_c, 1, 0, 0);
+  const Tensor indices(DType::kInt32, {2, 300, 2, params.cfg.topk});
+  params.indices = indices;
+  const Status status = select_blocks(params, {});
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(indices.get({0, 299, 0, 0}), 0);  // no importances: the first block, and the local ones
+}
+
+TEST(Bounded, SequencesWithoutTokens) {
+  constexpr std::int64_t kMany = std::numeric_limits<std::int32_t>::max();
+  const auto empty = [](std::initializer_list<std::int64_t> shape) {
+    return TensorView::contiguous(nullptr, DType::kFloat32, shape);
+  };
+  SlidingWindowAttentionParams params;
+  params.q = params.o = empty({kMany, 0, 2, 8}), params.k = params.v = empty({kMany, 0, 1, 8});
+  params.lse = empty({kMany, 2, 0});
+  params.window_size = 4;
+  const Status status = sliding_window_attention(params, {});
+  EXPECT_TRUE(status.ok()) << status.message();
 }
 
 TEST(Backends, WhatIsNotSupportedIsAnErrorWithTheReason) {

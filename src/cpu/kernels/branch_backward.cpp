@@ -1,9 +1,8 @@
 // The backward operations: what each hands to attention_backward().
-#include <cmath>
-
 #include "cpu/kernels/attention_backward.h"
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/queries.h"
 #include "cpu/kernels/visible.h"
 
 namespace nsa::cpu::NSA_ISA {
@@ -15,7 +14,7 @@ BackwardCall call_of(const TensorView& q, const TensorView& d_o, const TensorVie
   call.q = q, call.d_o = d_o, call.d_q = d_q;
   call.sequences = std::move(sequences);
   call.kv_heads = kv_heads;
-  call.scale = static_cast<float>(scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1)))));
+  call.scale = scale_of(scale, static_cast<int>(q.size(-1)));
   return call;
 }
 

@@ -113,9 +113,7 @@ class SelectedBranch {
       : queries_(queries), block_size_(block_size), packed_(k, v, raw_spans(queries), context) {}
 
   /// With `blocks` block numbers a query.
-  std::int64_t tokens(std::int64_t blocks) const {
-    return std::min(blocks, ceil_div(queries_.longest(), block_size_)) * block_size_ + kRangeEnds;
-  }
+  std::int64_t tokens(std::int64_t blocks) const { return listed(blocks, block_size_) + kRangeEnds; }
 
   int value_dim() const { return packed_.value_dim(); }
 
@@ -126,7 +124,7 @@ class SelectedBranch {
   };
   Scratch make_scratch(std::int64_t blocks) const {
     return {std::vector<std::int32_t>(static_cast<std::size_t>(blocks)),
-            packed_.make_scratch(blocks * round_up(block_size_, kBlockTokens))};
+            packed_.make_scratch(listed(blocks, round_up(block_size_, kBlockTokens)))};
   }
 
   /// Of one query of the group: the numbers in any order, twice or out of range.
@@ -141,6 +139,12 @@ class SelectedBranch {
   }
 
  private:
+  /// Most tokens of `blocks` block numbers when each block takes `size`: none lie beyond the longest sequence.
+  std::int64_t listed(std::int64_t blocks, std::int64_t size) const {
+    const std::int64_t longest = queries_.longest();
+    return std::min(blocks, ceil_div(longest, block_size_)) * std::min(size, round_up(longest, kBlockTokens));
+  }
+
   const Queries<In>& queries_;
   int block_size_;
   Packed packed_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -29,6 +30,13 @@ struct QueryGroup {
   int count;
 };
 
+/// The factor of the scores. One below the smallest normal float counts as 0: processors may flush it to 0 anyway, and
+/// -inf, the score of what is not visible, times 0 is NaN.
+inline float scale_of(const std::optional<double>& softmax_scale, int key_dim) {
+  const double scale = softmax_scale.value_or(1 / std::sqrt(static_cast<double>(key_dim)));
+  return std::abs(scale) < std::numeric_limits<float>::min() ? 0 : static_cast<float>(scale);
+}
+
 /// The queries of a call, with everything the branches need to know of them.
 template <class In>
 class Queries {
@@ -42,9 +50,10 @@ class Queries {
         kv_heads_(kv_heads),
         heads_(static_cast<int>(q.size(-2) / kv_heads)),
         key_dim_(static_cast<int>(q.size(-1))) {
-    const double scale = softmax_scale.value_or(1 / std::sqrt(static_cast<double>(key_dim_)));
+    const float scale = scale_of(softmax_scale, key_dim_);
     negative_ = scale < 0;
-    scale_ = static_cast<float>(std::abs(scale));
+    zero_ = scale == 0;
+    scale_ = zero_ ? 1 : std::abs(scale);
   }
 
   const std::vector<Sequence>& sequences() const { return sequences_; }
@@ -55,7 +64,7 @@ class Queries {
   std::int64_t kv_heads() const { return kv_heads_; }
   int heads() const { return heads_; }  // of a group
   int key_dim() const { return key_dim_; }
-  float scale() const { return scale_; }  // >= 0: load() negates q where the caller's is negative
+  float scale() const { return scale_; }  // > 0: load() negates q where the caller's is negative, and zeroes it for 0
   std::int64_t longest() const {
     std::int64_t n = 0;
     for (const Sequence& s : sequences_) n = std::max(n, s.q_len > 0 ? s.k_len : 0);
@@ -70,6 +79,7 @@ class Queries {
       for (int h = 0; h < heads_; ++h) {
         Slot* out = attention.query(a * heads_ + h);
         pack_row<Slots>(rows.at(group.first + a, group.kv_head * heads_ + h), key_dim_, out);
+        if (zero_) std::fill_n(out, key_dim_ / Slots::kElements, Slot{0});
         if (negative_)
           for (int i = 0; i < key_dim_ / Slots::kElements; ++i)
             out[i] ^= Slots::kElements == 2 ? 0x80008000 : 0x80000000;
@@ -117,6 +127,7 @@ class Queries {
   std::int64_t kv_heads_;
   int heads_, key_dim_;
   float scale_;
+  bool zero_;
   bool negative_;
 };
 

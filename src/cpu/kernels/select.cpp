@@ -33,10 +33,11 @@ void fold(float* x, float* out, std::int64_t n, std::int64_t width) {
 
 }  // namespace
 
-BlockSelector::BlockSelector(const NSAConfig& cfg, std::int64_t length)
-    : cfg_(cfg), margin_(round_up(cfg.kernel_size / cfg.kernel_stride - 1, kWidth)) {
+BlockSelector::BlockSelector(const NSAConfig& cfg, std::int64_t length) : cfg_(cfg) {
   const std::int64_t blocks = length / cfg.block_size + 1;
-  const std::int64_t strides = blocks * (cfg.block_size / cfg.kernel_stride);
+  const std::int64_t strides = (blocks - 1) * (cfg.block_size / cfg.kernel_stride);  // the last block is never ranked
+  per_key_ = std::min<std::int64_t>(cfg.kernel_size / cfg.kernel_stride, strides + 2 * kWidth);
+  margin_ = round_up(per_key_ - 1, kWidth);
   sums_ = Buffer<float>(static_cast<std::size_t>(margin_ + strides + 2 * kWidth));
   strides_ = Buffer<float>(static_cast<std::size_t>(strides + kWidth));
   importance_ = Buffer<float>(static_cast<std::size_t>(strides + kWidth));
@@ -65,7 +66,7 @@ void BlockSelector::select(const Probabilities& p, std::int64_t t, const Noise& 
 /// Compression block i and selection block j share overlap(i, j) / d strides, so that the weighted sum over i is a sum
 /// over the strides of j of a sum over the l / d compression blocks that contain the stride.
 void BlockSelector::importance(const Probabilities& p, std::int64_t first, std::int64_t last) {
-  const std::int64_t per_key = cfg_.kernel_size / cfg_.kernel_stride, per_block = cfg_.block_size / cfg_.kernel_stride;
+  const std::int64_t per_block = cfg_.block_size / cfg_.kernel_stride;
   const std::int64_t begin = first * per_block, end = last * per_block;
   const std::int64_t known = std::min(round_up(end, kWidth), p.columns);
   float *sums = sums_.data() + margin_, *strides = strides_.data();
@@ -77,7 +78,7 @@ void BlockSelector::importance(const Probabilities& p, std::int64_t first, std::
   for (std::int64_t i = known; i < end; ++i) sums[i] = 0;
   for (std::int64_t i = begin; i < end; i += kWidth) {
     Vec sum{};
-    for (std::int64_t b = 0; b < per_key; ++b) sum += load(sums + i - b);
+    for (std::int64_t b = 0; b < per_key_; ++b) sum += load(sums + i - b);
     store(strides + i - begin, sum);
   }
   fold(strides, importance_.data(), last - first, per_block);

@@ -34,6 +34,7 @@ class BlockSelector {
   std::int32_t* pick(std::int64_t first, std::int64_t last, std::int64_t need, std::int32_t* indices) const;
 
   NSAConfig cfg_;
+  std::int64_t per_key_;        // strides of a compression block, no more than can meet a probability
   std::int64_t margin_;         // zeros before the first compressed key
   Buffer<float> sums_;          // [margin + compressed keys]: probabilities summed over the heads
   Buffer<float> strides_;       // [strides of the unforced blocks]: summed over the compression blocks around each
