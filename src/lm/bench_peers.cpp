@@ -2,11 +2,11 @@
 
 #include <fmt/core.h>
 
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <vector>
 
 #include "lm/error.h"
+#include "lm/files.h"
+#include "lm/json.h"
 
 namespace nsa::lm {
 namespace {
@@ -43,9 +43,7 @@ Parts parts_of(const std::string& op, BenchSelection selection) {
 }  // namespace
 
 BenchPeers::BenchPeers(const std::string& path, const BenchDims& dims, const std::string& gpu) try {
-  std::ifstream file(path);
-  if (!file) throw Error(fmt::format("{}: cannot read this file", path));
-  const auto json = nlohmann::json::parse(file);
+  const auto json = parse_json(read_text(path), path);
   const auto& settings = json.at("settings");
   const auto same = [&](const char* field, const auto& here) {
     if (settings.at(field) == here) return;

@@ -4,9 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 
 #include "lm/error.h"
+#include "lm/json.h"
 #include "lm/json_fields.h"
 
 namespace nsa::lm {
@@ -121,7 +121,7 @@ ModelConfig with_changes(const ModelConfig& config, const std::vector<std::strin
       for (const auto& item : json.items()) names.push_back(item.key());
       throw Error(fmt::format("--set {}: must be FIELD=VALUE, FIELD one of {}", change, fmt::join(names, ", ")));
     }
-    const auto value = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    const auto value = parse_json_or_null(text);
     json[name] = value.is_number() || value.is_boolean() ? value : nlohmann::json(text);
   }
   try {

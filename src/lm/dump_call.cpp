@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <charconv>
 #include <cstring>
@@ -25,6 +26,9 @@ at::ScalarType scalar_type(const DumpedCall& dump, const StoredTensor& tensor) {
   throw Error(fmt::format("{}: tensor '{}' has dtype {}, which no call takes", dump.path, tensor.name, tensor.dtype));
 }
 
+// A damaged file can ask for any size; of a tensor of 256k tokens with 16 heads of 128 channels this is half.
+constexpr std::int64_t kMostElements = std::int64_t{1} << 28;
+
 /// What is float32 in a call of any type.
 bool is_always_float32(const std::string& name) { return name.starts_with("lse") || name.starts_with("rope"); }
 
@@ -42,6 +46,16 @@ DumpedCall read_dump(const std::string& path) {
   }
   dump.operation = operation->second;
   for (const auto& stored : file.tensors()) {
+    const std::size_t rank = stored.shape.size();
+    if (rank < 1 || rank > std::size_t{TensorView::kMaxRank}) {
+      throw Error(
+          fmt::format("{}: tensor '{}' has rank {}: must be 1 ... {}", path, stored.name, rank, TensorView::kMaxRank));
+    }
+    for (const std::int64_t size : stored.shape) {
+      if (size > INT32_MAX) {
+        throw Error(fmt::format("{}: tensor '{}' has a size of {}: must be below 2^31", path, stored.name, size));
+      }
+    }
     auto tensor = at::empty(stored.shape, scalar_type(dump, stored));
     if (!stored.bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), stored.bytes.data(), stored.bytes.size());
     dump.tensors.emplace(stored.name, tensor);
@@ -61,18 +75,30 @@ TensorView CallArguments::in(const std::string& name) const {
   return has(name) ? view_of(inputs_.at(name)) : TensorView{};
 }
 
-at::IntArrayRef CallArguments::shape(const std::string& name) const {
+const at::Tensor& CallArguments::given(const std::string& name) const {
   if (!has(name)) throw Error(fmt::format("{}: tensor '{}' is missing", call_.path, name));
-  return inputs_.at(name).sizes();
+  return inputs_.at(name);
+}
+
+at::IntArrayRef CallArguments::shape(const std::string& name) const {
+  const auto shape = given(name).sizes();
+  if (shape.size() == 3 || shape.size() == 4) return shape;
+  throw Error(fmt::format("{}: tensor '{}' has rank {}: must be 3 (packed) or 4", call_.path, name, shape.size()));
 }
 
 TensorView CallArguments::state(const std::string& name) {
-  shape(name);  // refuses a missing one
-  outputs_.emplace_back(name, inputs_.at(name).clone());
+  outputs_.emplace_back(name, given(name).clone());
   return view_of(outputs_.back().second);
 }
 
 TensorView CallArguments::out(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) {
+  std::int64_t elements = 1;
+  for (const std::int64_t size : shape) {
+    if (__builtin_mul_overflow(elements, size, &elements) || elements > kMostElements) {
+      throw Error(fmt::format("{}: output '{}' ({}) would have more than {} elements", call_.path, name,
+                              fmt::join(shape, ", "), kMostElements));
+    }
+  }
   // What the call forgets to write shows.
   const double poison = dtype == at::kInt ? -2 : std::numeric_limits<double>::quiet_NaN();
   outputs_.emplace_back(name, at::full(shape, poison, dtype));
@@ -101,13 +127,18 @@ template std::uint64_t CallArguments::scalar<std::uint64_t>(const std::string&) 
 template double CallArguments::scalar<double>(const std::string&) const;
 
 NSAConfig CallArguments::config() const {
-  return {.kernel_size = scalar<int>("kernel_size"),
-          .kernel_stride = scalar<int>("kernel_stride"),
-          .block_size = scalar<int>("block_size"),
-          .topk = scalar<int>("topk"),
-          .init_blocks = scalar<int>("init_blocks"),
-          .local_blocks = scalar<int>("local_blocks"),
-          .window_size = scalar<int>("window_size")};
+  const NSAConfig cfg{.kernel_size = scalar<int>("kernel_size"),
+                      .kernel_stride = scalar<int>("kernel_stride"),
+                      .block_size = scalar<int>("block_size"),
+                      .topk = scalar<int>("topk"),
+                      .init_blocks = scalar<int>("init_blocks"),
+                      .local_blocks = scalar<int>("local_blocks"),
+                      .window_size = scalar<int>("window_size")};
+  // The shapes of outputs follow from it before the call looks at it.
+  if (const Status status = cfg.validate(); !status.ok()) {
+    throw Error(fmt::format("{}: {}", call_.path, status.message()));
+  }
+  return cfg;
 }
 
 Packed CallArguments::packed() const {

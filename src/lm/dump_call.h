@@ -38,6 +38,8 @@ class CallArguments {
   /// Of the shape and type of an input; undefined where that is.
   TensorView out_like(const std::string& name, const std::string& input);
 
+  /// Of queries, keys or values: (total, heads, channels) or (B, S, heads, channels). Throws Error for another rank,
+  /// and when there is none.
   at::IntArrayRef shape(const std::string& name) const;
   bool has(const std::string& name) const { return inputs_.count(name) > 0; }
 
@@ -52,6 +54,8 @@ class CallArguments {
   const std::vector<std::pair<std::string, at::Tensor>>& outputs() const { return outputs_; }
 
  private:
+  const at::Tensor& given(const std::string& name) const;
+
   const DumpedCall& call_;
   at::ScalarType dtype_ = at::kFloat;  // of the call's tensors
   std::map<std::string, at::Tensor> inputs_;

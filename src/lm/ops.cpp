@@ -222,6 +222,8 @@ class WindowAttention : public Function<WindowAttention> {
 TensorView view_of(const at::Tensor& tensor) {
   TensorView view;
   if (!tensor.defined()) return view;
+  TORCH_CHECK(tensor.dim() <= TensorView::kMaxRank, "a tensor of rank ", tensor.dim(), ": calls take at most ",
+              TensorView::kMaxRank);
   view.data = tensor.data_ptr();
   view.dtype = dtype_of(tensor);
   if (tensor.is_cuda()) view.device = {DeviceType::kCUDA, tensor.get_device()};

@@ -4,10 +4,10 @@
 
 #include <cmath>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include "lm/error.h"
 #include "lm/files.h"
+#include "lm/json.h"
 #include "lm/json_fields.h"
 #include "nsa/backend.h"
 
@@ -172,8 +172,7 @@ RunConfig default_run_config(at::Device device) {
 }
 
 RunConfig parse_run_config(const std::string& text, const std::string& where) {
-  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) throw Error(fmt::format("{}: not JSON", where));
+  const auto json = parse_json(text, where);
   try {
     RunConfig config;
     from_json(json, config);
@@ -219,7 +218,7 @@ std::string text_of(const RunConfig& config) {
 }
 
 bool is_run_config(const std::string& text) {
-  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto json = parse_json_or_null(text);
   return json.is_object() && json.contains("format") && json["format"] == kRunFormat;
 }
 

@@ -6,12 +6,12 @@
 #include <cerrno>
 #include <charconv>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "lm/checkpoint.h"
 #include "lm/error.h"
 #include "lm/files.h"
+#include "lm/json.h"
 
 namespace nsa::lm {
 namespace {
@@ -35,7 +35,7 @@ void cut_metrics(const std::string& path, std::int64_t step) {
   std::istringstream lines(all);
   std::string kept;
   for (std::string text; std::getline(lines, text);) {
-    const auto line = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    const auto line = parse_json_or_null(text);
     if (!line.is_object() || !line.contains("step") || !line["step"].is_number_integer()) continue;
     if (line["step"] <= step && (!line.contains("kind") || line["kind"] != "end")) kept += text + "\n";
   }

@@ -8,11 +8,11 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <string_view>
 
 #include "lm/error.h"
 #include "lm/files.h"
+#include "lm/json.h"
 #include "lm/random.h"
 
 namespace nsa::lm {
@@ -100,8 +100,8 @@ SafetensorsFile SafetensorsFile::open(const std::string& path) {
   std::memcpy(&header_size, bytes, 8);
   if (header_size > kMaxHeader) bad_header(path, fmt::format("header of {} bytes", header_size));
   if (header_size > size - 8) throw Error(fmt::format("{}: truncated within its header", path));
-  const auto* const text = reinterpret_cast<const char*>(bytes) + 8;
-  const auto header = nlohmann::json::parse(text, text + header_size, nullptr, /*allow_exceptions=*/false);
+  const auto header = parse_json({reinterpret_cast<const char*>(bytes) + 8, header_size},
+                                 path + ": not a sound safetensors file: header");
   if (!header.is_object()) bad_header(path, "the header is no JSON object");
 
   const std::span<const std::byte> data(bytes + 8 + header_size, size - 8 - header_size);

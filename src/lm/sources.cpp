@@ -26,10 +26,17 @@ struct FoundFile {
 /// The Python whose sources are the default corpus: the one this program was built with, else the first in PATH.
 std::string python() { return fs::exists(NSA_PYTHON) ? NSA_PYTHON : "python3"; }
 
+/// One word of the shell.
+std::string quoted(const std::string& word) {
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
+
 /// The folders of Python's standard library and of the packages that it finds.
 std::vector<std::string> python_source_folders() {
   const std::string command =
-      python() +
+      quoted(python()) +
       " -c \"import sys, sysconfig; print(sysconfig.get_paths()['stdlib'], *(folder for folder in sys.path "
       "if folder.endswith(('site-packages', 'dist-packages'))), sep='\\n')\" 2>/dev/null";
   const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 
 #include "lm/error.h"
+#include "lm/json.h"
 #include "lm/json_fields.h"
 
 namespace nsa::lm {
@@ -37,7 +37,7 @@ void to_json(nlohmann::json& json, const TrainState& state) {
 
 TrainState parse_train_state(const std::string& text, const std::string& where, const TrainConfig& config) {
   TrainState state;
-  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto json = parse_json(text, where);
   FieldReader reader(json, where);
   for_each_field(state, reader);
   reader.finish();

@@ -1,6 +1,7 @@
 """Damaged and foreign checkpoints and configurations are refused with a message and exit code 2, or harmless."""
 
 import json
+import math
 import shutil
 import struct
 import subprocess
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from conftest import PROGRAM, open_checkpoint, refused
+from conftest import PROGRAM, TINY, nsa, open_checkpoint, refused
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -100,3 +101,97 @@ def test_other_tensors_are_refused_by_name(run, change, expected):
     change(weights)
     save_file(weights, run / "model.safetensors", metadata)
     assert expected in refused("generate", run)
+
+
+DEEP = [("[" * 100_000, "]" * 100_000), ("[" * 1_000_000, ""), ('{"a":' * 100_000, "0" + "}" * 100_000)]
+
+
+@pytest.mark.parametrize("brackets", DEEP, ids=["lists", "open", "objects"])
+@pytest.mark.parametrize("field", [None, "model", "vocab_size"])
+def test_deep_nesting_is_refused(run, brackets, field):
+    nested = "1".join(brackets)
+    text = (run / "config.json").read_text()
+    if field is not None:
+        nested = text.replace(f'"{field}":', f'"{field}": {nested}, "x":')
+    (run / "config.json").write_text(nested)
+    message = refused("generate", run)
+    assert "nested deeper than 64 levels" in message and message.count("\n") == 1
+
+
+def test_deep_nesting_in_a_checkpoint_is_refused(run):
+    header = b'{"__metadata__":' + b"[" * 1_000_000
+    (run / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert "nested deeper than 64 levels" in refused("generate", run)
+
+
+def test_deep_nesting_in_peers_is_refused(tmp_path):
+    (tmp_path / "peers.json").write_text("[" * 100_000)
+    assert "nested deeper than 64 levels" in refused("bench", "--lengths", 64, "--peers", tmp_path / "peers.json")
+
+
+def test_fields_given_twice_are_refused(run):
+    text = (run / "config.json").read_text()
+    (run / "config.json").write_text(text.replace('"norm_eps":', '"norm_eps": 1, "norm_eps":'))
+    assert "field 'norm_eps' is there twice" in refused("generate", run)
+
+
+def test_metrics_that_are_damaged_are_cut(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step":"x"}\n' + "[" * 100_000 + '\n{"step":1e999}\nnull\n{"step":1,"kind":[]}\n\xff\n')
+    nsa("train", "--out", run, "--resume")
+
+
+@pytest.fixture(scope="module")
+def dumps(corpus, tmp_path_factory):
+    """A dump of each operation of a training step and of a generation."""
+    folder = tmp_path_factory.mktemp("dumps")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NSA_DUMP", str(folder))
+        nsa("train", "--out", folder.parent / "dumped", "--data", corpus, "--steps", 1, *TINY)
+        nsa("generate", folder.parent / "dumped", "--prompt", "def value(self): return", "--tokens", 2)
+    return {path.stem.split("-", 2)[2]: path for path in sorted(folder.iterdir())}
+
+
+def damaged(dump, path, change):
+    """Writes the dump with its header changed by change(header)."""
+    content = dump.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8:end])
+    change(header)
+    data = b""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        size = math.prod(entry["shape"]) * {"F32": 4, "I32": 4}[entry["dtype"]]
+        entry["data_offsets"] = [len(data), len(data) + size]
+        data += bytes(size)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+OPERATIONS = ["native_sparse_attention", "native_sparse_attention_backward", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_damaged_dumps_are_refused(dumps, tmp_path, operation):
+    dump = dumps[operation]
+    path = tmp_path / "damaged.safetensors"
+    for name in ["q", "v_slc", "gates", "cache.k_c" if operation in ("prefill", "decode") else "k_cmp"]:
+        for rank in (0, 1, 2, 5, 6, 9, 40, 1000):
+            shape = [1] * rank
+            message = refused("debug", "compare", damaged(dump, path, lambda h: h[name].update(shape=shape)))
+            assert name in message and len(message) < 500, message
+        message = refused("debug", "compare", damaged(dump, path, lambda h: h.pop(name)))
+        assert name in message
+    for field, value in [("kernel_stride", "0"), ("kernel_stride", "-4"), ("topk", "-1"), ("topk", "2147483647"),
+                         ("topk", str(2**70)), ("kernel_size", "0"), ("block_size", "-16"), ("window_size", "0"),
+                         ("window_size", "x"), ("kernel_size", None)]:  # fmt: skip
+        def change(header):
+            header["__metadata__"].pop(field) if value is None else header["__metadata__"].update({field: value})
+
+        message = refused("debug", "compare", damaged(dump, path, change))
+        assert field in message or "output 'indices'" in message, message
+    message = refused("debug", "compare", damaged(dump, path, lambda h: h["q"].update(shape=[0, 2**40, 2**40])))
+    assert "'q' has a size of" in message
+    assert "q" in refused("debug", "compare", damaged(dump, path, lambda h: h["q"].update(dtype="I32")))

@@ -117,7 +117,7 @@ def test_bench_refuses_peers_of_other_devices(tmp_path):
     assert "measured on a GPU, not on this device" in refused("bench", *TINY_BENCH, "--peers", path)
     path.write_text("[]")
     assert "not a result of bench/peers.py" in refused("bench", *TINY_BENCH, "--peers", path)
-    assert "cannot read this file" in refused("bench", *TINY_BENCH, "--peers", tmp_path / "nowhere")
+    assert "cannot be read" in refused("bench", *TINY_BENCH, "--peers", tmp_path / "nowhere")
 
 
 def test_bench_marks_what_it_extrapolates(tmp_path):

@@ -223,7 +223,7 @@ TEST_F(BenchPeersTest, TellsTheFastestOfThoseWhoHaveAllParts) {
 }
 
 TEST_F(BenchPeersTest, RefusesWhatIsNotAboutTheSame) {
-  EXPECT_NE(refusal({}, "GPU").find("cannot read"), std::string::npos);
+  EXPECT_NE(refusal({}, "GPU").find("cannot be read"), std::string::npos);
   write("", "");
   EXPECT_EQ(refusal({}, "GPU"), "");
   EXPECT_NE(refusal({}, "another").find("measured on GPU, not on this device"), std::string::npos);

@@ -1,0 +1,17 @@
+// Reading JSON that anybody may have written.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+namespace nsa::lm {
+
+/// Throws Error, which begins with `where`, unless `text` is JSON whose objects and arrays nest at most 64 deep and
+/// whose objects have no field twice. What takes a json apart, copies or prints it recurses once a level.
+nlohmann::json parse_json(std::string_view text, const std::string& where);
+
+/// null where parse_json() would throw.
+nlohmann::json parse_json_or_null(std::string_view text);
+
+}  // namespace nsa::lm
