@@ -1,6 +1,7 @@
 # The front door. On a fresh Debian or Ubuntu with git, make and python3 every target fetches what it misses first.
 #   TORCH=system   use the torch (>= 2.10) that PYTHON has, instead of the pinned one from PyPI
 #   OFFLINE=1      fetch nothing; stop with a message when something is missing
+#   SUDO=1         install missing Debian packages with sudo where that asks nothing; else the line to run is printed
 #   PYTHON=...     the interpreter .venv is made from        VENV=...   where the environment is
 #   JOBS=...       compile jobs (default: one per CPU and 2 GB of free memory)
 #   CUDA=1|0|auto  with the CUDA backend or without; auto (default): with it where nvcc and a GPU are. CUDA=1 without
@@ -10,10 +11,15 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: help build configure program package test bench demo mutation hostile wheel bundle format lint clean distclean
 
+ifneq ($(words $(CURDIR)),1)
+$(error The path of this checkout has a space in it, which make cannot handle: $(CURDIR))
+endif
+
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= pypi
 OFFLINE ?= 0
+SUDO ?= 0
 CUDA ?= auto
 JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n; print (m < 1 ? 1 : m < n ? m : n)}' /proc/meminfo)
 
@@ -48,7 +54,7 @@ help:
 	@echo
 	@sed -n 's/^#   /  /p' Makefile
 
-SETUP = $(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1,$(OFFLINE)),--offline)
+SETUP = $(PYTHON) tools/setup.py --venv $(VENV) --torch $(TORCH) $(if $(filter 1,$(OFFLINE)),--offline) $(if $(filter 1,$(SUDO)),--sudo)
 $(READY): tools/setup.py tools/requirements.txt
 	@$(SETUP)
 	@touch $@

@@ -88,8 +88,8 @@ def missing_debian_packages(need_venv, purpose, offline):
     return missing + [package for package, path in EXTRA.get(purpose, {}).items() if not glob.glob(path)]
 
 
-def install_debian_packages(missing, offline):
-    """By apt-get as root or through a sudo that asks nothing; otherwise stops with the one line to run."""
+def install_debian_packages(missing, offline, sudo):
+    """By apt-get as root, or with `sudo` through a sudo that asks nothing; else stops with the line to run."""
     if not missing:
         return
     names = " ".join(missing)
@@ -103,10 +103,10 @@ def install_debian_packages(missing, offline):
         )
     if os.geteuid() == 0:
         prefix = []
-    elif shutil.which("sudo") and subprocess.run(["sudo", "-n", "true"], stderr=subprocess.DEVNULL).returncode == 0:
+    elif sudo:
         prefix = ["sudo", "-n"]
     else:
-        stop(f"missing Debian packages: {names}", "Run this line, then make again:", by_hand)
+        stop(f"missing Debian packages: {names}", "Run this line, then make again (make SUDO=1 runs it):", by_hand)
     say(f"Debian packages to install: {names}")
     apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q"]
     no_input = {"stdin": subprocess.DEVNULL}
@@ -210,6 +210,7 @@ def main():
     option("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
     option("--torch", choices=["pypi", "system"], default="pypi", help="PyPI's at the pinned version, or this Python's")
     option("--offline", action="store_true", help="fetch nothing; stop when something is missing")
+    option("--sudo", action="store_true", help="install Debian packages with sudo, which must ask for no password")
     option("--for", dest="purpose", choices=sorted(EXTRA), help="also what linting, ThreadSanitizer or CUDA wants")
     options = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells an older Python
@@ -219,7 +220,8 @@ def main():
         check_disk()
     pip = has_module("ensurepip") or (options.torch == "system" and has_module("pip"))
     need_venv = not pip and not has_module("pip", venv / "bin" / "python")
-    install_debian_packages(missing_debian_packages(need_venv, options.purpose, options.offline), options.offline)
+    missing = missing_debian_packages(need_venv, options.purpose, options.offline)
+    install_debian_packages(missing, options.offline, options.sudo)
     make_venv(venv, options.torch)
     install_python_packages(venv, options.torch, options.offline, options.purpose)
     if options.purpose == "cuda":
