@@ -116,6 +116,7 @@ class BenchCommand {
   explicit BenchCommand(CLI::App& app)
       : command_(
             *app.add_subcommand("bench", "Time every operation and the whole of NSA, and dense attention beside.")) {
+    const auto length_range = CLI::Range(std::int64_t{0}, std::int64_t{1} << 24);
     auto& shape = options_.shape;
     const auto cuda = lm::default_bench_options(at::kCUDA);
     const auto option = [&](const char* name, auto& value, const char* help, const auto& on_cuda) {
@@ -124,7 +125,9 @@ class BenchCommand {
       return added;
     };
     device_.add(command_);
-    option("--lengths", options_.lengths, "Sequence lengths, tokens", cuda.lengths)->delimiter(',');
+    option("--lengths", options_.lengths, "Sequence lengths, tokens", cuda.lengths)
+        ->delimiter(',')
+        ->check(length_range);
     command_.add_option("--dtype", dtype_, "bfloat16 or float32")->check(CLI::IsMember({"bfloat16", "float32"}));
     option("--heads", shape.num_heads, "Query heads", cuda.shape.num_heads)->check(CLI::Range(1, 1024));
     option("--kv-heads", shape.num_kv_heads, "Key/value heads", cuda.shape.num_kv_heads)->check(CLI::Range(1, 1024));
@@ -132,10 +135,11 @@ class BenchCommand {
     command_.add_option("--v-head-dim", shape.v_head_dim, "Channels of values")->check(CLI::Range(8, 1024));
     command_.add_option("--phi", phis_, "Compression functions: mean, linear, mlp; ratios are about the first")
         ->delimiter(',');
-    command_.add_option("--threads", shape.threads, "Threads; 0: one for each core")->check(CLI::Range(0, 1024));
+    command_.add_option("--threads", shape.threads, "Threads; 0: one for each core")->check(CLI::Range(0, kMaxThreads));
     option("--repeats", options_.timing.repeats, "Undisturbed runs of each", cuda.timing.repeats)
         ->check(CLI::Range(1, 1000));
-    command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds");
+    command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds")
+        ->check(CLI::Range(0.0, 1e6));
     command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
     command_.add_flag("!--no-parts", options_.parts, "Only the whole, neither its stages nor each operation");
     command_.add_flag("!--no-plain", options_.plain, "Without dense attention on libnsa's own kernels");
@@ -145,11 +149,14 @@ class BenchCommand {
             "Blocks to attend to: own, or given ones (random, clustered) while the choice of its own still runs")
         ->check(CLI::IsMember({"own", "random", "clustered"}));
     command_.add_option("--peers", peers_, "Times of other implementations by bench/peers.py, for the table");
-    command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens");
+    command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens")
+        ->check(length_range);
     option("--longest-dense-forward", options_.longest_dense_forward,
-           "Beyond this length dense attention is extrapolated, tokens", cuda.longest_dense_forward);
+           "Beyond this length dense attention is extrapolated, tokens", cuda.longest_dense_forward)
+        ->check(length_range);
     option("--longest-dense-backward", options_.longest_dense_backward, "The same with the backward",
-           cuda.longest_dense_backward);
+           cuda.longest_dense_backward)
+        ->check(length_range);
     auto& nsa = shape.nsa;
     command_.add_option("--kernel-size", nsa.kernel_size, "l: tokens in a compression block");
     command_.add_option("--kernel-stride", nsa.kernel_stride, "d: tokens between compression blocks");
@@ -158,7 +165,7 @@ class BenchCommand {
     command_.add_option("--window-size", nsa.window_size, "w: tokens of the sliding window");
     command_.add_flag("--bars", bars_,
                       "Say which of the project's speed goals are reached; exit code 1 if one is missed");
-    command_.add_option("--json", json_, "Write the results to this file");
+    json_.add(command_, "the results");
     command_.callback([this] { run(); });
   }
 
@@ -166,6 +173,7 @@ class BenchCommand {
   void run() {
     auto& shape = options_.shape;
     let_idle_threads_sleep();
+    json_.open();
     const auto device = device_.choose();
     shape.device = device.device;
     if (const Status status = shape.nsa.validate(); !status.ok()) throw lm::Error(status.message());
@@ -196,7 +204,7 @@ class BenchCommand {
     print_ratios(report);
     nlohmann::json json = report;
     json.update(origin());
-    write_json(json_, json);
+    json_.write(json);
     if (bars_) judge_bars(report);
   }
 
@@ -236,8 +244,9 @@ class BenchCommand {
   CLI::App& command_;
   lm::BenchOptions options_ = lm::default_bench_options(at::kCPU);
   DeviceOption device_;
-  std::string dtype_ = "bfloat16", json_, peers_, selection_ = "own";
+  std::string dtype_ = "bfloat16", peers_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};
+  JsonOption json_;
   bool bars_ = false;
 };
 

@@ -18,12 +18,13 @@ namespace {
 
 struct EvalCommand {
   CheckpointOptions checkpoint;
-  std::string json;
+  JsonOption json;
   std::vector<std::string> data;
   std::int64_t context = 0, tokens = 262144;
   MachineOptions machine;
 
-  void run() const {
+  void run() {
+    json.open();
     const auto device = machine.choose();
     const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
     const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
@@ -42,7 +43,7 @@ struct EvalCommand {
                           {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
                           {"context", length}};
     out.update(nlohmann::json(result));
-    write_json(json, out);
+    json.write(out);
   }
 };
 
@@ -56,9 +57,10 @@ void add_eval(CLI::App& app) {
   command->add_option("--data", state->data, "Text files or folders; without it the documents that the run held out");
   command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
       ->check(CLI::Range(0, 1 << 24));
-  command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all");
+  command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 50));
   state->machine.add(*command);
-  command->add_option("--json", state->json, "Write the results to this file");
+  state->json.add(*command, "the results");
   command->callback([] { state->run(); });
 }
 

@@ -9,7 +9,9 @@
 
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
+#include "cli/exit.h"
 #include "cli/machine.h"
+#include "cli/output.h"
 #include "lm/checkpoint.h"
 #include "lm/error.h"
 #include "lm/files.h"
@@ -22,7 +24,8 @@ namespace {
 
 struct GenerateArguments {
   CheckpointOptions checkpoint;
-  std::string prompt, prompt_file, dtype = "float32", json;
+  std::string prompt, prompt_file, dtype = "float32";
+  JsonOption json;
   bool no_cache = false, ignore_end = false, no_echo = false;
   lm::GenerateOptions options;
   MachineOptions machine;
@@ -32,7 +35,8 @@ at::ScalarType compute_dtype(const std::string& name) {
   return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
 }
 
-void run(const GenerateArguments& arguments) {
+void run(GenerateArguments& arguments) {
+  arguments.json.open();
   const auto device = arguments.machine.choose();
   const auto loaded = lm::load_model(arguments.checkpoint.path, arguments.checkpoint.changes, device.device,
                                      compute_dtype(arguments.dtype));
@@ -53,7 +57,7 @@ void run(const GenerateArguments& arguments) {
     const std::string text = tokenizer->decode(static_cast<std::int32_t>(token));
     std::fwrite(text.data(), 1, text.size(), stdout);
     std::fflush(stdout);
-    return interrupt.signal() == 0;
+    return interrupt.signal() == 0 && std::ferror(stdout) == 0;
   });
   fmt::print("\n");
   std::fflush(stdout);
@@ -61,18 +65,17 @@ void run(const GenerateArguments& arguments) {
   fmt::print(stderr, "prompt: {} tokens, {:.0f} tokens/s; generated: {} tokens, {:.1f} tokens/s\n", tokens.size(),
              static_cast<double>(tokens.size()) / result.prefill_seconds, result.tokens.size(),
              generated > 1 ? (generated - 1) / result.decode_seconds : 0.0);
-  if (!arguments.json.empty()) {
-    const nlohmann::json report = {{"kind", "nsa-generate"},
-                                   {"checkpoint", arguments.checkpoint.path},
-                                   {"set", arguments.checkpoint.changes},
-                                   {"cached", options.cached},
-                                   {"prompt_tokens", tokens.size()},
-                                   {"tokens", result.tokens},
-                                   {"margins", result.margins},
-                                   {"prefill_seconds", result.prefill_seconds},
-                                   {"decode_seconds", result.decode_seconds}};
-    lm::replace_file(arguments.json, report.dump() + "\n");
-  }
+  arguments.json.write({{"kind", "nsa-generate"},
+                        {"checkpoint", arguments.checkpoint.path},
+                        {"set", arguments.checkpoint.changes},
+                        {"cached", options.cached},
+                        {"prompt_tokens", tokens.size()},
+                        {"tokens", result.tokens},
+                        {"margins", result.margins},
+                        {"prefill_seconds", result.prefill_seconds},
+                        {"decode_seconds", result.decode_seconds}},
+                       -1);
+  if (interrupt.signal() != 0) throw Exit{128 + interrupt.signal()};
 }
 
 }  // namespace
@@ -98,7 +101,7 @@ void add_generate(CLI::App& app) {
   command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
   command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");
   command->add_flag("--no-echo", arguments->no_echo, "Print the new text alone, without the prompt");
-  command->add_option("--json", arguments->json, "Write tokens, margins of the choices and times to this file");
+  arguments->json.add(*command, "tokens, margins of the choices and times");
   command->callback([arguments] { run(*arguments); });
 }
 

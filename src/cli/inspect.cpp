@@ -20,14 +20,15 @@ namespace {
 
 struct InspectCommand {
   CheckpointOptions checkpoint;
-  std::string json;
+  JsonOption json;
   std::vector<std::string> data;
   std::int64_t tokens = 0;
   int queries = 64;
   bool maps = false;
   MachineOptions machine;
 
-  void run() const {
+  void run() {
+    json.open();
     const auto device = machine.choose();
     const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
     const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
@@ -57,7 +58,7 @@ struct InspectCommand {
       layer["layer"] = i;
       out["layers"].push_back(layer);
     }
-    write_json(json, out);
+    json.write(out);
   }
 
   static void print_table(const std::vector<lm::LayerView>& layers) {
@@ -114,7 +115,7 @@ void add_inspect(CLI::App& app) {
   command->add_option("--queries", state->queries, "Queries of each selection map")->check(CLI::Range(1, 100000));
   command->add_flag("--maps", state->maps, "Print the selection maps");
   state->machine.add(*command);
-  command->add_option("--json", state->json, "Write the results, maps included, to this file");
+  state->json.add(*command, "the results, maps included,");
   command->callback([] { state->run(); });
 }
 

@@ -1,18 +1,44 @@
 // The program `nsa`. Exit codes: 0 done, 1 failed, 2 the arguments or the files they name are at fault.
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <exception>
+#include <filesystem>
 #include <new>
 #include <string>
+#include <string_view>
 
 #include "cli/commands.h"
 #include "cli/exit.h"
+#include "cli/numbers.h"
 #include "lm/error.h"
 #include "nsa/backend.h"
 
+namespace nsa::cli {
 namespace {
+
+/// A closed standard stream becomes one that fails, so that no file opened later takes its number.
+void keep_standard_streams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(fd, F_GETFD) == -1) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+  }
+}
+
+/// One line for a terminal: names of files and fields may hold any byte.
+void complain(std::string_view message) {
+  std::string line;
+  for (const char c : message) {
+    const auto byte = static_cast<unsigned char>(c);
+    line += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  fmt::print(stderr, "nsa: {}\n", line);
+}
 
 /// torch's allocator of host memory has no exception of its own.
 bool is_out_of_memory(const c10::Error& error, const std::string& message) {
@@ -20,48 +46,68 @@ bool is_out_of_memory(const c10::Error& error, const std::string& message) {
          message.find("DefaultCPUAllocator: ") != std::string::npos;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  CLI::App app("Native Sparse Attention: train, generate, measure and look inside.", "nsa");
-  app.set_version_flag("--version", std::string("nsa ") + nsa::version());
-  app.require_subcommand(1);
-  app.get_formatter()->column_width(40);
-  app.option_defaults()->always_capture_default();
-  nsa::cli::add_train(app);
-  nsa::cli::add_generate(app);
-  nsa::cli::add_bench(app);
-  nsa::cli::add_info(app);
-  nsa::cli::add_eval(app);
-  nsa::cli::add_recall(app);
-  nsa::cli::add_needle(app);
-  nsa::cli::add_inspect(app);
-  nsa::cli::add_debug(app);
+int run(CLI::App& app, int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    fmt::print(stderr, "nsa: {}\nSee nsa --help and nsa SUBCOMMAND --help.\n", error.what());
+    complain(error.what());
+    fmt::print(stderr, "See nsa --help and nsa SUBCOMMAND --help.\n");
     return 2;
-  } catch (const nsa::cli::Exit& exit) {
+  } catch (const Exit& exit) {
     return exit.code;
-  } catch (const nsa::lm::Error& error) {
-    fmt::print(stderr, "nsa: {}\n", error.what());
+  } catch (const lm::Error& error) {
+    complain(error.what());
     return 2;
-  } catch (const nsa::lm::Failure& failure) {
-    fmt::print(stderr, "nsa: {}\n", failure.what());
+  } catch (const lm::Failure& failure) {
+    complain(failure.what());
     return 1;
+  } catch (const std::filesystem::filesystem_error& error) {
+    complain(fmt::format("{}: {}", error.path1().string(), error.code().message()));
+    return error.code() == std::errc::io_error ? 1 : 2;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "nsa: out of memory\n");
     return 1;
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
-    fmt::print(stderr, "nsa: {}{}\n",
-               is_out_of_memory(error, message) ? "out of memory: " : "internal error: ", message);
+    complain((is_out_of_memory(error, message) ? "out of memory: " : "internal error: ") + message);
     return 1;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "nsa: internal error: {}\n", error.what());
+    if (std::ferror(stdout) == 0) complain(fmt::format("internal error: {}", error.what()));
     return 1;
   }
   return 0;
+}
+
+/// The exit code `code`, or 1 when something of the output was lost.
+int close_output(int code) {
+  const bool lost = std::ferror(stdout) != 0;
+  if (std::fflush(stdout) == 0 && !lost) return code;
+  complain(lost ? "standard output: cannot write"
+                : fmt::format("standard output: cannot write: {}", std::strerror(errno)));
+  return code == 0 ? 1 : code;
+}
+
+}  // namespace
+}  // namespace nsa::cli
+
+int main(int argc, char** argv) {
+  using namespace nsa::cli;
+  keep_standard_streams();
+  CLI::App app("Native Sparse Attention: train, generate, measure and look inside.", "nsa");
+  app.set_version_flag("--version", std::string("nsa ") + nsa::version());
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(40);
+  app.option_defaults()->always_capture_default();
+  add_train(app);
+  add_generate(app);
+  add_bench(app);
+  add_info(app);
+  add_eval(app);
+  add_recall(app);
+  add_needle(app);
+  add_inspect(app);
+  add_debug(app);
+  refuse_unrepresentable_numbers(app);
+  return close_output(run(app, argc, argv));
 }

@@ -18,12 +18,13 @@ namespace {
 
 struct NeedleCommand {
   CheckpointOptions checkpoint;
-  std::string json;
+  JsonOption json;
   std::vector<std::string> data;
   lm::NeedleOptions options;
   MachineOptions machine;
 
   void run() {
+    json.open();
     const auto device = machine.choose();
     const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
     const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
@@ -37,7 +38,7 @@ struct NeedleCommand {
     for (const double depth : options.depths) fmt::print(" {:>14}", fmt::format("depth {:.2f}", depth));
     fmt::print("\n");
     const auto cells = lm::run_needle(subject, texts.documents, options, print_row);
-    write_json(json, to_json(cells));
+    json.write(to_json(cells));
   }
 
   /// The darker the shade, the better.
@@ -96,7 +97,7 @@ void add_needle(CLI::App& app) {
       ->default_str("'\\n{key} = '");
   command->add_option("--seed", options.seed, "Of places, keys and values");
   state->machine.add(*command);
-  command->add_option("--json", state->json, "Write the results to this file");
+  state->json.add(*command, "the results");
   command->callback([] { state->run(); });
 }
 

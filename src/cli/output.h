@@ -1,27 +1,46 @@
-// Where a subcommand's JSON goes.
+// --json: where a subcommand's results go.
 #pragma once
 
 #include <fmt/core.h>
 
-#include <fstream>
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "lm/error.h"
+#include "lm/files.h"
 
 namespace nsa::cli {
 
-/// `path`: a file, or "-" for standard output, or empty for nowhere.
-inline void write_json(const std::string& path, const nlohmann::json& json) {
-  if (path.empty()) return;
-  if (path == "-") {
-    fmt::print("{}\n", json.dump(1));
-    return;
+/// Lives as long as the command.
+class JsonOption {
+ public:
+  void add(CLI::App& command, const std::string& what) {
+    command.add_option("--json", path_, "Write " + what + " to this file; -: standard output");
   }
-  std::ofstream file(path);
-  file << json.dump(1) << '\n';
-  file.close();
-  if (!file) throw lm::Error(fmt::format("--json {}: cannot write this file", path));
-}
+
+  /// Before the work begins: throws lm::Error or lm::Failure when the file cannot be written.
+  void open() {
+    if (path_.empty() || path_ == "-") return;
+    try {
+      file_.emplace(path_);
+    } catch (const lm::Error& error) {
+      throw lm::Error(fmt::format("--json {}", error.what()));
+    }
+  }
+
+  /// Bytes of names that are not UTF-8, which JSON cannot hold, become U+FFFD.
+  void write(const nlohmann::json& json, int indent = 1) const {
+    if (path_.empty()) return;
+    const auto text = json.dump(indent, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    if (file_) return file_->write(text);
+    fmt::print("{}", text);
+  }
+
+ private:
+  std::string path_;
+  std::optional<lm::OutputFile> file_;
+};
 
 }  // namespace nsa::cli

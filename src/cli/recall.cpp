@@ -17,11 +17,13 @@ namespace {
 
 struct RecallCommand {
   lm::RecallOptions options;
-  std::string json, phi = "mlp";
+  std::string phi = "mlp";
+  JsonOption json;
   bool check = false;
   MachineOptions machine;
 
   void run() {
+    json.open();
     const auto device = machine.choose();
     options.device = device.device;
     const auto& task = options.task;
@@ -44,7 +46,7 @@ struct RecallCommand {
     line("NSA without the selected branch", report.nsa_without_slc);
     line("window model", report.window);
     line("chance", task.chance());
-    write_json(json, report);
+    json.write(report);
     if (check && !report.as_expected()) {
       fmt::print("not as expected: NSA at least 95 %, the window alone at chance\n");
       throw Exit{1};
@@ -64,7 +66,7 @@ void add_recall(CLI::App& app) {
       ->check(CLI::Range(1, 1000000));
   command->add_option("--tokens-per-step", state->options.tokens_per_step, "Tokens of an optimiser step")
       ->check(CLI::Range(1, 1 << 24));
-  command->add_option("--lr", state->options.lr, "Learning rate of AdamW");
+  command->add_option("--lr", state->options.lr, "Learning rate of AdamW")->check(CLI::Range(0.0, 1e6));
   auto& task = state->options.task;
   const auto count = CLI::Range(1, 1 << 20);
   command->add_option("--pairs", task.pairs, "Key-value pairs")->check(count)->group("Task");
@@ -94,7 +96,7 @@ void add_recall(CLI::App& app) {
       ->group("Model");
   state->machine.add(*command);
   command->add_flag("--check", state->check, "Exit code 1 unless NSA reaches 95 % and the window stays at chance");
-  command->add_option("--json", state->json, "Write the results to this file");
+  state->json.add(*command, "the results");
   command->callback([] { state->run(); });
 }
 

@@ -4,8 +4,11 @@
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
 #include <fmt/core.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 
 #include "lm/error.h"
 #include "nsa/backend.h"
@@ -40,7 +43,25 @@ std::string gpu_name() {
   return line.starts_with("cuda:0 ") ? line.substr(7) : line;
 }
 
+namespace {
+
+/// What libnsa reads from the environment is the user's to mend, before the work begins.
+void check_environment() {
+  Backend backend;
+  const Problem any{.dtype = DType::kFloat32, .device = {DeviceType::kCPU, 0}, .key_dim = 0};
+  if (const Status status = choose_backend(any, {}, backend); status.code() == StatusCode::kInvalidArgument) {
+    throw Error(status.message());
+  }
+  const char* const folder = std::getenv("NSA_DUMP");
+  if (folder != nullptr && *folder != 0 && ::access(folder, W_OK | X_OK) != 0) {
+    throw Error(fmt::format("NSA_DUMP = '{}': must be a folder that can be written: {}", folder, std::strerror(errno)));
+  }
+}
+
+}  // namespace
+
 DeviceChoice choose_device(const std::string& wish) {
+  check_environment();
   const auto check_name = [](const std::string& from, const std::string& name) {
     if (name != "auto" && name != "cpu" && name != "cuda") {
       throw Error(fmt::format("{} = '{}': must be auto, cpu or cuda", from, name));

@@ -2,11 +2,13 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -36,11 +38,12 @@ fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.
 /// A file of its own beside `path`: not one that was there, nor what a link there points to.
 Descriptor create_temporary(const std::string& path, std::string& temporary) {
   for (std::int64_t number = ::getpid();; ++number) {
-    const auto name = fmt::format("{}{}.{}{}", kPrefix, fs::path(path).filename().string(), number, kSuffix);
+    const auto stem = fs::path(path).filename().string().substr(0, 200);  // names end at 255 bytes
+    const auto name = fmt::format("{}{}.{}{}", kPrefix, stem, number, kSuffix);
     temporary = (folder_of(path) / name).string();
-    Descriptor file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
+    Descriptor file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666));
     if (file.get() >= 0) return file;
-    if (errno != EEXIST) throw_errno(temporary, "cannot write");
+    if (errno != EEXIST) throw_errno(path, "cannot write");
   }
 }
 
@@ -78,6 +81,8 @@ void replace_file(const std::string& path, const std::vector<Bytes>& parts) {
   const Descriptor file = create_temporary(path, temporary);
   try {
     for (const auto part : parts) write_all(file.get(), part, temporary);
+    struct stat former {};
+    if (::lstat(path.c_str(), &former) == 0 && S_ISREG(former.st_mode)) ::fchmod(file.get(), former.st_mode & 0777);
     if (::fsync(file.get()) != 0) throw_errno(temporary, "cannot write");
     if (::rename(temporary.c_str(), path.c_str()) != 0) throw_errno(path, "cannot be replaced");
   } catch (...) {
@@ -88,6 +93,34 @@ void replace_file(const std::string& path, const std::vector<Bytes>& parts) {
 }
 
 void replace_file(const std::string& path, const std::string& text) { replace_file(path, {bytes_of(text)}); }
+
+OutputFile::OutputFile(const std::string& path) : path_(path) {
+  struct stat info {};
+  const bool there = ::stat(path.c_str(), &info) == 0;
+  if (!there && errno != ENOENT) throw_errno(path, "cannot write");
+  if (there && S_ISDIR(info.st_mode)) throw Error(fmt::format("{}: cannot write: a folder", path));
+  std::error_code error;
+  if (there && S_ISREG(info.st_mode)) {
+    if (::access(path.c_str(), W_OK) != 0) throw_errno(path, "cannot write");
+    path_ = fs::canonical(path, error).string();
+  } else if (there || fs::is_symlink(fs::symlink_status(path, error))) {
+    direct_ = Descriptor(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
+    if (direct_.get() < 0) throw_errno(path, "cannot write");
+    return;
+  }
+  if (fs::path(path_).filename().string().size() > NAME_MAX) {
+    errno = ENAMETOOLONG;
+    throw_errno(path, "cannot write");
+  }
+  std::string temporary;
+  create_temporary(path_, temporary);
+  ::unlink(temporary.c_str());
+}
+
+void OutputFile::write(const std::string& text) const {
+  if (direct_.get() < 0) return replace_file(path_, text);
+  write_all(direct_.get(), bytes_of(text), path_);
+}
 
 bool is_temporary(const std::string& name) {
   if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix) || name.size() < kPrefix.size() + kSuffix.size()) {

@@ -40,6 +40,20 @@ using Bytes = std::span<const std::byte>;
 void replace_file(const std::string& path, const std::vector<Bytes>& parts);
 void replace_file(const std::string& path, const std::string& text);
 
+/// A file that the user named for results. A regular one is replaced with its permissions kept, also through a link; a
+/// FIFO or a device is written to.
+class OutputFile {
+ public:
+  /// Throws as throw_errno() does when `path` cannot be written; waits for the reader of a FIFO. Changes nothing there.
+  explicit OutputFile(const std::string& path);
+  /// Throws as throw_errno() does.
+  void write(const std::string& text) const;
+
+ private:
+  std::string path_;
+  Descriptor direct_{-1};  // of what is not replaced
+};
+
 /// Is `name` that of a file that replace_file() leaves when the process ends within it?
 bool is_temporary(const std::string& name);
 

@@ -1,10 +1,15 @@
 """Help and refusals common to all subcommands."""
 
+import json
+import os
 import re
+import signal
+import stat
+import subprocess
 
 import pytest
 
-from conftest import nsa, refused
+from conftest import PROGRAM, nsa, refused
 
 
 def subcommands():
@@ -37,3 +42,130 @@ def test_version():
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
 def test_a_subcommand_is_needed(arguments):
     refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "--out", "x", "--steps", 2**64], f"must be an integer {-(2**63)} ... {2**63 - 1}"),
+        (["train", "--out", "x", "--steps", "9" * 40], "must be an integer"),
+        (["train", "--out", "x", "--seed", -1], f"must be an integer 0 ... {2**64 - 1}"),
+        (["train", "--out", "x", "--seed", 2**64], "must be an integer"),
+        (["train", "--out", "x", "--lr", "nan"], "must be a finite number"),
+        (["train", "--out", "x", "--rope-theta", "inf"], "must be a finite number"),
+        (["train", "--out", "x", "--accumulate", 2**40], "accumulate"),
+        (["generate", "x", "--seed", -1], "must be an integer"),
+        (["generate", "x", "--temperature", "inf"], "must be a finite number"),
+        (["needle", "x", "--depths", "0.5,nan"], "must be a finite number"),
+        (["needle", "x", "--lengths", 2**40], "--lengths"),
+        (["bench", "--lengths", 2**40], "--lengths"),
+        (["bench", "--budget", "nan"], "must be a finite number"),
+        (["recall", "--lr", -1], "--lr"),
+        (["eval", "x", "--tokens", -1], "--tokens"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(arguments, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(*arguments)
+    assert expected in message and arguments[-2].lstrip("-") in message, message
+
+
+EVERY_SUBCOMMAND = [[], *([name] for name in subcommands())]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["info"], *([*name, "--help"] for name in EVERY_SUBCOMMAND)])
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
+def test_output_that_is_lost_is_an_error(arguments, redirection):
+    command = " ".join([str(PROGRAM), *arguments])
+    done = subprocess.run(["sh", "-c", f"{command} {redirection}"], stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith(b"nsa: standard output: cannot write"), done
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_results_that_are_lost_are_an_error(trained):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [PROGRAM, "generate", trained["nsa"], "--tokens", "3"], stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == 1 and b"nsa: standard output: cannot write" in done.stderr, done
+    done = nsa("generate", trained["nsa"], "--tokens", 3, "--json", "/dev/full", code=1)
+    assert "/dev/full: cannot write: No space left" in done.text
+
+
+def generate(trained, json_path, **keywords):
+    return nsa("generate", trained["nsa"], "--tokens", 3, "--json", json_path, **keywords)
+
+
+def test_json_goes_to_standard_output_by_a_dash(trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = generate(trained, "-").stdout.decode(errors="replace").splitlines()
+    assert json.loads(lines[-1])["kind"] == "nsa-generate" and not os.listdir(tmp_path)
+
+
+def test_json_replaces_regular_files_alone(trained, tmp_path):
+    target, link = tmp_path / "out.json", tmp_path / "link.json"
+    target.write_text("before")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    generate(trained, link)
+    assert link.is_symlink() and json.loads(target.read_text())["kind"] == "nsa-generate"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    generate(trained, "/dev/null")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    dangling = tmp_path / "dangling.json"
+    dangling.symlink_to(tmp_path / "new.json")
+    generate(trained, dangling)
+    assert dangling.is_symlink() and json.loads((tmp_path / "new.json").read_text())["kind"] == "nsa-generate"
+    assert sorted(os.listdir(tmp_path)) == ["dangling.json", "link.json", "new.json", "out.json"]
+
+
+def test_json_is_written_to_a_fifo(trained, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = subprocess.Popen(["cat", fifo], stdout=subprocess.PIPE)
+    generate(trained, fifo)
+    assert json.loads(reader.communicate(timeout=60)[0])["kind"] == "nsa-generate"
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "needle", "inspect", "bench", "recall"])
+def test_json_is_checked_before_the_work(command, tmp_path):
+    arguments = [] if command in ("bench", "recall") else ["no-checkpoint"]
+    for path in (tmp_path, tmp_path / "nowhere" / "out.json", tmp_path / ("x" * 300)):
+        assert f"--json {path}: cannot write" in refused(command, *arguments, "--json", path)
+
+
+def test_names_that_are_not_utf8(trained, tmp_path):
+    name = os.fsencode(tmp_path) + b"/r\xff\x1b"
+    os.symlink(trained["nsa"], name)
+    done = subprocess.run([PROGRAM, "generate", name, "--tokens", "1", "--json", "-"], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "r\ufffd\x1b" in json.loads(done.stdout.splitlines()[-1])["checkpoint"]
+    done = subprocess.run([PROGRAM, "generate", name + b"\n-"], capture_output=True, timeout=60)
+    assert done.returncode == 2 and b"\\x1b\\x0a" in done.stderr and done.stderr.count(b"\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["{}", "--prompt-file", "/"], ["x" * 300], ["{}", "--prompt-file", "x" * 300]])
+def test_files_that_cannot_be_read(trained, arguments):
+    message = refused("generate", *(word.format(trained["nsa"]) for word in arguments))
+    assert arguments[-1] in message and "internal" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NSA_CPU_ISA", "sse9"), ("NSA_DUMP", "/no/such/folder"), ("NSA_BACKEND", "gpu")]
+)
+def test_environment(trained, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert f"{name} = '{value}'" in refused("generate", trained["nsa"])
+
+
+def test_generate_says_that_it_was_interrupted(trained):
+    done = subprocess.Popen(
+        [PROGRAM, "generate", trained["nsa"], "--tokens", str(10**6), "--ignore-end"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert done.stdout.read(3)
+    done.send_signal(signal.SIGINT)
+    done.communicate(timeout=60)
+    assert done.returncode == 128 + signal.SIGINT

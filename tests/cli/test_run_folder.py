@@ -225,8 +225,8 @@ def test_changes_are_checked(run, change, expected):
 
 @pytest.mark.parametrize("option", [["--rope-theta", "inf"], ["--norm-eps", "inf"], ["--rope-theta", "nan"]])
 def test_what_config_json_cannot_hold_is_refused(tmp_path, corpus, option):
-    name = option[0][2:].replace("-", "_")
-    assert f"{name} = {option[1]}" in refused("train", "--out", tmp_path / "run", "--data", corpus, *TINY, *option)
+    message = refused("train", "--out", tmp_path / "run", "--data", corpus, *TINY, *option)
+    assert f"{option[0]}: {option[1]}: must be a finite number" in message
 
 
 @pytest.mark.parametrize("threads", [100000, -1, 2**32])
