@@ -3,7 +3,7 @@
 
 Moves, renames and splits of CUDA sources must not change a kernel. Each is compared instruction by instruction, by the
 name of its function and the types it was made for, whatever file and namespace it lies in. Ends with 1 and names them
-where kernels differ or only one build has them. Needs cuobjdump (of the CUDA toolkit, or nvidia-cuda-cuobjdump of PyPI).
+where kernels differ or only one build has them. Needs cuobjdump: the CUDA toolkit's or PyPI's nvidia-cuda-cuobjdump.
 """
 
 import collections

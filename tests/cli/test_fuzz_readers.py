@@ -180,15 +180,17 @@ def test_damaged_dumps_are_refused(dumps, tmp_path, operation):
     for name in ["q", "v_slc", "gates", "cache.k_c" if operation in ("prefill", "decode") else "k_cmp"]:
         for rank in (0, 1, 2, 5, 6, 9, 40, 1000):
             shape = [1] * rank
-            message = refused("debug", "compare", damaged(dump, path, lambda h: h[name].update(shape=shape)))
+            message = refused("debug", "compare", damaged(dump, path, lambda h, n=name, s=shape: h[n].update(shape=s)))
             assert name in message and len(message) < 500, message
-        message = refused("debug", "compare", damaged(dump, path, lambda h: h.pop(name)))
+        message = refused("debug", "compare", damaged(dump, path, lambda h, n=name: h.pop(n)))
         assert name in message
     for field, value in [("kernel_stride", "0"), ("kernel_stride", "-4"), ("topk", "-1"), ("topk", "2147483647"),
                          ("topk", str(2**70)), ("kernel_size", "0"), ("block_size", "-16"), ("window_size", "0"),
                          ("window_size", "x"), ("kernel_size", None)]:  # fmt: skip
-        def change(header):
-            header["__metadata__"].pop(field) if value is None else header["__metadata__"].update({field: value})
+
+        def change(header, field=field, value=value):
+            scalars = header["__metadata__"]
+            scalars.pop(field) if value is None else scalars.update({field: value})
 
         message = refused("debug", "compare", damaged(dump, path, change))
         assert field in message or "output 'indices'" in message, message
