@@ -18,6 +18,7 @@
 #include "cli/exit.h"
 #include "cli/numbers.h"
 #include "lm/error.h"
+#include "lm/files.h"
 #include "nsa/backend.h"
 
 namespace nsa::cli {
@@ -64,7 +65,7 @@ int run(CLI::App& app, int argc, char** argv) {
     return 1;
   } catch (const std::filesystem::filesystem_error& error) {
     complain(fmt::format("{}: {}", error.path1().string(), error.code().message()));
-    return error.code() == std::errc::io_error ? 1 : 2;
+    return lm::is_users_fault(error.code().value()) ? 2 : 1;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "nsa: out of memory\n");
     return 1;

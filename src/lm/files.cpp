@@ -56,10 +56,13 @@ Descriptor::~Descriptor() {
 void throw_errno(const std::string& path, const char* what) {
   const int error = errno;
   const std::string message = fmt::format("{}: {}: {}", path, what, std::strerror(error));
-  for (const int fault : {ENOENT, ENOTDIR, EISDIR, EEXIST, EACCES, EPERM, EROFS, ENAMETOOLONG, ELOOP, EINVAL}) {
-    if (error == fault) throw Error(message);
-  }
+  if (is_users_fault(error)) throw Error(message);
   throw Failure(message);
+}
+
+bool is_users_fault(int error) {
+  const auto faults = {ENOENT, ENOTDIR, EISDIR, EEXIST, EACCES, EPERM, EROFS, ENAMETOOLONG, ELOOP, EINVAL};
+  return std::find(faults.begin(), faults.end(), error) != faults.end();
 }
 
 std::string read_text(const std::string& path) {

@@ -26,7 +26,10 @@ class Descriptor {
   int fd_;
 };
 
-/// Throws what errno says of `path`: Error where a name or a permission is at fault, Failure where the machine is.
+/// Whether this errno blames a name or a permission, not the machine.
+bool is_users_fault(int error);
+
+/// Throws what errno says of `path`: Error where the user is at fault, Failure where the machine is.
 [[noreturn]] void throw_errno(const std::string& path, const char* what);
 
 /// A whole file. Throws as throw_errno() does.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -74,7 +75,10 @@ void find_files(const fs::path& root, const std::vector<std::string>& extensions
     const bool in_folder = std::distance(relative.begin(), relative.end()) > 1;
     found.push_back({it->path(), (root / (in_folder ? *relative.begin() : fs::path("."))).string(), relative.string()});
   }
-  if (error) throw Error(fmt::format("data {}: {}", root.string(), error.message()));
+  if (error) {
+    errno = error.value();
+    throw_errno("data " + root.string(), "cannot be read");
+  }
   std::sort(found.begin() + static_cast<std::ptrdiff_t>(first), found.end(),
             [](const auto& a, const auto& b) { return std::tie(a.group, a.name) < std::tie(b.group, b.name); });
 }
