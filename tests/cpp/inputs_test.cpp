@@ -87,24 +87,27 @@ TEST_P(Inputs, ScaleOfZero) {
   }
 }
 
-/// The other branches, and all of them, with the same scale.
-TEST_P(Inputs, ScaleOfZeroInEveryBranch) {
-  Case c = base();
-  c.softmax_scale = 0;
-  const Problem p(c);
-  NsaAttentionParams whole = p.whole();
-  whole.imposed_indices = p.indices;
-  run_both<SlidingWindowAttentionParams, SlidingWindowAttentionBackwardParams>(
-      p, p.window(), window_outputs(p), under_test.sliding_window_attention, reference::sliding_window_attention,
-      window_backward_outputs(p), under_test.sliding_window_attention_backward,
-      reference::sliding_window_attention_backward);
-  run_both<CompressedAttentionParams, CompressedAttentionBackwardParams>(
-      p, p.compressed(), compressed_outputs(p), under_test.compressed_attention, reference::compressed_attention,
-      compressed_backward_outputs(p), under_test.compressed_attention_backward,
-      reference::compressed_attention_backward);
-  run_both<NsaAttentionParams, NsaAttentionBackwardParams>(
-      p, whole, whole_outputs(p), under_test.nsa_attention, reference::nsa_attention, whole_backward_outputs(p),
-      under_test.nsa_attention_backward, reference::nsa_attention_backward);
+/// The other branches, and all of them, with a scale of zero and one that turns the order of keys round.
+TEST_P(Inputs, ScaleOfZeroOrLessInEveryBranch) {
+  for (const double scale : {0.0, -0.3}) {
+    Case c = base();
+    c.softmax_scale = scale;
+    const Problem p(c);
+    run_selected(p, p.indices);
+    NsaAttentionParams whole = p.whole();
+    whole.imposed_indices = p.indices;
+    run_both<SlidingWindowAttentionParams, SlidingWindowAttentionBackwardParams>(
+        p, p.window(), window_outputs(p), under_test.sliding_window_attention, reference::sliding_window_attention,
+        window_backward_outputs(p), under_test.sliding_window_attention_backward,
+        reference::sliding_window_attention_backward);
+    run_both<CompressedAttentionParams, CompressedAttentionBackwardParams>(
+        p, p.compressed(), compressed_outputs(p), under_test.compressed_attention, reference::compressed_attention,
+        compressed_backward_outputs(p), under_test.compressed_attention_backward,
+        reference::compressed_attention_backward);
+    run_both<NsaAttentionParams, NsaAttentionBackwardParams>(
+        p, whole, whole_outputs(p), under_test.nsa_attention, reference::nsa_attention, whole_backward_outputs(p),
+        under_test.nsa_attention_backward, reference::nsa_attention_backward);
+  }
 }
 
 TEST_P(Inputs, NoIndices) {
