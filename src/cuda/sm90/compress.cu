@@ -481,8 +481,13 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
            : hidden <= 256 ? run<T, D, 128, true, kBackward>(work, stream)
            : hidden <= 384 ? run<T, D, 192, true, kBackward>(work, stream)
                            : run<T, D, 256, true, kBackward>(work, stream);
-  return hidden <= 128 ? run<T, D, 128, false, kBackward>(work, stream)
-                       : run<T, D, 256, false, kBackward>(work, stream);
+  if constexpr (kBackward &&
+                CompressWork::wide_hidden(D) <= 128) {  // the backward has no linear layer of D columns here
+    return run<T, D, 128, false, true>(work, stream);
+  } else {
+    return hidden <= 128 ? run<T, D, 128, false, kBackward>(work, stream)
+                         : run<T, D, 256, false, kBackward>(work, stream);
+  }
 }
 
 template <class T>
