@@ -481,8 +481,8 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
            : hidden <= 256 ? run<T, D, 128, true, kBackward>(work, stream)
            : hidden <= 384 ? run<T, D, 192, true, kBackward>(work, stream)
                            : run<T, D, 256, true, kBackward>(work, stream);
-  if constexpr (kBackward &&
-                CompressWork::wide_hidden(D) <= 128) {  // the backward has no linear layer of D columns here
+  // The backward has no linear layer of D columns.
+  if constexpr (kBackward && CompressWork::wide_hidden(D) <= 128) {
     return run<T, D, 128, false, true>(work, stream);
   } else {
     return hidden <= 128 ? run<T, D, 128, false, kBackward>(work, stream)
