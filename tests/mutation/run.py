@@ -55,13 +55,13 @@ FAULTS = [
         KERNELS + "select.cpp",
         """  for (std::int64_t i = begin; i < end; i += kWidth) {
     Vec sum{};
-    for (std::int64_t b = 0; b < per_key; ++b) sum += load(sums + i - b);
+    for (std::int64_t b = 0; b < per_key_; ++b) sum += load(sums + i - b);
     store(strides + i - begin, sum);
   }
 """,
         """  for (std::int64_t i = begin; i < end; ++i) {
     strides[i - begin] = sums[i];
-    for (std::int64_t b = 1; b < per_key && i % per_block == 0; ++b) strides[i - begin] += sums[i - b];
+    for (std::int64_t b = 1; b < per_key_ && i % per_block == 0; ++b) strides[i - begin] += sums[i - b];
   }
 """,
     ),
