@@ -38,16 +38,23 @@ template <int Dk, int Dv>
 struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
   using Base = KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>>;
   static constexpr int kPart = 16;  // floats that a thread passes to the other warpgroup at a time
-  static constexpr int kItem = Base::kBytes, kSums = (kItem + 3 * 8 + 15) / 16 * 16;
+  static constexpr int kItem = Base::kBytes, kSums = (kItem + 7 * 8 + 15) / 16 * 16;
   static constexpr int kBytes = kSums + 2 * kPart * 128 * 4;
 
   __device__ std::uint32_t item_full() const { return this->base + kItem; }
   __device__ std::uint32_t item_empty() const { return item_full() + 8; }
+  /// Of the part of its sums that a warpgroup gives to the other one: it is there, it has been read.
+  __device__ std::uint32_t sums_full(int warpgroup) const { return item_full() + 24 + warpgroup * 16; }
+  __device__ std::uint32_t sums_free(int warpgroup) const { return sums_full(warpgroup) + 8; }
   /// The number of the next item; negative: there is none.
   __device__ static volatile int& item(char* memory) { return *reinterpret_cast<int*>(memory + kItem + 16); }
   /// `row_writers`: arrivals for Q at a stage, and as many for dO.
   __device__ void init(int row_writers) const {
     barrier_init(item_full(), 1);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(sums_full(i), 128);
+      barrier_init(sums_free(i), 128);
+    }
     barrier_init(item_empty(), (8 + 3) * 32);
     Base::init(2 * row_writers + 32 + 32, 128);
   }
@@ -250,25 +257,30 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
 }
 
 /// Adds to `kept` what the other warpgroup gives, and gives it `given`, part by part through shared memory. The order
-/// of the two summands does not change the sum.
-template <int kPart, int kKept, int kGiven>
-__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven], float4* shared,
-                                              int warpgroup) {
-  static_assert(kKept % kPart == 0 && kGiven % kPart == 0);
-  float4* from = shared + threadIdx.x % 128 + (warpgroup ^ 1) * (kPart / 4 * 128);
-  float4* to = shared + threadIdx.x % 128 + warpgroup * (kPart / 4 * 128);
+/// of the two summands does not change the sum. An even number of parts: the barriers end as they began.
+template <int Dk, int Dv, int kKept, int kGiven>
+__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven],
+                                              const Memory<Dk, Dv>& memory, char* dynamic, int warpgroup) {
+  constexpr int kPart = Memory<Dk, Dv>::kPart, kMost = std::max(kKept, kGiven);
+  static_assert(kKept % kPart == 0 && kGiven % kPart == 0 && kMost / kPart % 2 == 0);
+  auto* shared = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums) + threadIdx.x % 128;
+  float4* from = shared + (warpgroup ^ 1) * (kPart / 4 * 128);
+  float4* to = shared + warpgroup * (kPart / 4 * 128);
 #pragma unroll
-  for (int first = 0; first < std::max(kKept, kGiven); first += kPart) {
+  for (int first = 0; first < kMost; first += kPart) {
+    const std::uint32_t parity = first / kPart & 1;
+    wait_together(memory.sums_free(warpgroup), parity ^ 1);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kGiven; i += 4)
       to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
-    named_sync(3, 256);
+    arrive(memory.sums_full(warpgroup));
+    wait_together(memory.sums_full(warpgroup ^ 1), parity);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kKept; i += 4) {
       const float4 x = from[(i - first) / 4 * 128];
       kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
     }
-    named_sync(3, 256);
+    arrive(memory.sums_free(warpgroup ^ 1));
   }
 }
 
@@ -325,18 +337,17 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     if (lane == 0) arrive(memory.keys_empty());
 
     // The first warpgroup stores dK, the second one dV.
-    auto* shared = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums);
     const int keys = item.keys, slot = item.slot;
     float* partial = branch.partials + static_cast<std::int64_t>(slot) * 64 * (Dk + Dv);
     if (warpgroup == 0) {
-      exchange_sums<Memory<Dk, Dv>::kPart>(gradients.dk, gradients.dv, shared, 0);
+      exchange_sums(gradients.dk, gradients.dv, memory, dynamic, 0);
       if (slot >= 0) {
         gradients.store_partial_dk(partial, keys);
       } else {
         gradients.store_dk(branch, item.batch, item.key_row, item.kv_head, keys);
       }
     } else {
-      exchange_sums<Memory<Dk, Dv>::kPart>(gradients.dv, gradients.dk, shared, 1);
+      exchange_sums(gradients.dv, gradients.dk, memory, dynamic, 1);
       if (slot >= 0) {
         gradients.store_partial_dv(partial, keys);
       } else {
