@@ -5,7 +5,8 @@
 #   bench/loss_curves.sh [options of nsa train for every run, e.g. --data /usr/lib/python3.12 --context 32768]
 #   MINUTES=20      MODELS="nsa full full-equal-parameters"      CONTEXTS="8192 32768"      NSA=path of the program
 #   STEPS=40        steps of a measurement of speed, fewer of more than 32768 tokens       SPEED="nsa full": without the third
-#   OUT=build/loss_curves   runs and report    RESULTS=docs/results   NAME=loss_curves: NAME.json, NAME.png, NAME_speed.png
+#   OUT=build/loss_curves   runs and report    NAME=loss_curves   RESULTS=bench/results: NAME.json
+#   IMAGES=docs/images      NAME.png and NAME_speed.png (no second _speed where NAME ends so)
 # What an earlier call left in OUT joins the results, so that a limit of time can be met in several calls: MODELS are those
 # to train now, CONTEXTS those to measure now; either may be empty.
 #   GPUS="0 1"      default: those of CUDA_VISIBLE_DEVICES, or all
@@ -13,7 +14,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 nsa=${NSA:-build/bin/nsa}
 out=${OUT:-build/loss_curves}
-results=${RESULTS:-docs/results}
+results=${RESULTS:-bench/results}
+images=${IMAGES:-docs/images}
 name=${NAME:-loss_curves}
 all=(nsa full full-equal-parameters)
 read -ra compared <<<"${SPEED-${all[*]}}"
@@ -25,7 +27,7 @@ minutes=${MINUTES:-20}
 export COMMAND="bench/loss_curves.sh $*"
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || true)}
 export COMMIT
-mkdir -p "$out" "$results"
+mkdir -p "$out" "$results" "$images"
 
 train() {  # model, folder, options...
   local options=(--attention "${1%%-*}")
@@ -72,12 +74,12 @@ for model in "${all[@]}"; do
 done
 if ((${#trained[@]})); then
   python3 -m nsa.report "${trained[@]/#/$out/}" --out "$out/report"
-  cp "$out/report/loss.png" "$results/$name.png"
+  cp "$out/report/loss.png" "$images/$name.png"
 fi
 measured=("$out"/speed/*/*)
 if [[ -e ${measured[0]} ]]; then
   python3 -m nsa.report "${measured[@]}" --out "$out/report" --only speed_over_context
-  cp "$out/report/speed_over_context.png" "$results/${name}_speed.png" || true  # one context makes no picture
+  cp "$out/report/speed_over_context.png" "$images/${name%_speed}_speed.png" || true  # one context makes no picture
 fi
 python3 - "$out" "$results/$name.json" "${trained[@]}" <<'PY'
 import json, os, statistics, subprocess, sys, time

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Public implementations of Native Sparse Attention beside this one: one GPU, one problem, one run.
 
-    python bench/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json docs/results/peers.json
+    python bench/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json bench/results/peers.json
 
 The folders hold github.com/XunhaoLai/native-sparse-attention-triton and
 github.com/mdy666/Scalable-Flash-Native-Sparse-Attention; what is not there or does not load is skipped. Packages that

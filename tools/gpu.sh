@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine without network: torch, nvcc and cmake are there, what else is missing comes
-# from `make bundle` (bundle/). What each stage found goes to $RESULTS (default docs/results/gpu.json), beside what it says
+# from `make bundle` (bundle/). What each stage found goes to $RESULTS (default bench/results/gpu.json), beside what it says
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench}
 logs=build-gpu/results
-results=${RESULTS:-docs/results/gpu.json}
+results=${RESULTS:-bench/results/gpu.json}
 mkdir -p "$logs" "$(dirname "$results")"
 export PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$PWD/python OMP_WAIT_POLICY=passive
 export NSA_PROGRAM=$PWD/build-gpu/bin/nsa

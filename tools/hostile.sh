@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The long form of what `make test` tries in part: every fault of every call that touches files, limits on memory one by
-# one, every allocation of every operator that fails. Goes on after a failure; docs/reliability.md says what it covers.
+# one, every allocation of every operator that fails. Goes on after a failure; docs/guide/reliability.md says what it covers.
 set -u
 cd "$(dirname "$0")/.."
 export NSA_HOSTILE=1 OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

@@ -1,9 +1,9 @@
-"""The examples in docs/python.md run, one after the other in one session."""
+"""The examples in docs/guide/python.md run, one after the other in one session."""
 
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs" / "python.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guide" / "python.md"
 
 
 def test_examples_run():
