@@ -1,14 +1,17 @@
-"""The examples in docs/guide/python.md run, one after the other in one session."""
+"""The examples in the README and in docs/guide/python.md run, those of a page one after the other in one session."""
 
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs" / "guide" / "python.md"
+import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_examples_run():
-    examples = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 5
+@pytest.mark.parametrize("page, count", [("README.md", 1), ("docs/guide/python.md", 5)])
+def test_examples_run(page, count):
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == count
     session: dict = {}
     for example in examples:
-        exec(compile(example, str(DOCS), "exec"), session)
+        exec(compile(example, page, "exec"), session)

@@ -83,8 +83,11 @@ def gpu_bench():
         results.append(
             {
                 **{"op": op, "variant": variant, "part_of": part_of, "length": length, "seconds": 1e-3 * ms},
-                **{"gflop": 500 * ms, "bytes": int(1e9 * ms), "share": 0.625, "extrapolated": extrapolated},
-                **{"peer": "somebody" if peer else None, "peer_s": 2e-3 * ms if peer else None},
+                **{
+                    "extrapolated": extrapolated,
+                    "peer": "somebody" if peer else None,
+                    "peer_s": 2e-3 * ms if peer else None,
+                },
             }
         )
 
@@ -99,9 +102,7 @@ def gpu_bench():
     settings = {"dtype": "bfloat16", "num_heads": 64, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}
     return {
         **{"kind": "nsa-bench", "results": results, "crossover": {"forward": {"dense": 4000.4, "plain": 1024}}},
-        **{"settings": {**settings, "phi": "mean", "selection": "random"}, "command": "nsa bench --device cuda"},
-        **{"machine": {"gpu": "a GPU, compute capability 9.0, 1 MiB", "driver": "1.2"}, "date": "today"},
-        **{"commit": "abcdef", "rates": {"gflops": 8e5, "bytes_per_s": 4e12}},
+        **{"settings": {**settings, "phi": "mean"}, "machine": {"gpu": "a GPU, compute capability 9.0, 1 MiB"}},
     }
 
 
@@ -236,39 +237,6 @@ def test_a_gpu_has_its_own_picture(gpu_result, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(alone / "cuda_time.png")
 
 
-def test_tables_between_the_marks(gpu_result, tmp_path):
-    file = tmp_path / "README.md"
-    file.write_text("before\n<!-- figures of nsa bench -->\nold\n<!-- end of figures -->\nafter\n")
-    for _ in range(2):  # the second time changes nothing
-        assert main([str(gpu_result), "--only", "cuda_time", "--out", str(tmp_path), "--tables", str(file)]) == 0
-        text = file.read_text()
-        assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n") and "old" not in text
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
-        assert all(len(row) in (6, 9) for row in rows) and len(rows) == 2 + 8 + 2 + 5 + 2 + 12
-        whole = {(row[0], row[1]): row[2:] for row in rows if len(row) == 9}
-        assert whole["forward", "4096"] == ["16.38", "16.38", "16.78", "33.55", "32.77 (somebody)", "1.02", "2.00"]
-        assert whole["forward", "65536"] == ["262", "262", "", "", "", "", ""]
-        assert ["compress backward", "65.54", "32.77", "65.54", "62%", ""] in rows
-        assert "a GPU, driver 1.2, today, commit abcdef" in text and "given random blocks" in text
-        assert "Forward, NSA is faster than torch's dense attention from 4000 tokens on (interpolated)." in text
-        assert "Forward and backward, NSA is faster than torch's dense attention at no measured length." in text
-        assert "800 TFLOP/s" in text
-
-
-def test_tables_are_refused(gpu_result, runs, tmp_path, capsys):
-    file = tmp_path / "no_marks.md"
-    file.write_text("text\n")
-    cpu, out = str(runs / "nsa" / "bench.json"), str(tmp_path / "out")
-    for source, target, message in (
-        (str(gpu_result), str(file), "no_marks.md: no lines"),
-        (str(gpu_result), str(tmp_path / "nowhere.md"), "No such file"),
-        (cpu, str(file), "no result of nsa bench on a GPU"),
-    ):
-        assert main([source, "--out", out, "--tables", target]) == 2
-        assert message in capsys.readouterr().err
-    assert file.read_text() == "text\n"
-
-
 def test_the_other_runs_are_drawn(runs, capsys, coarse):
     """What is damaged is named in a line of its own and left out; the exit code says so."""
     metrics = (runs / "nsa" / "metrics.jsonl").read_text().splitlines()
@@ -398,8 +366,7 @@ def test_damaged_files(tmp_path, capsys, coarse):
     pictures = {"bench": ["attention_time"], "gpu": ["cuda_time"], "needle": ["needle"], "recall": ["recall"]}
     pictures |= {"inspect": ["selection_map", "gates"], "config": ["loss"], "metrics": [*("loss", "loss_by_position")]}
     pictures["metrics"] += ["speed", "selection_health"]
-    tables, refused, drawn = tmp_path / "tables.md", 0, 0
-    tables.write_text("<!-- figures of nsa bench -->\n<!-- end of figures -->\n")
+    refused = drawn = 0
     for _ in range(400):
         file = rng.choice(files)
         whole = file.read_text()
@@ -415,8 +382,6 @@ def test_damaged_files(tmp_path, capsys, coarse):
         elif drawn < 15:
             drawn += 1
             arguments = [str(path), "--out", str(tmp_path / "out"), "--only", rng.choice(pictures[file.stem])]
-            if any("gpu" in bench["machine"] for bench in sources.of("bench")):
-                arguments += ["--tables", str(tables)]
             assert main(arguments) == 0
         file.write_text(whole)
     assert refused > 200 and drawn == 15

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .sources import ReportError, read_sources
+from .sources import read_sources
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,12 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
     parser.add_argument("--only", metavar="NAME", help="this picture alone, without the page")
-    parser.add_argument(
-        "--tables",
-        type=Path,
-        metavar="FILE",
-        help="put the tables of nsa bench on a GPU between the marks in this Markdown file",
-    )
     options = parser.parse_args(arguments)
     sources = read_sources(options.paths)
     for line in sources.left_out:
@@ -91,8 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
     if options.only and options.only not in {name for name, *_ in sections}:
         parser.error(f"--only {options.only}: must be one of {', '.join(name for name, *_ in sections)}")
     try:
-        if options.tables:
-            gpu.write_tables(sources, options.tables)
         options.out.mkdir(parents=True, exist_ok=True)
         pictures = []
         for name, draw, title, text in sections:
@@ -110,9 +102,6 @@ def main(arguments: list[str] | None = None) -> int:
             page = options.out / "report.html"
             write_page(page, sources, pictures)
             print(f"{page}: {len(pictures)} pictures of {len(sources.runs)} runs")
-    except ReportError as error:
-        _complain(str(error))
-        return 2
     except OSError as error:
         _complain(str(error))
         return 1

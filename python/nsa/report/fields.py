@@ -141,24 +141,15 @@ _cpu_bench = record(
 )
 _gpu_bench = record(
     {
-        "settings": record({**_SETTINGS, "v_head_dim": whole(1), "phi": _text, "selection": _text}),
-        "machine": record({"gpu": _text, "driver": _text}),
+        "settings": record({**_SETTINGS, "v_head_dim": whole(1), "phi": _text}),
+        "machine": record({"gpu": _text}),
         "results": items(
             record(
-                {**_POINT, "seconds": positive, "gflop": number, "bytes": number},
-                {
-                    "part_of": _text,
-                    "share": nullable(number),
-                    "peer": nullable(_text),
-                    "peer_s": nullable(positive),
-                },
+                {**_POINT, "seconds": positive},
+                {"part_of": _text, "peer": nullable(_text), "peer_s": nullable(positive)},
             ),
             most=10000,
         ),
-        "rates": record(dict.fromkeys(("gflops", "bytes_per_s"), nullable(number))),
-        "command": _path,
-        "date": _text,
-        "commit": nullable(_text),
     },
     {"crossover": _crossover},
 )

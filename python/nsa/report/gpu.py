@@ -1,22 +1,17 @@
-"""Figures of `nsa bench` on a GPU: the picture of time over length with NSA's stages, and tables in Markdown."""
+"""The picture of `nsa bench` on a GPU: time over length with NSA's stages."""
 
 from __future__ import annotations
 
-import re
-import textwrap
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .fields import ReportError
 from .sources import Sources, shown
 from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis
 
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
 _DENSE = {"cudnn": "dense attention, cuDNN", "flash2": "dense attention, FlashAttention-2"}
-_MARKS = "<!-- figures of nsa bench -->", "<!-- end of figures -->"
 
 # In the order in which they run, with the branch they are coloured by and how strongly.
 _STAGES = {
@@ -130,111 +125,3 @@ def _draw_pass(ax: Axes, bench: Measured, pass_name: str) -> None:
     ax.set(yscale="log", ylim=(smallest / 20, None), xlabel="sequence length (tokens)", ylabel="time of one call (ms)")
     ax.set_title(PASSES[pass_name].capitalize())
     ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
-
-
-# ------------------------------------------------------------------------------------------------------------- Markdown
-
-
-def write_tables(sources: Sources, file: Path) -> None:
-    """Puts the tables between the marks in `file`.
-
-    Raises:
-        ReportError: no such file, no marks in it, or no benchmark of a GPU among the sources.
-    """
-    benches = [Measured(bench) for bench in sources.of("bench") if is_gpu(bench)]
-    if not benches:
-        raise ReportError("no result of nsa bench on a GPU was given")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{file}: {error}") from error
-    begin, end = map(re.escape, _MARKS)
-    tables = "\n\n".join(_tables(bench) for bench in benches)
-    new, count = re.subn(f"(?s){begin}.*{end}", lambda _: f"{_MARKS[0]}\n{tables}\n{_MARKS[1]}", text)
-    if count != 1:
-        raise ReportError(f"{file}: no lines '{_MARKS[0]}' and '{_MARKS[1]}'")
-    file.write_text(new, encoding="utf-8")
-
-
-def _tables(bench: Measured) -> str:
-    parts = [_about(bench), _whole_table(bench), _crossovers(bench)]
-    measured = [name for name in PASSES if bench.stages(name) and bench.times(name, bench.phi)]
-    parts += [_stage_table(bench, pass_name) for pass_name in measured]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _about(bench: Measured) -> str:
-    given = bench.settings["selection"]
-    attends = "the blocks it chooses" if given == "own" else f"given {given} blocks, while its own choice still runs"
-    machine, rates = bench.machine, bench.bench["rates"]
-    text = (
-        f"{bench.gpu}, driver {machine['driver']}, {bench.bench['date']}, commit {bench.bench['commit']}: "
-        f"{bench.problem()}, defaults; medians in ms, the second-level cache flushed before each call. "
-        f"NSA is everything (compress included) and attends to {attends}; dense is torch's; the other NSA is the "
-        f"fastest of the public implementations in `bench/peers.py`."
-    )
-    if rates["gflops"] and rates["bytes_per_s"]:
-        text += (
-            f" Limits: {rates['gflops'] / 1e3:.0f} TFLOP/s (product of large matrices), "
-            f"{rates['bytes_per_s'] / 1e12:.2f} TB/s (copy), both measured."
-        )
-    return f"{textwrap.fill(text, width=120)}\n\n    {bench.bench['command']}"
-
-
-def _whole_table(bench: Measured) -> str:
-    phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
-    lines = [["", "length", *(f"NSA, φ = {phi}" for phi in phis), "cuDNN", "FlashAttention-2", "other NSA"]]
-    lines[0] += ["cuDNN / NSA", "other / NSA"]
-    for pass_name, title in PASSES.items():
-        dense = {form: bench.times(f"dense_{pass_name}", form) for form in _DENSE}
-        peers = bench.peers(pass_name)
-        for length, nsa in bench.times(pass_name, bench.phi).items():
-            row = [title, str(length), *(_ms(bench.times(pass_name, phi).get(length)) for phi in phis)]
-            row += [_ms(dense[form].get(length)) for form in _DENSE]
-            peer = peers.get(length)
-            row += [f"{_ms(peer[0])} ({peer[1]})" if peer else ""]
-            row += [_ratio(dense["cudnn"].get(length), nsa), _ratio(peer and peer[0], nsa)]
-            lines.append(row)
-    return _markdown(lines)
-
-
-def _crossovers(bench: Measured) -> str:
-    sentences = []
-    for pass_name, title in PASSES.items():
-        lengths, crossover = sorted(bench.times(pass_name, bench.phi)), bench.crossover(pass_name)
-        if not lengths:
-            continue
-        if crossover is None:
-            where = "at no measured length"
-        elif crossover <= lengths[0]:
-            where = f"at every measured length, from {lengths[0]} tokens on"
-        else:
-            where = f"from {round(crossover, -2):.0f} tokens on (interpolated)"
-        sentences.append(f"{title.capitalize()}, NSA is faster than torch's dense attention {where}.")
-    return " ".join(sentences)
-
-
-def _stage_table(bench: Measured, pass_name: str) -> str:
-    """At 65536 tokens, or the longest."""
-    lengths = sorted(bench.times(pass_name, bench.phi))
-    length = 65536 if 65536 in lengths else lengths[-1]
-    lines = [[f"{PASSES[pass_name]}, {length} tokens", "ms", "TFLOP", "GB", "share of the limit", "other NSA"]]
-    stages = [(stage, by_length[length]) for stage, by_length in bench.stages(pass_name).items() if length in by_length]
-    for name, r in [*stages, ("**whole**", bench.results(pass_name, bench.phi)[length])]:
-        peer = f"{_ms(1e3 * r['peer_s'])} ({r['peer']})" if r.get("peer") else ""
-        work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
-        lines.append([name.replace("_", " "), _ms(1e3 * r["seconds"]), *work, peer])
-    return _markdown(lines)
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def _ratio(other: float | None, ours: float) -> str:
-    return f"{other / ours:.2f}" if other else ""
-
-
-def _markdown(lines: list[list[str]]) -> str:
-    rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([rows[0], "|" + "---|" * len(lines[0]), *rows[1:]])

@@ -1,0 +1,407 @@
+#!/usr/bin/env python3
+"""Writes docs/performance.md, and the table of ratios in README.md, from the files in bench/results.
+
+With --check it writes nothing; the exit code is 1 where a text is not what the files make. Every file there is read by
+this script, and names what was measured, where, when and by which command.
+"""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
+MARKS = "<!-- speed: written by tools/performance.py -->", "<!-- end of speed -->"
+INTRODUCTION = """\
+<!-- Written by tools/performance.py from bench/results. Do not edit. -->
+# Performance
+
+Every table names its GPU or CPU, its day, its commit and its command. What is counted and how it is timed stands in
+[measuring](guide/measuring.md), how to renew the tables too. Single experiments are in the [log](log).
+"""
+PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
+DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2"}
+
+
+def read(name):
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------------------------------- Markdown
+
+
+def fill(text):
+    return textwrap.fill(text, width=120, break_on_hyphens=False)
+
+
+def table(rows):
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def figure(value):
+    """A time in whatever unit the table has: three digits, more only before the point."""
+    return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def seconds(value):
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def pair(stage):
+    """Forward / backward of one implementation."""
+    return f"{figure(stage['forward'])} / {figure(stage['backward'])}" if stage else ""
+
+
+def ratio(other, ours):
+    return f"{other / ours:.2f}" if other and ours else ""
+
+
+def source(where, about, problem, unit):
+    """The lines above a table; `about` has date, commit and command."""
+    commit = f"commit {about['commit']}" if about.get("commit") else "commit not recorded"
+    text = fill(f"{where}, {about['date']}, {commit}: {problem}. {unit}")
+    return f"{text}\n\n    {about['command']}"
+
+
+def gpu_of(about):
+    return f"{about['gpu'].split(',')[0]}, driver {about['driver']}"
+
+
+# ------------------------------------------------------------------------------------------------------------ nsa bench
+
+
+class Bench:
+    """A result of `nsa bench`, by operation, variant and length."""
+
+    def __init__(self, name):
+        self.all = read(name)
+        self.settings, self.machine = self.all["settings"], self.all["machine"]
+        self.phi = self.settings["phi"]
+
+    def results(self, op, variant, part_of=""):
+        key = (op, variant, part_of)
+        return {
+            r["length"]: r
+            for r in self.all["results"]
+            if (r["op"], r["variant"], r.get("part_of", "")) == key and not r["extrapolated"]
+        }
+
+    def times(self, op, variant):
+        """Milliseconds by length."""
+        return {length: 1e3 * r["seconds"] for length, r in self.results(op, variant).items()}
+
+    def problem(self):
+        s = self.settings
+        dims = f"D = {s['head_dim']}" if s["head_dim"] == s["v_head_dim"] else f"{s['head_dim']}/{s['v_head_dim']}"
+        return f"B = 1, H = {s['num_heads']}, Hkv = {s['num_kv_heads']}, {dims}, {s['dtype']}"
+
+
+def crossovers(bench):
+    sentences = []
+    for pass_name, title in PASSES.items():
+        lengths = sorted(bench.times(pass_name, bench.phi))
+        found = (bench.all["crossover"].get(pass_name) or {}).get("dense")
+        if found is None:
+            where = "at no measured length"
+        elif found <= lengths[0]:
+            where = f"at every measured length, from {lengths[0]} tokens on"
+        else:
+            where = f"from {round(found, -2):.0f} tokens on (interpolated)"
+        sentences.append(f"{title.capitalize()}, NSA is faster than torch's dense attention {where}.")
+    return " ".join(sentences)
+
+
+def gpu_whole():
+    bench = Bench("bench_cuda.json")
+    given, rates = bench.settings["selection"], bench.all["rates"]
+    attends = (
+        "the blocks that it chooses" if given == "own" else f"given {given} blocks, while its own choice still runs"
+    )
+    yield "## The whole on a GPU, beside dense attention"
+    yield "![attention time over context length on a GPU, with the stages of NSA](images/cuda_time.png)"
+    unit = (
+        "Medians in ms, the second-level cache flushed before each call. NSA is everything, compression included, and "
+        f"attends to {attends}. Dense attention is torch's; the other NSA is the fastest public implementation of "
+        f"`bench/peers.py`. Limits, both measured: {rates['gflops'] / 1e3:.0f} TFLOP/s (product of large matrices), "
+        f"{rates['bytes_per_s'] / 1e12:.2f} TB/s (copy)."
+    )
+    about = {key: bench.all[key] for key in ("date", "commit", "command")}
+    yield source(gpu_of(bench.machine), about, f"{bench.problem()}, defaults", unit)
+    phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
+    rows = [
+        ["", "length", *(f"NSA, φ = {phi}" for phi in phis), *DENSE.values(), "other NSA", "cuDNN / NSA", "other / NSA"]
+    ]
+    for pass_name, title in PASSES.items():
+        dense = {form: bench.times(f"dense_{pass_name}", form) for form in DENSE}
+        for length, r in bench.results(pass_name, bench.phi).items():
+            nsa, peer = 1e3 * r["seconds"], 1e3 * r["peer_s"] if r.get("peer") else None
+            row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
+            row += [figure(dense[form].get(length)) for form in DENSE]
+            row += [f"{figure(peer)} ({r['peer']})" if peer else ""]
+            rows.append([*row, ratio(dense["cudnn"].get(length), nsa), ratio(peer, nsa)])
+    yield table(rows)
+    yield crossovers(bench)
+    yield "### Its stages"
+    for pass_name, title in PASSES.items():
+        length = 65536
+        rows = [[f"{title}, {length} tokens", "ms", "TFLOP", "GB", "share of the limit", "other NSA"]]
+        whole = bench.results(pass_name, bench.phi)[length]
+        stages = [r for r in bench.all["results"] if r.get("part_of") == pass_name and r["length"] == length]
+        stages = [r for r in stages if r["variant"] == bench.phi]
+        for r in [*stages, whole]:
+            peer = f"{figure(1e3 * r['peer_s'])} ({r['peer']})" if r.get("peer") else ""
+            name = "**whole**" if r is whole else r["op"].replace("_", " ")
+            work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
+            rows.append([name, figure(1e3 * r["seconds"]), *work, peer])
+        yield table(rows)
+
+
+def cpu_whole():
+    yield "## The whole on a CPU, beside dense attention"
+    yield "![attention time over context length on a CPU](images/attention_time.png)"
+    yield fill(
+        "Seconds, the best of several; everything included, compression by the mean. Dense is torch's "
+        "`scaled_dot_product_attention` with the same threads, the faster of expanded K/V and `enable_gqa`. Plain is "
+        "causal attention on our own kernels, so its ratio is the gain of the method alone. \\* extrapolated as the "
+        "square of the length."
+    )
+    for name in ("bench_bfloat16.json", "bench_float32.json"):
+        bench = Bench(name)
+        machine = bench.machine
+        where = f"{machine['cpu']}, {machine['threads']} threads, {machine['isa']}"
+        yield source(where, bench.all, f"{bench.problem()}, defaults", "")
+        rows = [["", "length", "NSA", "dense", "dense / NSA", "plain", "plain / NSA"]]
+        for r in sorted(bench.all["ratios"], key=lambda r: r["pass"] != "forward"):
+            mark = " *" if r["extrapolated"] else ""
+            row = [PASSES[r["pass"]], str(r["length"]), seconds(r["seconds"])]
+            for kind in ("dense", "plain"):
+                row += [seconds(r[f"{kind}_seconds"]) + mark, f"{r[f'over_{kind}']:.1f}"]
+            rows.append(row)
+        yield table(rows)
+        yield crossovers(bench)
+
+
+def cpu_operations():
+    yield "### Operations alone on a CPU"
+    benches = [Bench("bench_bfloat16.json"), Bench("bench_float32.json")]
+    length = 16384
+    yield fill(
+        f"From the same runs, at {length} tokens. GF/s counts the products of the operation (see "
+        "[measuring](guide/measuring.md#what-is-counted)); peak is the share of what the registers can do, measured "
+        "right after each result."
+    )
+    rows = [["", *(f"{b.settings['dtype']}, {what}" for b in benches for what in ("ms", "GF/s", "peak"))]]
+    for r in benches[0].all["results"]:
+        if r["length"] != length or r["op"].startswith("dense") or r["extrapolated"]:
+            continue
+        row = [" ".join(filter(None, (r["op"].replace("_", " "), r["variant"])))]
+        for bench in benches:
+            same = bench.results(r["op"], r["variant"]).get(length)
+            if same:
+                share = f"{same['gflops'] / same['peak_gflops']:.0%}"
+                row += [figure(1e3 * same["seconds"]), f"{same['gflops']:.0f}", share]
+            else:
+                row += ["", "", ""]
+        rows.append(row)
+    yield table(rows)
+
+
+# ---------------------------------------------------------------------------------------------------- bench/peers.py
+
+NAMES = {"nsa": "this", "xunhaolai": "XunhaoLai", "flash_nsa": "flash_nsa"}
+NAMES |= {"cudnn": "dense: cuDNN", "flash2": "dense: FlashAttention-2"}
+
+
+def peers_about(result):
+    commits = ", ".join(f"{NAMES.get(name, name)} {commit}" for name, commit in result["commits"].items())
+    versions = f"torch {result['torch']}, triton {result['triton']}, {commits}"
+    unit = f"Forward / backward in ms, medians, taking turns ({versions})."
+    about = {"date": result["date"], "commit": result["commits"]["nsa"], "command": result["command"]}
+    return source(gpu_of(result), about, result["problem"], unit)
+
+
+def peers_table(result, wanted):
+    """A row per length and stage whose name `wanted` accepts."""
+    stages = [(length, name, found) for length, of in result["lengths"].items() for name, found in of["stages"].items()]
+    stages = [(length, name, found) for length, name, found in stages if wanted(length, name)]
+    shown = [name for name in NAMES if any(name in found for _, _, found in stages)]
+    rows = [["length", "stage", *(NAMES[name] for name in shown)]]
+    rows += [[length, name, *(pair(found.get(one)) for one in shown)] for length, name, found in stages]
+    return table(rows)
+
+
+def whole_or_dense(_, name):
+    return name.startswith(("whole", "dense"))
+
+
+def peers():
+    result = read("peers.json")
+    yield "## Beside other implementations of NSA"
+    yield peers_about(result)
+    yield table_with_dense(result)
+    yield fill(
+        "Stage by stage, each as a call of its own. In our whole the choice of blocks is part of the compressed "
+        "attention and the gated sum part of the window's, so the whole takes less than the sum of these."
+    )
+    yield peers_table(result, lambda length, name: length == "65536" and not whole_or_dense(length, name))
+    wide = read("peers_192.json")
+    yield "Keys of 192 channels, values of 128:"
+    yield peers_about(wide)
+    yield table_with_dense(wide)
+
+
+def table_with_dense(result):
+    return peers_table(result, whole_or_dense)
+
+
+# ---------------------------------------------------------------------------------------------------------- cuda_stages
+
+
+PROBLEM = "B = 1, H = 64, Hkv = 4, bfloat16, φ = mlp, defaults"
+
+
+def stage_runs(name):
+    """A text of bench/cuda_stages.cu: (heading, {length: {stage: (ms, MiB)}}) for each run in it."""
+    runs = []
+    for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
+        if re.match(r"(\w+=\S+ )*cuda_stages ", line):
+            runs.append((line, {}))
+        elif found := re.match(r"S = (\d+)", line):
+            now = runs[-1][1].setdefault(int(found[1]), {})
+        elif found := re.match(r"  (.+?) +([0-9.]+) ms +workspace +([0-9.]+) MiB", line):
+            now[found[1]] = float(found[2]), float(found[3])
+    return runs
+
+
+def operations_alone(name):
+    for heading, lengths in stage_runs(name):
+        command, about = heading.split(": ", 1)
+        yield f"{about}: {PROBLEM}. Medians in ms, in brackets the workspace in MiB.\n\n    {command}"
+        stages = list(next(iter(lengths.values())))
+        rows = [["ms (MiB)", *map(str, lengths)]]
+        for stage in stages:
+            found = [lengths[length].get(stage) for length in lengths]
+            rows.append([stage, *(f"{figure(f[0])} ({f[1]:.0f})" if f else "" for f in found)])
+        yield table(rows)
+
+
+def operations():
+    yield "## Operations alone on a GPU"
+    yield from operations_alone("cuda_stages.txt")
+
+
+def portable():
+    yield "## The portable CUDA kernels"
+    yield "What GPUs other than Hopper run, measured on an H200 with `NSA_CUDA_KERNELS=portable`."
+    yield from operations_alone("cuda_stages_portable.txt")
+    result = read("peers_portable.json")
+    yield peers_about(result)
+    yield peers_table(result, lambda _, name: True)
+
+
+# ----------------------------------------------------------------------------------------------------- decode, training
+
+
+def decode():
+    result = read("gpu.json")
+    found = result["stages"]["decode"]
+    about = {"date": found["date"], "commit": result["commit"], "command": found["command"]}
+    yield "## Decode steps"
+    unit = (
+        f"Medians in µs of one step at {found['context']} tokens of context: a replayed graph with the second-level "
+        "cache flushed before, replays alone, plain calls; beside them the time of a copy of the bytes that the step "
+        "has to read, and of those that dense attention would have to read."
+    )
+    yield source(gpu_of(result), about, found["problem"], unit)
+    names = {"flushed": "graph, cache flushed", "replays": "replays", "calls": "plain calls"}
+    names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
+    rows = [["sequences", *names.values(), "workspace, MiB"]]
+    for batch, times in found["batches"].items():
+        rows.append([batch, *(f"{times[name]:.0f}" for name in names), f"{times['workspace_mib']:.1f}"])
+    yield table(rows)
+
+
+def training():
+    yield "## Training"
+    for name, model in (
+        ("training_speed.json", "A model of 300 million parameters"),
+        ("loss_curves.json", "The default model of a GPU"),
+    ):
+        result = read(name)
+        unit = "Thousand tokens/s by tokens of context; in brackets the TFLOP/s that the model needs (`model_tflops`)."
+        yield source(gpu_of(result), result, model, unit)
+        speed = result["speed"]
+        models = sorted({model for rates in speed.values() for model in rates}, key=lambda m: (m != "nsa", m))
+        rows = [["", *speed]]
+        for model in models:
+            rates = [speed[context].get(model) for context in speed]
+            cells = (f"{r['tokens_per_second'] / 1e3:.3g} ({r['model_tflops']:.0f})" if r else "" for r in rates)
+            rows.append([model.replace("-", " "), *cells])
+        yield table(rows)
+    rows = [["", "parameters", "tokens", "held-out loss, nats per byte"]]
+    for model, run in result["runs"].items():
+        cells = [f"{run['parameters'] / 1e6:.1f} million", f"{run['tokens'] / 1e6:.0f} million", f"{run['loss']:.3f}"]
+        rows.append([model, *cells])
+    yield f"After {result['minutes']:.0f} minutes of training at {result['context']} bytes of context:"
+    yield table(rows)
+    yield "![held-out loss over tokens and over time](images/loss_curves.png)"
+    yield "![tokens per second over the context, 300 million parameters](images/training_speed.png)"
+
+
+SECTIONS = [gpu_whole, peers, operations, decode, training, portable, cpu_whole, cpu_operations]
+
+
+def ratios():
+    """How many times as long as NSA the others take, at a few lengths."""
+    lengths = (4096, 8192, 16384, 32768, 65536, 131072)
+    bench = Bench("bench_cuda.json")
+    rows = [["time of the others over ours, by tokens", *map(str, lengths)]]
+    for pass_name, title in PASSES.items():
+        whole, dense = bench.results(pass_name, bench.phi), bench.times(f"dense_{pass_name}", "cudnn")
+        ours = {length: 1e3 * r["seconds"] for length, r in whole.items()}
+        peer = {length: 1e3 * r["peer_s"] for length, r in whole.items() if r.get("peer")}
+        for name, other in (("dense attention, cuDNN", dense), ("fastest other NSA", peer)):
+            cells = (f"{other[n] / ours[n]:.1f}" if n in other and n in ours else "" for n in lengths)
+            rows.append([f"H200, {title}: {name}", *cells])
+    cpu = Bench("bench_bfloat16.json")
+    for pass_name, title in PASSES.items():
+        found = {r["length"]: r for r in cpu.all["ratios"] if r["pass"] == pass_name}
+        cells = (
+            f"{found[n]['over_dense']:.1f}" + "*" * found[n]["extrapolated"] if n in found else "" for n in lengths
+        )
+        rows.append([f"CPU, 2 threads, {title}: dense attention, torch", *cells])
+    note = "GPU: 64 query heads, 4 KV heads. CPU: 16 and 1. All: 128 channels, bfloat16, the paper's parameters."
+    return f"{table(rows)}\n\n{note} \\* extrapolated."
+
+
+def update(path, text, check):
+    """Writes the file, or says that it is not up to date; whether it was."""
+    current = path.exists() and path.read_text(encoding="utf-8") == text
+    if check and not current:
+        print(
+            f"{path.relative_to(ROOT)}: not what tools/performance.py makes of bench/results: run it", file=sys.stderr
+        )
+    elif not check:
+        path.write_text(text, encoding="utf-8")
+    return current
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args().check
+    page = "\n\n".join([INTRODUCTION.strip(), *(block for section in SECTIONS for block in section())]) + "\n"
+    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+    readme = f"{before}{MARKS[0]}\n{ratios()}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+    current = [update(PAGE, page, check), update(README, readme, check)]
+    return 0 if all(current) or not check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
