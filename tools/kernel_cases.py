@@ -20,7 +20,8 @@ from pathlib import Path
 ALWAYS = "Packed.OffsetsThatAreNoneLeadNowhere"
 # Thousands of launches, or long sequences: hours under a sanitizer.
 TOO_LONG = re.compile(
-    r"EverySplit|TokenByToken|ChunkedPrefill|Ragged|Rollback|StoredInParts|EveryKernel|ManyCandidates|DecodeSteps"
+    r"EverySplit|TokenByToken|ChunkedPrefill|Ragged|Rollback|StoredInParts|EveryKernel|ManyCandidates"
+    r"|DecodeSteps(?!\.Fork)"
 )
 
 
