@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Formatting, ruff, whether the mutations still fit the code and the documents agree with the tree, and clang-tidy over the
-# library's scalar code (the kernels' intrinsics only add noise).
+# Formatting, ruff, whether includes run one way, the mutations still fit the code and the documents agree with the tree,
+# and clang-tidy over the library's scalar code (the kernels' intrinsics only add noise).
 set -u
 cd "$(dirname "$0")/.."
 failed=0
 tools/format.sh --check || failed=1
 ruff check -q . || failed=1
+python3 tools/check_includes.py || failed=1
 python3 tests/mutation/run.py --check || failed=1
 python3 tools/check_docs.py || failed=1
 python3 tools/performance.py --check || failed=1
-git ls-files -z 'src/core/*.cpp' 'src/cpu/reference/*.cpp' |
+git ls-files -z 'src/core/*.cpp' 'src/reference/*.cpp' |
   xargs -0r -n 1 -P "$(nproc)" clang-tidy --quiet -p build 2> >(grep -v 'warnings generated' >&2) || failed=1
 ((failed == 0)) && echo "lint: clean" || echo "lint: FAILED"
 exit $failed

@@ -89,10 +89,10 @@ Status make_contiguous(TensorView& t, Execution& execution);
 /// undefined: the keys have the offsets of the queries.
 Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
                      Execution& execution);
-}  // namespace nsa::cuda
 
-/// Any GPU from sm_80 on. Nothing here allocates, synchronises or uses another stream than the execution's.
-namespace nsa::cuda::portable {
+// The operations run on any GPU from sm_80 on. None of them allocates, synchronises or uses another stream than the
+// execution's.
+
 const char* variant();
 /// Whether this build has the kernels for such a call.
 bool built(const Problem& problem);
@@ -114,4 +114,4 @@ Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParam
 /// Serves nsa::decode and nsa::prefill.
 Status decode(const DecodeParams& params, Execution& execution);
 Status fork(const ForkParams& params, Execution& execution);
-}  // namespace nsa::cuda::portable
+}  // namespace nsa::cuda

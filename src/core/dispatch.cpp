@@ -28,45 +28,44 @@ struct Operation {
   Status (*cuda)(const Params&, Execution&);
 };
 
-constexpr Operation<CompressParams> kCompress{"compress", cpu::compress, reference::compress, cuda::portable::compress};
-constexpr Operation<CompressBackwardParams> kCompressBackward{
-    "compress_backward", cpu::compress_backward, reference::compress_backward, cuda::portable::compress_backward};
-constexpr Operation<CompressedAttentionParams> kCompressedAttention{"compressed_attention", cpu::compressed_attention,
-                                                                    reference::compressed_attention,
-                                                                    cuda::portable::compressed_attention};
+constexpr Operation<CompressParams> kCompress{"compress", cpu::compress, reference::compress, cuda::compress};
+constexpr Operation<CompressBackwardParams> kCompressBackward{"compress_backward", cpu::compress_backward,
+                                                              reference::compress_backward, cuda::compress_backward};
+constexpr Operation<CompressedAttentionParams> kCompressedAttention{
+    "compressed_attention", cpu::compressed_attention, reference::compressed_attention, cuda::compressed_attention};
 constexpr Operation<CompressedAttentionBackwardParams> kCompressedAttentionBackward{
     "compressed_attention_backward", cpu::compressed_attention_backward, reference::compressed_attention_backward,
-    cuda::portable::compressed_attention_backward};
+    cuda::compressed_attention_backward};
 constexpr Operation<SelectBlocksParams> kSelectBlocks{"select_blocks", cpu::select_blocks, reference::select_blocks,
-                                                      cuda::portable::select_blocks};
+                                                      cuda::select_blocks};
 constexpr Operation<SelectedAttentionParams> kSelectedAttention{
-    "selected_attention", cpu::selected_attention, reference::selected_attention, cuda::portable::selected_attention};
+    "selected_attention", cpu::selected_attention, reference::selected_attention, cuda::selected_attention};
 constexpr Operation<SelectedAttentionBackwardParams> kSelectedAttentionBackward{
     "selected_attention_backward", cpu::selected_attention_backward, reference::selected_attention_backward,
-    cuda::portable::selected_attention_backward};
+    cuda::selected_attention_backward};
 constexpr Operation<SlidingWindowAttentionParams> kSlidingWindowAttention{
     "sliding_window_attention", cpu::sliding_window_attention, reference::sliding_window_attention,
-    cuda::portable::sliding_window_attention};
+    cuda::sliding_window_attention};
 constexpr Operation<SlidingWindowAttentionBackwardParams> kSlidingWindowAttentionBackward{
     "sliding_window_attention_backward", cpu::sliding_window_attention_backward,
-    reference::sliding_window_attention_backward, cuda::portable::sliding_window_attention_backward};
-constexpr Operation<CombineParams> kCombine{"combine", cpu::combine, reference::combine, cuda::portable::combine};
-constexpr Operation<CombineBackwardParams> kCombineBackward{
-    "combine_backward", cpu::combine_backward, reference::combine_backward, cuda::portable::combine_backward};
+    reference::sliding_window_attention_backward, cuda::sliding_window_attention_backward};
+constexpr Operation<CombineParams> kCombine{"combine", cpu::combine, reference::combine, cuda::combine};
+constexpr Operation<CombineBackwardParams> kCombineBackward{"combine_backward", cpu::combine_backward,
+                                                            reference::combine_backward, cuda::combine_backward};
 constexpr Operation<NsaAttentionParams> kNsaAttention{"nsa_attention", cpu::nsa_attention, reference::nsa_attention,
-                                                      cuda::portable::nsa_attention};
+                                                      cuda::nsa_attention};
 constexpr Operation<NsaAttentionBackwardParams> kNsaAttentionBackward{
     "nsa_attention_backward", cpu::nsa_attention_backward, reference::nsa_attention_backward,
-    cuda::portable::nsa_attention_backward};
+    cuda::nsa_attention_backward};
 constexpr Operation<NativeSparseAttentionParams> kNativeSparseAttention{
     "native_sparse_attention", cpu::native_sparse_attention, reference::native_sparse_attention,
-    cuda::portable::native_sparse_attention};
+    cuda::native_sparse_attention};
 constexpr Operation<NativeSparseAttentionBackwardParams> kNativeSparseAttentionBackward{
     "native_sparse_attention_backward", cpu::native_sparse_attention_backward,
-    reference::native_sparse_attention_backward, cuda::portable::native_sparse_attention_backward};
-constexpr Operation<DecodeParams> kDecode{"decode", cpu::decode, reference::decode, cuda::portable::decode};
-constexpr Operation<DecodeParams> kPrefill{"prefill", cpu::decode, reference::decode, cuda::portable::decode};
-constexpr Operation<ForkParams> kFork{"fork", cpu::fork, cpu::fork, cuda::portable::fork};
+    reference::native_sparse_attention_backward, cuda::native_sparse_attention_backward};
+constexpr Operation<DecodeParams> kDecode{"decode", cpu::decode, reference::decode, cuda::decode};
+constexpr Operation<DecodeParams> kPrefill{"prefill", cpu::decode, reference::decode, cuda::decode};
+constexpr Operation<ForkParams> kFork{"fork", cpu::fork, cpu::fork, cuda::fork};
 
 template <class Params>
 constexpr TensorView Params::*incoming_gradient() {

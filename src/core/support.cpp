@@ -53,7 +53,7 @@ Status supports_cuda(const std::string& name, const Problem& problem) {
   if (!head_dims) return Status::unsupported(name + "head dims " + dims + ": takes 64/64, 128/128 and 192/128");
   if (k == 0 && v % 8 != 0)
     return Status::unsupported(name + "head dim " + std::to_string(v) + ": takes multiples of 8");
-  if (!cuda::portable::built(problem))
+  if (!cuda::built(problem))
     return Status::unsupported(name + name_of(problem.dtype) + ", " + dims +
                                ": this build has no kernels for it (NSA_CUDA_INSTANCES, NSA_CUDA_HEAD_DIMS)");
   return {};
@@ -127,7 +127,7 @@ Status choose_backend(const Problem& problem, const Context& context, Backend& c
 
 std::string variant_of(Backend backend) {
   return backend == Backend::kReference ? reference::variant()
-         : backend == Backend::kCUDA    ? cuda::portable::variant()
+         : backend == Backend::kCUDA    ? cuda::variant()
                                         : cpu::variant();
 }
 
@@ -143,7 +143,7 @@ std::string describe_backends() {
   const Status gpu = cuda::available();
   std::string text = std::string("cpu: float32, bfloat16, head dims that are multiples of 8; runs as ") +
                      cpu::variant() + "\ncuda: float32, bfloat16, float16, head dims 64/64, 128/128, 192/128; " +
-                     (gpu.ok() ? std::string("runs as ") + cuda::portable::variant() : "cannot run: " + gpu.message()) +
+                     (gpu.ok() ? std::string("runs as ") + cuda::variant() : "cannot run: " + gpu.message()) +
                      "\nreference: every type and head dim, fp64 loops; runs as " + reference::variant() + "\n";
   const char* wish = std::getenv("NSA_BACKEND");
   const std::string because =

@@ -17,8 +17,6 @@ Scope::~Scope() = default;
 Status copy_to_host(void*, const void*, std::size_t) { return absent(); }
 Status make_contiguous(TensorView&, Execution&) { return absent(); }
 Status trust_offsets(TensorView&, TensorView&, std::int64_t, std::int64_t, Execution&) { return absent(); }
-namespace portable {
-
 const char* variant() { return "none"; }
 bool built(const Problem&) { return false; }
 Status compress(const CompressParams&, Execution&) { return absent(); }
@@ -38,7 +36,5 @@ Status native_sparse_attention(const NativeSparseAttentionParams&, Execution&) {
 Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams&, Execution&) { return absent(); }
 Status decode(const DecodeParams&, Execution&) { return absent(); }
 Status fork(const ForkParams&, Execution&) { return absent(); }
-
-}  // namespace portable
 
 }  // namespace nsa::cuda

@@ -5,7 +5,7 @@
 #include <functional>
 
 #include "core/backend.h"
-#include "cpu/reference/reference.h"
+#include "reference/reference.h"
 #include "support/outputs.h"
 #include "support/problem.h"
 

@@ -3,9 +3,8 @@
 
 #include <initializer_list>
 
-#include "cuda/portable/kernels.h"
-#include "cuda/sm90/compress.h"
-#include "cuda/sm90/kernels.h"
+#include "cuda/portable/instances.h"
+#include "cuda/sm90/heuristics.h"
 
 namespace nsa::cuda::sm90 {
 namespace {
@@ -59,7 +58,7 @@ TEST(Choose, WaysOfSelectedAttention) {
 }
 
 TEST(Choose, WideKeys) {
-  if (!portable::attention_kernels(DType::kBFloat16, 192, 128))
+  if (!cuda::portable::attention_kernels(DType::kBFloat16, 192, 128))
     GTEST_SKIP() << "a build without kernels for keys of 192";
   Call c = call();
   c.key_dim = 192;
@@ -121,13 +120,13 @@ TEST(Choose, Compression) {
 
 TEST(Choose, TilesOfCompressedRows) {
   const auto rows = [](std::int64_t segments, std::int64_t hidden = 256) {
-    return compress_tile_rows(true, 128, hidden, segments, 8, 132);
+    return compress::compress_tile_rows(true, 128, hidden, segments, 8, 132);
   };
   EXPECT_EQ(rows(32), 64);    // 8k tokens: twice as many multiprocessors
   EXPECT_EQ(rows(128), 128);  // one round of 128 rows, or two of 64
   EXPECT_EQ(rows(256), 128);
   EXPECT_EQ(rows(256, 384), 64);  // too many accumulators for 128 rows
-  EXPECT_EQ(compress_tile_rows(false, 128, 128, 32, 8, 132), 128);
+  EXPECT_EQ(compress::compress_tile_rows(false, 128, 128, 32, 8, 132), 128);
 }
 
 }  // namespace

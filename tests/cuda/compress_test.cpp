@@ -8,10 +8,10 @@
 #include "device.h"
 #include "under_test.h"
 
-namespace nsa::cuda::portable {
+namespace nsa::cuda {
 Status compress(const CompressParams& p, const CompressParams* second, Execution& e);
 Status compress_backward(const CompressBackwardParams& p, const CompressBackwardParams* second, Execution& e);
-}  // namespace nsa::cuda::portable
+}  // namespace nsa::cuda
 
 namespace nsa::test {
 namespace {
@@ -85,7 +85,7 @@ TEST(Compress, TwoTensorsAtOnceHaveTheBitsOfEach) {
            .kind = CompressionKind::kMlp});
       const CompressParams f[] = {p.compress_keys(), p.compress_values()};
       const std::vector<Output<CompressParams>> outputs[] = {compress_outputs(p, f[0]), compress_outputs(p, f[1])};
-      const std::vector<Tensor> both = together(f[0], f[1], outputs[0], outputs[1], cuda::portable::compress);
+      const std::vector<Tensor> both = together(f[0], f[1], outputs[0], outputs[1], cuda::compress);
       for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(same_bits(both[i], compressed(p, f[i])[0])) << "tensor " << i;
 
       const Tensor d_out[] = {p.random_compressed_rows(128, 77), p.random_compressed_rows(dv, 78)};
@@ -100,8 +100,7 @@ TEST(Compress, TwoTensorsAtOnceHaveTheBitsOfEach) {
              }))
           alone.push_back(std::move(t));
       }
-      const std::vector<Tensor> pair =
-          together(b[0], b[1], gradients[0], gradients[1], cuda::portable::compress_backward);
+      const std::vector<Tensor> pair = together(b[0], b[1], gradients[0], gradients[1], cuda::compress_backward);
       ASSERT_EQ(pair.size(), alone.size());
       for (std::size_t i = 0; i < pair.size(); ++i) EXPECT_TRUE(same_bits(pair[i], alone[i])) << "gradient " << i;
     }

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "bench/cuda_device.cuh"
-#include "cpu/reference/reference.h"
+#include "reference/reference.h"
 #include "support/tolerance.h"
 
 namespace nsa::test {

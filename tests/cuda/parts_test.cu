@@ -8,8 +8,8 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/operations/query_spans.h"
 #include "cuda/portable/d_kv_items.cuh"
-#include "cuda/portable/stored_gradients.h"
 
 namespace nsa::cuda::portable {
 namespace {

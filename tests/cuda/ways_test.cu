@@ -1,10 +1,11 @@
-// Selected attention where the indices decide, for each sequence and KV head, which way it goes (sm90/ways.h).
+// Selected attention where the indices decide, for each sequence and KV head, which way it goes
+// (sm90/selected_attention/loop_order.h).
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
 #include <vector>
 
-#include "cuda/sm90/ways.h"
+#include "cuda/sm90/selected_attention/loop_order.h"
 #include "device.h"
 #include "under_test.h"
 
@@ -27,19 +28,19 @@ TEST(Ways, IndicesDecideForEachSequenceAndHead) {
       for (int head = 0; head < kHeads; ++head)
         for (int entry = 0; entry < kTopk; ++entry) indices.push_back(chosen(sequence, query, head, entry));
   const DeviceMemory copy(indices.size() * sizeof(int));
-  std::vector<cuda::portable::WayTimes> times(kSequences * kHeads);
+  std::vector<cuda::WayTimes> times(kSequences * kHeads);
   const DeviceMemory found(times.size() * sizeof(times[0]));
   ASSERT_EQ(cudaMemcpy(copy.data, indices.data(), copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
 
-  cuda::portable::InverseArgs args{};
+  cuda::InverseArgs args{};
   args.geometry.batches = kSequences;
   args.geometry.heads = kHeads * kGroup, args.geometry.kv_heads = kHeads, args.geometry.group = kGroup;
   args.geometry.q_len = kQueries, args.geometry.k_len = kKeys;
   args.indices = {copy.data, kQueries * kHeads * kTopk, kHeads * kTopk, kTopk};
   args.topk = kTopk;
   args.lists.block_size = kBlockSize;
-  args.ways.times = static_cast<cuda::portable::WayTimes*>(found.data);
-  ASSERT_EQ(cuda::sm90::find_ways(args, nullptr), cudaSuccess);
+  args.ways.times = static_cast<cuda::WayTimes*>(found.data);
+  ASSERT_EQ(cuda::sm90::selected_attention::find_ways(args, nullptr), cudaSuccess);
   ASSERT_EQ(cudaMemcpy(times.data(), found.data, found.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
   for (int sequence = 0; sequence < kSequences; ++sequence)
     for (int head = 0; head < kHeads; ++head) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/backend.h"
-#include "cpu/reference/reference.h"
+#include "reference/reference.h"
 #include "support/problem.h"
 #include "support/tensor.h"
 

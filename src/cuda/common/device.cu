@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "core/backend.h"
-#include "cuda/common/trace.h"
+#include "cuda/common/device.h"
 
 namespace nsa::cuda {
 namespace {
@@ -84,6 +84,18 @@ Status list_devices(int& count) {
 }
 
 }  // namespace
+
+cudaError_t multiprocessors(int& count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  // A test can ask for fewer thread blocks, each of which then has more to do.
+  if (const char* wish = std::getenv("NSA_CUDA_PROCESSORS"); wish && std::atoi(wish) > 0) {
+    count = std::atoi(wish);
+    return cudaSuccess;
+  }
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
 
 void trace_launch(const void* kernel) {
   static const bool wanted = std::getenv("NSA_CUDA_TRACE") != nullptr;

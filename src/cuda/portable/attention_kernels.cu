@@ -1,7 +1,7 @@
 // One instance of the attention kernels: compiled with NSA_ELEMENT, NSA_KEY_DIM and NSA_VALUE_DIM.
+#include "cuda/common/launch.cuh"
 #include "cuda/portable/d_kv.cuh"
-#include "cuda/portable/kernels.h"
-#include "cuda/portable/launch.cuh"
+#include "cuda/portable/instances.h"
 #include "cuda/portable/range_d_q.cuh"
 #include "cuda/portable/range_forward.cuh"
 #include "cuda/portable/selected_d_q.cuh"
@@ -23,7 +23,7 @@ Redo& redo_of(Args& args) {
 }
 Redo& redo_of(RangeDqArgs& args) { return args.branch[0].redo; }
 
-/// A launch, or one with few blocks for a kernel that stands in (redo.cuh).
+/// A launch, or one with few blocks for a kernel that stands in (fallback.cuh).
 template <class Args>
 cudaError_t launch_attention(void (*kernel)(Args), dim3 grid, int memory, cudaStream_t stream, Args args) {
   if (Redo& redo = redo_of(args); redo.flag) {

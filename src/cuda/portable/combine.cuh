@@ -1,9 +1,9 @@
 // o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa, and what the backward of the branches needs of it.
 #pragma once
 
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/geometry.cuh"
-#include "cuda/portable/arguments.h"
-#include "cuda/portable/redo.cuh"
+#include "cuda/common/params.h"
 
 namespace nsa::cuda::portable {
 

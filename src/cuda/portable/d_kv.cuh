@@ -1,14 +1,14 @@
 // dK and dV: a thread block stands on up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
 // them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cuh).
 // Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials. In
-// 16-bit types the compressed branch's dS can stay in memory for range_d_q (StoredGradients in arguments.h).
+// 16-bit types the compressed branch's dS can stay in memory for range_d_q (StoredGradients in params.h).
 #pragma once
 
 #include <climits>
 
-#include "cuda/portable/attention_backward.cuh"
+#include "cuda/common/attention_backward.cuh"
+#include "cuda/common/fallback.cuh"
 #include "cuda/portable/d_kv_items.cuh"
-#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 
@@ -49,7 +49,7 @@ struct HeldRows {
   }
 };
 
-/// kCompressed: the branch. kSmallChunks: one item has several small chunks (arguments.h); in a kernel of their own, as
+/// kCompressed: the branch. kSmallChunks: one item has several small chunks (params.h); in a kernel of their own, as
 /// the code between two of them costs those without it 18 %.
 template <class T, int Dk, int Dv, bool kCompressed, bool kSmallChunks>
 __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardArgs args) {

@@ -1,7 +1,7 @@
 // The work of d_kv: items, each a key tile and some of the queries that see it.
 #pragma once
 
-#include "cuda/portable/arguments.h"
+#include "cuda/common/params.h"
 
 namespace nsa::cuda::portable {
 

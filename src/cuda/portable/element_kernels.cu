@@ -1,8 +1,9 @@
 // One instance of the kernels that depend on the element type only: compiled with NSA_ELEMENT.
+#include "cuda/common/launch.cuh"
+#include "cuda/common/position_gradient.cuh"
 #include "cuda/portable/combine.cuh"
 #include "cuda/portable/compress.cuh"
-#include "cuda/portable/kernels.h"
-#include "cuda/portable/launch.cuh"
+#include "cuda/portable/instances.h"
 #include "cuda/portable/rotate.cuh"
 #include "cuda/portable/select_blocks.cuh"
 

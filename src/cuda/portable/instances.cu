@@ -1,7 +1,6 @@
 // The tables of kernels: which instance serves which element type and head dims.
-#include "core/backend.h"
-#include "cuda/portable/step_kernels.h"
-#include "cuda/sm90/kernels.h"
+#include "cuda/portable/decode/step_kernels.h"
+#include "cuda/portable/instances.h"
 
 namespace nsa::cuda::portable {
 namespace {
@@ -50,14 +49,6 @@ const ElementKernels* element_kernels(DType dtype) {
 }
 const StepElementKernels* step_element_kernels(DType dtype) {
   return for_element(dtype, [&]<class T>() { return of(&step_element_instance<T>); });
-}
-
-const char* variant() { return sm90::serve(0) ? "sm90 and portable" : "portable"; }
-
-bool built(const Problem& problem) {
-  if (!element_kernels(problem.dtype)) return false;
-  return problem.key_dim == 0 || problem.value_dim == 0 ||
-         attention_kernels(problem.dtype, problem.key_dim, problem.value_dim);
 }
 
 }  // namespace nsa::cuda::portable

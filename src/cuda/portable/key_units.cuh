@@ -8,7 +8,7 @@
 
 #include "cuda/common/block_list.cuh"
 #include "cuda/common/geometry.cuh"
-#include "cuda/portable/softmax.cuh"
+#include "cuda/common/softmax.cuh"
 
 namespace nsa::cuda::portable {
 

@@ -4,10 +4,10 @@
 // compressed branch, only dS K is left to do.
 #pragma once
 
-#include "cuda/portable/arguments.h"
-#include "cuda/portable/attention_backward.cuh"
+#include "cuda/common/attention_backward.cuh"
+#include "cuda/common/fallback.cuh"
+#include "cuda/common/params.h"
 #include "cuda/portable/range_forward.cuh"
-#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 

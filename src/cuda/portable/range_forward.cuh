@@ -5,11 +5,11 @@
 // memory; softmax is online, in base 2.
 #pragma once
 
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/geometry.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/softmax.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/portable/arguments.h"
-#include "cuda/portable/redo.cuh"
-#include "cuda/portable/softmax.cuh"
 
 namespace nsa::cuda::portable {
 

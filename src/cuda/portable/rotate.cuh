@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/geometry.cuh"
-#include "cuda/portable/arguments.h"
+#include "cuda/common/params.h"
 
 namespace nsa::cuda::portable {
 

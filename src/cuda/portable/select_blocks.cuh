@@ -6,11 +6,11 @@
 // picks. The grid is persistent, so the scratch does not grow with the number of queries.
 #pragma once
 
+#include "cuda/common/fallback.cuh"
 #include "cuda/common/geometry.cuh"
-#include "cuda/portable/arguments.h"
-#include "cuda/portable/ranks.cuh"
-#include "cuda/portable/redo.cuh"
-#include "cuda/portable/softmax.cuh"
+#include "cuda/common/gumbel.cuh"
+#include "cuda/common/params.h"
+#include "cuda/common/softmax.cuh"
 
 namespace nsa::cuda::portable {
 

@@ -1,10 +1,10 @@
 // dQ of one query over its selected blocks: thread blocks and warps as in selected_forward.cuh.
 #pragma once
 
-#include "cuda/portable/arguments.h"
-#include "cuda/portable/attention_backward.cuh"
+#include "cuda/common/attention_backward.cuh"
+#include "cuda/common/fallback.cuh"
+#include "cuda/common/params.h"
 #include "cuda/portable/key_units.cuh"
-#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 

@@ -4,9 +4,9 @@
 // share out the keys (key_units.cuh).
 #pragma once
 
-#include "cuda/portable/arguments.h"
+#include "cuda/common/fallback.cuh"
+#include "cuda/common/params.h"
 #include "cuda/portable/key_units.cuh"
-#include "cuda/portable/redo.cuh"
 
 namespace nsa::cuda::portable {
 

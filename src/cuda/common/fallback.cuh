@@ -1,0 +1,52 @@
+// Kernels that stand in for others: see Redo in params.h.
+#pragma once
+
+#include "cuda/common/params.h"
+
+namespace nsa::cuda {
+
+/// Whether the kernel has anything to do.
+template <class Args>
+__device__ __forceinline__ bool called(const Args& args) {
+  return !args.redo.flag || *args.redo.flag != 0;
+}
+
+/// The thread blocks whose work this one does: itself, or its share of a larger grid.
+///
+///   Blocks<T, Args> block(args);
+///   if (!block.any()) return;
+///   do { ... block.x() ... } while (block.next());
+///
+/// Only kernels of 16-bit types, and not those of a step with a cache, have others to stand in for.
+template <class T, class Args, bool kStandsIn = sizeof(T) == 2 && !kHasParts<Args>>
+struct Blocks {
+  __device__ __forceinline__ explicit Blocks(const Args&) {}
+  __device__ __forceinline__ bool any() const { return true; }
+  __device__ __forceinline__ bool next() { return false; }
+  __device__ __forceinline__ unsigned x() const { return blockIdx.x; }
+  __device__ __forceinline__ unsigned y() const { return blockIdx.y; }
+  __device__ __forceinline__ unsigned z() const { return blockIdx.z; }
+  __device__ __forceinline__ unsigned columns() const { return gridDim.x; }
+};
+template <class T, class Args>
+struct Blocks<T, Args, true> {
+  __device__ __forceinline__ explicit Blocks(const Args& args) : grid_(args.redo), index_(blockIdx.x) {}
+  __device__ __forceinline__ bool any() const { return !grid_.flag || (*grid_.flag != 0 && index_ < all()); }
+  __device__ __forceinline__ bool next() {
+    __syncthreads();
+    index_ += gridDim.x;
+    return grid_.flag && index_ < all();
+  }
+  __device__ __forceinline__ unsigned x() const { return grid_.flag ? index_ % grid_.x : blockIdx.x; }
+  __device__ __forceinline__ unsigned y() const { return grid_.flag ? index_ / grid_.x % grid_.y : blockIdx.y; }
+  __device__ __forceinline__ unsigned z() const { return grid_.flag ? index_ / grid_.x / grid_.y : blockIdx.z; }
+  __device__ __forceinline__ unsigned columns() const { return grid_.flag ? grid_.x : gridDim.x; }
+
+ private:
+  __device__ __forceinline__ unsigned all() const { return grid_.x * grid_.y * grid_.z; }
+
+  const Redo& grid_;
+  unsigned index_;
+};
+
+}  // namespace nsa::cuda

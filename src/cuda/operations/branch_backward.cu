@@ -1,0 +1,242 @@
+#include "cuda/operations/branch_backward.h"
+
+#include "cuda/common/fill.h"
+#include "cuda/sm90/common/d_kv_item.h"
+#include "cuda/sm90/common/row_terms.h"
+#include "cuda/sm90/range_attention/d_kv_chunks.h"
+#include "cuda/sm90/selected_attention/d_kv_schedule.h"
+
+namespace nsa::cuda {
+
+namespace {
+
+/// Up to the first that fails.
+inline Status in_order() { return {}; }
+template <class Step, class... Steps>
+Status in_order(const Step& step, const Steps&... steps) {
+  if (Status s = step(); !s.ok()) return s;
+  return in_order(steps...);
+}
+
+/// A portable kernel, alone or behind the one for which it stands in.
+template <class Kernel>
+Status run_portable(const Kernel& kernel, const Prepared& x, bool stands_in, const char* name, Execution& e) {
+  BackwardArgs args = x.args;
+  if (!stands_in) args.redo = {};
+  return status_of(kernel(args, e.stream), name);
+}
+
+/// The kernel of sm90, if there is one.
+template <class Kernel>
+Status run_fast(const Kernel& kernel, const Prepared& x, const char* name, Execution& e) {
+  return kernel ? status_of(kernel(x.args, e.stream), name) : Status();
+}
+
+/// dQ of a range, or of two of the same queries at once.
+Status run_ranges(const Prepared& x, const Prepared* more, Execution& e) {
+  const BackwardArgs* second = more ? &more->args : nullptr;
+  const auto fast = x.hopper.range_d_q;
+  const auto portable = kernels_of(x.branch->q, x.branch->v).range_d_q;
+  return in_order([&] { return fast ? status_of(fast(x.args, second, e.stream), "range_d_q") : Status(); },
+                  [&] {
+                    const auto kernel = [&](const BackwardArgs& args, cudaStream_t stream) {
+                      return portable(args, second, stream);
+                    };
+                    return run_portable(kernel, x, fast, "range_d_q", e);
+                  });
+}
+
+}  // namespace
+
+PerRow take_rows(Arena& arena, const TensorView& q) {
+  const Rows r = q.rank == 4 ? Rows{to_int(q.size(0)), to_int(q.size(1))} : Rows{1, to_int(q.size(0))};
+  const std::int64_t heads = q.size(-2);
+  return {arena.take<float>(r.batches * heads * r.rows), heads * r.rows, r.rows, 1};
+}
+
+std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
+                                     const TensorView& d_v) {
+  const sm90::Kernels hopper = hopper_kernels(b, d_o);
+  const bool compressed = !b.indices && b.window == 0, keys = d_k.defined() || d_v.defined();
+  if (!compressed || !keys || !queries || hopper.range_d_kv || hopper.range_d_q) return {};
+  return room_for_d_s(b.geometry, b.q.dtype, b.q.size(-1));
+}
+
+Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
+                 const BranchGradients& out, std::optional<std::int64_t> room, int* flag, Execution& e) {
+  const Geometry& g = b.geometry;
+  Prepared x;
+  x.branch = &b;
+  x.out = &out;
+  x.keys = out.d_k.defined() || out.d_v.defined();
+  x.selected = b.indices != nullptr;
+  x.hopper = hopper_kernels(b, d_o);
+  BackwardArgs& args = x.args;
+  args.geometry = g;
+  args.q = strided(b.q);
+  args.k = strided(b.k);
+  args.v = strided(b.v);
+  args.d_o = strided(d_o);
+  args.lse = per_row(lse);
+  args.delta = delta;
+  args.gate = gate;
+  args.d_q = strided(out.d_q);
+  args.d_k = strided(out.d_k);
+  args.d_v = strided(out.d_v);
+  args.sum_from = out.sum_from;
+  args.sum_to = out.sum_to;
+  args.window = b.window;
+  args.scale = static_cast<float>(b.scale);
+  args.block_size = b.block_size;
+  args.redo.flag = flag;
+  const std::int64_t width = b.q.size(-1) + b.v.size(-1);
+  const Before all = before_end(g);
+  x.room = room;
+  if (b.indices) {
+    args.indices = strided(*b.indices);
+    args.topk = to_int(b.indices->size(-1));
+  }
+  std::int64_t plan = 0;  // bytes for the kernels of sm90
+  if (x.keys && b.indices) {
+    x.inverse = take_lists(b, e.arena);
+    const BlockLists& lists = args.lists = x.inverse.lists;
+    args.items = args.items_before(all);
+    args.partial_items = args.partials_before(lists.entries, lists.slots);
+    std::int64_t partials = g.kv_heads * args.partial_items;
+    if (x.hopper.selected_d_kv) {
+      const sm90::selected_attention::ListWork work(g, lists);
+      plan = work.bytes();
+      partials = std::max(partials, work.partials);
+    }
+    args.partials = e.arena.take<float>(partials * kKeyTile * width);
+  } else if (x.keys) {
+    args.chunks = max_range_chunks(b.window, g.q_len);
+    args.items = args.items_before(all);
+    if (args.chunks > 1) args.partial_items = args.partials_before(all);
+    if (x.room) take_stored(args, width, *x.room, e.arena);
+    std::int64_t partials = g.kv_heads * args.partial_items * kKeyTile * width;
+    if (x.hopper.range_d_kv) {
+      const sm90::range_attention::RangeWork work(g, b.window);
+      plan = work.items * static_cast<std::int64_t>(sizeof(sm90::KeyItem));
+      partials = std::max(partials, g.kv_heads * work.partials * sm90::range_attention::kRangeKeys * width);
+    }
+    args.partials = e.arena.take<float>(partials);
+  }
+  if (plan > 0) {
+    args.plan = e.arena.take<char>(plan);
+    args.row_terms = e.arena.take<float>(sm90::RowTerms(g, nullptr).floats());
+  }
+  return x;
+}
+
+Prepared part_of(Prepared x, const Part& part) {
+  BackwardArgs& args = x.args;
+  args.geometry = part_of(args.geometry, part);
+  const std::int64_t size = static_cast<std::int64_t>(size_of(x.branch->q.dtype));
+  const auto move = [&](Strided& t, int first, std::int64_t bytes) {
+    if (t.data) t.data = static_cast<char*>(t.data) + (part.sequence * t.batch + first * t.row) * bytes;
+  };
+  for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, part.first, size);
+  for (Strided* t : {&args.k, &args.v, &args.d_k, &args.d_v}) move(*t, 0, size);
+  move(args.indices, part.first, sizeof(int));
+  for (PerRow* t : {&args.lse, &args.delta, &args.gate})
+    if (t->data) t->data += part.sequence * t->batch + part.first * t->row;
+  if (StoredGradients& stored = args.stored; stored.sums) {
+    stored.sums += part.sequence * stored.sums_sequence;
+    stored.chunk_sums += part.sequence * stored.sums_sequence;
+    stored.first = part.first;
+    cut(args);
+  }
+  return x;
+}
+
+Status run_queries(const Prepared& x, Execution& e) {
+  if (!x.selected) return run_ranges(x, nullptr, e);
+  const auto fast = x.hopper.selected_d_q;
+  return in_order(
+      [&] { return run_fast(fast, x, "selected_d_q", e); },
+      [&] { return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, fast, "selected_d_q", e); });
+}
+
+Status run_both(const Prepared& compressed, const Prepared& window, Execution& e) {
+  if (!compressed.hopper.range_d_q == !window.hopper.range_d_q) return run_ranges(compressed, &window, e);
+  return in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
+}
+
+Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e) {
+  if (!x.keys) return {};
+  const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
+  const portable::AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
+  const auto fast = x.selected ? x.hopper.selected_d_kv : x.hopper.range_d_kv;
+  return in_order(
+      [&] { return fill(x.out->d_k, cu_k, 0, compressed, e.stream); },
+      [&] { return fill(x.out->d_v, cu_k, 0, compressed, e.stream); },
+      [&] {
+        return x.selected ? status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index") : Status();
+      },
+      [&] { return run_fast(fast, x, "d_kv", e); }, [&] { return run_portable(kernels.d_kv, x, fast, "d_kv", e); },
+      [&] { return run_portable(kernels.sum_partials, x, fast, "sum_partials", e); });
+}
+
+Status begin_parts(const Prepared& x, Execution& e) {
+  const StoredGradients& stored = x.args.stored;
+  if (!stored.sums) return {};
+  const std::int64_t floats = 2 * stored.sums_head * x.args.geometry.kv_heads;
+  return status_of(cudaMemsetAsync(stored.sums, 0, static_cast<std::size_t>(floats) * sizeof(float), e.stream),
+                   "cudaMemsetAsync");
+}
+
+template <class Params>
+Status single_backward(const Params& p, const TensorView& d_k, const TensorView& d_v, const NSAConfig* compressed,
+                       Execution& e) {
+  const Branch b = branch_of(p.forward);
+  const PerRow delta = take_rows(e.arena, b.q);
+  int* flag = e.arena.take<int>(1);
+  const BranchGradients out{p.d_q, d_k, d_v, {}, {}};
+  const bool queries = p.d_q.defined();
+  const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, room_for(b, p.d_o, queries, d_k, d_v), flag, e);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  const Rows r = rows_of(p.d_o, 2);
+  CombineBackwardArgs args{};
+  args.d_o = strided(p.d_o);
+  args.branches = 1;
+  args.o[0] = strided(p.forward.o);
+  args.delta[0] = delta;
+  args.rows = r.rows;
+  args.heads = to_int(p.d_o.size(-2));
+  args.dim = to_int(p.d_o.size(-1));
+  const NonfiniteArgs inputs{{checked(b.k), checked(b.v)}, checked(b.q), {x.args.lse}, {delta}, flag};
+  return in_order(
+      [&] {
+        return status_of(portable::element_kernels(b.q.dtype)->combine_backward(args, r.batches, e.stream),
+                         "combine_backward");
+      },
+      [&] {
+        return any(x.hopper) ? status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite") : Status();
+      },
+      [&]() -> Status {
+        const Packed& packed = p.forward.packed;
+        if (!x.room)
+          return in_order([&] { return queries ? run_queries(x, e) : Status(); },
+                          [&] { return run_keys(x, packed, compressed, e); });
+        if (Status s = begin_parts(x, e); !s.ok()) return s;
+        for (const Part& part : parts_of(x.args.geometry, x.room)) {
+          const Prepared some = part_of(x, part);
+          const Status done =
+              in_order([&] { return run_keys(some, packed, compressed, e); }, [&] { return run_queries(some, e); });
+          if (!done.ok()) return done;
+        }
+        return {};
+      },
+      [&] { return fill(p.d_q, p.forward.packed.cu_seqlens_q, 0, nullptr, e.stream); });
+}
+
+template Status single_backward(const CompressedAttentionBackwardParams&, const TensorView&, const TensorView&,
+                                const NSAConfig*, Execution&);
+template Status single_backward(const SelectedAttentionBackwardParams&, const TensorView&, const TensorView&,
+                                const NSAConfig*, Execution&);
+template Status single_backward(const SlidingWindowAttentionBackwardParams&, const TensorView&, const TensorView&,
+                                const NSAConfig*, Execution&);
+
+}  // namespace nsa::cuda

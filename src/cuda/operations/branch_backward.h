@@ -1,0 +1,65 @@
+// The backward of one branch of attention.
+#pragma once
+
+#include <optional>
+
+#include "cuda/operations/branch.h"
+#include "cuda/operations/finite_check.h"
+#include "cuda/operations/query_spans.h"
+
+namespace nsa::cuda {
+
+/// A float32 array shaped like lse.
+PerRow take_rows(Arena& arena, const TensorView& q);
+
+struct BranchGradients {
+  const TensorView &d_q, &d_k, &d_v;
+  Strided sum_from, sum_to;  // float32 sums of dQ over branches
+};
+
+/// The backward of a branch as its kernels take it.
+struct Prepared {
+  BackwardArgs args{};
+  InverseArgs inverse{};
+  sm90::Kernels hopper;
+  bool keys = false, selected = false;  // are dK or dV wanted? the branch
+  std::optional<std::int64_t> room;     // for dS, if it goes from d_kv to range_d_q through memory
+  const Branch* branch = nullptr;
+  const BranchGradients* out = nullptr;
+};
+
+/// The memory for dS if it is to be stored: of the compressed branch, where dQ and dK or dV are wanted.
+std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
+                                     const TensorView& d_v);
+
+/// Takes what the branch needs from the workspace. `room`: of room_for. `flag` is set where inputs are not finite.
+Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
+                 const BranchGradients& out, std::optional<std::int64_t> room, int* flag, Execution& e);
+
+/// The sums of dQ are those of the part already.
+Prepared part_of(Prepared x, const Part& part);
+
+/// dQ of a branch.
+Status run_queries(const Prepared& x, Execution& e);
+
+/// dQ of two ranges of the same queries, at once where the same kernel takes both.
+Status run_both(const Prepared& compressed, const Prepared& window, Execution& e);
+
+/// dK and dV; of a part of a call whose dS is stored, too.
+Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e);
+
+/// Before the keys of the parts of a call whose dS is stored.
+Status begin_parts(const Prepared& x, Execution& e);
+
+/// Backward of one branch on its own: delta first.
+template <class Params>
+Status single_backward(const Params& p, const TensorView& d_k, const TensorView& d_v, const NSAConfig* compressed,
+                       Execution& e);
+extern template Status single_backward(const CompressedAttentionBackwardParams&, const TensorView&, const TensorView&,
+                                       const NSAConfig*, Execution&);
+extern template Status single_backward(const SelectedAttentionBackwardParams&, const TensorView&, const TensorView&,
+                                       const NSAConfig*, Execution&);
+extern template Status single_backward(const SlidingWindowAttentionBackwardParams&, const TensorView&,
+                                       const TensorView&, const NSAConfig*, Execution&);
+
+}  // namespace nsa::cuda

@@ -1,0 +1,94 @@
+#include "cuda/operations/branch_forward.h"
+
+#include "cuda/common/fill.h"
+#include "cuda/sm90/selected_attention/loop_order.h"
+
+namespace nsa::cuda {
+
+namespace {
+
+/// args: of the portable kernel. Where there are others, fast() launches them before.
+template <class Args, class Fast>
+Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
+           cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
+  if (any_fast) {
+    args.redo.flag = values.flag();
+    if (Status s = values.look(e); !s.ok()) return s;
+    if (Status s = fast(); !s.ok()) return s;
+  }
+  return status_of(portable(args, e.stream), name);
+}
+
+/// The ways of the selected branch on Hopper, and what they need (sm90/selected_attention: forward_block_major.h,
+/// loop_order.h).
+struct SelectedWays {
+  InverseArgs inverse{};
+  void* scratch = nullptr;
+
+  SelectedWays(const Branch& b, const sm90::Kernels& hopper, Arena& arena) {
+    if (!b.indices || !hopper.selected_by_block) return;
+    const Geometry& g = b.geometry;
+    inverse = take_lists(b, arena);
+    if (hopper.selected_forward) inverse.ways.times = arena.take<WayTimes>(std::int64_t{g.batches} * g.kv_heads);
+    scratch =
+        arena.take<char>(sm90::selected_attention::BlockWindows(g, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
+  }
+  Status run(const SelectedArgs& args, const sm90::Kernels& hopper, Execution& e) const {
+    const Ways& ways = inverse.ways;
+    if (ways.times)
+      if (Status s = status_of(sm90::selected_attention::find_ways(inverse, e.stream), "find_ways"); !s.ok()) return s;
+    if (hopper.selected_by_block) {
+      if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
+      Status s =
+          status_of(hopper.selected_by_block({args, inverse.lists, ways, scratch}, e.stream), "selected_by_block");
+      if (!s.ok()) return s;
+    }
+    if (!hopper.selected_forward) return {};
+    return status_of(hopper.selected_forward(args, ways, e.stream), "selected_forward");
+  }
+};
+
+}  // namespace
+
+Status fill_outputs(const TensorView& o, const TensorView& lse, const Packed& packed, Execution& e) {
+  if (Status s = fill(o, packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+  return fill(lse, packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream);
+}
+
+RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse) {
+  return {b.geometry, strided(b.q), strided(b.k), strided(b.v),
+          strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
+}
+
+template <class Params>
+Status forward(const Params& p, Finiteness& values, Execution& e) {
+  const Branch b = branch_of(p);
+  const TensorView &o = p.o, &lse = p.lse;
+  const sm90::Kernels hopper = hopper_kernels(b, o);
+  const SelectedWays ways(b, hopper, e.arena);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  const portable::AttentionKernels& kernels = kernels_of(b.q, b.v);
+  if (Status s = fill_outputs(o, lse, p.packed, e); !s.ok()) return s;
+  if (b.indices) {
+    SelectedArgs args{b.geometry,          strided(b.q),
+                      strided(b.k),        strided(b.v),
+                      strided(o),          per_row(lse),
+                      strided(*b.indices), to_int(b.indices->size(-1)),
+                      b.block_size,        static_cast<float>(b.scale)};
+    return run(
+        "selected_forward", args, hopper.selected_forward || hopper.selected_by_block,
+        [&] { return ways.run(args, hopper, e); }, kernels.selected_forward, values, e);
+  }
+  RangeArgs args = range_args(b, o, lse);
+  return run(
+      "range_forward", args, hopper.range_forward != nullptr,
+      [&] { return status_of(hopper.range_forward(args, e.stream), "range_forward"); }, kernels.range_forward, values,
+      e);
+}
+
+template Status forward(const CompressedAttentionParams&, Finiteness&, Execution&);
+template Status forward(const SelectedAttentionParams&, Finiteness&, Execution&);
+template Status forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
+
+}  // namespace nsa::cuda

@@ -1,0 +1,15 @@
+#include "cuda/operations/branch_backward.h"
+#include "cuda/operations/branch_forward.h"
+
+namespace nsa::cuda {
+
+Status compressed_attention(const CompressedAttentionParams& p, Execution& e) {
+  Finiteness values({p.v_c}, e);
+  return forward(p, values, e);
+}
+
+Status compressed_attention_backward(const CompressedAttentionBackwardParams& p, Execution& e) {
+  return single_backward(p, p.d_k_c, p.d_v_c, &p.forward.cfg, e);
+}
+
+}  // namespace nsa::cuda

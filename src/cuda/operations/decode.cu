@@ -1,0 +1,286 @@
+// decode and prefill of the portable backend: arguments of kernels, and their launches.
+#include "cuda/operations/cache_views.h"
+#include "cuda/operations/compress.h"
+#include "cuda/operations/select_blocks.h"
+#include "cuda/portable/decode/step.cuh"
+#include "cuda/portable/decode/step_kernels.h"
+
+namespace nsa::cuda {
+namespace {
+
+using namespace portable;  // all kernels of a cache are
+
+constexpr std::int64_t kMaxTokens = 1 << 30;  // of a sequence
+// Keys of the parts of a decode step.
+constexpr std::int64_t kWindowPart = 128, kSelectedPart = 256;
+constexpr std::int64_t kCompressedPart = 256;  // at least
+constexpr std::int64_t kMaxParts = 64;         // of the compressed keys, for up to 64 rows of queries
+
+/// One step. The methods take their memory first and launch nothing while it is only measured.
+class Step {
+ public:
+  Step(const DecodeParams& params, Execution& execution) : p_(params), e_(execution) {}
+
+  Status run() {
+    if (Status s = plan(); !s.ok()) return s;
+    if (Status s = fold(); !s.ok()) return s;
+    if (Status s = attend(); !s.ok()) return s;
+    return append_to_rings();
+  }
+
+ private:
+  std::int64_t batches() const { return p_.q.size(0); }
+  std::int64_t tokens() const { return p_.q.size(1); }
+  std::int64_t heads() const { return p_.q.size(2); }
+  std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
+  int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
+  bool measuring() const { return e_.arena.measuring(); }
+  bool in_parts() const { return tokens() <= kMaxDecodeTokens; }
+  /// Whether anybody asks for the choice of blocks.
+  bool selects() const { return !p_.imposed_indices.defined() || p_.indices.defined(); }
+  std::int64_t score_row() const { return scratch_keys_of(p_.cfg, geometry_); }
+  TensorView take(std::initializer_list<std::int64_t> shape, DType dtype) {
+    return take_like(e_.arena, TensorView::contiguous(nullptr, dtype, shape, p_.q.device), dtype);
+  }
+
+  Status plan();
+  Status fold();
+  Status attend();
+  Status append_to_rings();
+  Status move(const TokenMove* moves, int count, std::int64_t tokens, int* lengths);
+  TokenMove move_of(const TensorView& fresh, const Slots& slots, const TensorView& gathered = {}) const {
+    const DType dtype = fresh.dtype;
+    return {in_bytes(strided(fresh), dtype), in_bytes(slots, dtype), in_bytes(strided(gathered), dtype),
+            pieces_of(fresh)};
+  }
+
+  /// A ring finds its sequences' numbers in the plan.
+  Slots ring(const TensorView& tokens) const {
+    const int* numbers = geometry_.plan ? &geometry_.plan->sequence : nullptr;
+    return cuda::ring(tokens, numbers, sizeof(StepPlan) / sizeof(int));
+  }
+  Parts take_parts(std::int64_t count, std::int64_t size);
+  template <class Args>
+  Args attention_args(const CachedTokens& k, const CachedTokens& v, const Parts& parts, BranchIndex branch) const;
+  StepRangeArgs range_args(BranchIndex branch) const;
+  Status attend_ranges();
+  Status attend_range(BranchIndex branch);
+  Status select();
+  Status attend_selected();
+  Status combine();
+
+  const DecodeParams& p_;
+  Execution& e_;
+  StepGeometry geometry_;
+  Slots k_c_, v_c_, k_slc_, v_slc_;
+  float scale_ = 0;
+  TensorView indices_, attended_;  // own and those attended to
+  // What the branches give: in a decode step parts, otherwise rows.
+  Parts parts_[kBranches];
+  float* scores_ = nullptr;  // of the compressed keys (StepRangesArgs)
+  TensorView o_[kBranches], lse_;
+};
+
+Status Step::plan() {
+  const KVCacheView& cache = p_.cache;
+  k_c_ = paged(cache.k_c, cache.block_table_c), v_c_ = paged(cache.v_c, cache.block_table_c);
+  k_slc_ = paged(cache.k_slc, cache.block_table), v_slc_ = paged(cache.v_slc, cache.block_table);
+  scale_ = static_cast<float>(scale_of(p_.softmax_scale, p_.q));
+  const std::int64_t capacity = std::min(cache.block_table.size(1) * cache.k_slc.size(1), kMaxTokens);
+  static_cast<Geometry&>(geometry_) = geometry_of(p_.q, kv_heads(), capacity, 0, {}, p_.cfg);
+  StepPlan* plan = e_.arena.take<StepPlan>(batches());
+  geometry_.plan = plan;
+  if (measuring()) return {};
+  PlanArgs args{};
+  args.geometry = geometry_;
+  args.plan = plan;
+  args.lengths = cache.cache_seqlens.as<const int>();
+  args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
+  args.overflow = cache.overflow.as<int>();
+  args.tokens = page_table(cache.k_slc, cache.block_table);
+  args.compressed = page_table(cache.k_c, cache.block_table_c);
+  args.positions = to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens);
+  return status_of(launch(plan_step, dim3(static_cast<unsigned>(batches())), 256, 0, e_.stream, args), "plan_step");
+}
+
+Status Step::move(const TokenMove* moves, int count, std::int64_t tokens, int* lengths) {
+  MoveArgs args{};
+  args.geometry = geometry_;
+  std::copy_n(moves, count, args.moves);
+  args.lengths = lengths;
+  const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tokens, 1024)), count, geometry_.batches);
+  return status_of(launch(move_tokens, grid, 128, 0, e_.stream, args), "move_tokens");
+}
+
+/// The tokens of the blocks that the step completes, laid out for compress; the results go to their pages. The tokens
+/// of the selection branch go to theirs on the way.
+Status Step::fold() {
+  const std::int64_t blocks = tiles(tokens(), p_.cfg.kernel_stride);  // that a sequence may complete
+  const std::int64_t raw = (blocks - 1) * p_.cfg.kernel_stride + p_.cfg.kernel_size;
+  const std::int64_t B = batches(), h = kv_heads(), Dk = p_.k_cmp.size(3), Dv = p_.v_cmp.size(3);
+  const DType dtype = p_.q.dtype;
+  const TensorView raw_k = take({B, raw, h, Dk}, dtype), raw_v = take({B, raw, h, Dv}, dtype);
+  const TensorView k = take({B, blocks, h, Dk}, dtype), v = take({B, blocks, h, Dv}, dtype);
+  if (!measuring()) {
+    const TokenMove moves[] = {move_of(p_.k_cmp, ring(p_.cache.k_cmp_ring), raw_k),
+                               move_of(p_.v_cmp, ring(p_.cache.v_cmp_ring), raw_v), move_of(p_.k_slc, k_slc_),
+                               move_of(p_.v_slc, v_slc_)};
+    if (Status s = move(moves, 4, std::max(tokens(), raw), nullptr); !s.ok()) return s;
+  }
+  const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
+  constexpr int kStep = sizeof(StepPlan) / sizeof(int);
+  const CompressParams keys{raw_k, p_.weights_k, p_.cfg, {}, k}, values{raw_v, p_.weights_v, p_.cfg, {}, v};
+  if (Status s = compress(keys, &values, completed, kStep, e_); !s.ok() || measuring()) return s;
+  StoreArgs args{};
+  args.geometry = geometry_;
+  args.keys = strided(k), args.values = strided(v);
+  args.key_slots = k_c_, args.value_slots = v_c_;
+  args.key_dim = to_int(Dk), args.value_dim = to_int(Dv);
+  args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
+  return status_of(step_element_kernels(dtype)->store_compressed(args, to_int(blocks), e_.stream), "store_compressed");
+}
+
+Parts Step::take_parts(std::int64_t count, std::int64_t size) {
+  count = std::max<std::int64_t>(count, 1);
+  const std::int64_t rows = count * batches() * tokens() * heads();
+  return {to_int(count), to_int(size), e_.arena.take<float2>(rows), e_.arena.take<float>(rows * p_.o.size(3))};
+}
+
+Status Step::attend() {
+  indices_ = p_.indices.defined() ? p_.indices : take({batches(), tokens(), kv_heads(), p_.cfg.topk}, DType::kInt32);
+  attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
+  if (in_parts()) {
+    // Parts of the compressed keys grow with the capacity, and with the rows, all of which have sums in every part.
+    const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
+    const std::int64_t most = std::max<std::int64_t>(kMaxParts / tiles(tokens() * geometry_.group, 64), 4);
+    const std::int64_t size = std::max(tiles(tiles(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;
+    parts_[kCompressed] = take_parts(tiles(keys, size), size);
+    const std::int64_t blocks = std::max<std::int64_t>(kSelectedPart / p_.cfg.block_size, 1);
+    parts_[kSelected] = take_parts(tiles(p_.cfg.topk, blocks), blocks);
+    // From the window of the first query to the last query, wherever they lie.
+    const std::int64_t seen = std::min<std::int64_t>(window() + tokens() - 1, geometry_.k_len);
+    parts_[kWindow] = take_parts(tiles(seen, kWindowPart) + 1, kWindowPart);
+    if (selects() && tokens() * geometry_.group <= kScoredRows)
+      scores_ = e_.arena.take<float>(batches() * tokens() * heads() * score_row());
+  } else {
+    for (TensorView& o : o_) o = take_like(e_.arena, p_.o, p_.o.dtype);
+    lse_ = take({batches(), heads(), tokens()}, DType::kFloat32);
+  }
+  // The branches of a chunk have the same place for their lse.
+  if (Status s = in_parts() ? attend_ranges() : attend_range(kCompressed); !s.ok()) return s;
+  if (Status s = select(); !s.ok()) return s;
+  if (Status s = attend_selected(); !s.ok()) return s;
+  if (!in_parts())
+    if (Status s = attend_range(kWindow); !s.ok()) return s;
+  return combine();
+}
+
+template <class Args>
+Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Parts& parts, BranchIndex branch) const {
+  Args args{};
+  args.geometry = geometry_;
+  args.q = strided(p_.q);
+  args.k = k;
+  args.v = v;
+  args.o = strided(o_[branch]);
+  args.lse = per_row(lse_);
+  args.scale = scale_;
+  args.parts = parts;
+  return args;
+}
+
+StepRangeArgs Step::range_args(BranchIndex branch) const {
+  if (branch == kCompressed)
+    return attention_args<StepRangeArgs>({k_c_, {}}, {v_c_, {}}, parts_[kCompressed], kCompressed);
+  auto args = attention_args<StepRangeArgs>({ring(p_.cache.k_swa_ring), strided(p_.k_swa)},
+                                            {ring(p_.cache.v_swa_ring), strided(p_.v_swa)}, parts_[kWindow], kWindow);
+  args.window = window();
+  return args;
+}
+
+Status Step::attend_ranges() {
+  if (measuring()) return {};
+  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
+  const int row_tiles = to_int(tiles(tokens() * geometry_.group, kStepRows));
+  return status_of(
+      kernels.ranges({range_args(kCompressed), range_args(kWindow), row_tiles, scores_, score_row()}, e_.stream),
+      "step_ranges");
+}
+
+Status Step::attend_range(BranchIndex branch) {
+  if (measuring()) return {};
+  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
+  return status_of(kernels.range_forward(range_args(branch), e_.stream), "range_forward");
+}
+
+Status Step::attend_selected() {
+  if (measuring()) return {};
+  auto args = attention_args<StepSelectedArgs>({k_slc_, {}}, {v_slc_, {}}, parts_[kSelected], kSelected);
+  args.indices = strided(attended_);
+  args.topk = p_.cfg.topk;
+  args.block_size = p_.cfg.block_size;
+  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
+  return status_of(kernels.selected_forward(args, e_.stream), "selected_forward");
+}
+
+Status Step::select() {
+  if (!selects()) return {};
+  StepSelectArgs args{};
+  args.geometry = geometry_;
+  args.q = strided(p_.q);
+  args.k = {k_c_, {}};
+  args.lse = per_row(lse_);
+  args.indices = strided(indices_);
+  args.parts = parts_[kCompressed];
+  args.scores = scores_;
+  set_selection(args, p_.cfg, scale_);
+  const int count = selecting_blocks(args);
+  const std::int64_t rows = in_parts() ? batches() * kv_heads() * tokens() : count * args.queries;
+  args.scratch = e_.arena.take<float>(rows * (args.scratch_keys + args.scratch_blocks));
+  if (measuring()) return {};
+  const StepElementKernels& kernels = *step_element_kernels(p_.q.dtype);
+  const int key_dim = to_int(p_.q.size(3));
+  return status_of(in_parts() ? kernels.select_in_parts(args, key_dim, e_.stream)
+                              : kernels.select_blocks(args, key_dim, count, e_.stream),
+                   "select_blocks");
+}
+
+Status Step::combine() {
+  if (measuring()) return {};
+  StepCombineArgs args{};
+  args.geometry = geometry_;
+  for (int i = 0; i < kBranches; ++i) args.rows.branch[i] = strided(o_[i]), args.parts[i] = parts_[i];
+  args.rows.gates = strided(p_.gates);
+  args.rows.o = strided(p_.o);
+  args.rows.rows = to_int(tokens());
+  args.rows.heads = to_int(heads());
+  args.rows.dim = to_int(p_.o.size(3));
+  args.window = window();
+  args.indices = strided(p_.indices);
+  args.topk = p_.cfg.topk;
+  return status_of(step_element_kernels(p_.q.dtype)->combine(args, e_.stream), "combine_step");
+}
+
+/// Last, as queries see tokens that the new ones replace in the rings; and the lengths.
+Status Step::append_to_rings() {
+  if (measuring()) return {};
+  const KVCacheView& cache = p_.cache;
+  const TokenMove moves[] = {move_of(p_.k_swa, ring(cache.k_swa_ring)), move_of(p_.v_swa, ring(cache.v_swa_ring)),
+                             move_of(p_.k_cmp, ring(cache.k_cmp_ring)), move_of(p_.v_cmp, ring(cache.v_cmp_ring))};
+  return move(moves, 4, tokens(), cache.cache_seqlens.as<int>());
+}
+
+}  // namespace
+
+Status decode(const DecodeParams& p, Execution& e) {
+  if (!e.arena.measuring()) {  // before anything is written
+    Execution needed;
+    if (Status s = Step(p, needed).run(); !s.ok()) return s;
+    Arena all = e.arena;
+    all.take<char>(static_cast<std::int64_t>(needed.arena.used()));
+    if (!all.enough()) return out_of_workspace(all);
+  }
+  return Step(p, e).run();
+}
+
+}  // namespace nsa::cuda

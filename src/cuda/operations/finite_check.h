@@ -1,0 +1,47 @@
+// Kernels that suppose finite values: what has to be looked at before them.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "core/backend.h"
+#include "cuda/common/nonfinite.h"
+#include "cuda/common/views.h"
+
+namespace nsa::cuda {
+
+inline Checked checked(const TensorView& t) {
+  const Rows r = rows_of(t, 2);
+  return {strided(t), static_cast<std::int64_t>(r.batches) * r.rows, std::max(r.rows, 1), to_int(t.size(-2)),
+          to_int(t.size(-1))};
+}
+
+/// For kernels that suppose finite values: a flag that is set where there are others. The first kernel that asks has
+/// the values of all branches looked at.
+class Finiteness {
+ public:
+  Finiteness(std::initializer_list<TensorView> values, Execution& e) : dtype_(values.begin()->dtype) {
+    inputs_.flag = e.arena.take<int>(1);
+    const TensorView* before = nullptr;
+    Checked* next = inputs_.tensors;
+    for (const TensorView& t : values) {
+      const bool again = before && t.data == before->data && t.stride == before->stride;
+      if (!again) *next++ = checked(t);
+      before = &t;
+    }
+  }
+
+  int* flag() const { return inputs_.flag; }
+  Status look(Execution& e) {
+    if (looked_) return {};
+    looked_ = true;
+    return status_of(find_nonfinite(dtype_, inputs_, e.stream), "find_nonfinite");
+  }
+
+ private:
+  DType dtype_;
+  NonfiniteArgs inputs_{};
+  bool looked_ = false;
+};
+
+}  // namespace nsa::cuda

@@ -1,0 +1,222 @@
+// The three branches and their gated sum.
+#include "cuda/common/fill.h"
+#include "cuda/operations/branch_backward.h"
+#include "cuda/operations/branch_forward.h"
+#include "cuda/operations/combine.h"
+#include "cuda/operations/select_blocks.h"
+
+namespace nsa::cuda {
+
+namespace {
+
+/// The choice of blocks together with the compressed attention `cmp`: by one kernel where there is one.
+Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Finiteness& values,
+                             Execution& e) {
+  const Branch b = branch_of(cmp);
+  const sm90::Kernels hopper = hopper_kernels(b, cmp.o, p.cfg);
+  if (!hopper.compressed_select) {
+    if (Status s = forward(cmp, values, e); !s.ok()) return s;
+    return select_blocks(p, e);
+  }
+  SelectArgs select = select_args(p);
+  const int count = selecting_blocks(select);
+  // The kernels that stand in come later: they can have the same scratch.
+  const std::int64_t bytes =
+      std::max(sm90::select_blocks::CompressedSelectScratch(b.geometry, b.q.size(-1), select.block_size).bytes(),
+               scratch_floats(select, count) * 4);
+  void* scratch = e.arena.take<char>(bytes);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  if (Status s = fill_outputs(cmp.o, cmp.lse, cmp.packed, e); !s.ok()) return s;
+  if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = values.look(e); !s.ok()) return s;
+  int* flag = values.flag();
+  RangeArgs range = range_args(b, cmp.o, cmp.lse);
+  range.redo.flag = select.redo.flag = flag;
+  select.scratch = static_cast<float*>(scratch);
+  sm90::select_blocks::CompressedSelectArgs args{};
+  args.range = range;
+  args.indices = select.indices;
+  args.topk = select.topk;
+  args.block_size = select.block_size;
+  args.init_blocks = select.init_blocks;
+  args.local_blocks = select.local_blocks;
+  args.noise = select.noise;
+  args.share = select.share;
+  args.seed = select.seed;
+  args.flag = flag;
+  args.scratch = scratch;
+  if (Status s = status_of(hopper.compressed_select(args, e.stream), "compressed_select"); !s.ok()) return s;
+  if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
+  return status_of(portable::element_kernels(p.q.dtype)->select_blocks(select, to_int(p.q.size(-1)), count, e.stream),
+                   "select_blocks");
+}
+
+/// The sliding window and the sum of the branches by one kernel. swa.o may be undefined.
+Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams sum, const sm90::Kernels& hopper,
+                          Finiteness& values, Execution& e) {
+  const Branch b = branch_of(swa);
+  if (e.arena.measuring()) return {};
+  if (!e.arena.enough()) return out_of_workspace(e.arena);
+  if (swa.o.defined())
+    if (Status s = fill(swa.o, swa.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = values.look(e); !s.ok()) return s;
+  RangeArgs range = range_args(b, swa.o, swa.lse);
+  range.redo.flag = values.flag();
+  const sm90::range_attention::WindowCombineArgs args{range, strided(sum.o_cmp), strided(sum.o_slc), strided(sum.gates),
+                                                      strided(sum.o)};
+  if (Status s = status_of(hopper.window_combine(args, e.stream), "window_combine"); !s.ok()) return s;
+  // The kernels that stand in have two steps; what is between them may lie in o itself.
+  sum.o_swa = swa.o.defined() ? swa.o : sum.o;
+  range.o = strided(sum.o_swa);
+  if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
+  CombineArgs combine = combine_args(sum);
+  combine.redo.flag = values.flag();
+  return status_of(portable::element_kernels(sum.o.dtype)->combine(combine, rows_of(sum.o, 2).batches, e.stream),
+                   "combine");
+}
+
+}  // namespace
+
+Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
+  // What the caller does not want to keep lives in the workspace.
+  NsaAttentionParams kept = p;
+  TensorView lse;
+  lse.dtype = DType::kFloat32;
+  lse.device = p.q.device;
+  lse.rank = p.q.rank - 1;
+  if (p.q.rank == 4) {
+    lse.shape = {p.q.size(0), p.q.size(2), p.q.size(1)};
+  } else {
+    lse.shape = {p.q.size(1), p.q.size(0)};
+  }
+  const sm90::Kernels hopper = hopper_kernels(branch_of(branches_of(kept).swa), p.o);
+  for (auto t : {&NsaAttentionParams::o_cmp, &NsaAttentionParams::o_slc, &NsaAttentionParams::o_swa}) {
+    const bool passes_by = t == &NsaAttentionParams::o_swa && hopper.window_combine;
+    if (!(kept.*t).defined() && !passes_by) kept.*t = take_like(e.arena, p.o, p.o.dtype);
+  }
+  for (auto t : {&NsaAttentionParams::lse_cmp, &NsaAttentionParams::lse_slc, &NsaAttentionParams::lse_swa})
+    if (!(kept.*t).defined()) kept.*t = take_like(e.arena, lse, DType::kFloat32);
+  if (!kept.indices.defined()) {
+    TensorView indices = p.q;
+    indices.shape[static_cast<std::size_t>(p.q.rank - 2)] = p.k_c.size(-2);
+    indices.shape[static_cast<std::size_t>(p.q.rank - 1)] = p.cfg.topk;
+    kept.indices = take_like(e.arena, indices, DType::kInt32);
+  }
+  const Branches b = branches_of(kept);
+  const SelectBlocksParams select{kept.q,         kept.k_c,   kept.lse_cmp, kept.cfg,    kept.softmax_scale,
+                                  b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
+  const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
+  Finiteness values({p.v_c, p.v_slc, p.v_swa}, e);
+  if (Status s = compressed_and_select(b.cmp, select, values, e); !s.ok()) return s;
+  e.stage_done("compressed attention, selection");
+  // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
+  // alone.
+  const bool causal = b.all_selected && hopper_kernels(branch_of(b.causal), p.o).range_forward;
+  if (Status s = causal ? forward(b.causal, values, e) : forward(b.slc, values, e); !s.ok()) return s;
+  e.stage_done("selected attention");
+  if (hopper.window_combine) {
+    if (Status s = window_and_combine(b.swa, sum, hopper, values, e); !s.ok()) return s;
+  } else {
+    if (Status s = forward(b.swa, values, e); !s.ok()) return s;
+    if (Status s = combine(sum, e); !s.ok()) return s;
+  }
+  e.stage_done("sliding window, combine");
+  if (e.arena.measuring()) return {};
+  return fill(p.o, p.packed.cu_seqlens_q, 0, nullptr, e.stream);  // rows past the end: the gates there may be NaN
+}
+
+Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e) {
+  const NsaAttentionParams& f = p.forward;
+  PerRow delta[3], gate[3];
+  for (int i = 0; i < 3; ++i) delta[i] = take_rows(e.arena, f.q), gate[i] = take_rows(e.arena, f.q);
+  const Branches b = branches_of(f);
+  if (!e.arena.measuring()) {
+    if (!e.arena.enough()) return out_of_workspace(e.arena);
+    CombineBackwardArgs args = combine_backward_args(p.d_o, f.o_cmp, f.o_slc, f.o_swa, f.gates, p.d_gates);
+    for (int i = 0; i < 3; ++i) args.delta[i] = delta[i], args.gate[i] = gate[i];
+    if (Status s =
+            status_of(portable::element_kernels(f.q.dtype)->combine_backward(args, rows_of(p.d_o, 2).batches, e.stream),
+                      "combine_backward");
+        !s.ok())
+      return s;
+    if (Status s = fill(p.d_gates, f.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
+  }
+  const sm90::Kernels for_causal = hopper_kernels(branch_of(b.causal), p.d_o);
+  const bool causal = b.all_selected && for_causal.range_d_q && for_causal.range_d_kv;
+  const Branch branches[3] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc), branch_of(b.swa)};
+  const TensorView* lse[3] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
+  const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
+  int* flag = e.arena.take<int>(1);
+  const bool queries = p.d_q.defined();
+  // dQ is summed over the branches in float32, some queries at a time.
+  const auto room = room_for(branches[0], p.d_o, queries, *d_k[0], *d_v[0]);
+  const std::vector<Part> parts = parts_of(branches[0].geometry, room);
+  Strided sum;
+  if (queries) {
+    TensorView view = f.q;
+    if (!f.packed.packed()) {
+      view.shape[0] = view.shape[1] = 0;
+      for (const Part& part : parts) {
+        view.shape[0] = std::max<std::int64_t>(view.shape[0], part.sequences);
+        view.shape[1] = std::max<std::int64_t>(view.shape[1], part.count);
+      }
+    }
+    sum = strided(take_like(e.arena, view, DType::kFloat32));
+  }
+  // dK and dV of the branches are made one after the other, so they can share the rest of the workspace.
+  const Arena rest = e.arena;
+  std::size_t most = rest.used();
+  if (!e.arena.measuring()) {
+    NonfiniteArgs inputs{};
+    for (int i = 0; i < 3; ++i) {
+      inputs.tensors[2 * i] = checked(branches[i].k);
+      inputs.tensors[2 * i + 1] = checked(branches[i].v);
+      inputs.lse[i] = per_row(*lse[i]);
+      inputs.delta[i] = delta[i];
+    }
+    inputs.queries = checked(f.q);
+    inputs.flag = flag;
+    if (any(hopper_kernels(branches[2], p.d_o)))
+      if (Status s = status_of(find_nonfinite(f.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
+    e.stage_done("gates, row terms");
+  }
+  constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
+                                   "sliding window: dK, dV"};
+  Prepared prepared[3];
+  const BranchGradients out[3] = {
+      {none, *d_k[0], *d_v[0], sum, sum}, {none, *d_k[1], *d_v[1], {}, sum}, {p.d_q, *d_k[2], *d_v[2], sum, {}}};
+  for (int i = 0; i < 3; ++i) {
+    e.arena = rest;
+    const Prepared& x = prepared[i] =
+        prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], i == 0 ? room : std::nullopt, flag, e);
+    most = std::max(most, e.arena.used());
+    if (e.arena.measuring()) continue;
+    if (!e.arena.enough()) return out_of_workspace(e.arena);
+    if (x.room) continue;  // they go with dQ
+    if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
+    e.stage_done(kKeys[i]);
+  }
+  if (e.arena.measuring()) {
+    e.arena.take<char>(static_cast<std::int64_t>(most - std::min(most, e.arena.used())));
+    return {};
+  }
+  if (!queries) return {};
+  // dQ: the selection first, the two ranges behind it.
+  if (Status s = begin_parts(prepared[0], e); !s.ok()) return s;
+  for (const Part& part : parts) {
+    const Prepared compressed = part_of(prepared[0], part);
+    if (room) {
+      if (Status s = run_keys(compressed, f.packed, &f.cfg, e); !s.ok()) return s;
+      e.stage_done(kKeys[0]);
+    }
+    if (Status s = run_queries(part_of(prepared[1], part), e); !s.ok()) return s;
+    e.stage_done("selected attention: dQ");
+    if (Status s = run_both(compressed, part_of(prepared[2], part), e); !s.ok()) return s;
+    e.stage_done("compressed and window: dQ");
+  }
+  return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);
+}
+
+}  // namespace nsa::cuda

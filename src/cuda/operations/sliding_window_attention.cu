@@ -1,0 +1,15 @@
+#include "cuda/operations/branch_backward.h"
+#include "cuda/operations/branch_forward.h"
+
+namespace nsa::cuda {
+
+Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution& e) {
+  Finiteness values({p.v}, e);
+  return forward(p, values, e);
+}
+
+Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, Execution& e) {
+  return single_backward(p, p.d_k, p.d_v, nullptr, e);
+}
+
+}  // namespace nsa::cuda

@@ -1,0 +1,53 @@
+// A step with a cache but its arithmetic: who has room, and bytes that move. Lengths and tables lie on the device; a
+// sequence that they would lead out of bounds has no room, and nothing else reads them.
+#pragma once
+
+#include "cuda/portable/decode/pages.cuh"
+
+namespace nsa::cuda::portable {
+
+/// A thread block per sequence.
+__global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArgs args) {
+  const StepGeometry& p = args.geometry;
+  const int b = blockIdx.x, before = args.lengths[b];
+  const int wanted = args.num_new ? min(max(args.num_new[b], 0), p.q_len) : p.q_len;
+  bool room = wanted > 0 && before >= 0 && before <= p.k_len - wanted;
+  int blocks = 0;
+  if (room) {
+    const int after = before + wanted;
+    blocks = num_compressed(p, after);
+    room = static_cast<std::int64_t>(blocks - 1) * p.kernel_stride < args.positions;
+    room &= all_pages(args.tokens, after, [&](int page) { return has_page(args.tokens, b, page); });
+    room &= all_pages(args.compressed, blocks, [&](int page) { return has_page(args.compressed, b, page); });
+  }
+  if (threadIdx.x > 0) return;
+  args.plan[b] = {max(before, 0), room ? wanted : 0, b, room ? blocks - num_compressed(p, before) : 0};
+  if (wanted > 0 && !room) *args.overflow = 1;
+}
+
+/// Grid y: kind of tokens, z: sequence.
+__global__ void __launch_bounds__(128, 8) move_tokens(const __grid_constant__ MoveArgs args) {
+  const StepGeometry& p = args.geometry;
+  const TokenMove& move = args.moves[blockIdx.y];
+  const DeviceSequence s = sequence_of(p, blockIdx.z);
+  if (s.q_len == 0) return;
+  const int before = s.k_len - s.q_len;
+  if (move.gathered.data) {
+    const int first = num_compressed(p, before), blocks = num_compressed(p, s.k_len) - first;
+    const CachedTokens tokens{move.slots, move.fresh};
+    copy_rows(
+        blocks > 0 ? (blocks - 1) * p.kernel_stride + p.kernel_size : 0, p.kv_heads, move.pieces,
+        [&](int token, int head) { return tokens.at<char>(s, first * p.kernel_stride + token, head); },
+        [&](int token, int head) { return move.gathered.at<char>(s.batch, token, head); });
+  } else {
+    // Of more tokens than a ring has slots the last ones.
+    const int skipped = !move.slots.ring ? 0 : max(s.q_len - move.slots.size, 0);
+    copy_rows(
+        s.q_len - skipped, p.kv_heads, move.pieces,
+        [&](int token, int head) { return move.fresh.at<char>(s.batch, skipped + token, head); },
+        [&](int token, int head) { return move.slots.at<char>(s.batch, before + skipped + token, head); });
+  }
+  if (args.lengths && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) args.lengths[s.batch] = s.k_len;
+}
+
+}  // namespace nsa::cuda::portable

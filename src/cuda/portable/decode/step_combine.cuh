@@ -1,0 +1,80 @@
+// What a step adds to the kernels of a forward pass: compressed tokens to their pages, the branches to one output.
+#pragma once
+
+#include "cuda/portable/decode/splits.cuh"
+#include "cuda/portable/decode/step_params.h"
+#include "cuda/portable/rotate.cuh"
+
+namespace nsa::cuda::portable {
+
+/// Grid x: block of the step, y: sequence.
+template <class T>
+__global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ StoreArgs args) {
+  const StepGeometry& p = args.geometry;
+  const DeviceSequence s = sequence_of(p, blockIdx.y);
+  const int j = blockIdx.x, i = num_compressed(p, s.k_len - s.q_len) + j;
+  if (i >= num_compressed(p, s.k_len)) return;
+  const int half = args.key_dim / 2;
+  const std::int64_t position = static_cast<std::int64_t>(i) * p.kernel_stride;
+  for (int e = threadIdx.x; e < p.kv_heads * half; e += blockDim.x) {
+    const int head = e / half, column = e % half;
+    const T* from = args.keys.at<T>(s.batch, j, head) + column;
+    T* to = args.key_slots.at<T>(s.batch, i, head) + column;
+    if (args.rotation.cos) {
+      rotate_pair(args.rotation, position, column, half, false, from, to);
+    } else {
+      to[0] = from[0];
+      to[half] = from[half];
+    }
+  }
+  for (int e = threadIdx.x; e < p.kv_heads * args.value_dim; e += blockDim.x) {
+    const int head = e / args.value_dim, column = e % args.value_dim;
+    args.value_slots.at<T>(s.batch, i, head)[column] = args.values.at<T>(s.batch, j, head)[column];
+  }
+}
+
+/// combine for a step. A thread block per row, of at most 32 chunks, a warp per branch; rows without a query get o = 0
+/// and indices = -1. Grid x: query, y: head, z: sequence.
+template <class T>
+__global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_constant__ StepCombineArgs args) {
+  const StepGeometry& p = args.geometry;
+  const int r = blockIdx.x, h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, branch = threadIdx.x / 32;
+  const DeviceSequence s = sequence_of(p, b);
+  const int column = lane * Chunk<T>::kSize;
+  const bool mine = column < args.rows.dim;
+  Chunk<T> sum{};
+  if (r < s.q_len) {
+    __shared__ Chunk<T> branches[kBranches][32];
+    const Parts& parts = args.parts[branch];
+    Chunk<T> x{};
+    if (parts.count > 0) {
+      const KeyRange range = branch == kSelected ? KeyRange{0, parts.count}
+                                                 : parts_of(p, parts, branch == kWindow ? args.window : 0, s, r);
+      const auto softmax = [&](int part) { return parts.softmax[parts.at(p, part, b, r, h)]; };
+      const MergedSoftmax<32> merged(range, softmax);
+      if (mine)
+#pragma unroll 8
+        for (int part = range.first; part < range.last; ++part)
+          merged.add(softmax(part), parts.acc + parts.at(p, part, b, r, h) * args.rows.dim + column, x);
+    } else if (mine) {
+      x = Chunk<T>::load(args.rows.branch[branch].at<T>(b, r, h) + column);
+    }
+    branches[branch][lane] = x;
+    __syncthreads();
+    if (branch > 0) return;
+    const T* gates = args.rows.gates.at<T>(b, r, h);
+    for (int i = 0; i < kBranches; ++i) {
+      const float gate = to_float(gates[i]);
+      const Chunk<T>& y = branches[i][lane];
+#pragma unroll
+      for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate * y.x[j];
+    }
+  } else if (branch > 0) {
+    return;
+  } else if (args.indices.data && h < p.kv_heads) {
+    for (int i = lane; i < args.topk; i += 32) args.indices.at<int>(b, r, h)[i] = -1;
+  }
+  if (mine) sum.store(args.rows.o.at<T>(b, r, h) + column);
+}
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,56 @@
+// One instance of the kernels of a step that depend on the element type only: compiled with NSA_ELEMENT.
+#include "cuda/portable/decode/step_combine.cuh"
+#include "cuda/portable/decode/step_kernels.h"
+#include "cuda/portable/decode/step_select.cuh"
+
+namespace nsa::cuda::portable {
+namespace {
+
+using T = NSA_ELEMENT;
+
+/// f<Dk>() for a head dim of keys.
+template <class F>
+cudaError_t for_key_dim(int key_dim, const F& f) {
+  return key_dim == 64    ? f.template operator()<64>()
+         : key_dim == 128 ? f.template operator()<128>()
+                          : f.template operator()<192>();
+}
+
+cudaError_t run_store_compressed(const StoreArgs& args, int blocks, cudaStream_t stream) {
+  return launch(store_compressed<T>, dim3(blocks, args.geometry.batches), 128, 0, stream, args);
+}
+
+cudaError_t run_select_blocks(const StepSelectArgs& args, int key_dim, int blocks_of_threads, cudaStream_t stream) {
+  return for_key_dim(key_dim, [&]<int Dk>() {
+    return launch(select_blocks<T, Dk, StepSelectArgs>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory, stream,
+                  args);
+  });
+}
+
+cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const auto keys = static_cast<unsigned>(tiles(args.scratch_keys, kSumKeys));
+  const cudaError_t error =
+      args.scores ? launch(sum_scores<StepSelectArgs>, dim3(keys, g.kv_heads, g.batches), kSumThreads, 0, stream, args)
+                  : for_key_dim(key_dim, [&]<int Dk>() {
+                      return launch(score_parts<T, Dk>, dim3(args.parts.count, g.kv_heads, g.batches * args.tiles), 128,
+                                    SelectShape<T, Dk>::kMemory, stream, args);
+                    });
+  if (error != cudaSuccess) return error;
+  return launch(pick_step<StepSelectArgs>, dim3(g.q_len, g.kv_heads, g.batches), kPickThreads, 0, stream, args);
+}
+
+cudaError_t run_combine(const StepCombineArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  return launch(combine_step<T>, dim3(g.q_len, g.heads, g.batches), 32 * kBranches, 0, stream, args);
+}
+
+}  // namespace
+
+template <>
+const StepElementKernels& step_element_instance<T>() {
+  static constexpr StepElementKernels table{run_store_compressed, run_select_blocks, run_select_in_parts, run_combine};
+  return table;
+}
+
+}  // namespace nsa::cuda::portable

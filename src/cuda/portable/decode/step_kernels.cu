@@ -1,0 +1,43 @@
+// One instance of the attention kernels of a step: compiled with NSA_ELEMENT, NSA_KEY_DIM and NSA_VALUE_DIM.
+#include "cuda/portable/decode/step_kernels.h"
+#include "cuda/portable/decode/step_ranges.cuh"
+#include "cuda/portable/range_forward.cuh"
+#include "cuda/portable/selected_forward.cuh"
+
+namespace nsa::cuda::portable {
+namespace {
+
+using T = NSA_ELEMENT;
+constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+
+cudaError_t run_range_forward(const StepRangeArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const auto count = static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
+  return launch(range_forward<T, Dk, Dv, StepRangeArgs>, dim3(count, g.kv_heads, g.batches), 128,
+                2 * kRangeStage<T, Dk, Dv>, stream, args);
+}
+
+cudaError_t run_ranges(const StepRangesArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.compressed.geometry;
+  const auto count = static_cast<unsigned>((args.compressed.parts.count + args.window.parts.count) * args.row_tiles);
+  return launch(step_ranges<T, Dk, Dv>, dim3(count, g.kv_heads, g.batches), 128, KeyUnits<T, Dk, Dv, Dv>::kMemory,
+                stream, args);
+}
+
+cudaError_t run_selected_forward(const StepSelectedArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const auto count = static_cast<unsigned>(g.q_len * std::max(args.parts.count, 1));
+  return launch(selected_forward<T, Dk, Dv, StepSelectedArgs>,
+                dim3(count, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
+                SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
+}
+
+}  // namespace
+
+template <>
+const StepAttentionKernels& step_attention_instance<T, Dk, Dv>() {
+  static constexpr StepAttentionKernels table{run_range_forward, run_ranges, run_selected_forward};
+  return table;
+}
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,109 @@
+// Parameter structs of the kernels of a step with a cache.
+#pragma once
+
+#include "cuda/common/cache.cuh"
+#include "cuda/common/params.h"
+
+namespace nsa::cuda::portable {
+
+struct StepRangeArgs : RangeArgsOf<StepGeometry, CachedTokens> {
+  Parts parts;
+};
+
+/// Both ranges of a decode step, in parts. A thread block has kStepRows rows (query, head) of a KV head.
+inline constexpr int kStepRows = 16;
+struct StepRangesArgs {
+  StepRangeArgs compressed, window;
+  int row_tiles;            // of kStepRows for a KV head
+  float* scores;            // raw ones of the compressed keys, (B, kv_heads, m * G, scores_row); null: not wanted
+  std::int64_t scores_row;  // floats
+};
+/// Up to so many rows for a KV head keep their scores for the choice of blocks; for more the memory would be too much.
+inline constexpr int kScoredRows = 32;
+
+struct StepSelectedArgs : SelectedArgsOf<StepGeometry, CachedTokens> {
+  Parts parts;
+};
+
+/// lse is read where `parts`, those of the compressed branch, are none. With parts, scratch holds the sums of every
+/// (sequence, KV head, query), then the importances.
+struct StepSelectArgs : SelectArgsOf<StepGeometry, CachedTokens> {
+  Parts parts;
+  const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
+};
+
+/// The page tables of a cache, checked before anything follows them.
+struct PageTable {
+  const int* pages = nullptr;
+  std::int64_t row = 0;  // ints from one sequence's pages to the next one's
+  int max_pages = 0, page_size = 1, num_pages = 0;
+};
+
+struct PlanArgs {
+  StepGeometry geometry;
+  StepPlan* plan;
+  const int* lengths;
+  const int* num_new;  // null: m
+  int* overflow;
+  PageTable tokens, compressed;
+  int positions;  // that can be rotated
+};
+
+/// One kind of tokens of a step. Strides in bytes.
+struct TokenMove {
+  Strided fresh;     // (B, m, heads, D)
+  Slots slots;       // where tokens are appended, or were
+  Strided gathered;  // given: there go instead the tokens of the blocks that the step completes, (B, tokens, heads, D)
+  int pieces;        // of 16 bytes in a row
+};
+
+struct MoveArgs {
+  StepGeometry geometry;
+  TokenMove moves[4];
+  int* lengths;  // given: they are advanced
+};
+
+/// Compressed tokens that the step completes, to their pages.
+struct StoreArgs {
+  StepGeometry geometry;
+  Strided keys, values;  // (B, blocks, heads, D)
+  Slots key_slots, value_slots;
+  int key_dim, value_dim;
+  Rotation rotation;
+};
+
+struct StepCombineArgs {
+  StepGeometry geometry;
+  CombineArgs rows;
+  Parts parts[kBranches];  // none: the branch's rows are there
+  int window;
+  Strided indices;  // int32, null: not wanted; rows without a query get -1
+  int topk;
+};
+
+/// A fork, decided on the device: the lengths lie there.
+struct ForkArgs {
+  int kv_heads;
+  int parent, child;
+  int length, blocks;  // tokens and compressed tokens that the child begins with
+  int* lengths;
+  int* overflow;
+  PageTable tokens, compressed;
+  int* parent_length;  // -1: refused
+  int* numbers;        // (sequences): their own, which are those of their rings
+  int sequences;
+};
+
+/// One kind of tokens of a cache. Strides in bytes.
+struct ForkCopy {
+  Slots slots;
+  int tokens;  // of the child, from 0 on
+  int pieces;  // of 16 bytes in a row
+};
+
+struct ForkCopyArgs {
+  ForkArgs fork;
+  ForkCopy copies[8];
+};
+
+}  // namespace nsa::cuda::portable

@@ -1,0 +1,314 @@
+// What the two kernels for dK and dV share. They stand on keys and stream query rows:
+//
+//   S^T = K Q^T, dP^T = V dO^T, P = exp(scale * S - lse), dS = P * (g * dP - delta)
+//   dV += (g P)^T dO, dK += dS^T Q
+//
+// With the keys as the rows of the products P^T and dS^T leave the accumulators as A operands of the next ones. A stage
+// of the ring is a tile of 64 query rows: Q, dO, and per row lse, delta and gate.
+//
+// The warps 8 to 11 have K, V, Q, dO and what there is per row copied and note who sees whom; two warpgroups compute.
+// Left alone these would compute exponentials at the same time and leave the tensor cores idle, so they take turns: one
+// may issue its products only after the other has seen its scores arrive.
+#pragma once
+
+#include "cuda/common/attention_backward.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/common/d_kv_item.h"
+#include "cuda/sm90/common/head_packing.cuh"
+#include "cuda/sm90/common/row_terms.h"
+#include "cuda/sm90/common/wgmma.cuh"
+
+namespace nsa::cuda::sm90 {
+
+struct KeyMaps {
+  CUtensorMap q, d_o, k, v;
+};
+
+/// Shared memory: kTiles tiles of 64 keys, a ring of stages, barriers.
+template <int Dk, int Dv, int kTiles, int kStageCount>
+struct KeyMemory {
+  static constexpr int kStages = kStageCount;
+  static constexpr int kK = kTileBytes<Dk>, kV = kTileBytes<Dv>, kTerms = 4 * 64 * 4;
+  static constexpr int kRing = kTiles * (kK + kV), kRows = kRing + kStages * (kK + kV);
+  static constexpr int kBarriers = kRows + kStages * kTerms;
+  static constexpr int kBytes = kBarriers + (2 * kStages + 2) * 8;
+
+  std::uint32_t base;
+
+  __device__ std::uint32_t k(int tile) const { return base + tile * kK; }
+  __device__ std::uint32_t v(int tile) const { return base + kTiles * kK + tile * kV; }
+  __device__ std::uint32_t q(int stage) const { return base + kRing + stage * (kK + kV); }
+  __device__ std::uint32_t d_o(int stage) const { return q(stage) + kK; }
+  /// Per row: the three of RowTerms; then what the warpgroups need to know of the stage.
+  __device__ std::uint32_t terms(int stage) const { return base + kRows + stage * kTerms; }
+  __device__ char* info(char* memory, int stage) const { return memory + kRows + stage * kTerms + 3 * 256; }
+  __device__ std::uint32_t full(int stage) const { return base + kBarriers + stage * 8; }
+  __device__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
+  __device__ std::uint32_t keys_full() const { return full(2 * kStages); }
+  __device__ std::uint32_t keys_empty() const { return full(2 * kStages + 1); }
+  /// `writers`: arrivals of the producers at a stage; `readers`: threads that compute from it.
+  __device__ void init(int writers, int readers) const {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full(i), writers);
+      barrier_init(empty(i), readers);
+    }
+    barrier_init(keys_full(), 1);
+    barrier_init(keys_empty(), 8);
+    barriers_ready();
+  }
+  /// Zeros for the rows of stages that no copy reaches. All threads; the caller synchronises.
+  __device__ void clear_stages(char* memory) const {
+    auto* words = reinterpret_cast<uint4*>(memory + kRing);
+    for (int i = threadIdx.x; i < kStages * (kK + kV) / 16; i += blockDim.x) words[i] = uint4{0, 0, 0, 0};
+    fence_async();
+  }
+};
+
+/// Stages consumed or filled so far: a place in the ring and the parity of its barriers. One register.
+template <int kStages>
+struct StageCount {
+  int count = 0;
+
+  __device__ __forceinline__ int stage() const { return count % kStages; }
+  __device__ __forceinline__ int before(int stages = 1) const { return (count - stages) % kStages; }
+  __device__ __forceinline__ std::uint32_t parity() const { return count / kStages & 1; }
+};
+
+/// The gradients of 64 keys in the registers of a warpgroup.
+template <class T, int Dk, int Dv>
+struct KeySums {
+  float dk[Dk / 2], dv[Dv / 2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (float& x : dk) x = 0;
+#pragma unroll
+    for (float& x : dv) x = 0;
+  }
+  /// To float32 rows of Dk + Dv, `to` the row of key 0 of the 64.
+  __device__ __forceinline__ void store_partial_dk(float* to, int keys) const {
+    store_rows<Dk>(dk, 1, keys, [&](int key) { return to + key * (Dk + Dv); });
+  }
+  __device__ __forceinline__ void store_partial_dv(float* to, int keys) const {
+    store_rows<Dv>(dv, 1, keys, [&](int key) { return to + key * (Dk + Dv) + Dk; });
+  }
+  /// To dK and dV, key 0 of the 64 at row `first` of the tensors.
+  __device__ __forceinline__ void store_dk(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
+                                           int keys) const {
+    if (!args.d_k.data) return;
+    store_rows<Dk>(dk, args.scale, keys, [&](int key) { return args.d_k.at<T>(batch, first + key, kv_head); });
+  }
+  __device__ __forceinline__ void store_dv(const BackwardArgs& args, int batch, std::int64_t first, int kv_head,
+                                           int keys) const {
+    if (!args.d_v.data) return;
+    store_rows<Dv>(dv, 1, keys, [&](int key) { return args.d_v.at<T>(batch, first + key, kv_head); });
+  }
+
+ private:
+  /// row(key): where the row of a key begins.
+  template <int D, class Row>
+  __device__ __forceinline__ static void store_rows(const float (&x)[D / 2], float scale, int keys, const Row& row) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = warp * 16 + lane / 4 + 8 * i;
+      if (key >= keys) continue;
+      auto* to = row(key) + 2 * (lane & 3);
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) store_pair(to + n * 8, x[4 * n + 2 * i] * scale, x[4 * n + 2 * i + 1] * scale);
+    }
+  }
+};
+
+/// s: scores to probabilities. mask(s): -inf where the query does not see the key.
+template <class Mask>
+__device__ __forceinline__ void probabilities(float (&s)[32], std::uint32_t terms, float scale, const Mask& mask) {
+  mask(s);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 lse = load_float2(terms + j * 32 + (lane & 3) * 8);
+    s[4 * j] = exp2_fast(fmaf(s[4 * j], scale, lse.x));
+    s[4 * j + 1] = exp2_fast(fmaf(s[4 * j + 1], scale, lse.y));
+    s[4 * j + 2] = exp2_fast(fmaf(s[4 * j + 2], scale, lse.x));
+    s[4 * j + 3] = exp2_fast(fmaf(s[4 * j + 3], scale, lse.y));
+  }
+}
+
+/// Whether the registers hold S and dP of a stage beside the sums.
+template <int Dk, int Dv>
+inline constexpr bool kSideBySide = Dk + Dv <= 256;
+
+/// The sums, and a stage on its way through.
+template <class T, int Dk, int Dv, bool = kSideBySide<Dk, Dv>>
+struct KeyGradients : KeySums<T, Dk, Dv> {
+  using KeySums<T, Dk, Dv>::dk, KeySums<T, Dk, Dv>::dv;
+  float s[32], dp[32];
+  std::uint32_t p[16], ds[16];  // P^T and dS^T of the stage before, as operands
+
+  /// s and dp to the operands p and ds.
+  __device__ __forceinline__ void operands(std::uint32_t terms) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
+      const float2 gate = load_float2(terms + 512 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = s[4 * j + 2 * i], high = s[4 * j + 2 * i + 1];
+        ds[2 * j + i] = pack(T{}, low * fmaf(gate.x, dp[4 * j + 2 * i], -delta.x),
+                             high * fmaf(gate.y, dp[4 * j + 2 * i + 1], -delta.y));
+        p[2 * j + i] = pack(T{}, low * gate.x, high * gate.y);
+      }
+    }
+  }
+
+  /// The first stage of an item.
+  template <class Memory, class Mask, class Pass>
+  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
+                                        const Mask& mask, const Pass& pass) {
+    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    products_wait<1>();
+    pass();
+    probabilities(s, memory.terms(stage), scale, mask);
+    products_wait<0>();
+    operands(memory.terms(stage));
+  }
+  /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
+  template <class Memory, class Mask, class Pass, class Release>
+  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
+                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    products_wait<2>();  // p is free
+    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    products_wait<2>();
+    pass();
+    probabilities(s, memory.terms(stage), scale, mask);
+    products_wait<1>();
+    release(before);
+    products_wait<0>();
+    operands(memory.terms(stage));
+  }
+  /// After the last stage.
+  template <class Memory, class Release>
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    products_wait<0>();
+    release(before);
+  }
+};
+
+/// The same with S and dP one after the other in the same registers, and so their operands:
+///
+///   S(k), dK += dS(k-1)^T Q(k-1) | dP(k), dV += (g P(k))^T dO(k) | S(k+1), ...
+///
+/// dP - delta is computed beside dV. dS = (g P) * (dP - delta / g) comes from the rounded g P: the second of the rows'
+/// terms is delta / g here.
+template <class T, int Dk, int Dv>
+struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
+  using KeySums<T, Dk, Dv>::dk, KeySums<T, Dk, Dv>::dv;
+  float x[32];                // S, P, dP, dP - delta / g
+  std::uint32_t operand[16];  // g P, then dS
+
+  /// operand: g P.
+  __device__ __forceinline__ void gate_probabilities(std::uint32_t terms) {
+    if (!always()) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 gate = load_float2(terms + 512 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        operand[2 * j + i] = pack(T{}, x[4 * j + 2 * i] * gate.x, x[4 * j + 2 * i + 1] * gate.y);
+    }
+  }
+  /// x: dP - delta / g.
+  __device__ __forceinline__ void subtract_delta(std::uint32_t terms) {
+    if (!always()) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 delta = load_float2(terms + 256 + j * 32 + (lane & 3) * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * j + i] -= i % 2 ? delta.y : delta.x;
+    }
+  }
+  /// From P in x on: dV, and dS as the next operand.
+  template <class Memory>
+  __device__ __forceinline__ void score_gradients(const Memory& memory, std::uint32_t v, int stage) {
+    gate_probabilities(memory.terms(stage));
+    scores<T, Dv, 64>(x, again(v), 64, descriptor(memory.d_o(stage), 16), 64);
+    outputs<T, Dv, 64>(dv, operand, descriptor(memory.d_o(stage), kPanelBytes));
+    products_wait<1>();
+    subtract_delta(memory.terms(stage));
+    products_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float2 p = unpack(T{}, again(operand[i]));  // not before the wait
+      operand[i] = pack(T{}, p.x * x[2 * i], p.y * x[2 * i + 1]);
+    }
+  }
+
+  template <class Memory, class Mask, class Pass>
+  __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
+                                        const Mask& mask, const Pass& pass) {
+    scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
+    products_wait<0>();
+    pass();
+    probabilities(x, memory.terms(stage), scale, mask);
+    score_gradients(memory, v, stage);
+  }
+  template <class Memory, class Mask, class Pass, class Release>
+  __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
+                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+    scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
+    outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
+    products_wait<1>();
+    pass();
+    probabilities(x, memory.terms(stage), scale, mask);
+    products_wait<0>();
+    release(before);
+    score_gradients(memory, v, stage);
+  }
+  template <class Memory, class Release>
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+    outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
+    products_wait<0>();
+    release(before);
+  }
+};
+
+/// Thread blocks that add the partial sums of a key tile: a few have very many.
+inline constexpr int kSumParts = 8;
+
+/// Adds the partial sums of a key tile, `count` of `rows` rows of dk + dv float32 each from the slot `first` on, in
+/// order, and writes dK and dV of its `keys` keys. The thread blocks of all z of the grid share the work.
+template <class T>
+__device__ inline void sum_partials(const BackwardArgs& args, std::int64_t first, int count, int rows, int batch,
+                                    std::int64_t key_row, int kv_head, int keys, int dk, int dv) {
+  const int width = dk + dv;
+  const float* from = args.partials + first * rows * width;
+  const int threads = static_cast<int>(gridDim.z * blockDim.x);
+  for (int e = static_cast<int>(blockIdx.z * blockDim.x + threadIdx.x) * 4; e < keys * width; e += threads * 4) {
+    float4 sum{};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float4 x = *reinterpret_cast<const float4*>(from + static_cast<std::int64_t>(i) * rows * width + e);
+      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    }
+    const int column = e % width;
+    const bool key = column < dk;
+    const Strided& to = key ? args.d_k : args.d_v;
+    if (!to.data) continue;
+    const float scale = key ? args.scale : 1;
+    T* out = to.at<T>(batch, key_row + e / width, kv_head) + (key ? column : column - dk);
+    store_pair(out, sum.x * scale, sum.y * scale);
+    store_pair(out + 2, sum.z * scale, sum.w * scale);
+  }
+}
+
+}  // namespace nsa::cuda::sm90

@@ -1,0 +1,180 @@
+// Instructions of sm_90a that CUDA C++ has no names for: barriers in shared memory that count bytes, the copy engine
+// (TMA), register budgets, named barriers. Addresses of shared memory are 32 bits.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/common/element.cuh"
+
+namespace nsa::cuda::sm90 {
+
+/// Bytes of shared memory that a thread block can have.
+inline constexpr int kSharedMemory = 227 * 1024;
+
+// Barriers (mbarrier): eight bytes of shared memory each. A phase ends after `count` arrivals and all expected bytes;
+// wait(parity) returns once the phase of that parity has ended, so a fresh barrier lets wait(1) pass.
+
+__device__ __forceinline__ void barrier_init(std::uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+/// After the last barrier_init, before the __syncthreads that lets others use the barriers.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive(std::uint32_t barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+/// One arrival, and `bytes` more to come by copies.
+__device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/// One arrival once this thread's cp.async copies so far have landed; the barrier's count includes it.
+__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+/// One thread waits, or a warp whose loop over tiles has wgmma next: all lanes poll one address, which the machine does
+/// once for the warp, so they leave together. wait_together() in these loops costs range_forward 2 % (BRA.DIV behind
+/// each).
+__device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity) {
+  while (!test(barrier, parity)) {
+  }
+}
+/// A whole warp waits. Its lanes poll each for itself and then come together again, as wgmma, named barriers and
+/// setmaxnreg need them.
+__device__ __forceinline__ void wait_together(std::uint32_t barrier, std::uint32_t parity) {
+  wait(barrier, parity);
+  __syncwarp();
+}
+
+/// A box of a tensor into shared memory (tensor_map.h); its bytes count at `barrier`. Coordinates: column, head, row,
+/// batch.
+__device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& map, int column, int head, int row,
+                                         int batch, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(to),
+      "l"(&map), "r"(column), "r"(head), "r"(row), "r"(batch), "r"(barrier)
+      : "memory");
+}
+/// The same of five dimensions; coordinates as the map has them.
+__device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& map, int x0, int x1, int x2, int x3,
+                                         int x4, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(to),
+      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(barrier)
+      : "memory");
+}
+/// Through a map of make_spread_map. Coordinates: column, first row, head, batch.
+__device__ __forceinline__ void load_spread_box(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
+                                                int batch, std::uint32_t barrier) {
+  load_box(to, map, column, row / 8, row % 8, head, batch, barrier);
+}
+/// The same box into the second-level cache only.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column, int head, int row, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(head),
+               "r"(row), "r"(batch)
+               : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+/// `bytes` (a multiple of 16) from global to shared memory, both 16-byte aligned; they count at `barrier`.
+__device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+/// Orders writes of global memory that this thread knows of before its copies by the copy engine.
+__device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+/// A place in a ring of kStages and the parity of its use.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ Place before() const {
+    return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1};
+  }
+};
+
+/// Orders this thread's accesses of shared memory before or after those of the copy engine and of wgmma. After reads
+/// by ldmatrix it must come before the slot is given back: ptxas lets the arrival overtake the last of them.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// The registers of each thread of this warpgroup from here on, a multiple of 8. All its warps call it.
+template <int kCount>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+/// Named barrier `id` (1 .. 15; 0 is __syncthreads) of `threads` threads. The warps may come from different
+/// instructions: bar.sync would promise that all of them execute the same one.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ float2 load_float2(std::uint32_t from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
+  return x;
+}
+
+__device__ __forceinline__ uint4 load_uint4(std::uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
+  return x;
+}
+/// Four 8 x 8 matrices; a lane names a row of sixteen bytes, lanes 0 to 7 those of the first matrix and so on.
+__device__ __forceinline__ void stmatrix4(std::uint32_t to, const std::uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+/// The lane, read again instead of kept in a register.
+__device__ __forceinline__ int lane_again() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+/// True, which the compiler does not know: what this guards stays where it is. Else ptxas moves arithmetic behind the
+/// next wait for products, or in between products.
+__device__ __forceinline__ bool always() { return lane_again() < 32; }
+
+/// For values that cost less to compute again than registers to keep.
+template <class T>
+__device__ __forceinline__ T again(T x) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+  return x;
+}
+
+/// The same value in all lanes, and known to the compiler as such.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+}  // namespace nsa::cuda::sm90

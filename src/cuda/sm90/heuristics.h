@@ -1,0 +1,78 @@
+// Kernels for compute capability 9.0 (H100, H200), for bfloat16 and float16. They take the arguments of their portable
+// counterparts. Where there is no such kernel for a call, the portable one serves.
+//
+// They suppose finite inputs: a masked score times an infinite value would not be zero. So each call first looks at
+// what could leak (nonfinite.h); if a flag is set there these kernels return at once and the portable ones, launched
+// after them, do the work.
+#pragma once
+
+#include <optional>
+
+#include "cuda/sm90/compress/compress.h"
+#include "cuda/sm90/range_attention/range_attention.h"
+#include "cuda/sm90/select_blocks/compressed_select.h"
+#include "cuda/sm90/selected_attention/selected_attention.h"
+#include "nsa/config.h"
+#include "nsa/tensor.h"
+
+namespace nsa::cuda::sm90 {
+
+/// Null: there is none.
+struct Kernels {
+  cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
+  /// Query by query and block by block. Where there are both, both are launched, and the indices decide which of them
+  /// does the work (loop_order.h).
+  cudaError_t (*selected_forward)(const SelectedArgs&, const Ways&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_by_block)(const selected_attention::SelectedByBlockArgs&, cudaStream_t) = nullptr;
+  /// With a second branch of the same queries: the sum of both, where the second one says.
+  cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;
+  cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*range_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*compressed_select)(const select_blocks::CompressedSelectArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*window_combine)(const range_attention::WindowCombineArgs&, cudaStream_t) = nullptr;
+};
+
+inline bool any(const Kernels& k) {
+  return k.range_forward || k.selected_forward || k.selected_by_block || k.range_d_q || k.selected_d_q ||
+         k.range_d_kv || k.selected_d_kv;
+}
+
+/// What the choice of kernels looks at.
+struct Call {
+  DType dtype = DType::kBFloat16;
+  std::int64_t key_dim = 0, value_dim = 0;
+  int group = 0;       // G
+  int block_size = 0;  // selected attention, else 0
+  int topk = 0;        // selected attention, else 0
+  bool mappable = true;
+  std::optional<NSAConfig> selection;  // the choice of blocks together with the compressed attention it follows from
+};
+
+/// What the choice of the kernels of compress and compress_backward looks at.
+struct CompressCall {
+  DType dtype = DType::kBFloat16;
+  CompressionKind kind = CompressionKind::kMlp;
+  std::int64_t dim = 0, hidden = 0;  // D; E, or D for linear
+  std::int64_t rows = 1;             // compressed ones
+  bool mappable = true;
+};
+
+/// Null: there is none.
+struct CompressKernels {
+  cudaError_t (*compress)(const compress::CompressWork&, cudaStream_t) = nullptr;
+  cudaError_t (*hidden)(const compress::CompressWork&, cudaStream_t) = nullptr;
+  cudaError_t (*gradients)(const compress::CompressWork&, cudaStream_t) = nullptr;
+};
+
+/// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
+Kernels choose(const Call& call);
+CompressKernels choose(const CompressCall& call);
+
+/// Whether they can be used on the device `index`: it may be another one, or NSA_CUDA_KERNELS=portable forbids them.
+bool serve(int index);
+/// choose(), or none where they do not serve.
+Kernels kernels_on(int index, const Call& call);
+CompressKernels kernels_on(int index, const CompressCall& call);
+
+}  // namespace nsa::cuda::sm90

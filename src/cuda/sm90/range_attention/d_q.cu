@@ -1,0 +1,323 @@
+// dQ for ranges of keys per query: the compressed branch, the sliding window, or both one after the other into the same
+// sum (a second branch saves a round trip of dQ as float32).
+//
+// A thread block takes two tiles of query rows, one per consumer warpgroup, with Q and dO in shared memory, and walks
+// the key tiles that any of its queries sees. One thread of the third warpgroup brings K and V tiles of 64 keys
+// through a ring of four stages. Per key tile a warpgroup forms
+//
+//   S = Q K^T, dP = dO V^T, dS = P * (g * dP - delta), dQ += dS K
+//
+// and S and dP of a tile and dQ of the tile before are in flight while it computes exponentials. A V tile is given back
+// after dP, a K tile after dQ, one step later. The grid is persistent; long and short tiles alternate.
+#include "cuda/common/attention_backward.cuh"
+#include "cuda/common/device.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/common/head_packing.cuh"
+#include "cuda/sm90/common/wgmma.cuh"
+#include "cuda/sm90/range_attention/range_attention.h"
+
+namespace nsa::cuda::sm90::range_attention {
+namespace {
+
+constexpr int kKeys = 64, kWarpgroups = 2;
+/// As many as fit into shared memory, at most four.
+template <int Dk, int Dv>
+inline constexpr int kStages = Dk + Dv <= 256 ? 4 : 3;
+
+struct RangeDqArgs {
+  BackwardArgs branch[2];  // dQ of the last one goes where it says; sum_from counts of the first
+  int branches;
+  QueryTiles tiles;
+  int row_tiles;  // pairs of query tiles per sequence, an upper bound
+  int work;
+};
+
+struct RangeMaps {
+  CUtensorMap q, d_o, k[2], v[2];
+};
+
+/// Two query tiles of one KV head, or of a slice of its group.
+struct Work {
+  int batch, kv_head, first_head, first_query;
+};
+__device__ inline Work work_at(const RangeDqArgs& args, int x) {
+  const int lines = args.branch[0].geometry.kv_heads * args.tiles.slices;
+  const int line = x % lines, tile = x / lines % args.row_tiles;
+  const int kv_head = line / args.tiles.slices;
+  const int long_and_short = tile & 1 ? tile >> 1 : args.row_tiles - 1 - (tile >> 1);
+  return {x / lines / args.row_tiles, kv_head,
+          kv_head * args.branch[0].geometry.group + line % args.tiles.slices * args.tiles.heads,
+          long_and_short * kWarpgroups * args.tiles.queries};
+}
+
+/// Key tiles [first, last) of the queries from `first_query` to `last_query`, of which some do not see all keys unless
+/// whole() says so.
+struct KeyTiles {
+  int first, last, all_from, all_until;
+
+  __device__ KeyTiles(const BackwardArgs& args, const DeviceSequence& seq, int first_query, int last_query) {
+    const KeyRange head = visible_keys(args.geometry, args.window, seq.position(first_query));
+    const KeyRange tail = visible_keys(args.geometry, args.window, seq.position(last_query));
+    first = head.first / kKeys;
+    last = (tail.last + kKeys - 1) / kKeys;
+    all_from = tail.first;
+    all_until = head.last;
+  }
+  __device__ bool whole(int tile) const { return tile * kKeys >= all_from && (tile + 1) * kKeys <= all_until; }
+};
+
+template <int Dk, int Dv>
+struct Memory {
+  static constexpr int kStages = range_attention::kStages<Dk, Dv>;
+  static constexpr int kQ = kTileBytes<Dk>, kO = kTileBytes<Dv>, kStage = kQ + kO;
+  static constexpr int kBarriers = kWarpgroups * (kQ + kO) + kStages * kStage;
+  static constexpr int kBytes = kBarriers + (4 * kStages + 2 * kWarpgroups) * 8;
+
+  std::uint32_t base;
+
+  __device__ std::uint32_t q(int warpgroup) const { return base + warpgroup * (kQ + kO); }
+  __device__ std::uint32_t d_o(int warpgroup) const { return q(warpgroup) + kQ; }
+  __device__ std::uint32_t k(int stage) const { return base + kWarpgroups * (kQ + kO) + stage * kStage; }
+  __device__ std::uint32_t v(int stage) const { return k(stage) + kQ; }
+  __device__ std::uint32_t k_full(int stage) const { return base + kBarriers + stage * 8; }
+  __device__ std::uint32_t v_full(int stage) const { return k_full(kStages + stage); }
+  __device__ std::uint32_t k_empty(int stage) const { return k_full(2 * kStages + stage); }
+  __device__ std::uint32_t v_empty(int stage) const { return k_full(3 * kStages + stage); }
+  __device__ std::uint32_t q_full(int warpgroup) const { return k_full(4 * kStages + warpgroup); }
+  __device__ std::uint32_t q_empty(int warpgroup) const { return k_full(4 * kStages + kWarpgroups + warpgroup); }
+};
+
+/// The copying warp.
+template <int Dk, int Dv>
+__device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, const Memory<Dk, Dv>& memory) {
+  using Shape = Memory<Dk, Dv>;
+  const bool leader = threadIdx.x % 32 == 0;
+  const Geometry& p = args.branch[0].geometry;
+  const int tile_bytes = args.tiles.rows * (Dk + Dv) * 2;
+  Place<kStages<Dk, Dv>> place;
+  std::uint32_t q_parity = 1;
+  for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
+    const Work work = work_at(args, x);
+    const DeviceSequence seq = sequence_of(p, work.batch);
+    if (work.first_query >= seq.q_len) continue;
+    const int compressed = compressed_begin_in_warp(p, work.batch);
+    if (!leader) continue;
+    const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;
+    for (int g = 0; g < kWarpgroups; ++g) {
+      wait(memory.q_empty(g), q_parity);
+      arrive_expecting(memory.q_full(g), tile_bytes);
+      const int row = seq.q_begin + work.first_query + g * args.tiles.queries;
+#pragma unroll
+      for (int c = 0; c < Dk / 64; ++c)
+        load_box(memory.q(g) + c * kPanelBytes, maps.q, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
+#pragma unroll
+      for (int c = 0; c < Dv / 64; ++c)
+        load_box(memory.d_o(g) + c * kPanelBytes, maps.d_o, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
+    }
+    q_parity ^= 1;
+    for (int b = 0; b < args.branches; ++b) {
+      const KeyTiles tiles(args.branch[b], seq, work.first_query, last_query);
+      const int begin = args.branch[b].window ? seq.k_begin : compressed;
+      for (int tile = tiles.first; tile < tiles.last; ++tile) {
+        const int row = begin + tile * kKeys;
+        wait(memory.k_empty(place.stage), place.parity ^ 1);
+        arrive_expecting(memory.k_full(place.stage), Shape::kQ);
+#pragma unroll
+        for (int c = 0; c < Dk / 64; ++c)
+          load_box(memory.k(place.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
+                   memory.k_full(place.stage));
+        wait(memory.v_empty(place.stage), place.parity ^ 1);
+        arrive_expecting(memory.v_full(place.stage), Shape::kO);
+#pragma unroll
+        for (int c = 0; c < Dv / 64; ++c)
+          load_box(memory.v(place.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
+                   memory.v_full(place.stage));
+        place.advance();
+      }
+    }
+  }
+}
+
+/// One of the warpgroups that compute.
+template <class T, int Dk, int Dv>
+__device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& memory) {
+  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+  const Geometry& p = args.branch[0].geometry;
+  const std::uint32_t q_tile = descriptor(memory.q(warpgroup), 16), d_o = descriptor(memory.d_o(warpgroup), 16);
+  const auto q = [&] { return Dk > 128 ? again(q_tile) : q_tile; };  // its descriptors would take registers
+  const auto release = [&](std::uint32_t barrier) {
+    if (lane == 0) arrive(barrier);
+  };
+  // Apart from the start, so that one computes exponentials while the other's products run.
+  for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
+  }
+  Place<kStages<Dk, Dv>> place;
+  std::uint32_t q_parity = 0;
+#pragma unroll 1
+  for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
+    const Work work = work_at(args, x);
+    const DeviceSequence seq = sequence_of(p, work.batch);
+    if (work.first_query >= seq.q_len) continue;
+    const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;
+    QueryRows mine;
+    int position[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = warp % 4 * 16 + lane / 4 + 8 * i, in_tile = args.tiles.by_heads.quotient(row);
+      const int query = work.first_query + warpgroup * args.tiles.queries + in_tile;
+      mine.valid[i] = row < args.tiles.rows && query < seq.q_len;
+      mine.head[i] = work.first_head + row - in_tile * args.tiles.heads;
+      mine.row[i] = seq.q_begin + query;
+      position[i] = seq.position(query);
+    }
+
+    float acc[Dk / 2], s[kKeys / 2], dp[kKeys / 2];
+    std::uint32_t ds[kKeys / 4];
+#pragma unroll
+    for (float& a : acc) a = 0;
+    wait_together(memory.q_full(warpgroup), q_parity);
+    q_parity ^= 1;
+#pragma unroll 1
+    for (int b = 0; b < args.branches; ++b) {
+      const BackwardArgs& branch = args.branch[b];
+      const KeyTiles tiles(branch, seq, work.first_query, last_query);
+      KeyRange range[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        range[i] = mine.valid[i] ? visible_keys(p, branch.window, position[i]) : KeyRange{0, 0};
+        mine.read(branch, seq.batch, i);
+        if (mine.lse[i] == -INFINITY) mine.lse[i] = 0;
+      }
+      const float scale = log2_scale(branch.scale);
+      const auto probabilities = [&](int tile) {
+        if (!tiles.whole(tile)) {
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int key = tile * kKeys + n * 8 + 2 * (lane & 3) + i % 2;
+              if (key < range[i / 2].first || key >= range[i / 2].last) s[4 * n + i] = masked_score(scale);
+            }
+          }
+        }
+        if (!always()) return;
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) s[i] = exp2_fast(fmaf(s[i], scale, -mine.lse[i / 2 % 2]));
+      };
+      const auto score_gradients = [&] {
+        if (!always()) return;
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) {
+          const int row = i / 2 % 2;
+          s[i] *= fmaf(mine.gate[row], dp[i], -mine.delta[row]);
+        }
+      };
+      if (tiles.first >= tiles.last) continue;
+
+      wait(memory.k_full(place.stage), place.parity);
+      scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(place.stage), 16), 64);
+      wait(memory.v_full(place.stage), place.parity);
+      scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(place.stage), 16), 64);
+      products_wait<1>();
+      probabilities(tiles.first);
+      products_wait<0>();
+      release(memory.v_empty(place.stage));
+      score_gradients();
+      pack_rows<T, kKeys>(ds, s);
+#pragma unroll 1
+      for (int tile = tiles.first + 1; tile < tiles.last; ++tile) {
+        const int before = place.stage;
+        place.advance();
+        wait(memory.k_full(place.stage), place.parity);
+        scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(place.stage), 16), 64);
+        wait(memory.v_full(place.stage), place.parity);
+        scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(place.stage), 16), 64);
+        outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
+        products_wait<2>();
+        probabilities(tile);
+        products_wait<1>();
+        release(memory.v_empty(place.stage));
+        score_gradients();
+        products_wait<0>();
+        release(memory.k_empty(before));
+        pack_rows<T, kKeys>(ds, s);
+      }
+      outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(place.stage), kPanelBytes));
+      products_wait<0>();
+      release(memory.k_empty(place.stage));
+      place.advance();
+    }
+    release(memory.q_empty(warpgroup));
+
+    const BackwardArgs& last = args.branch[args.branches - 1];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!mine.valid[i]) continue;
+#pragma unroll
+      for (int n = 0; n < Dk / 8; ++n)
+        store_d_q<T>(last, seq.batch, mine.row[i], mine.head[i], n * 8 + 2 * (lane & 3),
+                     acc[4 * n + 2 * i] * last.scale, acc[4 * n + 2 * i + 1] * last.scale);
+    }
+  }
+}
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
+    range_d_q(const __grid_constant__ RangeDqArgs args, const __grid_constant__ RangeMaps maps) {
+  if (*args.branch[0].redo.flag != 0) return;
+  extern __shared__ __align__(1024) char dynamic[];
+  const Memory<Dk, Dv> memory{shared_address(dynamic)};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < memory.kStages; ++i) {
+      barrier_init(memory.k_full(i), 1);
+      barrier_init(memory.v_full(i), 1);
+      barrier_init(memory.k_empty(i), 4 * kWarpgroups);
+      barrier_init(memory.v_empty(i), 4 * kWarpgroups);
+    }
+    for (int i = 0; i < kWarpgroups; ++i) {
+      barrier_init(memory.q_full(i), 1);
+      barrier_init(memory.q_empty(i), 4);
+    }
+    barriers_ready();
+  }
+  __syncthreads();
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp >= kWarpgroups * 4) {
+    fewer_registers<40>();
+    if (warp == kWarpgroups * 4) produce<Dk, Dv>(args, maps, memory);
+  } else {
+    more_registers<232>();
+    consume<T, Dk, Dv>(args, memory);
+  }
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& first,
+                                                                      const BackwardArgs* second, cudaStream_t stream) {
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  const Geometry& g = first.geometry;
+  RangeDqArgs args{};
+  args.branch[0] = first;
+  if (second) args.branch[1] = *second;
+  args.branches = second ? 2 : 1;
+  args.tiles = QueryTiles(g.group);
+  args.row_tiles = static_cast<int>(cuda::tiles(g.q_len, kWarpgroups * args.tiles.queries));
+  args.work = args.row_tiles * args.tiles.slices * g.kv_heads * g.batches;
+  RangeMaps maps;
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error == cudaSuccess) error = args.tiles.map(maps.q, first.q, g, Dk);
+  if (error == cudaSuccess) error = args.tiles.map(maps.d_o, first.d_o, g, Dv);
+  for (int b = 0; b < args.branches && error == cudaSuccess; ++b) {
+    const BackwardArgs& branch = args.branch[b];
+    error = key_map(maps.k[b], branch.k, branch.geometry, Dk, branch.window == 0, kKeys);
+    if (error == cudaSuccess) error = key_map(maps.v[b], branch.v, branch.geometry, Dv, branch.window == 0, kKeys);
+  }
+  if (error != cudaSuccess) return error;
+  return launch(range_d_q<NSA_ELEMENT, Dk, Dv>, std::min(args.work, processors), (kWarpgroups + 1) * 128,
+                Memory<Dk, Dv>::kBytes, stream, args, maps);
+}
+
+}  // namespace nsa::cuda::sm90::range_attention

@@ -1,0 +1,424 @@
+// Attention over a range of keys per query: the compressed branch (window == 0) and the sliding window, the latter also
+// with the gated sum of all branches.
+//
+// Three warpgroups compute, each on 64 rows (RowShape), and share every tile of 64 keys and values; the thread blocks
+// are persistent. Data flow of a tile of queries:
+//
+//   loader warp     keys and values -> ring of stages, two barriers each: `full` (bytes have come) and `free` (every
+//                   computing warp has arrived). It runs ahead over the ends of tiles.
+//   query warp      queries of each warpgroup -> shared memory, as soon as its last scores of the tile before are done
+//   warpgroups      S(i) = Q K(i)^T is issued, then O += P(i-1) V(i-1); both run while the softmax of S(i) waits only
+//                   for the former. P stays in registers, rounded to T.
+//
+// Keys of a tile of queries begin at the first one that its first query sees. A warpgroup that sees nothing of a key
+// tile gives it back at once.
+#include <algorithm>
+
+#include "cuda/common/device.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/common/forward_parts.cuh"
+#include "cuda/sm90/common/tensor_map.h"
+#include "cuda/sm90/range_attention/range_attention.h"
+
+namespace nsa::cuda::sm90::range_attention {
+namespace {
+
+constexpr int kGroups = 3;  // computing warpgroups: with two the softmax is not quite hidden
+constexpr int kThreads = (kGroups + 1) * 128;
+constexpr int kKeys = 64;               // with the outputs of 64 rows all that 152 registers hold
+constexpr int kComputeRegisters = 152;  // 3 * 152 + 56 = 4 * 128
+constexpr int kLoadRegisters = 56;
+
+template <int Dk, int Dv>
+struct Layout {
+  static constexpr int kQueryBytes = 64 * Dk * 2;  // of a warpgroup
+  static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2;
+  static constexpr int kReserved = 2048;  // barriers, and to align the tiles
+  static constexpr int kStages =
+      std::min(8, (kSharedMemory - kReserved - kGroups * kQueryBytes) / (kKeyBytes + kValueBytes));
+  static constexpr int kMemory = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
+  static_assert(kStages >= 3);
+};
+
+template <int kStages>
+using Barriers = ForwardBarriers<kStages, kGroups>;
+
+struct Maps {
+  CUtensorMap q, k, v, o_cmp, o_slc;
+};
+
+/// Reference (near the running maximum, in base-2 units) and sum of the two rows of a lane.
+struct RowSoftmax {
+  float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  float factor[2];
+
+  /// s: raw scores, -inf where masked; become probabilities relative to the new reference. Returns whether what was
+  /// summed before is to be scaled by `factor`. Each row's result depends on that row alone.
+  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale) {
+    // The reference follows the maximum only when that has grown by 2^8: see OnlineSoftmax.
+    float local[2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float even = fmaxf(s[2 * i], s[2 * i + 1]), odd = fmaxf(s[4 + 2 * i], s[4 + 2 * i + 1]);
+#pragma unroll
+      for (int n = 2; n < kKeys / 8; n += 2) {
+        even = fmaxf(even, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+        odd = fmaxf(odd, fmaxf(s[4 * n + 4 + 2 * i], s[4 * n + 4 + 2 * i + 1]));
+      }
+      local[i] = fmaxf(even, odd) * scale;
+      grown |= local[i] > max[i] + 8;
+    }
+    grown = __any_sync(0xffffffffu, grown);
+    if (grown) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float m = row_max(local[i]), before = max[i];
+        if (m > before + 8) max[i] = m;
+        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
+        sum[i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
+      float even = 0, odd = 0;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        float &x = s[4 * n + 2 * i], &y = s[4 * n + 2 * i + 1];
+        x = exp2_fast(fmaf(x, scale, base));
+        y = exp2_fast(fmaf(y, scale, base));
+        even += x, odd += y;
+      }
+      sum[i] += even + odd;  // this lane's share of the row
+    }
+    return grown;
+  }
+};
+
+/// Warp 0 of the loading warpgroup.
+template <int Dk, int Dv, int kStages>
+__device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
+                                          std::uint32_t keys, std::uint32_t values) {
+  using L = Layout<Dk, Dv>;
+  const RowShape shape(args.geometry.group);
+  Place<kStages> place;
+  TileWalk walk(args.geometry, shape, kGroups * shape.queries);
+  while (walk.next()) {
+    const KeyTiles tiles =
+        key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
+    const int begin = (args.window ? walk.seq.k_begin : walk.compressed_begin) + tiles.first;
+    for (int i = 0; i < tiles.count; ++i) {
+      const int row = begin + i * kKeys;
+      const std::uint32_t key_full = shared_address(&barriers.key_full[place.stage]);
+      const std::uint32_t value_full = shared_address(&barriers.value_full[place.stage]);
+      wait(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
+      arrive_expecting(key_full, L::kKeyBytes);
+#pragma unroll
+      for (int column = 0; column < Dk; column += 64)
+        load_box(keys + place.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
+                 walk.seq.batch, key_full);
+      wait(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
+      arrive_expecting(value_full, L::kValueBytes);
+#pragma unroll
+      for (int column = 0; column < Dv; column += 64)
+        load_box(values + place.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
+                 walk.seq.batch, value_full);
+      place.advance();
+    }
+  }
+}
+
+/// Warp 1 of the loading warpgroup.
+template <int Dk, int Dv, bool kSum, int kStages>
+__device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
+                                             std::uint32_t queries) {
+  const RowShape shape(args.geometry.group);
+  std::uint32_t parity = 0;
+  TileWalk walk(args.geometry, shape, kGroups * shape.queries);
+  for (bool more = true; more; parity ^= 1) {
+    more = walk.next();
+    KeyTiles tiles;
+    if (more) tiles = key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
+    for (int group = 0; more && group < kGroups; ++group) {
+      const int head = walk.kv_head * args.geometry.group + walk.slice * shape.heads;
+      const int row = walk.seq.q_begin + walk.first_query + group * shape.queries;
+#pragma unroll
+      for (int column = 0; column < Dk; column += 64) prefetch_box(maps.q, column, head, row, walk.seq.batch);
+#pragma unroll
+      for (int column = 0; kSum && column < Dv; column += 64) {
+        prefetch_box(maps.o_cmp, column, head, row, walk.seq.batch);
+        prefetch_box(maps.o_slc, column, head, row, walk.seq.batch);
+      }
+    }
+    for (int group = 0; group < kGroups; ++group) {
+      const std::uint32_t full = shared_address(&barriers.query_full[group]);
+      GroupTile& tile = barriers.tiles[group][parity];
+      wait(shared_address(&barriers.query_free[group]), parity ^ 1);
+      if (!more) {
+        tile.queries = -1;
+        arrive(full);
+        continue;
+      }
+      tile = GroupTile::of<kKeys>(args.geometry, args.window, shape, walk, tiles, group);
+      arrive_expecting(full, shape.heads * shape.queries * Dk * 2);
+#pragma unroll
+      for (int column = 0; column < Dk; column += 64)
+        load_box(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
+                 full);
+    }
+  }
+}
+
+/// `swa`: the lane's pieces (piece_of_row) of a row of the window's branch. Stores them, and the sum of the branches.
+template <class T, int kPieces>
+__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const uint4 (&swa)[kPieces], int batch,
+                                            int row, int head, int lane) {
+  const T* gates = args.gates.at<T>(batch, row, head);
+  float gate[3];
+#pragma unroll
+  for (int b = 0; b < 3; ++b) gate[b] = to_float(gates[b]);
+  const auto column = [&](int j) { return 32 * j + 8 * (lane & 3); };
+  uint4 cmp[kPieces], slc[kPieces];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    cmp[j] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column(j));
+    slc[j] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column(j));
+  }
+  const auto sum = [&](std::uint32_t x, std::uint32_t y, std::uint32_t z) {
+    const float2 a = unpack(T{}, x), b = unpack(T{}, y), c = unpack(T{}, z);
+    return pack(T{}, fmaf(gate[2], c.x, fmaf(gate[1], b.x, gate[0] * a.x)),
+                fmaf(gate[2], c.y, fmaf(gate[1], b.y, gate[0] * a.y)));
+  };
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    if (args.range.o.data) *reinterpret_cast<uint4*>(args.range.o.at<T>(batch, row, head) + column(j)) = swa[j];
+    *reinterpret_cast<uint4*>(args.o.at<T>(batch, row, head) + column(j)) =
+        make_uint4(sum(cmp[j].x, slc[j].x, swa[j].x), sum(cmp[j].y, slc[j].y, swa[j].y),
+                   sum(cmp[j].z, slc[j].z, swa[j].z), sum(cmp[j].w, slc[j].w, swa[j].w));
+  }
+}
+
+/// A computing warpgroup.
+template <class T, int Dk, int Dv, bool kSum, int kStages>
+__device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divider& by_stride,
+                                       Barriers<kStages>& barriers, std::uint32_t queries, std::uint32_t keys,
+                                       std::uint32_t values) {
+  using L = Layout<Dk, Dv>;
+  const RangeArgs& args = call.range;
+  const Geometry& p = args.geometry;
+  const RowShape shape(p.group);
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32,
+            row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
+  const float scale = positive_scale(args.scale);
+  const std::uint32_t q = descriptor(queries + uniform(group) * L::kQueryBytes, 16);
+  const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
+  const auto give_back = [&](std::uint64_t* barrier) {
+    if (lane == 0) arrive(shared_address(barrier));
+  };
+  const auto keys_before = [&](int position) {  // the first one that a query there does not see
+    return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
+  };
+  start_apart(group);
+  Place<kStages> place;
+
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][parity];
+    wait_together(shared_address(&barriers.query_full[group]), parity);
+    if (tile.queries < 0) break;
+    // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
+    // tile. Rows without use take those of the last query.
+    int last[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int query = min(RowShape::query_of(p, row + 8 * i), tile.queries - 1);
+      last[i] = keys_before(tile.position + query) - tile.first_key - tile.begin * kKeys - 2 * (lane & 3);
+    }
+    const auto mask = [&](float(&s)[kKeys / 2]) {
+      if (args.scale < 0) {
+#pragma unroll
+        for (float& x : s) x = -x;
+      }
+      bool partial = false;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) partial |= last[i] < kKeys - 6 || (args.window > 0 && last[i] > args.window);
+      if (__any_sync(0xffffffffu, partial)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int low = args.window > 0 ? last[i] - args.window : 0;
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+              if (n * 8 + b < low || n * 8 + b >= last[i]) s[4 * n + 2 * i + b] = -INFINITY;
+        }
+      }
+      last[0] -= kKeys, last[1] -= kKeys;
+    };
+    const auto skip = [&](int count) {
+      for (int i = 0; i < count; ++i) {
+        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+        give_back(&barriers.key_free[place.stage]);
+        wait(shared_address(&barriers.value_full[place.stage]), place.parity);
+        give_back(&barriers.value_free[place.stage]);
+        place.advance();
+      }
+    };
+
+    RowSoftmax softmax;
+    float o[Dv / 2];
+#pragma unroll
+    for (float& x : o) x = 0;
+    int left = tile.end - tile.begin;
+    skip(tile.begin);
+    if (left > 0) {
+      float s[kKeys / 2];
+      std::uint32_t probabilities[kKeys / 4];
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+      products_wait<0>();
+      give_back(&barriers.key_free[place.stage]);
+      mask(s);
+      softmax.update(s, scale);
+      pack_rows<T, kKeys>(probabilities, s);
+      place.advance();
+#pragma unroll 1
+      while (--left > 0) {
+        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+        scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
+        wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+        outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        products_wait<1>();
+        give_back(&barriers.key_free[place.stage]);
+        mask(s);
+        const bool grown = softmax.update(s, scale);
+        products_wait<0>();
+        give_back(&barriers.value_free[before.stage]);
+        if (grown) {
+#pragma unroll
+          for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
+        }
+        pack_rows<T, kKeys>(probabilities, s);
+        place.advance();
+      }
+      arrive(shared_address(&barriers.query_free[group]));
+      const Place<kStages> before = place.before();
+      wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+      outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      products_wait<0>();
+      give_back(&barriers.value_free[before.stage]);
+    } else {
+      arrive(shared_address(&barriers.query_free[group]));
+    }
+    skip(tile.key_tiles - max(tile.begin, tile.end));
+
+    uint4 pieces[2][Dv / 32];
+    float lse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = row_sum(softmax.sum[i]);
+      const bool any = keys_before(tile.position + RowShape::query_of(p, row + 8 * i)) > 0;
+      const float inverse = any ? __fdividef(1, sum) : 0;
+      lse[i] = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
+#pragma unroll
+      for (int j = 0; j < Dv / 32; ++j) pieces[i][j] = piece_of_row<T>(o, i, j, inverse, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
+      if (query >= tile.queries) continue;
+      if (lane % 4 == 0) args.lse.at(tile.batch, tile.row + query, head) = lse[i];
+      if constexpr (kSum) {
+        combine_row<T>(call, pieces[i], tile.batch, tile.row + query, head, lane);
+      } else {
+        T* to = args.o.template at<T>(tile.batch, tile.row + query, head) + 8 * (lane & 3);
+#pragma unroll
+        for (int j = 0; j < Dv / 32; ++j) *reinterpret_cast<uint4*>(to + 32 * j) = pieces[i][j];
+      }
+    }
+  }
+}
+
+/// kSum: with the gated sum, else only call.range counts.
+template <class T, int Dk, int Dv, bool kSum>
+__global__ void __launch_bounds__(kThreads, 1)
+    range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call,
+                  const __grid_constant__ Divider by_stride) {
+  using L = Layout<Dk, Dv>;
+  const RangeArgs& args = call.range;
+  extern __shared__ __align__(1024) char memory[];
+  __shared__ Barriers<L::kStages> barriers;
+  if (stood_in_for(args.redo.flag)) return;
+  const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
+  const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
+  if (threadIdx.x == 0) {
+    barriers.init();
+    barriers_ready();
+  }
+  // Rows without use stay zero: the copy engine does not touch them.
+  const RowShape shape(args.geometry.group);
+  const int used = shape.heads * shape.queries, unused = (64 - used) * 8;  // 16-byte pieces of a panel
+  for (int i = threadIdx.x; i < unused * (kGroups * Dk / 64); i += kThreads) {
+    char* panel = memory + (queries - shared_address(memory)) + i / unused * 64 * 128;
+    *reinterpret_cast<uint4*>(panel + used * 128 + i % unused * 16) = uint4{};
+  }
+  fence_async();
+  __syncthreads();
+
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kGroups * 4) {
+    more_registers<kComputeRegisters>();
+    attend<T, Dk, Dv, kSum>(call, by_stride, barriers, queries, keys, values);
+  } else {
+    fewer_registers<kLoadRegisters>();
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == kGroups * 4) load_keys<Dk, Dv>(args, maps, barriers, keys, values);
+    if (warp == kGroups * 4 + 1) load_queries<Dk, Dv, kSum>(args, maps, barriers, queries);
+  }
+}
+
+/// call.o.data null: without the sum.
+template <class T, int Dk, int Dv>
+cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
+  const RangeArgs& args = call.range;
+  const Geometry& g = args.geometry;
+  const RowShape shape(g.group);
+  const std::int64_t rows = query_rows(g), keys = key_rows(g, args.window == 0);
+  const int batches = tensor_batches(g);
+  if (rows == 0 || g.batches == 0) return cudaSuccess;
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  Maps maps{};
+  const auto map_queries = [&](CUtensorMap& map, const Strided& t, int columns) {
+    if (error == cudaSuccess) error = make_map(map, t, columns, g.heads, rows, batches, shape.heads, shape.queries);
+  };
+  // Without a key nothing is read through the maps of keys and values.
+  const auto map_keys = [&](CUtensorMap& map, const Strided& t, int columns) {
+    if (error == cudaSuccess && keys > 0) error = make_map(map, t, columns, g.kv_heads, keys, batches, 1, kKeys);
+  };
+  map_queries(maps.q, args.q, Dk);
+  map_keys(maps.k, args.k, Dk);
+  map_keys(maps.v, args.v, Dv);
+  if (call.o.data) map_queries(maps.o_cmp, call.o_cmp, Dv);
+  if (call.o.data) map_queries(maps.o_slc, call.o_slc, Dv);
+  if (error != cudaSuccess) return error;
+  const std::int64_t tiles = (rows / (kGroups * shape.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
+  return launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks, kThreads,
+                Layout<Dk, Dv>::kMemory, stream, maps, call, Divider(g.kernel_stride));
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_range_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const RangeArgs& args, cudaStream_t stream) {
+  return run<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>({args, {}, {}, {}, {}}, stream);
+}
+template <>
+cudaError_t launch_window_combine<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const WindowCombineArgs& args,
+                                                                           cudaStream_t stream) {
+  return run<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(args, stream);
+}
+
+}  // namespace nsa::cuda::sm90::range_attention

@@ -1,0 +1,232 @@
+// A computing warpgroup of compressed_select.cu: attention of its four units to the compressed keys, and what their
+// importances are made of.
+#pragma once
+
+#include "cuda/sm90/select_blocks/shared_memory.cuh"
+
+namespace nsa::cuda::sm90::select_blocks {
+
+/// Base-2 softmax of the two rows of a lane as in range_attention/forward.cu, with the lane's weighted sums for the
+/// scratch, of kSummed strides each.
+template <int kSummed>
+struct ScoringSoftmax {
+  static constexpr int kSums = 16 / kSummed;
+  static constexpr bool kAddsWeighted = kSummed != 2;  // there, beside keys of 192, ptxas would spill
+
+  float max[2] = {-INFINITY, -INFINITY};
+  float total[2] = {0, 0};  // of the weighted sums, in which what goes over to the next tile is still missing; else of
+                            // probabilities
+  float last[2] = {0, 0};   // probability of the lane's last key in the tile before
+  float factor[2];
+
+  /// Key 0 .. 15 of the lane's keys of row i among its scores.
+  __device__ static constexpr int at(int i, int key) { return 4 * (key % 8) + 2 * i + key / 8; }
+
+  __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale, const KeyWeights& weights,
+                                         float (&sums)[2][kSums], int lane) {
+    float local[2];
+    bool grown = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float even = fmaxf(s[at(i, 0)], s[at(i, 8)]), odd = fmaxf(s[at(i, 1)], s[at(i, 9)]);
+#pragma unroll
+      for (int n = 2; n < 8; n += 2) {
+        even = fmaxf(even, fmaxf(s[at(i, n)], s[at(i, n + 8)]));
+        odd = fmaxf(odd, fmaxf(s[at(i, n + 1)], s[at(i, n + 9)]));
+      }
+      local[i] = fmaxf(even, odd) * scale;
+      grown |= local[i] > max[i] + 8;
+    }
+    grown = __any_sync(0xffffffffu, grown);
+    if (grown) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float m = row_max(local[i]), before = max[i];
+        if (m > before + 8) max[i] = m;
+        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
+        total[i] *= factor[i];
+        last[i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
+#pragma unroll
+      for (int key = 0; key < 16; ++key) s[at(i, key)] = exp2_fast(fmaf(s[at(i, key)], scale, base));
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) {
+        const int first = n * kSummed, end = first + kSummed - 1;
+        sums[i][n] = s[at(i, end)];
+        if constexpr (kSummed > 1) {
+          float whole = s[at(i, first)];
+#pragma unroll
+          for (int key = first + 1; key < end; ++key) whole += s[at(i, key)];
+          sums[i][n] = fmaf(weights.whole, whole, sums[i][n]);
+        }
+        if (n > 0) sums[i][n] += weights.rest * s[at(i, first - 1)];
+      }
+      // The key before the lane's first one is the last one of the lane before, for the first lane in the tile before.
+      const float own = s[at(i, 15)];
+      const float before = (lane & 3) == 3 ? last[i] : own;
+      sums[i][0] += weights.rest * __shfl_sync(0xffffffffu, before, (lane & 28) | ((lane + 3) & 3));
+      asm volatile("mov.b32 %0, %1;" : "=f"(last[i]) : "f"(own));  // out of the accumulator, else wgmma waits (C7511)
+#pragma unroll
+      for (int n = 0; n < (kAddsWeighted ? kSums : 16); n += 4) {
+        const auto x = [&](int m) { return kAddsWeighted ? sums[i][n + m] : s[at(i, n + m)]; };
+        total[i] += (x(0) + x(1)) + (x(2) + x(3));
+      }
+    }
+    return grown;
+  }
+
+  /// Of probabilities of row i; all lanes of the warp.
+  __device__ __forceinline__ float sum(int i, const KeyWeights& weights, int lane) const {
+    if constexpr (!kAddsWeighted) return row_sum(total[i]);
+    return (1 / weights.whole) * row_sum(total[i] + ((lane & 3) == 3 ? weights.rest * last[i] : 0));
+  }
+};
+
+/// A computing warpgroup.
+template <class T, int Dk, int Dv, class Units, class Blocks>
+__device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride,
+                                       SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
+                                       std::uint32_t values, int group) {
+  using L = SelectLayout<Dk, Dv>;
+  using Softmax = ScoringSoftmax<Blocks::kSummed>;
+  const Geometry& p = args.range.geometry;
+  const Units& units = units_of<Units>(args);
+  const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
+  const float scale = positive_scale(args.range.scale);
+  const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
+  const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
+  const auto give_back = [&](std::uint64_t* barrier) {
+    if (lane == 0) arrive(shared_address(barrier));
+  };
+  Place<L::kStages> place;
+  Place<kBuffers> buffer;
+  start_apart(group);
+
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][parity];
+    wait_together(shared_address(&barriers.query_full[group]), parity);
+    if (tile.queries < 0) break;
+    // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
+    const auto seen_by = [&](int row) {
+      const int query = units.first_query(own) + units.query_of(row);
+      return query < tile.queries ? num_compressed(p, by_stride, tile.position + query + 1) : 0;
+    };
+    const auto seen_by_all = [&] { return min(seen_by(0), seen_by(units.rows() - 1)); };
+    int visible = seen_by_all();  // of these keys, those from the next tile on
+    ScratchWriter<Blocks::kTiles> scratch(scratch_of<Blocks>(args, buffer.stage, own), lane);
+    const auto mask = [&](float(&s)[kKeys / 2]) {
+      if (args.range.scale < 0) {
+#pragma unroll
+        for (float& x : s) x = -x;
+      }
+      if (visible < kKeys) {
+        constexpr bool kAlike = std::is_same_v<Units, UnitsOfSixteen>;  // all rows
+        const int before = kAlike ? 0 : seen_by_all() - visible;        // keys of the tiles before
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int seen = (kAlike ? visible : seen_by(lane / 4 + 8 * i) - before) - 16 * (lane & 3);
+#pragma unroll
+          for (int key = 0; key < 16; ++key)
+            if (key >= seen) s[Softmax::at(i, key)] = -INFINITY;
+        }
+      }
+      visible -= kKeys;
+    };
+    Softmax softmax;
+    const auto update = [&](float(&s)[kKeys / 2]) {
+      float sums[2][Softmax::kSums];
+      mask(s);
+      const bool grown = softmax.update(s, scale, Blocks::weights(args), sums, lane);
+      scratch.write(sums, softmax.max);
+      return grown;
+    };
+
+    float o[Dv / 2];
+#pragma unroll
+    for (float& x : o) x = 0;
+    wait_together(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
+    int left = tile.end;
+    if (left > 0) {
+      float s[kKeys / 2];
+      std::uint32_t probabilities[kKeys / 4];
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+      products_wait<0>();
+      give_back(&barriers.key_free[place.stage]);
+      update(s);
+      pack_rows<T, kKeys>(probabilities, s);
+      place.advance();
+#pragma unroll 1
+      while (--left > 0) {
+        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+        scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+        const Place<L::kStages> before = place.before();  // of the values that go with `probabilities`
+        wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+        outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        products_wait<1>();
+        give_back(&barriers.key_free[place.stage]);
+        const bool grown = update(s);
+        products_wait<0>();
+        give_back(&barriers.value_free[before.stage]);
+        if (grown) {
+#pragma unroll
+          for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
+        }
+        pack_rows<T, kKeys>(probabilities, s);
+        place.advance();
+      }
+      arrive(shared_address(&barriers.query_free[group]));
+      const Place<L::kStages> before = place.before();
+      wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+      outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      products_wait<0>();
+      give_back(&barriers.value_free[before.stage]);
+    } else {
+      arrive(shared_address(&barriers.query_free[group]));
+    }
+    for (int i = tile.end; i < tile.key_tiles; ++i) {
+      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
+      give_back(&barriers.key_free[place.stage]);
+      wait(shared_address(&barriers.value_full[place.stage]), place.parity);
+      give_back(&barriers.value_free[place.stage]);
+      place.advance();
+    }
+
+    float inverse[2], lse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = softmax.sum(i, Blocks::weights(args), lane);
+      const bool any = seen_by(lane / 4 + 8 * i) > 0;
+      inverse[i] = any ? __fdividef(1, sum) : 0;
+      lse[i] = any ? softmax.max[i] + log2f(sum) : -INFINITY;
+    }
+    __syncwarp();  // the scratch
+    if ((lane & 3) == 0) {
+      *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
+                                 lane / 16 * 8) =
+          make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
+      arrive(shared_address(&barriers.scored[buffer.stage][own]));
+    }
+    buffer.advance();
+
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 4 + 8 * i, query = units.query_of(row);
+      const int at = units.first_query(own) + query,
+                head = tile.head + units.first_head(own) + row - query * units.heads;
+      const bool valid = row < units.rows() && at < tile.queries;
+      T* to = args.range.o.template at<T>(tile.batch, tile.row + at, head);
+      store_row(to, o, i, inverse[i], valid, lane);
+      if (valid && lane % 4 == 0) {
+        args.range.lse.at(tile.batch, tile.row + at, head) = lse[i] * kLn2;
+        if (lse[i] != lse[i]) *args.flag = 1;
+      }
+    }
+  }
+}
+
+}  // namespace nsa::cuda::sm90::select_blocks

@@ -1,0 +1,271 @@
+// Compressed attention, importance and the choice of blocks in one pass over the compressed keys. Made for compression
+// blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens; of others see the end.
+//
+// The attention is that of range_attention/forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile
+// lie spread (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a block
+// under one head is the sum over its strides of d tokens: each has the probability of the compression block that begins
+// with it, and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five probabilities.
+// They are known up to a factor until the last key is seen. Data flow of the importances of a unit:
+//
+//   its warp        per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one,
+//   (attention_warpgroup.cuh)    as fp16, relative to the rows' references at that time, and the references -> a
+//   scratch of this
+//                   thread block in global memory; at the end -lse of the rows -> shared memory
+//   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
+//   (selector_warp.cuh)    (importance.cuh), of a large group over its units in order too -> keys to rank by, in shared
+//                   memory, or those of four queries in global memory -> the blocks chosen (topk.cuh)
+//
+// For other l and l' the scratch has single keys, and picking warps add the sums over heads up to blocks (AnyBlocks).
+//
+// The computing warps go on with later queries meanwhile: the scratch has kBuffers places per unit of a tile. fp16 is
+// enough: what it loses of a probability is 2^-11 of it or 2^-25.
+//
+// Here: the warp that loads, the kernel and its launch. shared_memory.cuh has what all of its warps share.
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/common/device.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/common/tensor_map.h"
+#include "cuda/sm90/select_blocks/attention_warpgroup.cuh"
+#include "cuda/sm90/select_blocks/compressed_select.h"
+#include "cuda/sm90/select_blocks/selector_warp.cuh"
+
+namespace nsa::cuda::sm90::select_blocks {
+namespace {
+
+struct Maps {
+  CUtensorMap q, k, v, k_row, v_row;
+};
+
+/// Here rows, heads and positions of a GroupTile are those of the thread block's tile, and so is the number of queries.
+template <class Units, class Blocks>
+__device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk, int key_tiles,
+                                             int group) {
+  const Geometry& p = args.range.geometry;
+  const Units& units = units_of<Units>(args);
+  const int queries = min(units.queries, walk.seq.q_len - walk.first_query);
+  const int first = units.first_query(4 * group), end = units.first_query(4 * group + 3) + units.together;
+  GroupTile tile{queries,
+                 walk.seq.batch,
+                 walk.seq.q_begin + walk.first_query,
+                 walk.kv_head * p.group,
+                 walk.seq.position(walk.first_query),
+                 0,
+                 key_tiles,
+                 0,
+                 0};
+  if (first < queries) tile.end = key_tiles_of<Blocks>(p, tile.position + min(end, queries) - 1);
+  return tile;
+}
+
+/// Neighbouring units whose rows follow each other as those of one box do.
+template <class Units>
+__host__ __device__ constexpr int units_per_box(const Units& units) {
+  return units.slices == 1 && units.rows() == 16 ? 4 : 1;
+}
+
+/// 64 rows of keys or values, spread. All lanes of the warp.
+template <int D>
+__device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& spread, const CUtensorMap& rows,
+                                          bool all_known, int row, const TileWalk& walk, std::uint32_t full, int lane) {
+  if (lane == 0) arrive_expecting(full, kKeys * D * 2);  // before any byte can come
+  __syncwarp();
+#pragma unroll
+  for (int column = 0; column < D; column += 64) {
+    const std::uint32_t panel = to + column * kKeys * 2;
+    if (all_known) {
+      if (lane == 0) load_spread_box(panel, spread, column, row, walk.kv_head, walk.seq.batch, full);
+    } else {  // near the end of the tensor, row by row
+#pragma unroll
+      for (int i = lane; i < kKeys; i += 32)
+        load_box(panel + (i % 8 * 8 + i / 8) * 128, rows, column, walk.kv_head, row + i, walk.seq.batch, full);
+    }
+  }
+}
+
+/// Warp 0 of the helping warpgroup.
+template <int Dk, int Dv, class Units, class Blocks>
+__device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, const Maps& maps, SelectBarriers& barriers,
+                                          std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
+  using L = SelectLayout<Dk, Dv>;
+  const Units& units = units_of<Units>(args);
+  const int lane = threadIdx.x % 32;
+  Place<L::kStages> place;
+  std::uint32_t parity = 0;
+  TileWalk walk = walk_of<Units>(args);
+  for (bool more = true; more; parity ^= 1) {
+    more = walk.next();
+    int tiles = 0;
+    if (more) {
+      const int last_query = min(walk.first_query + units.queries, walk.seq.q_len) - 1;
+      tiles = key_tiles_of<Blocks>(args.range.geometry, walk.seq.position(last_query));
+    }
+    for (int group = 0; group < kGroups; ++group) {
+      GroupTile& tile = barriers.tiles[group][parity];
+      const std::uint32_t full = shared_address(&barriers.query_full[group]);
+      wait_together(shared_address(&barriers.query_free[group]), parity ^ 1);
+      if (lane != 0) continue;
+      if (!more) {
+        tile.queries = -1;
+        arrive(full);
+        continue;
+      }
+      tile = tile_of<Units, Blocks>(args, walk, tiles, group);
+      arrive_expecting(full, 4 * units.rows() * Dk * 2);
+      const std::uint32_t to = queries + group * L::kQueryBytes;
+      for (int unit = 0; unit < 4; unit += units_per_box(units)) {
+        const int head = tile.head + units.first_head(4 * group + unit);
+        const int row = tile.row + units.first_query(4 * group + unit);
+#pragma unroll
+        for (int column = 0; column < Dk; column += 64)
+          load_box(to + column * 64 * 2 + unit * 16 * 128, maps.q, column, head, row, tile.batch, full);
+      }
+    }
+    __syncwarp();
+    for (int i = 0; i < tiles; ++i) {
+      const int row = walk.compressed_begin + i * kKeys;
+      const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
+      wait_together(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
+      load_tile<Dk>(keys + place.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
+                    shared_address(&barriers.key_full[place.stage]), lane);
+      wait_together(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
+      load_tile<Dv>(values + place.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
+                    shared_address(&barriers.value_full[place.stage]), lane);
+      place.advance();
+    }
+  }
+}
+
+/// Blocks: BlocksOfStrides, or DefaultBlocks. kQuads: for units of several queries.
+template <class T, int Dk, int Dv, class Units, class Blocks, bool kQuads>
+__global__ void __launch_bounds__(kThreads, 1)
+    compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
+                      const __grid_constant__ Divider by_stride) {
+  using L = SelectLayout<Dk, Dv>;
+  extern __shared__ __align__(1024) char memory[];
+  __shared__ SelectBarriers barriers;
+  const Geometry& p = args.range.geometry;
+  if (stood_in_for(args.flag)) return;
+  const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
+  const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
+  if (threadIdx.x == 0) {
+    barriers.init();
+    for (int i = 0; i < kBuffers * kUnits; ++i) {
+      barrier_init(shared_address(&barriers.scored[0][0] + i), 8);  // the lanes that leave minus_lse
+      barrier_init(shared_address(&barriers.read[0][0] + i), 32);   // those that read them
+    }
+    for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
+    barriers_ready();
+  }
+  if (units_of<Units>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
+    auto* pieces = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
+    for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) pieces[i] = uint4{};
+    fence_async();
+  }
+  __syncthreads();
+
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < kGroups * 4) {
+    more_registers<kComputeRegisters>();
+    attend<T, Dk, Dv, Units, Blocks>(args, by_stride, barriers, queries, keys, values, warp / 4);
+  } else {
+    fewer_registers<kHelperRegisters>();
+    // Read anew beside keys of 192, where ptxas would spill it.
+    const int helper = (Dk > 128 ? uniform(threadIdx.x / 32) : warp) - kGroups * 4;
+    if (helper == 0) {
+      load_keys<Dk, Dv, Units, Blocks>(args, maps, barriers, queries, keys, values);
+    } else {
+      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
+      constexpr bool kWindows = Blocks::kAddsKeysUp;
+      char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
+                  picker * L::picker(args.units, blocks, args.chunks, kWindows);
+      char* window = own + args.chunks * ChunkRing::kChunkBytes;
+      uint2* list = reinterpret_cast<uint2*>(window + (kWindows ? L::window(args.units) : 0));
+      Picker<Units, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list,
+                                 reinterpret_cast<float*>(window), picker);
+      char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
+      if constexpr (kQuads) {
+        pick.choose_by_quad(reinterpret_cast<uint4*>(far));
+      } else if (std::is_same_v<Units, UnitsOfSixteen> || !args.keys) {
+        pick.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
+      } else {
+        pick.choose_by_query(reinterpret_cast<unsigned*>(far));
+      }
+    }
+  }
+}
+
+using Kernel = void (*)(Maps, CompressedSelectArgs, Divider);
+
+bool groups_of_sixteen(const CompressedSelectArgs& args) { return args.range.geometry.group == 16 && !args.keys; }
+
+template <class Units, class Blocks, bool kQuads = false>
+constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Units, Blocks, kQuads>;
+
+template <class Blocks>
+Kernel instance_of(const CompressedSelectArgs& args) {
+  if (args.units.together > 1) return kInstance<SelectUnits, Blocks, true>;
+  return groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, Blocks> : kInstance<SelectUnits, Blocks>;
+}
+
+Kernel instance_for(const CompressedSelectArgs& args) {
+  const Geometry& g = args.range.geometry;
+  const int strides = args.block_size / g.kernel_stride;
+  if (adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size))
+    return args.units.together > 1 ? kInstance<SelectUnits, AnyBlocks, true> : kInstance<SelectUnits, AnyBlocks>;
+  if (strides == 1) return instance_of<BlocksOfStrides<1>>(args);
+  if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
+  if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
+  const bool overlap = args.weights.rest > 0;
+  return overlap && groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, DefaultBlocks>
+                                            : instance_of<BlocksOfStrides<4>>(args);
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const CompressedSelectArgs& call,
+                                                                              cudaStream_t stream) {
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  using L = SelectLayout<Dk, Dv>;
+  constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
+  constexpr int kKeysOfQuery = L::keys(CompressedSelectScratch::most_blocks(Dk));
+  static_assert(L::kFixed + kPickers * (ChunkRing::kChunkBytes + kListed * 8 + kKeysOfQuery) <= kDynamic);
+  CompressedSelectArgs args = call;
+  const Geometry& g = args.range.geometry;
+  const CompressedSelectScratch scratch(g, Dk, args.block_size);
+  args.units = SelectUnits(g.group);
+  args.by_block = Divider(args.block_size);
+  args.strides_of_key = g.kernel_size / g.kernel_stride;
+  args.by_strides = Divider(args.block_size / g.kernel_stride);
+  const auto strides = static_cast<float>(args.strides_of_key);
+  args.weights = {strides, strides - 1};
+  args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
+  args.picker_keys = scratch.picker_keys;
+  if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  const int batches = tensor_batches(g);
+  const std::int64_t rows = compressed_rows(g);
+  args.spread_rows = static_cast<int>(spread_rows(rows));
+  const int blocks = args.keys ? 0 : selection_blocks(g, args.block_size);
+  args.chunks = kMostChunks;
+  const bool windows = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
+  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks, windows) > kDynamic) --args.chunks;
+  // Without a key nothing is read through the maps of keys and values.
+  const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
+  Maps maps;
+  if (error == cudaSuccess)
+    error = make_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.units.heads,
+                     args.units.together * units_per_box(args.units));
+  if (error == cudaSuccess) error = make_spread_map(maps.k, k, Dk, g.kv_heads, rows, batches);
+  if (error == cudaSuccess) error = make_spread_map(maps.v, v, Dv, g.kv_heads, rows, batches);
+  if (error == cudaSuccess) error = make_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
+  if (error == cudaSuccess) error = make_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
+  if (error != cudaSuccess) return error;
+  return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
+                L::memory(args.units, blocks, args.chunks, windows), stream, maps, args, Divider(g.kernel_stride));
+}
+
+}  // namespace nsa::cuda::sm90::select_blocks

@@ -1,0 +1,285 @@
+// A picking warp of compressed_select.cu: importances of the units that are complete, and the blocks chosen by them.
+#pragma once
+
+#include "cuda/common/gumbel.cuh"
+#include "cuda/sm90/select_blocks/shared_memory.cuh"
+
+namespace nsa::cuda::sm90::select_blocks {
+
+/// What a query chooses among.
+struct Candidates {
+  int position;
+  int count;    // 0: it is no query of the sequence
+  int last;     // the first of the forced last blocks
+  bool choice;  // more than are to be taken
+
+  __device__ __forceinline__ Candidates(const CompressedSelectArgs& args, const DeviceSequence& seq, int query)
+      : position(seq.position(query)),
+        count(query < seq.q_len ? args.by_block.quotient(position) + 1 : 0),
+        last(count - args.local_blocks),
+        choice(count > args.topk) {}
+};
+
+/// The blocks that a query takes in any case: all of them, or the forced ones. `lane` of so many.
+__device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, const Candidates& candidates, int* out,
+                                             int lane, int lanes) {
+  if (!candidates.choice) {
+    for (int i = lane; i < args.topk; i += lanes) out[i] = i < candidates.count ? i : -1;
+  } else {
+    for (int i = lane; i < args.init_blocks; i += lanes) out[i] = i;
+    for (int i = lane; i < args.local_blocks; i += lanes) out[args.topk - args.local_blocks + i] = candidates.last + i;
+  }
+}
+
+inline constexpr int kWindowKeys = CompressedSelectScratch::kWindowKeys;
+
+/// AnyBlocks: the importance of a block from those of its keys, if there are no keys but the first `keys`. The last of
+/// them lie in shared memory, key i at i % kWindowKeys. A key counts in a block by the strides that both have.
+__device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args, const float* window, int block,
+                                               int keys) {
+  const int begin = block * args.by_strides.divisor, end = begin + args.by_strides.divisor;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = max(begin - args.strides_of_key + 1, 0); i < min(end, keys); ++i)
+    sum += window[i % kWindowKeys] * static_cast<float>(min(i + args.strides_of_key, end) - max(i, begin));
+  return sum;
+}
+
+/// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
+template <class Units, class Blocks>
+class Picker {
+ public:
+  /// list, window: its own shared memory; the window for AnyBlocks.
+  __device__ Picker(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring, uint2* list,
+                    float* window, int number)
+      : args_(args),
+        barriers_(barriers),
+        ring_(ring),
+        list_(list),
+        window_(window),
+        number_(number),
+        lane_(threadIdx.x % 32) {}
+
+  /// Of units of one query, or slices of one.
+  __device__ __forceinline__ void choose_by_query(unsigned* keys) {
+    const Units& units = units_of<Units>(args_);
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int query = number_; query * units.slices < kUnits; query += kPickers) {
+        const bool in_tile = query < units.queries;  // else some units are left over
+        const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
+        for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
+          const int unit = query * units.slices + slice;
+          wait_for(unit);
+          if (own.choice) sum(unit, own, slice > 0, reinterpret_cast<float*>(keys));
+          give_back(unit);
+        }
+        if (own.count == 0) continue;
+        int* out = indices_of(walk, query);
+        write_forced(args_, own, out, lane_, 32);
+        if (!own.choice || places() == 0) continue;
+        if (args_.noise > 0) {
+          for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
+            keys[j] = explore(keys[j], j, own.position, walk);
+        }
+        pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        __syncwarp();
+      }
+    }
+  }
+
+  /// Of units of several queries, four at a time.
+  __device__ __forceinline__ void choose_by_quad(uint4* keys) {
+    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
+      for (int unit = number_; unit < kUnits; unit += kPickers) {
+        wait_for(unit);
+#pragma unroll 1
+        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
+
+  __device__ __forceinline__ void wait_for(int unit) const {
+    wait_together(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
+  }
+  /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
+  __device__ __forceinline__ void give_back(int unit) const {
+    arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+  }
+  __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
+  __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
+    return args_.indices.template at<int>(walk.seq.batch, walk.seq.q_begin + walk.first_query + query, walk.kv_head);
+  }
+  /// key: of an importance.
+  __device__ __forceinline__ unsigned explore(unsigned key, int block, int position, const TileWalk& walk) const {
+    const float share = __uint_as_float(key) * (args_.share * (1.f / (1 << kAddedExponent)));
+    return ordered(explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
+  }
+
+  /// AnyBlocks: the keys that candidates are made of, those before the last blocks that are visible. What is beyond
+  /// them may never have been written.
+  __device__ __forceinline__ int keys_of(const Candidates& own) const {
+    return min(visible_keys(args_.range.geometry, 0, own.position).last, own.last * args_.by_strides.divisor);
+  }
+  /// AnyBlocks: f(blocks) after every chunk of keys, when as many blocks, but no more than `most`, are complete.
+  template <class Use, class Finish>
+  __device__ __forceinline__ void read_keys(int unit, int keys, int most, const Use& use, const Finish& finish) {
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), keys, lane_,
+               [&](const ScratchTile* chunk, int i, int tiles) {
+                 constexpr int kChunkKeys = kChunkTiles * kTileSums;
+                 use(chunk, i * kChunkKeys % kWindowKeys, tiles);
+                 __syncwarp();
+                 finish(min(args_.by_strides.quotient((i + 1) * kChunkKeys), most));
+               });
+    finish(most);
+    __syncwarp();
+  }
+
+  /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk.
+  __device__ __forceinline__ void sum(int unit, const Candidates& own, bool add, float* importance) {
+    float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
+    minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
+    minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
+    if constexpr (Blocks::kAddsKeysUp) {
+      const int keys = keys_of(own);
+      int block = lane_;
+      read_keys(
+          unit, keys, own.last,
+          [&](const ScratchTile* chunk, int at, int tiles) {
+            sum_heads<1>(chunk, tiles, minus_lse, false, window_ + at, lane_);
+          },
+          [&](int complete) {
+#pragma unroll 1
+            for (; block < complete; block += 32)
+              importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, window_, block, keys);
+          });
+    } else {
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), own.last * Blocks::kSums, lane_,
+                 [&](const ScratchTile* chunk, int i, int tiles) {
+                   sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
+                 });
+    }
+  }
+
+  /// Of four queries: importances of the lane's two of sixteen blocks, the n-th sixteen of a chunk.
+  __device__ __forceinline__ static float2 of_sixteen(const QuadOfQueries& sums, const ScratchTile* chunk, int tiles,
+                                                      int n) {
+    if constexpr (Blocks::kSums == 1) {
+      return sums.of(chunk[min(n, tiles - 1)]);
+    } else {
+      return sums.of(chunk[min(2 * n, tiles - 1)], chunk[min(2 * n + 1, tiles - 1)]);
+    }
+  }
+  /// Block e of the lane's, of which every sixteen blocks from `begin` on have two.
+  __device__ __forceinline__ int block_of(int begin, int e) const { return begin + e / 2 * 16 + lane_ / 4 * 2 + e % 2; }
+
+  /// Four queries of a unit from number `quad` on.
+  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
+    const int first = walk.first_query + args_.units.first_query(unit) + quad;
+    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - first);  // of them; not always positive
+    const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.units.together;
+    const Candidates own(args_, walk.seq, there ? first + lane_ % 4 : walk.seq.q_len);
+    int* out = indices_of(walk, there ? first + lane_ % 4 - walk.first_query : 0);
+    if (there) write_forced(args_, own, out, lane_ / 4, 8);
+    const int last = own.choice ? own.last : 0;
+    const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
+    const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, static_cast<unsigned>(last)));
+    if (most_blocks == 0) {  // nothing to choose
+      if (is_last) give_back(unit);
+      return;
+    }
+    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
+    unsigned most[4] = {};
+    int vectors = 0;
+    if constexpr (Blocks::kAddsKeysUp) {
+      const int own_keys = last > 0 ? keys_of(own) : 0;
+      const int most_keys = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(own_keys)));
+      float* window = window_ + lane_ % 4 * kWindowKeys;
+      auto* single = reinterpret_cast<unsigned*>(keys);
+      int block = lane_ / 4;
+      read_keys(
+          unit, most_keys, most_blocks,
+          [&](const ScratchTile* chunk, int at, int tiles) {
+#pragma unroll
+            for (int n = 0; n < kChunkTiles; ++n)
+              *reinterpret_cast<float2*>(window + at + n * kTileSums + lane_ / 4 * 2) =
+                  sums.of(chunk[min(n, tiles - 1)]);
+          },
+          [&](int complete) {
+#pragma unroll 1
+            for (; block < complete; block += 8)
+              single[place_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, window, block, own_keys));
+          });
+      vectors = (most_blocks + 31) / 32;
+    } else {
+      constexpr int kVectors = kChunkBlocks / 32;
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), most_blocks * Blocks::kSums, lane_,
+                 [&](const ScratchTile* chunk, int i, int tiles) {
+                   unsigned x[4 * kVectors];
+#pragma unroll
+                   for (int n = 0; n < 2 * kVectors; ++n) {
+                     const float2 sum = of_sixteen(sums, chunk, tiles, n);
+                     x[2 * n] = __float_as_uint(sum.x), x[2 * n + 1] = __float_as_uint(sum.y);
+                   }
+                   const int begin = i * kChunkBlocks;
+                   if (begin < args_.init_blocks || begin + kChunkBlocks > least) {  // some do not count
+#pragma unroll
+                     for (int e = 0; e < 4 * kVectors; ++e) {
+                       const int block = block_of(begin, e);
+                       if (block < args_.init_blocks || block >= last) x[e] = 0;
+                     }
+                   }
+#pragma unroll
+                   for (int e = 0; e < 4 * kVectors; ++e) most[e % 4] = max(most[e % 4], x[e]);
+#pragma unroll
+                   for (int n = 0; n < kVectors; ++n)
+                     keys[(vectors + n) * 32 + lane_] = make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+                   vectors += kVectors;
+                 });
+    }
+    if (is_last) give_back(unit);
+    if (places() == 0) return;
+    if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
+    QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
+  }
+
+  /// Where the key of one of four queries for a block lies: see QuadPicker.
+  __device__ __forceinline__ static int place_of(int block, int query) {
+    return (block / 32 * 32 + block % 16 / 2 * 4 + query) * 4 + block % 32 / 16 * 2 + block % 2;
+  }
+
+  /// Exploration, and zero for what is no candidate.
+  __device__ __forceinline__ void rank_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
+                                           unsigned (&most)[4]) const {
+#pragma unroll
+    for (unsigned& x : most) x = 0;
+#pragma unroll 1
+    for (int n = 0; n < vectors; ++n) {
+      const uint4 before = keys[n * 32 + lane_];
+      unsigned x[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int block = block_of(32 * n, e);
+        if (block < args_.init_blocks || block >= last) {
+          x[e] = 0;
+        } else if (args_.noise > 0) {
+          x[e] = explore(x[e], block, position, walk);
+        }
+        most[e] = max(most[e], x[e]);
+      }
+      keys[n * 32 + lane_] = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  const CompressedSelectArgs& args_;
+  SelectBarriers& barriers_;
+  ChunkRing ring_;
+  uint2* list_;
+  float* window_;
+  int number_, lane_;
+  Place<kBuffers> buffer_;
+};
+
+}  // namespace nsa::cuda::sm90::select_blocks

@@ -1,0 +1,249 @@
+// The choice of blocks from keys that order like their ranks, by picking warps (selector_warp.cuh).
+//
+// Of n places, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
+// are listed, and the list is sorted. Where they are too many the n-th largest key is found bit by bit.
+#pragma once
+
+#include "cuda/sm90/common/forward_parts.cuh"
+
+namespace nsa::cuda::sm90::select_blocks {
+
+inline constexpr int kListed = 32;  // candidates of a query that are ranked at once
+
+/// How many of `lanes` come before this one.
+__device__ __forceinline__ int before(unsigned lanes, int lane) { return __popc(lanes & ((1u << lane) - 1)); }
+
+/// Sorts lists of 32 keys, one per lane, the largest first.
+template <int kLists>
+__device__ __forceinline__ void sort_falling(unsigned (&x)[kLists], int lane) {
+#pragma unroll
+  for (int size = 2; size <= 32; size *= 2) {
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      const bool larger = ((lane & stride) == 0) == ((lane & size) == 0);
+#pragma unroll
+      for (int i = 0; i < kLists; ++i) {
+        const unsigned other = __shfl_xor_sync(0xffffffffu, x[i], stride);
+        x[i] = larger ? max(x[i], other) : min(x[i], other);
+      }
+    }
+  }
+}
+
+/// The n-th largest of each list: all lists at once, a chain of 15 exchanges.
+template <int kLists>
+__device__ __forceinline__ void nth_largest(unsigned (&x)[kLists], int n, int lane) {
+  sort_falling(x, lane);
+#pragma unroll
+  for (int i = 0; i < kLists; ++i) x[i] = __shfl_sync(0xffffffffu, x[i], n - 1);
+}
+/// The n-th largest of one list: more instructions, none of which waits for another.
+__device__ __forceinline__ unsigned nth_largest(unsigned x, int n, int lane) {
+  int rank = 0;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const unsigned other = __shfl_sync(0xffffffffu, x, i);
+    rank += other > x || (other == x && i < lane);
+  }
+  return __shfl_sync(0xffffffffu, x, __ffs(__ballot_sync(0xffffffffu, rank == n - 1)) - 1);
+}
+
+/// Of a list in the order of blocks, lane i holding its entry {key, block} or {0, 0} if there are not so many: writes
+/// the `places` blocks of largest key. `threshold`, not 0, is the smallest of their keys; of equals, the earlier.
+__device__ __forceinline__ void write_best(uint2 entry, unsigned threshold, int places, int* out, int lane) {
+  const unsigned above = __ballot_sync(0xffffffffu, entry.x > threshold);
+  const unsigned tied = __ballot_sync(0xffffffffu, entry.x == threshold);
+  const bool chosen = entry.x > threshold || ((tied >> lane & 1) != 0 && before(tied, lane) < places - __popc(above));
+  const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
+  if (chosen) out[before(lanes, lane)] = static_cast<int>(entry.y);
+}
+
+/// The largest threshold that `places` keys reach, bit by bit. reach(x): how many keys reach x. Then: how many of those
+/// with exactly this key are to be taken.
+template <class Reach>
+__device__ __forceinline__ unsigned find_threshold(int places, int& ties, const Reach& reach) {
+  unsigned threshold = 0;
+#pragma unroll 1
+  for (int bit = 31; bit >= 0; --bit)
+    if (reach(threshold | 1u << bit) >= places) threshold |= 1u << bit;
+  const int above = reach(threshold == 0xffffffffu ? threshold : threshold + 1);
+  ties = places - (threshold == 0xffffffffu ? 0 : above);
+  return threshold;
+}
+
+/// Writes the `places` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
+/// are more than `places`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
+/// multiple of 128. One warp.
+__device__ __forceinline__ void pick(unsigned* key, int first, int last, int places, uint2* list, int* out, int lane) {
+  for (int j = lane; j < first; j += 32) key[j] = 0;
+  for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
+  __syncwarp();
+  unsigned most = 0;
+#pragma unroll 2
+  for (int begin = 0; begin < last; begin += 128) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) most = max(most, key[begin + 32 * u + lane]);
+  }
+  const unsigned bound = nth_largest(most, min(places, 32), lane);
+  int listed = bound > 0 && places <= 32 ? 0 : kListed + 1;
+  for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
+    unsigned x[4], lanes[4];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) x[u] = key[begin + 32 * u + lane];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      if (lanes[u] == 0) continue;
+      const int at = listed + before(lanes[u], lane);
+      if (x[u] >= bound && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
+      listed += __popc(lanes[u]);
+    }
+  }
+  __syncwarp();
+  if (listed <= kListed) {
+    const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);
+    write_best(mine, nth_largest(mine.x, places, lane), places, out, lane);
+    return;
+  }
+  int ties;
+  const unsigned threshold = find_threshold(places, ties, [&](unsigned x) {
+    int n = 0;
+    for (int j = first + lane; j < last; j += 32) n += key[j] >= x;
+    return static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(n)));
+  });
+  for (int begin = first, written = 0; begin < last; begin += 32) {
+    const int j = begin + lane;
+    const unsigned x = j < last ? key[j] : 0;
+    const unsigned tied = __ballot_sync(0xffffffffu, j < last && x == threshold);
+    const bool chosen = j < last && (x > threshold || (x == threshold && before(tied, lane) < ties));
+    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
+    if (chosen) out[written + before(lanes, lane)] = j;
+    written += __popc(lanes);
+    ties -= min(ties, __popc(tied));
+  }
+}
+
+/// Four queries at a time, as of QuadOfQueries: lane 4 r + c has the keys of query c.
+class QuadPicker {
+ public:
+  /// keys: 16 bytes of lane l at 32 n + l are its blocks 32 n + 2 r + {0, 1, 16, 17}. Zero outside of first .. last - 1
+  /// (of this lane's query; last = 0: nothing is wanted). vectors: for each lane.
+  __device__ __forceinline__ QuadPicker(const uint4* keys, int vectors, int first, int last, int lane)
+      : mine_(keys + lane), vectors_(vectors), first_(first), last_(last), lane_(lane) {}
+
+  /// The `places` best blocks of each query in ascending order; of equals, the earlier. outs: of this lane's query.
+  /// most: maxima of the lane's four blocks of a vector over all vectors. list: four times kListed.
+  __device__ __forceinline__ void pick(unsigned (&most)[4], int places, uint2* list, int* out) const {
+    transpose_in_quad(most, lane_);
+    nth_largest(most, min(places, 32), lane_);
+    const unsigned bound = of_query(most);
+    const bool listable = bound > 0 && places <= 32;
+    int listed = list_blocks(listable ? bound : 0xffffffffu, list + lane_ % 4 * kListed);
+    if (last_ > 0 && !listable) listed = kListed + 1;
+    __syncwarp();
+    if (__any_sync(0xffffffffu, listed > kListed)) return pick_exactly(places, out);
+    uint2 entries[4];
+    unsigned thresholds[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int count = __shfl_sync(0xffffffffu, listed, q);
+      entries[q] = lane_ < count ? list[q * kListed + lane_] : make_uint2(0, 0);
+      thresholds[q] = entries[q].x;
+    }
+    nth_largest(thresholds, places, lane_);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int count = __shfl_sync(0xffffffffu, listed, q);
+      int* to = reinterpret_cast<int*>(__shfl_sync(0xffffffffu, reinterpret_cast<std::uint64_t>(out), q));
+      if (count > 0) write_best(entries[q], thresholds[q], places, to, lane_);
+    }
+    __syncwarp();
+  }
+
+ private:
+  /// Of four values, that of this lane's query.
+  __device__ __forceinline__ unsigned of_query(const unsigned (&x)[4]) const {
+    const unsigned low = lane_ & 1 ? x[1] : x[0], high = lane_ & 1 ? x[3] : x[2];
+    return lane_ & 2 ? high : low;
+  }
+  /// Flags for a lane's blocks 2 r and 2 r + 1 of a tile -> bits 4 r and 4 r + 1 of a word for its query.
+  __device__ __forceinline__ unsigned bits_of_query(bool even, bool odd) const {
+    const unsigned evens = __ballot_sync(0xffffffffu, even), odds = __ballot_sync(0xffffffffu, odd);
+    return (evens >> (lane_ & 3) & 0x11111111u) | (odds >> (lane_ & 3) & 0x11111111u) << 1;
+  }
+  /// Bits of the lanes before.
+  __device__ __forceinline__ int before_mine(unsigned bits) const { return before(bits, lane_ & 28); }
+  __device__ __forceinline__ int block(int vector, int half) const { return 32 * vector + 16 * half + lane_ / 4 * 2; }
+
+  /// Lists, in order, the blocks that reach `bound`; how many there are.
+  __device__ __forceinline__ int list_blocks(unsigned bound, uint2* list) const {
+    int listed = 0;
+    const auto add = [&](unsigned even, unsigned odd, int block) {
+      const bool takes_even = even >= bound, takes_odd = odd >= bound;
+      const unsigned bits = bits_of_query(takes_even, takes_odd);
+      const int at = listed + before_mine(bits);
+      if (takes_even && at < kListed) list[at] = make_uint2(even, block);
+      if (takes_odd && at + takes_even < kListed) list[at + takes_even] = make_uint2(odd, block + 1);
+      listed += __popc(bits);
+    };
+    constexpr int kAtOnce = 4;  // on their way while as many are looked at
+    uint4 next[kAtOnce];
+    const auto load = [&](int n) {
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) next[u] = n + u < vectors_ ? mine_[(n + u) * 32] : uint4{};
+    };
+    load(0);
+#pragma unroll 1
+    for (int n = 0; n < vectors_; n += kAtOnce) {
+      uint4 x[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) x[u] = next[u];
+      load(n + kAtOnce);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        add(x[u].x, x[u].y, block(n + u, 0));
+        add(x[u].z, x[u].w, block(n + u, 1));
+      }
+    }
+    return listed;
+  }
+
+  /// Where a list does not do: with many equal keys, or many places.
+  __device__ __forceinline__ void pick_exactly(int places, int* out) const {
+    const auto in = [&](int block) { return block >= first_ && block < last_; };
+    int ties, written = 0;
+    const unsigned threshold = find_threshold(places, ties, [&](unsigned bound) {
+      int n = 0;
+#pragma unroll 1
+      for (int v = 0; v < vectors_; ++v) {
+        const uint4 x = mine_[v * 32];
+        n += (x.x >= bound) + (x.y >= bound) + (x.z >= bound) + (x.w >= bound);
+      }
+      for (int lanes = 4; lanes < 32; lanes *= 2) n += __shfl_xor_sync(0xffffffffu, n, lanes);
+      return n;
+    });
+#pragma unroll 1
+    for (int i = 0; i < 2 * vectors_; ++i) {
+      const uint4 x = mine_[i / 2 * 32];
+      const unsigned even = i % 2 ? x.z : x.x, odd = i % 2 ? x.w : x.y;
+      const int block = this->block(i / 2, i % 2);
+      const bool even_tied = in(block) && even == threshold, odd_tied = in(block + 1) && odd == threshold;
+      const unsigned tied = bits_of_query(even_tied, odd_tied);
+      const int rank = before_mine(tied);
+      const bool takes_even = in(block) && (even > threshold || (even_tied && rank < ties));
+      const bool takes_odd = in(block + 1) && (odd > threshold || (odd_tied && rank + even_tied < ties));
+      const unsigned bits = bits_of_query(takes_even, takes_odd);
+      const int at = written + before_mine(bits);
+      if (takes_even) out[at] = block;
+      if (takes_odd) out[at + takes_even] = block + 1;
+      written += __popc(bits);
+      ties -= min(ties, __popc(tied));
+    }
+  }
+
+  const uint4* mine_;
+  int vectors_, first_, last_, lane_;
+};
+
+}  // namespace nsa::cuda::sm90::select_blocks

@@ -1,0 +1,429 @@
+// dK and dV of the selected blocks. The scheme is that of d_kv_mainloop.cuh: a thread block takes 64 keys of one KV
+// head and the queries that chose their block, from the lists of inverse_index.cuh; the warpgroups take alternate
+// stages and their sums are added at the end. The rows of a stage are gathered by a copy for each query, or for each
+// row where queries have few.
+//
+// Lists are cut into items (d_kv_schedule.h), which the thread blocks take in the order of their plan, each when it is
+// done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order.
+//
+// Producers: warp 8 has Q copied, warp 9 dO, warp 10 what there is per row; warp 11 takes the items, has their keys and
+// values copied and notes who sees whom.
+#include "cuda/common/device.h"
+#include "cuda/sm90/common/d_kv_mainloop.cuh"
+#include "cuda/sm90/selected_attention/d_kv_schedule.h"
+#include "cuda/sm90/selected_attention/selected_attention.h"
+
+namespace nsa::cuda::sm90::selected_attention {
+namespace {
+
+/// As many as fit into shared memory.
+template <int Dk, int Dv>
+inline constexpr int kStages = Dk + Dv <= 256 ? 5 : 4;
+constexpr int kFar = 63;       // the last key of an item
+constexpr int kMostBoxes = 8;  // queries of a stage, for a copy each
+/// Of a thread that produces; those that compute share the rest.
+template <int Dk, int Dv>
+inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
+
+struct ListKeyArgs : ListPlan {
+  float scale;  // in base-2 units
+  bool gather;  // rows of Q and dO come one by one
+};
+
+/// What the warpgroups need to know of a stage.
+struct StageInfo {
+  std::int8_t lead[64];  // of a row: the last key that it sees; kFar: all
+  int all;               // every row sees every key
+};
+
+template <int Dk, int Dv>
+struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
+  using Base = KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>>;
+  static constexpr int kPart = 16;  // floats that a thread passes to the other warpgroup at a time
+  static constexpr int kItem = Base::kBytes, kSums = (kItem + 7 * 8 + 15) / 16 * 16;
+  static constexpr int kBytes = kSums + 2 * kPart * 128 * 4;
+
+  __device__ std::uint32_t item_full() const { return this->base + kItem; }
+  __device__ std::uint32_t item_empty() const { return item_full() + 8; }
+  /// Of the part of its sums that a warpgroup gives to the other one: it is there, it has been read.
+  __device__ std::uint32_t sums_full(int warpgroup) const { return item_full() + 24 + warpgroup * 16; }
+  __device__ std::uint32_t sums_free(int warpgroup) const { return sums_full(warpgroup) + 8; }
+  /// The number of the next item; negative: there is none.
+  __device__ static volatile int& item(char* memory) { return *reinterpret_cast<int*>(memory + kItem + 16); }
+  /// `row_writers`: arrivals for Q at a stage, and as many for dO.
+  __device__ void init(int row_writers) const {
+    barrier_init(item_full(), 1);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(sums_full(i), 128);
+      barrier_init(sums_free(i), 128);
+    }
+    barrier_init(item_empty(), (8 + 3) * 32);
+    Base::init(2 * row_writers + 32 + 32, 128);
+  }
+};
+
+/// Takes the next item as soon as the other warps have begun the one before: f(item). One warp.
+template <int Dk, int Dv, class F>
+__device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
+                                           const F& f) {
+  const int end = args.queue->end;
+#pragma unroll 1
+  for (std::uint32_t parity = 1;; parity ^= 1) {
+    int x = 0;
+    if (lane_again() == 0) {
+      wait(memory.item_empty(), parity);
+      x = atomicAdd(&args.queue->next, 1);
+      memory.item(dynamic) = x < end ? x : -1;
+      arrive(memory.item_full());
+    }
+    x = uniform(x);
+    if (x >= end) return;
+    f(args.items[x]);
+  }
+}
+/// f(item) for the items of this thread block, in the other warps. Fields are read where they are needed: registers are
+/// short.
+template <int Dk, int Dv, class F>
+__device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
+                                          const F& f) {
+#pragma unroll 1
+  for (std::uint32_t parity = 0;; parity ^= 1) {
+    wait_together(memory.item_full(), parity);
+    const int x = memory.item(dynamic);
+    arrive(memory.item_empty());  // each lane for what it read
+    if (x < 0) return;
+    const volatile KeyItem& item = args.items[x];
+    f(item);
+  }
+}
+
+/// The stages of an item, as the producers see them, slices of a query one after the other: f(queries, slice), the
+/// queries of this lane's rows of the tile, lane and lane + 32; -1: a row of no query. They are fetched a stage ahead.
+template <class F>
+__device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volatile KeyItem& item, int slices,
+                                           const F& f) {
+  int left = item.to - item.from;
+  const int* list = args.branch.lists.list + item.from;
+  const auto fetch = [&](int row) {
+    const int number = args.tiles.by_heads.quotient(row);
+    return number < min(left, args.tiles.queries) ? list[number] : -1;
+  };
+  int next[2] = {fetch(lane_again()), fetch(lane_again() + 32)};
+#pragma unroll 1
+  while (left > 0) {
+    const int queries[2] = {next[0], next[1]};
+    left -= args.tiles.queries;
+    list += args.tiles.queries;
+    next[0] = fetch(lane_again()), next[1] = fetch(lane_again() + 32);
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) f(queries, slice);
+  }
+}
+
+/// Rows of Q or dO by the copy engine, `first` the address of a tile of them in stage 0. One warp: a lane copies one
+/// panel of one query. The swizzle follows the address, so that a query may begin at any row. Rows of no query become
+/// zeros, or stay so.
+template <int D, int Dk, int Dv>
+__device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
+                                 std::uint32_t first, char* dynamic) {
+  const int own = lane_again() / (D / 64), column = lane_again() % (D / 64) * 64, tile_row = own * args.tiles.heads;
+  const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
+  StageCount<kStages<Dk, Dv>> count;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
+    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
+      const std::uint32_t full = memory.full(count.stage());
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * D * 2);
+      const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
+      const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
+      const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
+      if (own < args.tiles.queries)
+        load_box(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
+                 head + slice * args.tiles.heads, row, batch, full);
+      ++count.count;
+    });
+  });
+}
+
+/// The same by copies of sixteen bytes, for groups of one slice. One warp: eight lanes copy a panel of a row at a time,
+/// of the eight rows that are theirs and the eight 32 further on.
+template <int D, int Dk, int Dv>
+__device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
+                                   std::uint32_t first, char* dynamic) {
+  const std::uint32_t to = first + lane_again() / 8 * 1024 + lane_again() % 8 * 16;
+  StageCount<kStages<Dk, Dv>> count;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    const char* data = again(reinterpret_cast<const char*>(
+        from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
+        lane_again() % 8 * 8));
+    for_stages(args, item, 1, [&](const int(&queries)[2], int) {
+      // Of this lane's rows, in units of sixteen bytes (of a sequence: up to 64 GiB); of its eight lanes' rows, a bit
+      // each.
+      unsigned offset[2], valid[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        offset[i] =
+            max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
+        valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
+      }
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const std::uint32_t swizzled = (stage ^ k * 16) + k * 128;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const char* row = data + __shfl_sync(0xffffffffu, offset[i], k, 8) * std::int64_t{16};
+#pragma unroll
+          for (int c = 0; c < D / 64; ++c)
+            copy16(swizzled + i * 4096 + c * kPanelBytes, row + c * 128, (valid[i] & 1u << k) != 0);
+        }
+      }
+      arrive_after_copies(memory.full(count.stage()));
+      ++count.count;
+    });
+  });
+}
+
+/// Rows of Q or dO. One warp.
+template <int D, int Dk, int Dv>
+__device__ __forceinline__ void produce_rows(const ListKeyArgs& args, const Strided& from, const CUtensorMap& map,
+                                             const Memory<Dk, Dv>& memory, std::uint32_t first, char* dynamic) {
+  if (args.gather) {
+    gather_rows<D>(args, from, memory, first, dynamic);
+  } else {
+    copy_rows<D>(args, map, memory, first, dynamic);
+  }
+}
+
+/// What there is per query row; zeros for rows of no query, which then add nothing. One warp.
+template <int Dk, int Dv>
+__device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
+  StageCount<kStages<Dk, Dv>> count;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    const float* terms = item.terms;
+    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const float* from = terms + slice * args.terms.line + (max(queries[i], 0) * args.tiles.heads + head);
+        const std::uint32_t to = memory.terms(count.stage()) + row * 4;
+#pragma unroll
+        for (int array = 0; array < 3; ++array)
+          copy4(to + array * 256, from + array * args.terms.array, queries[i] >= 0);
+      }
+      arrive_after_copies(memory.full(count.stage()));
+      ++count.count;
+    });
+  });
+}
+
+/// Keys and values, and what the warpgroups need to know of a stage. One warp.
+template <int Dk, int Dv>
+__device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
+                                     char* dynamic) {
+  StageCount<kStages<Dk, Dv>> count;
+  std::uint32_t keys_parity = 1;
+  take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    if (lane_again() == 0) {
+      wait(memory.keys_empty(), keys_parity);
+      arrive_expecting(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+#pragma unroll 1
+      for (int c = 0; c < Dk / 64; ++c)
+        load_box(memory.k(0) + c * kPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
+                 memory.keys_full());
+#pragma unroll 1
+      for (int c = 0; c < Dv / 64; ++c)
+        load_box(memory.v(0) + c * kPanelBytes, maps.v, c * 64, item.kv_head, item.key_row, item.batch,
+                 memory.keys_full());
+    }
+    __syncwarp();
+    keys_parity ^= 1;
+    const int before = item.shift - item.first_key;
+    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int) {
+      const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
+      const int low = lead(queries[0]), high = lead(queries[1]);
+      const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
+      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
+      info.lead[lane_again()] = static_cast<std::int8_t>(low);
+      info.lead[lane_again() + 32] = static_cast<std::int8_t>(high);
+      if (lane_again() == 0) info.all = all;
+      arrive(memory.full(count.stage()));
+      ++count.count;
+    });
+  });
+}
+
+/// Adds to `kept` what the other warpgroup gives, and gives it `given`, part by part through shared memory. The order
+/// of the two summands does not change the sum. An even number of parts: the barriers end as they began.
+template <int Dk, int Dv, int kKept, int kGiven>
+__device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven],
+                                              const Memory<Dk, Dv>& memory, char* dynamic, int warpgroup) {
+  constexpr int kPart = Memory<Dk, Dv>::kPart, kMost = std::max(kKept, kGiven);
+  static_assert(kKept % kPart == 0 && kGiven % kPart == 0 && kMost / kPart % 2 == 0);
+  auto* shared = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums) + threadIdx.x % 128;
+  float4* from = shared + (warpgroup ^ 1) * (kPart / 4 * 128);
+  float4* to = shared + warpgroup * (kPart / 4 * 128);
+#pragma unroll
+  for (int first = 0; first < kMost; first += kPart) {
+    const std::uint32_t parity = first / kPart & 1;
+    wait_together(memory.sums_free(warpgroup), parity ^ 1);
+#pragma unroll
+    for (int i = first; i < first + kPart && i < kGiven; i += 4)
+      to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
+    arrive(memory.sums_full(warpgroup));
+    wait_together(memory.sums_full(warpgroup ^ 1), parity);
+#pragma unroll
+    for (int i = first; i < first + kPart && i < kKept; i += 4) {
+      const float4 x = from[(i - first) / 4 * 128];
+      kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
+    }
+    arrive(memory.sums_free(warpgroup ^ 1));
+  }
+}
+
+template <class T, int Dk, int Dv>
+__device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
+  const int lane = threadIdx.x % 32, warpgroup = uniform(threadIdx.x / 128);
+  const BackwardArgs& branch = args.branch;
+  const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
+  // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
+  // other one wait at the same barriers: it would take the parity of the round before last for its own.
+  const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
+  const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
+  const auto release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
+  StageCount<kStages<Dk, Dv>> count;
+  const auto mask = [&](float(&s)[32]) {
+    const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
+    if (info.all) return;
+    const int first_key = threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = masked_score(args.scale);
+    }
+  };
+  /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
+  const auto arrived = [&] {
+    wait_together(memory.full(count.stage()), count.parity());
+    if (args.gather) fence_async();
+  };
+  if (warpgroup == 1) pass_turn();
+  std::uint32_t keys_parity = 0;
+  int all_stages = 0;  // of the items so far: stages of odd number are the second warpgroup's
+  KeyGradients<T, Dk, Dv> gradients;
+  for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
+    gradients.clear();
+    wait_together(memory.keys_full(), keys_parity);
+    keys_parity ^= 1;
+    count.count = all_stages + ((all_stages ^ warpgroup) & 1);
+    all_stages += item.stages;
+    if (count.count < all_stages) {
+      arrived();
+      take_turn();
+      gradients.first(memory, k, v, count.stage(), args.scale, mask, pass_turn);
+#pragma unroll 1
+      for (count.count += 2; count.count < all_stages; count.count += 2) {
+        arrived();
+        take_turn();
+        gradients.next(memory, k, v, count.before(2), count.stage(), args.scale, mask, pass_turn, release);
+      }
+      gradients.last(memory, count.before(2), release);
+    }
+    __syncwarp();
+    if (lane == 0) arrive(memory.keys_empty());
+
+    // The first warpgroup stores dK, the second one dV.
+    const int keys = item.keys, slot = item.slot;
+    float* partial = branch.partials + static_cast<std::int64_t>(slot) * 64 * (Dk + Dv);
+    if (warpgroup == 0) {
+      exchange_sums(gradients.dk, gradients.dv, memory, dynamic, 0);
+      if (slot >= 0) {
+        gradients.store_partial_dk(partial, keys);
+      } else {
+        gradients.store_dk(branch, item.batch, item.key_row, item.kv_head, keys);
+      }
+    } else {
+      exchange_sums(gradients.dv, gradients.dk, memory, dynamic, 1);
+      if (slot >= 0) {
+        gradients.store_partial_dv(partial, keys);
+      } else {
+        gradients.store_dv(branch, item.batch, item.key_row, item.kv_head, keys);
+      }
+    }
+  });
+  if ((all_stages & 1) == warpgroup) take_turn();  // that was passed last: no barrier is left half full
+}
+
+template <class T, int Dk, int Dv>
+__global__ void __launch_bounds__(384, 1)
+    selected_d_kv(const __grid_constant__ ListKeyArgs args, const __grid_constant__ KeyMaps maps) {
+  if (*args.branch.redo.flag != 0) return;
+  extern __shared__ __align__(1024) char dynamic[];
+  const Memory<Dk, Dv> memory{shared_address(dynamic)};
+  if (threadIdx.x == 0) memory.init(args.gather ? 32 : 1);
+  if (args.tiles.rows < 64) memory.clear_stages(dynamic);
+  __syncthreads();
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp >= 8) {
+    fewer_registers<kProducerRegisters<Dk, Dv>>();
+    if (warp == 8) {
+      produce_rows<Dk>(args, args.branch.q, maps.q, memory, memory.q(0), dynamic);
+    } else if (warp == 9) {
+      produce_rows<Dv>(args, args.branch.d_o, maps.d_o, memory, memory.d_o(0), dynamic);
+    } else if (warp == 10) {
+      produce_terms(args, memory, dynamic);
+    } else {
+      produce_items(args, maps, memory, dynamic);
+    }
+  } else {
+    more_registers<(504 - kProducerRegisters<Dk, Dv>) / 2>();
+    consume<T, Dk, Dv>(args, memory, dynamic);
+  }
+}
+
+/// Adds the partial sums of key tiles with several items. Grid: such key tiles, 1, parts.
+template <class T>
+__global__ void __launch_bounds__(256) sum_items(const __grid_constant__ ListKeyArgs args, int dk, int dv) {
+  if (*args.branch.redo.flag != 0 || static_cast<int>(blockIdx.x) >= args.queue->sums) return;
+  const KeyItem& item = args.items[args.sums[blockIdx.x]];
+  sum_partials<T>(args.branch, item.slot, item.partials, 64, item.batch, item.key_row, item.kv_head, item.keys, dk, dv);
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const BackwardArgs& branch,
+                                                                          cudaStream_t stream) {
+  constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
+  const Geometry& g = branch.geometry;
+  const ListWork work(g, branch.lists);
+  if (work.items == 0) return cudaSuccess;
+  ListKeyArgs args{ListPlan(branch, work), log2_scale(branch.scale)};
+  args.gather = args.tiles.queries > kMostBoxes;
+  KeyMaps maps;
+  // One query each: a stage gathers them.
+  const int heads = args.tiles.heads, batches = tensor_batches(g);
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error == cudaSuccess) error = make_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
+  if (error == cudaSuccess) error = make_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
+  if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, false, 64);
+  if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, false, 64);
+  if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
+  if (error == cudaSuccess) error = plan_items(args, stream);
+  const auto most = static_cast<unsigned>(work.items);
+  if (error == cudaSuccess)
+    error = launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, processors), 384,
+                   Memory<Dk, Dv>::kBytes, stream, args, maps);
+  if (error != cudaSuccess) return error;
+  const dim3 sums(static_cast<unsigned>(work.sums), 1, kSumParts);
+  return launch(sum_items<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);
+}
+
+}  // namespace nsa::cuda::sm90::selected_attention

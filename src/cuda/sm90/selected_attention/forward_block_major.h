@@ -1,0 +1,79 @@
+// Selected attention block by block (forward_block_major.cu): its arguments, its windows and what it takes.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/params.h"
+
+namespace nsa::cuda::sm90::selected_attention {
+
+struct SelectedByBlockArgs {
+  SelectedArgs selected;
+  BlockLists lists;
+  Ways ways;
+  void* scratch;  // BlockWindows::bytes()
+};
+
+/// 64 keys of a block of one KV head, and queries that chose it.
+struct alignas(16) BlockItem {
+  const int* list;  // the queries
+  int count;        // of them; 0: there is no more work
+  int batch, kv_head;
+  int block, tile;  // of the sequence; of the block
+  int first_key, keys;
+  int key_row, query_row;  // of the first key, and of the sequence's first query, in the tensors
+  int shift;               // position of the sequence's first query
+  int window_row;          // of the sequence's first query, from the window's first one on
+  int unused[3];
+};
+static_assert(sizeof(BlockItem) == 64);
+
+/// Where the thread blocks of a window find their next item.
+struct BlockQueue {
+  int next, end;
+};
+
+/// A window is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
+/// its queries is kept for so many of them at a time.
+struct BlockWindows {
+  static constexpr std::int64_t kParts = 1 << 20;    // of a window, unless a query has more
+  static constexpr std::int64_t kPlanned = 1 << 20;  // items that are planned at once, unless a window has more
+  static constexpr int kItemTiles = 8;               // tiles of 64 query rows that an item may have
+
+  int group;                   // G
+  int parts;                   // of a query head: entries of a row of indices, times key tiles of a block
+  std::int64_t all_rows;       // of all sequences
+  int rows = 0, kv_heads = 0;  // of a window
+  int heads_of_window = 0;     // query heads
+  int by_rows = 0, count = 0;  // windows of a KV head; of all
+  int most;                    // queries of an item
+  int planned = 0;             // windows whose items are planned at once
+  std::int64_t items = 0;      // of a window, an upper bound
+  std::int64_t part_bytes;     // output and lse
+
+  BlockWindows(const Geometry& g, const BlockLists& lists, int topk, std::int64_t value_dim)
+      : group(g.group),
+        parts(topk * lists.tiles_per_block),
+        most(64 / g.group * kItemTiles),
+        part_bytes(value_dim * 2 + sizeof(float)) {
+    const Before all = before_end(g);
+    all_rows = all.q;
+    if (all.q == 0 || g.kv_heads == 0) return;
+    const std::int64_t row = std::int64_t{group} * parts, limit = std::max<std::int64_t>(kParts / row, 1);
+    by_rows = static_cast<int>((all.q + limit - 1) / limit);
+    rows = static_cast<int>((all.q + by_rows - 1) / by_rows);
+    kv_heads = static_cast<int>(std::clamp<std::int64_t>(kParts / (row * all.q), 1, g.kv_heads));
+    heads_of_window = kv_heads * group;
+    count = by_rows * ((g.kv_heads + kv_heads - 1) / kv_heads);
+    const std::int64_t blocks = all.k / lists.block_size + all.sequences;
+    items = kv_heads * (blocks + rows * std::int64_t{lists.width} / most) * lists.tiles_per_block;
+    planned = static_cast<int>(std::clamp<std::int64_t>(kPlanned / items, 1, count));
+  }
+
+  std::int64_t window_parts() const { return std::int64_t{rows} * heads_of_window * parts; }
+  std::int64_t bytes() const {
+    return planned * (items * sizeof(BlockItem) + sizeof(BlockQueue)) + window_parts() * part_bytes;
+  }
+};
+
+}  // namespace nsa::cuda::sm90::selected_attention

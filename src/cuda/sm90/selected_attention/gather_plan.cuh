@@ -1,0 +1,180 @@
+// How the kernels of selected attention cut a call into tiles, and what their warps share: see gather_pipeline.cuh.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/device.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/common/ptx.cuh"
+#include "cuda/sm90/selected_attention/selected_attention.h"
+
+namespace nsa::cuda::sm90::selected_attention {
+
+inline constexpr int kBuilders = 96, kProducers = 128;  // threads
+inline constexpr int kFullBarriers = 512, kMostSlots = 32;
+inline constexpr int kMostEntries = 1024;  // of the lists of a tile, unless sixteen rows are one query
+
+/// How a call is cut into tiles, and how shared memory is.
+struct SelectedPlan {
+  int block_size, topk, units;  // keys of a block; entries of a list; key tiles of a block
+  int heads, slices;            // heads of a query in sixteen rows; such slices of a group
+  int together, queries;        // queries of a warp, of a tile
+  int tiles, total;             // per sequence and slice, an upper bound; in all
+  int entries;                  // of the lists of a tile, rounded up to 32
+  int table_bits;               // of the builders' hash table: 2^table_bits slots, half of them empty at least
+  int slots;                    // of the ring
+  int memory;                   // bytes of shared memory
+  Divider by_heads, by_queries, by_slots;
+  Ways ways;  // tiles of those that go another way are left out
+};
+
+/// In shared memory behind the ring and what a kernel has of its own.
+struct SelectedControl {
+  std::uint64_t full[kFullBarriers], empty[kMostSlots], ready[2], free[2];
+  int size[2];  // blocks of a union
+  unsigned issued;
+  unsigned unused;
+  // Then arrays of plan.entries:
+  //   uint2 users[2]             bit q: query q of the tile uses the block
+  //   int block[2]               and, from bit kIdleShift on, how many warps do not use it
+  //   int wanted                 what the lists say: block or -1; entry number = rank * queries + query
+  //   unsigned first             (entries / 32) bit e: entry e is the first one of its block
+  //   unsigned table             (2^table_bits) the first entry of a block, kNone: free
+
+  static constexpr unsigned kNone = 0xffffffffu;
+  static constexpr int kIdleShift = 26, kBlockMask = (1 << kIdleShift) - 1;  // blocks have 32 keys at least
+
+  __device__ uint2* users(const SelectedPlan& p, int buffer) {
+    return reinterpret_cast<uint2*>(this + 1) + buffer * p.entries;
+  }
+  __device__ int* block(const SelectedPlan& p, int buffer) {
+    return reinterpret_cast<int*>(users(p, 2)) + buffer * p.entries;
+  }
+  __device__ int* wanted(const SelectedPlan& p) { return block(p, 2); }
+  __device__ unsigned* first(const SelectedPlan& p) { return reinterpret_cast<unsigned*>(block(p, 3)); }
+  __device__ unsigned* table(const SelectedPlan& p) { return first(p) + p.entries / 32; }
+
+  static int bytes(const SelectedPlan& p) {
+    return static_cast<int>(sizeof(SelectedControl)) + p.entries * (2 * 8 + 3 * 4) + p.entries / 8 +
+           (4 << p.table_bits);
+  }
+};
+
+/// What a kernel knows when compiled: head dims, keys of a tile, consumer warps, and bytes of shared memory that it
+/// needs for itself, a multiple of 16.
+template <int Dk, int Dv, int kTileKeys, int kConsumers, int kMore = 0>
+struct SelectedShape {
+  static constexpr int kKeyDim = Dk, kValueDim = Dv, kKeys = kTileKeys;
+  static constexpr int kWarps = kConsumers, kThreads = kWarps * 32 + kProducers;
+  static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2, kMoreBytes = kMore;
+  // Registers: together those that the threads have at the launch.
+  static_assert(kWarps == 8 || kWarps == 12 || kWarps == 16);
+  static constexpr int kConsumerRegisters = kWarps == 16 ? 112 : kWarps == 12 ? 160 : 224;
+  static constexpr int kProducerRegisters = kWarps == 8 ? 56 : 32;
+};
+
+/// Queries whose rows a warp has, of `warps` in a tile.
+inline int queries_of_warp(const Geometry& g, int topk, int warps) {
+  return std::clamp(kMostEntries / (warps * topk), 1, std::min(16 / std::min(g.group, 16), 64 / warps));
+}
+
+template <class Shape>
+SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
+  constexpr int kWarps = Shape::kWarps;
+  SelectedPlan p{};
+  p.block_size = block_size;
+  p.topk = topk;
+  p.units = block_size / Shape::kKeys;
+  p.heads = std::min(g.group, 16);
+  p.slices = g.group / p.heads;
+  p.together = queries_of_warp(g, topk, kWarps);
+  p.queries = kWarps * p.together;
+  p.tiles = static_cast<int>(cuda::tiles(g.q_len, p.queries));
+  p.total = p.tiles * g.kv_heads * p.slices * g.batches;
+  p.entries = static_cast<int>(cuda::tiles(p.queries * topk, 32)) * 32;
+  while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
+  const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
+  p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMostSlots);
+  p.memory = p.slots * Shape::kSlotBytes + fixed;
+  p.by_heads = Divider(p.heads);
+  p.by_queries = Divider(p.queries);
+  p.by_slots = Divider(p.slots);
+  return p;
+}
+
+/// A tile: queries first_query ... of a sequence, heads first_head ... of a group. The tiles of one head follow each
+/// other, so that its keys and values stay in the second-level cache.
+struct SelectedTile {
+  DeviceSequence seq;
+  int kv_head, first_head, first_query;
+
+  __device__ SelectedTile(const SelectedPlan& p, const Geometry& g, int index) {
+    int rest = index / p.tiles;
+    first_query = (index - rest * p.tiles) * p.queries;
+    const int lines = g.kv_heads * p.slices, line = rest % lines;
+    seq = sequence_of(g, rest / lines);
+    kv_head = line / p.slices;
+    first_head = (line - kv_head * p.slices) * p.heads;
+  }
+  __device__ bool empty() const { return first_query >= seq.q_len; }
+};
+
+/// Row 0 ... 15 of a warp's share of a tile.
+struct SelectedRow {
+  int part;   // which of the warp's queries
+  int query;  // of the sequence
+  int head;   // of all
+  bool valid;
+
+  __device__ SelectedRow(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
+    part = p.by_heads.quotient(row);
+    query = tile.first_query + warp * p.together + part;
+    head = tile.kv_head * g.group + tile.first_head + row - part * p.heads;
+    valid = part < p.together && query < tile.seq.q_len;
+  }
+};
+
+/// The queries of warp `warp` among the users of a block.
+__device__ __forceinline__ unsigned users_of_warp(const SelectedPlan& p, uint2 users, int warp) {
+  const std::uint64_t all = static_cast<std::uint64_t>(users.y) << 32 | users.x;
+  return static_cast<unsigned>(all >> (warp * p.together)) & ((1u << p.together) - 1);
+}
+
+/// The number of issued fills, from the copier to the consumers.
+__device__ __forceinline__ void publish(unsigned* count, unsigned x) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(count)), "r"(x) : "memory");
+}
+__device__ __forceinline__ unsigned published(const unsigned* count) {
+  unsigned x;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(count)) : "memory");
+  return x;
+}
+
+/// Walks the tiles of this thread block: body(tile, its number, buffer, parity of its `ready` phase).
+template <class Body>
+__device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry& g, const Body& body) {
+  unsigned turn = 0;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < p.total; index += gridDim.x) {
+    const SelectedTile tile(p, g, index);
+    if (tile.empty() || !p.ways.by_query(g, tile.seq.index, tile.kv_head)) continue;
+    body(tile, index, static_cast<int>(turn & 1), turn >> 1 & 1);
+    ++turn;
+  }
+}
+
+template <class Shape>
+__device__ inline void init_control(SelectedControl& c) {
+  constexpr int kWarps = Shape::kWarps;
+  for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) barrier_init(shared_address(&c.full[i]), 1);
+  if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
+  if (threadIdx.x < 2) {
+    barrier_init(shared_address(&c.ready[threadIdx.x]), kBuilders);
+    barrier_init(shared_address(&c.free[threadIdx.x]), kWarps * 32 + 1);
+  }
+  if (threadIdx.x == 0) c.issued = 0;
+  barriers_ready();
+  __syncthreads();
+}
+
+}  // namespace nsa::cuda::sm90::selected_attention

@@ -1,0 +1,71 @@
+#include "cuda/sm90/selected_attention/loop_order.h"
+
+#include "cuda/sm90/selected_attention/gather_plan.cuh"
+
+namespace nsa::cuda::sm90::selected_attention {
+namespace {
+
+// Time of a multiprocessor in units of 10 ns, for head dims of 128 and blocks of 64; for others these times grow and
+// shrink together. Query by query the warps' visits to blocks hide the filling of the ring or the other way round;
+// block by block each row (a head of a query) and block costs the same.
+constexpr int kVisit = 22, kFill = 60, kRow = 3;
+
+constexpr int kWarps = 12;     // of a tile, as in selected_forward for head dims of 128
+constexpr int kTiles = 32;     // of a sequence are looked at
+constexpr int kBlocks = 2048;  // blocks so far apart are taken for one
+
+/// Marks a block in a set of them; 1: it is new.
+__device__ inline int mark(unsigned (&set)[kBlocks / 32], int block) {
+  const unsigned bit = 1u << block % 32;
+  return (atomicOr(&set[block % kBlocks / 32], bit) & bit) == 0;
+}
+
+/// What both ways take for a tile of queries, `together` for each warp. Grid: tiles that are looked at, KV heads,
+/// sequences. Sums of integers: the order does not matter.
+__global__ void __launch_bounds__(256) sample_ways(const __grid_constant__ InverseArgs args, int together) {
+  __shared__ unsigned by_warp[kWarps][kBlocks / 32], by_any[kBlocks / 32];
+  __shared__ int visits, fills, entries;
+  const Geometry& g = args.geometry;
+  const int kv_head = blockIdx.y, sample = blockIdx.x;
+  const DeviceSequence seq = sequence_of(g, blockIdx.z);
+  const int queries = kWarps * together, tiles = (seq.q_len + queries - 1) / queries, samples = min(tiles, kTiles);
+  if (sample >= samples) return;
+  const int first = static_cast<int>((2 * sample + 1) * std::int64_t{tiles} / (2 * samples)) * queries;
+  for (int i = threadIdx.x; i < kBlocks / 32; i += blockDim.x) {
+    by_any[i] = 0;
+    for (auto& set : by_warp) set[i] = 0;
+  }
+  if (threadIdx.x == 0) visits = fills = entries = 0;
+  __syncthreads();
+  int own_visits = 0, own_fills = 0, own_entries = 0;
+  for (int e = threadIdx.x; e < min(queries, seq.q_len - first) * args.topk; e += blockDim.x) {
+    const int number = e / args.topk, query = first + number;
+    const int block = args.indices.at<int>(seq.batch, seq.q_begin + query, kv_head)[e - number * args.topk];
+    if (block < 0 || std::int64_t{block} * args.lists.block_size > seq.position(query)) continue;
+    own_visits += mark(by_warp[number / together], block);
+    own_fills += mark(by_any, block);
+    ++own_entries;
+  }
+  atomicAdd(&visits, own_visits);
+  atomicAdd(&fills, own_fills);
+  atomicAdd(&entries, own_entries);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  WayTimes& times = args.ways.times[seq.index * g.kv_heads + kv_head];
+  atomicAdd(&times.by_query, max(kVisit * visits, kFill * fills));
+  atomicAdd(&times.by_block, kRow * g.group * entries);
+}
+
+}  // namespace
+
+cudaError_t find_ways(const InverseArgs& args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  const int together = queries_of_warp(g, args.topk, kWarps);
+  const std::int64_t tiles = cuda::tiles(g.q_len, kWarps * together);
+  const std::size_t bytes = sizeof(WayTimes) * g.batches * g.kv_heads;
+  if (const cudaError_t error = cudaMemsetAsync(args.ways.times, 0, bytes, stream); error != cudaSuccess) return error;
+  const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, kTiles)), g.kv_heads, g.batches);
+  return launch(sample_ways, grid, 256, 0, stream, args, together);
+}
+
+}  // namespace nsa::cuda::sm90::selected_attention

@@ -1,0 +1,22 @@
+// Attention of each query to the blocks that were selected for it: the launches of its kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/params.h"
+#include "cuda/sm90/selected_attention/forward_block_major.h"
+
+namespace nsa::cuda::sm90::selected_attention {
+
+// One instance each, compiled in a translation unit of its own. Weak: a build may leave instances out, their address is
+// null then.
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, const Ways&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_by_block(const SelectedByBlockArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_d_kv(const BackwardArgs&, cudaStream_t);
+
+}  // namespace nsa::cuda::sm90::selected_attention

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Do includes run one way? check_includes.py
+
+ARROWS is the order of the rooms: a file may include files of its own folder, the public headers (nsa/) and the folders
+named there. A folder without an entry belongs to the nearest one above it that has one.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+FAMILIES = ["range_attention", "select_blocks", "selected_attention", "compress"]
+ARROWS = {
+    "core": [],
+    "reference": ["core"],
+    "cpu": ["core"],
+    "cuda": ["core"],
+    "cuda/common": ["core"],
+    "cuda/portable": ["core", "cuda/common"],
+    "cuda/sm90/common": ["core", "cuda/common"],
+    **{f"cuda/sm90/{family}": ["core", "cuda/common", "cuda/sm90/common"] for family in FAMILIES},
+    "cuda/sm90": ["cuda/common", *(f"cuda/sm90/{family}" for family in FAMILIES)],
+    "cuda/operations": [
+        "core",
+        "cuda/common",
+        "cuda/portable",
+        "cuda/sm90",
+        "cuda/sm90/common",
+        *(f"cuda/sm90/{family}" for family in FAMILIES),
+    ],
+}
+
+
+def room(path: str) -> str | None:
+    """The entry of ARROWS that a file of src/ belongs to."""
+    folders = path.split("/")[:-1]
+    above = ("/".join(folders[:length]) for length in range(len(folders), 0, -1))
+    return next((folder for folder in above if folder in ARROWS), None)
+
+
+def main() -> int:
+    files = subprocess.run(["git", "-C", SOURCE, "ls-files"], check=True, capture_output=True, text=True).stdout
+    wrong = []
+    for name in files.splitlines():
+        own = room(name)
+        if own is None or not re.search(r"\.(h|cuh|cpp|cu)$", name) or not (SOURCE / name).is_file():
+            continue
+        for number, line in enumerate((SOURCE / name).read_text().splitlines(), 1):
+            include = re.match(r'#include "([^"]+)"', line)
+            if not include or include[1].startswith("nsa/"):
+                continue
+            if room(include[1]) not in [own, *ARROWS[own]]:
+                wrong.append(f"src/{name}:{number}: {own} may not include {include[1]}")
+    print("\n".join(wrong), end="\n" if wrong else "")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
