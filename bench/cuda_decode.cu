@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "cuda_device.cuh"
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 
 namespace {
 

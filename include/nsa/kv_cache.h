@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 
 namespace nsa {
 

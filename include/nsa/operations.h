@@ -26,7 +26,7 @@ namespace nsa {
 
 /// Bytes of device memory that the call with these parameters works in (Context::workspace); 0 on the CPU, which
 /// allocates. It depends on shapes, types and options only, not on what the tensors hold. `Params` is the parameter
-/// struct of any operation of this header or of cache.h; the views must be such that the call would be accepted.
+/// struct of any operation of this header or of decode.h; the views must be such that the call would be accepted.
 template <class Params>
 Status workspace_size(const Params& params, std::size_t& bytes, const Context& context = {});
 

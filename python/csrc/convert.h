@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 #include "nsa/operations.h"
 
 namespace nsa::python {

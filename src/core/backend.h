@@ -6,8 +6,13 @@
 #include <string>
 
 #include "core/execution.h"
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 #include "nsa/operations.h"
+
+namespace nsa {
+/// fork of both backends in host memory: it copies bytes only.
+Status fork_in_host_memory(const ForkParams& params, const Context& context);
+}  // namespace nsa
 
 /// fp64 loops straight from the specification: the oracle.
 namespace nsa::reference {
@@ -55,8 +60,6 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Co
 Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context);
 Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context);
 Status decode(const DecodeParams& params, const Context& context);
-/// Copies bytes only: the reference backend shares it.
-Status fork(const ForkParams& params, const Context& context);
 }  // namespace nsa::cpu
 
 /// NVIDIA GPUs. In a build without CUDA every function is kUnsupported (cuda/absent.cpp).

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "core/check.h"
 #include "core/rotate.h"
+#include "core/validation/check.h"
 
 namespace nsa {
 namespace {

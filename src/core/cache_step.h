@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/token_rows.h"
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 
 namespace nsa {
 

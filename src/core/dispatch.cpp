@@ -12,7 +12,7 @@
 #include "core/log.h"
 #include "core/strided.h"
 #include "core/support.h"
-#include "core/validate.h"
+#include "core/validation/validate.h"
 
 namespace nsa {
 namespace {
@@ -65,7 +65,7 @@ constexpr Operation<NativeSparseAttentionBackwardParams> kNativeSparseAttentionB
     reference::native_sparse_attention_backward, cuda::native_sparse_attention_backward};
 constexpr Operation<DecodeParams> kDecode{"decode", cpu::decode, reference::decode, cuda::decode};
 constexpr Operation<DecodeParams> kPrefill{"prefill", cpu::decode, reference::decode, cuda::decode};
-constexpr Operation<ForkParams> kFork{"fork", cpu::fork, cpu::fork, cuda::fork};
+constexpr Operation<ForkParams> kFork{"fork", fork_in_host_memory, fork_in_host_memory, cuda::fork};
 
 template <class Params>
 constexpr TensorView Params::*incoming_gradient() {

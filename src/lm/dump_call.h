@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lm/safetensors.h"
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 #include "nsa/operations.h"
 
 namespace nsa::lm {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 
 namespace nsa::lm {
 namespace {

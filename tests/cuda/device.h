@@ -5,7 +5,7 @@
 #include <functional>
 #include <map>
 
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 
 namespace nsa::test {
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "core/check.h"
+#include "core/validation/check.h"
 
 namespace nsa {
 

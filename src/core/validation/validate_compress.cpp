@@ -2,10 +2,10 @@
 #include <limits>
 #include <string>
 
-#include "core/check.h"
-#include "core/check_weights.h"
 #include "core/layout.h"
-#include "core/validate.h"
+#include "core/validation/check.h"
+#include "core/validation/check_weights.h"
+#include "core/validation/validate.h"
 
 namespace nsa {
 namespace {

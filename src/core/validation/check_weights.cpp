@@ -1,4 +1,4 @@
-#include "core/check_weights.h"
+#include "core/validation/check_weights.h"
 
 namespace nsa {
 

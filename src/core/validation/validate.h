@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/call.h"
-#include "nsa/cache.h"
+#include "nsa/decode.h"
 #include "nsa/operations.h"
 
 namespace nsa {

@@ -1,4 +1,4 @@
-#include "core/check.h"
+#include "core/validation/check.h"
 
 #include <algorithm>
 #include <array>

@@ -3,10 +3,10 @@
 #include <string>
 
 #include "core/backend.h"
-#include "core/check.h"
 #include "core/token_rows.h"
+#include "core/validation/check.h"
 
-namespace nsa::cpu {
+namespace nsa {
 namespace {
 
 std::int32_t page_of(const TensorView& table, std::int64_t sequence, std::int64_t page) {
@@ -45,7 +45,7 @@ void copy_ring(const ForkParams& params, const TensorView& ring, std::int64_t pa
 
 }  // namespace
 
-Status fork(const ForkParams& params, const Context&) {
+Status fork_in_host_memory(const ForkParams& params, const Context&) {
   const KVCacheView& cache = params.cache;
   const std::int64_t blocks = params.cfg.num_compressed(params.length);  // those with i*d + l <= length
   if (Status s = check_pages(params, "block_table", cache.block_table, cache.k_slc.size(1), params.length); !s.ok())
@@ -63,4 +63,4 @@ Status fork(const ForkParams& params, const Context&) {
   return {};
 }
 
-}  // namespace nsa::cpu
+}  // namespace nsa

@@ -3,9 +3,9 @@
 #include <limits>
 #include <string>
 
-#include "core/check.h"
-#include "core/check_weights.h"
-#include "core/validate.h"
+#include "core/validation/check.h"
+#include "core/validation/check_weights.h"
+#include "core/validation/validate.h"
 
 namespace nsa {
 namespace {
