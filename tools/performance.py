@@ -102,19 +102,23 @@ class Bench:
         return f"B = 1, H = {s['num_heads']}, Hkv = {s['num_kv_heads']}, {dims}, {s['dtype']}"
 
 
-def crossovers(bench):
+RIVALS = {"dense": "torch's dense attention", "plain": "causal attention on our own kernels"}
+
+
+def crossovers(bench, rivals=("dense",)):
     sentences = []
-    for pass_name, title in PASSES.items():
-        lengths = sorted(bench.times(pass_name, bench.phi))
-        found = (bench.all["crossover"].get(pass_name) or {}).get("dense")
-        if found is None:
-            where = "at no measured length"
-        elif found <= lengths[0]:
-            where = f"at every measured length, from {lengths[0]} tokens on"
-        else:
-            where = f"from {round(found, -2):.0f} tokens on (interpolated)"
-        sentences.append(f"{title.capitalize()}, NSA is faster than torch's dense attention {where}.")
-    return " ".join(sentences)
+    for rival in rivals:
+        for pass_name, title in PASSES.items():
+            lengths = sorted(bench.times(pass_name, bench.phi))
+            found = (bench.all["crossover"].get(pass_name) or {}).get(rival)
+            if found is None:
+                where = "at no measured length"
+            elif found <= lengths[0]:
+                where = f"at every measured length, from {lengths[0]} tokens on"
+            else:
+                where = f"from {round(found, -2):.0f} tokens on (interpolated)"
+            sentences.append(f"{title.capitalize()}, NSA is faster than {RIVALS[rival]} {where}.")
+    return fill(" ".join(sentences))
 
 
 def gpu_whole():
@@ -184,7 +188,7 @@ def cpu_whole():
                 row += [seconds(r[f"{kind}_seconds"]) + mark, f"{r[f'over_{kind}']:.1f}"]
             rows.append(row)
         yield table(rows)
-        yield crossovers(bench)
+        yield crossovers(bench, RIVALS)
 
 
 def cpu_operations():
@@ -319,6 +323,7 @@ def decode():
         "has to read, and of those that dense attention would have to read."
     )
     yield source(gpu_of(result), about, found["problem"], unit)
+    yield "Steps of several tokens, and what the time goes to: the [log](log/decoding.md)."
     names = {"flushed": "graph, cache flushed", "replays": "replays", "calls": "plain calls"}
     names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
     rows = [["sequences", *names.values(), "workspace, MiB"]]
