@@ -1,6 +1,10 @@
 #!/usr/bin/env python3
-"""Draws docs/images/branches.svg: what one query sees through each of the three branches, and how they are joined."""
+"""Draws docs/images/branches.svg: what one query sees through each of the three branches, and how they are joined.
 
+With --check it writes nothing; the exit code is 1 where the file is not what it would draw.
+"""
+
+import sys
 from pathlib import Path
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "images" / "branches.svg"
@@ -65,7 +69,7 @@ def selected(y):
     return parts + tokens(y, lambda i: SELECTED if i // BLOCK in CHOSEN else GREY)
 
 
-def main():
+def draw():
     rows = {"compressed": 112, "selected": 218, "window": 286}
     right = LEFT + CELL * TOKENS
     parts = [
@@ -105,8 +109,16 @@ def main():
         text(LEFT, 376, "per query grows only with the number of compressed blocks."),
         "</svg>",
     ]
-    FILE.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    return "\n".join(parts) + "\n"
+
+
+def main():
+    if sys.argv[1:] == ["--check"]:
+        current = FILE.exists() and FILE.read_text(encoding="utf-8") == draw()
+        return 0 if current else f"{FILE}: not what tools/draw_branches.py draws: run it"
+    FILE.write_text(draw(), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
