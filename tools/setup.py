@@ -44,6 +44,8 @@ import importlib.metadata as metadata, re, shutil, subprocess, sys
 from pip._vendor.packaging.requirements import Requirement
 for line in sys.stdin.read().splitlines():
     requirement = Requirement(line)
+    if requirement.marker and not requirement.marker.evaluate():
+        continue
     try:
         found = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:

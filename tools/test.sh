@@ -22,6 +22,9 @@ for folder in python cli; do
     suite "$folder" python -m pytest -q --durations=5 "tests/$folder"
   fi
 done
+if python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then  # as transformers wants
+  suite hf python -m pytest -q --durations=5 tests/hf
+fi
 
 echo
 printf '%s\n' "${summary[@]}"

@@ -1,0 +1,205 @@
+"""attn_implementation="nsa": the attention pattern that a decoder already has, on the operators of this package.
+
+Causal attention and `sliding_window` run as `sliding_window_attention`, the `block_indices` of MiniMax-M3 as
+`selected_attention`. Padded and padding-free batches become packed sequences; nothing of size S x S is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from ..functional import selected_attention, sliding_window_attention
+
+NAME = "nsa"
+
+
+def nsa_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: object = None,
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> Tensor | None:
+    """What `nsa_attention_forward` must know of padding: None, or int8 (B, kv_length).
+
+    1 where a key is a token, 0 where it is padding, -1 behind the last query, in a cache of fixed size.
+
+    Raises:
+        ValueError: the model asks for a pattern that is neither causal nor a sliding window.
+    """
+    if use_vmap:
+        raise ValueError("or_mask_function, and_mask_function: must be None with attn_implementation='nsa'")
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        raise ValueError(f"attention_chunk_size = {local_size}: must be None with attn_implementation='nsa'")
+    if mask_function is not causal_mask_function and not isinstance(q_offset, Tensor) and q_length > 1:
+        rows = torch.arange(q_offset, q_offset + q_length - 1, device=device)
+        batch = torch.arange(batch_size, device=device)[:, None]
+        if bool(torch.as_tensor(mask_function(batch, 0, rows, rows + 1)).any()):
+            raise ValueError("is_causal = False: attn_implementation='nsa' has causal attention only")
+    full = not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length
+    if full and attention_mask is None:
+        return None
+    mask = torch.ones(batch_size, kv_length, dtype=torch.int8, device=device)
+    if attention_mask is not None:
+        given = attention_mask[:, kv_offset : kv_offset + kv_length].to(device=device, dtype=torch.int8)
+        mask[:, : given.shape[1]] = given
+    if full:
+        return None if bool(mask.all()) else mask
+    slots = torch.arange(kv_offset, kv_offset + kv_length, device=device)
+    return torch.where(slots < q_offset + q_length, mask, -1)
+
+
+def nsa_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: object = None,
+    block_indices: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    output_attentions: bool = False,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers' AttentionInterface.
+
+    Args:
+        query: (B, H, Sq, D).
+        key, value: (B, Hkv, Sk, D and Dv); query i stands at i + Sk - Sq.
+        attention_mask: what `nsa_attention_mask` made.
+        sliding_window: the last tokens that a query sees, itself included; None: all.
+        block_indices: int (B, Hkv, Sq, n), the blocks of `module.indexer.block_size` keys that a query sees, in any
+            order, padded with -1.
+        position_ids: (B or 1, Sq); a position that does not follow the one before starts a sequence.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of padding-free sequences in the flattened batch.
+
+    Returns:
+        (B, Sq, H, Dv), None.
+
+    Raises:
+        ValueError: an option that the operators do not have; the message names it.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refused = (
+        ("attention_dropout", dropout, dropout > 0.0, "0 in training"),
+        ("softcap", softcap, softcap is not None, "None"),
+        ("s_aux (attention sinks)", "a tensor", s_aux is not None, "None"),
+        ("position_bias", "a tensor", position_bias is not None, "None"),
+        ("is_causal", causal, not causal, "True"),
+        ("output_attentions", output_attentions, bool(output_attentions), "False"),
+        ("cache", type(cache).__name__, cache is not None, "None: continuous batching is not supported"),
+    )
+    for name, given, wrong, rule in refused:
+        if wrong:
+            raise ValueError(f"{name} = {given}: must be {rule} with attn_implementation='nsa'")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask: {shape}: must be (B, S) or None with attn_implementation='nsa'")
+
+    # Autocast and norms that PEFT keeps in float32 leave queries and keys in another type than values.
+    device = value.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
+    indices = None if block_indices is None else block_indices.transpose(1, 2).to(torch.int32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, **packed: object) -> Tensor:
+        if indices is not None:
+            return selected_attention(q, k, v, indices, module.indexer.block_size, scaling, **packed)[0]
+        longest = packed.get("max_seqlen_k") or k.shape[0 if packed else 1]
+        window = longest if sliding_window is None else sliding_window
+        return sliding_window_attention(q, k, v, max(1, window), scaling, **packed)[0]
+
+    if attention_mask is not None:
+        return _padded(attend, q, k, v, indices, attention_mask), None
+    if cu_seq_lens_q is None and position_ids is not None and q.shape[1] == k.shape[1] > 1:
+        cu_seq_lens_q = cu_seq_lens_k = _offsets_of_restarts(position_ids, q.shape[0], q.shape[1])
+    if cu_seq_lens_q is None:
+        return attend(q, k, v, indices), None
+    if indices is not None:
+        raise ValueError("block_indices: must be None in a padding-free batch, whose blocks would span sequences")
+    o = attend(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        None,
+        cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
+        cu_seqlens_k=(cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k).to(torch.int32),
+        max_seqlen_q=None if max_length_q is None else int(max_length_q),
+        max_seqlen_k=None if max_length_k is None else int(max_length_k),
+    )
+    return o.unflatten(0, q.shape[:2]), None
+
+
+def _padded(attend: Callable, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, mask: Tensor) -> Tensor:
+    """Attention of the tokens among the keys, `mask` as from `nsa_attention_mask`, as if nothing else were there.
+
+    The tokens of each row move to its front, and each row becomes two packed sequences: its tokens, and the rest, whose
+    results mean nothing. So no size depends on the mask.
+    """
+    (batch, sq), sk = q.shape[:2], k.shape[1]
+    tokens = mask > 0
+    if indices is not None and bool((tokens[:, 1:] & ~tokens[:, :-1]).any()):
+        raise ValueError("attention_mask: block_indices goes with right padding only: blocks would hold padding")
+    slots_of_queries = (mask[0] >= 0).sum() - sq + torch.arange(sq, device=mask.device)
+    tokens_q = tokens[:, slots_of_queries]
+    order_q, order_k = (torch.argsort((~m).int(), dim=1, stable=True) for m in (tokens_q, tokens))
+
+    def packed(x: Tensor, order: Tensor) -> Tensor:
+        return x.gather(1, order[..., None, None].expand_as(x)).flatten(0, 1)
+
+    def offsets(m: Tensor) -> Tensor:
+        starts = torch.arange(m.shape[0], device=m.device) * m.shape[1]
+        both = torch.stack((starts, starts + m.sum(1)), 1).flatten()
+        return nn.functional.pad(both, (0, 1), value=m.numel()).to(torch.int32)
+
+    o = attend(
+        packed(q, order_q),
+        *(packed(x, order_k) for x in (k, v)),
+        None if indices is None else packed(indices, order_q),
+        cu_seqlens_q=offsets(tokens_q),
+        cu_seqlens_k=offsets(tokens),
+        max_seqlen_q=sq,
+        max_seqlen_k=sk,
+    ).unflatten(0, (batch, sq))
+    return o.gather(1, order_q.argsort(dim=1)[..., None, None].expand_as(o))
+
+
+def _offsets_of_restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
+    """int32 offsets of the sequences in the flattened batch; None: one sequence per row."""
+    if position_ids.dim() != 2 or position_ids.shape[1] != length:
+        return None
+    position_ids = position_ids.expand(batch, -1)
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if torch.compiler.is_compiling():
+        message = "position_ids restart: give cu_seq_lens_q and cu_seq_lens_k in compiled code"
+        torch._assert_async(~restarts.any(), message)
+        return None
+    if not bool(restarts.any()):
+        return None
+    starts = nn.functional.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
+    return nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
+
+
+AttentionInterface.register(NAME, nsa_attention_forward)
+AttentionMaskInterface.register(NAME, nsa_attention_mask)

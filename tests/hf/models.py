@@ -1,0 +1,69 @@
+"""Tiny random models of transformers, and comparisons."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # else a random model says the same whatever it attends to
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MINIMAX = {
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk_blocks": 2,
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+}
+
+
+def dense(name: str, **changes: object) -> PreTrainedModel:
+    """An eager model in evaluation mode."""
+    kind, config, more = {
+        "llama": (LlamaForCausalLM, LlamaConfig, {}),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+        "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 16}),
+        "minimax": (MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, MINIMAX),
+    }[name]
+    return kind(config(**{**SIZES, **more, **changes}, attn_implementation="eager")).eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape)
+
+
+def error(given: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value expected."""
+    return ((given - expected).abs().max() / expected.abs().max()).item()
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,230 @@
+"""attn_implementation="nsa" against eager attention, and each row or sequence against itself alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import DataCollatorWithFlattening, StaticCache
+
+import nsa.hf  # noqa: F401
+from models import dense, error, gradients, tokens
+
+CAUSAL = ("llama", "qwen3", "mistral")
+LENGTHS = (41, 7, 30)
+
+
+@pytest.mark.parametrize("name", (*CAUSAL, "minimax"))
+def test_logits_gradients_and_greedy_tokens_are_those_of_eager(name):
+    model = dense(name)
+    ids = tokens(2, 400 if name == "minimax" else 50)  # more blocks of 128 than are selected
+    results = {}
+    for implementation in ("eager", "nsa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        out = model(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        generated = model.generate(ids, max_new_tokens=20, do_sample=False)
+        results[implementation] = out.logits.detach(), gradients(model), generated
+    (logits, grads, text), (expected_logits, expected_grads, expected_text) = results["nsa"], results["eager"]
+    assert error(logits, expected_logits) < 1e-4
+    assert grads.keys() == expected_grads.keys()
+    # By layer norms and biases alone a gradient may be zero: relative to the largest of all.
+    largest = max(g.abs().max() for g in expected_grads.values())
+    assert max((grads[n] - g).abs().max() for n, g in expected_grads.items()) < 1e-3 * largest
+    assert torch.equal(text, expected_text)
+
+
+def padded(rows, side):
+    """ids, attention_mask (B, longest)."""
+    longest = max(map(len, rows))
+    pad = [torch.zeros(longest - len(row), dtype=torch.long) for row in rows]
+    order = (lambda a, b: (b, a)) if side == "left" else (lambda a, b: (a, b))
+    ids = torch.stack([torch.cat(order(row, p)) for row, p in zip(rows, pad, strict=True)])
+    mask = torch.stack([torch.cat(order(torch.ones_like(row), p)) for row, p in zip(rows, pad, strict=True)])
+    return ids, mask
+
+
+def summed_loss(logits, ids):
+    return cross_entropy(logits[:-1], ids[1:], reduction="sum")
+
+
+def alone(model, rows):
+    """Logits of each row by itself, and the gradients of the sum of the rows' losses."""
+    model.zero_grad()
+    logits = [model(row[None], use_cache=False).logits[0] for row in rows]
+    sum(map(summed_loss, logits, rows)).backward()
+    return [one.detach() for one in logits], gradients(model)
+
+
+def check_rows(model, rows, logits):
+    """Compares the rows' logits out of a batch, and their gradients, with those of the rows alone."""
+    model.zero_grad()
+    sum(map(summed_loss, logits, rows)).backward()
+    grads = gradients(model)
+    expected, expected_grads = alone(model, rows)
+    for one, other in zip(logits, expected, strict=True):
+        assert error(one.detach(), other) < 1e-4
+    largest = max(g.abs().max() for g in expected_grads.values())
+    assert max((grads[n] - g).abs().max() for n, g in expected_grads.items()) < 1e-3 * largest
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_padded_row_is_the_row_alone(name, side):
+    model = dense(name)
+    model.set_attn_implementation("nsa")
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, side)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    check_rows(model, rows, [logits[i][mask[i].bool()] for i in range(len(rows))])
+
+
+@pytest.mark.parametrize("offsets", [True, False])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_packed_sequence_is_the_sequence_alone(name, offsets):
+    model = dense(name)
+    model.set_attn_implementation("nsa")
+    rows = [tokens(n) for n in LENGTHS]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=offsets)
+    batch = collate([{"input_ids": row.tolist()} for row in rows])
+    batch.pop("labels")
+    for use_cache in (False, True):  # a cache, the default, hides from transformers' own masks that this is packed
+        logits = model(**batch, use_cache=use_cache).logits[0]
+        check_rows(model, rows, logits.split(LENGTHS))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_padded_prompts_continue_as_each_alone(name):
+    model = dense(name)
+    model.set_attn_implementation("nsa")
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, "left")
+    options = {"max_new_tokens": 20, "do_sample": False}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for row, out in zip(rows, together, strict=True):
+        assert torch.equal(out[ids.shape[1] :], model.generate(row[None], **options)[0, len(row) :])
+
+
+def test_a_cache_of_fixed_size_and_a_prompt_in_chunks():
+    model = dense("llama")
+    model.set_attn_implementation("nsa")
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, "right")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        for cache in (None, StaticCache(model.config, max_cache_len=64)):
+            first = model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache, use_cache=True)
+            # Nothing but padding at the end of a chunk: queries are found by the cache, not by the mask.
+            second = model(ids[:, 15:], attention_mask=mask, past_key_values=first.past_key_values)
+            logits = torch.cat((first.logits, second.logits), 1)
+            for i in range(len(rows)):
+                real = mask[i].bool()
+                assert error(logits[i][real], expected[i][real]) < 1e-5
+
+
+def test_chunks_that_end_in_padding_for_every_row():
+    model = dense("llama")
+    model.set_attn_implementation("nsa")
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[:, 35:] = 0
+    with torch.no_grad():
+        expected = model(ids[:, :35]).logits
+        for cache in (None, StaticCache(model.config, max_cache_len=64)):
+            first = model(ids[:, :20], past_key_values=cache, use_cache=True)
+            second = model(ids[:, 20:], attention_mask=mask, past_key_values=first.past_key_values)
+            assert error(second.logits[:, :15], expected[:, 20:]) < 1e-5
+
+
+def test_block_indices_of_padded_batches():
+    model = dense("minimax").eval()
+    model.set_attn_implementation("nsa")
+    rows = [tokens(300), tokens(400)]
+    with torch.no_grad():
+        ids, mask = padded(rows, "right")
+        logits = model(ids, attention_mask=mask).logits
+        for i, row in enumerate(rows):
+            assert error(logits[i, : len(row)], model(row[None]).logits[0]) < 1e-4
+        ids, mask = padded(rows, "left")
+        with pytest.raises(ValueError, match=r"^attention_mask: block_indices goes with right padding only"):
+            model(ids, attention_mask=mask)
+
+
+def test_block_indices_in_any_order_and_repeated_calls_give_the_same_bits():
+    model = dense("minimax")
+    model.set_attn_implementation("nsa")
+    ids = tokens(1, 400)
+    attention = model.model.layers[1].self_attn.indexer
+    plain = attention.forward
+    grads = []
+    for order in (plain, plain, lambda *a, **k: plain(*a, **k).flip(-1)):
+        attention.forward = order
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(gradients(model))
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]) and torch.equal(grad, grads[2][name])
+
+
+def test_what_the_operators_do_not_have_is_refused():
+    ids = tokens(1, 20)
+    model = dense("llama", attention_dropout=0.1)
+    model.set_attn_implementation("nsa")
+    model(ids)
+    with pytest.raises(ValueError, match=r"^attention_dropout = 0.1: must be 0 in training with"):
+        model.train()(ids)
+    model = dense("llama")
+    model.set_attn_implementation("nsa")
+    with pytest.raises(ValueError, match=r"^attention_mask: \(1, 1, 20, 20\): must be \(B, S\) or None with"):
+        model(ids, attention_mask=torch.zeros(1, 1, 20, 20))
+    with pytest.raises(ValueError, match=r"^output_attentions = True: must be False with"):
+        model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"^softcap = 30.0: must be None with"):
+        model(ids, softcap=30.0)
+    with pytest.raises(ValueError, match=r"^s_aux \(attention sinks\) = a tensor: must be None with"):
+        model(ids, s_aux=torch.zeros(8))
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match=r"^is_causal = False: must be True with"):
+        model(ids)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match=r"^is_causal = False: attn_implementation='nsa' has causal attention only"):
+        model(ids)
+
+
+def test_other_patterns_are_refused():
+    from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+    model = dense("llama")
+    model.set_attn_implementation("nsa")
+    given = {"inputs_embeds": torch.zeros(1, 20, 64), "attention_mask": None, "past_key_values": None}
+    model.config.attention_chunk_size = 8
+    with pytest.raises(ValueError, match=r"^attention_chunk_size = 8: must be None with"):
+        create_chunked_causal_mask(model.config, **given)
+    with pytest.raises(ValueError, match=r"^or_mask_function, and_mask_function: must be None with"):
+        create_causal_mask(model.config, **given, or_mask_function=lambda b, h, q, k: q == k)
+    images = torch.tensor([[-1] * 5 + [0] * 5 + [-1] * 10])
+    with pytest.raises(ValueError, match=r"^is_causal = False: attn_implementation='nsa' has causal attention only"):
+        create_causal_mask(model.config, **given, block_sequence_ids=images)
+
+
+def test_under_autocast():
+    model = dense("qwen3")
+    ids = tokens(2, 50)
+    results = []
+    for implementation in ("eager", "nsa"):
+        model.set_attn_implementation(implementation)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(ids).logits.float())
+    assert error(results[1], results[0]) < 0.05
+
+
+def test_without_transformers_one_line_says_what_to_install():
+    program = "import sys; sys.modules['transformers'] = None; import nsa.hf"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    last = run.stderr.strip().splitlines()[-1]
+    assert last == "ImportError: nsa.hf needs transformers 5.23 or newer: pip install 'nsa[hf]'"
