@@ -1,4 +1,4 @@
-"""The examples in the README and in docs/guide/python.md run, those of a page one after the other in one session."""
+"""The examples of documents run, those of a page one after the other in one session."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page, count", [("README.md", 1), ("docs/guide/python.md", 5)])
+@pytest.mark.parametrize(
+    "page, count", [("README.md", 1), ("docs/guide/python.md", 5), ("docs/guide/transformers.md", 1)]
+)
 def test_examples_run(page, count):
+    if page.endswith("transformers.md"):
+        pytest.importorskip("transformers")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) == count
     session: dict = {}
