@@ -73,12 +73,12 @@ for model in "${all[@]}"; do
   if [[ -e $out/$model/metrics.jsonl ]]; then trained+=("$model"); fi
 done
 if ((${#trained[@]})); then
-  python3 -m nsa.report "${trained[@]/#/$out/}" --out "$out/report"
+  python3 tools/report "${trained[@]/#/$out/}" --out "$out/report"
   cp "$out/report/loss.png" "$images/$name.png"
 fi
 measured=("$out"/speed/*/*)
 if [[ -e ${measured[0]} ]]; then
-  python3 -m nsa.report "${measured[@]}" --out "$out/report" --only speed_over_context
+  python3 tools/report "${measured[@]}" --out "$out/report" --only speed_over_context
   cp "$out/report/speed_over_context.png" "$images/${name%_speed}_speed.png" || true  # one context makes no picture
 fi
 python3 - "$out" "$results/$name.json" "${trained[@]}" <<'PY'

@@ -9,7 +9,7 @@ out=${OUT:-build/bench}
 mkdir -p "$out"
 missed=0
 measure() {  # dtype, lengths, further options
-  "$nsa" bench --dtype "$1" --lengths "$2" --json "$out/$1.json" --bars "${@:3}" 2>&1 | tee "$out/$1.txt" || missed=1
+  "$nsa" bench --dtype "$1" --lengths "$2" --json "$out/$1.json" --goals "${@:3}" 2>&1 | tee "$out/$1.txt" || missed=1
 }
 measure bfloat16 1024,2048,4096,8192,16384,32768,65536,131072
 measure float32 1024,4096,16384,65536

@@ -12,7 +12,20 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 FAMILIES = ["range_attention", "select_blocks", "selected_attention", "compress"]
+LM = [f"lm/{room}" for room in ["model", "data", "generate", "run", "train", "probes"]]
+PROGRAM = ["base", "bridge"]
 ARROWS = {
+    "base": [],
+    "bridge": ["base"],
+    "lm/model": PROGRAM,
+    "lm/data": [*PROGRAM, "lm/model"],
+    "lm/generate": [*PROGRAM, "lm/model"],
+    "lm/run": [*PROGRAM, *LM[:3]],
+    "lm/train": [*PROGRAM, *LM[:4]],
+    "lm/probes": [*PROGRAM, *LM[:5]],
+    "bench": PROGRAM,
+    "replay": PROGRAM,
+    "cli": [*PROGRAM, *LM, "bench", "replay"],
     "core": [],
     "reference": ["core"],
     "cpu": ["core"],

@@ -54,7 +54,7 @@ step "finding a needle"
 "$nsa" needle "$out/nsa" --json "$out/nsa/needle.json"
 
 step "report"
-python -m nsa.report "$out/nsa" "$out/full" "$out/bench.json" --out "$out/report"
+python tools/report "$out/nsa" "$out/full" "$out/bench.json" --out "$out/report"
 
 python - "$out/nsa/metrics.jsonl" <<'PY'
 import json, sys

@@ -14,14 +14,15 @@
 #include <string>
 #include <vector>
 
-#include "cli/bench_bars.h"
+#include "base/error.h"
+#include "base/machine.h"
+#include "base/names.h"
+#include "bench/run.h"
+#include "cli/bench_goals.h"
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/output.h"
-#include "lm/bench.h"
-#include "lm/config.h"
-#include "lm/error.h"
-#include "lm/machine.h"
+#include "lm/model/config.h"
 
 namespace nsa::cli {
 namespace {
@@ -163,7 +164,7 @@ class BenchCommand {
     command_.add_option("--block-size", nsa.block_size, "l': tokens in a selection block");
     command_.add_option("--topk", nsa.topk, "n: selection blocks per query");
     command_.add_option("--window-size", nsa.window_size, "w: tokens of the sliding window");
-    command_.add_flag("--bars", bars_,
+    command_.add_flag("--goals", goals_,
                       "Say which of the project's speed goals are reached; exit code 1 if one is missed");
     json_.add(command_, "the results");
     command_.callback([this] { run(); });
@@ -205,7 +206,7 @@ class BenchCommand {
     nlohmann::json json = report;
     json.update(origin());
     json_.write(json);
-    if (bars_) judge_bars(report);
+    if (goals_) judge_goals(report);
   }
 
   /// Refuses before the first measurement what libnsa cannot run.
@@ -247,7 +248,7 @@ class BenchCommand {
   std::string dtype_ = "bfloat16", peers_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};
   JsonOption json_;
-  bool bars_ = false;
+  bool goals_ = false;
 };
 
 }  // namespace

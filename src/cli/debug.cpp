@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "lm/dump_call.h"
 #include "nsa/backend.h"
+#include "replay/replay.h"
 
 namespace nsa::cli {
 namespace {

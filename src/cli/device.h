@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "lm/device.h"
+#include "base/device.h"
 
 namespace nsa::cli {
 

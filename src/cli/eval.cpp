@@ -10,8 +10,9 @@
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
-#include "lm/evaluate.h"
-#include "lm/subject.h"
+#include "lm/data/packing.h"
+#include "lm/run/open.h"
+#include "lm/train/evaluate.h"
 
 namespace nsa::cli {
 namespace {
@@ -26,11 +27,11 @@ struct EvalCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
-    const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
-    const auto length = context > 0 ? context : subject.loaded.context;
-    const auto rows = lm::choose_rows(lm::make_rows(texts.documents, length), tokens);
-    const auto result = lm::evaluate(subject.model(), texts.documents, rows, subject.tokenizer->is_byte_level());
+    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
+    const auto length = context > 0 ? context : opened.loaded.context;
+    const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);
+    const auto result = lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer->is_byte_level());
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
     fmt::print("loss {:.4f} nats/token", result.loss);

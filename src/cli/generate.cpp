@@ -7,17 +7,17 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "base/error.h"
+#include "base/files.h"
+#include "base/interrupt.h"
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/exit.h"
 #include "cli/machine.h"
 #include "cli/output.h"
-#include "lm/checkpoint.h"
-#include "lm/error.h"
-#include "lm/files.h"
-#include "lm/generate.h"
-#include "lm/interrupt.h"
-#include "lm/tokenizer.h"
+#include "lm/data/tokenizer.h"
+#include "lm/generate/generate.h"
+#include "lm/run/checkpoint.h"
 
 namespace nsa::cli {
 namespace {

@@ -6,9 +6,9 @@
 #include <string_view>
 #include <thread>
 
+#include "base/device.h"
+#include "base/machine.h"
 #include "cli/commands.h"
-#include "lm/device.h"
-#include "lm/machine.h"
 #include "nsa/backend.h"
 
 namespace nsa::cli {

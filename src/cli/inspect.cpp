@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
-#include "lm/error.h"
-#include "lm/inspect.h"
-#include "lm/subject.h"
+#include "lm/probes/inspect.h"
+#include "lm/run/open.h"
 
 namespace nsa::cli {
 namespace {
@@ -30,28 +30,28 @@ struct InspectCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
-    const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
+    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
     // The longest document shows most of the selection.
     const auto& document = *std::max_element(
         texts.documents.begin(), texts.documents.end(),
         [](const lm::Document& a, const lm::Document& b) { return a.tokens.size() < b.tokens.size(); });
-    const auto wanted = static_cast<std::size_t>(tokens > 0 ? tokens : subject.loaded.context);
+    const auto wanted = static_cast<std::size_t>(tokens > 0 ? tokens : opened.loaded.context);
     const auto length = std::min(wanted, document.tokens.size());
     const std::vector<std::int64_t> text(document.tokens.begin(),
                                          document.tokens.begin() + static_cast<std::ptrdiff_t>(length));
-    const auto layers = lm::inspect(subject.model(), text, queries);
+    const auto layers = lm::inspect(opened.model(), text, queries);
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: the first {} tokens of {}\n", checkpoint.path, length, document.name);
     print_table(layers);
-    if (maps) print_maps(layers, subject.model().config().nsa.block_size);
+    if (maps) print_maps(layers, opened.model().config().nsa.block_size);
     nlohmann::json out = {{"kind", "nsa-inspect"},
                           {"checkpoint", checkpoint.path},
                           {"set", checkpoint.changes},
                           {"document", document.name},
                           {"tokens", length},
-                          {"block_size", subject.model().config().nsa.block_size},
-                          {"topk", subject.model().config().nsa.topk},
+                          {"block_size", opened.model().config().nsa.block_size},
+                          {"topk", opened.model().config().nsa.topk},
                           {"layers", nlohmann::json::array()}};
     for (std::size_t i = 0; i < layers.size(); ++i) {
       nlohmann::json layer = layers[i];

@@ -14,11 +14,11 @@
 #include <string>
 #include <string_view>
 
+#include "base/error.h"
+#include "base/files.h"
 #include "cli/commands.h"
 #include "cli/exit.h"
 #include "cli/numbers.h"
-#include "lm/error.h"
-#include "lm/files.h"
 #include "nsa/backend.h"
 
 namespace nsa::cli {

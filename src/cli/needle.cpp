@@ -11,7 +11,7 @@
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
-#include "lm/needle.h"
+#include "lm/probes/needle.h"
 
 namespace nsa::cli {
 namespace {
@@ -26,10 +26,10 @@ struct NeedleCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto subject = lm::open_subject(checkpoint.path, checkpoint.changes, device.device);
-    const auto texts = lm::open_texts(checkpoint.path, data, *subject.tokenizer);
+    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
     if (options.lengths.empty()) {
-      const auto context = subject.loaded.context;
+      const auto context = opened.loaded.context;
       for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));
     }
     fmt::print("device: {}\n", device.text);
@@ -37,7 +37,7 @@ struct NeedleCommand {
                options.samples, "length");
     for (const double depth : options.depths) fmt::print(" {:>14}", fmt::format("depth {:.2f}", depth));
     fmt::print("\n");
-    const auto cells = lm::run_needle(subject, texts.documents, options, print_row);
+    const auto cells = lm::run_needle(opened, texts.documents, options, print_row);
     json.write(to_json(cells));
   }
 

@@ -8,8 +8,8 @@
 #include <optional>
 #include <string>
 
-#include "lm/error.h"
-#include "lm/files.h"
+#include "base/error.h"
+#include "base/files.h"
 
 namespace nsa::cli {
 

@@ -6,11 +6,12 @@
 #include <memory>
 #include <string>
 
+#include "base/names.h"
 #include "cli/commands.h"
 #include "cli/exit.h"
 #include "cli/machine.h"
 #include "cli/output.h"
-#include "lm/recall.h"
+#include "lm/probes/recall.h"
 
 namespace nsa::cli {
 namespace {

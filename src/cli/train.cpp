@@ -9,11 +9,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "base/names.h"
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/exit.h"
-#include "lm/error.h"
-#include "lm/trainer.h"
+#include "lm/model/parameter_counts.h"
+#include "lm/train/trainer.h"
 
 namespace nsa::cli {
 namespace {

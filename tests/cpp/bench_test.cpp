@@ -7,10 +7,10 @@
 #include <set>
 #include <string>
 
-#include "lm/bench_costs.h"
-#include "lm/bench_peers.h"
-#include "lm/bench_selection.h"
-#include "lm/error.h"
+#include "base/error.h"
+#include "bench/costs.h"
+#include "bench/peers.h"
+#include "bench/selection.h"
 
 namespace nsa::lm {
 namespace {

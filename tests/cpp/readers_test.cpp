@@ -12,12 +12,12 @@
 #include <string>
 #include <vector>
 
-#include "lm/bench_peers.h"
-#include "lm/config.h"
-#include "lm/error.h"
-#include "lm/files.h"
-#include "lm/json.h"
-#include "lm/safetensors.h"
+#include "base/error.h"
+#include "base/files.h"
+#include "base/json.h"
+#include "base/safetensors.h"
+#include "bench/peers.h"
+#include "lm/model/config.h"
 
 namespace nsa::lm {
 namespace {

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from nsa.report.__main__ import main
-from nsa.report.sources import read_sources
+from report.__main__ import main
+from report.sources import read_sources
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
@@ -249,8 +249,8 @@ def test_the_other_runs_are_drawn(runs, capsys, coarse):
     said = capsys.readouterr()
     folder = runs / "nsa"
     lines = said.err.splitlines()
-    assert lines[0] == f"nsa.report: {folder / 'metrics.jsonl'}:4: loss = null: must be a number from -1e+15 to 1e+15"
-    assert lines[1].startswith(f"nsa.report: {folder / 'bench.json'}: ") and "nowhere" in lines[2] and len(lines) == 3
+    assert lines[0] == f"report: {folder / 'metrics.jsonl'}:4: loss = null: must be a number from -1e+15 to 1e+15"
+    assert lines[1].startswith(f"report: {folder / 'bench.json'}: ") and "nowhere" in lines[2] and len(lines) == 3
     assert "of 1 runs" in said.out
     page = (out / "report.html").read_text()
     assert "<td>full</td>" in page and "<td>nsa</td>" not in page
@@ -260,7 +260,7 @@ def test_the_other_runs_are_drawn(runs, capsys, coarse):
 @pytest.fixture
 def coarse(monkeypatch):
     """Pictures of few pixels, which are soon written; closed in the end."""
-    from nsa.report.style import plt
+    from report.style import plt
 
     monkeypatch.setitem(plt.rcParams, "figure.dpi", 20)
     yield
@@ -301,7 +301,7 @@ def test_damaged_results(runs, capsys, file, fields, message):
     path.write_text(json.dumps({**RESULTS[file], **fields}))
     assert main([str(path), "--out", str(runs / "report")]) == 2
     error = capsys.readouterr().err
-    assert re.search(f"^nsa.report: {re.escape(str(path))}: {message}", error) and error.count("\n") == 1, error
+    assert re.search(f"^report: {re.escape(str(path))}: {message}", error) and error.count("\n") == 1, error
     assert not (runs / "report").exists()
 
 

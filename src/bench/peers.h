@@ -1,0 +1,38 @@
+// Other implementations' times, as bench/peers.py measured them, for the table of the benchmark.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "bench/costs.h"
+#include "bench/selection.h"
+
+namespace nsa::lm {
+
+struct PeerTime {
+  std::string name;
+  double seconds = 0;
+};
+
+class BenchPeers {
+ public:
+  /// Nobody.
+  BenchPeers() = default;
+  /// Throws Error for a file that is not one of bench/peers.py, or is about another GPU or another problem.
+  BenchPeers(const std::string& path, const BenchDims& dims, const std::string& gpu);
+
+  bool empty() const { return times_.empty(); }
+
+  /// The fastest of the others at what the benchmark calls `op` (an operation, a stage or a whole); empty where nobody
+  /// has it alone. They compress by the mean. For the selection `own` counts what they take for a random one.
+  std::optional<PeerTime> best(const std::string& op, std::int64_t length, BenchSelection selection) const;
+
+ private:
+  using Stage = std::map<std::string, double>;                                 // seconds by implementation
+  std::map<std::tuple<std::int64_t, std::string, std::string>, Stage> times_;  // by length, stage, pass
+};
+
+}  // namespace nsa::lm

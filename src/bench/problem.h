@@ -1,0 +1,95 @@
+// One sequence of random data and everything the benchmark times on it: the operations of libnsa one by one, forward
+// and backward, the whole, and dense attention beside it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bench/costs.h"
+#include "bench/device_timing.h"
+#include "bench/selection.h"
+#include "bridge/call.h"
+#include "bridge/compression.h"
+#include "nsa/backend.h"
+
+namespace nsa::lm {
+
+struct BenchShape : BenchDims {
+  BenchSelection selection = BenchSelection::kOwn;
+  int threads = 2;
+  at::Device device = at::kCPU;
+};
+
+/// A piece of work and the least it costs.
+struct BenchCase {
+  std::string op, variant;
+  BenchCost cost;
+  std::function<void()> work;
+  std::function<void(const StageMark&)> staged;  // the same, telling of its stages; empty where it has none
+};
+
+class BenchProblem {
+ public:
+  BenchProblem(const BenchShape& shape, std::int64_t length);
+
+  /// All of NSA: compress keys and values by `phi`, attend; with `backward` the gradients of everything too. It attends
+  /// to what the shape's `selection` says, while the choice of its own still runs. On CUDA it tells of its stages.
+  BenchCase whole(CompressionKind phi, bool backward);
+  /// The operations one by one, as a caller has them.
+  std::vector<BenchCase> operations(const std::vector<CompressionKind>& phis, bool backward);
+  /// Causal attention to everything on libnsa's own kernels: a window as long as the sequence.
+  BenchCase plain(bool backward);
+  /// The same by torch's scaled_dot_product_attention, in one of the forms below.
+  BenchCase dense(const std::string& form, bool backward);
+  /// On the CPU: K/V expanded to all heads, enable_gqa; on CUDA, enable_gqa on one back end each: cuDNN,
+  /// FlashAttention-2, which gets its values padded where they are narrower than the keys.
+  static std::vector<std::string> dense_forms(at::Device device);
+
+  BenchCost cost(const std::string& name, CompressionKind phi) const { return costs_.of(name, phi); }
+
+ private:
+  template <class Params>
+  void run(Status (*operation)(const Params&, const Context&), const Params& params,
+           const StageMark* mark = nullptr) const {
+    Context context = context_;
+    context.on_stage = mark;
+    call(operation, params, shape_.device, context);
+  }
+
+  /// One operation of libnsa as a piece of work.
+  template <class Params>
+  BenchCase operation(const char* op, Status (*function)(const Params&, const Context&), const Params& params) const {
+    return {op, "", costs_.of(op), [=, this] { run(function, params); }, {}};
+  }
+
+  /// phi with its initial weights, and room for the gradients of one side (keys or values).
+  struct Side {
+    at::Tensor x, out, d_out, d_x;
+    CompressionTensors weights, d_weights;
+  };
+  Side make_side(CompressionKind phi, bool keys) const;
+  CompressParams compress_params(const Side& side) const;
+  CompressBackwardParams compress_backward_params(const Side& side) const;
+  std::function<void()> compress_work(CompressionKind phi, bool backward) const;
+  TensorView keep(const at::Tensor& tensor);
+  at::Tensor random(std::int64_t heads, std::int64_t width) const;
+  void keep_branches();
+  void keep_gradients();
+  std::vector<BenchCase> forward_operations();
+  std::vector<BenchCase> backward_operations();
+
+  BenchShape shape_;
+  std::int64_t length_, blocks_;
+  BenchCosts costs_;
+  Context context_;
+  at::Tensor q_, k_, v_, d_o_;    // (1, S, heads, D); k and v serve all branches; d_o from the first backward on
+  NsaAttentionParams attention_;  // with every output from keep_branches on
+  NsaAttentionBackwardParams backward_;
+  std::vector<at::Tensor> storage_;  // what the parameters point into
+};
+
+}  // namespace nsa::lm

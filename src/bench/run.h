@@ -1,0 +1,87 @@
+// The benchmark: NSA over sequence length, by operation and as a whole, with dense attention beside it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bench/peers.h"
+#include "bench/problem.h"
+#include "bench/timing.h"
+
+namespace nsa::lm {
+
+/// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
+/// of large matrices and a copy in its memory, measured once.
+struct BenchRates {
+  std::optional<double> gflops, bytes_per_s;
+};
+
+struct BenchOptions {
+  BenchShape shape;
+  std::vector<std::int64_t> lengths;
+  std::vector<CompressionKind> phis;  // of compress and of the whole; ratios are about the first
+  bool backward = true;
+  bool parts = true;  // the stages of the whole on CUDA, and each operation alone
+  bool plain = true;  // dense attention on libnsa's kernels
+  TimingOptions timing;
+  std::int64_t longest_backward = 131072;      // no backward beyond this length
+  std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
+  std::int64_t longest_dense_backward = 8192;
+  BenchRates rates;  // on CUDA
+  BenchPeers peers;
+};
+
+struct BenchResult {
+  std::string op, variant;
+  std::string part_of;  // of a stage: the op it is part of, as that runs it
+  std::int64_t length = 0;
+  Timing timing;
+  bool extrapolated = false;  // from a shorter length, as its square
+  BenchCost cost;
+  BenchRates rates;
+  std::optional<PeerTime> peer;  // the fastest other implementation
+
+  double gflops() const { return cost.gflop / timing.seconds(); }
+  /// The least time at these rates over the time taken.
+  std::optional<double> share() const;
+};
+
+/// How many times faster NSA is than dense attention.
+struct BenchRatio {
+  std::string pass;  // "forward" or "forward_backward"
+  std::int64_t length = 0;
+  double seconds = 0;                           // NSA
+  double dense_seconds = 0, plain_seconds = 0;  // torch's, the fastest form; on libnsa's kernels, 0: not measured
+  std::string dense_variant;                    // the fastest form
+  std::optional<PeerTime> peer;                 // the fastest other implementation of NSA
+  bool extrapolated = false;                    // dense or plain
+  bool judged = false;                          // every run was undisturbed
+
+  double over_dense() const { return dense_seconds / seconds; }
+  double over_plain() const { return plain_seconds / seconds; }
+};
+
+struct BenchReport {
+  BenchOptions options;
+  std::vector<BenchResult> results;
+  std::vector<BenchRatio> ratios;
+  std::vector<std::string> refusals;  // forms of torch's attention that cannot run here, and why
+
+  /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where
+  /// it is faster already, empty where it never is. `over`: BenchRatio::over_dense or over_plain.
+  std::optional<double> crossover(const std::string& pass, double (BenchRatio::*over)() const) const;
+};
+
+/// The problem of the published figures: on the CPU 16 heads to one KV head, on CUDA 64 to 4.
+BenchOptions default_bench_options(at::Device device);
+
+/// `on_result` is called as soon as a result is there.
+BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result);
+
+void to_json(nlohmann::json& json, const BenchReport& report);
+
+}  // namespace nsa::lm

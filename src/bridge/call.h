@@ -1,0 +1,32 @@
+// Calls of libnsa on torch tensors: views, the stream, the workspace, errors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+
+#include "base/error.h"
+#include "nsa/operations.h"
+
+namespace nsa::lm {
+
+/// A view of `tensor`, which must outlive it; an undefined tensor gives an undefined view.
+TensorView view_of(const at::Tensor& tensor);
+
+/// `context` with `bytes` of workspace, which `memory` holds, on torch's default stream: the one the language model
+/// uses everywhere.
+Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory);
+
+/// Runs an operation of libnsa, e.g. call(nsa::combine, params, device), on tensors of `device`. Throws as check does.
+/// torch gives the workspace to nobody else before the stream has passed the operation.
+template <class Params>
+void call(Status (*operation)(const Params&, const Context&), const Params& params, at::Device device,
+          const Context& context = {}) {
+  if (device.is_cpu()) return check(operation(params, context));
+  std::size_t bytes = 0;
+  check(workspace_size(params, bytes, context));
+  at::Tensor memory;
+  check(operation(params, with_workspace(context, device, bytes, memory)));
+}
+
+}  // namespace nsa::lm

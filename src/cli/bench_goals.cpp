@@ -1,0 +1,79 @@
+#include "cli/bench_goals.h"
+
+#include <fmt/core.h>
+
+#include <string>
+
+#include "cli/exit.h"
+#include "nsa/backend.h"
+
+namespace nsa::cli {
+namespace {
+
+/// NSA at least `factor` times as fast as torch's dense attention.
+struct Bar {
+  bool bfloat16;
+  const char* pass;
+  std::int64_t length;
+  double factor;
+};
+constexpr Bar kBars[] = {
+    {true, "forward", 4096, 3},           {true, "forward", 16384, 8},           {true, "forward", 65536, 16},
+    {true, "forward_backward", 16384, 5}, {true, "forward_backward", 65536, 12}, {false, "forward", 16384, 4},
+    {false, "forward", 65536, 9},
+};
+
+/// Four times the length takes at most this many times as long.
+constexpr std::int64_t kGrowthFrom = 16384, kGrowthTo = 65536;
+constexpr double kMostGrowth = 8.4;
+
+const lm::BenchRatio* find(const lm::BenchReport& report, const std::string& pass, std::int64_t length) {
+  for (const auto& ratio : report.ratios) {
+    if (ratio.pass == pass && ratio.length == length) return &ratio;
+  }
+  return nullptr;
+}
+
+bool is_goal_machine(const lm::BenchReport& report) {
+  const auto& shape = report.options.shape;
+  return variant_of(Backend::kCPU) == "avx512bf16" && shape.threads == 2 && shape.num_heads == 16 &&
+         shape.num_kv_heads == 1 && shape.head_dim == 128 && shape.v_head_dim == 128 && shape.nsa == NSAConfig{};
+}
+
+const char* verdict(bool judged, bool reached) { return !judged ? "not judged" : reached ? "reached" : "MISSED"; }
+
+}  // namespace
+
+void judge_goals(const lm::BenchReport& report) {
+  if (report.options.shape.device.is_cuda()) {
+    fmt::print("\ngoals: they are for the CPU; none is judged on cuda\n");
+    return;
+  }
+  const bool goal_machine = is_goal_machine(report);
+  bool missed = false;
+  fmt::print("\ngoals (2 threads with AVX512_BF16, H = 16, Hkv = 1, D = 128, default configuration)\n");
+  for (const auto& bar : kBars) {
+    if (bar.bfloat16 != report.options.shape.bfloat16) continue;
+    const auto* const ratio = find(report, bar.pass, bar.length);
+    if (ratio == nullptr) {
+      fmt::print("{:<17} at {:>6}: at least {:>4.1f} x torch: not measured\n", bar.pass, bar.length, bar.factor);
+      continue;
+    }
+    const bool judged = goal_machine && ratio->judged, reached = ratio->over_dense() >= bar.factor;
+    missed = missed || (judged && !reached);
+    fmt::print("{:<17} at {:>6}: at least {:>4.1f} x torch: {:>6.2f}, {}\n", bar.pass, bar.length, bar.factor,
+               ratio->over_dense(), verdict(judged, reached));
+  }
+  const auto* const from = find(report, "forward", kGrowthFrom);
+  const auto* const to = find(report, "forward", kGrowthTo);
+  if (from != nullptr && to != nullptr) {
+    const double growth = to->seconds / from->seconds;
+    const bool judged = goal_machine && from->judged && to->judged;
+    missed = missed || (judged && growth > kMostGrowth);
+    fmt::print("forward from {} to {}: at most {:.1f} x the time: {:.2f}, {}\n", kGrowthFrom, kGrowthTo, kMostGrowth,
+               growth, verdict(judged, growth <= kMostGrowth));
+  }
+  if (missed) throw Exit{1};
+}
+
+}  // namespace nsa::cli

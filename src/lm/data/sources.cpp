@@ -1,0 +1,125 @@
+#include "lm/data/sources.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <sstream>
+
+#include "base/error.h"
+#include "base/files.h"
+
+namespace nsa::lm {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct FoundFile {
+  fs::path path;
+  std::string group;  // files that may be joined into one document share it
+  std::string name;
+};
+
+/// The Python whose sources are the default corpus: the one this program was built with, else the first in PATH.
+std::string python() { return fs::exists(NSA_PYTHON) ? NSA_PYTHON : "python3"; }
+
+/// One word of the shell.
+std::string quoted(const std::string& word) {
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
+
+/// The folders of Python's standard library and of the packages that it finds.
+std::vector<std::string> python_source_folders() {
+  const std::string command =
+      quoted(python()) +
+      " -c \"import sys, sysconfig; print(sysconfig.get_paths()['stdlib'], *(folder for folder in sys.path "
+      "if folder.endswith(('site-packages', 'dist-packages'))), sep='\\n')\" 2>/dev/null";
+  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
+  std::string output;
+  std::array<char, 4096> buffer;
+  while (pipe && std::fgets(buffer.data(), buffer.size(), pipe.get())) output += buffer.data();
+  std::istringstream lines(output);
+  std::vector<std::string> folders;
+  for (std::string line; std::getline(lines, line);) {
+    if (fs::is_directory(line)) folders.push_back(line);
+  }
+  if (folders.empty()) throw Error("no Python found for the default data; name files or folders with --data");
+  return folders;
+}
+
+bool skipped_folder(const fs::path& path) {
+  const std::string name = path.filename().string();
+  return name.starts_with(".") || name == "__pycache__" || name == "site-packages" || name == "dist-packages";
+}
+
+void find_files(const fs::path& root, const std::vector<std::string>& extensions, std::vector<FoundFile>& found) {
+  std::error_code error;
+  const auto first = found.size();
+  fs::recursive_directory_iterator it(root, fs::directory_options::skip_permission_denied, error);
+  for (; !error && it != fs::recursive_directory_iterator(); it.increment(error)) {
+    if (it->is_symlink()) continue;
+    if (it->is_directory()) {
+      if (skipped_folder(it->path())) it.disable_recursion_pending();
+      continue;
+    }
+    const std::string extension = it->path().extension().string();
+    if (!it->is_regular_file() || it->path().filename().string().starts_with(".")) continue;
+    if (!extensions.empty() && std::find(extensions.begin(), extensions.end(), extension) == extensions.end()) continue;
+    const fs::path relative = it->path().lexically_relative(root);
+    const bool in_folder = std::distance(relative.begin(), relative.end()) > 1;
+    found.push_back({it->path(), (root / (in_folder ? *relative.begin() : fs::path("."))).string(), relative.string()});
+  }
+  if (error) {
+    errno = error.value();
+    throw_errno("data " + root.string(), "cannot be read");
+  }
+  std::sort(found.begin() + static_cast<std::ptrdiff_t>(first), found.end(),
+            [](const auto& a, const auto& b) { return std::tie(a.group, a.name) < std::tie(b.group, b.name); });
+}
+
+bool is_binary(const std::string& text) { return text.substr(0, 4096).find('\0') != std::string::npos; }
+
+}  // namespace
+
+std::vector<Text> read_texts(const DataConfig& config) {
+  const bool standard = config.paths.empty();
+  const auto paths = standard ? python_source_folders() : config.paths;
+  const auto extensions = standard ? std::vector<std::string>{".py"} : config.extensions;
+  const bool join = standard || config.join;
+
+  std::vector<FoundFile> files;
+  for (const std::string& path : paths) {
+    std::error_code error;
+    const auto type = fs::status(path, error).type();
+    if (type == fs::file_type::directory) {
+      find_files(fs::path(path).lexically_normal(), extensions, files);
+    } else if (type == fs::file_type::regular) {
+      files.push_back({path, path, fs::path(path).filename().string()});
+    } else {
+      throw Error(fmt::format("data {}: no such file or folder", path));
+    }
+  }
+  std::vector<Text> texts;
+  std::string open_group;  // of the last text, while more may be joined to it
+  for (const auto& file : files) {
+    std::string text = read_text(file.path.string());
+    if (text.empty() || is_binary(text)) continue;
+    if (join && file.group == open_group &&
+        texts.back().text.size() < static_cast<std::size_t>(config.document_bytes)) {
+      texts.back().text += "\n# " + file.name + "\n" + text;
+    } else {
+      texts.push_back({file.path.string(), join ? "# " + file.name + "\n" + text : std::move(text)});
+      open_group = file.group;
+    }
+  }
+  if (texts.empty()) throw Error("data: no text found");
+  return texts;
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,143 @@
+#include "lm/model/block.h"
+
+#include <ATen/ops/linear.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "lm/model/activations.h"
+#include "lm/model/fused_weights.h"
+
+namespace nsa::lm {
+namespace {
+
+const std::array<const char*, 3> kBranches = {"cmp", "slc", "swa"};
+
+std::int64_t num_kv_sets(const ModelConfig& config) {
+  return config.attention == AttentionKind::kNsa && !config.share_kv ? 3 : 1;
+}
+
+CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, const ModelConfig& config,
+                            std::int64_t dim) {
+  const std::int64_t sets = config.phi_per_kv_head ? config.num_kv_heads : 1;
+  const std::int64_t tokens = config.nsa.kernel_size;
+  CompressionTensors phi;
+  phi.kind = config.phi;
+  if (phi.kind == CompressionKind::kMean) return phi;
+  phi.pe = store.constant(prefix + ".pe", {sets, tokens, dim}, 0);
+  if (phi.kind == CompressionKind::kLinear) {
+    phi.w1 = store.add(prefix + ".w1", mean_weight(sets, tokens, dim));
+    phi.b1 = store.constant(prefix + ".b1", {sets, dim}, 0);
+    return phi;
+  }
+  const std::int64_t hidden = config.phi_hidden > 0 ? config.phi_hidden : 2 * dim;
+  // The further units of W1 are drawn by the store, whose generator carries the seed.
+  phi.w1 = store.normal(prefix + ".w1", {sets, tokens * dim, hidden}, 1);
+  phi.b1 = store.constant(prefix + ".b1", {sets, hidden}, 0);
+  phi.w2 = store.normal(prefix + ".w2", {sets, hidden, dim}, 1);
+  phi.b2 = store.constant(prefix + ".b2", {sets, dim}, 0);
+  initialise_mlp(phi.w1, phi.w2, tokens);
+  return phi;
+}
+
+/// The normed rows (rows, hidden) projected; `rotation` holds each row's angles.
+AttentionInputs project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& normed,
+                        const Rotation& rotation) {
+  const std::int64_t rows = normed.size(0), kv_heads = config.num_kv_heads;
+  const auto sets = static_cast<std::size_t>(num_kv_sets(config));
+  // Keys to compress stay as they are; where there is one set, it serves for those too and is rotated afterwards.
+  std::vector<HeadGroup> groups = {{config.num_heads, config.head_dim, true}};
+  for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0});
+  groups.insert(groups.end(), sets, {kv_heads, config.v_head_dim, false});
+  if (weights.gate_out.defined()) groups.push_back({1, weights.gate_bias.size(0), false});
+  const auto parts = split_heads(at::linear(normed, weights.in_proj), groups, rotation);
+  const auto key = [&](std::size_t set) { return parts[1 + set]; };
+  const auto value = [&](std::size_t set) { return parts[1 + sets + std::min(set, sets - 1)]; };
+
+  AttentionInputs out;
+  out.q = parts[0];
+  out.k_cmp = key(0);
+  out.v_cmp = value(0);
+  out.k_slc = sets == 1 ? rotate(key(0), rotation) : key(1);
+  out.v_slc = value(1);
+  out.k_swa = sets == 1 ? out.k_slc : key(2);
+  out.v_swa = value(2);
+  if (weights.gate_out.defined()) {
+    const auto hidden = biased_silu(parts.back().squeeze(1), weights.gate_bias);
+    out.gates = at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, 3});
+  }
+  return out;
+}
+
+}  // namespace
+
+Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config) : config_(config) {
+  const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
+  const auto matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns) {
+    return store.matrix(prefix + name + ".weight", rows, columns);
+  };
+  // What all layers add to the residual stream starts, summed, with the deviation of one matrix's output.
+  const auto residual_matrix = [&](const std::string& name, std::int64_t rows, std::int64_t columns) {
+    return store.matrix(prefix + name + ".weight", rows, columns, 1 / std::sqrt(2.0 * config.num_layers));
+  };
+  attention_norm_ = store.constant(prefix + "attention_norm.weight", {hidden}, 1);
+  q_proj_ = matrix("attention.q_proj", heads * config.head_dim, hidden);
+  const auto sets = num_kv_sets(config);
+  for (std::int64_t i = 0; i < sets; ++i) {
+    const std::string branch = sets == 1 ? "" : std::string(".") + kBranches[static_cast<std::size_t>(i)];
+    k_proj_.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden));
+    v_proj_.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden));
+  }
+  if (config.attention == AttentionKind::kNsa) {
+    phi_k_ = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
+    phi_v_ = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
+    gate_0_ = matrix("attention.gate.0", hidden / 4, hidden);
+    gate_0_bias_ = store.constant(prefix + "attention.gate.0.bias", {hidden / 4}, 0);
+    gate_2_ = store.constant(prefix + "attention.gate.2.weight", {3 * heads, hidden / 4}, 0);
+    gate_2_bias_ = store.constant(prefix + "attention.gate.2.bias", {3 * heads}, 0);
+  }
+  o_proj_ = residual_matrix("attention.o_proj", hidden, heads * config.v_head_dim);
+  ffn_norm_ = store.constant(prefix + "ffn_norm.weight", {hidden}, 1);
+  gate_proj_ = matrix("ffn.gate_proj", config.ffn_size, hidden);
+  up_proj_ = matrix("ffn.up_proj", config.ffn_size, hidden);
+  down_proj_ = residual_matrix("ffn.down_proj", hidden, config.ffn_size);
+}
+
+BlockWeights Block::weights(at::ScalarType dtype) const {
+  std::vector<at::Tensor> in = {q_proj_};
+  in.insert(in.end(), k_proj_.begin(), k_proj_.end());
+  in.insert(in.end(), v_proj_.begin(), v_proj_.end());
+  if (gate_0_.defined()) in.push_back(gate_0_);
+  std::vector<std::vector<at::Tensor>> groups = {in,        {gate_0_bias_},         {gate_2_},   {gate_2_bias_},
+                                                 {o_proj_}, {gate_proj_, up_proj_}, {down_proj_}};
+  for (const CompressionTensors* phi : {&phi_k_, &phi_v_})
+    for (const at::Tensor& weight : {phi->pe, phi->w1, phi->b1, phi->w2, phi->b2}) groups.push_back({weight});
+  const auto all = concat_cast(groups, dtype);
+  auto next = all.begin();  // in the order of BlockWeights
+  return {
+      .attention_norm = attention_norm_,
+      .ffn_norm = ffn_norm_,
+      .in_proj = *next++,
+      .gate_bias = *next++,
+      .gate_out = *next++,
+      .gate_out_bias = *next++,
+      .o_proj = *next++,
+      .ffn_in = *next++,
+      .ffn_out = *next++,
+      .phi_k = {config_.phi, *next++, *next++, *next++, *next++, *next++},
+      .phi_v = {config_.phi, *next++, *next++, *next++, *next++, *next++},
+  };
+}
+
+Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
+                       const Rotation& rotation, const Attend& attend) {
+  const auto dtype = weights.in_proj.scalar_type();
+  const auto [x, normed] = add_and_norm(in, weights.attention_norm, config.norm_eps, dtype);
+  const auto o = attend(project(config, weights, normed, rotation));
+  const Residual attended = {x, at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
+  const auto [y, normed_y] = add_and_norm(attended, weights.ffn_norm, config.norm_eps, dtype);
+  return {y, at::linear(swiglu(at::linear(normed_y, weights.ffn_in)), weights.ffn_out)};
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,52 @@
+// One layer of the decoder: x + attention(norm(x)), then x + ffn(norm(x)), the last sum left to the next norm.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "bridge/compression.h"
+#include "lm/model/attention.h"
+#include "lm/model/config.h"
+#include "lm/model/norm.h"
+#include "lm/model/parameters.h"
+#include "lm/model/rope.h"
+
+namespace nsa::lm {
+
+/// The weights of a layer as a forward uses them: in the compute dtype, projections of one input joined into one
+/// matrix. Made anew for every training step (so that gradients reach the parameters) and once for a generation.
+struct BlockWeights {
+  at::Tensor attention_norm, ffn_norm;  // float32 (hidden)
+  at::Tensor in_proj;                   // q, k of each branch, v of each branch, gate.0, one below the other
+  at::Tensor gate_bias;                 // of gate.0
+  at::Tensor gate_out, gate_out_bias;   // gate.2
+  at::Tensor o_proj;
+  at::Tensor ffn_in;  // gate_proj above up_proj
+  at::Tensor ffn_out;
+  CompressionTensors phi_k, phi_v;
+};
+
+class Block {
+ public:
+  Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config);
+
+  BlockWeights weights(at::ScalarType dtype) const;
+
+ private:
+  ModelConfig config_;
+  at::Tensor attention_norm_, q_proj_, o_proj_;
+  std::vector<at::Tensor> k_proj_, v_proj_;  // cmp, slc, swa; or one
+  at::Tensor gate_0_, gate_0_bias_, gate_2_, gate_2_bias_;
+  CompressionTensors phi_k_, phi_v_;
+  at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;
+};
+
+/// A whole layer, in which `attend` gives (rows, H, Dv); `rotation` holds each row's angles.
+using Attend = std::function<at::Tensor(const AttentionInputs&)>;
+Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
+                       const Rotation& rotation, const Attend& attend);
+
+}  // namespace nsa::lm

@@ -1,0 +1,131 @@
+#include "lm/model/config.h"
+
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+
+#include "base/error.h"
+#include "base/json.h"
+#include "base/json_fields.h"
+#include "base/names.h"
+
+namespace nsa::lm {
+namespace {
+
+/// The one list of fields: calls visit(name, reference) for each.
+template <class Config, class Visit>
+void for_each_field(Config& config, Visit&& visit) {
+  visit("vocab_size", config.vocab_size);
+  visit("num_layers", config.num_layers);
+  visit("hidden_size", config.hidden_size);
+  visit("num_heads", config.num_heads);
+  visit("num_kv_heads", config.num_kv_heads);
+  visit("head_dim", config.head_dim);
+  visit("v_head_dim", config.v_head_dim);
+  visit("ffn_size", config.ffn_size);
+  visit("rope_theta", config.rope_theta);
+  visit("norm_eps", config.norm_eps);
+  visit("kernel_size", config.nsa.kernel_size);
+  visit("kernel_stride", config.nsa.kernel_stride);
+  visit("block_size", config.nsa.block_size);
+  visit("topk", config.nsa.topk);
+  visit("init_blocks", config.nsa.init_blocks);
+  visit("local_blocks", config.nsa.local_blocks);
+  visit("window_size", config.nsa.window_size);
+  visit("phi_hidden", config.phi_hidden);
+  visit("phi_per_kv_head", config.phi_per_kv_head);
+  visit("share_kv", config.share_kv);
+}
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw Error(message);
+}
+
+}  // namespace
+
+const char* name_of(AttentionKind kind) {
+  switch (kind) {
+    case AttentionKind::kNsa:
+      return "nsa";
+    case AttentionKind::kFull:
+      return "full";
+    case AttentionKind::kWindow:
+      return "window";
+  }
+  return "unknown";
+}
+
+AttentionKind attention_kind(const std::string& name) {
+  for (const auto kind : {AttentionKind::kNsa, AttentionKind::kFull, AttentionKind::kWindow}) {
+    if (name == name_of(kind)) return kind;
+  }
+  throw Error(fmt::format("attention = '{}': must be nsa, full or window", name));
+}
+
+void ModelConfig::validate() const {
+  const auto in_range = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+    require(value >= low && value <= high, fmt::format("{} = {}: must be {} ... {}", name, value, low, high));
+  };
+  in_range("vocab_size", vocab_size, 2, 1 << 20);
+  in_range("num_layers", num_layers, 1, 1024);
+  in_range("hidden_size", hidden_size, 4, 1 << 16);
+  in_range("num_heads", num_heads, 1, 1024);
+  in_range("num_kv_heads", num_kv_heads, 1, 1024);
+  in_range("head_dim", head_dim, 8, 1024);
+  in_range("v_head_dim", v_head_dim, 8, 1024);
+  in_range("ffn_size", ffn_size, 1, 1 << 18);
+  in_range("phi_hidden", phi_hidden, 0, 1 << 16);
+  in_range("kernel_size", nsa.kernel_size, 1, 1 << 16);
+  in_range("topk", nsa.topk, 1, 1 << 16);
+  require(hidden_size % 4 == 0, fmt::format("hidden_size = {}: must be a multiple of 4", hidden_size));
+  require(head_dim % 8 == 0, fmt::format("head_dim = {}: must be a multiple of 8", head_dim));
+  require(v_head_dim % 8 == 0, fmt::format("v_head_dim = {}: must be a multiple of 8", v_head_dim));
+  require(num_heads % num_kv_heads == 0,
+          fmt::format("num_kv_heads = {}: must divide num_heads = {}", num_kv_heads, num_heads));
+  require(rope_theta > 1 && std::isfinite(rope_theta), fmt::format("rope_theta = {}: must be > 1, finite", rope_theta));
+  require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
+  if (const Status status = nsa.validate(); !status.ok()) throw Error(status.message());
+}
+
+void to_json(nlohmann::json& json, const ModelConfig& config) {
+  json = {{"attention", name_of(config.attention)}, {"phi", name_of(config.phi)}};
+  for_each_field(config, [&](const char* name, const auto& value) { json[name] = value; });
+}
+
+void from_json(const nlohmann::json& json, ModelConfig& config) {
+  FieldReader reader(json, "model");
+  std::string attention, phi;
+  reader("attention", attention);
+  reader("phi", phi);
+  for_each_field(config, reader);
+  reader.finish();
+  config.attention = attention_kind(attention);
+  config.phi = compression_kind(phi);
+}
+
+ModelConfig with_changes(const ModelConfig& config, const std::vector<std::string>& changes) {
+  nlohmann::json json = config;
+  for (const std::string& change : changes) {
+    const auto equals = change.find('=');
+    const std::string name = change.substr(0, equals);
+    const std::string text = equals == std::string::npos ? "" : change.substr(equals + 1);
+    if (!json.contains(name)) {
+      std::vector<std::string> names;
+      for (const auto& item : json.items()) names.push_back(item.key());
+      throw Error(fmt::format("--set {}: must be FIELD=VALUE, FIELD one of {}", change, fmt::join(names, ", ")));
+    }
+    const auto value = parse_json_or_null(text);
+    json[name] = value.is_number() || value.is_boolean() ? value : nlohmann::json(text);
+  }
+  try {
+    ModelConfig changed;
+    from_json(json, changed);
+    changed.validate();
+    return changed;
+  } catch (const Error& error) {
+    throw Error(fmt::format("--set {}: {}", fmt::join(changes, " --set "), error.what()));
+  }
+}
+
+}  // namespace nsa::lm

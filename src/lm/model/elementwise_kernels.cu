@@ -1,0 +1,260 @@
+// Everything here is limited by the memory's bandwidth: threads load and store 16 bytes of bfloat16 at a time.
+#include "lm/model/elementwise_kernels.h"
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+namespace nsa::lm::fused {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Eight {
+  float at[kColumns];
+};
+__device__ Eight load(const void* from, std::int64_t element) {
+  const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(from) + element);
+  const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
+  Eight x;
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __bfloat1622float2(pairs[i]);
+    x.at[2 * i] = pair.x, x.at[2 * i + 1] = pair.y;
+  }
+  return x;
+}
+__device__ Eight load(const float* from) {
+  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+  return {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+}
+__device__ void store(void* to, std::int64_t element, const Eight& x) {
+  uint4 bits;
+  auto* pairs = reinterpret_cast<__nv_bfloat162*>(&bits);
+  for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(x.at[2 * i], x.at[2 * i + 1]);
+  *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(to) + element) = bits;
+}
+__device__ void store(float* to, const Eight& x) {
+  reinterpret_cast<float4*>(to)[0] = make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
+  reinterpret_cast<float4*>(to)[1] = make_float4(x.at[4], x.at[5], x.at[6], x.at[7]);
+}
+template <class F>
+__device__ Eight each(const F& f) {
+  Eight result;
+  for (int i = 0; i < kColumns; ++i) result.at[i] = f(i);
+  return result;
+}
+
+__device__ std::int64_t own_index() { return std::int64_t{blockIdx.x} * kThreads + threadIdx.x; }
+
+/// The copies' thread blocks one after the other; first_block[i] is where copy i starts.
+struct RotaryCopyGrid {
+  unsigned first_block[kMostRotaryCopies + 1];
+};
+
+__global__ void __launch_bounds__(kThreads)
+    rotate_pairs(const __grid_constant__ RotaryCopyArgs args, const __grid_constant__ RotaryCopyGrid grid) {
+  int which = 0;
+  while (blockIdx.x >= grid.first_block[which + 1]) ++which;
+  const RotaryCopy& copy = args.copies[which];
+  const std::int64_t index = std::int64_t{blockIdx.x - grid.first_block[which]} * kThreads + threadIdx.x;
+  const int per_head = copy.half / kColumns;
+  const std::int64_t pair = index / per_head, row = pair / copy.heads;  // pair of a row and a head
+  if (row >= args.rows) return;
+  const std::int64_t head = pair - row * copy.heads, column = (index - pair * per_head) * kColumns;
+  const std::int64_t from = row * copy.from_row + head * copy.from_head + column;
+  const std::int64_t to = row * copy.to_row + head * copy.to_head + column;
+  Eight low = load(copy.from, from), high = load(copy.from, from + copy.half);
+  if (copy.direction != 0) {
+    const Eight c = load(args.cos + row * copy.half + column), s = load(args.sin + row * copy.half + column);
+    const Eight first = low;
+    low = each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * copy.direction * s.at[i]; });
+    high = each([&](int i) { return high.at[i] * c.at[i] + first.at[i] * copy.direction * s.at[i]; });
+  }
+  store(copy.to, to, low);
+  store(copy.to, to + copy.half, high);
+}
+
+/// The exact division would take half of the instructions, with branches.
+__device__ float sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
+/// silu(x) = x s with s = sigmoid(x), and its derivative.
+__device__ float silu(float x) { return x * sigmoid(x); }
+__device__ float silu_slope(float x) {
+  const float s = sigmoid(x);
+  return s * (1 + x * (1 - s));
+}
+
+__global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args) {
+  const std::int64_t per_row = args.width / kColumns, row = own_index() / per_row;
+  if (row >= args.rows) return;
+  const std::int64_t column = own_index() % per_row * kColumns, from = row * 2 * args.width + column;
+  const Eight gate = load(args.x, from), up = load(args.x, from + args.width);
+  if (!args.d_y) {
+    store(args.out, row * args.width + column, each([&](int i) { return silu(gate.at[i]) * up.at[i]; }));
+    return;
+  }
+  const Eight d = load(args.d_y, row * args.width + column);
+  store(args.out, from, each([&](int i) { return d.at[i] * up.at[i] * silu_slope(gate.at[i]); }));
+  store(args.out, from + args.width, each([&](int i) { return d.at[i] * silu(gate.at[i]); }));
+}
+
+/// The sum over the thread block, in a fixed order; all threads get it. `parts`: of the warps.
+__device__ float block_sum(float x, float* parts) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  __syncthreads();  // the parts of the sum before have been read
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0;
+  for (unsigned i = 0; i < blockDim.x / 32; ++i) sum += parts[i];
+  return sum;
+}
+
+/// A thread block takes a row at a time, a thread `groups` groups of columns. f(group, column): this thread's.
+template <int groups, class F>
+__device__ void for_columns(std::int64_t width, const F& f) {
+#pragma unroll
+  for (int j = 0; j < groups; ++j) {
+    const unsigned column = (j * blockDim.x + threadIdx.x) * kColumns;
+    if (column < width) f(j, column);
+  }
+}
+
+template <int groups>
+__global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
+  __shared__ float parts[kThreads / 32];
+  const float per_column = 1 / static_cast<float>(args.width);
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    Eight x[groups];
+    float squares = 0;
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const std::int64_t at = row * args.width + column;
+      x[j] = load(args.x + at);
+      if (args.added) {
+        const Eight added = load(args.added, at);
+        x[j] = each([&](int i) { return x[j].at[i] + added.at[i]; });
+        store(args.sum + at, x[j]);
+      }
+      for (const float value : x[j].at) squares += value * value;
+    });
+    const float scale = rsqrtf(block_sum(squares, parts) * per_column + args.eps);
+    if (threadIdx.x == 0) args.scale[row] = scale;
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const Eight weight = load(args.weight + column);
+      store(args.y, row * args.width + column, each([&](int i) { return x[j].at[i] * scale * weight.at[i]; }));
+    });
+  }
+}
+
+/// dx = s (w dy) - x s^3 mean(x w dy) + dsum, dw = sum over rows of dy x s, with s the row's scale.
+template <int groups>
+__global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs args) {
+  __shared__ float parts[kThreads / 32];
+  const float per_column = 1 / static_cast<float>(args.width);
+  Eight d_weight[groups] = {};
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    Eight x[groups], d[groups], d_sum[groups] = {};  // d: weight times the gradient
+    const float scale = args.scale[row];
+    float dot = 0;
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      x[j] = load(args.x + row * args.width + column);
+      d[j] = load(args.d_y, row * args.width + column);
+      if (args.d_sum) d_sum[j] = load(args.d_sum + row * args.width + column);
+      const Eight weight = load(args.weight + column);
+      for (int i = 0; i < kColumns; ++i) {
+        d_weight[j].at[i] += d[j].at[i] * x[j].at[i] * scale;
+        d[j].at[i] *= weight.at[i];
+        dot += x[j].at[i] * d[j].at[i];
+      }
+    });
+    const float pull = block_sum(dot, parts) * scale * scale * scale * per_column;
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const std::int64_t at = row * args.width + column;
+      const Eight d_x = each([&](int i) { return scale * d[j].at[i] - x[j].at[i] * pull + d_sum[j].at[i]; });
+      store(args.d_x + at, d_x);
+      if (args.d_added) store(args.d_added, at, d_x);
+    });
+  }
+  for_columns<groups>(args.width, [&](int j, unsigned column) {
+    store(args.d_weights + blockIdx.x * args.width + column, d_weight[j]);
+  });
+}
+
+template <int groups>
+__global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArgs args) {
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    for_columns<groups>(args.width, [&](int, unsigned column) {
+      const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
+      store(args.y, row * args.width + column, each([&](int i) { return silu(x.at[i] + bias.at[i]); }));
+    });
+  }
+}
+
+template <int groups>
+__global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const BiasedSiluArgs args) {
+  Eight d_bias[groups] = {};
+  for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    for_columns<groups>(args.width, [&](int j, unsigned column) {
+      const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
+      const Eight d_y = load(args.d_y, row * args.width + column);
+      const Eight d_x = each([&](int i) { return d_y.at[i] * silu_slope(x.at[i] + bias.at[i]); });
+      for (int i = 0; i < kColumns; ++i) d_bias[j].at[i] += d_x.at[i];
+      store(args.d_x, row * args.width + column, d_x);
+    });
+  }
+  for_columns<groups>(
+      args.width, [&](int j, unsigned column) { store(args.d_biases + blockIdx.x * args.width + column, d_bias[j]); });
+}
+
+unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
+
+/// Of a thread block that has a row at a time: no more than the row has columns for.
+unsigned row_threads(std::int64_t width) {
+  return static_cast<unsigned>(std::clamp<std::int64_t>((width / kColumns + 31) / 32 * 32, 32, kThreads));
+}
+
+/// One group of columns a thread, where that is enough, leaves room for more thread blocks on a multiprocessor.
+constexpr std::int64_t kOneGroup = kThreads * kColumns;
+constexpr int kMostGroups = static_cast<int>(kWidest / kOneGroup);
+
+template <class Args>
+int launch_rows(const Args& args, void (*narrow)(Args), void (*wide)(Args)) {
+  if (args.rows == 0) return cudaSuccess;
+  const auto blocks = static_cast<unsigned>(sum_parts(args.rows, args.width));
+  (args.width <= kOneGroup ? narrow : wide)<<<blocks, row_threads(args.width)>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int rotary_copy(const RotaryCopyArgs& args) {
+  if (args.rows == 0) return cudaSuccess;
+  RotaryCopyGrid grid{};
+  for (int i = 0; i < args.count; ++i) {
+    const RotaryCopy& copy = args.copies[i];
+    grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * copy.heads * (copy.half / kColumns));
+  }
+  rotate_pairs<<<grid.first_block[args.count], kThreads>>>(args, grid);
+  return cudaGetLastError();
+}
+
+int swiglu(const SwigluArgs& args) {
+  if (args.rows == 0) return cudaSuccess;
+  swiglu_columns<<<blocks_for(args.rows * (args.width / kColumns)), kThreads>>>(args);
+  return cudaGetLastError();
+}
+
+// Enough for every multiprocessor, and the same number on every device.
+std::int64_t sum_parts(std::int64_t rows, std::int64_t width) {
+  return std::min<std::int64_t>(rows, (1 << 17) / row_threads(width));
+}
+
+int norm(const NormArgs& args) {
+  return args.d_y ? launch_rows(args, norm_rows_backward<1>, norm_rows_backward<kMostGroups>)
+                  : launch_rows(args, norm_rows<1>, norm_rows<kMostGroups>);
+}
+
+int biased_silu(const BiasedSiluArgs& args) {
+  return args.d_y ? launch_rows(args, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
+                  : launch_rows(args, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
+}
+
+}  // namespace nsa::lm::fused

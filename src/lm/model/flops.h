@@ -1,0 +1,21 @@
+// Floating-point operations that a training step cannot do without: model FLOPs, as the field counts them.
+#pragma once
+
+#include <cstdint>
+
+#include "lm/model/config.h"
+
+namespace nsa::lm {
+
+struct ModelFlops {
+  double rest = 0;  // of all but phi
+  double phi = 0;   // N_c times for keys and for values, not once per token
+};
+
+/// Forward and backward of one sequence. Every product counts 2 * m * n * k, three times: once forward, and for the
+/// gradients of its two factors. Attention counts the pairs of query and key that are visible (of the selected branch
+/// as many as it has places for). Lookups, norms, softmax, the choice of blocks, and what an implementation computes
+/// again in the backward, do not count.
+ModelFlops training_flops(const ModelConfig& config, std::int64_t length);
+
+}  // namespace nsa::lm

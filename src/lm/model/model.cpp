@@ -1,0 +1,126 @@
+#include "lm/model/model.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/tensor.h>
+#include <fmt/core.h>
+
+#include <algorithm>
+
+#include "base/device.h"
+#include "base/error.h"
+#include "bridge/call.h"
+#include "lm/model/attention.h"
+#include "lm/model/block.h"
+#include "lm/model/model_impl.h"
+#include "lm/model/recompute.h"
+
+namespace nsa::lm {
+namespace {
+
+/// Position of each token in its sequence, int64 (total).
+at::Tensor token_positions(const std::vector<std::int64_t>& offsets) {
+  const auto positions = at::empty({offsets.back()}, at::kLong);
+  auto* const out = positions.mutable_data_ptr<std::int64_t>();
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    for (std::int64_t i = offsets[b]; i < offsets[b + 1]; ++i) out[i] = i - offsets[b];
+  }
+  return positions;
+}
+
+}  // namespace
+
+Batch single(const std::vector<std::int64_t>& tokens) {
+  return {at::tensor(c10::ArrayRef<std::int64_t>(tokens), at::kLong),
+          at::tensor({0, static_cast<int>(tokens.size())}, at::kInt)};
+}
+
+Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_unique<Impl>()) {
+  config.validate();
+  impl_->config = config;
+  ParameterStore store(impl_->parameters, seed);
+  impl_->embedding = store.matrix("embedding.weight", config.vocab_size, config.hidden_size);
+  for (int i = 0; i < config.num_layers; ++i) impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config);
+  impl_->norm = store.constant("norm.weight", {config.hidden_size}, 1);
+}
+
+Model::~Model() = default;
+Model::Model(Model&&) noexcept = default;
+Model& Model::operator=(Model&&) noexcept = default;
+
+const ModelConfig& Model::config() const { return impl_->config; }
+const NamedTensors& Model::parameters() const { return impl_->parameters; }
+at::Device Model::device() const { return impl_->device; }
+at::ScalarType Model::compute_dtype() const { return impl_->dtype; }
+
+void Model::place(at::Device device, at::ScalarType dtype) {
+  const auto& config = impl_->config;
+  Problem problem{.dtype = view_of(at::empty({0}, dtype)).dtype};
+  if (device.is_cuda()) problem.device = {DeviceType::kCUDA, device.index()};
+  problem.key_dim = config.attention == AttentionKind::kFull ? 0 : config.head_dim;  // 0: torch attends
+  problem.value_dim = config.v_head_dim;
+  Backend backend;
+  if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw Error(status.message());
+  for (const auto& [name, parameter] : impl_->parameters) parameter.set_data(parameter.detach().to(device));
+  impl_->device = device;
+  impl_->dtype = dtype;
+  impl_->table = {};
+}
+
+at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) const {
+  const auto* const cu_seqlens = batch.cu_seqlens.const_data_ptr<int>();
+  const auto on_device = [&](const at::Tensor& host) { return upload(host, impl_->device); };
+  ForwardState state;
+  state.cu_seqlens = on_device(batch.cu_seqlens);
+  state.offsets.assign(cu_seqlens, cu_seqlens + batch.cu_seqlens.numel());
+  for (std::size_t b = 0; b + 1 < state.offsets.size(); ++b) {
+    state.longest = std::max(state.longest, state.offsets[b + 1] - state.offsets[b]);
+  }
+  state.table = impl_->rotation(state.longest);
+  state.rotation = state.table.at(on_device(token_positions(state.offsets)));
+  state.options = options;
+  if (options.trace) options.trace->assign(impl_->blocks.size(), {});
+
+  Residual x{at::embedding(impl_->embedding, on_device(batch.tokens)), {}};
+  for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
+    const Layer layer = [impl = impl_.get(), state, i](at::TensorList in) -> std::vector<at::Tensor> {
+      LayerTrace trace;
+      const bool traced = state.options.trace != nullptr;
+      const auto weights = impl->blocks[i].weights(impl->dtype);
+      const auto attend = [&](const AttentionInputs& projected) {
+        return packed_attention(impl->config, weights.phi_k, weights.phi_v, projected, state, static_cast<int>(i),
+                                traced ? &trace : nullptr);
+      };
+      const auto out =
+          block_forward(impl->config, weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
+      if (!traced) return {out.x, out.added};
+      return {out.x, out.added, trace.gates, trace.indices};
+    };
+    const auto in = x.added.defined() ? std::vector<at::Tensor>{x.x, x.added} : std::vector<at::Tensor>{x.x};
+    const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, in) : layer(in);
+    x = {outputs[0], outputs[1]};
+    if (options.trace) (*options.trace)[i] = {outputs[2], outputs[3]};
+  }
+  return impl_->logits(x);
+}
+
+at::Tensor Model::Impl::logits(const Residual& x) const {
+  const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
+  // cuBLAS has kernels of Hopper for rows of whole 16 bytes alone, and bytes make a vocabulary of 257.
+  const std::int64_t whole = device.is_cuda() ? (config.vocab_size + 7) / 8 * 8 : config.vocab_size;
+  const auto weights = at::constant_pad_nd(embedding.to(dtype), {0, 0, 0, whole - config.vocab_size});
+  return at::linear(normed, weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
+}
+
+const Rotation& Model::Impl::rotation(std::int64_t positions) {
+  if (!table.cos.defined() || table.cos.size(0) < positions) {
+    const at::NoGradGuard no_grad;
+    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config.head_dim, config.rope_theta, device);
+  }
+  return table;
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,70 @@
+// A decoder-only language model: RMSNorm, rotary positions, grouped-query attention of one of three kinds, SwiGLU, tied
+// embeddings.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "lm/model/config.h"
+#include "lm/model/parameters.h"
+
+namespace nsa::lm {
+
+/// Sequences laid one after the other, in host memory; nothing attends from one to another.
+struct Batch {
+  at::Tensor tokens;      // int64 (total)
+  at::Tensor cu_seqlens;  // int32 (B + 1), first 0, last = total
+};
+
+/// One sequence.
+Batch single(const std::vector<std::int64_t>& tokens);
+
+/// What one layer of attention `nsa` did.
+struct LayerTrace {
+  at::Tensor gates;    // (total, H, 3) in the order cmp, slc, swa, with its gradient
+  at::Tensor indices;  // int32 (total, Hkv, topk)
+};
+
+struct ForwardOptions {
+  double noise = 0;                              // exploration noise of the selection
+  std::uint64_t seed = 0;                        // of the noise; each layer derives its own
+  std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
+  std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
+  bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
+};
+
+class Model {
+ public:
+  /// Fresh weights from `seed`, the same for every device, in host memory. Throws Error when `config` is invalid.
+  Model(const ModelConfig& config, std::uint64_t seed);
+  ~Model();
+  Model(Model&&) noexcept;
+  Model& operator=(Model&&) noexcept;
+
+  const ModelConfig& config() const;
+
+  /// Parameters in a fixed order, float32, under the names of the checkpoint; they share memory with the model.
+  const NamedTensors& parameters() const;
+
+  /// Moves the parameters to `device` and sets the dtype of the matrix products and of attention: float32 (default),
+  /// bfloat16 or, on CUDA, float16. Norms, the residual stream, the logits and the parameters themselves stay float32.
+  /// Throws Error when libnsa cannot attend there with the model's head dims or in that dtype.
+  void place(at::Device device, at::ScalarType dtype);
+  at::Device device() const;
+  at::ScalarType compute_dtype() const;
+
+  /// Logits float32 (total, vocab_size) of the token after each token, on the device. Differentiable unless under
+  /// at::NoGradGuard.
+  at::Tensor forward(const Batch& batch, const ForwardOptions& options = {}) const;
+
+ private:
+  friend class Decoder;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nsa::lm

@@ -1,0 +1,25 @@
+// What Model is made of; for the model and the cached decoder alone.
+#pragma once
+
+#include <vector>
+
+#include "lm/model/block.h"
+#include "lm/model/model.h"
+
+namespace nsa::lm {
+
+struct Model::Impl {
+  ModelConfig config;
+  NamedTensors parameters;
+  at::Tensor embedding, norm;
+  std::vector<Block> blocks;
+  at::Device device = at::kCPU;
+  at::ScalarType dtype = at::kFloat;
+  Rotation table;  // grows on demand
+
+  const Rotation& rotation(std::int64_t positions);
+  /// The last norm and the tied embedding: (rows, hidden) -> float32 (rows, vocab_size).
+  at::Tensor logits(const Residual& x) const;
+};
+
+}  // namespace nsa::lm

@@ -1,0 +1,34 @@
+#include "lm/model/parameter_counts.h"
+
+namespace nsa::lm {
+
+ParameterCounts parameter_counts(const ModelConfig& config) {
+  const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
+  const std::int64_t dk = config.head_dim, dv = config.v_head_dim;
+  const std::int64_t kv = hidden * kv_heads * (dk + dv);
+  ParameterCounts layer;
+  layer.rest = 2 * hidden + hidden * heads * (dk + dv) + kv + 3 * hidden * config.ffn_size;
+  if (config.attention == AttentionKind::kNsa) {
+    const std::int64_t sets = config.phi_per_kv_head ? kv_heads : 1, tokens = config.nsa.kernel_size;
+    for (const std::int64_t d : {dk, dv}) {
+      const std::int64_t width = config.phi_hidden > 0 ? config.phi_hidden : 2 * d;
+      if (config.phi == CompressionKind::kLinear) layer.phi += sets * (tokens * d + tokens * d * d + d);
+      if (config.phi == CompressionKind::kMlp) {
+        layer.phi += sets * (tokens * d + tokens * d * width + width + width * d + d);
+      }
+    }
+    layer.gates = (hidden / 4) * (hidden + 1) + 3 * heads * (hidden / 4 + 1);
+    if (!config.share_kv) layer.extra_kv = 2 * kv;
+  }
+  const std::int64_t layers = config.num_layers;
+  return {layers * layer.phi, layers * layer.gates, layers * layer.extra_kv,
+          layers * layer.rest + hidden * (config.vocab_size + 1)};
+}
+
+int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& target) {
+  const std::int64_t missing = parameter_counts(target).total() - parameter_counts(config).total();
+  const std::int64_t column = std::int64_t{3} * config.hidden_size * config.num_layers;
+  return static_cast<int>(config.ffn_size + (missing + column / 2) / column);
+}
+
+}  // namespace nsa::lm

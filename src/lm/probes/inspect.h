@@ -1,0 +1,37 @@
+// What the attention of a trained model does on a text: which blocks each query selects, and how open the gates are.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <vector>
+
+#include "lm/model/model.h"
+#include "lm/model/selection_stats.h"
+
+namespace nsa::lm {
+
+struct SelectionMap {
+  std::vector<std::int64_t> query_positions;
+  std::vector<std::vector<std::int32_t>> blocks;  // that the query at this position selected, ascending
+  std::vector<std::vector<std::int32_t>> forced;  // those of them that it had to take
+};
+
+struct KvHeadView {
+  SelectionStats stats;
+  SelectionMap map;
+};
+
+struct LayerView {
+  std::array<double, 3> gates{};                     // mean, in the order cmp, slc, swa
+  std::vector<std::array<double, 3>> gates_by_head;  // (H)
+  std::vector<KvHeadView> kv_heads;                  // (Hkv)
+};
+
+/// Runs the model over `tokens`, without gradients; the maps hold `num_queries` evenly spaced positions, the last token
+/// among them. Throws Error unless the model's attention is `nsa`.
+std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries);
+
+void to_json(nlohmann::json& json, const LayerView& layer);
+
+}  // namespace nsa::lm

@@ -1,0 +1,116 @@
+#include "lm/probes/needle.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/argmax.h>
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+#include "base/random.h"
+#include "lm/train/evaluate.h"
+
+namespace nsa::lm {
+namespace {
+
+using Tokens = std::vector<std::int64_t>;
+
+std::string fill(std::string text, const std::string& key, const std::string& value) {
+  for (const auto& [name, word] : {std::pair<std::string, std::string>("{key}", key), {"{value}", value}}) {
+    for (auto at = text.find(name); at != std::string::npos; at = text.find(name, at + word.size())) {
+      text.replace(at, name.size(), word);
+    }
+  }
+  return text;
+}
+
+Tokens encode(const Tokenizer& tokenizer, const std::string& text) {
+  const auto tokens = tokenizer.encode(text);
+  return {tokens.begin(), tokens.end()};
+}
+
+/// Texts one after the other, read from a random place on.
+class Haystack {
+ public:
+  explicit Haystack(const std::vector<Document>& texts) {
+    for (const auto& text : texts) {
+      tokens_.insert(tokens_.end(), text.tokens.begin(), text.tokens.end());
+      if (tokens_.size() > kEnough) break;
+    }
+  }
+
+  Tokens stretch(std::int64_t length, Random& random) const {
+    if (length > static_cast<std::int64_t>(tokens_.size())) {
+      throw Error(fmt::format("the texts have {} tokens: too few for a context with {}", tokens_.size(), length));
+    }
+    const auto start = random.below(tokens_.size() - static_cast<std::size_t>(length) + 1);
+    const auto begin = tokens_.begin() + static_cast<std::ptrdiff_t>(start);
+    return {begin, begin + length};
+  }
+
+ private:
+  static constexpr std::size_t kEnough = 1 << 23;  // tokens
+  Tokens tokens_;
+};
+
+struct Answer {
+  double right = 0, loss = 0;  // share of tokens right, nats per token
+};
+
+/// How the model ends `context` with `answer`, each token given those before.
+Answer ask(const Model& model, Tokens context, const Tokens& answer) {
+  const auto first = static_cast<std::int64_t>(context.size()) - 1;
+  context.insert(context.end(), answer.begin(), answer.end() - 1);
+  const auto targets = single(answer).tokens;
+  const auto logits = model.forward(single(context)).narrow(0, first, targets.size(0));
+  return {logits.argmax(-1).cpu().eq(targets).to(at::kFloat).mean().item<float>(),
+          token_losses(logits, targets).mean().item<float>()};
+}
+
+}  // namespace
+
+std::vector<std::vector<NeedleCell>> run_needle(
+    const OpenedCheckpoint& opened, const std::vector<Document>& texts, const NeedleOptions& options,
+    const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length) {
+  const at::NoGradGuard no_grad;
+  const Haystack haystack(texts);
+  const auto& tokenizer = *opened.tokenizer;
+  std::vector<std::vector<NeedleCell>> rows;
+  for (const auto length : options.lengths) {
+    auto& row = rows.emplace_back(options.depths.size());
+    for (int sample = 0; sample < options.samples; ++sample) {
+      Random random(
+          derive_seed({options.seed, static_cast<std::uint64_t>(length), static_cast<std::uint64_t>(sample)}));
+      std::string key;
+      for (int i = 0; i < 8; ++i) key += static_cast<char>('A' + random.below(26));
+      const std::string value = std::to_string(10000 + random.below(90000));
+      const auto needle = encode(tokenizer, fill(options.needle, key, value));
+      const auto question = encode(tokenizer, fill(options.question, key, value));
+      const auto answer = encode(tokenizer, value);
+      const auto room = length - static_cast<std::int64_t>(needle.size() + question.size() + answer.size());
+      if (room < 0) throw Error(fmt::format("length {}: too short for needle, question and answer", length));
+      const auto hay = haystack.stretch(room + static_cast<std::int64_t>(needle.size()), random);
+
+      auto without = hay;
+      without.insert(without.end(), question.begin(), question.end());
+      const double guess = ask(opened.model(), without, answer).loss;
+      for (std::size_t d = 0; d < options.depths.size(); ++d) {
+        const auto place = static_cast<std::ptrdiff_t>(std::llround(options.depths[d] * static_cast<double>(room)));
+        Tokens context(hay.begin(), hay.begin() + place);
+        context.insert(context.end(), needle.begin(), needle.end());
+        context.insert(context.end(), hay.begin() + place, hay.begin() + room);
+        context.insert(context.end(), question.begin(), question.end());
+        const auto [right, loss] = ask(opened.model(), std::move(context), answer);
+        row[d].accuracy += right / options.samples;
+        row[d].exact += (right == 1) / static_cast<double>(options.samples);
+        row[d].loss += loss / options.samples;
+        row[d].loss_without += guess / options.samples;
+      }
+    }
+    on_length(length, row);
+  }
+  return rows;
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,39 @@
+// A needle in a haystack: does a model find a line far back in its context?
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "lm/run/open.h"
+
+namespace nsa::lm {
+
+/// The context: a stretch of the texts with the needle "NAME = VALUE" in it, then the beginning of the same line, which
+/// the model is to end. {key} and {value} stand for a name of letters and a number, drawn anew for each sample.
+struct NeedleOptions {
+  std::vector<std::int64_t> lengths;  // tokens, question and answer included
+  // Where the needle lies: 0 at the start, 1 right before the question.
+  std::vector<double> depths = {0, 0.25, 0.5, 0.75, 1};
+  int samples = 4;
+  std::uint64_t seed = 1;
+  std::string needle = "\n{key} = {value}\n";
+  std::string question = "\n{key} = ";
+};
+
+/// Means over the samples of one length and depth.
+struct NeedleCell {
+  double accuracy = 0;      // share of the answer's tokens that are the model's first choice, the ones before given
+  double exact = 0;         // share of samples with every token right: what greedy decoding would write
+  double loss = 0;          // nats per token of the answer
+  double loss_without = 0;  // the same without the needle in the context: how far guessing gets
+};
+
+/// cells[length][depth]; `on_length` is called when a length is done. Throws Error when the texts are too short.
+std::vector<std::vector<NeedleCell>> run_needle(
+    const OpenedCheckpoint& opened, const std::vector<Document>& texts, const NeedleOptions& options,
+    const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length);
+
+}  // namespace nsa::lm

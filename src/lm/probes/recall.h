@@ -1,0 +1,82 @@
+// Associative recall: does a model find what it read longer ago than its window reaches?
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <vector>
+
+#include "lm/model/config.h"
+#include "lm/model/model.h"
+
+namespace nsa::lm {
+
+/// A sequence: `pairs` slots of a key, its value and padding; a gap; then every key again, in random order and
+/// repeatedly, each to be answered with its value. The values are nowhere else, so that only attention to the pair
+/// helps. Tokens: 0 padding, 1 ... num_values values, then the keys.
+struct RecallTask {
+  int pairs = 80;
+  int slot = 4;  // tokens from a key to the next
+  int gap = 32;  // more than layers * (window_size - 1): no chain of windows reaches from a query to a pair
+  int num_values = 32;
+
+  int vocab_size() const { return 1 + num_values + pairs; }
+  int num_queries() const { return pairs * slot / 2; }
+  int length() const { return pairs * slot + gap + num_queries(); }
+  double chance() const { return 1.0 / num_values; }
+};
+
+/// In host memory.
+struct RecallBatch {
+  Batch batch;
+  at::Tensor queries;  // int64: rows of the packed tokens that ask
+  at::Tensor answers;  // int64: what they ask for
+};
+
+/// `sequences` sequences with `pairs` <= task.pairs pairs each, their keys drawn from all of the task's.
+RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, std::uint64_t seed);
+
+/// A small model for the task, topk * block_size a quarter of the sequence; `vocab_size` is left to the task. On
+/// CUDA its heads are as wide as the kernels there want them.
+ModelConfig recall_model(at::Device device);
+
+struct RecallOptions {
+  RecallTask task;
+  ModelConfig model =
+      recall_model(at::kCPU);  // of NSA; the window model has attention `window` and is the same otherwise
+  std::uint64_t seed = 1;
+  std::int64_t tokens_per_step = 4096;
+  std::int64_t most_steps = 1500;
+  std::int64_t steps_after_success = 50;
+  double lr = 3e-3;
+  at::Device device = at::kCPU;
+};
+
+struct RecallStep {
+  std::int64_t step = 0;
+  int pairs = 0;
+  double loss = 0, accuracy = 0;  // the accuracy averaged over the last steps
+};
+
+struct RecallReport {
+  RecallOptions options;
+  double seconds = 0;
+  std::vector<RecallStep> history;  // of the training of the NSA model, a line every 25 steps
+  // Shares of right answers on fresh sequences.
+  double nsa = 0, window = 0;
+  double nsa_window_alone = 0;  // g_cmp = g_slc = 0
+  double nsa_without_cmp = 0;   // g_cmp = 0; the selection still uses the compressed keys
+  double nsa_without_slc = 0;   // g_slc = 0
+
+  /// NSA at 95 % or more; the window model and NSA through its window alone at chance (at most twice its share).
+  bool as_expected() const;
+};
+
+/// Trains an NSA model on sequences that grow (4 pairs, then twice as many whenever nine of ten answers are right),
+/// then a window model on the same number of steps and lengths, and evaluates both.
+RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step);
+
+void to_json(nlohmann::json& json, const RecallReport& report);
+
+}  // namespace nsa::lm

@@ -1,0 +1,130 @@
+#include "lm/run/checkpoint.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "lm/model/parameter_counts.h"
+#include "lm/run/config.h"
+
+namespace nsa::lm {
+
+std::string save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata) {
+  std::vector<StoredTensor> stored;
+  std::vector<at::Tensor> on_host;  // until they are written
+  for (const auto& [name, on_device] : tensors) {
+    const auto& tensor = on_host.emplace_back(on_device.detach().cpu());
+    TORCH_CHECK(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), name,
+                ": only contiguous float32 is saved");
+    stored.push_back(
+        {name, "F32", tensor.sizes().vec(),
+         std::as_bytes(std::span(tensor.const_data_ptr<float>(), static_cast<std::size_t>(tensor.numel())))});
+  }
+  return write_safetensors(path, stored, metadata);
+}
+
+void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors) {
+  const at::NoGradGuard no_grad;
+  std::map<std::string, const StoredTensor*> stored;
+  for (const auto& tensor : file.tensors()) stored[tensor.name] = &tensor;
+  for (const auto& [name, tensor] : tensors) {
+    const auto it = stored.find(name);
+    if (it == stored.end()) throw Error(fmt::format("{}: tensor '{}' is missing", path, name));
+    const StoredTensor& from = *it->second;
+    if (from.dtype != "F32" || from.shape != tensor.sizes().vec()) {
+      throw Error(fmt::format("{}: tensor '{}' is {} ({}), the configuration needs F32 ({})", path, name, from.dtype,
+                              fmt::join(from.shape, ", "), fmt::join(tensor.sizes(), ", ")));
+    }
+    if (!from.bytes.empty()) {
+      const auto host = at::empty(tensor.sizes(), at::kFloat);
+      std::memcpy(host.data_ptr<float>(), from.bytes.data(), from.bytes.size());
+      tensor.copy_(host);
+    }
+    stored.erase(it);
+  }
+  if (!stored.empty()) {
+    throw Error(fmt::format("{}: tensor '{}' is not in the configured model", path, stored.begin()->first));
+  }
+  require_finite(path, tensors);
+}
+
+void require_finite(const std::string& where, const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.detach().isfinite().all().item<bool>()) {
+      throw Failure(fmt::format("{}: tensor '{}' holds values that are not finite", where, name));
+    }
+  }
+}
+
+std::string metadata_of(const std::string& path, const SafetensorsFile& file, const char* name) {
+  const auto find = [&](const char* field) {
+    const auto it = file.metadata().find(field);
+    if (it == file.metadata().end()) {
+      throw Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, field));
+    }
+    return it->second;
+  };
+  if (find("format") != kModelFormat) {
+    throw Error(fmt::format("{}: not a checkpoint of this program: metadata 'format' is not {}", path, kModelFormat));
+  }
+  return find(name);
+}
+
+RunConfig trained_config(const std::string& path, const SafetensorsFile& file) {
+  return parse_run_config(metadata_of(path, file, "config"), path + ": config");
+}
+
+void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config) {
+  std::int64_t stored = 0;
+  for (const auto& tensor : file.tensors()) stored += static_cast<std::int64_t>(tensor.bytes.size() / sizeof(float));
+  const std::int64_t needed = parameter_counts(config).total();
+  if (needed / 2 > stored) {
+    throw Error(
+        fmt::format("{}: holds {} values, the configuration describes a model of {} parameters", path, stored, needed));
+  }
+}
+
+namespace {
+
+std::string plain(const nlohmann::json& value) { return value.is_string() ? value.get<std::string>() : value.dump(); }
+
+}  // namespace
+
+LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
+                       at::ScalarType dtype) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  const bool is_folder = fs::is_directory(path, error);
+  const fs::path file_path = is_folder ? fs::path(path) / "model.safetensors" : fs::path(path);
+  const auto file = SafetensorsFile::open(file_path.string());
+  const auto trained = trained_config(file_path.string(), file);
+  const std::string config_path = (file_path.parent_path() / "config.json").string();
+  const auto config = read_run_config(config_path);
+  const auto model = with_changes(trained.model, changes);
+  const nlohmann::json before = trained.model, now = model, described = with_changes(config.model, changes);
+  for (const auto& [name, value] : now.items()) {
+    if (described[name] != value) {
+      throw Error(
+          fmt::format("{0}: model.{1} = {2}, but the weights were trained with {3}; --set {1}={2} uses it anyway",
+                      config_path, name, plain(described[name]), plain(value)));
+    }
+  }
+  refuse_oversized(file_path.string(), file, model);
+  LoadedModel loaded{Model(model, 0), config.data.tokenizer, config.train.context};
+  loaded.model.place(device, dtype);
+  load_tensors(file_path.string(), file, loaded.model.parameters());
+  for (const auto& [name, value] : now.items()) {
+    if (before[name] == value) continue;
+    fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(before[name]));
+  }
+  return loaded;
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,49 @@
+// Tensors and models in files.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/safetensors.h"
+#include "lm/model/model.h"
+#include "lm/run/config.h"
+
+namespace nsa::lm {
+
+inline constexpr const char* kModelFormat = "nsa-lm";
+
+/// Returns the file's checksum.
+std::string save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata);
+
+/// Copies the file's tensors into `tensors`. Throws Error naming the first that is missing, unknown, or of another
+/// shape or dtype, and Failure naming the first that holds NaN or infinity.
+void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors);
+
+/// Throws Failure naming the first tensor that holds NaN or infinity; `where` names the whole.
+void require_finite(const std::string& where, const NamedTensors& tensors);
+
+/// `name` in the metadata of the model's file at `path`. Throws Error when it is no checkpoint of this program.
+std::string metadata_of(const std::string& path, const SafetensorsFile& file, const char* name);
+
+/// The configuration that such a checkpoint was trained with, from its metadata. Throws Error.
+RunConfig trained_config(const std::string& path, const SafetensorsFile& file);
+
+/// Throws Error when the model would be more than twice as large as the file: before memory is taken for a damaged
+/// configuration. Smaller differences are for load_tensors, which names the tensor.
+void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config);
+
+/// A model, and what its run folder says about it.
+struct LoadedModel {
+  Model model;
+  std::string tokenizer;
+  std::int64_t context = 0;  // it was trained with, tokens
+};
+
+/// `path`: a run folder, or the model.safetensors in it; `device` and `dtype`: as for Model::place, whatever the
+/// training used; `changes`: "topk=32" for each field of the model that shall be other than in training, which is noted
+/// on stderr. Throws Error when it is no sound checkpoint of this program, or when config.json beside it describes
+/// another model than was trained.
+LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
+                       at::ScalarType dtype);
+
+}  // namespace nsa::lm

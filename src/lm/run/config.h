@@ -1,0 +1,74 @@
+// Everything that determines a training run: the content of config.json.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "lm/data/corpus.h"
+#include "lm/model/config.h"
+
+namespace nsa::lm {
+
+struct TrainConfig {
+  std::int64_t context = 4096;  // tokens
+  std::int64_t batch_size = 2;  // rows of `context` tokens that go through the model together
+  std::int64_t accumulate = 1;  // batches whose gradients make one step
+  std::int64_t steps = 0;       // one of steps, tokens and minutes says how long the run is
+  std::int64_t tokens = 0;      // 0: not given
+  double minutes = 0;           // of training; the number of steps follows from the speed of the first tenth
+  double lr = 3e-3;             // peak
+  double min_lr_ratio = 0.1;    // the cosine ends at lr * min_lr_ratio
+  std::int64_t warmup_steps = 20;
+  double weight_decay = 0.1;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double clip = 1.0;         // 0: no clipping
+  double noise = 0;          // exploration noise of the selection at the start
+  double noise_until = 0.5;  // share of the run after which it is 0, linearly
+  double gate_balance = 0;   // weight of sum over layers of KL(uniform || mean gate shares)
+  std::uint64_t seed = 0;
+  std::string device = "cpu";     // cpu or cuda: resuming goes on there
+  std::string dtype = "auto";     // auto, float32, bfloat16
+  bool recompute = false;         // layers keep their inputs alone and run again in the backward
+  std::int64_t threads = 0;       // 0: as many as torch takes
+  std::int64_t log_every = 10;    // steps
+  std::int64_t eval_every = 100;  // steps; 0: at the end alone
+  std::int64_t eval_tokens = 65536;
+  std::int64_t save_every = 100;  // steps; 0: at the end alone
+
+  void validate() const;
+  /// What `steps` or `tokens` come to; 0 where `minutes` says how long.
+  std::int64_t planned_steps() const;
+  std::int64_t tokens_per_step() const { return context * batch_size * accumulate; }  // at most
+};
+void to_json(nlohmann::json& json, const TrainConfig& config);
+void from_json(const nlohmann::json& json, TrainConfig& config);
+
+struct RunConfig {
+  ModelConfig model;
+  TrainConfig train;
+  DataConfig data;
+  std::string fingerprint;  // of the data
+};
+void to_json(nlohmann::json& json, const RunConfig& config);
+void from_json(const nlohmann::json& json, RunConfig& config);
+
+/// What a run is made of where nothing else is said. On CUDA a larger model and a longer context, in few minutes.
+RunConfig default_run_config(at::Device device);
+
+/// Parses config.json's text; `where` names it in messages. Throws Error.
+RunConfig parse_run_config(const std::string& text, const std::string& where);
+/// Reads the file. Throws Error.
+RunConfig read_run_config(const std::string& path);
+/// The text for config.json. Throws Error when a path in it is not UTF-8.
+std::string text_of(const RunConfig& config);
+/// Is it a config.json of this program, sound or not?
+bool is_run_config(const std::string& text);
+
+/// The first field in which they differ, as "train.lr = 0.003, was 0.001"; empty when they agree.
+std::string first_difference(const nlohmann::json& now, const nlohmann::json& before);
+
+}  // namespace nsa::lm

@@ -1,0 +1,172 @@
+#include "lm/run/folder.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <filesystem>
+#include <sstream>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "base/json.h"
+#include "lm/run/checkpoint.h"
+
+namespace nsa::lm {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char *kConfig = "config.json", *kModel = "model.safetensors", *kMetrics = "metrics.jsonl";
+
+std::string optimizer_name(std::int64_t step) { return fmt::format("optimizer-{}.safetensors", step); }
+
+bool is_optimizer(const std::string& name) {
+  const auto digits = name.find('-') + 1;
+  std::int64_t step = -1;
+  std::from_chars(name.data() + digits, name.data() + name.size(), step);
+  return step >= 0 && name == optimizer_name(step);
+}
+
+/// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
+void cut_metrics(const std::string& path, std::int64_t step) {
+  const std::string all = read_text(path);
+  std::istringstream lines(all);
+  std::string kept;
+  for (std::string text; std::getline(lines, text);) {
+    const auto line = parse_json_or_null(text);
+    if (!line.is_object() || !line.contains("step") || !line["step"].is_number_integer()) continue;
+    if (line["step"] <= step && (!line.contains("kind") || line["kind"] != "end")) kept += text + "\n";
+  }
+  if (kept != all) replace_file(path, kept);
+}
+
+}  // namespace
+
+RunFolder RunFolder::for_new_run(const std::string& path, bool overwrite) {
+  RunFolder folder(path);
+  folder.refuse_foreign(overwrite);
+  return folder;
+}
+
+RunFolder RunFolder::of_run(const std::string& path) {
+  read_run_config((fs::path(path) / kConfig).string());  // nothing is locked or made where there is no run
+  return RunFolder(path);
+}
+
+std::string RunFolder::file(const std::string& name) const { return (fs::path(path_) / name).string(); }
+
+std::vector<std::string> RunFolder::names() const {
+  std::vector<std::string> names;
+  std::error_code error;
+  for (fs::directory_iterator it(path_, error), end; !error && it != end; it.increment(error)) {
+    names.push_back(it->path().filename().string());
+  }
+  if (error) {
+    errno = error.value();
+    throw_errno(path_, "cannot be read");
+  }
+  return names;
+}
+
+bool RunFolder::is_regular(const std::string& name) const {
+  std::error_code error;
+  return fs::symlink_status(file(name), error).type() == fs::file_type::regular;
+}
+
+bool RunFolder::has_metrics() const {  // or a link to them
+  std::error_code error;
+  return fs::is_regular_file(file(kMetrics), error);
+}
+
+void RunFolder::refuse_foreign(bool overwrite) const {
+  if (is_regular(kConfig) && is_run_config(read_text(file(kConfig)))) {
+    if (!overwrite) {
+      throw Error(fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", path_));
+    }
+    for (const auto& name : names()) {
+      if (name == kModel) metadata_of(file(kModel), SafetensorsFile::open(file(kModel)), "step");
+      if (name == kMetrics && !is_regular(name)) throw Error(fmt::format("{}: not a regular file", file(kMetrics)));
+    }
+    return;
+  }
+  for (const auto& name : names()) {
+    if (name == kLockName || is_temporary(name)) continue;
+    throw Error(
+        fmt::format("{}: holds no run of this program, but '{}'; a new run needs a folder of its own", path_, name));
+  }
+}
+
+RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
+
+void RunFolder::begin(const RunConfig& config) const {
+  replace_file(file(kConfig), text_of(config));
+  remove_file(file(kMetrics));
+  remove_leftovers("");
+  remove_file(file(kModel));
+}
+
+void RunFolder::log(const nlohmann::json& line) const { append_text(file(kMetrics), line.dump() + "\n"); }
+
+void RunFolder::save(const RunConfig& config, const TrainState& state, const NamedTensors& parameters,
+                     const NamedTensors& optimizer) const {
+  const std::string where = fmt::format("{}: not saved at step {}", path_, state.step);
+  require_finite(where, parameters);
+  require_finite(where, optimizer);
+  const std::string name = optimizer_name(state.step);
+  const std::string checksum = save_tensors(file(name), optimizer, {{"format", "nsa-adamw"}});
+  if (has_metrics()) flush_to_disk(file(kMetrics));
+  save_tensors(file(kModel), parameters,
+               {{"format", kModelFormat},
+                {"step", std::to_string(state.step)},
+                {"config", nlohmann::json(config).dump()},
+                {"state", nlohmann::json(state).dump()},
+                {"optimizer", name},
+                {"optimizer_checksum", checksum}});
+  remove_leftovers(name);
+}
+
+/// What saves that did not come to their end left, and the optimizer's files but this one.
+void RunFolder::remove_leftovers(const std::string& name_of_optimizer) const {
+  for (const auto& name : names()) {
+    const bool left = is_temporary(name) || (is_optimizer(name) && name != name_of_optimizer);
+    if (left && is_regular(name)) remove_file(file(name));
+  }
+}
+
+std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTensors& parameters,
+                                          const NamedTensors& optimizer) const {
+  const std::string path = file(kModel);
+  const auto present = names();
+  if (std::find(present.begin(), present.end(), kModel) == present.end()) {
+    // Metrics and the optimizer of a later step come after the first checkpoint, which is that of step 0.
+    for (const auto& name : present) {
+      if (name == kMetrics || (is_optimizer(name) && name != optimizer_name(0))) {
+        throw Error(fmt::format("{}: lost: {} is there; put it back, or --overwrite starts anew", path, name));
+      }
+    }
+    return {};
+  }
+  const auto checkpoint = SafetensorsFile::open(path);
+  const auto trained = trained_config(path, checkpoint);
+  const std::string difference = first_difference(nlohmann::json(config), nlohmann::json(trained));
+  if (!difference.empty()) throw Error(fmt::format("{}: config.json changed: {}", path_, difference));
+  const auto state = parse_train_state(metadata_of(path, checkpoint, "state"), path + ": state", config.train);
+  const std::string name = metadata_of(path, checkpoint, "optimizer");
+  if (name != optimizer_name(state.step)) {
+    throw Error(fmt::format("{}: metadata 'optimizer' must be {}", path, optimizer_name(state.step)));
+  }
+  load_tensors(path, checkpoint, parameters);
+  const auto moments = SafetensorsFile::open(file(name));
+  const auto saved_with = checkpoint.metadata().find("optimizer_checksum");  // not there in older checkpoints
+  if (saved_with != checkpoint.metadata().end() && saved_with->second != moments.checksum()) {
+    throw Error(fmt::format("{}: not what {} was saved with", file(name), path));
+  }
+  load_tensors(file(name), moments, optimizer);
+  if (has_metrics()) cut_metrics(file(kMetrics), state.step);
+  remove_leftovers(name);
+  return state;
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,43 @@
+#include "lm/run/open.h"
+
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <filesystem>
+
+#include "base/error.h"
+#include "lm/run/config.h"
+
+namespace nsa::lm {
+
+OpenedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& changes, at::Device device) {
+  auto loaded = load_model(path, changes, device, at::kFloat);
+  auto tokenizer = make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
+  return {std::move(loaded), std::move(tokenizer)};
+}
+
+OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::string>& paths,
+                       const Tokenizer& tokenizer) {
+  if (!paths.empty()) {
+    DataConfig data;
+    data.paths = paths;
+    data.held_out_percent = 100;
+    return {load_corpus(data, tokenizer).held_out, fmt::format("{}", fmt::join(paths, ", "))};
+  }
+  const std::filesystem::path given(checkpoint);
+  const auto folder = std::filesystem::is_directory(given) ? given : given.parent_path();
+  const std::string file = (folder / "config.json").string();
+  const auto config = read_run_config(file);
+  auto corpus = load_corpus(config.data, tokenizer);
+  const auto fingerprint = fmt::format("{:016x}", corpus.fingerprint);
+  if (fingerprint != config.fingerprint) {
+    throw Error(fmt::format("{}: the data changed: fingerprint = {}, was {}; name the texts with --data", file,
+                            fingerprint, config.fingerprint));
+  }
+  if (corpus.held_out.empty()) {
+    throw Error(fmt::format("{}: the run held out no documents; name the texts with --data", file));
+  }
+  return {std::move(corpus.held_out), fmt::format("held-out documents of {}", folder.string())};
+}
+
+}  // namespace nsa::lm

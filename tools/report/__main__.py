@@ -1,0 +1,120 @@
+"""Draws the report: python tools/report PATH... [--out DIR]."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a folder, it is no package
+
+from report.sources import read_sources
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python tools/report",
+        description="Draws training runs and measurements as one HTML page with PNGs beside it. What cannot be read is "
+        "named on stderr and left out; the exit code is then 2.",
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="a run folder of `nsa train` (results lying in it are shown too), or a JSON file of nsa bench, eval, "
+        "needle, inspect or recall",
+    )
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
+    parser.add_argument("--only", metavar="NAME", help="this picture alone, without the page")
+    options = parser.parse_args(arguments)
+    sources = read_sources(options.paths)
+    for line in sources.left_out:
+        _complain(line)
+    if not sources.runs and not any(sources.results.values()):
+        return 2
+    try:
+        from report import gpu, measurements, training
+        from report.page import write_page
+    except ImportError as error:
+        print(f"report: {error}: pip install matplotlib", file=sys.stderr)
+        return 1
+
+    sections = [
+        (
+            "loss",
+            training.loss,
+            "Loss",
+            "In training (lines) and on held-out documents (points), at equal tokens and equal time.",
+        ),
+        (
+            "loss_by_position",
+            training.loss_by_position,
+            "Loss by position",
+            "Further back in the context means more to attend to; a model that uses it has a lower loss there.",
+        ),
+        ("speed", training.speed, "Training speed", "Whole model, evaluations not counted."),
+        (
+            "speed_over_context",
+            training.speed_over_context,
+            "Training speed over context",
+            "Of runs with different contexts: medians without the first line of the log.",
+        ),
+        (
+            "attention_time",
+            measurements.attention_time,
+            "Attention time over length",
+            "One call of attention, without projections; both axes are logarithmic.",
+        ),
+        (
+            "cuda_time",
+            gpu.cuda_time,
+            "Attention time over length on a GPU",
+            "One call of everything, and its stages one upon the other. Both axes are logarithmic: the height of a "
+            "layer is not its share.",
+        ),
+        ("selection_map", measurements.selection_map, "Selection map", "Blocks that the queries of one text selected."),
+        ("gates", training.gates, "Gates", "Mean of each branch's gate; a branch near 0 is starved."),
+        (
+            "selection_health",
+            training.selection_health,
+            "Selection during training",
+            "A collapsing selection shows as entropy or free picks that fall towards 0.",
+        ),
+        ("needle", measurements.needle, "Needle in a haystack", "A fact hidden in a long text, asked for at its end."),
+        ("recall", training.recall, "Recall", "Key-value pairs further apart than the sliding window."),
+    ]
+    if options.only and options.only not in {name for name, *_ in sections}:
+        parser.error(f"--only {options.only}: must be one of {', '.join(name for name, *_ in sections)}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        pictures = []
+        for name, draw, title, text in sections:
+            if options.only and name != options.only:
+                continue
+            picture = draw(sources)
+            if picture is not None:
+                file = options.out / f"{name}.png"
+                picture.savefig(file)
+                pictures.append((title, text, file))
+        if options.only:
+            for _, _, file in pictures:
+                print(file)
+        else:
+            page = options.out / "report.html"
+            write_page(page, sources, pictures)
+            print(f"{page}: {len(pictures)} pictures of {len(sources.runs)} runs")
+    except OSError as error:
+        _complain(str(error))
+        return 1
+    return 2 if sources.left_out else 0
+
+
+def _complain(message: str) -> None:
+    """In one line, whatever characters a name has."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in message)
+    print(f"report: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
