@@ -135,6 +135,8 @@ class TrainCommand {
     option("--beta1", "beta1", train.beta1, "Decay of AdamW's first moment");
     option("--beta2", "beta2", train.beta2, "Decay of AdamW's second moment");
     option("--clip", "clip", train.clip, "Largest norm of the gradients; 0: no clipping");
+    option("--phi-lr-scale", "phi_lr_scale", train.phi_lr_scale,
+           "Learning rate of the compression function over --lr; 0: by fan-in, 128 / (l * D) for its first matrix");
     option("--seed", "seed", train.seed, "Of weights, order and noise");
     option("--dtype", "dtype", train.dtype,
            "Of matrix products and attention: auto (bfloat16 where the device has instructions for it), float32 or "

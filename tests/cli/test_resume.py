@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -87,6 +88,24 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
     assert end["reason"] == "interrupted" and 0 < end["step"] < 60
     nsa("train", "--out", out, "--resume")
     same_bits(reference, out)
+
+
+def test_a_run_from_before_phi_had_a_rate_of_its_own_goes_on_as_it_was(tmp_path, corpus):
+    fan_in_256 = [16 if before == "--kernel-size" else option for before, option in pairwise(["", *TINY])]
+    options = [*fan_in_256, "--data", corpus, "--steps", 200, "--phi-lr-scale", 1]
+    nsa("train", "--out", tmp_path / "reference", *options)
+    out = tmp_path / "run"
+    process = subprocess.Popen([PROGRAM, "train", "--out", out, *map(str, options)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process.stderr.readline()  # the first step is done
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGINT
+    config = json.loads((out / "config.json").read_text())
+    assert config["train"].pop("phi_lr_scale") == 1
+    (out / "config.json").write_text(json.dumps(config))
+    nsa("train", "--out", out, "--resume")
+    same_bits(tmp_path / "reference", out)
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path, uninterrupted):

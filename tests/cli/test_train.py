@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -140,3 +141,26 @@ def test_recomputed_layers_give_the_same_weights(tmp_path, corpus, attention):
         nsa("train", "--out", tmp_path / name, "--data", corpus, *arguments, *option)
     kept, again = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "recomputed"))
     assert all((kept[name] == again[name]).all() for name in kept)
+
+
+@pytest.mark.parametrize("phi", ["mlp", "linear"])
+def test_a_step_moves_phi_by_a_tenth_at_most(tmp_path, corpus, phi):
+    """Where blocks are as long and heads as wide as usual; at the common rate it would be a quarter and more."""
+    wide = "--layers 1 --hidden-size 64 --heads 1 --head-dim 64 --dtype float32 --phi".split()
+    short = "--context 256 --batch-size 1 --steps 1 --warmup-steps 0 --eval-every 0 --eval-tokens 256 --data".split()
+
+    def weights(name, *options):
+        nsa("train", "--out", tmp_path / name, *wide, phi, *short, corpus, *options)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    start, usual, common = weights("a", "--lr", 0), weights("b"), weights("c", "--phi-lr-scale", 1)
+
+    def moved(after, name):
+        return np.sqrt(np.mean((after[name] - start[name]) ** 2) / np.mean(start[name] ** 2))
+
+    for part in ("phi_k", "phi_v"):
+        name = f"layers.0.attention.{part}.w1"
+        assert 0 < moved(usual, name) <= 0.1 < moved(common, name)
+    for name in start:
+        if ".phi_" not in name:
+            assert (usual[name] == common[name]).all(), name

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bridge/attention.h"
 #include "bridge/call.h"
 #include "nsa/decode.h"
 

@@ -33,6 +33,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("beta1", config.beta1);
   visit("beta2", config.beta2);
   visit("clip", config.clip);
+  visit("phi_lr_scale", config.phi_lr_scale);
   visit("noise", config.noise);
   visit("noise_until", config.noise_until);
   visit("gate_balance", config.gate_balance);
@@ -69,6 +70,7 @@ void TrainConfig::validate() const {
   in_range("warmup_steps", warmup_steps, 0);
   at_least("weight_decay", weight_decay, 0);
   at_least("clip", clip, 0);
+  at_least("phi_lr_scale", phi_lr_scale, 0);
   at_least("noise", noise, 0);
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
@@ -108,7 +110,10 @@ void to_json(nlohmann::json& json, const TrainConfig& config) {
 void from_json(const nlohmann::json& json, TrainConfig& config) {
   FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
-    if (name == "device" && !json.contains(name)) return;  // a run from before there was a choice: on the CPU
+    if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
+      if (name == "device") return;
+      if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
+    }
     reader(name.c_str(), value);
   });
   reader.finish();

@@ -26,6 +26,7 @@ struct TrainConfig {
   double beta1 = 0.9;
   double beta2 = 0.95;
   double clip = 1.0;         // 0: no clipping
+  double phi_lr_scale = 0;   // the learning rate of phi's tensors over lr; 0: by fan-in
   double noise = 0;          // exploration noise of the selection at the start
   double noise_until = 0.5;  // share of the run after which it is 0, linearly
   double gate_balance = 0;   // weight of sum over layers of KL(uniform || mean gate shares)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lm/model/model.h"
@@ -13,7 +14,15 @@ struct AdamWConfig {
   double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
   double weight_decay = 0.1;  // of the matrices; norms, biases and phi are not decayed
   double clip = 1.0;          // largest norm of all gradients together; 0: no clipping
+  double phi_lr_scale = 0;    // the learning rate of phi over that of the rest; 0: by fan-in
 };
+
+/// The learning rate of each parameter over that of the rest: 1, but `scale` for the tensors of phi. 0: for a matrix of
+/// phi kPhiFanIn over its rows, at most 1, and likewise for the bias and the positions that are added before it. AdamW
+/// moves every entry by about the rate, whatever the entries are; those of W1 start as the mean of l tokens, 1 / l on
+/// one of D entries, so that one step at the common rate would move them by a quarter.
+std::vector<double> learning_rate_scales(const NamedTensors& parameters, double scale);
+inline constexpr double kPhiFanIn = 128;
 
 class AdamW {
  public:
@@ -30,7 +39,7 @@ class AdamW {
  private:
   struct Group {
     std::vector<at::Tensor> parameters, moments, squares, steps;
-    double weight_decay = 0;
+    double weight_decay = 0, learning_rate_scale = 1;
   };
   struct Clipped {
     at::Tensor norm;
@@ -41,7 +50,7 @@ class AdamW {
 
   AdamWConfig config_;
   NamedTensors state_;
-  Group decayed_, plain_;
+  std::vector<Group> groups_;
 };
 
 /// Linear warm-up over `warmup` steps, then a cosine from `peak` to `peak * floor` at `steps`.

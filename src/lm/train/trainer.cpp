@@ -75,8 +75,11 @@ class Trainer {
         rows_(corpus_.train, config_.train.context, config_.train.seed),
         eval_rows_(choose_rows(pack_documents(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
         model_(make_model(config_, device)),
-        optimizer_(model_.parameters(),
-                   {config_.train.beta1, config_.train.beta2, 1e-8, config_.train.weight_decay, config_.train.clip}),
+        optimizer_(model_.parameters(), {.beta1 = config_.train.beta1,
+                                         .beta2 = config_.train.beta2,
+                                         .weight_decay = config_.train.weight_decay,
+                                         .clip = config_.train.clip,
+                                         .phi_lr_scale = config_.train.phi_lr_scale}),
         metrics_(device),
         throttle_(device) {
     if (rows_.empty()) throw Error("data: no document is left to train on");
