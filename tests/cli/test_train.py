@@ -146,7 +146,7 @@ def test_recomputed_layers_give_the_same_weights(tmp_path, corpus, attention):
 @pytest.mark.parametrize("phi", ["mlp", "linear"])
 def test_a_step_moves_phi_by_a_tenth_at_most(tmp_path, corpus, phi):
     """Where blocks are as long and heads as wide as usual; at the common rate it would be a quarter and more."""
-    wide = "--layers 1 --hidden-size 64 --heads 1 --head-dim 64 --dtype float32 --phi".split()
+    wide = "--layers 1 --hidden-size 64 --heads 1 --kv-heads 1 --head-dim 64 --dtype float32 --phi".split()
     short = "--context 256 --batch-size 1 --steps 1 --warmup-steps 0 --eval-every 0 --eval-tokens 256 --data".split()
 
     def weights(name, *options):
