@@ -16,6 +16,8 @@ from transformers import (
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 
+from nsa.hf import NsaLlamaConfig, NsaLlamaForCausalLM, NsaQwen3Config, NsaQwen3ForCausalLM
+
 VOCABULARY = 97
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -54,6 +56,34 @@ def dense(name: str, **changes: object) -> PreTrainedModel:
         "minimax": (MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig, MINIMAX),
     }[name]
     return kind(config(**{**SIZES, **more, **changes}, attn_implementation="eager")).eval()
+
+
+SMALL = {"kernel_size": 8, "kernel_stride": 4, "block_size": 16, "topk": 4, "window_size": 20}
+SPARSE = {"llama": (NsaLlamaForCausalLM, NsaLlamaConfig), "qwen3": (NsaQwen3ForCausalLM, NsaQwen3Config)}
+
+
+def sparse(
+    name: str, nsa: dict | None = None, dtype: torch.dtype = torch.float32, **changes: object
+) -> PreTrainedModel:
+    """A sparse model in evaluation mode whose gates and phi are not at their start."""
+    kind, config = SPARSE[name]
+    model = kind._from_config(config(**{**SIZES, **changes}, nsa={**SMALL, **(nsa or {})}), dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".gate." in name or ".phi_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
+    """ids and attention_mask (B, longest)."""
+    longest = max(map(len, rows))
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        place = slice(longest - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = row, 1
+    return ids, mask
 
 
 def tokens(*shape: int) -> Tensor:

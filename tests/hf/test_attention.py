@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening, StaticCache
 
 import nsa.hf  # noqa: F401
-from models import dense, error, gradients, tokens
+from models import dense, error, gradients, padded, tokens
 
 CAUSAL = ("llama", "qwen3", "mistral")
 LENGTHS = (41, 7, 30)
@@ -36,16 +36,6 @@ def test_logits_gradients_and_greedy_tokens_are_those_of_eager(name):
     largest = max(g.abs().max() for g in expected_grads.values())
     assert max((grads[n] - g).abs().max() for n, g in expected_grads.items()) < 1e-3 * largest
     assert torch.equal(text, expected_text)
-
-
-def padded(rows, side):
-    """ids, attention_mask (B, longest)."""
-    longest = max(map(len, rows))
-    pad = [torch.zeros(longest - len(row), dtype=torch.long) for row in rows]
-    order = (lambda a, b: (b, a)) if side == "left" else (lambda a, b: (a, b))
-    ids = torch.stack([torch.cat(order(row, p)) for row, p in zip(rows, pad, strict=True)])
-    mask = torch.stack([torch.cat(order(torch.ones_like(row), p)) for row, p in zip(rows, pad, strict=True)])
-    return ids, mask
 
 
 def summed_loss(logits, ids):

@@ -1,7 +1,7 @@
 """Native Sparse Attention in Hugging Face transformers (extra `hf`).
 
 Importing it registers attn_implementation="nsa", which runs a model's own attention pattern on the operators of this
-package.
+package, and the sparse models with transformers' Auto classes.
 """
 
 try:
@@ -10,5 +10,19 @@ except ImportError:
     raise ImportError("nsa.hf needs transformers 5.23 or newer: pip install 'nsa[hf]'") from None
 
 from .attention import nsa_attention_forward, nsa_attention_mask
+from .cache import NsaDynamicLayer, NsaStaticLayer
+from .configuration import NsaLlamaConfig, NsaQwen3Config
+from .models import NsaLlamaForCausalLM, NsaLlamaModel, NsaQwen3ForCausalLM, NsaQwen3Model
 
-__all__ = ["nsa_attention_forward", "nsa_attention_mask"]
+__all__ = [
+    "NsaDynamicLayer",
+    "NsaLlamaConfig",
+    "NsaLlamaForCausalLM",
+    "NsaLlamaModel",
+    "NsaQwen3Config",
+    "NsaQwen3ForCausalLM",
+    "NsaQwen3Model",
+    "NsaStaticLayer",
+    "nsa_attention_forward",
+    "nsa_attention_mask",
+]

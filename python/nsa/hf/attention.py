@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..functional import selected_attention, sliding_window_attention
+from .packing import Rows, offsets_of_restarts
 
 NAME = "nsa"
 
@@ -135,7 +136,7 @@ def nsa_attention_forward(
     if attention_mask is not None:
         return _padded(attend, q, k, v, indices, attention_mask), None
     if cu_seq_lens_q is None and position_ids is not None and q.shape[1] == k.shape[1] > 1:
-        cu_seq_lens_q = cu_seq_lens_k = _offsets_of_restarts(position_ids, q.shape[0], q.shape[1])
+        cu_seq_lens_q = cu_seq_lens_k = offsets_of_restarts(position_ids, q.shape[0], q.shape[1])
     if cu_seq_lens_q is None:
         return attend(q, k, v, indices), None
     if indices is not None:
@@ -152,53 +153,23 @@ def nsa_attention_forward(
 
 
 def _padded(attend: Callable, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, mask: Tensor) -> Tensor:
-    """Attention of the tokens among the keys, `mask` as from `nsa_attention_mask`, as if nothing else were there.
-
-    The tokens of each row move to its front, and each row becomes two packed sequences: its tokens, and the rest, whose
-    results mean nothing. So no size depends on the mask.
-    """
+    """Attention of the tokens among the keys, `mask` as from `nsa_attention_mask`, as if nothing else were there."""
     (batch, sq), sk = q.shape[:2], k.shape[1]
     tokens = mask > 0
     if indices is not None and bool((tokens[:, 1:] & ~tokens[:, :-1]).any()):
         raise ValueError("attention_mask: block_indices goes with right padding only: blocks would hold padding")
     slots_of_queries = (mask[0] >= 0).sum() - sq + torch.arange(sq, device=mask.device)
-    tokens_q = tokens[:, slots_of_queries]
-    order_q, order_k = (torch.argsort((~m).int(), dim=1, stable=True) for m in (tokens_q, tokens))
-
-    def packed(x: Tensor, order: Tensor) -> Tensor:
-        return x.gather(1, order[..., None, None].expand_as(x)).flatten(0, 1)
-
-    def offsets(m: Tensor) -> Tensor:
-        starts = torch.arange(m.shape[0], device=m.device) * m.shape[1]
-        both = torch.stack((starts, starts + m.sum(1)), 1).flatten()
-        return nn.functional.pad(both, (0, 1), value=m.numel()).to(torch.int32)
-
+    rows_q, rows_k = Rows.of(tokens[:, slots_of_queries]), Rows.of(tokens)
     o = attend(
-        packed(q, order_q),
-        *(packed(x, order_k) for x in (k, v)),
-        None if indices is None else packed(indices, order_q),
-        cu_seqlens_q=offsets(tokens_q),
-        cu_seqlens_k=offsets(tokens),
+        rows_q.front(q).flatten(0, 1),
+        *(rows_k.front(x).flatten(0, 1) for x in (k, v)),
+        None if indices is None else rows_q.front(indices).flatten(0, 1),
+        cu_seqlens_q=rows_q.offsets(),
+        cu_seqlens_k=rows_k.offsets(),
         max_seqlen_q=sq,
         max_seqlen_k=sk,
-    ).unflatten(0, (batch, sq))
-    return o.gather(1, order_q.argsort(dim=1)[..., None, None].expand_as(o))
-
-
-def _offsets_of_restarts(position_ids: Tensor, batch: int, length: int) -> Tensor | None:
-    """int32 offsets of the sequences in the flattened batch; None: one sequence per row."""
-    if position_ids.dim() != 2 or position_ids.shape[1] != length:
-        return None
-    position_ids = position_ids.expand(batch, -1)
-    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if torch.compiler.is_compiling():
-        message = "position_ids restart: give cu_seq_lens_q and cu_seq_lens_k in compiled code"
-        torch._assert_async(~restarts.any(), message)
-        return None
-    if not bool(restarts.any()):
-        return None
-    starts = nn.functional.pad(restarts, (1, 0), value=True).flatten().nonzero().flatten()
-    return nn.functional.pad(starts, (0, 1), value=batch * length).to(torch.int32)
+    )
+    return rows_q.back(o.unflatten(0, (batch, sq)))
 
 
 AttentionInterface.register(NAME, nsa_attention_forward)

@@ -1,0 +1,158 @@
+"""Layers of a transformers cache that hold a `KVCache`: DynamicCache and StaticCache make them for sparse layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
+
+from ..cache import KVCache
+from ..config import NSAConfig
+from ..layer import MAX_DECODE_TOKENS
+from .configuration import LAYER_TYPE
+from .operators import decode_step, forget, rows_of
+
+GROWTH = 1.5
+"""A cache that grows gets this much longer at least, so that growing costs a constant time per token."""
+
+
+class _NsaLayer:
+    """A KVCache with as many rows as the batch: a row holds its tokens without padding.
+
+    transformers counts slots instead, padding included.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False  # its sizes come with the first step
+
+    cache: KVCache | None = None
+
+    def step(self, inputs: tuple[Tensor, ...], weights: tuple, cfg: NSAConfig, tables: tuple, tokens: Tensor | None):
+        """Appends the tokens in front of each row and attends: inputs are q, k_cmp, v_cmp, ..., gates, (B, m, ...).
+
+        tokens: bool (B, m), which of the new slots hold tokens; None: all.
+        """
+        q, k, v = inputs[:3]
+        self._append(q.shape[1], tokens, k, v, cfg)
+        num_new = None if tokens is None else tokens.sum(1, dtype=torch.int32)
+        return decode_step(inputs, self.cache, weights, cfg, tables, num_new, prefill=q.shape[1] > MAX_DECODE_TOKENS)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a sparse layer is initialized by its first step")
+
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a sparse layer of a cache takes steps; only the models of nsa.hf make them")
+
+    def offload(self) -> None:
+        raise ValueError("cache_implementation: a sparse layer's cache cannot be offloaded")
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.cache_seqlens.device
+
+
+class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
+    """Grows: what it holds is copied when it becomes longer, into room for half as many tokens more."""
+
+    _layer_type = LAYER_TYPE
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+        self.slots = 0
+        self.seen: Tensor | None = None  # bool (B, slots), which of them were tokens; None: all
+
+    def get_seq_length(self) -> int:
+        return self.slots
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove slots, at most 32 tokens below the longest that a row has been."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove = {tokens_to_remove}: must be 0 or negative")
+        if tokens_to_remove == 0 or self.cache is None:
+            return
+        left = self.slots + tokens_to_remove
+        if left < 0:
+            raise ValueError(f"tokens_to_remove = {tokens_to_remove}: must be at least -{self.slots}")
+        forget(self.cache, -tokens_to_remove if self.seen is None else self.seen[:, left : self.slots].sum(1))
+        self.slots = left
+
+    def reset(self) -> None:
+        self.cache = self.seen = None
+        self.slots = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.cache is not None:
+            self.cache = rows_of(self.cache, indices, self.cache.max_length)
+            self.seen = None if self.seen is None else self.seen[indices]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            rows = torch.arange(self.cache.batch_size, device=self.cache.cache_seqlens.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> None:
+        batch, needed = k.shape[0], self.slots + new
+        if self.cache is None:
+            self.cache = _new_cache(batch, _rounded(needed + MAX_DECODE_TOKENS), k, v, cfg)
+            self.is_initialized = True
+        elif needed > self.cache.max_length:
+            size = _rounded(max(needed, int(GROWTH * self.cache.max_length)))
+            self.cache = rows_of(self.cache, torch.arange(batch), size)
+        if tokens is not None or self.seen is not None:
+            every = torch.ones(batch, needed, dtype=torch.bool, device=k.device)
+            if self.seen is not None:
+                every[:, : self.slots] = self.seen[:, : self.slots]
+            if tokens is not None:
+                every[:, self.slots :] = tokens
+            self.seen = every
+        self.slots = needed
+
+
+class NsaStaticLayer(_NsaLayer, StaticLayer):
+    """Of fixed size, for compiled steps: nothing in a step depends on the lengths."""
+
+    _layer_type = LAYER_TYPE
+    is_croppable = False
+
+    def __init__(self, max_cache_len: int, **_: object) -> None:
+        super().__init__(max_cache_len)
+
+    def reset(self) -> None:
+        if self.cache is not None:
+            for row in range(self.cache.batch_size):
+                self.cache.release(row)
+        self.cumulative_length.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """In place: a compiled step has the addresses."""
+        if self.cache is not None:
+            chosen = rows_of(self.cache, beam_idx, self.max_cache_len)
+            for store, new in zip(self.cache.tensors(), chosen.tensors(), strict=True):
+                store.copy_(new)
+
+    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> None:
+        if self.cache is None:
+            self.cache = _new_cache(k.shape[0], self.max_cache_len, k, v, cfg)
+            self.cumulative_length = self.cumulative_length.to(k.device)
+            self.is_initialized = True
+        self.cumulative_length.add_(new)
+
+
+def _new_cache(batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
+    sizes = (batch, k.shape[-2], k.shape[-1], v.shape[-1], cfg)
+    return KVCache(*sizes, max_length=max_length, dtype=k.dtype, device=k.device)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // 64) * 64

@@ -1,0 +1,79 @@
+"""Configurations of Llama and Qwen3 with Native Sparse Attention: the dense fields, `nsa` and `dense_layers`."""
+
+from __future__ import annotations
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig, Qwen3Config
+
+from ..config import NSAConfig
+
+LAYER_TYPE = "nsa"
+"""What `layer_types` calls a sparse layer, and caches of transformers look up."""
+
+OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": True}
+"""Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
+
+
+class _Sparse:
+    """What both configurations add.
+
+    Fields:
+        nsa: hyperparameters of NSAConfig; `share_kv`, one key and one value projection for the three branches; `phi`,
+            "mlp", "linear" or "mean"; `phi_hidden`, units of the mlp, 0: twice the head dim; `phi_per_kv_head`, a phi
+            for each KV head or one for all. What is missing has its default.
+        dense_layers: numbers of the layers that keep full attention.
+    """
+
+    def _complete(self) -> None:
+        given = dict(self.nsa or {})
+        for name, value in given.items():
+            if name not in OPTIONS:
+                raise ValueError(f"nsa: unknown field {name!r}: must be one of {', '.join(OPTIONS)}")
+            if type(value) is not type(OPTIONS[name]):
+                raise ValueError(f"nsa: {name} = {value!r}: must be of type {type(OPTIONS[name]).__name__}")
+        self.nsa = {**OPTIONS, **given}
+        if self.nsa["phi"] not in ("mlp", "linear", "mean"):
+            raise ValueError(f"nsa: phi = {self.nsa['phi']!r}: must be mean, linear or mlp")
+        self.nsa_config()
+        layers = sorted(set(self.dense_layers or []))
+        for layer in layers:
+            if not 0 <= layer < self.num_hidden_layers:
+                raise ValueError(f"dense_layers: {layer}: must be 0 ... {self.num_hidden_layers - 1}")
+        self.dense_layers = layers
+        self.layer_types = ["full_attention" if i in layers else LAYER_TYPE for i in range(self.num_hidden_layers)]
+
+    def nsa_config(self) -> NSAConfig:
+        return NSAConfig(**{name: self.nsa[name] for name in NSAConfig.__dataclass_fields__})
+
+    def validate_layer_type(self) -> None:
+        """transformers knows a fixed list of names; `_complete` has made the list itself."""
+
+
+@strict
+class NsaLlamaConfig(_Sparse, LlamaConfig):
+    __doc__ = _Sparse.__doc__
+    model_type = "nsa_llama"
+
+    nsa: dict | None = None
+    dense_layers: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("layer_types", None)  # saved for readers; made from dense_layers here
+        super().__post_init__(**kwargs)
+        self._complete()
+
+
+@strict
+class NsaQwen3Config(_Sparse, Qwen3Config):
+    __doc__ = _Sparse.__doc__
+    model_type = "nsa_qwen3"
+
+    nsa: dict | None = None
+    dense_layers: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        self.layer_types = None
+        super().__post_init__(**kwargs)
+        if self.sliding_window is not None:
+            raise ValueError(f"sliding_window = {self.sliding_window}: must be None (use_sliding_window = False)")
+        self._complete()

@@ -1,0 +1,313 @@
+"""Llama and Qwen3 with Native Sparse Attention: all but the attention is transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, initialization
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel, Qwen3RMSNorm
+from transformers.utils.output_capturing import capture_outputs
+
+from ..compression import CompressionFunction
+from ..layer import BRANCHES
+from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
+from .operators import attend, initial_weights, weights_of
+from .packing import Rows, offsets_of_restarts
+
+
+@dataclass
+class Layout:
+    """Where the sequences of a batch are, for all sparse layers of one forward.
+
+    Attributes:
+        tables: cosines and sines, float32 (positions, D / 2).
+        rows: the order of a padded batch; None: no padding.
+        tokens: bool (B, S), which slots hold tokens; None: all.
+        cu_seqlens: int32 offsets of padding-free sequences in the flattened batch.
+        max_seqlen: an upper bound of their lengths.
+    """
+
+    tables: tuple[Tensor, Tensor]
+    rows: Rows | None = None
+    tokens: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+
+
+class NsaAttention(nn.Module):
+    """Projections, gates and phi around the sparse operators, named as in `nsa.NativeSparseAttention`."""
+
+    def __init__(self, config: NsaLlamaConfig | NsaQwen3Config, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.cfg = config.nsa_config()
+        options, width = config.nsa, config.hidden_size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+        def projection() -> nn.Module:
+            def one() -> nn.Linear:
+                return nn.Linear(width, kv_heads * self.head_dim, bias=config.attention_bias)
+
+            return one() if options["share_kv"] else nn.ModuleDict({branch: one() for branch in BRANCHES})
+
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj, self.v_proj = projection(), projection()
+        if isinstance(config, NsaQwen3Config):
+            self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        sets = kv_heads if options["phi_per_kv_head"] else 1
+        sizes = (options["phi"], self.cfg.kernel_size, self.head_dim, sets, options["phi_hidden"] or None)
+        self.phi_k, self.phi_v = CompressionFunction(*sizes), CompressionFunction(*sizes)
+        hidden = max(1, width // 4)
+        self.gate = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, 3 * heads))
+        self.gate[2].starts_at_zero = True  # so that every gate starts at its bias
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=config.attention_bias)
+
+    def forward(
+        self, hidden_states: Tensor, layout: Layout, past_key_values: Cache | None = None, **_: object
+    ) -> tuple[Tensor, None]:
+        """hidden_states: (B, S, hidden_size), as the result."""
+        rows, cu_seqlens = layout.rows, layout.cu_seqlens
+        x = hidden_states if rows is None else rows.front(hidden_states)
+        if past_key_values is None and (rows is not None or cu_seqlens is not None):
+            cu_seqlens = cu_seqlens if rows is None else rows.offsets()
+            x = x.flatten(0, 1)
+        v = self._branches(self.v_proj, x)
+        dtype = v["cmp"].dtype  # under autocast, norms leave queries and keys in another
+        q = self.q_norm(self._heads(self.q_proj(x))).to(dtype)
+        k = self._branches(self.k_proj, x)
+        if k["slc"] is k["cmp"]:
+            k = dict.fromkeys(BRANCHES, self.k_norm(k["cmp"]).to(dtype))
+        else:
+            k = {branch: self.k_norm(one).to(dtype) for branch, one in k.items()}
+        gates = torch.sigmoid(self.gate(x)).to(dtype).unflatten(-1, (-1, 3))
+        inputs = (q, *(one[branch] for branch in BRANCHES for one in (k, v)), gates)
+        weights = weights_of(self.phi_k, dtype), weights_of(self.phi_v, dtype)
+        if past_key_values is None:
+            o = attend(inputs, weights, self.cfg, layout.tables, cu_seqlens, layout.max_seqlen)
+        else:
+            o = past_key_values.layers[self.layer_idx].step(inputs, weights, self.cfg, layout.tables, layout.tokens)
+            if torch.is_grad_enabled() and hidden_states.requires_grad:
+                o = _WithoutGradient.apply(o, hidden_states)
+        o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
+        return o if rows is None else rows.back(o), None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _branches(self, projection: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        if isinstance(projection, nn.ModuleDict):
+            return {branch: self._heads(projection[branch](x)) for branch in BRANCHES}
+        return dict.fromkeys(BRANCHES, self._heads(projection(x)))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A step with a cache in code that records gradients: refused when the gradient is asked for, not lost."""
+
+    @staticmethod
+    def forward(ctx, o: Tensor, _: Tensor) -> Tensor:
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx, _: Tensor):
+        raise RuntimeError("past_key_values: a step with a cache has no gradient; train with use_cache=False")
+
+
+class _Sparse:
+    """What the classes of both architectures share."""
+
+    _supports_flash_attn = _supports_sdpa = _supports_flex_attn = False
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: object, **__: object) -> str:
+        if attn_implementation not in (None, "nsa"):
+            raise ValueError(f"attn_implementation = {attn_implementation!r}: must be 'nsa'")
+        return "nsa"
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if getattr(module, "starts_at_zero", False):
+            initialization.zeros_(module.weight)
+        elif isinstance(module, CompressionFunction) and module.pe is not None:
+            start = initial_weights(module).as_arguments()[1:]
+            for name, value in zip(("pe", "w1", "b1", "w2", "b2"), start, strict=True):
+                if value is not None:
+                    initialization.copy_(getattr(module, name), value)
+
+
+class _SparseModel(_Sparse):
+    """The base model: the layers that are not dense get an NsaAttention."""
+
+    def __init__(self, config: NsaLlamaConfig | NsaQwen3Config) -> None:
+        super().__init__(config)
+        for i, layer in enumerate(self.layers):
+            if i not in config.dense_layers:
+                layer.self_attn = NsaAttention(config, i)
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: object,
+    ) -> BaseModelOutputWithPast:
+        """As transformers' own, with these differences.
+
+        Args:
+            attention_mask: (B, tokens seen, these included) or None. Each row is computed as if its padding were not
+                there: positions count tokens.
+            position_ids: (B or 1, S): where they restart, a sequence starts; the dense layers rotate by them.
+            use_cache: default the configuration's where gradients are off, else False: a step with a cache has none.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: exactly one must be given")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask: {tuple(attention_mask.shape)}: must be (B, S) or None")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions = True: must be False in a sparse model")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            checkpointing = self.gradient_checkpointing and self.training
+            use_cache = self.config.use_cache and not torch.is_grad_enabled() and not checkpointing
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            for i, kind in enumerate(self.config.layer_types):
+                held = past_key_values.layers[i] if i < len(past_key_values.layers) else None
+                if held is None or (kind == LAYER_TYPE) != hasattr(held, "step"):
+                    raise ValueError("past_key_values: must be made for the model: DynamicCache(config=model.config)")
+        layout = self._layout(hidden_states, attention_mask, position_ids, past_key_values, kwargs)
+        dense = {}
+        if self.config.dense_layers:
+            if position_ids is None:
+                slots = 0 if past_key_values is None else past_key_values.get_seq_length()
+                position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + slots)[None]
+            dense["attention_mask"] = create_causal_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+            dense["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=position_ids)
+            dense["position_ids"] = position_ids
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, past_key_values=past_key_values, layout=layout, use_cache=use_cache, **dense, **kwargs
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
+        )
+
+    def _layout(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        kwargs: dict,
+    ) -> Layout:
+        batch, length = x.shape[:2]
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        fixed = -1 if past_key_values is None else past_key_values.get_max_length()
+        layout = Layout(self._rotation(fixed if fixed > 0 else seen + length, x.device))
+        if attention_mask is not None:
+            new = torch.arange(length, device=x.device) + seen
+            tokens = attention_mask.to(x.device).bool().index_select(1, new)
+            if isinstance(seen, Tensor) or not bool(tokens.all()):
+                layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length
+        elif past_key_values is None or (not isinstance(seen, Tensor) and seen == 0):
+            cu_seqlens = kwargs.get("cu_seq_lens_q")
+            if cu_seqlens is None and position_ids is not None:
+                cu_seqlens = offsets_of_restarts(position_ids, batch, length)
+            if cu_seqlens is not None:
+                if past_key_values is not None:
+                    raise ValueError("use_cache: must be False with packed sequences")
+                layout.cu_seqlens, longest = cu_seqlens.to(torch.int32), kwargs.get("max_length_q")
+                layout.max_seqlen = None if longest is None else int(longest)
+        return layout
+
+    @torch.no_grad()
+    def _rotation(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of at least so many positions; kept, so that a step computes none."""
+        tables = self._tables
+        if tables is None or tables[0].shape[0] < positions or tables[0].device != device:
+            length = 1 << (2 * positions + 127).bit_length()
+            if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # else the angles would change with the length
+                length = max(length, self.config.max_position_embeddings)
+            like = torch.empty(0, dtype=torch.float32, device=device)
+            both = self.rotary_emb(like, position_ids=torch.arange(length, device=device)[None])
+            tables = self._tables = tuple(t[0, :, : t.shape[-1] // 2].contiguous() for t in both)
+        return tables
+
+
+class NsaLlamaModel(_SparseModel, LlamaModel):
+    """The decoder without a head."""
+
+    config: NsaLlamaConfig
+    config_class = NsaLlamaConfig
+
+
+class NsaLlamaForCausalLM(_Sparse, LlamaForCausalLM):
+    """With a language modelling head."""
+
+    config: NsaLlamaConfig
+    config_class = NsaLlamaConfig
+
+    def __init__(self, config: NsaLlamaConfig) -> None:
+        LlamaPreTrainedModel.__init__(self, config)
+        _add_head(self, NsaLlamaModel(config))
+
+
+class NsaQwen3Model(_SparseModel, Qwen3Model):
+    """The decoder without a head."""
+
+    config: NsaQwen3Config
+    config_class = NsaQwen3Config
+
+
+class NsaQwen3ForCausalLM(_Sparse, Qwen3ForCausalLM):
+    """With a language modelling head."""
+
+    config: NsaQwen3Config
+    config_class = NsaQwen3Config
+
+    def __init__(self, config: NsaQwen3Config) -> None:
+        Qwen3PreTrainedModel.__init__(self, config)
+        _add_head(self, NsaQwen3Model(config))
+
+
+def _add_head(causal: nn.Module, model: nn.Module) -> None:
+    causal.model = model
+    causal.vocab_size = model.config.vocab_size
+    causal.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    causal.post_init()
+
+
+for _config, _model, _causal in (
+    (NsaLlamaConfig, NsaLlamaModel, NsaLlamaForCausalLM),
+    (NsaQwen3Config, NsaQwen3Model, NsaQwen3ForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)
+    AutoModelForCausalLM.register(_config, _causal)

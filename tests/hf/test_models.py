@@ -1,0 +1,342 @@
+"""NsaLlamaForCausalLM and NsaQwen3ForCausalLM: saving, generation, caches, training modes."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    StaticCache,
+)
+
+import nsa
+from models import SIZES, SMALL, SPARSE, VOCABULARY, dense, error, gradients, padded, sparse, tokens
+
+BOTH = pytest.mark.parametrize("name", SPARSE)
+LENGTHS = (5, 83, 150)  # below l = 8; about n * l' = 64; far above
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+def greedy(model, row, count=20):
+    """Tokens by whole forwards without a cache, and the logits that chose them."""
+    logits = []
+    for _ in range(count):
+        last = model(row[None], use_cache=False).logits[0, -1]
+        logits.append(last)
+        row = torch.cat((row, last.argmax()[None]))
+    return row[-count:], torch.stack(logits)
+
+
+# Saving
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_and_loaded_by_the_auto_classes_it_gives_the_same_bits(name, dtype, tied, tmp_path):
+    model = sparse(name, dtype=dtype, tie_word_embeddings=tied, dense_layers=[1])
+    ids = tokens(2, 100)
+    model.save_pretrained(tmp_path, max_shard_size="100kB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and loaded.dtype == dtype
+    assert loaded.config.nsa == model.config.nsa and loaded.config.dense_layers == [1]
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True)
+        assert torch.equal(loaded(ids).logits, expected.logits)
+        base = AutoModel.from_pretrained(tmp_path)
+        assert torch.equal(base(ids).last_hidden_state, expected.hidden_states[-1])
+    assert type(AutoConfig.from_pretrained(tmp_path)) is SPARSE[name][1]
+    assert type(model)._from_config(model.config).config.nsa == model.config.nsa
+
+
+@BOTH
+@pytest.mark.parametrize("phi", ["mlp", "linear", "mean"])
+def test_missing_weights_start_as_in_a_new_layer(name, phi, tmp_path):
+    """Where a checkpoint has no phi and gates, they start as a new layer's: phi the mean, gates one half."""
+    model = SPARSE[name][0](SPARSE[name][1](**SIZES, nsa={**SMALL, "phi": phi}))
+    weights = {n: p for n, p in model.state_dict().items() if ".phi_" not in n and ".gate." not in n}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    attention = AutoModelForCausalLM.from_pretrained(tmp_path).model.layers[0].self_attn
+    k = torch.randn(1, 8, 2, 16)
+    assert error(nsa.compress(k, attention.phi_k.weights(k.dtype), attention.cfg), k.mean(1, keepdim=True)) < 1e-5
+    assert not attention.gate[2].weight.any() and not attention.gate[2].bias.any()
+
+
+def test_a_configuration_is_checked():
+    config = SPARSE["llama"][1]
+    for nsa_, message in (
+        ({"topk": 0}, r"^topk = 0: must be >= 1"),
+        ({"top": 4}, r"^nsa: unknown field 'top': must be one of kernel_size, "),
+        ({"share_kv": 1}, r"^nsa: share_kv = 1: must be of type bool"),
+        ({"phi": "max"}, r"^nsa: phi = 'max': must be mean, linear or mlp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(**SIZES, nsa=nsa_)
+    with pytest.raises(ValueError, match=r"^dense_layers: 2: must be 0 \.\.\. 1"):
+        config(**SIZES, dense_layers=[2])
+    assert config().nsa_config() == nsa.NSAConfig()
+    with pytest.raises(ValueError, match=r"^attn_implementation = 'sdpa': must be 'nsa'"):
+        SPARSE["llama"][0]._from_config(config(**SIZES), attn_implementation="sdpa")
+
+
+# The attention is the layer's
+
+
+@pytest.mark.parametrize("share_kv", [False, True])
+def test_an_attention_layer_is_native_sparse_attention(share_kv):
+    model = sparse("llama", nsa={"share_kv": share_kv})
+    attention = model.model.layers[0].self_attn
+    cfg = nsa.NSAConfig(**SMALL)
+    layer = nsa.NativeSparseAttention(64, 8, 2, 16, cfg=cfg, share_kv=share_kv)
+    layer.load_state_dict(attention.state_dict())
+    x = torch.randn(2, 100, 64)
+    layout = model.model._layout(x, None, None, None, {})
+    with torch.no_grad():
+        assert error(attention(x, layout)[0], layer(x)) < 1e-6
+
+
+# Generation
+
+
+@BOTH
+@pytest.mark.parametrize("layers", [[], [0]])
+def test_padded_prompts_generate_the_tokens_of_each_alone(name, layers):
+    model = sparse(name, dense_layers=layers)
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, "left")
+    forwards = []
+    model.model.register_forward_hook(lambda *_: forwards.append(1))
+    out = model.generate(ids, attention_mask=mask, **GREEDY, output_logits=True, return_dict_in_generate=True)
+    assert len(forwards) == 20
+    with torch.no_grad():
+        for i, row in enumerate(rows):
+            expected, logits = greedy(model, row)
+            assert torch.equal(out.sequences[i, ids.shape[1] :], expected)
+            assert error(torch.stack([step[i] for step in out.logits]), logits) < 1e-5
+
+
+@BOTH
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_is_the_row_alone(name, side):
+    model = sparse(name, dense_layers=[1])
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, side)
+    labels = ids.masked_fill(mask == 0, -100)
+    out = model(ids, attention_mask=mask, labels=labels)
+    for i, row in enumerate(rows):
+        assert error(out.logits[i][mask[i].bool()], model(row[None]).logits[0]) < 1e-5
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        cached = model(ids, attention_mask=mask, use_cache=True).logits
+    assert error(cached[mask.bool()], out.logits[mask.bool()]) < 1e-5
+
+
+@BOTH
+def test_sampling_by_seed_beams_and_several_sequences(name):
+    model = sparse(name)
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, "left")
+    samples = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        samples.append(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=True))
+    assert torch.equal(*samples)
+    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for i, row in enumerate(rows):
+        alone = model.generate(row[None], **options, use_cache=False)
+        assert torch.equal(together[2 * i : 2 * i + 2, ids.shape[1] :], alone[:, len(row) :])
+
+
+@BOTH
+def test_a_prompt_in_chunks_and_going_on_with_a_returned_cache(name):
+    model = sparse(name, dense_layers=[1])
+    row = tokens(150)
+    expected = model.generate(row[None], **GREEDY)
+    assert torch.equal(model.generate(row[None], **GREEDY, prefill_chunk_size=37), expected)
+    options = {"do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(row[None], **options, max_new_tokens=8)
+    rest = model.generate(first.sequences, **options, max_new_tokens=12, past_key_values=first.past_key_values)
+    assert torch.equal(rest.sequences, expected)
+
+
+@BOTH
+def test_chunks_of_padded_rows(name):
+    model = sparse(name, dense_layers=[1])
+    rows = [tokens(n) for n in LENGTHS]
+    for side in ("left", "right"):
+        ids, mask = padded(rows, side)
+        cache, logits = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            expected = model(ids, attention_mask=mask).logits
+            for begin, end in ((0, 60), (60, 61), (61, 75), (75, 150)):
+                out = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+                logits.append(out.logits)
+        assert error(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()]) < 1e-5
+
+
+@BOTH
+def test_cropping_up_to_32_tokens(name):
+    model = sparse(name)
+    rows = [tokens(n) for n in (90, 150)]
+    ids, mask = padded(rows, "left")
+    more = tokens(2, 40)
+    whole = torch.cat((mask, torch.ones_like(more)), 1)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        expected = model(more, attention_mask=whole, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+        model(tokens(2, 32), attention_mask=whole[:, :182], past_key_values=cache, use_cache=True)
+        cache.crop(-32)
+        assert cache.get_seq_length() == 150
+        with pytest.raises(ValueError, match=r"must be at most 32 below the longest it has been, 122"):
+            cache.crop(-1)
+        assert torch.equal(model(more, attention_mask=whole, past_key_values=cache, use_cache=True).logits, expected)
+
+
+@BOTH
+def test_assisted_decoding(name):
+    model = sparse(name)
+    row = tokens(150)
+    assistant = sparse(name)  # other weights: most of its drafts are refused
+    for helper in (assistant, copy.deepcopy(model)):
+        helper.generation_config.num_assistant_tokens = 8
+        helper.generation_config.num_assistant_tokens_schedule = "constant"
+        out = model.generate(row[None], **GREEDY, assistant_model=helper)
+        assert torch.equal(out, model.generate(row[None], **GREEDY))
+
+
+def test_what_a_cache_takes():
+    """Memory of a layer: keys and values of the selection and compressed ones by capacity, rings of w + 32, l + 32."""
+    model = sparse("llama")
+    with torch.no_grad():
+        cache = model(tokens(3, 500), use_cache=True).past_key_values
+        for _ in range(600):
+            model(tokens(3, 1), past_key_values=cache, use_cache=True)
+    held = cache.layers[0].cache
+    assert 1100 <= held.max_length <= 1.5 * 1100 + 64
+    per_token = 3 * 2 * 16 * 4 * 2  # rows, KV heads, head dim, bytes, keys and values
+    capacity = held.max_length + -(-held.cfg.num_compressed(held.max_length) // 16) * 16
+    rings = 20 + 32 + 8 + 32
+    assert sum(t.nbytes for t in held.tensors()[:8]) == per_token * (capacity + rings)
+
+
+def test_a_compiled_step_on_a_cache_of_fixed_size():
+    model = sparse("llama", dense_layers=[1])
+    rows = [tokens(n) for n in (40, 83)]
+    ids, mask = padded(rows, "left")
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    static = model.generate(ids, attention_mask=mask, **GREEDY, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, expected)
+    cache = StaticCache(config=model.config, max_cache_len=128)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        last = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        text = [ids, last]
+        for i in range(19):
+            mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
+            run = step if i < 2 else torch.compiler.set_stance("fail_on_recompile")(step)
+            fixed = torch.nn.functional.pad(mask, (0, 128 - mask.shape[1]))
+            last = run(last, attention_mask=fixed, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            text.append(last)
+    assert torch.equal(torch.cat(text, 1), expected)
+
+
+# Training
+
+
+@BOTH
+def test_checkpointed_gradients_are_the_same_bits(name):
+    model = sparse(name, dense_layers=[1]).train()
+    ids = tokens(2, 100)
+    grads = []
+    for _ in range(2):
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        grads.append(gradients(model))
+        model.gradient_checkpointing_enable()
+    assert all(torch.equal(g, grads[1][n]) for n, g in grads[0].items())
+    assert grads[0].keys() == dict(model.named_parameters()).keys()
+
+
+@BOTH
+@pytest.mark.parametrize("offsets", [True, False])
+def test_flattened_sequences_are_each_alone(name, offsets):
+    model = sparse(name, dense_layers=[1])
+    rows = [tokens(n) for n in LENGTHS]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=offsets)
+    batch = collate([{"input_ids": row.tolist()} for row in rows])
+    out = model(**batch)
+    for row, logits in zip(rows, out.logits[0].split(LENGTHS), strict=True):
+        assert error(logits, model(row[None]).logits[0]) < 1e-5
+    out.loss.backward()
+    together = gradients(model)
+    model.zero_grad()
+    count = sum(LENGTHS) - len(LENGTHS)
+    for row in rows:
+        loss = model(row[None], labels=row[None]).loss * (len(row) - 1) / count
+        loss.backward()
+    alone = gradients(model)
+    largest = max(g.abs().max() for g in alone.values())
+    assert max((together[n] - g).abs().max() for n, g in alone.items()) < 1e-5 * largest
+
+
+def test_a_step_with_a_cache_has_no_gradient_and_says_so():
+    model = sparse("llama")
+    ids = tokens(1, 30)
+    assert model(ids).past_key_values is None
+    out = model(ids, labels=ids, use_cache=True)
+    with pytest.raises(RuntimeError, match=r"^past_key_values: a step with a cache has no gradient"):
+        out.loss.backward()
+
+
+def test_low_rank_adapters_on_all_linear_layers():
+    peft = pytest.importorskip("peft")
+    model = sparse("llama", dense_layers=[1])
+    ids = tokens(2, 100)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    with torch.no_grad():
+        plain = model(ids).logits
+    adapted = peft.get_peft_model(model, config)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
+    assert all(p.grad is not None and p.grad.any() for n, p in adapted.named_parameters() if n in trained)
+    layer = "base_model.model.model.layers.0.self_attn."
+    for part in ("q_proj", "k_proj.cmp", "k_proj.slc", "v_proj.swa", "gate.0", "gate.2", "o_proj"):
+        assert f"{layer}{part}.lora_A.default.weight" in trained
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        assert error(expected, plain) > 1e-3
+        assert error(adapted.merge_and_unload()(ids).logits, expected) < 1e-4
+
+
+def test_calls_that_cannot_be_are_refused():
+    model = sparse("llama")
+    ids = tokens(1, 20)
+    with pytest.raises(ValueError, match=r"^attention_mask: \(1, 1, 20, 20\): must be \(B, S\) or None"):
+        model(ids, attention_mask=torch.zeros(1, 1, 20, 20))
+    with pytest.raises(ValueError, match=r"^output_attentions = True: must be False in a sparse model"):
+        model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"^past_key_values: must be made for the model"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"^past_key_values: must be made for the model"):
+        model(ids, past_key_values=DynamicCache(config=dense("llama").config), use_cache=True)
+    with pytest.raises(ValueError, match=r"^use_cache: must be False with packed sequences"):
+        model(ids, position_ids=torch.arange(20)[None] % 10, use_cache=True)
+    assert int(model(ids).logits.shape[-1]) == VOCABULARY
+
+
+def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
+    sparse("qwen3", dense_layers=[1]).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "nsa_qwen3" and saved["architectures"] == ["NsaQwen3ForCausalLM"]
+    assert saved["nsa"]["window_size"] == 20 and saved["dense_layers"] == [1]
