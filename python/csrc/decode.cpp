@@ -37,12 +37,12 @@ Tensors<2> step(const Tensor& q, const Tensor& k_cmp, const Tensor& v_cmp, const
                 const OptionalTensor& rope_sin, const OptionalTensor& num_new, const OptionalTensor& imposed_indices) {
   DecodeParams params;
   params.q = input(q, "q");
-  params.k_cmp = input(k_cmp, "new_kv.k_cmp");
-  params.v_cmp = input(v_cmp, "new_kv.v_cmp");
-  params.k_slc = input(k_slc, "new_kv.k_slc");
-  params.v_slc = input(v_slc, "new_kv.v_slc");
-  params.k_swa = input(k_swa, "new_kv.k_swa");
-  params.v_swa = input(v_swa, "new_kv.v_swa");
+  params.k_cmp = input(k_cmp, "k_cmp");
+  params.v_cmp = input(v_cmp, "v_cmp");
+  params.k_slc = input(k_slc, "k_slc");
+  params.v_slc = input(v_slc, "v_slc");
+  params.k_swa = input(k_swa, "k_swa");
+  params.v_swa = input(v_swa, "v_swa");
   params.gates = input(gates, "gates");
   params.cache = cache_of(cache_k_slc, cache_v_slc, cache_k_c, cache_v_c, k_swa_ring, v_swa_ring, k_cmp_ring,
                           v_cmp_ring, cache_seqlens, overflow, block_table, block_table_c);

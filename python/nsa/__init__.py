@@ -2,11 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from . import reference
 from .backends import describe_backends, device_count
-from .cache import KVCache
+from .cache import ROLLBACK, KVCache
 from .compression import CompressionFunction, initial_compression_weights
 from .config import CompressionWeights, NSAConfig
-from .decoding import decode, prefill
+from .decoding import MAX_DECODE_TOKENS, decode, prefill
 from .functional import (
     combine,
     compress,
@@ -27,6 +28,8 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+source"
 
 __all__ = [
+    "MAX_DECODE_TOKENS",
+    "ROLLBACK",
     "CompressionFunction",
     "CompressionWeights",
     "KVCache",
@@ -43,6 +46,7 @@ __all__ = [
     "native_sparse_attention",
     "nsa_attention",
     "prefill",
+    "reference",
     "rotary_tables",
     "rotate",
     "select_blocks",

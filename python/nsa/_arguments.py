@@ -65,12 +65,12 @@ def check_sizes(largest: int = 2**31 - 1, **sizes: int | None) -> None:
             raise ValueError(f"{name} = {value}: must be >= 1 and <= {largest}")
 
 
-def check_offsets(cu_seqlens: Tensor) -> None:
+def check_offsets(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:
     """Raises ValueError unless it has the dtype and shape of offsets; TypeError if it is no tensor."""
-    check_type("cu_seqlens", cu_seqlens, Tensor)
+    check_type(name, cu_seqlens, Tensor)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         what = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}".removeprefix("torch.")
-        raise ValueError(f"cu_seqlens: {what}: expected int32 (B + 1)")
+        raise ValueError(f"{name}: {what}: expected int32 (B + 1)")
 
 
 def _alternatives(hint: Any) -> tuple:

@@ -6,8 +6,10 @@ a tensor that was not asked for is 1-D without elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,17 +31,22 @@ _eager: dict[Any, Callable] = {}
 """How eager code runs an operator, where it is not torch.ops' way."""
 
 
-def call(operator: Callable, *arguments: Any) -> Any:
-    """operator(*arguments), with ValueError for a refused argument in every version of torch."""
+def call(operator: Callable, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """operator(*arguments), with ValueError for a refused argument in every version of torch.
+
+    `names`: what the caller calls arguments of the operator, for the message.
+    """
     try:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return operator(*arguments)
         return (_eager.get(operator) or operator.default)(*arguments)
     except (RuntimeError, ValueError) as error:
         message = str(error)
-        if message.startswith(_REFUSED):
-            raise ValueError(message.removeprefix(_REFUSED)) from None
-        raise
+        if not message.startswith(_REFUSED) and not isinstance(error, ValueError):
+            raise
+        if names:
+            message = re.sub(r"(?<![.\w])({})\b".format("|".join(names)), lambda found: names[found[0]], message)
+        raise ValueError(message.removeprefix(_REFUSED)) from None
 
 
 def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ._arguments import check_sizes, checked
 from .config import CompressionWeights
 
+NAMES = ("pe", "w1", "b1", "w2", "b2")
+
 
 @checked
 def initial_compression_weights(
@@ -77,6 +79,8 @@ def initial_compression_weights(
 class CompressionFunction(nn.Module):
     """phi of keys or of values: the parameters pe, w1, b1, w2, b2 (those its kind has), float32 at first.
 
+    Called with a dtype it gives CompressionWeights, so that hooks around a module's forward (FSDP's, say) see it used.
+
     Args: as for `initial_compression_weights`.
     """
 
@@ -90,15 +94,29 @@ class CompressionFunction(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        initial = initial_compression_weights(kind, kernel_size, head_dim, num_sets, hidden, generator)
-        self.kind = kind
-        for name, tensor in zip(("pe", "w1", "b1", "w2", "b2"), initial.as_arguments()[1:], strict=True):
+        self.kind, self.hidden = kind, hidden
+        self.kernel_size, self.head_dim, self.num_sets = kernel_size, head_dim, num_sets
+        for name, tensor in self._initial(generator):
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
 
-    def weights(self, dtype: torch.dtype) -> CompressionWeights:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Gives the parameters, wherever they are now, the values that they were made with."""
+        for name, tensor in self._initial(generator):
+            if tensor is not None:
+                with torch.no_grad():
+                    getattr(self, name).copy_(tensor)
+
+    def _initial(self, generator: torch.Generator | None) -> list[tuple[str, Tensor | None]]:
+        sizes = self.kernel_size, self.head_dim, self.num_sets, self.hidden
+        return list(
+            zip(NAMES, initial_compression_weights(self.kind, *sizes, generator).as_arguments()[1:], strict=True)
+        )
+
+    def forward(self, dtype: torch.dtype) -> CompressionWeights:
         """The parameters in the dtype of what is compressed."""
+        tensors = (getattr(self, name) for name in NAMES)
+        return CompressionWeights(self.kind, *(None if t is None else t.to(dtype) for t in tensors))
 
-        def cast(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(dtype)
-
-        return CompressionWeights(self.kind, cast(self.pe), cast(self.w1), cast(self.b1), cast(self.w2), cast(self.b2))
+    def extra_repr(self) -> str:
+        sizes = f"kernel_size={self.kernel_size}, head_dim={self.head_dim}, num_sets={self.num_sets}"
+        return f"{self.kind}, {sizes}" + ("" if self.hidden is None else f", hidden={self.hidden}")

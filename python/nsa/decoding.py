@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,41 +10,51 @@ from torch import Tensor
 from ._arguments import checked
 from ._registration import call, ops
 from .cache import KVCache
-from .config import CompressionWeights, NSAConfig
-from .functional import BRANCHES, cosines_and_sines
+from .config import CompressionWeights
+from .functional import MEAN, branch_names
+from .rotary import check_positions, rotate_inputs
+
+MAX_DECODE_TOKENS = 16
+"""The most new tokens of one decode step; more is prefill."""
 
 
 @checked
 def decode(
     q: Tensor,
-    new_kv: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
     gates: Tensor,
     cache: KVCache,
-    weights_k: CompressionWeights,
-    weights_v: CompressionWeights,
-    cfg: NSAConfig,
-    softmax_scale: float | None = None,
+    *,
+    weights_k: CompressionWeights | None = None,
+    weights_v: CompressionWeights | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_swa: Tensor | None = None,
+    v_swa: Tensor | None = None,
+    indices: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
+    softmax_scale: float | None = None,
     num_new: Tensor | None = None,
     return_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends m = 1 ... 16 new tokens per sequence, compresses the blocks that they complete, and attends.
 
     Query r of a sequence stands at cache_seqlens + r; the step then adds num_new to cache_seqlens. Room must have been
-    reserved (`KVCache.reserve`). No gradient.
+    reserved (`KVCache.reserve`). No gradient. Hyperparameters are the cache's.
 
     Args:
-        q: (B, m, H, Dk), rotated.
-        new_kv: k_cmp (not rotated), v_cmp, k_slc (rotated), v_slc, k_swa (rotated), v_swa, each (B, m, Hkv, Dk or Dv).
+        q: (B, m, H, Dk).
+        k, v: of the compressed branch, and of the others unless theirs are given; (B, m, Hkv, Dk or Dv).
         gates: (B, m, H, 3) as in `combine`.
         cache: is changed.
-        weights_k, weights_v: of the compression function, as in `compress`.
-        cfg: the cache's.
+        weights_k, weights_v: of the compression function, as in `compress`; default the mean.
+        k_slc, v_slc, k_swa, v_swa: of the selected branch and of the window.
+        indices: int32 (B, m, Hkv, topk), the blocks to attend to, instead of those that the importance selects.
+        rope: as in `native_sparse_attention`: q and keys come unrotated. At least the cache's max_length positions.
         softmax_scale: default 1 / sqrt(Dk).
-        rope: cosines and sines, float32 (max_positions, Dk / 2) each: rotates compressed key i at position i*d. None:
-            no rotation.
         num_new: int32 (B), 0 ... m; 0 is an idle row, for which nothing is read or written and o = 0. Default m.
-        return_indices: also return the selected blocks, int32 (B, m, Hkv, topk).
+        return_indices: also return the blocks that the importance selects, int32 (B, m, Hkv, topk).
 
     Returns:
         o (B, m, H, Dv), or (o, indices).
@@ -52,58 +62,73 @@ def decode(
     Raises:
         TypeError: an argument is of another type. ValueError: it is not allowed. RuntimeError: other failures.
     """
+    keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
+    weights = (weights_k, weights_v)
     return _step(
-        ops.decode, q, new_kv, gates, cache, weights_k, weights_v, cfg, softmax_scale, rope, num_new, return_indices
+        ops.decode, q, keys, values, gates, cache, weights, indices, rope, softmax_scale, num_new, return_indices
     )
 
 
 @checked
 def prefill(
     q: Tensor,
-    new_kv: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
     gates: Tensor,
     cache: KVCache,
-    weights_k: CompressionWeights,
-    weights_v: CompressionWeights,
-    cfg: NSAConfig,
-    softmax_scale: float | None = None,
+    *,
+    weights_k: CompressionWeights | None = None,
+    weights_v: CompressionWeights | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_swa: Tensor | None = None,
+    v_swa: Tensor | None = None,
+    indices: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
+    softmax_scale: float | None = None,
     num_new: Tensor | None = None,
     return_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`decode` for any m >= 1: a chunk of the prompt against what the cache holds. Arguments as there."""
+    keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
+    weights = (weights_k, weights_v)
     return _step(
-        ops.prefill, q, new_kv, gates, cache, weights_k, weights_v, cfg, softmax_scale, rope, num_new, return_indices
+        ops.prefill, q, keys, values, gates, cache, weights, indices, rope, softmax_scale, num_new, return_indices
     )
 
 
 def _step(
     op: Callable,
     q: Tensor,
-    new_kv: Sequence[Tensor],
+    keys: tuple[Tensor, Tensor | None, Tensor | None],
+    values: tuple[Tensor, Tensor | None, Tensor | None],
     gates: Tensor,
     cache: KVCache,
-    weights_k: CompressionWeights,
-    weights_v: CompressionWeights,
-    cfg: NSAConfig,
-    softmax_scale: float | None,
+    weights: tuple[CompressionWeights | None, CompressionWeights | None],
+    indices: Tensor | None,
     rope: tuple[Tensor, Tensor] | None,
+    softmax_scale: float | None,
     num_new: Tensor | None,
     return_indices: bool,
-    imposed_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if len(new_kv) != len(BRANCHES):
-        raise ValueError(f"new_kv: {len(new_kv)} tensors: must be {', '.join(BRANCHES)}")
-    if cfg.as_list() != cache.cfg.as_list():
-        raise ValueError(f"cfg = {cfg}: must be the cache's, {cache.cfg}")
-    cos, sin = cosines_and_sines(rope)
+    names = branch_names(keys[1], values[1], keys[2], values[2])
+    k, k_slc, k_swa = (keys[0] if t is None else t for t in keys)
+    v, v_slc, v_swa = (values[0] if t is None else t for t in values)
+    weights_k, weights_v = (MEAN if w is None else w for w in weights)
+    at = slice(None)
+    if rope is not None:
+        check_positions(rope, cache.max_length, "the cache's max_length")
+        at = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
+        at = at.clamp(max=cache.max_length - 1)  # idle rows and those without room
     with torch.no_grad():
-        o, indices = call(
+        turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+        o, selected = call(
             op,
-            *(q, *new_kv, gates),
+            *(turned.q, turned.k, v, turned.k_slc, v_slc, turned.k_swa, v_swa, gates),
             *cache.tensors(),
-            *weights_k.as_arguments(),
+            *turned.weights_k.as_arguments(),
             *weights_v.as_arguments(),
-            *(cfg.as_list(), softmax_scale, cos, sin, num_new, imposed_indices),
+            *(cache.cfg.as_list(), softmax_scale, turned.cos, turned.sin, num_new, indices),
+            names=names,
         )
-    return (o, indices) if return_indices else o
+    return (o, selected) if return_indices else o

@@ -16,16 +16,15 @@ allowed, naming it, and RuntimeError for other failures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ._arguments import checked
+from ._arguments import check_offsets, checked
 from ._registration import call, needs_gradient, ops
 from .config import CompressionWeights, NSAConfig
+from .rotary import check_positions, rotate_inputs, rows_within
 
-BRANCHES = ("k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa")
+MEAN = CompressionWeights("mean")
 
 
 @checked
@@ -120,7 +119,7 @@ def selected_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    idx: Tensor,
+    indices: Tensor,
     block_size: int = 64,
     softmax_scale: float | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -133,7 +132,7 @@ def selected_attention(
     Args:
         q: (B, Sq, H, Dk) or (total_q, H, Dk).
         k, v: (B, Sk, Hkv, Dk) and (B, Sk, Hkv, Dv), or (total_k, Hkv, Dk) and (total_k, Hkv, Dv).
-        idx: int32 (B, Sq, Hkv, n) or (total_q, Hkv, n), any n: a set of blocks per query. Duplicates count once; -1
+        indices: int32 (B, Sq, Hkv, n) or (total_q, Hkv, n), any n: a set of blocks per query. Duplicates count once; -1
             and blocks out of range or in the future are ignored.
         block_size: l', a positive multiple of 16.
 
@@ -141,7 +140,7 @@ def selected_attention(
         o and lse as in `compressed_attention`.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return call(ops.selected_attention, q, k, v, idx, block_size, softmax_scale, *packed)
+    return call(ops.selected_attention, q, k, v, indices, block_size, softmax_scale, *packed)
 
 
 @checked
@@ -186,14 +185,16 @@ def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tenso
 @checked
 def nsa_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
     k_c: Tensor,
     v_c: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_swa: Tensor,
-    v_swa: Tensor,
-    gates: Tensor,
-    cfg: NSAConfig,
+    cfg: NSAConfig | None = None,
+    k_swa: Tensor | None = None,
+    v_swa: Tensor | None = None,
+    indices: Tensor | None = None,
     softmax_scale: float | None = None,
     noise: float = 0.0,
     seed: int = 0,
@@ -205,37 +206,49 @@ def nsa_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compressed, selected and sliding window attention and their gated sum in one call and one backward.
 
-    The branches meet in float32, so that the result is rounded once.
+    The branches meet in float32, so that the result is rounded once. Nothing is rotated here.
 
     Args:
         q: (B, Sq, H, Dk) or (total_q, H, Dk).
-        k_c, v_c: compressed tokens as in `compressed_attention`, of the same raw length as k_slc.
-        k_slc, v_slc, k_swa, v_swa: as in `selected_attention`; they may be the same tensors.
+        k, v: of the selected branch, and of the window unless k_swa or v_swa are given; as in `selected_attention`.
         gates: as in `combine`.
+        k_c, v_c: compressed tokens as in `compressed_attention`, of the same raw length as k.
+        cfg: hyperparameters, default the paper's.
+        indices: int32 (B, Sq, Hkv, topk) or (total_q, Hkv, topk): the blocks to attend to, instead of those that the
+            importance selects.
         noise, seed: as in `select_blocks`.
-        return_indices: also return the selected blocks.
+        return_indices: also return the blocks that the importance selects.
 
     Returns:
         o, or (o, indices): (B, Sq, H, Dv) or (total_q, H, Dv), and int32 as `select_blocks` returns them.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tensors = (q, k_c, v_c, k_slc, v_slc, k_swa, v_swa, gates)
+    names = _names(k_slc="k", v_slc="v", k_swa=k_swa is None and "k", v_swa=v_swa is None and "v")
+    cfg = NSAConfig() if cfg is None else cfg
+    tensors = (q, k_c, v_c, k, v, k if k_swa is None else k_swa, v if v_swa is None else v_swa, gates)
     keep = torch.is_grad_enabled() and needs_gradient(*tensors)
     settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
-    o, indices, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, None, keep)
-    return (o, indices) if return_indices else o
+    o, selected, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, indices, keep, names=names)
+    return (o, selected) if return_indices else o
 
 
 @checked
 def native_sparse_attention(
     q: Tensor,
-    kv: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
     gates: Tensor,
-    weights_k: CompressionWeights,
-    weights_v: CompressionWeights,
-    cfg: NSAConfig,
-    softmax_scale: float | None = None,
+    *,
+    cfg: NSAConfig | None = None,
+    weights_k: CompressionWeights | None = None,
+    weights_v: CompressionWeights | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_swa: Tensor | None = None,
+    v_swa: Tensor | None = None,
+    indices: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
+    softmax_scale: float | None = None,
     noise: float = 0.0,
     seed: int = 0,
     recompute_compressed: bool = False,
@@ -245,44 +258,86 @@ def native_sparse_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A layer's attention in one call and one backward: compress, rotate the compressed keys, `nsa_attention`.
+    """A layer's attention in one call and one backward: rotate, compress, `nsa_attention`.
 
-    Kept for the backward: the arguments, compressed keys and values, block indices, the branches' outputs and lse.
+    Kept for the backward: the arguments (rotated ones too), compressed keys and values, block indices, the branches'
+    outputs and lse.
 
     Args:
-        q: (B, Sq, H, Dk) or (total_q, H, Dk), rotated.
-        kv: k_cmp (not rotated), v_cmp, k_slc (rotated), v_slc, k_swa (rotated), v_swa, each (B, Sk, Hkv, Dk or Dv) or
-            (total_k, Hkv, Dk or Dv); they may be the same tensors.
+        q: (B, Sq, H, Dk) or (total_q, H, Dk).
+        k, v: of the compressed branch, and of the others unless theirs are given; (B, Sk, Hkv, Dk or Dv) or (total_k,
+            Hkv, Dk or Dv).
         gates: as in `combine`.
-        weights_k, weights_v: of the compression function, as in `compress`.
-        rope: cosines and sines, float32 (max_positions, Dk / 2) each: rotates compressed key i of a sequence at
-            position i*d, as `decode` does. None: no rotation.
+        cfg: hyperparameters, default the paper's.
+        weights_k, weights_v: of the compression function, as in `compress`; default the mean.
+        k_slc, v_slc, k_swa, v_swa: of the selected branch and of the window.
+        indices: as in `nsa_attention`.
+        rope: cosines and sines, float32 (max_positions, R / 2) each, R <= Dk: q and keys come unrotated, query i turns
+            by row i + Sk - Sq, key i by row i, compressed key i by row i*d (per sequence, if packed). If R < Dk, the
+            first R channels turn, in pairs (j, j + R/2). None: nothing is rotated.
         noise, seed: as in `select_blocks`.
         recompute_compressed: the backward computes compressed keys and values again instead of keeping them.
-        return_indices: also return the selected blocks.
+        return_indices: also return the blocks that the importance selects.
 
     Returns:
         o, or (o, indices), as `nsa_attention`.
     """
-    if len(kv) != len(BRANCHES):
-        raise ValueError(f"kv: {len(kv)} tensors: must be {', '.join(BRANCHES)}")
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    weights = (*weights_k.as_arguments(), *weights_v.as_arguments())
-    cos, sin = cosines_and_sines(rope)
-    keep = torch.is_grad_enabled() and needs_gradient(q, *kv, gates, *weights[1:6], *weights[7:])
-    settings = (cfg.as_list(), softmax_scale, cos, sin, float(noise), _signed(seed))
+    names = branch_names(k_slc, v_slc, k_swa, v_swa)
+    cfg = NSAConfig() if cfg is None else cfg
+    at_q, at_k = _positions(q, k, packed, rope)
+    keys = (k, k if k_slc is None else k_slc, k if k_swa is None else k_swa)
+    turned = rotate_inputs(rope, q, *keys, MEAN if weights_k is None else weights_k, at_q, at_k)
+    values = (v, v if v_slc is None else v_slc, v if v_swa is None else v_swa)
+    branches = (turned.q, turned.k, values[0], turned.k_slc, values[1], turned.k_swa, values[2], gates)
+    weights = (*turned.weights_k.as_arguments(), *(MEAN if weights_v is None else weights_v).as_arguments())
+    keep = torch.is_grad_enabled() and needs_gradient(*branches, *weights[1:6], *weights[7:])
+    settings = (cfg.as_list(), softmax_scale, turned.cos, turned.sin, float(noise), _signed(seed))
     results = call(
         ops.native_sparse_attention,
-        *(q, *kv, gates, *weights, *settings, *packed, None),
+        *(*branches, *weights, *settings, *packed, indices),
         *(keep, keep and not recompute_compressed),
+        names=names,
     )
     return results[:2] if return_indices else results[0]
 
 
-def cosines_and_sines(rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
-    if rope is not None and len(rope) != 2:
-        raise ValueError(f"rope: {len(rope)} tensors: must be cosines and sines")
-    return (None, None) if rope is None else (rope[0], rope[1])
+def branch_names(
+    k_slc: Tensor | None, v_slc: Tensor | None, k_swa: Tensor | None, v_swa: Tensor | None
+) -> dict[str, str]:
+    """How the caller named the operators' arguments, where k and v serve the branches that were not given."""
+    given = {"k_slc": k_slc, "v_slc": v_slc, "k_swa": k_swa, "v_swa": v_swa}
+    return _names(k_cmp="k", v_cmp="v", **{name: t is None and name[0] for name, t in given.items()})
+
+
+def _names(**names: str | bool) -> dict[str, str]:
+    return {name: own for name, own in names.items() if own} | {"imposed_indices": "indices"}
+
+
+def _positions(
+    q: Tensor, k: Tensor, packed: tuple[Tensor | None, Tensor | None, int, int], rope: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor | slice, Tensor | slice]:
+    """Rows of the rotation's tables for queries and for keys."""
+    cu_q, cu_k, max_q, max_k = packed
+    if rope is None or q.dim() < 2 or k.dim() < 2:
+        return slice(None), slice(None)
+    if cu_q is None:
+        check_positions(rope, k.shape[1])
+        return slice(k.shape[1] - q.shape[1], k.shape[1]), slice(0, k.shape[1])
+    check_offsets(cu_q, "cu_seqlens_q")
+    at_q, sequence = rows_within(cu_q, q.shape[0])
+    if cu_k is None:
+        check_positions(rope, max_q)
+        at_k = at_q
+    else:
+        check_offsets(cu_k, "cu_seqlens_k")
+        check_positions(rope, max_k)
+        at_k, _ = rows_within(cu_k, k.shape[0])
+        at_q = at_q + (cu_k.diff() - cu_q.diff())[sequence]
+    if rope[0].is_cuda:  # where nothing waits to see whether an index is in range
+        last = rope[0].shape[0] - 1
+        at_q, at_k = at_q.clamp(max=last), at_k.clamp(max=last)
+    return at_q.clamp(min=0), at_k.clamp(min=0)
 
 
 def _packed(

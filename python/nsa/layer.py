@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,13 +11,11 @@ from ._arguments import check_offsets, check_sizes, checked
 from .cache import KVCache
 from .compression import CompressionFunction
 from .config import NSAConfig
-from .decoding import decode, prefill
+from .decoding import MAX_DECODE_TOKENS, decode, prefill
 from .functional import native_sparse_attention
-from .rotary import check_rotation, rotary_tables, rotate
+from .rotary import check_rotation, rotary_tables
 
 BRANCHES = ("cmp", "slc", "swa")
-MAX_DECODE_TOKENS = 16
-"""The most new tokens of one decode step; more is prefill."""
 
 
 class NativeSparseAttention(nn.Module):
@@ -23,10 +23,11 @@ class NativeSparseAttention(nn.Module):
 
     q is rotated once for all branches, k_slc and k_swa at their positions, compressed key i at position i*d after
     phi has seen the unrotated k_cmp; values never. Gates are sigmoid(gate(x)), one per branch, token and head; the last
-    gate layer starts at zero, so that every gate starts at 1/2. phi starts as the mean of its block.
+    gate layer starts with weights of zero. phi starts as the mean of its block.
 
     Parameters are named q_proj, k_proj.{cmp,slc,swa}, v_proj.{cmp,slc,swa} (k_proj and v_proj with share_kv),
-    phi_k.{pe,w1,b1,w2,b2}, phi_v.{...}, gate.0, gate.2, o_proj: as in the checkpoints of the program `nsa`.
+    q_norm, k_norm.{cmp,slc,swa} (or k_norm) with qk_norm, phi_k.{pe,w1,b1,w2,b2}, phi_v.{...}, gate.0, gate.2, o_proj:
+    as in the checkpoints of the program `nsa`.
 
     Args:
         hidden_size: width of x.
@@ -35,10 +36,16 @@ class NativeSparseAttention(nn.Module):
         v_head_dim: Dv, default Dk.
         cfg: hyperparameters, default the paper's.
         share_kv: one key and one value projection for the three branches.
-        compression: phi's kind, "mlp", "linear" or "mean".
-        compression_hidden: E of the mlp, default 2 * D.
-        shared_phi: one phi for all KV heads instead of one for each.
+        phi: the compression function's kind, "mlp", "linear" or "mean".
+        phi_hidden: E of the mlp; 0: 2 * D.
+        phi_per_kv_head: own weights of phi for each KV head instead of one set for all.
         rope_theta: base of the rotation; None: no rotation.
+        rope: instead of rope_theta, cosines and sines as in `native_sparse_attention`, float32 (max_positions, R / 2)
+            each, or a function that gives those of int64 positions (n), (n, R / 2) each.
+        qkv_bias, out_bias: biases of the projections.
+        qk_norm: RMSNorm of q and of every branch's k, per head, before the rotation and before phi; q_norm and k_norm.
+        norm_eps: its epsilon.
+        gate_bias: what sigmoid(gate) starts from for cmp, slc and swa; 0: every gate starts at 1/2.
         noise: exploration noise of the selection while training, see `select_blocks`; the attribute may be changed.
         seed: of phi's initial units beyond the mean.
         recompute_compressed: as in `native_sparse_attention`; the attribute may be changed.
@@ -59,10 +66,16 @@ class NativeSparseAttention(nn.Module):
         cfg: NSAConfig | None = None,
         *,
         share_kv: bool = False,
-        compression: str = "mlp",
-        compression_hidden: int | None = None,
-        shared_phi: bool = False,
+        phi: str = "mlp",
+        phi_hidden: int = 0,
+        phi_per_kv_head: bool = False,
         rope_theta: float | None = 10000.0,
+        rope: tuple[Tensor, Tensor] | Callable | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        gate_bias: Sequence[float] = (0.0, 0.0, 0.0),
         noise: float = 0.0,
         seed: int = 0,
         recompute_compressed: bool = False,
@@ -73,38 +86,64 @@ class NativeSparseAttention(nn.Module):
         check_sizes(**sizes, head_dim=head_dim, v_head_dim=v_head_dim)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads = {num_kv_heads}: must divide num_heads = {num_heads}")
+        if len(gate_bias) != len(BRANCHES):
+            raise ValueError(f"gate_bias: {len(gate_bias)} numbers: must be three, for {', '.join(BRANCHES)}")
+        if phi_hidden < 0:
+            raise ValueError(f"phi_hidden = {phi_hidden}: must be >= 1, or 0 for 2 x head dim")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.cfg = NSAConfig() if cfg is None else cfg
+        self.gate_bias = tuple(gate_bias)
         self.noise = noise
+        self.seed = seed
         self.recompute_compressed = recompute_compressed
 
-        def key_value_projection(dim: int) -> nn.Module:
-            def one() -> nn.Linear:
-                return nn.Linear(hidden_size, num_kv_heads * dim, bias=False)
-
+        def of_branches(one: Callable[[], nn.Module]) -> nn.Module:
             return one() if share_kv else nn.ModuleDict({branch: one() for branch in BRANCHES})
 
-        def phi(dim: int, salt: int) -> CompressionFunction:
-            generator = torch.Generator().manual_seed(2 * seed + salt)
-            sets = 1 if shared_phi else num_kv_heads
+        def compression(dim: int, salt: int) -> CompressionFunction:
+            sets = num_kv_heads if phi_per_kv_head else 1
             return CompressionFunction(
-                compression, self.cfg.kernel_size, dim, sets, compression_hidden, generator=generator
+                phi, self.cfg.kernel_size, dim, sets, phi_hidden or None, generator=self._generator(salt)
             )
 
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = key_value_projection(head_dim)
-        self.v_proj = key_value_projection(v_head_dim)
-        self.phi_k, self.phi_v = phi(head_dim, 0), phi(v_head_dim, 1)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=qkv_bias)
+        self.k_proj = of_branches(lambda: nn.Linear(hidden_size, num_kv_heads * head_dim, bias=qkv_bias))
+        self.v_proj = of_branches(lambda: nn.Linear(hidden_size, num_kv_heads * v_head_dim, bias=qkv_bias))
+        self.q_norm = nn.RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.k_norm = of_branches(lambda: nn.RMSNorm(head_dim, norm_eps)) if qk_norm else None
+        self.phi_k, self.phi_v = compression(head_dim, 0), compression(v_head_dim, 1)
         gate_hidden = max(1, hidden_size // 4)
         self.gate = nn.Sequential(nn.Linear(hidden_size, gate_hidden), nn.SiLU(), nn.Linear(gate_hidden, 3 * num_heads))
-        nn.init.zeros_(self.gate[2].weight)
-        nn.init.zeros_(self.gate[2].bias)
-        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=out_bias)
+        self._reset_gate()
+        if rope is not None:
+            rope_theta = None
         if rope_theta is not None:
             check_rotation(head_dim, "rope_theta", rope_theta)
-        self.rope_theta = rope_theta
+        self.rope_theta, self.rope = rope_theta, rope
         self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
+
+    def reset_parameters(self) -> None:
+        """Gives the parameters, wherever they are now, new initial values, as a new layer's with torch's random state.
+
+        So a layer made on the meta device, after `to_empty`, gets the values of one made in place.
+        """
+        for module in self.modules():  # in the order in which they were made
+            if isinstance(module, (nn.Linear, nn.RMSNorm)):
+                module.reset_parameters()
+        self.phi_k.reset_parameters(self._generator(0))
+        self.phi_v.reset_parameters(self._generator(1))
+        self._reset_gate()
+
+    def _generator(self, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(2 * self.seed + salt)
+
+    def _reset_gate(self) -> None:
+        last = self.gate[2]
+        nn.init.zeros_(last.weight)
+        with torch.no_grad():
+            last.bias.copy_(torch.tensor(self.gate_bias).repeat(self.num_heads))
 
     def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options) -> KVCache:
         """A KVCache for this layer, on its device; `options` are KVCache's (page_size, num_pages)."""
@@ -126,6 +165,7 @@ class NativeSparseAttention(nn.Module):
         *,
         cache: KVCache | None = None,
         num_new: Tensor | None = None,
+        indices: Tensor | None = None,
         seed: int = 0,
         return_indices: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -138,8 +178,9 @@ class NativeSparseAttention(nn.Module):
             cache: x are the next S tokens per row, appended to it; no gradient. Up to 16 run as `decode`, more as
                 `prefill`. Room must have been reserved.
             num_new: int32 (B), with a cache: how many of the S tokens of each row count, default all.
+            indices: the blocks to attend to, as `native_sparse_attention` takes them.
             seed: of the exploration noise in training; derive it from run, step, micro-batch, rank and layer.
-            return_indices: also return the selected blocks.
+            return_indices: also return the blocks that the importance selects.
 
         Returns:
             Like x; or (that, indices int32 (B, S, Hkv, topk) or (total, Hkv, topk)).
@@ -164,29 +205,30 @@ class NativeSparseAttention(nn.Module):
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
         q = self._heads(self.q_proj(x), self.num_heads)
-        k = self._branches(self.k_proj, x)
-        v = self._branches(self.v_proj, x)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
         gates = self._heads(torch.sigmoid(self.gate(x)).to(q.dtype), self.num_heads)
-        weights_k, weights_v = self.phi_k.weights(q.dtype), self.phi_v.weights(q.dtype)
-        angles = self._angles(self._positions(x, cu_seqlens, cache))
-        q, k_slc = self._rotate(angles, q), self._rotate(angles, k["slc"])
-        k_swa = k_slc if k["swa"] is k["slc"] else self._rotate(angles, k["swa"])
-        kv = (k["cmp"], v["cmp"], k_slc, v["slc"], k_swa, v["swa"])
+        arguments = {f"{name}_{branch}": t[branch] for name, t in (("k", k), ("v", v)) for branch in BRANCHES[1:]}
+        arguments |= {"weights_k": self.phi_k(q.dtype), "weights_v": self.phi_v(q.dtype), "indices": indices}
         if cache is not None:
             step = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
-            o, indices = step(
-                *(q, kv, gates, cache, weights_k, weights_v, self.cfg),
+            o, selected = step(
+                *(q, k["cmp"], v["cmp"], gates, cache),
+                **arguments,
                 rope=self._tables_for(cache),
                 num_new=num_new,
                 return_indices=True,
             )
         else:
-            if cu_seqlens is not None:  # else the rows are the positions
+            if cu_seqlens is None:
+                longest = x.shape[1]
+            else:
                 longest = x.shape[0] if max_seqlen is None else min(max_seqlen, x.shape[0])
-                angles = self._angles(torch.arange(longest, device=x.device))
-            o, indices = native_sparse_attention(
-                *(q, kv, gates, weights_k, weights_v, self.cfg),
-                rope=angles,
+            o, selected = self._attend(
+                *(q, k["cmp"], v["cmp"], gates),
+                cfg=self.cfg,
+                **arguments,
+                rope=self._tables(longest, x.device),
                 noise=self.noise if self.training else 0.0,
                 seed=seed,
                 recompute_compressed=self.recompute_compressed,
@@ -195,44 +237,37 @@ class NativeSparseAttention(nn.Module):
                 max_seqlen_q=max_seqlen,
             )
         o = self.o_proj(o.flatten(-2))
-        return (o, indices) if return_indices else o
+        return (o, selected) if return_indices else o
+
+    _attend = staticmethod(native_sparse_attention)  # nsa.reference has another
 
     @staticmethod
     def _heads(x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)  # unflatten does not compile under a default device
 
-    def _branches(self, projection: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        if isinstance(projection, nn.ModuleDict):
-            return {branch: self._heads(projection[branch](x), self.num_kv_heads) for branch in BRANCHES}
-        return dict.fromkeys(BRANCHES, self._heads(projection(x), self.num_kv_heads))
+    def _branches(self, projection: nn.Module, norm: nn.Module | None, x: Tensor) -> dict[str, Tensor]:
+        def one(projection: nn.Module, norm: nn.Module | None) -> Tensor:
+            heads = self._heads(projection(x), self.num_kv_heads)
+            return heads if norm is None else norm(heads)
 
-    def _positions(self, x: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Positions of the rows of x in their sequences, to be broadcast over the batch."""
-        if cu_seqlens is not None:
-            return _rows_within(cu_seqlens, x.shape[0])
-        rows = torch.arange(x.shape[1], device=x.device)
-        return rows if cache is None else cache.cache_seqlens[:, None] + rows
+        if not isinstance(projection, nn.ModuleDict):
+            return dict.fromkeys(BRANCHES, one(projection, norm))
+        return {branch: one(projection[branch], None if norm is None else norm[branch]) for branch in BRANCHES}
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of positions; None: no rotation."""
-        return None if self.rope_theta is None else rotary_tables(positions, self.head_dim, self.rope_theta)
-
-    @staticmethod
-    def _rotate(angles: tuple[Tensor, Tensor] | None, x: Tensor) -> Tensor:
-        return x if angles is None else rotate(x, *angles)
+    def _tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the positions below `length`; None: no rotation."""
+        if self.rope is not None and not callable(self.rope):
+            if self.rope[0].device != device:
+                self.rope = tuple(t.to(device) for t in self.rope)
+            return self.rope
+        if self.rope is None and self.rope_theta is None:
+            return None
+        positions = torch.arange(length, device=device)
+        return rotary_tables(positions, self.head_dim, self.rope_theta) if self.rope is None else self.rope(positions)
 
     def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of every position in the cache."""
-        if self.rope_theta is None:
-            return None
         tables, device = self._fold_tables, cache.cache_seqlens.device
         if tables is None or tables[0].shape[0] < cache.max_length or tables[0].device != device:
-            tables = self._fold_tables = self._angles(torch.arange(cache.max_length, device=device))
+            tables = self._fold_tables = self._tables(cache.max_length, device)
         return tables
-
-
-def _rows_within(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Number of each of `total` packed rows within its sequence, int32; rows past the last sequence count on."""
-    rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
-    return rows - cu_seqlens[sequence]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._arguments import checked
+from ._arguments import check_type, checked
+from .config import CompressionWeights
 
 
 @checked
@@ -32,7 +34,116 @@ def check_rotation(head_dim: int, name: str, theta: float) -> None:
 
 @checked
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (..., S, heads, D) by its tokens' rows cos, sin (..., S, D/2), in float32; result in x's dtype."""
+    """Rotates x (..., S, heads, D) by its tokens' rows cos, sin (..., S, R/2), at least in float32; result like x.
+
+    R <= D: of a wider x the first R channels turn, in pairs (j, j + R/2), and the others stay.
+    """
+    rotated = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    wide = x[..., :rotated].to(torch.promote_types(x.dtype, torch.float32))
+    low, high = wide.chunk(2, dim=-1)
+    parts = (low * cos - high * sin, high * cos + low * sin)
+    turned = torch.cat(parts, dim=-1).to(x.dtype)
+    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+
+
+class Rotated(NamedTuple):
+    """What the operators take for unrotated arguments: they rotate compressed keys alone."""
+
+    q: Tensor
+    k: Tensor  # of the compressed branch, unrotated
+    k_slc: Tensor
+    k_swa: Tensor
+    weights_k: CompressionWeights
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def rotate_inputs(
+    rope: tuple[Tensor, Tensor] | None,
+    q: Tensor,
+    k: Tensor,
+    k_slc: Tensor,
+    k_swa: Tensor,
+    weights_k: CompressionWeights,
+    at_q: Tensor | slice,
+    at_k: Tensor | slice,
+) -> Rotated:
+    """Rotates q, k_slc and k_swa by the rows at_q and at_k of the tables `rope`.
+
+    The operators turn all channels of a compressed key, in pairs (j, j + Dk/2). Where fewer turn, q, keys and phi's
+    weights come back in another order of channels, the same in all of them, in which that is so.
+    """
+    cos, sin = (None, None) if rope is None else rope
+    # What the operators refuse is left to them: they name it.
+    if cos is None or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+        return Rotated(q, k, k_slc, k_swa, weights_k, cos, sin)
+    shared, own = k_swa is k_slc, k is k_slc
+    if 2 * cos.shape[1] < q.shape[-1]:
+        rotated, width = 2 * cos.shape[1], q.shape[-1]
+        q, k = _halves(q, rotated), _halves(k, rotated)
+        k_slc = k if own else _halves(k_slc, rotated)
+        k_swa = k_slc if shared else _halves(k_swa, rotated)
+        weights_k = _reordered(weights_k, rotated)
+        cos = torch.nn.functional.pad(cos, (0, (width - rotated) // 2), value=1.0)
+        sin = torch.nn.functional.pad(sin, (0, (width - rotated) // 2))
+    q, k_slc = _turned(q, cos, sin, at_q), _turned(k_slc, cos, sin, at_k)
+    return Rotated(q, k, k_slc, k_slc if shared else _turned(k_swa, cos, sin, at_k), weights_k, cos, sin)
+
+
+def check_positions(rope: tuple[Tensor, Tensor] | None, length: int, what: str = "the length of the keys") -> None:
+    """Raises ValueError if the tables end before `length`, TypeError if they are no tensors."""
+    if rope is None:
+        return
+    if len(rope) != 2:
+        raise ValueError(f"rope: {len(rope)} tensors: must be cosines and sines")
+    for i, table in enumerate(rope):
+        check_type(f"rope[{i}]", table, Tensor)
+    if rope[0].dim() == 2 and rope[0].shape[0] < length:
+        raise ValueError(f"rope: {rope[0].shape[0]} positions: must be at least {length}, {what}")
+
+
+def rows_within(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Position of each of `total` packed rows within its sequence, and the sequence's number.
+
+    Rows past the last sequence are at position 0.
+    """
+    rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
+    return torch.where(rows < cu_seqlens[-1], rows - cu_seqlens[sequence], 0), sequence
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Tensor:
+    if cos.device != x.device or sin.device != x.device:
+        return x  # refused by the operator
+    try:
+        cos, sin = cos[at], sin[at]
+    except IndexError:
+        raise ValueError(f"rope: {cos.shape[0]} positions: must be one for each position of the keys") from None
+    if x.dim() not in (3, 4) or cos.shape[:-1] != x.shape[max(0, x.dim() - 1 - cos.dim()) : -2]:
+        return x
+    if x.shape[-1] < 2 * cos.shape[-1]:
+        return x
+    return rotate(x, cos, sin)
+
+
+def _halves(x: Tensor, rotated: int, dim: int = -1) -> Tensor:
+    """Channels in the order in which the pairs (j, j + rotated / 2) and those of the others are (j, j + D / 2)."""
+    rest = x.shape[dim] - rotated
+    low, high, first, second = x.split((rotated // 2, rotated // 2, rest // 2, rest - rest // 2), dim)
+    return torch.cat((low, first, high, second), dim)
+
+
+def _reordered(weights: CompressionWeights, rotated: int) -> CompressionWeights:
+    """Of phi between channels in the order of `_halves`."""
+    kind, pe, w1, b1, w2, b2 = weights.as_arguments()
+    width = None if w1 is None else (w1 if kind == "linear" else w2).shape[-1]
+
+    def out(t: Tensor | None) -> Tensor | None:
+        return None if t is None else _halves(t, rotated)
+
+    if w1 is not None:
+        w1 = _halves(w1.unflatten(1, (-1, width)), rotated, 2).flatten(1, 2)
+    if kind == "linear":
+        return CompressionWeights(kind, out(pe), out(w1), out(b1), w2, b2)
+    return CompressionWeights(kind, out(pe), w1, b1, out(w2), out(b2))

@@ -26,10 +26,7 @@ class Model:
             layer = nsa.NativeSparseAttention(
                 *(config[name] for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")),
                 nsa.NSAConfig(**{name: config[name] for name in names}),
-                share_kv=config["share_kv"],
-                compression=config["phi"],
-                shared_phi=not config["phi_per_kv_head"],
-                rope_theta=config["rope_theta"],
+                **{name: config[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head", "rope_theta")},
             )
             prefix = f"layers.{i}.attention."
             mine = {n.removeprefix(prefix): t for n, t in self.weights.items() if n.startswith(prefix)}

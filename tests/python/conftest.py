@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # devices.py, masked.py and problem.py
+sys.path.insert(0, str(Path(__file__).parent))  # devices.py and problem.py
 
 from devices import BACKENDS, running
 

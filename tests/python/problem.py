@@ -1,15 +1,15 @@
-"""Random inputs of an operation, and the operation on them by the library and by masked.py."""
+"""Random inputs of an operation, and the operation on them by the library and by nsa.reference."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import masked
 import nsa
 from devices import head_dims, here
 
@@ -72,10 +72,9 @@ class Problem:
             "sliding_window_attention": {"q": q, "k": k, "v": v},
             "combine": {"o_cmp": o, "o_slc": o, "o_swa": o, "gates": (self.total_q, h, 3)},
         }
-        shapes["nsa_attention"] = {"q": q, "k_c": k_c, "v_c": v_c, "k_slc": k, "v_slc": v, "k_swa": k, "v_swa": v}
-        shapes["nsa_attention"]["gates"] = (self.total_q, h, 3)
-        shapes["native_sparse_attention"] = {"q": q, "k_cmp": k, "v_cmp": v, "k_slc": k, "v_slc": v, "k_swa": k}
-        shapes["native_sparse_attention"] |= {"v_swa": v, "gates": (self.total_q, h, 3)}
+        whole, window = {"q": q, "k": k, "v": v, "gates": (self.total_q, h, 3)}, {"k_swa": k, "v_swa": v}
+        shapes["nsa_attention"] = {**whole, "k_c": k_c, "v_c": v_c, **window}
+        shapes["native_sparse_attention"] = {**whole, "k_slc": k, "v_slc": v, **window}
         result = {name: self.random(*shape) for name, shape in shapes[operation].items()}
         if "gates" in result:
             result["gates"] = result["gates"].sigmoid()
@@ -130,95 +129,99 @@ class Problem:
         positions = torch.arange(max([1, *self.k_lens]), device=like.device)
         return nsa.rotary_tables(positions, like.shape[-1], theta=30.0)
 
-    def layer(self, inputs: dict[str, Tensor], **options) -> Tensor | tuple[Tensor, Tensor]:
-        q, *kv, gates = (self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS)
-        weights = self.weights(inputs, "_k"), self.weights(inputs, "_v")
-        return nsa.native_sparse_attention(
-            *(q, kv, gates, *weights, self.cfg), rope=self.rope(q), **self.packing(q), **options
-        )
+    def rotated(self, name: str, inputs: dict[str, Tensor]) -> Tensor:
+        """One of native_sparse_attention's inputs as attention sees it, (total, heads, D)."""
+        lens = self.k_lens if name[0] == "k" else self.q_lens
+        at = [i for n, sk in zip(lens, self.k_lens, strict=True) for i in range(sk - n, sk)]
+        return self.turned(inputs[name], at)
 
     def compressed(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """k_c, rotated, and v_c behind the inputs of native_sparse_attention; (total_c, Hkv, D)."""
-        k, v = (self.shaped(inputs[name]) for name in ("k_cmp", "v_cmp"))
+        """k_c, rotated with one rounding, and v_c behind the inputs of native_sparse_attention; (total_c, Hkv, D)."""
+        k, v = (self.shaped(inputs[name]) for name in ("k", "v"))
         cu_seqlens = self.cu_k.to(k.device) if self.packed else None
         k_c = nsa.compress(k, self.weights(inputs, "_k"), self.cfg, cu_seqlens)
         v_c = nsa.compress(v, self.weights(inputs, "_v"), self.cfg, cu_seqlens)
-        positions = torch.zeros(self.total_c, dtype=torch.int64, device=k.device)
         first = [i * self.cfg.kernel_stride for n in self.c_lens for i in range(n)]
-        positions[: len(first)] = torch.tensor(first, dtype=torch.int64, device=k.device)
-        return self.turned(self.flat(k_c), positions), self.flat(v_c)
+        return self.turned(self.flat(k_c).double(), first).to(k_c.dtype), self.flat(v_c)
 
-    def turned(self, k_c: Tensor, positions: Tensor) -> Tensor:
-        """Rotated with one rounding, as the library does it."""
-        cos, sin = (table[positions].double() for table in self.rope(k_c))
-        return masked.rotate(k_c.double(), cos, sin).to(k_c.dtype)
+    def turned(self, x: Tensor, at: list[int]) -> Tensor:
+        """Rows of x rotated; those past `at` stay."""
+        positions = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        positions[: len(at)] = torch.tensor(at, dtype=torch.int64, device=x.device)
+        return nsa.rotate(x, *(table[positions] for table in self.rope(x)))
 
     def by_library(self, operation: str, inputs: dict[str, Tensor], indices: Tensor | None = None) -> Result:
-        x = [self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS]
+        return self.by(nsa, operation, inputs, indices if operation == "selected_attention" else None)
+
+    def by_masks(self, operation: str, inputs: dict[str, Tensor], indices: Tensor | None = None) -> Result:
+        return self.by(nsa.reference, operation, inputs, indices)
+
+    def layer(self, inputs: dict[str, Tensor], module: ModuleType = nsa, **options) -> Tensor | tuple[Tensor, Tensor]:
+        x = {name: self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS}
+        weights = {"weights_k": self.weights(inputs, "_k"), "weights_v": self.weights(inputs, "_v")}
+        packing = {"cfg": self.cfg, "rope": self.rope(x["q"]), **self.packing(x["q"])}
+        return module.native_sparse_attention(**x, **weights, **packing, **options)
+
+    def by(self, module: ModuleType, operation: str, inputs: dict[str, Tensor], indices: Tensor | None) -> Result:
+        """The operation by `nsa` or `nsa.reference`; `indices`: to attend to."""
+        named = {name: self.shaped(t) for name, t in inputs.items() if name not in WEIGHTS}
+        x, blocks = list(named.values()), None if indices is None else self.shaped(indices)
         if operation == "compress":
             cu_seqlens = self.cu_k.to(x[0].device) if self.packed else None
-            return Result(self.flat(nsa.compress(*x, self.weights(inputs), self.cfg, cu_seqlens)))
+            return Result(self.flat(module.compress(*x, self.weights(inputs), self.cfg, cu_seqlens)))
         if operation == "combine":
-            return Result(self.flat(nsa.combine(*x)))
-        if operation == "nsa_attention":
-            o, indices = nsa.nsa_attention(*x, self.cfg, return_indices=True, **self.packing(x[0]))
-            return Result(self.flat(o), None, self.flat(indices))
-        if operation == "native_sparse_attention":
-            o, indices = self.layer(inputs, return_indices=True)
-            return Result(self.flat(o), None, self.flat(indices))
+            return Result(self.flat(module.combine(*x)))
+        if operation in ("nsa_attention", "native_sparse_attention"):
+            options = {"indices": blocks, "return_indices": True}
+            if operation == "nsa_attention":
+                o, own = module.nsa_attention(**named, cfg=self.cfg, **options, **self.packing(x[0]))
+            else:
+                o, own = self.layer(inputs, module, **options)
+            return Result(self.flat(o), None, self.flat(own))
         if operation == "compressed_attention":
-            o, lse = nsa.compressed_attention(*x, self.cfg, **self.raw_length(), **self.packing(x[0]))
+            o, lse = module.compressed_attention(*x, self.cfg, **self.raw_length(), **self.packing(x[0]))
         elif operation == "selected_attention":
-            o, lse = nsa.selected_attention(*x, self.shaped(indices), self.cfg.block_size, **self.packing(x[0]))
+            o, lse = module.selected_attention(*x, blocks, self.cfg.block_size, **self.packing(x[0]))
         else:
-            o, lse = nsa.sliding_window_attention(*x, self.cfg.window_size, **self.packing(x[0]))
+            o, lse = module.sliding_window_attention(*x, self.cfg.window_size, **self.packing(x[0]))
         return Result(self.flat(o), lse if self.packed else lse.transpose(0, 1).flatten(1), indices)
-
-    # --------------------------------------------------------------------------------------------- masked formulation
 
     def part(self, name: str, t: Tensor, i: int) -> Tensor:
         """The rows of sequence i."""
-        if name in WEIGHTS:
-            return t
         lens = self.c_lens if name in ("k_c", "v_c") else self.k_lens if name[0] in "kv" else self.q_lens
         return t[sum(lens[:i]) : sum(lens[: i + 1])]
 
-    def by_masks(self, operation: str, inputs: dict[str, Tensor], indices: Tensor | None = None) -> Result:
-        if operation == "combine":  # row by row: it knows no sequences
-            return Result(masked.combine(*inputs.values()))
-        results = [
-            self.one_by_masks(
-                operation,
-                {name: self.part(name, t, i) for name, t in inputs.items()},
-                self.k_lens[i],
-                None if indices is None else self.part("q", indices, i),
-            )
-            for i in range(len(self.lengths))
-        ]
-        rows = self.total_c if operation == "compress" else self.total_q
-        out = torch.cat([r.out for r in results])
-        out = torch.cat((out, out.new_zeros(rows - out.shape[0], *out.shape[1:])))
-        if results[0].lse is None:
-            return Result(out)
-        lse = torch.cat([r.lse for r in results], 1)
-        return Result(out, torch.cat((lse, lse.new_full((lse.shape[0], rows - lse.shape[1]), -torch.inf)), 1))
 
-    def one_by_masks(self, operation: str, x: dict[str, Tensor], sk: int, indices: Tensor | None) -> Result:
-        if operation == "compress":
-            return Result(masked.compress(x["k"], self.weights(x), self.cfg))
-        if operation == "compressed_attention":
-            return Result(*masked.compressed_attention(*x.values(), self.cfg, sk))
-        if operation == "selected_attention":
-            return Result(*masked.selected_attention(*x.values(), indices, self.cfg.block_size))
-        if operation == "sliding_window_attention":
-            return Result(*masked.sliding_window_attention(*x.values(), self.cfg.window_size))
-        if operation == "native_sparse_attention":
-            q, k_cmp, v_cmp, *rest = (t for name, t in x.items() if name not in WEIGHTS)
-            k_c = masked.compress(k_cmp, self.weights(x, "_k"), self.cfg)
-            v_c = masked.compress(v_cmp, self.weights(x, "_v"), self.cfg)
-            k_c = self.turned(k_c, torch.arange(k_c.shape[0]) * self.cfg.kernel_stride)
-            return Result(masked.nsa_attention(q, k_c, v_c, *rest, indices, self.cfg))
-        return Result(masked.nsa_attention(*x.values(), indices, self.cfg))
+def selection_errors(
+    indices: Tensor, q: Tensor, k_c: Tensor, cfg: nsa.NSAConfig, sk: int, rho: float = 1e-5
+) -> list[str]:
+    """What is wrong with indices (Sq, Hkv, topk) by the specification's tolerance rule; q and k_c float64."""
+    scores = nsa.reference.importance(q[None], k_c[None], cfg, sk)[0].tolist()
+    rows = indices.tolist()
+    group = q.shape[1] // k_c.shape[1]
+    errors = []
+    for i, t in enumerate(range(sk - q.shape[0], sk)):
+        own = t // cfg.block_size
+        forced = {j for j in range(own + 1) if j < cfg.init_blocks or j > own - cfg.local_blocks}
+        for h in range(k_c.shape[1]):
+            row = rows[i][h]
+            picks = [j for j in row if j >= 0]
+            where = f"query {i}, KV head {h}: {row}"
+            count = min(cfg.topk, own + 1)
+            if row != sorted(set(picks)) + [-1] * (cfg.topk - len(picks)) or len(picks) != count:
+                errors.append(f"{where}: not {count} ascending distinct blocks padded with -1")
+            elif not forced <= set(picks) or picks[-1] > own:
+                errors.append(f"{where}: a forced block is missing, or a block lies in the future")
+            else:
+                free = count - len(forced)
+                others = [(scores[h][i][j], j) for j in range(own + 1) if j not in forced]
+                if free == 0 or not others:
+                    continue
+                nth = sorted((s for s, _ in others), reverse=True)[free - 1]
+                tolerance = rho * nth + 1e-7 * group
+                if any((s < nth - tolerance) if j in picks else (s > nth + tolerance) for s, j in others):
+                    errors.append(f"{where}: a pick is too low or a block left out too high")
+    return errors
 
 
 def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import nsa
-from nsa.functional import BRANCHES
 from problem import SMALL
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -27,9 +26,11 @@ def calls():
     k_c, cu = torch.randn(1, SMALL.num_compressed(S), HKV, D), torch.tensor([0, 8, S], dtype=torch.int32)
     packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": S, "max_seqlen_k": S}
     o, lse = nsa.compressed_attention(q, k_c, k_c, SMALL)
-    idx = nsa.select_blocks(q, k_c, lse, SMALL)
-    phi = {"weights_k": WEIGHTS, "weights_v": WEIGHTS, "cfg": SMALL}
-    branches = {"q": q, "k_c": k_c, "v_c": k_c, "k_slc": k, "v_slc": k, "k_swa": k, "v_swa": k, "gates": gates}
+    indices = nsa.select_blocks(q, k_c, lse, SMALL)
+    phi = {"weights_k": WEIGHTS, "weights_v": WEIGHTS}
+    own = {name: k.clone() for name in ("k_slc", "v_slc", "k_swa", "v_swa")}
+    whole = {"q": q, "k": k, "v": k.clone(), "gates": gates, "indices": indices}
+    branches = {**whole, "k_c": k_c, "v_c": k_c, "k_swa": k, "v_swa": k}
     options = {"softmax_scale": 0.5, "noise": 0.5, "seed": 3}
     result = {
         "compress": (nsa.compress, {"k": k[0], "weights": WEIGHTS, "cfg": SMALL, "cu_seqlens": cu}),
@@ -41,7 +42,7 @@ def calls():
         "select_blocks": (nsa.select_blocks, {"q": q, "k_c": k_c, "lse": lse, "cfg": SMALL, **options}),
         "selected_attention": (
             nsa.selected_attention,
-            {"q": q[0], "k": k[0], "v": k[0], "idx": idx[0], "block_size": 16, "softmax_scale": 0.5, **packed},
+            {"q": q[0], "k": k[0], "v": k[0], "indices": indices[0], "block_size": 16, "softmax_scale": 0.5, **packed},
         ),
         "sliding_window_attention": (
             nsa.sliding_window_attention,
@@ -51,14 +52,14 @@ def calls():
         "nsa_attention": (nsa.nsa_attention, {**branches, "cfg": SMALL, **options}),
         "native_sparse_attention": (
             nsa.native_sparse_attention,
-            {"q": q, "kv": (k,) * 6, "gates": gates, **phi, **options, "rope": (HALF, HALF)},
+            {**whole, **own, **phi, **options, "cfg": SMALL, "rope": (HALF, HALF)},
         ),
         "layer": (LAYER, {"x": torch.randn(S, 32), "cu_seqlens": cu, "max_seqlen": S, "seed": 1}),
         "rotary_tables": (nsa.rotary_tables, {"positions": torch.arange(9), "head_dim": D, "theta": 100.0}),
         "rotate": (nsa.rotate, {"x": q, "cos": HALF[:S], "sin": HALF[:S]}),
     }
     for name, m in (("decode", 2), ("prefill", S)):
-        step = {"q": q[:, :m], "new_kv": (k[:, :m],) * 6, "gates": gates[:, :m], **phi, "rope": (HALF, HALF)}
+        step = {name: t[:, :m] for name, t in (whole | own).items()} | phi | {"rope": (HALF, HALF)}
         step |= {"num_new": torch.tensor([m], dtype=torch.int32), "softmax_scale": 0.5, "cache": make_cache()}
         result[name] = (getattr(nsa, name), step)
     x = torch.randn(1, 2, 32)
@@ -87,6 +88,7 @@ def make_cache(batch=1, **options):
 
 
 NAMES = list(calls())
+OPTIONAL = ("cu_seqlens", "num_new", "rope", "indices", "k_slc", "v_slc", "k_swa", "v_swa")
 NO_TENSORS = {"list": [1.0], "array": np.zeros(3), "str": "x", "None": None, "number": 1.5, "module": torch.nn.ReLU()}
 
 
@@ -118,8 +120,9 @@ def test_good_calls(name):
 def test_what_is_no_tensor(name, kind):
     function, arguments = calls()[name]
     for argument, _ in tensors_of(arguments):
-        optional = kind == "None" and (argument.startswith(("cu_seqlens", "num_new", "rope")) or "Weights" in name)
-        if optional and (name, argument) != ("compressed_cu_seqlens", "cu_seqlens"):
+        optional = kind == "None" and (argument.startswith(OPTIONAL) or "Weights" in name)
+        required = {("compressed_cu_seqlens", "cu_seqlens"), ("selected_attention", "indices")}
+        if optional and (name, argument) not in required:
             continue
         what = type(NO_TENSORS[kind]).__name__
         with pytest.raises(TypeError) as error:
@@ -194,7 +197,7 @@ def test_all_on_meta():
     q, k = torch.empty(1, S, H, D, device="meta"), torch.empty(1, S, HKV, D, device="meta")
     gates = torch.empty(1, S, H, 3, device="meta")
     weights = WEIGHTS.to("meta")
-    o = nsa.native_sparse_attention(q, (k,) * 6, gates, weights, weights, SMALL)
+    o = nsa.native_sparse_attention(q, k, k, gates, weights_k=weights, weights_v=weights, cfg=SMALL)
     assert o.device.type == "meta" and o.shape == q.shape
     layer = nsa.NativeSparseAttention(32, H, HKV, D, cfg=SMALL).to("meta")
     assert layer(torch.empty(1, S, 32, device="meta")).shape == (1, S, 32)
@@ -313,7 +316,7 @@ def test_any_mixture(name, data):
         function(**changed)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         first = str(error).splitlines()[0]
-        names = {*arguments, *BRANCHES, *vars(SMALL), "indices", "weights", "pe", "w1", "b1", "w2", "b2"}
+        names = {*arguments, *vars(SMALL), "indices", "weights", "pe", "w1", "b1", "w2", "b2"}
         names |= {"sequence", "kind", "hidden", "rope_cos", "rope_sin", "Sq", "parent", "KVCache", "allocate memory"}
         assert any(name in first for name in names), first
         if before is not None:

@@ -11,6 +11,7 @@ import nsa
 from devices import NO_CUDA, head_dims, running
 from problem import OPERATIONS, SMALL, Problem, cast, gradients
 
+NAMES = ("q", "k", "v", "gates", "k_c", "v_c", "k_swa", "v_swa")
 REPEATS = int(os.environ.get("NSA_REPEATS", "20"))
 pytestmark = pytest.mark.skipif(not nsa.device_count(), reason=NO_CUDA)
 
@@ -24,13 +25,18 @@ def cuda():
 def branches(length=200, dtype=torch.float32):
     """Inputs of nsa_attention, (1, length, ...), that require a gradient."""
     problem = Problem([(length, length)])
-    inputs = problem.inputs("nsa_attention", dtype).values()
-    return [problem.shaped(t.detach()).requires_grad_() for t in inputs]
+    inputs = problem.inputs("nsa_attention", dtype)
+    assert tuple(inputs) == NAMES
+    return [problem.shaped(t.detach()).requires_grad_() for t in inputs.values()]
+
+
+def attend(inputs):
+    return nsa.nsa_attention(**dict(zip(NAMES, inputs, strict=True)), cfg=SMALL, return_indices=True)
 
 
 def everything(inputs):
     """nsa_attention, its blocks and all gradients."""
-    o, indices = nsa.nsa_attention(*inputs, SMALL, return_indices=True)
+    o, indices = attend(inputs)
     return [o.detach(), indices, *torch.autograd.grad(o.square().sum(), inputs)]
 
 
@@ -133,7 +139,7 @@ def test_workspace_is_torchs():
     before = settled()
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
-        results = nsa.nsa_attention(*inputs, SMALL, return_indices=True)
+        results = attend(inputs)
     after = requested("current")
     assert after - before == sum(t.untyped_storage().nbytes() for t in results)
     assert requested("peak") > after

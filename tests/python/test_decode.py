@@ -163,15 +163,15 @@ def test_unwritten_memory_may_hold_nan(backend, layer):
 
 def test_folded_tokens_are_compressed_tokens(backend, layer):
     """k~ folded in decoding is bitwise compress's."""
-    weights = layer.phi_k.weights(torch.float32)
+    weights = layer.phi_k(torch.float32)
     dk, dv = layer.head_dim, layer.v_head_dim
     k, v = torch.randn(1, 50, 2, dk), torch.randn(1, 50, 2, dv)
     cache = layer.make_cache(1, 64)
     for i in range(50):
         one, value = k[:, i : i + 1], v[:, i : i + 1]
         q = torch.randn(1, 1, 4, dk)
-        new_kv = (one, value) * 3
-        nsa.decode(q, new_kv, torch.rand(1, 1, 4, 3), cache, weights, layer.phi_v.weights(torch.float32), SMALL)
+        weights_v = layer.phi_v(torch.float32)
+        nsa.decode(q, one, value, torch.rand(1, 1, 4, 3), cache, weights_k=weights, weights_v=weights_v)
     assert torch.equal(cache.k_c[:, : SMALL.num_compressed(50)], nsa.compress(k, weights, SMALL))
 
 
@@ -198,21 +198,23 @@ def test_bfloat16(device, layer):
 
 def test_refused(layer):
     def step(m=1, cache=None, **changes):
-        new = [torch.randn(1, m, 2, d) for d in (16, 24)] * 3
-        weights = (layer.phi_k.weights(torch.float32), layer.phi_v.weights(torch.float32))
-        arguments = {"q": torch.randn(1, m, 4, 16), "new_kv": new, "gates": torch.rand(1, m, 4, 3), "cfg": SMALL}
+        arguments = {"q": torch.randn(1, m, 4, 16), "gates": torch.rand(1, m, 4, 3)}
+        arguments |= {"k": torch.randn(1, m, 2, 16), "v": torch.randn(1, m, 2, 24)}
+        arguments |= {"weights_k": layer.phi_k(torch.float32), "weights_v": layer.phi_v(torch.float32)}
         cache = layer.make_cache(1, 64) if cache is None else cache
-        return nsa.decode(**(arguments | changes), cache=cache, weights_k=weights[0], weights_v=weights[1])
+        return nsa.decode(**(arguments | changes), cache=cache)
 
     step(16)
     with pytest.raises(ValueError, match="16"):
         step(17)
     with pytest.raises(ValueError, match="num_new"):
         step(2, num_new=torch.tensor([3], dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"cfg = .*: must be the cache's"):
-        step(cfg=nsa.NSAConfig())
     with pytest.raises(ValueError, match="rope_cos"):
-        step(rope=(torch.ones(9, 7), torch.ones(9, 7)))
+        step(rope=(torch.ones(64, 9), torch.ones(64, 9)))
+    with pytest.raises(ValueError, match="rope: 9 positions: must be at least 64, the cache's max_length"):
+        step(rope=(torch.ones(9, 8), torch.ones(9, 8)))
+    with pytest.raises(ValueError, match=r"^(decode: )?indices: .*expected the shape"):
+        step(indices=torch.zeros(1, 1, 2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="k_slc"):
         step(cache=nsa.KVCache(1, 2, 16, 24, SMALL, max_length=64, dtype=torch.bfloat16))
 

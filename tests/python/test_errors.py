@@ -5,7 +5,6 @@ import torch
 
 import nsa
 from devices import head_dims, here, on_gpu
-from nsa.functional import BRANCHES
 from problem import SMALL
 
 B, S, H, HKV = 2, 50, 4, 2
@@ -19,8 +18,8 @@ def good():
         "q": torch.randn(B, S, H, dk),
         "k_c": torch.randn(B, n, HKV, dk),
         "v_c": torch.randn(B, n, HKV, dv),
-        "k_slc": torch.randn(B, S, HKV, dk),
-        "v_slc": torch.randn(B, S, HKV, dv),
+        "k": torch.randn(B, S, HKV, dk),
+        "v": torch.randn(B, S, HKV, dv),
         "k_swa": torch.randn(B, S, HKV, dk),
         "v_swa": torch.randn(B, S, HKV, dv),
         "gates": torch.rand(B, S, H, 3),
@@ -41,7 +40,7 @@ CHANGES = {
 
 
 # The first tensor to use a size sets it; the next one that differs is named.
-NAMED = {("k_slc", "a token less"): "v_slc", ("v_slc", "a channel less"): "v_swa"}
+NAMED = {("k", "a token less"): "v", ("v", "a channel less"): "v_swa"}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -54,26 +53,44 @@ def test_nsa_attention(backend, name, change):
 
 
 def good_layer():
-    """A valid call of native_sparse_attention; kv by the names of its tensors."""
+    """A valid call of native_sparse_attention."""
     arguments = good()
-    arguments |= {"k_cmp": torch.randn_like(arguments["k_slc"]), "v_cmp": torch.randn_like(arguments["v_slc"])}
+    arguments |= {"k_slc": torch.randn_like(arguments["k"]), "v_slc": torch.randn_like(arguments["v"])}
     del arguments["k_c"], arguments["v_c"]
     half = arguments["q"].shape[-1] // 2
     return {**arguments, "weights_k": MEAN, "weights_v": MEAN, "rope": (torch.ones(S, half), torch.zeros(S, half))}
 
 
-def call_layer(arguments):
-    arguments = dict(arguments)
-    return nsa.native_sparse_attention(kv=[arguments.pop(name) for name in BRANCHES], **arguments)
-
-
+@pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_swa", "gates"])
-def test_native_sparse_attention(backend, name, change):
+@pytest.mark.parametrize("name", ["k", "v", "k_swa", "gates"])
+def test_native_sparse_attention(backend, name, change, rope):
     arguments = good_layer()
     arguments[name] = CHANGES[change](arguments[name])
+    if not rope:
+        del arguments["rope"]
+    if rope and (name, change) == ("k_swa", "no contiguous channel"):
+        nsa.native_sparse_attention(**arguments)  # its rotated copy is contiguous
+        return
     with pytest.raises(ValueError, match=f"^(native_sparse_attention: )?{name}: "):
-        call_layer(arguments)
+        nsa.native_sparse_attention(**arguments)
+
+
+def test_a_tensor_for_several_branches_has_the_name_it_was_given(backend):
+    arguments = good_layer()
+    for name in ("k_slc", "k_swa", "v_slc", "v_swa"):
+        del arguments[name]
+    for name in ("k", "v"):
+        for change in CHANGES:
+            if (name, change) == ("v", "a channel less"):
+                continue  # a head dim like any other
+            wrong = arguments | {name: CHANGES[change](arguments[name]), "rope": None}
+            with pytest.raises(ValueError, match=r"^(native_sparse_attention: )?[kv]: "):
+                nsa.native_sparse_attention(**wrong)
+    blocks = torch.zeros(B, S, HKV, SMALL.topk + 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"indices: int32 .*expected the shape") as error:
+        nsa.native_sparse_attention(**arguments, indices=blocks)
+    assert "imposed" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +98,12 @@ def test_native_sparse_attention(backend, name, change):
     [
         ({"weights_k": nsa.CompressionWeights("linear")}, "weights_k.w1: not given"),
         ({"weights_v": nsa.CompressionWeights("max")}, "weights.kind = 'max'"),
-        ({"rope": (torch.ones(S, 1), torch.ones(S, 1))}, "rope_cos: .*expected the shape"),
-        ({"rope": (None, torch.ones(S, 1))}, "rope_cos: not given"),
-        ({"rope": lambda half: (torch.ones(40, half), torch.ones(40, half))}, "rope_cos: .*rotated at position 40"),
+        ({"rope": lambda half: (torch.ones(S, half + 1),) * 2}, "rope_cos: .*expected the shape"),
+        ({"rope": (torch.ones(S, 1),)}, "rope: 1 tensors: must be cosines and sines"),
+        (
+            {"rope": lambda half: (torch.ones(40, half), torch.ones(40, half))},
+            "rope: 40 positions: must be at least 50",
+        ),
         ({"rope": lambda half: (torch.ones(S, half).double(), torch.ones(S, half))}, "rope_cos: .*expected float32"),
         ({"cfg": SMALL, "noise": -1.0}, "noise = -1"),
     ],
@@ -94,7 +114,7 @@ def test_settings_of_the_layer(backend, change, message):
         value = value(arguments["q"].shape[-1] // 2) if callable(value) else value
         arguments[name] = tuple(t if t is None else here(t) for t in value) if name == "rope" else value
     with pytest.raises(ValueError, match=message):
-        call_layer(arguments)
+        nsa.native_sparse_attention(**arguments)
 
 
 @pytest.mark.parametrize(

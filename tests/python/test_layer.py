@@ -23,18 +23,18 @@ def test_parameter_names():
     assert names == ["q_proj.weight", *separate, *PHI, *GATE, "o_proj.weight"]
     names = [name for name, _ in layer_of(cfg=SMALL, share_kv=True).named_parameters()]
     assert names == ["q_proj.weight", "k_proj.weight", "v_proj.weight", *PHI, *GATE, "o_proj.weight"]
-    assert not any("phi" in n for n, _ in layer_of(cfg=SMALL, compression="mean").named_parameters())
+    assert not any("phi" in n for n, _ in layer_of(cfg=SMALL, phi="mean").named_parameters())
 
 
 def test_parameter_shapes():
-    layer = layer_of(cfg=SMALL, v_head_dim=24)
+    layer = layer_of(cfg=SMALL, v_head_dim=24, phi_per_kv_head=True)
     shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert shapes["q_proj.weight"] == (6 * 16, 32) and shapes["o_proj.weight"] == (32, 6 * 24)
     assert shapes["k_proj.slc.weight"] == (2 * 16, 32) and shapes["v_proj.slc.weight"] == (2 * 24, 32)
     assert shapes["phi_k.pe"] == (2, 8, 16) and shapes["phi_k.w1"] == (2, 8 * 16, 32)
     assert shapes["phi_v.w1"] == (2, 8 * 24, 48) and shapes["phi_v.w2"] == (2, 48, 24)
     assert shapes["gate.0.weight"] == (8, 32) and shapes["gate.2.weight"] == (18, 8)
-    assert layer_of(cfg=SMALL, shared_phi=True).phi_k.w1.shape[0] == 1
+    assert layer_of(cfg=SMALL).phi_k.w1.shape[0] == 1
 
 
 @pytest.mark.parametrize("further", [0, 13])
@@ -63,7 +63,7 @@ def test_too_few_hidden_units_warn():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"share_kv": True}, {"shared_phi": True, "v_head_dim": 24}, {"rope_theta": None}]
+    "options", [{}, {"share_kv": True}, {"phi_per_kv_head": True, "v_head_dim": 24}, {"rope_theta": None}]
 )
 def test_layer_is_its_operations(backend, options):
     layer = layer_of(cfg=SMALL, **options)
@@ -86,15 +86,17 @@ def test_layer_is_its_operations(backend, options):
         return torch.cat((out[..., 0], out[..., 1]), -1).float()
 
     rows = torch.arange(60)
-    k_c = nsa.compress(of(layer.k_proj, "cmp"), layer.phi_k.weights(torch.float32), SMALL)
-    v_c = nsa.compress(of(layer.v_proj, "cmp"), layer.phi_v.weights(torch.float32), SMALL)
+    k_c = nsa.compress(of(layer.k_proj, "cmp"), layer.phi_k(torch.float32), SMALL)
+    v_c = nsa.compress(of(layer.v_proj, "cmp"), layer.phi_v(torch.float32), SMALL)
     o, indices = nsa.nsa_attention(
         turned(heads(layer.q_proj, 6), rows),
-        *(turned(k_c, torch.arange(k_c.shape[1]) * 4), v_c),
         *(turned(of(layer.k_proj, "slc"), rows), of(layer.v_proj, "slc")),
-        *(turned(of(layer.k_proj, "swa"), rows), of(layer.v_proj, "swa")),
         torch.sigmoid(layer.gate(x)).unflatten(-1, (6, 3)),
-        SMALL,
+        k_c=turned(k_c, torch.arange(k_c.shape[1]) * 4),
+        v_c=v_c,
+        k_swa=turned(of(layer.k_proj, "swa"), rows),
+        v_swa=of(layer.v_proj, "swa"),
+        cfg=SMALL,
         return_indices=True,
     )
     found, found_indices = layer(x, return_indices=True)
@@ -154,8 +156,8 @@ def test_bfloat16_and_autocast(device):
         ({"num_kv_heads": 4}, "num_kv_heads = 4: must divide num_heads = 6"),
         ({"head_dim": 15}, "head_dim = 15: must be even"),
         ({"head_dim": 0}, "head_dim = 0: must be >= 1"),
-        ({"compression": "max"}, "kind = 'max': must be mean, linear or mlp"),
-        ({"compression_hidden": 0}, "hidden = 0: must be >= 1"),
+        ({"phi": "max"}, "kind = 'max': must be mean, linear or mlp"),
+        ({"phi_hidden": -1}, "phi_hidden = -1: must be >= 1, or 0 for 2 x head dim"),
     ],
 )
 def test_refused(options, message):

@@ -7,7 +7,6 @@ import torch
 
 import nsa
 from devices import head_dims
-from nsa.decoding import _step
 from problem import OPERATIONS, SMALL, WEIGHTS, Problem
 
 ops = torch.ops.nsa
@@ -34,7 +33,7 @@ def arguments():
     cu = torch.tensor([0, 30, 50], dtype=torch.int32)
     with torch.no_grad():
         o, lse = ops.compressed_attention(q, k_c, v_c, CFG, None, None, *NOT_PACKED)
-        idx = ops.select_blocks(q, k_c, lse, CFG, None, None, 0.0, 0, *NOT_PACKED)
+        indices = ops.select_blocks(q, k_c, lse, CFG, None, None, 0.0, 0, *NOT_PACKED)
         whole = ops.nsa_attention(*branches, CFG, None, 0.0, 0, *NOT_PACKED, None, True)
     d_o = torch.randn_like(o)
 
@@ -51,10 +50,13 @@ def arguments():
     yield "compressed_attention", (q, k_c, v_c, CFG, None, 50, *NOT_PACKED)
     yield "compressed_attention_backward", plain(d_o, q, k_c, v_c, o, lse, CFG, 0.3, None, *NOT_PACKED, [True] * 3)
     yield "select_blocks", plain(q, k_c, lse, CFG, None, None, 0.5, 3, *NOT_PACKED)
-    yield "selected_attention", (q, k, v, idx, 16, None, *NOT_PACKED)
-    yield "selected_attention", (q[0], k[0], v[0], idx[0], 16, 0.2, cu, cu, 30, 30)
+    yield "selected_attention", (q, k, v, indices, 16, None, *NOT_PACKED)
+    yield "selected_attention", (q[0], k[0], v[0], indices[0], 16, 0.2, cu, cu, 30, 30)
     lse = lse.nan_to_num(neginf=0)  # rows that see no block see keys in the other branches
-    yield "selected_attention_backward", plain(d_o, q, k, v, idx, o, lse, 16, None, *NOT_PACKED, [True, False, True])
+    yield (
+        "selected_attention_backward",
+        plain(*(d_o, q, k, v, indices, o, lse, 16, None, *NOT_PACKED, [True, False, True])),
+    )
     yield "sliding_window_attention", (q, k, v, 20, None, *NOT_PACKED)
     yield "sliding_window_attention_backward", plain(d_o, q, k, v, o, lse, 20, None, *NOT_PACKED, [False, True, True])
     yield "combine", (randn(2, 50, 4, dv), randn(2, 50, 4, dv), randn(2, 50, 4, dv), gates)
@@ -140,10 +142,9 @@ def test_compile_for_any_length_and_seed(backend, fresh_compiler):
 
 def test_compile_with_inductor(device, fresh_compiler):
     problem = Problem([(60, 60)])
-    inputs = list(problem.inputs("nsa_attention", torch.float32).values())
-    inputs = [problem.shaped(t) for t in inputs]
+    inputs = {name: problem.shaped(t) for name, t in problem.inputs("nsa_attention", torch.float32).items()}
     compiled = torch.compile(nsa.nsa_attention, fullgraph=True)
-    assert torch.equal(compiled(*inputs, SMALL), nsa.nsa_attention(*inputs, SMALL))
+    assert torch.equal(compiled(**inputs, cfg=SMALL), nsa.nsa_attention(**inputs, cfg=SMALL))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -301,8 +302,11 @@ def test_layer_has_the_bits_of_its_operations(device):
             d_out = torch.randn_like(o) if d_out is None else d_out
             found.append([o, indices, *torch.autograd.grad(o, list(inputs.values()), d_out)])
         k_c, v_c = (problem.shaped(t.detach()) for t in problem.compressed(inputs))
-        q, _, _, *rest = (problem.shaped(t) for name, t in inputs.items() if name not in WEIGHTS)
-        o, indices = nsa.nsa_attention(q, k_c, v_c, *rest, SMALL, return_indices=True, **problem.packing(q))
+        turned = {name: problem.shaped(problem.rotated(name, inputs)) for name in ("q", "k_slc", "k_swa")}
+        v, v_swa, gates = (problem.shaped(inputs[name]) for name in ("v_slc", "v_swa", "gates"))
+        options = {"k_c": k_c, "v_c": v_c, "k_swa": turned["k_swa"], "v_swa": v_swa, "cfg": SMALL}
+        options |= problem.packing(k_c)
+        o, indices = nsa.nsa_attention(turned["q"], turned["k_slc"], v, gates, return_indices=True, **options)
         assert torch.equal(o, found[0][0]) and torch.equal(indices, found[0][1])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -316,11 +320,13 @@ def test_layer_keeps_only_what_it_says(device):
         tensors = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
             problem.layer(inputs, **options)
-        return sum(t.numel() for t in tensors if t.untyped_storage().data_ptr() not in inside)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(size for at, size in storages.items() if at not in inside) // 4
 
     rows, (h, hkv), angles = 70, problem.heads, sum(t.numel() for t in problem.rope(inputs["q"]))
-    branches = 3 * rows * h * (inputs["v_cmp"].shape[-1] + 1)
-    assert kept(recompute_compressed=True) == branches + rows * hkv * SMALL.topk + angles
+    branches = 3 * rows * h * (inputs["v"].shape[-1] + 1)
+    rotated = sum(inputs[name].numel() for name in ("q", "k_slc", "k_swa"))
+    assert kept(recompute_compressed=True) == branches + rows * hkv * SMALL.topk + angles + rotated
     assert kept() - kept(recompute_compressed=True) == sum(t.numel() for t in problem.compressed(inputs))
 
 
@@ -334,10 +340,3 @@ def test_eager_and_compiled_code_take_different_ways_to_equal_gradients(device, 
     d_o = torch.randn_like(eager)
     pairs = (torch.autograd.grad(o, list(inputs.values()), d_o) for o in (eager, registered))
     assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
-
-
-def test_step_takes_six_tensors():
-    with pytest.raises(ValueError, match=r"^kv: 1 tensors: must be k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa$"):
-        nsa.native_sparse_attention(None, (1,), None, None, None, SMALL)
-    with pytest.raises(ValueError, match="new_kv: 2 tensors: must be k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa"):
-        _step(None, None, (1, 2), None, None, None, None, None, None, None, None, False)

@@ -7,7 +7,7 @@ import nsa
 from devices import BACKENDS, head_dims, running
 from problem import OPERATIONS, SMALL, Problem
 from test_decode import assert_same, feed
-from test_masked import check
+from test_reference import check
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings

@@ -8,7 +8,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from ..cache import KVCache
 from ..config import NSAConfig
-from ..layer import MAX_DECODE_TOKENS
+from ..decoding import MAX_DECODE_TOKENS
 from .configuration import LAYER_TYPE
 from .operators import decode_step, forget, rows_of
 
@@ -36,7 +36,7 @@ class _NsaLayer:
         q, k, v = inputs[:3]
         self._append(q.shape[1], tokens, k, v, cfg)
         num_new = None if tokens is None else tokens.sum(1, dtype=torch.int32)
-        return decode_step(inputs, self.cache, weights, cfg, tables, num_new, prefill=q.shape[1] > MAX_DECODE_TOKENS)
+        return decode_step(inputs, self.cache, weights, tables, num_new, prefill=q.shape[1] > MAX_DECODE_TOKENS)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a sparse layer is initialized by its first step")

@@ -10,7 +10,7 @@ from ..config import NSAConfig
 LAYER_TYPE = "nsa"
 """What `layer_types` calls a sparse layer, and caches of transformers look up."""
 
-OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": True}
+OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": False}
 """Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
 
 

@@ -10,37 +10,30 @@ from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights, NSAConfig
 from ..decoding import decode, prefill
 from ..functional import native_sparse_attention
-from ..rotary import rotate
 
 
 def attend(inputs, weights, cfg: NSAConfig, tables, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
     """inputs: q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa, gates, batched or packed, not rotated."""
-    q, *kv, gates = inputs
-    if cu_seqlens is None:
-        cos, sin = (t[: q.shape[1]] for t in tables)
-    else:
-        rows = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
-        places = rows - cu_seqlens[torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)]
-        cos, sin = (t[places] for t in tables)
-    q, kv = _rotated(q, kv, cos, sin)
     packed = {} if cu_seqlens is None else {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": max_seqlen}
-    return native_sparse_attention(q, kv, gates, *weights, cfg, rope=tables, **packed)
+    return native_sparse_attention(cfg=cfg, rope=tables, **_named(inputs, weights), **packed)
 
 
-def decode_step(inputs, cache: KVCache, weights, cfg: NSAConfig, tables, num_new: Tensor | None, prefill: bool):
+def decode_step(inputs, cache: KVCache, weights, tables, num_new: Tensor | None, prefill: bool):
     """inputs as for `attend`, (B, m, ...), the tokens of each row in front."""
-    q, *kv, gates = inputs
-    places = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=q.device)
-    q, kv = _rotated(q, kv, *(t[places.clamp(max=t.shape[0] - 1)] for t in tables))
     step = _prefill if prefill else decode
-    return step(q, kv, gates, cache, *weights, cfg, rope=tables, num_new=num_new)
+    return step(cache=cache, rope=tables, num_new=num_new, **_named(inputs, weights))
 
 
 _prefill = prefill
 
 
+def _named(inputs, weights) -> dict[str, Tensor | CompressionWeights]:
+    names = ("q", "k", "v", "k_slc", "v_slc", "k_swa", "v_swa", "gates", "weights_k", "weights_v")
+    return dict(zip(names, (*inputs, *weights), strict=True))
+
+
 def weights_of(phi: CompressionFunction, dtype: torch.dtype) -> CompressionWeights:
-    return phi.weights(dtype)
+    return phi(dtype)
 
 
 def initial_weights(phi: CompressionFunction) -> CompressionWeights:
@@ -76,10 +69,3 @@ def forget(cache: KVCache, count: int | Tensor) -> None:
         cache._check_going_back("sequence", row, length)
     for row, length in enumerate(lengths):
         cache.rollback(row, length)
-
-
-def _rotated(q: Tensor, kv, cos: Tensor, sin: Tensor):
-    k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa = kv
-    slc = rotate(k_slc, cos, sin)
-    swa = slc if k_swa is k_slc else rotate(k_swa, cos, sin)
-    return rotate(q, cos, sin), (k_cmp, v_cmp, slc, v_slc, swa, v_swa)
