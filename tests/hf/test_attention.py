@@ -213,8 +213,9 @@ def test_under_autocast():
     assert error(results[1], results[0]) < 0.05
 
 
-def test_without_transformers_one_line_says_what_to_install():
-    program = "import sys; sys.modules['transformers'] = None; import nsa.hf"
+@pytest.mark.parametrize("module", ["nsa.hf", "nsa.convert"])
+def test_without_transformers_one_line_says_what_to_install(module):
+    program = f"import sys; sys.modules['transformers'] = None; import {module}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = run.stderr.strip().splitlines()[-1]
     assert last == "ImportError: nsa.hf needs transformers 5.23 or newer: pip install 'nsa[hf]'"

@@ -12,6 +12,7 @@ except ImportError:
 from .attention import nsa_attention_forward, nsa_attention_mask
 from .cache import NsaDynamicLayer, NsaStaticLayer
 from .configuration import NsaLlamaConfig, NsaQwen3Config
+from .conversion import convert
 from .models import NsaLlamaForCausalLM, NsaLlamaModel, NsaQwen3ForCausalLM, NsaQwen3Model
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NsaQwen3ForCausalLM",
     "NsaQwen3Model",
     "NsaStaticLayer",
+    "convert",
     "nsa_attention_forward",
     "nsa_attention_mask",
 ]

@@ -35,6 +35,10 @@ class _Sparse:
         if self.nsa["phi"] not in ("mlp", "linear", "mean"):
             raise ValueError(f"nsa: phi = {self.nsa['phi']!r}: must be mean, linear or mlp")
         self.nsa_config()
+        if self.attention_dropout:
+            raise ValueError(f"attention_dropout = {self.attention_dropout}: must be 0")
+        if self.head_dim % 8:
+            raise ValueError(f"head_dim = {self.head_dim}: must be a multiple of 8")
         layers = sorted(set(self.dense_layers or []))
         for layer in layers:
             if not 0 <= layer < self.num_hidden_layers:

@@ -1,0 +1,284 @@
+"""python -m nsa.convert SRC OUT: makes a folder that from_pretrained of nsa.hf loads.
+
+SRC is a folder of a dense LlamaForCausalLM or Qwen3ForCausalLM, which becomes sparse, or a run of the program `nsa`,
+whose model is renamed. SRC is only read; OUT appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import NSAConfig
+from .hf import NsaLlamaConfig, NsaLlamaForCausalLM  # first: it says what to install
+from .hf.conversion import (
+    ARCHITECTURES,
+    SPARSE_MODELS,
+    added_tensors,
+    compare_logits,
+    sparse_config,
+    targets,
+)
+
+# isort: split
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CARRIED = (".json", ".jinja", ".model", ".txt")
+"""Endings of the files beside the weights that go along: tokenizer, generation_config, licence."""
+
+BLOCK_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn": "mlp",
+}
+"""Parts of a layer in a run of the program, and in transformers."""
+
+
+class Folder:
+    """The safetensors of a folder: which file has which tensor. Raises ValueError naming what is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = _json(path / "config.json")
+        if (path / INDEX).exists():
+            weight_map = _json(path / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+                raise ValueError(f"{path / INDEX}: weight_map: must name a file for each tensor")
+            self.files = sorted(set(weight_map.values()))
+            if any(Path(file).name != file for file in self.files):
+                raise ValueError(f"{path / INDEX}: weight_map: must name files in the same folder")
+        elif (path / SINGLE).exists():
+            self.files = [SINGLE]
+        else:
+            raise ValueError(f"{path}: no {SINGLE} and no {INDEX}")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self.files:
+            with self.open(file) as tensors:
+                for name in tensors.keys():
+                    if name in self.shapes:
+                        raise ValueError(f"{path / file}: {name}: in another file, too")
+                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
+
+    @contextmanager
+    def open(self, file: str) -> Iterator:
+        try:
+            with safe_open(self.path / file, framework="pt") as tensors:
+                yield tensors
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ValueError(f"{self.path / file}: {error}") from None
+
+    def check(self, expected: dict[str, Tensor], optional: set[str]) -> None:
+        """Raises ValueError unless there are exactly these tensors, in their shapes."""
+        for name, tensor in expected.items():
+            if name not in self.shapes:
+                if name in optional:
+                    continue
+                raise ValueError(f"{self.path}: {name}: missing")
+            if self.shapes[name] != tuple(tensor.shape):
+                raise ValueError(f"{self.path}: {name}: {self.shapes[name]}: must be {tuple(tensor.shape)}")
+        for name in self.shapes:
+            if name not in expected and not name.endswith("rotary_emb.inv_freq"):
+                raise ValueError(f"{self.path}: {name}: not a tensor of the architecture")
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not."""
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: exists: must be a new folder")
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent}: not a folder")
+    made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield made
+        made.chmod(0o755)
+        os.rename(made, out)  # fails if a folder with files has appeared there meanwhile
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def make_sparse(
+    src: Path, out: Path, nsa: dict, *, separate_kv: bool, dense_layers: list[int], phi: str, seed: int
+) -> None:
+    """Converts a dense folder, one file of weights at a time."""
+    folder = Folder(src)
+    architectures = folder.config.get("architectures") or ["none"]
+    if architectures[0] not in ARCHITECTURES:
+        raise ValueError(f"{src}: architecture = {architectures[0]}: must be {' or '.join(ARCHITECTURES)}")
+    if folder.config.get("quantization_config"):
+        raise ValueError(f"{src}: quantization_config: must be absent")
+    dense = AutoConfig.from_pretrained(src)
+    options = {**nsa, "share_kv": not separate_kv, "phi": phi}
+    config = sparse_config(dense, architectures[0], options, dense_layers)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(dense).state_dict()
+        model = SPARSE_MODELS[type(config)](config)
+    folder.check(expected, {"lm_head.weight"} if dense.tie_word_embeddings else set())
+    config.architectures = [type(model).__name__]
+    config.dtype = dense.dtype
+    with appearing(out) as made:
+        config.save_pretrained(made)
+        for file in sorted(src.iterdir()):
+            if file.is_file() and file.suffix in CARRIED and file.name not in ("config.json", INDEX):
+                shutil.copyfile(file, made / file.name)
+        places, total = {}, 0
+        for file in folder.files:
+            tensors = {}
+            with folder.open(file) as source:
+                for name in source.keys():
+                    if name not in expected:
+                        continue
+                    tensor = source.get_tensor(name)
+                    tensors.update(targets(config, name, tensor))
+                    if name.endswith("self_attn.q_proj.weight"):
+                        for added, value in added_tensors(config, model, seed, [int(name.split(".")[2])]):
+                            tensors[added] = value.to(tensor.dtype)
+            save_file(tensors, made / file, metadata={"format": "pt"})
+            places.update(dict.fromkeys(tensors, file))
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        if folder.files != [SINGLE]:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            (made / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def rename_run(src: Path, out: Path) -> None:
+    """Makes the model of a run folder of the program one of transformers: nsa, or with full or window attention."""
+    folder = Folder(src)
+    given = folder.config["model"]
+    try:
+        if given["v_head_dim"] != given["head_dim"]:
+            raise ValueError(f"{src}: v_head_dim = {given['v_head_dim']}: must be head_dim = {given['head_dim']}")
+        fields = {
+            "vocab_size": given["vocab_size"],
+            "hidden_size": given["hidden_size"],
+            "intermediate_size": given["ffn_size"],
+            "num_hidden_layers": given["num_layers"],
+            "num_attention_heads": given["num_heads"],
+            "num_key_value_heads": given["num_kv_heads"],
+            "head_dim": given["head_dim"],
+            "rms_norm_eps": given["norm_eps"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": given["rope_theta"]},
+            "max_position_embeddings": folder.config["train"]["context"],
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "dtype": "float32",
+        }
+        names = (*NSAConfig.__dataclass_fields__, "share_kv", "phi", "phi_hidden", "phi_per_kv_head")
+        if given["attention"] == "nsa":
+            kind, config = NsaLlamaForCausalLM, NsaLlamaConfig(**fields, nsa={name: given[name] for name in names})
+        elif given["attention"] == "window":
+            kind, config = MistralForCausalLM, MistralConfig(**fields, sliding_window=given["window_size"])
+        elif given["attention"] == "full":
+            kind, config = LlamaForCausalLM, LlamaConfig(**fields)
+        else:
+            raise ValueError(f"{src}: attention = {given['attention']}: must be nsa, full or window")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{src / 'config.json'}: {error}: missing or of the wrong type") from None
+    config.architectures = [kind.__name__]
+    with torch.device("meta"):
+        expected = kind(config).state_dict()
+    with folder.open(SINGLE) as source:
+        tensors = {_renamed(name): source.get_tensor(name) for name in source.keys()}
+    folder.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    folder.check(expected, {"lm_head.weight"})
+    with appearing(out) as made:
+        config.save_pretrained(made)
+        save_file(tensors, made / SINGLE, metadata={"format": "pt"})
+
+
+def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dict]:
+    """For each length: how the logits of the two folders differ on random tokens."""
+    dense = AutoModelForCausalLM.from_pretrained(src, attn_implementation="nsa")
+    sparse = AutoModelForCausalLM.from_pretrained(out)
+    generator = torch.Generator().manual_seed(seed)
+    for length in lengths:
+        ids = torch.randint(dense.config.vocab_size, (1, length), generator=generator)
+        with torch.no_grad():
+            expected, given = (model(ids, use_cache=False).logits.float() for model in (dense, sparse))
+        yield {"length": length, **compare_logits(expected, given)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m nsa.convert", description=__doc__)
+    option = parser.add_argument
+    option("src", type=Path, metavar="SRC", help="a dense model's folder, or a run folder of the program nsa")
+    option("out", type=Path, metavar="OUT", help="a folder that does not exist")
+    option("--separate-kv", action="store_true", help="a copy of the key and value projections for each branch")
+    option("--dense-layers", type=_numbers, default=[], metavar="0,1", help="layers that keep full attention")
+    option("--phi", choices=["mean", "linear", "mlp"], default="mean", help="linear and mlp start as the mean")
+    option("--lengths", type=_numbers, default=[256, 1024], metavar="N,N", help="to compare over; 0: do not compare")
+    option("--seed", type=int, default=0, help="of the gates' first layer and the tokens to compare with")
+    for name, field in NSAConfig.__dataclass_fields__.items():
+        option(f"--{name.replace('_', '-')}", type=int, default=field.default, metavar="N", help="%(default)s")
+    given = parser.parse_args(arguments)
+    try:
+        if "model" in _json(given.src / "config.json"):
+            rename_run(given.src, given.out)
+            print(f"{given.out}: written")
+            return 0
+        nsa = {name: getattr(given, name) for name in NSAConfig.__dataclass_fields__}
+        made = {"separate_kv": given.separate_kv, "dense_layers": given.dense_layers, "phi": given.phi}
+        make_sparse(given.src, given.out, nsa, **made, seed=given.seed)
+        print(f"{given.out}: written")
+        for row in compare(given.src, given.out, [n for n in given.lengths if n > 0], given.seed):
+            print(
+                f"{row['length']:>7} random tokens: max |logit difference| {row['max_difference']:.2g}, "
+                f"KL {row['kl']:.2g}, same best token {100 * row['top1']:.1f} %"
+            )
+    except (ValueError, OSError, StrictDataclassError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be an object")
+    return content
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _renamed(name: str) -> str:
+    if name == "embedding.weight":
+        return "model.embed_tokens.weight"
+    parts = name.split(".")
+    if parts[0] == "layers" and len(parts) > 2:
+        parts[2] = BLOCK_NAMES.get(parts[2], parts[2])
+    return ".".join(("model", *parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

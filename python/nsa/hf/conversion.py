@@ -1,0 +1,118 @@
+"""Dense Llama and Qwen3 made sparse: the weights stay, gates are added.
+
+phi is the mean, and the gates start almost closed but for the selection: as long as the selection and the window hold
+the whole text, the converted model gives almost the dense one's logits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+from ..layer import BRANCHES
+from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
+from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM
+from .operators import initial_weights
+
+ARCHITECTURES = {"LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig), "Qwen3ForCausalLM": (Qwen3Config, NsaQwen3Config)}
+GATE_BIASES = {"cmp": -6.0, "slc": 4.0, "swa": -4.0}
+"""Before the sigmoid. Those of selection and window add up to one, and over short texts both are dense attention."""
+
+SPARSE_MODELS = {NsaLlamaConfig: NsaLlamaForCausalLM, NsaQwen3Config: NsaQwen3ForCausalLM}
+
+
+def convert(
+    model: PreTrainedModel,
+    *,
+    nsa: dict | None = None,
+    separate_kv: bool = False,
+    dense_layers: Sequence[int] = (),
+    phi: str = "mean",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A sparse model with the weights of a dense one, which stays as it is.
+
+    Args:
+        model: a LlamaForCausalLM or a Qwen3ForCausalLM.
+        nsa: hyperparameters that differ from the paper's, by the names of NSAConfig.
+        separate_kv: each branch gets a copy of the key and value projections; else the branches share one.
+        dense_layers: numbers of the layers that keep full attention.
+        phi: "mean", or "linear" or "mlp", which start as the mean and learn.
+        seed: of the gates' first layer and of what phi has beyond the mean.
+
+    Raises:
+        ValueError: another architecture, or an option that does not fit it.
+    """
+    options = {**(nsa or {}), "share_kv": not separate_kv, "phi": phi}
+    config = sparse_config(model.config, type(model).__name__, options, dense_layers)
+    with torch.device(model.device):
+        result = SPARSE_MODELS[type(config)]._from_config(config, dtype=model.dtype)
+    for name, tensor in model.state_dict().items():
+        for target, value in targets(config, name, tensor):
+            result.get_parameter(target).data.copy_(value)
+    for name, tensor in added_tensors(config, result, seed):
+        result.get_parameter(name).data.copy_(tensor)
+    result.generation_config = copy.deepcopy(model.generation_config)
+    return result.train(model.training)
+
+
+def sparse_config(
+    config: PreTrainedConfig, architecture: str, nsa: dict, dense_layers: Iterable[int]
+) -> NsaLlamaConfig | NsaQwen3Config:
+    """The configuration of the converted model. Raises ValueError for what cannot be converted."""
+    if architecture not in ARCHITECTURES or type(config) is not ARCHITECTURES[architecture][0]:
+        raise ValueError(f"architecture = {architecture}: must be {' or '.join(ARCHITECTURES)}")
+    kept = config.to_dict()
+    for made in ("model_type", "architectures", "layer_types", "transformers_version"):
+        kept.pop(made, None)
+    return ARCHITECTURES[architecture][1](**kept, nsa=nsa, dense_layers=list(dense_layers))
+
+
+def targets(config: NsaLlamaConfig | NsaQwen3Config, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """What a tensor of the dense model becomes: itself, or a copy for each branch."""
+    parts = name.split(".")
+    sparse = parts[:2] == ["model", "layers"] and config.layer_types[int(parts[2])] == LAYER_TYPE
+    if sparse and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj"):
+        return [(".".join((*parts[:-1], branch, parts[-1])), tensor.clone()) for branch in BRANCHES]
+    return [(name, tensor)]
+
+
+@torch.no_grad()
+def added_tensors(
+    config: NsaLlamaConfig | NsaQwen3Config, model: PreTrainedModel, seed: int, layers: Iterable[int] | None = None
+) -> Iterable[tuple[str, Tensor]]:
+    """Gates and phi of the sparse layers (default: all), float32; `model` may be on the meta device."""
+    for i in range(config.num_hidden_layers) if layers is None else layers:
+        if config.layer_types[i] != LAYER_TYPE:
+            continue
+        attention, prefix = model.model.layers[i].self_attn, f"model.layers.{i}.self_attn."
+        with torch.device("cpu"), torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed * config.num_hidden_layers + i)
+            first, last = attention.gate[0].weight.shape, attention.gate[2].weight.shape
+            yield f"{prefix}gate.0.weight", torch.randn(first) * config.initializer_range
+            yield f"{prefix}gate.0.bias", torch.zeros(first[0])
+            yield f"{prefix}gate.2.weight", torch.zeros(last)
+            biases = torch.tensor([GATE_BIASES[branch] for branch in BRANCHES])
+            yield f"{prefix}gate.2.bias", biases.repeat(config.num_attention_heads)
+            for which in ("phi_k", "phi_v"):
+                phi = getattr(attention, which)
+                if phi.pe is None:
+                    continue
+                start = initial_weights(phi).as_arguments()[1:]
+                for part, value in zip(("pe", "w1", "b1", "w2", "b2"), start, strict=True):
+                    if value is not None:
+                        yield f"{prefix}{which}.{part}", value
+
+
+def compare_logits(expected: Tensor, given: Tensor) -> dict[str, float]:
+    """Largest difference, mean KL divergence and share of equal best tokens of logits (..., vocabulary)."""
+    p, q = expected.log_softmax(-1), given.log_softmax(-1)
+    return {
+        "max_difference": (expected - given).abs().max().item(),
+        "kl": (p.exp() * (p - q)).sum(-1).mean().item(),
+        "top1": (expected.argmax(-1) == given.argmax(-1)).float().mean().item(),
+    }

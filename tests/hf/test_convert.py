@@ -1,0 +1,179 @@
+"""Dense models made sparse, in memory and folder by folder; runs of the program in transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from models import SMALL, dense, error, sparse, tokens
+from nsa.convert import main
+from nsa.hf import convert
+from nsa.hf.conversion import compare_logits
+
+BOTH = pytest.mark.parametrize("name", ["llama", "qwen3"])
+SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+
+
+def only_selection(model):
+    """Gates (0, 1, 0), exactly."""
+    for layer in model.model.layers:
+        if hasattr(layer.self_attn, "gate"):
+            layer.self_attn.gate[2].bias.data = torch.tensor([-1e9, 1e9, -1e9]).repeat(8)
+    return model
+
+
+@BOTH
+@pytest.mark.parametrize("separate_kv", [False, True])
+def test_with_the_selection_alone_a_short_text_gets_the_dense_logits(name, separate_kv):
+    model = dense(name)
+    ids = tokens(2, 64)  # n * l'
+    with torch.no_grad():
+        converted = only_selection(convert(model, nsa=SMALL, separate_kv=separate_kv))
+        assert error(converted(ids).logits, model(ids).logits) < 1e-5
+
+
+@BOTH
+def test_as_converted_a_short_text_is_almost_the_dense_models(name):
+    model = dense(name, initializer_range=0.02)  # as models start
+    converted = convert(model, nsa={**SMALL, "window_size": 64})
+    with torch.no_grad():
+        short, long = (
+            compare_logits(model(ids).logits, converted(ids).logits) for ids in (tokens(2, 64), tokens(2, 500))
+        )
+    assert short["kl"] <= 1e-3
+    assert short["top1"] > 0.95
+    assert short["kl"] < long["kl"]
+
+
+@BOTH
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+def test_separate_equals_shared_in_bits(name, phi):
+    model = dense(name)
+    ids = tokens(2, 200)
+    options = {"nsa": SMALL, "phi": phi, "dense_layers": [1]}
+    with torch.no_grad():
+        shared, separate = (convert(model, **options, separate_kv=s)(ids).logits for s in (False, True))
+        assert torch.equal(shared, separate)
+
+
+@BOTH
+def test_training_a_converted_model_lowers_the_loss(name):
+    model = convert(dense(name), nsa=SMALL, separate_kv=True, phi="mlp").train()
+    ids = tokens(2, 150)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(50):
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@BOTH
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_becomes_what_convert_makes(name, tied, dtype, tmp_path, capsys):
+    src, out = tmp_path / "src", tmp_path / "out"
+    model = dense(name, tie_word_embeddings=tied).to(dtype)
+    model.save_pretrained(src, max_shard_size="60kB")
+    model = AutoModelForCausalLM.from_pretrained(src)  # with the rotation as it is loaded
+    (src / "tokenizer.json").write_text("{}")
+    before = {file.name: file.read_bytes() for file in src.iterdir()}
+    assert main([str(src), str(out), *SIZES, "--dense-layers", "1", "--separate-kv", "--lengths", "50,200"]) == 0
+    assert {file.name: file.read_bytes() for file in src.iterdir()} == before
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{out}: written"
+    assert [line.split()[:3] for line in printed[1:]] == [["50", "random", "tokens:"], ["200", "random", "tokens:"]]
+    assert len(list(out.glob("model-*.safetensors"))) == len(list(src.glob("model-*.safetensors"))) > 1
+    assert (out / "tokenizer.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    expected = convert(model, nsa=SMALL, separate_kv=True, dense_layers=[1])
+    assert type(loaded) is type(expected) and loaded.dtype == dtype
+    assert loaded.config.nsa == expected.config.nsa and loaded.config.dense_layers == [1]
+    ids = tokens(1, 150)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+
+
+def refused(capsys, *arguments):
+    assert main([*map(str, arguments)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+def test_what_cannot_be_converted_is_named_in_one_line(tmp_path, capsys):
+    src, out = tmp_path / "src", tmp_path / "out"
+    dense("llama").save_pretrained(src)
+    weights, config = load_file(src / "model.safetensors"), json.loads((src / "config.json").read_text())
+
+    def message(tensors=None, **changes):
+        save_file(weights if tensors is None else tensors, src / "model.safetensors", metadata={"format": "pt"})
+        (src / "config.json").write_text(json.dumps({**config, **changes}))
+        text = refused(capsys, src, out, *SIZES)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]  # nothing appeared, nothing was left
+        return text
+
+    key = "model.layers.1.mlp.up_proj.weight"
+    assert message(architectures=["BertModel"]) == (
+        f"{src}: architecture = BertModel: must be LlamaForCausalLM or Qwen3ForCausalLM"
+    )
+    assert "head_dim = 12: must be a multiple of 8" in message(head_dim=12)
+    assert message(attention_dropout=0.1) == "attention_dropout = 0.1: must be 0"
+    assert message(quantization_config={"quant_method": "fp8"}) == f"{src}: quantization_config: must be absent"
+    assert "hidden_size" in message(hidden_size="64")
+    assert message({n: t for n, t in weights.items() if n != key}) == f"{src}: {key}: missing"
+    assert message({**weights, "more": torch.ones(1)}) == f"{src}: more: not a tensor of the architecture"
+    assert message({**weights, key: torch.ones(3, 4)}) == f"{src}: {key}: (3, 4): must be (96, 64)"
+    assert "dense_layers: 2: must be 0 ... 1" in refused(capsys, src, out, *SIZES, "--dense-layers=2")
+    assert "topk = 0: must be >= 1" in refused(capsys, src, out, *SIZES, "--topk=0")
+    (src / "model.safetensors").write_bytes(b"\0" * 5)
+    assert refused(capsys, src, out, *SIZES).startswith(f"{src / 'model.safetensors'}: ")
+    (src / "model.safetensors").unlink()
+    assert refused(capsys, src, out).startswith(f"{src}: no model.safetensors and no model.safetensors.index.json")
+    out.mkdir()
+    save_file(weights, src / "model.safetensors", metadata={"format": "pt"})
+    (src / "config.json").write_text(json.dumps(config))
+    assert refused(capsys, src, out) == f"{out}: exists: must be a new folder"
+    assert refused(capsys, tmp_path / "none", out).startswith(f"{tmp_path / 'none' / 'config.json'}: No such file")
+
+
+def test_a_folder_that_fails_halfway_does_not_appear(tmp_path, monkeypatch):
+    import nsa.convert
+
+    dense("llama").save_pretrained(tmp_path / "src", max_shard_size="60kB")
+    written = []
+
+    def save(*arguments, **options):
+        written.append(arguments)
+        if len(written) == 3:
+            raise OSError("No space left on device")
+        save_file(*arguments, **options)
+
+    monkeypatch.setattr(nsa.convert, "save_file", save)
+    assert main([str(tmp_path / "src"), str(tmp_path / "out"), *SIZES]) == 1
+    assert len(written) == 3 and [p.name for p in tmp_path.iterdir()] == ["src"]
+
+
+def test_models_that_cannot_be_converted_in_memory():
+    with pytest.raises(ValueError, match=r"^architecture = MistralForCausalLM: must be LlamaForCausalLM or "):
+        convert(dense("mistral"))
+    with pytest.raises(ValueError, match=r"^architecture = NsaLlamaForCausalLM: must be"):
+        convert(sparse("llama"))
+    with pytest.raises(ValueError, match=r"^sliding_window = 16: must be None"):
+        convert(dense("qwen3", use_sliding_window=True, sliding_window=16))
+
+
+def test_as_a_program(tmp_path):
+    dense("llama").save_pretrained(tmp_path / "src")
+    command = [sys.executable, "-m", "nsa.convert", str(tmp_path / "src"), str(tmp_path / "out"), "--lengths=0"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == f"{tmp_path / 'out'}: written"
