@@ -64,14 +64,14 @@ struct KeyMemory {
   }
 };
 
-/// Stages consumed or filled so far: a place in the ring and the parity of its barriers. One register.
+/// Stages consumed or filled so far: a place in the ring and the phase of its barriers. One register.
 template <int kStages>
 struct StageCount {
   int count = 0;
 
   __device__ __forceinline__ int stage() const { return count % kStages; }
   __device__ __forceinline__ int before(int stages = 1) const { return (count - stages) % kStages; }
-  __device__ __forceinline__ std::uint32_t parity() const { return count / kStages & 1; }
+  __device__ __forceinline__ std::uint32_t phase() const { return count / kStages & 1; }
 };
 
 /// The gradients of 64 keys in the registers of a warpgroup.

@@ -12,7 +12,7 @@ namespace nsa::cuda::sm90 {
 inline constexpr int kSharedMemory = 227 * 1024;
 
 // Barriers (mbarrier): eight bytes of shared memory each. A phase ends after `count` arrivals and all expected bytes;
-// wait(parity) returns once the phase of that parity has ended, so a fresh barrier lets wait(1) pass.
+// wait(phase) returns once the phase of that phase has ended, so a fresh barrier lets wait(1) pass.
 
 __device__ __forceinline__ void barrier_init(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -33,25 +33,25 @@ __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, int byte
 __device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t parity) {
+__device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t phase) {
   std::uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
                : "=r"(done)
-               : "r"(barrier), "r"(parity)
+               : "r"(barrier), "r"(phase)
                : "memory");
   return done != 0;
 }
 /// One thread waits, or a warp whose loop over tiles has wgmma next: all lanes poll one address, which the machine does
 /// once for the warp, so they leave together. wait_together() in these loops costs range_forward 2 % (BRA.DIV behind
 /// each).
-__device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t parity) {
-  while (!test(barrier, parity)) {
+__device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t phase) {
+  while (!test(barrier, phase)) {
   }
 }
 /// A whole warp waits. Its lanes poll each for itself and then come together again, as wgmma, named barriers and
 /// setmaxnreg need them.
-__device__ __forceinline__ void wait_together(std::uint32_t barrier, std::uint32_t parity) {
-  wait(barrier, parity);
+__device__ __forceinline__ void wait_together(std::uint32_t barrier, std::uint32_t phase) {
+  wait(barrier, phase);
   __syncwarp();
 }
 
@@ -97,17 +97,17 @@ __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, i
 /// Orders writes of global memory that this thread knows of before its copies by the copy engine.
 __device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/// A place in a ring of kStages and the parity of its use.
+/// A stage of a ring of kStages, and the phase of its barriers.
 template <int kStages>
-struct Place {
+struct PipelineState {
   int stage = 0;
-  std::uint32_t parity = 0;
+  std::uint32_t phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
-  __device__ __forceinline__ Place before() const {
-    return stage > 0 ? Place{stage - 1, parity} : Place{kStages - 1, parity ^ 1};
+  __device__ __forceinline__ PipelineState before() const {
+    return stage > 0 ? PipelineState{stage - 1, phase} : PipelineState{kStages - 1, phase ^ 1};
   }
 };
 

@@ -199,8 +199,8 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
   const Geometry& p = work.problem[0].geometry;
   const int d = p.kernel_stride, overlap = p.kernel_size / d;
   RingWriter<L::kStages> ring(barriers.ring);
-  std::uint32_t parity = 1;
-  for (Walk walk(work); walk.next(); parity ^= 1) {
+  std::uint32_t phase = 1;
+  for (Walk walk(work); walk.next(); phase ^= 1) {
     const CompressArgs& args = work.problem[walk.problem];
     const auto& of = maps.of[walk.problem];
     constexpr int kSegments = L::kRows / CompressWork::kSegment;
@@ -220,7 +220,7 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
     if constexpr (kBackward) {
       const std::uint32_t full = shared_address(&barriers.d_out_full);
       if (ring.lane == 0) {
-        wait(shared_address(&barriers.d_out_free), parity);
+        wait(shared_address(&barriers.d_out_free), phase);
         arrive_expecting(full, L::kOperandBytes);
       }
       __syncwarp();
@@ -262,8 +262,8 @@ class Compute {
   __device__ __forceinline__ void run() {
     const Geometry& p = work_.problem[0].geometry;
     const int steps = p.kernel_size * (D / 64), first = kNarrow ? group_ * kColumns : 0;
-    std::uint32_t parity = 0;
-    for (Walk walk(work_); walk.next(); parity ^= 1) {
+    std::uint32_t phase = 0;
+    for (Walk walk(work_); walk.next(); phase ^= 1) {
       const CompressArgs& args = work_.problem[walk.problem];
       const CompressSegment rows = work_.segments[walk.tile * (L::kRows / CompressWork::kSegment) + warp_];
       const int set = args.shared ? 0 : walk.head;
@@ -279,7 +279,7 @@ class Compute {
                                          w1_ + stage * (L::kWeightBytes / 16) + k * 128);
           });
       if constexpr (kBackward) {
-        hidden_gradient(z, args, rows, walk.head, first, parity);
+        hidden_gradient(z, args, rows, walk.head, first, phase);
       } else {
         if constexpr (kNarrow || kColumns <= CompressWork::wide_hidden(D)) {
           if (kNarrow || args.mlp) {
@@ -353,9 +353,9 @@ class Compute {
   /// h = silu(z) and d_z = (d_out W2^T) silu'(z), to memory. `first`: this warpgroup's first hidden unit.
   __device__ __forceinline__ void hidden_gradient(float (&z)[kColumns / 2], const CompressArgs& args,
                                                   const CompressSegment& rows, int head, int first,
-                                                  std::uint32_t parity) {
+                                                  std::uint32_t phase) {
     const std::uint32_t d_out = descriptor(operand_ + (kNarrow ? 0 : group_ * kPanelBytes), 16);
-    wait_together(shared_address(&barriers_.d_out_full), parity);
+    wait_together(shared_address(&barriers_.d_out_full), phase);
     ring_.skip(first / 64);
 #pragma unroll
     for (int step = 0; step < kColumns / 64; ++step, ring_.advance()) {

@@ -37,7 +37,7 @@ struct Ring {
 
 /// A warp that has copies made.
 template <int kStages>
-struct RingWriter : Place<kStages> {
+struct RingWriter : PipelineState<kStages> {
   Ring<kStages>& ring;
   const int lane = threadIdx.x % 32;
 
@@ -46,7 +46,7 @@ struct RingWriter : Place<kStages> {
   __device__ __forceinline__ std::uint32_t begin(int bytes, int rows = 0) {
     const std::uint32_t full = shared_address(&ring.full[this->stage]);
     if (lane == 0) {
-      wait(shared_address(&ring.free[this->stage]), this->parity ^ 1);
+      wait(shared_address(&ring.free[this->stage]), this->phase ^ 1);
       ring.rows[this->stage] = rows;
       arrive_expecting(full, bytes);
     }
@@ -57,11 +57,11 @@ struct RingWriter : Place<kStages> {
 
 /// A computing warpgroup.
 template <int kStages>
-struct RingReader : Place<kStages> {
+struct RingReader : PipelineState<kStages> {
   Ring<kStages>& ring;
 
   __device__ explicit RingReader(Ring<kStages>& r) : ring(r) {}
-  __device__ __forceinline__ void wait_full() { wait_together(shared_address(&ring.full[this->stage]), this->parity); }
+  __device__ __forceinline__ void wait_full() { wait_together(shared_address(&ring.full[this->stage]), this->phase); }
   __device__ __forceinline__ void give_back(int stage) {
     arrive(shared_address(&ring.free[stage]));  // every thread may have read or cleared rows of it
   }

@@ -129,13 +129,13 @@ using Memory = KeyMemory<Dk, Dv, 2, kStages<Dk, Dv>>;
 template <int Dk, int Dv>
 __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory) {
   StageCount<kStages<Dk, Dv>> count;
-  std::uint32_t keys_parity = 1;
+  std::uint32_t keys_phase = 1;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
-    wait(memory.keys_empty(), keys_parity);
-    keys_parity ^= 1;
+    wait(memory.keys_empty(), keys_phase);
+    keys_phase ^= 1;
     arrive_expecting(memory.keys_full(), 2 * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV));
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
@@ -153,7 +153,7 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
       const std::uint32_t full = memory.full(count.stage());
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait(memory.empty(count.stage()), count.phase() ^ 1);
       arrive_expecting(full, args.tiles.rows * (Dk + Dv) * 2);
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
@@ -183,7 +183,7 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
     int slice = 0;
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
-      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
       std::uint32_t to = memory.terms(count.stage()) + threadIdx.x % 32 * 4;
 #pragma unroll 1
       for (int array = 0; array < 3; ++array, from += args.terms.array, to += 256) {
@@ -214,7 +214,7 @@ __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, D
     int slice = 0, queries = item.to - item.from;
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
-      wait(memory.empty(count.stage()), count.parity() ^ 1);
+      wait(memory.empty(count.stage()), count.phase() ^ 1);
       info.queries = min(args.tiles.queries, queries);
       const bool whole = info.queries == args.tiles.queries && args.tiles.rows == 64;
       info.seen[0] = seen_by(args, info, 0, whole);
@@ -261,19 +261,19 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
     }
   };
   if (warpgroup == 1) pass_turn();
-  std::uint32_t keys_parity = 0;
+  std::uint32_t keys_phase = 0;
   KeyGradients<T, Dk, Dv> gradients;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
     gradients.clear();
-    wait_together(memory.keys_full(), keys_parity);
-    keys_parity ^= 1;
+    wait_together(memory.keys_full(), keys_phase);
+    keys_phase ^= 1;
     int left = item.stages;
     /// Waits for the next stage; whether this warpgroup has anything to do with it.
     const auto arrived = [&] {
-      wait_together(memory.full(count.stage()), count.parity());
+      wait_together(memory.full(count.stage()), count.phase());
       return info_of(count.stage()).seen[warpgroup] != kNone;
     };
     const auto skip = [&] {

@@ -94,8 +94,8 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
   const bool leader = threadIdx.x % 32 == 0;
   const Geometry& p = args.branch[0].geometry;
   const int tile_bytes = args.tiles.rows * (Dk + Dv) * 2;
-  Place<kStages<Dk, Dv>> place;
-  std::uint32_t q_parity = 1;
+  PipelineState<kStages<Dk, Dv>> state;
+  std::uint32_t q_phase = 1;
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const Work work = work_at(args, x);
     const DeviceSequence seq = sequence_of(p, work.batch);
@@ -104,7 +104,7 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
     if (!leader) continue;
     const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;
     for (int g = 0; g < kWarpgroups; ++g) {
-      wait(memory.q_empty(g), q_parity);
+      wait(memory.q_empty(g), q_phase);
       arrive_expecting(memory.q_full(g), tile_bytes);
       const int row = seq.q_begin + work.first_query + g * args.tiles.queries;
 #pragma unroll
@@ -114,25 +114,25 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
       for (int c = 0; c < Dv / 64; ++c)
         load_box(memory.d_o(g) + c * kPanelBytes, maps.d_o, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
     }
-    q_parity ^= 1;
+    q_phase ^= 1;
     for (int b = 0; b < args.branches; ++b) {
       const KeyTiles tiles(args.branch[b], seq, work.first_query, last_query);
       const int begin = args.branch[b].window ? seq.k_begin : compressed;
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         const int row = begin + tile * kKeys;
-        wait(memory.k_empty(place.stage), place.parity ^ 1);
-        arrive_expecting(memory.k_full(place.stage), Shape::kQ);
+        wait(memory.k_empty(state.stage), state.phase ^ 1);
+        arrive_expecting(memory.k_full(state.stage), Shape::kQ);
 #pragma unroll
         for (int c = 0; c < Dk / 64; ++c)
-          load_box(memory.k(place.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
-                   memory.k_full(place.stage));
-        wait(memory.v_empty(place.stage), place.parity ^ 1);
-        arrive_expecting(memory.v_full(place.stage), Shape::kO);
+          load_box(memory.k(state.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
+                   memory.k_full(state.stage));
+        wait(memory.v_empty(state.stage), state.phase ^ 1);
+        arrive_expecting(memory.v_full(state.stage), Shape::kO);
 #pragma unroll
         for (int c = 0; c < Dv / 64; ++c)
-          load_box(memory.v(place.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
-                   memory.v_full(place.stage));
-        place.advance();
+          load_box(memory.v(state.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
+                   memory.v_full(state.stage));
+        state.advance();
       }
     }
   }
@@ -151,8 +151,8 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   // Apart from the start, so that one computes exponentials while the other's products run.
   for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
   }
-  Place<kStages<Dk, Dv>> place;
-  std::uint32_t q_parity = 0;
+  PipelineState<kStages<Dk, Dv>> state;
+  std::uint32_t q_phase = 0;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
     const Work work = work_at(args, x);
@@ -175,8 +175,8 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
     std::uint32_t ds[kKeys / 4];
 #pragma unroll
     for (float& a : acc) a = 0;
-    wait_together(memory.q_full(warpgroup), q_parity);
-    q_parity ^= 1;
+    wait_together(memory.q_full(warpgroup), q_phase);
+    q_phase ^= 1;
 #pragma unroll 1
     for (int b = 0; b < args.branches; ++b) {
       const BackwardArgs& branch = args.branch[b];
@@ -214,38 +214,38 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       };
       if (tiles.first >= tiles.last) continue;
 
-      wait(memory.k_full(place.stage), place.parity);
-      scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(place.stage), 16), 64);
-      wait(memory.v_full(place.stage), place.parity);
-      scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(place.stage), 16), 64);
+      wait(memory.k_full(state.stage), state.phase);
+      scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
+      wait(memory.v_full(state.stage), state.phase);
+      scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
       products_wait<1>();
       probabilities(tiles.first);
       products_wait<0>();
-      release(memory.v_empty(place.stage));
+      release(memory.v_empty(state.stage));
       score_gradients();
       pack_rows<T, kKeys>(ds, s);
 #pragma unroll 1
       for (int tile = tiles.first + 1; tile < tiles.last; ++tile) {
-        const int before = place.stage;
-        place.advance();
-        wait(memory.k_full(place.stage), place.parity);
-        scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(place.stage), 16), 64);
-        wait(memory.v_full(place.stage), place.parity);
-        scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(place.stage), 16), 64);
+        const int before = state.stage;
+        state.advance();
+        wait(memory.k_full(state.stage), state.phase);
+        scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
+        wait(memory.v_full(state.stage), state.phase);
+        scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
         outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
         products_wait<2>();
         probabilities(tile);
         products_wait<1>();
-        release(memory.v_empty(place.stage));
+        release(memory.v_empty(state.stage));
         score_gradients();
         products_wait<0>();
         release(memory.k_empty(before));
         pack_rows<T, kKeys>(ds, s);
       }
-      outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(place.stage), kPanelBytes));
+      outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(state.stage), kPanelBytes));
       products_wait<0>();
-      release(memory.k_empty(place.stage));
-      place.advance();
+      release(memory.k_empty(state.stage));
+      state.advance();
     }
     release(memory.q_empty(warpgroup));
 

@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
                                           std::uint32_t keys, std::uint32_t values) {
   using L = Layout<Dk, Dv>;
   const RowShape shape(args.geometry.group);
-  Place<kStages> place;
+  PipelineState<kStages> state;
   TileWalk walk(args.geometry, shape, kGroups * shape.queries);
   while (walk.next()) {
     const KeyTiles tiles =
@@ -110,21 +110,21 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
     const int begin = (args.window ? walk.seq.k_begin : walk.compressed_begin) + tiles.first;
     for (int i = 0; i < tiles.count; ++i) {
       const int row = begin + i * kKeys;
-      const std::uint32_t key_full = shared_address(&barriers.key_full[place.stage]);
-      const std::uint32_t value_full = shared_address(&barriers.value_full[place.stage]);
-      wait(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
+      const std::uint32_t key_full = shared_address(&barriers.key_full[state.stage]);
+      const std::uint32_t value_full = shared_address(&barriers.value_full[state.stage]);
+      wait(shared_address(&barriers.key_free[state.stage]), state.phase ^ 1);
       arrive_expecting(key_full, L::kKeyBytes);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
-        load_box(keys + place.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
+        load_box(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
                  walk.seq.batch, key_full);
-      wait(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
+      wait(shared_address(&barriers.value_free[state.stage]), state.phase ^ 1);
       arrive_expecting(value_full, L::kValueBytes);
 #pragma unroll
       for (int column = 0; column < Dv; column += 64)
-        load_box(values + place.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
+        load_box(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
                  walk.seq.batch, value_full);
-      place.advance();
+      state.advance();
     }
   }
 }
@@ -134,9 +134,9 @@ template <int Dk, int Dv, bool kSum, int kStages>
 __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
                                              std::uint32_t queries) {
   const RowShape shape(args.geometry.group);
-  std::uint32_t parity = 0;
+  std::uint32_t phase = 0;
   TileWalk walk(args.geometry, shape, kGroups * shape.queries);
-  for (bool more = true; more; parity ^= 1) {
+  for (bool more = true; more; phase ^= 1) {
     more = walk.next();
     KeyTiles tiles;
     if (more) tiles = key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
@@ -153,8 +153,8 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
     }
     for (int group = 0; group < kGroups; ++group) {
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      GroupTile& tile = barriers.tiles[group][parity];
-      wait(shared_address(&barriers.query_free[group]), parity ^ 1);
+      GroupTile& tile = barriers.tiles[group][phase];
+      wait(shared_address(&barriers.query_free[group]), phase ^ 1);
       if (!more) {
         tile.queries = -1;
         arrive(full);
@@ -220,11 +220,11 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
   start_apart(group);
-  Place<kStages> place;
+  PipelineState<kStages> state;
 
-  for (std::uint32_t parity = 0;; parity ^= 1) {
-    const volatile GroupTile& tile = barriers.tiles[group][parity];
-    wait_together(shared_address(&barriers.query_full[group]), parity);
+  for (std::uint32_t phase = 0;; phase ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][phase];
+    wait_together(shared_address(&barriers.query_full[group]), phase);
     if (tile.queries < 0) break;
     // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
     // tile. Rows without use take those of the last query.
@@ -257,11 +257,11 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     };
     const auto skip = [&](int count) {
       for (int i = 0; i < count; ++i) {
-        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-        give_back(&barriers.key_free[place.stage]);
-        wait(shared_address(&barriers.value_full[place.stage]), place.parity);
-        give_back(&barriers.value_free[place.stage]);
-        place.advance();
+        wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+        give_back(&barriers.key_free[state.stage]);
+        wait(shared_address(&barriers.value_full[state.stage]), state.phase);
+        give_back(&barriers.value_free[state.stage]);
+        state.advance();
       }
     };
 
@@ -274,23 +274,23 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-      scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+      wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+      scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
-      give_back(&barriers.key_free[place.stage]);
+      give_back(&barriers.key_free[state.stage]);
       mask(s);
       softmax.update(s, scale);
       pack_rows<T, kKeys>(probabilities, s);
-      place.advance();
+      state.advance();
 #pragma unroll 1
       while (--left > 0) {
-        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-        scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
-        const Place<kStages> before = place.before();  // of the values that go with `probabilities`
-        wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+        wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+        scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+        const PipelineState<kStages> before = state.before();  // of the values that go with `probabilities`
+        wait(shared_address(&barriers.value_full[before.stage]), before.phase);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
-        give_back(&barriers.key_free[place.stage]);
+        give_back(&barriers.key_free[state.stage]);
         mask(s);
         const bool grown = softmax.update(s, scale);
         products_wait<0>();
@@ -300,11 +300,11 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        place.advance();
+        state.advance();
       }
       arrive(shared_address(&barriers.query_free[group]));
-      const Place<kStages> before = place.before();
-      wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+      const PipelineState<kStages> before = state.before();
+      wait(shared_address(&barriers.value_full[before.stage]), before.phase);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       give_back(&barriers.value_free[before.stage]);

@@ -102,13 +102,13 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   const auto give_back = [&](std::uint64_t* barrier) {
     if (lane == 0) arrive(shared_address(barrier));
   };
-  Place<L::kStages> place;
-  Place<kBuffers> buffer;
+  PipelineState<L::kStages> state;
+  PipelineState<kBuffers> buffer;
   start_apart(group);
 
-  for (std::uint32_t parity = 0;; parity ^= 1) {
-    const volatile GroupTile& tile = barriers.tiles[group][parity];
-    wait_together(shared_address(&barriers.query_full[group]), parity);
+  for (std::uint32_t phase = 0;; phase ^= 1) {
+    const volatile GroupTile& tile = barriers.tiles[group][phase];
+    wait_together(shared_address(&barriers.query_full[group]), phase);
     if (tile.queries < 0) break;
     // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
     const auto seen_by = [&](int row) {
@@ -148,27 +148,27 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    wait_together(shared_address(&barriers.read[buffer.stage][own]), buffer.parity ^ 1);
+    wait_together(shared_address(&barriers.read[buffer.stage][own]), buffer.phase ^ 1);
     int left = tile.end;
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-      scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
+      wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+      scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
-      give_back(&barriers.key_free[place.stage]);
+      give_back(&barriers.key_free[state.stage]);
       update(s);
       pack_rows<T, kKeys>(probabilities, s);
-      place.advance();
+      state.advance();
 #pragma unroll 1
       while (--left > 0) {
-        wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-        scores<T, Dk, kKeys>(s, q, 64, k + place.stage * (L::kKeyBytes / 16), kKeys);
-        const Place<L::kStages> before = place.before();  // of the values that go with `probabilities`
-        wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+        wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+        scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+        const PipelineState<L::kStages> before = state.before();  // of the values that go with `probabilities`
+        wait(shared_address(&barriers.value_full[before.stage]), before.phase);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
-        give_back(&barriers.key_free[place.stage]);
+        give_back(&barriers.key_free[state.stage]);
         const bool grown = update(s);
         products_wait<0>();
         give_back(&barriers.value_free[before.stage]);
@@ -177,11 +177,11 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        place.advance();
+        state.advance();
       }
       arrive(shared_address(&barriers.query_free[group]));
-      const Place<L::kStages> before = place.before();
-      wait(shared_address(&barriers.value_full[before.stage]), before.parity);
+      const PipelineState<L::kStages> before = state.before();
+      wait(shared_address(&barriers.value_full[before.stage]), before.phase);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       give_back(&barriers.value_free[before.stage]);
@@ -189,11 +189,11 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       arrive(shared_address(&barriers.query_free[group]));
     }
     for (int i = tile.end; i < tile.key_tiles; ++i) {
-      wait(shared_address(&barriers.key_full[place.stage]), place.parity);
-      give_back(&barriers.key_free[place.stage]);
-      wait(shared_address(&barriers.value_full[place.stage]), place.parity);
-      give_back(&barriers.value_free[place.stage]);
-      place.advance();
+      wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+      give_back(&barriers.key_free[state.stage]);
+      wait(shared_address(&barriers.value_full[state.stage]), state.phase);
+      give_back(&barriers.value_free[state.stage]);
+      state.advance();
     }
 
     float inverse[2], lse[2];

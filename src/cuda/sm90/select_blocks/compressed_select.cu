@@ -91,10 +91,10 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   using L = SelectLayout<Dk, Dv>;
   const Units& units = units_of<Units>(args);
   const int lane = threadIdx.x % 32;
-  Place<L::kStages> place;
-  std::uint32_t parity = 0;
+  PipelineState<L::kStages> state;
+  std::uint32_t phase = 0;
   TileWalk walk = walk_of<Units>(args);
-  for (bool more = true; more; parity ^= 1) {
+  for (bool more = true; more; phase ^= 1) {
     more = walk.next();
     int tiles = 0;
     if (more) {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
       tiles = key_tiles_of<Blocks>(args.range.geometry, walk.seq.position(last_query));
     }
     for (int group = 0; group < kGroups; ++group) {
-      GroupTile& tile = barriers.tiles[group][parity];
+      GroupTile& tile = barriers.tiles[group][phase];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      wait_together(shared_address(&barriers.query_free[group]), parity ^ 1);
+      wait_together(shared_address(&barriers.query_free[group]), phase ^ 1);
       if (lane != 0) continue;
       if (!more) {
         tile.queries = -1;
@@ -126,13 +126,13 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int i = 0; i < tiles; ++i) {
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
-      wait_together(shared_address(&barriers.key_free[place.stage]), place.parity ^ 1);
-      load_tile<Dk>(keys + place.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
-                    shared_address(&barriers.key_full[place.stage]), lane);
-      wait_together(shared_address(&barriers.value_free[place.stage]), place.parity ^ 1);
-      load_tile<Dv>(values + place.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
-                    shared_address(&barriers.value_full[place.stage]), lane);
-      place.advance();
+      wait_together(shared_address(&barriers.key_free[state.stage]), state.phase ^ 1);
+      load_tile<Dk>(keys + state.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
+                    shared_address(&barriers.key_full[state.stage]), lane);
+      wait_together(shared_address(&barriers.value_free[state.stage]), state.phase ^ 1);
+      load_tile<Dv>(values + state.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
+                    shared_address(&barriers.value_full[state.stage]), lane);
+      state.advance();
     }
   }
 }

@@ -102,7 +102,7 @@ class Picker {
   static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
 
   __device__ __forceinline__ void wait_for(int unit) const {
-    wait_together(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.parity);
+    wait_together(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.phase);
   }
   /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
   __device__ __forceinline__ void give_back(int unit) const {
@@ -279,7 +279,7 @@ class Picker {
   uint2* list_;
   float* window_;
   int number_, lane_;
-  Place<kBuffers> buffer_;
+  PipelineState<kBuffers> buffer_;
 };
 
 }  // namespace nsa::cuda::sm90::select_blocks

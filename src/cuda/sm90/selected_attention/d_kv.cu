@@ -68,10 +68,10 @@ __device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory
                                            const F& f) {
   const int end = args.queue->end;
 #pragma unroll 1
-  for (std::uint32_t parity = 1;; parity ^= 1) {
+  for (std::uint32_t phase = 1;; phase ^= 1) {
     int x = 0;
     if (lane_again() == 0) {
-      wait(memory.item_empty(), parity);
+      wait(memory.item_empty(), phase);
       x = atomicAdd(&args.queue->next, 1);
       memory.item(dynamic) = x < end ? x : -1;
       arrive(memory.item_full());
@@ -87,8 +87,8 @@ template <int Dk, int Dv, class F>
 __device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic,
                                           const F& f) {
 #pragma unroll 1
-  for (std::uint32_t parity = 0;; parity ^= 1) {
-    wait_together(memory.item_full(), parity);
+  for (std::uint32_t phase = 0;; phase ^= 1) {
+    wait_together(memory.item_full(), phase);
     const int x = memory.item(dynamic);
     arrive(memory.item_empty());  // each lane for what it read
     if (x < 0) return;
@@ -133,7 +133,7 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
       const std::uint32_t full = memory.full(count.stage());
-      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
       if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * D * 2);
       const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
@@ -168,7 +168,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
       }
-      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
       const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
@@ -205,7 +205,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
-      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
@@ -226,10 +226,10 @@ template <int Dk, int Dv>
 __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
                                      char* dynamic) {
   StageCount<kStages<Dk, Dv>> count;
-  std::uint32_t keys_parity = 1;
+  std::uint32_t keys_phase = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_again() == 0) {
-      wait(memory.keys_empty(), keys_parity);
+      wait(memory.keys_empty(), keys_phase);
       arrive_expecting(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
@@ -241,13 +241,13 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
                  memory.keys_full());
     }
     __syncwarp();
-    keys_parity ^= 1;
+    keys_phase ^= 1;
     const int before = item.shift - item.first_key;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int) {
       const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
-      wait_together(memory.empty(count.stage()), count.parity() ^ 1);
+      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       info.lead[lane_again()] = static_cast<std::int8_t>(low);
       info.lead[lane_again() + 32] = static_cast<std::int8_t>(high);
@@ -270,13 +270,13 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
   float4* to = shared + warpgroup * (kPart / 4 * 128);
 #pragma unroll
   for (int first = 0; first < kMost; first += kPart) {
-    const std::uint32_t parity = first / kPart & 1;
-    wait_together(memory.sums_free(warpgroup), parity ^ 1);
+    const std::uint32_t phase = first / kPart & 1;
+    wait_together(memory.sums_free(warpgroup), phase ^ 1);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kGiven; i += 4)
       to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
     arrive(memory.sums_full(warpgroup));
-    wait_together(memory.sums_full(warpgroup ^ 1), parity);
+    wait_together(memory.sums_full(warpgroup ^ 1), phase);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kKept; i += 4) {
       const float4 x = from[(i - first) / 4 * 128];
@@ -292,7 +292,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
   // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
-  // other one wait at the same barriers: it would take the parity of the round before last for its own.
+  // other one wait at the same barriers: it would take the phase of the round before last for its own.
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
   const auto release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
@@ -310,17 +310,17 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
   const auto arrived = [&] {
-    wait_together(memory.full(count.stage()), count.parity());
+    wait_together(memory.full(count.stage()), count.phase());
     if (args.gather) fence_async();
   };
   if (warpgroup == 1) pass_turn();
-  std::uint32_t keys_parity = 0;
+  std::uint32_t keys_phase = 0;
   int all_stages = 0;  // of the items so far: stages of odd number are the second warpgroup's
   KeyGradients<T, Dk, Dv> gradients;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     gradients.clear();
-    wait_together(memory.keys_full(), keys_parity);
-    keys_parity ^= 1;
+    wait_together(memory.keys_full(), keys_phase);
+    keys_phase ^= 1;
     count.count = all_stages + ((all_stages ^ warpgroup) & 1);
     all_stages += item.stages;
     if (count.count < all_stages) {

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   more_registers<S::kConsumerRegisters>();
   SelectedReader<S> reader(control, ring, plan);
   const float scale = args.scale * kLog2e;
-  for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t parity) {
+  for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t phase) {
     QueryRows mine;
     const SelectedLimits limits(plan, tile, warp, lane);
 #pragma unroll
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
         RowFragments<T, Dv>(mine.at<T>(args.d_o, batch, 0), mine.at<T>(args.d_o, batch, 1), lane),
         kept + warp * SharedFragments<T, Dv>::kBytes, lane);
     float acc[Dk / 8][4] = {};
-    reader.for_keys(buffer, parity, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
+    reader.for_keys(buffer, phase, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
       keys.wait();
 #pragma unroll 1
       for (int first = 0; first < kKeys; first += kStep) {

@@ -205,7 +205,7 @@ __device__ __forceinline__ void sync_group(int group) {
 /// first two, then of those of the item that follows.
 template <class T, int Dk, int Dv>
 __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& item, const BlockItem& following,
-                                       const BlockMemory<Dk, Dv>& memory, std::uint32_t full, std::uint32_t parity,
+                                       const BlockMemory<Dk, Dv>& memory, std::uint32_t full, std::uint32_t phase,
                                        int first_kv_head, int group, int& query, int& next) {
   const SelectedArgs& call = args.selected;
   const int lane = threadIdx.x % 32, heads = call.geometry.group;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   Entries entries;
   entries.fetch(indices_of(query), left, query >= 0);
   const int then[2] = {query_of(args, following, rows, group), query_of(args, following, rows, group + kGroups<Dk>)};
-  wait_together(full, parity);
+  wait_together(full, phase);
   next_tile();
 #pragma unroll 1
   for (int tile = group, turn = 0; tile * args.tiles.queries < item.count; tile += kGroups<Dk>, ++turn) {

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   more_registers<S::kConsumerRegisters>();
   SelectedReader<S> reader(control, ring, plan);
   const float scale = positive_scale(args.scale);
-  for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t parity) {
+  for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t phase) {
     const T* q_row[2];
     const SelectedLimits limits(plan, tile, warp, lane);
 #pragma unroll
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     }
     const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
     OnlineSoftmax<Dv> state;
-    reader.for_keys(buffer, parity, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
+    reader.for_keys(buffer, phase, warp, lane, [&](int key, unsigned users, const auto& keys, const auto& values) {
       float s[kKeys / 8][4];
       keys.wait();
       key_scores<T, Dk, kKeys>(s, q, keys.tile, 0, lane);

@@ -32,9 +32,9 @@ namespace nsa::cuda::sm90::selected_attention {
 /// A fill that this warp uses: wait, read, give back.
 struct SelectedSlot {
   std::uint32_t tile;  // address
-  std::uint32_t full, parity, empty;
+  std::uint32_t full, phase, empty;
 
-  __device__ __forceinline__ void wait() const { wait_together(full, parity); }
+  __device__ __forceinline__ void wait() const { wait_together(full, phase); }
 };
 template <class... Slots>
 __device__ __forceinline__ void give_back(int lane, const Slots&... slots) {
@@ -51,12 +51,12 @@ class SelectedReader {
       : control_(control), ring_(ring), plan_(plan) {}
 
   /// body(first key, which of the warp's queries chose its block, slot of keys, slot of values) for the tiles of the
-  /// blocks that a warp uses. They come in a buffer of unions, `parity` of its `ready` phase.
+  /// blocks that a warp uses. They come in a buffer of unions, `phase` of its `ready` phase.
   template <class Body>
-  __device__ __forceinline__ void for_keys(int buffer, std::uint32_t parity, int warp, int lane, const Body& body) {
+  __device__ __forceinline__ void for_keys(int buffer, std::uint32_t phase, int warp, int lane, const Body& body) {
     SelectedControl& c = control_;
     const SelectedPlan& p = plan_;
-    wait_together(shared_address(&c.ready[buffer]), parity);
+    wait_together(shared_address(&c.ready[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int first = 0; first < size; first += 32) {

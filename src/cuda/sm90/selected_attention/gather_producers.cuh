@@ -116,7 +116,7 @@ struct SelectedCopier {
   std::uint32_t ring;
   int slots;
   int slot = 0;
-  std::uint32_t parity = 1;  // of the slot's `empty` phase before this fill: a fresh barrier lets it pass
+  std::uint32_t phase = 1;  // of the slot's `empty` phase before this fill: a fresh barrier lets it pass
   unsigned position = 0;
 
   /// The keys of a tile, rows from `row` on of a head into the next slot; `idle` warps do not want them.
@@ -124,14 +124,14 @@ struct SelectedCopier {
   __device__ __forceinline__ void fill(const CUtensorMap& map, int head, int row, int batch, int idle) {
     const std::uint32_t empty = shared_address(&control.empty[slot]);
     const std::uint32_t full = shared_address(&control.full[position % kFullBarriers]);
-    wait(empty, parity);
+    wait(empty, phase);
     if (idle) arrive(empty, idle);
     arrive_expecting(full, Shape::kKeys * D * 2);
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)
       load_box(ring + slot * Shape::kSlotBytes + panel * (Shape::kKeys * 128), map, panel * 64, head, row, batch, full);
     ++position;
-    if (++slot == slots) slot = 0, parity ^= 1;
+    if (++slot == slots) slot = 0, phase ^= 1;
   }
 };
 
@@ -142,10 +142,10 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
                                         const CUtensorMap& v_map, int thread, const Prefetch& prefetch) {
   if (thread >= 32) {
     const int builder = thread - 32;
-    for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
+    for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
       prefetch(tile, builder);
       build_union<Shape::kWarps>(c, p, indices, tile, buffer, builder, [&] {
-        while (!test(shared_address(&c.free[buffer]), parity ^ 1)) __nanosleep(500);
+        while (!test(shared_address(&c.free[buffer]), phase ^ 1)) __nanosleep(500);
       });
       arrive(shared_address(&c.ready[buffer]));
     });
@@ -153,8 +153,8 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
   }
   if (!elected()) return;
   SelectedCopier<Shape> copier{c, ring, p.slots};
-  for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t parity) {
-    wait(shared_address(&c.ready[buffer]), parity);
+  for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
+    wait(shared_address(&c.ready[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int i = 0; i < size; ++i) {
