@@ -178,7 +178,8 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
   /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
   template <class Memory, class Mask, class Pass, class Release>
   __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
-                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+                                       float scale, const Mask& mask, const Pass& pass,
+                                       const Release& consumer_release) {
     outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
     scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
     outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
@@ -188,17 +189,17 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
     pass();
     probabilities(s, memory.terms(stage), scale, mask);
     products_wait<1>();
-    release(before);
+    consumer_release(before);
     products_wait<0>();
     operands(memory.terms(stage));
   }
   /// After the last stage.
   template <class Memory, class Release>
-  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& consumer_release) {
     outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
     outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
     products_wait<0>();
-    release(before);
+    consumer_release(before);
   }
 };
 
@@ -264,21 +265,22 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
   }
   template <class Memory, class Mask, class Pass, class Release>
   __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
-                                       float scale, const Mask& mask, const Pass& pass, const Release& release) {
+                                       float scale, const Mask& mask, const Pass& pass,
+                                       const Release& consumer_release) {
     scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
     outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
     products_wait<1>();
     pass();
     probabilities(x, memory.terms(stage), scale, mask);
     products_wait<0>();
-    release(before);
+    consumer_release(before);
     score_gradients(memory, v, stage);
   }
   template <class Memory, class Release>
-  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& release) {
+  __device__ __forceinline__ void last(const Memory& memory, int before, const Release& consumer_release) {
     outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
     products_wait<0>();
-    release(before);
+    consumer_release(before);
   }
 };
 

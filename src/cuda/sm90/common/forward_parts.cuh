@@ -21,8 +21,8 @@ __device__ __forceinline__ bool stood_in_for(const int* flag) {
 /// Barriers of a ring of key and value tiles, and of a place for the queries of each warpgroup.
 template <int kStages, int kGroups>
 struct ForwardBarriers {
-  std::uint64_t key_full[kStages], key_free[kStages], value_full[kStages], value_free[kStages];
-  std::uint64_t query_full[kGroups], query_free[kGroups];
+  std::uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
+  std::uint64_t query_full[kGroups], query_empty[kGroups];
   GroupTile tiles[kGroups][2];  // the one at work and the next one
 
   /// One thread; barriers_ready() is to follow.
@@ -30,12 +30,12 @@ struct ForwardBarriers {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&key_full[i]), 1);
       barrier_init(shared_address(&value_full[i]), 1);
-      barrier_init(shared_address(&key_free[i]), kGroups * 4);
-      barrier_init(shared_address(&value_free[i]), kGroups * 4);
+      barrier_init(shared_address(&key_empty[i]), kGroups * 4);
+      barrier_init(shared_address(&value_empty[i]), kGroups * 4);
     }
     for (int i = 0; i < kGroups; ++i) {
       barrier_init(shared_address(&query_full[i]), 1);
-      barrier_init(shared_address(&query_free[i]), 128);  // every thread has read the tile's fields
+      barrier_init(shared_address(&query_empty[i]), 128);  // every thread has read the tile's fields
     }
   }
 };

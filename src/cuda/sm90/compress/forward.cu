@@ -5,7 +5,7 @@
 //   prepare      the constants, and the segments of tiles: sixteen neighbouring compressed rows of a sequence
 //   loader warp  per step 64 terms of the sums: 64 channels of a token for every row of the tile (tokens d apart, by a
 //                tensor map) and the 64 rows of W1 that go with them; then W2, 64 rows a step. One ring, two barriers a
-//                stage: `full` (bytes have come) and `free` (every computing warp has arrived). Backward: the tile's
+//                stage: `full` (bytes have come) and `empty` (every computing warp has arrived). Backward: the tile's
 //                rows of d_out before W2
 //   warpgroups   z in registers, then h, rounded to T, is an operand of out = h W2; backward: d_out W2^T for 64 hidden
 //                units at a time, h and d_z to memory
@@ -47,7 +47,7 @@ struct Maps {
 template <int kStages>
 struct Barriers {
   Ring<kStages> ring;
-  std::uint64_t d_out_full, d_out_free;
+  std::uint64_t d_out_full, d_out_empty;
 };
 
 /// The items of a thread block: tiles of one head, which share weights, side by side.
@@ -220,7 +220,7 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
     if constexpr (kBackward) {
       const std::uint32_t full = shared_address(&barriers.d_out_full);
       if (ring.lane == 0) {
-        wait(shared_address(&barriers.d_out_free), phase);
+        wait(shared_address(&barriers.d_out_empty), phase);
         arrive_expecting(full, L::kOperandBytes);
       }
       __syncwarp();
@@ -327,7 +327,7 @@ class Compute {
       }
       products_commit();
       products_wait<0>();
-      ring_.give_back(ring_.stage);
+      ring_.consumer_release(ring_.stage);
     }
     store<D>(out, args, rows, head);
   }
@@ -363,7 +363,7 @@ class Compute {
       ring_.wait_full();
       scores<T, D, 64>(d, d_out, L::kRows, descriptor(w2_ + ring_.stage * L::kWeightBytes, 16), 64);
       products_wait<0>();
-      ring_.give_back(ring_.stage);
+      ring_.consumer_release(ring_.stage);
       float(&h)[32] = reinterpret_cast<float(&)[32]>(z[32 * step]);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
@@ -386,7 +386,7 @@ class Compute {
         }
       }
     }
-    if (lane_ == 0) arrive(shared_address(&barriers_.d_out_free));
+    if (lane_ == 0) arrive(shared_address(&barriers_.d_out_empty));
     ring_.skip((L::kWidth - kColumns - first) / 64);
   }
 
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t tokens = operand + L::kOperandBytes, weights = tokens + L::kStages * L::kTokenBytes;
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&barriers.d_out_full), 1);
-    barrier_init(shared_address(&barriers.d_out_free), kGroups * 4);
+    barrier_init(shared_address(&barriers.d_out_empty), kGroups * 4);
     barriers.ring.init();
   }
   __syncthreads();

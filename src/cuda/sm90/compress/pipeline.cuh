@@ -22,14 +22,14 @@ inline constexpr int kReserved = 2048;        // barriers, and to align the tile
 /// The operands of a stage lie at `at` + stage * bytes.
 template <int kStages>
 struct Ring {
-  std::uint64_t full[kStages], free[kStages];
+  std::uint64_t full[kStages], empty[kStages];
   int rows[kStages];  // of the four segments of a stage, a byte each
 
   /// Thread 0, before a __syncthreads.
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&full[i]), 1);
-      barrier_init(shared_address(&free[i]), kGroups * 128);
+      barrier_init(shared_address(&empty[i]), kGroups * 128);
     }
     barriers_ready();
   }
@@ -46,7 +46,7 @@ struct RingWriter : PipelineState<kStages> {
   __device__ __forceinline__ std::uint32_t begin(int bytes, int rows = 0) {
     const std::uint32_t full = shared_address(&ring.full[this->stage]);
     if (lane == 0) {
-      wait(shared_address(&ring.free[this->stage]), this->phase ^ 1);
+      wait(shared_address(&ring.empty[this->stage]), this->phase ^ 1);
       ring.rows[this->stage] = rows;
       arrive_expecting(full, bytes);
     }
@@ -62,13 +62,13 @@ struct RingReader : PipelineState<kStages> {
 
   __device__ explicit RingReader(Ring<kStages>& r) : ring(r) {}
   __device__ __forceinline__ void wait_full() { wait_together(shared_address(&ring.full[this->stage]), this->phase); }
-  __device__ __forceinline__ void give_back(int stage) {
-    arrive(shared_address(&ring.free[stage]));  // every thread may have read or cleared rows of it
+  __device__ __forceinline__ void consumer_release(int stage) {
+    arrive(shared_address(&ring.empty[stage]));  // every thread may have read or cleared rows of it
   }
   __device__ __forceinline__ void skip(int stages) {
     for (int i = 0; i < stages; ++i, this->advance()) {
       wait_full();
-      give_back(this->stage);
+      consumer_release(this->stage);
     }
   }
 
@@ -84,11 +84,11 @@ struct RingReader : PipelineState<kStages> {
       for (int k = 0; k < 4; ++k) product(this->stage, k);
       products_commit();
       products_wait<1>();
-      if (step > 0) give_back(this->before().stage);
+      if (step > 0) consumer_release(this->before().stage);
       this->advance();
     }
     products_wait<0>();
-    if (steps > 0) give_back(this->before().stage);
+    if (steps > 0) consumer_release(this->before().stage);
   }
 };
 

@@ -237,7 +237,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const std::uint32_t k = descriptor(memory.k(warpgroup), 16), v = descriptor(memory.v(warpgroup), 16);
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
-  const auto release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
+  const auto consumer_release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
   StageCount<kStages<Dk, Dv>> count;
   const auto info_of = [&](int stage) -> const volatile StageInfo& {
     return *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
@@ -279,7 +279,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
     const auto skip = [&] {
       take_turn();
       pass_turn();
-      release(count.stage());
+      consumer_release(count.stage());
       ++count.count, --left;
     };
 #pragma unroll 1
@@ -291,10 +291,10 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
 #pragma unroll 1
       while (left > 0 && arrived()) {
         take_turn();
-        gradients.next(memory, k, v, count.before(), count.stage(), args.scale, mask, pass_turn, release);
+        gradients.next(memory, k, v, count.before(), count.stage(), args.scale, mask, pass_turn, consumer_release);
         ++count.count, --left;
       }
-      gradients.last(memory, count.before(), release);
+      gradients.last(memory, count.before(), consumer_release);
 #pragma unroll 1
       for (; left > 0; skip()) arrived();
     }

@@ -145,7 +145,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   const Geometry& p = args.branch[0].geometry;
   const std::uint32_t q_tile = descriptor(memory.q(warpgroup), 16), d_o = descriptor(memory.d_o(warpgroup), 16);
   const auto q = [&] { return Dk > 128 ? again(q_tile) : q_tile; };  // its descriptors would take registers
-  const auto release = [&](std::uint32_t barrier) {
+  const auto consumer_release = [&](std::uint32_t barrier) {
     if (lane == 0) arrive(barrier);
   };
   // Apart from the start, so that one computes exponentials while the other's products run.
@@ -221,7 +221,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       products_wait<1>();
       probabilities(tiles.first);
       products_wait<0>();
-      release(memory.v_empty(state.stage));
+      consumer_release(memory.v_empty(state.stage));
       score_gradients();
       pack_rows<T, kKeys>(ds, s);
 #pragma unroll 1
@@ -236,18 +236,18 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
         products_wait<2>();
         probabilities(tile);
         products_wait<1>();
-        release(memory.v_empty(state.stage));
+        consumer_release(memory.v_empty(state.stage));
         score_gradients();
         products_wait<0>();
-        release(memory.k_empty(before));
+        consumer_release(memory.k_empty(before));
         pack_rows<T, kKeys>(ds, s);
       }
       outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(state.stage), kPanelBytes));
       products_wait<0>();
-      release(memory.k_empty(state.stage));
+      consumer_release(memory.k_empty(state.stage));
       state.advance();
     }
-    release(memory.q_empty(warpgroup));
+    consumer_release(memory.q_empty(warpgroup));
 
     const BackwardArgs& last = args.branch[args.branches - 1];
 #pragma unroll

@@ -4,7 +4,7 @@
 // Three warpgroups compute, each on 64 rows (RowShape), and share every tile of 64 keys and values; the thread blocks
 // are persistent. Data flow of a tile of queries:
 //
-//   loader warp     keys and values -> ring of stages, two barriers each: `full` (bytes have come) and `free` (every
+//   loader warp     keys and values -> ring of stages, two barriers each: `full` (bytes have come) and `empty` (every
 //                   computing warp has arrived). It runs ahead over the ends of tiles.
 //   query warp      queries of each warpgroup -> shared memory, as soon as its last scores of the tile before are done
 //   warpgroups      S(i) = Q K(i)^T is issued, then O += P(i-1) V(i-1); both run while the softmax of S(i) waits only
@@ -112,13 +112,13 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
       const int row = begin + i * kKeys;
       const std::uint32_t key_full = shared_address(&barriers.key_full[state.stage]);
       const std::uint32_t value_full = shared_address(&barriers.value_full[state.stage]);
-      wait(shared_address(&barriers.key_free[state.stage]), state.phase ^ 1);
+      wait(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
       arrive_expecting(key_full, L::kKeyBytes);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
         load_box(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
                  walk.seq.batch, key_full);
-      wait(shared_address(&barriers.value_free[state.stage]), state.phase ^ 1);
+      wait(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
       arrive_expecting(value_full, L::kValueBytes);
 #pragma unroll
       for (int column = 0; column < Dv; column += 64)
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
     for (int group = 0; group < kGroups; ++group) {
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
       GroupTile& tile = barriers.tiles[group][phase];
-      wait(shared_address(&barriers.query_free[group]), phase ^ 1);
+      wait(shared_address(&barriers.query_empty[group]), phase ^ 1);
       if (!more) {
         tile.queries = -1;
         arrive(full);
@@ -213,7 +213,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
   const float scale = positive_scale(args.scale);
   const std::uint32_t q = descriptor(queries + uniform(group) * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
-  const auto give_back = [&](std::uint64_t* barrier) {
+  const auto consumer_release = [&](std::uint64_t* barrier) {
     if (lane == 0) arrive(shared_address(barrier));
   };
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
@@ -258,9 +258,9 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     const auto skip = [&](int count) {
       for (int i = 0; i < count; ++i) {
         wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-        give_back(&barriers.key_free[state.stage]);
+        consumer_release(&barriers.key_empty[state.stage]);
         wait(shared_address(&barriers.value_full[state.stage]), state.phase);
-        give_back(&barriers.value_free[state.stage]);
+        consumer_release(&barriers.value_empty[state.stage]);
         state.advance();
       }
     };
@@ -277,7 +277,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
       wait(shared_address(&barriers.key_full[state.stage]), state.phase);
       scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
-      give_back(&barriers.key_free[state.stage]);
+      consumer_release(&barriers.key_empty[state.stage]);
       mask(s);
       softmax.update(s, scale);
       pack_rows<T, kKeys>(probabilities, s);
@@ -290,11 +290,11 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
         wait(shared_address(&barriers.value_full[before.stage]), before.phase);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
-        give_back(&barriers.key_free[state.stage]);
+        consumer_release(&barriers.key_empty[state.stage]);
         mask(s);
         const bool grown = softmax.update(s, scale);
         products_wait<0>();
-        give_back(&barriers.value_free[before.stage]);
+        consumer_release(&barriers.value_empty[before.stage]);
         if (grown) {
 #pragma unroll
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
@@ -302,14 +302,14 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
         pack_rows<T, kKeys>(probabilities, s);
         state.advance();
       }
-      arrive(shared_address(&barriers.query_free[group]));
+      arrive(shared_address(&barriers.query_empty[group]));
       const PipelineState<kStages> before = state.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.phase);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
-      give_back(&barriers.value_free[before.stage]);
+      consumer_release(&barriers.value_empty[before.stage]);
     } else {
-      arrive(shared_address(&barriers.query_free[group]));
+      arrive(shared_address(&barriers.query_empty[group]));
     }
     skip(tile.key_tiles - max(tile.begin, tile.end));
 

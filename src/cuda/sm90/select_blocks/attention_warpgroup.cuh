@@ -99,7 +99,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
-  const auto give_back = [&](std::uint64_t* barrier) {
+  const auto consumer_release = [&](std::uint64_t* barrier) {
     if (lane == 0) arrive(shared_address(barrier));
   };
   PipelineState<L::kStages> state;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    wait_together(shared_address(&barriers.read[buffer.stage][own]), buffer.phase ^ 1);
+    wait_together(shared_address(&barriers.scratch_empty[buffer.stage][own]), buffer.phase ^ 1);
     int left = tile.end;
     if (left > 0) {
       float s[kKeys / 2];
@@ -156,7 +156,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       wait(shared_address(&barriers.key_full[state.stage]), state.phase);
       scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
-      give_back(&barriers.key_free[state.stage]);
+      consumer_release(&barriers.key_empty[state.stage]);
       update(s);
       pack_rows<T, kKeys>(probabilities, s);
       state.advance();
@@ -168,10 +168,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         wait(shared_address(&barriers.value_full[before.stage]), before.phase);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
-        give_back(&barriers.key_free[state.stage]);
+        consumer_release(&barriers.key_empty[state.stage]);
         const bool grown = update(s);
         products_wait<0>();
-        give_back(&barriers.value_free[before.stage]);
+        consumer_release(&barriers.value_empty[before.stage]);
         if (grown) {
 #pragma unroll
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
@@ -179,20 +179,20 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         pack_rows<T, kKeys>(probabilities, s);
         state.advance();
       }
-      arrive(shared_address(&barriers.query_free[group]));
+      arrive(shared_address(&barriers.query_empty[group]));
       const PipelineState<L::kStages> before = state.before();
       wait(shared_address(&barriers.value_full[before.stage]), before.phase);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
-      give_back(&barriers.value_free[before.stage]);
+      consumer_release(&barriers.value_empty[before.stage]);
     } else {
-      arrive(shared_address(&barriers.query_free[group]));
+      arrive(shared_address(&barriers.query_empty[group]));
     }
     for (int i = tile.end; i < tile.key_tiles; ++i) {
       wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-      give_back(&barriers.key_free[state.stage]);
+      consumer_release(&barriers.key_empty[state.stage]);
       wait(shared_address(&barriers.value_full[state.stage]), state.phase);
-      give_back(&barriers.value_free[state.stage]);
+      consumer_release(&barriers.value_empty[state.stage]);
       state.advance();
     }
 
@@ -209,7 +209,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
                                  lane / 16 * 8) =
           make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
-      arrive(shared_address(&barriers.scored[buffer.stage][own]));
+      arrive(shared_address(&barriers.scratch_full[buffer.stage][own]));
     }
     buffer.advance();
 

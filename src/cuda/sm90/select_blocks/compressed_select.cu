@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][phase];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      wait_together(shared_address(&barriers.query_free[group]), phase ^ 1);
+      wait_together(shared_address(&barriers.query_empty[group]), phase ^ 1);
       if (lane != 0) continue;
       if (!more) {
         tile.queries = -1;
@@ -126,10 +126,10 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int i = 0; i < tiles; ++i) {
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
-      wait_together(shared_address(&barriers.key_free[state.stage]), state.phase ^ 1);
+      wait_together(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
       load_tile<Dk>(keys + state.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
                     shared_address(&barriers.key_full[state.stage]), lane);
-      wait_together(shared_address(&barriers.value_free[state.stage]), state.phase ^ 1);
+      wait_together(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
       load_tile<Dv>(values + state.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
                     shared_address(&barriers.value_full[state.stage]), lane);
       state.advance();
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     barriers.init();
     for (int i = 0; i < kBuffers * kUnits; ++i) {
-      barrier_init(shared_address(&barriers.scored[0][0] + i), 8);  // the lanes that leave minus_lse
-      barrier_init(shared_address(&barriers.read[0][0] + i), 32);   // those that read them
+      barrier_init(shared_address(&barriers.scratch_full[0][0] + i), 8);    // the lanes that leave minus_lse
+      barrier_init(shared_address(&barriers.scratch_empty[0][0] + i), 32);  // those that read them
     }
     for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     barriers_ready();

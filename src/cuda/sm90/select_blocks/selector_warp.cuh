@@ -71,7 +71,7 @@ class Picker {
           const int unit = query * units.slices + slice;
           wait_for(unit);
           if (own.choice) sum(unit, own, slice > 0, reinterpret_cast<float*>(keys));
-          give_back(unit);
+          consumer_release(unit);
         }
         if (own.count == 0) continue;
         int* out = indices_of(walk, query);
@@ -102,11 +102,11 @@ class Picker {
   static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
 
   __device__ __forceinline__ void wait_for(int unit) const {
-    wait_together(shared_address(&barriers_.scored[buffer_.stage][unit]), buffer_.phase);
+    wait_together(shared_address(&barriers_.scratch_full[buffer_.stage][unit]), buffer_.phase);
   }
   /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
-  __device__ __forceinline__ void give_back(int unit) const {
-    arrive(shared_address(&barriers_.read[buffer_.stage][unit]));
+  __device__ __forceinline__ void consumer_release(int unit) const {
+    arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][unit]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
@@ -187,7 +187,7 @@ class Picker {
     const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
     const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, static_cast<unsigned>(last)));
     if (most_blocks == 0) {  // nothing to choose
-      if (is_last) give_back(unit);
+      if (is_last) consumer_release(unit);
       return;
     }
     const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
@@ -239,7 +239,7 @@ class Picker {
                    vectors += kVectors;
                  });
     }
-    if (is_last) give_back(unit);
+    if (is_last) consumer_release(unit);
     if (places() == 0) return;
     if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
     QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);

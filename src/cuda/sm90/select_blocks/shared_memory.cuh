@@ -38,7 +38,8 @@ struct SelectLayout {
 };
 
 struct SelectBarriers : ForwardBarriers<kMostStages, kGroups> {
-  std::uint64_t scored[kBuffers][kUnits], read[kBuffers][kUnits];  // the scratch is complete; may be overwritten
+  std::uint64_t scratch_full[kBuffers][kUnits],
+      scratch_empty[kBuffers][kUnits];  // the scratch is complete; may be overwritten
   std::uint64_t chunk_full[kPickers][kMostChunks];
   MinusLse minus_lse[kBuffers][kUnits];
 };

@@ -47,7 +47,7 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
   __device__ std::uint32_t item_empty() const { return item_full() + 8; }
   /// Of the part of its sums that a warpgroup gives to the other one: it is there, it has been read.
   __device__ std::uint32_t sums_full(int warpgroup) const { return item_full() + 24 + warpgroup * 16; }
-  __device__ std::uint32_t sums_free(int warpgroup) const { return sums_full(warpgroup) + 8; }
+  __device__ std::uint32_t sums_empty(int warpgroup) const { return sums_full(warpgroup) + 8; }
   /// The number of the next item; negative: there is none.
   __device__ static volatile int& item(char* memory) { return *reinterpret_cast<int*>(memory + kItem + 16); }
   /// `row_writers`: arrivals for Q at a stage, and as many for dO.
@@ -55,7 +55,7 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
     barrier_init(item_full(), 1);
     for (int i = 0; i < 2; ++i) {
       barrier_init(sums_full(i), 128);
-      barrier_init(sums_free(i), 128);
+      barrier_init(sums_empty(i), 128);
     }
     barrier_init(item_empty(), (8 + 3) * 32);
     Base::init(2 * row_writers + 32 + 32, 128);
@@ -271,7 +271,7 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
 #pragma unroll
   for (int first = 0; first < kMost; first += kPart) {
     const std::uint32_t phase = first / kPart & 1;
-    wait_together(memory.sums_free(warpgroup), phase ^ 1);
+    wait_together(memory.sums_empty(warpgroup), phase ^ 1);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kGiven; i += 4)
       to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
@@ -282,7 +282,7 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
       const float4 x = from[(i - first) / 4 * 128];
       kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
     }
-    arrive(memory.sums_free(warpgroup ^ 1));
+    arrive(memory.sums_empty(warpgroup ^ 1));
   }
 }
 
@@ -295,7 +295,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   // other one wait at the same barriers: it would take the phase of the round before last for its own.
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
-  const auto release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
+  const auto consumer_release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
   StageCount<kStages<Dk, Dv>> count;
   const auto mask = [&](float(&s)[32]) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
@@ -331,9 +331,9 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
       for (count.count += 2; count.count < all_stages; count.count += 2) {
         arrived();
         take_turn();
-        gradients.next(memory, k, v, count.before(2), count.stage(), args.scale, mask, pass_turn, release);
+        gradients.next(memory, k, v, count.before(2), count.stage(), args.scale, mask, pass_turn, consumer_release);
       }
-      gradients.last(memory, count.before(2), release);
+      gradients.last(memory, count.before(2), consumer_release);
     }
     __syncwarp();
     if (lane == 0) arrive(memory.keys_empty());

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
         pack_keys<T>(ds, dp);
         key_sums<T, Dk, kKeys>(acc, ds, keys.tile, first, lane);
       }
-      give_back(lane, keys, values);
+      consumer_release(lane, keys, values);
     });
     const SelectedTile same(plan, g, again(index));
 #pragma unroll

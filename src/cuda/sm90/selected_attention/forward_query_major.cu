@@ -69,14 +69,14 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
       float s[kKeys / 8][4];
       keys.wait();
       key_scores<T, Dk, kKeys>(s, q, keys.tile, 0, lane);
-      give_back(lane, keys);
+      consumer_release(lane, keys);
       hide_keys<kKeys / 8>(limits, users, key, lane, [&](int n, int i) { s[n][i] = -INFINITY; });
       state.update(s, scale);
       std::uint32_t p[kKeys / 16][4];
       pack_keys<T>(p, s);
       values.wait();
       key_sums<T, Dv, kKeys>(state.acc, p, values.tile, 0, lane);
-      give_back(lane, values);
+      consumer_release(lane, values);
     });
     const SelectedTile same(plan, g, again(index));
 #pragma unroll

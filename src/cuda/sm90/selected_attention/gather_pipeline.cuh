@@ -6,8 +6,8 @@
 // the queries of a tile choose overlaps, so all warps read from one ring of slots in shared memory, which is filled
 // once per block of the union of their lists.
 //
-//   builders (3 warps)    indices of tile i + 1 -> union: blocks and who uses them    `ready`, `free`: two buffers
-//   copier (one thread)   union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
+//   builders (3 warps)    indices of tile i + 1 -> union: blocks and who uses them    `union_full`, `union_empty`: two
+//   buffers copier (one thread)   union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
 //   consumers             ring -> products in registers; they never wait for each other
 //
 // gather_plan.cuh has what all of them share, gather_producers.cuh the first two.
@@ -37,7 +37,7 @@ struct SelectedSlot {
   __device__ __forceinline__ void wait() const { wait_together(full, phase); }
 };
 template <class... Slots>
-__device__ __forceinline__ void give_back(int lane, const Slots&... slots) {
+__device__ __forceinline__ void consumer_release(int lane, const Slots&... slots) {
   fence_async();
   __syncwarp();
   if (lane == 0) (arrive(slots.empty), ...);
@@ -51,12 +51,12 @@ class SelectedReader {
       : control_(control), ring_(ring), plan_(plan) {}
 
   /// body(first key, which of the warp's queries chose its block, slot of keys, slot of values) for the tiles of the
-  /// blocks that a warp uses. They come in a buffer of unions, `phase` of its `ready` phase.
+  /// blocks that a warp uses. They come in a buffer of unions, `phase` of its `union_full` phase.
   template <class Body>
   __device__ __forceinline__ void for_keys(int buffer, std::uint32_t phase, int warp, int lane, const Body& body) {
     SelectedControl& c = control_;
     const SelectedPlan& p = plan_;
-    wait_together(shared_address(&c.ready[buffer]), phase);
+    wait_together(shared_address(&c.union_full[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int first = 0; first < size; first += 32) {
@@ -75,7 +75,7 @@ class SelectedReader {
         }
       }
     }
-    arrive(shared_address(&c.free[buffer]));  // every lane has read the union
+    arrive(shared_address(&c.union_empty[buffer]));  // every lane has read the union
     base_ += 2 * p.units * static_cast<unsigned>(size);
   }
 

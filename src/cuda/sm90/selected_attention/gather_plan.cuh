@@ -30,7 +30,7 @@ struct SelectedPlan {
 
 /// In shared memory behind the ring and what a kernel has of its own.
 struct SelectedControl {
-  std::uint64_t full[kFullBarriers], empty[kMostSlots], ready[2], free[2];
+  std::uint64_t full[kFullBarriers], empty[kMostSlots], union_full[2], union_empty[2];
   int size[2];  // blocks of a union
   unsigned issued;
   unsigned unused;
@@ -150,7 +150,7 @@ __device__ __forceinline__ unsigned published(const unsigned* count) {
   return x;
 }
 
-/// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `ready` phase).
+/// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `union_full` phase).
 template <class Body>
 __device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry& g, const Body& body) {
   unsigned turn = 0;
@@ -169,8 +169,8 @@ __device__ inline void init_control(SelectedControl& c) {
   for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) barrier_init(shared_address(&c.full[i]), 1);
   if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
   if (threadIdx.x < 2) {
-    barrier_init(shared_address(&c.ready[threadIdx.x]), kBuilders);
-    barrier_init(shared_address(&c.free[threadIdx.x]), kWarps * 32 + 1);
+    barrier_init(shared_address(&c.union_full[threadIdx.x]), kBuilders);
+    barrier_init(shared_address(&c.union_empty[threadIdx.x]), kWarps * 32 + 1);
   }
   if (threadIdx.x == 0) c.issued = 0;
   barriers_ready();

@@ -26,12 +26,12 @@ __device__ inline int place_of(SelectedControl& c, const SelectedPlan& p, unsign
   return place;
 }
 
-/// The union of a tile's lists into a buffer that wait_free() says is free; complete when all threads are back. Entries
-/// of a list that do not count (-1, out of range, in the future) are left out here, and a duplicate meets its twin in
-/// the table. Minimum and union do not depend on the order in which threads come.
-template <int kWarps, class WaitFree>
+/// The union of a tile's lists into a buffer that wait_empty() says is free; complete when all threads are back.
+/// Entries of a list that do not count (-1, out of range, in the future) are left out here, and a duplicate meets its
+/// twin in the table. Minimum and union do not depend on the order in which threads come.
+template <int kWarps, class WaitEmpty>
 __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, const Strided& indices,
-                                   const SelectedTile& tile, int buffer, int thread, const WaitFree& wait_free) {
+                                   const SelectedTile& tile, int buffer, int thread, const WaitEmpty& wait_empty) {
   const auto sync = [] { named_sync(1, kBuilders); };
   int* wanted = c.wanted(p);
   unsigned* table = c.table(p);
@@ -58,7 +58,7 @@ __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, co
         __ballot_sync(0xffffffffu, wanted[e] >= 0 && *find_block(c, p, wanted[e], e) == static_cast<unsigned>(e));
     if (thread % 32 == 0) c.first(p)[e / 32] = first;
   }
-  wait_free();
+  wait_empty();
   sync();
 #pragma unroll 1
   for (int e = thread; e < p.entries; e += kBuilders)
@@ -145,16 +145,16 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
     for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
       prefetch(tile, builder);
       build_union<Shape::kWarps>(c, p, indices, tile, buffer, builder, [&] {
-        while (!test(shared_address(&c.free[buffer]), phase ^ 1)) __nanosleep(500);
+        while (!test(shared_address(&c.union_empty[buffer]), phase ^ 1)) __nanosleep(500);
       });
-      arrive(shared_address(&c.ready[buffer]));
+      arrive(shared_address(&c.union_full[buffer]));
     });
     return;
   }
   if (!elected()) return;
   SelectedCopier<Shape> copier{c, ring, p.slots};
   for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
-    wait(shared_address(&c.ready[buffer]), phase);
+    wait(shared_address(&c.union_full[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int i = 0; i < size; ++i) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
       // Now and then: it takes as long as a fill. What is not yet published must stay far below kFullBarriers.
       if (i % 32 == 31 || i + 1 == size) publish(&c.issued, copier.position);
     }
-    arrive(shared_address(&c.free[buffer]));
+    arrive(shared_address(&c.union_empty[buffer]));
   });
 }
 
