@@ -49,12 +49,12 @@ struct KeyMemory {
   /// `writers`: arrivals of the producers at a stage; `readers`: threads that compute from it.
   __device__ void init(int writers, int readers) const {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(full(i), writers);
-      barrier_init(empty(i), readers);
+      mbarrier_init(full(i), writers);
+      mbarrier_init(empty(i), readers);
     }
-    barrier_init(keys_full(), 1);
-    barrier_init(keys_empty(), 8);
-    barriers_ready();
+    mbarrier_init(keys_full(), 1);
+    mbarrier_init(keys_empty(), 8);
+    fence_mbarrier_init();
   }
   /// Zeros for the rows of stages that no copy reaches. All threads; the caller synchronises.
   __device__ void clear_stages(char* memory) const {

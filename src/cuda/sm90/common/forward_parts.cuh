@@ -25,17 +25,17 @@ struct ForwardBarriers {
   std::uint64_t query_full[kGroups], query_empty[kGroups];
   GroupTile tiles[kGroups][2];  // the one at work and the next one
 
-  /// One thread; barriers_ready() is to follow.
+  /// One thread; fence_mbarrier_init() is to follow.
   __device__ __forceinline__ void init() {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&key_full[i]), 1);
-      barrier_init(shared_address(&value_full[i]), 1);
-      barrier_init(shared_address(&key_empty[i]), kGroups * 4);
-      barrier_init(shared_address(&value_empty[i]), kGroups * 4);
+      mbarrier_init(shared_address(&key_full[i]), 1);
+      mbarrier_init(shared_address(&value_full[i]), 1);
+      mbarrier_init(shared_address(&key_empty[i]), kGroups * 4);
+      mbarrier_init(shared_address(&value_empty[i]), kGroups * 4);
     }
     for (int i = 0; i < kGroups; ++i) {
-      barrier_init(shared_address(&query_full[i]), 1);
-      barrier_init(shared_address(&query_empty[i]), 128);  // every thread has read the tile's fields
+      mbarrier_init(shared_address(&query_full[i]), 1);
+      mbarrier_init(shared_address(&query_empty[i]), 128);  // every thread has read the tile's fields
     }
   }
 };

@@ -12,28 +12,30 @@ namespace nsa::cuda::sm90 {
 inline constexpr int kSharedMemory = 227 * 1024;
 
 // Barriers (mbarrier): eight bytes of shared memory each. A phase ends after `count` arrivals and all expected bytes;
-// wait(phase) returns once the phase of that phase has ended, so a fresh barrier lets wait(1) pass.
+// mbarrier_wait(phase) returns once the phase of that phase has ended, so a fresh barrier lets mbarrier_wait(1) pass.
 
-__device__ __forceinline__ void barrier_init(std::uint32_t barrier, int count) {
+__device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-/// After the last barrier_init, before the __syncthreads that lets others use the barriers.
-__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+/// After the last mbarrier_init, before the __syncthreads that lets others use the barriers.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void arrive(std::uint32_t barrier, int count) {
+__device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 /// One arrival, and `bytes` more to come by copies.
-__device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(std::uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 /// One arrival once this thread's cp.async copies so far have landed; the barrier's count includes it.
-__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+__device__ __forceinline__ void cp_async_mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t phase) {
+__device__ __forceinline__ bool mbarrier_try_wait(std::uint32_t barrier, std::uint32_t phase) {
   std::uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
                : "=r"(done)
@@ -42,16 +44,16 @@ __device__ __forceinline__ bool test(std::uint32_t barrier, std::uint32_t phase)
   return done != 0;
 }
 /// One thread waits, or a warp whose loop over tiles has wgmma next: all lanes poll one address, which the machine does
-/// once for the warp, so they leave together. wait_together() in these loops costs range_forward 2 % (BRA.DIV behind
-/// each).
-__device__ __forceinline__ void wait(std::uint32_t barrier, std::uint32_t phase) {
-  while (!test(barrier, phase)) {
+/// once for the warp, so they leave together. mbarrier_wait_warp() in these loops costs range_forward 2 % (BRA.DIV
+/// behind each).
+__device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t phase) {
+  while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
 /// A whole warp waits. Its lanes poll each for itself and then come together again, as wgmma, named barriers and
 /// setmaxnreg need them.
-__device__ __forceinline__ void wait_together(std::uint32_t barrier, std::uint32_t phase) {
-  wait(barrier, phase);
+__device__ __forceinline__ void mbarrier_wait_warp(std::uint32_t barrier, std::uint32_t phase) {
+  mbarrier_wait(barrier, phase);
   __syncwarp();
 }
 

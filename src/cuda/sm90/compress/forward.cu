@@ -220,8 +220,8 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
     if constexpr (kBackward) {
       const std::uint32_t full = shared_address(&barriers.d_out_full);
       if (ring.lane == 0) {
-        wait(shared_address(&barriers.d_out_empty), phase);
-        arrive_expecting(full, L::kOperandBytes);
+        mbarrier_wait(shared_address(&barriers.d_out_empty), phase);
+        mbarrier_arrive_expect_tx(full, L::kOperandBytes);
       }
       __syncwarp();
 #pragma unroll
@@ -355,7 +355,7 @@ class Compute {
                                                   const CompressSegment& rows, int head, int first,
                                                   std::uint32_t phase) {
     const std::uint32_t d_out = descriptor(operand_ + (kNarrow ? 0 : group_ * kPanelBytes), 16);
-    wait_together(shared_address(&barriers_.d_out_full), phase);
+    mbarrier_wait_warp(shared_address(&barriers_.d_out_full), phase);
     ring_.skip(first / 64);
 #pragma unroll
     for (int step = 0; step < kColumns / 64; ++step, ring_.advance()) {
@@ -386,7 +386,7 @@ class Compute {
         }
       }
     }
-    if (lane_ == 0) arrive(shared_address(&barriers_.d_out_empty));
+    if (lane_ == 0) mbarrier_arrive(shared_address(&barriers_.d_out_empty));
     ring_.skip((L::kWidth - kColumns - first) / 64);
   }
 
@@ -435,8 +435,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t operand = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t tokens = operand + L::kOperandBytes, weights = tokens + L::kStages * L::kTokenBytes;
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&barriers.d_out_full), 1);
-    barrier_init(shared_address(&barriers.d_out_empty), kGroups * 4);
+    mbarrier_init(shared_address(&barriers.d_out_full), 1);
+    mbarrier_init(shared_address(&barriers.d_out_empty), kGroups * 4);
     barriers.ring.init();
   }
   __syncthreads();

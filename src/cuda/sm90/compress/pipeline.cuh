@@ -28,10 +28,10 @@ struct Ring {
   /// Thread 0, before a __syncthreads.
   __device__ void init() {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(shared_address(&full[i]), 1);
-      barrier_init(shared_address(&empty[i]), kGroups * 128);
+      mbarrier_init(shared_address(&full[i]), 1);
+      mbarrier_init(shared_address(&empty[i]), kGroups * 128);
     }
-    barriers_ready();
+    fence_mbarrier_init();
   }
 };
 
@@ -46,9 +46,9 @@ struct RingWriter : PipelineState<kStages> {
   __device__ __forceinline__ std::uint32_t begin(int bytes, int rows = 0) {
     const std::uint32_t full = shared_address(&ring.full[this->stage]);
     if (lane == 0) {
-      wait(shared_address(&ring.empty[this->stage]), this->phase ^ 1);
+      mbarrier_wait(shared_address(&ring.empty[this->stage]), this->phase ^ 1);
       ring.rows[this->stage] = rows;
-      arrive_expecting(full, bytes);
+      mbarrier_arrive_expect_tx(full, bytes);
     }
     __syncwarp();
     return full;
@@ -61,9 +61,11 @@ struct RingReader : PipelineState<kStages> {
   Ring<kStages>& ring;
 
   __device__ explicit RingReader(Ring<kStages>& r) : ring(r) {}
-  __device__ __forceinline__ void wait_full() { wait_together(shared_address(&ring.full[this->stage]), this->phase); }
+  __device__ __forceinline__ void wait_full() {
+    mbarrier_wait_warp(shared_address(&ring.full[this->stage]), this->phase);
+  }
   __device__ __forceinline__ void consumer_release(int stage) {
-    arrive(shared_address(&ring.empty[stage]));  // every thread may have read or cleared rows of it
+    mbarrier_arrive(shared_address(&ring.empty[stage]));  // every thread may have read or cleared rows of it
   }
   __device__ __forceinline__ void skip(int stages) {
     for (int i = 0; i < stages; ++i, this->advance()) {

@@ -134,9 +134,9 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
-    wait(memory.keys_empty(), keys_phase);
+    mbarrier_wait(memory.keys_empty(), keys_phase);
     keys_phase ^= 1;
-    arrive_expecting(memory.keys_full(), 2 * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV));
+    mbarrier_arrive_expect_tx(memory.keys_full(), 2 * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV));
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
       const int row = item.key_row + tile * 64;
@@ -153,8 +153,8 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
       const std::uint32_t full = memory.full(count.stage());
-      wait(memory.empty(count.stage()), count.phase() ^ 1);
-      arrive_expecting(full, args.tiles.rows * (Dk + Dv) * 2);
+      mbarrier_wait(memory.empty(count.stage()), count.phase() ^ 1);
+      mbarrier_arrive_expect_tx(full, args.tiles.rows * (Dk + Dv) * 2);
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
         load_box(memory.q(count.stage()) + c * kPanelBytes, maps.q, c * 64, head, row, batch, full);
@@ -183,14 +183,14 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
     int slice = 0;
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
-      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
+      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
       std::uint32_t to = memory.terms(count.stage()) + threadIdx.x % 32 * 4;
 #pragma unroll 1
       for (int array = 0; array < 3; ++array, from += args.terms.array, to += 256) {
         copy4(to, from, true);
         copy4(to + 128, from + 32, true);
       }
-      arrive_after_copies(memory.full(count.stage()));
+      cp_async_mbarrier_arrive(memory.full(count.stage()));
       from += args.to_next_line;
       if (++slice == args.tiles.slices) {
         slice = 0;
@@ -214,13 +214,13 @@ __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, D
     int slice = 0, queries = item.to - item.from;
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
-      wait(memory.empty(count.stage()), count.phase() ^ 1);
+      mbarrier_wait(memory.empty(count.stage()), count.phase() ^ 1);
       info.queries = min(args.tiles.queries, queries);
       const bool whole = info.queries == args.tiles.queries && args.tiles.rows == 64;
       info.seen[0] = seen_by(args, info, 0, whole);
       info.seen[1] = seen_by(args, info, 1, whole);
       *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage())) = info;
-      arrive(memory.full(count.stage()));
+      mbarrier_arrive(memory.full(count.stage()));
       if (++slice == args.tiles.slices) {
         slice = 0;
         queries -= args.tiles.queries;
@@ -237,7 +237,9 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const std::uint32_t k = descriptor(memory.k(warpgroup), 16), v = descriptor(memory.v(warpgroup), 16);
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
-  const auto consumer_release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
+  const auto consumer_release = [&](int stage) {
+    mbarrier_arrive(memory.empty(stage));
+  };  // every lane has read the rows' terms
   StageCount<kStages<Dk, Dv>> count;
   const auto info_of = [&](int stage) -> const volatile StageInfo& {
     return *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
@@ -268,12 +270,12 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
     gradients.clear();
-    wait_together(memory.keys_full(), keys_phase);
+    mbarrier_wait_warp(memory.keys_full(), keys_phase);
     keys_phase ^= 1;
     int left = item.stages;
     /// Waits for the next stage; whether this warpgroup has anything to do with it.
     const auto arrived = [&] {
-      wait_together(memory.full(count.stage()), count.phase());
+      mbarrier_wait_warp(memory.full(count.stage()), count.phase());
       return info_of(count.stage()).seen[warpgroup] != kNone;
     };
     const auto skip = [&] {
@@ -299,7 +301,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
       for (; left > 0; skip()) arrived();
     }
     __syncwarp();
-    if (lane == 0) arrive(memory.keys_empty());
+    if (lane == 0) mbarrier_arrive(memory.keys_empty());
 
     const int keys = item.keys - 64 * warpgroup, slot = item.slot;
     if (slot >= 0) {

@@ -104,8 +104,8 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
     if (!leader) continue;
     const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;
     for (int g = 0; g < kWarpgroups; ++g) {
-      wait(memory.q_empty(g), q_phase);
-      arrive_expecting(memory.q_full(g), tile_bytes);
+      mbarrier_wait(memory.q_empty(g), q_phase);
+      mbarrier_arrive_expect_tx(memory.q_full(g), tile_bytes);
       const int row = seq.q_begin + work.first_query + g * args.tiles.queries;
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
@@ -120,14 +120,14 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
       const int begin = args.branch[b].window ? seq.k_begin : compressed;
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         const int row = begin + tile * kKeys;
-        wait(memory.k_empty(state.stage), state.phase ^ 1);
-        arrive_expecting(memory.k_full(state.stage), Shape::kQ);
+        mbarrier_wait(memory.k_empty(state.stage), state.phase ^ 1);
+        mbarrier_arrive_expect_tx(memory.k_full(state.stage), Shape::kQ);
 #pragma unroll
         for (int c = 0; c < Dk / 64; ++c)
           load_box(memory.k(state.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
                    memory.k_full(state.stage));
-        wait(memory.v_empty(state.stage), state.phase ^ 1);
-        arrive_expecting(memory.v_full(state.stage), Shape::kO);
+        mbarrier_wait(memory.v_empty(state.stage), state.phase ^ 1);
+        mbarrier_arrive_expect_tx(memory.v_full(state.stage), Shape::kO);
 #pragma unroll
         for (int c = 0; c < Dv / 64; ++c)
           load_box(memory.v(state.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
@@ -146,7 +146,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   const std::uint32_t q_tile = descriptor(memory.q(warpgroup), 16), d_o = descriptor(memory.d_o(warpgroup), 16);
   const auto q = [&] { return Dk > 128 ? again(q_tile) : q_tile; };  // its descriptors would take registers
   const auto consumer_release = [&](std::uint32_t barrier) {
-    if (lane == 0) arrive(barrier);
+    if (lane == 0) mbarrier_arrive(barrier);
   };
   // Apart from the start, so that one computes exponentials while the other's products run.
   for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
@@ -175,7 +175,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
     std::uint32_t ds[kKeys / 4];
 #pragma unroll
     for (float& a : acc) a = 0;
-    wait_together(memory.q_full(warpgroup), q_phase);
+    mbarrier_wait_warp(memory.q_full(warpgroup), q_phase);
     q_phase ^= 1;
 #pragma unroll 1
     for (int b = 0; b < args.branches; ++b) {
@@ -214,9 +214,9 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       };
       if (tiles.first >= tiles.last) continue;
 
-      wait(memory.k_full(state.stage), state.phase);
+      mbarrier_wait(memory.k_full(state.stage), state.phase);
       scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
-      wait(memory.v_full(state.stage), state.phase);
+      mbarrier_wait(memory.v_full(state.stage), state.phase);
       scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
       products_wait<1>();
       probabilities(tiles.first);
@@ -228,9 +228,9 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       for (int tile = tiles.first + 1; tile < tiles.last; ++tile) {
         const int before = state.stage;
         state.advance();
-        wait(memory.k_full(state.stage), state.phase);
+        mbarrier_wait(memory.k_full(state.stage), state.phase);
         scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
-        wait(memory.v_full(state.stage), state.phase);
+        mbarrier_wait(memory.v_full(state.stage), state.phase);
         scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
         outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
         products_wait<2>();
@@ -269,16 +269,16 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) {
     for (int i = 0; i < memory.kStages; ++i) {
-      barrier_init(memory.k_full(i), 1);
-      barrier_init(memory.v_full(i), 1);
-      barrier_init(memory.k_empty(i), 4 * kWarpgroups);
-      barrier_init(memory.v_empty(i), 4 * kWarpgroups);
+      mbarrier_init(memory.k_full(i), 1);
+      mbarrier_init(memory.v_full(i), 1);
+      mbarrier_init(memory.k_empty(i), 4 * kWarpgroups);
+      mbarrier_init(memory.v_empty(i), 4 * kWarpgroups);
     }
     for (int i = 0; i < kWarpgroups; ++i) {
-      barrier_init(memory.q_full(i), 1);
-      barrier_init(memory.q_empty(i), 4);
+      mbarrier_init(memory.q_full(i), 1);
+      mbarrier_init(memory.q_empty(i), 4);
     }
-    barriers_ready();
+    fence_mbarrier_init();
   }
   __syncthreads();
   const int warp = uniform(threadIdx.x / 32);

@@ -112,14 +112,14 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
       const int row = begin + i * kKeys;
       const std::uint32_t key_full = shared_address(&barriers.key_full[state.stage]);
       const std::uint32_t value_full = shared_address(&barriers.value_full[state.stage]);
-      wait(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
-      arrive_expecting(key_full, L::kKeyBytes);
+      mbarrier_wait(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
+      mbarrier_arrive_expect_tx(key_full, L::kKeyBytes);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
         load_box(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
                  walk.seq.batch, key_full);
-      wait(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
-      arrive_expecting(value_full, L::kValueBytes);
+      mbarrier_wait(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
+      mbarrier_arrive_expect_tx(value_full, L::kValueBytes);
 #pragma unroll
       for (int column = 0; column < Dv; column += 64)
         load_box(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
@@ -154,14 +154,14 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
     for (int group = 0; group < kGroups; ++group) {
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
       GroupTile& tile = barriers.tiles[group][phase];
-      wait(shared_address(&barriers.query_empty[group]), phase ^ 1);
+      mbarrier_wait(shared_address(&barriers.query_empty[group]), phase ^ 1);
       if (!more) {
         tile.queries = -1;
-        arrive(full);
+        mbarrier_arrive(full);
         continue;
       }
       tile = GroupTile::of<kKeys>(args.geometry, args.window, shape, walk, tiles, group);
-      arrive_expecting(full, shape.heads * shape.queries * Dk * 2);
+      mbarrier_arrive_expect_tx(full, shape.heads * shape.queries * Dk * 2);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
         load_box(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
@@ -214,7 +214,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
   const std::uint32_t q = descriptor(queries + uniform(group) * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
   const auto consumer_release = [&](std::uint64_t* barrier) {
-    if (lane == 0) arrive(shared_address(barrier));
+    if (lane == 0) mbarrier_arrive(shared_address(barrier));
   };
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
@@ -224,7 +224,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][phase];
-    wait_together(shared_address(&barriers.query_full[group]), phase);
+    mbarrier_wait_warp(shared_address(&barriers.query_full[group]), phase);
     if (tile.queries < 0) break;
     // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
     // tile. Rows without use take those of the last query.
@@ -257,9 +257,9 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     };
     const auto skip = [&](int count) {
       for (int i = 0; i < count; ++i) {
-        wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+        mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
         consumer_release(&barriers.key_empty[state.stage]);
-        wait(shared_address(&barriers.value_full[state.stage]), state.phase);
+        mbarrier_wait(shared_address(&barriers.value_full[state.stage]), state.phase);
         consumer_release(&barriers.value_empty[state.stage]);
         state.advance();
       }
@@ -274,7 +274,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+      mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
       scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
       consumer_release(&barriers.key_empty[state.stage]);
@@ -284,10 +284,10 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
       state.advance();
 #pragma unroll 1
       while (--left > 0) {
-        wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+        mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
         scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
         const PipelineState<kStages> before = state.before();  // of the values that go with `probabilities`
-        wait(shared_address(&barriers.value_full[before.stage]), before.phase);
+        mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
         consumer_release(&barriers.key_empty[state.stage]);
@@ -302,14 +302,14 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
         pack_rows<T, kKeys>(probabilities, s);
         state.advance();
       }
-      arrive(shared_address(&barriers.query_empty[group]));
+      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
       const PipelineState<kStages> before = state.before();
-      wait(shared_address(&barriers.value_full[before.stage]), before.phase);
+      mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       consumer_release(&barriers.value_empty[before.stage]);
     } else {
-      arrive(shared_address(&barriers.query_empty[group]));
+      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
     }
     skip(tile.key_tiles - max(tile.begin, tile.end));
 
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {
     barriers.init();
-    barriers_ready();
+    fence_mbarrier_init();
   }
   // Rows without use stay zero: the copy engine does not touch them.
   const RowShape shape(args.geometry.group);

@@ -100,7 +100,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
   const auto consumer_release = [&](std::uint64_t* barrier) {
-    if (lane == 0) arrive(shared_address(barrier));
+    if (lane == 0) mbarrier_arrive(shared_address(barrier));
   };
   PipelineState<L::kStages> state;
   PipelineState<kBuffers> buffer;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][phase];
-    wait_together(shared_address(&barriers.query_full[group]), phase);
+    mbarrier_wait_warp(shared_address(&barriers.query_full[group]), phase);
     if (tile.queries < 0) break;
     // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
     const auto seen_by = [&](int row) {
@@ -148,12 +148,12 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    wait_together(shared_address(&barriers.scratch_empty[buffer.stage][own]), buffer.phase ^ 1);
+    mbarrier_wait_warp(shared_address(&barriers.scratch_empty[buffer.stage][own]), buffer.phase ^ 1);
     int left = tile.end;
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+      mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
       scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
       products_wait<0>();
       consumer_release(&barriers.key_empty[state.stage]);
@@ -162,10 +162,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       state.advance();
 #pragma unroll 1
       while (--left > 0) {
-        wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+        mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
         scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
         const PipelineState<L::kStages> before = state.before();  // of the values that go with `probabilities`
-        wait(shared_address(&barriers.value_full[before.stage]), before.phase);
+        mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
         outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
         products_wait<1>();
         consumer_release(&barriers.key_empty[state.stage]);
@@ -179,19 +179,19 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
         pack_rows<T, kKeys>(probabilities, s);
         state.advance();
       }
-      arrive(shared_address(&barriers.query_empty[group]));
+      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
       const PipelineState<L::kStages> before = state.before();
-      wait(shared_address(&barriers.value_full[before.stage]), before.phase);
+      mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
       outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
       products_wait<0>();
       consumer_release(&barriers.value_empty[before.stage]);
     } else {
-      arrive(shared_address(&barriers.query_empty[group]));
+      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
     }
     for (int i = tile.end; i < tile.key_tiles; ++i) {
-      wait(shared_address(&barriers.key_full[state.stage]), state.phase);
+      mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
       consumer_release(&barriers.key_empty[state.stage]);
-      wait(shared_address(&barriers.value_full[state.stage]), state.phase);
+      mbarrier_wait(shared_address(&barriers.value_full[state.stage]), state.phase);
       consumer_release(&barriers.value_empty[state.stage]);
       state.advance();
     }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
                                  lane / 16 * 8) =
           make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
-      arrive(shared_address(&barriers.scratch_full[buffer.stage][own]));
+      mbarrier_arrive(shared_address(&barriers.scratch_full[buffer.stage][own]));
     }
     buffer.advance();
 

@@ -69,7 +69,7 @@ __host__ __device__ constexpr int units_per_box(const Units& units) {
 template <int D>
 __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& spread, const CUtensorMap& rows,
                                           bool all_known, int row, const TileWalk& walk, std::uint32_t full, int lane) {
-  if (lane == 0) arrive_expecting(full, kKeys * D * 2);  // before any byte can come
+  if (lane == 0) mbarrier_arrive_expect_tx(full, kKeys * D * 2);  // before any byte can come
   __syncwarp();
 #pragma unroll
   for (int column = 0; column < D; column += 64) {
@@ -104,15 +104,15 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][phase];
       const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      wait_together(shared_address(&barriers.query_empty[group]), phase ^ 1);
+      mbarrier_wait_warp(shared_address(&barriers.query_empty[group]), phase ^ 1);
       if (lane != 0) continue;
       if (!more) {
         tile.queries = -1;
-        arrive(full);
+        mbarrier_arrive(full);
         continue;
       }
       tile = tile_of<Units, Blocks>(args, walk, tiles, group);
-      arrive_expecting(full, 4 * units.rows() * Dk * 2);
+      mbarrier_arrive_expect_tx(full, 4 * units.rows() * Dk * 2);
       const std::uint32_t to = queries + group * L::kQueryBytes;
       for (int unit = 0; unit < 4; unit += units_per_box(units)) {
         const int head = tile.head + units.first_head(4 * group + unit);
@@ -126,10 +126,10 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int i = 0; i < tiles; ++i) {
       const int row = walk.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
-      wait_together(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
+      mbarrier_wait_warp(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
       load_tile<Dk>(keys + state.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
                     shared_address(&barriers.key_full[state.stage]), lane);
-      wait_together(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
+      mbarrier_wait_warp(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
       load_tile<Dv>(values + state.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
                     shared_address(&barriers.value_full[state.stage]), lane);
       state.advance();
@@ -152,11 +152,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     barriers.init();
     for (int i = 0; i < kBuffers * kUnits; ++i) {
-      barrier_init(shared_address(&barriers.scratch_full[0][0] + i), 8);    // the lanes that leave minus_lse
-      barrier_init(shared_address(&barriers.scratch_empty[0][0] + i), 32);  // those that read them
+      mbarrier_init(shared_address(&barriers.scratch_full[0][0] + i), 8);    // the lanes that leave minus_lse
+      mbarrier_init(shared_address(&barriers.scratch_empty[0][0] + i), 32);  // those that read them
     }
-    for (int i = 0; i < kPickers * kMostChunks; ++i) barrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
-    barriers_ready();
+    for (int i = 0; i < kPickers * kMostChunks; ++i) mbarrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
+    fence_mbarrier_init();
   }
   if (units_of<Units>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
     auto* pieces = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));

@@ -72,7 +72,7 @@ class ChunkRing {
     for (int i = 0; i < min(all, chunks_); ++i)
       fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
     for (int i = 0; i < all; ++i) {
-      wait_together(shared_address(full_ + stage_), parity_);
+      mbarrier_wait_warp(shared_address(full_ + stage_), parity_);
       use(chunk(stage_), i, tiles - i * kChunkTiles);
       fence_async();
       __syncwarp();
@@ -88,7 +88,7 @@ class ChunkRing {
   __device__ __forceinline__ void fetch(const ScratchTile* scratch, int i, int tiles, int stage, int lane) const {
     if (lane != 0) return;
     const int bytes = min(tiles - i * kChunkTiles, kChunkTiles) * static_cast<int>(sizeof(ScratchTile));
-    arrive_expecting(shared_address(full_ + stage), bytes);
+    mbarrier_arrive_expect_tx(shared_address(full_ + stage), bytes);
     load_bytes(shared_address(chunk(stage)), scratch + i * kChunkTiles, bytes, shared_address(full_ + stage));
   }
 

@@ -102,11 +102,11 @@ class Picker {
   static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
 
   __device__ __forceinline__ void wait_for(int unit) const {
-    wait_together(shared_address(&barriers_.scratch_full[buffer_.stage][unit]), buffer_.phase);
+    mbarrier_wait_warp(shared_address(&barriers_.scratch_full[buffer_.stage][unit]), buffer_.phase);
   }
   /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
   __device__ __forceinline__ void consumer_release(int unit) const {
-    arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][unit]));
+    mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][unit]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {

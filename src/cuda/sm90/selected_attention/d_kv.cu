@@ -52,12 +52,12 @@ struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
   __device__ static volatile int& item(char* memory) { return *reinterpret_cast<int*>(memory + kItem + 16); }
   /// `row_writers`: arrivals for Q at a stage, and as many for dO.
   __device__ void init(int row_writers) const {
-    barrier_init(item_full(), 1);
+    mbarrier_init(item_full(), 1);
     for (int i = 0; i < 2; ++i) {
-      barrier_init(sums_full(i), 128);
-      barrier_init(sums_empty(i), 128);
+      mbarrier_init(sums_full(i), 128);
+      mbarrier_init(sums_empty(i), 128);
     }
-    barrier_init(item_empty(), (8 + 3) * 32);
+    mbarrier_init(item_empty(), (8 + 3) * 32);
     Base::init(2 * row_writers + 32 + 32, 128);
   }
 };
@@ -71,10 +71,10 @@ __device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory
   for (std::uint32_t phase = 1;; phase ^= 1) {
     int x = 0;
     if (lane_again() == 0) {
-      wait(memory.item_empty(), phase);
+      mbarrier_wait(memory.item_empty(), phase);
       x = atomicAdd(&args.queue->next, 1);
       memory.item(dynamic) = x < end ? x : -1;
-      arrive(memory.item_full());
+      mbarrier_arrive(memory.item_full());
     }
     x = uniform(x);
     if (x >= end) return;
@@ -88,9 +88,9 @@ __device__ __forceinline__ void for_items(const ListKeyArgs& args, const Memory<
                                           const F& f) {
 #pragma unroll 1
   for (std::uint32_t phase = 0;; phase ^= 1) {
-    wait_together(memory.item_full(), phase);
+    mbarrier_wait_warp(memory.item_full(), phase);
     const int x = memory.item(dynamic);
-    arrive(memory.item_empty());  // each lane for what it read
+    mbarrier_arrive(memory.item_empty());  // each lane for what it read
     if (x < 0) return;
     const volatile KeyItem& item = args.items[x];
     f(item);
@@ -133,8 +133,8 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
       const std::uint32_t full = memory.full(count.stage());
-      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
-      if (lane_again() == 0) arrive_expecting(full, args.tiles.rows * D * 2);
+      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
+      if (lane_again() == 0) mbarrier_arrive_expect_tx(full, args.tiles.rows * D * 2);
       const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
       const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
@@ -168,7 +168,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
       }
-      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
+      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
       const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
@@ -181,7 +181,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
             copy16(swizzled + i * 4096 + c * kPanelBytes, row + c * 128, (valid[i] & 1u << k) != 0);
         }
       }
-      arrive_after_copies(memory.full(count.stage()));
+      cp_async_mbarrier_arrive(memory.full(count.stage()));
       ++count.count;
     });
   });
@@ -205,7 +205,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
-      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
+      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
@@ -215,7 +215,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
         for (int array = 0; array < 3; ++array)
           copy4(to + array * 256, from + array * args.terms.array, queries[i] >= 0);
       }
-      arrive_after_copies(memory.full(count.stage()));
+      cp_async_mbarrier_arrive(memory.full(count.stage()));
       ++count.count;
     });
   });
@@ -229,8 +229,8 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
   std::uint32_t keys_phase = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_again() == 0) {
-      wait(memory.keys_empty(), keys_phase);
-      arrive_expecting(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+      mbarrier_wait(memory.keys_empty(), keys_phase);
+      mbarrier_arrive_expect_tx(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
         load_box(memory.k(0) + c * kPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
@@ -247,12 +247,12 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
       const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
-      wait_together(memory.empty(count.stage()), count.phase() ^ 1);
+      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       info.lead[lane_again()] = static_cast<std::int8_t>(low);
       info.lead[lane_again() + 32] = static_cast<std::int8_t>(high);
       if (lane_again() == 0) info.all = all;
-      arrive(memory.full(count.stage()));
+      mbarrier_arrive(memory.full(count.stage()));
       ++count.count;
     });
   });
@@ -271,18 +271,18 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
 #pragma unroll
   for (int first = 0; first < kMost; first += kPart) {
     const std::uint32_t phase = first / kPart & 1;
-    wait_together(memory.sums_empty(warpgroup), phase ^ 1);
+    mbarrier_wait_warp(memory.sums_empty(warpgroup), phase ^ 1);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kGiven; i += 4)
       to[(i - first) / 4 * 128] = float4{given[i], given[i + 1], given[i + 2], given[i + 3]};
-    arrive(memory.sums_full(warpgroup));
-    wait_together(memory.sums_full(warpgroup ^ 1), phase);
+    mbarrier_arrive(memory.sums_full(warpgroup));
+    mbarrier_wait_warp(memory.sums_full(warpgroup ^ 1), phase);
 #pragma unroll
     for (int i = first; i < first + kPart && i < kKept; i += 4) {
       const float4 x = from[(i - first) / 4 * 128];
       kept[i] += x.x, kept[i + 1] += x.y, kept[i + 2] += x.z, kept[i + 3] += x.w;
     }
-    arrive(memory.sums_empty(warpgroup ^ 1));
+    mbarrier_arrive(memory.sums_empty(warpgroup ^ 1));
   }
 }
 
@@ -295,7 +295,9 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   // other one wait at the same barriers: it would take the phase of the round before last for its own.
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
   const auto pass_turn = [&] { named_arrive(1 + (warpgroup ^ 1), 256); };
-  const auto consumer_release = [&](int stage) { arrive(memory.empty(stage)); };  // every lane has read the rows' terms
+  const auto consumer_release = [&](int stage) {
+    mbarrier_arrive(memory.empty(stage));
+  };  // every lane has read the rows' terms
   StageCount<kStages<Dk, Dv>> count;
   const auto mask = [&](float(&s)[32]) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
@@ -310,7 +312,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
   const auto arrived = [&] {
-    wait_together(memory.full(count.stage()), count.phase());
+    mbarrier_wait_warp(memory.full(count.stage()), count.phase());
     if (args.gather) fence_async();
   };
   if (warpgroup == 1) pass_turn();
@@ -319,7 +321,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   KeyGradients<T, Dk, Dv> gradients;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     gradients.clear();
-    wait_together(memory.keys_full(), keys_phase);
+    mbarrier_wait_warp(memory.keys_full(), keys_phase);
     keys_phase ^= 1;
     count.count = all_stages + ((all_stages ^ warpgroup) & 1);
     all_stages += item.stages;
@@ -336,7 +338,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
       gradients.last(memory, count.before(2), consumer_release);
     }
     __syncwarp();
-    if (lane == 0) arrive(memory.keys_empty());
+    if (lane == 0) mbarrier_arrive(memory.keys_empty());
 
     // The first warpgroup stores dK, the second one dV.
     const int keys = item.keys, slot = item.slot;

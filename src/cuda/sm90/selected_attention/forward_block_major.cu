@@ -85,7 +85,7 @@ template <int Dk, int Dv>
 __device__ __forceinline__ void load_keys(const CUtensorMap& k_map, const CUtensorMap& v_map,
                                           const BlockMemory<Dk, Dv>& memory, const BlockItem& item,
                                           std::uint32_t full) {
-  arrive_expecting(full, memory.kK + memory.kV);
+  mbarrier_arrive_expect_tx(full, memory.kK + memory.kV);
 #pragma unroll 1
   for (int c = 0; c < Dk / 64; ++c)
     load_box(memory.k() + c * kPanelBytes, k_map, c * 64, item.kv_head, item.key_row, item.batch, full);
@@ -241,7 +241,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   Entries entries;
   entries.fetch(indices_of(query), left, query >= 0);
   const int then[2] = {query_of(args, following, rows, group), query_of(args, following, rows, group + kGroups<Dk>)};
-  wait_together(full, phase);
+  mbarrier_wait_warp(full, phase);
   next_tile();
 #pragma unroll 1
   for (int tile = group, turn = 0; tile * args.tiles.queries < item.count; tile += kGroups<Dk>, ++turn) {
@@ -310,8 +310,8 @@ __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
   auto& control = *reinterpret_cast<Control*>(dynamic + Memory::kControl);
   const std::uint32_t full = shared_address(&control.full);
   if (threadIdx.x == 0) {
-    barrier_init(full, 1);
-    barriers_ready();
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
   }
   const int warp = uniform(threadIdx.x / 32), group = warp / 4;
   ItemTaker taker(args, planned, warp == 0);

@@ -34,13 +34,13 @@ struct SelectedSlot {
   std::uint32_t tile;  // address
   std::uint32_t full, phase, empty;
 
-  __device__ __forceinline__ void wait() const { wait_together(full, phase); }
+  __device__ __forceinline__ void wait() const { mbarrier_wait_warp(full, phase); }
 };
 template <class... Slots>
 __device__ __forceinline__ void consumer_release(int lane, const Slots&... slots) {
   fence_async();
   __syncwarp();
-  if (lane == 0) (arrive(slots.empty), ...);
+  if (lane == 0) (mbarrier_arrive(slots.empty), ...);
 }
 
 /// One warp's way through the ring.
@@ -56,7 +56,7 @@ class SelectedReader {
   __device__ __forceinline__ void for_keys(int buffer, std::uint32_t phase, int warp, int lane, const Body& body) {
     SelectedControl& c = control_;
     const SelectedPlan& p = plan_;
-    wait_together(shared_address(&c.union_full[buffer]), phase);
+    mbarrier_wait_warp(shared_address(&c.union_full[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int first = 0; first < size; first += 32) {
@@ -75,7 +75,7 @@ class SelectedReader {
         }
       }
     }
-    arrive(shared_address(&c.union_empty[buffer]));  // every lane has read the union
+    mbarrier_arrive(shared_address(&c.union_empty[buffer]));  // every lane has read the union
     base_ += 2 * p.units * static_cast<unsigned>(size);
   }
 

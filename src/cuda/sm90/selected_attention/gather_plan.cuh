@@ -166,14 +166,14 @@ __device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry&
 template <class Shape>
 __device__ inline void init_control(SelectedControl& c) {
   constexpr int kWarps = Shape::kWarps;
-  for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) barrier_init(shared_address(&c.full[i]), 1);
-  if (threadIdx.x < kMostSlots) barrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
+  for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) mbarrier_init(shared_address(&c.full[i]), 1);
+  if (threadIdx.x < kMostSlots) mbarrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
   if (threadIdx.x < 2) {
-    barrier_init(shared_address(&c.union_full[threadIdx.x]), kBuilders);
-    barrier_init(shared_address(&c.union_empty[threadIdx.x]), kWarps * 32 + 1);
+    mbarrier_init(shared_address(&c.union_full[threadIdx.x]), kBuilders);
+    mbarrier_init(shared_address(&c.union_empty[threadIdx.x]), kWarps * 32 + 1);
   }
   if (threadIdx.x == 0) c.issued = 0;
-  barriers_ready();
+  fence_mbarrier_init();
   __syncthreads();
 }
 

@@ -124,9 +124,9 @@ struct SelectedCopier {
   __device__ __forceinline__ void fill(const CUtensorMap& map, int head, int row, int batch, int idle) {
     const std::uint32_t empty = shared_address(&control.empty[slot]);
     const std::uint32_t full = shared_address(&control.full[position % kFullBarriers]);
-    wait(empty, phase);
-    if (idle) arrive(empty, idle);
-    arrive_expecting(full, Shape::kKeys * D * 2);
+    mbarrier_wait(empty, phase);
+    if (idle) mbarrier_arrive(empty, idle);
+    mbarrier_arrive_expect_tx(full, Shape::kKeys * D * 2);
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)
       load_box(ring + slot * Shape::kSlotBytes + panel * (Shape::kKeys * 128), map, panel * 64, head, row, batch, full);
@@ -145,16 +145,16 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
     for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
       prefetch(tile, builder);
       build_union<Shape::kWarps>(c, p, indices, tile, buffer, builder, [&] {
-        while (!test(shared_address(&c.union_empty[buffer]), phase ^ 1)) __nanosleep(500);
+        while (!mbarrier_try_wait(shared_address(&c.union_empty[buffer]), phase ^ 1)) __nanosleep(500);
       });
-      arrive(shared_address(&c.union_full[buffer]));
+      mbarrier_arrive(shared_address(&c.union_full[buffer]));
     });
     return;
   }
   if (!elected()) return;
   SelectedCopier<Shape> copier{c, ring, p.slots};
   for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
-    wait(shared_address(&c.union_full[buffer]), phase);
+    mbarrier_wait(shared_address(&c.union_full[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
     for (int i = 0; i < size; ++i) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
       // Now and then: it takes as long as a fill. What is not yet published must stay far below kFullBarriers.
       if (i % 32 == 31 || i + 1 == size) publish(&c.issued, copier.position);
     }
-    arrive(shared_address(&c.union_empty[buffer]));
+    mbarrier_arrive(shared_address(&c.union_empty[buffer]));
   });
 }
 
