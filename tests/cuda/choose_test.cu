@@ -32,7 +32,7 @@ TEST(Choose, NoneForFloat32OrOtherGroupsOrLayouts) {
   EXPECT_FALSE(any(choose(c)));
   c = call(), c.group = 24;
   EXPECT_FALSE(any(choose(c)));
-  c = call(), c.mappable = false;
+  c = call(), c.tma_compatible = false;
   EXPECT_FALSE(any(choose(c)));
 }
 
@@ -112,7 +112,7 @@ TEST(Choose, Compression) {
            [](CompressCall& c) { c.kind = CompressionKind::kMean; }, [](CompressCall& c) { c.dim = 96; },
            [](CompressCall& c) { c.hidden = 520; }, [](CompressCall& c) { c.hidden = 20; },
            [](CompressCall& c) { c.dtype = DType::kFloat32; }, [](CompressCall& c) { c.rows = 0; },
-           [](CompressCall& c) { c.mappable = false; }}) {
+           [](CompressCall& c) { c.tma_compatible = false; }}) {
     c = good, change(c);
     EXPECT_FALSE(choose(c).compress);
   }

@@ -100,7 +100,7 @@ inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
   call.group = b.geometry.group;
   call.block_size = b.indices ? b.block_size : 0;
   call.topk = b.indices ? to_int(b.indices->size(-1)) : 0;
-  for (const TensorView* t : {&b.q, &b.k, &b.v, &rows}) call.mappable &= sm90::mappable(strided(*t));
+  for (const TensorView* t : {&b.q, &b.k, &b.v, &rows}) call.tma_compatible &= sm90::tma_compatible(strided(*t));
   call.selection = selection;
   return sm90::kernels_on(b.q.device.index, call);
 }

@@ -77,8 +77,9 @@ sm90::CompressKernels hopper_kernels(const CompressArgs& args, const CompressPar
   call.dim = args.dim;
   call.hidden = args.hidden;
   call.rows = args.rows;
-  for (const Strided& t : {args.k, args.out, args.d_out, args.d_k}) call.mappable &= sm90::mappable(t);
-  for (const Weights& t : {args.w1, args.w2, args.d_w1}) call.mappable &= sm90::mappable({t.data, t.head, t.row, 0});
+  for (const Strided& t : {args.k, args.out, args.d_out, args.d_k}) call.tma_compatible &= sm90::tma_compatible(t);
+  for (const Weights& t : {args.w1, args.w2, args.d_w1})
+    call.tma_compatible &= sm90::tma_compatible({t.data, t.head, t.row, 0});
   return sm90::kernels_on(p.k.device.index, call);
 }
 

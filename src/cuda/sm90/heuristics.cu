@@ -65,7 +65,7 @@ CompressKernels compress_instances(std::int64_t dim) {
 
 Kernels choose(const Call& call) {
   Kernels kernels;
-  if (!call.mappable) return kernels;
+  if (!call.tma_compatible) return kernels;
   // Rows of a tile are the heads of a group for some queries, or sixteen of its heads.
   if (call.group < 1 || (call.group > 16 && call.group % 16 != 0)) return kernels;
   if (call.dtype == DType::kBFloat16) kernels = instances<Bf16>(call.key_dim, call.value_dim);
@@ -84,7 +84,7 @@ Kernels choose(const Call& call) {
 
 CompressKernels choose(const CompressCall& call) {
   // The mean is no product. Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
-  if (!call.mappable || call.kind == CompressionKind::kMean) return {};
+  if (!call.tma_compatible || call.kind == CompressionKind::kMean) return {};
   if (call.hidden % 8 != 0 || call.hidden > compress::CompressWork::kNarrowHidden) return {};
   if (call.rows == 0) return {};
   if (call.dtype == DType::kBFloat16) return compress_instances<Bf16>(call.dim);

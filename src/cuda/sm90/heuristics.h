@@ -45,7 +45,7 @@ struct Call {
   int group = 0;       // G
   int block_size = 0;  // selected attention, else 0
   int topk = 0;        // selected attention, else 0
-  bool mappable = true;
+  bool tma_compatible = true;
   std::optional<NSAConfig> selection;  // the choice of blocks together with the compressed attention it follows from
 };
 
@@ -55,7 +55,7 @@ struct CompressCall {
   CompressionKind kind = CompressionKind::kMlp;
   std::int64_t dim = 0, hidden = 0;  // D; E, or D for linear
   std::int64_t rows = 1;             // compressed ones
-  bool mappable = true;
+  bool tma_compatible = true;
 };
 
 /// Null: there is none.

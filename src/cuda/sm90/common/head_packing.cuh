@@ -23,14 +23,14 @@ struct QueryTiles {
 
   /// Boxes of this many rows, as whole tiles.
   cudaError_t map(CUtensorMap& map, const Strided& t, const Geometry& g, int columns) const {
-    return make_map(map, t, columns, g.heads, query_rows(g), tensor_batches(g), heads, queries);
+    return make_tensor_map(map, t, columns, g.heads, query_rows(g), tensor_batches(g), heads, queries);
   }
 };
 
 /// Boxes of `rows` keys of one head.
-inline cudaError_t key_map(CUtensorMap& map, const Strided& t, const Geometry& g, int columns, bool compressed,
-                           int rows) {
-  return make_map(map, t, columns, g.kv_heads, key_rows(g, compressed), tensor_batches(g), 1, rows);
+inline cudaError_t make_key_tensor_map(CUtensorMap& map, const Strided& t, const Geometry& g, int columns,
+                                       bool compressed, int rows) {
+  return make_tensor_map(map, t, columns, g.kv_heads, key_rows(g, compressed), tensor_batches(g), 1, rows);
 }
 
 /// A tile of 64 rows x D elements as D / 64 panels (wgmma.cuh).

@@ -59,7 +59,7 @@ __device__ __forceinline__ void mbarrier_wait_warp(std::uint32_t barrier, std::u
 
 /// A box of a tensor into shared memory (tensor_map.h); its bytes count at `barrier`. Coordinates: column, head, row,
 /// batch.
-__device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& map, int column, int head, int row,
+__device__ __forceinline__ void tma_load(std::uint32_t to, const CUtensorMap& map, int column, int head, int row,
                                          int batch, std::uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& ma
       : "memory");
 }
 /// The same of five dimensions; coordinates as the map has them.
-__device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& map, int x0, int x1, int x2, int x3,
+__device__ __forceinline__ void tma_load(std::uint32_t to, const CUtensorMap& map, int x0, int x1, int x2, int x3,
                                          int x4, std::uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
@@ -76,22 +76,22 @@ __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap& ma
       "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(barrier)
       : "memory");
 }
-/// Through a map of make_spread_map. Coordinates: column, first row, head, batch.
-__device__ __forceinline__ void load_spread_box(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
+/// Through a map of make_spread_tensor_map. Coordinates: column, first row, head, batch.
+__device__ __forceinline__ void tma_load_spread(std::uint32_t to, const CUtensorMap& map, int column, int row, int head,
                                                 int batch, std::uint32_t barrier) {
-  load_box(to, map, column, row / 8, row % 8, head, batch, barrier);
+  tma_load(to, map, column, row / 8, row % 8, head, batch, barrier);
 }
 /// The same box into the second-level cache only.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column, int head, int row, int batch) {
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, int column, int head, int row, int batch) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(head),
                "r"(row), "r"(batch)
                : "memory");
 }
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 /// `bytes` (a multiple of 16) from global to shared memory, both 16-byte aligned; they count at `barrier`.
-__device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+__device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");

@@ -44,20 +44,20 @@ cudaError_t make(CUtensorMap& map, void* data, const cuuint64_t (&sizes)[kRank],
 
 }  // namespace
 
-bool mappable(const Strided& t) {
+bool tma_compatible(const Strided& t) {
   const auto good = [](std::int64_t stride) { return stride >= 0 && stride % 8 == 0; };
   return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && good(t.batch) && good(t.row) && good(t.head);
 }
 
-cudaError_t make_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
-                     int box_heads, int box_rows) {
+cudaError_t make_tensor_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
+                            int box_heads, int box_rows) {
   return make<4>(map, t.data, {size(columns), size(heads), size(rows), size(batches)},
                  {stride(t.head, heads), stride(t.row, rows), stride(t.batch, batches)},
                  {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_rows), 1});
 }
 
-cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows,
-                            int batches) {
+cudaError_t make_spread_tensor_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows,
+                                   int batches) {
   const std::int64_t groups = spread_rows(rows) / 8;
   // Fifteen rows from the start of a group on: a box may begin at any of its eight.
   return make<5>(
@@ -66,8 +66,8 @@ cudaError_t make_spread_map(CUtensorMap& map, const Strided& t, int columns, int
       {64, 8, 8, 1, 1});
 }
 
-cudaError_t make_step_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows, int batches,
-                          int step, int box_rows, bool last) {
+cudaError_t make_step_tensor_map(CUtensorMap& map, const Strided& t, int columns, int heads, std::int64_t rows,
+                                 int batches, int step, int box_rows, bool last) {
   const std::int64_t steps = rows / step + last, residues = last ? rows % step : step;
   return make<5>(
       map, t.data, {size(columns), size(residues), size(steps), size(heads), size(batches)},

@@ -343,7 +343,7 @@ __device__ __forceinline__ void load_token_operands(const CompressWork& work, co
         const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes);
         segments.load(of.d_z, left + ring.stage * L::kLeftBytes, n, walk.head, full, -q);
         if (ring.lane == L::kSegments)
-          load_box(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + walk.column, set, full);
+          tma_load(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + walk.column, set, full);
       }
   }
 }
@@ -462,7 +462,7 @@ cudaError_t run_token_gradients(const CompressWork& work, int processors, cudaSt
     const CompressArgs& args = work.problem[i];
     wanted |= args.d_k.data != nullptr;
     first(make_boxes(maps.of[i].d_z, args, hidden_gradient(args), args.hidden, TokenLayout::kRows));
-    first(make_map(maps.of[i].w1, args, args.w1, args.hidden, args.geometry.kernel_size * D, kTokenColumns));
+    first(make_tensor_map(maps.of[i].w1, args, args.w1, args.hidden, args.geometry.kernel_size * D, kTokenColumns));
   }
   if (first.error != cudaSuccess || !wanted) return first.error;
   const Geometry& g = work.problem[0].geometry;

@@ -213,7 +213,7 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
           segments.load(of.tokens, p, tokens + ring.stage * L::kTokenBytes, column, q * d + r, walk.head, full);
           const int n = (ring.lane - kSegments) * 64;  // other lanes than those
           if (n >= 0 && n < L::kWidth)
-            load_box(weights + ring.stage * L::kWeightBytes + n * 128, of.w1, n, 0, (q * d + r) * D + column, set,
+            tma_load(weights + ring.stage * L::kWeightBytes + n * 128, of.w1, n, 0, (q * d + r) * D + column, set,
                      full);
         }
     if (!args.mlp) continue;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
     for (int row = 0; row < L::kWidth; row += 64, ring.advance()) {
       const std::uint32_t full = ring.begin(D * 128);
       const int n = ring.lane * 64;
-      if (n < D) load_box(weights + ring.stage * L::kWeightBytes + n * 128, of.w2, n, 0, row, set, full);
+      if (n < D) tma_load(weights + ring.stage * L::kWeightBytes + n * 128, of.w2, n, 0, row, set, full);
     }
   }
 }
@@ -459,8 +459,8 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
   for (int i = 0; i < work.problems; ++i) {
     const CompressArgs& args = work.problem[i];
     first(make_boxes(maps.of[i].tokens, args, L::kRows));
-    first(make_map(maps.of[i].w1, args, args.w1, args.hidden, g.kernel_size * D, 64));
-    if (args.mlp) first(make_map(maps.of[i].w2, args, args.w2, D, args.hidden, 64));
+    first(make_tensor_map(maps.of[i].w1, args, args.w1, args.hidden, g.kernel_size * D, 64));
+    if (args.mlp) first(make_tensor_map(maps.of[i].w2, args, args.w2, D, args.hidden, 64));
     if (kBackward) first(make_boxes(maps.of[i].d_out, args, args.d_out, D, L::kRows));
   }
   int processors = 0;

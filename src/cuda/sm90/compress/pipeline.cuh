@@ -12,7 +12,7 @@
 
 namespace nsa::cuda::sm90::compress {
 
-using sm90::make_map;
+using sm90::make_tensor_map;
 
 inline constexpr int kGroups = 2;  // computing warpgroups
 inline constexpr int kThreads = (kGroups + 1) * 128;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void clear_rows(std::uint32_t panel, int first, int l
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(panel + i * 16), "r"(0) : "memory");
 }
 
-/// Tokens a stride apart (make_step_map): those of most residues, and those of the residues that have one more.
+/// Tokens a stride apart (make_step_tensor_map): those of most residues, and those of the residues that have one more.
 struct TokenMaps {
   CUtensorMap most, rest;
   int residues;  // of `rest`
@@ -153,23 +153,25 @@ struct TokenMaps {
   __device__ __forceinline__ void load(const Geometry& p, std::uint32_t to, int column, int token, int head, int batch,
                                        std::uint32_t barrier) const {
     const int step = token / p.kernel_stride, residue = token - step * p.kernel_stride;
-    load_box(to, residue < residues ? rest : most, column, residue, step, head, batch, barrier);
+    tma_load(to, residue < residues ? rest : most, column, residue, step, head, batch, barrier);
   }
 };
-inline cudaError_t make_maps(TokenMaps& maps, const CompressArgs& args, int box_rows) {
+inline cudaError_t make_tensor_maps(TokenMaps& maps, const CompressArgs& args, int box_rows) {
   const Geometry& g = args.geometry;
   const std::int64_t tokens = g.cu_q ? g.total_k : g.k_len;
   const auto make = [&](CUtensorMap& map, bool last) {
-    return make_step_map(map, args.k, args.dim, g.kv_heads, tokens, tensor_batches(g), g.kernel_stride, box_rows, last);
+    return make_step_tensor_map(map, args.k, args.dim, g.kv_heads, tokens, tensor_batches(g), g.kernel_stride, box_rows,
+                                last);
   };
   maps.residues = static_cast<int>(tokens % g.kernel_stride);
   const cudaError_t error = make(maps.most, false);
   return error == cudaSuccess ? make(maps.rest, true) : error;
 }
 /// Compressed rows; coordinates: column, head, row, batch.
-inline cudaError_t make_map(CUtensorMap& map, const CompressArgs& args, const Strided& t, int columns, int box_rows) {
+inline cudaError_t make_tensor_map(CUtensorMap& map, const CompressArgs& args, const Strided& t, int columns,
+                                   int box_rows) {
   const Geometry& g = args.geometry;
-  return make_map(map, t, columns, g.kv_heads, args.compressed_per_batch, tensor_batches(g), 1, box_rows);
+  return make_tensor_map(map, t, columns, g.kv_heads, args.compressed_per_batch, tensor_batches(g), 1, box_rows);
 }
 
 /// Boxes of all the rows of a tile, and of one of its segments.
@@ -180,12 +182,12 @@ struct RowBoxes {
   CUtensorMap all, segment;
 };
 inline cudaError_t make_boxes(TokenBoxes& boxes, const CompressArgs& args, int rows) {
-  const cudaError_t error = make_maps(boxes.all, args, rows);
-  return error == cudaSuccess ? make_maps(boxes.segment, args, CompressWork::kSegment) : error;
+  const cudaError_t error = make_tensor_maps(boxes.all, args, rows);
+  return error == cudaSuccess ? make_tensor_maps(boxes.segment, args, CompressWork::kSegment) : error;
 }
 inline cudaError_t make_boxes(RowBoxes& boxes, const CompressArgs& args, const Strided& t, int columns, int rows) {
-  const cudaError_t error = make_map(boxes.all, args, t, columns, rows);
-  return error == cudaSuccess ? make_map(boxes.segment, args, t, columns, CompressWork::kSegment) : error;
+  const cudaError_t error = make_tensor_map(boxes.all, args, t, columns, rows);
+  return error == cudaSuccess ? make_tensor_map(boxes.segment, args, t, columns, CompressWork::kSegment) : error;
 }
 
 /// The first lanes of a loading warp have a segment each. Where segments lie behind each other they come by one copy.
@@ -216,16 +218,16 @@ struct LaneSegments {
   __device__ __forceinline__ void load(const RowBoxes& boxes, std::uint32_t to, int column, int head,
                                        std::uint32_t barrier, int offset = 0) const {
     if (lane < (rows_follow ? 1 : kCount))
-      load_box(to + lane * kBytes, rows_follow ? boxes.all : boxes.segment, column, head, mine.row + offset, mine.batch,
+      tma_load(to + lane * kBytes, rows_follow ? boxes.all : boxes.segment, column, head, mine.row + offset, mine.batch,
                barrier);
   }
 };
 
 /// (P, rows, columns); coordinates: column, 0, row, set.
-inline cudaError_t make_map(CUtensorMap& map, const CompressArgs& args, const Weights& w, int columns, int rows,
-                            int box_rows) {
-  return make_map(map, {w.data, w.head, w.row, 0}, columns, 1, rows, args.shared ? 1 : args.geometry.kv_heads, 1,
-                  box_rows);
+inline cudaError_t make_tensor_map(CUtensorMap& map, const CompressArgs& args, const Weights& w, int columns, int rows,
+                                   int box_rows) {
+  return make_tensor_map(map, {w.data, w.head, w.row, 0}, columns, 1, rows, args.shared ? 1 : args.geometry.kv_heads, 1,
+                         box_rows);
 }
 /// The first error of several calls.
 struct FirstError {

@@ -142,10 +142,10 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
       const int row = item.key_row + tile * 64;
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
-        load_box(memory.k(tile) + c * kPanelBytes, maps.k, c * 64, item.kv_head, row, item.batch, memory.keys_full());
+        tma_load(memory.k(tile) + c * kPanelBytes, maps.k, c * 64, item.kv_head, row, item.batch, memory.keys_full());
 #pragma unroll 1
       for (int c = 0; c < Dv / 64; ++c)
-        load_box(memory.v(tile) + c * kPanelBytes, maps.v, c * 64, item.kv_head, row, item.batch, memory.keys_full());
+        tma_load(memory.v(tile) + c * kPanelBytes, maps.v, c * 64, item.kv_head, row, item.batch, memory.keys_full());
     }
     const int batch = item.batch;
     int row = item.query_row + item.from, head = item.kv_head * args.branch.geometry.group;
@@ -157,10 +157,10 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
       mbarrier_arrive_expect_tx(full, args.tiles.rows * (Dk + Dv) * 2);
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
-        load_box(memory.q(count.stage()) + c * kPanelBytes, maps.q, c * 64, head, row, batch, full);
+        tma_load(memory.q(count.stage()) + c * kPanelBytes, maps.q, c * 64, head, row, batch, full);
 #pragma unroll
       for (int c = 0; c < Dv / 64; ++c)
-        load_box(memory.d_o(count.stage()) + c * kPanelBytes, maps.d_o, c * 64, head, row, batch, full);
+        tma_load(memory.d_o(count.stage()) + c * kPanelBytes, maps.d_o, c * 64, head, row, batch, full);
       head += args.tiles.heads;
       if (head == end_head) {
         head -= args.branch.geometry.group;
@@ -381,8 +381,8 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   cudaError_t error = multiprocessors(processors);
   if (error == cudaSuccess) error = args.tiles.map(maps.q, branch.q, g, Dk);
   if (error == cudaSuccess) error = args.tiles.map(maps.d_o, branch.d_o, g, Dv);
-  if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, compressed, 64);
-  if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, compressed, 64);
+  if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, compressed, 64);
+  if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, compressed, 64);
   const auto blocks = static_cast<unsigned>(cuda::tiles(args.work.items, 128));
   if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = launch(plan_items, blocks, 128, 0, stream, args);

@@ -109,10 +109,10 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
       const int row = seq.q_begin + work.first_query + g * args.tiles.queries;
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
-        load_box(memory.q(g) + c * kPanelBytes, maps.q, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
+        tma_load(memory.q(g) + c * kPanelBytes, maps.q, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
 #pragma unroll
       for (int c = 0; c < Dv / 64; ++c)
-        load_box(memory.d_o(g) + c * kPanelBytes, maps.d_o, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
+        tma_load(memory.d_o(g) + c * kPanelBytes, maps.d_o, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
     }
     q_phase ^= 1;
     for (int b = 0; b < args.branches; ++b) {
@@ -124,13 +124,13 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
         mbarrier_arrive_expect_tx(memory.k_full(state.stage), Shape::kQ);
 #pragma unroll
         for (int c = 0; c < Dk / 64; ++c)
-          load_box(memory.k(state.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
+          tma_load(memory.k(state.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
                    memory.k_full(state.stage));
         mbarrier_wait(memory.v_empty(state.stage), state.phase ^ 1);
         mbarrier_arrive_expect_tx(memory.v_full(state.stage), Shape::kO);
 #pragma unroll
         for (int c = 0; c < Dv / 64; ++c)
-          load_box(memory.v(state.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
+          tma_load(memory.v(state.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
                    memory.v_full(state.stage));
         state.advance();
       }
@@ -312,8 +312,9 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
   if (error == cudaSuccess) error = args.tiles.map(maps.d_o, first.d_o, g, Dv);
   for (int b = 0; b < args.branches && error == cudaSuccess; ++b) {
     const BackwardArgs& branch = args.branch[b];
-    error = key_map(maps.k[b], branch.k, branch.geometry, Dk, branch.window == 0, kKeys);
-    if (error == cudaSuccess) error = key_map(maps.v[b], branch.v, branch.geometry, Dv, branch.window == 0, kKeys);
+    error = make_key_tensor_map(maps.k[b], branch.k, branch.geometry, Dk, branch.window == 0, kKeys);
+    if (error == cudaSuccess)
+      error = make_key_tensor_map(maps.v[b], branch.v, branch.geometry, Dv, branch.window == 0, kKeys);
   }
   if (error != cudaSuccess) return error;
   return launch(range_d_q<NSA_ELEMENT, Dk, Dv>, std::min(args.work, processors), (kWarpgroups + 1) * 128,

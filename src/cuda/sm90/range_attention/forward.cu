@@ -116,13 +116,13 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
       mbarrier_arrive_expect_tx(key_full, L::kKeyBytes);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
-        load_box(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
+        tma_load(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
                  walk.seq.batch, key_full);
       mbarrier_wait(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
       mbarrier_arrive_expect_tx(value_full, L::kValueBytes);
 #pragma unroll
       for (int column = 0; column < Dv; column += 64)
-        load_box(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
+        tma_load(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
                  walk.seq.batch, value_full);
       state.advance();
     }
@@ -144,11 +144,11 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
       const int head = walk.kv_head * args.geometry.group + walk.slice * shape.heads;
       const int row = walk.seq.q_begin + walk.first_query + group * shape.queries;
 #pragma unroll
-      for (int column = 0; column < Dk; column += 64) prefetch_box(maps.q, column, head, row, walk.seq.batch);
+      for (int column = 0; column < Dk; column += 64) tma_prefetch(maps.q, column, head, row, walk.seq.batch);
 #pragma unroll
       for (int column = 0; kSum && column < Dv; column += 64) {
-        prefetch_box(maps.o_cmp, column, head, row, walk.seq.batch);
-        prefetch_box(maps.o_slc, column, head, row, walk.seq.batch);
+        tma_prefetch(maps.o_cmp, column, head, row, walk.seq.batch);
+        tma_prefetch(maps.o_slc, column, head, row, walk.seq.batch);
       }
     }
     for (int group = 0; group < kGroups; ++group) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
       mbarrier_arrive_expect_tx(full, shape.heads * shape.queries * Dk * 2);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
-        load_box(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
+        tma_load(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
                  full);
     }
   }
@@ -391,11 +391,12 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   cudaError_t error = multiprocessors(processors);
   Maps maps{};
   const auto map_queries = [&](CUtensorMap& map, const Strided& t, int columns) {
-    if (error == cudaSuccess) error = make_map(map, t, columns, g.heads, rows, batches, shape.heads, shape.queries);
+    if (error == cudaSuccess)
+      error = make_tensor_map(map, t, columns, g.heads, rows, batches, shape.heads, shape.queries);
   };
   // Without a key nothing is read through the maps of keys and values.
   const auto map_keys = [&](CUtensorMap& map, const Strided& t, int columns) {
-    if (error == cudaSuccess && keys > 0) error = make_map(map, t, columns, g.kv_heads, keys, batches, 1, kKeys);
+    if (error == cudaSuccess && keys > 0) error = make_tensor_map(map, t, columns, g.kv_heads, keys, batches, 1, kKeys);
   };
   map_queries(maps.q, args.q, Dk);
   map_keys(maps.k, args.k, Dk);

@@ -2,10 +2,10 @@
 // blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens; of others see the end.
 //
 // The attention is that of range_attention/forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile
-// lie spread (make_spread_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a block
-// under one head is the sum over its strides of d tokens: each has the probability of the compression block that begins
-// with it, and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five probabilities.
-// They are known up to a factor until the last key is seen. Data flow of the importances of a unit:
+// lie spread (make_spread_tensor_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a
+// block under one head is the sum over its strides of d tokens: each has the probability of the compression block that
+// begins with it, and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five
+// probabilities. They are known up to a factor until the last key is seen. Data flow of the importances of a unit:
 //
 //   its warp        per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one,
 //   (attention_warpgroup.cuh)    as fp16, relative to the rows' references at that time, and the references -> a
@@ -75,11 +75,11 @@ __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& s
   for (int column = 0; column < D; column += 64) {
     const std::uint32_t panel = to + column * kKeys * 2;
     if (all_known) {
-      if (lane == 0) load_spread_box(panel, spread, column, row, walk.kv_head, walk.seq.batch, full);
+      if (lane == 0) tma_load_spread(panel, spread, column, row, walk.kv_head, walk.seq.batch, full);
     } else {  // near the end of the tensor, row by row
 #pragma unroll
       for (int i = lane; i < kKeys; i += 32)
-        load_box(panel + (i % 8 * 8 + i / 8) * 128, rows, column, walk.kv_head, row + i, walk.seq.batch, full);
+        tma_load(panel + (i % 8 * 8 + i / 8) * 128, rows, column, walk.kv_head, row + i, walk.seq.batch, full);
     }
   }
 }
@@ -119,7 +119,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         const int row = tile.row + units.first_query(4 * group + unit);
 #pragma unroll
         for (int column = 0; column < Dk; column += 64)
-          load_box(to + column * 64 * 2 + unit * 16 * 128, maps.q, column, head, row, tile.batch, full);
+          tma_load(to + column * 64 * 2 + unit * 16 * 128, maps.q, column, head, row, tile.batch, full);
       }
     }
     __syncwarp();
@@ -257,12 +257,12 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
   if (error == cudaSuccess)
-    error = make_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.units.heads,
-                     args.units.together * units_per_box(args.units));
-  if (error == cudaSuccess) error = make_spread_map(maps.k, k, Dk, g.kv_heads, rows, batches);
-  if (error == cudaSuccess) error = make_spread_map(maps.v, v, Dv, g.kv_heads, rows, batches);
-  if (error == cudaSuccess) error = make_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
-  if (error == cudaSuccess) error = make_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
+    error = make_tensor_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.units.heads,
+                            args.units.together * units_per_box(args.units));
+  if (error == cudaSuccess) error = make_spread_tensor_map(maps.k, k, Dk, g.kv_heads, rows, batches);
+  if (error == cudaSuccess) error = make_spread_tensor_map(maps.v, v, Dv, g.kv_heads, rows, batches);
+  if (error == cudaSuccess) error = make_tensor_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
+  if (error == cudaSuccess) error = make_tensor_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
                 L::memory(args.units, blocks, args.chunks, windows), stream, maps, args, Divider(g.kernel_stride));

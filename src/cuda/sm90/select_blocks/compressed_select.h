@@ -78,7 +78,7 @@ struct CompressedSelectArgs {
   int strides_of_key;  // l / d, ...
   Divider by_strides;  // ... l' / d
   KeyWeights weights;
-  int spread_rows;  // see make_spread_map
+  int spread_rows;  // see make_spread_tensor_map
   int chunks;       // of the scratch on their way, for each picking warp
   char* keys;       // of the picking warps, in the scratch; null: in shared memory
   std::int64_t picker_keys;

@@ -89,7 +89,7 @@ class ChunkRing {
     if (lane != 0) return;
     const int bytes = min(tiles - i * kChunkTiles, kChunkTiles) * static_cast<int>(sizeof(ScratchTile));
     mbarrier_arrive_expect_tx(shared_address(full_ + stage), bytes);
-    load_bytes(shared_address(chunk(stage)), scratch + i * kChunkTiles, bytes, shared_address(full_ + stage));
+    bulk_copy(shared_address(chunk(stage)), scratch + i * kChunkTiles, bytes, shared_address(full_ + stage));
   }
 
   char* memory_;

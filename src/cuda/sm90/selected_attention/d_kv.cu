@@ -139,7 +139,7 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
       const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
       if (own < args.tiles.queries)
-        load_box(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
+        tma_load(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
                  head + slice * args.tiles.heads, row, batch, full);
       ++count.count;
     });
@@ -233,11 +233,11 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
       mbarrier_arrive_expect_tx(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
-        load_box(memory.k(0) + c * kPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
+        tma_load(memory.k(0) + c * kPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
                  memory.keys_full());
 #pragma unroll 1
       for (int c = 0; c < Dv / 64; ++c)
-        load_box(memory.v(0) + c * kPanelBytes, maps.v, c * 64, item.kv_head, item.key_row, item.batch,
+        tma_load(memory.v(0) + c * kPanelBytes, maps.v, c * 64, item.kv_head, item.key_row, item.batch,
                  memory.keys_full());
     }
     __syncwarp();
@@ -413,10 +413,11 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const int heads = args.tiles.heads, batches = tensor_batches(g);
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
-  if (error == cudaSuccess) error = make_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
-  if (error == cudaSuccess) error = make_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
-  if (error == cudaSuccess) error = key_map(maps.k, branch.k, g, Dk, false, 64);
-  if (error == cudaSuccess) error = key_map(maps.v, branch.v, g, Dv, false, 64);
+  if (error == cudaSuccess) error = make_tensor_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);
+  if (error == cudaSuccess)
+    error = make_tensor_map(maps.d_o, branch.d_o, Dv, g.heads, query_rows(g), batches, heads, 1);
+  if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, false, 64);
+  if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, false, 64);
   if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = plan_items(args, stream);
   const auto most = static_cast<unsigned>(work.items);

@@ -88,10 +88,10 @@ __device__ __forceinline__ void load_keys(const CUtensorMap& k_map, const CUtens
   mbarrier_arrive_expect_tx(full, memory.kK + memory.kV);
 #pragma unroll 1
   for (int c = 0; c < Dk / 64; ++c)
-    load_box(memory.k() + c * kPanelBytes, k_map, c * 64, item.kv_head, item.key_row, item.batch, full);
+    tma_load(memory.k() + c * kPanelBytes, k_map, c * 64, item.kv_head, item.key_row, item.batch, full);
 #pragma unroll 1
   for (int c = 0; c < Dv / 64; ++c)
-    load_box(memory.v() + c * kPanelBytes, v_map, c * 64, item.kv_head, item.key_row, item.batch, full);
+    tma_load(memory.v() + c * kPanelBytes, v_map, c * 64, item.kv_head, item.key_row, item.batch, full);
 }
 
 /// A warp's sixteen rows of a tile: lane r and lane r + 16 know the query of row r. Rows are copied four at a time,
@@ -455,8 +455,8 @@ cudaError_t launch_selected_by_block<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   CUtensorMap k_map, v_map;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
-  if (error == cudaSuccess) error = key_map(k_map, call.selected.k, g, Dk, false, 64);
-  if (error == cudaSuccess) error = key_map(v_map, call.selected.v, g, Dv, false, 64);
+  if (error == cudaSuccess) error = make_key_tensor_map(k_map, call.selected.k, g, Dk, false, 64);
+  if (error == cudaSuccess) error = make_key_tensor_map(v_map, call.selected.v, g, Dv, false, 64);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(windows.items, processors * kResident<Dk>));
   const dim3 sums(static_cast<unsigned>(cuda::tiles(windows.rows, 8)), windows.kv_heads);
   for (int first = 0; first < windows.count; first += windows.planned) {

@@ -189,7 +189,7 @@ cudaError_t launch_selected(void (*kernel)(Args, SelectedPlan, CUtensorMap, CUte
   plan.ways = ways;
   if (plan.total == 0) return cudaSuccess;
   const auto map = [&](CUtensorMap& to, const Strided& t, int dim) {
-    return make_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);
+    return make_tensor_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);
   };
   CUtensorMap k_map, v_map;
   int processors = 0;

@@ -129,7 +129,7 @@ struct SelectedCopier {
     mbarrier_arrive_expect_tx(full, Shape::kKeys * D * 2);
 #pragma unroll
     for (int panel = 0; panel < D / 64; ++panel)
-      load_box(ring + slot * Shape::kSlotBytes + panel * (Shape::kKeys * 128), map, panel * 64, head, row, batch, full);
+      tma_load(ring + slot * Shape::kSlotBytes + panel * (Shape::kKeys * 128), map, panel * 64, head, row, batch, full);
     ++position;
     if (++slot == slots) slot = 0, phase ^= 1;
   }
