@@ -167,12 +167,12 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
   template <class Memory, class Mask, class Pass>
   __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
                                         const Mask& mask, const Pass& pass) {
-    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
-    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
-    products_wait<1>();
+    gemm_ss<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    gemm_ss<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    wgmma_wait<1>();
     pass();
     probabilities(s, memory.terms(stage), scale, mask);
-    products_wait<0>();
+    wgmma_wait<0>();
     operands(memory.terms(stage));
   }
   /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
@@ -180,25 +180,25 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
   __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
                                        float scale, const Mask& mask, const Pass& pass,
                                        const Release& consumer_release) {
-    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
-    scores<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
-    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
-    products_wait<2>();  // p is free
-    scores<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
-    products_wait<2>();
+    gemm_rs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    gemm_ss<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
+    gemm_rs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    wgmma_wait<2>();  // p is free
+    gemm_ss<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
+    wgmma_wait<2>();
     pass();
     probabilities(s, memory.terms(stage), scale, mask);
-    products_wait<1>();
+    wgmma_wait<1>();
     consumer_release(before);
-    products_wait<0>();
+    wgmma_wait<0>();
     operands(memory.terms(stage));
   }
   /// After the last stage.
   template <class Memory, class Release>
   __device__ __forceinline__ void last(const Memory& memory, int before, const Release& consumer_release) {
-    outputs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
-    outputs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
-    products_wait<0>();
+    gemm_rs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
+    gemm_rs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
+    wgmma_wait<0>();
     consumer_release(before);
   }
 };
@@ -242,11 +242,11 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
   template <class Memory>
   __device__ __forceinline__ void score_gradients(const Memory& memory, std::uint32_t v, int stage) {
     gate_probabilities(memory.terms(stage));
-    scores<T, Dv, 64>(x, again(v), 64, descriptor(memory.d_o(stage), 16), 64);
-    outputs<T, Dv, 64>(dv, operand, descriptor(memory.d_o(stage), kPanelBytes));
-    products_wait<1>();
+    gemm_ss<T, Dv, 64>(x, again(v), 64, descriptor(memory.d_o(stage), 16), 64);
+    gemm_rs<T, Dv, 64>(dv, operand, descriptor(memory.d_o(stage), kPanelBytes));
+    wgmma_wait<1>();
     subtract_delta(memory.terms(stage));
-    products_wait<0>();
+    wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float2 p = unpack(T{}, again(operand[i]));  // not before the wait
@@ -257,8 +257,8 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
   template <class Memory, class Mask, class Pass>
   __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
                                         const Mask& mask, const Pass& pass) {
-    scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
-    products_wait<0>();
+    gemm_ss<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
+    wgmma_wait<0>();
     pass();
     probabilities(x, memory.terms(stage), scale, mask);
     score_gradients(memory, v, stage);
@@ -267,19 +267,19 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
   __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
                                        float scale, const Mask& mask, const Pass& pass,
                                        const Release& consumer_release) {
-    scores<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
-    outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
-    products_wait<1>();
+    gemm_ss<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
+    gemm_rs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
+    wgmma_wait<1>();
     pass();
     probabilities(x, memory.terms(stage), scale, mask);
-    products_wait<0>();
+    wgmma_wait<0>();
     consumer_release(before);
     score_gradients(memory, v, stage);
   }
   template <class Memory, class Release>
   __device__ __forceinline__ void last(const Memory& memory, int before, const Release& consumer_release) {
-    outputs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
-    products_wait<0>();
+    gemm_rs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
+    wgmma_wait<0>();
     consumer_release(before);
   }
 };

@@ -20,11 +20,11 @@ __device__ __forceinline__ std::uint64_t full_descriptor(std::uint32_t low) {
 }
 
 /// Before the first product of a batch, and between writing registers and products that read them.
-__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /// Until at most kPending committed batches are unfinished.
 template <int kPending>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
@@ -107,7 +107,7 @@ __device__ __forceinline__ void products_wait() {
 
 /// Both operands in shared memory.
 template <class T, int N, bool kTransposedA, bool kTransposedB>
-__device__ __forceinline__ void product(float (&c)[N / 2], std::uint64_t a, std::uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma(float (&c)[N / 2], std::uint64_t a, std::uint64_t b, int accumulate) {
   static_assert(N == 64 || N == 128 || N == 256);
   if constexpr (std::is_same_v<T, Bf16>) {
     if constexpr (N == 64) NSA_SHARED_64("bf16");
@@ -121,7 +121,7 @@ __device__ __forceinline__ void product(float (&c)[N / 2], std::uint64_t a, std:
 }
 /// A in registers: fragments as of mma.sync m16n8k16, 16 rows per warp.
 template <class T, int N, bool kTransposedB>
-__device__ __forceinline__ void product(float (&c)[N / 2], const std::uint32_t* a, std::uint64_t b, int accumulate) {
+__device__ __forceinline__ void wgmma(float (&c)[N / 2], const std::uint32_t* a, std::uint64_t b, int accumulate) {
   static_assert(N == 64 || N == 128 || N == 192);
   if constexpr (std::is_same_v<T, Bf16>) {
     if constexpr (N == 64) NSA_REGISTERS_64("bf16");
@@ -151,23 +151,23 @@ __device__ __forceinline__ void product(float (&c)[N / 2], const std::uint32_t* 
 
 /// c = a * b^T over D: 64 rows of tile a (a_rows in all) against N rows of tile b (b_rows in all). One batch.
 template <class T, int D, int N>
-__device__ __forceinline__ void scores(float (&c)[N / 2], std::uint32_t a, int a_rows, std::uint32_t b, int b_rows) {
-  products_fence();
+__device__ __forceinline__ void gemm_ss(float (&c)[N / 2], std::uint32_t a, int a_rows, std::uint32_t b, int b_rows) {
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < D / 16; ++k)
-    product<T, N, false, false>(c, full_descriptor(a + k / 4 * (a_rows * 8) + k % 4 * 2),
-                                full_descriptor(b + k / 4 * (b_rows * 8) + k % 4 * 2), k != 0);
-  products_commit();
+    wgmma<T, N, false, false>(c, full_descriptor(a + k / 4 * (a_rows * 8) + k % 4 * 2),
+                              full_descriptor(b + k / 4 * (b_rows * 8) + k % 4 * 2), k != 0);
+  wgmma_commit();
 }
 /// c += p * b, or c = p * b: p 64 x kRows as packed fragments (pack_rows), b a tile of kRows rows x N columns whose
 /// descriptor names its panel bytes. One batch.
 template <class T, int N, int kRows>
-__device__ __forceinline__ void outputs(float (&c)[N / 2], const std::uint32_t (&p)[kRows / 4], std::uint32_t b,
+__device__ __forceinline__ void gemm_rs(float (&c)[N / 2], const std::uint32_t (&p)[kRows / 4], std::uint32_t b,
                                         bool add = true) {
-  products_fence();
+  wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kRows / 16; ++k) product<T, N, true>(c, p + 4 * k, full_descriptor(b + k * 128), add || k != 0);
-  products_commit();
+  for (int k = 0; k < kRows / 16; ++k) wgmma<T, N, true>(c, p + 4 * k, full_descriptor(b + k * 128), add || k != 0);
+  wgmma_commit();
 }
 /// Accumulators (64 x N) as the A operand of the next product.
 template <class T, int N>

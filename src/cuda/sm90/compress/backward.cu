@@ -381,8 +381,8 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
           named_sync(1 + group, 128);
         },
         [&](int stage, int k) {
-          product<T, kTokenColumns, false, false>(c, full_descriptor(a + stage * (L::kLeftBytes / 16) + k * 2),
-                                                  full_descriptor(b + stage * (L::kRightBytes / 16) + k * 2), 1);
+          wgmma<T, kTokenColumns, false, false>(c, full_descriptor(a + stage * (L::kLeftBytes / 16) + k * 2),
+                                                full_descriptor(b + stage * (L::kRightBytes / 16) + k * 2), 1);
         });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

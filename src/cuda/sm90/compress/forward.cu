@@ -315,7 +315,7 @@ class Compute {
 #pragma unroll
     for (int step = 0; step < L::kWidth / 64; ++step, ring_.advance()) {
       ring_.wait_full();
-      products_fence();
+      wgmma_fence();
       const std::uint32_t w2 = descriptor(w2_ + ring_.stage * L::kWeightBytes, kPanelBytes);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -325,8 +325,8 @@ class Compute {
           multiply<T, D>(out, h + 16 * step + 4 * k, w2 + k * 128);
         }
       }
-      products_commit();
-      products_wait<0>();
+      wgmma_commit();
+      wgmma_wait<0>();
       ring_.consumer_release(ring_.stage);
     }
     store<D>(out, args, rows, head);
@@ -361,8 +361,8 @@ class Compute {
     for (int step = 0; step < kColumns / 64; ++step, ring_.advance()) {
       float d[32];
       ring_.wait_full();
-      scores<T, D, 64>(d, d_out, L::kRows, descriptor(w2_ + ring_.stage * L::kWeightBytes, 16), 64);
-      products_wait<0>();
+      gemm_ss<T, D, 64>(d, d_out, L::kRows, descriptor(w2_ + ring_.stage * L::kWeightBytes, 16), 64);
+      wgmma_wait<0>();
       ring_.consumer_release(ring_.stage);
       float(&h)[32] = reinterpret_cast<float(&)[32]>(z[32 * step]);
 #pragma unroll

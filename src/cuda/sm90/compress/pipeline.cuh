@@ -81,15 +81,15 @@ struct RingReader : PipelineState<kStages> {
     for (int step = 0; step < steps; ++step) {
       wait_full();
       ready(step, this->stage);
-      products_fence();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) product(this->stage, k);
-      products_commit();
-      products_wait<1>();
+      wgmma_commit();
+      wgmma_wait<1>();
       if (step > 0) consumer_release(this->before().stage);
       this->advance();
     }
-    products_wait<0>();
+    wgmma_wait<0>();
     if (steps > 0) consumer_release(this->before().stage);
   }
 };
@@ -110,20 +110,20 @@ __device__ __forceinline__ void in_roles(const Load& load, const Compute& comput
 template <class T, int N, bool kTransposedA>
 __device__ __forceinline__ void multiply(float (&c)[N / 2], std::uint32_t a, std::uint32_t b) {
   constexpr int kFirst = N == 192 ? 128 : N;
-  product<T, kFirst, kTransposedA, true>(reinterpret_cast<float(&)[kFirst / 2]>(c[0]), full_descriptor(a),
-                                         full_descriptor(b), 1);
+  wgmma<T, kFirst, kTransposedA, true>(reinterpret_cast<float(&)[kFirst / 2]>(c[0]), full_descriptor(a),
+                                       full_descriptor(b), 1);
   if constexpr (N > kFirst)
-    product<T, N - kFirst, kTransposedA, true>(reinterpret_cast<float(&)[(N - kFirst) / 2]>(c[kFirst / 2]),
-                                               full_descriptor(a), full_descriptor(b + kFirst * 8), 1);
+    wgmma<T, N - kFirst, kTransposedA, true>(reinterpret_cast<float(&)[(N - kFirst) / 2]>(c[kFirst / 2]),
+                                             full_descriptor(a), full_descriptor(b + kFirst * 8), 1);
 }
 /// The same with a in registers.
 template <class T, int N>
 __device__ __forceinline__ void multiply(float (&c)[N / 2], const std::uint32_t* a, std::uint32_t b) {
   constexpr int kFirst = N == 192 ? 128 : N;
-  product<T, kFirst, true>(reinterpret_cast<float(&)[kFirst / 2]>(c[0]), a, full_descriptor(b), 1);
+  wgmma<T, kFirst, true>(reinterpret_cast<float(&)[kFirst / 2]>(c[0]), a, full_descriptor(b), 1);
   if constexpr (N > kFirst)
-    product<T, N - kFirst, true>(reinterpret_cast<float(&)[(N - kFirst) / 2]>(c[kFirst / 2]), a,
-                                 full_descriptor(b + kFirst * 8), 1);
+    wgmma<T, N - kFirst, true>(reinterpret_cast<float(&)[(N - kFirst) / 2]>(c[kFirst / 2]), a,
+                               full_descriptor(b + kFirst * 8), 1);
 }
 
 /// Every row of the sums c begins as a vector, of which pair(n) has columns n and n + 1.

@@ -215,12 +215,12 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       if (tiles.first >= tiles.last) continue;
 
       mbarrier_wait(memory.k_full(state.stage), state.phase);
-      scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
+      gemm_ss<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
       mbarrier_wait(memory.v_full(state.stage), state.phase);
-      scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
-      products_wait<1>();
+      gemm_ss<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
+      wgmma_wait<1>();
       probabilities(tiles.first);
-      products_wait<0>();
+      wgmma_wait<0>();
       consumer_release(memory.v_empty(state.stage));
       score_gradients();
       pack_rows<T, kKeys>(ds, s);
@@ -229,21 +229,21 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
         const int before = state.stage;
         state.advance();
         mbarrier_wait(memory.k_full(state.stage), state.phase);
-        scores<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
+        gemm_ss<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
         mbarrier_wait(memory.v_full(state.stage), state.phase);
-        scores<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
-        outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
-        products_wait<2>();
+        gemm_ss<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
+        gemm_rs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
+        wgmma_wait<2>();
         probabilities(tile);
-        products_wait<1>();
+        wgmma_wait<1>();
         consumer_release(memory.v_empty(state.stage));
         score_gradients();
-        products_wait<0>();
+        wgmma_wait<0>();
         consumer_release(memory.k_empty(before));
         pack_rows<T, kKeys>(ds, s);
       }
-      outputs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(state.stage), kPanelBytes));
-      products_wait<0>();
+      gemm_rs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(state.stage), kPanelBytes));
+      wgmma_wait<0>();
       consumer_release(memory.k_empty(state.stage));
       state.advance();
     }

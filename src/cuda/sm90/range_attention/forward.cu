@@ -275,8 +275,8 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-      scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
-      products_wait<0>();
+      gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+      wgmma_wait<0>();
       consumer_release(&barriers.key_empty[state.stage]);
       mask(s);
       softmax.update(s, scale);
@@ -285,15 +285,15 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
 #pragma unroll 1
       while (--left > 0) {
         mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-        scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+        gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
         const PipelineState<kStages> before = state.before();  // of the values that go with `probabilities`
         mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-        outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
-        products_wait<1>();
+        gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        wgmma_wait<1>();
         consumer_release(&barriers.key_empty[state.stage]);
         mask(s);
         const bool grown = softmax.update(s, scale);
-        products_wait<0>();
+        wgmma_wait<0>();
         consumer_release(&barriers.value_empty[before.stage]);
         if (grown) {
 #pragma unroll
@@ -305,8 +305,8 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
       mbarrier_arrive(shared_address(&barriers.query_empty[group]));
       const PipelineState<kStages> before = state.before();
       mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-      outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
-      products_wait<0>();
+      gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      wgmma_wait<0>();
       consumer_release(&barriers.value_empty[before.stage]);
     } else {
       mbarrier_arrive(shared_address(&barriers.query_empty[group]));

@@ -154,8 +154,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
       mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-      scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
-      products_wait<0>();
+      gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+      wgmma_wait<0>();
       consumer_release(&barriers.key_empty[state.stage]);
       update(s);
       pack_rows<T, kKeys>(probabilities, s);
@@ -163,14 +163,14 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
 #pragma unroll 1
       while (--left > 0) {
         mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-        scores<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+        gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
         const PipelineState<L::kStages> before = state.before();  // of the values that go with `probabilities`
         mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-        outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
-        products_wait<1>();
+        gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        wgmma_wait<1>();
         consumer_release(&barriers.key_empty[state.stage]);
         const bool grown = update(s);
-        products_wait<0>();
+        wgmma_wait<0>();
         consumer_release(&barriers.value_empty[before.stage]);
         if (grown) {
 #pragma unroll
@@ -182,8 +182,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
       mbarrier_arrive(shared_address(&barriers.query_empty[group]));
       const PipelineState<L::kStages> before = state.before();
       mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-      outputs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
-      products_wait<0>();
+      gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      wgmma_wait<0>();
       consumer_release(&barriers.value_empty[before.stage]);
     } else {
       mbarrier_arrive(shared_address(&barriers.query_empty[group]));

@@ -246,12 +246,12 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
 #pragma unroll 1
   for (int tile = group, turn = 0; tile * args.tiles.queries < item.count; tile += kGroups<Dk>, ++turn) {
     float s[32];
-    scores<T, Dk, 64>(s, descriptor(memory.q(group, turn), 16), 64, k, 64);
+    gemm_ss<T, Dk, 64>(s, descriptor(memory.q(group, turn), 16), 64, k, 64);
     copy_rows(turn + 1, next);
     const bool valid = query >= 0;
     const int own_limit = min(valid ? item.shift + query - item.first_key : 63, item.keys - 1);
     const int after = query_of(args, item, rows, tile + 2 * kGroups<Dk>);
-    products_wait<0>();
+    wgmma_wait<0>();
     if (call.scale < 0) {
 #pragma unroll
       for (float& x : s) x = -x;
@@ -272,8 +272,8 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
     std::uint32_t p[16];
     pack_rows<T, 64>(p, s);
     float o[Dv / 2];
-    outputs<T, Dv, 64>(o, p, v, false);
-    products_wait<0>();
+    gemm_rs<T, Dv, 64>(o, p, v, false);
+    wgmma_wait<0>();
     const int entry = entries.find(item.block, indices_of(query), left, valid);
     const int part = valid ? first_part + query * args.windows.heads_of_window * args.windows.parts +
                                  entry * args.lists.tiles_per_block
