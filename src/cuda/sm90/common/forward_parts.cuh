@@ -7,7 +7,7 @@
 namespace nsa::cuda::sm90 {
 
 /// Lets warpgroups start some time apart: else all wait for their softmax at the same time, and the tensor cores idle.
-__device__ __forceinline__ void start_apart(int group) {
+__device__ __forceinline__ void stagger_warpgroups(int group) {
   const long long start = clock64();
   while (clock64() - start < group * 2500) {
   }

@@ -119,11 +119,11 @@ __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.
 
 /// The registers of each thread of this warpgroup from here on, a multiple of 8. All its warps call it.
 template <int kCount>
-__device__ __forceinline__ void more_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 template <int kCount>
-__device__ __forceinline__ void fewer_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void stmatrix4(std::uint32_t to, const std::uint32_t 
 }
 
 /// The lane, read again instead of kept in a register.
-__device__ __forceinline__ int lane_again() {
+__device__ __forceinline__ int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
@@ -163,7 +163,7 @@ __device__ __forceinline__ int lane_again() {
 
 /// True, which the compiler does not know: what this guards stays where it is. Else ptxas moves arithmetic behind the
 /// next wait for products, or in between products.
-__device__ __forceinline__ bool always() { return lane_again() < 32; }
+__device__ __forceinline__ bool always() { return lane_id() < 32; }
 
 /// For values that cost less to compute again than registers to keep.
 template <class T>
@@ -177,6 +177,6 @@ __device__ __forceinline__ T again(T x) {
 }
 
 /// The same value in all lanes, and known to the compiler as such.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 }  // namespace nsa::cuda::sm90

@@ -197,7 +197,8 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
 template <class T, int D, int kColumns, class L = WeightLayout<kColumns>>
 __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, Ring<L::kStages>& barriers,
                                                      std::uint32_t left, std::uint32_t right) {
-  const int group = uniform(threadIdx.x / 128), lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const int group = warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32,
+            row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   const std::uint32_t a = descriptor(left + group * kPanelBytes, kPanelBytes), b = descriptor(right, kPanelBytes);
   RingReader<L::kStages> ring(barriers);
   for (WeightWalk<D, kColumns> walk(work); walk.next();) {
@@ -352,7 +353,7 @@ template <class T, int D, class L = TokenLayout>
 __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ring<L::kStages>& barriers,
                                                     std::uint32_t left, std::uint32_t right) {
   const Geometry& p = work.problem[0].geometry;
-  const int group = uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
+  const int group = warp_uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32, first_segment = group * (L::kSegments / kGroups);
   const int d = p.kernel_stride, overlap = p.kernel_size / d, per_overlap = (work.problem[0].hidden + 63) / 64;
   const std::uint32_t a = descriptor(left + group * kPanelBytes, 16), b = descriptor(right, 16);

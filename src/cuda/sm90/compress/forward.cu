@@ -251,7 +251,7 @@ class Compute {
       : work_(work),
         barriers_(barriers),
         ring_(barriers.ring),
-        group_(uniform(threadIdx.x / 128)),
+        group_(warp_uniform(threadIdx.x / 128)),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32 % (kNarrow ? 4 : 8)),
         operand_(operand),

@@ -97,11 +97,11 @@ struct RingReader : PipelineState<kStages> {
 /// Roles of the warps of a thread block: load() by one warp, compute() by the computing warpgroups.
 template <int kComputeRegisters, class Load, class Compute>
 __device__ __forceinline__ void in_roles(const Load& load, const Compute& compute) {
-  if (uniform(threadIdx.x / 32) < kGroups * 4) {
-    more_registers<kComputeRegisters>();
+  if (warp_uniform(threadIdx.x / 32) < kGroups * 4) {
+    warpgroup_reg_alloc<kComputeRegisters>();
     compute();
   } else {
-    fewer_registers<3 * 168 - kGroups * kComputeRegisters>();
+    warpgroup_reg_dealloc<3 * 168 - kGroups * kComputeRegisters>();
     if (threadIdx.x < kGroups * 128 + 32) load();
   }
 }

@@ -232,7 +232,7 @@ __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, D
 
 template <class T, int Dk, int Dv>
 __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  const int lane = threadIdx.x % 32, warpgroup = uniform(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32, warpgroup = warp_uniform(threadIdx.x / 128);
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(warpgroup), 16), v = descriptor(memory.v(warpgroup), 16);
   const auto take_turn = [&] { named_sync(1 + warpgroup, 256); };
@@ -327,14 +327,14 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) memory.init(1 + 32 + 1, 256);
   memory.clear_stages(dynamic);
   __syncthreads();
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (warp >= 8) {
-    fewer_registers<24>();
+    warpgroup_reg_dealloc<24>();
     if (threadIdx.x == 8 * 32) produce<Dk, Dv>(args, maps, memory);
     if (warp == 9) produce_terms<Dk, Dv>(args, memory);
     if (threadIdx.x == 10 * 32) produce_info<Dk, Dv>(args, memory, dynamic);
   } else {
-    more_registers<240>();
+    warpgroup_reg_alloc<240>();
     consume<T, Dk, Dv>(args, memory, dynamic);
   }
 }

@@ -141,7 +141,7 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
 /// One of the warpgroups that compute.
 template <class T, int Dk, int Dv>
 __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& memory) {
-  const int lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+  const int lane = threadIdx.x % 32, warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
   const Geometry& p = args.branch[0].geometry;
   const std::uint32_t q_tile = descriptor(memory.q(warpgroup), 16), d_o = descriptor(memory.d_o(warpgroup), 16);
   const auto q = [&] { return Dk > 128 ? again(q_tile) : q_tile; };  // its descriptors would take registers
@@ -281,12 +281,12 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
     fence_mbarrier_init();
   }
   __syncthreads();
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (warp >= kWarpgroups * 4) {
-    fewer_registers<40>();
+    warpgroup_reg_dealloc<40>();
     if (warp == kWarpgroups * 4) produce<Dk, Dv>(args, maps, memory);
   } else {
-    more_registers<232>();
+    warpgroup_reg_alloc<232>();
     consume<T, Dk, Dv>(args, memory);
   }
 }

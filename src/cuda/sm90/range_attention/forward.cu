@@ -211,7 +211,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32,
             row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
   const float scale = positive_scale(args.scale);
-  const std::uint32_t q = descriptor(queries + uniform(group) * L::kQueryBytes, 16);
+  const std::uint32_t q = descriptor(queries + warp_uniform(group) * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
   const auto consumer_release = [&](std::uint64_t* barrier) {
     if (lane == 0) mbarrier_arrive(shared_address(barrier));
@@ -219,7 +219,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
-  start_apart(group);
+  stagger_warpgroups(group);
   PipelineState<kStages> state;
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
@@ -366,12 +366,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   fence_async();
   __syncthreads();
 
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
-    more_registers<kComputeRegisters>();
+    warpgroup_reg_alloc<kComputeRegisters>();
     attend<T, Dk, Dv, kSum>(call, by_stride, barriers, queries, keys, values);
   } else {
-    fewer_registers<kLoadRegisters>();
+    warpgroup_reg_dealloc<kLoadRegisters>();
     if (threadIdx.x % 32 != 0) return;
     if (warp == kGroups * 4) load_keys<Dk, Dv>(args, maps, barriers, keys, values);
     if (warp == kGroups * 4 + 1) load_queries<Dk, Dv, kSum>(args, maps, barriers, queries);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   using Softmax = ScoringSoftmax<Blocks::kSummed>;
   const Geometry& p = args.range.geometry;
   const Units& units = units_of<Units>(args);
-  const int lane = threadIdx.x % 32, own = uniform(threadIdx.x / 32);  // own: unit of the tile
+  const int lane = threadIdx.x % 32, own = warp_uniform(threadIdx.x / 32);  // own: unit of the tile
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const D
   };
   PipelineState<L::kStages> state;
   PipelineState<kBuffers> buffer;
-  start_apart(group);
+  stagger_warpgroups(group);
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][phase];

@@ -165,14 +165,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
-    more_registers<kComputeRegisters>();
+    warpgroup_reg_alloc<kComputeRegisters>();
     attend<T, Dk, Dv, Units, Blocks>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
-    fewer_registers<kHelperRegisters>();
+    warpgroup_reg_dealloc<kHelperRegisters>();
     // Read anew beside keys of 192, where ptxas would spill it.
-    const int helper = (Dk > 128 ? uniform(threadIdx.x / 32) : warp) - kGroups * 4;
+    const int helper = (Dk > 128 ? warp_uniform(threadIdx.x / 32) : warp) - kGroups * 4;
     if (helper == 0) {
       load_keys<Dk, Dv, Units, Blocks>(args, maps, barriers, queries, keys, values);
     } else {

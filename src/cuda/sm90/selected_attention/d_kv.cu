@@ -70,13 +70,13 @@ __device__ __forceinline__ void take_items(const ListKeyArgs& args, const Memory
 #pragma unroll 1
   for (std::uint32_t phase = 1;; phase ^= 1) {
     int x = 0;
-    if (lane_again() == 0) {
+    if (lane_id() == 0) {
       mbarrier_wait(memory.item_empty(), phase);
       x = atomicAdd(&args.queue->next, 1);
       memory.item(dynamic) = x < end ? x : -1;
       mbarrier_arrive(memory.item_full());
     }
-    x = uniform(x);
+    x = warp_uniform(x);
     if (x >= end) return;
     f(args.items[x]);
   }
@@ -108,13 +108,13 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
     const int number = args.tiles.by_heads.quotient(row);
     return number < min(left, args.tiles.queries) ? list[number] : -1;
   };
-  int next[2] = {fetch(lane_again()), fetch(lane_again() + 32)};
+  int next[2] = {fetch(lane_id()), fetch(lane_id() + 32)};
 #pragma unroll 1
   while (left > 0) {
     const int queries[2] = {next[0], next[1]};
     left -= args.tiles.queries;
     list += args.tiles.queries;
-    next[0] = fetch(lane_again()), next[1] = fetch(lane_again() + 32);
+    next[0] = fetch(lane_id()), next[1] = fetch(lane_id() + 32);
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) f(queries, slice);
   }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
 template <int D, int Dk, int Dv>
 __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
                                  std::uint32_t first, char* dynamic) {
-  const int own = lane_again() / (D / 64), column = lane_again() % (D / 64) * 64, tile_row = own * args.tiles.heads;
+  const int own = lane_id() / (D / 64), column = lane_id() % (D / 64) * 64, tile_row = own * args.tiles.heads;
   const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
   StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
@@ -134,7 +134,7 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
     for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
       const std::uint32_t full = memory.full(count.stage());
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
-      if (lane_again() == 0) mbarrier_arrive_expect_tx(full, args.tiles.rows * D * 2);
+      if (lane_id() == 0) mbarrier_arrive_expect_tx(full, args.tiles.rows * D * 2);
       const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
       const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
@@ -151,22 +151,22 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
 template <int D, int Dk, int Dv>
 __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
                                    std::uint32_t first, char* dynamic) {
-  const std::uint32_t to = first + lane_again() / 8 * 1024 + lane_again() % 8 * 16;
+  const std::uint32_t to = first + lane_id() / 8 * 1024 + lane_id() % 8 * 16;
   StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const char* data = again(reinterpret_cast<const char*>(
         from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
-        lane_again() % 8 * 8));
+        lane_id() % 8 * 8));
     for_stages(args, item, 1, [&](const int(&queries)[2], int) {
       // Of this lane's rows, in units of sixteen bytes (of a sequence: up to 64 GiB); of its eight lanes' rows, a bit
       // each.
       unsigned offset[2], valid[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
         offset[i] =
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
-        valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_again() / 8 * 8;
+        valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_id() / 8 * 8;
       }
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
       const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
@@ -208,7 +208,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_again() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
         const float* from = terms + slice * args.terms.line + (max(queries[i], 0) * args.tiles.heads + head);
         const std::uint32_t to = memory.terms(count.stage()) + row * 4;
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
   StageCount<kStages<Dk, Dv>> count;
   std::uint32_t keys_phase = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
-    if (lane_again() == 0) {
+    if (lane_id() == 0) {
       mbarrier_wait(memory.keys_empty(), keys_phase);
       mbarrier_arrive_expect_tx(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll 1
@@ -249,9 +249,9 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
-      info.lead[lane_again()] = static_cast<std::int8_t>(low);
-      info.lead[lane_again() + 32] = static_cast<std::int8_t>(high);
-      if (lane_again() == 0) info.all = all;
+      info.lead[lane_id()] = static_cast<std::int8_t>(low);
+      info.lead[lane_id() + 32] = static_cast<std::int8_t>(high);
+      if (lane_id() == 0) info.all = all;
       mbarrier_arrive(memory.full(count.stage()));
       ++count.count;
     });
@@ -288,7 +288,7 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
 
 template <class T, int Dk, int Dv>
 __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  const int lane = threadIdx.x % 32, warpgroup = uniform(threadIdx.x / 128);
+  const int lane = threadIdx.x % 32, warpgroup = warp_uniform(threadIdx.x / 128);
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
   // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
@@ -371,9 +371,9 @@ __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) memory.init(args.gather ? 32 : 1);
   if (args.tiles.rows < 64) memory.clear_stages(dynamic);
   __syncthreads();
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (warp >= 8) {
-    fewer_registers<kProducerRegisters<Dk, Dv>>();
+    warpgroup_reg_dealloc<kProducerRegisters<Dk, Dv>>();
     if (warp == 8) {
       produce_rows<Dk>(args, args.branch.q, maps.q, memory, memory.q(0), dynamic);
     } else if (warp == 9) {
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(384, 1)
       produce_items(args, maps, memory, dynamic);
     }
   } else {
-    more_registers<(504 - kProducerRegisters<Dk, Dv>) / 2>();
+    warpgroup_reg_alloc<(504 - kProducerRegisters<Dk, Dv>) / 2>();
     consume<T, Dk, Dv>(args, memory, dynamic);
   }
 }

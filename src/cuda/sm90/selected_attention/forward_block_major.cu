@@ -60,19 +60,19 @@ class ItemTaker {
   }
   /// Sends for the next item; put() writes it.
   __device__ __forceinline__ void fetch() {
-    const int x = uniform(number_);
-    words_ = x < end_ ? reinterpret_cast<const int*>(items_ + x)[lane_again() % kWords] : 0;
+    const int x = warp_uniform(number_);
+    words_ = x < end_ ? reinterpret_cast<const int*>(items_ + x)[lane_id() % kWords] : 0;
     take();
   }
   __device__ __forceinline__ void put(BlockItem& item) const {
-    if (lane_again() < kWords) reinterpret_cast<int*>(&item)[lane_again()] = words_;
+    if (lane_id() < kWords) reinterpret_cast<int*>(&item)[lane_id()] = words_;
   }
 
  private:
   static constexpr int kWords = sizeof(BlockItem) / 4;
 
   __device__ __forceinline__ void take() {
-    if (lane_again() == 0) number_ = atomicAdd(&queue_.next, 1);
+    if (lane_id() == 0) number_ = atomicAdd(&queue_.next, 1);
   }
 
   const BlockItem* items_;
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     mbarrier_init(full, 1);
     fence_mbarrier_init();
   }
-  const int warp = uniform(threadIdx.x / 32), group = warp / 4;
+  const int warp = warp_uniform(threadIdx.x / 32), group = warp / 4;
   ItemTaker taker(args, planned, warp == 0);
   if (warp == 0) {
     for (int i = 0; i < 2; ++i) {

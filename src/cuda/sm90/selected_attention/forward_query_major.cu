@@ -41,18 +41,18 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
   const std::uint32_t ring = shared_address(memory);
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes);
   const Geometry& g = args.geometry;
-  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   init_control<S>(control);
 
   if (warp >= S::kWarps) {
-    fewer_registers<S::kProducerRegisters>();
+    warpgroup_reg_dealloc<S::kProducerRegisters>();
     produce<S>(
         control, ring, plan, g, args.indices, k_map, v_map, threadIdx.x - S::kWarps * 32,
         [&](const SelectedTile& tile, int thread) { prefetch_rows<T, Dk>(plan, g, tile, args.q, S::kWarps, thread); });
     return;
   }
 
-  more_registers<S::kConsumerRegisters>();
+  warpgroup_reg_alloc<S::kConsumerRegisters>();
   SelectedReader<S> reader(control, ring, plan);
   const float scale = positive_scale(args.scale);
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t phase) {

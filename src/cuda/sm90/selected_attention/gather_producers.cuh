@@ -103,7 +103,7 @@ __device__ inline void prefetch_rows(const SelectedPlan& p, const Geometry& g, c
 // The copier.
 
 /// True in one thread of the warp, which ptxas then knows to be alone: it need not ask who else has a copy to issue.
-__device__ __forceinline__ bool elected() {
+__device__ __forceinline__ bool elect_one() {
   std::uint32_t mine;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(mine));
   return mine != 0;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
     });
     return;
   }
-  if (!elected()) return;
+  if (!elect_one()) return;
   SelectedCopier<Shape> copier{c, ring, p.slots};
   for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
     mbarrier_wait(shared_address(&c.union_full[buffer]), phase);
