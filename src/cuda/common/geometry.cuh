@@ -27,13 +27,13 @@ struct PerRow {
 };
 
 /// Division of 0 <= x < 2^32 / divisor by a divisor of the host's choice.
-struct Divider {
+struct FastDivmod {
   unsigned divisor = 1, factor = 0;
 
-  Divider() = default;
-  explicit Divider(int d)
+  FastDivmod() = default;
+  explicit FastDivmod(int d)
       : divisor(static_cast<unsigned>(d)), factor(d > 1 ? 0xffffffffu / static_cast<unsigned>(d) + 1 : 0) {}
-  __device__ int quotient(int x) const {
+  __device__ int divide(int x) const {
     return divisor > 1 ? static_cast<int>(__umulhi(static_cast<unsigned>(x), factor)) : x;
   }
 };
@@ -44,7 +44,7 @@ struct Geometry {
   int heads = 0;     // H
   int kv_heads = 0;  // Hkv
   int group = 0;     // G
-  Divider by_group;
+  FastDivmod by_group;
   int q_len = 0;              // batched: Sq of every sequence; packed: an upper bound of it
   int k_len = 0;              // batched: Sk of every sequence; packed: an upper bound of it
   const int* cu_q = nullptr;  // packed: offsets (batches + 1); null: batched

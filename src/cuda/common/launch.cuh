@@ -7,7 +7,7 @@
 
 namespace nsa::cuda {
 
-inline std::int64_t tiles(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
+inline std::int64_t ceil_div(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
 
 /// Nothing to do for an empty grid. Allows `memory` bytes of dynamic shared memory.
 template <class... Params, class... Args>

@@ -61,7 +61,7 @@ cudaError_t find_nonfinite(DType dtype, const NonfiniteArgs& args, cudaStream_t 
   if (const cudaError_t error = cudaMemsetAsync(args.flag, 0, sizeof(int), stream); error != cudaSuccess) return error;
   std::int64_t most = args.queries.rows * args.queries.heads;
   for (const Checked& c : args.tensors) most = std::max(most, c.rows * 32);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles(most, 256), 132 * 8));
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(most, 256), 132 * 8));
   if (dtype == DType::kBFloat16) return launch(look_for_nonfinite<Bf16>, blocks, 256, 0, stream, args);
   return launch(look_for_nonfinite<Half>, blocks, 256, 0, stream, args);
 }

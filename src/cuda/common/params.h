@@ -122,7 +122,7 @@ struct CompressArgs {
   int rows;                  // compressed rows of all batches
   int groups;                // groups of d tokens of all sequences, an upper bound
   int dim, hidden;           // D; E, or D for linear
-  Divider by_dim;
+  FastDivmod by_dim;
   bool mlp;
   Weights pe, w1, b1, w2, b2;
   // (rows): element offset of a row's first token from k.data, -1: none; then one more, not -1 if any row has a block
@@ -146,7 +146,7 @@ struct CompressArgs {
   __device__ int batch_of(int m) const { return geometry.cu_q ? 0 : m / compressed_per_batch; }
   __device__ int row_of(int m) const { return geometry.cu_q ? m : m % compressed_per_batch; }
   /// Of element i of a block of tokens: its token and its channel.
-  __device__ int token_of(int i) const { return by_dim.quotient(i); }
+  __device__ int token_of(int i) const { return by_dim.divide(i); }
   __device__ int channel_of(int i) const { return i - token_of(i) * dim; }
 };
 

@@ -12,13 +12,13 @@ InverseArgs take_lists(const Branch& b, Arena& arena) {
   BlockLists& lists = args.lists;
   lists.block_size = b.block_size;
   lists.tiles_per_block = to_int(tiles(b.block_size, 64));
-  lists.width = to_int(std::min<std::int64_t>(args.topk, tiles(g.k_len, b.block_size)));
+  lists.width = to_int(std::min<std::int64_t>(args.topk, ceil_div(g.k_len, b.block_size)));
   lists.entries = lists.entries_before(all);
   lists.slots = lists.slots_before(all);
   lists.list = arena.take<int>(g.kv_heads * lists.entries);
   lists.begin = arena.take<int>(g.kv_heads * lists.slots);
   lists.item_begin = arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
-  lists.chunks = to_int(std::clamp<std::int64_t>(tiles(g.q_len, BlockLists::chunk(g.q_len)), 1, 128));
+  lists.chunks = to_int(std::clamp<std::int64_t>(ceil_div(g.q_len, BlockLists::chunk(g.q_len)), 1, 128));
   lists.offsets = arena.take<int>(g.kv_heads * lists.chunks * lists.slots);
   return args;
 }

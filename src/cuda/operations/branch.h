@@ -20,7 +20,7 @@ inline Geometry geometry_of(const TensorView& q, std::int64_t kv_heads, std::int
   g.heads = to_int(q.size(-2));
   g.kv_heads = to_int(kv_heads);
   g.group = g.kv_heads ? g.heads / g.kv_heads : 0;
-  g.by_group = Divider(g.group);
+  g.by_group = FastDivmod(g.group);
   g.kernel_size = cfg.kernel_size;
   g.kernel_stride = cfg.kernel_stride;
   if (packed.packed()) {

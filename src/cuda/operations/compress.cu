@@ -37,12 +37,12 @@ CompressArgs compress_args(const CompressParams& p) {
     g.q_len = g.k_len = to_int(p.k.size(1));
     args.compressed_per_batch = to_int(p.cfg.num_compressed(p.k.size(1)));
     args.rows = g.batches * args.compressed_per_batch;
-    args.groups = g.batches * to_int(tiles(g.k_len, g.kernel_stride));
+    args.groups = g.batches * to_int(ceil_div(g.k_len, g.kernel_stride));
   }
   args.k = strided(p.k);
   args.out = strided(p.out);
   args.dim = to_int(p.k.size(-1));
-  args.by_dim = Divider(args.dim);
+  args.by_dim = FastDivmod(args.dim);
   args.mlp = p.weights.kind == CompressionKind::kMlp;
   const CompressionWeights& from = p.weights;
   args.pe = weights_of(from.pe);
@@ -125,7 +125,7 @@ Status compress_backward_on_hopper(const sm90::CompressKernels& hopper, sm90::co
   take_segments(work, e);
   work.max_token_segments = to_int(work.max_segments_of_tokens(first.geometry));
   work.token_segments = e.arena.take<sm90::compress::TokenSegment>(work.max_token_segments + work.kMostSegments);
-  work.column_parts = e.arena.take<float>(tiles(work.max_segments(first), work.kMostSegments) * work.problems *
+  work.column_parts = e.arena.take<float>(ceil_div(work.max_segments(first), work.kMostSegments) * work.problems *
                                           first.geometry.kv_heads * (first.hidden + first.dim));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);

@@ -115,7 +115,7 @@ Status Step::move(const TokenMove* moves, int count, std::int64_t tokens, int* l
 /// The tokens of the blocks that the step completes, laid out for compress; the results go to their pages. The tokens
 /// of the selection branch go to theirs on the way.
 Status Step::fold() {
-  const std::int64_t blocks = tiles(tokens(), p_.cfg.kernel_stride);  // that a sequence may complete
+  const std::int64_t blocks = ceil_div(tokens(), p_.cfg.kernel_stride);  // that a sequence may complete
   const std::int64_t raw = (blocks - 1) * p_.cfg.kernel_stride + p_.cfg.kernel_size;
   const std::int64_t B = batches(), h = kv_heads(), Dk = p_.k_cmp.size(3), Dv = p_.v_cmp.size(3);
   const DType dtype = p_.q.dtype;
@@ -152,14 +152,15 @@ Status Step::attend() {
   if (in_parts()) {
     // Parts of the compressed keys grow with the capacity, and with the rows, all of which have sums in every part.
     const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
-    const std::int64_t most = std::max<std::int64_t>(kMaxParts / tiles(tokens() * geometry_.group, 64), 4);
-    const std::int64_t size = std::max(tiles(tiles(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;
-    parts_[kCompressed] = take_parts(tiles(keys, size), size);
+    const std::int64_t most = std::max<std::int64_t>(kMaxParts / ceil_div(tokens() * geometry_.group, 64), 4);
+    const std::int64_t size =
+        std::max(ceil_div(ceil_div(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;
+    parts_[kCompressed] = take_parts(ceil_div(keys, size), size);
     const std::int64_t blocks = std::max<std::int64_t>(kSelectedPart / p_.cfg.block_size, 1);
-    parts_[kSelected] = take_parts(tiles(p_.cfg.topk, blocks), blocks);
+    parts_[kSelected] = take_parts(ceil_div(p_.cfg.topk, blocks), blocks);
     // From the window of the first query to the last query, wherever they lie.
     const std::int64_t seen = std::min<std::int64_t>(window() + tokens() - 1, geometry_.k_len);
-    parts_[kWindow] = take_parts(tiles(seen, kWindowPart) + 1, kWindowPart);
+    parts_[kWindow] = take_parts(ceil_div(seen, kWindowPart) + 1, kWindowPart);
     if (selects() && tokens() * geometry_.group <= kScoredRows)
       scores_ = e_.arena.take<float>(batches() * tokens() * heads() * score_row());
   } else {
@@ -201,7 +202,7 @@ StepRangeArgs Step::range_args(BranchIndex branch) const {
 Status Step::attend_ranges() {
   if (measuring()) return {};
   const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
-  const int row_tiles = to_int(tiles(tokens() * geometry_.group, kStepRows));
+  const int row_tiles = to_int(ceil_div(tokens() * geometry_.group, kStepRows));
   return status_of(
       kernels.ranges({range_args(kCompressed), range_args(kWindow), row_tiles, scores_, score_row()}, e_.stream),
       "step_ranges");

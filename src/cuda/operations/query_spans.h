@@ -33,8 +33,8 @@ inline std::vector<Part> parts_of(const Geometry& g, std::optional<std::int64_t>
   std::vector<Part> parts;
   for (int first = 0, next; first < g.q_len; first = next) {
     const auto bytes = [&](int end) { return StoredGradients::bytes(part_of(g, {0, 1, first, end - first})); };
-    const std::int64_t left = g.q_len - first, count = tiles(left, kMost);
-    const int most = first + to_int(count == 1 ? left : tiles(left, count * step) * step);
+    const std::int64_t left = g.q_len - first, count = ceil_div(left, kMost);
+    const int most = first + to_int(count == 1 ? left : ceil_div(left, count * step) * step);
     next = room ? std::min(first + step, most) : most;
     while (next < most && bytes(std::min(next + step, most)) <= *room) next = std::min(next + step, most);
     int together = g.batches;
@@ -62,7 +62,7 @@ inline std::optional<std::int64_t> room_for_d_s(const Geometry& g, DType dtype, 
 /// What a part of a batched call whose dS is stored changes in the work of d_kv.
 inline void cut(BackwardArgs& args) {
   const int key_tiles = StoredGradients::key_tiles(args.geometry);
-  args.chunks = to_int(tiles(args.geometry.q_len, small_chunk(args.stored.q_len)));
+  args.chunks = to_int(ceil_div(args.geometry.q_len, small_chunk(args.stored.q_len)));
   args.items = args.items_before(before_end(args.geometry));
   args.partial_items = std::int64_t{args.geometry.batches} * key_tiles * args.chunks;
 }

@@ -7,7 +7,7 @@ namespace nsa::cuda {
 
 /// Floats of a row of sums over compressed keys.
 inline std::int64_t scratch_keys_of(const NSAConfig& cfg, const Geometry& g) {
-  return tiles(cfg.num_compressed(g.k_len), 64) * 64;
+  return ceil_div(cfg.num_compressed(g.k_len), 64) * 64;
 }
 
 /// What the selection of blocks takes from the configuration and from the shapes in args.geometry; no noise.
@@ -23,9 +23,9 @@ void set_selection(Args& args, const NSAConfig& cfg, double scale) {
   args.share =
       static_cast<float>(cfg.kernel_stride) / (static_cast<float>(g.group) * static_cast<float>(cfg.kernel_size));
   args.queries = std::clamp(64 / std::max(g.group, 1), 1, 16);
-  args.tiles = to_int(tiles(g.q_len, args.queries));
+  args.tiles = to_int(ceil_div(g.q_len, args.queries));
   args.scratch_keys = scratch_keys_of(cfg, g);
-  args.scratch_blocks = tiles(g.k_len, cfg.block_size);
+  args.scratch_blocks = ceil_div(g.k_len, cfg.block_size);
 }
 
 /// Thread blocks that select: as many as keep the device busy, fewer where their scratch would pass 256 MiB.

@@ -14,7 +14,7 @@ using T = NSA_ELEMENT;
 constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
 
 unsigned row_tiles(const Geometry& g, int rows) {
-  return static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, rows));
+  return static_cast<unsigned>(ceil_div(static_cast<std::int64_t>(g.q_len) * g.group, rows));
 }
 
 template <class Args>

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   __syncthreads();
   // Row r of this item: a query and a head of the group.
   const auto place = [&](int r, int& query, int& head) {
-    const int i = p.by_group.quotient(r);
+    const int i = p.by_group.divide(r);
     head = r - i * p.group;
     query = tile.query_start + i;
     if (query >= tile.query_end) query -= queries;

@@ -13,7 +13,7 @@ namespace {
 using T = NSA_ELEMENT;
 
 unsigned row_warps(int batches, int rows, int heads, int threads) {
-  return static_cast<unsigned>(tiles(static_cast<std::int64_t>(batches) * rows * heads * 32, threads));
+  return static_cast<unsigned>(ceil_div(static_cast<std::int64_t>(batches) * rows * heads * 32, threads));
 }
 
 cudaError_t run_combine(const CombineArgs& args, int batches, cudaStream_t stream) {
@@ -24,8 +24,8 @@ cudaError_t run_combine(const CombineArgs& args, int batches, cudaStream_t strea
 cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, cudaStream_t stream) {
   if (args.heads == 0) return cudaSuccess;
   const CombineTile tile(args.heads);
-  const dim3 grid(static_cast<unsigned>(tiles(args.rows, tile.positions)), batches,
-                  static_cast<unsigned>(tiles(args.heads, tile.heads)));
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.rows, tile.positions)), batches,
+                  static_cast<unsigned>(ceil_div(args.heads, tile.heads)));
   const auto kernel = args.branches == 1 ? combine_backward<T, 1> : combine_backward<T, 3>;
   return launch(kernel, grid, 256, 0, stream, args, tile);
 }
@@ -42,7 +42,7 @@ Op<T> make_op(const CompressArgs& args, int m, int n, int outer, int inner) {
 }
 template <class Tiles, class Op>
 cudaError_t run_tiles(const Op& op, int m, int n, int count, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(tiles(n, Tiles::kColumns)), static_cast<unsigned>(tiles(m, Tiles::kRows)),
+  const dim3 grid(static_cast<unsigned>(ceil_div(n, Tiles::kColumns)), static_cast<unsigned>(ceil_div(m, Tiles::kRows)),
                   count);
   return launch(gemm<T, Op, Tiles>, grid, Tiles::kThreads, GemmShape<T, Op, Tiles>::kMemory, stream, op);
 }
@@ -94,7 +94,7 @@ cudaError_t run_compress(const CompressPair& pair, cudaStream_t stream) {
   const bool mean = !args.w1.data;
   if (args.rows == 0) return cudaSuccess;
   cudaError_t error = first_layer(pair, mean, stream);
-  const dim3 rows(static_cast<unsigned>(tiles(args.rows, 8)), heads_of(args));
+  const dim3 rows(static_cast<unsigned>(ceil_div(args.rows, 8)), heads_of(args));
   for (int i = 0; mean && error == cudaSuccess && i < pair.problems; ++i)
     error = launch(mean_blocks<T>, rows, 256, 0, stream, pair.problem[i]);
   if (error != cudaSuccess || !args.mlp) return error;
@@ -106,20 +106,20 @@ cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream)
   const Geometry& g = args.geometry;
   const int sets = sets_of(args), over = args.shared ? g.kv_heads : 1;
   if (!args.w1.data)
-    return launch(mean_backward<T>, dim3(static_cast<unsigned>(tiles(g.k_len, 8)), g.kv_heads, g.batches), 256, 0,
+    return launch(mean_backward<T>, dim3(static_cast<unsigned>(ceil_div(g.k_len, 8)), g.kv_heads, g.batches), 256, 0,
                   stream, args);
   // For linear the first layer's product is not needed: only the tables and constants.
   cudaError_t error = first_layer({{args}, 1}, !args.mlp, stream);
   if (error == cudaSuccess && args.mlp)
     error = run_gemm<HiddenGradient>(args, args.rows, args.hidden, 1, args.dim, g.kv_heads, stream);
   if (error == cudaSuccess && !args.mlp)
-    error =
-        launch(copy_output_gradient<T>,
-               dim3(static_cast<unsigned>(tiles(static_cast<std::int64_t>(args.rows) * args.hidden, 256)), g.kv_heads),
-               256, 0, stream, args);
+    error = launch(
+        copy_output_gradient<T>,
+        dim3(static_cast<unsigned>(ceil_div(static_cast<std::int64_t>(args.rows) * args.hidden, 256)), g.kv_heads), 256,
+        0, stream, args);
   if (error == cudaSuccess)
-    error =
-        launch(hidden_sums<T>, dim3(static_cast<unsigned>(tiles(args.hidden, 32)), sets), dim3(32, 8), 0, stream, args);
+    error = launch(hidden_sums<T>, dim3(static_cast<unsigned>(ceil_div(args.hidden, 32)), sets), dim3(32, 8), 0, stream,
+                   args);
   if (error == cudaSuccess && args.d_k.data)
     error = run_gemm<TokenGradient>(args, args.groups, g.kernel_stride * args.dim, g.kernel_size / g.kernel_stride,
                                     args.hidden, g.kv_heads, stream);
@@ -129,10 +129,10 @@ cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream)
     error = run_gemm<SecondWeightGradient>(args, args.hidden, args.dim, over, args.rows, sets, stream);
   if (error == cudaSuccess && args.d_b2.data)
     error =
-        launch(output_sums<T>, dim3(static_cast<unsigned>(tiles(args.dim, 32)), sets), dim3(32, 8), 0, stream, args);
+        launch(output_sums<T>, dim3(static_cast<unsigned>(ceil_div(args.dim, 32)), sets), dim3(32, 8), 0, stream, args);
   if (error == cudaSuccess && args.d_pe.data)
-    error = launch(position_gradient<T>, dim3(static_cast<unsigned>(tiles(g.kernel_size * args.dim, 8)), sets), 256, 0,
-                   stream, args);
+    error = launch(position_gradient<T>, dim3(static_cast<unsigned>(ceil_div(g.kernel_size * args.dim, 8)), sets), 256,
+                   0, stream, args);
   return error;
 }
 

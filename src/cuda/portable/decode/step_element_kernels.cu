@@ -29,7 +29,7 @@ cudaError_t run_select_blocks(const StepSelectArgs& args, int key_dim, int block
 
 cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const auto keys = static_cast<unsigned>(tiles(args.scratch_keys, kSumKeys));
+  const auto keys = static_cast<unsigned>(ceil_div(args.scratch_keys, kSumKeys));
   const cudaError_t error =
       args.scores ? launch(sum_scores<StepSelectArgs>, dim3(keys, g.kv_heads, g.batches), kSumThreads, 0, stream, args)
                   : for_key_dim(key_dim, [&]<int Dk>() {

@@ -12,7 +12,7 @@ constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
 
 cudaError_t run_range_forward(const StepRangeArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const auto count = static_cast<unsigned>(tiles(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
+  const auto count = static_cast<unsigned>(ceil_div(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
   return launch(range_forward<T, Dk, Dv, StepRangeArgs>, dim3(count, g.kv_heads, g.batches), 128,
                 2 * kRangeStage<T, Dk, Dv>, stream, args);
 }

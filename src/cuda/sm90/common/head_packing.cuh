@@ -11,7 +11,7 @@ struct QueryTiles {
   int queries = 0;  // of a tile: 64 / heads
   int rows = 0;     // of a tile that are used: heads * queries
   int slices = 0;   // of a group: G / heads
-  Divider by_heads;
+  FastDivmod by_heads;
 
   QueryTiles() = default;
   explicit QueryTiles(int group)

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(128)
 cudaError_t make_row_terms(const BackwardArgs& args, cudaStream_t stream, bool delta_by_gate) {
   const RowTerms to(args.geometry, args.row_terms);
   // One row more than there are: its tile also writes zeros behind the last one.
-  const auto tiles = static_cast<unsigned>(cuda::tiles(to.rows + 64, kRows));
+  const auto tiles = static_cast<unsigned>(ceil_div(to.rows + 64, kRows));
   return launch(write_row_terms, dim3(tiles, to.lines, tensor_batches(args.geometry)), 128, 0, stream, args.lse,
                 args.delta, args.gate, delta_by_gate, to);
 }

@@ -15,7 +15,7 @@ struct RowShape {
   __host__ __device__ explicit RowShape(int group)
       : heads(group < 16 ? group : 16), queries(64 / heads), slices(group / heads) {}
   /// r / heads
-  __device__ static int query_of(const Geometry& p, int r) { return p.group < 16 ? p.by_group.quotient(r) : r / 16; }
+  __device__ static int query_of(const Geometry& p, int r) { return p.group < 16 ? p.by_group.divide(r) : r / 16; }
 };
 
 /// The tiles of a persistent thread block: each is `queries` neighbouring queries of a sequence with one slice of the
@@ -84,8 +84,8 @@ __device__ __forceinline__ KeyTiles key_tiles(const Geometry& p, int window, con
 }
 
 /// num_compressed(p, length) by a multiplication.
-__device__ __forceinline__ int num_compressed(const Geometry& p, const Divider& by_stride, int length) {
-  return length < p.kernel_size ? 0 : by_stride.quotient(length - p.kernel_size) + 1;
+__device__ __forceinline__ int num_compressed(const Geometry& p, const FastDivmod& by_stride, int length) {
+  return length < p.kernel_size ? 0 : by_stride.divide(length - p.kernel_size) + 1;
 }
 
 /// A warpgroup's share of a tile of queries. The warp that loads queries works it out and leaves it in shared memory,

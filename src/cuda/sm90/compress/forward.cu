@@ -467,7 +467,7 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
   first(multiprocessors(processors));
   if (first.error != cudaSuccess) return first.error;
   const std::int64_t rows = CompressWork::max_segments(work.problem[0]) * CompressWork::kSegment;
-  const std::int64_t items = cuda::tiles(rows, L::kRows) * g.kv_heads * work.problems;
+  const std::int64_t items = ceil_div(rows, L::kRows) * g.kv_heads * work.problems;
   const auto blocks = static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, processors));
   return launch(compress<T, D, kColumns, kNarrow, kBackward>, blocks, kThreads, L::kMemory, stream, maps, work);
 }
@@ -492,7 +492,7 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
 template <class T>
 cudaError_t run_prepare(const CompressWork& work, cudaStream_t stream) {
   const CompressArgs& args = work.problem[0];
-  const dim3 grid(1 + static_cast<unsigned>(cuda::tiles(args.hidden, 16)), args.shared ? 1 : args.geometry.kv_heads,
+  const dim3 grid(1 + static_cast<unsigned>(ceil_div(args.hidden, 16)), args.shared ? 1 : args.geometry.kv_heads,
                   work.problems);
   return launch(prepare<T>, grid, kPrepareThreads, 0, stream, work);
 }

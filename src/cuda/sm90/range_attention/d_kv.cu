@@ -383,7 +383,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   if (error == cudaSuccess) error = args.tiles.map(maps.d_o, branch.d_o, g, Dv);
   if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, compressed, 64);
   if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, compressed, 64);
-  const auto blocks = static_cast<unsigned>(cuda::tiles(args.work.items, 128));
+  const auto blocks = static_cast<unsigned>(ceil_div(args.work.items, 128));
   if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
   if (error == cudaSuccess) error = launch(plan_items, blocks, 128, 0, stream, args);
   if (error == cudaSuccess)

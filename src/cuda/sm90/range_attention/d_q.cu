@@ -163,7 +163,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
     int position[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = warp % 4 * 16 + lane / 4 + 8 * i, in_tile = args.tiles.by_heads.quotient(row);
+      const int row = warp % 4 * 16 + lane / 4 + 8 * i, in_tile = args.tiles.by_heads.divide(row);
       const int query = work.first_query + warpgroup * args.tiles.queries + in_tile;
       mine.valid[i] = row < args.tiles.rows && query < seq.q_len;
       mine.head[i] = work.first_head + row - in_tile * args.tiles.heads;
@@ -303,7 +303,7 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
   if (second) args.branch[1] = *second;
   args.branches = second ? 2 : 1;
   args.tiles = QueryTiles(g.group);
-  args.row_tiles = static_cast<int>(cuda::tiles(g.q_len, kWarpgroups * args.tiles.queries));
+  args.row_tiles = static_cast<int>(ceil_div(g.q_len, kWarpgroups * args.tiles.queries));
   args.work = args.row_tiles * args.tiles.slices * g.kv_heads * g.batches;
   RangeMaps maps;
   int processors = 0;

@@ -201,7 +201,7 @@ __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const
 
 /// A computing warpgroup.
 template <class T, int Dk, int Dv, bool kSum, int kStages>
-__device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divider& by_stride,
+__device__ __forceinline__ void attend(const WindowCombineArgs& call, const FastDivmod& by_stride,
                                        Barriers<kStages>& barriers, std::uint32_t queries, std::uint32_t keys,
                                        std::uint32_t values) {
   using L = Layout<Dk, Dv>;
@@ -344,7 +344,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Divi
 template <class T, int Dk, int Dv, bool kSum>
 __global__ void __launch_bounds__(kThreads, 1)
     range_forward(const __grid_constant__ Maps maps, const __grid_constant__ WindowCombineArgs call,
-                  const __grid_constant__ Divider by_stride) {
+                  const __grid_constant__ FastDivmod by_stride) {
   using L = Layout<Dk, Dv>;
   const RangeArgs& args = call.range;
   extern __shared__ __align__(1024) char memory[];
@@ -407,7 +407,7 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   const std::int64_t tiles = (rows / (kGroups * shape.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
   return launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks, kThreads,
-                Layout<Dk, Dv>::kMemory, stream, maps, call, Divider(g.kernel_stride));
+                Layout<Dk, Dv>::kMemory, stream, maps, call, FastDivmod(g.kernel_stride));
 }
 
 }  // namespace

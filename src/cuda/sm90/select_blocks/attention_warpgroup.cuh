@@ -88,7 +88,7 @@ struct ScoringSoftmax {
 
 /// A computing warpgroup.
 template <class T, int Dk, int Dv, class Units, class Blocks>
-__device__ __forceinline__ void attend(const CompressedSelectArgs& args, const Divider& by_stride,
+__device__ __forceinline__ void attend(const CompressedSelectArgs& args, const FastDivmod& by_stride,
                                        SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
                                        std::uint32_t values, int group) {
   using L = SelectLayout<Dk, Dv>;

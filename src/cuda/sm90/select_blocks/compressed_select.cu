@@ -141,7 +141,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
 template <class T, int Dk, int Dv, class Units, class Blocks, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
-                      const __grid_constant__ Divider by_stride) {
+                      const __grid_constant__ FastDivmod by_stride) {
   using L = SelectLayout<Dk, Dv>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ SelectBarriers barriers;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-using Kernel = void (*)(Maps, CompressedSelectArgs, Divider);
+using Kernel = void (*)(Maps, CompressedSelectArgs, FastDivmod);
 
 bool groups_of_sixteen(const CompressedSelectArgs& args) { return args.range.geometry.group == 16 && !args.keys; }
 
@@ -236,9 +236,9 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g, Dk, args.block_size);
   args.units = SelectUnits(g.group);
-  args.by_block = Divider(args.block_size);
+  args.by_block = FastDivmod(args.block_size);
   args.strides_of_key = g.kernel_size / g.kernel_stride;
-  args.by_strides = Divider(args.block_size / g.kernel_stride);
+  args.by_strides = FastDivmod(args.block_size / g.kernel_stride);
   const auto strides = static_cast<float>(args.strides_of_key);
   args.weights = {strides, strides - 1};
   args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
@@ -265,7 +265,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_tensor_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
-                L::memory(args.units, blocks, args.chunks, windows), stream, maps, args, Divider(g.kernel_stride));
+                L::memory(args.units, blocks, args.chunks, windows), stream, maps, args, FastDivmod(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90::select_blocks

@@ -19,7 +19,7 @@ struct SelectUnits {
   int together = 0;  // queries of a unit, ...
   int slices = 0;    // ... or units of a query: one of the two is 1
   int queries = 0;   // of a tile; there may be units left over
-  Divider by_heads, by_slices;
+  FastDivmod by_heads, by_slices;
 
   SelectUnits() = default;
   explicit SelectUnits(int group)
@@ -31,8 +31,8 @@ struct SelectUnits {
         by_slices(slices) {}
 
   __host__ __device__ int rows() const { return heads * together; }  // of a unit that are used
-  __device__ int query_of(int row) const { return by_heads.quotient(row); }
-  __device__ int first_query(int unit) const { return by_slices.quotient(unit * together); }
+  __device__ int query_of(int row) const { return by_heads.divide(row); }
+  __device__ int first_query(int unit) const { return by_slices.divide(unit * together); }
   __device__ int first_head(int unit) const { return (unit * together - first_query(unit) * slices) * 16; }
 };
 
@@ -74,9 +74,9 @@ struct CompressedSelectArgs {
   void* scratch;  // CompressedSelectScratch::bytes()
   // Filled in by the launch.
   SelectUnits units;
-  Divider by_block;
-  int strides_of_key;  // l / d, ...
-  Divider by_strides;  // ... l' / d
+  FastDivmod by_block;
+  int strides_of_key;     // l / d, ...
+  FastDivmod by_strides;  // ... l' / d
   KeyWeights weights;
   int spread_rows;  // see make_spread_tensor_map
   int chunks;       // of the scratch on their way, for each picking warp

@@ -15,7 +15,7 @@ struct Candidates {
 
   __device__ __forceinline__ Candidates(const CompressedSelectArgs& args, const DeviceSequence& seq, int query)
       : position(seq.position(query)),
-        count(query < seq.q_len ? args.by_block.quotient(position) + 1 : 0),
+        count(query < seq.q_len ? args.by_block.divide(position) + 1 : 0),
         last(count - args.local_blocks),
         choice(count > args.topk) {}
 };
@@ -131,7 +131,7 @@ class Picker {
                  constexpr int kChunkKeys = kChunkTiles * kTileSums;
                  use(chunk, i * kChunkKeys % kWindowKeys, tiles);
                  __syncwarp();
-                 finish(min(args_.by_strides.quotient((i + 1) * kChunkKeys), most));
+                 finish(min(args_.by_strides.divide((i + 1) * kChunkKeys), most));
                });
     finish(most);
     __syncwarp();

@@ -105,7 +105,7 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
   int left = item.to - item.from;
   const int* list = args.branch.lists.list + item.from;
   const auto fetch = [&](int row) {
-    const int number = args.tiles.by_heads.quotient(row);
+    const int number = args.tiles.by_heads.divide(row);
     return number < min(left, args.tiles.queries) ? list[number] : -1;
   };
   int next[2] = {fetch(lane_id()), fetch(lane_id() + 32)};
@@ -163,7 +163,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
       unsigned offset[2], valid[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.divide(row) * args.tiles.heads;
         offset[i] =
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_id() / 8 * 8;
@@ -208,7 +208,7 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.quotient(row) * args.tiles.heads;
+        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.divide(row) * args.tiles.heads;
         const float* from = terms + slice * args.terms.line + (max(queries[i], 0) * args.tiles.heads + head);
         const std::uint32_t to = memory.terms(count.stage()) + row * 4;
 #pragma unroll

@@ -102,7 +102,7 @@ struct WarpRows {
 
   __device__ explicit WarpRows(const QueryTiles& tiles) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, row = first + lane % 16;
-    number = tiles.by_heads.quotient(row);
+    number = tiles.by_heads.divide(row);
     head = row - number * tiles.heads;
     copy = (first + lane / 8) * 128 + (lane % 8 ^ lane / 8) * 16;
   }
@@ -458,7 +458,7 @@ cudaError_t launch_selected_by_block<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_key_tensor_map(k_map, call.selected.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = make_key_tensor_map(v_map, call.selected.v, g, Dv, false, 64);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(windows.items, processors * kResident<Dk>));
-  const dim3 sums(static_cast<unsigned>(cuda::tiles(windows.rows, 8)), windows.kv_heads);
+  const dim3 sums(static_cast<unsigned>(ceil_div(windows.rows, 8)), windows.kv_heads);
   for (int first = 0; first < windows.count; first += windows.planned) {
     const int count = std::min(windows.planned, windows.count - first);
     if (error == cudaSuccess) error = plan_items(args, first, count, stream);

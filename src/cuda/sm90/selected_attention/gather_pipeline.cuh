@@ -84,7 +84,7 @@ class SelectedReader {
     // The earlier fill with the same barrier must be over: a fill that reuses its slot has been issued.
     while (static_cast<int>(position - issued_) > kFullBarriers - plan_.slots - 1)
       issued_ = published(&control_.issued);
-    const unsigned slot = position - plan_.by_slots.quotient(static_cast<int>(position)) * plan_.by_slots.divisor;
+    const unsigned slot = position - plan_.by_slots.divide(static_cast<int>(position)) * plan_.by_slots.divisor;
     return {ring_ + slot * Shape::kSlotBytes, shared_address(&control_.full[position % kFullBarriers]),
             position / kFullBarriers & 1, shared_address(&control_.empty[slot])};
   }
@@ -153,8 +153,8 @@ class SelectedLimits {
  public:
   __device__ SelectedLimits(const SelectedPlan& p, const SelectedTile& tile, int warp, int lane)
       : position_(tile.seq.position(tile.first_query + warp * p.together)),
-        low_(min(p.by_heads.quotient(lane / 4), p.together - 1)),
-        high_(min(p.by_heads.quotient(lane / 4 + 8), p.together - 1)) {}
+        low_(min(p.by_heads.divide(lane / 4), p.together - 1)),
+        high_(min(p.by_heads.divide(lane / 4 + 8), p.together - 1)) {}
 
   /// Keys key ... key + limit of a block that `users` of the warp's queries use are visible to row i.
   __device__ int limit(int i, unsigned users, int key) const {

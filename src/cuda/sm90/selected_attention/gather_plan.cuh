@@ -24,7 +24,7 @@ struct SelectedPlan {
   int table_bits;               // of the builders' hash table: 2^table_bits slots, half of them empty at least
   int slots;                    // of the ring
   int memory;                   // bytes of shared memory
-  Divider by_heads, by_queries, by_slots;
+  FastDivmod by_heads, by_queries, by_slots;
   Ways ways;  // tiles of those that go another way are left out
 };
 
@@ -89,16 +89,16 @@ SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
   p.slices = g.group / p.heads;
   p.together = queries_of_warp(g, topk, kWarps);
   p.queries = kWarps * p.together;
-  p.tiles = static_cast<int>(cuda::tiles(g.q_len, p.queries));
+  p.tiles = static_cast<int>(ceil_div(g.q_len, p.queries));
   p.total = p.tiles * g.kv_heads * p.slices * g.batches;
-  p.entries = static_cast<int>(cuda::tiles(p.queries * topk, 32)) * 32;
+  p.entries = static_cast<int>(ceil_div(p.queries * topk, 32)) * 32;
   while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
   const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
   p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMostSlots);
   p.memory = p.slots * Shape::kSlotBytes + fixed;
-  p.by_heads = Divider(p.heads);
-  p.by_queries = Divider(p.queries);
-  p.by_slots = Divider(p.slots);
+  p.by_heads = FastDivmod(p.heads);
+  p.by_queries = FastDivmod(p.queries);
+  p.by_slots = FastDivmod(p.slots);
   return p;
 }
 
@@ -127,7 +127,7 @@ struct SelectedRow {
   bool valid;
 
   __device__ SelectedRow(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
-    part = p.by_heads.quotient(row);
+    part = p.by_heads.divide(row);
     query = tile.first_query + warp * p.together + part;
     head = tile.kv_head * g.group + tile.first_head + row - part * p.heads;
     valid = part < p.together && query < tile.seq.q_len;

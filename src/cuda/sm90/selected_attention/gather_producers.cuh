@@ -39,7 +39,7 @@ __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, co
   for (int i = thread; i < 1 << p.table_bits; i += kBuilders) table[i] = SelectedControl::kNone;
 #pragma unroll 1
   for (int e = thread; e < p.entries; e += kBuilders) {
-    const int rank = p.by_queries.quotient(e), query = tile.first_query + e - rank * p.queries;
+    const int rank = p.by_queries.divide(e), query = tile.first_query + e - rank * p.queries;
     int block = -1;
     if (rank < p.topk && query < tile.seq.q_len) {
       block = indices.at<int>(tile.seq.batch, tile.seq.q_begin + query, tile.kv_head)[rank];
@@ -72,7 +72,7 @@ __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, co
 #pragma unroll 1
   for (int e = thread; e < p.entries; e += kBuilders)
     if (wanted[e] >= 0) {
-      const int query = e - p.by_queries.quotient(e) * p.queries;
+      const int query = e - p.by_queries.divide(e) * p.queries;
       unsigned* users = &c.users(p, buffer)[place_of(c, p, *find_block(c, p, wanted[e], e))].x;
       atomicOr(users + query / 32, 1u << (query % 32));
     }

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256) sample_ways(const __grid_constant__ Inver
 cudaError_t find_ways(const InverseArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const int together = queries_of_warp(g, args.topk, kWarps);
-  const std::int64_t tiles = cuda::tiles(g.q_len, kWarps * together);
+  const std::int64_t tiles = ceil_div(g.q_len, kWarps * together);
   const std::size_t bytes = sizeof(WayTimes) * g.batches * g.kv_heads;
   if (const cudaError_t error = cudaMemsetAsync(args.ways.times, 0, bytes, stream); error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, kTiles)), g.kv_heads, g.batches);
