@@ -7,20 +7,20 @@ namespace nsa::cuda {
 
 /// Whether the kernel has anything to do.
 template <class Args>
-__device__ __forceinline__ bool called(const Args& args) {
-  return !args.redo.flag || *args.redo.flag != 0;
+__device__ __forceinline__ bool runs(const Args& args) {
+  return !args.fallback.flag || *args.fallback.flag != 0;
 }
 
 /// The thread blocks whose work this one does: itself, or its share of a larger grid.
 ///
-///   Blocks<T, Args> block(args);
+///   FallbackGrid<T, Args> block(args);
 ///   if (!block.any()) return;
 ///   do { ... block.x() ... } while (block.next());
 ///
 /// Only kernels of 16-bit types, and not those of a step with a cache, have others to stand in for.
-template <class T, class Args, bool kStandsIn = sizeof(T) == 2 && !kHasParts<Args>>
-struct Blocks {
-  __device__ __forceinline__ explicit Blocks(const Args&) {}
+template <class T, class Args, bool kIsFallback = sizeof(T) == 2 && !kHasParts<Args>>
+struct FallbackGrid {
+  __device__ __forceinline__ explicit FallbackGrid(const Args&) {}
   __device__ __forceinline__ bool any() const { return true; }
   __device__ __forceinline__ bool next() { return false; }
   __device__ __forceinline__ unsigned x() const { return blockIdx.x; }
@@ -29,8 +29,8 @@ struct Blocks {
   __device__ __forceinline__ unsigned columns() const { return gridDim.x; }
 };
 template <class T, class Args>
-struct Blocks<T, Args, true> {
-  __device__ __forceinline__ explicit Blocks(const Args& args) : grid_(args.redo), index_(blockIdx.x) {}
+struct FallbackGrid<T, Args, true> {
+  __device__ __forceinline__ explicit FallbackGrid(const Args& args) : grid_(args.fallback), index_(blockIdx.x) {}
   __device__ __forceinline__ bool any() const { return !grid_.flag || (*grid_.flag != 0 && index_ < all()); }
   __device__ __forceinline__ bool next() {
     __syncthreads();
@@ -45,7 +45,7 @@ struct Blocks<T, Args, true> {
  private:
   __device__ __forceinline__ unsigned all() const { return grid_.x * grid_.y * grid_.z; }
 
-  const Redo& grid_;
+  const Fallback& grid_;
   unsigned index_;
 };
 

@@ -32,7 +32,7 @@ inline constexpr bool kHasParts = requires(const Args& args) {
 /// For a kernel that stands in for another one where inputs are not finite (nonfinite.h): it works only where
 /// *flag is set, so it is mostly launched in vain, with few thread blocks that then share the work of a larger grid.
 /// Without a flag it works always.
-struct Redo {
+struct Fallback {
   const int* flag = nullptr;
   unsigned x = 0, y = 0, z = 0;  // the larger grid
 };
@@ -46,7 +46,7 @@ struct RangeArgsOf {
   PerRow lse;
   int window;   // tokens; 0: compressed keys
   float scale;  // softmax scale
-  Redo redo;
+  Fallback fallback;
 };
 using RangeArgs = RangeArgsOf<Geometry, Strided>;
 
@@ -61,7 +61,7 @@ struct SelectedArgsOf {
   int topk;         // entries of a row of indices
   int block_size;
   float scale;
-  Redo redo;
+  Fallback fallback;
 };
 using SelectedArgs = SelectedArgsOf<Geometry, Strided>;
 
@@ -82,14 +82,14 @@ struct SelectArgsOf {
   std::int64_t scratch_blocks;  // floats per query for the importances
   int queries;                  // per tile
   int tiles;                    // per sequence and KV head, an upper bound
-  Redo redo;
+  Fallback fallback;
 };
 using SelectArgs = SelectArgsOf<Geometry, Strided>;
 
 struct CombineArgs {
   Strided branch[3], gates, o;  // o may be one of the branches
   int rows, heads, dim;         // rows of a batch
-  Redo redo;
+  Fallback fallback;
 };
 
 struct CombineBackwardArgs {
@@ -327,7 +327,7 @@ struct BackwardArgs {
   void* plan;                  // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
   StoredGradients stored;
-  Redo redo;
+  Fallback fallback;
 
   __host__ __device__ bool compressed() const { return window == 0 && !indices.data; }
 

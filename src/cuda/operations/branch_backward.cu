@@ -20,9 +20,9 @@ Status in_order(const Step& step, const Steps&... steps) {
 
 /// A portable kernel, alone or behind the one for which it stands in.
 template <class Kernel>
-Status run_portable(const Kernel& kernel, const Prepared& x, bool stands_in, const char* name, Execution& e) {
+Status run_portable(const Kernel& kernel, const Prepared& x, bool is_fallback, const char* name, Execution& e) {
   BackwardArgs args = x.args;
-  if (!stands_in) args.redo = {};
+  if (!is_fallback) args.fallback = {};
   return status_of(kernel(args, e.stream), name);
 }
 
@@ -88,7 +88,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.window = b.window;
   args.scale = static_cast<float>(b.scale);
   args.block_size = b.block_size;
-  args.redo.flag = flag;
+  args.fallback.flag = flag;
   const std::int64_t width = b.q.size(-1) + b.v.size(-1);
   const Before all = before_end(g);
   x.room = room;

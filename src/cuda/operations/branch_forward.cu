@@ -12,7 +12,7 @@ template <class Args, class Fast>
 Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
            cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
   if (any_fast) {
-    args.redo.flag = values.flag();
+    args.fallback.flag = values.flag();
     if (Status s = values.look(e); !s.ok()) return s;
     if (Status s = fast(); !s.ok()) return s;
   }

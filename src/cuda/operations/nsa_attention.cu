@@ -32,7 +32,7 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   if (Status s = values.look(e); !s.ok()) return s;
   int* flag = values.flag();
   RangeArgs range = range_args(b, cmp.o, cmp.lse);
-  range.redo.flag = select.redo.flag = flag;
+  range.fallback.flag = select.fallback.flag = flag;
   select.scratch = static_cast<float*>(scratch);
   sm90::select_blocks::CompressedSelectArgs args{};
   args.range = range;
@@ -63,7 +63,7 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
   if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
   if (Status s = values.look(e); !s.ok()) return s;
   RangeArgs range = range_args(b, swa.o, swa.lse);
-  range.redo.flag = values.flag();
+  range.fallback.flag = values.flag();
   const sm90::range_attention::WindowCombineArgs args{range, strided(sum.o_cmp), strided(sum.o_slc), strided(sum.gates),
                                                       strided(sum.o)};
   if (Status s = status_of(hopper.window_combine(args, e.stream), "window_combine"); !s.ok()) return s;
@@ -72,7 +72,7 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
   range.o = strided(sum.o_swa);
   if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
   CombineArgs combine = combine_args(sum);
-  combine.redo.flag = values.flag();
+  combine.fallback.flag = values.flag();
   return status_of(portable::element_kernels(sum.o.dtype)->combine(combine, rows_of(sum.o, 2).batches, e.stream),
                    "combine");
 }

@@ -18,16 +18,16 @@ unsigned row_tiles(const Geometry& g, int rows) {
 }
 
 template <class Args>
-Redo& redo_of(Args& args) {
-  return args.redo;
+Fallback& fallback_of(Args& args) {
+  return args.fallback;
 }
-Redo& redo_of(RangeDqArgs& args) { return args.branch[0].redo; }
+Fallback& fallback_of(RangeDqArgs& args) { return args.branch[0].fallback; }
 
 /// A launch, or one with few blocks for a kernel that stands in (fallback.cuh).
 template <class Args>
 cudaError_t launch_attention(void (*kernel)(Args), dim3 grid, int memory, cudaStream_t stream, Args args) {
-  if (Redo& redo = redo_of(args); redo.flag) {
-    redo.x = grid.x, redo.y = grid.y, redo.z = grid.z;
+  if (Fallback& fallback = fallback_of(args); fallback.flag) {
+    fallback.x = grid.x, fallback.y = grid.y, fallback.z = grid.z;
     grid = grid.x * grid.y * grid.z == 0 ? dim3(0) : dim3(264);
   }
   return launch(kernel, grid, 128, memory, stream, args);

@@ -49,7 +49,7 @@ struct Chunk {
 
 template <class T>
 __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineArgs args, int batches) {
-  if (!called(args)) return;
+  if (!runs(args)) return;
   int b, r, h;
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * blockDim.x / 32;
   for (std::int64_t n = grid_warp(); numbered_row(n, args.rows, args.heads, batches, b, r, h); n += warps) {

@@ -55,7 +55,7 @@ template <class T, int Dk, int Dv, bool kCompressed, bool kSmallChunks>
 __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardArgs args) {
   using Shape = KeyGradients<T, Dk, Dv>;
   constexpr int kRows = Shape::kRows, kN = kRows / 8;
-  if (!called(args)) return;
+  if (!runs(args)) return;
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(16) float stage_lse[2][kRows], stage_delta[2][kRows], stage_gate[2][kRows];
   __shared__ int stage_position[2][kRows];
@@ -319,7 +319,7 @@ __device__ inline void add(float4& sum, const float4& x) { sum.x += x.x, sum.y +
 /// first items work.
 template <class T>
 __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ BackwardArgs args, int dk, int dv) {
-  if (!called(args)) return;
+  if (!runs(args)) return;
   const Item item = item_of(args);
   const DeviceSequence& seq = item.seq;
   const KeyTile& tile = item.tile;

@@ -18,7 +18,7 @@ unsigned row_warps(int batches, int rows, int heads, int threads) {
 
 cudaError_t run_combine(const CombineArgs& args, int batches, cudaStream_t stream) {
   const unsigned blocks = row_warps(batches, args.rows, args.heads, 256);
-  return launch(combine<T>, args.redo.flag ? std::min(blocks, 264u) : blocks, 256, 0, stream, args, batches);
+  return launch(combine<T>, args.fallback.flag ? std::min(blocks, 264u) : blocks, 256, 0, stream, args, batches);
 }
 
 cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, cudaStream_t stream) {

@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_stored(Acc& acc, const BackwardArgs& args, c
 
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ RangeDqArgs ranges) {
-  Blocks<T, BackwardArgs> block(ranges.branch[0]);
+  FallbackGrid<T, BackwardArgs> block(ranges.branch[0]);
   if (!block.any()) return;
   do {
     using Shape = RangeDq<T, Dk, Dv>;

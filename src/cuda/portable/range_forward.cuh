@@ -25,7 +25,7 @@ inline constexpr int kRangeStage = (Tile<T, Dk>::kPitch + Tile<T, Dv>::kPitch) *
 template <class T, int Dk, int Dv, class Args>
 __global__ void __launch_bounds__(128, kHasParts<Args> && sizeof(T) == 2 ? 2 : 0)
     range_forward(const __grid_constant__ Args args) {
-  Blocks<T, Args> block(args);
+  FallbackGrid<T, Args> block(args);
   if (!block.any()) return;
   do {
     constexpr int kKeys = kRangeKeys<T, Dk, Dv>, kStage = kRangeStage<T, Dk, Dv>;

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4                 ? 2
     select_blocks(const __grid_constant__ Args args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(128) char memory[];
-  if (!called(args)) return;
+  if (!runs(args)) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto& p = args.geometry;
   float* sums =

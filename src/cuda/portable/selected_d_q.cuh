@@ -21,7 +21,7 @@ struct SelectedDq : KeyUnits<T, Dk, Dv, Dk> {
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
     selected_d_q(const __grid_constant__ BackwardArgs args) {
-  Blocks<T, BackwardArgs> block(args);
+  FallbackGrid<T, BackwardArgs> block(args);
   if (!block.any()) return;
   do {
     using Shape = SelectedDq<T, Dk, Dv>;

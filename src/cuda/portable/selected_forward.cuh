@@ -15,7 +15,7 @@ using SelectedForward = KeyUnits<T, Dk, Dv, Dv>;
 
 template <class T, int Dk, int Dv, class Args>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(const __grid_constant__ Args args) {
-  Blocks<T, Args> block(args);
+  FallbackGrid<T, Args> block(args);
   if (!block.any()) return;
   do {
     using Shape = SelectedForward<T, Dk, Dv>;

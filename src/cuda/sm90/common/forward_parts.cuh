@@ -14,7 +14,7 @@ __device__ __forceinline__ void stagger_warpgroups(int group) {
 }
 
 /// Reads the flag of a kernel for which another one stands in; all threads of the block, who get the same answer.
-__device__ __forceinline__ bool stood_in_for(const int* flag) {
+__device__ __forceinline__ bool left_to_fallback(const int* flag) {
   return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
 }
 

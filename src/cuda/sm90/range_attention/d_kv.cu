@@ -320,7 +320,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(384, 1)
     range_d_kv(const __grid_constant__ RangeKeyArgs args, const __grid_constant__ KeyMaps maps) {
-  if (*args.branch.redo.flag != 0) return;
+  if (*args.branch.fallback.flag != 0) return;
   extern __shared__ __align__(1024) char dynamic[];
   using Shape = Memory<Dk, Dv>;
   const Shape memory{shared_address(dynamic)};
@@ -344,7 +344,7 @@ template <class T>
 __global__ void __launch_bounds__(256) sum_chunks(const __grid_constant__ RangeKeyArgs args, int dk, int dv) {
   const BackwardArgs& branch = args.branch;
   const Geometry& p = branch.geometry;
-  if (*branch.redo.flag != 0) return;
+  if (*branch.fallback.flag != 0) return;
   const LineTile tile = tile_at(args, blockIdx.y, blockIdx.x);
   const DeviceSequence& seq = tile.seq;
   const int kv_head = tile.kv_head, first = tile.tile * kKeys;

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
   extern __shared__ __align__(1024) char memory[];
-  if (args.redo.flag && *args.redo.flag) return;
+  if (args.fallback.flag && *args.fallback.flag) return;
   const std::uint32_t ring = shared_address(memory);
   const std::uint32_t kept = ring + plan.slots * S::kSlotBytes;
   auto& control = *reinterpret_cast<SelectedControl*>(memory + plan.slots * S::kSlotBytes + S::kMoreBytes);

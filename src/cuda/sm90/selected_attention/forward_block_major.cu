@@ -303,7 +303,7 @@ template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     attend_blocks(const __grid_constant__ BlockArgs args, const __grid_constant__ CUtensorMap k_map,
                   const __grid_constant__ CUtensorMap v_map, int planned, int first_kv_head) {
-  if (args.selected.redo.flag && *args.selected.redo.flag) return;
+  if (args.selected.fallback.flag && *args.selected.fallback.flag) return;
   extern __shared__ __align__(1024) char dynamic[];
   using Memory = BlockMemory<Dk, Dv>;
   const Memory memory{shared_address(dynamic)};
@@ -363,7 +363,7 @@ __device__ __forceinline__ unsigned seen_parts(const BlockArgs& args, const int*
 /// eight, KV heads. Lanes side by side have a row, sixteen bytes each; so several parts come at once.
 template <class T, int Dv>
 __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ BlockArgs args, int number) {
-  if (args.selected.redo.flag && *args.selected.redo.flag) return;
+  if (args.selected.fallback.flag && *args.selected.fallback.flag) return;
   constexpr int kLanes = Dv / 8, kAtOnce = 32 / kLanes, kAhead = 8;
   __shared__ float weights[8][kMostParts];
   float* weight = weights[threadIdx.x / 32];
