@@ -80,7 +80,7 @@ std::vector<std::string> at_once(const Geometry& g) {
   BackwardArgs args{};
   args.geometry = g;
   args.chunks = max_range_chunks(0, g.q_len);
-  args.items = args.items_before(before_end(g));
+  args.items = args.items_before(end_prefix(g));
   const DeviceSequence seq{0, 0, 0, g.q_len, 0, g.k_len};
   const int key_count = num_compressed(g, g.k_len), small = small_chunk(g.q_len);
   std::vector<std::map<int, std::string>> sums(static_cast<std::size_t>(StoredGradients::key_tiles(g)));  // by item
@@ -93,7 +93,7 @@ std::vector<std::string> at_once(const Geometry& g) {
       if (i % small == 0) sum = plus(sum, queries(begin, i)), begin = i;
     const bool many = begin != t.query_begin;
     EXPECT_EQ(many_small_chunks(args, seq, t), many);
-    EXPECT_TRUE((t.items == 1 && !many) || t.partial + t.item < args.partials_before(before_end(g)));
+    EXPECT_TRUE((t.items == 1 && !many) || t.partial + t.item < args.partials_before(end_prefix(g)));
     sums[static_cast<std::size_t>(t.first / kKeyTile)][t.item] = plus(sum, queries(begin, t.query_end));
   }
   std::vector<std::string> results;

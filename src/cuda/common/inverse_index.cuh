@@ -5,8 +5,8 @@
 //   fill_queries    the lists, ascending
 //
 // A chunk marks its queries in a bit mask per block (bits set by atomicOr, so in any order with one result), 128
-// queries at a time. BlockLists::offsets are counts of a chunk and block first, then where its part of the block's list
-// begins, and at last where it ends.
+// queries at a time. InverseIndex::offsets are counts of a chunk and block first, then where its part of the block's
+// list begins, and at last where it ends.
 #pragma once
 
 #include "cuda/common/params.h"
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
-  const int chunk = BlockLists::chunk(seq.q_len), begin = blockIdx.x * chunk, end = min(begin + chunk, seq.q_len);
+  const int chunk = InverseIndex::chunk(seq.q_len), begin = blockIdx.x * chunk, end = min(begin + chunk, seq.q_len);
   if (begin >= end) return;
   if (kFill ? lists.begin[lists.blocks] == 0 : !args.ways.by_block(args.geometry, seq.index, kv_head)) return;
   int* offsets = lists.offsets + blockIdx.x * args.lists.slots;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ Inv
   // Else: empty lists, no items.
   const bool wanted = args.ways.by_block(args.geometry, seq.index, kv_head);
   const int key_tiles = lists.blocks * args.lists.tiles_per_block;
-  const int chunk = BlockLists::chunk(seq.q_len), chunks = wanted ? (seq.q_len + chunk - 1) / chunk : 0;
+  const int chunk = InverseIndex::chunk(seq.q_len), chunks = wanted ? (seq.q_len + chunk - 1) / chunk : 0;
   const int total = scan(
       lists.blocks,
       [&](int block) {

@@ -201,15 +201,15 @@ __host__ __device__ inline int max_range_chunks(int window, int q_len) {
 /// something for every row. Before the end of the last sequence lies the whole call, so the same functions give sizes.
 /// Shares begin at rounded down multiples of these numbers and are never shorter than what they hold, so no sum over
 /// sequences is needed and memory follows the rows, however uneven the sequences are.
-struct Before {
+struct RowPrefix {
   std::int64_t q, k;
   int sequences;
 };
-__host__ __device__ inline Before before_end(const Geometry& g) {
+__host__ __device__ inline RowPrefix end_prefix(const Geometry& g) {
   if (g.cu_q) return {g.total_q, g.total_k, g.batches};
   return {static_cast<std::int64_t>(g.batches) * g.q_len, static_cast<std::int64_t>(g.batches) * g.k_len, g.batches};
 }
-__host__ __device__ inline Before before(const Geometry& g, const DeviceSequence& seq) {
+__host__ __device__ inline RowPrefix row_prefix(const Geometry& g, const DeviceSequence& seq) {
   // Of each two summands one is 0.
   return {seq.q_begin + static_cast<std::int64_t>(seq.batch) * g.q_len,
           seq.k_begin + static_cast<std::int64_t>(seq.batch) * g.k_len, seq.index};
@@ -221,14 +221,14 @@ __device__ inline int sequence_at(const Geometry& g, std::int64_t x, const First
   int low = 0, high = g.batches;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (first(before(g, sequence_of(g, middle))) <= x ? low : high) = middle;
+    (first(row_prefix(g, sequence_of(g, middle))) <= x ? low : high) = middle;
   }
   return low;
 }
 
 /// Partial sums for ranges: a sequence of more than `least` queries, cut into at most `chunks` of at least so many, has
 /// one for each chunk and `tile` raw tokens; the others have none.
-__host__ __device__ inline std::int64_t range_partials(const Before& at, int tile, int least, int chunks) {
+__host__ __device__ inline std::int64_t range_partials(const RowPrefix& at, int tile, int least, int chunks) {
   const std::int64_t ends = 2 * at.q / least, most = static_cast<std::int64_t>(at.sequences) * chunks;
   return at.k * chunks / tile + (ends < most ? ends : most);
 }
@@ -237,7 +237,7 @@ __host__ __device__ inline std::int64_t range_partials(const Before& at, int til
 inline constexpr int kListChunk = 1024;
 
 /// The queries that chose each block, ascending, block after block: the inverse index (inverse_index.cuh).
-struct BlockLists {
+struct InverseIndex {
   int block_size = 0;
   int tiles_per_block = 0;    // key tiles of 64
   int width = 0;              // entries for a query, an upper bound
@@ -251,21 +251,23 @@ struct BlockLists {
   /// Queries of a chunk.
   __host__ __device__ static int chunk(int q_len) { return q_len > 128 * 128 ? (q_len + 127) / 128 : 128; }
   /// A sequence has a slot for each block and one for the end.
-  __host__ __device__ std::int64_t slots_before(const Before& at) const { return at.k / block_size + 2 * at.sequences; }
-  __host__ __device__ std::int64_t entries_before(const Before& at) const { return at.q * width; }
+  __host__ __device__ std::int64_t slots_before(const RowPrefix& at) const {
+    return at.k / block_size + 2 * at.sequences;
+  }
+  __host__ __device__ std::int64_t entries_before(const RowPrefix& at) const { return at.q * width; }
 };
 
 /// The share of one sequence and KV head: block j was chosen by the queries list[begin[j]] ... list[begin[j + 1] - 1].
 struct SequenceLists {
   int *list, *begin;
   int* item_begin;           // (blocks * tiles_per_block + 1): first item of a key tile
-  int* offsets;              // of chunk 0 and block 0; of the next chunk: BlockLists::slots further
+  int* offsets;              // of chunk 0 and block 0; of the next chunk: InverseIndex::slots further
   std::int64_t entry, slot;  // where they begin in the arrays of the KV head
   int blocks;
 };
-__device__ inline SequenceLists lists_of(const BlockLists& all, const Geometry& g, const DeviceSequence& seq,
+__device__ inline SequenceLists lists_of(const InverseIndex& all, const Geometry& g, const DeviceSequence& seq,
                                          int kv_head) {
-  const Before at = before(g, seq);
+  const RowPrefix at = row_prefix(g, seq);
   const std::int64_t entry = all.entries_before(at), slot = all.slots_before(at);
   return {all.list + kv_head * all.entries + entry,
           all.begin + kv_head * all.slots + slot,
@@ -290,7 +292,7 @@ struct StoredGradients {
   std::int64_t sums_head = 0, sums_sequence = 0;  // elements
   int first = 0, q_len = 0;                       // the part's first query, and how many queries there are in all
 
-  __host__ __device__ static std::int64_t rows_before(const Geometry& g, const Before& at) {
+  __host__ __device__ static std::int64_t rows_before(const Geometry& g, const RowPrefix& at) {
     return (at.q * g.group / 128 + at.sequences) * 8;
   }
   __host__ __device__ static int columns(const Geometry& g) { return key_tiles(g) * (kKeyTile / 16); }
@@ -298,11 +300,11 @@ struct StoredGradients {
     return (num_compressed(g, g.k_len) + kKeyTile - 1) / kKeyTile;
   }
   static std::int64_t bytes(const Geometry& g) {
-    return g.kv_heads * rows_before(g, before_end(g)) * columns(g) * kTile;
+    return g.kv_heads * rows_before(g, end_prefix(g)) * columns(g) * kTile;
   }
   /// What a query row's tile and its first key's tile have in common for this lane.
   __device__ char* at(const Geometry& g, const DeviceSequence& seq, int kv_head, std::int64_t row, int key) const {
-    const std::int64_t tile = kv_head * rows_before(g, before_end(g)) + rows_before(g, before(g, seq)) + row / 16;
+    const std::int64_t tile = kv_head * rows_before(g, end_prefix(g)) + rows_before(g, row_prefix(g, seq)) + row / 16;
     return tiles + (tile * columns(g) + key / 16) * kTile + threadIdx.x % 32 * 16;
   }
 };
@@ -319,7 +321,7 @@ struct BackwardArgs {
   float scale;
   // dK and dV. A thread block works on an item: a key tile and some of the queries that see it. Key tiles with several
   // items have a partial sum for each.
-  BlockLists lists;            // of the selection
+  InverseIndex lists;          // of the selection
   int chunks;                  // items per key tile of a range, an upper bound
   float* partials;             // (KV head, partial_items, kKeyTile, Dk + Dv)
   std::int64_t items;          // per KV head, an upper bound
@@ -332,12 +334,12 @@ struct BackwardArgs {
   __host__ __device__ bool compressed() const { return window == 0 && !indices.data; }
 
   /// Items of the sequences before; some of them are empty.
-  __host__ __device__ std::int64_t items_before(const Before& at) const {
+  __host__ __device__ std::int64_t items_before(const RowPrefix& at) const {
     if (!indices.data) return (at.k / range_tile() + at.sequences) * chunks;
     return (at.k / block_size + at.sequences + lists.entries_before(at) / kListChunk) * lists.tiles_per_block;
   }
   /// Partial sums of a range.
-  __host__ __device__ std::int64_t partials_before(const Before& at) const {
+  __host__ __device__ std::int64_t partials_before(const RowPrefix& at) const {
     return range_partials(at, range_tile(), least_range_chunk(window), chunks);
   }
   /// Partial sums of the blocks of the selection whose lists begin before: only lists longer than a chunk have them.
@@ -374,7 +376,7 @@ struct InverseArgs {
   Geometry geometry;
   Strided indices;
   int topk;
-  BlockLists lists;
+  InverseIndex lists;
   Ways ways{};  // lists of those that go block by block; the others' are empty
 };
 

@@ -4,12 +4,12 @@ namespace nsa::cuda {
 
 InverseArgs take_lists(const Branch& b, Arena& arena) {
   const Geometry& g = b.geometry;
-  const Before all = before_end(g);
+  const RowPrefix all = end_prefix(g);
   InverseArgs args{};
   args.geometry = g;
   args.indices = strided(*b.indices);
   args.topk = to_int(b.indices->size(-1));
-  BlockLists& lists = args.lists;
+  InverseIndex& lists = args.lists;
   lists.block_size = b.block_size;
   lists.tiles_per_block = to_int(tiles(b.block_size, 64));
   lists.width = to_int(std::min<std::int64_t>(args.topk, ceil_div(g.k_len, b.block_size)));
@@ -18,7 +18,7 @@ InverseArgs take_lists(const Branch& b, Arena& arena) {
   lists.list = arena.take<int>(g.kv_heads * lists.entries);
   lists.begin = arena.take<int>(g.kv_heads * lists.slots);
   lists.item_begin = arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
-  lists.chunks = to_int(std::clamp<std::int64_t>(ceil_div(g.q_len, BlockLists::chunk(g.q_len)), 1, 128));
+  lists.chunks = to_int(std::clamp<std::int64_t>(ceil_div(g.q_len, InverseIndex::chunk(g.q_len)), 1, 128));
   lists.offsets = arena.take<int>(g.kv_heads * lists.chunks * lists.slots);
   return args;
 }

@@ -90,7 +90,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.block_size = b.block_size;
   args.fallback.flag = flag;
   const std::int64_t width = b.q.size(-1) + b.v.size(-1);
-  const Before all = before_end(g);
+  const RowPrefix all = end_prefix(g);
   x.room = room;
   if (b.indices) {
     args.indices = strided(*b.indices);
@@ -99,7 +99,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   std::int64_t plan = 0;  // bytes for the kernels of sm90
   if (x.keys && b.indices) {
     x.inverse = take_lists(b, e.arena);
-    const BlockLists& lists = args.lists = x.inverse.lists;
+    const InverseIndex& lists = args.lists = x.inverse.lists;
     args.items = args.items_before(all);
     args.partial_items = args.partials_before(lists.entries, lists.slots);
     std::int64_t partials = g.kv_heads * args.partial_items;

@@ -63,7 +63,7 @@ inline std::optional<std::int64_t> room_for_d_s(const Geometry& g, DType dtype, 
 inline void cut(BackwardArgs& args) {
   const int key_tiles = StoredGradients::key_tiles(args.geometry);
   args.chunks = to_int(ceil_div(args.geometry.q_len, small_chunk(args.stored.q_len)));
-  args.items = args.items_before(before_end(args.geometry));
+  args.items = args.items_before(end_prefix(args.geometry));
   args.partial_items = std::int64_t{args.geometry.batches} * key_tiles * args.chunks;
 }
 

@@ -17,9 +17,9 @@ struct KeyTile {
 /// Whose item x of a KV head is; x becomes its number in the sequence.
 __device__ inline DeviceSequence sequence_of_item(const BackwardArgs& args, int& x) {
   const Geometry& p = args.geometry;
-  const auto first = [&](const Before& at) { return args.items_before(at); };
+  const auto first = [&](const RowPrefix& at) { return args.items_before(at); };
   const DeviceSequence seq = sequence_of(p, sequence_at(p, x, first));
-  x -= static_cast<int>(first(before(p, seq)));
+  x -= static_cast<int>(first(row_prefix(p, seq)));
   return seq;
 }
 
@@ -42,7 +42,8 @@ __host__ __device__ inline KeyTile range_item(const BackwardArgs& args, const De
   const int query_begin = static_cast<int>(max(begin - shift, std::int64_t{0})) / even * even;
   const int query_end = static_cast<int>(min(end - shift, static_cast<std::int64_t>(seq.q_len)));
   const int chunk = range_chunk(args.window, seq.q_len);
-  const std::int64_t partial = args.partials_before(before(p, seq)) + tile * max_range_chunks(args.window, seq.q_len);
+  const std::int64_t partial =
+      args.partials_before(row_prefix(p, seq)) + tile * max_range_chunks(args.window, seq.q_len);
   if (args.window) {
     const int item = x % args.chunks, items = max((query_end - query_begin + chunk - 1) / chunk, 1);
     if (item >= items) return {};

@@ -59,9 +59,9 @@ struct LineTile {
 };
 __device__ inline LineTile tile_at(const RangeKeyArgs& args, int line, int tile) {
   const Geometry& p = args.branch.geometry;
-  const auto first = [&](const Before& at) { return args.work.tiles_before(at); };
+  const auto first = [&](const RowPrefix& at) { return args.work.tiles_before(at); };
   LineTile found{sequence_of(p, p.cu_q ? sequence_at(p, tile, first) : line / p.kv_heads), line % p.kv_heads, tile};
-  const Before before = cuda::before(p, found.seq);
+  const RowPrefix before = row_prefix(p, found.seq);
   if (p.cu_q) found.tile -= static_cast<int>(first(before));
   found.first_slot = static_cast<int>(found.kv_head * args.work.partials + args.work.partials_before(before) +
                                       found.tile * max_chunks(args.branch.window, found.seq.q_len));

@@ -34,11 +34,11 @@ struct RangeWork {
   RangeWork(const Geometry& g, int window)
       : tile(window > 0 ? kRangeKeys : kRangeKeys * g.kernel_stride),
         lines(g.cu_q ? g.kv_heads : g.batches * g.kv_heads),
-        key_tiles(static_cast<int>(g.cu_q ? tiles_before(before_end(g)) : key_tiles_of(g, window, g.k_len))),
+        key_tiles(static_cast<int>(g.cu_q ? tiles_before(end_prefix(g)) : key_tiles_of(g, window, g.k_len))),
         chunks(max_chunks(window, g.q_len)),
         begin{},
         least(least_chunk(window)),
-        partials(chunks == 1 ? 0 : partials_before(before_end(g))) {
+        partials(chunks == 1 ? 0 : partials_before(end_prefix(g))) {
     const int chunk = chunk_queries(window, g.q_len);
     for (int from_end = 0; from_end < chunks; ++from_end) {
       int tiles = key_tiles;
@@ -57,8 +57,8 @@ struct RangeWork {
     return static_cast<int>(((window > 0 ? length : compressed) + kRangeKeys - 1) / kRangeKeys);
   }
   /// Key tiles of a packed line.
-  __host__ __device__ std::int64_t tiles_before(const Before& at) const { return at.k / tile + at.sequences; }
-  __host__ __device__ std::int64_t partials_before(const Before& at) const {
+  __host__ __device__ std::int64_t tiles_before(const RowPrefix& at) const { return at.k / tile + at.sequences; }
+  __host__ __device__ std::int64_t partials_before(const RowPrefix& at) const {
     return range_partials(at, tile, least, chunks);
   }
 };

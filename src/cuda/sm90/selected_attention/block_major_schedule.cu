@@ -23,18 +23,18 @@ __device__ inline int lower_bound(const int* list, int count, int x) {
 /// windows.
 __global__ void __launch_bounds__(256) write_items(const __grid_constant__ BlockArgs args, int first) {
   const Geometry& g = args.selected.geometry;
-  const BlockLists& lists = args.lists;
+  const InverseIndex& lists = args.lists;
   const BlockWindows& windows = args.windows;
   const Window window(windows, first + static_cast<int>(blockIdx.z));
   const int kv_head = window.first_kv_head + static_cast<int>(blockIdx.y);
   const int slot = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (kv_head >= g.kv_heads || slot >= lists.slots) return;
   const DeviceSequence seq =
-      sequence_of(g, sequence_at(g, slot, [&](const Before& at) { return lists.slots_before(at); }));
+      sequence_of(g, sequence_at(g, slot, [&](const RowPrefix& at) { return lists.slots_before(at); }));
   const SequenceLists own = lists_of(lists, g, seq, kv_head);
   const int block = slot - static_cast<int>(own.slot), tiles = lists.tiles_per_block;
   if (block < 0 || block >= own.blocks || own.item_begin[own.blocks * tiles] == 0) return;  // 0: lists were not made
-  const std::int64_t before = cuda::before(g, seq).q - window.first_row;                    // rows of the window
+  const std::int64_t before = row_prefix(g, seq).q - window.first_row;                      // rows of the window
   if (before >= windows.rows || before + seq.q_len <= 0) return;
   const int window_row = static_cast<int>(before);
   const int* list = own.list + own.begin[block];

@@ -64,7 +64,7 @@ struct ListTile {
   int all = 0;          // items
 
   __device__ ListTile(const ListLine& line, int tile) : items{} {
-    const BlockLists& lists = line.plan.branch.lists;
+    const InverseIndex& lists = line.plan.branch.lists;
     const int block = tile / lists.tiles_per_block;
     first_key = block * lists.block_size + tile % lists.tiles_per_block * 64;
     keys = tile < line.tiles ? min(min(first_key + 64, (block + 1) * lists.block_size), line.seq.k_len) - first_key : 0;

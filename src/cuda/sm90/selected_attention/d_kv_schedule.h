@@ -26,7 +26,7 @@ struct ListCut {
 
   /// heads: rows of a query in a tile.
   __host__ __device__ ListCut(int q_len, int heads) {
-    const int chunk = BlockLists::chunk(q_len), wanted = (q_len + kLeastWindow - 1) / kLeastWindow;
+    const int chunk = InverseIndex::chunk(q_len), wanted = (q_len + kLeastWindow - 1) / kLeastWindow;
     chunks = (q_len + chunk - 1) / chunk;
     windows = wanted < 1 || heads < kWindowRows ? 1 : wanted < kWindows ? wanted : kWindows;
     window = (chunks + windows - 1) / windows;
@@ -52,8 +52,8 @@ struct ListWork {
   int lines = 0;
   std::int64_t items = 0, partials = 0, sums = 0;  // upper bounds
 
-  ListWork(const Geometry& g, const BlockLists& lists) : lines(g.kv_heads * g.batches) {
-    const Before all = before_end(g);
+  ListWork(const Geometry& g, const InverseIndex& lists) : lines(g.kv_heads * g.batches) {
+    const RowPrefix all = end_prefix(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
     const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, QueryTiles(g.group).heads).most;
     const std::int64_t parts = parts_by_windows(g, lists.block_size) + all.q * lists.width / most;
@@ -69,7 +69,7 @@ struct ListWork {
       const ListCut cut(g.q_len, QueryTiles(g.group).heads);
       std::int64_t parts = 0;
       for (int i = 1; i <= cut.windows; ++i) {
-        const int end = std::min(i * cut.window * BlockLists::chunk(g.q_len), g.q_len);
+        const int end = std::min(i * cut.window * InverseIndex::chunk(g.q_len), g.q_len);
         parts += (end + g.k_len - g.q_len + block_size - 1) / block_size;
       }
       return parts * g.batches;

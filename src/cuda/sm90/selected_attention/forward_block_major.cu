@@ -375,8 +375,8 @@ __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ BlockAr
   const int kv_head = window.first_kv_head + static_cast<int>(blockIdx.y);
   const std::int64_t all_rows = window.first_row + row;
   if (row >= windows.rows || kv_head >= g.kv_heads || all_rows >= windows.all_rows) return;
-  const DeviceSequence seq = sequence_of(g, sequence_at(g, all_rows, [](const Before& at) { return at.q; }));
-  const int query = static_cast<int>(all_rows - cuda::before(g, seq).q);
+  const DeviceSequence seq = sequence_of(g, sequence_at(g, all_rows, [](const RowPrefix& at) { return at.q; }));
+  const int query = static_cast<int>(all_rows - row_prefix(g, seq).q);
   if (query < 0 || query >= seq.q_len || !args.ways.by_block(g, seq.index, kv_head)) return;
   const int at = seq.q_begin + query;
   const unsigned seen = seen_parts(args, call.indices.at<int>(seq.batch, at, kv_head), seq.position(query));

@@ -9,7 +9,7 @@ namespace nsa::cuda::sm90::selected_attention {
 
 struct SelectedByBlockArgs {
   SelectedArgs selected;
-  BlockLists lists;
+  InverseIndex lists;
   Ways ways;
   void* scratch;  // BlockWindows::bytes()
 };
@@ -51,12 +51,12 @@ struct BlockWindows {
   std::int64_t items = 0;      // of a window, an upper bound
   std::int64_t part_bytes;     // output and lse
 
-  BlockWindows(const Geometry& g, const BlockLists& lists, int topk, std::int64_t value_dim)
+  BlockWindows(const Geometry& g, const InverseIndex& lists, int topk, std::int64_t value_dim)
       : group(g.group),
         parts(topk * lists.tiles_per_block),
         most(64 / g.group * kItemTiles),
         part_bytes(value_dim * 2 + sizeof(float)) {
-    const Before all = before_end(g);
+    const RowPrefix all = end_prefix(g);
     all_rows = all.q;
     if (all.q == 0 || g.kv_heads == 0) return;
     const std::int64_t row = std::int64_t{group} * parts, limit = std::max<std::int64_t>(kParts / row, 1);
