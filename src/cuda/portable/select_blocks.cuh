@@ -42,7 +42,7 @@ __device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, 
     float sum = 0;
     for (int i = first; i <= last; ++i)
       sum += sums[i] * (static_cast<float>(min(i * d + l, end) - max(i * d, begin)) * args.inverse_stride);
-    if (args.noise > 0) sum = explored(sum * args.share, args.noise, args.seed, j, position, kv_head, seq.index);
+    if (args.noise > 0) sum = perturbed(sum * args.share, args.noise, args.seed, j, position, kv_head, seq.index);
     importance[j] = __uint_as_float(forced(j) ? 0 : ordered(sum));
   }
   // Forced blocks and those that are not there have 0, which reaches no threshold asked for.

@@ -115,7 +115,7 @@ class Picker {
   /// key: of an importance.
   __device__ __forceinline__ unsigned explore(unsigned key, int block, int position, const TileWalk& walk) const {
     const float share = __uint_as_float(key) * (args_.share * (1.f / (1 << kAddedExponent)));
-    return ordered(explored(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
+    return ordered(perturbed(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
   }
 
   /// AnyBlocks: the keys that candidates are made of, those before the last blocks that are visible. What is beyond
