@@ -31,11 +31,11 @@ Geometry geometry_of(int group, int q_len, int k_len) {
 }
 
 /// The sum of every key tile as d_kv and sum_partials make it, part by part. `seen`: [tile][query], how often.
-std::vector<std::string> in_parts(const Geometry& g, std::int64_t room, std::vector<std::vector<int>>& seen) {
-  const auto tiles = static_cast<std::size_t>(StoredGradients::key_tiles(g));
+std::vector<std::string> in_parts(const Geometry& g, std::int64_t ds_budget, std::vector<std::vector<int>>& seen) {
+  const auto tiles = static_cast<std::size_t>(DsBuffer::key_tiles(g));
   std::vector<std::string> sums(tiles), chunk_sums(tiles), results(tiles);
   seen.assign(tiles, std::vector<int>(static_cast<std::size_t>(g.q_len)));
-  for (const Part& part : parts_of(g, room)) {
+  for (const Part& part : parts_of(g, ds_budget)) {
     float here = 0;
     BackwardArgs args{};
     args.geometry = part_of(g, part);
@@ -83,7 +83,7 @@ std::vector<std::string> at_once(const Geometry& g) {
   args.items = args.items_before(end_prefix(g));
   const DeviceSequence seq{0, 0, 0, g.q_len, 0, g.k_len};
   const int key_count = num_compressed(g, g.k_len), small = small_chunk(g.q_len);
-  std::vector<std::map<int, std::string>> sums(static_cast<std::size_t>(StoredGradients::key_tiles(g)));  // by item
+  std::vector<std::map<int, std::string>> sums(static_cast<std::size_t>(DsBuffer::key_tiles(g)));  // by item
   for (int x = 0; x < args.items; ++x) {
     const KeyTile t = range_item(args, seq, key_count, x);
     if (t.count == 0) continue;
@@ -119,7 +119,8 @@ TEST_P(Parts, EveryQueryOnceAndTheSameSums) {
     }
   }
   EXPECT_EQ(at_once(g), expected);
-  for (const std::int64_t room : {0, 4 << 20, 64 << 20}) EXPECT_EQ(in_parts(g, room, seen), expected) << room;
+  for (const std::int64_t ds_budget : {0, 4 << 20, 64 << 20})
+    EXPECT_EQ(in_parts(g, ds_budget, seen), expected) << ds_budget;
 }
 
 INSTANTIATE_TEST_SUITE_P(Lengths, Parts,

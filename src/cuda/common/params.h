@@ -187,7 +187,7 @@ __host__ __device__ inline int range_chunk(int window, int q_len) {
   return even > least ? even : least;
 }
 /// In 16-bit types the compressed branch's chunks are sums of smaller ones: they are items of their own where dS is
-/// stored (StoredGradients), so that few queries at a time fill the device.
+/// stored (DsBuffer), so that few queries at a time fill the device.
 __host__ __device__ inline int small_chunk(int q_len) {
   return q_len <= 4096 ? kRangeChunk : q_len <= 16384 ? 128 : 256;
 }
@@ -281,7 +281,7 @@ __device__ inline SequenceLists lists_of(const InverseIndex& all, const Geometry
 /// dS of the compressed branch in 16-bit types, which d_kv leaves for range_d_q: without it that would have to make the
 /// scores and dP a second time. Tiles of 16 query rows and 16 keys, each as d_kv has it, the A operand of dS^T, a
 /// lane's four registers next to each other; key tiles of a tile of rows follow each other.
-struct StoredGradients {
+struct DsBuffer {
   static constexpr int kTile = 512;  // bytes
 
   char* tiles = nullptr;  // (KV head, row tiles, key tiles); null: not wanted
@@ -328,7 +328,7 @@ struct BackwardArgs {
   std::int64_t partial_items;  // the same of key tiles with several items
   void* plan;                  // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
-  StoredGradients stored;
+  DsBuffer stored;
   Fallback fallback;
 
   __host__ __device__ bool compressed() const { return window == 0 && !indices.data; }

@@ -54,16 +54,16 @@ PerRow take_rows(Arena& arena, const TensorView& q) {
   return {arena.take<float>(r.batches * heads * r.rows), heads * r.rows, r.rows, 1};
 }
 
-std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
-                                     const TensorView& d_v) {
+std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
+                                          const TensorView& d_v) {
   const sm90::Kernels hopper = hopper_kernels(b, d_o);
   const bool compressed = !b.indices && b.window == 0, keys = d_k.defined() || d_v.defined();
   if (!compressed || !keys || !queries || hopper.range_d_kv || hopper.range_d_q) return {};
-  return room_for_d_s(b.geometry, b.q.dtype, b.q.size(-1));
+  return ds_budget_of(b.geometry, b.q.dtype, b.q.size(-1));
 }
 
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
-                 const BranchGradients& out, std::optional<std::int64_t> room, int* flag, Execution& e) {
+                 const BranchGradients& out, std::optional<std::int64_t> ds_budget, int* flag, Execution& e) {
   const Geometry& g = b.geometry;
   Prepared x;
   x.branch = &b;
@@ -91,7 +91,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.fallback.flag = flag;
   const std::int64_t width = b.q.size(-1) + b.v.size(-1);
   const RowPrefix all = end_prefix(g);
-  x.room = room;
+  x.ds_budget = ds_budget;
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
@@ -113,7 +113,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     args.chunks = max_range_chunks(b.window, g.q_len);
     args.items = args.items_before(all);
     if (args.chunks > 1) args.partial_items = args.partials_before(all);
-    if (x.room) take_stored(args, width, *x.room, e.arena);
+    if (x.ds_budget) take_ds_buffer(args, width, *x.ds_budget, e.arena);
     std::int64_t partials = g.kv_heads * args.partial_items * kKeyTile * width;
     if (x.hopper.range_d_kv) {
       const sm90::range_attention::RangeWork work(g, b.window);
@@ -141,7 +141,7 @@ Prepared part_of(Prepared x, const Part& part) {
   move(args.indices, part.first, sizeof(int));
   for (PerRow* t : {&args.lse, &args.delta, &args.gate})
     if (t->data) t->data += part.sequence * t->batch + part.first * t->row;
-  if (StoredGradients& stored = args.stored; stored.sums) {
+  if (DsBuffer& stored = args.stored; stored.sums) {
     stored.sums += part.sequence * stored.sums_sequence;
     stored.chunk_sums += part.sequence * stored.sums_sequence;
     stored.first = part.first;
@@ -179,7 +179,7 @@ Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compre
 }
 
 Status begin_parts(const Prepared& x, Execution& e) {
-  const StoredGradients& stored = x.args.stored;
+  const DsBuffer& stored = x.args.stored;
   if (!stored.sums) return {};
   const std::int64_t floats = 2 * stored.sums_head * x.args.geometry.kv_heads;
   return status_of(cudaMemsetAsync(stored.sums, 0, static_cast<std::size_t>(floats) * sizeof(float), e.stream),
@@ -194,7 +194,8 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   int* flag = e.arena.take<int>(1);
   const BranchGradients out{p.d_q, d_k, d_v, {}, {}};
   const bool queries = p.d_q.defined();
-  const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, room_for(b, p.d_o, queries, d_k, d_v), flag, e);
+  const Prepared x =
+      prepare(b, p.d_o, p.forward.lse, delta, {}, out, ds_budget_for(b, p.d_o, queries, d_k, d_v), flag, e);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const Rows r = rows_of(p.d_o, 2);
@@ -217,11 +218,11 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
       },
       [&]() -> Status {
         const Packed& packed = p.forward.packed;
-        if (!x.room)
+        if (!x.ds_budget)
           return in_order([&] { return queries ? run_queries(x, e) : Status(); },
                           [&] { return run_keys(x, packed, compressed, e); });
         if (Status s = begin_parts(x, e); !s.ok()) return s;
-        for (const Part& part : parts_of(x.args.geometry, x.room)) {
+        for (const Part& part : parts_of(x.args.geometry, x.ds_budget)) {
           const Prepared some = part_of(x, part);
           const Status done =
               in_order([&] { return run_keys(some, packed, compressed, e); }, [&] { return run_queries(some, e); });

@@ -22,19 +22,20 @@ struct Prepared {
   BackwardArgs args{};
   InverseArgs inverse{};
   sm90::Kernels hopper;
-  bool keys = false, selected = false;  // are dK or dV wanted? the branch
-  std::optional<std::int64_t> room;     // for dS, if it goes from d_kv to range_d_q through memory
+  bool keys = false, selected = false;    // are dK or dV wanted? the branch
+  std::optional<std::int64_t> ds_budget;  // for dS, if it goes from d_kv to range_d_q through memory
   const Branch* branch = nullptr;
   const BranchGradients* out = nullptr;
 };
 
 /// The memory for dS if it is to be stored: of the compressed branch, where dQ and dK or dV are wanted.
-std::optional<std::int64_t> room_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
-                                     const TensorView& d_v);
+std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
+                                          const TensorView& d_v);
 
-/// Takes what the branch needs from the workspace. `room`: of room_for. `flag` is set where inputs are not finite.
+/// Takes what the branch needs from the workspace. `ds_budget`: of ds_budget_for. `flag` is set where inputs are not
+/// finite.
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
-                 const BranchGradients& out, std::optional<std::int64_t> room, int* flag, Execution& e);
+                 const BranchGradients& out, std::optional<std::int64_t> ds_budget, int* flag, Execution& e);
 
 /// The sums of dQ are those of the part already.
 Prepared part_of(Prepared x, const Part& part);

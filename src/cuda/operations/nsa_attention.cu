@@ -151,8 +151,8 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   int* flag = e.arena.take<int>(1);
   const bool queries = p.d_q.defined();
   // dQ is summed over the branches in float32, some queries at a time.
-  const auto room = room_for(branches[0], p.d_o, queries, *d_k[0], *d_v[0]);
-  const std::vector<Part> parts = parts_of(branches[0].geometry, room);
+  const auto ds_budget = ds_budget_for(branches[0], p.d_o, queries, *d_k[0], *d_v[0]);
+  const std::vector<Part> parts = parts_of(branches[0].geometry, ds_budget);
   Strided sum;
   if (queries) {
     TensorView view = f.q;
@@ -190,11 +190,11 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   for (int i = 0; i < 3; ++i) {
     e.arena = rest;
     const Prepared& x = prepared[i] =
-        prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], i == 0 ? room : std::nullopt, flag, e);
+        prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], i == 0 ? ds_budget : std::nullopt, flag, e);
     most = std::max(most, e.arena.used());
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
-    if (x.room) continue;  // they go with dQ
+    if (x.ds_budget) continue;  // they go with dQ
     if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
     e.stage_done(kKeys[i]);
   }
@@ -207,7 +207,7 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   if (Status s = begin_parts(prepared[0], e); !s.ok()) return s;
   for (const Part& part : parts) {
     const Prepared compressed = part_of(prepared[0], part);
-    if (room) {
+    if (ds_budget) {
       if (Status s = run_keys(compressed, f.packed, &f.cfg, e); !s.ok()) return s;
       e.stage_done(kKeys[0]);
     }

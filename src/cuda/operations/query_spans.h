@@ -1,5 +1,5 @@
 // How the queries of a backward call are cut into parts, and the memory that dS of the compressed branch takes
-// (StoredGradients).
+// (DsBuffer).
 #pragma once
 
 #include <optional>
@@ -26,19 +26,20 @@ inline Geometry part_of(Geometry g, const Part& part) {
 
 /// The parts of a call: so many queries that the float32 sum of their dQ over the branches does not take much memory,
 /// and that dS, if it is stored, has room. Where a sequence is cut does not depend on the others.
-inline std::vector<Part> parts_of(const Geometry& g, std::optional<std::int64_t> room) {
+inline std::vector<Part> parts_of(const Geometry& g, std::optional<std::int64_t> ds_budget) {
   constexpr int kMost = 16384;
   const int step = small_chunk(g.q_len);
   if (g.cu_q) return {{0, g.batches, 0, g.q_len}};
   std::vector<Part> parts;
   for (int first = 0, next; first < g.q_len; first = next) {
-    const auto bytes = [&](int end) { return StoredGradients::bytes(part_of(g, {0, 1, first, end - first})); };
+    const auto bytes = [&](int end) { return DsBuffer::bytes(part_of(g, {0, 1, first, end - first})); };
     const std::int64_t left = g.q_len - first, count = ceil_div(left, kMost);
     const int most = first + to_int(count == 1 ? left : ceil_div(left, count * step) * step);
-    next = room ? std::min(first + step, most) : most;
-    while (next < most && bytes(std::min(next + step, most)) <= *room) next = std::min(next + step, most);
+    next = ds_budget ? std::min(first + step, most) : most;
+    while (next < most && bytes(std::min(next + step, most)) <= *ds_budget) next = std::min(next + step, most);
     int together = g.batches;
-    if (room) together = to_int(std::clamp<std::int64_t>(*room / std::max<std::int64_t>(bytes(next), 1), 1, together));
+    if (ds_budget)
+      together = to_int(std::clamp<std::int64_t>(*ds_budget / std::max<std::int64_t>(bytes(next), 1), 1, together));
     for (int b = 0; b < g.batches; b += together)
       parts.push_back({b, std::min(together, g.batches - b), first, next - first});
   }
@@ -48,45 +49,45 @@ inline std::vector<Part> parts_of(const Geometry& g, std::optional<std::int64_t>
 /// The memory for dS of a call's compressed branch: about that of two of its inputs q, within bounds in which less
 /// costs time and more brings none. None: dS is not stored. A packed call is one part: its dS has room or is not
 /// stored.
-inline std::optional<std::int64_t> room_for_d_s(const Geometry& g, DType dtype, std::int64_t key_dim) {
+inline std::optional<std::int64_t> ds_budget_of(const Geometry& g, DType dtype, std::int64_t key_dim) {
   if (size_of(dtype) != 2 || g.q_len == 0) return {};
-  std::optional<std::int64_t> room = wanted_d_s_bytes();
-  if (!room) {
+  std::optional<std::int64_t> ds_budget = wanted_d_s_bytes();
+  if (!ds_budget) {
     const std::int64_t rows = (g.cu_q ? g.total_q : g.q_len) * std::int64_t{g.heads};
-    room = std::clamp(2 * rows * key_dim * 2, std::int64_t{640} << 20, std::int64_t{2048} << 20);
+    ds_budget = std::clamp(2 * rows * key_dim * 2, std::int64_t{640} << 20, std::int64_t{2048} << 20);
   }
-  if (g.cu_q && StoredGradients::bytes(g) > *room) return {};
-  return room;
+  if (g.cu_q && DsBuffer::bytes(g) > *ds_budget) return {};
+  return ds_budget;
 }
 
 /// What a part of a batched call whose dS is stored changes in the work of d_kv.
 inline void cut(BackwardArgs& args) {
-  const int key_tiles = StoredGradients::key_tiles(args.geometry);
+  const int key_tiles = DsBuffer::key_tiles(args.geometry);
   args.chunks = to_int(ceil_div(args.geometry.q_len, small_chunk(args.stored.q_len)));
   args.items = args.items_before(end_prefix(args.geometry));
   args.partial_items = std::int64_t{args.geometry.batches} * key_tiles * args.chunks;
 }
 
 /// Takes memory for dS, and of a batched call for the sums over its parts; sets the partial sums that a part needs.
-inline void take_stored(BackwardArgs& args, std::int64_t width, std::int64_t room, Arena& arena) {
+inline void take_ds_buffer(BackwardArgs& args, std::int64_t width, std::int64_t ds_budget, Arena& arena) {
   const Geometry& g = args.geometry;
-  StoredGradients& stored = args.stored;
+  DsBuffer& stored = args.stored;
   if (g.cu_q) {
-    stored.tiles = arena.take<char>(StoredGradients::bytes(g));
+    stored.tiles = arena.take<char>(DsBuffer::bytes(g));
     return;
   }
   stored.q_len = g.q_len;
   std::int64_t bytes = 0, partial_items = 0;
-  for (const Part& part : parts_of(g, room)) {
+  for (const Part& part : parts_of(g, ds_budget)) {
     BackwardArgs some = args;
     some.geometry = part_of(g, part);
     cut(some);
-    bytes = std::max(bytes, StoredGradients::bytes(some.geometry));
+    bytes = std::max(bytes, DsBuffer::bytes(some.geometry));
     partial_items = std::max(partial_items, some.partial_items);
   }
   args.partial_items = partial_items;
   stored.tiles = arena.take<char>(bytes);
-  stored.sums_sequence = std::int64_t{StoredGradients::key_tiles(g)} * kKeyTile * width;
+  stored.sums_sequence = std::int64_t{DsBuffer::key_tiles(g)} * kKeyTile * width;
   stored.sums_head = stored.sums_sequence * g.batches;
   const std::int64_t sums = stored.sums_head * g.kv_heads;
   stored.sums = arena.take<float>(2 * sums);

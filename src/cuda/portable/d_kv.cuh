@@ -1,7 +1,7 @@
 // dK and dV: a thread block stands on up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
 // them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cuh).
 // Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials. In
-// 16-bit types the compressed branch's dS can stay in memory for range_d_q (StoredGradients in params.h).
+// 16-bit types the compressed branch's dS can stay in memory for range_d_q (DsBuffer in params.h).
 #pragma once
 
 #include <climits>
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     if (kCompressed && args.stored.tiles) {
       const std::int64_t row = static_cast<std::int64_t>(found.tile.query_begin) * p.group;
       stored = args.stored.at(p, found.seq, kv_head, row, found.tile.first);
-      stored_pitch = StoredGradients::columns(p) * StoredGradients::kTile;
+      stored_pitch = DsBuffer::columns(p) * DsBuffer::kTile;
     }
   }
   __syncthreads();
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ Back
     const auto partial = [&](int i) {
       return *reinterpret_cast<const float4*>(from + static_cast<std::int64_t>(i) * size + e);
     };
-    if (const StoredGradients& stored = args.stored; stored.sums) {
+    if (const DsBuffer& stored = args.stored; stored.sums) {
       const std::int64_t at = kv_head * stored.sums_head + seq.index * stored.sums_sequence +
                               static_cast<std::int64_t>(tile.first) * width + e;
       float4* const sums = reinterpret_cast<float4*>(stored.sums + at);

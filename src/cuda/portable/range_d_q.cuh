@@ -36,12 +36,12 @@ struct StoredTiles {
   uint4 ahead[kKeys / 16][M];
 
   __device__ __forceinline__ uint4 at(int k, int m, int key) const {
-    return __ldcs(reinterpret_cast<const uint4*>(from + m * pitch + (key / 16 + k) * StoredGradients::kTile));
+    return __ldcs(reinterpret_cast<const uint4*>(from + m * pitch + (key / 16 + k) * DsBuffer::kTile));
   }
   __device__ __forceinline__ void fetch(int k, int m, int key) { ahead[k][m] = at(k, m, key); }
   /// Into the second-level cache.
   __device__ __forceinline__ void prefetch(int k, int m, int key) const {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + m * pitch + (key / 16 + k) * StoredGradients::kTile));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + m * pitch + (key / 16 + k) * DsBuffer::kTile));
   }
 };
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_stored(Acc& acc, const BackwardArgs& args, c
     k.load(shared_address(memory) + tile % 2 * Shape::kStage, tile * kKeys, key_count);
     commit_copies();
   };
-  const int pitch = StoredGradients::columns(args.geometry) * StoredGradients::kTile;
+  const int pitch = DsBuffer::columns(args.geometry) * DsBuffer::kTile;
   const char* const from = args.stored.at(args.geometry, seq, kv_head, first_row, 0);
   StoredTiles<kM, kKeys> stored{from + static_cast<std::int64_t>(warp) * kM * pitch, pitch};
   if (tiles > 0) {
