@@ -9,8 +9,8 @@
 namespace nsa::cuda::sm90 {
 namespace {
 
-Call call() {
-  Call c;
+AttentionDesc call() {
+  AttentionDesc c;
   c.dtype = DType::kBFloat16;
   c.key_dim = c.value_dim = 128;
   c.group = 16;
@@ -21,65 +21,65 @@ Call call() {
 }
 
 TEST(Choose, TheDefaultsHaveEveryKernel) {
-  const Kernels k = choose(call());
+  const Kernels k = choose_kernels(call());
   EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_forward);
   EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
 }
 
 TEST(Choose, NoneForFloat32OrOtherGroupsOrLayouts) {
-  Call c = call();
+  AttentionDesc c = call();
   c.dtype = DType::kFloat32;
-  EXPECT_FALSE(any(choose(c)));
+  EXPECT_FALSE(any(choose_kernels(c)));
   c = call(), c.group = 24;
-  EXPECT_FALSE(any(choose(c)));
+  EXPECT_FALSE(any(choose_kernels(c)));
   c = call(), c.tma_compatible = false;
-  EXPECT_FALSE(any(choose(c)));
+  EXPECT_FALSE(any(choose_kernels(c)));
 }
 
 TEST(Choose, SmallGroups) {
-  Call c = call();
+  AttentionDesc c = call();
   for (int group = 1; group < 16; ++group) {
     c.group = group;
-    const Kernels k = choose(c);
+    const Kernels k = choose_kernels(c);
     EXPECT_TRUE(k.range_forward && k.compressed_select && (k.selected_forward || k.selected_by_block)) << group;
     EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv) << group;
   }
 }
 
 TEST(Choose, WaysOfSelectedAttention) {
-  Call c = call();
+  AttentionDesc c = call();
   for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
     c.group = group;
-    EXPECT_EQ(choose(c).selected_by_block != nullptr, group <= 7) << group;
-    EXPECT_EQ(choose(c).selected_forward != nullptr, group >= 3) << group;  // with both the indices decide
+    EXPECT_EQ(choose_kernels(c).selected_by_block != nullptr, group <= 7) << group;
+    EXPECT_EQ(choose_kernels(c).selected_forward != nullptr, group >= 3) << group;  // with both the indices decide
   }
   c = call(), c.group = 1, c.topk = 65;
-  EXPECT_FALSE(choose(c).selected_by_block || choose(c).selected_forward);
+  EXPECT_FALSE(choose_kernels(c).selected_by_block || choose_kernels(c).selected_forward);
 }
 
 TEST(Choose, WideKeys) {
   if (!cuda::portable::attention_kernels(DType::kBFloat16, 192, 128))
     GTEST_SKIP() << "a build without kernels for keys of 192";
-  Call c = call();
+  AttentionDesc c = call();
   c.key_dim = 192;
-  const Kernels k = choose(c);
+  const Kernels k = choose_kernels(c);
   EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_forward);
   EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
 }
 
 TEST(Choose, OtherBlocks) {
-  Call c = call();
+  AttentionDesc c = call();
   c.block_size = 16;
-  const Kernels k = choose(c);
+  const Kernels k = choose_kernels(c);
   EXPECT_TRUE(k.range_forward && k.range_d_q);
   EXPECT_FALSE(k.selected_forward || k.selected_d_q || k.selected_d_kv);
 }
 
 TEST(Choose, CompressionAndSelectionBlocks) {
-  Call c = call();
+  AttentionDesc c = call();
   const auto selects = [&](int l, int d, int block_size) {
     c.selection->kernel_size = l, c.selection->kernel_stride = d, c.selection->block_size = block_size;
-    return choose(c).compressed_select != nullptr;
+    return choose_kernels(c).compressed_select != nullptr;
   };
   for (const int d : {16, 32, 64}) {
     for (const int strides : {1, 2, 4, 8}) EXPECT_TRUE(selects(d, d, strides * d) && selects(2 * d, d, strides * d));
@@ -93,28 +93,28 @@ TEST(Choose, CompressionAndSelectionBlocks) {
 }
 
 TEST(Choose, LargeGroups) {
-  Call c = call();
+  AttentionDesc c = call();
   for (const int group : {32, 48, 192}) {
     c.group = group;
-    EXPECT_TRUE(choose(c).compressed_select) << group;
+    EXPECT_TRUE(choose_kernels(c).compressed_select) << group;
   }
   c.group = 208;
-  EXPECT_FALSE(choose(c).compressed_select);
+  EXPECT_FALSE(choose_kernels(c).compressed_select);
 }
 
 TEST(Choose, Compression) {
-  const CompressCall good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 1600, true};
-  EXPECT_TRUE(choose(good).compress);
-  CompressCall c = good;
+  const CompressDesc good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 1600, true};
+  EXPECT_TRUE(choose_kernels(good).compress);
+  CompressDesc c = good;
   c.kind = CompressionKind::kLinear, c.hidden = 128;
-  EXPECT_TRUE(choose(c).compress);
-  for (const auto& change : std::initializer_list<void (*)(CompressCall&)>{
-           [](CompressCall& c) { c.kind = CompressionKind::kMean; }, [](CompressCall& c) { c.dim = 96; },
-           [](CompressCall& c) { c.hidden = 520; }, [](CompressCall& c) { c.hidden = 20; },
-           [](CompressCall& c) { c.dtype = DType::kFloat32; }, [](CompressCall& c) { c.rows = 0; },
-           [](CompressCall& c) { c.tma_compatible = false; }}) {
+  EXPECT_TRUE(choose_kernels(c).compress);
+  for (const auto& change : std::initializer_list<void (*)(CompressDesc&)>{
+           [](CompressDesc& c) { c.kind = CompressionKind::kMean; }, [](CompressDesc& c) { c.dim = 96; },
+           [](CompressDesc& c) { c.hidden = 520; }, [](CompressDesc& c) { c.hidden = 20; },
+           [](CompressDesc& c) { c.dtype = DType::kFloat32; }, [](CompressDesc& c) { c.rows = 0; },
+           [](CompressDesc& c) { c.tma_compatible = false; }}) {
     c = good, change(c);
-    EXPECT_FALSE(choose(c).compress);
+    EXPECT_FALSE(choose_kernels(c).compress);
   }
 }
 

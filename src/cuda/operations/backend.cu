@@ -5,7 +5,7 @@
 
 namespace nsa::cuda {
 
-const char* variant() { return sm90::serve(0) ? "sm90 and portable" : "portable"; }
+const char* variant() { return sm90::device_supported(0) ? "sm90 and portable" : "portable"; }
 
 bool built(const Problem& problem) {
   if (!portable::element_kernels(problem.dtype)) return false;

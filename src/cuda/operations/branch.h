@@ -93,7 +93,7 @@ inline Branch branch_of(const SlidingWindowAttentionParams& p) {
 /// The kernels of compute capability 9.0 that can serve this branch here.
 inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
                                     const std::optional<NSAConfig>& selection = {}) {
-  sm90::Call call;
+  sm90::AttentionDesc call;
   call.dtype = b.q.dtype;
   call.key_dim = b.q.size(-1);
   call.value_dim = b.v.size(-1);
@@ -102,7 +102,7 @@ inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
   call.topk = b.indices ? to_int(b.indices->size(-1)) : 0;
   for (const TensorView* t : {&b.q, &b.k, &b.v, &rows}) call.tma_compatible &= sm90::tma_compatible(strided(*t));
   call.selection = selection;
-  return sm90::kernels_on(b.q.device.index, call);
+  return sm90::kernels_for(b.q.device.index, call);
 }
 
 /// The lists of queries that chose each block in memory of the arena.

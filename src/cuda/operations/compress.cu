@@ -71,7 +71,7 @@ void take_layers(CompressArgs& args, DType dtype, Execution& e) {
 
 /// The kernels of compute capability 9.0 that can serve this call here.
 sm90::CompressKernels hopper_kernels(const CompressArgs& args, const CompressParams& p) {
-  sm90::CompressCall call;
+  sm90::CompressDesc call;
   call.dtype = p.k.dtype;
   call.kind = p.weights.kind;
   call.dim = args.dim;
@@ -80,7 +80,7 @@ sm90::CompressKernels hopper_kernels(const CompressArgs& args, const CompressPar
   for (const Strided& t : {args.k, args.out, args.d_out, args.d_k}) call.tma_compatible &= sm90::tma_compatible(t);
   for (const Weights& t : {args.w1, args.w2, args.d_w1})
     call.tma_compatible &= sm90::tma_compatible({t.data, t.head, t.row, 0});
-  return sm90::kernels_on(p.k.device.index, call);
+  return sm90::kernels_for(p.k.device.index, call);
 }
 
 bool same_shapes(const CompressParams& a, const CompressParams& b) {

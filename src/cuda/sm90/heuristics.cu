@@ -41,7 +41,7 @@ void choose_ways(Kernels& kernels, int group) {
 constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kWindowKeys - 64;
 
 /// Slices of a group are the units of a thread block's tile.
-bool selects(const Call& call) {
+bool selects(const AttentionDesc& call) {
   if (!call.selection || call.group < 1 || call.group > 16 * select_blocks::SelectUnits::kUnits) return false;
   const NSAConfig& cfg = *call.selection;
   return !select_blocks::adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size) ||
@@ -63,7 +63,7 @@ CompressKernels compress_instances(std::int64_t dim) {
 
 }  // namespace
 
-Kernels choose(const Call& call) {
+Kernels choose_kernels(const AttentionDesc& call) {
   Kernels kernels;
   if (!call.tma_compatible) return kernels;
   // Rows of a tile are the heads of a group for some queries, or sixteen of its heads.
@@ -82,7 +82,7 @@ Kernels choose(const Call& call) {
   return kernels;
 }
 
-CompressKernels choose(const CompressCall& call) {
+CompressKernels choose_kernels(const CompressDesc& call) {
   // The mean is no product. Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
   if (!call.tma_compatible || call.kind == CompressionKind::kMean) return {};
   if (call.hidden % 8 != 0 || call.hidden > compress::CompressWork::kNarrowHidden) return {};
@@ -92,7 +92,7 @@ CompressKernels choose(const CompressCall& call) {
   return {};
 }
 
-bool serve(int index) {
+bool device_supported(int index) {
   int major = 0, minor = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index) != cudaSuccess) {
@@ -103,9 +103,11 @@ bool serve(int index) {
   return major == 9 && minor == 0 && !(wish && std::strcmp(wish, "portable") == 0);
 }
 
-Kernels kernels_on(int index, const Call& call) { return serve(index) ? choose(call) : Kernels{}; }
-CompressKernels kernels_on(int index, const CompressCall& call) {
-  return serve(index) ? choose(call) : CompressKernels{};
+Kernels kernels_for(int index, const AttentionDesc& call) {
+  return device_supported(index) ? choose_kernels(call) : Kernels{};
+}
+CompressKernels kernels_for(int index, const CompressDesc& call) {
+  return device_supported(index) ? choose_kernels(call) : CompressKernels{};
 }
 
 }  // namespace nsa::cuda::sm90

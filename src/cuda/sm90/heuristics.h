@@ -39,7 +39,7 @@ inline bool any(const Kernels& k) {
 }
 
 /// What the choice of kernels looks at.
-struct Call {
+struct AttentionDesc {
   DType dtype = DType::kBFloat16;
   std::int64_t key_dim = 0, value_dim = 0;
   int group = 0;       // G
@@ -50,7 +50,7 @@ struct Call {
 };
 
 /// What the choice of the kernels of compress and compress_backward looks at.
-struct CompressCall {
+struct CompressDesc {
   DType dtype = DType::kBFloat16;
   CompressionKind kind = CompressionKind::kMlp;
   std::int64_t dim = 0, hidden = 0;  // D; E, or D for linear
@@ -66,13 +66,13 @@ struct CompressKernels {
 };
 
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
-Kernels choose(const Call& call);
-CompressKernels choose(const CompressCall& call);
+Kernels choose_kernels(const AttentionDesc& call);
+CompressKernels choose_kernels(const CompressDesc& call);
 
 /// Whether they can be used on the device `index`: it may be another one, or NSA_CUDA_KERNELS=portable forbids them.
-bool serve(int index);
+bool device_supported(int index);
 /// choose(), or none where they do not serve.
-Kernels kernels_on(int index, const Call& call);
-CompressKernels kernels_on(int index, const CompressCall& call);
+Kernels kernels_for(int index, const AttentionDesc& call);
+CompressKernels kernels_for(int index, const CompressDesc& call);
 
 }  // namespace nsa::cuda::sm90
