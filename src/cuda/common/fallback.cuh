@@ -1,4 +1,4 @@
-// Kernels that stand in for others: see Redo in params.h.
+// Kernels that stand in for others: see Fallback in params.h.
 #pragma once
 
 #include "cuda/common/params.h"

@@ -11,7 +11,7 @@ InverseArgs take_lists(const Branch& b, Arena& arena) {
   args.topk = to_int(b.indices->size(-1));
   InverseIndex& lists = args.lists;
   lists.block_size = b.block_size;
-  lists.tiles_per_block = to_int(tiles(b.block_size, 64));
+  lists.tiles_per_block = to_int(ceil_div(b.block_size, 64));
   lists.width = to_int(std::min<std::int64_t>(args.topk, ceil_div(g.k_len, b.block_size)));
   lists.entries = lists.entries_before(all);
   lists.slots = lists.slots_before(all);

@@ -422,11 +422,11 @@ cudaError_t run_sums(const CompressWork& work, cudaStream_t stream) {
   for (const CompressArgs& x : work.problem) wanted |= x.pe.data || x.d_pe.data || x.d_b1.data || x.d_b2.data;
   if (!wanted) return cudaSuccess;
   const int heads = args.geometry.kv_heads;
-  const dim3 grid(static_cast<unsigned>(tiles(work.max_segments(args), work.kMostSegments)), heads, work.problems);
+  const dim3 grid(static_cast<unsigned>(ceil_div(work.max_segments(args), work.kMostSegments)), heads, work.problems);
   const cudaError_t error = launch(column_parts<T>, grid, 256, 0, stream, work, hidden_gradient(args),
                                    hidden_gradient(work.problem[work.problems - 1]));
   if (error != cudaSuccess) return error;
-  const dim3 totals(static_cast<unsigned>(tiles(summed_columns(args), 32)), args.shared ? 1 : heads, work.problems);
+  const dim3 totals(static_cast<unsigned>(ceil_div(summed_columns(args), 32)), args.shared ? 1 : heads, work.problems);
   return launch(column_totals<T>, totals, 256, 0, stream, work);
 }
 
@@ -440,8 +440,8 @@ cudaError_t run_weight_gradients(const CompressWork& work, int processors, cudaS
     const Geometry& g = args.geometry;
     auto& of = maps.of[i];
     const std::int64_t of_set =
-        (args.d_w1.data ? tiles(g.kernel_size * (D / 64), 2) : 0) + (args.d_w2.data ? tiles(D / 64, 2) : 0);
-    items += of_set * tiles(args.hidden, kColumns) * (args.shared ? 1 : g.kv_heads);
+        (args.d_w1.data ? ceil_div(g.kernel_size * (D / 64), 2) : 0) + (args.d_w2.data ? ceil_div(D / 64, 2) : 0);
+    items += of_set * ceil_div(args.hidden, kColumns) * (args.shared ? 1 : g.kv_heads);
     Strided h = hidden_gradient(args);
     h.data = args.h;
     first(make_boxes(of.tokens, args, kStepRows));
@@ -467,8 +467,8 @@ cudaError_t run_token_gradients(const CompressWork& work, int processors, cudaSt
   }
   if (first.error != cudaSuccess || !wanted) return first.error;
   const Geometry& g = work.problem[0].geometry;
-  const std::int64_t items = tiles(work.max_token_segments, TokenLayout::kSegments) *
-                             tiles(g.kernel_stride * D, kTokenColumns) * g.kv_heads * work.problems;
+  const std::int64_t items = ceil_div(work.max_token_segments, TokenLayout::kSegments) *
+                             ceil_div(g.kernel_stride * D, kTokenColumns) * g.kv_heads * work.problems;
   return launch(token_gradients<T, D>, static_cast<unsigned>(std::min<std::int64_t>(items, processors)), kThreads,
                 TokenLayout::kMemory, stream, maps, work);
 }
@@ -487,7 +487,7 @@ cudaError_t run(const CompressWork& work, cudaStream_t stream) {
   first(run_token_gradients<T, D>(work, processors, stream));
   for (int i = 0; i < work.problems; ++i) {
     const CompressArgs& args = work.problem[i];
-    const dim3 grid(static_cast<unsigned>(tiles(args.geometry.kernel_size * D, 8)),
+    const dim3 grid(static_cast<unsigned>(ceil_div(args.geometry.kernel_size * D, 8)),
                     args.shared ? 1 : args.geometry.kv_heads);
     if (args.d_pe.data) first(launch(position_gradient<T>, grid, 256, 0, stream, args));
   }

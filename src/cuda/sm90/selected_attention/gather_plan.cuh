@@ -150,7 +150,7 @@ __device__ __forceinline__ unsigned published(const unsigned* count) {
   return x;
 }
 
-/// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `union_full` phase).
+/// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `union_full`).
 template <class Body>
 __device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry& g, const Body& body) {
   unsigned turn = 0;
