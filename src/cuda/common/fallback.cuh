@@ -18,7 +18,7 @@ __device__ __forceinline__ bool runs(const Args& args) {
 ///   do { ... block.x() ... } while (block.next());
 ///
 /// Only kernels of 16-bit types, and not those of a step with a cache, have others to stand in for.
-template <class T, class Args, bool kIsFallback = sizeof(T) == 2 && !kHasParts<Args>>
+template <class T, class Args, bool kIsFallback = sizeof(T) == 2 && !kHasSplits<Args>>
 struct FallbackGrid {
   __device__ __forceinline__ explicit FallbackGrid(const Args&) {}
   __device__ __forceinline__ bool any() const { return true; }

@@ -9,24 +9,24 @@ namespace nsa::cuda {
 enum BranchIndex { kCompressed, kSelected, kWindow, kBranches };
 
 // The forward kernels also attend to a cache: then Shape is a StepGeometry, Keys are CachedTokens, and the arguments
-// have a member `parts` (step_params.h).
+// have a member `splits` (step_params.h).
 
-/// A decode step has few queries, so their keys are cut into parts for many thread blocks. Where a part begins does not
-/// depend on lengths, and parts are merged in order: the bits of a query do not depend on its neighbours.
-struct Parts {
+/// A decode step has few queries, so their keys are cut into splits for many thread blocks. Where a split begins does
+/// not depend on lengths, and splits are merged in order: the bits of a query do not depend on its neighbours.
+struct Splits {
   int count = 0;              // an upper bound; 0: keys are not cut
   int size = 0;               // keys; blocks of the list for the selected branch
   float2* softmax = nullptr;  // (count, B, m, H): maximum in base-2 units and sum; a negative sum: no keys
-  float* acc = nullptr;       // (count, B, m, H, Dv): sums of values, relative to the maximum
+  float* o_accum = nullptr;   // (count, B, m, H, Dv): sums of values, relative to the maximum
 
-  __device__ std::int64_t at(const Geometry& p, int part, int b, int query, int head) const {
-    return ((static_cast<std::int64_t>(part) * p.batches + b) * p.q_len + query) * p.heads + head;
+  __device__ std::int64_t at(const Geometry& p, int split, int b, int query, int head) const {
+    return ((static_cast<std::int64_t>(split) * p.batches + b) * p.q_len + query) * p.heads + head;
   }
 };
 
 template <class Args>
-inline constexpr bool kHasParts = requires(const Args& args) {
-  args.parts;
+inline constexpr bool kHasSplits = requires(const Args& args) {
+  args.splits;
 };
 
 /// For a kernel that stands in for another one where inputs are not finite (nonfinite.h): it works only where

@@ -11,10 +11,10 @@ namespace {
 using namespace portable;  // all kernels of a cache are
 
 constexpr std::int64_t kMaxTokens = 1 << 30;  // of a sequence
-// Keys of the parts of a decode step.
-constexpr std::int64_t kWindowPart = 128, kSelectedPart = 256;
-constexpr std::int64_t kCompressedPart = 256;  // at least
-constexpr std::int64_t kMaxParts = 64;         // of the compressed keys, for up to 64 rows of queries
+// Keys of the splits of a decode step.
+constexpr std::int64_t kWindowSplit = 128, kSelectedSplit = 256;
+constexpr std::int64_t kCompressedSplit = 256;  // at least
+constexpr std::int64_t kMaxSplits = 64;         // of the compressed keys, for up to 64 rows of queries
 
 /// One step. The methods take their memory first and launch nothing while it is only measured.
 class Step {
@@ -35,7 +35,7 @@ class Step {
   std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
   int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
   bool measuring() const { return e_.arena.measuring(); }
-  bool in_parts() const { return tokens() <= kMaxDecodeTokens; }
+  bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
   /// Whether anybody asks for the choice of blocks.
   bool selects() const { return !p_.imposed_indices.defined() || p_.indices.defined(); }
   std::int64_t score_row() const { return scratch_keys_of(p_.cfg, geometry_); }
@@ -59,9 +59,9 @@ class Step {
     const int* numbers = geometry_.plan ? &geometry_.plan->sequence : nullptr;
     return cuda::ring(tokens, numbers, sizeof(StepPlan) / sizeof(int));
   }
-  Parts take_parts(std::int64_t count, std::int64_t size);
+  Splits take_splits(std::int64_t count, std::int64_t size);
   template <class Args>
-  Args attention_args(const CachedTokens& k, const CachedTokens& v, const Parts& parts, BranchIndex branch) const;
+  Args attention_args(const CachedTokens& k, const CachedTokens& v, const Splits& splits, BranchIndex branch) const;
   StepRangeArgs range_args(BranchIndex branch) const;
   Status attend_ranges();
   Status attend_range(BranchIndex branch);
@@ -75,8 +75,8 @@ class Step {
   Slots k_c_, v_c_, k_slc_, v_slc_;
   float scale_ = 0;
   TensorView indices_, attended_;  // own and those attended to
-  // What the branches give: in a decode step parts, otherwise rows.
-  Parts parts_[kBranches];
+  // What the branches give: in a decode step splits, otherwise rows.
+  Splits splits_[kBranches];
   float* scores_ = nullptr;  // of the compressed keys (StepRangesArgs)
   TensorView o_[kBranches], lse_;
 };
@@ -140,7 +140,7 @@ Status Step::fold() {
   return status_of(step_element_kernels(dtype)->store_compressed(args, to_int(blocks), e_.stream), "store_compressed");
 }
 
-Parts Step::take_parts(std::int64_t count, std::int64_t size) {
+Splits Step::take_splits(std::int64_t count, std::int64_t size) {
   count = std::max<std::int64_t>(count, 1);
   const std::int64_t rows = count * batches() * tokens() * heads();
   return {to_int(count), to_int(size), e_.arena.take<float2>(rows), e_.arena.take<float>(rows * p_.o.size(3))};
@@ -149,18 +149,18 @@ Parts Step::take_parts(std::int64_t count, std::int64_t size) {
 Status Step::attend() {
   indices_ = p_.indices.defined() ? p_.indices : take({batches(), tokens(), kv_heads(), p_.cfg.topk}, DType::kInt32);
   attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
-  if (in_parts()) {
-    // Parts of the compressed keys grow with the capacity, and with the rows, all of which have sums in every part.
+  if (uses_splits()) {
+    // Splits of the compressed keys grow with the capacity, and with the rows, all of which have sums in every split.
     const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
-    const std::int64_t most = std::max<std::int64_t>(kMaxParts / ceil_div(tokens() * geometry_.group, 64), 4);
+    const std::int64_t most = std::max<std::int64_t>(kMaxSplits / ceil_div(tokens() * geometry_.group, 64), 4);
     const std::int64_t size =
-        std::max(ceil_div(ceil_div(keys, most), kCompressedPart), std::int64_t{1}) * kCompressedPart;
-    parts_[kCompressed] = take_parts(ceil_div(keys, size), size);
-    const std::int64_t blocks = std::max<std::int64_t>(kSelectedPart / p_.cfg.block_size, 1);
-    parts_[kSelected] = take_parts(ceil_div(p_.cfg.topk, blocks), blocks);
+        std::max(ceil_div(ceil_div(keys, most), kCompressedSplit), std::int64_t{1}) * kCompressedSplit;
+    splits_[kCompressed] = take_splits(ceil_div(keys, size), size);
+    const std::int64_t blocks = std::max<std::int64_t>(kSelectedSplit / p_.cfg.block_size, 1);
+    splits_[kSelected] = take_splits(ceil_div(p_.cfg.topk, blocks), blocks);
     // From the window of the first query to the last query, wherever they lie.
     const std::int64_t seen = std::min<std::int64_t>(window() + tokens() - 1, geometry_.k_len);
-    parts_[kWindow] = take_parts(ceil_div(seen, kWindowPart) + 1, kWindowPart);
+    splits_[kWindow] = take_splits(ceil_div(seen, kWindowSplit) + 1, kWindowSplit);
     if (selects() && tokens() * geometry_.group <= kScoredRows)
       scores_ = e_.arena.take<float>(batches() * tokens() * heads() * score_row());
   } else {
@@ -168,16 +168,17 @@ Status Step::attend() {
     lse_ = take({batches(), heads(), tokens()}, DType::kFloat32);
   }
   // The branches of a chunk have the same place for their lse.
-  if (Status s = in_parts() ? attend_ranges() : attend_range(kCompressed); !s.ok()) return s;
+  if (Status s = uses_splits() ? attend_ranges() : attend_range(kCompressed); !s.ok()) return s;
   if (Status s = select(); !s.ok()) return s;
   if (Status s = attend_selected(); !s.ok()) return s;
-  if (!in_parts())
+  if (!uses_splits())
     if (Status s = attend_range(kWindow); !s.ok()) return s;
   return combine();
 }
 
 template <class Args>
-Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Parts& parts, BranchIndex branch) const {
+Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Splits& splits,
+                          BranchIndex branch) const {
   Args args{};
   args.geometry = geometry_;
   args.q = strided(p_.q);
@@ -186,15 +187,15 @@ Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Pa
   args.o = strided(o_[branch]);
   args.lse = per_row(lse_);
   args.scale = scale_;
-  args.parts = parts;
+  args.splits = splits;
   return args;
 }
 
 StepRangeArgs Step::range_args(BranchIndex branch) const {
   if (branch == kCompressed)
-    return attention_args<StepRangeArgs>({k_c_, {}}, {v_c_, {}}, parts_[kCompressed], kCompressed);
+    return attention_args<StepRangeArgs>({k_c_, {}}, {v_c_, {}}, splits_[kCompressed], kCompressed);
   auto args = attention_args<StepRangeArgs>({ring(p_.cache.k_swa_ring), strided(p_.k_swa)},
-                                            {ring(p_.cache.v_swa_ring), strided(p_.v_swa)}, parts_[kWindow], kWindow);
+                                            {ring(p_.cache.v_swa_ring), strided(p_.v_swa)}, splits_[kWindow], kWindow);
   args.window = window();
   return args;
 }
@@ -216,7 +217,7 @@ Status Step::attend_range(BranchIndex branch) {
 
 Status Step::attend_selected() {
   if (measuring()) return {};
-  auto args = attention_args<StepSelectedArgs>({k_slc_, {}}, {v_slc_, {}}, parts_[kSelected], kSelected);
+  auto args = attention_args<StepSelectedArgs>({k_slc_, {}}, {v_slc_, {}}, splits_[kSelected], kSelected);
   args.indices = strided(attended_);
   args.topk = p_.cfg.topk;
   args.block_size = p_.cfg.block_size;
@@ -232,17 +233,17 @@ Status Step::select() {
   args.k = {k_c_, {}};
   args.lse = per_row(lse_);
   args.indices = strided(indices_);
-  args.parts = parts_[kCompressed];
+  args.splits = splits_[kCompressed];
   args.scores = scores_;
   set_selection(args, p_.cfg, scale_);
   const int count = selecting_blocks(args);
-  const std::int64_t rows = in_parts() ? batches() * kv_heads() * tokens() : count * args.queries;
+  const std::int64_t rows = uses_splits() ? batches() * kv_heads() * tokens() : count * args.queries;
   args.scratch = e_.arena.take<float>(rows * (args.scratch_keys + args.scratch_blocks));
   if (measuring()) return {};
   const StepElementKernels& kernels = *step_element_kernels(p_.q.dtype);
   const int key_dim = to_int(p_.q.size(3));
-  return status_of(in_parts() ? kernels.select_in_parts(args, key_dim, e_.stream)
-                              : kernels.select_blocks(args, key_dim, count, e_.stream),
+  return status_of(uses_splits() ? kernels.select_with_splits(args, key_dim, e_.stream)
+                                 : kernels.select_blocks(args, key_dim, count, e_.stream),
                    "select_blocks");
 }
 
@@ -250,7 +251,7 @@ Status Step::combine() {
   if (measuring()) return {};
   StepCombineArgs args{};
   args.geometry = geometry_;
-  for (int i = 0; i < kBranches; ++i) args.rows.branch[i] = strided(o_[i]), args.parts[i] = parts_[i];
+  for (int i = 0; i < kBranches; ++i) args.rows.branch[i] = strided(o_[i]), args.splits[i] = splits_[i];
   args.rows.gates = strided(p_.gates);
   args.rows.o = strided(p_.o);
   args.rows.rows = to_int(tokens());

@@ -187,9 +187,9 @@ __device__ inline int scored_keys(const Args& args, int last) {
 }
 
 template <class T, int Dk, class Args>
-__global__ void __launch_bounds__(128, sizeof(T) == 4                 ? 2
-                                       : Dk == 64 && !kHasParts<Args> ? 4
-                                                                      : 3)
+__global__ void __launch_bounds__(128, sizeof(T) == 4                  ? 2
+                                       : Dk == 64 && !kHasSplits<Args> ? 4
+                                                                       : 3)
     select_blocks(const __grid_constant__ Args args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(128) char memory[];

@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     const int row_groups = (p.group + 15) / 16;
     const int kv_head = block.y() / row_groups, first_head = block.y() % row_groups * 16;
     const DeviceSequence seq = sequence_of(p, block.z());
-    int query = block.x(), part = 0;
-    if constexpr (kHasParts<Args>)
-      if (args.parts.count > 0) query = block.x() / args.parts.count, part = block.x() % args.parts.count;
+    int query = block.x(), split = 0;
+    if constexpr (kHasSplits<Args>)
+      if (args.splits.count > 0) query = block.x() / args.splits.count, split = block.x() % args.splits.count;
     if (query >= seq.q_len) continue;
     const int position = seq.position(query);
     const std::int64_t query_row = seq.q_begin + query;
@@ -45,10 +45,10 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
     int first_block = 0, blocks = clean_list(args.indices.template at<int>(seq.batch, query_row, kv_head), args.topk,
                                              position, args.block_size, list);
-    if constexpr (kHasParts<Args>) {
-      if (args.parts.count > 0) {
-        first_block = min(part * args.parts.size, blocks);
-        blocks = min(first_block + args.parts.size, blocks);
+    if constexpr (kHasSplits<Args>) {
+      if (args.splits.count > 0) {
+        first_block = min(split * args.splits.size, blocks);
+        blocks = min(first_block + args.splits.size, blocks);
       }
     }
 
@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     merge_warps<Shape>(state, min(p.group - first_head, 16), memory,
                        [&](int r, int column, float x, float y, float max, float sum) {
                          const int h = kv_head * p.group + first_head + r;
-                         if constexpr (kHasParts<Args>) {
-                           if (args.parts.count > 0) {
-                             const std::int64_t to = args.parts.at(p, part, seq.batch, query, h);
-                             *reinterpret_cast<float2*>(args.parts.acc + to * Dv + column) = make_float2(x, y);
+                         if constexpr (kHasSplits<Args>) {
+                           if (args.splits.count > 0) {
+                             const std::int64_t to = args.splits.at(p, split, seq.batch, query, h);
+                             *reinterpret_cast<float2*>(args.splits.o_accum + to * Dv + column) = make_float2(x, y);
                              if (column == 0)
-                               args.parts.softmax[to] = make_float2(max, first_block < blocks ? sum : -1.0f);
+                               args.splits.softmax[to] = make_float2(max, first_block < blocks ? sum : -1.0f);
                              return;
                            }
                          }

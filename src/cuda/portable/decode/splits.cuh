@@ -1,4 +1,4 @@
-// Merging what the parts of a row's keys gave.
+// Merging what the splits of a row's keys gave.
 #pragma once
 
 #include "cuda/common/cache.cuh"
@@ -6,32 +6,32 @@
 
 namespace nsa::cuda::portable {
 
-/// Parts [first, last) that hold keys which a query sees, counted from the first part that its sequence's first query
+/// Splits [first, last) that hold keys which a query sees, counted from the first split that its sequence's first query
 /// sees. The others may not have been written.
-__device__ inline KeyRange parts_of(const Geometry& p, const Parts& parts, int window, const DeviceSequence& s,
-                                    int query) {
+__device__ inline KeyRange splits_of(const Geometry& p, const Splits& splits, int window, const DeviceSequence& s,
+                                     int query) {
   const KeyRange keys = visible_keys(p, window, s.position(query));
-  const int begin = visible_keys(p, window, s.position(0)).first / parts.size;
-  return {keys.first / parts.size - begin, (keys.last + parts.size - 1) / parts.size - begin};
+  const int begin = visible_keys(p, window, s.position(0)).first / splits.size;
+  return {keys.first / splits.size - begin, (keys.last + splits.size - 1) / splits.size - begin};
 }
 
-/// The softmax of a row over parts: maximum in base-2 units and sum. Found by `kLanes` neighbouring lanes together.
+/// The softmax of a row over splits: maximum in base-2 units and sum. Found by `kLanes` neighbouring lanes together.
 template <int kLanes>
 struct MergedSoftmax {
   float max = -INFINITY, sum = 0;
 
-  /// softmax(part): maximum and sum of one; a negative sum: it has no keys.
+  /// softmax(split): maximum and sum of one; a negative sum: it has no keys.
   template <class Softmax>
-  __device__ MergedSoftmax(KeyRange parts, const Softmax& softmax) {
+  __device__ MergedSoftmax(KeyRange splits, const Softmax& softmax) {
     const int lane = threadIdx.x % kLanes;
-    for (int part = parts.first + lane; part < parts.last; part += kLanes) {
-      const float2 own = softmax(part);
+    for (int split = splits.first + lane; split < splits.last; split += kLanes) {
+      const float2 own = softmax(split);
       if (!(own.y < 0)) max = fmaxf(max, own.x);
     }
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, offset));
-    for (int part = parts.first + lane; part < parts.last; part += kLanes) {
-      const float2 own = softmax(part);
+    for (int split = splits.first + lane; split < splits.last; split += kLanes) {
+      const float2 own = softmax(split);
       if (!(own.y < 0)) sum += own.y * factor(own);
     }
 #pragma unroll
@@ -43,8 +43,8 @@ struct MergedSoftmax {
   /// In base-2 units.
   __device__ float lse() const { return max + log2f(sum); }
 
-  /// Adds a part's share of the output, of which it has `acc`. Without a branch, so that the loads of several parts are
-  /// on their way at once; what a part without keys holds counts for nothing.
+  /// Adds a split's share of the output, of which it has `acc`. Without a branch, so that the loads of several splits
+  /// are on their way at once; what a split without keys holds counts for nothing.
   template <class T>
   __device__ void add(float2 own, const float* acc, Chunk<T>& x) const {
     const bool none = own.y < 0;

@@ -45,17 +45,17 @@ __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_cons
   Chunk<T> sum{};
   if (r < s.q_len) {
     __shared__ Chunk<T> branches[kBranches][32];
-    const Parts& parts = args.parts[branch];
+    const Splits& splits = args.splits[branch];
     Chunk<T> x{};
-    if (parts.count > 0) {
-      const KeyRange range = branch == kSelected ? KeyRange{0, parts.count}
-                                                 : parts_of(p, parts, branch == kWindow ? args.window : 0, s, r);
-      const auto softmax = [&](int part) { return parts.softmax[parts.at(p, part, b, r, h)]; };
+    if (splits.count > 0) {
+      const KeyRange range = branch == kSelected ? KeyRange{0, splits.count}
+                                                 : splits_of(p, splits, branch == kWindow ? args.window : 0, s, r);
+      const auto softmax = [&](int split) { return splits.softmax[splits.at(p, split, b, r, h)]; };
       const MergedSoftmax<32> merged(range, softmax);
       if (mine)
 #pragma unroll 8
-        for (int part = range.first; part < range.last; ++part)
-          merged.add(softmax(part), parts.acc + parts.at(p, part, b, r, h) * args.rows.dim + column, x);
+        for (int split = range.first; split < range.last; ++split)
+          merged.add(softmax(split), splits.o_accum + splits.at(p, split, b, r, h) * args.rows.dim + column, x);
     } else if (mine) {
       x = Chunk<T>::load(args.rows.branch[branch].at<T>(b, r, h) + column);
     }

@@ -33,8 +33,8 @@ cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStr
   const cudaError_t error =
       args.scores ? launch(sum_scores<StepSelectArgs>, dim3(keys, g.kv_heads, g.batches), kSumThreads, 0, stream, args)
                   : for_key_dim(key_dim, [&]<int Dk>() {
-                      return launch(score_parts<T, Dk>, dim3(args.parts.count, g.kv_heads, g.batches * args.tiles), 128,
-                                    SelectShape<T, Dk>::kMemory, stream, args);
+                      return launch(score_splits<T, Dk>, dim3(args.splits.count, g.kv_heads, g.batches * args.tiles),
+                                    128, SelectShape<T, Dk>::kMemory, stream, args);
                     });
   if (error != cudaSuccess) return error;
   return launch(pick_step<StepSelectArgs>, dim3(g.q_len, g.kv_heads, g.batches), kPickThreads, 0, stream, args);

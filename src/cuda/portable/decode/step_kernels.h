@@ -17,7 +17,7 @@ struct StepAttentionKernels {
 struct StepElementKernels {
   cudaError_t (*store_compressed)(const StoreArgs&, int blocks, cudaStream_t);
   cudaError_t (*select_blocks)(const StepSelectArgs&, int key_dim, int blocks_of_threads, cudaStream_t);
-  cudaError_t (*select_in_parts)(const StepSelectArgs&, int key_dim, cudaStream_t);
+  cudaError_t (*select_with_splits)(const StepSelectArgs&, int key_dim, cudaStream_t);
   cudaError_t (*combine)(const StepCombineArgs&, cudaStream_t);
 };
 

@@ -7,10 +7,10 @@
 namespace nsa::cuda::portable {
 
 struct StepRangeArgs : RangeArgsOf<StepGeometry, CachedTokens> {
-  Parts parts;
+  Splits splits;
 };
 
-/// Both ranges of a decode step, in parts. A thread block has kStepRows rows (query, head) of a KV head.
+/// Both ranges of a decode step, in splits. A thread block has kStepRows rows (query, head) of a KV head.
 inline constexpr int kStepRows = 16;
 struct StepRangesArgs {
   StepRangeArgs compressed, window;
@@ -22,13 +22,13 @@ struct StepRangesArgs {
 inline constexpr int kScoredRows = 32;
 
 struct StepSelectedArgs : SelectedArgsOf<StepGeometry, CachedTokens> {
-  Parts parts;
+  Splits splits;
 };
 
-/// lse is read where `parts`, those of the compressed branch, are none. With parts, scratch holds the sums of every
+/// lse is read where `splits`, those of the compressed branch, are none. With splits, scratch holds the sums of every
 /// (sequence, KV head, query), then the importances.
 struct StepSelectArgs : SelectArgsOf<StepGeometry, CachedTokens> {
-  Parts parts;
+  Splits splits;
   const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
 };
 
@@ -75,7 +75,7 @@ struct StoreArgs {
 struct StepCombineArgs {
   StepGeometry geometry;
   CombineArgs rows;
-  Parts parts[kBranches];  // none: the branch's rows are there
+  Splits splits[kBranches];  // none: the branch's rows are there
   int window;
   Strided indices;  // int32, null: not wanted; rows without a query get -1
   int topk;

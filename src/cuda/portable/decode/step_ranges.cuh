@@ -1,6 +1,6 @@
 // Attention of a decode step to the compressed keys and to the window, both in one launch. A step has few rows (query,
-// head): a thread block takes sixteen of them, one tensor-core tile, and a part of the keys, which its four warps share
-// out (key_units.cuh).
+// head): a thread block takes sixteen of them, one tensor-core tile, and a split of the keys, which its four warps
+// share out (key_units.cuh).
 #pragma once
 
 #include "cuda/portable/decode/step_params.h"
@@ -8,9 +8,9 @@
 
 namespace nsa::cuda::portable {
 
-/// Grid x: parts of the compressed keys, then parts of the window, each for `row_tiles` times sixteen rows; y: KV head,
-/// z: sequence. A row's bits do not depend on the step's other queries: keys lie in units, units in warps and parts by
-/// their numbers alone.
+/// Grid x: splits of the compressed keys, then splits of the window, each for `row_tiles` times sixteen rows; y: KV
+/// head, z: sequence. A row's bits do not depend on the step's other queries: keys lie in units, units in warps and
+/// splits by their numbers alone.
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
     step_ranges(const __grid_constant__ StepRangesArgs branches) {
@@ -18,20 +18,20 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
   constexpr int kUnit = Units::kUnit;
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
-  const int compressed = branches.compressed.parts.count * branches.row_tiles;
+  const int compressed = branches.compressed.splits.count * branches.row_tiles;
   const bool in_window = static_cast<int>(blockIdx.x) >= compressed;
   const StepRangeArgs& args = in_window ? branches.window : branches.compressed;
   const int item = blockIdx.x - (in_window ? compressed : 0);
-  const int part = item / branches.row_tiles, first_row = item % branches.row_tiles * kStepRows;
+  const int split = item / branches.row_tiles, first_row = item % branches.row_tiles * kStepRows;
   const StepGeometry& p = args.geometry;
   const DeviceSequence seq = sequence_of(p, blockIdx.z);
   const int rows = min(seq.q_len * p.group - first_row, kStepRows);
   if (rows <= 0) return;
-  // Keys of the block's queries, from the first one's to the last one's, and the part of them.
+  // Keys of the block's queries, from the first one's to the last one's, and the split of them.
   const KeyRange head = visible_keys(p, args.window, seq.position(first_row / p.group));
   const KeyRange tail = visible_keys(p, args.window, seq.position((first_row + rows - 1) / p.group));
-  const int begin = (visible_keys(p, args.window, seq.position(0)).first / args.parts.size + part) * args.parts.size;
-  const int first_key = max(begin, head.first), last_key = min(begin + args.parts.size, tail.last);
+  const int begin = (visible_keys(p, args.window, seq.position(0)).first / args.splits.size + split) * args.splits.size;
+  const int first_key = max(begin, head.first), last_key = min(begin + args.splits.size, tail.last);
   if (first_key >= last_key) return;
 
   bool valid[2];
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
                       });
   merge_warps<Units>(state, rows, memory, [&](int r, int column, float x, float y, float max, float sum) {
     const int at = first_row + r;
-    const std::int64_t to = args.parts.at(p, part, seq.batch, at / p.group, kv_head * p.group + at % p.group);
-    *reinterpret_cast<float2*>(args.parts.acc + to * Dv + column) = make_float2(x, y);
-    if (column == 0) args.parts.softmax[to] = make_float2(max, sum);
+    const std::int64_t to = args.splits.at(p, split, seq.batch, at / p.group, kv_head * p.group + at % p.group);
+    *reinterpret_cast<float2*>(args.splits.o_accum + to * Dv + column) = make_float2(x, y);
+    if (column == 0) args.splits.softmax[to] = make_float2(max, sum);
   });
 }
 

@@ -1,4 +1,5 @@
-// select_blocks for a decode step: its few queries walk the compressed keys in parts, by many thread blocks, then pick.
+// select_blocks for a decode step: its few queries walk the compressed keys in splits, by many thread blocks, then
+// pick.
 #pragma once
 
 #include "cuda/portable/decode/splits.cuh"
@@ -12,10 +13,10 @@ __device__ inline std::int64_t scratch_row(const Geometry& p, int b, int kv_head
   return (static_cast<std::int64_t>(b) * p.kv_heads + kv_head) * p.q_len + query;
 }
 
-/// Grid x: part, y: KV head, z: (sequence, tile of queries).
+/// Grid x: split, y: KV head, z: (sequence, tile of queries).
 template <class T, int Dk>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 || (kBeforeHopper && Dk == 128) ? 2 : 3)
-    score_parts(const __grid_constant__ StepSelectArgs args) {
+    score_splits(const __grid_constant__ StepSelectArgs args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(128) char memory[];
   const StepGeometry& p = args.geometry;
@@ -24,15 +25,16 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || (kBeforeHopper && Dk ==
   if (first_query >= seq.q_len) return;
   const int queries = min(args.queries, seq.q_len - first_query);
   const int keys = scored_keys(args, seq.position(first_query + queries - 1));
-  const int tiles = args.parts.size / kKeys, first_tile = blockIdx.x * tiles;
+  const int tiles = args.splits.size / kKeys, first_tile = blockIdx.x * tiles;
   const int last_tile = min(first_tile + tiles, (keys + kKeys - 1) / kKeys);
   if (first_tile >= last_tile) return;
   sum_probabilities<T, Dk>(args, seq, kv_head, first_query, queries, 0, keys, first_tile, last_tile,
                            args.scratch + scratch_row(p, b, kv_head, first_query) * args.scratch_keys, memory,
                            [&](bool sees_any, int query, int head) {
                              const MergedSoftmax<4> merged(
-                                 sees_any ? parts_of(p, args.parts, 0, seq, query) : KeyRange{0, 0},
-                                 [&](int part) { return args.parts.softmax[args.parts.at(p, part, b, query, head)]; });
+                                 sees_any ? splits_of(p, args.splits, 0, seq, query) : KeyRange{0, 0}, [&](int split) {
+                                   return args.splits.softmax[args.splits.at(p, split, b, query, head)];
+                                 });
                              return sees_any ? merged.lse() : INFINITY;
                            });
 }
@@ -53,8 +55,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_scores(const __grid_constant_
   const int r = threadIdx.x / kLanes, row_query = r / p.group, head = kv_head * p.group + r % p.group;
   const bool sees_any = row_query < seq.q_len && num_compressed(p, seq.position(row_query) + 1) > 0;
   const MergedSoftmax<kLanes> merged(
-      sees_any ? parts_of(p, args.parts, 0, seq, row_query) : KeyRange{0, 0},
-      [&](int part) { return args.parts.softmax[args.parts.at(p, part, b, row_query, head)]; });
+      sees_any ? splits_of(p, args.splits, 0, seq, row_query) : KeyRange{0, 0},
+      [&](int split) { return args.splits.softmax[args.splits.at(p, split, b, row_query, head)]; });
   if (threadIdx.x % kLanes == 0) lse[r] = sees_any ? merged.lse() : INFINITY;
   __syncthreads();
   if (key >= keys) return;
