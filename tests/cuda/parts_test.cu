@@ -1,5 +1,5 @@
 // How d_kv cuts the queries of the compressed branch: every query that sees a key tile is in one item of it, and the
-// partial sums are added in the same order whether dS is stored in few parts or in many or (as in a packed call) not at
+// partial sums are added in the same order whether dS is stored in few spans or in many or (as in a packed call) not at
 // all. Sums are their own formulas here. Needs no device.
 #include <gtest/gtest.h>
 
@@ -30,18 +30,18 @@ Geometry geometry_of(int group, int q_len, int k_len) {
   return g;
 }
 
-/// The sum of every key tile as d_kv and sum_partials make it, part by part. `seen`: [tile][query], how often.
-std::vector<std::string> in_parts(const Geometry& g, std::int64_t ds_budget, std::vector<std::vector<int>>& seen) {
+/// The sum of every key tile as d_kv and sum_partials make it, span by span. `seen`: [tile][query], how often.
+std::vector<std::string> in_spans(const Geometry& g, std::int64_t ds_budget, std::vector<std::vector<int>>& seen) {
   const auto tiles = static_cast<std::size_t>(DsBuffer::key_tiles(g));
   std::vector<std::string> sums(tiles), chunk_sums(tiles), results(tiles);
   seen.assign(tiles, std::vector<int>(static_cast<std::size_t>(g.q_len)));
-  for (const Part& part : parts_of(g, ds_budget)) {
+  for (const QuerySpan& span : spans_of(g, ds_budget)) {
     float here = 0;
     BackwardArgs args{};
-    args.geometry = part_of(g, part);
+    args.geometry = span_of(g, span);
     args.stored.q_len = g.q_len;
     args.stored.sums = &here;
-    args.stored.first = part.first;
+    args.stored.first = span.first;
     cut(args);
     const DeviceSequence seq{0, 0, 0, args.geometry.q_len, 0, args.geometry.k_len};
     const int key_count = num_compressed(g, seq.k_len);
@@ -52,13 +52,13 @@ std::vector<std::string> in_parts(const Geometry& g, std::int64_t ds_budget, std
       EXPECT_EQ(t.query_begin * g.group % 32, 0);  // tiles of dS
       EXPECT_LT(t.partial + t.item, args.partial_items);
       const auto [place, fresh] =
-          partials.emplace(t.partial + t.item, queries(part.first + t.query_begin, part.first + t.query_end));
+          partials.emplace(t.partial + t.item, queries(span.first + t.query_begin, span.first + t.query_end));
       EXPECT_TRUE(fresh);
       for (int i = t.query_begin; i < t.query_end; ++i)
-        ++seen[static_cast<std::size_t>(t.first / kKeyTile)][static_cast<std::size_t>(part.first + i)];
+        ++seen[static_cast<std::size_t>(t.first / kKeyTile)][static_cast<std::size_t>(span.first + i)];
     }
     const int small = small_chunk(g.q_len), chunk = range_chunk(0, g.q_len);
-    const int end = (part.first + seq.q_len + small - 1) / small * small;
+    const int end = (span.first + seq.q_len + small - 1) / small * small;
     for (int x = 0; x < args.items; ++x) {
       const KeyTile t = range_item(args, seq, key_count, x);
       if (t.count == 0 || t.item != 0) continue;
@@ -69,7 +69,7 @@ std::vector<std::string> in_parts(const Geometry& g, std::int64_t ds_budget, std
         chunk_sums[tile] = plus(chunk_sums[tile], partials.at(t.partial + i));
         if ((query + small) % chunk == 0 || query + small >= g.q_len) sums[tile] = plus(sums[tile], chunk_sums[tile]);
       }
-      if (part.first + seq.q_len == g.q_len) results[tile] = sums[tile];
+      if (span.first + seq.q_len == g.q_len) results[tile] = sums[tile];
     }
   }
   return results;
@@ -110,7 +110,7 @@ TEST_P(Parts, EveryQueryOnceAndTheSameSums) {
   const auto [group, q_len, before] = GetParam();
   const Geometry g = geometry_of(group, q_len, q_len + before);
   std::vector<std::vector<int>> seen;
-  const std::vector<std::string> expected = in_parts(g, std::int64_t{1} << 40, seen);
+  const std::vector<std::string> expected = in_spans(g, std::int64_t{1} << 40, seen);
   for (std::size_t tile = 0; tile < seen.size(); ++tile) {
     const int first = static_cast<int>(tile) * kKeyTile * g.kernel_stride + g.kernel_size - 1 - before;
     for (int i = 0; i < q_len; ++i) {
@@ -120,7 +120,7 @@ TEST_P(Parts, EveryQueryOnceAndTheSameSums) {
   }
   EXPECT_EQ(at_once(g), expected);
   for (const std::int64_t ds_budget : {0, 4 << 20, 64 << 20})
-    EXPECT_EQ(in_parts(g, ds_budget, seen), expected) << ds_budget;
+    EXPECT_EQ(in_spans(g, ds_budget, seen), expected) << ds_budget;
 }
 
 INSTANTIATE_TEST_SUITE_P(Lengths, Parts,

@@ -285,12 +285,12 @@ struct DsBuffer {
   static constexpr int kTile = 512;  // bytes
 
   char* tiles = nullptr;  // (KV head, row tiles, key tiles); null: not wanted
-  // A batched call makes dK and dV for a part of the queries at a time: so many small chunks. Per (KV head, sequence,
-  // key, element) the sum of the chunks before the part, and that of its first chunk's small ones before the part.
+  // A batched call makes dK and dV for a span of the queries at a time: so many small chunks. Per (KV head, sequence,
+  // key, element) the sum of the chunks before the span, and that of its first chunk's small ones before the span.
   // Null: all queries at once.
   float *sums = nullptr, *chunk_sums = nullptr;
   std::int64_t sums_head = 0, sums_sequence = 0;  // elements
-  int first = 0, q_len = 0;                       // the part's first query, and how many queries there are in all
+  int first = 0, q_len = 0;                       // the span's first query, and how many queries there are in all
 
   __host__ __device__ static std::int64_t rows_before(const Geometry& g, const RowPrefix& at) {
     return (at.q * g.group / 128 + at.sequences) * 8;

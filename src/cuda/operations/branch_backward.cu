@@ -129,22 +129,22 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   return x;
 }
 
-Prepared part_of(Prepared x, const Part& part) {
+Prepared span_of(Prepared x, const QuerySpan& span) {
   BackwardArgs& args = x.args;
-  args.geometry = part_of(args.geometry, part);
+  args.geometry = span_of(args.geometry, span);
   const std::int64_t size = static_cast<std::int64_t>(size_of(x.branch->q.dtype));
   const auto move = [&](Strided& t, int first, std::int64_t bytes) {
-    if (t.data) t.data = static_cast<char*>(t.data) + (part.sequence * t.batch + first * t.row) * bytes;
+    if (t.data) t.data = static_cast<char*>(t.data) + (span.sequence * t.batch + first * t.row) * bytes;
   };
-  for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, part.first, size);
+  for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, span.first, size);
   for (Strided* t : {&args.k, &args.v, &args.d_k, &args.d_v}) move(*t, 0, size);
-  move(args.indices, part.first, sizeof(int));
+  move(args.indices, span.first, sizeof(int));
   for (PerRow* t : {&args.lse, &args.delta, &args.gate})
-    if (t->data) t->data += part.sequence * t->batch + part.first * t->row;
+    if (t->data) t->data += span.sequence * t->batch + span.first * t->row;
   if (DsBuffer& stored = args.stored; stored.sums) {
-    stored.sums += part.sequence * stored.sums_sequence;
-    stored.chunk_sums += part.sequence * stored.sums_sequence;
-    stored.first = part.first;
+    stored.sums += span.sequence * stored.sums_sequence;
+    stored.chunk_sums += span.sequence * stored.sums_sequence;
+    stored.first = span.first;
     cut(args);
   }
   return x;
@@ -178,7 +178,7 @@ Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compre
       [&] { return run_portable(kernels.sum_partials, x, fast, "sum_partials", e); });
 }
 
-Status begin_parts(const Prepared& x, Execution& e) {
+Status begin_spans(const Prepared& x, Execution& e) {
   const DsBuffer& stored = x.args.stored;
   if (!stored.sums) return {};
   const std::int64_t floats = 2 * stored.sums_head * x.args.geometry.kv_heads;
@@ -221,9 +221,9 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
         if (!x.ds_budget)
           return in_order([&] { return queries ? run_queries(x, e) : Status(); },
                           [&] { return run_keys(x, packed, compressed, e); });
-        if (Status s = begin_parts(x, e); !s.ok()) return s;
-        for (const Part& part : parts_of(x.args.geometry, x.ds_budget)) {
-          const Prepared some = part_of(x, part);
+        if (Status s = begin_spans(x, e); !s.ok()) return s;
+        for (const QuerySpan& span : spans_of(x.args.geometry, x.ds_budget)) {
+          const Prepared some = span_of(x, span);
           const Status done =
               in_order([&] { return run_keys(some, packed, compressed, e); }, [&] { return run_queries(some, e); });
           if (!done.ok()) return done;

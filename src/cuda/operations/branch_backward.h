@@ -37,8 +37,8 @@ std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
                  const BranchGradients& out, std::optional<std::int64_t> ds_budget, int* flag, Execution& e);
 
-/// The sums of dQ are those of the part already.
-Prepared part_of(Prepared x, const Part& part);
+/// The sums of dQ are those of the span already.
+Prepared span_of(Prepared x, const QuerySpan& span);
 
 /// dQ of a branch.
 Status run_queries(const Prepared& x, Execution& e);
@@ -46,11 +46,11 @@ Status run_queries(const Prepared& x, Execution& e);
 /// dQ of two ranges of the same queries, at once where the same kernel takes both.
 Status run_both(const Prepared& compressed, const Prepared& window, Execution& e);
 
-/// dK and dV; of a part of a call whose dS is stored, too.
+/// dK and dV; of a span of a call whose dS is stored, too.
 Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e);
 
-/// Before the keys of the parts of a call whose dS is stored.
-Status begin_parts(const Prepared& x, Execution& e);
+/// Before the keys of the spans of a call whose dS is stored.
+Status begin_spans(const Prepared& x, Execution& e);
 
 /// Backward of one branch on its own: delta first.
 template <class Params>

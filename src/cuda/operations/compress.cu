@@ -125,8 +125,8 @@ Status compress_backward_on_hopper(const sm90::CompressKernels& hopper, sm90::co
   take_segments(work, e);
   work.max_token_segments = to_int(work.max_segments_of_tokens(first.geometry));
   work.token_segments = e.arena.take<sm90::compress::TokenSegment>(work.max_token_segments + work.kMostSegments);
-  work.column_parts = e.arena.take<float>(ceil_div(work.max_segments(first), work.kMostSegments) * work.problems *
-                                          first.geometry.kv_heads * (first.hidden + first.dim));
+  work.column_partials = e.arena.take<float>(ceil_div(work.max_segments(first), work.kMostSegments) * work.problems *
+                                             first.geometry.kv_heads * (first.hidden + first.dim));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (Status s = choose_tiles(work); !s.ok()) return s;

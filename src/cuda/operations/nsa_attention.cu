@@ -152,15 +152,15 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   const bool queries = p.d_q.defined();
   // dQ is summed over the branches in float32, some queries at a time.
   const auto ds_budget = ds_budget_for(branches[0], p.d_o, queries, *d_k[0], *d_v[0]);
-  const std::vector<Part> parts = parts_of(branches[0].geometry, ds_budget);
+  const std::vector<QuerySpan> spans = spans_of(branches[0].geometry, ds_budget);
   Strided sum;
   if (queries) {
     TensorView view = f.q;
     if (!f.packed.packed()) {
       view.shape[0] = view.shape[1] = 0;
-      for (const Part& part : parts) {
-        view.shape[0] = std::max<std::int64_t>(view.shape[0], part.sequences);
-        view.shape[1] = std::max<std::int64_t>(view.shape[1], part.count);
+      for (const QuerySpan& span : spans) {
+        view.shape[0] = std::max<std::int64_t>(view.shape[0], span.sequences);
+        view.shape[1] = std::max<std::int64_t>(view.shape[1], span.count);
       }
     }
     sum = strided(take_like(e.arena, view, DType::kFloat32));
@@ -204,16 +204,16 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e)
   }
   if (!queries) return {};
   // dQ: the selection first, the two ranges behind it.
-  if (Status s = begin_parts(prepared[0], e); !s.ok()) return s;
-  for (const Part& part : parts) {
-    const Prepared compressed = part_of(prepared[0], part);
+  if (Status s = begin_spans(prepared[0], e); !s.ok()) return s;
+  for (const QuerySpan& span : spans) {
+    const Prepared compressed = span_of(prepared[0], span);
     if (ds_budget) {
       if (Status s = run_keys(compressed, f.packed, &f.cfg, e); !s.ok()) return s;
       e.stage_done(kKeys[0]);
     }
-    if (Status s = run_queries(part_of(prepared[1], part), e); !s.ok()) return s;
+    if (Status s = run_queries(span_of(prepared[1], span), e); !s.ok()) return s;
     e.stage_done("selected attention: dQ");
-    if (Status s = run_both(compressed, part_of(prepared[2], part), e); !s.ok()) return s;
+    if (Status s = run_both(compressed, span_of(prepared[2], span), e); !s.ok()) return s;
     e.stage_done("compressed and window: dQ");
   }
   return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);

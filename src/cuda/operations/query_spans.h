@@ -1,4 +1,4 @@
-// How the queries of a backward call are cut into parts, and the memory that dS of the compressed branch takes
+// How the queries of a backward call are cut into spans, and the memory that dS of the compressed branch takes
 // (DsBuffer).
 #pragma once
 
@@ -11,28 +11,28 @@
 namespace nsa::cuda {
 
 /// Some queries of some sequences; all of a packed call.
-struct Part {
+struct QuerySpan {
   int sequence, sequences;  // the first of them, how many
   int first, count;         // queries
 };
 
 /// These queries, and of the keys those that they can see.
-inline Geometry part_of(Geometry g, const Part& part) {
-  g.batches = part.sequences;
-  g.k_len -= g.q_len - (part.first + part.count);
-  g.q_len = part.count;
+inline Geometry span_of(Geometry g, const QuerySpan& span) {
+  g.batches = span.sequences;
+  g.k_len -= g.q_len - (span.first + span.count);
+  g.q_len = span.count;
   return g;
 }
 
-/// The parts of a call: so many queries that the float32 sum of their dQ over the branches does not take much memory,
+/// The spans of a call: so many queries that the float32 sum of their dQ over the branches does not take much memory,
 /// and that dS, if it is stored, has room. Where a sequence is cut does not depend on the others.
-inline std::vector<Part> parts_of(const Geometry& g, std::optional<std::int64_t> ds_budget) {
+inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int64_t> ds_budget) {
   constexpr int kMost = 16384;
   const int step = small_chunk(g.q_len);
   if (g.cu_q) return {{0, g.batches, 0, g.q_len}};
-  std::vector<Part> parts;
+  std::vector<QuerySpan> spans;
   for (int first = 0, next; first < g.q_len; first = next) {
-    const auto bytes = [&](int end) { return DsBuffer::bytes(part_of(g, {0, 1, first, end - first})); };
+    const auto bytes = [&](int end) { return DsBuffer::bytes(span_of(g, {0, 1, first, end - first})); };
     const std::int64_t left = g.q_len - first, count = ceil_div(left, kMost);
     const int most = first + to_int(count == 1 ? left : ceil_div(left, count * step) * step);
     next = ds_budget ? std::min(first + step, most) : most;
@@ -41,13 +41,13 @@ inline std::vector<Part> parts_of(const Geometry& g, std::optional<std::int64_t>
     if (ds_budget)
       together = to_int(std::clamp<std::int64_t>(*ds_budget / std::max<std::int64_t>(bytes(next), 1), 1, together));
     for (int b = 0; b < g.batches; b += together)
-      parts.push_back({b, std::min(together, g.batches - b), first, next - first});
+      spans.push_back({b, std::min(together, g.batches - b), first, next - first});
   }
-  return parts;
+  return spans;
 }
 
 /// The memory for dS of a call's compressed branch: about that of two of its inputs q, within bounds in which less
-/// costs time and more brings none. None: dS is not stored. A packed call is one part: its dS has room or is not
+/// costs time and more brings none. None: dS is not stored. A packed call is one span: its dS has room or is not
 /// stored.
 inline std::optional<std::int64_t> ds_budget_of(const Geometry& g, DType dtype, std::int64_t key_dim) {
   if (size_of(dtype) != 2 || g.q_len == 0) return {};
@@ -60,7 +60,7 @@ inline std::optional<std::int64_t> ds_budget_of(const Geometry& g, DType dtype, 
   return ds_budget;
 }
 
-/// What a part of a batched call whose dS is stored changes in the work of d_kv.
+/// What a span of a batched call whose dS is stored changes in the work of d_kv.
 inline void cut(BackwardArgs& args) {
   const int key_tiles = DsBuffer::key_tiles(args.geometry);
   args.chunks = to_int(ceil_div(args.geometry.q_len, small_chunk(args.stored.q_len)));
@@ -68,7 +68,7 @@ inline void cut(BackwardArgs& args) {
   args.partial_items = std::int64_t{args.geometry.batches} * key_tiles * args.chunks;
 }
 
-/// Takes memory for dS, and of a batched call for the sums over its parts; sets the partial sums that a part needs.
+/// Takes memory for dS, and of a batched call for the sums over its spans; sets the partial sums that a span needs.
 inline void take_ds_buffer(BackwardArgs& args, std::int64_t width, std::int64_t ds_budget, Arena& arena) {
   const Geometry& g = args.geometry;
   DsBuffer& stored = args.stored;
@@ -78,9 +78,9 @@ inline void take_ds_buffer(BackwardArgs& args, std::int64_t width, std::int64_t 
   }
   stored.q_len = g.q_len;
   std::int64_t bytes = 0, partial_items = 0;
-  for (const Part& part : parts_of(g, ds_budget)) {
+  for (const QuerySpan& span : spans_of(g, ds_budget)) {
     BackwardArgs some = args;
-    some.geometry = part_of(g, part);
+    some.geometry = span_of(g, span);
     cut(some);
     bytes = std::max(bytes, DsBuffer::bytes(some.geometry));
     partial_items = std::max(partial_items, some.partial_items);

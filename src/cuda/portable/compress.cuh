@@ -216,17 +216,17 @@ struct SecondWeightGradient : CompressOp {
 /// value(head, m, column) must be 0 for rows past the last block.
 template <class Value, class Write>
 __device__ inline void column_sums(const CompressArgs& args, int columns, const Value& value, const Write& write) {
-  __shared__ float parts[8][32];
+  __shared__ float partials[8][32];
   const int n = blockIdx.x * 32 + threadIdx.x, set = blockIdx.y;
   float sum = 0;
   if (n < columns)
     for (int head = args.shared ? 0 : set; head < (args.shared ? args.geometry.kv_heads : set + 1); ++head)
       for (int m = threadIdx.y; m < args.rows; m += 8) sum += value(head, m, n);
-  parts[threadIdx.y][threadIdx.x] = sum;
+  partials[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || n >= columns) return;
   sum = 0;
-  for (int i = 0; i < 8; ++i) sum += parts[i][threadIdx.x];
+  for (int i = 0; i < 8; ++i) sum += partials[i][threadIdx.x];
   write(set, n, sum);
 }
 

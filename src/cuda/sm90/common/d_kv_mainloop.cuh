@@ -285,7 +285,7 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
 };
 
 /// Thread blocks that add the partial sums of a key tile: a few have very many.
-inline constexpr int kSumParts = 8;
+inline constexpr int kSumBlocks = 8;
 
 /// Adds the partial sums of a key tile, `count` of `rows` rows of dk + dv float32 each from the slot `first` on, in
 /// order, and writes dK and dV of its `keys` keys. The thread blocks of all z of the grid share the work.

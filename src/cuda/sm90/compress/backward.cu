@@ -1,7 +1,7 @@
 // Gradients of phi's weights and tokens from h and d_z (forward.cu; linear: d_z is d_out), as products that read
 // tokens in place:
 //
-//   column_parts, column_totals   sums of d_z and d_out over compressed rows: d_z_sum, d_b1, d_b2
+//   column_partials, column_totals   sums of d_z and d_out over compressed rows: d_z_sum, d_b1, d_b2
 //   weight_gradients              d_w1 = x^T d_z + pe d_z_sum and d_w2 = h^T d_out: sums over the compressed rows of a
 //                                 set's heads, 64 rows of a sequence a step; both operands are read along their columns
 //   token_gradients               groups of d tokens are the rows: token j d + s is token q d + s of block j - q, so
@@ -19,31 +19,31 @@ namespace {
 
 // --------------------------------------------------------------------------------------------------------- column sums
 
-/// Columns of column_parts: of d_z, then of d_out unless that is the same.
+/// Columns of column_partials: of d_z, then of d_out unless that is the same.
 __host__ __device__ inline int summed_columns(const CompressArgs& args) {
   return args.hidden + (args.mlp ? args.dim : 0);
 }
 __device__ inline int lines_of(const CompressWork& work) {
   return (work.totals->segments + work.kMostSegments - 1) / work.kMostSegments;
 }
-__device__ inline float* parts_of(const CompressWork& work, int problem, int head, int line) {
+__device__ inline float* partials_of(const CompressWork& work, int problem, int head, int line) {
   const CompressArgs& args = work.problem[0];
   const std::int64_t lines = (static_cast<std::int64_t>(problem) * args.geometry.kv_heads + head) * lines_of(work);
-  return work.column_parts + (lines + line) * summed_columns(args);
+  return work.column_partials + (lines + line) * summed_columns(args);
 }
 
 /// Grid: eights of segments, KV heads, problems. A warp has a segment, a lane eight columns at a time. z0 and z1: d_z
 /// of the problems.
 template <class T>
 __global__ void __launch_bounds__(256)
-    column_parts(const __grid_constant__ CompressWork work, const __grid_constant__ Strided z0,
-                 const __grid_constant__ Strided z1) {
+    column_partials(const __grid_constant__ CompressWork work, const __grid_constant__ Strided z0,
+                    const __grid_constant__ Strided z1) {
   __shared__ float of_warp[CompressWork::kMostSegments][32 * 8];
   if (static_cast<int>(blockIdx.x) >= lines_of(work)) return;
   const CompressArgs& args = work.problem[blockIdx.z];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, columns = summed_columns(args);
   const CompressSegment rows = work.segments[blockIdx.x * work.kMostSegments + warp];
-  float* to = parts_of(work, blockIdx.z, head, blockIdx.x);
+  float* to = partials_of(work, blockIdx.z, head, blockIdx.x);
   for (int first = 0; first < columns; first += 256) {
     const int column = first + lane * 8;
     const bool of_z = column < args.hidden;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256) column_totals(const __grid_constant__ Com
   const int columns = summed_columns(args), n = static_cast<int>(blockIdx.x) * 32 + lane;
   float sum = 0;
   for (int head = args.shared ? 0 : set; n < columns && head < (args.shared ? args.geometry.kv_heads : set + 1); ++head)
-    for (int line = warp; line < lines_of(work); line += 8) sum += parts_of(work, blockIdx.z, head, line)[n];
+    for (int line = warp; line < lines_of(work); line += 8) sum += partials_of(work, blockIdx.z, head, line)[n];
   of_warp[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || n >= columns) return;
@@ -423,7 +423,7 @@ cudaError_t run_sums(const CompressWork& work, cudaStream_t stream) {
   if (!wanted) return cudaSuccess;
   const int heads = args.geometry.kv_heads;
   const dim3 grid(static_cast<unsigned>(ceil_div(work.max_segments(args), work.kMostSegments)), heads, work.problems);
-  const cudaError_t error = launch(column_parts<T>, grid, 256, 0, stream, work, hidden_gradient(args),
+  const cudaError_t error = launch(column_partials<T>, grid, 256, 0, stream, work, hidden_gradient(args),
                                    hidden_gradient(work.problem[work.problems - 1]));
   if (error != cudaSuccess) return error;
   const dim3 totals(static_cast<unsigned>(ceil_div(summed_columns(args), 32)), args.shared ? 1 : heads, work.problems);

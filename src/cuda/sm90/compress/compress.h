@@ -48,7 +48,8 @@ struct CompressWork {
   // Backward.
   TokenSegment* token_segments = nullptr;  // of one KV head
   int max_token_segments = 0;
-  float* column_parts = nullptr;  // (problems, KV heads, tiles of 128 rows, columns of d_z and d_out): sums over a tile
+  float* column_partials =
+      nullptr;  // (problems, KV heads, tiles of 128 rows, columns of d_z and d_out): sums over a tile
 
   /// Upper bounds, without the empty ones.
   static std::int64_t max_segments(const CompressArgs& args) {

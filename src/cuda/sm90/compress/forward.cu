@@ -149,7 +149,7 @@ __device__ inline void write_segments(const CompressWork& work) {
 template <class T>
 __device__ inline void write_constants(const CompressArgs& args, int set, int first_column) {
   constexpr int kLanes = kPrepareThreads / 2;
-  __shared__ float parts[kPrepareThreads / 32][16];
+  __shared__ float partials[kPrepareThreads / 32][16];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = threadIdx.x % 2 * 8;
   const int column = first_column + mine;
   float sum[8] = {};
@@ -171,13 +171,13 @@ __device__ inline void write_constants(const CompressArgs& args, int set, int fi
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     for (int offset = 2; offset < 32; offset *= 2) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], offset);
-    if (lane < 2) parts[warp][mine + i] = sum[i];
+    if (lane < 2) partials[warp][mine + i] = sum[i];
   }
   __syncthreads();
   const int n = first_column + static_cast<int>(threadIdx.x);
   if (threadIdx.x >= 16 || n >= args.hidden) return;
   float all = args.b1.data ? to_float(*args.b1.at<T>(set, 0, n)) : 0;
-  for (int i = 0; i < kPrepareThreads / 32; ++i) all += parts[i][threadIdx.x];
+  for (int i = 0; i < kPrepareThreads / 32; ++i) all += partials[i][threadIdx.x];
   args.constant[set * args.hidden + n] = all;
 }
 

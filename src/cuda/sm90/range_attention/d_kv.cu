@@ -390,7 +390,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
     error = launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, processors), 384, Memory<Dk, Dv>::kBytes,
                    stream, args, maps);
   if (error != cudaSuccess || args.work.chunks == 1) return error;
-  const dim3 sums(args.work.key_tiles, args.work.lines, kSumParts);
+  const dim3 sums(args.work.key_tiles, args.work.lines, kSumBlocks);
   return launch(sum_chunks<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);
 }
 

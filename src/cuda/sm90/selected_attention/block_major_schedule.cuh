@@ -10,8 +10,8 @@ struct BlockArgs : SelectedByBlockArgs {
   BlockWindows windows;
   QueryTiles tiles;
   BlockItem* items;    // (planned, items)
-  void* parts;         // (rows, heads, parts, Dv) of a window
-  float* lse;          // (rows, heads, parts), in base-2 units
+  void* partials;      // (rows, heads, partials, Dv) of a window
+  float* lse;          // (rows, heads, partials), in base-2 units
   BlockQueue* queues;  // (planned)
 
   BlockArgs(const SelectedByBlockArgs& call, const BlockWindows& w, std::int64_t value_dim)
@@ -19,9 +19,9 @@ struct BlockArgs : SelectedByBlockArgs {
         windows(w),
         tiles(w.group),
         items(static_cast<BlockItem*>(call.scratch)),
-        parts(items + w.planned * w.items),
-        lse(reinterpret_cast<float*>(static_cast<char*>(parts) + w.window_parts() * value_dim * 2)),
-        queues(reinterpret_cast<BlockQueue*>(lse + w.window_parts())) {}
+        partials(items + w.planned * w.items),
+        lse(reinterpret_cast<float*>(static_cast<char*>(partials) + w.window_partials() * value_dim * 2)),
+        queues(reinterpret_cast<BlockQueue*>(lse + w.window_partials())) {}
 };
 
 /// Where a window lies.

@@ -425,7 +425,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
     error = launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, processors), 384,
                    Memory<Dk, Dv>::kBytes, stream, args, maps);
   if (error != cudaSuccess) return error;
-  const dim3 sums(static_cast<unsigned>(work.sums), 1, kSumParts);
+  const dim3 sums(static_cast<unsigned>(work.sums), 1, kSumBlocks);
   return launch(sum_items<NSA_ELEMENT>, sums, 256, 0, stream, args, Dk, Dv);
 }
 

@@ -153,11 +153,11 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
       const int from = tile.from(window), queries = tile.end[window] - from, items = tile.items[window];
       for (int i = 0; i < items; ++i) {
         // Even parts of whole stages.
-        const auto part = [&](int n) {
+        const auto share = [&](int n) {
           return n < items ? queries / plan.tiles.queries * n / items * plan.tiles.queries : queries;
         };
-        item.from = list + from + part(i);
-        item.to = list + from + part(i + 1);
+        item.from = list + from + share(i);
+        item.to = list + from + share(i + 1);
         item.stages = (item.to - item.from + plan.tiles.queries - 1) / plan.tiles.queries * plan.tiles.slices;
         plan.items[at[window] + i] = item;
         if (item.partials > 0) plan.sums[at[kWindows + 1]] = at[window] + i;

@@ -56,23 +56,23 @@ struct ListWork {
     const RowPrefix all = end_prefix(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
     const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, QueryTiles(g.group).heads).most;
-    const std::int64_t parts = parts_by_windows(g, lists.block_size) + all.q * lists.width / most;
-    partials = g.kv_heads * parts * lists.tiles_per_block;
+    const std::int64_t lists_cut = lists_by_windows(g, lists.block_size) + all.q * lists.width / most;
+    partials = g.kv_heads * lists_cut * lists.tiles_per_block;
     items = g.kv_heads * tiles + partials;
     sums = partials / 2;
   }
 
   /// Blocks that a window sees, of all windows and sequences of a KV head; in packed calls those of sequences that may
   /// have several parts of a list.
-  static std::int64_t parts_by_windows(const Geometry& g, std::int64_t block_size) {
+  static std::int64_t lists_by_windows(const Geometry& g, std::int64_t block_size) {
     if (!g.cu_q) {
       const ListCut cut(g.q_len, QueryTiles(g.group).heads);
-      std::int64_t parts = 0;
+      std::int64_t lists_cut = 0;
       for (int i = 1; i <= cut.windows; ++i) {
         const int end = std::min(i * cut.window * InverseIndex::chunk(g.q_len), g.q_len);
-        parts += (end + g.k_len - g.q_len + block_size - 1) / block_size;
+        lists_cut += (end + g.k_len - g.q_len + block_size - 1) / block_size;
       }
-      return parts * g.batches;
+      return lists_cut * g.batches;
     }
     // A window ends a chunk after its even share at the latest, a sixteenth of the sequence if it is one of several.
     // Such sequences have more than kLeastWindow queries, those with a cut list more than kLeastItem.

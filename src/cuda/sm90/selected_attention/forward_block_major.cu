@@ -3,16 +3,17 @@
 //
 //   plan_items      lists of the inverse index -> items: 64 keys of a block and some queries that chose it
 //   (block_major_schedule.cu)
-//   attend_blocks   item -> for each of its query rows the attention to these keys alone: output and lse, a part
-//   add_parts       parts of a query head -> output and lse, in the order of its row of indices
+//   attend_blocks   item -> for each of its query rows the attention to these keys alone: output and lse, a partial
+//   combine_partials       partials of a query head -> output and lse, in the order of its row of indices
 //
-// There is room for the parts of a window of queries and KV heads (forward_block_major.h); windows follow each other.
+// There is room for the partials of a window of queries and KV heads (forward_block_major.h); windows follow each
+// other.
 //
 // attend_blocks: thread blocks of two warpgroups, two on a multiprocessor (keys of 192: one of three), take items as
 // they get free. K and V of an item lie in shared memory, the warpgroups take its tiles in turn. A tile of 64 rows is
 // the heads of a group for 64/G queries of the list; its rows are copied one by one a tile ahead, each warp its
-// sixteen. A row's part depends on nothing but the row and the block: its bits are the same whatever the tile, the item
-// and the window.
+// sixteen. A row's partial depends on nothing but the row and the block: its bits are the same whatever the tile, the
+// item and the window.
 #include "cuda/common/block_list.cuh"
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
@@ -23,7 +24,7 @@
 namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
-constexpr int kMostParts = 128;  // of a query head
+constexpr int kMostPartials = 128;  // of a query head
 
 /// Warpgroups of a thread block of attend_blocks, and such thread blocks on a multiprocessor.
 template <int Dk>
@@ -215,9 +216,9 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   // The entries that a lane looks at: every second one.
   const int* indices = call.indices.at<int>(item.batch, item.query_row, item.kv_head) + lane / 16;
   const int left = call.topk - lane / 16;
-  const int first_part =
+  const int first_partial =
       (item.window_row * args.windows.heads_of_window + (item.kv_head - first_kv_head) * heads + rows.head) *
-          args.windows.parts +
+          args.windows.partials +
       item.tile;
   const auto indices_of = [&](int query) { return indices + query * call.indices.row; };
   const auto copy_rows = [&](int turn, int query) {
@@ -275,30 +276,31 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
     gemm_rs<T, Dv, 64>(o, p, v, false);
     wgmma_wait<0>();
     const int entry = entries.find(item.block, indices_of(query), left, valid);
-    const int part = valid ? first_part + query * args.windows.heads_of_window * args.windows.parts +
-                                 entry * args.lists.tiles_per_block
-                           : -1;
+    const int partial = valid ? first_partial + query * args.windows.heads_of_window * args.windows.partials +
+                                    entry * args.lists.tiles_per_block
+                              : -1;
     next_tile();
     entries.fetch(indices_of(next), left, next >= 0);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int of_row = __shfl_sync(0xffffffffu, part, lane / 4 + 8 * i);
+      const int of_row = __shfl_sync(0xffffffffu, partial, lane / 4 + 8 * i);
       if (lane % 4 == 0 && of_row >= 0) args.lse[of_row] = lse[i];
     }
     stage_rows<T, Dv>(memory.q(group, turn), o);
     __syncwarp();
-    rows.for_pieces<Dv>(memory.q(group, turn), part, [&](int of_row, std::uint32_t from, int column) {
+    rows.for_pieces<Dv>(memory.q(group, turn), partial, [&](int of_row, std::uint32_t from, int column) {
       const uint4 piece = load_uint4(from);
       if (of_row >= 0)
-        __stcs(reinterpret_cast<uint4*>(static_cast<T*>(args.parts) + static_cast<std::int64_t>(of_row) * Dv + column),
-               piece);
+        __stcs(
+            reinterpret_cast<uint4*>(static_cast<T*>(args.partials) + static_cast<std::int64_t>(of_row) * Dv + column),
+            piece);
     });
     query = next, next = after;
   }
   query = then[0], next = then[1];
 }
 
-/// The parts of a window, the one number `planned` of those that are planned.
+/// The partials of a window, the one number `planned` of those that are planned.
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     attend_blocks(const __grid_constant__ BlockArgs args, const __grid_constant__ CUtensorMap k_map,
@@ -337,35 +339,35 @@ __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
   }
 }
 
-/// Which of the parts of a query lane, lane + 32, ... can be seen, a bit each.
-__device__ __forceinline__ unsigned seen_parts(const BlockArgs& args, const int* indices, int position) {
+/// Which of the partials of a query lane, lane + 32, ... can be seen, a bit each.
+__device__ __forceinline__ unsigned seen_partials(const BlockArgs& args, const int* indices, int position) {
   const int lane = threadIdx.x % 32, tiles = args.lists.tiles_per_block, block_size = args.selected.block_size;
   const auto seen = [&](int block, int tile) {
     return block >= 0 && static_cast<std::int64_t>(block) * block_size + tile * 64 <= position;
   };
-  if (args.windows.parts <= 32) {
+  if (args.windows.partials <= 32) {
     const int entry = tiles == 1 ? lane : lane / 2, tile = tiles == 1 ? 0 : lane % 2;
-    const int block = lane < args.windows.parts ? indices[entry] : -1;
+    const int block = lane < args.windows.partials ? indices[entry] : -1;
     const bool valid = seen(block, tile);
     const unsigned alike = __match_any_sync(0xffffffffu, valid ? 2 * block + tile : -1 - lane);
     return valid && (alike & ((1u << lane) - 1)) == 0;
   }
   unsigned found = 0;
 #pragma unroll 1
-  for (int part = lane, bit = 1; part < args.windows.parts; part += 32, bit *= 2) {
-    const int entry = tiles == 1 ? part : part / 2, tile = tiles == 1 ? 0 : part % 2;
+  for (int partial = lane, bit = 1; partial < args.windows.partials; partial += 32, bit *= 2) {
+    const int entry = tiles == 1 ? partial : partial / 2, tile = tiles == 1 ? 0 : partial % 2;
     if (counts(indices, entry, position, block_size) && seen(indices[entry], tile)) found |= bit;
   }
   return found;
 }
 
-/// The attention of the heads of a query and KV head from their parts. A warp for each; grid: queries of the window by
-/// eight, KV heads. Lanes side by side have a row, sixteen bytes each; so several parts come at once.
+/// The attention of the heads of a query and KV head from their partials. A warp for each; grid: queries of the window
+/// by eight, KV heads. Lanes side by side have a row, sixteen bytes each; so several partials come at once.
 template <class T, int Dv>
-__global__ void __launch_bounds__(256) add_parts(const __grid_constant__ BlockArgs args, int number) {
+__global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ BlockArgs args, int number) {
   if (args.selected.fallback.flag && *args.selected.fallback.flag) return;
   constexpr int kLanes = Dv / 8, kAtOnce = 32 / kLanes, kAhead = 8;
-  __shared__ float weights[8][kMostParts];
+  __shared__ float weights[8][kMostPartials];
   float* weight = weights[threadIdx.x / 32];
   const SelectedArgs& call = args.selected;
   const Geometry& g = call.geometry;
@@ -379,39 +381,39 @@ __global__ void __launch_bounds__(256) add_parts(const __grid_constant__ BlockAr
   const int query = static_cast<int>(all_rows - row_prefix(g, seq).q);
   if (query < 0 || query >= seq.q_len || !args.ways.by_block(g, seq.index, kv_head)) return;
   const int at = seq.q_begin + query;
-  const unsigned seen = seen_parts(args, call.indices.at<int>(seq.batch, at, kv_head), seq.position(query));
-  std::int64_t first = (std::int64_t{row} * windows.heads_of_window + blockIdx.y * g.group) * windows.parts;
+  const unsigned seen = seen_partials(args, call.indices.at<int>(seq.batch, at, kv_head), seq.position(query));
+  std::int64_t first = (std::int64_t{row} * windows.heads_of_window + blockIdx.y * g.group) * windows.partials;
 
 #pragma unroll 1
-  for (int head = kv_head * g.group; head < (kv_head + 1) * g.group; ++head, first += windows.parts) {
+  for (int head = kv_head * g.group; head < (kv_head + 1) * g.group; ++head, first += windows.partials) {
     float max = -INFINITY, sum = 0;
 #pragma unroll 1
-    for (int part = lane, bit = 1; part < windows.parts; part += 32, bit *= 2) {
+    for (int partial = lane, bit = 1; partial < windows.partials; partial += 32, bit *= 2) {
       // What is not seen may not have been written.
-      weight[part] = seen & bit ? args.lse[first + part] : -INFINITY;
-      max = fmaxf(max, weight[part]);
+      weight[partial] = seen & bit ? args.lse[first + partial] : -INFINITY;
+      max = fmaxf(max, weight[partial]);
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, step));
 #pragma unroll 1
-    for (int part = lane; part < windows.parts; part += 32) {
-      weight[part] = exp2_fast(weight[part] - (max == -INFINITY ? 0 : max));
-      sum += weight[part];
+    for (int partial = lane; partial < windows.partials; partial += 32) {
+      weight[partial] = exp2_fast(weight[partial] - (max == -INFINITY ? 0 : max));
+      sum += weight[partial];
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     __syncwarp();
 
-    const T* from = static_cast<const T*>(args.parts) + first * Dv + lane * 8;
+    const T* from = static_cast<const T*>(args.partials) + first * Dv + lane * 8;
     float o[8] = {};
 #pragma unroll 1
-    for (int base = 0; base < windows.parts; base += kAhead * kAtOnce, from += kAhead * kAtOnce * Dv) {
+    for (int base = 0; base < windows.partials; base += kAhead * kAtOnce, from += kAhead * kAtOnce * Dv) {
       float factor[kAhead];
       uint4 piece[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int part = base + i * kAtOnce + lane / kLanes;
-        factor[i] = part < windows.parts ? weight[part] : 0;
+        const int partial = base + i * kAtOnce + lane / kLanes;
+        factor[i] = partial < windows.partials ? weight[partial] : 0;
         piece[i] = factor[i] > 0 ? __ldcs(reinterpret_cast<const uint4*>(from + i * kAtOnce * Dv)) : uint4{};
       }
       if (!always()) return;  // all of them on their way at once
@@ -466,7 +468,8 @@ cudaError_t launch_selected_by_block<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
       const int first_kv_head = (first + i) / windows.by_rows * windows.kv_heads;
       error = launch(attend_blocks<NSA_ELEMENT, Dk, Dv>, blocks, kGroups<Dk> * 128, BlockMemory<Dk, Dv>::kBytes, stream,
                      args, k_map, v_map, i, first_kv_head);
-      if (error == cudaSuccess) error = launch(add_parts<NSA_ELEMENT, Dv>, sums, 256, 0, stream, args, first + i);
+      if (error == cudaSuccess)
+        error = launch(combine_partials<NSA_ELEMENT, Dv>, sums, 256, 0, stream, args, first + i);
     }
   }
   return error;

@@ -36,12 +36,12 @@ struct BlockQueue {
 /// A window is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
 /// its queries is kept for so many of them at a time.
 struct BlockWindows {
-  static constexpr std::int64_t kParts = 1 << 20;    // of a window, unless a query has more
-  static constexpr std::int64_t kPlanned = 1 << 20;  // items that are planned at once, unless a window has more
-  static constexpr int kItemTiles = 8;               // tiles of 64 query rows that an item may have
+  static constexpr std::int64_t kPartials = 1 << 20;  // of a window, unless a query has more
+  static constexpr std::int64_t kPlanned = 1 << 20;   // items that are planned at once, unless a window has more
+  static constexpr int kItemTiles = 8;                // tiles of 64 query rows that an item may have
 
   int group;                   // G
-  int parts;                   // of a query head: entries of a row of indices, times key tiles of a block
+  int partials;                // of a query head: entries of a row of indices, times key tiles of a block
   std::int64_t all_rows;       // of all sequences
   int rows = 0, kv_heads = 0;  // of a window
   int heads_of_window = 0;     // query heads
@@ -49,20 +49,20 @@ struct BlockWindows {
   int most;                    // queries of an item
   int planned = 0;             // windows whose items are planned at once
   std::int64_t items = 0;      // of a window, an upper bound
-  std::int64_t part_bytes;     // output and lse
+  std::int64_t partial_bytes;  // output and lse
 
   BlockWindows(const Geometry& g, const InverseIndex& lists, int topk, std::int64_t value_dim)
       : group(g.group),
-        parts(topk * lists.tiles_per_block),
+        partials(topk * lists.tiles_per_block),
         most(64 / g.group * kItemTiles),
-        part_bytes(value_dim * 2 + sizeof(float)) {
+        partial_bytes(value_dim * 2 + sizeof(float)) {
     const RowPrefix all = end_prefix(g);
     all_rows = all.q;
     if (all.q == 0 || g.kv_heads == 0) return;
-    const std::int64_t row = std::int64_t{group} * parts, limit = std::max<std::int64_t>(kParts / row, 1);
+    const std::int64_t row = std::int64_t{group} * partials, limit = std::max<std::int64_t>(kPartials / row, 1);
     by_rows = static_cast<int>((all.q + limit - 1) / limit);
     rows = static_cast<int>((all.q + by_rows - 1) / by_rows);
-    kv_heads = static_cast<int>(std::clamp<std::int64_t>(kParts / (row * all.q), 1, g.kv_heads));
+    kv_heads = static_cast<int>(std::clamp<std::int64_t>(kPartials / (row * all.q), 1, g.kv_heads));
     heads_of_window = kv_heads * group;
     count = by_rows * ((g.kv_heads + kv_heads - 1) / kv_heads);
     const std::int64_t blocks = all.k / lists.block_size + all.sequences;
@@ -70,9 +70,9 @@ struct BlockWindows {
     planned = static_cast<int>(std::clamp<std::int64_t>(kPlanned / items, 1, count));
   }
 
-  std::int64_t window_parts() const { return std::int64_t{rows} * heads_of_window * parts; }
+  std::int64_t window_partials() const { return std::int64_t{rows} * heads_of_window * partials; }
   std::int64_t bytes() const {
-    return planned * (items * sizeof(BlockItem) + sizeof(BlockQueue)) + window_parts() * part_bytes;
+    return planned * (items * sizeof(BlockItem) + sizeof(BlockQueue)) + window_partials() * partial_bytes;
   }
 };
 

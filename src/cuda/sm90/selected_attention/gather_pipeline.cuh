@@ -158,8 +158,8 @@ class SelectedLimits {
 
   /// Keys key ... key + limit of a block that `users` of the warp's queries use are visible to row i.
   __device__ int limit(int i, unsigned users, int key) const {
-    const int part = i == 0 ? low_ : high_;
-    return users >> part & 1 ? position_ + part - key : -1;
+    const int warp_query = i == 0 ? low_ : high_;
+    return users >> warp_query & 1 ? position_ + warp_query - key : -1;
   }
 
  private:

@@ -121,16 +121,16 @@ struct SelectedTile {
 
 /// Row 0 ... 15 of a warp's share of a tile.
 struct SelectedRow {
-  int part;   // which of the warp's queries
-  int query;  // of the sequence
-  int head;   // of all
+  int warp_query;  // which of the warp's queries
+  int query;       // of the sequence
+  int head;        // of all
   bool valid;
 
   __device__ SelectedRow(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
-    part = p.by_heads.divide(row);
-    query = tile.first_query + warp * p.together + part;
-    head = tile.kv_head * g.group + tile.first_head + row - part * p.heads;
-    valid = part < p.together && query < tile.seq.q_len;
+    warp_query = p.by_heads.divide(row);
+    query = tile.first_query + warp * p.together + warp_query;
+    head = tile.kv_head * g.group + tile.first_head + row - warp_query * p.heads;
+    valid = warp_query < p.together && query < tile.seq.q_len;
   }
 };
 
