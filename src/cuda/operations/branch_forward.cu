@@ -31,7 +31,7 @@ struct SelectedWays {
     inverse = take_lists(b, arena);
     if (hopper.selected_forward) inverse.ways.times = arena.take<WayTimes>(std::int64_t{g.batches} * g.kv_heads);
     scratch =
-        arena.take<char>(sm90::selected_attention::BlockWindows(g, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
+        arena.take<char>(sm90::selected_attention::QueryBuffers(g, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
   }
   Status run(const SelectedArgs& args, const sm90::Kernels& hopper, Execution& e) const {
     const Ways& ways = inverse.ways;

@@ -38,7 +38,7 @@ void choose_ways(Kernels& kernels, int group) {
 
 /// Of strides shorter than this a scratch of single keys is too large (64k tokens, 8: 1.4 GB). What a block is made of
 /// must lie in a window of keys when the last 64 of them come.
-constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kWindowKeys - 64;
+constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kRingKeys - 64;
 
 /// Slices of a group are the units of a thread block's tile.
 bool selects(const AttentionDesc& call) {

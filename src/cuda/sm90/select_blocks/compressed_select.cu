@@ -177,13 +177,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_keys<Dk, Dv, Units, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
       const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
-      constexpr bool kWindows = Blocks::kAddsKeysUp;
+      constexpr bool kUsesKeyRing = Blocks::kAddsKeysUp;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
-                  picker * L::picker(args.units, blocks, args.chunks, kWindows);
-      char* window = own + args.chunks * ChunkRing::kChunkBytes;
-      uint2* list = reinterpret_cast<uint2*>(window + (kWindows ? L::window(args.units) : 0));
+                  picker * L::picker(args.units, blocks, args.chunks, kUsesKeyRing);
+      char* key_ring = own + args.chunks * ChunkRing::kChunkBytes;
+      uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.units) : 0));
       Picker<Units, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list,
-                                 reinterpret_cast<float*>(window), picker);
+                                 reinterpret_cast<float*>(key_ring), picker);
       char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
       if constexpr (kQuads) {
         pick.choose_by_quad(reinterpret_cast<uint4*>(far));
@@ -251,8 +251,8 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   args.spread_rows = static_cast<int>(spread_rows(rows));
   const int blocks = args.keys ? 0 : selection_blocks(g, args.block_size);
   args.chunks = kMostChunks;
-  const bool windows = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
-  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks, windows) > kDynamic) --args.chunks;
+  const bool key_rings = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
+  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks, key_rings) > kDynamic) --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
@@ -265,7 +265,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_tensor_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
-                L::memory(args.units, blocks, args.chunks, windows), stream, maps, args, FastDivmod(g.kernel_stride));
+                L::memory(args.units, blocks, args.chunks, key_rings), stream, maps, args, FastDivmod(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90::select_blocks

@@ -118,7 +118,7 @@ struct CompressedSelectScratch {
   static constexpr int kBuffers = 3;         // tiles of queries
   static constexpr int kTileBytes = 576;     // of a unit and sixteen sums
   static constexpr int kKeyBytes = 512;      // of four queries of a picking warp and 32 blocks, where G <= 8
-  static constexpr int kWindowKeys = 256;    // compressed keys of a query that are made blocks of at a time
+  static constexpr int kRingKeys = 256;      // compressed keys of a query that are made blocks of at a time
 
   int thread_blocks;
   std::int64_t sums, keys;   // bytes
@@ -134,9 +134,9 @@ struct CompressedSelectScratch {
     const std::int64_t tiles = most_key_tiles(g) * (4 / summed);  // of sixteen sums
     sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
     const std::int64_t blocks = (tiles + 3) / 4 * 64 * summed / strides;  // of whole chunks of the scratch
-    picker_keys = units.together > 1                                            ? (blocks + 31) / 32 * kKeyBytes
-                  : blocks > most_blocks(key_dim) - (keys_up ? kWindowKeys : 0) ? (blocks + 127) / 128 * 512
-                                                                                : 0;
+    picker_keys = units.together > 1                                          ? (blocks + 31) / 32 * kKeyBytes
+                  : blocks > most_blocks(key_dim) - (keys_up ? kRingKeys : 0) ? (blocks + 127) / 128 * 512
+                                                                              : 0;
     keys = thread_blocks * kPickers * picker_keys;
   }
   std::int64_t bytes() const { return sums + keys; }

@@ -31,17 +31,17 @@ __device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, c
   }
 }
 
-inline constexpr int kWindowKeys = CompressedSelectScratch::kWindowKeys;
+inline constexpr int kRingKeys = CompressedSelectScratch::kRingKeys;
 
 /// AnyBlocks: the importance of a block from those of its keys, if there are no keys but the first `keys`. The last of
-/// them lie in shared memory, key i at i % kWindowKeys. A key counts in a block by the strides that both have.
-__device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args, const float* window, int block,
+/// them lie in shared memory, key i at i % kRingKeys. A key counts in a block by the strides that both have.
+__device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args, const float* key_ring, int block,
                                                int keys) {
   const int begin = block * args.by_strides.divisor, end = begin + args.by_strides.divisor;
   float sum = 0;
 #pragma unroll 4
   for (int i = max(begin - args.strides_of_key + 1, 0); i < min(end, keys); ++i)
-    sum += window[i % kWindowKeys] * static_cast<float>(min(i + args.strides_of_key, end) - max(i, begin));
+    sum += key_ring[i % kRingKeys] * static_cast<float>(min(i + args.strides_of_key, end) - max(i, begin));
   return sum;
 }
 
@@ -49,14 +49,14 @@ __device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args,
 template <class Units, class Blocks>
 class Picker {
  public:
-  /// list, window: its own shared memory; the window for AnyBlocks.
+  /// list, key_ring: its own shared memory; the ring for AnyBlocks.
   __device__ Picker(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring, uint2* list,
-                    float* window, int number)
+                    float* key_ring, int number)
       : args_(args),
         barriers_(barriers),
         ring_(ring),
         list_(list),
-        window_(window),
+        key_ring_(key_ring),
         number_(number),
         lane_(threadIdx.x % 32) {}
 
@@ -129,7 +129,7 @@ class Picker {
     ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), keys, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
                  constexpr int kChunkKeys = kChunkTiles * kTileSums;
-                 use(chunk, i * kChunkKeys % kWindowKeys, tiles);
+                 use(chunk, i * kChunkKeys % kRingKeys, tiles);
                  __syncwarp();
                  finish(min(args_.by_strides.divide((i + 1) * kChunkKeys), most));
                });
@@ -148,12 +148,12 @@ class Picker {
       read_keys(
           unit, keys, own.last,
           [&](const ScratchTile* chunk, int at, int tiles) {
-            sum_heads<1>(chunk, tiles, minus_lse, false, window_ + at, lane_);
+            sum_heads<1>(chunk, tiles, minus_lse, false, key_ring_ + at, lane_);
           },
           [&](int complete) {
 #pragma unroll 1
             for (; block < complete; block += 32)
-              importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, window_, block, keys);
+              importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, key_ring_, block, keys);
           });
     } else {
       ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), own.last * Blocks::kSums, lane_,
@@ -196,7 +196,7 @@ class Picker {
     if constexpr (Blocks::kAddsKeysUp) {
       const int own_keys = last > 0 ? keys_of(own) : 0;
       const int most_keys = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(own_keys)));
-      float* window = window_ + lane_ % 4 * kWindowKeys;
+      float* key_ring = key_ring_ + lane_ % 4 * kRingKeys;
       auto* single = reinterpret_cast<unsigned*>(keys);
       int block = lane_ / 4;
       read_keys(
@@ -204,13 +204,13 @@ class Picker {
           [&](const ScratchTile* chunk, int at, int tiles) {
 #pragma unroll
             for (int n = 0; n < kChunkTiles; ++n)
-              *reinterpret_cast<float2*>(window + at + n * kTileSums + lane_ / 4 * 2) =
+              *reinterpret_cast<float2*>(key_ring + at + n * kTileSums + lane_ / 4 * 2) =
                   sums.of(chunk[min(n, tiles - 1)]);
           },
           [&](int complete) {
 #pragma unroll 1
             for (; block < complete; block += 8)
-              single[place_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, window, block, own_keys));
+              single[place_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, key_ring, block, own_keys));
           });
       vectors = (most_blocks + 31) / 32;
     } else {
@@ -277,7 +277,7 @@ class Picker {
   SelectBarriers& barriers_;
   ChunkRing ring_;
   uint2* list_;
-  float* window_;
+  float* key_ring_;
   int number_, lane_;
   PipelineState<kBuffers> buffer_;
 };

@@ -23,17 +23,17 @@ struct SelectLayout {
   static constexpr int kStages = Dk > 128 ? 3 : kMostStages;
   static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2, kQueryBytes = 64 * Dk * 2;
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
-  /// Of a picking warp: chunks, windows, then a list and keys of a query, or lists of four.
-  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks, bool windows) {
-    return chunks * ChunkRing::kChunkBytes + (windows ? window(units) : 0) +
+  /// Of a picking warp: chunks, rings of keys, then a list and keys of a query, or lists of four.
+  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks, bool key_rings) {
+    return chunks * ChunkRing::kChunkBytes + (key_rings ? key_ring(units) : 0) +
            (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
   }
-  __host__ __device__ static constexpr int window(const SelectUnits& units) {
-    return (units.together > 1 ? 4 : 1) * CompressedSelectScratch::kWindowKeys * 4;
+  __host__ __device__ static constexpr int key_ring(const SelectUnits& units) {
+    return (units.together > 1 ? 4 : 1) * CompressedSelectScratch::kRingKeys * 4;
   }
   __host__ __device__ static constexpr int keys(int blocks) { return (blocks + 127) / 128 * 512; }
-  static constexpr int memory(const SelectUnits& units, int blocks, int chunks, bool windows) {
-    return kFixed + kPickers * picker(units, blocks, chunks, windows);
+  static constexpr int memory(const SelectUnits& units, int blocks, int chunks, bool key_rings) {
+    return kFixed + kPickers * picker(units, blocks, chunks, key_rings);
   }
 };
 

@@ -7,34 +7,34 @@
 namespace nsa::cuda::sm90::selected_attention {
 
 struct BlockArgs : SelectedByBlockArgs {
-  BlockWindows windows;
+  QueryBuffers buffers;
   QueryTiles tiles;
   BlockItem* items;    // (planned, items)
-  void* partials;      // (rows, heads, partials, Dv) of a window
+  void* partials;      // (rows, heads, partials, Dv) of a buffer
   float* lse;          // (rows, heads, partials), in base-2 units
   BlockQueue* queues;  // (planned)
 
-  BlockArgs(const SelectedByBlockArgs& call, const BlockWindows& w, std::int64_t value_dim)
+  BlockArgs(const SelectedByBlockArgs& call, const QueryBuffers& w, std::int64_t value_dim)
       : SelectedByBlockArgs(call),
-        windows(w),
+        buffers(w),
         tiles(w.group),
         items(static_cast<BlockItem*>(call.scratch)),
         partials(items + w.planned * w.items),
-        lse(reinterpret_cast<float*>(static_cast<char*>(partials) + w.window_partials() * value_dim * 2)),
-        queues(reinterpret_cast<BlockQueue*>(lse + w.window_partials())) {}
+        lse(reinterpret_cast<float*>(static_cast<char*>(partials) + w.buffer_partials() * value_dim * 2)),
+        queues(reinterpret_cast<BlockQueue*>(lse + w.buffer_partials())) {}
 };
 
-/// Where a window lies.
-struct Window {
+/// Where a buffer lies.
+struct QueryBuffer {
   std::int64_t first_row;
   int first_kv_head;
 
-  __device__ Window(const BlockWindows& all, int number)
+  __device__ QueryBuffer(const QueryBuffers& all, int number)
       : first_row(static_cast<std::int64_t>(number % all.by_rows) * all.rows),
         first_kv_head(number / all.by_rows * all.kv_heads) {}
 };
 
-/// Writes the items of `count` windows from `first` on, in any order, and their queues.
+/// Writes the items of `count` buffers from `first` on, in any order, and their queues.
 cudaError_t plan_items(const BlockArgs& args, int first, int count, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::selected_attention

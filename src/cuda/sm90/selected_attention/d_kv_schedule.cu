@@ -5,7 +5,7 @@ namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCounted = kWindows + 2;  // items of each window, partial sums, key tiles that have such
+constexpr int kCounted = kQueryGroups + 2;  // items of each query group, partial sums, key tiles that have such
 
 /// Sums over the threads before this one, from `carry` on, which then moves on behind all of them.
 template <int N>
@@ -58,10 +58,10 @@ struct ListLine {
 /// A key tile and its items.
 struct ListTile {
   int first_key, keys;
-  int begin;            // of its list
-  int end[kWindows];    // of the part of a window, behind `begin`
-  int items[kWindows];  // of a window
-  int all = 0;          // items
+  int begin;                // of its list
+  int end[kQueryGroups];    // of the part of a query group, behind `begin`
+  int items[kQueryGroups];  // of a query group
+  int all = 0;              // items
 
   __device__ ListTile(const ListLine& line, int tile) : items{} {
     const InverseIndex& lists = line.plan.branch.lists;
@@ -71,15 +71,15 @@ struct ListTile {
     if (keys <= 0) return;
     begin = line.lists.begin[block];
 #pragma unroll
-    for (int i = 0; i < kWindows; ++i) {
-      const int chunks = min((i + 1) * line.cut.window, line.cut.chunks);
+    for (int i = 0; i < kQueryGroups; ++i) {
+      const int chunks = min((i + 1) * line.cut.query_group, line.cut.chunks);
       end[i] = chunks > 0 ? line.lists.offsets[(chunks - 1) * lists.slots + block] : 0;
       items[i] = (end[i] - from(i) + line.cut.most - 1) / line.cut.most;
       all += items[i];
     }
     if (all == 0) all = items[0] = 1;  // writes zeros
   }
-  __device__ int from(int window) const { return window > 0 ? end[window - 1] : 0; }
+  __device__ int from(int query_group) const { return query_group > 0 ? end[query_group - 1] : 0; }
   __device__ int partials() const { return all > 1 ? all : 0; }
 };
 
@@ -90,51 +90,51 @@ __global__ void __launch_bounds__(kThreads) count_items(const __grid_constant__ 
   for (int first = 0; first < line.tiles; first += kThreads) {
     const ListTile tile(line, first + static_cast<int>(threadIdx.x));
     int x[kCounted];
-    for (int i = 0; i < kWindows; ++i) x[i] = tile.items[i];
-    x[kWindows] = tile.partials();
-    x[kWindows + 1] = tile.partials() > 0;
+    for (int i = 0; i < kQueryGroups; ++i) x[i] = tile.items[i];
+    x[kQueryGroups] = tile.partials();
+    x[kQueryGroups + 1] = tile.partials() > 0;
     scan(x, carry);
   }
   if (threadIdx.x > 0) return;
   ItemCounts counts;
-  for (int i = 0; i < kWindows; ++i) counts.items[i] = carry[i];
-  counts.partials = carry[kWindows];
-  counts.sums = carry[kWindows + 1];
+  for (int i = 0; i < kQueryGroups; ++i) counts.items[i] = carry[i];
+  counts.partials = carry[kQueryGroups];
+  counts.sums = carry[kQueryGroups + 1];
   plan.counts[line.number] = counts;
   if (line.number == 0) plan.queue->next = 0;
 }
 
-/// Writes the items, in the order line, window, key tile. Grid as above.
+/// Writes the items, in the order line, query group, key tile. Grid as above.
 __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ ListPlan plan) {
   const BackwardArgs& branch = plan.branch;
   const ListLine line(plan, blockIdx.x, blockIdx.y);
   const DeviceSequence& seq = line.seq;
-  int carry[kCounted];  // of the lines before, and where the items of a window begin
+  int carry[kCounted];  // of the lines before, and where the items of a query group begin
   {
     int before[3] = {}, none[3] = {};
     for (int i = threadIdx.x; i < line.number; i += kThreads) {
       const ItemCounts& counts = plan.counts[i];
-      for (int w = 0; w < kWindows; ++w) before[0] += counts.items[w];
+      for (int w = 0; w < kQueryGroups; ++w) before[0] += counts.items[w];
       before[1] += counts.partials;
       before[2] += counts.sums;
     }
     scan(before, none);
     const ItemCounts& own = plan.counts[line.number];
     carry[0] = none[0];
-    for (int i = 1; i < kWindows; ++i) carry[i] = carry[i - 1] + own.items[i - 1];
-    carry[kWindows] = none[1];
-    carry[kWindows + 1] = none[2];
+    for (int i = 1; i < kQueryGroups; ++i) carry[i] = carry[i - 1] + own.items[i - 1];
+    carry[kQueryGroups] = none[1];
+    carry[kQueryGroups + 1] = none[2];
     if (line.number == static_cast<int>(gridDim.x * gridDim.y) - 1 && threadIdx.x == 0) {
-      plan.queue->end = carry[kWindows - 1] + own.items[kWindows - 1];
+      plan.queue->end = carry[kQueryGroups - 1] + own.items[kQueryGroups - 1];
       plan.queue->sums = none[2] + own.sums;
     }
   }
   for (int first = 0; first < line.tiles; first += kThreads) {
     const ListTile tile(line, first + static_cast<int>(threadIdx.x));
     int at[kCounted];
-    for (int i = 0; i < kWindows; ++i) at[i] = tile.items[i];
-    at[kWindows] = tile.partials();
-    at[kWindows + 1] = tile.partials() > 0;
+    for (int i = 0; i < kQueryGroups; ++i) at[i] = tile.items[i];
+    at[kQueryGroups] = tile.partials();
+    at[kQueryGroups + 1] = tile.partials() > 0;
     scan(at, carry);
     KeyItem item{};
     item.batch = seq.batch;
@@ -145,12 +145,12 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
     item.query_row = seq.q_begin;
     item.shift = seq.position(0);
     item.terms = plan.terms.at(seq.batch, line.kv_head * plan.tiles.slices, seq.q_begin);
-    item.slot = tile.all > 1 ? at[kWindows] : -1;
+    item.slot = tile.all > 1 ? at[kQueryGroups] : -1;
     item.partials = tile.partials();
     const int list = static_cast<int>(line.lists.list - branch.lists.list) + tile.begin;
 #pragma unroll
-    for (int window = 0; window < kWindows; ++window) {
-      const int from = tile.from(window), queries = tile.end[window] - from, items = tile.items[window];
+    for (int query_group = 0; query_group < kQueryGroups; ++query_group) {
+      const int from = tile.from(query_group), queries = tile.end[query_group] - from, items = tile.items[query_group];
       for (int i = 0; i < items; ++i) {
         // Even parts of whole stages.
         const auto share = [&](int n) {
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
         item.from = list + from + share(i);
         item.to = list + from + share(i + 1);
         item.stages = (item.to - item.from + plan.tiles.queries - 1) / plan.tiles.queries * plan.tiles.slices;
-        plan.items[at[window] + i] = item;
-        if (item.partials > 0) plan.sums[at[kWindows + 1]] = at[window] + i;
+        plan.items[at[query_group] + i] = item;
+        if (item.partials > 0) plan.sums[at[kQueryGroups + 1]] = at[query_group] + i;
         if (item.slot >= 0) ++item.slot;
         item.partials = 0;
       }

@@ -1,9 +1,10 @@
 // How selected_d_kv cuts the lists of the inverse index into items, and what that takes.
 //
 // The rows of a query are read once for every block that it chose. For these reads to meet in the second-level cache
-// the queries of a sequence are cut into windows, and the items of a window follow each other: the thread blocks that
-// run at the same time then walk the same queries. Within a window long lists are cut once more. Where a query has few
-// rows there is one window: an item's rows would not be worth its partial sums. The cut depends on the sequence alone.
+// the queries of a sequence are cut into query groups, and the items of a query group follow each other: the thread
+// blocks that run at the same time then walk the same queries. Within a query group long lists are cut once more. Where
+// a query has few rows there is one query group: an item's rows would not be worth its partial sums. The cut depends on
+// the sequence alone.
 #pragma once
 
 #include <algorithm>
@@ -14,29 +15,30 @@
 
 namespace nsa::cuda::sm90::selected_attention {
 
-inline constexpr int kWindows = 2, kLeastWindow = 2048;  // windows of a sequence; queries for which one is enough
-inline constexpr int kWindowRows = 8;                    // rows of a query for which more than one pays
-inline constexpr int kLeastItem = 1024;                  // queries that an item may have in any case
+inline constexpr int kQueryGroups = 2,
+                     kLeastQueryGroup = 2048;  // query groups of a sequence; queries for which one is enough
+inline constexpr int kQueryGroupRows = 8;      // rows of a query for which more than one pays
+inline constexpr int kLeastItem = 1024;        // queries that an item may have in any case
 
 struct ListCut {
-  int chunks;   // of the inverse index
-  int window;   // chunks of a window
-  int windows;  // at least one
-  int most;     // queries of an item
+  int chunks;        // of the inverse index
+  int query_group;   // chunks of a query group
+  int query_groups;  // at least one
+  int most;          // queries of an item
 
   /// heads: rows of a query in a tile.
   __host__ __device__ ListCut(int q_len, int heads) {
-    const int chunk = InverseIndex::chunk(q_len), wanted = (q_len + kLeastWindow - 1) / kLeastWindow;
+    const int chunk = InverseIndex::chunk(q_len), wanted = (q_len + kLeastQueryGroup - 1) / kLeastQueryGroup;
     chunks = (q_len + chunk - 1) / chunk;
-    windows = wanted < 1 || heads < kWindowRows ? 1 : wanted < kWindows ? wanted : kWindows;
-    window = (chunks + windows - 1) / windows;
-    most = window * chunk / 16 > kLeastItem ? window * chunk / 16 : kLeastItem;
+    query_groups = wanted < 1 || heads < kQueryGroupRows ? 1 : wanted < kQueryGroups ? wanted : kQueryGroups;
+    query_group = (chunks + query_groups - 1) / query_groups;
+    most = query_group * chunk / 16 > kLeastItem ? query_group * chunk / 16 : kLeastItem;
   }
 };
 
 /// Of a KV head of a sequence.
 struct ItemCounts {
-  int items[kWindows];
+  int items[kQueryGroups];
   int partials;  // key tiles with several items have a partial sum for each
   int sums;      // such key tiles
 };
@@ -56,36 +58,36 @@ struct ListWork {
     const RowPrefix all = end_prefix(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
     const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, QueryTiles(g.group).heads).most;
-    const std::int64_t lists_cut = lists_by_windows(g, lists.block_size) + all.q * lists.width / most;
+    const std::int64_t lists_cut = lists_by_query_groups(g, lists.block_size) + all.q * lists.width / most;
     partials = g.kv_heads * lists_cut * lists.tiles_per_block;
     items = g.kv_heads * tiles + partials;
     sums = partials / 2;
   }
 
-  /// Blocks that a window sees, of all windows and sequences of a KV head; in packed calls those of sequences that may
-  /// have several parts of a list.
-  static std::int64_t lists_by_windows(const Geometry& g, std::int64_t block_size) {
+  /// Blocks that a query group sees, of all query groups and sequences of a KV head; in packed calls those of sequences
+  /// that may have several parts of a list.
+  static std::int64_t lists_by_query_groups(const Geometry& g, std::int64_t block_size) {
     if (!g.cu_q) {
       const ListCut cut(g.q_len, QueryTiles(g.group).heads);
       std::int64_t lists_cut = 0;
-      for (int i = 1; i <= cut.windows; ++i) {
-        const int end = std::min(i * cut.window * InverseIndex::chunk(g.q_len), g.q_len);
+      for (int i = 1; i <= cut.query_groups; ++i) {
+        const int end = std::min(i * cut.query_group * InverseIndex::chunk(g.q_len), g.q_len);
         lists_cut += (end + g.k_len - g.q_len + block_size - 1) / block_size;
       }
       return lists_cut * g.batches;
     }
-    // A window ends a chunk after its even share at the latest, a sixteenth of the sequence if it is one of several.
-    // Such sequences have more than kLeastWindow queries, those with a cut list more than kLeastItem.
+    // A query group ends a chunk after its even share at the latest, a sixteenth of the sequence if it is one of
+    // several. Such sequences have more than kLeastQueryGroup queries, those with a cut list more than kLeastItem.
     const std::int64_t queries = std::min(g.total_q, g.total_k);
-    const std::int64_t seen = kWindows * g.total_k - queries * (kWindows - 1) / 2 + queries * kWindows / 16;
-    return seen / block_size + kWindows * (queries / kLeastItem + 1);
+    const std::int64_t seen = kQueryGroups * g.total_k - queries * (kQueryGroups - 1) / 2 + queries * kQueryGroups / 16;
+    return seen / block_size + kQueryGroups * (queries / kLeastItem + 1);
   }
   std::int64_t bytes() const {
     return items * sizeof(KeyItem) + lines * sizeof(ItemCounts) + sizeof(ItemQueue) + sums * sizeof(int);
   }
 };
 
-/// The plan of a call: items in the order line, window, key tile.
+/// The plan of a call: items in the order line, query group, key tile.
 struct ListPlan {
   BackwardArgs branch;
   RowTerms terms;

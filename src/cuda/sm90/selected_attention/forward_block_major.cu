@@ -6,14 +6,14 @@
 //   attend_blocks   item -> for each of its query rows the attention to these keys alone: output and lse, a partial
 //   combine_partials       partials of a query head -> output and lse, in the order of its row of indices
 //
-// There is room for the partials of a window of queries and KV heads (forward_block_major.h); windows follow each
+// There is room for the partials of a buffer of queries and KV heads (forward_block_major.h); buffers follow each
 // other.
 //
 // attend_blocks: thread blocks of two warpgroups, two on a multiprocessor (keys of 192: one of three), take items as
 // they get free. K and V of an item lie in shared memory, the warpgroups take its tiles in turn. A tile of 64 rows is
 // the heads of a group for 64/G queries of the list; its rows are copied one by one a tile ahead, each warp its
 // sixteen. A row's partial depends on nothing but the row and the block: its bits are the same whatever the tile, the
-// item and the window.
+// item and the buffer.
 #include "cuda/common/block_list.cuh"
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
@@ -51,12 +51,12 @@ struct BlockMemory {
   __device__ std::uint32_t q(int group, int turn) const { return base + kK + kV + (2 * group + turn % 2) * kK; }
 };
 
-/// Takes the items of a window for one thread block: numbers three items ahead, so that nobody waits for them. One
+/// Takes the items of a buffer for one thread block: numbers three items ahead, so that nobody waits for them. One
 /// warp.
 class ItemTaker {
  public:
   __device__ __forceinline__ ItemTaker(const BlockArgs& args, int planned, bool used)
-      : items_(args.items + planned * args.windows.items), queue_(args.queues[planned]), end_(queue_.end) {
+      : items_(args.items + planned * args.buffers.items), queue_(args.queues[planned]), end_(queue_.end) {
     if (used) take();
   }
   /// Sends for the next item; put() writes it.
@@ -217,8 +217,8 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   const int* indices = call.indices.at<int>(item.batch, item.query_row, item.kv_head) + lane / 16;
   const int left = call.topk - lane / 16;
   const int first_partial =
-      (item.window_row * args.windows.heads_of_window + (item.kv_head - first_kv_head) * heads + rows.head) *
-          args.windows.partials +
+      (item.buffer_row * args.buffers.heads_of_buffer + (item.kv_head - first_kv_head) * heads + rows.head) *
+          args.buffers.partials +
       item.tile;
   const auto indices_of = [&](int query) { return indices + query * call.indices.row; };
   const auto copy_rows = [&](int turn, int query) {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
     gemm_rs<T, Dv, 64>(o, p, v, false);
     wgmma_wait<0>();
     const int entry = entries.find(item.block, indices_of(query), left, valid);
-    const int partial = valid ? first_partial + query * args.windows.heads_of_window * args.windows.partials +
+    const int partial = valid ? first_partial + query * args.buffers.heads_of_buffer * args.buffers.partials +
                                     entry * args.lists.tiles_per_block
                               : -1;
     next_tile();
@@ -300,7 +300,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   query = then[0], next = then[1];
 }
 
-/// The partials of a window, the one number `planned` of those that are planned.
+/// The partials of a buffer, the one number `planned` of those that are planned.
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     attend_blocks(const __grid_constant__ BlockArgs args, const __grid_constant__ CUtensorMap k_map,
@@ -345,23 +345,23 @@ __device__ __forceinline__ unsigned seen_partials(const BlockArgs& args, const i
   const auto seen = [&](int block, int tile) {
     return block >= 0 && static_cast<std::int64_t>(block) * block_size + tile * 64 <= position;
   };
-  if (args.windows.partials <= 32) {
+  if (args.buffers.partials <= 32) {
     const int entry = tiles == 1 ? lane : lane / 2, tile = tiles == 1 ? 0 : lane % 2;
-    const int block = lane < args.windows.partials ? indices[entry] : -1;
+    const int block = lane < args.buffers.partials ? indices[entry] : -1;
     const bool valid = seen(block, tile);
     const unsigned alike = __match_any_sync(0xffffffffu, valid ? 2 * block + tile : -1 - lane);
     return valid && (alike & ((1u << lane) - 1)) == 0;
   }
   unsigned found = 0;
 #pragma unroll 1
-  for (int partial = lane, bit = 1; partial < args.windows.partials; partial += 32, bit *= 2) {
+  for (int partial = lane, bit = 1; partial < args.buffers.partials; partial += 32, bit *= 2) {
     const int entry = tiles == 1 ? partial : partial / 2, tile = tiles == 1 ? 0 : partial % 2;
     if (counts(indices, entry, position, block_size) && seen(indices[entry], tile)) found |= bit;
   }
   return found;
 }
 
-/// The attention of the heads of a query and KV head from their partials. A warp for each; grid: queries of the window
+/// The attention of the heads of a query and KV head from their partials. A warp for each; grid: queries of the buffer
 /// by eight, KV heads. Lanes side by side have a row, sixteen bytes each; so several partials come at once.
 template <class T, int Dv>
 __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ BlockArgs args, int number) {
@@ -371,24 +371,24 @@ __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ 
   float* weight = weights[threadIdx.x / 32];
   const SelectedArgs& call = args.selected;
   const Geometry& g = call.geometry;
-  const BlockWindows& windows = args.windows;
-  const Window window(windows, number);
+  const QueryBuffers& buffers = args.buffers;
+  const QueryBuffer buffer(buffers, number);
   const int lane = threadIdx.x % 32, row = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32);
-  const int kv_head = window.first_kv_head + static_cast<int>(blockIdx.y);
-  const std::int64_t all_rows = window.first_row + row;
-  if (row >= windows.rows || kv_head >= g.kv_heads || all_rows >= windows.all_rows) return;
+  const int kv_head = buffer.first_kv_head + static_cast<int>(blockIdx.y);
+  const std::int64_t all_rows = buffer.first_row + row;
+  if (row >= buffers.rows || kv_head >= g.kv_heads || all_rows >= buffers.all_rows) return;
   const DeviceSequence seq = sequence_of(g, sequence_at(g, all_rows, [](const RowPrefix& at) { return at.q; }));
   const int query = static_cast<int>(all_rows - row_prefix(g, seq).q);
   if (query < 0 || query >= seq.q_len || !args.ways.by_block(g, seq.index, kv_head)) return;
   const int at = seq.q_begin + query;
   const unsigned seen = seen_partials(args, call.indices.at<int>(seq.batch, at, kv_head), seq.position(query));
-  std::int64_t first = (std::int64_t{row} * windows.heads_of_window + blockIdx.y * g.group) * windows.partials;
+  std::int64_t first = (std::int64_t{row} * buffers.heads_of_buffer + blockIdx.y * g.group) * buffers.partials;
 
 #pragma unroll 1
-  for (int head = kv_head * g.group; head < (kv_head + 1) * g.group; ++head, first += windows.partials) {
+  for (int head = kv_head * g.group; head < (kv_head + 1) * g.group; ++head, first += buffers.partials) {
     float max = -INFINITY, sum = 0;
 #pragma unroll 1
-    for (int partial = lane, bit = 1; partial < windows.partials; partial += 32, bit *= 2) {
+    for (int partial = lane, bit = 1; partial < buffers.partials; partial += 32, bit *= 2) {
       // What is not seen may not have been written.
       weight[partial] = seen & bit ? args.lse[first + partial] : -INFINITY;
       max = fmaxf(max, weight[partial]);
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ 
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, step));
 #pragma unroll 1
-    for (int partial = lane; partial < windows.partials; partial += 32) {
+    for (int partial = lane; partial < buffers.partials; partial += 32) {
       weight[partial] = exp2_fast(weight[partial] - (max == -INFINITY ? 0 : max));
       sum += weight[partial];
     }
@@ -407,13 +407,13 @@ __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ 
     const T* from = static_cast<const T*>(args.partials) + first * Dv + lane * 8;
     float o[8] = {};
 #pragma unroll 1
-    for (int base = 0; base < windows.partials; base += kAhead * kAtOnce, from += kAhead * kAtOnce * Dv) {
+    for (int base = 0; base < buffers.partials; base += kAhead * kAtOnce, from += kAhead * kAtOnce * Dv) {
       float factor[kAhead];
       uint4 piece[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int partial = base + i * kAtOnce + lane / kLanes;
-        factor[i] = partial < windows.partials ? weight[partial] : 0;
+        factor[i] = partial < buffers.partials ? weight[partial] : 0;
         piece[i] = factor[i] > 0 ? __ldcs(reinterpret_cast<const uint4*>(from + i * kAtOnce * Dv)) : uint4{};
       }
       if (!always()) return;  // all of them on their way at once
@@ -451,21 +451,21 @@ cudaError_t launch_selected_by_block<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
                                                                               cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   const Geometry& g = call.selected.geometry;
-  const BlockWindows windows(g, call.lists, call.selected.topk, Dv);
-  if (windows.count == 0) return cudaSuccess;
-  const BlockArgs args(call, windows, Dv);
+  const QueryBuffers buffers(g, call.lists, call.selected.topk, Dv);
+  if (buffers.count == 0) return cudaSuccess;
+  const BlockArgs args(call, buffers, Dv);
   CUtensorMap k_map, v_map;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
   if (error == cudaSuccess) error = make_key_tensor_map(k_map, call.selected.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = make_key_tensor_map(v_map, call.selected.v, g, Dv, false, 64);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(windows.items, processors * kResident<Dk>));
-  const dim3 sums(static_cast<unsigned>(ceil_div(windows.rows, 8)), windows.kv_heads);
-  for (int first = 0; first < windows.count; first += windows.planned) {
-    const int count = std::min(windows.planned, windows.count - first);
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(buffers.items, processors * kResident<Dk>));
+  const dim3 sums(static_cast<unsigned>(ceil_div(buffers.rows, 8)), buffers.kv_heads);
+  for (int first = 0; first < buffers.count; first += buffers.planned) {
+    const int count = std::min(buffers.planned, buffers.count - first);
     if (error == cudaSuccess) error = plan_items(args, first, count, stream);
     for (int i = 0; i < count && error == cudaSuccess; ++i) {
-      const int first_kv_head = (first + i) / windows.by_rows * windows.kv_heads;
+      const int first_kv_head = (first + i) / buffers.by_rows * buffers.kv_heads;
       error = launch(attend_blocks<NSA_ELEMENT, Dk, Dv>, blocks, kGroups<Dk> * 128, BlockMemory<Dk, Dv>::kBytes, stream,
                      args, k_map, v_map, i, first_kv_head);
       if (error == cudaSuccess)

@@ -1,4 +1,4 @@
-// Selected attention block by block (forward_block_major.cu): its arguments, its windows and what it takes.
+// Selected attention block by block (forward_block_major.cu): its arguments, its buffers and what it takes.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ struct SelectedByBlockArgs {
   SelectedArgs selected;
   InverseIndex lists;
   Ways ways;
-  void* scratch;  // BlockWindows::bytes()
+  void* scratch;  // QueryBuffers::bytes()
 };
 
 /// 64 keys of a block of one KV head, and queries that chose it.
@@ -23,35 +23,35 @@ struct alignas(16) BlockItem {
   int first_key, keys;
   int key_row, query_row;  // of the first key, and of the sequence's first query, in the tensors
   int shift;               // position of the sequence's first query
-  int window_row;          // of the sequence's first query, from the window's first one on
+  int buffer_row;          // of the sequence's first query, from the buffer's first one on
   int unused[3];
 };
 static_assert(sizeof(BlockItem) == 64);
 
-/// Where the thread blocks of a window find their next item.
+/// Where the thread blocks of a buffer find their next item.
 struct BlockQueue {
   int next, end;
 };
 
-/// A window is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
+/// A buffer is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
 /// its queries is kept for so many of them at a time.
-struct BlockWindows {
-  static constexpr std::int64_t kPartials = 1 << 20;  // of a window, unless a query has more
-  static constexpr std::int64_t kPlanned = 1 << 20;   // items that are planned at once, unless a window has more
+struct QueryBuffers {
+  static constexpr std::int64_t kPartials = 1 << 20;  // of a buffer, unless a query has more
+  static constexpr std::int64_t kPlanned = 1 << 20;   // items that are planned at once, unless a buffer has more
   static constexpr int kItemTiles = 8;                // tiles of 64 query rows that an item may have
 
   int group;                   // G
   int partials;                // of a query head: entries of a row of indices, times key tiles of a block
   std::int64_t all_rows;       // of all sequences
-  int rows = 0, kv_heads = 0;  // of a window
-  int heads_of_window = 0;     // query heads
-  int by_rows = 0, count = 0;  // windows of a KV head; of all
+  int rows = 0, kv_heads = 0;  // of a buffer
+  int heads_of_buffer = 0;     // query heads
+  int by_rows = 0, count = 0;  // buffers of a KV head; of all
   int most;                    // queries of an item
-  int planned = 0;             // windows whose items are planned at once
-  std::int64_t items = 0;      // of a window, an upper bound
+  int planned = 0;             // buffers whose items are planned at once
+  std::int64_t items = 0;      // of a buffer, an upper bound
   std::int64_t partial_bytes;  // output and lse
 
-  BlockWindows(const Geometry& g, const InverseIndex& lists, int topk, std::int64_t value_dim)
+  QueryBuffers(const Geometry& g, const InverseIndex& lists, int topk, std::int64_t value_dim)
       : group(g.group),
         partials(topk * lists.tiles_per_block),
         most(64 / g.group * kItemTiles),
@@ -63,16 +63,16 @@ struct BlockWindows {
     by_rows = static_cast<int>((all.q + limit - 1) / limit);
     rows = static_cast<int>((all.q + by_rows - 1) / by_rows);
     kv_heads = static_cast<int>(std::clamp<std::int64_t>(kPartials / (row * all.q), 1, g.kv_heads));
-    heads_of_window = kv_heads * group;
+    heads_of_buffer = kv_heads * group;
     count = by_rows * ((g.kv_heads + kv_heads - 1) / kv_heads);
     const std::int64_t blocks = all.k / lists.block_size + all.sequences;
     items = kv_heads * (blocks + rows * std::int64_t{lists.width} / most) * lists.tiles_per_block;
     planned = static_cast<int>(std::clamp<std::int64_t>(kPlanned / items, 1, count));
   }
 
-  std::int64_t window_partials() const { return std::int64_t{rows} * heads_of_window * partials; }
+  std::int64_t buffer_partials() const { return std::int64_t{rows} * heads_of_buffer * partials; }
   std::int64_t bytes() const {
-    return planned * (items * sizeof(BlockItem) + sizeof(BlockQueue)) + window_partials() * partial_bytes;
+    return planned * (items * sizeof(BlockItem) + sizeof(BlockQueue)) + buffer_partials() * partial_bytes;
   }
 };
 
