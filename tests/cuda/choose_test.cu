@@ -22,7 +22,7 @@ AttentionDesc call() {
 
 TEST(Choose, TheDefaultsHaveEveryKernel) {
   const Kernels k = choose_kernels(call());
-  EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_forward);
+  EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_query_major);
   EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
 }
 
@@ -41,20 +41,20 @@ TEST(Choose, SmallGroups) {
   for (int group = 1; group < 16; ++group) {
     c.group = group;
     const Kernels k = choose_kernels(c);
-    EXPECT_TRUE(k.range_forward && k.compressed_select && (k.selected_forward || k.selected_by_block)) << group;
+    EXPECT_TRUE(k.range_forward && k.compressed_select && (k.selected_query_major || k.selected_block_major)) << group;
     EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv) << group;
   }
 }
 
-TEST(Choose, WaysOfSelectedAttention) {
+TEST(Choose, LoopOrderOfSelectedAttention) {
   AttentionDesc c = call();
   for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
     c.group = group;
-    EXPECT_EQ(choose_kernels(c).selected_by_block != nullptr, group <= 7) << group;
-    EXPECT_EQ(choose_kernels(c).selected_forward != nullptr, group >= 3) << group;  // with both the indices decide
+    EXPECT_EQ(choose_kernels(c).selected_block_major != nullptr, group <= 7) << group;
+    EXPECT_EQ(choose_kernels(c).selected_query_major != nullptr, group >= 3) << group;  // with both the indices decide
   }
   c = call(), c.group = 1, c.topk = 65;
-  EXPECT_FALSE(choose_kernels(c).selected_by_block || choose_kernels(c).selected_forward);
+  EXPECT_FALSE(choose_kernels(c).selected_block_major || choose_kernels(c).selected_query_major);
 }
 
 TEST(Choose, WideKeys) {
@@ -63,7 +63,7 @@ TEST(Choose, WideKeys) {
   AttentionDesc c = call();
   c.key_dim = 192;
   const Kernels k = choose_kernels(c);
-  EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_forward);
+  EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_query_major);
   EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
 }
 
@@ -72,7 +72,7 @@ TEST(Choose, OtherBlocks) {
   c.block_size = 16;
   const Kernels k = choose_kernels(c);
   EXPECT_TRUE(k.range_forward && k.range_d_q);
-  EXPECT_FALSE(k.selected_forward || k.selected_d_q || k.selected_d_kv);
+  EXPECT_FALSE(k.selected_query_major || k.selected_d_q || k.selected_d_kv);
 }
 
 TEST(Choose, CompressionAndSelectionBlocks) {

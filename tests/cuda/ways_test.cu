@@ -21,14 +21,14 @@ int chosen(std::int64_t sequence, std::int64_t query, std::int64_t head, std::in
   return static_cast<int>(alike(sequence, head) ? 6 * entry + 1 : (13 * query + 7 * entry) % 56);
 }
 
-TEST(Ways, IndicesDecideForEachSequenceAndHead) {
+TEST(LoopOrder, IndicesDecideForEachSequenceAndHead) {
   std::vector<int> indices;
   for (int sequence = 0; sequence < kSequences; ++sequence)
     for (int query = 0; query < kQueries; ++query)
       for (int head = 0; head < kHeads; ++head)
         for (int entry = 0; entry < kTopk; ++entry) indices.push_back(chosen(sequence, query, head, entry));
   const DeviceMemory copy(indices.size() * sizeof(int));
-  std::vector<cuda::WayTimes> times(kSequences * kHeads);
+  std::vector<cuda::LoopOrderCost> times(kSequences * kHeads);
   const DeviceMemory found(times.size() * sizeof(times[0]));
   ASSERT_EQ(cudaMemcpy(copy.data, indices.data(), copy.bytes, cudaMemcpyHostToDevice), cudaSuccess);
 
@@ -39,13 +39,13 @@ TEST(Ways, IndicesDecideForEachSequenceAndHead) {
   args.indices = {copy.data, kQueries * kHeads * kTopk, kHeads * kTopk, kTopk};
   args.topk = kTopk;
   args.lists.block_size = kBlockSize;
-  args.ways.times = static_cast<cuda::WayTimes*>(found.data);
-  ASSERT_EQ(cuda::sm90::selected_attention::find_ways(args, nullptr), cudaSuccess);
+  args.ways.times = static_cast<cuda::LoopOrderCost*>(found.data);
+  ASSERT_EQ(cuda::sm90::selected_attention::estimate_loop_order(args, nullptr), cudaSuccess);
   ASSERT_EQ(cudaMemcpy(times.data(), found.data, found.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
   for (int sequence = 0; sequence < kSequences; ++sequence)
     for (int head = 0; head < kHeads; ++head) {
-      const auto [by_query, by_block] = times[sequence * kHeads + head];
-      EXPECT_EQ(by_query < by_block, alike(sequence, head)) << by_query << " and " << by_block;
+      const auto [query_major, block_major] = times[sequence * kHeads + head];
+      EXPECT_EQ(query_major < block_major, alike(sequence, head)) << query_major << " and " << block_major;
     }
 }
 
@@ -84,7 +84,7 @@ TEST_P(BothWays, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, BothWays, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(LoopOrder, BothWays, testing::Bool());
 
 }  // namespace
 }  // namespace nsa::test

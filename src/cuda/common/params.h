@@ -353,23 +353,23 @@ struct BackwardArgs {
 
 /// What the selected branch of a sequence and KV head would take query by query and block by block
 /// (sm90/selected_attention/loop_order.h).
-struct alignas(8) WayTimes {
-  int by_query, by_block;
+struct alignas(8) LoopOrderCost {
+  int query_major, block_major;
 };
 
 /// Which of the two ways a sequence and KV head goes. Without times all go the way that is asked for.
-struct Ways {
-  WayTimes* times = nullptr;  // (sequence, KV head)
+struct LoopOrder {
+  LoopOrderCost* times = nullptr;  // (sequence, KV head)
 
-  __device__ bool by_query(const Geometry& g, int sequence, int kv_head) const {
+  __device__ bool query_major(const Geometry& g, int sequence, int kv_head) const {
     return !times || !faster_by_block(times[sequence * g.kv_heads + kv_head]);
   }
-  __device__ bool by_block(const Geometry& g, int sequence, int kv_head) const {
+  __device__ bool block_major(const Geometry& g, int sequence, int kv_head) const {
     return !times || faster_by_block(times[sequence * g.kv_heads + kv_head]);
   }
 
  private:
-  __device__ static bool faster_by_block(const WayTimes& t) { return t.by_block < t.by_query; }
+  __device__ static bool faster_by_block(const LoopOrderCost& t) { return t.block_major < t.query_major; }
 };
 
 struct InverseArgs {
@@ -377,7 +377,7 @@ struct InverseArgs {
   Strided indices;
   int topk;
   InverseIndex lists;
-  Ways ways{};  // lists of those that go block by block; the others' are empty
+  LoopOrder loop_order{};  // lists of those that go block by block; the others' are empty
 };
 
 }  // namespace nsa::cuda

@@ -21,30 +21,32 @@ Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
 
 /// The ways of the selected branch on Hopper, and what they need (sm90/selected_attention: forward_block_major.h,
 /// loop_order.h).
-struct SelectedWays {
+struct SelectedOrders {
   InverseArgs inverse{};
   void* scratch = nullptr;
 
-  SelectedWays(const Branch& b, const sm90::Kernels& hopper, Arena& arena) {
-    if (!b.indices || !hopper.selected_by_block) return;
+  SelectedOrders(const Branch& b, const sm90::Kernels& hopper, Arena& arena) {
+    if (!b.indices || !hopper.selected_block_major) return;
     const Geometry& g = b.geometry;
     inverse = take_lists(b, arena);
-    if (hopper.selected_forward) inverse.ways.times = arena.take<WayTimes>(std::int64_t{g.batches} * g.kv_heads);
+    if (hopper.selected_query_major)
+      inverse.loop_order.times = arena.take<LoopOrderCost>(std::int64_t{g.batches} * g.kv_heads);
     scratch =
         arena.take<char>(sm90::selected_attention::QueryBuffers(g, inverse.lists, inverse.topk, b.v.size(-1)).bytes());
   }
   Status run(const SelectedArgs& args, const sm90::Kernels& hopper, Execution& e) const {
-    const Ways& ways = inverse.ways;
-    if (ways.times)
-      if (Status s = status_of(sm90::selected_attention::find_ways(inverse, e.stream), "find_ways"); !s.ok()) return s;
-    if (hopper.selected_by_block) {
+    const LoopOrder& loop_order = inverse.loop_order;
+    if (loop_order.times)
+      if (Status s = status_of(sm90::selected_attention::estimate_loop_order(inverse, e.stream), "find_ways"); !s.ok())
+        return s;
+    if (hopper.selected_block_major) {
       if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
-      Status s =
-          status_of(hopper.selected_by_block({args, inverse.lists, ways, scratch}, e.stream), "selected_by_block");
+      Status s = status_of(hopper.selected_block_major({args, inverse.lists, loop_order, scratch}, e.stream),
+                           "selected_by_block");
       if (!s.ok()) return s;
     }
-    if (!hopper.selected_forward) return {};
-    return status_of(hopper.selected_forward(args, ways, e.stream), "selected_forward");
+    if (!hopper.selected_query_major) return {};
+    return status_of(hopper.selected_query_major(args, loop_order, e.stream), "selected_forward");
   }
 };
 
@@ -65,7 +67,7 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
   const Branch b = branch_of(p);
   const TensorView &o = p.o, &lse = p.lse;
   const sm90::Kernels hopper = hopper_kernels(b, o);
-  const SelectedWays ways(b, hopper, e.arena);
+  const SelectedOrders orders(b, hopper, e.arena);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const portable::AttentionKernels& kernels = kernels_of(b.q, b.v);
@@ -77,8 +79,8 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
                       strided(*b.indices), to_int(b.indices->size(-1)),
                       b.block_size,        static_cast<float>(b.scale)};
     return run(
-        "selected_forward", args, hopper.selected_forward || hopper.selected_by_block,
-        [&] { return ways.run(args, hopper, e); }, kernels.selected_forward, values, e);
+        "selected_forward", args, hopper.selected_query_major || hopper.selected_block_major,
+        [&] { return orders.run(args, hopper, e); }, kernels.selected_forward, values, e);
   }
   RangeArgs args = range_args(b, o, lse);
   return run(

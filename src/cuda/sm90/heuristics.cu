@@ -8,12 +8,15 @@ namespace {
 
 template <class T, int Dk, int Dv>
 Kernels instances() {
-  return {
-      range_attention::launch_range_forward<T, Dk, Dv>,        selected_attention::launch_selected_forward<T, Dk, Dv>,
-      selected_attention::launch_selected_by_block<T, Dk, Dv>, range_attention::launch_range_d_q<T, Dk, Dv>,
-      selected_attention::launch_selected_d_q<T, Dk, Dv>,      range_attention::launch_range_d_kv<T, Dk, Dv>,
-      selected_attention::launch_selected_d_kv<T, Dk, Dv>,     select_blocks::launch_compressed_select<T, Dk, Dv>,
-      range_attention::launch_window_combine<T, Dk, Dv>};
+  return {range_attention::launch_range_forward<T, Dk, Dv>,
+          selected_attention::launch_selected_query_major<T, Dk, Dv>,
+          selected_attention::launch_selected_block_major<T, Dk, Dv>,
+          range_attention::launch_range_d_q<T, Dk, Dv>,
+          selected_attention::launch_selected_d_q<T, Dk, Dv>,
+          range_attention::launch_range_d_kv<T, Dk, Dv>,
+          selected_attention::launch_selected_d_kv<T, Dk, Dv>,
+          select_blocks::launch_compressed_select<T, Dk, Dv>,
+          range_attention::launch_window_combine<T, Dk, Dv>};
 }
 template <class T>
 Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
@@ -28,12 +31,12 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
 /// choose. Query by query the time falls with G, and where neighbours choose alike: with G = 2 it is then a tenth less
 /// (and four times as much where they do not), with G = 4 half (and twice as much), with G = 8 even where they do not
 /// it is a seventh more only.
-constexpr int kMostByBlock = 2, kMostEitherWay = 7;
+constexpr int kMostBlockMajor = 2, kMostEitherOrder = 7;
 
 /// Leaves the ways of selected attention that are worth something.
-void choose_ways(Kernels& kernels, int group) {
-  if (group > kMostEitherWay) kernels.selected_by_block = nullptr;
-  if (group <= kMostByBlock && kernels.selected_by_block) kernels.selected_forward = nullptr;
+void choose_loop_order(Kernels& kernels, int group) {
+  if (group > kMostEitherOrder) kernels.selected_block_major = nullptr;
+  if (group <= kMostBlockMajor && kernels.selected_block_major) kernels.selected_query_major = nullptr;
 }
 
 /// Of strides shorter than this a scratch of single keys is too large (64k tokens, 8: 1.4 GB). What a block is made of
@@ -72,12 +75,12 @@ Kernels choose_kernels(const AttentionDesc& call) {
   if (call.dtype == DType::kFloat16) kernels = instances<Half>(call.key_dim, call.value_dim);
   const bool blocks = call.block_size == 32 || call.block_size == 64 || call.block_size == 128;
   if (!blocks || call.topk < 1 || call.topk > 64) {
-    kernels.selected_forward = nullptr;
-    kernels.selected_by_block = nullptr;
+    kernels.selected_query_major = nullptr;
+    kernels.selected_block_major = nullptr;
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
-  choose_ways(kernels, call.group);
+  choose_loop_order(kernels, call.group);
   if (!selects(call)) kernels.compressed_select = nullptr;
   return kernels;
 }

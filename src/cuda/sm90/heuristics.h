@@ -22,8 +22,8 @@ struct Kernels {
   cudaError_t (*range_forward)(const RangeArgs&, cudaStream_t) = nullptr;
   /// Query by query and block by block. Where there are both, both are launched, and the indices decide which of them
   /// does the work (loop_order.h).
-  cudaError_t (*selected_forward)(const SelectedArgs&, const Ways&, cudaStream_t) = nullptr;
-  cudaError_t (*selected_by_block)(const selected_attention::SelectedByBlockArgs&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_query_major)(const SelectedArgs&, const LoopOrder&, cudaStream_t) = nullptr;
+  cudaError_t (*selected_block_major)(const selected_attention::BlockMajorArgs&, cudaStream_t) = nullptr;
   /// With a second branch of the same queries: the sum of both, where the second one says.
   cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
@@ -34,7 +34,7 @@ struct Kernels {
 };
 
 inline bool any(const Kernels& k) {
-  return k.range_forward || k.selected_forward || k.selected_by_block || k.range_d_q || k.selected_d_q ||
+  return k.range_forward || k.selected_query_major || k.selected_block_major || k.range_d_q || k.selected_d_q ||
          k.range_d_kv || k.selected_d_kv;
 }
 

@@ -6,7 +6,7 @@
 
 namespace nsa::cuda::sm90::selected_attention {
 
-struct BlockArgs : SelectedByBlockArgs {
+struct BlockArgs : BlockMajorArgs {
   QueryBuffers buffers;
   QueryTiles tiles;
   BlockItem* items;    // (planned, items)
@@ -14,8 +14,8 @@ struct BlockArgs : SelectedByBlockArgs {
   float* lse;          // (rows, heads, partials), in base-2 units
   BlockQueue* queues;  // (planned)
 
-  BlockArgs(const SelectedByBlockArgs& call, const QueryBuffers& w, std::int64_t value_dim)
-      : SelectedByBlockArgs(call),
+  BlockArgs(const BlockMajorArgs& call, const QueryBuffers& w, std::int64_t value_dim)
+      : BlockMajorArgs(call),
         buffers(w),
         tiles(w.group),
         items(static_cast<BlockItem*>(call.scratch)),

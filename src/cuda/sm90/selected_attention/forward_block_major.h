@@ -7,10 +7,10 @@
 
 namespace nsa::cuda::sm90::selected_attention {
 
-struct SelectedByBlockArgs {
+struct BlockMajorArgs {
   SelectedArgs selected;
   InverseIndex lists;
-  Ways ways;
+  LoopOrder loop_order;
   void* scratch;  // QueryBuffers::bytes()
 };
 

@@ -88,12 +88,13 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
 }  // namespace
 
 template <>
-cudaError_t launch_selected_forward<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const SelectedArgs& args, const Ways& ways,
-                                                                             cudaStream_t stream) {
+cudaError_t launch_selected_query_major<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const SelectedArgs& args,
+                                                                                 const LoopOrder& loop_order,
+                                                                                 cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   if (args.block_size == 32)
-    return launch_selected<Shape<Dk, Dv, 32>>(selected_forward<NSA_ELEMENT, Dk, Dv, 32>, args, stream, ways);
-  return launch_selected<Shape<Dk, Dv, 64>>(selected_forward<NSA_ELEMENT, Dk, Dv, 64>, args, stream, ways);
+    return launch_selected<Shape<Dk, Dv, 32>>(selected_forward<NSA_ELEMENT, Dk, Dv, 32>, args, stream, loop_order);
+  return launch_selected<Shape<Dk, Dv, 64>>(selected_forward<NSA_ELEMENT, Dk, Dv, 64>, args, stream, loop_order);
 }
 
 }  // namespace nsa::cuda::sm90::selected_attention

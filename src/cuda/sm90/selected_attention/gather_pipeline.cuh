@@ -183,10 +183,10 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
 /// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
 template <class Shape, class Args>
 cudaError_t launch_selected(void (*kernel)(Args, SelectedPlan, CUtensorMap, CUtensorMap), const Args& args,
-                            cudaStream_t stream, const Ways& ways = {}) {
+                            cudaStream_t stream, const LoopOrder& loop_order = {}) {
   const Geometry& g = args.geometry;
   SelectedPlan plan = selected_plan<Shape>(g, args.topk, args.block_size);
-  plan.ways = ways;
+  plan.loop_order = loop_order;
   if (plan.total == 0) return cudaSuccess;
   const auto map = [&](CUtensorMap& to, const Strided& t, int dim) {
     return make_tensor_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);

@@ -25,7 +25,7 @@ struct SelectedPlan {
   int slots;                    // of the ring
   int memory;                   // bytes of shared memory
   FastDivmod by_heads, by_queries, by_slots;
-  Ways ways;  // tiles of those that go another way are left out
+  LoopOrder loop_order;  // tiles of those that go another way are left out
 };
 
 /// In shared memory behind the ring and what a kernel has of its own.
@@ -157,7 +157,7 @@ __device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry&
 #pragma unroll 1
   for (int index = blockIdx.x; index < p.total; index += gridDim.x) {
     const SelectedTile tile(p, g, index);
-    if (tile.empty() || !p.ways.by_query(g, tile.seq.index, tile.kv_head)) continue;
+    if (tile.empty() || !p.loop_order.query_major(g, tile.seq.index, tile.kv_head)) continue;
     body(tile, index, static_cast<int>(turn & 1), turn >> 1 & 1);
     ++turn;
   }

@@ -22,7 +22,7 @@ __device__ inline int mark(unsigned (&set)[kBlocks / 32], int block) {
 
 /// What both ways take for a tile of queries, `together` for each warp. Grid: tiles that are looked at, KV heads,
 /// sequences. Sums of integers: the order does not matter.
-__global__ void __launch_bounds__(256) sample_ways(const __grid_constant__ InverseArgs args, int together) {
+__global__ void __launch_bounds__(256) sample_loop_order(const __grid_constant__ InverseArgs args, int together) {
   __shared__ unsigned by_warp[kWarps][kBlocks / 32], by_any[kBlocks / 32];
   __shared__ int visits, fills, entries;
   const Geometry& g = args.geometry;
@@ -51,21 +51,22 @@ __global__ void __launch_bounds__(256) sample_ways(const __grid_constant__ Inver
   atomicAdd(&entries, own_entries);
   __syncthreads();
   if (threadIdx.x != 0) return;
-  WayTimes& times = args.ways.times[seq.index * g.kv_heads + kv_head];
-  atomicAdd(&times.by_query, max(kVisit * visits, kFill * fills));
-  atomicAdd(&times.by_block, kRow * g.group * entries);
+  LoopOrderCost& times = args.loop_order.times[seq.index * g.kv_heads + kv_head];
+  atomicAdd(&times.query_major, max(kVisit * visits, kFill * fills));
+  atomicAdd(&times.block_major, kRow * g.group * entries);
 }
 
 }  // namespace
 
-cudaError_t find_ways(const InverseArgs& args, cudaStream_t stream) {
+cudaError_t estimate_loop_order(const InverseArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const int together = queries_of_warp(g, args.topk, kWarps);
   const std::int64_t tiles = ceil_div(g.q_len, kWarps * together);
-  const std::size_t bytes = sizeof(WayTimes) * g.batches * g.kv_heads;
-  if (const cudaError_t error = cudaMemsetAsync(args.ways.times, 0, bytes, stream); error != cudaSuccess) return error;
+  const std::size_t bytes = sizeof(LoopOrderCost) * g.batches * g.kv_heads;
+  if (const cudaError_t error = cudaMemsetAsync(args.loop_order.times, 0, bytes, stream); error != cudaSuccess)
+    return error;
   const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, kTiles)), g.kv_heads, g.batches);
-  return launch(sample_ways, grid, 256, 0, stream, args, together);
+  return launch(sample_loop_order, grid, 256, 0, stream, args, together);
 }
 
 }  // namespace nsa::cuda::sm90::selected_attention

@@ -10,6 +10,6 @@
 namespace nsa::cuda::sm90::selected_attention {
 
 /// Writes args.ways.times, from some tiles of neighbouring queries of each sequence.
-cudaError_t find_ways(const InverseArgs& args, cudaStream_t stream);
+cudaError_t estimate_loop_order(const InverseArgs& args, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::selected_attention

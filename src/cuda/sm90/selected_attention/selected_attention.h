@@ -11,9 +11,9 @@ namespace nsa::cuda::sm90::selected_attention {
 // One instance each, compiled in a translation unit of its own. Weak: a build may leave instances out, their address is
 // null then.
 template <class T, int Dk, int Dv>
-[[gnu::weak]] cudaError_t launch_selected_forward(const SelectedArgs&, const Ways&, cudaStream_t);
+[[gnu::weak]] cudaError_t launch_selected_query_major(const SelectedArgs&, const LoopOrder&, cudaStream_t);
 template <class T, int Dk, int Dv>
-[[gnu::weak]] cudaError_t launch_selected_by_block(const SelectedByBlockArgs&, cudaStream_t);
+[[gnu::weak]] cudaError_t launch_selected_block_major(const BlockMajorArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
