@@ -39,7 +39,7 @@ TEST(LoopOrder, IndicesDecideForEachSequenceAndHead) {
   args.indices = {copy.data, kQueries * kHeads * kTopk, kHeads * kTopk, kTopk};
   args.topk = kTopk;
   args.lists.block_size = kBlockSize;
-  args.ways.times = static_cast<cuda::LoopOrderCost*>(found.data);
+  args.loop_order.times = static_cast<cuda::LoopOrderCost*>(found.data);
   ASSERT_EQ(cuda::sm90::selected_attention::estimate_loop_order(args, nullptr), cudaSuccess);
   ASSERT_EQ(cudaMemcpy(times.data(), found.data, found.bytes, cudaMemcpyDeviceToHost), cudaSuccess);
   for (int sequence = 0; sequence < kSequences; ++sequence)

@@ -357,7 +357,7 @@ struct alignas(8) LoopOrderCost {
   int query_major, block_major;
 };
 
-/// Which of the two ways a sequence and KV head goes. Without times all go the way that is asked for.
+/// Which of the two orders a sequence and KV head takes. Without times all take the one that is asked for.
 struct LoopOrder {
   LoopOrderCost* times = nullptr;  // (sequence, KV head)
 

@@ -19,7 +19,7 @@ Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
   return status_of(portable(args, e.stream), name);
 }
 
-/// The ways of the selected branch on Hopper, and what they need (sm90/selected_attention: forward_block_major.h,
+/// The loop orders of the selected branch on Hopper, and what they need (sm90/selected_attention: forward_block_major.h,
 /// loop_order.h).
 struct SelectedOrders {
   InverseArgs inverse{};

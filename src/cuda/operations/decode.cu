@@ -222,7 +222,7 @@ Status Step::attend_selected() {
   args.topk = p_.cfg.topk;
   args.block_size = p_.cfg.block_size;
   const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
-  return status_of(kernels.selected_query_major(args, e_.stream), "selected_forward");
+  return status_of(kernels.selected_forward(args, e_.stream), "selected_forward");
 }
 
 Status Step::select() {

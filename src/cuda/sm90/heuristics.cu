@@ -33,7 +33,7 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
 /// it is a seventh more only.
 constexpr int kMostBlockMajor = 2, kMostEitherOrder = 7;
 
-/// Leaves the ways of selected attention that are worth something.
+/// Leaves the loop orders of selected attention that can be the faster one.
 void choose_loop_order(Kernels& kernels, int group) {
   if (group > kMostEitherOrder) kernels.selected_block_major = nullptr;
   if (group <= kMostBlockMajor && kernels.selected_block_major) kernels.selected_query_major = nullptr;

@@ -20,7 +20,7 @@ __device__ inline int mark(unsigned (&set)[kBlocks / 32], int block) {
   return (atomicOr(&set[block % kBlocks / 32], bit) & bit) == 0;
 }
 
-/// What both ways take for a tile of queries, `together` for each warp. Grid: tiles that are looked at, KV heads,
+/// What both orders take for a tile of queries, `together` for each warp. Grid: tiles that are looked at, KV heads,
 /// sequences. Sums of integers: the order does not matter.
 __global__ void __launch_bounds__(256) sample_loop_order(const __grid_constant__ InverseArgs args, int together) {
   __shared__ unsigned by_warp[kWarps][kBlocks / 32], by_any[kBlocks / 32];
