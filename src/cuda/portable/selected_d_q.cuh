@@ -4,15 +4,15 @@
 #include "cuda/common/attention_backward.cuh"
 #include "cuda/common/fallback.cuh"
 #include "cuda/common/params.h"
-#include "cuda/portable/key_units.cuh"
+#include "cuda/portable/key_steps.cuh"
 
 namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
-struct SelectedDq : KeyUnits<T, Dk, Dv, Dk> {
+struct SelectedDq : KeySteps<T, Dk, Dv, Dk> {
   // Q and dO, the same for all warps: in shared memory, so that three thread blocks have enough registers.
   static constexpr bool kShared = sizeof(T) == 2;
-  static constexpr int kQ = KeyUnits<T, Dk, Dv, Dk>::kMemory;
+  static constexpr int kQ = KeySteps<T, Dk, Dv, Dk>::kMemory;
   static constexpr int kGradients = kQ + (kShared ? SharedFragments<T, Dk>::kBytes : 0);
   static constexpr int kMemory = kGradients + (kShared ? SharedFragments<T, Dv>::kBytes : 0);
   static constexpr int kBlocks = kShared && !kBeforeHopper && Dk <= 128 ? 3 : 2;  // of a multiprocessor
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
   if (!block.any()) return;
   do {
     using Shape = SelectedDq<T, Dk, Dv>;
-    constexpr int kUnit = Shape::kUnit;
+    constexpr int kStepKeys = Shape::kStepKeys;
     extern __shared__ __align__(128) char memory[];
     int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -60,28 +60,28 @@ __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
     float acc[Dk / 8][4] = {};
     const float scale = args.scale * kLog2e;
     const auto add_unit = [&](int key, char* keys, char* values) {
-      float s[kUnit / 8][4], dp[kUnit / 8][4];
+      float s[kStepKeys / 8][4], dp[kStepKeys / 8][4];
       Ring<T> ring;
-      const Scores<T, Dk, kUnit / 8, decltype(q)> scores{q, shared_address(keys), lane};
-      const Scores<T, Dv, kUnit / 8, decltype(d_o)> products{d_o, shared_address(values), lane};
-      const Outputs<T, Dk, kUnit / 8> outputs{shared_address(keys), lane};
+      const Scores<T, Dk, kStepKeys / 8, decltype(q)> scores{q, shared_address(keys), lane};
+      const Scores<T, Dv, kStepKeys / 8, decltype(d_o)> products{d_o, shared_address(values), lane};
+      const Outputs<T, Dk, kStepKeys / 8> outputs{shared_address(keys), lane};
       start(scores, ring);
       scores.run(s, ring, products);
       products.run(dp, ring, outputs);
-      const bool partial = key + kUnit > position + 1;
+      const bool partial = key + kStepKeys > position + 1;
       row_gradients(s, dp, scale, mine.lse, mine.delta, mine.gate);
       if (partial) mask_rows(dp, lane, [&](int, int j) { return key + j <= position; });
-      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kUnit, lane, 32))) {
+      if (partial && __any_sync(0xffffffffu, has_nonfinite<T, Dk>(keys, kStepKeys, lane, 32))) {
         add_nonfinite<T, Dk>(acc, dp, keys, 0, lane, [&](int, int j) { return key + j <= position; });
         __syncwarp();
-        clear_nonfinite<T, Dk>(keys, kUnit, lane, 32);
+        clear_nonfinite<T, Dk>(keys, kStepKeys, lane, 32);
         __syncwarp();
         start(outputs, ring);
       }
       outputs.run(acc, dp, ring);
     };
-    for_units<T, Shape>(args, seq, kv_head, ListedUnits<kUnit>(list, args.block_size, 0, blocks, warp), position,
-                        seq.k_len, memory, add_unit);
+    for_key_steps<T, Shape>(args, seq, kv_head, ListedSteps<kStepKeys>(list, args.block_size, 0, blocks, warp),
+                            position, seq.k_len, memory, add_unit);
 
     // The sum over the warps, in their order.
     __syncthreads();

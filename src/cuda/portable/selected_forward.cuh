@@ -1,17 +1,17 @@
 // Attention of one query, all heads of its group, to the blocks selected for it.
 //
 // A thread block of four warps takes one query and up to sixteen heads (the rows of a tensor-core tile); the warps
-// share out the keys (key_units.cuh).
+// share out the keys (key_steps.cuh).
 #pragma once
 
 #include "cuda/common/fallback.cuh"
 #include "cuda/common/params.h"
-#include "cuda/portable/key_units.cuh"
+#include "cuda/portable/key_steps.cuh"
 
 namespace nsa::cuda::portable {
 
 template <class T, int Dk, int Dv>
-using SelectedForward = KeyUnits<T, Dk, Dv, Dv>;
+using SelectedForward = KeySteps<T, Dk, Dv, Dv>;
 
 template <class T, int Dk, int Dv, class Args>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(const __grid_constant__ Args args) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
   if (!block.any()) return;
   do {
     using Shape = SelectedForward<T, Dk, Dv>;
-    constexpr int kUnit = Shape::kUnit;
+    constexpr int kStepKeys = Shape::kStepKeys;
     extern __shared__ __align__(128) char memory[];
     int* list = reinterpret_cast<int*>(memory + Shape::kMemory);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -55,11 +55,12 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     OnlineSoftmax<Dv> state;
     const float scale = positive_scale(args.scale);
     const auto visible = [&](int, int key) { return key <= position; };
-    for_units<T, Shape>(args, seq, kv_head, ListedUnits<kUnit>(list, args.block_size, first_block, blocks, warp),
-                        position, seq.k_len, memory, [&](int key, char* keys, char* values) {
-                          attend_unit<T, Dk, Dv>(state, q, scale, key, keys, values, key + kUnit > position + 1,
-                                                 visible, [](const auto&) {});
-                        });
+    for_key_steps<T, Shape>(args, seq, kv_head,
+                            ListedSteps<kStepKeys>(list, args.block_size, first_block, blocks, warp), position,
+                            seq.k_len, memory, [&](int key, char* keys, char* values) {
+                              attend_key_step<T, Dk, Dv>(state, q, scale, key, keys, values,
+                                                         key + kStepKeys > position + 1, visible, [](const auto&) {});
+                            });
     merge_warps<Shape>(state, min(p.group - first_head, 16), memory,
                        [&](int r, int column, float x, float y, float max, float sum) {
                          const int h = kv_head * p.group + first_head + r;

@@ -43,9 +43,9 @@ void choose_loop_order(Kernels& kernels, int group) {
 /// must lie in a window of keys when the last 64 of them come.
 constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kRingKeys - 64;
 
-/// Slices of a group are the units of a thread block's tile.
+/// Slices of a group are warp tiles of a thread block's tile.
 bool selects(const AttentionDesc& call) {
-  if (!call.selection || call.group < 1 || call.group > 16 * select_blocks::SelectUnits::kUnits) return false;
+  if (!call.selection || call.group < 1 || call.group > 16 * select_blocks::WarpTiles::kWarpTiles) return false;
   const NSAConfig& cfg = *call.selection;
   return !select_blocks::adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size) ||
          (cfg.kernel_stride >= kLeastStride && cfg.kernel_size + cfg.block_size <= kMostStrides * cfg.kernel_stride);

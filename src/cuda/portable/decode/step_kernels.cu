@@ -20,7 +20,7 @@ cudaError_t run_range_forward(const StepRangeArgs& args, cudaStream_t stream) {
 cudaError_t run_ranges(const StepRangesArgs& args, cudaStream_t stream) {
   const Geometry& g = args.compressed.geometry;
   const auto count = static_cast<unsigned>((args.compressed.splits.count + args.window.splits.count) * args.row_tiles);
-  return launch(step_ranges<T, Dk, Dv>, dim3(count, g.kv_heads, g.batches), 128, KeyUnits<T, Dk, Dv, Dv>::kMemory,
+  return launch(step_ranges<T, Dk, Dv>, dim3(count, g.kv_heads, g.batches), 128, KeySteps<T, Dk, Dv, Dv>::kMemory,
                 stream, args);
 }
 

@@ -1,21 +1,21 @@
 // Attention of a decode step to the compressed keys and to the window, both in one launch. A step has few rows (query,
 // head): a thread block takes sixteen of them, one tensor-core tile, and a split of the keys, which its four warps
-// share out (key_units.cuh).
+// share out (key_steps.cuh).
 #pragma once
 
 #include "cuda/portable/decode/step_params.h"
-#include "cuda/portable/key_units.cuh"
+#include "cuda/portable/key_steps.cuh"
 
 namespace nsa::cuda::portable {
 
 /// Grid x: splits of the compressed keys, then splits of the window, each for `row_tiles` times sixteen rows; y: KV
-/// head, z: sequence. A row's bits do not depend on the step's other queries: keys lie in units, units in warps and
+/// head, z: sequence. A row's bits do not depend on the step's other queries: keys lie in steps, steps in warps and
 /// splits by their numbers alone.
 template <class T, int Dk, int Dv>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
     step_ranges(const __grid_constant__ StepRangesArgs branches) {
-  using Units = KeyUnits<T, Dk, Dv, Dv>;
-  constexpr int kUnit = Units::kUnit;
+  using Steps = KeySteps<T, Dk, Dv, Dv>;
+  constexpr int kStepKeys = Steps::kStepKeys;
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
   const int compressed = branches.compressed.splits.count * branches.row_tiles;
@@ -55,23 +55,23 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
   OnlineSoftmax<Dv> state;
   const float scale = positive_scale(args.scale);
   const auto visible = [&](int i, int key) { return key >= range[i].first && key < range[i].last; };
-  for_units<T, Units>(args, seq, kv_head, RangeUnits<kUnit>(begin, first_key, last_key, warp), last_key, tail.last,
-                      memory, [&](int key, char* keys, char* values) {
-                        const auto keep = [&](const auto& s) {
-                          if (!scores) return;
+  for_key_steps<T, Steps>(args, seq, kv_head, RangeSteps<kStepKeys>(begin, first_key, last_key, warp), last_key,
+                          tail.last, memory, [&](int key, char* keys, char* values) {
+                            const auto keep = [&](const auto& s) {
+                              if (!scores) return;
 #pragma unroll
-                          for (int n = 0; n < kUnit / 8; ++n) {
+                              for (int n = 0; n < kStepKeys / 8; ++n) {
 #pragma unroll
-                            for (int i = 0; i < 2; ++i)
-                              if (valid[i])
-                                *reinterpret_cast<float2*>(scores + 8 * i * branches.scores_row + key + n * 8) =
-                                    make_float2(s[n][2 * i], s[n][2 * i + 1]);
-                          }
-                        };
-                        attend_unit<T, Dk, Dv>(state, q, scale, key, keys, values,
-                                               key < tail.first || key + kUnit > head.last, visible, keep);
-                      });
-  merge_warps<Units>(state, rows, memory, [&](int r, int column, float x, float y, float max, float sum) {
+                                for (int i = 0; i < 2; ++i)
+                                  if (valid[i])
+                                    *reinterpret_cast<float2*>(scores + 8 * i * branches.scores_row + key + n * 8) =
+                                        make_float2(s[n][2 * i], s[n][2 * i + 1]);
+                              }
+                            };
+                            attend_key_step<T, Dk, Dv>(state, q, scale, key, keys, values,
+                                                       key < tail.first || key + kStepKeys > head.last, visible, keep);
+                          });
+  merge_warps<Steps>(state, rows, memory, [&](int r, int column, float x, float y, float max, float sum) {
     const int at = first_row + r;
     const std::int64_t to = args.splits.at(p, split, seq.batch, at / p.group, kv_head * p.group + at % p.group);
     *reinterpret_cast<float2*>(args.splits.o_accum + to * Dv + column) = make_float2(x, y);

@@ -1,5 +1,5 @@
-// A computing warpgroup of compressed_select.cu: attention of its four units to the compressed keys, and what their
-// importances are made of.
+// A computing warpgroup of compressed_select.cu: attention of its four warp tiles to the compressed keys, and what
+// their importances are made of.
 #pragma once
 
 #include "cuda/sm90/select_blocks/shared_memory.cuh"
@@ -87,15 +87,15 @@ struct ScoringSoftmax {
 };
 
 /// A computing warpgroup.
-template <class T, int Dk, int Dv, class Units, class Blocks>
+template <class T, int Dk, int Dv, class Tiles, class Blocks>
 __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const FastDivmod& by_stride,
                                        SelectBarriers& barriers, std::uint32_t queries, std::uint32_t keys,
                                        std::uint32_t values, int group) {
   using L = SelectLayout<Dk, Dv>;
   using Softmax = ScoringSoftmax<Blocks::kSummed>;
   const Geometry& p = args.range.geometry;
-  const Units& units = units_of<Units>(args);
-  const int lane = threadIdx.x % 32, own = warp_uniform(threadIdx.x / 32);  // own: unit of the tile
+  const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
+  const int lane = threadIdx.x % 32, own = warp_uniform(threadIdx.x / 32);  // own: warp tile of the tile
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
@@ -112,10 +112,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
     if (tile.queries < 0) break;
     // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
     const auto seen_by = [&](int row) {
-      const int query = units.first_query(own) + units.query_of(row);
+      const int query = warp_tiles.first_query(own) + warp_tiles.query_of(row);
       return query < tile.queries ? num_compressed(p, by_stride, tile.position + query + 1) : 0;
     };
-    const auto seen_by_all = [&] { return min(seen_by(0), seen_by(units.rows() - 1)); };
+    const auto seen_by_all = [&] { return min(seen_by(0), seen_by(warp_tiles.rows() - 1)); };
     int visible = seen_by_all();  // of these keys, those from the next tile on
     ScratchWriter<Blocks::kTiles> scratch(scratch_of<Blocks>(args, buffer.stage, own), lane);
     const auto mask = [&](float(&s)[kKeys / 2]) {
@@ -124,8 +124,8 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
         for (float& x : s) x = -x;
       }
       if (visible < kKeys) {
-        constexpr bool kAlike = std::is_same_v<Units, UnitsOfSixteen>;  // all rows
-        const int before = kAlike ? 0 : seen_by_all() - visible;        // keys of the tiles before
+        constexpr bool kAlike = std::is_same_v<Tiles, WarpTilesOfSixteen>;  // all rows
+        const int before = kAlike ? 0 : seen_by_all() - visible;            // keys of the tiles before
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int seen = (kAlike ? visible : seen_by(lane / 4 + 8 * i) - before) - 16 * (lane & 3);
@@ -207,18 +207,18 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
     __syncwarp();  // the scratch
     if ((lane & 3) == 0) {
       *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
-                                 lane / 16 * 8) =
-          make_float2(lane / 4 < units.rows() ? -lse[0] : -INFINITY, lane / 4 + 8 < units.rows() ? -lse[1] : -INFINITY);
+                                 lane / 16 * 8) = make_float2(lane / 4 < warp_tiles.rows() ? -lse[0] : -INFINITY,
+                                                              lane / 4 + 8 < warp_tiles.rows() ? -lse[1] : -INFINITY);
       mbarrier_arrive(shared_address(&barriers.scratch_full[buffer.stage][own]));
     }
     buffer.advance();
 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = lane / 4 + 8 * i, query = units.query_of(row);
-      const int at = units.first_query(own) + query,
-                head = tile.head + units.first_head(own) + row - query * units.heads;
-      const bool valid = row < units.rows() && at < tile.queries;
+      const int row = lane / 4 + 8 * i, query = warp_tiles.query_of(row);
+      const int at = warp_tiles.first_query(own) + query,
+                head = tile.head + warp_tiles.first_head(own) + row - query * warp_tiles.heads;
+      const bool valid = row < warp_tiles.rows() && at < tile.queries;
       T* to = args.range.o.template at<T>(tile.batch, tile.row + at, head);
       store_row(to, o, i, inverse[i], valid, lane);
       if (valid && lane % 4 == 0) {

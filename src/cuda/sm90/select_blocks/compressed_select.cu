@@ -1,24 +1,25 @@
 // Compressed attention, importance and the choice of blocks in one pass over the compressed keys. Made for compression
 // blocks of l = d or 2d and selection blocks of l' = d, 2d, 4d or 8d tokens; of others see the end.
 //
-// The attention is that of range_attention/forward.cu: a warp has a unit of sixteen rows (SelectUnits). Keys of a tile
-// lie spread (make_spread_tensor_map), so that a lane owns sixteen neighbouring keys of two rows. The importance of a
-// block under one head is the sum over its strides of d tokens: each has the probability of the compression block that
-// begins with it, and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five
-// probabilities. They are known up to a factor until the last key is seen. Data flow of the importances of a unit:
+// The attention is that of range_attention/forward.cu: a warp has a warp tile of sixteen rows (WarpTiles). Keys of a
+// tile lie spread (make_spread_tensor_map), so that a lane owns sixteen neighbouring keys of two rows. The importance
+// of a block under one head is the sum over its strides of d tokens: each has the probability of the compression block
+// that begins with it, and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five
+// probabilities. They are known up to a factor until the last key is seen. Data flow of the importances of a warp tile:
 //
 //   its warp        per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one,
 //   (attention_warpgroup.cuh)    as fp16, relative to the rows' references at that time, and the references -> a
 //   scratch of this
 //                   thread block in global memory; at the end -lse of the rows -> shared memory
 //   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
-//   (selector_warp.cuh)    (importance.cuh), of a large group over its units in order too -> keys to rank by, in shared
+//   (selector_warp.cuh)    (importance.cuh), of a large group over its warp tiles in order too -> keys to rank by, in
+//   shared
 //                   memory, or those of four queries in global memory -> the blocks chosen (topk.cuh)
 //
 // For other l and l' the scratch has single keys, and picking warps add the sums over heads up to blocks (AnyBlocks).
 //
-// The computing warps go on with later queries meanwhile: the scratch has kBuffers places per unit of a tile. fp16 is
-// enough: what it loses of a probability is 2^-11 of it or 2^-25.
+// The computing warps go on with later queries meanwhile: the scratch has kBuffers places per warp tile of a tile. fp16
+// is enough: what it loses of a probability is 2^-11 of it or 2^-25.
 //
 // Here: the warp that loads, the kernel and its launch. shared_memory.cuh has what all of its warps share.
 #include <algorithm>
@@ -39,13 +40,14 @@ struct Maps {
 };
 
 /// Here rows, heads and positions of a GroupTile are those of the thread block's tile, and so is the number of queries.
-template <class Units, class Blocks>
+template <class Tiles, class Blocks>
 __device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk, int key_tiles,
                                              int group) {
   const Geometry& p = args.range.geometry;
-  const Units& units = units_of<Units>(args);
-  const int queries = min(units.queries, walk.seq.q_len - walk.first_query);
-  const int first = units.first_query(4 * group), end = units.first_query(4 * group + 3) + units.together;
+  const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
+  const int queries = min(warp_tiles.queries, walk.seq.q_len - walk.first_query);
+  const int first = warp_tiles.first_query(4 * group),
+            end = warp_tiles.first_query(4 * group + 3) + warp_tiles.together;
   GroupTile tile{queries,
                  walk.seq.batch,
                  walk.seq.q_begin + walk.first_query,
@@ -59,10 +61,10 @@ __device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, c
   return tile;
 }
 
-/// Neighbouring units whose rows follow each other as those of one box do.
-template <class Units>
-__host__ __device__ constexpr int units_per_box(const Units& units) {
-  return units.slices == 1 && units.rows() == 16 ? 4 : 1;
+/// Neighbouring warp tiles whose rows follow each other as those of one box do.
+template <class Tiles>
+__host__ __device__ constexpr int warp_tiles_per_box(const Tiles& warp_tiles) {
+  return warp_tiles.slices == 1 && warp_tiles.rows() == 16 ? 4 : 1;
 }
 
 /// 64 rows of keys or values, spread. All lanes of the warp.
@@ -85,20 +87,20 @@ __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& s
 }
 
 /// Warp 0 of the helping warpgroup.
-template <int Dk, int Dv, class Units, class Blocks>
+template <int Dk, int Dv, class Tiles, class Blocks>
 __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, const Maps& maps, SelectBarriers& barriers,
                                           std::uint32_t queries, std::uint32_t keys, std::uint32_t values) {
   using L = SelectLayout<Dk, Dv>;
-  const Units& units = units_of<Units>(args);
+  const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
   const int lane = threadIdx.x % 32;
   PipelineState<L::kStages> state;
   std::uint32_t phase = 0;
-  TileWalk walk = walk_of<Units>(args);
+  TileWalk walk = walk_of<Tiles>(args);
   for (bool more = true; more; phase ^= 1) {
     more = walk.next();
     int tiles = 0;
     if (more) {
-      const int last_query = min(walk.first_query + units.queries, walk.seq.q_len) - 1;
+      const int last_query = min(walk.first_query + warp_tiles.queries, walk.seq.q_len) - 1;
       tiles = key_tiles_of<Blocks>(args.range.geometry, walk.seq.position(last_query));
     }
     for (int group = 0; group < kGroups; ++group) {
@@ -111,15 +113,15 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         mbarrier_arrive(full);
         continue;
       }
-      tile = tile_of<Units, Blocks>(args, walk, tiles, group);
-      mbarrier_arrive_expect_tx(full, 4 * units.rows() * Dk * 2);
+      tile = tile_of<Tiles, Blocks>(args, walk, tiles, group);
+      mbarrier_arrive_expect_tx(full, 4 * warp_tiles.rows() * Dk * 2);
       const std::uint32_t to = queries + group * L::kQueryBytes;
-      for (int unit = 0; unit < 4; unit += units_per_box(units)) {
-        const int head = tile.head + units.first_head(4 * group + unit);
-        const int row = tile.row + units.first_query(4 * group + unit);
+      for (int warp_tile = 0; warp_tile < 4; warp_tile += warp_tiles_per_box(warp_tiles)) {
+        const int head = tile.head + warp_tiles.first_head(4 * group + warp_tile);
+        const int row = tile.row + warp_tiles.first_query(4 * group + warp_tile);
 #pragma unroll
         for (int column = 0; column < Dk; column += 64)
-          tma_load(to + column * 64 * 2 + unit * 16 * 128, maps.q, column, head, row, tile.batch, full);
+          tma_load(to + column * 64 * 2 + warp_tile * 16 * 128, maps.q, column, head, row, tile.batch, full);
       }
     }
     __syncwarp();
@@ -137,8 +139,8 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   }
 }
 
-/// Blocks: BlocksOfStrides, or DefaultBlocks. kQuads: for units of several queries.
-template <class T, int Dk, int Dv, class Units, class Blocks, bool kQuads>
+/// Blocks: BlocksOfStrides, or DefaultBlocks. kQuads: for warp tiles of several queries.
+template <class T, int Dk, int Dv, class Tiles, class Blocks, bool kQuads>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
                       const __grid_constant__ FastDivmod by_stride) {
@@ -151,14 +153,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {
     barriers.init();
-    for (int i = 0; i < kBuffers * kUnits; ++i) {
+    for (int i = 0; i < kBuffers * kWarpTiles; ++i) {
       mbarrier_init(shared_address(&barriers.scratch_full[0][0] + i), 8);    // the lanes that leave minus_lse
       mbarrier_init(shared_address(&barriers.scratch_empty[0][0] + i), 32);  // those that read them
     }
     for (int i = 0; i < kPickers * kMostChunks; ++i) mbarrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     fence_mbarrier_init();
   }
-  if (units_of<Units>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
+  if (warp_tiles_of<Tiles>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
     auto* pieces = reinterpret_cast<uint4*>(memory + (queries - shared_address(memory)));
     for (int i = threadIdx.x; i < kGroups * L::kQueryBytes / 16; i += kThreads) pieces[i] = uint4{};
     fence_async();
@@ -168,26 +170,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = warp_uniform(threadIdx.x / 32);
   if (warp < kGroups * 4) {
     warpgroup_reg_alloc<kComputeRegisters>();
-    attend<T, Dk, Dv, Units, Blocks>(args, by_stride, barriers, queries, keys, values, warp / 4);
+    attend<T, Dk, Dv, Tiles, Blocks>(args, by_stride, barriers, queries, keys, values, warp / 4);
   } else {
     warpgroup_reg_dealloc<kHelperRegisters>();
     // Read anew beside keys of 192, where ptxas would spill it.
     const int helper = (Dk > 128 ? warp_uniform(threadIdx.x / 32) : warp) - kGroups * 4;
     if (helper == 0) {
-      load_keys<Dk, Dv, Units, Blocks>(args, maps, barriers, queries, keys, values);
+      load_keys<Dk, Dv, Tiles, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
       const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
       constexpr bool kUsesKeyRing = Blocks::kAddsKeysUp;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
-                  picker * L::picker(args.units, blocks, args.chunks, kUsesKeyRing);
+                  picker * L::picker(args.warp_tiles, blocks, args.chunks, kUsesKeyRing);
       char* key_ring = own + args.chunks * ChunkRing::kChunkBytes;
-      uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.units) : 0));
-      Picker<Units, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list,
+      uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.warp_tiles) : 0));
+      Picker<Tiles, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list,
                                  reinterpret_cast<float*>(key_ring), picker);
       char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
       if constexpr (kQuads) {
         pick.choose_by_quad(reinterpret_cast<uint4*>(far));
-      } else if (std::is_same_v<Units, UnitsOfSixteen> || !args.keys) {
+      } else if (std::is_same_v<Tiles, WarpTilesOfSixteen> || !args.keys) {
         pick.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
       } else {
         pick.choose_by_query(reinterpret_cast<unsigned*>(far));
@@ -200,25 +202,25 @@ using Kernel = void (*)(Maps, CompressedSelectArgs, FastDivmod);
 
 bool groups_of_sixteen(const CompressedSelectArgs& args) { return args.range.geometry.group == 16 && !args.keys; }
 
-template <class Units, class Blocks, bool kQuads = false>
-constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Units, Blocks, kQuads>;
+template <class Tiles, class Blocks, bool kQuads = false>
+constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Tiles, Blocks, kQuads>;
 
 template <class Blocks>
 Kernel instance_of(const CompressedSelectArgs& args) {
-  if (args.units.together > 1) return kInstance<SelectUnits, Blocks, true>;
-  return groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, Blocks> : kInstance<SelectUnits, Blocks>;
+  if (args.warp_tiles.together > 1) return kInstance<WarpTiles, Blocks, true>;
+  return groups_of_sixteen(args) ? kInstance<WarpTilesOfSixteen, Blocks> : kInstance<WarpTiles, Blocks>;
 }
 
 Kernel instance_for(const CompressedSelectArgs& args) {
   const Geometry& g = args.range.geometry;
   const int strides = args.block_size / g.kernel_stride;
   if (adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size))
-    return args.units.together > 1 ? kInstance<SelectUnits, AnyBlocks, true> : kInstance<SelectUnits, AnyBlocks>;
+    return args.warp_tiles.together > 1 ? kInstance<WarpTiles, AnyBlocks, true> : kInstance<WarpTiles, AnyBlocks>;
   if (strides == 1) return instance_of<BlocksOfStrides<1>>(args);
   if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
   if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
   const bool overlap = args.weights.rest > 0;
-  return overlap && groups_of_sixteen(args) ? kInstance<UnitsOfSixteen, DefaultBlocks>
+  return overlap && groups_of_sixteen(args) ? kInstance<WarpTilesOfSixteen, DefaultBlocks>
                                             : instance_of<BlocksOfStrides<4>>(args);
 }
 
@@ -235,7 +237,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g, Dk, args.block_size);
-  args.units = SelectUnits(g.group);
+  args.warp_tiles = WarpTiles(g.group);
   args.by_block = FastDivmod(args.block_size);
   args.strides_of_key = g.kernel_size / g.kernel_stride;
   args.by_strides = FastDivmod(args.block_size / g.kernel_stride);
@@ -252,20 +254,21 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const int blocks = args.keys ? 0 : selection_blocks(g, args.block_size);
   args.chunks = kMostChunks;
   const bool key_rings = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
-  while (args.chunks > 1 && L::memory(args.units, blocks, args.chunks, key_rings) > kDynamic) --args.chunks;
+  while (args.chunks > 1 && L::memory(args.warp_tiles, blocks, args.chunks, key_rings) > kDynamic) --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
   if (error == cudaSuccess)
-    error = make_tensor_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.units.heads,
-                            args.units.together * units_per_box(args.units));
+    error = make_tensor_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.warp_tiles.heads,
+                            args.warp_tiles.together * warp_tiles_per_box(args.warp_tiles));
   if (error == cudaSuccess) error = make_spread_tensor_map(maps.k, k, Dk, g.kv_heads, rows, batches);
   if (error == cudaSuccess) error = make_spread_tensor_map(maps.v, v, Dv, g.kv_heads, rows, batches);
   if (error == cudaSuccess) error = make_tensor_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
   if (error == cudaSuccess) error = make_tensor_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
-                L::memory(args.units, blocks, args.chunks, key_rings), stream, maps, args, FastDivmod(g.kernel_stride));
+                L::memory(args.warp_tiles, blocks, args.chunks, key_rings), stream, maps, args,
+                FastDivmod(g.kernel_stride));
 }
 
 }  // namespace nsa::cuda::sm90::select_blocks

@@ -9,40 +9,42 @@
 
 namespace nsa::cuda::sm90::select_blocks {
 
-/// How the rows of a group's queries lie in a thread block's tile of twelve units. A unit is sixteen rows, those of a
-/// warp: all heads of the group for 16 / G neighbouring queries (row r: query r / G, head r % G), or, where a group has
-/// more than sixteen heads, a slice of sixteen for one query, whose slices are neighbouring units.
-struct SelectUnits {
-  static constexpr int kUnits = 12;
+/// How the rows of a group's queries lie in a thread block's tile of twelve warp tiles. A warp tile is sixteen rows,
+/// those of a warp: all heads of the group for 16 / G neighbouring queries (row r: query r / G, head r % G), or, where
+/// a group has more than sixteen heads, a slice of sixteen for one query, whose slices are neighbouring warp tiles.
+struct WarpTiles {
+  static constexpr int kWarpTiles = 12;
 
-  int heads = 0;     // of a query in a unit
-  int together = 0;  // queries of a unit, ...
-  int slices = 0;    // ... or units of a query: one of the two is 1
-  int queries = 0;   // of a tile; there may be units left over
+  int heads = 0;     // of a query in a warp tile
+  int together = 0;  // queries of a warp tile, ...
+  int slices = 0;    // ... or warp tiles of a query: one of the two is 1
+  int queries = 0;   // of a tile; there may be warp tiles left over
   FastDivmod by_heads, by_slices;
 
-  SelectUnits() = default;
-  explicit SelectUnits(int group)
+  WarpTiles() = default;
+  explicit WarpTiles(int group)
       : heads(std::min(group, 16)),
         together(16 / heads),
         slices(group / heads),
-        queries(kUnits * together / slices),
+        queries(kWarpTiles * together / slices),
         by_heads(heads),
         by_slices(slices) {}
 
-  __host__ __device__ int rows() const { return heads * together; }  // of a unit that are used
+  __host__ __device__ int rows() const { return heads * together; }  // of a warp tile that are used
   __device__ int query_of(int row) const { return by_heads.divide(row); }
-  __device__ int first_query(int unit) const { return by_slices.divide(unit * together); }
-  __device__ int first_head(int unit) const { return (unit * together - first_query(unit) * slices) * 16; }
+  __device__ int first_query(int warp_tile) const { return by_slices.divide(warp_tile * together); }
+  __device__ int first_head(int warp_tile) const {
+    return (warp_tile * together - first_query(warp_tile) * slices) * 16;
+  }
 };
 
 /// The same for groups of sixteen heads, known when compiling.
-struct UnitsOfSixteen {
-  static constexpr int heads = 16, together = 1, slices = 1, queries = SelectUnits::kUnits;
+struct WarpTilesOfSixteen {
+  static constexpr int heads = 16, together = 1, slices = 1, queries = WarpTiles::kWarpTiles;
 
   __device__ static constexpr int rows() { return 16; }
   __device__ static constexpr int query_of(int) { return 0; }
-  __device__ static constexpr int first_query(int unit) { return unit; }
+  __device__ static constexpr int first_query(int warp_tile) { return warp_tile; }
   __device__ static constexpr int first_head(int) { return 0; }
 };
 
@@ -73,7 +75,7 @@ struct CompressedSelectArgs {
   int* flag;      // range.redo.flag; the kernel sets it where an lse is NaN
   void* scratch;  // CompressedSelectScratch::bytes()
   // Filled in by the launch.
-  SelectUnits units;
+  WarpTiles warp_tiles;
   FastDivmod by_block;
   int strides_of_key;     // l / d, ...
   FastDivmod by_strides;  // ... l' / d
@@ -116,7 +118,7 @@ struct CompressedSelectScratch {
   static constexpr int kThreadBlocks = 132;  // at most; one per multiprocessor
   static constexpr int kPickers = 3;         // picking warps of a thread block
   static constexpr int kBuffers = 3;         // tiles of queries
-  static constexpr int kTileBytes = 576;     // of a unit and sixteen sums
+  static constexpr int kTileBytes = 576;     // of a warp tile and sixteen sums
   static constexpr int kKeyBytes = 512;      // of four queries of a picking warp and 32 blocks, where G <= 8
   static constexpr int kRingKeys = 256;      // compressed keys of a query that are made blocks of at a time
 
@@ -127,14 +129,14 @@ struct CompressedSelectScratch {
   CompressedSelectScratch(const Geometry& g, std::int64_t key_dim, int block_size) {
     const bool keys_up = adds_keys_up(g.kernel_size, g.kernel_stride, block_size);
     const int strides = block_size / g.kernel_stride, summed = keys_up ? 1 : strides_of_sum(strides);
-    const SelectUnits units(g.group);
+    const WarpTiles warp_tiles(g.group);
     const std::int64_t rows = g.cu_q ? g.total_q : static_cast<std::int64_t>(g.batches) * g.q_len;
-    const std::int64_t most = (rows / units.queries + g.batches) * g.kv_heads;  // tiles of queries
+    const std::int64_t most = (rows / warp_tiles.queries + g.batches) * g.kv_heads;  // tiles of queries
     thread_blocks = static_cast<int>(std::min<std::int64_t>(most, kThreadBlocks));
     const std::int64_t tiles = most_key_tiles(g) * (4 / summed);  // of sixteen sums
-    sums = thread_blocks * kBuffers * SelectUnits::kUnits * tiles * kTileBytes;
+    sums = thread_blocks * kBuffers * WarpTiles::kWarpTiles * tiles * kTileBytes;
     const std::int64_t blocks = (tiles + 3) / 4 * 64 * summed / strides;  // of whole chunks of the scratch
-    picker_keys = units.together > 1                                          ? (blocks + 31) / 32 * kKeyBytes
+    picker_keys = warp_tiles.together > 1                                     ? (blocks + 31) / 32 * kKeyBytes
                   : blocks > most_blocks(key_dim) - (keys_up ? kRingKeys : 0) ? (blocks + 127) / 128 * 512
                                                                               : 0;
     keys = thread_blocks * kPickers * picker_keys;

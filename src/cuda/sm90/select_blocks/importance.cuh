@@ -1,8 +1,8 @@
 // Importances of selection blocks from what computing warps leave of their key tiles (compressed_select.cu): how it is
 // written, and how picking warps read it and sum it over heads.
 //
-// A sum over the heads of a unit is a product with tensor cores: sums of blocks and heads times 2^(reference - lse) of
-// the heads, in two columns, for its high and its low part, so that 16 bits are enough.
+// A sum over the heads of a warp tile is a product with tensor cores: sums of blocks and heads times 2^(reference -
+// lse) of the heads, in two columns, for its high and its low part, so that 16 bits are enough.
 #pragma once
 
 #include "cuda/sm90/common/ptx.cuh"
@@ -14,7 +14,7 @@ inline constexpr int kTileSums = 16;       // of a tile of the scratch, per head
 inline constexpr int kChunkTiles = 4;      // of the scratch, that come at a time
 inline constexpr int kAddedExponent = 15;  // so that the fp16 parts of 2^(reference - lse) do not vanish
 
-/// What a computing warp leaves of one key tile, or of a part of it. Heads: rows of the unit.
+/// What a computing warp leaves of one key tile, or of a part of it. Heads: rows of the warp tile.
 struct ScratchTile {
   uint4 sums[8][4];     // heads (h, h + 8) in a word; four words: neighbouring sums
   float4 reference[4];  // of heads h, h + 8, h + 4, h + 12
@@ -98,8 +98,9 @@ class ChunkRing {
   std::uint32_t parity_ = 0;
 };
 
-/// A unit of one query: importances of the 64 / kSums blocks of a chunk, times 2^kAddedExponent, or added to what is
-/// there. A block is kSums sums. Of the chunk's tiles the first `tiles` count, for others they are anything. One warp.
+/// A warp tile of one query: importances of the 64 / kSums blocks of a chunk, times 2^kAddedExponent, or added to what
+/// is there. A block is kSums sums. Of the chunk's tiles the first `tiles` count, for others they are anything. One
+/// warp.
 template <int kSums>
 __device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, const float4& minus_lse, bool add,
                                           float* importance, int lane) {
@@ -143,8 +144,8 @@ __device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, c
   }
 }
 
-/// A unit of several queries, four of them at a time: lane 4 r + c gets what is of query `first` + c, namely blocks
-/// 2 r and 2 r + 1 of sixteen.
+/// A warp tile of several queries, four of them at a time: lane 4 r + c gets what is of query `first` + c, namely
+/// blocks 2 r and 2 r + 1 of sixteen.
 ///
 /// As rows of the first factor: blocks 2 r and (row r + 8) 2 r + 1. Columns 2 q and 2 q + 1 of the second factor: high
 /// and low parts for query q, zero for heads that are not its own. A query has at most eight heads, so of the pairs

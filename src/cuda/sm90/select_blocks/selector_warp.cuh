@@ -1,4 +1,5 @@
-// A picking warp of compressed_select.cu: importances of the units that are complete, and the blocks chosen by them.
+// A picking warp of compressed_select.cu: importances of the warp tiles that are complete, and the blocks chosen by
+// them.
 #pragma once
 
 #include "cuda/common/gumbel.cuh"
@@ -45,8 +46,8 @@ __device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args,
   return sum;
 }
 
-/// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the units of a tile.
-template <class Units, class Blocks>
+/// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the warp tiles of a tile.
+template <class Tiles, class Blocks>
 class Picker {
  public:
   /// list, key_ring: its own shared memory; the ring for AnyBlocks.
@@ -60,18 +61,18 @@ class Picker {
         number_(number),
         lane_(threadIdx.x % 32) {}
 
-  /// Of units of one query, or slices of one.
+  /// Of warp tiles of one query, or slices of one.
   __device__ __forceinline__ void choose_by_query(unsigned* keys) {
-    const Units& units = units_of<Units>(args_);
-    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
-      for (int query = number_; query * units.slices < kUnits; query += kPickers) {
-        const bool in_tile = query < units.queries;  // else some units are left over
+    const Tiles& warp_tiles = warp_tiles_of<Tiles>(args_);
+    for (TileWalk walk = walk_of<Tiles>(args_); walk.next(); buffer_.advance()) {
+      for (int query = number_; query * warp_tiles.slices < kWarpTiles; query += kPickers) {
+        const bool in_tile = query < warp_tiles.queries;  // else some warp tiles are left over
         const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
-        for (int slice = 0; slice < min(units.slices, kUnits - query * units.slices); ++slice) {
-          const int unit = query * units.slices + slice;
-          wait_for(unit);
-          if (own.choice) sum(unit, own, slice > 0, reinterpret_cast<float*>(keys));
-          consumer_release(unit);
+        for (int slice = 0; slice < min(warp_tiles.slices, kWarpTiles - query * warp_tiles.slices); ++slice) {
+          const int warp_tile = query * warp_tiles.slices + slice;
+          wait_for(warp_tile);
+          if (own.choice) sum(warp_tile, own, slice > 0, reinterpret_cast<float*>(keys));
+          consumer_release(warp_tile);
         }
         if (own.count == 0) continue;
         int* out = indices_of(walk, query);
@@ -87,13 +88,13 @@ class Picker {
     }
   }
 
-  /// Of units of several queries, four at a time.
+  /// Of warp tiles of several queries, four at a time.
   __device__ __forceinline__ void choose_by_quad(uint4* keys) {
-    for (TileWalk walk = walk_of<Units>(args_); walk.next(); buffer_.advance()) {
-      for (int unit = number_; unit < kUnits; unit += kPickers) {
-        wait_for(unit);
+    for (TileWalk walk = walk_of<Tiles>(args_); walk.next(); buffer_.advance()) {
+      for (int warp_tile = number_; warp_tile < kWarpTiles; warp_tile += kPickers) {
+        wait_for(warp_tile);
 #pragma unroll 1
-        for (int quad = 0; quad < args_.units.together; quad += 4) choose_of_quad(walk, unit, quad, keys);
+        for (int quad = 0; quad < args_.warp_tiles.together; quad += 4) choose_of_quad(walk, warp_tile, quad, keys);
       }
     }
   }
@@ -101,12 +102,12 @@ class Picker {
  private:
   static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
 
-  __device__ __forceinline__ void wait_for(int unit) const {
-    mbarrier_wait_warp(shared_address(&barriers_.scratch_full[buffer_.stage][unit]), buffer_.phase);
+  __device__ __forceinline__ void wait_for(int warp_tile) const {
+    mbarrier_wait_warp(shared_address(&barriers_.scratch_full[buffer_.stage][warp_tile]), buffer_.phase);
   }
   /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
-  __device__ __forceinline__ void consumer_release(int unit) const {
-    mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][unit]));
+  __device__ __forceinline__ void consumer_release(int warp_tile) const {
+    mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][warp_tile]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
@@ -125,8 +126,8 @@ class Picker {
   }
   /// AnyBlocks: f(blocks) after every chunk of keys, when as many blocks, but no more than `most`, are complete.
   template <class Use, class Finish>
-  __device__ __forceinline__ void read_keys(int unit, int keys, int most, const Use& use, const Finish& finish) {
-    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), keys, lane_,
+  __device__ __forceinline__ void read_keys(int warp_tile, int keys, int most, const Use& use, const Finish& finish) {
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, warp_tile), keys, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
                  constexpr int kChunkKeys = kChunkTiles * kTileSums;
                  use(chunk, i * kChunkKeys % kRingKeys, tiles);
@@ -138,15 +139,15 @@ class Picker {
   }
 
   /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk.
-  __device__ __forceinline__ void sum(int unit, const Candidates& own, bool add, float* importance) {
-    float4 minus_lse = barriers_.minus_lse[buffer_.stage][unit][lane_ % 4];
+  __device__ __forceinline__ void sum(int warp_tile, const Candidates& own, bool add, float* importance) {
+    float4 minus_lse = barriers_.minus_lse[buffer_.stage][warp_tile][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
     if constexpr (Blocks::kAddsKeysUp) {
       const int keys = keys_of(own);
       int block = lane_;
       read_keys(
-          unit, keys, own.last,
+          warp_tile, keys, own.last,
           [&](const ScratchTile* chunk, int at, int tiles) {
             sum_heads<1>(chunk, tiles, minus_lse, false, key_ring_ + at, lane_);
           },
@@ -156,7 +157,7 @@ class Picker {
               importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, key_ring_, block, keys);
           });
     } else {
-      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), own.last * Blocks::kSums, lane_,
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, warp_tile), own.last * Blocks::kSums, lane_,
                  [&](const ScratchTile* chunk, int i, int tiles) {
                    sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
                  });
@@ -175,11 +176,12 @@ class Picker {
   /// Block e of the lane's, of which every sixteen blocks from `begin` on have two.
   __device__ __forceinline__ int block_of(int begin, int e) const { return begin + e / 2 * 16 + lane_ / 4 * 2 + e % 2; }
 
-  /// Four queries of a unit from number `quad` on.
-  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int unit, int quad, uint4* keys) {
-    const int first = walk.first_query + args_.units.first_query(unit) + quad;
-    const int count = min(min(4, args_.units.together - quad), walk.seq.q_len - first);  // of them; not always positive
-    const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.units.together;
+  /// Four queries of a warp tile from number `quad` on.
+  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int warp_tile, int quad, uint4* keys) {
+    const int first = walk.first_query + args_.warp_tiles.first_query(warp_tile) + quad;
+    const int count =
+        min(min(4, args_.warp_tiles.together - quad), walk.seq.q_len - first);  // of them; not always positive
+    const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.warp_tiles.together;
     const Candidates own(args_, walk.seq, there ? first + lane_ % 4 : walk.seq.q_len);
     int* out = indices_of(walk, there ? first + lane_ % 4 - walk.first_query : 0);
     if (there) write_forced(args_, own, out, lane_ / 4, 8);
@@ -187,10 +189,10 @@ class Picker {
     const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
     const int least = static_cast<int>(__reduce_min_sync(0xffffffffu, static_cast<unsigned>(last)));
     if (most_blocks == 0) {  // nothing to choose
-      if (is_last) consumer_release(unit);
+      if (is_last) consumer_release(warp_tile);
       return;
     }
-    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][unit], args_.units.heads, quad, lane_);
+    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][warp_tile], args_.warp_tiles.heads, quad, lane_);
     unsigned most[4] = {};
     int vectors = 0;
     if constexpr (Blocks::kAddsKeysUp) {
@@ -200,7 +202,7 @@ class Picker {
       auto* single = reinterpret_cast<unsigned*>(keys);
       int block = lane_ / 4;
       read_keys(
-          unit, most_keys, most_blocks,
+          warp_tile, most_keys, most_blocks,
           [&](const ScratchTile* chunk, int at, int tiles) {
 #pragma unroll
             for (int n = 0; n < kChunkTiles; ++n)
@@ -215,7 +217,7 @@ class Picker {
       vectors = (most_blocks + 31) / 32;
     } else {
       constexpr int kVectors = kChunkBlocks / 32;
-      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, unit), most_blocks * Blocks::kSums, lane_,
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, warp_tile), most_blocks * Blocks::kSums, lane_,
                  [&](const ScratchTile* chunk, int i, int tiles) {
                    unsigned x[4 * kVectors];
 #pragma unroll
@@ -239,7 +241,7 @@ class Picker {
                    vectors += kVectors;
                  });
     }
-    if (is_last) consumer_release(unit);
+    if (is_last) consumer_release(warp_tile);
     if (places() == 0) return;
     if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
     QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);

@@ -10,8 +10,8 @@
 namespace nsa::cuda::sm90::select_blocks {
 
 inline constexpr int kGroups = 3, kThreads = (kGroups + 1) * 128;
-inline constexpr int kUnits = kGroups * 4;
-static_assert(kUnits == SelectUnits::kUnits);
+inline constexpr int kWarpTiles = kGroups * 4;
+static_assert(kWarpTiles == WarpTiles::kWarpTiles);
 inline constexpr int kKeys = 64;  // of a key tile
 inline constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
 inline constexpr int kMostStages = 4;  // of the ring of key and value tiles
@@ -24,33 +24,33 @@ struct SelectLayout {
   static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2, kQueryBytes = 64 * Dk * 2;
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   /// Of a picking warp: chunks, rings of keys, then a list and keys of a query, or lists of four.
-  __host__ __device__ static constexpr int picker(const SelectUnits& units, int blocks, int chunks, bool key_rings) {
-    return chunks * ChunkRing::kChunkBytes + (key_rings ? key_ring(units) : 0) +
-           (units.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
+  __host__ __device__ static constexpr int picker(const WarpTiles& warp_tiles, int blocks, int chunks, bool key_rings) {
+    return chunks * ChunkRing::kChunkBytes + (key_rings ? key_ring(warp_tiles) : 0) +
+           (warp_tiles.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
   }
-  __host__ __device__ static constexpr int key_ring(const SelectUnits& units) {
-    return (units.together > 1 ? 4 : 1) * CompressedSelectScratch::kRingKeys * 4;
+  __host__ __device__ static constexpr int key_ring(const WarpTiles& warp_tiles) {
+    return (warp_tiles.together > 1 ? 4 : 1) * CompressedSelectScratch::kRingKeys * 4;
   }
   __host__ __device__ static constexpr int keys(int blocks) { return (blocks + 127) / 128 * 512; }
-  static constexpr int memory(const SelectUnits& units, int blocks, int chunks, bool key_rings) {
-    return kFixed + kPickers * picker(units, blocks, chunks, key_rings);
+  static constexpr int memory(const WarpTiles& warp_tiles, int blocks, int chunks, bool key_rings) {
+    return kFixed + kPickers * picker(warp_tiles, blocks, chunks, key_rings);
   }
 };
 
 struct SelectBarriers : ForwardBarriers<kMostStages, kGroups> {
-  std::uint64_t scratch_full[kBuffers][kUnits],
-      scratch_empty[kBuffers][kUnits];  // the scratch is complete; may be overwritten
+  std::uint64_t scratch_full[kBuffers][kWarpTiles],
+      scratch_empty[kBuffers][kWarpTiles];  // the scratch is complete; may be overwritten
   std::uint64_t chunk_full[kPickers][kMostChunks];
-  MinusLse minus_lse[kBuffers][kUnits];
+  MinusLse minus_lse[kBuffers][kWarpTiles];
 };
 
-/// Units: SelectUnits, or UnitsOfSixteen.
-template <class Units>
-__device__ __forceinline__ decltype(auto) units_of(const CompressedSelectArgs& args) {
-  if constexpr (std::is_same_v<Units, SelectUnits>) {
-    return (args.units);
+/// Tiles: WarpTiles, or WarpTilesOfSixteen.
+template <class Tiles>
+__device__ __forceinline__ decltype(auto) warp_tiles_of(const CompressedSelectArgs& args) {
+  if constexpr (std::is_same_v<Tiles, WarpTiles>) {
+    return (args.warp_tiles);
   } else {
-    return Units{};
+    return Tiles{};
   }
 }
 
@@ -64,18 +64,18 @@ __device__ __forceinline__ int key_tiles_of(const Geometry& p, int position) {
   return (keys + kKeys - 1) / kKeys;
 }
 
-/// Whole groups: the units take care of slices.
-template <class Units>
+/// Whole groups: the warp tiles take care of slices.
+template <class Tiles>
 __device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
-  const Units& units = units_of<Units>(args);
-  return TileWalk(args.range.geometry, RowShape(units.heads), units.queries);
+  const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
+  return TileWalk(args.range.geometry, RowShape(warp_tiles.heads), warp_tiles.queries);
 }
 
-/// The scratch of a unit of this thread block's tile.
+/// The scratch of a warp tile of this thread block's tile.
 template <class Blocks>
-__device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int unit) {
+__device__ __forceinline__ ScratchTile* scratch_of(const CompressedSelectArgs& args, int buffer, int warp_tile) {
   return static_cast<ScratchTile*>(args.scratch) +
-         static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kUnits + unit) *
+         static_cast<std::int64_t>((blockIdx.x * kBuffers + buffer) * kWarpTiles + warp_tile) *
              (most_key_tiles(args.range.geometry) * Blocks::kTiles);
 }
 

@@ -66,17 +66,17 @@ class SelectedReader {
         const int i = __ffs(static_cast<int>(rest)) - 1;
         const int block = c.block(p, buffer)[first + i] & SelectedControl::kBlockMask;
         const unsigned users = __shfl_sync(0xffffffffu, mine, i);
-        const unsigned position = base_ + 2 * p.units * static_cast<unsigned>(first + i);
+        const unsigned position = base_ + 2 * p.tiles_per_block * static_cast<unsigned>(first + i);
 #pragma unroll 1
-        for (int unit = 0; unit < p.units; ++unit) {
-          const int key = block * p.block_size + unit * Shape::kKeys;
-          const SelectedSlot keys = at(position + 2 * unit), values = at(position + 2 * unit + 1);
+        for (int key_tile = 0; key_tile < p.tiles_per_block; ++key_tile) {
+          const int key = block * p.block_size + key_tile * Shape::kKeys;
+          const SelectedSlot keys = at(position + 2 * key_tile), values = at(position + 2 * key_tile + 1);
           body(key, users, keys, values);
         }
       }
     }
     mbarrier_arrive(shared_address(&c.union_empty[buffer]));  // every lane has read the union
-    base_ += 2 * p.units * static_cast<unsigned>(size);
+    base_ += 2 * p.tiles_per_block * static_cast<unsigned>(size);
   }
 
  private:

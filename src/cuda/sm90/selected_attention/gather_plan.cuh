@@ -16,14 +16,14 @@ inline constexpr int kMostEntries = 1024;  // of the lists of a tile, unless six
 
 /// How a call is cut into tiles, and how shared memory is.
 struct SelectedPlan {
-  int block_size, topk, units;  // keys of a block; entries of a list; key tiles of a block
-  int heads, slices;            // heads of a query in sixteen rows; such slices of a group
-  int together, queries;        // queries of a warp, of a tile
-  int tiles, total;             // per sequence and slice, an upper bound; in all
-  int entries;                  // of the lists of a tile, rounded up to 32
-  int table_bits;               // of the builders' hash table: 2^table_bits slots, half of them empty at least
-  int slots;                    // of the ring
-  int memory;                   // bytes of shared memory
+  int block_size, topk, tiles_per_block;  // keys of a block; entries of a list; key tiles of a block
+  int heads, slices;                      // heads of a query in sixteen rows; such slices of a group
+  int together, queries;                  // queries of a warp, of a tile
+  int tiles, total;                       // per sequence and slice, an upper bound; in all
+  int entries;                            // of the lists of a tile, rounded up to 32
+  int table_bits;  // of the builders' hash table: 2^table_bits slots, half of them empty at least
+  int slots;       // of the ring
+  int memory;      // bytes of shared memory
   FastDivmod by_heads, by_queries, by_slots;
   LoopOrder loop_order;  // tiles of those that go another way are left out
 };
@@ -84,7 +84,7 @@ SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
   SelectedPlan p{};
   p.block_size = block_size;
   p.topk = topk;
-  p.units = block_size / Shape::kKeys;
+  p.tiles_per_block = block_size / Shape::kKeys;
   p.heads = std::min(g.group, 16);
   p.slices = g.group / p.heads;
   p.together = queries_of_warp(g, topk, kWarps);

@@ -161,7 +161,7 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
       const int entry = c.block(p, buffer)[i], idle = entry >> SelectedControl::kIdleShift;
       int row = tile.seq.k_begin + (entry & SelectedControl::kBlockMask) * p.block_size;
 #pragma unroll 1
-      for (int unit = 0; unit < p.units; ++unit, row += Shape::kKeys) {
+      for (int key_tile = 0; key_tile < p.tiles_per_block; ++key_tile, row += Shape::kKeys) {
         copier.template fill<Shape::kKeyDim>(k_map, tile.kv_head, row, tile.seq.batch, idle);
         copier.template fill<Shape::kValueDim>(v_map, tile.kv_head, row, tile.seq.batch, idle);
       }
