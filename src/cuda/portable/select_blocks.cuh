@@ -3,7 +3,7 @@
 // A thread block takes all heads of a few neighbouring queries of one KV head, walks the compressed keys once, sums the
 // probabilities over the heads in a fixed order, and keeps the sums (one float per compressed key and query) in a
 // scratch of its own in global memory, where they stay in the cache. Then a warp per query gathers the importances and
-// picks. The grid is persistent, so the scratch does not grow with the number of queries.
+// takes the top k. The grid is persistent, so the scratch does not grow with the number of queries.
 #pragma once
 
 #include "cuda/common/fallback.cuh"
@@ -24,8 +24,8 @@ struct SelectShape {
 
 /// Writes the `topk` blocks of one query. One warp, or a whole thread block of kThreads.
 template <int kThreads = 32, class Args>
-__device__ inline void pick_blocks(const Args& args, const DeviceSequence& seq, int position, int kv_head,
-                                   const float* sums, float* importance, int* out, int thread) {
+__device__ inline void top_k_blocks(const Args& args, const DeviceSequence& seq, int position, int kv_head,
+                                    const float* sums, float* importance, int* out, int thread) {
   const Geometry& p = args.geometry;
   const int candidates = position / args.block_size + 1;
   if (candidates <= args.topk) {
@@ -217,9 +217,9 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4                  ? 2
                              });
     __syncthreads();
     for (int query = warp; query < queries; query += 4)
-      pick_blocks(args, seq, seq.position(first_query + query), kv_head, sums + query * args.scratch_keys,
-                  importances + query * args.scratch_blocks,
-                  args.indices.template at<int>(seq.batch, seq.q_begin + first_query + query, kv_head), lane);
+      top_k_blocks(args, seq, seq.position(first_query + query), kv_head, sums + query * args.scratch_keys,
+                   importances + query * args.scratch_blocks,
+                   args.indices.template at<int>(seq.batch, seq.q_begin + first_query + query, kv_head), lane);
     __syncthreads();
   }
 }

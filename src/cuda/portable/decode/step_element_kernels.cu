@@ -37,7 +37,7 @@ cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStr
                                     128, SelectShape<T, Dk>::kMemory, stream, args);
                     });
   if (error != cudaSuccess) return error;
-  return launch(pick_step<StepSelectArgs>, dim3(g.q_len, g.kv_heads, g.batches), kPickThreads, 0, stream, args);
+  return launch(top_k_step<StepSelectArgs>, dim3(g.q_len, g.kv_heads, g.batches), kTopKThreads, 0, stream, args);
 }
 
 cudaError_t run_combine(const StepCombineArgs& args, cudaStream_t stream) {

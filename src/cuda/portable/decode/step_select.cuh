@@ -78,20 +78,20 @@ __global__ void __launch_bounds__(kSumThreads) sum_scores(const __grid_constant_
 }
 
 /// A thread block per query, as nothing else is left to do; grid x: query, y: KV head, z: sequence.
-inline constexpr int kPickThreads = 512, kPickMemory = 32 * 1024;  // bytes for the importances, if they fit
+inline constexpr int kTopKThreads = 512, kTopKMemory = 32 * 1024;  // bytes for the importances, if they fit
 template <class Args>
-__global__ void __launch_bounds__(kPickThreads) pick_step(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kTopKThreads) top_k_step(const __grid_constant__ Args args) {
   const auto& p = args.geometry;
   const int query = blockIdx.x, kv_head = blockIdx.y, b = blockIdx.z;
   const DeviceSequence seq = sequence_of(p, b);
   if (query >= seq.q_len) return;
   const std::int64_t row = scratch_row(p, b, kv_head, query), rows = scratch_row(p, p.batches, 0, 0);
-  __shared__ float near[kPickMemory / sizeof(float)];
-  float* importances = args.scratch_blocks * sizeof(float) <= kPickMemory
+  __shared__ float near[kTopKMemory / sizeof(float)];
+  float* importances = args.scratch_blocks * sizeof(float) <= kTopKMemory
                            ? near
                            : args.scratch + rows * args.scratch_keys + row * args.scratch_blocks;
-  pick_blocks<kPickThreads>(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
-                            importances, args.indices.template at<int>(b, query, kv_head), threadIdx.x);
+  top_k_blocks<kTopKThreads>(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
+                             importances, args.indices.template at<int>(b, query, kv_head), threadIdx.x);
 }
 
 }  // namespace nsa::cuda::portable

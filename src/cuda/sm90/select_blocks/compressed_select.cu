@@ -11,12 +11,12 @@
 //   (attention_warpgroup.cuh)    as fp16, relative to the rows' references at that time, and the references -> a
 //   scratch of this
 //                   thread block in global memory; at the end -lse of the rows -> shared memory
-//   a picking warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
-//   (selector_warp.cuh)    (importance.cuh), of a large group over its warp tiles in order too -> keys to rank by, in
+//   a selector warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
+//   (selector_warp.cuh)    (importance.cuh), of a large group over its warp tiles in order too -> scores, in
 //   shared
 //                   memory, or those of four queries in global memory -> the blocks chosen (topk.cuh)
 //
-// For other l and l' the scratch has single keys, and picking warps add the sums over heads up to blocks (AnyBlocks).
+// For other l and l' the scratch has single keys, and selector warps add the sums over heads up to blocks (AnyBlocks).
 //
 // The computing warps go on with later queries meanwhile: the scratch has kBuffers places per warp tile of a tile. fp16
 // is enough: what it loses of a probability is 2^-11 of it or 2^-25.
@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&barriers.scratch_full[0][0] + i), 8);    // the lanes that leave minus_lse
       mbarrier_init(shared_address(&barriers.scratch_empty[0][0] + i), 32);  // those that read them
     }
-    for (int i = 0; i < kPickers * kMostChunks; ++i) mbarrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
+    for (int i = 0; i < kSelectorWarps * kMostChunks; ++i)
+      mbarrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     fence_mbarrier_init();
   }
   if (warp_tiles_of<Tiles>(args).rows() < 16) {  // rows without use stay zero: the copy engine does not touch them
@@ -178,21 +179,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (helper == 0) {
       load_keys<Dk, Dv, Tiles, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
-      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), picker = helper - 1;
+      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), selector = helper - 1;
       constexpr bool kUsesKeyRing = Blocks::kAddsKeysUp;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
-                  picker * L::picker(args.warp_tiles, blocks, args.chunks, kUsesKeyRing);
+                  selector * L::selector_warp(args.warp_tiles, blocks, args.chunks, kUsesKeyRing);
       char* key_ring = own + args.chunks * ChunkRing::kChunkBytes;
       uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.warp_tiles) : 0));
-      Picker<Tiles, Blocks> pick(args, barriers, {own, barriers.chunk_full[picker], args.chunks}, list,
-                                 reinterpret_cast<float*>(key_ring), picker);
-      char* far = args.keys + (blockIdx.x * kPickers + picker) * args.picker_keys;
+      SelectorWarp<Tiles, Blocks> selector(args, barriers, {own, barriers.chunk_full[selector], args.chunks}, list,
+                                           reinterpret_cast<float*>(key_ring), selector);
+      char* far = args.keys + (blockIdx.x * kSelectorWarps + selector) * args.selector_keys;
       if constexpr (kQuads) {
-        pick.choose_by_quad(reinterpret_cast<uint4*>(far));
+        selector.choose_by_quad(reinterpret_cast<uint4*>(far));
       } else if (std::is_same_v<Tiles, WarpTilesOfSixteen> || !args.keys) {
-        pick.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
+        selector.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
       } else {
-        pick.choose_by_query(reinterpret_cast<unsigned*>(far));
+        selector.choose_by_query(reinterpret_cast<unsigned*>(far));
       }
     }
   }
@@ -233,7 +234,7 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   using L = SelectLayout<Dk, Dv>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
   constexpr int kKeysOfQuery = L::keys(CompressedSelectScratch::most_blocks(Dk));
-  static_assert(L::kFixed + kPickers * (ChunkRing::kChunkBytes + kListed * 8 + kKeysOfQuery) <= kDynamic);
+  static_assert(L::kFixed + kSelectorWarps * (ChunkRing::kChunkBytes + kListed * 8 + kKeysOfQuery) <= kDynamic);
   CompressedSelectArgs args = call;
   const Geometry& g = args.range.geometry;
   const CompressedSelectScratch scratch(g, Dk, args.block_size);
@@ -243,8 +244,8 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   args.by_strides = FastDivmod(args.block_size / g.kernel_stride);
   const auto strides = static_cast<float>(args.strides_of_key);
   args.weights = {strides, strides - 1};
-  args.keys = scratch.picker_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
-  args.picker_keys = scratch.picker_keys;
+  args.keys = scratch.selector_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
+  args.selector_keys = scratch.selector_keys;
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);

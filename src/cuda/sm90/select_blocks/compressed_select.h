@@ -53,7 +53,7 @@ __host__ __device__ constexpr int strides_of_sum(int strides_of_block) {
   return strides_of_block < 4 ? strides_of_block : 4;
 }
 
-/// Whether the scratch has single keys, of which the picking warps make blocks: where a sum would not be of one stride
+/// Whether the scratch has single keys, of which the selector warps make blocks: where a sum would not be of one stride
 /// beside the key before, or a block not of one or two sums.
 inline bool adds_keys_up(std::int64_t kernel_size, std::int64_t kernel_stride, std::int64_t block_size) {
   const std::int64_t strides = block_size / kernel_stride;
@@ -81,9 +81,9 @@ struct CompressedSelectArgs {
   FastDivmod by_strides;  // ... l' / d
   KeyWeights weights;
   int spread_rows;  // see make_spread_tensor_map
-  int chunks;       // of the scratch on their way, for each picking warp
-  char* keys;       // of the picking warps, in the scratch; null: in shared memory
-  std::int64_t picker_keys;
+  int chunks;       // of the scratch on their way, for each selector warp
+  char* keys;       // of the selector warps, in the scratch; null: in shared memory
+  std::int64_t selector_keys;
 };
 
 /// Selection blocks of l' = kStrides * d tokens.
@@ -116,15 +116,15 @@ __host__ __device__ inline int most_key_tiles(const Geometry& g) { return g.k_le
 /// the length of a sequence, not with the number of queries.
 struct CompressedSelectScratch {
   static constexpr int kThreadBlocks = 132;  // at most; one per multiprocessor
-  static constexpr int kPickers = 3;         // picking warps of a thread block
+  static constexpr int kSelectorWarps = 3;   // selector warps of a thread block
   static constexpr int kBuffers = 3;         // tiles of queries
   static constexpr int kTileBytes = 576;     // of a warp tile and sixteen sums
-  static constexpr int kKeyBytes = 512;      // of four queries of a picking warp and 32 blocks, where G <= 8
+  static constexpr int kKeyBytes = 512;      // of four queries of a selector warp and 32 blocks, where G <= 8
   static constexpr int kRingKeys = 256;      // compressed keys of a query that are made blocks of at a time
 
   int thread_blocks;
-  std::int64_t sums, keys;   // bytes
-  std::int64_t picker_keys;  // bytes of a picking warp; 0: they are in shared memory
+  std::int64_t sums, keys;     // bytes
+  std::int64_t selector_keys;  // bytes of a selector warp; 0: they are in shared memory
 
   CompressedSelectScratch(const Geometry& g, std::int64_t key_dim, int block_size) {
     const bool keys_up = adds_keys_up(g.kernel_size, g.kernel_stride, block_size);
@@ -136,13 +136,13 @@ struct CompressedSelectScratch {
     const std::int64_t tiles = most_key_tiles(g) * (4 / summed);  // of sixteen sums
     sums = thread_blocks * kBuffers * WarpTiles::kWarpTiles * tiles * kTileBytes;
     const std::int64_t blocks = (tiles + 3) / 4 * 64 * summed / strides;  // of whole chunks of the scratch
-    picker_keys = warp_tiles.together > 1                                     ? (blocks + 31) / 32 * kKeyBytes
-                  : blocks > most_blocks(key_dim) - (keys_up ? kRingKeys : 0) ? (blocks + 127) / 128 * 512
-                                                                              : 0;
-    keys = thread_blocks * kPickers * picker_keys;
+    selector_keys = warp_tiles.together > 1                                     ? (blocks + 31) / 32 * kKeyBytes
+                    : blocks > most_blocks(key_dim) - (keys_up ? kRingKeys : 0) ? (blocks + 127) / 128 * 512
+                                                                                : 0;
+    keys = thread_blocks * kSelectorWarps * selector_keys;
   }
   std::int64_t bytes() const { return sums + keys; }
-  /// Selection blocks of a sequence whose keys to rank by shared memory can hold.
+  /// Selection blocks of a sequence whose scores shared memory can hold.
   static constexpr int most_blocks(std::int64_t key_dim) { return key_dim > 128 ? 1920 : 3200; }
 };
 

@@ -1,5 +1,5 @@
 // Importances of selection blocks from what computing warps leave of their key tiles (compressed_select.cu): how it is
-// written, and how picking warps read it and sum it over heads.
+// written, and how selector warps read it and sum it over heads.
 //
 // A sum over the heads of a warp tile is a product with tensor cores: sums of blocks and heads times 2^(reference -
 // lse) of the heads, in two columns, for its high and its low part, so that 16 bits are enough.
@@ -56,7 +56,7 @@ class ScratchWriter {
   int lane_;
 };
 
-/// A picking warp's way of reading the scratch: a ring of chunks in shared memory.
+/// A selector warp's way of reading the scratch: a ring of chunks in shared memory.
 class ChunkRing {
  public:
   static constexpr int kChunkBytes = kChunkTiles * static_cast<int>(sizeof(ScratchTile));

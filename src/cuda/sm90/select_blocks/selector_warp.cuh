@@ -1,4 +1,4 @@
-// A picking warp of compressed_select.cu: importances of the warp tiles that are complete, and the blocks chosen by
+// A selector warp of compressed_select.cu: importances of the warp tiles that are complete, and the blocks chosen by
 // them.
 #pragma once
 
@@ -46,13 +46,13 @@ __device__ __forceinline__ float block_of_keys(const CompressedSelectArgs& args,
   return sum;
 }
 
-/// A picking warp: warps 1 .. 3 of the helping warpgroup take turns at the warp tiles of a tile.
+/// A selector warp: warps 1 .. 3 of the helping warpgroup take turns at the warp tiles of a tile.
 template <class Tiles, class Blocks>
-class Picker {
+class SelectorWarp {
  public:
   /// list, key_ring: its own shared memory; the ring for AnyBlocks.
-  __device__ Picker(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring, uint2* list,
-                    float* key_ring, int number)
+  __device__ SelectorWarp(const CompressedSelectArgs& args, SelectBarriers& barriers, const ChunkRing& ring,
+                          uint2* list, float* key_ring, int number)
       : args_(args),
         barriers_(barriers),
         ring_(ring),
@@ -65,7 +65,7 @@ class Picker {
   __device__ __forceinline__ void choose_by_query(unsigned* keys) {
     const Tiles& warp_tiles = warp_tiles_of<Tiles>(args_);
     for (TileWalk walk = walk_of<Tiles>(args_); walk.next(); buffer_.advance()) {
-      for (int query = number_; query * warp_tiles.slices < kWarpTiles; query += kPickers) {
+      for (int query = number_; query * warp_tiles.slices < kWarpTiles; query += kSelectorWarps) {
         const bool in_tile = query < warp_tiles.queries;  // else some warp tiles are left over
         const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
         for (int slice = 0; slice < min(warp_tiles.slices, kWarpTiles - query * warp_tiles.slices); ++slice) {
@@ -82,7 +82,7 @@ class Picker {
           for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
             keys[j] = explore(keys[j], j, own.position, walk);
         }
-        pick(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
         __syncwarp();
       }
     }
@@ -91,7 +91,7 @@ class Picker {
   /// Of warp tiles of several queries, four at a time.
   __device__ __forceinline__ void choose_by_quad(uint4* keys) {
     for (TileWalk walk = walk_of<Tiles>(args_); walk.next(); buffer_.advance()) {
-      for (int warp_tile = number_; warp_tile < kWarpTiles; warp_tile += kPickers) {
+      for (int warp_tile = number_; warp_tile < kWarpTiles; warp_tile += kSelectorWarps) {
         wait_for(warp_tile);
 #pragma unroll 1
         for (int quad = 0; quad < args_.warp_tiles.together; quad += 4) choose_of_quad(walk, warp_tile, quad, keys);
@@ -244,10 +244,10 @@ class Picker {
     if (is_last) consumer_release(warp_tile);
     if (places() == 0) return;
     if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
-    QuadPicker(keys, vectors, args_.init_blocks, last, lane_).pick(most, places(), list_, out + args_.init_blocks);
+    QuadSelector(keys, vectors, args_.init_blocks, last, lane_).top_k(most, places(), list_, out + args_.init_blocks);
   }
 
-  /// Where the key of one of four queries for a block lies: see QuadPicker.
+  /// Where the key of one of four queries for a block lies: see QuadSelector.
   __device__ __forceinline__ static int place_of(int block, int query) {
     return (block / 32 * 32 + block % 16 / 2 * 4 + query) * 4 + block % 32 / 16 * 2 + block % 2;
   }

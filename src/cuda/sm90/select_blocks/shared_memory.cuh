@@ -15,16 +15,18 @@ static_assert(kWarpTiles == WarpTiles::kWarpTiles);
 inline constexpr int kKeys = 64;  // of a key tile
 inline constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
 inline constexpr int kMostStages = 4;  // of the ring of key and value tiles
-inline constexpr int kBuffers = CompressedSelectScratch::kBuffers, kPickers = CompressedSelectScratch::kPickers;
-inline constexpr int kMostChunks = 4;  // on their way; fewer where shared memory is full of keys to rank by
+inline constexpr int kBuffers = CompressedSelectScratch::kBuffers,
+                     kSelectorWarps = CompressedSelectScratch::kSelectorWarps;
+inline constexpr int kMostChunks = 4;  // on their way; fewer where shared memory is full of scores
 
 template <int Dk, int Dv>
 struct SelectLayout {
   static constexpr int kStages = Dk > 128 ? 3 : kMostStages;
   static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2, kQueryBytes = 64 * Dk * 2;
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
-  /// Of a picking warp: chunks, rings of keys, then a list and keys of a query, or lists of four.
-  __host__ __device__ static constexpr int picker(const WarpTiles& warp_tiles, int blocks, int chunks, bool key_rings) {
+  /// Of a selector warp: chunks, rings of keys, then a list and keys of a query, or lists of four.
+  __host__ __device__ static constexpr int selector_warp(const WarpTiles& warp_tiles, int blocks, int chunks,
+                                                         bool key_rings) {
     return chunks * ChunkRing::kChunkBytes + (key_rings ? key_ring(warp_tiles) : 0) +
            (warp_tiles.together > 1 ? 4 * kListed * 8 : kListed * 8 + keys(blocks));
   }
@@ -33,14 +35,14 @@ struct SelectLayout {
   }
   __host__ __device__ static constexpr int keys(int blocks) { return (blocks + 127) / 128 * 512; }
   static constexpr int memory(const WarpTiles& warp_tiles, int blocks, int chunks, bool key_rings) {
-    return kFixed + kPickers * picker(warp_tiles, blocks, chunks, key_rings);
+    return kFixed + kSelectorWarps * selector_warp(warp_tiles, blocks, chunks, key_rings);
   }
 };
 
 struct SelectBarriers : ForwardBarriers<kMostStages, kGroups> {
   std::uint64_t scratch_full[kBuffers][kWarpTiles],
       scratch_empty[kBuffers][kWarpTiles];  // the scratch is complete; may be overwritten
-  std::uint64_t chunk_full[kPickers][kMostChunks];
+  std::uint64_t chunk_full[kSelectorWarps][kMostChunks];
   MinusLse minus_lse[kBuffers][kWarpTiles];
 };
 

@@ -1,4 +1,4 @@
-// The choice of blocks from keys that order like their ranks, by picking warps (selector_warp.cuh).
+// The choice of blocks from keys that order like their ranks, by selector warps (selector_warp.cuh).
 //
 // Of n places, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
 // are listed, and the list is sorted. Where they are too many the n-th largest key is found bit by bit.
@@ -74,7 +74,7 @@ __device__ __forceinline__ unsigned find_threshold(int places, int& ties, const 
 /// Writes the `places` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
 /// are more than `places`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
 /// multiple of 128. One warp.
-__device__ __forceinline__ void pick(unsigned* key, int first, int last, int places, uint2* list, int* out, int lane) {
+__device__ __forceinline__ void top_k(unsigned* key, int first, int last, int places, uint2* list, int* out, int lane) {
   for (int j = lane; j < first; j += 32) key[j] = 0;
   for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
   __syncwarp();
@@ -125,16 +125,16 @@ __device__ __forceinline__ void pick(unsigned* key, int first, int last, int pla
 }
 
 /// Four queries at a time, as of QuadOfQueries: lane 4 r + c has the keys of query c.
-class QuadPicker {
+class QuadSelector {
  public:
   /// keys: 16 bytes of lane l at 32 n + l are its blocks 32 n + 2 r + {0, 1, 16, 17}. Zero outside of first .. last - 1
   /// (of this lane's query; last = 0: nothing is wanted). vectors: for each lane.
-  __device__ __forceinline__ QuadPicker(const uint4* keys, int vectors, int first, int last, int lane)
+  __device__ __forceinline__ QuadSelector(const uint4* keys, int vectors, int first, int last, int lane)
       : mine_(keys + lane), vectors_(vectors), first_(first), last_(last), lane_(lane) {}
 
   /// The `places` best blocks of each query in ascending order; of equals, the earlier. outs: of this lane's query.
   /// most: maxima of the lane's four blocks of a vector over all vectors. list: four times kListed.
-  __device__ __forceinline__ void pick(unsigned (&most)[4], int places, uint2* list, int* out) const {
+  __device__ __forceinline__ void top_k(unsigned (&most)[4], int places, uint2* list, int* out) const {
     transpose_in_quad(most, lane_);
     nth_largest(most, min(places, 32), lane_);
     const unsigned bound = of_query(most);
@@ -142,7 +142,7 @@ class QuadPicker {
     int listed = list_blocks(listable ? bound : 0xffffffffu, list + lane_ % 4 * kListed);
     if (last_ > 0 && !listable) listed = kListed + 1;
     __syncwarp();
-    if (__any_sync(0xffffffffu, listed > kListed)) return pick_exactly(places, out);
+    if (__any_sync(0xffffffffu, listed > kListed)) return top_k_exactly(places, out);
     uint2 entries[4];
     unsigned thresholds[4];
 #pragma unroll
@@ -210,7 +210,7 @@ class QuadPicker {
   }
 
   /// Where a list does not do: with many equal keys, or many places.
-  __device__ __forceinline__ void pick_exactly(int places, int* out) const {
+  __device__ __forceinline__ void top_k_exactly(int places, int* out) const {
     const auto in = [&](int block) { return block >= first_ && block < last_; };
     int ties, written = 0;
     const unsigned threshold = find_threshold(places, ties, [&](unsigned bound) {
