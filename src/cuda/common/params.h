@@ -326,7 +326,7 @@ struct BackwardArgs {
   float* partials;             // (KV head, partial_items, kKeyTile, Dk + Dv)
   std::int64_t items;          // per KV head, an upper bound
   std::int64_t partial_items;  // the same of key tiles with several items
-  void* plan;                  // for kernels of sm90: their items, and what they need per row (row_terms.h)
+  void* schedule;              // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
   DsBuffer stored;
   Fallback fallback;

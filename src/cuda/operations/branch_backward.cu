@@ -96,7 +96,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
   }
-  std::int64_t plan = 0;  // bytes for the kernels of sm90
+  std::int64_t schedule_bytes = 0;  // bytes for the kernels of sm90
   if (x.keys && b.indices) {
     x.inverse = take_lists(b, e.arena);
     const InverseIndex& lists = args.lists = x.inverse.lists;
@@ -105,7 +105,7 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     std::int64_t partials = g.kv_heads * args.partial_items;
     if (x.hopper.selected_d_kv) {
       const sm90::selected_attention::ListWork work(g, lists);
-      plan = work.bytes();
+      schedule_bytes = work.bytes();
       partials = std::max(partials, work.partials);
     }
     args.partials = e.arena.take<float>(partials * kKeyTile * width);
@@ -117,13 +117,13 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
     std::int64_t partials = g.kv_heads * args.partial_items * kKeyTile * width;
     if (x.hopper.range_d_kv) {
       const sm90::range_attention::RangeWork work(g, b.window);
-      plan = work.items * static_cast<std::int64_t>(sizeof(sm90::KeyItem));
+      schedule_bytes = work.items * static_cast<std::int64_t>(sizeof(sm90::KeyItem));
       partials = std::max(partials, g.kv_heads * work.partials * sm90::range_attention::kRangeKeys * width);
     }
     args.partials = e.arena.take<float>(partials);
   }
-  if (plan > 0) {
-    args.plan = e.arena.take<char>(plan);
+  if (schedule_bytes > 0) {
+    args.schedule = e.arena.take<char>(schedule_bytes);
     args.row_terms = e.arena.take<float>(sm90::RowTerms(g, nullptr).floats());
   }
   return x;

@@ -3,7 +3,7 @@
 
 namespace nsa::cuda::sm90 {
 
-/// Keys and the query rows that give to them. A kernel of its own plans all items.
+/// Keys and the query rows that give to them. A kernel of its own makes the schedule.
 struct alignas(16) KeyItem {
   int batch;  // of the tensors
   int kv_head;

@@ -22,9 +22,9 @@ struct RowShape {
 /// heads of a KV head. A tile of a sequence, all its slices side by side, then the next tile; tiles from the end and
 /// from the start take turns, so that long and short ones mix in every block. A call's tiles follow each other,
 /// sequence after sequence, and every gridDim.x-th of them is this block's.
-class TileWalk {
+class TileScheduler {
  public:
-  __device__ TileWalk(const Geometry& geometry, const RowShape& shape, int queries)
+  __device__ TileScheduler(const Geometry& geometry, const RowShape& shape, int queries)
       : p_(geometry),
         queries_(queries),
         slices_(shape.slices),
@@ -99,15 +99,15 @@ struct GroupTile {
   int begin, end;        // of them, those that some row of the group sees something of
 
   template <int kKeys>
-  __device__ static GroupTile of(const Geometry& p, int window, const RowShape& shape, const TileWalk& walk,
+  __device__ static GroupTile of(const Geometry& p, int window, const RowShape& shape, const TileScheduler& scheduler,
                                  const KeyTiles& keys, int group) {
-    const int first = walk.first_query + group * shape.queries;
-    const int queries = max(min(shape.queries, walk.seq.q_len - first), 0);
+    const int first = scheduler.first_query + group * shape.queries;
+    const int queries = max(min(shape.queries, scheduler.seq.q_len - first), 0);
     GroupTile tile{queries,
-                   walk.seq.batch,
-                   walk.seq.q_begin + first,
-                   walk.kv_head * p.group + walk.slice * shape.heads,
-                   walk.seq.position(first),
+                   scheduler.seq.batch,
+                   scheduler.seq.q_begin + first,
+                   scheduler.kv_head * p.group + scheduler.slice * shape.heads,
+                   scheduler.seq.position(first),
                    keys.first,
                    keys.count,
                    0,

@@ -117,9 +117,9 @@ struct WeightMaps {
 
 /// The items of a thread block: 128 rows and kColumns columns of a set's d_w1, or, transposed, of its d_w2.
 template <int D, int kColumns>
-class WeightWalk {
+class WeightTileScheduler {
  public:
-  __device__ explicit WeightWalk(const CompressWork& work)
+  __device__ explicit WeightTileScheduler(const CompressWork& work)
       : work_(work), item_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
 
   int problem = 0, set = 0;
@@ -164,13 +164,13 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
                                                      std::uint32_t right) {
   const Geometry& p = work.problem[0].geometry;
   RingWriter<L::kStages> ring(barriers);
-  for (WeightWalk<D, kColumns> walk(work); walk.next();) {
-    const auto& of = maps.of[walk.problem];
-    const CompressArgs& args = work.problem[walk.problem];
+  for (WeightTileScheduler<D, kColumns> scheduler(work); scheduler.next();) {
+    const auto& of = maps.of[scheduler.problem];
+    const CompressArgs& args = work.problem[scheduler.problem];
     const int heads = args.shared ? p.kv_heads : 1, steps = steps_of(work);
     const auto segment_of = [&](int step) { return work.segments[step * kStepSegments + ring.lane % kStepSegments]; };
     CompressSegment next = segment_of(0);
-    for (int head = walk.set * heads; head < (walk.set + 1) * heads; ++head)
+    for (int head = scheduler.set * heads; head < (scheduler.set + 1) * heads; ++head)
       for (int step = 0; step < steps; ++step, ring.advance()) {
         const LaneSegments<kStepSegments> segments(next, p.kernel_stride);
         next = segment_of(step + 1 < steps ? step + 1 : 0);
@@ -178,9 +178,9 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
             __reduce_or_sync(0xffffffffu, static_cast<unsigned>(segments.mine.rows) << 8 * (ring.lane % kStepSegments));
         const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes, static_cast<int>(rows));
         for (int group = 0; group < kGroups; ++group) {
-          const int panel = min(walk.panel + group, walk.panels - 1);
+          const int panel = min(scheduler.panel + group, scheduler.panels - 1);
           const std::uint32_t to = left + ring.stage * L::kLeftBytes + group * kPanelBytes;
-          if (walk.second) {
+          if (scheduler.second) {
             segments.load(of.d_out, to, panel * 64, head, full);
           } else {
             const int r = panel / (D / 64);
@@ -188,8 +188,8 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
           }
         }
         for (int n = 0; n < kColumns; n += 64)
-          segments.load(walk.second ? of.h : of.d_z, right + ring.stage * L::kRightBytes + n * 128, walk.column + n,
-                        head, full);
+          segments.load(scheduler.second ? of.h : of.d_z, right + ring.stage * L::kRightBytes + n * 128,
+                        scheduler.column + n, head, full);
       }
   }
 }
@@ -201,8 +201,8 @@ __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, R
             row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   const std::uint32_t a = descriptor(left + group * kPanelBytes, kPanelBytes), b = descriptor(right, kPanelBytes);
   RingReader<L::kStages> ring(barriers);
-  for (WeightWalk<D, kColumns> walk(work); walk.next();) {
-    const CompressArgs& args = work.problem[walk.problem];
+  for (WeightTileScheduler<D, kColumns> scheduler(work); scheduler.next();) {
+    const CompressArgs& args = work.problem[scheduler.problem];
     const int steps = steps_of(work) * (args.shared ? args.geometry.kv_heads : 1);
     float c[kColumns / 2];
     begin_sums(c, [](int) { return float2{}; });
@@ -227,36 +227,36 @@ __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, R
           multiply<T, kColumns, true>(c, a + stage * (L::kLeftBytes / 16) + k * 128,
                                       b + stage * (L::kRightBytes / 16) + k * 128);
         });
-    const int panel = walk.panel + group;
-    if (panel >= walk.panels) continue;
+    const int panel = scheduler.panel + group;
+    if (panel >= scheduler.panels) continue;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int m = panel * 64 + row + 8 * i;
-      if (walk.second) {
+      if (scheduler.second) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-          const int n = walk.column + j * 8 + 2 * (lane & 3);
+          const int n = scheduler.column + j * 8 + 2 * (lane & 3);
           if (n >= args.hidden) continue;
-          *args.d_w2.at<T>(walk.set, n, m) = from_float<T>(c[4 * j + 2 * i]);
-          *args.d_w2.at<T>(walk.set, n + 1, m) = from_float<T>(c[4 * j + 2 * i + 1]);
+          *args.d_w2.at<T>(scheduler.set, n, m) = from_float<T>(c[4 * j + 2 * i]);
+          *args.d_w2.at<T>(scheduler.set, n + 1, m) = from_float<T>(c[4 * j + 2 * i + 1]);
         }
         continue;
       }
       if (args.pe.data) {
-        const float position = to_float(*args.pe.at<T>(walk.set, m / D, m % D));
-        const float* sum = args.d_z_sum + walk.set * args.hidden;
+        const float position = to_float(*args.pe.at<T>(scheduler.set, m / D, m % D));
+        const float* sum = args.d_z_sum + scheduler.set * args.hidden;
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-          const int n = walk.column + j * 8 + 2 * (lane & 3);
+          const int n = scheduler.column + j * 8 + 2 * (lane & 3);
           const float2 x = n < args.hidden ? *reinterpret_cast<const float2*>(sum + n) : float2{};
           c[4 * j + 2 * i] += position * x.x, c[4 * j + 2 * i + 1] += position * x.y;
         }
       }
 #pragma unroll
       for (int j = 0; j < kColumns / 32; ++j) {
-        const int n = walk.column + j * 32 + 8 * (lane & 3);
+        const int n = scheduler.column + j * 32 + 8 * (lane & 3);
         const uint4 piece = piece_of_row<T>(c, i, j, 1, lane);
-        if (n < args.hidden) *reinterpret_cast<uint4*>(args.d_w1.at<T>(walk.set, m, n)) = piece;
+        if (n < args.hidden) *reinterpret_cast<uint4*>(args.d_w1.at<T>(scheduler.set, m, n)) = piece;
       }
     }
   }
@@ -294,9 +294,9 @@ struct TokenGradientMaps {
 };
 
 /// The items of a thread block: a tile of tokens and kTokenColumns columns; tiles side by side.
-class TokenWalk {
+class TokenTileScheduler {
  public:
-  __device__ TokenWalk(const CompressWork& work, int dim)
+  __device__ TokenTileScheduler(const CompressWork& work, int dim)
       : tiles_((work.totals->token_segments + TokenLayout::kSegments - 1) / TokenLayout::kSegments),
         heads_(work.problem[0].geometry.kv_heads),
         across_((work.problem[0].geometry.kernel_stride * dim + kTokenColumns - 1) / kTokenColumns),
@@ -332,19 +332,20 @@ __device__ __forceinline__ void load_token_operands(const CompressWork& work, co
   const Geometry& p = work.problem[0].geometry;
   const int overlap = p.kernel_size / p.kernel_stride, hidden = work.problem[0].hidden;
   RingWriter<L::kStages> ring(barriers);
-  for (TokenWalk walk(work, D); walk.next();) {
-    const auto& of = maps.of[walk.problem];
-    const TokenSegment tokens = work.token_segments[walk.tile * L::kSegments + ring.lane % L::kSegments];
+  for (TokenTileScheduler scheduler(work, D); scheduler.next();) {
+    const auto& of = maps.of[scheduler.problem];
+    const TokenSegment tokens = work.token_segments[scheduler.tile * L::kSegments + ring.lane % L::kSegments];
     // The compressed rows that begin with these groups.
     const LaneSegments<L::kSegments> segments({tokens.batch, tokens.token, tokens.blocks, tokens.row + tokens.group},
                                               p.kernel_stride);
-    const int set = work.problem[walk.problem].shared ? 0 : walk.head;
+    const int set = work.problem[scheduler.problem].shared ? 0 : scheduler.head;
     for (int q = 0; q < overlap; ++q)
       for (int n = 0; n < hidden; n += 64, ring.advance()) {
         const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes);
-        segments.load(of.d_z, left + ring.stage * L::kLeftBytes, n, walk.head, full, -q);
+        segments.load(of.d_z, left + ring.stage * L::kLeftBytes, n, scheduler.head, full, -q);
         if (ring.lane == L::kSegments)
-          tma_load(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + walk.column, set, full);
+          tma_load(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + scheduler.column, set,
+                   full);
       }
   }
 }
@@ -358,9 +359,9 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
   const int d = p.kernel_stride, overlap = p.kernel_size / d, per_overlap = (work.problem[0].hidden + 63) / 64;
   const std::uint32_t a = descriptor(left + group * kPanelBytes, 16), b = descriptor(right, 16);
   RingReader<L::kStages> ring(barriers);
-  for (TokenWalk walk(work, D); walk.next();) {
-    const CompressArgs& args = work.problem[walk.problem];
-    const TokenSegment* segments = work.token_segments + walk.tile * L::kSegments;
+  for (TokenTileScheduler scheduler(work, D); scheduler.next();) {
+    const CompressArgs& args = work.problem[scheduler.problem];
+    const TokenSegment* segments = work.token_segments + scheduler.tile * L::kSegments;
     const TokenSegment of_lane = segments[first_segment + lane % 4], tokens = segments[warp];
     float c[kTokenColumns / 2];
     begin_sums(c, [](int) { return float2{}; });
@@ -389,10 +390,10 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int j = 0; j < kTokenColumns / 32; ++j) {
-        const int n = walk.column + j * 32, s = n / D, token = (lane / 4 + 8 * i) * d + s;
+        const int n = scheduler.column + j * 32, s = n / D, token = (lane / 4 + 8 * i) * d + s;
         const uint4 piece = piece_of_row<T>(c, i, j, 1, lane);
         if (s < d && token < tokens.tokens)
-          *reinterpret_cast<uint4*>(args.d_k.at<T>(tokens.batch, tokens.token + token, walk.head) + n % D +
+          *reinterpret_cast<uint4*>(args.d_k.at<T>(tokens.batch, tokens.token + token, scheduler.head) + n % D +
                                     8 * (lane & 3)) = piece;
       }
     }

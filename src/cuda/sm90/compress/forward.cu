@@ -51,9 +51,9 @@ struct Barriers {
 };
 
 /// The items of a thread block: tiles of one head, which share weights, side by side.
-class Walk {
+class CompressTileScheduler {
  public:
-  __device__ explicit Walk(const CompressWork& work)
+  __device__ explicit CompressTileScheduler(const CompressWork& work)
       : tiles_((work.totals->segments * work.kSegment + work.tile_rows - 1) / work.tile_rows),
         heads_(work.problem[0].geometry.kv_heads),
         items_(tiles_ * heads_ * work.problems),
@@ -200,17 +200,17 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
   const int d = p.kernel_stride, overlap = p.kernel_size / d;
   RingWriter<L::kStages> ring(barriers.ring);
   std::uint32_t phase = 1;
-  for (Walk walk(work); walk.next(); phase ^= 1) {
-    const CompressArgs& args = work.problem[walk.problem];
-    const auto& of = maps.of[walk.problem];
+  for (CompressTileScheduler scheduler(work); scheduler.next(); phase ^= 1) {
+    const CompressArgs& args = work.problem[scheduler.problem];
+    const auto& of = maps.of[scheduler.problem];
     constexpr int kSegments = L::kRows / CompressWork::kSegment;
-    const LaneSegments<kSegments> segments(work.segments[walk.tile * kSegments + ring.lane % kSegments], d);
-    const int set = args.shared ? 0 : walk.head;
+    const LaneSegments<kSegments> segments(work.segments[scheduler.tile * kSegments + ring.lane % kSegments], d);
+    const int set = args.shared ? 0 : scheduler.head;
     for (int r = 0; r < d; ++r)
       for (int column = 0; column < D; column += 64)
         for (int q = 0; q < overlap; ++q, ring.advance()) {
           const std::uint32_t full = ring.begin(L::kTokenBytes + L::kWidth * 128);
-          segments.load(of.tokens, p, tokens + ring.stage * L::kTokenBytes, column, q * d + r, walk.head, full);
+          segments.load(of.tokens, p, tokens + ring.stage * L::kTokenBytes, column, q * d + r, scheduler.head, full);
           const int n = (ring.lane - kSegments) * 64;  // other lanes than those
           if (n >= 0 && n < L::kWidth)
             tma_load(weights + ring.stage * L::kWeightBytes + n * 128, of.w1, n, 0, (q * d + r) * D + column, set,
@@ -226,7 +226,7 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
       __syncwarp();
 #pragma unroll
       for (int column = 0; column < D; column += 64)
-        segments.load(of.d_out, operand + column * L::kRows * 2, column, walk.head, full);
+        segments.load(of.d_out, operand + column * L::kRows * 2, column, scheduler.head, full);
     }
     for (int row = 0; row < L::kWidth; row += 64, ring.advance()) {
       const std::uint32_t full = ring.begin(D * 128);
@@ -263,10 +263,10 @@ class Compute {
     const Geometry& p = work_.problem[0].geometry;
     const int steps = p.kernel_size * (D / 64), first = kNarrow ? group_ * kColumns : 0;
     std::uint32_t phase = 0;
-    for (Walk walk(work_); walk.next(); phase ^= 1) {
-      const CompressArgs& args = work_.problem[walk.problem];
-      const CompressSegment rows = work_.segments[walk.tile * (L::kRows / CompressWork::kSegment) + warp_];
-      const int set = args.shared ? 0 : walk.head;
+    for (CompressTileScheduler scheduler(work_); scheduler.next(); phase ^= 1) {
+      const CompressArgs& args = work_.problem[scheduler.problem];
+      const CompressSegment rows = work_.segments[scheduler.tile * (L::kRows / CompressWork::kSegment) + warp_];
+      const int set = args.shared ? 0 : scheduler.head;
       float z[kColumns / 2];
       const float* constant = args.constant + set * args.hidden;
       begin_sums(z, [&](int n) {
@@ -279,15 +279,15 @@ class Compute {
                                          w1_ + stage * (L::kWeightBytes / 16) + k * 128);
           });
       if constexpr (kBackward) {
-        hidden_gradient(z, args, rows, walk.head, first, phase);
+        hidden_gradient(z, args, rows, scheduler.head, first, phase);
       } else {
         if constexpr (kNarrow || kColumns <= CompressWork::wide_hidden(D)) {
           if (kNarrow || args.mlp) {
-            second_layer(z, args, rows, walk.head, set);
+            second_layer(z, args, rows, scheduler.head, set);
             continue;
           }
         }
-        store<kColumns>(z, args, rows, walk.head);
+        store<kColumns>(z, args, rows, scheduler.head);
       }
     }
   }

@@ -97,7 +97,7 @@ __device__ inline KeyItem item_at(const RangeKeyArgs& args, int x, int from_end)
   return item;
 }
 
-__global__ void __launch_bounds__(128) plan_items(const __grid_constant__ RangeKeyArgs args) {
+__global__ void __launch_bounds__(128) make_schedule(const __grid_constant__ RangeKeyArgs args) {
   const int x = static_cast<int>(blockIdx.x * 128 + threadIdx.x);
   if (x >= args.work.items) return;
   int from_end = 0;
@@ -369,7 +369,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
                     QueryTiles(g.group),
                     RangeWork(g, branch.window),
                     log2_scale(branch.scale),
-                    static_cast<KeyItem*>(branch.plan)};
+                    static_cast<KeyItem*>(branch.schedule)};
   if (args.work.items == 0) return cudaSuccess;
   args.stride = compressed ? g.kernel_stride : 1;
   args.behind = compressed ? g.kernel_size - 1 : 0;
@@ -385,7 +385,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, compressed, 64);
   const auto blocks = static_cast<unsigned>(ceil_div(args.work.items, 128));
   if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
-  if (error == cudaSuccess) error = launch(plan_items, blocks, 128, 0, stream, args);
+  if (error == cudaSuccess) error = launch(make_schedule, blocks, 128, 0, stream, args);
   if (error == cudaSuccess)
     error = launch(range_d_kv<NSA_ELEMENT, Dk, Dv>, std::min(args.work.items, processors), 384, Memory<Dk, Dv>::kBytes,
                    stream, args, maps);

@@ -37,10 +37,10 @@ struct RangeMaps {
 };
 
 /// Two query tiles of one KV head, or of a slice of its group.
-struct Work {
+struct WorkTile {
   int batch, kv_head, first_head, first_query;
 };
-__device__ inline Work work_at(const RangeDqArgs& args, int x) {
+__device__ inline WorkTile work_tile_at(const RangeDqArgs& args, int x) {
   const int lines = args.branch[0].geometry.kv_heads * args.tiles.slices;
   const int line = x % lines, tile = x / lines % args.row_tiles;
   const int kv_head = line / args.tiles.slices;
@@ -97,7 +97,7 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
   PipelineState<kStages<Dk, Dv>> state;
   std::uint32_t q_phase = 1;
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
-    const Work work = work_at(args, x);
+    const WorkTile work = work_tile_at(args, x);
     const DeviceSequence seq = sequence_of(p, work.batch);
     if (work.first_query >= seq.q_len) continue;
     const int compressed = compressed_begin_in_warp(p, work.batch);
@@ -155,7 +155,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   std::uint32_t q_phase = 0;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
-    const Work work = work_at(args, x);
+    const WorkTile work = work_tile_at(args, x);
     const DeviceSequence seq = sequence_of(p, work.batch);
     if (work.first_query >= seq.q_len) continue;
     const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;

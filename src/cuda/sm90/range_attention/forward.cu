@@ -103,11 +103,11 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
   using L = Layout<Dk, Dv>;
   const RowShape shape(args.geometry.group);
   PipelineState<kStages> state;
-  TileWalk walk(args.geometry, shape, kGroups * shape.queries);
-  while (walk.next()) {
+  TileScheduler scheduler(args.geometry, shape, kGroups * shape.queries);
+  while (scheduler.next()) {
     const KeyTiles tiles =
-        key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
-    const int begin = (args.window ? walk.seq.k_begin : walk.compressed_begin) + tiles.first;
+        key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * shape.queries);
+    const int begin = (args.window ? scheduler.seq.k_begin : scheduler.compressed_begin) + tiles.first;
     for (int i = 0; i < tiles.count; ++i) {
       const int row = begin + i * kKeys;
       const std::uint32_t key_full = shared_address(&barriers.key_full[state.stage]);
@@ -116,14 +116,14 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
       mbarrier_arrive_expect_tx(key_full, L::kKeyBytes);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
-        tma_load(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, walk.kv_head, row,
-                 walk.seq.batch, key_full);
+        tma_load(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, scheduler.kv_head, row,
+                 scheduler.seq.batch, key_full);
       mbarrier_wait(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
       mbarrier_arrive_expect_tx(value_full, L::kValueBytes);
 #pragma unroll
       for (int column = 0; column < Dv; column += 64)
-        tma_load(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, walk.kv_head, row,
-                 walk.seq.batch, value_full);
+        tma_load(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, scheduler.kv_head, row,
+                 scheduler.seq.batch, value_full);
       state.advance();
     }
   }
@@ -135,20 +135,22 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
                                              std::uint32_t queries) {
   const RowShape shape(args.geometry.group);
   std::uint32_t phase = 0;
-  TileWalk walk(args.geometry, shape, kGroups * shape.queries);
+  TileScheduler scheduler(args.geometry, shape, kGroups * shape.queries);
   for (bool more = true; more; phase ^= 1) {
-    more = walk.next();
+    more = scheduler.next();
     KeyTiles tiles;
-    if (more) tiles = key_tiles<kKeys>(args.geometry, args.window, walk.seq, walk.first_query, kGroups * shape.queries);
+    if (more)
+      tiles =
+          key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * shape.queries);
     for (int group = 0; more && group < kGroups; ++group) {
-      const int head = walk.kv_head * args.geometry.group + walk.slice * shape.heads;
-      const int row = walk.seq.q_begin + walk.first_query + group * shape.queries;
+      const int head = scheduler.kv_head * args.geometry.group + scheduler.slice * shape.heads;
+      const int row = scheduler.seq.q_begin + scheduler.first_query + group * shape.queries;
 #pragma unroll
-      for (int column = 0; column < Dk; column += 64) tma_prefetch(maps.q, column, head, row, walk.seq.batch);
+      for (int column = 0; column < Dk; column += 64) tma_prefetch(maps.q, column, head, row, scheduler.seq.batch);
 #pragma unroll
       for (int column = 0; kSum && column < Dv; column += 64) {
-        tma_prefetch(maps.o_cmp, column, head, row, walk.seq.batch);
-        tma_prefetch(maps.o_slc, column, head, row, walk.seq.batch);
+        tma_prefetch(maps.o_cmp, column, head, row, scheduler.seq.batch);
+        tma_prefetch(maps.o_slc, column, head, row, scheduler.seq.batch);
       }
     }
     for (int group = 0; group < kGroups; ++group) {
@@ -160,7 +162,7 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
         mbarrier_arrive(full);
         continue;
       }
-      tile = GroupTile::of<kKeys>(args.geometry, args.window, shape, walk, tiles, group);
+      tile = GroupTile::of<kKeys>(args.geometry, args.window, shape, scheduler, tiles, group);
       mbarrier_arrive_expect_tx(full, shape.heads * shape.queries * Dk * 2);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)

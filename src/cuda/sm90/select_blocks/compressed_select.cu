@@ -41,18 +41,18 @@ struct Maps {
 
 /// Here rows, heads and positions of a GroupTile are those of the thread block's tile, and so is the number of queries.
 template <class Tiles, class Blocks>
-__device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileWalk& walk, int key_tiles,
-                                             int group) {
+__device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, const TileScheduler& scheduler,
+                                             int key_tiles, int group) {
   const Geometry& p = args.range.geometry;
   const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
-  const int queries = min(warp_tiles.queries, walk.seq.q_len - walk.first_query);
+  const int queries = min(warp_tiles.queries, scheduler.seq.q_len - scheduler.first_query);
   const int first = warp_tiles.first_query(4 * group),
             end = warp_tiles.first_query(4 * group + 3) + warp_tiles.together;
   GroupTile tile{queries,
-                 walk.seq.batch,
-                 walk.seq.q_begin + walk.first_query,
-                 walk.kv_head * p.group,
-                 walk.seq.position(walk.first_query),
+                 scheduler.seq.batch,
+                 scheduler.seq.q_begin + scheduler.first_query,
+                 scheduler.kv_head * p.group,
+                 scheduler.seq.position(scheduler.first_query),
                  0,
                  key_tiles,
                  0,
@@ -70,18 +70,20 @@ __host__ __device__ constexpr int warp_tiles_per_box(const Tiles& warp_tiles) {
 /// 64 rows of keys or values, spread. All lanes of the warp.
 template <int D>
 __device__ __forceinline__ void load_tile(std::uint32_t to, const CUtensorMap& spread, const CUtensorMap& rows,
-                                          bool all_known, int row, const TileWalk& walk, std::uint32_t full, int lane) {
+                                          bool all_known, int row, const TileScheduler& scheduler, std::uint32_t full,
+                                          int lane) {
   if (lane == 0) mbarrier_arrive_expect_tx(full, kKeys * D * 2);  // before any byte can come
   __syncwarp();
 #pragma unroll
   for (int column = 0; column < D; column += 64) {
     const std::uint32_t panel = to + column * kKeys * 2;
     if (all_known) {
-      if (lane == 0) tma_load_spread(panel, spread, column, row, walk.kv_head, walk.seq.batch, full);
+      if (lane == 0) tma_load_spread(panel, spread, column, row, scheduler.kv_head, scheduler.seq.batch, full);
     } else {  // near the end of the tensor, row by row
 #pragma unroll
       for (int i = lane; i < kKeys; i += 32)
-        tma_load(panel + (i % 8 * 8 + i / 8) * 128, rows, column, walk.kv_head, row + i, walk.seq.batch, full);
+        tma_load(panel + (i % 8 * 8 + i / 8) * 128, rows, column, scheduler.kv_head, row + i, scheduler.seq.batch,
+                 full);
     }
   }
 }
@@ -95,13 +97,13 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   const int lane = threadIdx.x % 32;
   PipelineState<L::kStages> state;
   std::uint32_t phase = 0;
-  TileWalk walk = walk_of<Tiles>(args);
+  TileScheduler scheduler = scheduler_of<Tiles>(args);
   for (bool more = true; more; phase ^= 1) {
-    more = walk.next();
+    more = scheduler.next();
     int tiles = 0;
     if (more) {
-      const int last_query = min(walk.first_query + warp_tiles.queries, walk.seq.q_len) - 1;
-      tiles = key_tiles_of<Blocks>(args.range.geometry, walk.seq.position(last_query));
+      const int last_query = min(scheduler.first_query + warp_tiles.queries, scheduler.seq.q_len) - 1;
+      tiles = key_tiles_of<Blocks>(args.range.geometry, scheduler.seq.position(last_query));
     }
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][phase];
@@ -113,7 +115,7 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
         mbarrier_arrive(full);
         continue;
       }
-      tile = tile_of<Tiles, Blocks>(args, walk, tiles, group);
+      tile = tile_of<Tiles, Blocks>(args, scheduler, tiles, group);
       mbarrier_arrive_expect_tx(full, 4 * warp_tiles.rows() * Dk * 2);
       const std::uint32_t to = queries + group * L::kQueryBytes;
       for (int warp_tile = 0; warp_tile < 4; warp_tile += warp_tiles_per_box(warp_tiles)) {
@@ -126,13 +128,13 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     }
     __syncwarp();
     for (int i = 0; i < tiles; ++i) {
-      const int row = walk.compressed_begin + i * kKeys;
+      const int row = scheduler.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
       mbarrier_wait_warp(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
-      load_tile<Dk>(keys + state.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, walk,
+      load_tile<Dk>(keys + state.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, scheduler,
                     shared_address(&barriers.key_full[state.stage]), lane);
       mbarrier_wait_warp(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
-      load_tile<Dv>(values + state.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, walk,
+      load_tile<Dv>(values + state.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, scheduler,
                     shared_address(&barriers.value_full[state.stage]), lane);
       state.advance();
     }

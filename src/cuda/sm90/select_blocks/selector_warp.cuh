@@ -64,10 +64,10 @@ class SelectorWarp {
   /// Of warp tiles of one query, or slices of one.
   __device__ __forceinline__ void choose_by_query(unsigned* keys) {
     const Tiles& warp_tiles = warp_tiles_of<Tiles>(args_);
-    for (TileWalk walk = walk_of<Tiles>(args_); walk.next(); buffer_.advance()) {
+    for (TileScheduler scheduler = scheduler_of<Tiles>(args_); scheduler.next(); buffer_.advance()) {
       for (int query = number_; query * warp_tiles.slices < kWarpTiles; query += kSelectorWarps) {
         const bool in_tile = query < warp_tiles.queries;  // else some warp tiles are left over
-        const Candidates own(args_, walk.seq, in_tile ? walk.first_query + query : walk.seq.q_len);
+        const Candidates own(args_, scheduler.seq, in_tile ? scheduler.first_query + query : scheduler.seq.q_len);
         for (int slice = 0; slice < min(warp_tiles.slices, kWarpTiles - query * warp_tiles.slices); ++slice) {
           const int warp_tile = query * warp_tiles.slices + slice;
           wait_for(warp_tile);
@@ -75,12 +75,12 @@ class SelectorWarp {
           consumer_release(warp_tile);
         }
         if (own.count == 0) continue;
-        int* out = indices_of(walk, query);
+        int* out = indices_of(scheduler, query);
         write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
         if (args_.noise > 0) {
           for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
-            keys[j] = explore(keys[j], j, own.position, walk);
+            keys[j] = explore(keys[j], j, own.position, scheduler);
         }
         top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
         __syncwarp();
@@ -90,11 +90,12 @@ class SelectorWarp {
 
   /// Of warp tiles of several queries, four at a time.
   __device__ __forceinline__ void choose_by_quad(uint4* keys) {
-    for (TileWalk walk = walk_of<Tiles>(args_); walk.next(); buffer_.advance()) {
+    for (TileScheduler scheduler = scheduler_of<Tiles>(args_); scheduler.next(); buffer_.advance()) {
       for (int warp_tile = number_; warp_tile < kWarpTiles; warp_tile += kSelectorWarps) {
         wait_for(warp_tile);
 #pragma unroll 1
-        for (int quad = 0; quad < args_.warp_tiles.together; quad += 4) choose_of_quad(walk, warp_tile, quad, keys);
+        for (int quad = 0; quad < args_.warp_tiles.together; quad += 4)
+          choose_of_quad(scheduler, warp_tile, quad, keys);
       }
     }
   }
@@ -110,13 +111,16 @@ class SelectorWarp {
     mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][warp_tile]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
-  __device__ __forceinline__ int* indices_of(const TileWalk& walk, int query) const {
-    return args_.indices.template at<int>(walk.seq.batch, walk.seq.q_begin + walk.first_query + query, walk.kv_head);
+  __device__ __forceinline__ int* indices_of(const TileScheduler& scheduler, int query) const {
+    return args_.indices.template at<int>(scheduler.seq.batch, scheduler.seq.q_begin + scheduler.first_query + query,
+                                          scheduler.kv_head);
   }
   /// key: of an importance.
-  __device__ __forceinline__ unsigned explore(unsigned key, int block, int position, const TileWalk& walk) const {
+  __device__ __forceinline__ unsigned explore(unsigned key, int block, int position,
+                                              const TileScheduler& scheduler) const {
     const float share = __uint_as_float(key) * (args_.share * (1.f / (1 << kAddedExponent)));
-    return ordered(perturbed(share, args_.noise, again(args_.seed), block, position, walk.kv_head, walk.seq.index));
+    return ordered(
+        perturbed(share, args_.noise, again(args_.seed), block, position, scheduler.kv_head, scheduler.seq.index));
   }
 
   /// AnyBlocks: the keys that candidates are made of, those before the last blocks that are visible. What is beyond
@@ -177,13 +181,13 @@ class SelectorWarp {
   __device__ __forceinline__ int block_of(int begin, int e) const { return begin + e / 2 * 16 + lane_ / 4 * 2 + e % 2; }
 
   /// Four queries of a warp tile from number `quad` on.
-  __device__ __forceinline__ void choose_of_quad(const TileWalk& walk, int warp_tile, int quad, uint4* keys) {
-    const int first = walk.first_query + args_.warp_tiles.first_query(warp_tile) + quad;
+  __device__ __forceinline__ void choose_of_quad(const TileScheduler& scheduler, int warp_tile, int quad, uint4* keys) {
+    const int first = scheduler.first_query + args_.warp_tiles.first_query(warp_tile) + quad;
     const int count =
-        min(min(4, args_.warp_tiles.together - quad), walk.seq.q_len - first);  // of them; not always positive
+        min(min(4, args_.warp_tiles.together - quad), scheduler.seq.q_len - first);  // of them; not always positive
     const bool there = lane_ % 4 < count, is_last = quad + 4 >= args_.warp_tiles.together;
-    const Candidates own(args_, walk.seq, there ? first + lane_ % 4 : walk.seq.q_len);
-    int* out = indices_of(walk, there ? first + lane_ % 4 - walk.first_query : 0);
+    const Candidates own(args_, scheduler.seq, there ? first + lane_ % 4 : scheduler.seq.q_len);
+    int* out = indices_of(scheduler, there ? first + lane_ % 4 - scheduler.first_query : 0);
     if (there) write_forced(args_, own, out, lane_ / 4, 8);
     const int last = own.choice ? own.last : 0;
     const int most_blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<unsigned>(last)));
@@ -243,7 +247,7 @@ class SelectorWarp {
     }
     if (is_last) consumer_release(warp_tile);
     if (places() == 0) return;
-    if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(walk, own.position, keys, vectors, last, most);
+    if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(scheduler, own.position, keys, vectors, last, most);
     QuadSelector(keys, vectors, args_.init_blocks, last, lane_).top_k(most, places(), list_, out + args_.init_blocks);
   }
 
@@ -253,8 +257,8 @@ class SelectorWarp {
   }
 
   /// Exploration, and zero for what is no candidate.
-  __device__ __forceinline__ void rank_all(const TileWalk& walk, int position, uint4* keys, int vectors, int last,
-                                           unsigned (&most)[4]) const {
+  __device__ __forceinline__ void rank_all(const TileScheduler& scheduler, int position, uint4* keys, int vectors,
+                                           int last, unsigned (&most)[4]) const {
 #pragma unroll
     for (unsigned& x : most) x = 0;
 #pragma unroll 1
@@ -267,7 +271,7 @@ class SelectorWarp {
         if (block < args_.init_blocks || block >= last) {
           x[e] = 0;
         } else if (args_.noise > 0) {
-          x[e] = explore(x[e], block, position, walk);
+          x[e] = explore(x[e], block, position, scheduler);
         }
         most[e] = max(most[e], x[e]);
       }

@@ -68,9 +68,9 @@ __device__ __forceinline__ int key_tiles_of(const Geometry& p, int position) {
 
 /// Whole groups: the warp tiles take care of slices.
 template <class Tiles>
-__device__ __forceinline__ TileWalk walk_of(const CompressedSelectArgs& args) {
+__device__ __forceinline__ TileScheduler scheduler_of(const CompressedSelectArgs& args) {
   const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
-  return TileWalk(args.range.geometry, RowShape(warp_tiles.heads), warp_tiles.queries);
+  return TileScheduler(args.range.geometry, RowShape(warp_tiles.heads), warp_tiles.queries);
 }
 
 /// The scratch of a warp tile of this thread block's tile.

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(256) write_items(const __grid_constant__ Block
 
 }  // namespace
 
-cudaError_t plan_items(const BlockArgs& args, int first, int count, cudaStream_t stream) {
+cudaError_t make_schedule(const BlockArgs& args, int first, int count, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(args.queues, 0, count * sizeof(BlockQueue), stream);
   const dim3 grid(static_cast<unsigned>(ceil_div(args.lists.slots, 256)), args.buffers.kv_heads, count);
   return error == cudaSuccess ? launch(write_items, grid, 256, 0, stream, args, first) : error;

@@ -1,4 +1,4 @@
-// The work of forward_block_major.cu and its plan: which thread block takes what.
+// The work of forward_block_major.cu and its schedule: which thread block takes what.
 #pragma once
 
 #include "cuda/sm90/common/head_packing.cuh"
@@ -35,6 +35,6 @@ struct QueryBuffer {
 };
 
 /// Writes the items of `count` buffers from `first` on, in any order, and their queues.
-cudaError_t plan_items(const BlockArgs& args, int first, int count, cudaStream_t stream);
+cudaError_t make_schedule(const BlockArgs& args, int first, int count, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::selected_attention

@@ -25,7 +25,7 @@ constexpr int kMostBoxes = 8;  // queries of a stage, for a copy each
 template <int Dk, int Dv>
 inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
 
-struct ListKeyArgs : ListPlan {
+struct ListKeyArgs : ListSchedule {
   float scale;  // in base-2 units
   bool gather;  // rows of Q and dO come one by one
 };
@@ -406,7 +406,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const Geometry& g = branch.geometry;
   const ListWork work(g, branch.lists);
   if (work.items == 0) return cudaSuccess;
-  ListKeyArgs args{ListPlan(branch, work), log2_scale(branch.scale)};
+  ListKeyArgs args{ListSchedule(branch, work), log2_scale(branch.scale)};
   args.gather = args.tiles.queries > kMostBoxes;
   KeyMaps maps;
   // One query each: a stage gathers them.
@@ -419,7 +419,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, false, 64);
   if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, false, 64);
   if (error == cudaSuccess) error = make_row_terms(branch, stream, !kSideBySide<Dk, Dv>);
-  if (error == cudaSuccess) error = plan_items(args, stream);
+  if (error == cudaSuccess) error = make_schedule(args, stream);
   const auto most = static_cast<unsigned>(work.items);
   if (error == cudaSuccess)
     error = launch(selected_d_kv<NSA_ELEMENT, Dk, Dv>, std::min<unsigned>(most, processors), 384,

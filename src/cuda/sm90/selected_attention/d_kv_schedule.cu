@@ -36,15 +36,15 @@ __device__ inline void scan(int (&x)[N], int (&carry)[N]) {
 
 /// A sequence and KV head, and how its lists are cut.
 struct ListLine {
-  const ListPlan& plan;
+  const ListSchedule& schedule;
   int kv_head, number;
   DeviceSequence seq;
   SequenceLists lists;
   ListCut cut;
   int tiles;  // 0: of lists that were not made
 
-  __device__ ListLine(const ListPlan& all, int sequence, int head)
-      : plan(all),
+  __device__ ListLine(const ListSchedule& all, int sequence, int head)
+      : schedule(all),
         kv_head(head),
         number(head * all.branch.geometry.batches + sequence),
         seq(sequence_of(all.branch.geometry, sequence)),
@@ -64,7 +64,7 @@ struct ListTile {
   int all = 0;              // items
 
   __device__ ListTile(const ListLine& line, int tile) : items{} {
-    const InverseIndex& lists = line.plan.branch.lists;
+    const InverseIndex& lists = line.schedule.branch.lists;
     const int block = tile / lists.tiles_per_block;
     first_key = block * lists.block_size + tile % lists.tiles_per_block * 64;
     keys = tile < line.tiles ? min(min(first_key + 64, (block + 1) * lists.block_size), line.seq.k_len) - first_key : 0;
@@ -84,8 +84,8 @@ struct ListTile {
 };
 
 /// Grid: sequences, KV heads.
-__global__ void __launch_bounds__(kThreads) count_items(const __grid_constant__ ListPlan plan) {
-  const ListLine line(plan, blockIdx.x, blockIdx.y);
+__global__ void __launch_bounds__(kThreads) count_items(const __grid_constant__ ListSchedule schedule) {
+  const ListLine line(schedule, blockIdx.x, blockIdx.y);
   int carry[kCounted] = {};
   for (int first = 0; first < line.tiles; first += kThreads) {
     const ListTile tile(line, first + static_cast<int>(threadIdx.x));
@@ -100,33 +100,33 @@ __global__ void __launch_bounds__(kThreads) count_items(const __grid_constant__ 
   for (int i = 0; i < kQueryGroups; ++i) counts.items[i] = carry[i];
   counts.partials = carry[kQueryGroups];
   counts.sums = carry[kQueryGroups + 1];
-  plan.counts[line.number] = counts;
-  if (line.number == 0) plan.queue->next = 0;
+  schedule.counts[line.number] = counts;
+  if (line.number == 0) schedule.queue->next = 0;
 }
 
 /// Writes the items, in the order line, query group, key tile. Grid as above.
-__global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ ListPlan plan) {
-  const BackwardArgs& branch = plan.branch;
-  const ListLine line(plan, blockIdx.x, blockIdx.y);
+__global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ ListSchedule schedule) {
+  const BackwardArgs& branch = schedule.branch;
+  const ListLine line(schedule, blockIdx.x, blockIdx.y);
   const DeviceSequence& seq = line.seq;
   int carry[kCounted];  // of the lines before, and where the items of a query group begin
   {
     int before[3] = {}, none[3] = {};
     for (int i = threadIdx.x; i < line.number; i += kThreads) {
-      const ItemCounts& counts = plan.counts[i];
+      const ItemCounts& counts = schedule.counts[i];
       for (int w = 0; w < kQueryGroups; ++w) before[0] += counts.items[w];
       before[1] += counts.partials;
       before[2] += counts.sums;
     }
     scan(before, none);
-    const ItemCounts& own = plan.counts[line.number];
+    const ItemCounts& own = schedule.counts[line.number];
     carry[0] = none[0];
     for (int i = 1; i < kQueryGroups; ++i) carry[i] = carry[i - 1] + own.items[i - 1];
     carry[kQueryGroups] = none[1];
     carry[kQueryGroups + 1] = none[2];
     if (line.number == static_cast<int>(gridDim.x * gridDim.y) - 1 && threadIdx.x == 0) {
-      plan.queue->end = carry[kQueryGroups - 1] + own.items[kQueryGroups - 1];
-      plan.queue->sums = none[2] + own.sums;
+      schedule.queue->end = carry[kQueryGroups - 1] + own.items[kQueryGroups - 1];
+      schedule.queue->sums = none[2] + own.sums;
     }
   }
   for (int first = 0; first < line.tiles; first += kThreads) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
     item.key_row = seq.k_begin + tile.first_key;
     item.query_row = seq.q_begin;
     item.shift = seq.position(0);
-    item.terms = plan.terms.at(seq.batch, line.kv_head * plan.tiles.slices, seq.q_begin);
+    item.terms = schedule.terms.at(seq.batch, line.kv_head * schedule.tiles.slices, seq.q_begin);
     item.slot = tile.all > 1 ? at[kQueryGroups] : -1;
     item.partials = tile.partials();
     const int list = static_cast<int>(line.lists.list - branch.lists.list) + tile.begin;
@@ -154,13 +154,14 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
       for (int i = 0; i < items; ++i) {
         // Even parts of whole stages.
         const auto share = [&](int n) {
-          return n < items ? queries / plan.tiles.queries * n / items * plan.tiles.queries : queries;
+          return n < items ? queries / schedule.tiles.queries * n / items * schedule.tiles.queries : queries;
         };
         item.from = list + from + share(i);
         item.to = list + from + share(i + 1);
-        item.stages = (item.to - item.from + plan.tiles.queries - 1) / plan.tiles.queries * plan.tiles.slices;
-        plan.items[at[query_group] + i] = item;
-        if (item.partials > 0) plan.sums[at[kQueryGroups + 1]] = at[query_group] + i;
+        item.stages =
+            (item.to - item.from + schedule.tiles.queries - 1) / schedule.tiles.queries * schedule.tiles.slices;
+        schedule.items[at[query_group] + i] = item;
+        if (item.partials > 0) schedule.sums[at[kQueryGroups + 1]] = at[query_group] + i;
         if (item.slot >= 0) ++item.slot;
         item.partials = 0;
       }
@@ -170,10 +171,10 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
 
 }  // namespace
 
-cudaError_t plan_items(const ListPlan& plan, cudaStream_t stream) {
-  const dim3 lines(plan.branch.geometry.batches, plan.branch.geometry.kv_heads);
-  const cudaError_t error = launch(count_items, lines, kThreads, 0, stream, plan);
-  return error == cudaSuccess ? launch(write_items, lines, kThreads, 0, stream, plan) : error;
+cudaError_t make_schedule(const ListSchedule& schedule, cudaStream_t stream) {
+  const dim3 lines(schedule.branch.geometry.batches, schedule.branch.geometry.kv_heads);
+  const cudaError_t error = launch(count_items, lines, kThreads, 0, stream, schedule);
+  return error == cudaSuccess ? launch(write_items, lines, kThreads, 0, stream, schedule) : error;
 }
 
 }  // namespace nsa::cuda::sm90::selected_attention

@@ -87,8 +87,8 @@ struct ListWork {
   }
 };
 
-/// The plan of a call: items in the order line, query group, key tile.
-struct ListPlan {
+/// The schedule of a call: items in the order line, query group, key tile.
+struct ListSchedule {
   BackwardArgs branch;
   RowTerms terms;
   QueryTiles tiles;
@@ -97,16 +97,16 @@ struct ListPlan {
   ItemQueue* queue;
   int* sums;  // the first items of key tiles with several
 
-  ListPlan(const BackwardArgs& b, const ListWork& work)
+  ListSchedule(const BackwardArgs& b, const ListWork& work)
       : branch(b),
         terms(b.geometry, b.row_terms),
         tiles(b.geometry.group),
-        items(static_cast<KeyItem*>(b.plan)),
+        items(static_cast<KeyItem*>(b.schedule)),
         counts(reinterpret_cast<ItemCounts*>(items + work.items)),
         queue(reinterpret_cast<ItemQueue*>(counts + work.lines)),
         sums(reinterpret_cast<int*>(queue + 1)) {}
 };
 
-cudaError_t plan_items(const ListPlan& plan, cudaStream_t stream);
+cudaError_t make_schedule(const ListSchedule& schedule, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::selected_attention

@@ -21,7 +21,7 @@ using Shape =
 
 template <class T, int Dk, int Dv, int kKeys>
 __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
-    selected_d_q(const __grid_constant__ BackwardArgs args, const __grid_constant__ SelectedPlan plan,
+    selected_d_q(const __grid_constant__ BackwardArgs args, const __grid_constant__ GatherPlan plan,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
   extern __shared__ __align__(1024) char memory[];

@@ -1,7 +1,7 @@
 // Attention of queries to the blocks selected for them, block by block, for groups of few heads: a query's own tile
 // would be mostly empty, and its blocks would be read for very few rows.
 //
-//   plan_items      lists of the inverse index -> items: 64 keys of a block and some queries that chose it
+//   make_schedule      lists of the inverse index -> items: 64 keys of a block and some queries that chose it
 //   (block_major_schedule.cu)
 //   attend_blocks   item -> for each of its query rows the attention to these keys alone: output and lse, a partial
 //   combine_partials       partials of a query head -> output and lse, in the order of its row of indices
@@ -463,7 +463,7 @@ cudaError_t launch_selected_block_major<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>
   const dim3 sums(static_cast<unsigned>(ceil_div(buffers.rows, 8)), buffers.kv_heads);
   for (int first = 0; first < buffers.count; first += buffers.planned) {
     const int count = std::min(buffers.planned, buffers.count - first);
-    if (error == cudaSuccess) error = plan_items(args, first, count, stream);
+    if (error == cudaSuccess) error = make_schedule(args, first, count, stream);
     for (int i = 0; i < count && error == cudaSuccess; ++i) {
       const int first_kv_head = (first + i) / buffers.by_rows * buffers.kv_heads;
       error = launch(attend_blocks<NSA_ELEMENT, Dk, Dv>, blocks, kGroups<Dk> * 128, BlockMemory<Dk, Dv>::kBytes, stream,

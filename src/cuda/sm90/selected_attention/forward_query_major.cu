@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_row(const SelectedArgs& args, const Select
 
 template <class T, int Dk, int Dv, int kKeys>
 __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
-    selected_forward(const __grid_constant__ SelectedArgs args, const __grid_constant__ SelectedPlan plan,
+    selected_forward(const __grid_constant__ SelectedArgs args, const __grid_constant__ GatherPlan plan,
                      const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   using S = Shape<Dk, Dv, kKeys>;
   extern __shared__ __align__(1024) char memory[];

@@ -47,7 +47,7 @@ __device__ __forceinline__ void consumer_release(int lane, const Slots&... slots
 template <class Shape>
 class SelectedReader {
  public:
-  __device__ SelectedReader(SelectedControl& control, std::uint32_t ring, const SelectedPlan& plan)
+  __device__ SelectedReader(SelectedControl& control, std::uint32_t ring, const GatherPlan& plan)
       : control_(control), ring_(ring), plan_(plan) {}
 
   /// body(first key, which of the warp's queries chose its block, slot of keys, slot of values) for the tiles of the
@@ -55,7 +55,7 @@ class SelectedReader {
   template <class Body>
   __device__ __forceinline__ void for_keys(int buffer, std::uint32_t phase, int warp, int lane, const Body& body) {
     SelectedControl& c = control_;
-    const SelectedPlan& p = plan_;
+    const GatherPlan& p = plan_;
     mbarrier_wait_warp(shared_address(&c.union_full[buffer]), phase);
     const int size = c.size[buffer];
 #pragma unroll 1
@@ -91,7 +91,7 @@ class SelectedReader {
 
   SelectedControl& control_;
   std::uint32_t ring_;
-  const SelectedPlan& plan_;
+  const GatherPlan& plan_;
   unsigned base_ = 0;    // position of the tile's first fill
   unsigned issued_ = 0;  // so many fills are known to be issued
 };
@@ -151,7 +151,7 @@ __device__ __forceinline__ void pack_keys(std::uint32_t (&p)[N / 2][4], const fl
 /// What the two rows of a lane see.
 class SelectedLimits {
  public:
-  __device__ SelectedLimits(const SelectedPlan& p, const SelectedTile& tile, int warp, int lane)
+  __device__ SelectedLimits(const GatherPlan& p, const SelectedTile& tile, int warp, int lane)
       : position_(tile.seq.position(tile.first_query + warp * p.together)),
         low_(min(p.by_heads.divide(lane / 4), p.together - 1)),
         high_(min(p.by_heads.divide(lane / 4 + 8), p.together - 1)) {}
@@ -182,10 +182,10 @@ __device__ __forceinline__ void hide_keys(const SelectedLimits& limits, unsigned
 
 /// Tensor maps of keys and values, and a launch on as many thread blocks as there are SMs.
 template <class Shape, class Args>
-cudaError_t launch_selected(void (*kernel)(Args, SelectedPlan, CUtensorMap, CUtensorMap), const Args& args,
+cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtensorMap), const Args& args,
                             cudaStream_t stream, const LoopOrder& loop_order = {}) {
   const Geometry& g = args.geometry;
-  SelectedPlan plan = selected_plan<Shape>(g, args.topk, args.block_size);
+  GatherPlan plan = make_gather_plan<Shape>(g, args.topk, args.block_size);
   plan.loop_order = loop_order;
   if (plan.total == 0) return cudaSuccess;
   const auto map = [&](CUtensorMap& to, const Strided& t, int dim) {

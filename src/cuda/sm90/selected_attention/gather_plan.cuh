@@ -15,7 +15,7 @@ inline constexpr int kFullBarriers = 512, kMostSlots = 32;
 inline constexpr int kMostEntries = 1024;  // of the lists of a tile, unless sixteen rows are one query
 
 /// How a call is cut into tiles, and how shared memory is.
-struct SelectedPlan {
+struct GatherPlan {
   int block_size, topk, tiles_per_block;  // keys of a block; entries of a list; key tiles of a block
   int heads, slices;                      // heads of a query in sixteen rows; such slices of a group
   int together, queries;                  // queries of a warp, of a tile
@@ -44,17 +44,17 @@ struct SelectedControl {
   static constexpr unsigned kNone = 0xffffffffu;
   static constexpr int kIdleShift = 26, kBlockMask = (1 << kIdleShift) - 1;  // blocks have 32 keys at least
 
-  __device__ uint2* users(const SelectedPlan& p, int buffer) {
+  __device__ uint2* users(const GatherPlan& p, int buffer) {
     return reinterpret_cast<uint2*>(this + 1) + buffer * p.entries;
   }
-  __device__ int* block(const SelectedPlan& p, int buffer) {
+  __device__ int* block(const GatherPlan& p, int buffer) {
     return reinterpret_cast<int*>(users(p, 2)) + buffer * p.entries;
   }
-  __device__ int* wanted(const SelectedPlan& p) { return block(p, 2); }
-  __device__ unsigned* first(const SelectedPlan& p) { return reinterpret_cast<unsigned*>(block(p, 3)); }
-  __device__ unsigned* table(const SelectedPlan& p) { return first(p) + p.entries / 32; }
+  __device__ int* wanted(const GatherPlan& p) { return block(p, 2); }
+  __device__ unsigned* first(const GatherPlan& p) { return reinterpret_cast<unsigned*>(block(p, 3)); }
+  __device__ unsigned* table(const GatherPlan& p) { return first(p) + p.entries / 32; }
 
-  static int bytes(const SelectedPlan& p) {
+  static int bytes(const GatherPlan& p) {
     return static_cast<int>(sizeof(SelectedControl)) + p.entries * (2 * 8 + 3 * 4) + p.entries / 8 +
            (4 << p.table_bits);
   }
@@ -79,9 +79,9 @@ inline int queries_of_warp(const Geometry& g, int topk, int warps) {
 }
 
 template <class Shape>
-SelectedPlan selected_plan(const Geometry& g, int topk, int block_size) {
+GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
   constexpr int kWarps = Shape::kWarps;
-  SelectedPlan p{};
+  GatherPlan p{};
   p.block_size = block_size;
   p.topk = topk;
   p.tiles_per_block = block_size / Shape::kKeys;
@@ -108,7 +108,7 @@ struct SelectedTile {
   DeviceSequence seq;
   int kv_head, first_head, first_query;
 
-  __device__ SelectedTile(const SelectedPlan& p, const Geometry& g, int index) {
+  __device__ SelectedTile(const GatherPlan& p, const Geometry& g, int index) {
     int rest = index / p.tiles;
     first_query = (index - rest * p.tiles) * p.queries;
     const int lines = g.kv_heads * p.slices, line = rest % lines;
@@ -126,7 +126,7 @@ struct SelectedRow {
   int head;        // of all
   bool valid;
 
-  __device__ SelectedRow(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
+  __device__ SelectedRow(const GatherPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
     warp_query = p.by_heads.divide(row);
     query = tile.first_query + warp * p.together + warp_query;
     head = tile.kv_head * g.group + tile.first_head + row - warp_query * p.heads;
@@ -135,7 +135,7 @@ struct SelectedRow {
 };
 
 /// The queries of warp `warp` among the users of a block.
-__device__ __forceinline__ unsigned users_of_warp(const SelectedPlan& p, uint2 users, int warp) {
+__device__ __forceinline__ unsigned users_of_warp(const GatherPlan& p, uint2 users, int warp) {
   const std::uint64_t all = static_cast<std::uint64_t>(users.y) << 32 | users.x;
   return static_cast<unsigned>(all >> (warp * p.together)) & ((1u << p.together) - 1);
 }
@@ -152,7 +152,7 @@ __device__ __forceinline__ unsigned published(const unsigned* count) {
 
 /// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `union_full`).
 template <class Body>
-__device__ __forceinline__ void for_tiles(const SelectedPlan& p, const Geometry& g, const Body& body) {
+__device__ __forceinline__ void for_tiles(const GatherPlan& p, const Geometry& g, const Body& body) {
   unsigned turn = 0;
 #pragma unroll 1
   for (int index = blockIdx.x; index < p.total; index += gridDim.x) {

@@ -8,7 +8,7 @@ namespace nsa::cuda::sm90::selected_attention {
 // The builders.
 
 /// Where the hash table holds `block`, or would hold it.
-__device__ inline unsigned* find_block(SelectedControl& c, const SelectedPlan& p, int block, unsigned entry) {
+__device__ inline unsigned* find_block(SelectedControl& c, const GatherPlan& p, int block, unsigned entry) {
   unsigned* table = c.table(p);
   const int* wanted = c.wanted(p);
   unsigned at = static_cast<unsigned>(block) * 2654435761u >> (32 - p.table_bits);
@@ -19,7 +19,7 @@ __device__ inline unsigned* find_block(SelectedControl& c, const SelectedPlan& p
 }
 
 /// Which place in the union the block whose first entry is `entry` has.
-__device__ inline int place_of(SelectedControl& c, const SelectedPlan& p, unsigned entry) {
+__device__ inline int place_of(SelectedControl& c, const GatherPlan& p, unsigned entry) {
   const unsigned* first = c.first(p);
   int place = __popc(first[entry / 32] & ((1u << (entry % 32)) - 1));
   for (unsigned i = 0; i < entry / 32; ++i) place += __popc(first[i]);
@@ -30,7 +30,7 @@ __device__ inline int place_of(SelectedControl& c, const SelectedPlan& p, unsign
 /// Entries of a list that do not count (-1, out of range, in the future) are left out here, and a duplicate meets its
 /// twin in the table. Minimum and union do not depend on the order in which threads come.
 template <int kWarps, class WaitEmpty>
-__device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, const Strided& indices,
+__device__ inline void build_union(SelectedControl& c, const GatherPlan& p, const Strided& indices,
                                    const SelectedTile& tile, int buffer, int thread, const WaitEmpty& wait_empty) {
   const auto sync = [] { named_sync(1, kBuilders); };
   int* wanted = c.wanted(p);
@@ -89,8 +89,8 @@ __device__ inline void build_union(SelectedControl& c, const SelectedPlan& p, co
 
 /// Rows that consumers will soon read from global memory, on their way into the second-level cache.
 template <class T, int D>
-__device__ inline void prefetch_rows(const SelectedPlan& p, const Geometry& g, const SelectedTile& tile,
-                                     const Strided& t, int warps, int thread) {
+__device__ inline void prefetch_rows(const GatherPlan& p, const Geometry& g, const SelectedTile& tile, const Strided& t,
+                                     int warps, int thread) {
 #pragma unroll 1
   for (int r = thread; r < warps * 16; r += kBuilders) {
     const SelectedRow row(p, g, tile, r / 16, r % 16);
@@ -137,9 +137,9 @@ struct SelectedCopier {
 
 /// The four producer warps. prefetch(tile, thread): called by the builders.
 template <class Shape, class Prefetch>
-__device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, const SelectedPlan& p,
-                                        const Geometry& g, const Strided& indices, const CUtensorMap& k_map,
-                                        const CUtensorMap& v_map, int thread, const Prefetch& prefetch) {
+__device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, const GatherPlan& p, const Geometry& g,
+                                        const Strided& indices, const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                        int thread, const Prefetch& prefetch) {
   if (thread >= 32) {
     const int builder = thread - 32;
     for_tiles(p, g, [&](const SelectedTile& tile, int, int buffer, std::uint32_t phase) {
