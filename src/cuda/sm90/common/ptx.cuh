@@ -129,10 +129,10 @@ __device__ __forceinline__ void warpgroup_reg_dealloc() {
 
 /// Named barrier `id` (1 .. 15; 0 is __syncthreads) of `threads` threads. The warps may come from different
 /// instructions: bar.sync would promise that all of them execute the same one.
-__device__ __forceinline__ void named_sync(int id, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

@@ -32,7 +32,7 @@ __device__ inline int place_of(SelectedControl& c, const GatherPlan& p, unsigned
 template <int kWarps, class WaitEmpty>
 __device__ inline void build_union(SelectedControl& c, const GatherPlan& p, const Strided& indices,
                                    const SelectedTile& tile, int buffer, int thread, const WaitEmpty& wait_empty) {
-  const auto sync = [] { named_sync(1, kBuilders); };
+  const auto sync = [] { named_barrier_sync(1, kBuilders); };
   int* wanted = c.wanted(p);
   unsigned* table = c.table(p);
 #pragma unroll 1
