@@ -31,7 +31,7 @@ struct FastDivmod {
   unsigned divisor = 1, factor = 0;
 
   FastDivmod() = default;
-  explicit FastDivmod(int d)
+  __host__ __device__ explicit FastDivmod(int d)
       : divisor(static_cast<unsigned>(d)), factor(d > 1 ? 0xffffffffu / static_cast<unsigned>(d) + 1 : 0) {}
   __device__ int divide(int x) const {
     return divisor > 1 ? static_cast<int>(__umulhi(static_cast<unsigned>(x), factor)) : x;

@@ -6,24 +6,28 @@
 
 namespace nsa::cuda::sm90 {
 
-struct QueryTiles {
+/// The 64 rows of a tile. Row r is query r / heads, head r % heads; rows from `rows` on have no use.
+struct HeadPacking {
   int heads = 0;    // of a tile: min(G, 16)
   int queries = 0;  // of a tile: 64 / heads
   int rows = 0;     // of a tile that are used: heads * queries
   int slices = 0;   // of a group: G / heads
   FastDivmod by_heads;
 
-  QueryTiles() = default;
-  explicit QueryTiles(int group)
+  HeadPacking() = default;
+  __host__ __device__ explicit HeadPacking(int group)
       : heads(group < 16 ? group : 16),
         queries(64 / heads),
         rows(heads * queries),
         slices(group / heads),
         by_heads(heads) {}
 
+  /// r / heads by what a kernel has anyway.
+  __device__ static int query_of(const Geometry& p, int r) { return p.group < 16 ? p.by_group.divide(r) : r / 16; }
+
   /// Boxes of this many rows, as whole tiles.
-  cudaError_t map(CUtensorMap& map, const Strided& t, const Geometry& g, int columns) const {
-    return make_tensor_map(map, t, columns, g.heads, query_rows(g), tensor_batches(g), heads, queries);
+  cudaError_t make_tensor_map(CUtensorMap& map, const Strided& t, const Geometry& g, int columns) const {
+    return sm90::make_tensor_map(map, t, columns, g.heads, query_rows(g), tensor_batches(g), heads, queries);
   }
 };
 

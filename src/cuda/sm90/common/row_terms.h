@@ -19,7 +19,7 @@ struct RowTerms {
   RowTerms(const Geometry& g, float* memory)
       : data(memory),
         rows(static_cast<int>(query_rows(g))),
-        heads(QueryTiles(g.group).heads),
+        heads(HeadPacking(g.group).heads),
         lines(g.heads / heads),
         line(rows * static_cast<std::int64_t>(heads) + 64),
         array(tensor_batches(g) * lines * line) {}

@@ -3,20 +3,9 @@
 #pragma once
 
 #include "cuda/common/geometry.cuh"
+#include "cuda/sm90/common/head_packing.cuh"
 
 namespace nsa::cuda::sm90 {
-
-/// The 64 rows of a warpgroup: all heads of a group for 64 / G queries, or sixteen heads of a larger group for four.
-/// Row r is query r / heads, head r % heads. Rows from heads * queries on have no use.
-struct RowShape {
-  int heads, queries;
-  int slices;  // of a group
-
-  __host__ __device__ explicit RowShape(int group)
-      : heads(group < 16 ? group : 16), queries(64 / heads), slices(group / heads) {}
-  /// r / heads
-  __device__ static int query_of(const Geometry& p, int r) { return p.group < 16 ? p.by_group.divide(r) : r / 16; }
-};
 
 /// The tiles of a persistent thread block: each is `queries` neighbouring queries of a sequence with one slice of the
 /// heads of a KV head. A tile of a sequence, all its slices side by side, then the next tile; tiles from the end and
@@ -24,16 +13,16 @@ struct RowShape {
 /// sequence after sequence, and every gridDim.x-th of them is this block's.
 class TileScheduler {
  public:
-  __device__ TileScheduler(const Geometry& geometry, const RowShape& shape, int queries)
+  __device__ TileScheduler(const Geometry& geometry, const HeadPacking& packing, int queries)
       : p_(geometry),
         queries_(queries),
-        slices_(shape.slices),
+        slices_(packing.slices),
         item_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
 
   DeviceSequence seq{};
   int compressed_begin = 0;  // of seq: its first compressed row
   int first_query = 0, kv_head = 0;
-  int slice = 0;  // its first head counted from the first of the group, in units of RowShape::heads
+  int slice = 0;  // its first head counted from the first of the group, in units of HeadPacking::heads
 
   /// On to the next tile; false: there is none.
   __device__ __forceinline__ bool next() {
@@ -99,14 +88,14 @@ struct GroupTile {
   int begin, end;        // of them, those that some row of the group sees something of
 
   template <int kKeys>
-  __device__ static GroupTile of(const Geometry& p, int window, const RowShape& shape, const TileScheduler& scheduler,
-                                 const KeyTiles& keys, int group) {
-    const int first = scheduler.first_query + group * shape.queries;
-    const int queries = max(min(shape.queries, scheduler.seq.q_len - first), 0);
+  __device__ static GroupTile of(const Geometry& p, int window, const HeadPacking& packing,
+                                 const TileScheduler& scheduler, const KeyTiles& keys, int group) {
+    const int first = scheduler.first_query + group * packing.queries;
+    const int queries = max(min(packing.queries, scheduler.seq.q_len - first), 0);
     GroupTile tile{queries,
                    scheduler.seq.batch,
                    scheduler.seq.q_begin + first,
-                   scheduler.kv_head * p.group + scheduler.slice * shape.heads,
+                   scheduler.kv_head * p.group + scheduler.slice * packing.heads,
                    scheduler.seq.position(first),
                    keys.first,
                    keys.count,

@@ -22,7 +22,7 @@ inline constexpr int kStages = Dk + Dv <= 256 ? 4 : 3;
 struct RangeKeyArgs {
   BackwardArgs branch;
   RowTerms terms;
-  QueryTiles tiles;
+  HeadPacking packing;
   RangeWork work;
   float scale;  // in base-2 units
   KeyItem* items;
@@ -92,7 +92,7 @@ __device__ inline KeyItem item_at(const RangeKeyArgs& args, int x, int from_end)
   const int start = branch.window ? cut.from : cut.first_chunk * cut.chunk;
   item.from = max(start + number * cut.chunk, cut.from);
   item.to = max(min(start + (number + 1) * cut.chunk, cut.to), item.from);
-  item.stages = (item.to - item.from + args.tiles.queries - 1) / args.tiles.queries * args.tiles.slices;
+  item.stages = (item.to - item.from + args.packing.queries - 1) / args.packing.queries * args.packing.slices;
   item.slot = cut.chunks > 1 ? tile.first_slot + number : -1;
   return item;
 }
@@ -154,17 +154,17 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
     for (int left = item.stages; left > 0; --left, ++count.count) {
       const std::uint32_t full = memory.full(count.stage());
       mbarrier_wait(memory.empty(count.stage()), count.phase() ^ 1);
-      mbarrier_arrive_expect_tx(full, args.tiles.rows * (Dk + Dv) * 2);
+      mbarrier_arrive_expect_tx(full, args.packing.rows * (Dk + Dv) * 2);
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
         tma_load(memory.q(count.stage()) + c * kPanelBytes, maps.q, c * 64, head, row, batch, full);
 #pragma unroll
       for (int c = 0; c < Dv / 64; ++c)
         tma_load(memory.d_o(count.stage()) + c * kPanelBytes, maps.d_o, c * 64, head, row, batch, full);
-      head += args.tiles.heads;
+      head += args.packing.heads;
       if (head == end_head) {
         head -= args.branch.geometry.group;
-        row += args.tiles.queries;
+        row += args.packing.queries;
       }
     }
   }
@@ -179,7 +179,7 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
     const volatile KeyItem& item = args.items[x];
     if (item.keys == 0) continue;
     const float* from =
-        args.terms.at(item.batch, item.kv_head * args.tiles.slices, item.query_row + item.from) + threadIdx.x % 32;
+        args.terms.at(item.batch, item.kv_head * args.packing.slices, item.query_row + item.from) + threadIdx.x % 32;
     int slice = 0;
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
@@ -192,7 +192,7 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
       }
       cp_async_mbarrier_arrive(memory.full(count.stage()));
       from += args.to_next_line;
-      if (++slice == args.tiles.slices) {
+      if (++slice == args.packing.slices) {
         slice = 0;
         from += args.to_next_row;
       }
@@ -215,16 +215,16 @@ __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, D
 #pragma unroll 1
     for (int left = item.stages; left > 0; --left, ++count.count) {
       mbarrier_wait(memory.empty(count.stage()), count.phase() ^ 1);
-      info.queries = min(args.tiles.queries, queries);
-      const bool whole = info.queries == args.tiles.queries && args.tiles.rows == 64;
+      info.queries = min(args.packing.queries, queries);
+      const bool whole = info.queries == args.packing.queries && args.packing.rows == 64;
       info.seen[0] = seen_by(args, info, 0, whole);
       info.seen[1] = seen_by(args, info, 1, whole);
       *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage())) = info;
       mbarrier_arrive(memory.full(count.stage()));
-      if (++slice == args.tiles.slices) {
+      if (++slice == args.packing.slices) {
         slice = 0;
-        queries -= args.tiles.queries;
-        info.lead += args.tiles.queries;
+        queries -= args.packing.queries;
+        info.lead += args.packing.queries;
       }
     }
   }
@@ -247,7 +247,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const auto mask = [&](float(&s)[32]) {
     const volatile StageInfo& info = info_of(count.stage());
     if (info.seen[warpgroup] == kAll) return;
-    const int lead = info.lead, queries = info.queries, keys = info.keys, heads = args.tiles.heads;
+    const int lead = info.lead, queries = info.queries, keys = info.keys, heads = args.packing.heads;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int key = 64 * warpgroup + threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * i, first = key * args.stride - lead;
@@ -366,7 +366,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   const bool compressed = branch.window == 0;
   RangeKeyArgs args{branch,
                     RowTerms(g, branch.row_terms),
-                    QueryTiles(g.group),
+                    HeadPacking(g.group),
                     RangeWork(g, branch.window),
                     log2_scale(branch.scale),
                     static_cast<KeyItem*>(branch.schedule)};
@@ -375,12 +375,12 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   args.behind = compressed ? g.kernel_size - 1 : 0;
   args.window = compressed ? 1 << 30 : branch.window;
   args.to_next_line = args.terms.line - 3 * args.terms.array;
-  args.to_next_row = args.tiles.rows - args.tiles.slices * args.terms.line;
+  args.to_next_row = args.packing.rows - args.packing.slices * args.terms.line;
   KeyMaps maps;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
-  if (error == cudaSuccess) error = args.tiles.map(maps.q, branch.q, g, Dk);
-  if (error == cudaSuccess) error = args.tiles.map(maps.d_o, branch.d_o, g, Dv);
+  if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.q, branch.q, g, Dk);
+  if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.d_o, branch.d_o, g, Dv);
   if (error == cudaSuccess) error = make_key_tensor_map(maps.k, branch.k, g, Dk, compressed, 64);
   if (error == cudaSuccess) error = make_key_tensor_map(maps.v, branch.v, g, Dv, compressed, 64);
   const auto blocks = static_cast<unsigned>(ceil_div(args.work.items, 128));

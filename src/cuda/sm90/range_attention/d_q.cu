@@ -27,7 +27,7 @@ inline constexpr int kStages = Dk + Dv <= 256 ? 4 : 3;
 struct RangeDqArgs {
   BackwardArgs branch[2];  // dQ of the last one goes where it says; sum_from counts of the first
   int branches;
-  QueryTiles tiles;
+  HeadPacking packing;
   int row_tiles;  // pairs of query tiles per sequence, an upper bound
   int work;
 };
@@ -41,13 +41,13 @@ struct WorkTile {
   int batch, kv_head, first_head, first_query;
 };
 __device__ inline WorkTile work_tile_at(const RangeDqArgs& args, int x) {
-  const int lines = args.branch[0].geometry.kv_heads * args.tiles.slices;
+  const int lines = args.branch[0].geometry.kv_heads * args.packing.slices;
   const int line = x % lines, tile = x / lines % args.row_tiles;
-  const int kv_head = line / args.tiles.slices;
+  const int kv_head = line / args.packing.slices;
   const int long_and_short = tile & 1 ? tile >> 1 : args.row_tiles - 1 - (tile >> 1);
   return {x / lines / args.row_tiles, kv_head,
-          kv_head * args.branch[0].geometry.group + line % args.tiles.slices * args.tiles.heads,
-          long_and_short * kWarpgroups * args.tiles.queries};
+          kv_head * args.branch[0].geometry.group + line % args.packing.slices * args.packing.heads,
+          long_and_short * kWarpgroups * args.packing.queries};
 }
 
 /// Key tiles [first, last) of the queries from `first_query` to `last_query`, of which some do not see all keys unless
@@ -93,7 +93,7 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
   using Shape = Memory<Dk, Dv>;
   const bool leader = threadIdx.x % 32 == 0;
   const Geometry& p = args.branch[0].geometry;
-  const int tile_bytes = args.tiles.rows * (Dk + Dv) * 2;
+  const int tile_bytes = args.packing.rows * (Dk + Dv) * 2;
   PipelineState<kStages<Dk, Dv>> state;
   std::uint32_t q_phase = 1;
   for (int x = blockIdx.x; x < args.work; x += gridDim.x) {
@@ -102,11 +102,11 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
     if (work.first_query >= seq.q_len) continue;
     const int compressed = compressed_begin_in_warp(p, work.batch);
     if (!leader) continue;
-    const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;
+    const int last_query = min(work.first_query + kWarpgroups * args.packing.queries, seq.q_len) - 1;
     for (int g = 0; g < kWarpgroups; ++g) {
       mbarrier_wait(memory.q_empty(g), q_phase);
       mbarrier_arrive_expect_tx(memory.q_full(g), tile_bytes);
-      const int row = seq.q_begin + work.first_query + g * args.tiles.queries;
+      const int row = seq.q_begin + work.first_query + g * args.packing.queries;
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
         tma_load(memory.q(g) + c * kPanelBytes, maps.q, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
@@ -158,15 +158,15 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
     const WorkTile work = work_tile_at(args, x);
     const DeviceSequence seq = sequence_of(p, work.batch);
     if (work.first_query >= seq.q_len) continue;
-    const int last_query = min(work.first_query + kWarpgroups * args.tiles.queries, seq.q_len) - 1;
+    const int last_query = min(work.first_query + kWarpgroups * args.packing.queries, seq.q_len) - 1;
     QueryRows mine;
     int position[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = warp % 4 * 16 + lane / 4 + 8 * i, in_tile = args.tiles.by_heads.divide(row);
-      const int query = work.first_query + warpgroup * args.tiles.queries + in_tile;
-      mine.valid[i] = row < args.tiles.rows && query < seq.q_len;
-      mine.head[i] = work.first_head + row - in_tile * args.tiles.heads;
+      const int row = warp % 4 * 16 + lane / 4 + 8 * i, in_tile = args.packing.by_heads.divide(row);
+      const int query = work.first_query + warpgroup * args.packing.queries + in_tile;
+      mine.valid[i] = row < args.packing.rows && query < seq.q_len;
+      mine.head[i] = work.first_head + row - in_tile * args.packing.heads;
       mine.row[i] = seq.q_begin + query;
       position[i] = seq.position(query);
     }
@@ -302,14 +302,14 @@ cudaError_t launch_range_d_q<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Back
   args.branch[0] = first;
   if (second) args.branch[1] = *second;
   args.branches = second ? 2 : 1;
-  args.tiles = QueryTiles(g.group);
-  args.row_tiles = static_cast<int>(ceil_div(g.q_len, kWarpgroups * args.tiles.queries));
-  args.work = args.row_tiles * args.tiles.slices * g.kv_heads * g.batches;
+  args.packing = HeadPacking(g.group);
+  args.row_tiles = static_cast<int>(ceil_div(g.q_len, kWarpgroups * args.packing.queries));
+  args.work = args.row_tiles * args.packing.slices * g.kv_heads * g.batches;
   RangeMaps maps;
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
-  if (error == cudaSuccess) error = args.tiles.map(maps.q, first.q, g, Dk);
-  if (error == cudaSuccess) error = args.tiles.map(maps.d_o, first.d_o, g, Dv);
+  if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.q, first.q, g, Dk);
+  if (error == cudaSuccess) error = args.packing.make_tensor_map(maps.d_o, first.d_o, g, Dv);
   for (int b = 0; b < args.branches && error == cudaSuccess; ++b) {
     const BackwardArgs& branch = args.branch[b];
     error = make_key_tensor_map(maps.k[b], branch.k, branch.geometry, Dk, branch.window == 0, kKeys);

@@ -1,8 +1,8 @@
 // Attention over a range of keys per query: the compressed branch (window == 0) and the sliding window, the latter also
 // with the gated sum of all branches.
 //
-// Three warpgroups compute, each on 64 rows (RowShape), and share every tile of 64 keys and values; the thread blocks
-// are persistent. Data flow of a tile of queries:
+// Three warpgroups compute, each on 64 rows (HeadPacking), and share every tile of 64 keys and values; the thread
+// blocks are persistent. Data flow of a tile of queries:
 //
 //   loader warp     keys and values -> ring of stages, two barriers each: `full` (bytes have come) and `empty` (every
 //                   computing warp has arrived). It runs ahead over the ends of tiles.
@@ -101,12 +101,12 @@ template <int Dk, int Dv, int kStages>
 __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
                                           std::uint32_t keys, std::uint32_t values) {
   using L = Layout<Dk, Dv>;
-  const RowShape shape(args.geometry.group);
+  const HeadPacking packing(args.geometry.group);
   PipelineState<kStages> state;
-  TileScheduler scheduler(args.geometry, shape, kGroups * shape.queries);
+  TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries);
   while (scheduler.next()) {
     const KeyTiles tiles =
-        key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * shape.queries);
+        key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * packing.queries);
     const int begin = (args.window ? scheduler.seq.k_begin : scheduler.compressed_begin) + tiles.first;
     for (int i = 0; i < tiles.count; ++i) {
       const int row = begin + i * kKeys;
@@ -133,18 +133,18 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
 template <int Dk, int Dv, bool kSum, int kStages>
 __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
                                              std::uint32_t queries) {
-  const RowShape shape(args.geometry.group);
+  const HeadPacking packing(args.geometry.group);
   std::uint32_t phase = 0;
-  TileScheduler scheduler(args.geometry, shape, kGroups * shape.queries);
+  TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries);
   for (bool more = true; more; phase ^= 1) {
     more = scheduler.next();
     KeyTiles tiles;
     if (more)
       tiles =
-          key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * shape.queries);
+          key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * packing.queries);
     for (int group = 0; more && group < kGroups; ++group) {
-      const int head = scheduler.kv_head * args.geometry.group + scheduler.slice * shape.heads;
-      const int row = scheduler.seq.q_begin + scheduler.first_query + group * shape.queries;
+      const int head = scheduler.kv_head * args.geometry.group + scheduler.slice * packing.heads;
+      const int row = scheduler.seq.q_begin + scheduler.first_query + group * packing.queries;
 #pragma unroll
       for (int column = 0; column < Dk; column += 64) tma_prefetch(maps.q, column, head, row, scheduler.seq.batch);
 #pragma unroll
@@ -162,8 +162,8 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
         mbarrier_arrive(full);
         continue;
       }
-      tile = GroupTile::of<kKeys>(args.geometry, args.window, shape, scheduler, tiles, group);
-      mbarrier_arrive_expect_tx(full, shape.heads * shape.queries * Dk * 2);
+      tile = GroupTile::of<kKeys>(args.geometry, args.window, packing, scheduler, tiles, group);
+      mbarrier_arrive_expect_tx(full, packing.heads * packing.queries * Dk * 2);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
         tma_load(queries + group * 64 * Dk * 2 + column * 64 * 2, maps.q, column, tile.head, tile.row, tile.batch,
@@ -209,7 +209,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
   using L = Layout<Dk, Dv>;
   const RangeArgs& args = call.range;
   const Geometry& p = args.geometry;
-  const RowShape shape(p.group);
+  const HeadPacking packing(p.group);
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32,
             row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
   const float scale = positive_scale(args.scale);
@@ -233,7 +233,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
     int last[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int query = min(RowShape::query_of(p, row + 8 * i), tile.queries - 1);
+      const int query = min(HeadPacking::query_of(p, row + 8 * i), tile.queries - 1);
       last[i] = keys_before(tile.position + query) - tile.first_key - tile.begin * kKeys - 2 * (lane & 3);
     }
     const auto mask = [&](float(&s)[kKeys / 2]) {
@@ -320,7 +320,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = row_sum(softmax.sum[i]);
-      const bool any = keys_before(tile.position + RowShape::query_of(p, row + 8 * i)) > 0;
+      const bool any = keys_before(tile.position + HeadPacking::query_of(p, row + 8 * i)) > 0;
       const float inverse = any ? __fdividef(1, sum) : 0;
       lse[i] = any ? (softmax.max[i] + log2f(sum)) * kLn2 : -INFINITY;
 #pragma unroll
@@ -328,7 +328,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int query = RowShape::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * shape.heads;
+      const int query = HeadPacking::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * packing.heads;
       if (query >= tile.queries) continue;
       if (lane % 4 == 0) args.lse.at(tile.batch, tile.row + query, head) = lse[i];
       if constexpr (kSum) {
@@ -359,8 +359,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_mbarrier_init();
   }
   // Rows without use stay zero: the copy engine does not touch them.
-  const RowShape shape(args.geometry.group);
-  const int used = shape.heads * shape.queries, unused = (64 - used) * 8;  // 16-byte pieces of a panel
+  const HeadPacking packing(args.geometry.group);
+  const int used = packing.heads * packing.queries, unused = (64 - used) * 8;  // 16-byte pieces of a panel
   for (int i = threadIdx.x; i < unused * (kGroups * Dk / 64); i += kThreads) {
     char* panel = memory + (queries - shared_address(memory)) + i / unused * 64 * 128;
     *reinterpret_cast<uint4*>(panel + used * 128 + i % unused * 16) = uint4{};
@@ -385,7 +385,7 @@ template <class T, int Dk, int Dv>
 cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   const RangeArgs& args = call.range;
   const Geometry& g = args.geometry;
-  const RowShape shape(g.group);
+  const HeadPacking packing(g.group);
   const std::int64_t rows = query_rows(g), keys = key_rows(g, args.window == 0);
   const int batches = tensor_batches(g);
   if (rows == 0 || g.batches == 0) return cudaSuccess;
@@ -394,7 +394,7 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   Maps maps{};
   const auto map_queries = [&](CUtensorMap& map, const Strided& t, int columns) {
     if (error == cudaSuccess)
-      error = make_tensor_map(map, t, columns, g.heads, rows, batches, shape.heads, shape.queries);
+      error = make_tensor_map(map, t, columns, g.heads, rows, batches, packing.heads, packing.queries);
   };
   // Without a key nothing is read through the maps of keys and values.
   const auto map_keys = [&](CUtensorMap& map, const Strided& t, int columns) {
@@ -406,8 +406,8 @@ cudaError_t run(const WindowCombineArgs& call, cudaStream_t stream) {
   if (call.o.data) map_queries(maps.o_cmp, call.o_cmp, Dv);
   if (call.o.data) map_queries(maps.o_slc, call.o_slc, Dv);
   if (error != cudaSuccess) return error;
-  const std::int64_t tiles = (rows / (kGroups * shape.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * shape.slices, processors));
+  const std::int64_t tiles = (rows / (kGroups * packing.queries) + 1) * batches + (g.cu_q ? g.batches : 0);
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles * g.kv_heads * packing.slices, processors));
   return launch(call.o.data ? range_forward<T, Dk, Dv, true> : range_forward<T, Dk, Dv, false>, blocks, kThreads,
                 Layout<Dk, Dv>::kMemory, stream, maps, call, FastDivmod(g.kernel_stride));
 }

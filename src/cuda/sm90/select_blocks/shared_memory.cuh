@@ -70,7 +70,7 @@ __device__ __forceinline__ int key_tiles_of(const Geometry& p, int position) {
 template <class Tiles>
 __device__ __forceinline__ TileScheduler scheduler_of(const CompressedSelectArgs& args) {
   const Tiles& warp_tiles = warp_tiles_of<Tiles>(args);
-  return TileScheduler(args.range.geometry, RowShape(warp_tiles.heads), warp_tiles.queries);
+  return TileScheduler(args.range.geometry, HeadPacking(warp_tiles.heads), warp_tiles.queries);
 }
 
 /// The scratch of a warp tile of this thread block's tile.

@@ -8,7 +8,7 @@ namespace nsa::cuda::sm90::selected_attention {
 
 struct BlockArgs : BlockMajorArgs {
   QueryBuffers buffers;
-  QueryTiles tiles;
+  HeadPacking packing;
   BlockItem* items;    // (planned, items)
   void* partials;      // (rows, heads, partials, Dv) of a buffer
   float* lse;          // (rows, heads, partials), in base-2 units

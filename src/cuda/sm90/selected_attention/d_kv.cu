@@ -105,15 +105,15 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
   int left = item.to - item.from;
   const int* list = args.branch.lists.list + item.from;
   const auto fetch = [&](int row) {
-    const int number = args.tiles.by_heads.divide(row);
-    return number < min(left, args.tiles.queries) ? list[number] : -1;
+    const int number = args.packing.by_heads.divide(row);
+    return number < min(left, args.packing.queries) ? list[number] : -1;
   };
   int next[2] = {fetch(lane_id()), fetch(lane_id() + 32)};
 #pragma unroll 1
   while (left > 0) {
     const int queries[2] = {next[0], next[1]};
-    left -= args.tiles.queries;
-    list += args.tiles.queries;
+    left -= args.packing.queries;
+    list += args.packing.queries;
     next[0] = fetch(lane_id()), next[1] = fetch(lane_id() + 32);
 #pragma unroll 1
     for (int slice = 0; slice < slices; ++slice) f(queries, slice);
@@ -126,21 +126,21 @@ __device__ __forceinline__ void for_stages(const ListKeyArgs& args, const volati
 template <int D, int Dk, int Dv>
 __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map, const Memory<Dk, Dv>& memory,
                                  std::uint32_t first, char* dynamic) {
-  const int own = lane_id() / (D / 64), column = lane_id() % (D / 64) * 64, tile_row = own * args.tiles.heads;
+  const int own = lane_id() / (D / 64), column = lane_id() % (D / 64) * 64, tile_row = own * args.packing.heads;
   const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
   StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
-    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
+    for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
       const std::uint32_t full = memory.full(count.stage());
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
-      if (lane_id() == 0) mbarrier_arrive_expect_tx(full, args.tiles.rows * D * 2);
+      if (lane_id() == 0) mbarrier_arrive_expect_tx(full, args.packing.rows * D * 2);
       const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
       const int row = query < 0 ? args.terms.rows : query_row + query;  // past the end: zeros
-      if (own < args.tiles.queries)
+      if (own < args.packing.queries)
         tma_load(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
-                 head + slice * args.tiles.heads, row, batch, full);
+                 head + slice * args.packing.heads, row, batch, full);
       ++count.count;
     });
   });
@@ -163,7 +163,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
       unsigned offset[2], valid[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.divide(row) * args.tiles.heads;
+        const int row = lane_id() + 32 * i, head = row - args.packing.by_heads.divide(row) * args.packing.heads;
         offset[i] =
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_id() / 8 * 8;
@@ -204,12 +204,12 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
   StageCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
-    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int slice) {
+    for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
       mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = lane_id() + 32 * i, head = row - args.tiles.by_heads.divide(row) * args.tiles.heads;
-        const float* from = terms + slice * args.terms.line + (max(queries[i], 0) * args.tiles.heads + head);
+        const int row = lane_id() + 32 * i, head = row - args.packing.by_heads.divide(row) * args.packing.heads;
+        const float* from = terms + slice * args.terms.line + (max(queries[i], 0) * args.packing.heads + head);
         const std::uint32_t to = memory.terms(count.stage()) + row * 4;
 #pragma unroll
         for (int array = 0; array < 3; ++array)
@@ -243,7 +243,7 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
     __syncwarp();
     keys_phase ^= 1;
     const int before = item.shift - item.first_key;
-    for_stages(args, item, args.tiles.slices, [&](const int(&queries)[2], int) {
+    for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int) {
       const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) memory.init(args.gather ? 32 : 1);
-  if (args.tiles.rows < 64) memory.clear_stages(dynamic);
+  if (args.packing.rows < 64) memory.clear_stages(dynamic);
   __syncthreads();
   const int warp = warp_uniform(threadIdx.x / 32);
   if (warp >= 8) {
@@ -407,10 +407,10 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const ListWork work(g, branch.lists);
   if (work.items == 0) return cudaSuccess;
   ListKeyArgs args{ListSchedule(branch, work), log2_scale(branch.scale)};
-  args.gather = args.tiles.queries > kMostBoxes;
+  args.gather = args.packing.queries > kMostBoxes;
   KeyMaps maps;
   // One query each: a stage gathers them.
-  const int heads = args.tiles.heads, batches = tensor_batches(g);
+  const int heads = args.packing.heads, batches = tensor_batches(g);
   int processors = 0;
   cudaError_t error = multiprocessors(processors);
   if (error == cudaSuccess) error = make_tensor_map(maps.q, branch.q, Dk, g.heads, query_rows(g), batches, heads, 1);

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
     item.key_row = seq.k_begin + tile.first_key;
     item.query_row = seq.q_begin;
     item.shift = seq.position(0);
-    item.terms = schedule.terms.at(seq.batch, line.kv_head * schedule.tiles.slices, seq.q_begin);
+    item.terms = schedule.terms.at(seq.batch, line.kv_head * schedule.packing.slices, seq.q_begin);
     item.slot = tile.all > 1 ? at[kQueryGroups] : -1;
     item.partials = tile.partials();
     const int list = static_cast<int>(line.lists.list - branch.lists.list) + tile.begin;
@@ -154,12 +154,12 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
       for (int i = 0; i < items; ++i) {
         // Even parts of whole stages.
         const auto share = [&](int n) {
-          return n < items ? queries / schedule.tiles.queries * n / items * schedule.tiles.queries : queries;
+          return n < items ? queries / schedule.packing.queries * n / items * schedule.packing.queries : queries;
         };
         item.from = list + from + share(i);
         item.to = list + from + share(i + 1);
         item.stages =
-            (item.to - item.from + schedule.tiles.queries - 1) / schedule.tiles.queries * schedule.tiles.slices;
+            (item.to - item.from + schedule.packing.queries - 1) / schedule.packing.queries * schedule.packing.slices;
         schedule.items[at[query_group] + i] = item;
         if (item.partials > 0) schedule.sums[at[kQueryGroups + 1]] = at[query_group] + i;
         if (item.slot >= 0) ++item.slot;

@@ -57,7 +57,7 @@ struct ListWork {
   ListWork(const Geometry& g, const InverseIndex& lists) : lines(g.kv_heads * g.batches) {
     const RowPrefix all = end_prefix(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
-    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, QueryTiles(g.group).heads).most;
+    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, HeadPacking(g.group).heads).most;
     const std::int64_t lists_cut = lists_by_query_groups(g, lists.block_size) + all.q * lists.width / most;
     partials = g.kv_heads * lists_cut * lists.tiles_per_block;
     items = g.kv_heads * tiles + partials;
@@ -68,7 +68,7 @@ struct ListWork {
   /// that may have several parts of a list.
   static std::int64_t lists_by_query_groups(const Geometry& g, std::int64_t block_size) {
     if (!g.cu_q) {
-      const ListCut cut(g.q_len, QueryTiles(g.group).heads);
+      const ListCut cut(g.q_len, HeadPacking(g.group).heads);
       std::int64_t lists_cut = 0;
       for (int i = 1; i <= cut.query_groups; ++i) {
         const int end = std::min(i * cut.query_group * InverseIndex::chunk(g.q_len), g.q_len);
@@ -91,7 +91,7 @@ struct ListWork {
 struct ListSchedule {
   BackwardArgs branch;
   RowTerms terms;
-  QueryTiles tiles;
+  HeadPacking packing;
   KeyItem* items;
   ItemCounts* counts;  // (lines)
   ItemQueue* queue;
@@ -100,7 +100,7 @@ struct ListSchedule {
   ListSchedule(const BackwardArgs& b, const ListWork& work)
       : branch(b),
         terms(b.geometry, b.row_terms),
-        tiles(b.geometry.group),
+        packing(b.geometry.group),
         items(static_cast<KeyItem*>(b.schedule)),
         counts(reinterpret_cast<ItemCounts*>(items + work.items)),
         queue(reinterpret_cast<ItemQueue*>(counts + work.lines)),

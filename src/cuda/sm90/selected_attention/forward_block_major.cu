@@ -101,7 +101,7 @@ struct WarpRows {
   int number, head;    // of the lane's row: which query of the tile's, which head of the group's
   std::uint32_t copy;  // where in a tile the lane copies to, or from
 
-  __device__ explicit WarpRows(const QueryTiles& tiles) {
+  __device__ explicit WarpRows(const HeadPacking& packing) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, row = first + lane % 16;
     number = tiles.by_heads.divide(row);
     head = row - number * tiles.heads;
@@ -190,8 +190,8 @@ __device__ __forceinline__ void stage_rows(std::uint32_t tile, const float (&o)[
 
 /// The query of a lane's row in a tile of an item; -1: none.
 __device__ __forceinline__ int query_of(const BlockArgs& args, const BlockItem& item, const WarpRows& rows, int tile) {
-  const int n = tile * args.tiles.queries + rows.number;
-  return rows.number < args.tiles.queries && n < item.count ? item.list[n] : -1;
+  const int n = tile * args.packing.queries + rows.number;
+  return rows.number < args.packing.queries && n < item.count ? item.list[n] : -1;
 }
 
 /// A barrier of a warpgroup; a number that the compiler does not know would take all sixteen barriers.
@@ -210,7 +210,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
                                        int first_kv_head, int group, int& query, int& next) {
   const SelectedArgs& call = args.selected;
   const int lane = threadIdx.x % 32, heads = call.geometry.group;
-  const WarpRows rows(args.tiles);
+  const WarpRows rows(args.packing);
   const std::uint32_t k = descriptor(memory.k(), 16), v = descriptor(memory.v(), kPanelBytes);
   const T* q = call.q.at<T>(item.batch, item.query_row, item.kv_head * heads);
   // The entries that a lane looks at: every second one.
@@ -245,7 +245,7 @@ __device__ __forceinline__ void attend(const BlockArgs& args, const BlockItem& i
   mbarrier_wait_warp(full, phase);
   next_tile();
 #pragma unroll 1
-  for (int tile = group, turn = 0; tile * args.tiles.queries < item.count; tile += kGroups<Dk>, ++turn) {
+  for (int tile = group, turn = 0; tile * args.packing.queries < item.count; tile += kGroups<Dk>, ++turn) {
     float s[32];
     gemm_ss<T, Dk, 64>(s, descriptor(memory.q(group, turn), 16), 64, k, 64);
     copy_rows(turn + 1, next);
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kGroups<Dk> * 128, kResident<Dk>)
     }
   }
   __syncthreads();
-  const WarpRows rows(args.tiles);
+  const WarpRows rows(args.packing);
   int query = query_of(args, control.items[0], rows, group),
       next = query_of(args, control.items[0], rows, group + kGroups<Dk>);
 #pragma unroll 1
