@@ -17,7 +17,7 @@ struct BlockArgs : BlockMajorArgs {
   BlockArgs(const BlockMajorArgs& call, const QueryBuffers& w, std::int64_t value_dim)
       : BlockMajorArgs(call),
         buffers(w),
-        tiles(w.group),
+        packing(w.group),
         items(static_cast<BlockItem*>(call.scratch)),
         partials(items + w.planned * w.items),
         lse(reinterpret_cast<float*>(static_cast<char*>(partials) + w.buffer_partials() * value_dim * 2)),

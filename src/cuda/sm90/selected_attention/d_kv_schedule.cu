@@ -49,7 +49,7 @@ struct ListLine {
         number(head * all.branch.geometry.batches + sequence),
         seq(sequence_of(all.branch.geometry, sequence)),
         lists(lists_of(all.branch.lists, all.branch.geometry, seq, head)),
-        cut(seq.q_len, all.tiles.heads),
+        cut(seq.q_len, all.packing.heads),
         tiles(lists.blocks * all.branch.lists.tiles_per_block) {
     if (lists.item_begin[tiles] == 0) tiles = 0;
   }

@@ -103,8 +103,8 @@ struct WarpRows {
 
   __device__ explicit WarpRows(const HeadPacking& packing) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16, row = first + lane % 16;
-    number = tiles.by_heads.divide(row);
-    head = row - number * tiles.heads;
+    number = packing.by_heads.divide(row);
+    head = row - number * packing.heads;
     copy = (first + lane / 8) * 128 + (lane % 8 ^ lane / 8) * 16;
   }
   /// f(what the lane of the row has for x, address in `tile`, column) for this lane's pieces of sixteen bytes.

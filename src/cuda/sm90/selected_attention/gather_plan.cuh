@@ -25,7 +25,7 @@ struct GatherPlan {
   int slots;       // of the ring
   int memory;      // bytes of shared memory
   FastDivmod by_heads, by_queries, by_slots;
-  LoopOrder loop_order;  // tiles of those that go another way are left out
+  LoopOrder loop_order;  // tiles of those that take the other order are left out
 };
 
 /// In shared memory behind the ring and what a kernel has of its own.
