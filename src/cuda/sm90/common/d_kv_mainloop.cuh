@@ -20,6 +20,9 @@
 
 namespace nsa::cuda::sm90 {
 
+/// Named barriers, one for each of the two computing warpgroups: it may issue its products.
+enum TurnBarrier { kTurn = 1 };
+
 struct KeyMaps {
   CUtensorMap q, d_o, k, v;
 };

@@ -221,7 +221,7 @@ __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, R
               clear(right + stage * L::kRightBytes + n * 128);
           }
           fence_async();
-          named_barrier_sync(1, kGroups * 128);
+          named_barrier_sync(kBothBarrier, kGroups * 128);
         },
         [&](int stage, int k) {
           multiply<T, kColumns, true>(c, a + stage * (L::kLeftBytes / 16) + k * 128,
@@ -380,7 +380,7 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
             clear_rows(panel, max(rest, first), last, threadIdx.x % 128, 128);
           }
           fence_async();
-          named_barrier_sync(1 + group, 128);
+          named_barrier_sync(kGroupBarrier + group, 128);
         },
         [&](int stage, int k) {
           wgmma<T, kTokenColumns, false, false>(c, full_descriptor(a + stage * (L::kLeftBytes / 16) + k * 2),

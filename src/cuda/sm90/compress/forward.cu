@@ -334,7 +334,7 @@ class Compute {
 
   /// Both warpgroups' halves of h into shared memory, as a tile of 64 rows.
   __device__ __forceinline__ void share(const std::uint32_t (&h)[kColumns / 4]) {
-    named_barrier_sync(1, kGroups * 128);  // the first warpgroup is done with the tile before
+    named_barrier_sync(kBothBarrier, kGroups * 128);  // the first warpgroup is done with the tile before
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const int piece = group_ * (kColumns / 8) + j;  // of 16 bytes
@@ -347,7 +347,7 @@ class Compute {
       }
     }
     fence_async();
-    named_barrier_sync(1, kGroups * 128);
+    named_barrier_sync(kBothBarrier, kGroups * 128);
   }
 
   /// h = silu(z) and d_z = (d_out W2^T) silu'(z), to memory. `first`: this warpgroup's first hidden unit.

@@ -19,6 +19,9 @@ inline constexpr int kThreads = (kGroups + 1) * 128;
 inline constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
 inline constexpr int kReserved = 2048;        // barriers, and to align the tiles
 
+/// Named barriers: of both computing warpgroups, of each of them.
+enum { kBothBarrier = 1, kGroupBarrier = 1 };
+
 /// The operands of a stage lie at `at` + stage * bytes.
 template <int kStages>
 struct Ring {

@@ -235,8 +235,8 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const int lane = threadIdx.x % 32, warpgroup = warp_uniform(threadIdx.x / 128);
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(warpgroup), 16), v = descriptor(memory.v(warpgroup), 16);
-  const auto take_turn = [&] { named_barrier_sync(1 + warpgroup, 256); };
-  const auto pass_turn = [&] { named_barrier_arrive(1 + (warpgroup ^ 1), 256); };
+  const auto take_turn = [&] { named_barrier_sync(kTurn + warpgroup, 256); };
+  const auto pass_turn = [&] { named_barrier_arrive(kTurn + (warpgroup ^ 1), 256); };
   const auto consumer_release = [&](int stage) {
     mbarrier_arrive(memory.empty(stage));
   };  // every lane has read the rows' terms

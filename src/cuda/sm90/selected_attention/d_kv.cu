@@ -293,8 +293,8 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
   // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
   // other one wait at the same barriers: it would take the phase of the round before last for its own.
-  const auto take_turn = [&] { named_barrier_sync(1 + warpgroup, 256); };
-  const auto pass_turn = [&] { named_barrier_arrive(1 + (warpgroup ^ 1), 256); };
+  const auto take_turn = [&] { named_barrier_sync(kTurn + warpgroup, 256); };
+  const auto pass_turn = [&] { named_barrier_arrive(kTurn + (warpgroup ^ 1), 256); };
   const auto consumer_release = [&](int stage) {
     mbarrier_arrive(memory.empty(stage));
   };  // every lane has read the rows' terms
