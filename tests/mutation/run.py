@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "all overlap weights 1",
-        KERNELS + "select.cpp",
+        KERNELS + "block_selector.cpp",
         """  for (std::int64_t i = begin; i < end; i += kWidth) {
     Vec sum{};
     for (std::int64_t b = 0; b < per_key_; ++b) sum += load(sums + i - b);
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         "tie order reversed: to the higher index",
-        KERNELS + "select.cpp",
+        KERNELS + "block_selector.cpp",
         """  for (std::int64_t j = 0; j < n; ++j)
     if (ranks[j] > low || (ranks[j] == low && ties-- > 0))""",
         """  ties -= std::count(ranks, ranks + n, static_cast<std::int32_t>(low));
@@ -76,13 +76,13 @@ FAULTS = [
     ),
     Fault(
         "a forced block dropped: the first of the local ones",
-        KERNELS + "select.cpp",
+        KERNELS + "block_selector.cpp",
         "last = all ? candidates : candidates - cfg_.local_blocks;",
         "last = all ? candidates : candidates - cfg_.local_blocks + 1;",
     ),
     Fault(
         "one head missing from the group sum",
-        KERNELS + "select.cpp",
+        KERNELS + "block_selector.cpp",
         "for (int h = 0; h < p.heads; ++h) sum = fma(",
         "for (int h = 0; h + 1 < p.heads; ++h) sum = fma(",
     ),

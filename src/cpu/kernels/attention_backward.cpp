@@ -91,7 +91,7 @@ class Backward {
       const Entry& entry = chunk.entries()[static_cast<std::size_t>(*i)];
       sum.add(
           {keys ? out_.d_s(*i) : out_.p(*i), keys ? out_.q(entry.item) : out_.d_o(entry.item), entry.begin, entry.end},
-          out_.odd[static_cast<std::size_t>(entry.item)] != 0);
+          out_.nonfinite[static_cast<std::size_t>(entry.item)] != 0);
     }
   }
 
@@ -120,7 +120,7 @@ class Backward {
   std::int64_t keys_ = 0;  // key blocks of all branches
   std::vector<BackwardBranch<In>> branches_;
   std::vector<QueryWorker<In>> workers_;
-  Handover<In> out_;
+  BackwardWorkspace<In> out_;
   std::vector<Range> ranges_;
 };
 

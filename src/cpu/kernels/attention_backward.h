@@ -52,18 +52,18 @@ struct HeadGroup {
 
 /// What the queries of a chunk leave for the key blocks, as operands of a sum over heads (and queries).
 template <class In>
-struct Handover {
+struct BackwardWorkspace {
   HeadGroup<In> group;
   Buffer<Slot> entries, items;
   std::int64_t entries_room = 0, items_room = 0;
-  std::vector<std::uint8_t> odd;  // per item: its q or d_o holds a NaN or an infinity
+  std::vector<std::uint8_t> nonfinite;  // per item: its q or d_o holds a NaN or an infinity
 
   void reserve(const Chunk& chunk) {
     const auto n = static_cast<std::int64_t>(chunk.entries().size()),
                m = static_cast<std::int64_t>(chunk.items().size());
     if (n > entries_room) entries = Buffer<Slot>(static_cast<std::size_t>((entries_room = n) * 2 * group.block_slots));
     if (m > items_room) items = Buffer<Slot>(static_cast<std::size_t>((items_room = m) * group.item_slots));
-    odd.resize(static_cast<std::size_t>(m));
+    nonfinite.resize(static_cast<std::size_t>(m));
   }
 
   Slot* p(std::int64_t entry) { return entries.data() + entry * 2 * group.block_slots; }  // [pair][64]

@@ -39,8 +39,8 @@ class KeySum {
   KeySum(const KeySum&) = delete;
   ~KeySum() { flush(); }
 
-  void add(const KeyTerm& term, bool odd) {
-    if (odd && term.end - term.begin < kBlockTokens) {
+  void add(const KeyTerm& term, bool nonfinite) {
+    if (nonfinite && term.end - term.begin < kBlockTokens) {
       flush();
       for (int row = term.begin; row < term.end; ++row) add_terms<Slots, 1>(&term, 1, row, pairs_, columns_, sums_);
       return;

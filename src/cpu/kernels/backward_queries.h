@@ -26,7 +26,7 @@ class QueryWorker {
         rows_(static_cast<std::size_t>(group.heads)) {}
 
   void run(const BackwardCall& call, const std::vector<BackwardBranch<In>>& branches, const Chunk& chunk,
-           std::int64_t number, Handover<In>& out) {
+           std::int64_t number, BackwardWorkspace<In>& out) {
     const Item& item = chunk.items()[static_cast<std::size_t>(number)];
     load_queries(call, item, number, out);
     std::fill_n(d_q_.data(), group_.heads * group_.key_columns, 0.0f);
@@ -39,7 +39,7 @@ class QueryWorker {
       // The softmax of one key is constant: a difference of d_p and dot would be rounding alone.
       load_rows(call, branches[b].call, b, item, seen == 1 ? 0 : call.scale);
       for (std::int64_t i = item.entries[b]; i < item.entries[b + 1]; ++i)
-        meet(call, branches[b], item, chunk.entries()[static_cast<std::size_t>(i)], i, out);
+        process_block(call, branches[b], item, chunk.entries()[static_cast<std::size_t>(i)], i, out);
     }
     if (!call.d_q.defined()) return;
     const Sequence& s = call.sequences[item.sequence];
@@ -59,7 +59,7 @@ class QueryWorker {
   static Buffer<Slot> slots(std::int64_t n) { return Buffer<Slot>(static_cast<std::size_t>(n)); }
 
   /// q and d_o as rows for this pass and as sums over heads for the next.
-  void load_queries(const BackwardCall& call, const Item& item, std::int64_t number, Handover<In>& out) {
+  void load_queries(const BackwardCall& call, const Item& item, std::int64_t number, BackwardWorkspace<In>& out) {
     const Sequence& s = call.sequences[item.sequence];
     const auto load = [&](const TensorView& tensor, int dim, int columns, Slot* rows, Slot* pairs) {
       const RowView<const In> view = rows_of<const In>(tensor, s.batch, s.q_begin);
@@ -69,9 +69,9 @@ class QueryWorker {
       pack_over_rows<Slots>(row, group_.heads, 0, group_.pairs, 0, dim, pairs, columns);
       return any_odd<Slots>(rows, std::int64_t{group_.heads} * steps);
     };
-    const bool odd_q = load(call.q, group_.key_dim, group_.key_columns, q_.data(), out.q(number));
-    const bool odd_d_o = load(call.d_o, group_.value_dim, group_.value_columns, d_o_.data(), out.d_o(number));
-    out.odd[static_cast<std::size_t>(number)] = odd_q || odd_d_o;
+    const bool nonfinite_q = load(call.q, group_.key_dim, group_.key_columns, q_.data(), out.q(number));
+    const bool nonfinite_d_o = load(call.d_o, group_.value_dim, group_.value_columns, d_o_.data(), out.d_o(number));
+    out.nonfinite[static_cast<std::size_t>(number)] = nonfinite_q || nonfinite_d_o;
   }
 
   /// Per head: lse, gate and d_o * o, which also is the gradient of the gate.
@@ -99,8 +99,8 @@ class QueryWorker {
   }
 
   /// One key block: p and d_s for the handover, and its part of d_q.
-  void meet(const BackwardCall& call, const BackwardBranch<In>& branch, const Item& item, const Entry& entry,
-            std::int64_t number, Handover<In>& out) {
+  void process_block(const BackwardCall& call, const BackwardBranch<In>& branch, const Item& item, const Entry& entry,
+                     std::int64_t number, BackwardWorkspace<In>& out) {
     const int first = entry.first(), count = entry.last() - first, heads = group_.heads;
     const auto zero = [](int, int) { return Vec{}; };
     const auto into = [&](Buffer<float>& buffer) {
@@ -170,7 +170,7 @@ class QueryWorker {
   OperandB visible_rows(const TokenBlocks& rows, const Entry& entry) {
     const int step = entry.first() / Slots::kElements;
     const Slot* block = rows.block(entry.block) + step * rows.step_stride;
-    if (!entry.partly() || !rows.odd[entry.block]) return {block, rows.step_stride};
+    if (!entry.partly() || !rows.nonfinite[entry.block]) return {block, rows.step_stride};
     for (int t = entry.first(); t < entry.last(); t += Slots::kElements) {
       Slot mask = 0;
       for (int e = 0; e < Slots::kElements; ++e)

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cpu/kernels/attend.h"
+#include "cpu/kernels/attention.h"
 #include "cpu/kernels/queries.h"
 #include "cpu/kernels/segments.h"
 #include "cpu/kernels/visible.h"

@@ -6,8 +6,8 @@
 #include <span>
 #include <type_traits>
 
+#include "cpu/kernels/microkernel.h"
 #include "cpu/kernels/pack.h"
-#include "cpu/kernels/tile.h"
 
 namespace nsa::cpu::NSA_ISA {
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/kernels/block_selector.h"
 #include "cpu/kernels/branches.h"
-#include "cpu/kernels/select.h"
 
 namespace nsa::cpu::NSA_ISA {
 
@@ -72,9 +72,9 @@ class NsaForward {
 
     queries_.load(group, attention);
     compressed_.list(group, attention);
-    attention.score();
+    attention.compute_scores();
     attention.softmax(queries_.scale(), /*keep=*/true);
-    attention.weigh();
+    attention.compute_outputs();
     add(worker, group, 0, kCompressed, p_.o_cmp, p_.lse_cmp);
     choose_blocks(worker, group);
 

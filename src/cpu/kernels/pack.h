@@ -29,10 +29,10 @@ enum class Layout {
 
 /// The packed blocks of one sequence and head.
 struct TokenBlocks {
-  const Slot* data = nullptr;         // of token 0; missing tokens and columns are zero
-  std::ptrdiff_t block_stride = 0;    // slots of a block
-  std::ptrdiff_t step_stride = 0;     // slots between the steps of a tile's sum
-  const std::uint8_t* odd = nullptr;  // per block: it holds a NaN or an infinity
+  const Slot* data = nullptr;               // of token 0; missing tokens and columns are zero
+  std::ptrdiff_t block_stride = 0;          // slots of a block
+  std::ptrdiff_t step_stride = 0;           // slots between the steps of a tile's sum
+  const std::uint8_t* nonfinite = nullptr;  // per block: it holds a NaN or an infinity
 
   const Slot* block(std::int64_t b) const { return data + b * block_stride; }
 };
@@ -98,9 +98,9 @@ void pack_rows(const In* x, std::int64_t token_stride, int count, int dim, Slot*
 template <class Slots>
 bool any_odd(const Slot* slots, std::int64_t n) {
   constexpr Slot high = 0x7f800000, low = Slots::kElements == 2 ? 0x7f80 : 0x7f800000;
-  Slot odd = 0;
-  for (std::int64_t i = 0; i < n; ++i) odd |= ((slots[i] & high) == high) | ((slots[i] & low) == low);
-  return odd != 0;
+  Slot nonfinite = 0;
+  for (std::int64_t i = 0; i < n; ++i) nonfinite |= ((slots[i] & high) == high) | ((slots[i] & low) == low);
+  return nonfinite != 0;
 }
 
 /// Tokens of one head in memory: token i of them at data + i * stride.

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/layout.h"
-#include "cpu/kernels/attend.h"
+#include "cpu/kernels/attention.h"
 #include "cpu/threads.h"
 
 namespace nsa::cpu::NSA_ISA {

@@ -17,8 +17,8 @@ struct Segment {
   const Slot* keys;    // Layout::kColumns, at the first token; null where only values are used
   const Slot* values;  // Layout::kRows, at the first token; null where only keys are used
   std::int64_t position;
-  int count;  // a multiple of kSegmentTokens, at most kBlockTokens
-  bool odd;   // values hold a NaN or an infinity, which would pass through a probability of zero
+  int count;       // a multiple of kSegmentTokens, at most kBlockTokens
+  bool nonfinite;  // values hold a NaN or an infinity, which would pass through a probability of zero
 };
 
 /// Positions [begin, end).
@@ -42,7 +42,7 @@ struct KeyValueBlocks {
       const int count = static_cast<int>(round_up(next - token, kSegmentTokens));
       segments.push_back({keys.data ? keys.block(b) + offset : nullptr,
                           values.data ? values.block(b) + offset / slot_elements * values.step_stride : nullptr, token,
-                          count, values.odd && values.odd[b] != 0});
+                          count, values.nonfinite && values.nonfinite[b] != 0});
       token += count;
     }
   }

@@ -1,7 +1,7 @@
+#include "cpu/kernels/block_selector.h"
 #include "cpu/kernels/branches.h"
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/kernels/select.h"
 
 namespace nsa::cpu::NSA_ISA {
 namespace {
@@ -31,7 +31,7 @@ void forward(const SelectBlocksParams& p, const Context& context) {
         if (worker.selector.chooses(queries.position(group, group.count - 1))) {
           queries.load(group, worker.attention);
           branch.list(group, worker.attention);
-          worker.attention.score();
+          worker.attention.compute_scores();
           worker.attention.exponentials(queries.scale(), [&](int row) {
             return lse.at(group.first + row / heads, group.kv_head * heads + row % heads);
           });

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cpu/kernels/attend.h"
+#include "cpu/kernels/attention.h"
 #include "cpu/kernels/buffer.h"
 #include "nsa/config.h"
 

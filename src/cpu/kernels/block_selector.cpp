@@ -1,4 +1,4 @@
-#include "cpu/kernels/select.h"
+#include "cpu/kernels/block_selector.h"
 
 #include <algorithm>
 #include <cmath>

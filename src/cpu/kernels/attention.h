@@ -4,9 +4,9 @@
 //   begin(...)      how many queries of how many heads, and what each sees
 //   query(row)      put the rows of q there (pack_row), row = query * heads + head
 //   segments()      list the keys
-//   score()         S = q K^T with what is not visible at -inf, and the row maxima
+//   compute_scores()         S = q K^T with what is not visible at -inf, and the row maxima
 //   softmax(scale)  probabilities, their sums and the log-sum-exp
-//   weigh()         O = P V
+//   compute_outputs()         O = P V
 // A row's result depends on its own q and visible keys only: never on the other rows or on threads.
 #pragma once
 
@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "cpu/kernels/buffer.h"
+#include "cpu/kernels/microkernel.h"
 #include "cpu/kernels/segments.h"
 #include "cpu/kernels/simd.h"
-#include "cpu/kernels/tile.h"
 
 namespace nsa::cpu::NSA_ISA {
 
@@ -43,7 +43,7 @@ class Attention {
   Slot* query(int row) { return q_.data() + row * key_steps_; }
   std::vector<Segment>& segments() { return segments_; }
 
-  void score();
+  void compute_scores();
   /// keep: leave the probabilities where probabilities() finds them.
   void softmax(float scale, bool keep = false);
   /// Probabilities from a known log-sum-exp of each row instead of softmax(): exp(scale * s - lse(row)).
@@ -51,15 +51,15 @@ class Attention {
   void exponentials(float scale, const Lse& lse) {
     for (int row = 0; row < rows_; ++row) exponentials_of_row(row, scale, lse(row));
   }
-  void weigh();
+  void compute_outputs();
   /// All of it, for callers that need no probabilities.
   void attend(float scale) {
-    score();
+    compute_scores();
     softmax(scale);
-    weigh();
+    compute_outputs();
   }
 
-  /// After weigh(): value_dim values, and room up to the next multiple of kWidth.
+  /// After compute_outputs(): value_dim values, and room up to the next multiple of kWidth.
   const float* output(int row) const { return o_.data() + row * value_columns_; }
   /// After softmax(): natural logarithm of the sum of exp(scale * score); -inf without visible keys.
   float lse(int row) const { return lse_[static_cast<std::size_t>(row)]; }

@@ -1,4 +1,4 @@
-#include "cpu/kernels/attend.h"
+#include "cpu/kernels/attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -50,7 +50,7 @@ bool Attention<Slots>::all_see(const Segment& segment) const {
 }
 
 template <class Slots>
-void Attention<Slots>::score() {
+void Attention<Slots>::compute_scores() {
   const OperandA q{q_.data() + first_row_ * key_steps_, key_steps_, 1};
   std::fill_n(max_.data(), rows_ * kWidth, -kInf);
   columns_ = 0;
@@ -126,12 +126,12 @@ void Attention<Slots>::exponentials_of_row(int row, float scale, float lse) {
 }
 
 template <class Slots>
-void Attention<Slots>::weigh() {
+void Attention<Slots>::compute_outputs() {
   const Slot* p = p_.data();
   if constexpr (Slots::kElements == 1) p = reinterpret_cast<const Slot*>(scores_.data());
   std::fill_n(o_.data(), rows_ * value_columns_, 0.0f);
   for (std::size_t i = 0; i < segments_.size();) {
-    if (segments_[i].odd && !all_see(segments_[i])) {
+    if (segments_[i].nonfinite && !all_see(segments_[i])) {
       for (int row = 0; row < rows_; row += heads_) {
         Segment visible = segments_[i];
         visible.values = visible_values(visible, ranges_[static_cast<std::size_t>(row)]);
@@ -141,7 +141,7 @@ void Attention<Slots>::weigh() {
       continue;
     }
     std::size_t n = 1;
-    while (n < kSegmentsPerPass<Slots> && i + n < segments_.size() && !segments_[i + n].odd) ++n;
+    while (n < kSegmentsPerPass<Slots> && i + n < segments_.size() && !segments_[i + n].nonfinite) ++n;
     const std::span<const Segment> part(&segments_[i], n);
     i += n;
     add_values(part, p, 0, rows_,
