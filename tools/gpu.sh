@@ -56,7 +56,7 @@ run() {
   finish
 }
 # Without the full-size ones, too slow for the sanitizer and the portable kernels, and those that launch nothing.
-tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *_full_size_* || $t == *_choose_* || $t == *_parts_* ]] || basename "$t"; done; }
+tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *_full_size_* || $t == *_heuristics_* || $t == *_partition_* ]] || basename "$t"; done; }
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
@@ -71,8 +71,8 @@ for step in $steps; do
       ;;
     test)
       start cuda_full_size_test build-gpu/bin/cuda_full_size_test --gtest_brief=1
-      start cuda_choose_test build-gpu/bin/cuda_choose_test --gtest_brief=1
-      start cuda_parts_test build-gpu/bin/cuda_parts_test --gtest_brief=1
+      start cuda_heuristics_test build-gpu/bin/cuda_heuristics_test --gtest_brief=1
+      start cuda_partition_test build-gpu/bin/cuda_partition_test --gtest_brief=1
       for t in $(tests); do
         start "$t" "build-gpu/bin/$t" --gtest_brief=1
         start "$t.portable" env NSA_CUDA_KERNELS=portable "build-gpu/bin/$t" --gtest_brief=1

@@ -20,13 +20,13 @@ AttentionDesc call() {
   return c;
 }
 
-TEST(Choose, TheDefaultsHaveEveryKernel) {
+TEST(Heuristics, TheDefaultsHaveEveryKernel) {
   const Kernels k = choose_kernels(call());
   EXPECT_TRUE(k.range_forward && k.window_combine && k.compressed_select && k.selected_query_major);
   EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
 }
 
-TEST(Choose, NoneForFloat32OrOtherGroupsOrLayouts) {
+TEST(Heuristics, NoneForFloat32OrOtherGroupsOrLayouts) {
   AttentionDesc c = call();
   c.dtype = DType::kFloat32;
   EXPECT_FALSE(any(choose_kernels(c)));
@@ -36,7 +36,7 @@ TEST(Choose, NoneForFloat32OrOtherGroupsOrLayouts) {
   EXPECT_FALSE(any(choose_kernels(c)));
 }
 
-TEST(Choose, SmallGroups) {
+TEST(Heuristics, SmallGroups) {
   AttentionDesc c = call();
   for (int group = 1; group < 16; ++group) {
     c.group = group;
@@ -46,7 +46,7 @@ TEST(Choose, SmallGroups) {
   }
 }
 
-TEST(Choose, LoopOrderOfSelectedAttention) {
+TEST(Heuristics, LoopOrderOfSelectedAttention) {
   AttentionDesc c = call();
   for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {
     c.group = group;
@@ -57,7 +57,7 @@ TEST(Choose, LoopOrderOfSelectedAttention) {
   EXPECT_FALSE(choose_kernels(c).selected_block_major || choose_kernels(c).selected_query_major);
 }
 
-TEST(Choose, WideKeys) {
+TEST(Heuristics, WideKeys) {
   if (!cuda::portable::attention_kernels(DType::kBFloat16, 192, 128))
     GTEST_SKIP() << "a build without kernels for keys of 192";
   AttentionDesc c = call();
@@ -67,7 +67,7 @@ TEST(Choose, WideKeys) {
   EXPECT_TRUE(k.range_d_q && k.range_d_kv && k.selected_d_q && k.selected_d_kv);
 }
 
-TEST(Choose, OtherBlocks) {
+TEST(Heuristics, OtherBlocks) {
   AttentionDesc c = call();
   c.block_size = 16;
   const Kernels k = choose_kernels(c);
@@ -75,7 +75,7 @@ TEST(Choose, OtherBlocks) {
   EXPECT_FALSE(k.selected_query_major || k.selected_d_q || k.selected_d_kv);
 }
 
-TEST(Choose, CompressionAndSelectionBlocks) {
+TEST(Heuristics, CompressionAndSelectionBlocks) {
   AttentionDesc c = call();
   const auto selects = [&](int l, int d, int block_size) {
     c.selection->kernel_size = l, c.selection->kernel_stride = d, c.selection->block_size = block_size;
@@ -92,7 +92,7 @@ TEST(Choose, CompressionAndSelectionBlocks) {
   EXPECT_FALSE(selects(65 * 16, 16, 128 * 16));  // more keys to a block than a window has
 }
 
-TEST(Choose, LargeGroups) {
+TEST(Heuristics, LargeGroups) {
   AttentionDesc c = call();
   for (const int group : {32, 48, 192}) {
     c.group = group;
@@ -102,7 +102,7 @@ TEST(Choose, LargeGroups) {
   EXPECT_FALSE(choose_kernels(c).compressed_select);
 }
 
-TEST(Choose, Compression) {
+TEST(Heuristics, Compression) {
   const CompressDesc good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 1600, true};
   EXPECT_TRUE(choose_kernels(good).compress);
   CompressDesc c = good;
@@ -118,7 +118,7 @@ TEST(Choose, Compression) {
   }
 }
 
-TEST(Choose, TilesOfCompressedRows) {
+TEST(Heuristics, TilesOfCompressedRows) {
   const auto rows = [](std::int64_t segments, std::int64_t hidden = 256) {
     return compress::compress_tile_rows(true, 128, hidden, segments, 8, 132);
   };
