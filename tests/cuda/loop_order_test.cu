@@ -49,9 +49,9 @@ TEST(LoopOrder, IndicesDecideForEachSequenceAndHead) {
     }
 }
 
-class BothWays : public testing::TestWithParam<bool> {};
+class BothOrders : public testing::TestWithParam<bool> {};
 
-TEST_P(BothWays, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
+TEST_P(BothOrders, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
   Problem p(Case{.dtype = DType::kBFloat16,
                  .packed = GetParam(),
                  .q_lens = {kQueries, kQueries},
@@ -84,7 +84,7 @@ TEST_P(BothWays, WithinTheBoundAndWithTheBitsOfEachSequenceAlone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(LoopOrder, BothWays, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(LoopOrder, BothOrders, testing::Bool());
 
 }  // namespace
 }  // namespace nsa::test

@@ -104,9 +104,9 @@ std::vector<std::string> at_once(const Geometry& g) {
   return results;
 }
 
-class Parts : public testing::TestWithParam<std::tuple<int, int, int>> {};
+class Partition : public testing::TestWithParam<std::tuple<int, int, int>> {};
 
-TEST_P(Parts, EveryQueryOnceAndTheSameSums) {
+TEST_P(Partition, EveryQueryOnceAndTheSameSums) {
   const auto [group, q_len, before] = GetParam();
   const Geometry g = geometry_of(group, q_len, q_len + before);
   std::vector<std::vector<int>> seen;
@@ -123,7 +123,7 @@ TEST_P(Parts, EveryQueryOnceAndTheSameSums) {
     EXPECT_EQ(in_spans(g, ds_budget, seen), expected) << ds_budget;
 }
 
-INSTANTIATE_TEST_SUITE_P(Lengths, Parts,
+INSTANTIATE_TEST_SUITE_P(Lengths, Partition,
                          testing::Combine(testing::Values(16, 4, 1, 3, 24),
                                           testing::Values(1, 63, 300, 512, 513, 1500, 4096, 4097, 5000, 8192, 9000,
                                                           17000),

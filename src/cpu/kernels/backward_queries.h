@@ -67,7 +67,7 @@ class QueryWorker {
       const int steps = dim / Slots::kElements;
       for (int h = 0; h < group_.heads; ++h) pack_row<Slots>(row(h), dim, rows + h * steps);
       pack_over_rows<Slots>(row, group_.heads, 0, group_.pairs, 0, dim, pairs, columns);
-      return any_odd<Slots>(rows, std::int64_t{group_.heads} * steps);
+      return any_nonfinite<Slots>(rows, std::int64_t{group_.heads} * steps);
     };
     const bool nonfinite_q = load(call.q, group_.key_dim, group_.key_columns, q_.data(), out.q(number));
     const bool nonfinite_d_o = load(call.d_o, group_.value_dim, group_.value_columns, d_o_.data(), out.d_o(number));

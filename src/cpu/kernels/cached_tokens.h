@@ -105,7 +105,7 @@ class PackedOnDemand {
     const TokenRun<In> v = run(v_);
     pack_rows<Slots, In>(v.data, v.stride, count, static_cast<int>(v_.dim), values);
     return {keys, values, token, static_cast<int>(round_up(count, kSegmentTokens)),
-            any_odd<Slots>(values, value_slots_)};
+            any_nonfinite<Slots>(values, value_slots_)};
   }
 
   CachedTokens k_, v_;

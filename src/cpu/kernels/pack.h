@@ -96,7 +96,7 @@ void pack_rows(const In* x, std::int64_t token_stride, int count, int dim, Slot*
 
 /// Whether a slot of n holds a NaN or an infinity: an exponent of all ones.
 template <class Slots>
-bool any_odd(const Slot* slots, std::int64_t n) {
+bool any_nonfinite(const Slot* slots, std::int64_t n) {
   constexpr Slot high = 0x7f800000, low = Slots::kElements == 2 ? 0x7f80 : 0x7f800000;
   Slot nonfinite = 0;
   for (std::int64_t i = 0; i < n; ++i) nonfinite |= ((slots[i] & high) == high) | ((slots[i] & low) == low);
@@ -139,7 +139,7 @@ class PackedTokens {
     block_stride_ = columns_ ? dim_ / Slots::kElements * std::ptrdiff_t{kBlockTokens}
                              : round_up(dim_, kWidth) * kBlockTokens / Slots::kElements;
     slots_ = Buffer<Slot>(static_cast<std::size_t>(blocks * block_stride_));
-    odd_ = Buffer<std::uint8_t>(static_cast<std::size_t>(blocks));
+    nonfinite_ = Buffer<std::uint8_t>(static_cast<std::size_t>(blocks));
     std::vector<std::size_t> span_of(static_cast<std::size_t>(blocks));
     for (std::size_t s = 0; s < spans.size(); ++s)
       std::fill_n(span_of.begin() + places_[s].begin, places_[s].blocks * heads_, s);
@@ -157,7 +157,7 @@ class PackedTokens {
           run_of<In>(tokens, spans, s, head, token, count, scratch.data() + omp_get_thread_num() * kBlockTokens * dim_);
       Slot* out = slots_.data() + i * block_stride_;
       (columns_ ? pack_columns<Slots, In> : pack_rows<Slots, In>)(run.data, run.stride, count, dim_, out);
-      odd_[static_cast<std::size_t>(i)] = any_odd<Slots>(out, block_stride_);
+      nonfinite_[static_cast<std::size_t>(i)] = any_nonfinite<Slots>(out, block_stride_);
     }
   }
 
@@ -169,7 +169,7 @@ class PackedTokens {
     const std::int64_t first = place.begin + head * place.blocks - place.skip;
     return {slots_.data() + first * block_stride_, block_stride_,
             columns_ ? std::ptrdiff_t{kBlockTokens} : static_cast<std::ptrdiff_t>(round_up(dim_, kWidth)),
-            odd_.data() + first};
+            nonfinite_.data() + first};
   }
 
  private:
@@ -185,7 +185,7 @@ class PackedTokens {
   bool columns_ = true;
   std::ptrdiff_t block_stride_ = 0;
   Buffer<Slot> slots_;
-  Buffer<std::uint8_t> odd_;
+  Buffer<std::uint8_t> nonfinite_;
 };
 
 }  // namespace nsa::cpu::NSA_ISA

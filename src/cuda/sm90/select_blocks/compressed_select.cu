@@ -181,15 +181,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (helper == 0) {
       load_keys<Dk, Dv, Tiles, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
-      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), selector = helper - 1;
+      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), number = helper - 1;
       constexpr bool kUsesKeyRing = Blocks::kAddsKeysUp;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
-                  selector * L::selector_warp(args.warp_tiles, blocks, args.chunks, kUsesKeyRing);
+                  number * L::selector_warp(args.warp_tiles, blocks, args.chunks, kUsesKeyRing);
       char* key_ring = own + args.chunks * ChunkRing::kChunkBytes;
       uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.warp_tiles) : 0));
-      SelectorWarp<Tiles, Blocks> selector(args, barriers, {own, barriers.chunk_full[selector], args.chunks}, list,
-                                           reinterpret_cast<float*>(key_ring), selector);
-      char* far = args.keys + (blockIdx.x * kSelectorWarps + selector) * args.selector_keys;
+      SelectorWarp<Tiles, Blocks> selector(args, barriers, {own, barriers.chunk_full[number], args.chunks}, list,
+                                           reinterpret_cast<float*>(key_ring), number);
+      char* far = args.keys + (blockIdx.x * kSelectorWarps + number) * args.selector_keys;
       if constexpr (kQuads) {
         selector.choose_by_quad(reinterpret_cast<uint4*>(far));
       } else if (std::is_same_v<Tiles, WarpTilesOfSixteen> || !args.keys) {
