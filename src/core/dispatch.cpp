@@ -184,6 +184,7 @@ Status run(const Operation<Params>& operation, const Params& params, const Conte
     log_call(operation.name, backend, variant_of(backend).c_str(), call);
     if (Status status = dump_call(operation.name, call); !status.ok()) return status;
     if (writes_nothing(call)) return {};  // however many sequences of no tokens there are
+    const LoggedCall logged;
     if (backend == Backend::kCUDA) {
       Execution execution{
           static_cast<CUstream_st*>(context.stream), {context.workspace, context.workspace_size}, context.on_stage};

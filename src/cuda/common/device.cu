@@ -6,16 +6,22 @@
 #define NSA_NVTX 1
 #endif
 
+#include <cxxabi.h>
+
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <utility>
 
 #include "core/backend.h"
+#include "core/log.h"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.cuh"
 
 namespace nsa::cuda {
 namespace {
@@ -83,6 +89,17 @@ Status list_devices(int& count) {
                              (error == cudaSuccess ? "the driver lists none" : cudaGetErrorString(error)));
 }
 
+/// "sm90::range_attention::range_forward<__nv_bfloat16, 128, 128>" of a mangled name.
+std::string plain_name(const char* mangled) {
+  int failed = 0;
+  const std::unique_ptr<char, void (*)(void*)> demangled(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
+                                                         std::free);
+  std::string name = failed ? mangled : demangled.get();
+  for (const char* noise : {"void ", "(anonymous namespace)::", "nsa::cuda::", "(int)"})
+    for (std::size_t at; (at = name.find(noise)) != std::string::npos;) name.erase(at, std::strlen(noise));
+  return name.substr(0, name.find('('));
+}
+
 }  // namespace
 
 cudaError_t multiprocessors(int& count) {
@@ -97,15 +114,21 @@ cudaError_t multiprocessors(int& count) {
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
 }
 
-void trace_launch(const void* kernel) {
-  static const bool wanted = std::getenv("NSA_CUDA_TRACE") != nullptr;
-  if (!wanted) return;
+void trace_launch(const void* kernel, dim3 grid, dim3 threads, std::size_t memory) {
+  static const bool traces = std::getenv("NSA_CUDA_TRACE") != nullptr;
+  const char* name = nullptr;
+  if (!traces && !logs_details()) return;
+  if (cudaFuncGetName(&name, kernel) != cudaSuccess) return;
+  const auto text = [](auto... n) { return ((std::to_string(n) + " ") + ...); };
+  if (logs_details())
+    log_detail(plain_name(name) + " grid " + text(grid.x, grid.y, grid.z) + "threads " + text(threads.x) +
+               "dynamic shared memory " + text(memory) + "bytes");
+  if (!traces) return;
   static std::mutex mutex;
   static std::set<std::pair<std::string, const void*>> traced;
-  const char *path = std::getenv("NSA_CUDA_TRACE"), *name = nullptr;
+  const char* path = std::getenv("NSA_CUDA_TRACE");
   const std::lock_guard lock(mutex);
-  if (!path || !traced.emplace(path, kernel).second || cudaFuncGetName(&name, kernel) != cudaSuccess) return;
-  std::ofstream(path, std::ios::app) << name << '\n';
+  if (path && traced.emplace(path, kernel).second) std::ofstream(path, std::ios::app) << name << '\n';
 }
 
 Status usable(int device) {
@@ -196,9 +219,7 @@ Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, s
   if (!execution.arena.enough()) return out_of_workspace(execution.arena);
   cu_q.data = args.to_q;
   cu_k.data = args.to_k;
-  trace_launch(reinterpret_cast<const void*>(copy_offsets));
-  copy_offsets<<<1, 1024, 0, execution.stream>>>(args);
-  return status_of(cudaGetLastError(), "copy_offsets");
+  return status_of(launch(copy_offsets, 1, 1024, 0, execution.stream, args), "copy_offsets");
 }
 
 Status make_contiguous(TensorView& t, Execution& execution) {
@@ -219,9 +240,7 @@ Status make_contiguous(TensorView& t, Execution& execution) {
   if (!execution.arena.enough()) return out_of_workspace(execution.arena);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>((count + 255) / 256, 4096));
   const auto kernel = item == 2 ? gather<unsigned short> : gather<unsigned>;
-  trace_launch(reinterpret_cast<const void*>(kernel));
-  kernel<<<blocks, 256, 0, execution.stream>>>(args);
-  return status_of(cudaGetLastError(), "gather");
+  return status_of(launch(kernel, blocks, 256, 0, execution.stream, args), "gather");
 }
 
 }  // namespace nsa::cuda

@@ -19,7 +19,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size
         reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
     if (error != cudaSuccess) return error;
   }
-  trace_launch(reinterpret_cast<const void*>(kernel));
+  trace_launch(reinterpret_cast<const void*>(kernel), grid, threads, memory);
   kernel<<<grid, threads, memory, stream>>>(args...);
   return cudaGetLastError();
 }

@@ -1,7 +1,10 @@
+#include "cuda/sm90/heuristics.h"
+
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
-#include "cuda/sm90/heuristics.h"
+#include "core/log.h"
 
 namespace nsa::cuda::sm90 {
 namespace {
@@ -43,14 +46,6 @@ void choose_loop_order(Kernels& kernels, int group) {
 /// must lie in a window of keys when the last 64 of them come.
 constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kRingKeys - 64;
 
-/// Slices of a group are warp tiles of a thread block's tile.
-bool selects(const AttentionDesc& call) {
-  if (!call.selection || call.group < 1 || call.group > 16 * select_blocks::WarpTiles::kWarpTiles) return false;
-  const NSAConfig& cfg = *call.selection;
-  return !select_blocks::adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size) ||
-         (cfg.kernel_stride >= kLeastStride && cfg.kernel_size + cfg.block_size <= kMostStrides * cfg.kernel_stride);
-}
-
 template <class T, int D>
 CompressKernels compress_instances() {
   return {compress::launch_compress<T, D>, compress::launch_compress_hidden<T, D>,
@@ -64,35 +59,85 @@ CompressKernels compress_instances(std::int64_t dim) {
                       : CompressKernels{};
 }
 
+/// Whatever else the call may be.
+Kernels all_kernels(const AttentionDesc& call) {
+  if (call.dtype == DType::kBFloat16) return instances<Bf16>(call.key_dim, call.value_dim);
+  if (call.dtype == DType::kFloat16) return instances<Half>(call.key_dim, call.value_dim);
+  return {};
+}
+CompressKernels all_kernels(const CompressDesc& call) {
+  if (call.dtype == DType::kBFloat16) return compress_instances<Bf16>(call.dim);
+  if (call.dtype == DType::kFloat16) return compress_instances<Half>(call.dim);
+  return {};
+}
+
+/// The log's line where the portable kernels serve.
+template <class Desc>
+void log_portable(int index, const char* what, const Desc& call) {
+  if (!logs_details()) return;
+  const char* why = device_supported(index) ? obstacle(call) : "NSA_CUDA_KERNELS=portable, or no GPU of capability 9.0";
+  if (why) log_detail(std::string(what) + ": portable kernels: " + why);
+}
+
 }  // namespace
 
-Kernels choose_kernels(const AttentionDesc& call) {
-  Kernels kernels;
-  if (!call.tma_compatible) return kernels;
+const char* obstacle(const AttentionDesc& call) {
+  if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
+  if (!any(all_kernels(call))) return "head dims other than 64/64, 128/128 and 192/128";
   // Rows of a tile are the heads of a group for some queries, or sixteen of its heads.
-  if (call.group < 1 || (call.group > 16 && call.group % 16 != 0)) return kernels;
-  if (call.dtype == DType::kBFloat16) kernels = instances<Bf16>(call.key_dim, call.value_dim);
-  if (call.dtype == DType::kFloat16) kernels = instances<Half>(call.key_dim, call.value_dim);
-  const bool blocks = call.block_size == 32 || call.block_size == 64 || call.block_size == 128;
-  if (!blocks || call.topk < 1 || call.topk > 64) {
+  if (call.group < 1 || (call.group > 16 && call.group % 16 != 0))
+    return "a group of more than 16 heads that is no multiple of 16";
+  if (!call.tma_compatible) return "addresses or strides that are no multiples of 16 bytes";
+  return nullptr;
+}
+
+const char* selected_obstacle(const AttentionDesc& call) {
+  if (call.block_size != 32 && call.block_size != 64 && call.block_size != 128)
+    return "blocks other than of 32, 64 or 128 tokens";
+  if (call.topk < 1 || call.topk > 64) return "more than 64 blocks for a query";
+  return nullptr;
+}
+
+const char* selection_obstacle(const AttentionDesc& call) {
+  if (!call.selection) return "no choice of blocks";
+  // Slices of a group are warp tiles of a thread block's tile.
+  if (call.group > 16 * select_blocks::WarpTiles::kWarpTiles) return "too many heads in a group";
+  const NSAConfig& cfg = *call.selection;
+  if (!select_blocks::adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size)) return nullptr;
+  if (cfg.kernel_stride < kLeastStride) return "a stride of compression below 8";
+  if (cfg.kernel_size + cfg.block_size > kMostStrides * cfg.kernel_stride)
+    return "blocks of too many compressed keys";
+  return nullptr;
+}
+
+Kernels choose_kernels(const AttentionDesc& call) {
+  if (obstacle(call)) return {};
+  Kernels kernels = all_kernels(call);
+  if (selected_obstacle(call)) {
     kernels.selected_query_major = nullptr;
     kernels.selected_block_major = nullptr;
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
   choose_loop_order(kernels, call.group);
-  if (!selects(call)) kernels.compressed_select = nullptr;
+  if (selection_obstacle(call)) kernels.compressed_select = nullptr;
   return kernels;
 }
 
+const char* obstacle(const CompressDesc& call) {
+  if (call.kind == CompressionKind::kMean) return "the mean is no matrix product";
+  if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
+  if (!all_kernels(call).compress) return "head dims other than 64, 128 and 192";
+  // Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
+  if (call.hidden % 8 != 0 || call.hidden > compress::CompressWork::kNarrowHidden)
+    return "hidden units that are no multiple of 8, or too many";
+  if (!call.tma_compatible) return "addresses or strides that are no multiples of 16 bytes";
+  if (call.rows == 0) return "no compressed key";
+  return nullptr;
+}
+
 CompressKernels choose_kernels(const CompressDesc& call) {
-  // The mean is no product. Hidden units are the columns of a tensor map (multiples of 16 bytes) and accumulators.
-  if (!call.tma_compatible || call.kind == CompressionKind::kMean) return {};
-  if (call.hidden % 8 != 0 || call.hidden > compress::CompressWork::kNarrowHidden) return {};
-  if (call.rows == 0) return {};
-  if (call.dtype == DType::kBFloat16) return compress_instances<Bf16>(call.dim);
-  if (call.dtype == DType::kFloat16) return compress_instances<Half>(call.dim);
-  return {};
+  return obstacle(call) ? CompressKernels{} : all_kernels(call);
 }
 
 bool device_supported(int index) {
@@ -107,9 +152,18 @@ bool device_supported(int index) {
 }
 
 Kernels kernels_for(int index, const AttentionDesc& call) {
-  return device_supported(index) ? choose_kernels(call) : Kernels{};
+  log_portable(index, call.block_size ? "selected attention" : "attention", call);
+  const bool supported = device_supported(index);
+  if (supported && logs_details() && !obstacle(call)) {
+    if (call.block_size && selected_obstacle(call))
+      log_detail(std::string("selected attention: portable kernels: ") + selected_obstacle(call));
+    if (call.selection && selection_obstacle(call))
+      log_detail(std::string("choice of blocks: portable kernels: ") + selection_obstacle(call));
+  }
+  return supported ? choose_kernels(call) : Kernels{};
 }
 CompressKernels kernels_for(int index, const CompressDesc& call) {
+  log_portable(index, "compress", call);
   return device_supported(index) ? choose_kernels(call) : CompressKernels{};
 }
 

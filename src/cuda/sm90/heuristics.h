@@ -69,9 +69,17 @@ struct CompressKernels {
 Kernels choose_kernels(const AttentionDesc& call);
 CompressKernels choose_kernels(const CompressDesc& call);
 
+/// Why a call has none of these kernels: "float32", "head dims 80/80", ... Null: it has.
+const char* obstacle(const AttentionDesc& call);
+const char* obstacle(const CompressDesc& call);
+/// Why selected attention has none, or the choice of blocks together with compressed attention, though obstacle() is
+/// null.
+const char* selected_obstacle(const AttentionDesc& call);
+const char* selection_obstacle(const AttentionDesc& call);
+
 /// Whether they can be used on the device `index`: it may be another one, or NSA_CUDA_KERNELS=portable forbids them.
 bool device_supported(int index);
-/// choose(), or none where they do not serve.
+/// choose_kernels(), or none where they do not serve; the log says why.
 Kernels kernels_for(int index, const AttentionDesc& call);
 CompressKernels kernels_for(int index, const CompressDesc& call);
 
