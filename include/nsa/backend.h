@@ -6,6 +6,7 @@
 #include <functional>
 #include <string>
 
+#include "nsa/config.h"
 #include "nsa/status.h"
 #include "nsa/tensor.h"
 
@@ -67,6 +68,19 @@ std::string describe_instruction_sets();
 std::string describe_devices();
 /// CUDA devices that the backend can use: compute capability 8.0 or newer; 0 if the library was built without it.
 int device_count();
+
+/// What the choice of CUDA kernels looks at.
+struct KernelQuery {
+  DType dtype = DType::kBFloat16;                                                 // of q, k, v
+  std::int64_t num_heads = 64, num_kv_heads = 4, key_dim = 128, value_dim = 128;  // H, Hkv, Dk, Dv
+  NSAConfig cfg;
+  CompressionKind phi = CompressionKind::kMlp;
+  std::int64_t phi_hidden = 0;  // E of an MLP; 0: 2 * Dk
+};
+/// A line per operation: the kernels that serve it on a GPU of compute capability 9.0 in tensors that TMA can read and,
+/// where portable ones do, why. The same on every machine; one line with the reason where the library was built without
+/// CUDA, or num_kv_heads does not divide num_heads.
+std::string describe_kernels(const KernelQuery& query);
 
 /// Threads of a call whose Context does not say: OpenMP's current maximum (OMP_NUM_THREADS).
 int default_num_threads();

@@ -7,7 +7,9 @@
 #include <thread>
 
 #include "base/device.h"
+#include "base/error.h"
 #include "base/machine.h"
+#include "base/names.h"
 #include "cli/commands.h"
 #include "nsa/backend.h"
 
@@ -21,6 +23,22 @@ void print_section(const char* title, std::string_view lines) {
     fmt::print("  {}\n", lines.substr(0, end));
     lines.remove_prefix(end == std::string_view::npos ? lines.size() : end + 1);
   }
+}
+
+/// What `nsa info --describe` was asked about.
+struct Description {
+  bool wanted = false;
+  std::string dtype = "bfloat16", phi = "mlp";
+  KernelQuery query;
+};
+
+void print_kernels(Description& d) {
+  d.query.dtype = d.dtype == "bfloat16" ? DType::kBFloat16 : d.dtype == "float16" ? DType::kFloat16 : DType::kFloat32;
+  d.query.phi = lm::compression_kind(d.phi);
+  if (const Status status = d.query.cfg.validate(); !status.ok()) throw lm::Error(status.message());
+  if (d.query.num_kv_heads < 1 || d.query.num_heads < 1 || d.query.num_heads % d.query.num_kv_heads != 0)
+    throw lm::Error(describe_kernels(d.query));
+  fmt::print("{}\n", describe_kernels(d.query));
 }
 
 void print_info(bool device_alone) {
@@ -47,7 +65,25 @@ void add_info(CLI::App& app) {
       app.add_subcommand("info", "Print version, backends, instruction sets and devices, what was chosen and why.");
   static bool device_alone = false;  // the callback refers to it
   command->add_flag("--chosen-device", device_alone, "Print only what --device auto means here: cpu or cuda");
-  command->callback([] { print_info(device_alone); });
+  static Description described;
+  command->add_flag("--describe", described.wanted,
+                    "Print only which CUDA kernels serve a call of the options below, and why portable ones do");
+  const auto option = [&](const char* name, auto& value, const char* text) {
+    return command->add_option(name, value, text)->group("What --describe describes")->capture_default_str();
+  };
+  option("--dtype", described.dtype, "bfloat16, float16 or float32")
+      ->check(CLI::IsMember({"bfloat16", "float16", "float32"}));
+  option("--heads", described.query.num_heads, "H: query heads");
+  option("--kv-heads", described.query.num_kv_heads, "Hkv: key/value heads");
+  option("--head-dim", described.query.key_dim, "Dk: channels of a query or key");
+  option("--v-head-dim", described.query.value_dim, "Dv: channels of a value");
+  option("--kernel-size", described.query.cfg.kernel_size, "l: tokens in a compression block");
+  option("--kernel-stride", described.query.cfg.kernel_stride, "d: tokens between compression blocks");
+  option("--block-size", described.query.cfg.block_size, "l': tokens in a selection block");
+  option("--topk", described.query.cfg.topk, "n: selection blocks per query");
+  option("--phi", described.phi, "Compression function: mean, linear or mlp");
+  option("--phi-hidden", described.query.phi_hidden, "E: hidden units of phi mlp; 0: 2 x head dim");
+  command->callback([] { described.wanted ? print_kernels(described) : print_info(device_alone); });
 }
 
 }  // namespace nsa::cli

@@ -68,6 +68,8 @@ namespace nsa::cuda {
 std::string describe_devices();
 /// As nsa::device_count.
 int device_count();
+/// As nsa::describe_kernels, of heads that fit.
+std::string describe_kernels(const KernelQuery& query);
 /// Why the backend cannot run on a device; success if it was built in and the device is there and new enough.
 Status usable(int device);
 /// Why it cannot run on any.

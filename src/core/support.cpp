@@ -135,6 +135,13 @@ std::string describe_devices() { return cuda::describe_devices(); }
 
 int device_count() { return cuda::device_count(); }
 
+std::string describe_kernels(const KernelQuery& query) {
+  if (query.num_kv_heads < 1 || query.num_heads < 1 || query.num_heads % query.num_kv_heads != 0)
+    return "num_kv_heads = " + std::to_string(query.num_kv_heads) +
+           ": must divide num_heads = " + std::to_string(query.num_heads);
+  return cuda::describe_kernels(query);
+}
+
 std::string describe_instruction_sets() { return cpu::describe_instruction_sets(); }
 
 int default_num_threads() { return omp_get_max_threads(); }

@@ -10,6 +10,7 @@ Status absent() { return Status::unsupported("backend cuda: this build of libnsa
 
 std::string describe_devices() { return "none: this build of libnsa has no CUDA backend (NSA_BUILD_CUDA=OFF)"; }
 int device_count() { return 0; }
+std::string describe_kernels(const KernelQuery&) { return describe_devices(); }
 Status usable(int) { return absent(); }
 Status available() { return absent(); }
 Scope::Scope(const Device&, const char*) {}

@@ -149,6 +149,16 @@ def test_bench_refuses(arguments):
     refused("bench", *arguments)
 
 
+def test_info_describes_the_kernels_of_a_call():
+    lines = nsa("info", "--describe", "--dtype", "float32").stdout.decode().splitlines()
+    if lines[0].startswith("none: this build of libnsa has no CUDA backend"):
+        assert len(lines) == 1
+    else:
+        assert "compressed_attention: portable kernels: neither bfloat16 nor float16" in lines
+    assert "num_kv_heads = 4: must divide num_heads = 6" in refused("info", "--describe", "--heads", 6)
+    assert "topk" in refused("info", "--describe", "--topk", 0)
+
+
 def test_info_says_what_was_chosen_and_why(monkeypatch):
     assert "NSA_BACKEND is not set" in nsa("info").text
     monkeypatch.setenv("NSA_BACKEND", "reference")

@@ -36,6 +36,32 @@ TEST(Heuristics, NoneForFloat32OrOtherGroupsOrLayouts) {
   EXPECT_FALSE(any(choose_kernels(c)));
 }
 
+TEST(Heuristics, EveryCallWithoutThemHasAReason) {
+  EXPECT_EQ(obstacle(call()), nullptr);
+  EXPECT_EQ(selected_obstacle(call()), nullptr);
+  EXPECT_EQ(selection_obstacle(call()), nullptr);
+  AttentionDesc c = call();
+  c.dtype = DType::kFloat32;
+  EXPECT_STREQ(obstacle(c), "neither bfloat16 nor float16");
+  c = call(), c.key_dim = 80;
+  EXPECT_STREQ(obstacle(c), "head dims other than 64/64, 128/128 and 192/128");
+  c = call(), c.topk = 65;
+  EXPECT_STREQ(selected_obstacle(c), "more than 64 blocks for a query");
+  EXPECT_EQ(obstacle(c), nullptr);
+}
+
+TEST(Heuristics, ADescriptionNamesTheKernelsOrTheReason) {
+  const std::string defaults = describe_kernels({});
+  EXPECT_NE(defaults.find("compressed_attention: sm90 range_attention"), std::string::npos) << defaults;
+  EXPECT_NE(defaults.find("selected_attention: sm90 query-major, d_q"), std::string::npos) << defaults;
+  const std::string small = describe_kernels({.num_heads = 8});
+  EXPECT_NE(small.find("selected_attention: sm90 block-major"), std::string::npos) << small;
+  const std::string odd = describe_kernels({.key_dim = 80, .phi = CompressionKind::kMean});
+  EXPECT_NE(odd.find("sliding_window_attention: portable kernels: head dims other"), std::string::npos) << odd;
+  EXPECT_NE(odd.find("compress: portable kernels: the mean is no matrix product"), std::string::npos) << odd;
+  EXPECT_EQ(describe_kernels({.num_heads = 6}), "num_kv_heads = 4: must divide num_heads = 6");
+}
+
 TEST(Heuristics, SmallGroups) {
   AttentionDesc c = call();
   for (int group = 1; group < 16; ++group) {

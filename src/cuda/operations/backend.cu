@@ -13,4 +13,6 @@ bool built(const Problem& problem) {
          portable::attention_kernels(problem.dtype, problem.key_dim, problem.value_dim);
 }
 
+std::string describe_kernels(const KernelQuery& query) { return sm90::describe(query); }
+
 }  // namespace nsa::cuda

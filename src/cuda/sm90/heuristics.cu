@@ -105,8 +105,7 @@ const char* selection_obstacle(const AttentionDesc& call) {
   const NSAConfig& cfg = *call.selection;
   if (!select_blocks::adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size)) return nullptr;
   if (cfg.kernel_stride < kLeastStride) return "a stride of compression below 8";
-  if (cfg.kernel_size + cfg.block_size > kMostStrides * cfg.kernel_stride)
-    return "blocks of too many compressed keys";
+  if (cfg.kernel_size + cfg.block_size > kMostStrides * cfg.kernel_stride) return "blocks of too many compressed keys";
   return nullptr;
 }
 
@@ -138,6 +137,41 @@ const char* obstacle(const CompressDesc& call) {
 
 CompressKernels choose_kernels(const CompressDesc& call) {
   return obstacle(call) ? CompressKernels{} : all_kernels(call);
+}
+
+std::string describe(const KernelQuery& query) {
+  AttentionDesc call;
+  call.dtype = query.dtype;
+  call.key_dim = query.key_dim, call.value_dim = query.value_dim;
+  call.group = static_cast<int>(query.num_heads / query.num_kv_heads);
+  CompressDesc phi;
+  phi.dtype = query.dtype, phi.kind = query.phi, phi.dim = query.key_dim;
+  const std::int64_t hidden = query.phi_hidden > 0 ? query.phi_hidden : 2 * query.key_dim;
+  phi.hidden = query.phi == CompressionKind::kMlp ? hidden : query.key_dim;
+  const auto portable = [](const char* why) { return std::string("portable kernels: ") + why; };
+  const char* const why = obstacle(call);
+  const auto attention = [&](const char* kernels) { return why ? portable(why) : std::string(kernels); };
+  std::string text;
+  const auto line = [&](const char* operation, const std::string& served) {
+    text += (text.empty() ? "" : "\n") + std::string(operation) + ": " + served;
+  };
+  line("compress", obstacle(phi) ? portable(obstacle(phi)) : "sm90 compress, forward and backward");
+  line("compressed_attention", attention("sm90 range_attention, forward and backward"));
+  call.selection = query.cfg;
+  const char* const unselected = why ? why : selection_obstacle(call);
+  line("select_blocks", unselected ? portable(unselected) : "sm90 compressed_select, with the attention in one pass");
+  call.selection = {}, call.block_size = query.cfg.block_size, call.topk = query.cfg.topk;
+  const char* const unserved = why ? why : selected_obstacle(call);
+  const Kernels k = choose_kernels(call);
+  line("selected_attention", unserved                  ? portable(unserved)
+                             : !k.selected_query_major ? "sm90 block-major, d_q and d_kv"
+                             : !k.selected_block_major
+                                 ? "sm90 query-major, d_q and d_kv"
+                                 : "sm90 query-major or block-major, as the indices decide, d_q and d_kv");
+  line("sliding_window_attention", attention("sm90 range_attention, forward and backward"));
+  line("combine", attention("with the window's forward in nsa_attention, else portable kernels"));
+  line("decode", portable("a step has no others"));
+  return text;
 }
 
 bool device_supported(int index) {

@@ -7,12 +7,13 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include "cuda/sm90/compress/compress.h"
 #include "cuda/sm90/range_attention/range_attention.h"
 #include "cuda/sm90/select_blocks/compressed_select.h"
 #include "cuda/sm90/selected_attention/selected_attention.h"
-#include "nsa/config.h"
+#include "nsa/backend.h"
 #include "nsa/tensor.h"
 
 namespace nsa::cuda::sm90 {
@@ -76,6 +77,9 @@ const char* obstacle(const CompressDesc& call);
 /// null.
 const char* selected_obstacle(const AttentionDesc& call);
 const char* selection_obstacle(const AttentionDesc& call);
+
+/// A line per operation, as nsa::describe_kernels.
+std::string describe(const KernelQuery& query);
 
 /// Whether they can be used on the device `index`: it may be another one, or NSA_CUDA_KERNELS=portable forbids them.
 bool device_supported(int index);
