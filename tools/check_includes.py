@@ -34,7 +34,7 @@ ARROWS = {
     "cuda/portable": ["core", "cuda/common"],
     "cuda/sm90/common": ["core", "cuda/common"],
     **{f"cuda/sm90/{family}": ["core", "cuda/common", "cuda/sm90/common"] for family in FAMILIES},
-    "cuda/sm90": ["cuda/common", *(f"cuda/sm90/{family}" for family in FAMILIES)],
+    "cuda/sm90": ["core", "cuda/common", *(f"cuda/sm90/{family}" for family in FAMILIES)],
     "cuda/operations": [
         "core",
         "cuda/common",
