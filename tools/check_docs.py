@@ -1,9 +1,16 @@
 #!/usr/bin/env python3
 """Do the documents agree with the tree? Prints what does not, a line each; exit code 1 if anything does not.
 
-Checked are the Markdown files that git tracks: every relative link leads to a file, and its anchor to a heading there.
+Checked are the Markdown files that git tracks:
+
+- every relative link leads to a file, and its anchor to a heading there;
+- every path, file name, identifier and option in backticks is in the tree. The log, the changelog and generated pages
+  are left out: they tell of other days;
+- src/README.md has a paragraph for every folder of src, and no other;
+- README.md has at most 120 lines.
 """
 
+import fnmatch
 import re
 import subprocess
 import sys
@@ -11,9 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-CODE = re.compile(r"`[^`\n]+`")
+CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*(?:\(\))?")
+FILE_NAME = re.compile(r"[\w*-]+\.(?:h|cpp|cu|cuh|py|sh)")
+DATA = re.compile(r"\.(?:json|jsonl|png|txt|html|safetensors|model|tmp|xml)$")
+# What the documents name and the sources do not: words of torch, of PTX and of Python.
+FOREIGN = {"FakeTensorMode", "to_empty", "elect", "spawn", "OMP_STACKSIZE"}
 
 
 def anchors(text):
@@ -25,8 +38,7 @@ def anchors(text):
     return slugs
 
 
-def broken_links(page):
-    text = page.read_text(encoding="utf-8")
+def broken_links(page, text):
     for target in LINK.findall(CODE.sub("", FENCE.sub("", text))):
         if re.match(r"[a-z]+:", target):
             continue
@@ -38,13 +50,79 @@ def broken_links(page):
             yield f"link to {target}: no such heading"
 
 
+def spellings(code):
+    """a.{h,cu} is a.h and a.cu."""
+    found = BRACES.search(code)
+    if not found:
+        return [code]
+    ends = [code[: found.start()] + option + code[found.end() :] for option in found[1].split(",")]
+    return [spelling for end in ends for spelling in spellings(end)]
+
+
+class Tree:
+    """What git tracks: names of files, and the words in those that are no documents."""
+
+    def __init__(self):
+        self.files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+        self.files = [name for name in self.files if (ROOT / name).is_file()]
+        self.pages = [name for name in self.files if name.endswith(".md")]
+        self.paths = {str(path) for name in self.files for path in (Path(name), *Path(name).parents)}
+        self.names = {Path(name).name for name in self.files}
+        self.words = set()
+        for name in self.files:
+            if name.startswith(("docs/", "bench/results/")) or name.endswith((".md", ".png")):
+                continue
+            self.words |= set(re.findall(r"\w+|--[a-z][a-z-]*", (ROOT / name).read_text(encoding="utf-8")))
+
+    def has_path(self, path, folder):
+        """From the root, from the page's folder, as an include, or below src."""
+        spellings = (str(Path(base, path)) for base in ("", folder, "include", "src"))
+        return any(fnmatch.filter(self.paths, spelling) for spelling in spellings)
+
+    def complaint(self, code, folder):
+        """Of what is in backticks on a page of a folder; None: it is there, or nothing that could be."""
+        for spelling in spellings(code):
+            if re.fullmatch(r"[\w.-]+/[\w./*-]*", spelling) and self.has_path(spelling.split("/")[0], folder):
+                if not self.has_path(spelling.rstrip("/"), folder):
+                    return f"`{code}`: no such path"
+            elif FILE_NAME.fullmatch(spelling):
+                if not fnmatch.filter(self.names, spelling):
+                    return f"`{code}`: no such file"
+            elif IDENTIFIER.fullmatch(spelling) and not DATA.search(spelling):
+                for word in re.findall(r"\w+", spelling):
+                    if word not in self.words and word not in FOREIGN:
+                        return f"`{code}`: {word} is nowhere in the sources"
+            else:
+                for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", spelling):
+                    if option not in self.words:
+                        return f"`{code}`: {option} is nowhere in the sources"
+        return None
+
+
+def folders_of_src(tree, text):
+    """Every folder has a paragraph, and every paragraph a folder."""
+    folders = {path.removeprefix("src/") for path in tree.paths if path.startswith("src/") and (ROOT / path).is_dir()}
+    named = set(re.findall(r"\*\*`([^`]+)`\*\*", text)) - {"range_attention", "include/nsa"}
+    yield from (f"no paragraph for **`{name}`**" for name in sorted(folders - named))
+    yield from (f"**`{name}`** is no folder of src" for name in sorted(named - folders))
+
+
 def main():
-    tracked = subprocess.check_output(["git", "ls-files", "-z", "*.md"], cwd=ROOT, text=True).split("\0")
-    found = 0
-    for name in filter(None, tracked):
-        for complaint in broken_links(ROOT / name):
+    tree, found = Tree(), 0
+    for name in tree.pages:
+        page = ROOT / name
+        text = page.read_text(encoding="utf-8")
+        complaints = list(broken_links(page, text))
+        if name != "CHANGELOG.md" and not name.startswith("docs/log/") and "Do not edit" not in text[:200]:
+            codes = dict.fromkeys(CODE.findall(FENCE.sub("", text)))
+            complaints += filter(None, (tree.complaint(code, Path(name).parent) for code in codes))
+        if name == "src/README.md":
+            complaints += folders_of_src(tree, text)
+        if name == "README.md" and text.count("\n") > 120:
+            complaints.append(f"{text.count(chr(10))} lines: at most 120")
+        for complaint in complaints:
             print(f"{name}: {complaint}")
-            found += 1
+        found += len(complaints)
     return 1 if found else 0
 
 
