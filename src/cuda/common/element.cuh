@@ -173,6 +173,6 @@ __host__ __device__ __forceinline__ float log2_scale(float scale) {
 /// The same without its sign, for kernels that negate queries or scores instead.
 __device__ __forceinline__ float positive_scale(float scale) { return fabsf(log2_scale(scale)); }
 /// What a masked score is before it is multiplied by log2_scale().
-__device__ __forceinline__ float masked_score(float log2_scale) { return copysignf(INFINITY, -log2_scale); }
+__host__ __device__ __forceinline__ float masked_score(float log2_scale) { return copysignf(INFINITY, -log2_scale); }
 
 }  // namespace nsa::cuda

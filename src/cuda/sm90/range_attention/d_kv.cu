@@ -24,7 +24,7 @@ struct RangeKeyArgs {
   RowTerms terms;
   HeadPacking packing;
   RangeWork work;
-  float scale;  // in base-2 units
+  float scale, masked;  // in base-2 units; what a masked score is before the scale, as an operand at hand
   KeyItem* items;
   // Key i of an item sees positions [i * stride, i * stride + window) behind its first one.
   int stride, behind, window;
@@ -258,7 +258,7 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if (8 * j + c < from || 8 * j + c >= to) s[4 * j + 2 * i + c] = masked_score(args.scale);
+          if (8 * j + c < from || 8 * j + c >= to) s[4 * j + 2 * i + c] = args.masked;
       }
     }
   };
@@ -369,6 +369,7 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
                     HeadPacking(g.group),
                     RangeWork(g, branch.window),
                     log2_scale(branch.scale),
+                    masked_score(log2_scale(branch.scale)),
                     static_cast<KeyItem*>(branch.schedule)};
   if (args.work.items == 0) return cudaSuccess;
   args.stride = compressed ? g.kernel_stride : 1;

@@ -26,8 +26,8 @@ template <int Dk, int Dv>
 inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
 
 struct ListKeyArgs : ListSchedule {
-  float scale;  // in base-2 units
-  bool gather;  // rows of Q and dO come one by one
+  float scale, masked;  // in base-2 units; what a masked score is before the scale, as an operand at hand
+  bool gather;          // rows of Q and dO come one by one
 };
 
 /// What the warpgroups need to know of a stage.
@@ -307,7 +307,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = masked_score(args.scale);
+        if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = args.masked;
     }
   };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
@@ -406,7 +406,8 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   const Geometry& g = branch.geometry;
   const ListWork work(g, branch.lists);
   if (work.items == 0) return cudaSuccess;
-  ListKeyArgs args{ListSchedule(branch, work), log2_scale(branch.scale)};
+  const float scale = log2_scale(branch.scale);
+  ListKeyArgs args{ListSchedule(branch, work), scale, masked_score(scale)};
   args.gather = args.packing.queries > kMostBoxes;
   KeyMaps maps;
   // One query each: a stage gathers them.
