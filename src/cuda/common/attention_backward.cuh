@@ -40,19 +40,31 @@ __device__ inline void mask_rows(float (&dp)[N][4], int lane, const Visible& vis
   }
 }
 
-/// Two neighbouring elements of dQ, after the scale.
-template <class T>
-__device__ inline void store_d_q(const BackwardArgs& args, int batch, std::int64_t row, int head, int column, float x,
-                                 float y) {
+/// A lane's part of a row of dQ: pairs of columns, eight apart from `column` on. value(n): the n-th pair, after the
+/// scale. All of the sum so far is loaded before anything is stored; as the two may overlap for all that the compiler
+/// knows, each load would wait for the store before it.
+template <class T, int kPairs, class Value>
+__device__ __forceinline__ void store_d_q(const BackwardArgs& args, int batch, std::int64_t row, int head, int column,
+                                          const Value& value) {
+  float2 sum[kPairs];
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) sum[n] = value(n);
   if (args.sum_from.data) {
-    const float2 before = *reinterpret_cast<const float2*>(args.sum_from.at<float>(batch, row, head) + column);
-    x += before.x;
-    y += before.y;
+    const float* from = args.sum_from.at<float>(batch, row, head) + column;
+    float2 before[kPairs];
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) before[n] = *reinterpret_cast<const float2*>(from + 8 * n);
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) sum[n].x += before[n].x, sum[n].y += before[n].y;
   }
+  const auto store = [&](auto* to) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) store_pair(to + column + 8 * n, sum[n].x, sum[n].y);
+  };
   if (args.sum_to.data) {
-    store_pair(args.sum_to.at<float>(batch, row, head) + column, x, y);
+    store(args.sum_to.at<float>(batch, row, head));
   } else {
-    store_pair(args.d_q.at<T>(batch, row, head) + column, x, y);
+    store(args.d_q.at<T>(batch, row, head));
   }
 }
 

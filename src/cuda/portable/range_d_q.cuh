@@ -261,6 +261,7 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
       }
     }
 
+    constexpr int kPairs = 2;
     const BackwardArgs& args = ranges.branch[ranges.branches - 1];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -270,9 +271,10 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
         if (place.x < 0) continue;
         const auto& sum = sixteen<kM>(acc, m);
 #pragma unroll
-        for (int n = 0; n < Dk / 8; ++n)
-          store_d_q<T>(args, place.z, place.x, place.y, n * 8 + 2 * (lane & 3), sum[n][2 * i] * args.scale,
-                       sum[n][2 * i + 1] * args.scale);
+        for (int first = 0; first < Dk / 8; first += kPairs)  // more at a time would spill
+          store_d_q<T, kPairs>(args, place.z, place.x, place.y, 8 * first + 2 * (lane & 3), [&](int n) {
+            return float2{sum[first + n][2 * i] * args.scale, sum[first + n][2 * i + 1] * args.scale};
+          });
       }
   } while (block.next());
 }

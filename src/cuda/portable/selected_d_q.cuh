@@ -103,8 +103,9 @@ __global__ void __launch_bounds__(128, SelectedDq<T, Dk, Dv>::kBlocks)
         const float2 part = *reinterpret_cast<const float2*>(partials + (w * 16 + r) * Shape::kPartialPitch + column);
         x += part.x, y += part.y;
       }
-      store_d_q<T>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, x * args.scale,
-                   y * args.scale);
+      store_d_q<T, 1>(args, seq.batch, query_row, kv_head * p.group + first_head + r, column, [&](int) {
+        return float2{x * args.scale, y * args.scale};
+      });
     }
   } while (block.next());
 }

@@ -253,10 +253,9 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!mine.valid[i]) continue;
-#pragma unroll
-      for (int n = 0; n < Dk / 8; ++n)
-        store_d_q<T>(last, seq.batch, mine.row[i], mine.head[i], n * 8 + 2 * (lane & 3),
-                     acc[4 * n + 2 * i] * last.scale, acc[4 * n + 2 * i + 1] * last.scale);
+      store_d_q<T, Dk / 8>(last, seq.batch, mine.row[i], mine.head[i], 2 * (lane & 3), [&](int n) {
+        return float2{acc[4 * n + 2 * i] * last.scale, acc[4 * n + 2 * i + 1] * last.scale};
+      });
     }
   }
 }

@@ -84,10 +84,9 @@ __global__ void __launch_bounds__(Shape<Dk, Dv, kKeys>::kThreads, 1)
     for (int i = 0; i < 2; ++i) {
       const SelectedRow row(plan, g, same, warp, lane / 4 + 8 * i);
       if (!row.valid) continue;
-#pragma unroll
-      for (int n = 0; n < Dk / 8; ++n)
-        store_d_q<T>(args, same.seq.batch, same.seq.q_begin + row.query, row.head, n * 8 + 2 * (lane & 3),
-                     acc[n][2 * i] * args.scale, acc[n][2 * i + 1] * args.scale);
+      store_d_q<T, Dk / 8>(args, same.seq.batch, same.seq.q_begin + row.query, row.head, 2 * (lane & 3), [&](int n) {
+        return float2{acc[n][2 * i] * args.scale, acc[n][2 * i + 1] * args.scale};
+      });
     }
   });
 }
