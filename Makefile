@@ -48,7 +48,7 @@ help:
 	@echo 'make wheel      the Python package as a wheel in dist/'
 	@echo 'make bundle     headers and test libraries for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
-	@echo 'make mutation   do the tests notice seven planted faults?'
+	@echo 'make mutation   do the tests notice planted faults?'
 	@echo 'make hostile    every fault of every call, every limit, every allocation: the long form of tests in make test'
 	@echo 'make clean      remove what was built                      make distclean   and .venv'
 	@echo
