@@ -83,24 +83,53 @@ def test_a_configuration_is_checked():
     with pytest.raises(ValueError, match=r"^dense_layers: 2: must be 0 \.\.\. 1"):
         config(**SIZES, dense_layers=[2])
     assert config().nsa_config() == nsa.NSAConfig()
-    with pytest.raises(ValueError, match=r"^attn_implementation = 'sdpa': must be 'nsa'"):
+    with pytest.raises(ValueError, match=r"^attn_implementation = 'sdpa': must be 'nsa' or 'eager'"):
         SPARSE["llama"][0]._from_config(config(**SIZES), attn_implementation="sdpa")
 
 
 # The attention is the layer's
 
 
+@BOTH
 @pytest.mark.parametrize("share_kv", [False, True])
-def test_an_attention_layer_is_native_sparse_attention(share_kv):
-    model = sparse("llama", nsa={"share_kv": share_kv})
+def test_an_attention_layer_is_native_sparse_attention(name, share_kv):
+    model = sparse(name, nsa={"share_kv": share_kv}, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     attention = model.model.layers[0].self_attn
     cfg = nsa.NSAConfig(**SMALL)
-    layer = nsa.NativeSparseAttention(64, 8, 2, 16, cfg=cfg, share_kv=share_kv)
+    layer = nsa.NativeSparseAttention(64, 8, 2, 16, cfg=cfg, share_kv=share_kv, qk_norm=name == "qwen3")
     layer.load_state_dict(attention.state_dict())
     x = torch.randn(2, 100, 64)
     layout = model.model._layout(x, None, None, None, {})
     with torch.no_grad():
         assert error(attention(x, layout)[0], layer(x)) < 1e-6
+
+
+@BOTH
+@pytest.mark.parametrize("rope", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
+def test_eager_is_the_reference_for_every_rotation(name, rope):
+    parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    parameters |= {"longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}.get(rope, {})
+    parameters |= {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}.get(rope, {})
+    model = sparse(name, rope_parameters=parameters, max_position_embeddings=256, dense_layers=[1])
+    rows = [tokens(n) for n in (60, 200)]
+    ids, mask = padded(rows, "left")
+    labels = ids.masked_fill(mask.cumsum(1) <= 1, -100)  # padding before the first token would predict it
+    results = {}
+    for implementation in ("eager", "nsa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        out = model(ids, attention_mask=mask, labels=labels)
+        out.loss.backward()
+        results[implementation] = out.logits.detach()[mask.bool()], gradients(model)
+    assert error(results["nsa"][0], results["eager"][0]) < 1e-4
+    largest = max(g.abs().max() for g in results["eager"][1].values())
+    for n, grad in results["eager"][1].items():
+        assert (results["nsa"][1][n] - grad).abs().max() < 1e-3 * largest
+    with torch.no_grad():  # positions do not turn otherwise because a text became longer
+        cache = model(ids[:, :150], attention_mask=mask[:, :150], use_cache=True).past_key_values
+        last = model(ids[:, 150:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    if rope not in ("dynamic", "longrope"):  # transformers' own dense layer turns them otherwise
+        assert error(last[1], out.logits[1, 150:]) < 1e-4
 
 
 # Generation

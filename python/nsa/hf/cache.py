@@ -8,9 +8,8 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from ..cache import KVCache
 from ..config import NSAConfig
-from ..decoding import MAX_DECODE_TOKENS
+from ..decoding import MAX_DECODE_TOKENS, decode, prefill
 from .configuration import LAYER_TYPE
-from .operators import decode_step, forget, rows_of
 
 GROWTH = 1.5
 """A cache that grows gets this much longer at least, so that growing costs a constant time per token."""
@@ -28,15 +27,20 @@ class _NsaLayer:
 
     cache: KVCache | None = None
 
-    def step(self, inputs: tuple[Tensor, ...], weights: tuple, cfg: NSAConfig, tables: tuple, tokens: Tensor | None):
-        """Appends the tokens in front of each row and attends: inputs are q, k_cmp, v_cmp, ..., gates, (B, m, ...).
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, cfg: NSAConfig, tokens: Tensor | None, **inputs: object
+    ) -> Tensor:
+        """Appends the tokens in front of each row and attends.
 
-        tokens: bool (B, m), which of the new slots hold tokens; None: all.
+        Args:
+            q, k, v, gates: (B, m, heads, ...), as `nsa.decode` takes them; `inputs` are what else it takes.
+            cfg: of a cache that is made now.
+            tokens: bool (B, m), which of the new slots hold tokens; None: all.
         """
-        q, k, v = inputs[:3]
         self._append(q.shape[1], tokens, k, v, cfg)
         num_new = None if tokens is None else tokens.sum(1, dtype=torch.int32)
-        return decode_step(inputs, self.cache, weights, tables, num_new, prefill=q.shape[1] > MAX_DECODE_TOKENS)
+        step = decode if q.shape[1] <= MAX_DECODE_TOKENS else prefill
+        return step(q, k, v, gates, self.cache, num_new=num_new, **inputs)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a sparse layer is initialized by its first step")
@@ -80,7 +84,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
         left = self.slots + tokens_to_remove
         if left < 0:
             raise ValueError(f"tokens_to_remove = {tokens_to_remove}: must be at least -{self.slots}")
-        forget(self.cache, -tokens_to_remove if self.seen is None else self.seen[:, left : self.slots].sum(1))
+        _forget(self.cache, -tokens_to_remove if self.seen is None else self.seen[:, left : self.slots].sum(1))
         self.slots = left
 
     def reset(self) -> None:
@@ -93,7 +97,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.cache is not None:
-            self.cache = rows_of(self.cache, indices, self.cache.max_length)
+            self.cache = _rows_of(self.cache, indices, self.cache.max_length)
             self.seen = None if self.seen is None else self.seen[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -108,7 +112,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
             self.is_initialized = True
         elif needed > self.cache.max_length:
             size = _rounded(max(needed, int(GROWTH * self.cache.max_length)))
-            self.cache = rows_of(self.cache, torch.arange(batch), size)
+            self.cache = _rows_of(self.cache, torch.arange(batch), size)
         if tokens is not None or self.seen is not None:
             every = torch.ones(batch, needed, dtype=torch.bool, device=k.device)
             if self.seen is not None:
@@ -137,7 +141,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """In place: a compiled step has the addresses."""
         if self.cache is not None:
-            chosen = rows_of(self.cache, beam_idx, self.max_cache_len)
+            chosen = _rows_of(self.cache, beam_idx, self.max_cache_len)
             for store, new in zip(self.cache.tensors(), chosen.tensors(), strict=True):
                 store.copy_(new)
 
@@ -156,3 +160,31 @@ def _new_cache(batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig
 
 def _rounded(length: int) -> int:
     return -(-length // 64) * 64
+
+
+def _rows_of(cache: KVCache, rows: Tensor, max_length: int) -> KVCache:
+    """A cache whose row b continues row rows[b], with room for max_length tokens."""
+    pages = cache.k_slc, cache.v_slc, cache.k_c, cache.v_c
+    new = KVCache(
+        *(len(rows), pages[0].shape[2], pages[0].shape[3], pages[1].shape[3], cache.cfg),
+        max_length=max_length,
+        dtype=pages[0].dtype,
+        device=pages[0].device,
+    )
+    tables = (cache.block_table, cache.block_table, cache.block_table_c, cache.block_table_c)
+    own = (new.block_table, new.block_table, new.block_table_c, new.block_table_c)
+    for old, table, store, place in zip(pages, tables, new.tensors()[:4], own, strict=True):
+        store[place[:, 0].long(), : old.shape[1]] = old[table[rows.to(table.device), 0].long()]
+    for old, store in zip(cache.tensors()[4:9], new.tensors()[4:9], strict=True):
+        store.copy_(old[rows.to(old.device)])
+    new._longest = [cache._longest[row] for row in rows.tolist()]
+    return new
+
+
+def _forget(cache: KVCache, count: int | Tensor) -> None:
+    """Shortens every row by `count` tokens, one number or (B)."""
+    lengths = (cache.cache_seqlens - count).tolist()
+    for row, length in enumerate(lengths):
+        cache._check_going_back("sequence", row, length)
+    for row, length in enumerate(lengths):
+        cache.rollback(row, length)

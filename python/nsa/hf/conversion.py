@@ -15,8 +15,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Co
 
 from ..layer import BRANCHES
 from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
-from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM
-from .operators import initial_weights
+from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM, initial_phi
 
 ARCHITECTURES = {"LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig), "Qwen3ForCausalLM": (Qwen3Config, NsaQwen3Config)}
 GATE_BIASES = {"cmp": -6.0, "slc": 4.0, "swa": -4.0}
@@ -76,7 +75,7 @@ def targets(config: NsaLlamaConfig | NsaQwen3Config, name: str, tensor: Tensor) 
     """What a tensor of the dense model becomes: itself, or a copy for each branch."""
     parts = name.split(".")
     sparse = parts[:2] == ["model", "layers"] and config.layer_types[int(parts[2])] == LAYER_TYPE
-    if sparse and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj"):
+    if sparse and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj", "k_norm"):
         return [(".".join((*parts[:-1], branch, parts[-1])), tensor.clone()) for branch in BRANCHES]
     return [(name, tensor)]
 
@@ -99,13 +98,8 @@ def added_tensors(
             biases = torch.tensor([GATE_BIASES[branch] for branch in BRANCHES])
             yield f"{prefix}gate.2.bias", biases.repeat(config.num_attention_heads)
             for which in ("phi_k", "phi_v"):
-                phi = getattr(attention, which)
-                if phi.pe is None:
-                    continue
-                start = initial_weights(phi).as_arguments()[1:]
-                for part, value in zip(("pe", "w1", "b1", "w2", "b2"), start, strict=True):
-                    if value is not None:
-                        yield f"{prefix}{which}.{part}", value
+                for part, value in initial_phi(getattr(attention, which)):
+                    yield f"{prefix}{which}.{part}", value
 
 
 def compare_logits(expected: Tensor, given: Tensor) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,14 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
-from ..compression import CompressionFunction
-from ..layer import BRANCHES
+from .. import reference
+from ..compression import CompressionFunction, initial_compression_weights
+from ..functional import native_sparse_attention
+from ..layer import NativeSparseAttention
 from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
-from .operators import attend, initial_weights, weights_of
 from .packing import Rows, offsets_of_restarts
 
 
@@ -40,38 +42,24 @@ class Layout:
     max_seqlen: int | None = None
 
 
-class NsaAttention(nn.Module):
-    """Projections, gates and phi around the sparse operators, named as in `nsa.NativeSparseAttention`."""
+class NsaAttention(NativeSparseAttention):
+    """The layer `nsa.NativeSparseAttention` with transformers' rotation, padding and caches."""
 
     def __init__(self, config: NsaLlamaConfig | NsaQwen3Config, layer_idx: int) -> None:
-        super().__init__()
+        options = {name: config.nsa[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head")}
+        super().__init__(
+            *(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+            cfg=config.nsa_config(),
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            qk_norm=isinstance(config, NsaQwen3Config),
+            norm_eps=config.rms_norm_eps,
+            rope_theta=None,
+            **options,
+        )
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.cfg = config.nsa_config()
-        options, width = config.nsa, config.hidden_size
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-
-        def projection() -> nn.Module:
-            def one() -> nn.Linear:
-                return nn.Linear(width, kv_heads * self.head_dim, bias=config.attention_bias)
-
-            return one() if options["share_kv"] else nn.ModuleDict({branch: one() for branch in BRANCHES})
-
-        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=config.attention_bias)
-        self.k_proj, self.v_proj = projection(), projection()
-        if isinstance(config, NsaQwen3Config):
-            self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        else:
-            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        sets = kv_heads if options["phi_per_kv_head"] else 1
-        sizes = (options["phi"], self.cfg.kernel_size, self.head_dim, sets, options["phi_hidden"] or None)
-        self.phi_k, self.phi_v = CompressionFunction(*sizes), CompressionFunction(*sizes)
-        hidden = max(1, width // 4)
-        self.gate = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, 3 * heads))
-        self.gate[2].starts_at_zero = True  # so that every gate starts at its bias
-        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=config.attention_bias)
+        self.gate[2].starts_at_zero = True  # for _init_weights
 
     def forward(
         self, hidden_states: Tensor, layout: Layout, past_key_values: Cache | None = None, **_: object
@@ -82,33 +70,31 @@ class NsaAttention(nn.Module):
         if past_key_values is None and (rows is not None or cu_seqlens is not None):
             cu_seqlens = cu_seqlens if rows is None else rows.offsets()
             x = x.flatten(0, 1)
-        v = self._branches(self.v_proj, x)
+        v = self._branches(self.v_proj, None, x)
         dtype = v["cmp"].dtype  # under autocast, norms leave queries and keys in another
-        q = self.q_norm(self._heads(self.q_proj(x))).to(dtype)
-        k = self._branches(self.k_proj, x)
-        if k["slc"] is k["cmp"]:
-            k = dict.fromkeys(BRANCHES, self.k_norm(k["cmp"]).to(dtype))
-        else:
-            k = {branch: self.k_norm(one).to(dtype) for branch, one in k.items()}
+        q = self._heads(self.q_proj(x), self.num_heads)
+        q = (q if self.q_norm is None else self.q_norm(q)).to(dtype)
+        k = {b: one.to(dtype) for b, one in self._branches(self.k_proj, self.k_norm, x).items()}
         gates = torch.sigmoid(self.gate(x)).to(dtype).unflatten(-1, (-1, 3))
-        inputs = (q, *(one[branch] for branch in BRANCHES for one in (k, v)), gates)
-        weights = weights_of(self.phi_k, dtype), weights_of(self.phi_v, dtype)
+        inputs = {"weights_k": self.phi_k(dtype), "weights_v": self.phi_v(dtype), "rope": layout.tables}
+        if not isinstance(self.k_proj, nn.Linear):
+            inputs |= {"k_slc": k["slc"], "v_slc": v["slc"], "k_swa": k["swa"], "v_swa": v["swa"]}
         if past_key_values is None:
-            o = attend(inputs, weights, self.cfg, layout.tables, cu_seqlens, layout.max_seqlen)
+            if cu_seqlens is not None:
+                inputs |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": layout.max_seqlen}
+            eager = self.config._attn_implementation == "eager"
+            attend = reference.native_sparse_attention if eager else native_sparse_attention
+            o = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
         else:
-            o = past_key_values.layers[self.layer_idx].step(inputs, weights, self.cfg, layout.tables, layout.tokens)
+            held = past_key_values.layers[self.layer_idx]
+            o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)
             if torch.is_grad_enabled() and hidden_states.requires_grad:
                 o = _WithoutGradient.apply(o, hidden_states)
         o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
         return o if rows is None else rows.back(o), None
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
-
-    def _branches(self, projection: nn.Module, x: Tensor) -> dict[str, Tensor]:
-        if isinstance(projection, nn.ModuleDict):
-            return {branch: self._heads(projection[branch](x)) for branch in BRANCHES}
-        return dict.fromkeys(BRANCHES, self._heads(projection(x)))
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # with tensor parallelism `heads` is more than there are
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -129,9 +115,9 @@ class _Sparse:
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = False
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: object, **__: object) -> str:
-        if attn_implementation not in (None, "nsa"):
-            raise ValueError(f"attn_implementation = {attn_implementation!r}: must be 'nsa'")
-        return "nsa"
+        if attn_implementation not in (None, "nsa", "eager"):
+            raise ValueError(f"attn_implementation = {attn_implementation!r}: must be 'nsa' or 'eager'")
+        return attn_implementation or "nsa"
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -143,10 +129,8 @@ class _Sparse:
         if getattr(module, "starts_at_zero", False):
             initialization.zeros_(module.weight)
         elif isinstance(module, CompressionFunction) and module.pe is not None:
-            start = initial_weights(module).as_arguments()[1:]
-            for name, value in zip(("pe", "w1", "b1", "w2", "b2"), start, strict=True):
-                if value is not None:
-                    initialization.copy_(getattr(module, name), value)
+            for name, value in initial_phi(module):
+                initialization.copy_(getattr(module, name), value)
 
 
 class _SparseModel(_Sparse):
@@ -295,6 +279,14 @@ class NsaQwen3ForCausalLM(_Sparse, Qwen3ForCausalLM):
     def __init__(self, config: NsaQwen3Config) -> None:
         Qwen3PreTrainedModel.__init__(self, config)
         _add_head(self, NsaQwen3Model(config))
+
+
+def initial_phi(phi: CompressionFunction) -> Iterator[tuple[str, Tensor]]:
+    """Names and float32 values of what a phi starts from, drawn from torch's generator."""
+    start = initial_compression_weights(phi.kind, phi.kernel_size, phi.head_dim, phi.num_sets, phi.hidden)
+    for name in ("pe", "w1", "b1", "w2", "b2"):
+        if getattr(start, name) is not None:
+            yield name, getattr(start, name)
 
 
 def _add_head(causal: nn.Module, model: nn.Module) -> None:
