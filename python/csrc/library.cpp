@@ -66,6 +66,8 @@ void define(Library& m) {
       "float? softmax_scale, Tensor? rope_cos, Tensor? rope_sin, " +
       kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(18));
   def("describe_backends() -> str");
+  def("describe_devices() -> str");
+  def("describe_instruction_sets() -> str");
   def("device_count() -> int");
 }
 
@@ -104,5 +106,7 @@ STABLE_TORCH_LIBRARY_IMPL(nsa, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(nsa, CUDA, m) { nsa::python::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(nsa, CompositeExplicitAutograd, m) {  // no tensors
   m.impl("describe_backends", TORCH_BOX(&nsa::describe_backends));
+  m.impl("describe_devices", TORCH_BOX(&nsa::describe_devices));
+  m.impl("describe_instruction_sets", TORCH_BOX(&nsa::describe_instruction_sets));
   m.impl("device_count", TORCH_BOX(&nsa::python::device_count));
 }

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from . import reference
-from .backends import describe_backends, device_count
+from ._backends import Backend, backends, describe_backends, device_count, use_backend
 from .cache import ROLLBACK, KVCache
 from .compression import CompressionFunction, initial_compression_weights
 from .config import CompressionWeights, NSAConfig
@@ -30,11 +30,13 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH
 __all__ = [
     "MAX_DECODE_TOKENS",
     "ROLLBACK",
+    "Backend",
     "CompressionFunction",
     "CompressionWeights",
     "KVCache",
     "NSAConfig",
     "NativeSparseAttention",
+    "backends",
     "combine",
     "compress",
     "compressed_attention",
@@ -52,4 +54,5 @@ __all__ = [
     "select_blocks",
     "selected_attention",
     "sliding_window_attention",
+    "use_backend",
 ]

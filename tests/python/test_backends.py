@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,6 +36,39 @@ def test_description():
     assert [line.split(":")[0] for line in lines[:4]] == ["cpu", "cuda", "reference", "chosen"]
     assert ("cannot run: " in lines[1]) == (nsa.device_count() == 0)
     assert lines[3].startswith("chosen: cpu")
+
+
+def test_backends_are_data(monkeypatch):
+    monkeypatch.delenv("NSA_BACKEND", raising=False)
+    cpu, cuda, reference = nsa.backends()
+    assert (cpu.name, cuda.name, reference.name) == ("cpu", "cuda", "reference")
+    assert cpu.available and cpu.chosen and cpu.variant and cpu.reason is None and "bfloat16" in cpu.takes
+    assert cuda.available == cuda.chosen == (nsa.device_count() > 0) == (cuda.reason is None)
+    assert reference.available and not reference.chosen and reference.variant == "float64"
+    assert nsa.describe_backends().startswith(f"cpu: {cpu.takes}; runs as {cpu.variant}\n")
+
+
+def test_use_backend(monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND", "cpu")
+    x = torch.randn(1, 5, 1, 7, dtype=torch.float64)  # which reference alone takes
+    with nsa.use_backend("reference"):
+        nsa.sliding_window_attention(x, x, x, 4)
+        assert [backend.chosen for backend in nsa.backends()] == [False, False, True]
+    with pytest.raises(RuntimeError, match="backend cpu"):
+        nsa.sliding_window_attention(x, x, x, 4)
+    nsa.use_backend("reference")
+    nsa.sliding_window_attention(x, x, x, 4)
+    with pytest.raises(ValueError, match=r"^name = 'gpu': must be auto, cpu, cuda or reference$"):
+        nsa.use_backend("gpu")
+    if not nsa.device_count():
+        with pytest.raises(ValueError, match=r"^name = 'cuda': cannot run here: .*"):
+            nsa.use_backend("cuda")
+
+
+def test_what_a_report_needs():
+    done = subprocess.run([sys.executable, "-m", "nsa"], capture_output=True, text=True, check=True)
+    for what in (f"nsa {nsa.__version__}", f"torch {torch.__version__}", "cpu: float32", "chosen: ", "CUDA devices"):
+        assert what in done.stdout
 
 
 def test_tensors_in_host_memory_do_not_run_on_cuda(monkeypatch):
