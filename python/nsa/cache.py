@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from operator import index
 
@@ -19,58 +20,74 @@ _LARGEST = 2**31 - 16
 """The largest size: a multiple of 16 in 32 bits, as positions and page numbers are."""
 
 
-class _Pages:
-    """Which pages of a pool each sequence holds; a page shared by several sequences is counted."""
+NAMES = (
+    *("k_slc", "v_slc", "k_c", "v_c", "k_swa_ring", "v_swa_ring", "k_cmp_ring", "v_cmp_ring"),
+    *("cache_seqlens", "overflow", "block_table", "block_table_c"),
+)
+"""A cache's tensors in the order in which the operators in torch.ops.nsa take them."""
 
-    def __init__(self, name: str, page_size: int, table: Tensor, num_pages: int) -> None:
-        self.name = name
-        self.page_size = page_size
-        self.table = table  # int32 (B, max_pages)
+
+class _Pages:
+    """Which pages of a pool each sequence holds; a page shared by several sequences is counted.
+
+    Rows of the table are written by `flush` alone, so that a copy can try a change that may be refused.
+    """
+
+    def __init__(self, name: str, page_size: int, num_pages: int, batch: int, max_pages: int) -> None:
+        self.name, self.page_size, self.max_pages = name, page_size, max_pages
         self.owners = [0] * num_pages
         self.free = list(range(num_pages - 1, -1, -1))
-        self.held: list[list[int]] = [[] for _ in range(table.shape[0])]
+        self.held: list[list[int]] = [[] for _ in range(batch)]
+        self.changed: set[int] = set()
+
+    def copy(self) -> _Pages:
+        other = copy.copy(self)
+        other.owners, other.free = self.owners.copy(), self.free.copy()
+        other.held, other.changed = [pages.copy() for pages in self.held], self.changed.copy()
+        return other
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
 
     def missing(self, sequence: int, tokens: int) -> int:
         """Pages that the sequence lacks to hold `tokens`."""
-        return max(0, -(-tokens // self.page_size) - len(self.held[sequence]))
+        return max(0, self.pages_for(tokens) - len(self.held[sequence]))
 
-    def require(self, needed: int, max_needed_by_one: int) -> None:
-        if max_needed_by_one > self.table.shape[1]:
+    def require(self, needed: int, max_needed_by_one: int = 0) -> None:
+        if max_needed_by_one > self.max_pages:
             raise RuntimeError(
-                f"{self.name}: a sequence needs {max_needed_by_one} pages, its table has {self.table.shape[1]}"
+                f"{self.name}: a sequence needs {max_needed_by_one} pages, its table has {self.max_pages}"
             )
         if needed > len(self.free):
             raise RuntimeError(f"{self.name}: {needed} more pages are needed, {len(self.free)} are free")
 
     def grow(self, sequence: int, tokens: int) -> None:
         if missing := self.missing(sequence, tokens):
+            self.require(missing)
             self.held[sequence] += [self._take() for _ in range(missing)]
-            self._write(sequence)
+            self.changed.add(sequence)
 
     def share(self, parent: int, child: int, count: int) -> None:
         """Gives the child the parent's first `count` pages."""
         for page in self.held[parent][:count]:
             self.owners[page] += 1
             self.held[child].append(page)
-        self._write(child)
+        self.changed.add(child)
 
     def own(self, sequence: int, first_written: int) -> list[tuple[int, int]]:
         """Replaces the shared pages that hold tokens from `first_written` on; returns (old, new) of each."""
         replaced = []
         pages = self.held[sequence]
-        for i in range(first_written // self.page_size, len(pages)):
+        first = first_written // self.page_size
+        self.require(sum(self.owners[page] > 1 for page in pages[first:]))
+        for i in range(first, len(pages)):
             if self.owners[pages[i]] > 1:
                 old, new = pages[i], self._take()
                 self.owners[old] -= 1
                 pages[i] = new
                 replaced.append((old, new))
-        if replaced:
-            self._write(sequence)
+                self.changed.add(sequence)
         return replaced
-
-    def shared_from(self, sequence: int, first_written: int) -> int:
-        """Shared pages that hold tokens from `first_written` on."""
-        return sum(self.owners[page] > 1 for page in self.held[sequence][first_written // self.page_size :])
 
     def release(self, sequence: int) -> None:
         for page in self.held[sequence]:
@@ -78,18 +95,53 @@ class _Pages:
             if self.owners[page] == 0:
                 self.free.append(page)
         self.held[sequence] = []
-        self._write(sequence)
+        self.changed.add(sequence)
+
+    def select(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[_Pages, list[tuple[int, int]]]:
+        """The pages if row b goes on as row rows[b] did with its tokens, and (old, new) of those to copy.
+
+        The first to go on as a row takes its pages; others share the full ones and get a copy of the last.
+        """
+        new = self.copy()
+        new.held, new.changed = [[] for _ in rows], set(range(len(rows)))
+        for dropped in set(range(len(self.held))) - set(rows):
+            for page in self.held[dropped]:
+                new.owners[page] -= 1
+                if new.owners[page] == 0:
+                    new.free.append(page)
+        copies, taken = [], set()
+        for b, row in enumerate(rows):
+            if row not in taken:
+                taken.add(row)
+                new.held[b] = self.held[row].copy()
+                continue
+            for page in self.held[row][: tokens[row] // self.page_size]:
+                new.owners[page] += 1
+                new.held[b].append(page)
+            if tokens[row] % self.page_size:
+                new.require(1)
+                new.held[b].append(new._take())
+                copies.append((self.held[row][len(new.held[b]) - 1], new.held[b][-1]))
+        return new, copies
+
+    def extend(self, num_pages: int, max_pages: int) -> None:
+        """More pages, and longer rows of the table."""
+        self.free = [*range(num_pages - 1, len(self.owners) - 1, -1), *self.free]
+        self.owners += [0] * (num_pages - len(self.owners))
+        self.max_pages = max_pages
+
+    def flush(self, table: Tensor) -> None:
+        """Puts the pages of changed sequences into their rows, behind what the device has to do already."""
+        for sequence in sorted(self.changed):
+            pages = self.held[sequence]
+            row = torch.tensor(pages + [-1] * (self.max_pages - len(pages)), dtype=torch.int32, device="cpu")
+            table[sequence].copy_(row, non_blocking=True)
+        self.changed = set()
 
     def _take(self) -> int:
         page = self.free.pop()
         self.owners[page] = 1
         return page
-
-    def _write(self, sequence: int) -> None:
-        """Puts the pages of the sequence into its row of the table, behind what the device has to do already."""
-        pages = self.held[sequence]
-        row = torch.tensor(pages + [-1] * (self.table.shape[1] - len(pages)), dtype=torch.int32, device="cpu")
-        self.table[sequence].copy_(row, non_blocking=True)
 
 
 class KVCache:
@@ -119,6 +171,10 @@ class KVCache:
     Raises:
         ValueError: a size is not allowed.
         TypeError: an argument is of another type.
+
+    Attributes:
+        block_table: int32 (B, max_pages), page p of a sequence, -1: none.
+        block_table_c: int32 (B, max_pages_c), likewise of its compressed tokens.
     """
 
     @checked
@@ -148,27 +204,29 @@ class KVCache:
         self.max_length = max_length
         self.contiguous = page_size is None
 
-        def pool(name: str, longest: int, size: int, count: int | None) -> tuple[_Pages, Tensor, Tensor]:
-            per_sequence = -(-longest // size)
-            count = batch_size * per_sequence if count is None else count
-            table = torch.full((batch_size, per_sequence), -1, dtype=torch.int32, device=device)
-            shape = (count, size, num_kv_heads)
-            keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-            return _Pages(name, size, table, count), keys, torch.zeros(*shape, v_head_dim, dtype=dtype, device=device)
-
-        def ring(tokens: int, dim: int) -> Tensor:
-            return torch.zeros(batch_size, tokens + ROLLBACK, num_kv_heads, dim, dtype=dtype, device=device)
-
         longest_c = max(1, cfg.num_compressed(max_length))
         size, size_c = page_size or _multiple_of_16(max_length), _multiple_of_16(longest_c)
         num_pages_c = None
         if page_size is not None:
             size_c = min(size_c, _multiple_of_16(-(-page_size // cfg.kernel_stride)))
-            if num_pages is not None:
-                tokens_c = -(-num_pages * page_size // cfg.kernel_stride)
-                num_pages_c = -(-tokens_c // size_c) + batch_size  # each sequence may hold a page in part
-        self._pages, self.k_slc, self.v_slc = pool("KVCache", max_length, size, num_pages)
-        self._pages_c, self.k_c, self.v_c = pool("KVCache, compressed", longest_c, size_c, num_pages_c)
+            num_pages_c = self._compressed_pages(num_pages, size, size_c, batch_size)
+
+        def pool(name: str, longest: int, size: int, count: int | None) -> tuple[_Pages, Tensor, Tensor, Tensor]:
+            per_sequence = -(-longest // size)
+            count = batch_size * per_sequence if count is None else count
+            table = torch.full((batch_size, per_sequence), -1, dtype=torch.int32, device=device)
+            shape = (count, size, num_kv_heads)
+            keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+            values = torch.zeros(*shape, v_head_dim, dtype=dtype, device=device)
+            return _Pages(name, size, count, batch_size, per_sequence), table, keys, values
+
+        def ring(tokens: int, dim: int) -> Tensor:
+            return torch.zeros(batch_size, tokens + ROLLBACK, num_kv_heads, dim, dtype=dtype, device=device)
+
+        self._pages, self.block_table, self.k_slc, self.v_slc = pool("KVCache", max_length, size, num_pages)
+        self._pages_c, self.block_table_c, self.k_c, self.v_c = pool(
+            "KVCache, compressed", longest_c, size_c, num_pages_c
+        )
         self.k_swa_ring, self.v_swa_ring = ring(cfg.window_size, head_dim), ring(cfg.window_size, v_head_dim)
         self.k_cmp_ring, self.v_cmp_ring = ring(cfg.kernel_size, head_dim), ring(cfg.kernel_size, v_head_dim)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
@@ -177,19 +235,61 @@ class KVCache:
         if self.contiguous:
             self.reserve(max_length)
 
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor], cfg: NSAConfig, max_length: int) -> KVCache:
+        """A cache in memory of the caller: the tensors of another one, in the order of `tensors`.
+
+        Pages belong to the sequences as the tables say; the host reads them and the lengths. A cache of one page per
+        sequence and as many pages as sequences is contiguous.
+
+        Raises:
+            ValueError: a tensor's shape, dtype, device or content does not fit the others, cfg or max_length.
+        """
+        if len(tensors) != len(NAMES):
+            raise ValueError(f"tensors: {len(tensors)} tensors: must be {len(NAMES)}: {', '.join(NAMES)}")
+        for name, tensor in zip(NAMES, tensors, strict=True):
+            check_type(name, tensor, Tensor)
+        check_type("cfg", cfg, NSAConfig)
+        check_type("max_length", max_length, int)
+        check_sizes(_LARGEST, max_length=max_length)
+        cache = cls.__new__(cls)
+        cache.cfg, cache.max_length = cfg, max_length
+        for name, tensor in zip(NAMES, tensors, strict=True):
+            setattr(cache, name, tensor)
+        cache._check_shapes()
+        longest_c = max(1, cfg.num_compressed(max_length))
+        pools = []
+        for name, keys, table, longest in (
+            ("block_table", cache.k_slc, cache.block_table, max_length),
+            ("block_table_c", cache.k_c, cache.block_table_c, longest_c),
+        ):
+            pages = _Pages("KVCache" + ", compressed" * (keys is cache.k_c), keys.shape[1], keys.shape[0], *table.shape)
+            if pages.max_pages < pages.pages_for(longest):
+                what = f"{name}: {tuple(table.shape)}: must have {pages.pages_for(longest)} pages per sequence"
+                raise ValueError(f"{what} for max_length = {max_length}")
+            for b, row in enumerate(table.tolist()):
+                held = [page for page in row if page >= 0]
+                if row != held + [-1] * (len(row) - len(held)) or any(page >= keys.shape[0] for page in held):
+                    raise ValueError(f"{name}[{b}]: must be pages below {keys.shape[0]}, then -1")
+                pages.held[b] = held
+                for page in held:
+                    pages.owners[page] += 1
+            pages.free = [page for page in range(keys.shape[0] - 1, -1, -1) if not pages.owners[page]]
+            pools.append(pages)
+        cache._pages, cache._pages_c = pools
+        cache._longest = cache.cache_seqlens.tolist()
+        for b, length in enumerate(cache._longest):
+            room = min(max_length, len(cache._pages.held[b]) * cache._pages.page_size)
+            if not 0 <= length <= room:
+                raise ValueError(f"cache_seqlens[{b}] = {length}: must be 0 ... {room}, what its pages hold")
+        cache.contiguous = all(
+            p.max_pages == 1 and len(p.owners) == len(p.held) and set(p.owners) == {1} for p in pools
+        )
+        return cache
+
     @property
     def batch_size(self) -> int:
         return self.cache_seqlens.shape[0]
-
-    @property
-    def block_table(self) -> Tensor:
-        """int32 (B, max_pages): page p of a sequence, -1: none."""
-        return self._pages.table
-
-    @property
-    def block_table_c(self) -> Tensor:
-        """int32 (B, max_pages_c): page p of a sequence's compressed tokens, -1: none."""
-        return self._pages_c.table
 
     @property
     def free_pages(self) -> int:
@@ -198,9 +298,7 @@ class KVCache:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order in which the operators in torch.ops.nsa take them."""
-        rings = (self.k_swa_ring, self.v_swa_ring, self.k_cmp_ring, self.v_cmp_ring)
-        state = (self.cache_seqlens, self.overflow, self.block_table, self.block_table_c)
-        return self.k_slc, self.v_slc, self.k_c, self.v_c, *rings, *state
+        return tuple(getattr(self, name) for name in NAMES)
 
     def reserve(self, upper_bound: int | Sequence[int]) -> None:
         """Makes room for sequences of up to `upper_bound` tokens in all (one number, or one per sequence).
@@ -224,10 +322,11 @@ class KVCache:
         compressed = [self.cfg.num_compressed(bound) for bound in bounds]
         for pages, tokens in ((self._pages, bounds), (self._pages_c, compressed)):
             missing = [pages.missing(b, count) for b, count in enumerate(tokens)]
-            pages.require(sum(missing), max(-(-count // pages.page_size) for count in tokens))
+            pages.require(sum(missing), max(pages.pages_for(count) for count in tokens))
         for b in range(self.batch_size):
             self._pages.grow(b, bounds[b])
             self._pages_c.grow(b, compressed[b])
+        self._set_pages(self._pages, self._pages_c)
 
     def check(self) -> None:
         """Waits for the device. Raises RuntimeError if a step since the last check found no room for a sequence."""
@@ -244,17 +343,43 @@ class KVCache:
             RuntimeError: pages shared with a fork would have to be copied, and too few are free; nothing was forgotten.
         """
         self._check_going_back("sequence", sequence, length)
-        plan = (
-            (self._pages, length, (self.k_slc, self.v_slc)),
-            (self._pages_c, self.cfg.num_compressed(length), (self.k_c, self.v_c)),
-        )
-        for pages, tokens, _ in plan:
-            pages.require(pages.shared_from(sequence, tokens), 0)
-        for pages, tokens, stores in plan:
-            for old, new in pages.own(sequence, tokens):
-                for store in stores:
-                    store[new] = store[old]
-        self.cache_seqlens[sequence] = length
+        self._go_back({sequence: length})
+
+    @checked
+    def crop(self, length: int | Sequence[int]) -> None:
+        """Shortens rows as `rollback` does. Waits for the device.
+
+        Args:
+            length: of every row that is longer, or if negative how many tokens every row loses; or one length per row.
+
+        Raises:
+            ValueError: a row would lose more than 32 tokens of the longest that it has been, or more than it has.
+            RuntimeError: as `rollback`. In both cases no row was changed.
+        """
+        lengths = self.cache_seqlens.tolist()
+        if isinstance(length, Sequence):
+            if len(length) != self.batch_size:
+                raise ValueError(f"length: {len(length)} numbers: must be one, or {self.batch_size}, one per row")
+            for i, one in enumerate(length):
+                check_type(f"length[{i}]", one, int)
+            wanted = [index(one) for one in length]
+        else:
+            length = index(length)
+            wanted = [min(one, length) if length >= 0 else one + length for one in lengths]
+        for row, one in enumerate(wanted):
+            self._check_going_back("row", row, one)
+        self._go_back({row: one for row, one in enumerate(wanted) if one < lengths[row]})
+
+    def _go_back(self, lengths: dict[int, int]) -> None:
+        pages, pages_c = self._pages.copy(), self._pages_c.copy()
+        moves = [move for row, length in lengths.items() for move in pages.own(row, length)]
+        counts = {row: self.cfg.num_compressed(length) for row, length in lengths.items()}
+        moves_c = [move for row, count in counts.items() for move in pages_c.own(row, count)]
+        _copy_pages(moves, self.k_slc, self.v_slc)
+        _copy_pages(moves_c, self.k_c, self.v_c)
+        self._set_pages(pages, pages_c)
+        for row, length in lengths.items():
+            self.cache_seqlens[row] = length
 
     @checked
     def fork(self, parent: int, child: int, length: int | None = None) -> None:
@@ -273,14 +398,21 @@ class KVCache:
         if self._row("child", child) == parent or int(self.cache_seqlens[child]):
             raise ValueError(f"child = {child}: must be an empty row and not the parent")
         if not self.contiguous:
-            self.release(child)
-            plan = ((self._pages, length), (self._pages_c, self.cfg.num_compressed(length)))
+            plan = ((self._pages.copy(), length), (self._pages_c.copy(), self.cfg.num_compressed(length)))
             for pages, tokens in plan:
-                pages.require(int(tokens % pages.page_size > 0), 0)
-            for pages, tokens in plan:
+                pages.release(child)
                 pages.share(parent, child, tokens // pages.page_size)
                 pages.grow(child, tokens)
-        call(ops.fork, *self.tensors(), self.cfg.as_list(), parent, child, length)
+            before = self._pages, self._pages_c
+            self._set_pages(plan[0][0], plan[1][0])
+        try:
+            call(ops.fork, *self.tensors(), self.cfg.as_list(), parent, child, length)
+        except Exception:
+            if not self.contiguous:
+                for pages in before:
+                    pages.changed.add(child)
+                self._set_pages(*before)
+            raise
         self._longest[child] = self._longest[parent]
 
     @checked
@@ -291,6 +423,152 @@ class KVCache:
         if not self.contiguous:
             self._pages.release(sequence)
             self._pages_c.release(sequence)
+            self._set_pages(self._pages, self._pages_c)
+
+    def reset(self) -> None:
+        """Empties every row, as `release` does, and forgets that a step found no room."""
+        for row in range(self.batch_size):
+            self.release(row)
+        self.overflow.zero_()
+
+    @checked
+    def select(self, rows: Sequence[int] | Tensor) -> None:
+        """Row b goes on as row rows[b] did (beam search); as many rows as there are numbers. Waits for the device.
+
+        With pages the first that goes on as a row takes its pages, with the room reserved; others share the full ones
+        and must reserve what follows. If the number of rows changes, the tensors are new ones, except the pools of a
+        cache with pages.
+
+        Raises:
+            ValueError: no rows, or a row that there is not.
+            RuntimeError: the pool has too few free pages; nothing was changed.
+        """
+        rows = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        if not rows:
+            raise ValueError("rows: none: must be at least one")
+        for i, row in enumerate(rows):
+            check_type(f"rows[{i}]", row, int)
+            self._row(f"rows[{i}]", row)
+        lengths = self.cache_seqlens.tolist()
+        place = torch.tensor(rows, device=self.cache_seqlens.device)
+        if self.contiguous:
+            for (pages, table), names in zip(self._pools(), (("k_slc", "v_slc"), ("k_c", "v_c")), strict=True):
+                at = table[place, 0].to(torch.int64)
+                if len(rows) == self.batch_size:
+                    at = at.new_zeros(at.shape).index_copy_(0, table[:, 0].to(torch.int64), at)
+                else:
+                    pages.held, pages.owners, pages.free = [[b] for b in range(len(rows))], [1] * len(rows), []
+                    pages.changed = set(range(len(rows)))
+                self._take_rows(names, at)
+            new, new_c = self._pages, self._pages_c
+        else:
+            new, moves = self._pages.select(rows, lengths)
+            new_c, moves_c = self._pages_c.select(rows, [self.cfg.num_compressed(length) for length in lengths])
+            _copy_pages(moves, self.k_slc, self.v_slc)
+            _copy_pages(moves_c, self.k_c, self.v_c)
+        self._take_rows(NAMES[4:9], place)
+        if len(rows) != len(lengths):
+            self.block_table, self.block_table_c = (
+                table.new_full((len(rows), pages.max_pages), -1) for pages, table in self._pools()
+            )
+        self._set_pages(new, new_c)
+        self._longest = [max(self._longest[row], lengths[row]) for row in rows]
+
+    @checked
+    def repeat(self, count: int) -> None:
+        """Puts `count` copies of every row next to each other, as `select` does."""
+        check_sizes(_LARGEST, count=count)
+        self.select([row for row in range(self.batch_size) for _ in range(count)])
+
+    @checked
+    def grow(self, max_length: int, num_pages: int | None = None) -> None:
+        """Longer sequences, or more pages. The contents stay, the tensors that must be larger are new ones.
+
+        Args:
+            max_length: at least what it is.
+            num_pages: as in the constructor, at least what it is.
+
+        Raises:
+            ValueError: a size is not allowed.
+        """
+        check_sizes(_LARGEST, max_length=max_length, num_pages=num_pages)
+        if max_length < self.max_length:
+            raise ValueError(f"max_length = {max_length}: must be at least what it is, {self.max_length}")
+        if num_pages is not None and (self.contiguous or num_pages < len(self._pages.owners)):
+            rule = (
+                "goes with page_size" if self.contiguous else f"must be at least what it is, {len(self._pages.owners)}"
+            )
+            raise ValueError(f"num_pages = {num_pages}: {rule}")
+        longest_c = max(1, self.cfg.num_compressed(max_length))
+        sizes = self._pages.page_size, self._pages_c.page_size
+        if self.contiguous:
+            sizes = _multiple_of_16(max_length), _multiple_of_16(longest_c)
+        num_pages_c = None if num_pages is None else self._compressed_pages(num_pages, *sizes, self.batch_size)
+        for (pages, table), names, longest, size, count in zip(
+            *(self._pools(), (("block_table", "k_slc", "v_slc"), ("block_table_c", "k_c", "v_c"))),
+            *((max_length, longest_c), sizes, (num_pages, num_pages_c)),
+            strict=True,
+        ):
+            per_sequence = -(-longest // size)
+            count = max(len(pages.owners), self.batch_size * per_sequence if count is None else count)
+            pages.page_size = size
+            pages.extend(count, per_sequence)
+            wider = per_sequence - table.shape[1]
+            setattr(self, names[0], torch.nn.functional.pad(table, (0, wider), value=-1) if wider > 0 else table)
+            for name in names[1:]:
+                old = getattr(self, name)
+                if (count, size) != old.shape[:2]:
+                    setattr(self, name, old.new_zeros(count, size, *old.shape[2:]))
+                    getattr(self, name)[: old.shape[0], : old.shape[1]] = old
+        self.max_length = max_length
+
+    def _pools(self) -> tuple[tuple[_Pages, Tensor], tuple[_Pages, Tensor]]:
+        return (self._pages, self.block_table), (self._pages_c, self.block_table_c)
+
+    def _set_pages(self, pages: _Pages, pages_c: _Pages) -> None:
+        self._pages, self._pages_c = pages, pages_c
+        pages.flush(self.block_table)
+        pages_c.flush(self.block_table_c)
+
+    def _take_rows(self, names: Sequence[str], rows: Tensor) -> None:
+        """Tensors of these names with their rows replaced: in their own memory, if as many."""
+        for name in names:
+            old = getattr(self, name)
+            chosen = old[rows]
+            if chosen.shape == old.shape:
+                old.copy_(chosen)
+            else:
+                setattr(self, name, chosen)
+
+    def _compressed_pages(self, num_pages: int | None, size: int, size_c: int, batch: int) -> int | None:
+        """Pages of compressed tokens that match so many pages of tokens."""
+        if num_pages is None:
+            return None
+        tokens_c = -(-num_pages * size // self.cfg.kernel_stride)
+        return -(-tokens_c // size_c) + batch  # each sequence may hold a page in part
+
+    def _check_shapes(self) -> None:
+        keys, values = self.k_slc, self.v_slc
+        for name in ("k_slc", "v_slc", "k_c"):
+            if getattr(self, name).dim() != 4:
+                raise ValueError(f"{name}: {tuple(getattr(self, name).shape)}: must be (pages, page_size, Hkv, D)")
+        batch, heads = self.cache_seqlens.shape[0] if self.cache_seqlens.dim() else 0, keys.shape[2]
+        dims = {"k": keys.shape[3], "v": values.shape[3]}
+        shapes = {"cache_seqlens": (batch,), "overflow": (1,), "v_slc": (*keys.shape[:3], dims["v"])}
+        shapes |= {f"{x}_c": (*self.k_c.shape[:2], heads, dim) for x, dim in dims.items()}
+        for branch, tokens in (("swa", self.cfg.window_size), ("cmp", self.cfg.kernel_size)):
+            shapes |= {f"{x}_{branch}_ring": (batch, tokens + ROLLBACK, heads, dim) for x, dim in dims.items()}
+        shapes |= {name: (batch, *getattr(self, name).shape[1:2]) for name in ("block_table", "block_table_c")}
+        for i, name in enumerate(NAMES):
+            tensor = getattr(self, name)
+            dtype = keys.dtype if i < 8 else torch.int32
+            if tensor.shape != shapes.get(name, tensor.shape) or tensor.dtype != dtype or tensor.device != keys.device:
+                what = f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                wanted = f"{dtype} {shapes.get(name, tuple(tensor.shape))} on {keys.device}"
+                raise ValueError(f"{what}: must be {wanted}".replace("torch.", ""))
+        for name in ("k_slc", "k_c"):
+            if (size := getattr(self, name).shape[1]) < 16 or size % 16:
+                raise ValueError(f"{name}: pages of {size} tokens: must be a positive multiple of 16")
 
     def _row(self, name: str, row: int) -> int:
         if not 0 <= row < self.batch_size:
@@ -304,6 +582,12 @@ class KVCache:
             raise ValueError(f"length = {length}: must be 0 ... the row's length, {available}")
         if longest - length > ROLLBACK:
             raise ValueError(f"length = {length}: must be at most {ROLLBACK} below the longest it has been, {longest}")
+
+
+def _copy_pages(moves: list[tuple[int, int]], *stores: Tensor) -> None:
+    for old, new in moves:
+        for store in stores:
+            store[new] = store[old]
 
 
 def _multiple_of_16(count: int) -> int:

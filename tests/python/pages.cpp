@@ -1,0 +1,53 @@
+// Reads operations on nsa::KVCache from standard input, one a line, and prints after each whether it was done and which
+// pages every sequence holds. test_cache.py does the same with nsa.KVCache of the Python package.
+#include <cstdint>
+#include <cstring>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "nsa/kv_cache.h"
+
+namespace {
+
+void print(const nsa::TensorView& table) {
+  const auto* pages = static_cast<const std::int32_t*>(table.data);
+  for (std::int64_t i = 0; i < table.numel(); ++i) std::cout << ' ' << pages[i];
+}
+
+}  // namespace
+
+int main() {
+  nsa::KVCacheOptions options;
+  options.key_dim = options.value_dim = 1;
+  options.dtype = nsa::DType::kFloat32;
+  options.cfg = {8, 4, 16, 4, 1, 2, 20};
+  std::cin >> options.batch >> options.capacity >> options.page_size >> options.num_pages;
+  nsa::KVCache cache;
+  if (const nsa::Status status = nsa::KVCache::create(options, cache); !status.ok()) {
+    std::cerr << status.message() << '\n';
+    return 1;
+  }
+  std::string line;
+  std::getline(std::cin, line);
+  while (std::getline(std::cin, line)) {
+    std::istringstream words(line);
+    std::string operation;
+    words >> operation;
+    std::vector<std::int64_t> n;
+    for (std::int64_t value = 0; words >> value;) n.push_back(value);
+    nsa::Status status;
+    if (operation == "reserve") status = cache.reserve(n);
+    if (operation == "rollback") status = cache.rollback(n[0], n[1]);
+    if (operation == "fork") status = cache.fork(n[0], n[1], n[2]);
+    if (operation == "release") cache.release(n[0]);
+    nsa::KVCacheView view = cache.view();
+    if (operation == "append") static_cast<std::int32_t*>(view.cache_seqlens.data)[n[0]] += static_cast<int>(n[1]);
+    std::cout << status.ok();
+    print(view.cache_seqlens);
+    print(view.block_table);
+    print(view.block_table_c);
+    std::cout << '\n';
+  }
+}

@@ -1,0 +1,268 @@
+"""The cache between steps: new rows, sizes and memory, refusals, copies, and the pages of the C++ cache."""
+
+import collections
+import copy
+import pickle
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa
+from devices import head_dims
+from problem import SMALL
+from test_decode import KINDS, assert_same, feed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(1)
+    layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 24), SMALL).eval().requires_grad_(False)
+    torch.nn.init.normal_(layer.gate[2].weight)
+    return layer
+
+
+def filled(layer, x, kind, max_length=140, **options):
+    """A cache of the rows x, all appended."""
+    cache = layer.make_cache(x.shape[0], max_length, **KINDS[kind], **options)
+    cache.reserve(max_length)
+    feed(layer, cache, x, [x.shape[1] - 3, 1, 2])
+    return cache
+
+
+def state(cache):
+    """All that a refusal must leave as it is."""
+    pools = [(p.owners, p.free, p.held, p.page_size, p.max_pages) for p in (cache._pages, cache._pages_c)]
+    return [t.clone() for t in cache.tensors()], copy.deepcopy(pools), cache.max_length, list(cache._longest)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and a[1:] == b[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [[2, 0, 0], [1, 1, 1], [0, 1, 2], [2], [1, 0, 2, 2, 0]])
+def test_select_goes_on_as_the_rows(backend, layer, kind, rows):
+    x, more = torch.randn(3, 75, 32), torch.randn(len(rows), 40, 32)
+    cache = filled(layer, x, kind, num_pages=48) if kind == "paged" else filled(layer, x, kind)
+    if kind == "large pages":
+        cache.grow(140, num_pages=24)
+    cache.select(torch.tensor(rows) if len(rows) > 1 else rows)
+    assert cache.batch_size == len(rows) and cache.cache_seqlens.tolist() == [75] * len(rows)
+    cache.reserve(115)
+    expected = layer(torch.cat((x[rows], more), 1))[:, 75:]
+    assert_same(feed(layer, cache, more, [1, 16, 23]), expected)
+    for pages in (cache._pages, cache._pages_c):
+        held = [page for row in pages.held for page in row]
+        assert sorted({*held, *pages.free}) == list(range(len(pages.owners))) and not {*held} & {*pages.free}
+        assert [held.count(page) for page in range(len(pages.owners))] == pages.owners
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeat(device, layer, kind):
+    x, more = torch.randn(2, 60, 32), torch.randn(4, 9, 32)
+    cache = filled(layer, x, kind)
+    if kind != "contiguous":
+        cache.grow(140, num_pages=64)
+    cache.repeat(2)
+    cache.reserve(69)
+    assert_same(feed(layer, cache, more, [9]), layer(torch.cat((x[[0, 0, 1, 1]], more), 1))[:, 60:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grow(device, layer, kind):
+    x = torch.randn(2, 150, 32)
+    cache = filled(layer, x[:, :70], kind, max_length=72)
+    before = [t.clone() for t in cache.tensors()[4:10]]
+    cache.grow(200)
+    assert cache.max_length == 200 and all(
+        torch.equal(a, b) for a, b in zip(before, cache.tensors()[4:10], strict=True)
+    )
+    cache.reserve(150)
+    assert_same(feed(layer, cache, x[:, 70:], [1, 16, 63]), layer(x)[:, 70:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_crop(device, layer, kind):
+    x = torch.randn(2, 100, 32)
+    for length, left in ((-13, [62, 62]), (70, [70, 70]), ([60, 75], [60, 75]), (80, [75, 75]), (-32, [43, 43])):
+        cache, other = (filled(layer, x[:, :75], kind) for _ in range(2))
+        cache.crop(length)
+        assert cache.cache_seqlens.tolist() == left
+        for row, one in enumerate(left):
+            other.rollback(row, one)
+        assert torch.equal(layer(x[:, 75:], cache=cache), layer(x[:, 75:], cache=other))
+
+
+def test_shared_pages_without_a_free_one(device, layer):
+    """Nothing is written into what another row reads, and nothing is half done."""
+    x = torch.randn(1, 60, 32)
+    cache = layer.make_cache(3, 96, page_size=16, num_pages=5)
+    cache.reserve([60, 0, 0])
+    layer(x.expand(3, 60, 32).contiguous(), cache=cache, num_new=torch.tensor([60, 0, 0], dtype=torch.int32))
+    cache.fork(0, 1, 48)  # shares three pages
+    cache.reserve([60, 49, 0])
+    before = state(cache)
+    calls = (lambda: cache.crop([59, 33, 0]), lambda: cache.rollback(1, 33), lambda: cache.fork(0, 2, 52))
+    for call in (*calls, lambda: cache.select([0, 0, 1, 1]), lambda: cache.repeat(2)):
+        with pytest.raises(RuntimeError, match="1 more pages are needed, 0 are free"):
+            call()
+        assert same(before, state(cache))
+    cache.crop([59, 48, 0])
+    cache.grow(96, num_pages=6)
+    cache.crop([58, 40, 0])
+    step = torch.randn(1, 5, 32)
+    out = layer(torch.cat((step, step, step)), cache=cache, num_new=torch.tensor([5, 5, 0], dtype=torch.int32))
+    for row, length in ((0, 58), (1, 40)):
+        assert_same(out[row], layer(torch.cat((x[:, :length], step), 1))[0, length:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reset(device, layer, kind):
+    x = torch.randn(2, 60, 32)
+    cache, new = filled(layer, torch.randn(2, 90, 32), kind), filled(layer, x, kind)
+    cache.overflow.fill_(1)
+    cache.reset()
+    assert cache.cache_seqlens.tolist() == [0, 0]
+    cache.reserve(140)
+    feed(layer, cache, x, [57, 1, 2])
+    step = torch.randn(2, 5, 32)
+    assert torch.equal(layer(step, cache=cache), layer(step, cache=new))
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_copies_are_independent(device, layer, kind, copied):
+    cache = filled(layer, torch.randn(2, 60, 32), kind)
+    cache.rollback(0, 50)
+    other, step = copied(cache), torch.randn(2, 5, 32)
+    assert same(state(cache), state(other))
+    before = state(other)
+    first = layer(step, cache=cache)
+    assert same(before, state(other))
+    assert torch.equal(layer(step, cache=other), first)
+    with pytest.raises(ValueError, match="at most 32 below the longest it has been, 65"):
+        other.rollback(1, 30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_the_caller(device, layer, kind):
+    x, step = torch.randn(2, 60, 32), torch.randn(2, 16, 32)
+    one = filled(layer, x, kind)
+    memory = tuple(t.clone() for t in one.tensors())
+    other = nsa.KVCache.from_tensors(memory, SMALL, 140)
+    assert all(a is b for a, b in zip(other.tensors(), memory, strict=True))
+    assert other.contiguous == one.contiguous and other.free_pages == one.free_pages
+    assert torch.equal(layer(step, cache=other), layer(step, cache=one))
+    assert memory[8].tolist() == [76, 76] and torch.equal(memory[0], one.k_slc)
+    other.rollback(0, 50)
+    with pytest.raises(ValueError, match="at most 32 below"):
+        other.rollback(1, 43)
+
+
+CHANGES = {
+    "tensors: 11 tensors: must be 12: k_slc, ": lambda t: t[:-1],
+    "k_slc: .*: must be .pages, page_size, Hkv, D": lambda t: [t[0][0], *t[1:]],
+    r"v_slc: float64 .*: must be float32": lambda t: [t[0], t[1].double(), *t[2:]],
+    r"k_swa_ring: float32 .2, 51, .*: must be float32 .2, 52,": lambda t: [*t[:4], t[4][:, 1:], *t[5:]],
+    r"cache_seqlens: int64": lambda t: [*t[:8], t[8].long(), *t[9:]],
+    r"cache_seqlens\[1\] = 97: must be 0 ... 96": lambda t: [*t[:8], t[8] + torch.tensor([0, 97]).int(), *t[9:]],
+    r"block_table\[0\]: must be pages below 12, then -1": lambda t: [*t[:10], t[10] + 7, t[11]],
+    r"block_table: .2, 5.: must have 6 pages per sequence for max_length = 96": lambda t: [
+        *t[:10],
+        t[10][:, 1:],
+        t[11],
+    ],
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_memory_that_does_not_fit(message):
+    cache = nsa.KVCache(2, 1, 8, cfg=SMALL, max_length=96, page_size=16)
+    cache.reserve(96)
+    with pytest.raises(ValueError, match=message):
+        nsa.KVCache.from_tensors(CHANGES[message](list(cache.tensors())), SMALL, 96)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda c: c.crop(-33), "length = 7: must be at most 32 below the longest it has been, 40"),
+        (lambda c: c.crop(-41), "length = -1: must be 0 ... the row's length, 40"),
+        (lambda c: c.crop([40, 41]), "length = 41: must be 0 ... the row's length, 40"),
+        (lambda c: c.crop([40]), "length: 1 numbers: must be one, or 2"),
+        (lambda c: c.select([0, 2]), r"rows\[1\] = 2: must be 0 ... B - 1 = 1"),
+        (lambda c: c.select([]), "rows: none: must be at least one"),
+        (lambda c: c.select([0, 0, 1]), "KVCache: 1 more pages are needed, 0 are free"),
+        (lambda c: c.repeat(0), "count = 0: must be >= 1"),
+        (lambda c: c.repeat(2), "KVCache: 1 more pages are needed, 0 are free"),
+        (lambda c: c.grow(95), "max_length = 95: must be at least what it is, 96"),
+        (lambda c: c.grow(96, num_pages=6), "num_pages = 6: must be at least what it is, 7"),
+        (lambda c: c.fork(0, 1, 40), "child = 1: must be an empty row"),
+    ],
+)
+def test_a_refusal_changes_nothing(call, message):
+    cache = nsa.KVCache(2, 1, 8, cfg=SMALL, max_length=96, page_size=16, num_pages=7)
+    cache.reserve([64, 48])
+    cache.cache_seqlens.fill_(40)
+    before = state(cache)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call(cache)
+    assert same(before[:3], state(cache)[:3])
+
+
+@pytest.mark.skipif(not shutil.which("g++") or not (ROOT / "build/lib/libnsa.so").exists(), reason="needs g++, libnsa")
+def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(tmp_path):
+    """Both keep the pages of their sequences by themselves: here they do the same, refusals included."""
+    program, lib = tmp_path / "pages", ROOT / "build" / "lib"
+    source = [Path(__file__).with_name("pages.cpp"), f"-I{ROOT / 'include'}", f"-L{lib}", f"-Wl,-rpath,{lib}", "-lnsa"]
+    subprocess.run(["g++", "-std=c++20", "-O1", *map(str, source), "-o", program], check=True)
+    rows, longest, page, pages = 5, 160, 16, 16
+    cache = nsa.KVCache(rows, 1, 8, cfg=SMALL, max_length=longest, page_size=page, num_pages=pages)
+    draw, lines, outcomes = random.Random(5), [f"{rows} {longest} {page} {pages}"], []
+    refused = collections.Counter()
+    for _ in range(10_000):
+        lengths = cache.cache_seqlens.tolist()
+        row, empty = draw.randrange(rows), [b for b in range(rows) if not lengths[b]]
+        other = draw.choice(empty) if empty else draw.randrange(rows)
+        room = min(longest, len(cache._pages.held[row]) * page, _room_of(cache, row)) - lengths[row]
+        operation, numbers = {
+            0: ("reserve", [min(longest, n + draw.randrange(40) * (b == row)) for b, n in enumerate(lengths)]),
+            1: ("append", [row, draw.randrange(room + 1) if room > 0 else 0]),
+            2: ("rollback", [row, max(0, lengths[row] - draw.randrange(40))]),
+            3: ("fork", [row, other, max(0, lengths[row] - draw.randrange(36))]),
+            4: ("release", [row]),
+        }[draw.choices(range(5), (25, 30, 20, 20, 5))[0]]
+        lines.append(" ".join(map(str, (operation, *numbers))))
+        done = True
+        try:
+            if operation == "reserve":
+                cache.reserve(numbers)
+            elif operation == "append":
+                cache.cache_seqlens[row] += numbers[1]
+            else:
+                getattr(cache, operation)(*numbers)
+        except (ValueError, RuntimeError) as error:
+            done = False
+            refused[operation, type(error).__name__] += 1
+        tables = (cache.cache_seqlens, cache.block_table, cache.block_table_c)
+        outcomes.append(" ".join(map(str, (int(done), *(n for t in tables for n in t.flatten().tolist())))))
+    assert (
+        sum(refused.values()) < 8000 and min(refused[n, "RuntimeError"] for n in ("reserve", "fork", "rollback")) > 20
+    )
+    done = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True)
+    for i, (line, mine, theirs) in enumerate(zip(lines[1:], outcomes, done.stdout.splitlines(), strict=False)):
+        assert mine == theirs, f"operation {i}: {line}"
+    assert done.returncode == 0 and done.stdout.count("\n") == len(outcomes)
+
+
+def _room_of(cache, row):
+    """Tokens whose compressed ones have room."""
+    tokens_c = len(cache._pages_c.held[row]) * cache._pages_c.page_size
+    return SMALL.kernel_size + tokens_c * SMALL.kernel_stride - 1
