@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, Qwen3Config
 
 from ..config import NSAConfig
+from ..layer import BRANCHES
 
 LAYER_TYPE = "nsa"
 """What `layer_types` calls a sparse layer, and caches of transformers look up."""
+
+PHI, COLWISE = "nsa_phi", "nsa_colwise"
+"""Styles of tensor parallelism: of phi, and of names that stand for what is split by columns and for other things."""
 
 OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": False}
 """Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
@@ -44,10 +50,38 @@ class _Sparse:
             if not 0 <= layer < self.num_hidden_layers:
                 raise ValueError(f"dense_layers: {layer}: must be 0 ... {self.num_hidden_layers - 1}")
         self.dense_layers = layers
+        self.base_model_tp_plan = {f"layers.*.{part}": style for part, style in self._tensor_parallel()}
         self.layer_types = ["full_attention" if i in layers else LAYER_TYPE for i in range(self.num_hidden_layers)]
 
     def nsa_config(self) -> NSAConfig:
         return NSAConfig(**{name: self.nsa[name] for name in NSAConfig.__dataclass_fields__})
+
+    def _tensor_parallel(self) -> Iterator[tuple[str, str]]:
+        """Styles of transformers for the parts of a layer: heads are split, the gradients of what they share summed."""
+        branches = [""] if self.nsa["share_kv"] else [f".{branch}" for branch in BRANCHES]
+        yield "self_attn.q_proj", "colwise"
+        for branch in branches:
+            yield f"self_attn.k_proj{branch}", "colwise"
+            yield f"self_attn.v_proj{branch}", "colwise"
+        if self.dense_layers and not self.nsa["share_kv"]:
+            yield "self_attn.k_proj", COLWISE
+            yield "self_attn.v_proj", COLWISE
+            branches.append("")
+        yield "self_attn.gate.*", COLWISE
+        yield "self_attn.o_proj", "rowwise"
+        if self.nsa["phi"] != "mean":
+            yield "self_attn.phi_k", PHI
+            yield "self_attn.phi_v", PHI
+        if isinstance(self, Qwen3Config):
+            for norm in ("q_norm", *(f"k_norm{branch}" for branch in branches)):
+                yield f"self_attn.{norm}", "replicated_with_grad_allreduce"
+        yield "mlp.gate_proj", "colwise"
+        yield "mlp.up_proj", "colwise"
+        yield "mlp.down_proj", "rowwise"
+
+    def to_dict(self) -> dict:
+        """Without layer_types, whose names Trainer, which reads config.json as of no model, would refuse."""
+        return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
 
     def validate_layer_type(self) -> None:
         """transformers knows a fixed list of names; `_complete` has made the list itself."""
@@ -62,7 +96,6 @@ class NsaLlamaConfig(_Sparse, LlamaConfig):
     dense_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("layer_types", None)  # saved for readers; made from dense_layers here
         super().__post_init__(**kwargs)
         self._complete()
 

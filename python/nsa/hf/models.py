@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, initialization
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import ColwiseParallel, ReplicatedWithGradAllReduce
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
@@ -17,9 +20,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .. import reference
 from ..compression import CompressionFunction, initial_compression_weights
+from ..config import CompressionWeights
 from ..functional import native_sparse_attention
 from ..layer import NativeSparseAttention
-from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
+from .configuration import COLWISE, LAYER_TYPE, PHI, NsaLlamaConfig, NsaQwen3Config
 from .packing import Rows, offsets_of_restarts
 
 
@@ -59,6 +63,7 @@ class NsaAttention(NativeSparseAttention):
         )
         self.config = config
         self.layer_idx = layer_idx
+        self.gate[0].on_every_rank = True  # for SomeColwise
         self.gate[2].starts_at_zero = True  # for _init_weights
 
     def forward(
@@ -95,6 +100,47 @@ class NsaAttention(NativeSparseAttention):
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))  # with tensor parallelism `heads` is more than there are
+
+
+class PhiParallel(ReplicatedWithGradAllReduce):
+    """Tensor parallelism of phi: its parameters are on every rank, and each rank uses those of its own heads."""
+
+    def install_forward(self, module: CompressionFunction, mesh: DeviceMesh) -> CompressionFunction:
+        super().install_forward(module, mesh)
+        whole, per_rank = module.forward, module.num_sets // mesh.size()
+        if module.num_sets == 1:
+            return module
+        own = slice(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
+
+        def of_own_heads(dtype: torch.dtype) -> CompressionWeights:
+            kind, *weights = whole(dtype).as_arguments()
+            return CompressionWeights(kind, *(None if weight is None else weight[own] for weight in weights))
+
+        module.forward = of_own_heads
+        return module
+
+
+class SomeColwise(ColwiseParallel):
+    """ColwiseParallel of projections that share a name with other things.
+
+    transformers' plans take numbers for those of layers: "gate.*" is the first layer, too. And k_proj is a projection
+    in dense layers, elsewhere a dict of such.
+    """
+
+    @staticmethod
+    def _is_split(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and not getattr(module, "on_every_rank", False)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        if self._is_split(module):
+            super().shard_param(module, param, mesh)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return super().install_forward(module, mesh) if self._is_split(module) else module
+
+
+ALL_PARALLEL_STYLES.register(PHI, PhiParallel())
+ALL_PARALLEL_STYLES.register(COLWISE, SomeColwise())
 
 
 class _WithoutGradient(torch.autograd.Function):
