@@ -63,7 +63,10 @@ class Folder:
         self.path = path
         self.config = _json(path / "config.json")
         if (path / INDEX).exists():
-            weight_map = _json(path / INDEX).get("weight_map")
+            index = _json(path / INDEX)
+            weight_map = index.get("weight_map")
+            if not isinstance(index.get("metadata"), dict):  # transformers wants it
+                raise ValueError(f"{path / INDEX}: metadata: must be an object")
             if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
                 raise ValueError(f"{path / INDEX}: weight_map: must name a file for each tensor")
             self.files = sorted(set(weight_map.values()))
@@ -130,11 +133,11 @@ def make_sparse(
         raise ValueError(f"{src}: architecture = {architectures[0]}: must be {' or '.join(ARCHITECTURES)}")
     if folder.config.get("quantization_config"):
         raise ValueError(f"{src}: quantization_config: must be absent")
-    dense = AutoConfig.from_pretrained(src)
-    options = {**nsa, "share_kv": not separate_kv, "phi": phi}
-    config = sparse_config(dense, architectures[0], options, dense_layers)
-    with torch.device("meta"):
+    with _understanding(src / "config.json"), torch.device("meta"):
+        dense = AutoConfig.from_pretrained(src)
         expected = AutoModelForCausalLM.from_config(dense).state_dict()
+        options = {**nsa, "share_kv": not separate_kv, "phi": phi}
+        config = sparse_config(dense, architectures[0], options, dense_layers)
         model = SPARSE_MODELS[type(config)](config)
     folder.check(expected, {"lm_head.weight"} if dense.tie_word_embeddings else set())
     config.architectures = [type(model).__name__]
@@ -168,7 +171,7 @@ def rename_run(src: Path, out: Path) -> None:
     """Makes the model of a run folder of the program one of transformers: nsa, or with full or window attention."""
     folder = Folder(src)
     given = folder.config["model"]
-    try:
+    with _understanding(src / "config.json"), torch.device("meta"):
         if given["v_head_dim"] != given["head_dim"]:
             raise ValueError(f"{src}: v_head_dim = {given['v_head_dim']}: must be head_dim = {given['head_dim']}")
         fields = {
@@ -196,11 +199,8 @@ def rename_run(src: Path, out: Path) -> None:
             kind, config = LlamaForCausalLM, LlamaConfig(**fields)
         else:
             raise ValueError(f"{src}: attention = {given['attention']}: must be nsa, full or window")
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{src / 'config.json'}: {error}: missing or of the wrong type") from None
-    config.architectures = [kind.__name__]
-    with torch.device("meta"):
         expected = kind(config).state_dict()
+    config.architectures = [kind.__name__]
     with folder.open(SINGLE) as source:
         tensors = {_renamed(name): source.get_tensor(name) for name in source.keys()}
     folder.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -244,7 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
         made = {"separate_kv": given.separate_kv, "dense_layers": given.dense_layers, "phi": given.phi}
         make_sparse(given.src, given.out, nsa, **made, seed=given.seed)
         print(f"{given.out}: written")
-        for row in compare(given.src, given.out, [n for n in given.lengths if n > 0], given.seed):
+        lengths = [length for length in given.lengths if length > 0]
+        for row in compare(given.src, given.out, lengths, given.seed) if lengths else ():
             print(
                 f"{row['length']:>7} random tokens: max |logit difference| {row['max_difference']:.2g}, "
                 f"KL {row['kl']:.2g}, same best token {100 * row['top1']:.1f} %"
@@ -265,6 +266,17 @@ def _json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must be an object")
     return content
+
+
+@contextmanager
+def _understanding(path: Path) -> Iterator[None]:
+    """Whatever transformers stumbles over in a configuration becomes a ValueError that names the file."""
+    try:
+        yield
+    except (ValueError, StrictDataclassError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
 
 
 def _numbers(text: str) -> list[int]:

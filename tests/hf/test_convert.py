@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import subprocess
 import sys
 
@@ -177,3 +179,31 @@ def test_as_a_program(tmp_path):
     command = [sys.executable, "-m", "nsa.convert", str(tmp_path / "src"), str(tmp_path / "out"), "--lengths=0"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.splitlines()[-1] == f"{tmp_path / 'out'}: written"
+
+
+def test_damaged_folders_are_refused_in_one_line_or_converted(tmp_path, capsys):
+    """Bytes changed in what is parsed: no traceback, no half of a folder, and weights of the right shapes."""
+    src, out = tmp_path / "src", tmp_path / "out"
+    dense("llama").save_pretrained(src, max_shard_size="60kB")
+    files = {file: file.read_bytes() for file in sorted(src.glob("*")) if file.name != "generation_config.json"}
+    draw, outcomes = random.Random(12), []
+    for _ in range(300):
+        file = draw.choice(list(files))
+        content = bytearray(files[file])
+        parsed = len(content) if file.suffix == ".json" else 8 + int.from_bytes(content[:8], "little")
+        for _ in range(draw.choice([1, 1, 4])):
+            content[draw.randrange(parsed)] = draw.choice(b'0123456789{}[]",:xnt\0\xff')
+        if draw.random() < 0.1:
+            content = content[: draw.randrange(len(content))]
+        file.write_bytes(bytes(content))
+        code = main([str(src), str(out), *SIZES, "--lengths=0"])
+        outcomes.append(code)
+        errors = capsys.readouterr().err.splitlines()
+        left = sorted(p.name for p in tmp_path.iterdir())
+        if code:
+            assert code == 1 and len(errors) == 1 and errors[0].startswith("error: ") and left == ["src"], errors
+        else:
+            assert left == ["out", "src"]
+            shutil.rmtree(out)
+        file.write_bytes(files[file])
+    assert outcomes.count(1) > 50 and outcomes.count(0) > 5

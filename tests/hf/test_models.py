@@ -369,3 +369,30 @@ def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == "nsa_qwen3" and saved["architectures"] == ["NsaQwen3ForCausalLM"]
     assert saved["nsa"]["window_size"] == 20 and saved["dense_layers"] == [1]
+
+
+@BOTH
+def test_caches_select_repeat_and_start_anew(name):
+    model = sparse(name, dense_layers=[1])
+    rows = [tokens(n) for n in LENGTHS]
+    ids, mask = padded(rows, "left")
+    options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(ids, attention_mask=mask, **options, **static), expected)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=160)):
+        with torch.no_grad():
+            first = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            again = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            assert torch.equal(first[mask.bool()], again[mask.bool()])
+    new, wider = tokens(3, 1), torch.nn.functional.pad(mask, (0, 1), value=1)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        plain = model(new, attention_mask=wider, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([5, 0, 2]))
+        order = [2, 0, 1]
+        out = model(new[order], attention_mask=wider[order], past_key_values=cache, use_cache=True).logits
+        assert torch.equal(out, plain[order])

@@ -84,7 +84,12 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
         left = self.slots + tokens_to_remove
         if left < 0:
             raise ValueError(f"tokens_to_remove = {tokens_to_remove}: must be at least -{self.slots}")
-        _forget(self.cache, -tokens_to_remove if self.seen is None else self.seen[:, left : self.slots].sum(1))
+        if self.seen is None:
+            self.cache.crop(tokens_to_remove)
+        else:
+            lost = self.seen[:, left : self.slots].sum(1)
+            self.cache.crop((self.cache.cache_seqlens - lost).tolist())
+            self.seen = self.seen[:, :left]
         self.slots = left
 
     def reset(self) -> None:
@@ -97,7 +102,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.cache is not None:
-            self.cache = _rows_of(self.cache, indices, self.cache.max_length)
+            self.cache.select(indices)
             self.seen = None if self.seen is None else self.seen[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -111,12 +116,11 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
             self.cache = _new_cache(batch, _rounded(needed + MAX_DECODE_TOKENS), k, v, cfg)
             self.is_initialized = True
         elif needed > self.cache.max_length:
-            size = _rounded(max(needed, int(GROWTH * self.cache.max_length)))
-            self.cache = _rows_of(self.cache, torch.arange(batch), size)
+            self.cache.grow(_rounded(max(needed, int(GROWTH * self.cache.max_length))))
         if tokens is not None or self.seen is not None:
             every = torch.ones(batch, needed, dtype=torch.bool, device=k.device)
             if self.seen is not None:
-                every[:, : self.slots] = self.seen[:, : self.slots]
+                every[:, : self.slots] = self.seen
             if tokens is not None:
                 every[:, self.slots :] = tokens
             self.seen = every
@@ -134,16 +138,13 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):
 
     def reset(self) -> None:
         if self.cache is not None:
-            for row in range(self.cache.batch_size):
-                self.cache.release(row)
+            self.cache.reset()
         self.cumulative_length.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """In place: a compiled step has the addresses."""
         if self.cache is not None:
-            chosen = _rows_of(self.cache, beam_idx, self.max_cache_len)
-            for store, new in zip(self.cache.tensors(), chosen.tensors(), strict=True):
-                store.copy_(new)
+            self.cache.select(beam_idx)
 
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> None:
         if self.cache is None:
@@ -160,31 +161,3 @@ def _new_cache(batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig
 
 def _rounded(length: int) -> int:
     return -(-length // 64) * 64
-
-
-def _rows_of(cache: KVCache, rows: Tensor, max_length: int) -> KVCache:
-    """A cache whose row b continues row rows[b], with room for max_length tokens."""
-    pages = cache.k_slc, cache.v_slc, cache.k_c, cache.v_c
-    new = KVCache(
-        *(len(rows), pages[0].shape[2], pages[0].shape[3], pages[1].shape[3], cache.cfg),
-        max_length=max_length,
-        dtype=pages[0].dtype,
-        device=pages[0].device,
-    )
-    tables = (cache.block_table, cache.block_table, cache.block_table_c, cache.block_table_c)
-    own = (new.block_table, new.block_table, new.block_table_c, new.block_table_c)
-    for old, table, store, place in zip(pages, tables, new.tensors()[:4], own, strict=True):
-        store[place[:, 0].long(), : old.shape[1]] = old[table[rows.to(table.device), 0].long()]
-    for old, store in zip(cache.tensors()[4:9], new.tensors()[4:9], strict=True):
-        store.copy_(old[rows.to(old.device)])
-    new._longest = [cache._longest[row] for row in rows.tolist()]
-    return new
-
-
-def _forget(cache: KVCache, count: int | Tensor) -> None:
-    """Shortens every row by `count` tokens, one number or (B)."""
-    lengths = (cache.cache_seqlens - count).tolist()
-    for row, length in enumerate(lengths):
-        cache._check_going_back("sequence", row, length)
-    for row, length in enumerate(lengths):
-        cache.rollback(row, length)
