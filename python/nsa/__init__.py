@@ -20,6 +20,7 @@ from .functional import (
     sliding_window_attention,
 )
 from .layer import NativeSparseAttention
+from .optimizer import parameter_groups
 from .rotary import rotary_tables, rotate
 
 try:
@@ -47,6 +48,7 @@ __all__ = [
     "initial_compression_weights",
     "native_sparse_attention",
     "nsa_attention",
+    "parameter_groups",
     "prefill",
     "reference",
     "rotary_tables",

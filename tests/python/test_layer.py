@@ -171,3 +171,109 @@ def test_arguments_that_do_not_go_together():
         layer(torch.randn(4, 32), torch.tensor([0, 4], dtype=torch.int32), cache=layer.make_cache(1, 8))
     with pytest.raises(ValueError, match="num_new: must be given with a cache only"):
         layer(torch.randn(1, 4, 32), num_new=torch.tensor([2], dtype=torch.int32))
+
+
+OPTIONS = {
+    "biases": {"qkv_bias": True, "out_bias": True},
+    "norms": {"qk_norm": True, "norm_eps": 1e-5},
+    "shared, normed": {"qk_norm": True, "share_kv": True},
+    "tables": {"rope": nsa.rotary_tables(torch.arange(80), 16, 50.0)},
+    "a function": {"rope": lambda positions: nsa.rotary_tables(positions, 16, 50.0)},
+    "partial": {"rope": lambda positions: nsa.rotary_tables(positions, 8, 50.0), "phi_per_kv_head": True},
+    "partial, linear": {"rope": nsa.rotary_tables(torch.arange(80), 4, 50.0), "phi": "linear"},
+    "mean": {"phi": "mean", "rope": nsa.rotary_tables(torch.arange(80), 4, 50.0)},
+    "hidden": {"phi_hidden": 40},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(device, name):
+    """Against the layer in plain torch: outputs and gradients, packed and with a cache."""
+    if on_gpu() and "rope" in OPTIONS[name]:
+        pytest.skip("a GPU's head dims have other tables")
+    torch.manual_seed(3)
+    layer = layer_of(cfg=SMALL, **OPTIONS[name])
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    plain = nsa.reference.NativeSparseAttention(32, 6, 2, layer.head_dim, cfg=SMALL, **OPTIONS[name])
+    plain.load_state_dict(layer.state_dict())
+    x, lengths = torch.randn(1, 70, 32), torch.tensor([0, 40, 70], dtype=torch.int32)
+    for arguments in ((x,), (x[0], lengths)):
+        out, indices = layer(*arguments, return_indices=True)
+        expected = plain(*arguments, indices=indices)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        d_out = torch.randn_like(out)
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        found = torch.autograd.grad(out, parameters, d_out)
+        wanted = torch.autograd.grad(expected, list(plain.parameters()), d_out)
+        for n, a, b in zip(names, found, wanted, strict=True):
+            assert (a - b).abs().max() <= 1e-4 * max(1.0, b.abs().max()), n
+    cache = layer.make_cache(1, 80)
+    cache.reserve(70)
+    with torch.no_grad():
+        steps = torch.cat([layer(part, cache=cache) for part in x.split([33, 1, 16, 20], 1)], 1)
+        torch.testing.assert_close(steps, layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_tables_that_end_early():
+    layer = layer_of(cfg=SMALL, rope=nsa.rotary_tables(torch.arange(30), 16))
+    with pytest.raises(ValueError, match="rope: 30 positions: must be at least 31, the length of the keys"):
+        layer(torch.randn(1, 31, 32))
+    with pytest.raises(ValueError, match="rope: 30 positions"):
+        layer(torch.randn(40, 32), torch.tensor([0, 31, 40], dtype=torch.int32))
+    layer(torch.randn(60, 32), torch.tensor([0, 30, 60], dtype=torch.int32))
+    with pytest.raises(ValueError, match="rope: 30 positions: must be at least 31, the cache's max_length"):
+        layer(torch.randn(1, 1, 32), cache=layer.make_cache(1, 31))
+
+
+@pytest.mark.parametrize("name", ["biases", "norms", "hidden", "partial"])
+def test_from_the_meta_device(name):
+    options = OPTIONS[name] | {"gate_bias": (-6.0, 4.0, -4.0), "seed": 5}
+    torch.manual_seed(11)
+    direct = layer_of(cfg=SMALL, **options)
+    with torch.device("meta"):
+        later = layer_of(cfg=SMALL, **options)
+    assert all(p.is_meta for p in later.parameters())
+    later.to_empty(device="cpu")
+    for parameter in later.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    torch.manual_seed(11)
+    later.reset_parameters()
+    for (n, a), b in zip(direct.named_parameters(), later.parameters(), strict=True):
+        assert torch.equal(a, b), n
+    assert torch.equal(direct.gate[2].bias, torch.tensor([-6.0, 4.0, -4.0]).repeat(6))
+
+
+def test_hooks_see_phi():
+    layer, seen = layer_of(cfg=SMALL), []
+    for phi in (layer.phi_k, layer.phi_v):
+        phi.register_forward_hook(lambda module, arguments, out: seen.append((arguments, out.kind)))
+    layer(torch.randn(1, 20, 32))
+    assert seen == [((torch.float32,), "mlp")] * 2
+
+
+def test_plain_torch_is_twice_differentiable():
+    cfg = nsa.NSAConfig(4, 2, 16, 2, 0, 1, 5)
+    q, k, v = (torch.randn(1, 9, h, 3, dtype=torch.float64, requires_grad=True) for h in (2, 1, 1))
+    gates = torch.rand(1, 9, 2, 3, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(
+        lambda *x: nsa.reference.native_sparse_attention(*x, cfg=cfg), (q, k, v, gates), fast_mode=True
+    )
+
+
+def test_parameter_groups():
+    model = torch.nn.ModuleDict({"a": layer_of(cfg=SMALL, phi_hidden=200), "b": torch.nn.Linear(32, 32)})
+    model["c"] = model["a"]  # used twice
+    model["b"].bias.requires_grad_(False)
+    groups = nsa.parameter_groups(model, 0.1, 0.01)
+    of = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert len(of) == sum(len(g["params"]) for g in groups) == len(list(model.parameters())) - 1
+    phi = model["a"].phi_k  # 8 * 16 = 128 inputs, then 200
+    assert of[id(phi.w1)] == of[id(phi.pe)] == of[id(phi.b1)] == (0.1, 0.0)
+    assert of[id(phi.w2)] == of[id(phi.b2)] == (0.1 * 128 / 200, 0.0)
+    assert of[id(model["a"].q_proj.weight)] == of[id(model["b"].weight)] == (0.1, 0.01)
+    assert of[id(model["a"].gate[0].bias)] == (0.1, 0.0)
+    wide = nsa.parameter_groups(nsa.CompressionFunction("linear", 32, 64), 1.0)
+    assert [(g["lr"], len(g["params"])) for g in wide] == [(128 / 2048, 3)]
+    assert nsa.parameter_groups(layer_of(cfg=SMALL, phi="mean"), 1.0)[0]["lr"] == 1.0
+    torch.optim.AdamW(groups).step()
