@@ -29,6 +29,8 @@ _REFUSED = "invalid argument: "
 
 _eager: dict[Any, Callable] = {}
 """How eager code runs an operator, where it is not torch.ops' way."""
+_transformed: dict[Any, Callable] = {}
+"""How it runs inside of torch.func's transforms."""
 
 
 def call(operator: Callable, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -37,8 +39,10 @@ def call(operator: Callable, *arguments: Any, names: Mapping[str, str] = Mapping
     `names`: what the caller calls arguments of the operator, for the message.
     """
     try:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
             return operator(*arguments)
+        if torch._C._are_functorch_transforms_active():
+            return _transformed.get(operator, operator)(*arguments)
         return (_eager.get(operator) or operator.default)(*arguments)
     except (RuntimeError, ValueError) as error:
         message = str(error)
@@ -242,8 +246,10 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
         if d_out is not None:
             values = (*ctx.saved_tensors, *ctx.others)
             needs = [ctx.needs_input_grad[i] for i in positions]
-            # With create_graph through the operator that refuses second derivatives.
-            run = backward_op if torch.is_grad_enabled() else _below_autograd(backward_op)
+            if torch.compiler.is_compiling():
+                run = backward_op
+            else:  # with create_graph through what refuses second derivatives
+                run = once.apply if torch.is_grad_enabled() else _below_autograd(backward_op)
             results = run(d_out, *[values[i] for i in arranged], needs)
             for i, gradient, needed in zip(positions, results, needs, strict=True):
                 gradients[i] = gradient if needed else None
@@ -253,14 +259,8 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     torch.library.register_autograd(f"nsa::{name}_backward", _no_second_derivative)
 
     bare = _below_autograd(forward_op)
-
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        output = bare(*arguments)
-        setup_context(ctx, arguments, output)
-        return output
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(f"nsa_{name}", (torch.autograd.Function,), members)
+    function = _function(f"nsa_{name}", bare, setup_context, backward)
+    once = _function(f"nsa_{name}_backward", _below_autograd(backward_op), lambda *_: None, _no_second_derivative)
 
     def run(*arguments: Any) -> Any:
         if torch.is_grad_enabled() and needs_gradient(*[arguments[i] for i in positions]):
@@ -268,6 +268,17 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
         return bare(*arguments)
 
     _eager[getattr(ops, name)] = run
+    _transformed[getattr(ops, name)] = function.apply
+
+
+def _function(name: str, forward: Callable, setup_context: Callable, backward: Callable) -> Any:
+    """An autograd.Function that torch.func's transforms know."""
+
+    def vmap(*_: Any) -> None:
+        raise RuntimeError("nsa: vmap is not implemented: the operations take a batch as their first dimension")
+
+    functions = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap}
+    return type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in functions.items()})
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -109,7 +109,7 @@ def rows_within(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     Rows past the last sequence are at position 0.
     """
     rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
+    sequence = torch.searchsorted(cu_seqlens.contiguous(), rows, right=True).clamp(max=cu_seqlens.shape[0] - 1) - 1
     return torch.where(rows < cu_seqlens[-1], rows - cu_seqlens[sequence], 0), sequence
 
 
