@@ -42,7 +42,7 @@ def test_with_the_selection_alone_a_short_text_gets_the_dense_logits(name, separ
 
 @BOTH
 def test_as_converted_a_short_text_is_almost_the_dense_models(name):
-    model = dense(name, initializer_range=0.02)  # as models start
+    model = dense(name)
     converted = convert(model, nsa={**SMALL, "window_size": 64})
     with torch.no_grad():
         short, long = (
@@ -50,7 +50,7 @@ def test_as_converted_a_short_text_is_almost_the_dense_models(name):
         )
     assert short["kl"] <= 1e-3
     assert short["top1"] > 0.95
-    assert short["kl"] < long["kl"]
+    assert long["kl"] > 100 * short["kl"]  # which is why a converted model has to be trained
 
 
 @BOTH

@@ -151,6 +151,9 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):
             self.cache = _new_cache(k.shape[0], self.max_cache_len, k, v, cfg)
             self.cumulative_length = self.cumulative_length.to(k.device)
             self.is_initialized = True
+            if not torch.compiler.is_compiling():
+                for tensor in (*self.cache.tensors(), self.cumulative_length):  # else CUDA graphs would copy them
+                    torch._dynamo.mark_static_address(tensor)
         self.cumulative_length.add_(new)
 
 
