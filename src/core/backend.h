@@ -1,40 +1,28 @@
-// A backend: the same functions in every backend's namespace. dispatch.cpp calls them with arguments that validate.h
-// accepted and that support.h says the backend can do; in addition the last dimension of incoming gradients (d_o,
-// d_out) is contiguous there. They may throw: dispatch turns exceptions into Status::internal.
+// A backend: a namespace with the same functions. run(params) is the operation of this parameter struct, for each of
+// operation_list.h. dispatch.cpp calls it with arguments that validate.h accepted and that support.h says the backend
+// can do; in addition the last dimension of incoming gradients (d_o, d_out) is contiguous there. They may throw:
+// dispatch turns exceptions into Status::internal.
 #pragma once
 
 #include <string>
 
 #include "core/execution.h"
+#include "core/operation_list.h"
 #include "nsa/decode.h"
 #include "nsa/operations.h"
 
 namespace nsa {
 /// fork of both backends in host memory: it copies bytes only.
-Status fork_in_host_memory(const ForkParams& params, const Context& context);
+Status fork_in_host_memory(const ForkParams& params);
 }  // namespace nsa
 
 /// fp64 loops straight from the specification: the oracle.
 namespace nsa::reference {
 /// Which variant of its kernels the backend runs on this machine, for logs.
 const char* variant();
-Status compress(const CompressParams& params, const Context& context);
-Status compress_backward(const CompressBackwardParams& params, const Context& context);
-Status compressed_attention(const CompressedAttentionParams& params, const Context& context);
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, const Context& context);
-Status select_blocks(const SelectBlocksParams& params, const Context& context);
-Status selected_attention(const SelectedAttentionParams& params, const Context& context);
-Status selected_attention_backward(const SelectedAttentionBackwardParams& params, const Context& context);
-Status sliding_window_attention(const SlidingWindowAttentionParams& params, const Context& context);
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, const Context& context);
-Status combine(const CombineParams& params, const Context& context);
-Status combine_backward(const CombineBackwardParams& params, const Context& context);
-Status nsa_attention(const NsaAttentionParams& params, const Context& context);
-Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context);
-Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context);
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context);
-/// Serves nsa::decode and nsa::prefill.
-Status decode(const DecodeParams& params, const Context& context);
+#define NSA_DECLARE(operation, Params) Status run(const Params& params, const Context& context);
+NSA_OPERATIONS(NSA_DECLARE)
+#undef NSA_DECLARE
 }  // namespace nsa::reference
 
 /// Vectorised and threaded.
@@ -44,22 +32,9 @@ const char* variant();
 Status usable();
 /// As nsa::describe_instruction_sets.
 std::string describe_instruction_sets();
-Status compress(const CompressParams& params, const Context& context);
-Status compress_backward(const CompressBackwardParams& params, const Context& context);
-Status compressed_attention(const CompressedAttentionParams& params, const Context& context);
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, const Context& context);
-Status select_blocks(const SelectBlocksParams& params, const Context& context);
-Status selected_attention(const SelectedAttentionParams& params, const Context& context);
-Status selected_attention_backward(const SelectedAttentionBackwardParams& params, const Context& context);
-Status sliding_window_attention(const SlidingWindowAttentionParams& params, const Context& context);
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, const Context& context);
-Status combine(const CombineParams& params, const Context& context);
-Status combine_backward(const CombineBackwardParams& params, const Context& context);
-Status nsa_attention(const NsaAttentionParams& params, const Context& context);
-Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Context& context);
-Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context);
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, const Context& context);
-Status decode(const DecodeParams& params, const Context& context);
+#define NSA_DECLARE(operation, Params) Status run(const Params& params, const Context& context);
+NSA_OPERATIONS(NSA_DECLARE)
+#undef NSA_DECLARE
 }  // namespace nsa::cpu
 
 /// NVIDIA GPUs. In a build without CUDA every function is kUnsupported (cuda/absent.cpp).
@@ -101,22 +76,7 @@ Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, s
 const char* variant();
 /// Whether this build has the kernels for such a call.
 bool built(const Problem& problem);
-Status compress(const CompressParams& params, Execution& execution);
-Status compress_backward(const CompressBackwardParams& params, Execution& execution);
-Status compressed_attention(const CompressedAttentionParams& params, Execution& execution);
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, Execution& execution);
-Status select_blocks(const SelectBlocksParams& params, Execution& execution);
-Status selected_attention(const SelectedAttentionParams& params, Execution& execution);
-Status selected_attention_backward(const SelectedAttentionBackwardParams& params, Execution& execution);
-Status sliding_window_attention(const SlidingWindowAttentionParams& params, Execution& execution);
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, Execution& execution);
-Status combine(const CombineParams& params, Execution& execution);
-Status combine_backward(const CombineBackwardParams& params, Execution& execution);
-Status nsa_attention(const NsaAttentionParams& params, Execution& execution);
-Status nsa_attention_backward(const NsaAttentionBackwardParams& params, Execution& execution);
-Status native_sparse_attention(const NativeSparseAttentionParams& params, Execution& execution);
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, Execution& execution);
-/// Serves nsa::decode and nsa::prefill.
-Status decode(const DecodeParams& params, Execution& execution);
-Status fork(const ForkParams& params, Execution& execution);
+#define NSA_DECLARE(operation, Params) Status run(const Params& params, Execution& execution);
+NSA_OPERATIONS(NSA_DECLARE)
+#undef NSA_DECLARE
 }  // namespace nsa::cuda

@@ -45,7 +45,7 @@ void copy_ring(const ForkParams& params, const TensorView& ring, std::int64_t pa
 
 }  // namespace
 
-Status fork_in_host_memory(const ForkParams& params, const Context&) {
+Status fork_in_host_memory(const ForkParams& params) {
   const KVCacheView& cache = params.cache;
   const std::int64_t blocks = params.cfg.num_compressed(params.length);  // those with i*d + l <= length
   if (Status s = check_pages(params, "block_table", cache.block_table, cache.k_slc.size(1), params.length); !s.ok())

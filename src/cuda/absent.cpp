@@ -20,22 +20,9 @@ Status make_contiguous(TensorView&, Execution&) { return absent(); }
 Status trust_offsets(TensorView&, TensorView&, std::int64_t, std::int64_t, Execution&) { return absent(); }
 const char* variant() { return "none"; }
 bool built(const Problem&) { return false; }
-Status compress(const CompressParams&, Execution&) { return absent(); }
-Status compress_backward(const CompressBackwardParams&, Execution&) { return absent(); }
-Status compressed_attention(const CompressedAttentionParams&, Execution&) { return absent(); }
-Status compressed_attention_backward(const CompressedAttentionBackwardParams&, Execution&) { return absent(); }
-Status select_blocks(const SelectBlocksParams&, Execution&) { return absent(); }
-Status selected_attention(const SelectedAttentionParams&, Execution&) { return absent(); }
-Status selected_attention_backward(const SelectedAttentionBackwardParams&, Execution&) { return absent(); }
-Status sliding_window_attention(const SlidingWindowAttentionParams&, Execution&) { return absent(); }
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams&, Execution&) { return absent(); }
-Status combine(const CombineParams&, Execution&) { return absent(); }
-Status combine_backward(const CombineBackwardParams&, Execution&) { return absent(); }
-Status nsa_attention(const NsaAttentionParams&, Execution&) { return absent(); }
-Status nsa_attention_backward(const NsaAttentionBackwardParams&, Execution&) { return absent(); }
-Status native_sparse_attention(const NativeSparseAttentionParams&, Execution&) { return absent(); }
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams&, Execution&) { return absent(); }
-Status decode(const DecodeParams&, Execution&) { return absent(); }
-Status fork(const ForkParams&, Execution&) { return absent(); }
+#define NSA_DEFINE(operation, Params) \
+  Status run(const Params&, Execution&) { return absent(); }
+NSA_OPERATIONS(NSA_DEFINE)
+#undef NSA_DEFINE
 
 }  // namespace nsa::cuda

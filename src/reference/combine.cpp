@@ -16,7 +16,7 @@ void for_each_head(const TensorView& shape, F&& f) {
 
 }  // namespace
 
-Status combine(const CombineParams& p, DType precision) {
+Status run(const CombineParams& p, DType precision) {
   for_each_head(p.o_cmp, [&](const auto& rows_of) {
     const Matrix gates = load(rows_of(p.gates));
     const Matrix branches[3] = {load(rows_of(p.o_cmp)), load(rows_of(p.o_slc)), load(rows_of(p.o_swa))};
@@ -28,7 +28,7 @@ Status combine(const CombineParams& p, DType precision) {
   return {};
 }
 
-Status combine_backward(const CombineBackwardParams& p, DType precision) {
+Status run(const CombineBackwardParams& p, DType precision) {
   const CombineParams& f = p.forward;
   for_each_head(p.d_o, [&](const auto& rows_of) {
     const Matrix gates = load(rows_of(f.gates)), d_o = load(rows_of(p.d_o));
@@ -49,8 +49,8 @@ Status combine_backward(const CombineBackwardParams& p, DType precision) {
   return {};
 }
 
-Status combine(const CombineParams& p, const Context&) { return combine(p, DType::kFloat64); }
+Status run(const CombineParams& p, const Context&) { return run(p, DType::kFloat64); }
 
-Status combine_backward(const CombineBackwardParams& p, const Context&) { return combine_backward(p, DType::kFloat64); }
+Status run(const CombineBackwardParams& p, const Context&) { return run(p, DType::kFloat64); }
 
 }  // namespace nsa::reference

@@ -100,7 +100,7 @@ std::vector<Sequence> sequences(const CompressParams& params) {
 
 }  // namespace
 
-Status compress(const CompressParams& params, DType precision) {
+Status run(const CompressParams& params, DType precision) {
   fill(params.out, 0);
   for (std::int64_t head = 0; head < params.k.size(-2); ++head) {
     const Phi phi(params, head, precision);
@@ -115,7 +115,7 @@ Status compress(const CompressParams& params, DType precision) {
   return {};
 }
 
-Status compress_backward(const CompressBackwardParams& params, DType precision) {
+Status run(const CompressBackwardParams& params, DType precision) {
   const CompressParams& f = params.forward;
   fill(params.d_k, 0);
   const std::int64_t heads = f.k.size(-2);
@@ -152,10 +152,8 @@ Status compress_backward(const CompressBackwardParams& params, DType precision) 
   return {};
 }
 
-Status compress(const CompressParams& params, const Context&) { return compress(params, DType::kFloat64); }
+Status run(const CompressParams& params, const Context&) { return run(params, DType::kFloat64); }
 
-Status compress_backward(const CompressBackwardParams& params, const Context&) {
-  return compress_backward(params, DType::kFloat64);
-}
+Status run(const CompressBackwardParams& params, const Context&) { return run(params, DType::kFloat64); }
 
 }  // namespace nsa::reference

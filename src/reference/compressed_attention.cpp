@@ -22,22 +22,18 @@ Attention attention_of(const CompressedAttentionParams& p, DType precision) {
 
 }  // namespace
 
-Status compressed_attention(const CompressedAttentionParams& p, DType precision) {
+Status run(const CompressedAttentionParams& p, DType precision) {
   attend(attention_of(p, precision), p.o, p.lse);
   return {};
 }
 
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& p, DType precision) {
+Status run(const CompressedAttentionBackwardParams& p, DType precision) {
   attend_backward(attention_of(p.forward, precision), p.d_o, p.d_q, p.d_k_c, p.d_v_c);
   return {};
 }
 
-Status compressed_attention(const CompressedAttentionParams& p, const Context&) {
-  return compressed_attention(p, DType::kFloat64);
-}
+Status run(const CompressedAttentionParams& p, const Context&) { return run(p, DType::kFloat64); }
 
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& p, const Context&) {
-  return compressed_attention_backward(p, DType::kFloat64);
-}
+Status run(const CompressedAttentionBackwardParams& p, const Context&) { return run(p, DType::kFloat64); }
 
 }  // namespace nsa::reference

@@ -24,35 +24,46 @@ void attend(const DecodeParams& p, const StepSequence& s) {
   const TokenBuffer k_c = gathered(p.k_cmp, s.k_c, blocks), v_c = gathered(p.v_cmp, s.v_c, blocks);
   CompressedAttentionParams compressed{q,        k_c.view(), v_c.view(),   p.cfg,     p.softmax_scale,
                                        s.length, {},         o_cmp.view(), lse.view()};
-  (void)compressed_attention(compressed, DType::kFloat64);
+  (void)run(compressed, DType::kFloat64);
 
   const Temporary own_indices(
       TensorView::contiguous(nullptr, DType::kInt32, {1, s.num_new, p.k_cmp.size(2), p.cfg.topk}), DType::kInt32);
-  (void)reference::select_blocks(
-      {q, k_c.view(), lse.view(), p.cfg, p.softmax_scale, s.length, 0, 0, {}, own_indices.view()}, Context{});
+  (void)run(
+      SelectBlocksParams{q, k_c.view(), lse.view(), p.cfg, p.softmax_scale, s.length, 0, 0, {}, own_indices.view()},
+      Context{});
   add({own_indices.view()}, step_rows(p.indices));
   const TensorView indices = p.imposed_indices.defined() ? step_rows(p.imposed_indices) : own_indices.view();
 
   const TokenBuffer k_slc = gathered(p.k_slc, s.k_slc, s.length), v_slc = gathered(p.v_slc, s.v_slc, s.length);
-  (void)selected_attention(
-      {q, k_slc.view(), v_slc.view(), indices, p.cfg.block_size, p.softmax_scale, {}, o_slc.view(), lse_unused.view()},
-      DType::kFloat64);
+  (void)run(SelectedAttentionParams{q,
+                                    k_slc.view(),
+                                    v_slc.view(),
+                                    indices,
+                                    p.cfg.block_size,
+                                    p.softmax_scale,
+                                    {},
+                                    o_slc.view(),
+                                    lse_unused.view()},
+            DType::kFloat64);
 
   TokenBuffer k_swa(p.k_swa, s.window_begin, s.length - s.window_begin),
       v_swa(p.v_swa, s.window_begin, s.length - s.window_begin);
   k_swa.take(s.k_swa, s.window_begin, s.length);
   v_swa.take(s.v_swa, s.window_begin, s.length);
-  (void)sliding_window_attention(
-      {q, k_swa.view(), v_swa.view(), p.cfg.window_size, p.softmax_scale, {}, o_swa.view(), lse_unused.view()},
+  (void)run(
+      SlidingWindowAttentionParams{
+          q, k_swa.view(), v_swa.view(), p.cfg.window_size, p.softmax_scale, {}, o_swa.view(), lse_unused.view()},
       DType::kFloat64);
-  (void)combine({o_cmp.view(), o_slc.view(), o_swa.view(), step_rows(p.gates), o}, DType::kFloat64);
+  (void)run(CombineParams{o_cmp.view(), o_slc.view(), o_swa.view(), step_rows(p.gates), o}, DType::kFloat64);
 }
 
 }  // namespace
 
-Status decode(const DecodeParams& params, const Context& context) {
+Status run(const DecodeParams& params, const Context& context) {
   CacheStep step(params);
-  if (Status status = step.append(reference::compress, context); !status.ok()) return status;
+  if (Status status = step.append([](const CompressParams& p, const Context& c) { return run(p, c); }, context);
+      !status.ok())
+    return status;
   for (const StepSequence& sequence : step.sequences()) attend(params, sequence);
   step.finish();
   return {};

@@ -8,31 +8,25 @@
 namespace nsa::reference {
 namespace {
 
-struct Run {
-  DType precision;
-
-  Status operator()(const CompressParams& p) const { return compress(p, precision); }
-  Status operator()(const CompressBackwardParams& p) const { return compress_backward(p, precision); }
-  Status operator()(const NsaAttentionParams& p) const { return nsa_attention(p, precision); }
-  Status operator()(const NsaAttentionBackwardParams& p) const { return nsa_attention_backward(p, precision); }
-};
+/// The separate operations, computed in `precision`.
+auto composed(DType precision, DType between) {
+  return HostNativeSparseAttention([precision](const auto& params) { return run(params, precision); }, between);
+}
 
 }  // namespace
 
-Status native_sparse_attention(const NativeSparseAttentionParams& p, DType precision) {
-  return HostNativeSparseAttention(Run{precision}, precision).forward(p);
+Status run(const NativeSparseAttentionParams& p, DType precision) { return composed(precision, precision).forward(p); }
+
+Status run(const NativeSparseAttentionBackwardParams& p, DType precision) {
+  return composed(precision, precision).backward(p);
 }
 
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& p, DType precision) {
-  return HostNativeSparseAttention(Run{precision}, precision).backward(p);
+Status run(const NativeSparseAttentionParams& p, const Context&) {
+  return composed(DType::kFloat64, p.k_cmp.dtype).forward(p);
 }
 
-Status native_sparse_attention(const NativeSparseAttentionParams& p, const Context&) {
-  return HostNativeSparseAttention(Run{DType::kFloat64}, p.k_cmp.dtype).forward(p);
-}
-
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& p, const Context&) {
-  return HostNativeSparseAttention(Run{DType::kFloat64}, p.forward.k_cmp.dtype).backward(p);
+Status run(const NativeSparseAttentionBackwardParams& p, const Context&) {
+  return composed(DType::kFloat64, p.forward.k_cmp.dtype).backward(p);
 }
 
 }  // namespace nsa::reference

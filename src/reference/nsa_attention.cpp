@@ -59,41 +59,42 @@ TensorView used_rows(TensorView tensor, const Packed& packed) {
 
 }  // namespace
 
-Status nsa_attention(const NsaAttentionParams& p, DType precision) {
+Status run(const NsaAttentionParams& p, DType precision) {
   const Temporary o_cmp(p.o, DType::kFloat64), o_slc(p.o, DType::kFloat64), o_swa(p.o, DType::kFloat64);
   const Temporary lse(lse_shape(p.q), DType::kFloat64), own_indices(indices_shape(p), DType::kInt32);
 
   CompressedAttentionParams compressed = compressed_branch(p);
   compressed.o = o_cmp.view(), compressed.lse = lse.view();
-  (void)compressed_attention(compressed, precision);
+  (void)run(compressed, precision);
   add({lse.view()}, p.lse_cmp);
 
   if (p.indices.defined() || !p.imposed_indices.defined()) {
     const SelectBlocksParams selection{
         p.q,    p.k_c,    lse.view(),        p.cfg, p.softmax_scale, compressed.seqlen_k, p.noise,
         p.seed, p.packed, own_indices.view()};
-    (void)reference::select_blocks(selection, Context{});
+    (void)run(selection, Context{});
     add({own_indices.view()}, p.indices);
   }
 
   SelectedAttentionParams selected =
       selected_branch(p, p.imposed_indices.defined() ? p.imposed_indices : own_indices.view());
   selected.o = o_slc.view(), selected.lse = p.lse_slc;
-  (void)selected_attention(selected, precision);
+  (void)run(selected, precision);
 
   SlidingWindowAttentionParams window = window_branch(p);
   window.o = o_swa.view(), window.lse = p.lse_swa;
-  (void)sliding_window_attention(window, precision);
+  (void)run(window, precision);
 
   add({o_cmp.view()}, p.o_cmp);
   add({o_slc.view()}, p.o_slc);
   add({o_swa.view()}, p.o_swa);
   fill(p.o, 0);
   const auto used = [&](const TensorView& tensor) { return used_rows(tensor, p.packed); };
-  return combine({used(o_cmp.view()), used(o_slc.view()), used(o_swa.view()), used(p.gates), used(p.o)}, precision);
+  return run(CombineParams{used(o_cmp.view()), used(o_slc.view()), used(o_swa.view()), used(p.gates), used(p.o)},
+             precision);
 }
 
-Status nsa_attention_backward(const NsaAttentionBackwardParams& p, DType precision) {
+Status run(const NsaAttentionBackwardParams& p, DType precision) {
   // The forward again, so that the branches enter unrounded, and over the blocks that it attended to.
   NsaAttentionParams f = p.forward;
   if (!f.imposed_indices.defined()) f.imposed_indices = f.indices;
@@ -101,31 +102,31 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& p, DType precisi
       o_swa(p.d_o, DType::kFloat64);
   f.o = o.view(), f.o_cmp = o_cmp.view(), f.o_slc = o_slc.view(), f.o_swa = o_swa.view();
   f.indices = f.lse_cmp = f.lse_slc = f.lse_swa = {};
-  (void)nsa_attention(f, precision);
+  (void)run(f, precision);
 
   const Temporary d_o_cmp(p.d_o, DType::kFloat64), d_o_slc(p.d_o, DType::kFloat64), d_o_swa(p.d_o, DType::kFloat64);
   fill(p.d_gates, 0);
   const auto used = [&](const TensorView& tensor) { return used_rows(tensor, f.packed); };
   const CombineParams combined{used(f.o_cmp), used(f.o_slc), used(f.o_swa), used(f.gates), {}};
-  (void)combine_backward(
-      {combined, used(p.d_o), used(d_o_cmp.view()), used(d_o_slc.view()), used(d_o_swa.view()), used(p.d_gates)},
-      precision);
+  (void)run(CombineBackwardParams{combined, used(p.d_o), used(d_o_cmp.view()), used(d_o_slc.view()),
+                                  used(d_o_swa.view()), used(p.d_gates)},
+            precision);
 
   const Temporary d_q_cmp(f.q, DType::kFloat64), d_q_slc(f.q, DType::kFloat64), d_q_swa(f.q, DType::kFloat64);
-  (void)compressed_attention_backward({compressed_branch(f), d_o_cmp.view(), d_q_cmp.view(), p.d_k_c, p.d_v_c},
-                                      precision);
-  (void)selected_attention_backward(
-      {selected_branch(f, f.imposed_indices), d_o_slc.view(), d_q_slc.view(), p.d_k_slc, p.d_v_slc}, precision);
-  (void)sliding_window_attention_backward({window_branch(f), d_o_swa.view(), d_q_swa.view(), p.d_k_swa, p.d_v_swa},
-                                          precision);
+  (void)run(CompressedAttentionBackwardParams{compressed_branch(f), d_o_cmp.view(), d_q_cmp.view(), p.d_k_c, p.d_v_c},
+            precision);
+  (void)run(SelectedAttentionBackwardParams{selected_branch(f, f.imposed_indices), d_o_slc.view(), d_q_slc.view(),
+                                            p.d_k_slc, p.d_v_slc},
+            precision);
+  (void)run(
+      SlidingWindowAttentionBackwardParams{window_branch(f), d_o_swa.view(), d_q_swa.view(), p.d_k_swa, p.d_v_swa},
+      precision);
   add({d_q_cmp.view(), d_q_slc.view(), d_q_swa.view()}, p.d_q, precision);
   return {};
 }
 
-Status nsa_attention(const NsaAttentionParams& p, const Context&) { return nsa_attention(p, DType::kFloat64); }
+Status run(const NsaAttentionParams& p, const Context&) { return run(p, DType::kFloat64); }
 
-Status nsa_attention_backward(const NsaAttentionBackwardParams& p, const Context&) {
-  return nsa_attention_backward(p, DType::kFloat64);
-}
+Status run(const NsaAttentionBackwardParams& p, const Context&) { return run(p, DType::kFloat64); }
 
 }  // namespace nsa::reference

@@ -18,20 +18,20 @@
 namespace nsa::reference {
 
 /// As the functions of core/backend.h, which run them with precision = float64.
-Status compress(const CompressParams& params, DType precision);
-Status compress_backward(const CompressBackwardParams& params, DType precision);
-Status compressed_attention(const CompressedAttentionParams& params, DType precision);
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& params, DType precision);
-Status selected_attention(const SelectedAttentionParams& params, DType precision);
-Status selected_attention_backward(const SelectedAttentionBackwardParams& params, DType precision);
-Status sliding_window_attention(const SlidingWindowAttentionParams& params, DType precision);
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& params, DType precision);
-Status combine(const CombineParams& params, DType precision);
-Status combine_backward(const CombineBackwardParams& params, DType precision);
-Status nsa_attention(const NsaAttentionParams& params, DType precision);
-Status nsa_attention_backward(const NsaAttentionBackwardParams& params, DType precision);
-Status native_sparse_attention(const NativeSparseAttentionParams& params, DType precision);
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& params, DType precision);
+Status run(const CompressParams& params, DType precision);
+Status run(const CompressBackwardParams& params, DType precision);
+Status run(const CompressedAttentionParams& params, DType precision);
+Status run(const CompressedAttentionBackwardParams& params, DType precision);
+Status run(const SelectedAttentionParams& params, DType precision);
+Status run(const SelectedAttentionBackwardParams& params, DType precision);
+Status run(const SlidingWindowAttentionParams& params, DType precision);
+Status run(const SlidingWindowAttentionBackwardParams& params, DType precision);
+Status run(const CombineParams& params, DType precision);
+Status run(const CombineBackwardParams& params, DType precision);
+Status run(const NsaAttentionParams& params, DType precision);
+Status run(const NsaAttentionBackwardParams& params, DType precision);
+Status run(const NativeSparseAttentionParams& params, DType precision);
+Status run(const NativeSparseAttentionBackwardParams& params, DType precision);
 
 /// Importance of the candidates j = 0 ... floor(t / l') of query `row` of a sequence, summed over the group's heads.
 std::vector<double> importance(const SelectBlocksParams& params, const Sequence& sequence, std::int64_t kv_head,

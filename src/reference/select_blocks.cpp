@@ -47,7 +47,7 @@ bool is_forced(const NSAConfig& cfg, std::int64_t j, std::int64_t t) {
   return j < cfg.init_blocks || j > t / cfg.block_size - cfg.local_blocks;
 }
 
-Status select_blocks(const SelectBlocksParams& p, const Context&) {
+Status run(const SelectBlocksParams& p, const Context&) {
   fill(p.indices, -1);
   for (const Sequence& s : sequences_of(p.q, raw_length(p.q, p.seqlen_k), p.packed, p.cfg))
     for (std::int64_t kv_head = 0; kv_head < p.k_c.size(-2); ++kv_head)

@@ -30,22 +30,18 @@ Attention attention_of(const SelectedAttentionParams& p, DType precision) {
 
 }  // namespace
 
-Status selected_attention(const SelectedAttentionParams& p, DType precision) {
+Status run(const SelectedAttentionParams& p, DType precision) {
   attend(attention_of(p, precision), p.o, p.lse);
   return {};
 }
 
-Status selected_attention_backward(const SelectedAttentionBackwardParams& p, DType precision) {
+Status run(const SelectedAttentionBackwardParams& p, DType precision) {
   attend_backward(attention_of(p.forward, precision), p.d_o, p.d_q, p.d_k, p.d_v);
   return {};
 }
 
-Status selected_attention(const SelectedAttentionParams& p, const Context&) {
-  return selected_attention(p, DType::kFloat64);
-}
+Status run(const SelectedAttentionParams& p, const Context&) { return run(p, DType::kFloat64); }
 
-Status selected_attention_backward(const SelectedAttentionBackwardParams& p, const Context&) {
-  return selected_attention_backward(p, DType::kFloat64);
-}
+Status run(const SelectedAttentionBackwardParams& p, const Context&) { return run(p, DType::kFloat64); }
 
 }  // namespace nsa::reference

@@ -22,22 +22,18 @@ Attention attention_of(const SlidingWindowAttentionParams& p, DType precision) {
 
 }  // namespace
 
-Status sliding_window_attention(const SlidingWindowAttentionParams& p, DType precision) {
+Status run(const SlidingWindowAttentionParams& p, DType precision) {
   attend(attention_of(p, precision), p.o, p.lse);
   return {};
 }
 
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, DType precision) {
+Status run(const SlidingWindowAttentionBackwardParams& p, DType precision) {
   attend_backward(attention_of(p.forward, precision), p.d_o, p.d_q, p.d_k, p.d_v);
   return {};
 }
 
-Status sliding_window_attention(const SlidingWindowAttentionParams& p, const Context&) {
-  return sliding_window_attention(p, DType::kFloat64);
-}
+Status run(const SlidingWindowAttentionParams& p, const Context&) { return run(p, DType::kFloat64); }
 
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, const Context&) {
-  return sliding_window_attention_backward(p, DType::kFloat64);
-}
+Status run(const SlidingWindowAttentionBackwardParams& p, const Context&) { return run(p, DType::kFloat64); }
 
 }  // namespace nsa::reference

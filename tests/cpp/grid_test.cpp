@@ -27,20 +27,19 @@ class Grid : public GridTest {};
 
 TEST_P(Compression, ForwardAndBackward) {
   for (const CompressParams& f : {p.compress_keys(), p.compress_values()}) {
-    check<CompressParams>(f, compress_outputs(p, f), under_test.compress, reference::compress);
+    check<CompressParams>(f, compress_outputs(p, f), under_test.compress, reference::run);
     const Tensor d_out = p.random_compressed_rows(f.k.size(-1), 77);
     const CompressBackwardParams b{f, d_out, {}, {}};
-    check<CompressBackwardParams>(b, compress_backward_outputs(p, f), under_test.compress_backward,
-                                  reference::compress_backward);
+    check<CompressBackwardParams>(b, compress_backward_outputs(p, f), under_test.compress_backward, reference::run);
   }
 }
 
 TEST_P(Grid, CompressedAttention) {
-  const auto outputs = check<CompressedAttentionParams>(
-      p.compressed(), compressed_outputs(p), under_test.compressed_attention, reference::compressed_attention);
+  const auto outputs = check<CompressedAttentionParams>(p.compressed(), compressed_outputs(p),
+                                                        under_test.compressed_attention, reference::run);
   check<CompressedAttentionBackwardParams>(backward_of(p.compressed(), views_of(outputs), p.d_o),
                                            compressed_backward_outputs(p), under_test.compressed_attention_backward,
-                                           reference::compressed_attention_backward);
+                                           reference::run);
 }
 
 TEST_P(Grid, SelectBlocks) {
@@ -52,28 +51,27 @@ TEST_P(Grid, SelectBlocks) {
 }
 
 TEST_P(Grid, SelectedAttention) {
-  const auto outputs = check<SelectedAttentionParams>(p.selected(), selected_outputs(p), under_test.selected_attention,
-                                                      reference::selected_attention);
+  const auto outputs =
+      check<SelectedAttentionParams>(p.selected(), selected_outputs(p), under_test.selected_attention, reference::run);
   check<SelectedAttentionBackwardParams>(backward_of(p.selected(), views_of(outputs), p.d_o),
                                          selected_backward_outputs(p), under_test.selected_attention_backward,
-                                         reference::selected_attention_backward);
+                                         reference::run);
 }
 
 TEST_P(Grid, SlidingWindowAttention) {
-  const auto outputs = check<SlidingWindowAttentionParams>(
-      p.window(), window_outputs(p), under_test.sliding_window_attention, reference::sliding_window_attention);
+  const auto outputs = check<SlidingWindowAttentionParams>(p.window(), window_outputs(p),
+                                                           under_test.sliding_window_attention, reference::run);
   check<SlidingWindowAttentionBackwardParams>(backward_of(p.window(), views_of(outputs), p.d_o),
                                               window_backward_outputs(p), under_test.sliding_window_attention_backward,
-                                              reference::sliding_window_attention_backward);
+                                              reference::run);
 }
 
 TEST_P(Grid, Combine) {
-  check<CombineParams>(p.combination(), combine_outputs(p), under_test.combine, reference::combine);
+  check<CombineParams>(p.combination(), combine_outputs(p), under_test.combine, reference::run);
   CombineBackwardParams b;
   b.forward = p.combination();
   b.d_o = p.d_o;
-  check<CombineBackwardParams>(b, combine_backward_outputs(p), under_test.combine_backward,
-                               reference::combine_backward);
+  check<CombineBackwardParams>(b, combine_backward_outputs(p), under_test.combine_backward, reference::run);
 }
 
 TEST_P(Grid, NsaAttention) {
@@ -81,7 +79,7 @@ TEST_P(Grid, NsaAttention) {
   f.imposed_indices = p.indices;
   auto compared = whole_outputs(p);
   compared.erase(compared.begin() + 1);  // the indices have their own rule
-  check<NsaAttentionParams>(f, compared, under_test.nsa_attention, reference::nsa_attention);
+  check<NsaAttentionParams>(f, compared, under_test.nsa_attention, reference::run);
 
   // Now with its own choice of blocks, which the backward then takes as given.
   f.imposed_indices = {};
@@ -90,7 +88,7 @@ TEST_P(Grid, NsaAttention) {
   });
   expect_valid_selection(p.selection(), outputs[1], rho_of_whole(p.c.dtype));
   check<NsaAttentionBackwardParams>(backward_of(f, views_of(outputs), p.d_o), whole_backward_outputs(p),
-                                    under_test.nsa_attention_backward, reference::nsa_attention_backward);
+                                    under_test.nsa_attention_backward, reference::run);
 }
 
 TEST_P(Layer, ForwardAndBackward) {
@@ -98,14 +96,12 @@ TEST_P(Layer, ForwardAndBackward) {
   f.attention.imposed_indices = p.indices;
   auto compared = layer_outputs(p);
   compared.erase(compared.begin() + 1);  // the indices have their own rule
-  check<NativeSparseAttentionParams>(f, compared, under_test.native_sparse_attention,
-                                     reference::native_sparse_attention);
+  check<NativeSparseAttentionParams>(f, compared, under_test.native_sparse_attention, reference::run);
   const auto outputs = outputs_of(f, layer_outputs(p), false, [](const NativeSparseAttentionParams& params) {
     return under_test.native_sparse_attention(params, kCpu);
   });
   check<NativeSparseAttentionBackwardParams>(backward_of(f, views_of(outputs), p.d_o), layer_backward_outputs(p),
-                                             under_test.native_sparse_attention_backward,
-                                             reference::native_sparse_attention_backward);
+                                             under_test.native_sparse_attention_backward, reference::run);
 }
 
 /// Runs an operation of the backend into fresh outputs.

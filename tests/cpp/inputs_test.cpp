@@ -35,8 +35,8 @@ class Inputs : public testing::TestWithParam<DType> {
     SelectedAttentionParams f = p.selected();
     f.indices = indices;
     return run_both<SelectedAttentionParams, SelectedAttentionBackwardParams>(
-        p, f, selected_outputs(p), under_test.selected_attention, reference::selected_attention,
-        selected_backward_outputs(p), under_test.selected_attention_backward, reference::selected_attention_backward);
+        p, f, selected_outputs(p), under_test.selected_attention, reference::run, selected_backward_outputs(p),
+        under_test.selected_attention_backward, reference::run);
   }
 };
 
@@ -97,16 +97,14 @@ TEST_P(Inputs, ScaleOfZeroOrLessInEveryBranch) {
     NsaAttentionParams whole = p.whole();
     whole.imposed_indices = p.indices;
     run_both<SlidingWindowAttentionParams, SlidingWindowAttentionBackwardParams>(
-        p, p.window(), window_outputs(p), under_test.sliding_window_attention, reference::sliding_window_attention,
-        window_backward_outputs(p), under_test.sliding_window_attention_backward,
-        reference::sliding_window_attention_backward);
+        p, p.window(), window_outputs(p), under_test.sliding_window_attention, reference::run,
+        window_backward_outputs(p), under_test.sliding_window_attention_backward, reference::run);
     run_both<CompressedAttentionParams, CompressedAttentionBackwardParams>(
-        p, p.compressed(), compressed_outputs(p), under_test.compressed_attention, reference::compressed_attention,
-        compressed_backward_outputs(p), under_test.compressed_attention_backward,
-        reference::compressed_attention_backward);
-    run_both<NsaAttentionParams, NsaAttentionBackwardParams>(
-        p, whole, whole_outputs(p), under_test.nsa_attention, reference::nsa_attention, whole_backward_outputs(p),
-        under_test.nsa_attention_backward, reference::nsa_attention_backward);
+        p, p.compressed(), compressed_outputs(p), under_test.compressed_attention, reference::run,
+        compressed_backward_outputs(p), under_test.compressed_attention_backward, reference::run);
+    run_both<NsaAttentionParams, NsaAttentionBackwardParams>(p, whole, whole_outputs(p), under_test.nsa_attention,
+                                                             reference::run, whole_backward_outputs(p),
+                                                             under_test.nsa_attention_backward, reference::run);
   }
 }
 
@@ -128,12 +126,11 @@ TEST_P(Inputs, RandomIndicesOfOtherBlockSizes) {
     });
     SelectedAttentionParams f = p.selected();
     f.indices = indices, f.block_size = block_size;
-    const auto outputs =
-        expect_within_bound<SelectedAttentionParams>(f, selected_outputs(p), GetParam(), under_test.selected_attention,
-                                                     reference::selected_attention, under_test.floor);
+    const auto outputs = expect_within_bound<SelectedAttentionParams>(
+        f, selected_outputs(p), GetParam(), under_test.selected_attention, reference::run, under_test.floor);
     expect_within_bound<SelectedAttentionBackwardParams>(
         backward_of(f, views_of(outputs), p.d_o), selected_backward_outputs(p), GetParam(),
-        under_test.selected_attention_backward, reference::selected_attention_backward, under_test.floor);
+        under_test.selected_attention_backward, reference::run, under_test.floor);
   }
 }
 

@@ -151,13 +151,13 @@ TEST_P(Isolation, VisibleNaNPropagates) {
     Problem p(batched());
     (p.*place.tensor).set(place.index, place.value);
     for (const CompressParams& f : {p.compress_keys(), p.compress_values()})
-      expect_within_bound<CompressParams>(f, compress_outputs(p, f), p.c.dtype, under_test.compress,
-                                          reference::compress, under_test.floor);
+      expect_within_bound<CompressParams>(f, compress_outputs(p, f), p.c.dtype, under_test.compress, reference::run,
+                                          under_test.floor);
     NsaAttentionParams f = p.whole();
     f.imposed_indices = p.indices;
     auto outputs = whole_outputs(p);
     outputs.erase(outputs.begin() + 1);
-    expect_within_bound<NsaAttentionParams>(f, outputs, p.c.dtype, under_test.nsa_attention, reference::nsa_attention,
+    expect_within_bound<NsaAttentionParams>(f, outputs, p.c.dtype, under_test.nsa_attention, reference::run,
                                             under_test.floor);
     const auto results = outputs_of(p.selection(), selection_outputs(p), false, [](const SelectBlocksParams& params) {
       return under_test.select_blocks(params, kCpu);
@@ -182,8 +182,8 @@ TEST_P(Isolation, NaNGradient) {
     return under_test.nsa_attention(params, kCpu);
   });
   expect_within_bound<NsaAttentionBackwardParams>(backward_of(f, views_of(outputs), p.d_o), whole_backward_outputs(p),
-                                                  p.c.dtype, under_test.nsa_attention_backward,
-                                                  reference::nsa_attention_backward, under_test.floor);
+                                                  p.c.dtype, under_test.nsa_attention_backward, reference::run,
+                                                  under_test.floor);
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, Isolation, testing::Values(DType::kFloat32, DType::kBFloat16),

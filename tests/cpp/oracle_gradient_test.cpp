@@ -83,7 +83,7 @@ TEST_P(OracleGradient, Compress) {
     Tensor d_out = out.clone();
     fill_normal(d_out, 7);
     const auto L = [&] {
-      EXPECT_TRUE(reference::compress(f, Context{}).ok());
+      EXPECT_TRUE(reference::run(f, Context{}).ok());
       return inner_product(out, d_out);
     };
     Tensor d_k = p.key_rows(f.k.size(-1), DType::kFloat64);
@@ -92,7 +92,7 @@ TEST_P(OracleGradient, Compress) {
     for (const TensorView& w : weights)
       d_weights.push_back(w.defined() ? Tensor(DType::kFloat64, shape_of(w)) : Tensor());
     ASSERT_TRUE(
-        reference::compress_backward(
+        reference::run(
             {f, d_out, d_k, {f.weights.kind, d_weights[0], d_weights[1], d_weights[2], d_weights[3], d_weights[4]}},
             Context{})
             .ok());
@@ -108,11 +108,11 @@ TEST_P(OracleGradient, CompressedAttention) {
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.o = o;
   const auto L = [&] {
-    EXPECT_TRUE(reference::compressed_attention(f, Context{}).ok());
+    EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
   };
   const Tensor d_q = p.q.clone(), d_k = p.k_c.clone(), d_v = p.v_c.clone();
-  ASSERT_TRUE(reference::compressed_attention_backward({f, p.d_o, d_q, d_k, d_v}, Context{}).ok());
+  ASSERT_TRUE(reference::run({f, p.d_o, d_q, d_k, d_v}, Context{}).ok());
   expect_gradient("q", p.q, d_q, L);
   expect_gradient("k_c", p.k_c, d_k, L);
   expect_gradient("v_c", p.v_c, d_v, L);
@@ -123,11 +123,11 @@ TEST_P(OracleGradient, SelectedAttention) {
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.o = o;
   const auto L = [&] {
-    EXPECT_TRUE(reference::selected_attention(f, Context{}).ok());
+    EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
   };
   const Tensor d_q = p.q.clone(), d_k = p.k_slc.clone(), d_v = p.v_slc.clone();
-  ASSERT_TRUE(reference::selected_attention_backward({f, p.d_o, d_q, d_k, d_v}, Context{}).ok());
+  ASSERT_TRUE(reference::run({f, p.d_o, d_q, d_k, d_v}, Context{}).ok());
   expect_gradient("q", p.q, d_q, L);
   expect_gradient("k", p.k_slc, d_k, L);
   expect_gradient("v", p.v_slc, d_v, L);
@@ -138,11 +138,11 @@ TEST_P(OracleGradient, SlidingWindowAttention) {
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.o = o;
   const auto L = [&] {
-    EXPECT_TRUE(reference::sliding_window_attention(f, Context{}).ok());
+    EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
   };
   const Tensor d_q = p.q.clone(), d_k = p.k_swa.clone(), d_v = p.v_swa.clone();
-  ASSERT_TRUE(reference::sliding_window_attention_backward({f, p.d_o, d_q, d_k, d_v}, Context{}).ok());
+  ASSERT_TRUE(reference::run({f, p.d_o, d_q, d_k, d_v}, Context{}).ok());
   expect_gradient("q", p.q, d_q, L);
   expect_gradient("k", p.k_swa, d_k, L);
   expect_gradient("v", p.v_swa, d_v, L);
@@ -155,11 +155,11 @@ TEST_P(OracleGradient, Combine) {
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.o = o;
   const auto L = [&] {
-    EXPECT_TRUE(reference::combine(f, Context{}).ok());
+    EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
   };
   const Tensor d[] = {p.o_cmp.clone(), p.o_slc.clone(), p.o_swa.clone(), p.gates.clone()};
-  ASSERT_TRUE(reference::combine_backward({f, p.d_o, d[0], d[1], d[2], d[3]}, Context{}).ok());
+  ASSERT_TRUE(reference::run({f, p.d_o, d[0], d[1], d[2], d[3]}, Context{}).ok());
   expect_gradient("o_cmp", p.o_cmp, d[0], L);
   expect_gradient("o_slc", p.o_slc, d[1], L);
   expect_gradient("o_swa", p.o_swa, d[2], L);
@@ -172,14 +172,13 @@ TEST_P(OracleGradient, NsaAttention) {
   f.o = o;
   f.imposed_indices = p.indices;  // the choice of blocks has no gradient, so it must not change with the step
   const auto L = [&] {
-    EXPECT_TRUE(reference::nsa_attention(f, Context{}).ok());
+    EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
   };
   const Tensor* inputs[] = {&p.q, &p.k_c, &p.v_c, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates};
   std::vector<Tensor> d;
   for (const Tensor* input : inputs) d.push_back(input->clone());
-  ASSERT_TRUE(
-      reference::nsa_attention_backward({f, p.d_o, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]}, Context{}).ok());
+  ASSERT_TRUE(reference::run({f, p.d_o, d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]}, Context{}).ok());
   const char* names[] = {"q", "k_c", "v_c", "k_slc", "v_slc", "k_swa", "v_swa", "gates"};
   for (std::size_t i = 0; i < d.size(); ++i) expect_gradient(names[i], *inputs[i], d[i], L);
 }
@@ -190,7 +189,7 @@ TEST_P(OracleGradient, NativeSparseAttention) {
   f.attention.o = o;
   f.attention.imposed_indices = p.indices;
   const auto L = [&] {
-    EXPECT_TRUE(reference::native_sparse_attention(f, Context{}).ok());
+    EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
   };
   NativeSparseAttentionBackwardParams b;
@@ -198,7 +197,7 @@ TEST_P(OracleGradient, NativeSparseAttention) {
   b.d_o = p.d_o;
   const auto outputs = layer_backward_outputs(p);
   const auto d = outputs_of(b, outputs, true, [](const NativeSparseAttentionBackwardParams& params) {
-    return reference::native_sparse_attention_backward(params, Context{});
+    return reference::run(params, Context{});
   });
   std::vector<TensorView> inputs{p.q, p.k_cmp, p.v_cmp, p.k_slc, p.v_slc, p.k_swa, p.v_swa, p.gates};
   for (const CompressionWeights& w : {f.weights_k, f.weights_v})

@@ -65,7 +65,7 @@ TEST(Oracle, VisibleCompressionBlocks) {
   const Tensor o = p.query_rows(1, 8, DType::kFloat64), lse = p.lse_rows(DType::kFloat64);
   CompressedAttentionParams f = p.compressed();
   f.o = o, f.lse = lse;
-  ASSERT_TRUE(reference::compressed_attention(f, Context{}).ok());
+  ASSERT_TRUE(reference::run(f, Context{}).ok());
   EXPECT_EQ(lse.get({0, 0, 30}), -std::numeric_limits<double>::infinity());
   EXPECT_EQ(o.get({0, 30, 0, 0}), 0);
   EXPECT_EQ(lse.get({0, 0, 31}), 0);
@@ -127,7 +127,7 @@ TEST(Oracle, WindowIncludesTheQuery) {
   const Tensor o = p.query_rows(1, 8, DType::kFloat64);
   SlidingWindowAttentionParams f = p.window();
   f.o = o;
-  ASSERT_TRUE(reference::sliding_window_attention(f, Context{}).ok());
+  ASSERT_TRUE(reference::run(f, Context{}).ok());
   EXPECT_NEAR(o.get({0, 2, 0, 0}), 1, 1e-12);    // mean of 0, 1, 2
   EXPECT_NEAR(o.get({0, 20, 0, 0}), 18, 1e-12);  // mean of 16 ... 20
 }
@@ -142,8 +142,8 @@ TEST(Oracle, TakesEveryType) {
     const Tensor o = p.query_rows(4, 64, dtype), expected = wide.query_rows(4, 64, DType::kFloat64);
     SlidingWindowAttentionParams f = p.window(), wide_f = wide.window();
     f.o = o, wide_f.o = expected;
-    ASSERT_TRUE(reference::sliding_window_attention(f, Context{}).ok());
-    ASSERT_TRUE(reference::sliding_window_attention(wide_f, Context{}).ok());
+    ASSERT_TRUE(reference::run(f, Context{}).ok());
+    ASSERT_TRUE(reference::run(wide_f, Context{}).ok());
     const std::vector<double> x = values_of(o), y = values_of(expected);
     for (std::size_t i = 0; i < x.size(); ++i) ASSERT_EQ(x[i], rounded(y[i], dtype)) << name_of(dtype);
   }
@@ -156,9 +156,9 @@ TEST(Oracle, PlainComputationRounds) {
   SlidingWindowAttentionParams f = p.window();
   for (const auto& [dtype, epsilon] : {std::pair{DType::kFloat32, 0x1p-24}, std::pair{DType::kBFloat16, 0x1p-8}}) {
     f.o = exact;
-    ASSERT_TRUE(reference::sliding_window_attention(f, DType::kFloat64).ok());
+    ASSERT_TRUE(reference::run(f, DType::kFloat64).ok());
     f.o = plain;
-    ASSERT_TRUE(reference::sliding_window_attention(f, dtype).ok());
+    ASSERT_TRUE(reference::run(f, dtype).ok());
     const std::vector<double> a = values_of(exact), b = values_of(plain);
     double error = 0;
     for (std::size_t i = 0; i < a.size(); ++i) error = std::max(error, std::fabs(a[i] - b[i]));

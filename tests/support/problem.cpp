@@ -160,11 +160,11 @@ Problem::Problem(const Case& c, unsigned seed) : c(c), seed(seed) {
   Tensor o = query_rows(c.heads(), c.dv, DType::kFloat64);
   CompressedAttentionParams attention = compressed();
   attention.o = o, attention.lse = lse;
-  (void)reference::compressed_attention(attention, Context{});
+  (void)reference::run(attention, Context{});
   indices = query_rows(c.kv_heads, c.cfg.topk, DType::kInt32);
   SelectBlocksParams select = selection();
   select.indices = indices;
-  (void)reference::select_blocks(select, Context{});
+  (void)reference::run(select, Context{});
 }
 
 Problem Problem::alone(std::size_t b) const {

@@ -83,12 +83,12 @@ SelectionResult expect_valid_selection(const SelectBlocksParams& params, const T
   Tensor lse(DType::kFloat64, shape_of(params.lse)), o(DType::kFloat64, shape_of(params.q));
   const CompressedAttentionParams attention{
       params.q, params.k_c, params.k_c, params.cfg, params.softmax_scale, params.seqlen_k, params.packed, o, lse};
-  (void)reference::compressed_attention(attention, DType::kFloat64);
+  (void)reference::run(attention, DType::kFloat64);
   SelectBlocksParams exact = params;
   exact.lse = lse;
   Tensor expected(DType::kInt32, shape_of(indices));
   exact.indices = expected;
-  (void)reference::select_blocks(exact, Context{});
+  (void)reference::run(exact, Context{});
 
   const NSAConfig& cfg = params.cfg;
   const auto group = static_cast<double>(params.q.size(-2) / params.k_c.size(-2));

@@ -63,7 +63,7 @@ Status run(const BackwardCall& call, const Context& context) {
 
 }  // namespace
 
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& p, const Context& context) {
+Status run(const CompressedAttentionBackwardParams& p, const Context& context) {
   const CompressedAttentionParams& f = p.forward;
   BackwardCall call = call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, raw_length(f.q, f.seqlen_k), f.packed, f.cfg),
                               f.k_c.size(-2), f.softmax_scale);
@@ -71,7 +71,7 @@ Status compressed_attention_backward(const CompressedAttentionBackwardParams& p,
   return run(call, context);
 }
 
-Status selected_attention_backward(const SelectedAttentionBackwardParams& p, const Context& context) {
+Status run(const SelectedAttentionBackwardParams& p, const Context& context) {
   const SelectedAttentionParams& f = p.forward;
   BackwardCall call =
       call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, f.k.size(1), f.packed, {}), f.k.size(-2), f.softmax_scale);
@@ -79,7 +79,7 @@ Status selected_attention_backward(const SelectedAttentionBackwardParams& p, con
   return run(call, context);
 }
 
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, const Context& context) {
+Status run(const SlidingWindowAttentionBackwardParams& p, const Context& context) {
   const SlidingWindowAttentionParams& f = p.forward;
   BackwardCall call =
       call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, f.k.size(1), f.packed, {}), f.k.size(-2), f.softmax_scale);
@@ -87,7 +87,7 @@ Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardPar
   return run(call, context);
 }
 
-Status nsa_attention_backward(const NsaAttentionBackwardParams& p, const Context& context) {
+Status run(const NsaAttentionBackwardParams& p, const Context& context) {
   const NsaAttentionParams& f = p.forward;
   BackwardCall call = call_of(f.q, p.d_o, p.d_q, sequences_of(f.q, f.k_slc.size(1), f.packed, f.cfg), f.k_slc.size(-2),
                               f.softmax_scale);

@@ -65,12 +65,12 @@ void backward(const CombineBackwardParams& p, const Context& context) {
 
 }  // namespace
 
-Status combine(const CombineParams& p, const Context& context) {
+Status run(const CombineParams& p, const Context& context) {
   for_dtype(p.o.dtype, [&]<class In>() { forward<In>(p, context); });
   return {};
 }
 
-Status combine_backward(const CombineBackwardParams& p, const Context& context) {
+Status run(const CombineBackwardParams& p, const Context& context) {
   for_dtype(p.d_o.dtype, [&]<class In>() { backward<In>(p, context); });
   return {};
 }

@@ -69,7 +69,7 @@ void forward(const CompressParams& p, const Context& context) {
 
 }  // namespace
 
-Status compress(const CompressParams& p, const Context& context) {
+Status run(const CompressParams& p, const Context& context) {
   for_dtype(p.k.dtype, [&]<class In>() { forward<In>(p, context); });
   return {};
 }

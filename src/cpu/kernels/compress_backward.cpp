@@ -207,7 +207,7 @@ struct Backward {
 
 }  // namespace
 
-Status compress_backward(const CompressBackwardParams& p, const Context& context) {
+Status run(const CompressBackwardParams& p, const Context& context) {
   for_dtype(p.forward.k.dtype, [&]<class In>() { Backward<In>{p, context}.run(); });
   return {};
 }

@@ -4,7 +4,7 @@
 
 namespace nsa::cpu::NSA_ISA {
 
-Status compressed_attention(const CompressedAttentionParams& p, const Context& context) {
+Status run(const CompressedAttentionParams& p, const Context& context) {
   for_dtype(p.q.dtype, [&]<class In>() {
     const Queries<In> queries(p.q, p.k_c.size(-2), sequences_of(p.q, raw_length(p.q, p.seqlen_k), p.packed, p.cfg),
                               p.softmax_scale);

@@ -57,9 +57,9 @@ bool select_most(const std::vector<StepSequence>& steps, const NSAConfig& cfg) {
 
 }  // namespace
 
-Status decode(const DecodeParams& p, const Context& context) {
+Status run(const DecodeParams& p, const Context& context) {
   CacheStep step(p);
-  if (Status status = step.append(NSA_ISA::compress, context); !status.ok()) return status;
+  if (Status status = step.append(NSA_ISA::run, context); !status.ok()) return status;
   for_dtype(p.q.dtype, [&]<class In>() {
     const auto attend = [&]<class Selected>() {
       NsaForward<In, Selected>(attention_of(p), sequences_of(step.sequences(), p.cfg), tokens_of(step.sequences(), p),

@@ -4,7 +4,7 @@
 
 namespace nsa::cpu::NSA_ISA {
 
-Status nsa_attention(const NsaAttentionParams& p, const Context& context) {
+Status run(const NsaAttentionParams& p, const Context& context) {
   for_dtype(p.q.dtype, [&]<class In>() {
     const BranchTokens<TensorView> tokens{p.k_c, p.v_c, p.k_slc, p.v_slc, p.k_swa, p.v_swa};
     NsaForward<In, SelectedBranch<In>>(p, sequences_of(p.q, p.k_slc.size(1), p.packed, p.cfg), tokens, context)

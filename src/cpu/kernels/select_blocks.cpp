@@ -45,7 +45,7 @@ void forward(const SelectBlocksParams& p, const Context& context) {
 
 }  // namespace
 
-Status select_blocks(const SelectBlocksParams& p, const Context& context) {
+Status run(const SelectBlocksParams& p, const Context& context) {
   for_dtype(p.q.dtype, [&]<class In>() { forward<In>(p, context); });
   return {};
 }

@@ -35,7 +35,7 @@ void forward(const SelectedAttentionParams& p, const Context& context) {
 
 }  // namespace
 
-Status selected_attention(const SelectedAttentionParams& p, const Context& context) {
+Status run(const SelectedAttentionParams& p, const Context& context) {
   for_dtype(p.q.dtype, [&]<class In>() { forward<In>(p, context); });
   return {};
 }

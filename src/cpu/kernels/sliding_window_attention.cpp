@@ -4,7 +4,7 @@
 
 namespace nsa::cpu::NSA_ISA {
 
-Status sliding_window_attention(const SlidingWindowAttentionParams& p, const Context& context) {
+Status run(const SlidingWindowAttentionParams& p, const Context& context) {
   for_dtype(p.q.dtype, [&]<class In>() {
     const Queries<In> queries(p.q, p.k.size(-2), sequences_of(p.q, p.k.size(1), p.packed, {}), p.softmax_scale);
     attend_to_branch(queries, WindowBranch<In>(queries, p.k, p.v, p.window_size, context), p.o, p.lse, context);

@@ -9,8 +9,8 @@ namespace {
 
 /// args: of the portable kernel. Where there are others, fast() launches them before.
 template <class Args, class Fast>
-Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
-           cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
+Status launch_with_fallback(const char* name, Args& args, bool any_fast, const Fast& fast,
+                            cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
   if (any_fast) {
     args.fallback.flag = values.flag();
     if (Status s = values.look(e); !s.ok()) return s;
@@ -19,8 +19,8 @@ Status run(const char* name, Args& args, bool any_fast, const Fast& fast,
   return status_of(portable(args, e.stream), name);
 }
 
-/// The loop orders of the selected branch on Hopper, and what they need (sm90/selected_attention: forward_block_major.h,
-/// loop_order.h).
+/// The loop orders of the selected branch on Hopper, and what they need (sm90/selected_attention:
+/// forward_block_major.h, loop_order.h).
 struct SelectedOrders {
   InverseArgs inverse{};
   void* scratch = nullptr;
@@ -78,12 +78,12 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
                       strided(o),          per_row(lse),
                       strided(*b.indices), to_int(b.indices->size(-1)),
                       b.block_size,        static_cast<float>(b.scale)};
-    return run(
+    return launch_with_fallback(
         "selected_forward", args, hopper.selected_query_major || hopper.selected_block_major,
         [&] { return orders.run(args, hopper, e); }, kernels.selected_forward, values, e);
   }
   RangeArgs args = range_args(b, o, lse);
-  return run(
+  return launch_with_fallback(
       "range_forward", args, hopper.range_forward != nullptr,
       [&] { return status_of(hopper.range_forward(args, e.stream), "range_forward"); }, kernels.range_forward, values,
       e);

@@ -31,13 +31,13 @@ CombineBackwardArgs combine_backward_args(const TensorView& d_o, const TensorVie
   return args;
 }
 
-Status combine(const CombineParams& p, Execution& e) {
+Status run(const CombineParams& p, Execution& e) {
   if (e.arena.measuring()) return {};
   return status_of(portable::element_kernels(p.o.dtype)->combine(combine_args(p), rows_of(p.o, 2).batches, e.stream),
                    "combine");
 }
 
-Status combine_backward(const CombineBackwardParams& p, Execution& e) {
+Status run(const CombineBackwardParams& p, Execution& e) {
   if (e.arena.measuring()) return {};
   CombineBackwardArgs args =
       combine_backward_args(p.d_o, p.forward.o_cmp, p.forward.o_slc, p.forward.o_swa, p.forward.gates, p.d_gates);

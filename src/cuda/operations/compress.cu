@@ -188,7 +188,7 @@ Status run_pair(const Params& p, const Params* second, const MakeArgs& make_args
 
 }  // namespace
 
-Status compress(const CompressParams& p, Execution& e) { return compress(p, nullptr, e); }
+Status run(const CompressParams& p, Execution& e) { return compress(p, nullptr, e); }
 
 Status compress(const CompressParams& p, const CompressParams* second, Execution& e) {
   return run_pair(
@@ -220,7 +220,7 @@ Status compress(const CompressParams& p, const CompressParams* second, const int
   return status_of(portable::element_kernels(p.k.dtype)->compress(pair, e.stream), "compress");
 }
 
-Status compress_backward(const CompressBackwardParams& p, Execution& e) { return compress_backward(p, nullptr, e); }
+Status run(const CompressBackwardParams& p, Execution& e) { return compress_backward(p, nullptr, e); }
 
 Status compress_backward(const CompressBackwardParams& p, const CompressBackwardParams* second, Execution& e) {
   const Status status = run_pair(

@@ -3,12 +3,12 @@
 
 namespace nsa::cuda {
 
-Status compressed_attention(const CompressedAttentionParams& p, Execution& e) {
+Status run(const CompressedAttentionParams& p, Execution& e) {
   Finiteness values({p.v_c}, e);
   return forward(p, values, e);
 }
 
-Status compressed_attention_backward(const CompressedAttentionBackwardParams& p, Execution& e) {
+Status run(const CompressedAttentionBackwardParams& p, Execution& e) {
   return single_backward(p, p.d_k_c, p.d_v_c, &p.forward.cfg, e);
 }
 

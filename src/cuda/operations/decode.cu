@@ -274,7 +274,7 @@ Status Step::append_to_rings() {
 
 }  // namespace
 
-Status decode(const DecodeParams& p, Execution& e) {
+Status run(const DecodeParams& p, Execution& e) {
   if (!e.arena.measuring()) {  // before anything is written
     Execution needed;
     if (Status s = Step(p, needed).run(); !s.ok()) return s;

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128) copy_tokens(const __grid_constant__ ForkC
 
 }  // namespace
 
-Status fork(const ForkParams& p, Execution& e) {
+Status run(const ForkParams& p, Execution& e) {
   const KVCacheView& cache = p.cache;
   ForkCopyArgs args{};
   ForkArgs& f = args.fork;

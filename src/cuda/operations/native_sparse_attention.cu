@@ -40,13 +40,13 @@ Status compress_and_rotate(const NativeSparseAttentionParams& p, NsaAttentionPar
 
 }  // namespace
 
-Status native_sparse_attention(const NativeSparseAttentionParams& p, Execution& e) {
+Status run(const NativeSparseAttentionParams& p, Execution& e) {
   NsaAttentionParams attention = p.attention;
   if (Status s = compress_and_rotate(p, attention, e); !s.ok()) return s;
-  return nsa_attention(attention, e);
+  return run(attention, e);
 }
 
-Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParams& p, Execution& e) {
+Status run(const NativeSparseAttentionBackwardParams& p, Execution& e) {
   const NativeSparseAttentionParams& f = p.forward;
   NsaAttentionBackwardParams b = attention_backward(p);
   if (!b.forward.k_c.defined())
@@ -54,7 +54,7 @@ Status native_sparse_attention_backward(const NativeSparseAttentionBackwardParam
   const bool keys = wanted(p.d_k_cmp, p.d_weights_k), values = wanted(p.d_v_cmp, p.d_weights_v);
   if (keys) b.d_k_c = take_compressed(f.k_cmp, f.attention.cfg, e);
   if (values) b.d_v_c = take_compressed(f.v_cmp, f.attention.cfg, e);
-  if (Status s = nsa_attention_backward(b, e); !s.ok()) return s;
+  if (Status s = run(b, e); !s.ok()) return s;
   if (keys)
     if (Status s = rotate(f, b.d_k_c, true, e); !s.ok()) return s;
   if (!keys && !values) return {};

@@ -16,7 +16,7 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, p.cfg);
   if (!hopper.compressed_select) {
     if (Status s = forward(cmp, values, e); !s.ok()) return s;
-    return select_blocks(p, e);
+    return run(p, e);
   }
   SelectArgs select = select_args(p);
   const int count = selecting_blocks(select);
@@ -79,7 +79,7 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
 
 }  // namespace
 
-Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
+Status run(const NsaAttentionParams& p, Execution& e) {
   // What the caller does not want to keep lives in the workspace.
   NsaAttentionParams kept = p;
   TensorView lse;
@@ -120,14 +120,14 @@ Status nsa_attention(const NsaAttentionParams& p, Execution& e) {
     if (Status s = window_and_combine(b.swa, sum, hopper, values, e); !s.ok()) return s;
   } else {
     if (Status s = forward(b.swa, values, e); !s.ok()) return s;
-    if (Status s = combine(sum, e); !s.ok()) return s;
+    if (Status s = run(sum, e); !s.ok()) return s;
   }
   e.stage_done("sliding window, combine");
   if (e.arena.measuring()) return {};
   return fill(p.o, p.packed.cu_seqlens_q, 0, nullptr, e.stream);  // rows past the end: the gates there may be NaN
 }
 
-Status nsa_attention_backward(const NsaAttentionBackwardParams& p, Execution& e) {
+Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   const NsaAttentionParams& f = p.forward;
   PerRow delta[3], gate[3];
   for (int i = 0; i < 3; ++i) delta[i] = take_rows(e.arena, f.q), gate[i] = take_rows(e.arena, f.q);

@@ -22,7 +22,7 @@ std::int64_t scratch_floats(const SelectArgs& args, int thread_blocks) {
   return thread_blocks * args.queries * (args.scratch_keys + args.scratch_blocks);
 }
 
-Status select_blocks(const SelectBlocksParams& p, Execution& e) {
+Status run(const SelectBlocksParams& p, Execution& e) {
   SelectArgs args = select_args(p);
   const int count = selecting_blocks(args);
   args.scratch = e.arena.take<float>(scratch_floats(args, count));

@@ -3,12 +3,12 @@
 
 namespace nsa::cuda {
 
-Status selected_attention(const SelectedAttentionParams& p, Execution& e) {
+Status run(const SelectedAttentionParams& p, Execution& e) {
   Finiteness values({p.v}, e);
   return forward(p, values, e);
 }
 
-Status selected_attention_backward(const SelectedAttentionBackwardParams& p, Execution& e) {
+Status run(const SelectedAttentionBackwardParams& p, Execution& e) {
   return single_backward(p, p.d_k, p.d_v, nullptr, e);
 }
 

@@ -3,12 +3,12 @@
 
 namespace nsa::cuda {
 
-Status sliding_window_attention(const SlidingWindowAttentionParams& p, Execution& e) {
+Status run(const SlidingWindowAttentionParams& p, Execution& e) {
   Finiteness values({p.v}, e);
   return forward(p, values, e);
 }
 
-Status sliding_window_attention_backward(const SlidingWindowAttentionBackwardParams& p, Execution& e) {
+Status run(const SlidingWindowAttentionBackwardParams& p, Execution& e) {
   return single_backward(p, p.d_k, p.d_v, nullptr, e);
 }
 
