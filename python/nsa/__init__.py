@@ -2,6 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from . import _flops as _flops
 from . import reference
 from ._backends import Backend, backends, describe_backends, device_count, use_backend
 from .cache import ROLLBACK, KVCache
