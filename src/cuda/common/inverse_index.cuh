@@ -9,7 +9,7 @@
 // list begins, and at last where it ends.
 #pragma once
 
-#include "cuda/common/params.h"
+#include "cuda/common/inverse_index.h"
 
 namespace nsa::cuda {
 

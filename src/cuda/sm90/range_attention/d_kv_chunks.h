@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/common/params.h"
+#include "cuda/common/partition.h"
 
 namespace nsa::cuda::sm90::range_attention {
 

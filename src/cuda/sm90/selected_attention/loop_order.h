@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/common/params.h"
+#include "cuda/common/inverse_index.h"
 
 namespace nsa::cuda::sm90::selected_attention {
 
