@@ -99,20 +99,6 @@ __device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, in
 /// Orders writes of global memory that this thread knows of before its copies by the copy engine.
 __device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/// A stage of a ring of kStages, and the phase of its barriers.
-template <int kStages>
-struct PipelineState {
-  int stage = 0;
-  std::uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ PipelineState before() const {
-    return stage > 0 ? PipelineState{stage - 1, phase} : PipelineState{kStages - 1, phase ^ 1};
-  }
-};
-
 /// Orders this thread's accesses of shared memory before or after those of the copy engine and of wgmma. After reads
 /// by ldmatrix it must come before the slot is given back: ptxas lets the arrival overtake the last of them.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -13,6 +13,7 @@
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/head_packing.cuh"
+#include "cuda/sm90/common/pipeline.cuh"
 #include "cuda/sm90/common/wgmma.cuh"
 #include "cuda/sm90/range_attention/range_attention.h"
 

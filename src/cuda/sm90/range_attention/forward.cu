@@ -16,8 +16,10 @@
 
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/sm90/common/forward_parts.cuh"
+#include "cuda/sm90/common/epilogue.cuh"
+#include "cuda/sm90/common/pipeline.cuh"
 #include "cuda/sm90/common/tensor_map.h"
+#include "cuda/sm90/common/wgmma.cuh"
 #include "cuda/sm90/range_attention/range_attention.h"
 
 namespace nsa::cuda::sm90::range_attention {

@@ -2,6 +2,7 @@
 // their importances are made of.
 #pragma once
 
+#include "cuda/sm90/common/epilogue.cuh"
 #include "cuda/sm90/select_blocks/shared_memory.cuh"
 
 namespace nsa::cuda::sm90::select_blocks {

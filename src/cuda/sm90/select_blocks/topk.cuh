@@ -4,7 +4,7 @@
 // are listed, and the list is sorted. Where they are too many the n-th largest key is found bit by bit.
 #pragma once
 
-#include "cuda/sm90/common/forward_parts.cuh"
+#include "cuda/sm90/common/epilogue.cuh"
 
 namespace nsa::cuda::sm90::select_blocks {
 

@@ -17,7 +17,8 @@
 #include "cuda/common/block_list.cuh"
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/sm90/common/forward_parts.cuh"
+#include "cuda/sm90/common/pipeline.cuh"
+#include "cuda/sm90/common/wgmma.cuh"
 #include "cuda/sm90/selected_attention/block_major_schedule.cuh"
 #include "cuda/sm90/selected_attention/selected_attention.h"
 
