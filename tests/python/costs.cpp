@@ -12,10 +12,8 @@ int main() {
   std::cin >> cfg.kernel_size >> cfg.kernel_stride >> cfg.block_size >> cfg.topk >> cfg.init_blocks >>
       cfg.local_blocks >> cfg.window_size;
   const nsa::lm::BenchCosts costs(dims, length);
-  for (const char* name :
-       {"compress", "compress_backward", "compressed_attention", "compressed_attention_backward", "selected_attention",
-        "selected_attention_backward", "sliding_window_attention", "sliding_window_attention_backward", "forward",
-        "forward_backward"})
-    std::cout << name << ' '
-              << std::llround(1e9 * costs.of(name, nsa::CompressionKind::kMlp).gflop) << '\n';
+  for (const char* name : {"compress", "compress_backward", "compressed_attention", "compressed_attention_backward",
+                           "selected_attention", "selected_attention_backward", "sliding_window_attention",
+                           "sliding_window_attention_backward", "forward", "forward_backward"})
+    std::cout << name << ' ' << std::llround(1e9 * costs.of(name, nsa::CompressionKind::kMlp).gflop) << '\n';
 }
