@@ -52,22 +52,24 @@ Tensor attend(const NsaAttentionParams& host, std::int64_t t, const TensorView& 
          o = row(DType::kFloat64), lse(DType::kFloat64, {1, kHeads, 1});
   const std::int64_t blocks = cfg.num_compressed(t + 1), window = std::min<std::int64_t>(cfg.window_size, t + 1);
   const auto ok = [](const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); };
-  ok(reference::run({q, slice(host.k_c, 1, 0, blocks), slice(host.v_c, 1, 0, blocks), cfg, {}, t + 1, {}, o_cmp, lse},
-                    precision));
+  ok(reference::run(
+      CompressedAttentionParams{
+          q, slice(host.k_c, 1, 0, blocks), slice(host.v_c, 1, 0, blocks), cfg, {}, t + 1, {}, o_cmp, lse},
+      precision));
   // With its keys gathered, a query sees all of them: a window as long as they are.
   const Tensor k = selected_rows(host.k_slc, indices, cfg.block_size, t);
   const Tensor v = selected_rows(host.v_slc, indices, cfg.block_size, t);
-  ok(reference::run({q, k, v, k.view().size(1), {}, {}, o_slc, lse}, precision));
-  ok(reference::run({q,
-                     slice(host.k_swa, 1, t + 1 - window, t + 1),
-                     slice(host.v_swa, 1, t + 1 - window, t + 1),
-                     window,
-                     {},
-                     {},
-                     o_swa,
-                     lse},
+  ok(reference::run(SlidingWindowAttentionParams{q, k, v, k.view().size(1), {}, {}, o_slc, lse}, precision));
+  ok(reference::run(SlidingWindowAttentionParams{q,
+                                                 slice(host.k_swa, 1, t + 1 - window, t + 1),
+                                                 slice(host.v_swa, 1, t + 1 - window, t + 1),
+                                                 window,
+                                                 {},
+                                                 {},
+                                                 o_swa,
+                                                 lse},
                     precision));
-  ok(reference::run({o_cmp, o_slc, o_swa, gates, o}, precision));
+  ok(reference::run(CombineParams{o_cmp, o_slc, o_swa, gates, o}, precision));
   return o;
 }
 
