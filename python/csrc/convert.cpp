@@ -46,6 +46,12 @@ void expect_within_storage(const Tensor& tensor, const TensorView& view, const c
            std::to_string(bytes));
 }
 
+/// torch hands None over as an undefined tensor, whose size and memory crash some versions.
+const Tensor& given(const Tensor& tensor, const char* name = "a tensor") {
+  if (!tensor.defined()) throw std::runtime_error(std::string(name) + ": None: must be a tensor");
+  return tensor;
+}
+
 TensorView view(const Tensor& tensor, void* data, const char* name) {
   TensorView result;
   const std::int64_t rank = tensor.dim();
@@ -69,19 +75,23 @@ TensorView view(const Tensor& tensor, void* data, const char* name) {
 }  // namespace
 
 TensorView input(const Tensor& tensor, const char* name) {
-  return view(tensor, const_cast<void*>(tensor.const_data_ptr()), name);  // operations only read their inputs
+  return view(tensor, const_cast<void*>(given(tensor, name).const_data_ptr()),
+              name);  // operations only read their inputs
 }
 
 TensorView input(const OptionalTensor& tensor, const char* name) {
   return tensor ? input(*tensor, name) : TensorView{};
 }
 
-TensorView output(const Tensor& tensor, const char* name) { return view(tensor, tensor.mutable_data_ptr(), name); }
+TensorView output(const Tensor& tensor, const char* name) {
+  return view(tensor, given(tensor, name).mutable_data_ptr(), name);
+}
 
-Shape shape_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
+Shape shape_of(const Tensor& tensor) { return {given(tensor).sizes().begin(), tensor.sizes().end()}; }
 
 Tensor make(const Tensor& like, const Shape& shape, std::optional<ScalarType> dtype) {
   // By the C shim, which spares the way through the dispatcher.
+  given(like);
   Shape strides(shape.size());
   std::int64_t stride = 1;
   for (std::size_t i = shape.size(); i-- > 0; stride *= std::max<std::int64_t>(shape[i], 1)) strides[i] = stride;

@@ -194,7 +194,7 @@ def test_options(device, name):
     torch.manual_seed(3)
     layer = layer_of(cfg=SMALL, **OPTIONS[name])
     for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+        torch.nn.init.normal_(parameter, std=0.1 if on_gpu() else 0.3)  # heads are four times as wide there
     plain = nsa.reference.NativeSparseAttention(32, 6, 2, layer.head_dim, cfg=SMALL, **OPTIONS[name])
     plain.load_state_dict(layer.state_dict())
     x, lengths = torch.randn(1, 70, 32), torch.tensor([0, 40, 70], dtype=torch.int32)
