@@ -92,14 +92,16 @@ def rotate_inputs(
 
 
 def check_positions(rope: tuple[Tensor, Tensor] | None, length: int, what: str = "the length of the keys") -> None:
-    """Raises ValueError if the tables end before `length`, TypeError if they are no tensors."""
+    """Raises ValueError if the tables are no matrices or end before `length`, TypeError if they are no tensors."""
     if rope is None:
         return
     if len(rope) != 2:
         raise ValueError(f"rope: {len(rope)} tensors: must be cosines and sines")
     for i, table in enumerate(rope):
         check_type(f"rope[{i}]", table, Tensor)
-    if rope[0].dim() == 2 and rope[0].shape[0] < length:
+        if table.dim() != 2:
+            raise ValueError(f"rope[{i}]: {table.dim()} dimensions: must be (positions, channels / 2)")
+    if rope[0].shape[0] < length:
         raise ValueError(f"rope: {rope[0].shape[0]} positions: must be at least {length}, {what}")
 
 

@@ -270,6 +270,14 @@ def test_base_of_the_rotation(theta):
         nsa.rotary_tables(torch.arange(3), 8, theta)
 
 
+def test_tables_that_are_no_matrices():
+    x, gates = torch.randn(S, 1, D), torch.rand(S, 1, 3)
+    offsets = torch.tensor([0, 8, S], dtype=torch.int32)
+    for rope in (torch.tensor([True, False]), (torch.zeros(3),) * 2):
+        with pytest.raises(ValueError, match=r"^rope\[0\]: [01] dimensions: must be \(positions, channels / 2\)"):
+            nsa.native_sparse_attention(x, x, x, gates, cfg=SMALL, rope=rope, cu_seqlens_q=offsets)
+
+
 def test_numbers_are_not_cut():
     x = torch.randn(1, S, 1, D)
     for wrong in (4.5, torch.tensor(4.5), np.float32(4), "4", None, 4j):
