@@ -7,14 +7,14 @@
 // that begins with it, and, if l = 2d, of the one before. For l' = 4d that is a weighted sum (1, 2, 2, 2, 1) of five
 // probabilities. They are known up to a factor until the last key is seen. Data flow of the importances of a warp tile:
 //
-//   its warp        per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one,
-//   (attention_warpgroup.cuh)    as fp16, relative to the rows' references at that time, and the references -> a
-//   scratch of this
-//                   thread block in global memory; at the end -lse of the rows -> shared memory
-//   a selector warp  the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query
-//   (selector_warp.cuh)    (importance.cuh), of a large group over its warp tiles in order too -> scores, in
-//   shared
-//                   memory, or those of four queries in global memory -> the blocks chosen (topk.cuh)
+//   its warp (attention_warpgroup.cuh)
+//       per key tile the weighted sums of its sixteen rows for up to four strides, a block or half of one, as fp16,
+//       relative to the rows' references at that time, and the references -> a scratch of this thread block in global
+//       memory; at the end -lse of the rows -> shared memory
+//   a selector warp (selector_warp.cuh)
+//       the scratch, by the copy engine, times 2^(reference - lse), summed over the heads of a query (importance.cuh),
+//       of a large group over its warp tiles in order, too -> scores, in shared memory, or those of four queries in
+//       global memory -> the blocks chosen (topk.cuh)
 //
 // For other l and l' the scratch has single keys, and selector warps add the sums over heads up to blocks (AnyBlocks).
 //

@@ -1,10 +1,10 @@
 // Attention of queries to the blocks selected for them, block by block, for groups of few heads: a query's own tile
 // would be mostly empty, and its blocks would be read for very few rows.
 //
-//   make_schedule      lists of the inverse index -> items: 64 keys of a block and some queries that chose it
-//   (block_major_schedule.cu)
-//   attend_blocks   item -> for each of its query rows the attention to these keys alone: output and lse, a partial
-//   combine_partials       partials of a query head -> output and lse, in the order of its row of indices
+//   make_schedule     lists of the inverse index -> items: 64 keys of a block and some queries that chose it
+//                     (block_major_schedule.cu)
+//   attend_blocks     item -> for each of its query rows the attention to these keys alone: output and lse, a partial
+//   combine_partials  partials of a query head -> output and lse, in the order of its row of indices
 //
 // There is room for the partials of a buffer of queries and KV heads (forward_block_major.h); buffers follow each
 // other.

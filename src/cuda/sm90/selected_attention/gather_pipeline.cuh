@@ -6,9 +6,9 @@
 // the queries of a tile choose overlaps, so all warps read from one ring of slots in shared memory, which is filled
 // once per block of the union of their lists.
 //
-//   builders (3 warps)    indices of tile i + 1 -> union: blocks and who uses them    `union_full`, `union_empty`: two
-//   buffers copier (one thread)   union -> ring, by the copy engine: K, V, K, V, ...          `full`, `empty`: slots
-//   consumers             ring -> products in registers; they never wait for each other
+//   builders (3 warps)   indices of tile i + 1 -> union: blocks and who uses them   `union_full`, `union_empty`: two
+//   copier (one thread)  union -> ring, by the copy engine: K, V, K, V, ...         `full`, `empty`: slots
+//   consumers            ring -> products in registers; they never wait for each other
 //
 // gather_plan.cuh has what all of them share, gather_producers.cuh the first two.
 //
