@@ -218,4 +218,4 @@ def test_without_transformers_one_line_says_what_to_install(module):
     program = f"import sys; sys.modules['transformers'] = None; import {module}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = run.stderr.strip().splitlines()[-1]
-    assert last == "ImportError: nsa.hf needs transformers 5.23 or newer: pip install 'nsa[hf]'"
+    assert last == "ImportError: nsa.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'"

@@ -7,7 +7,7 @@ package, and the sparse models with transformers' Auto classes.
 try:
     import transformers
 except ImportError:
-    raise ImportError("nsa.hf needs transformers 5.23 or newer: pip install 'nsa[hf]'") from None
+    raise ImportError("nsa.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'") from None
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23):
     raise ImportError(f"nsa.hf needs transformers 5.23 or newer, this is {transformers.__version__}")
 
