@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,9 @@ TINY_NSA = "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --window-
 TINY_RUN = "--context 256 --batch-size 1 --held-out-percent 20 --log-every 4 --eval-every 8 --threads 2".split()
 TINY = TINY_MODEL + TINY_NSA + TINY_RUN
 
+
+# Under nohup SIGHUP is ignored, and a program that inherits that rightly goes on.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Tests that do not name a device are about the CPU, on a machine with a GPU too.
 os.environ["NSA_DEVICE"] = "cpu"
