@@ -105,6 +105,7 @@ class Trainer {
   void save();
   double noise() const;
 
+  InterruptGuard interrupt_;  // from before the first checkpoint on
   RunFolder folder_;
   RunConfig config_;
   Corpus corpus_;
@@ -276,7 +277,6 @@ void Trainer::load() {
 }
 
 TrainResult Trainer::run() {
-  const InterruptGuard interrupt;
   const auto& train = config_.train;
   plan();
   if (state_.planned_steps > 0) progress_.set_total(state_.planned_steps);
@@ -288,9 +288,9 @@ TrainResult Trainer::run() {
     plan();
     const bool last = state_.step == state_.planned_steps;
     if (last || (train.eval_every > 0 && state_.step % train.eval_every == 0)) evaluate_now();
-    if (last || interrupt.signal() != 0 || (train.save_every > 0 && state_.step % train.save_every == 0)) save();
+    if (last || interrupt_.signal() != 0 || (train.save_every > 0 && state_.step % train.save_every == 0)) save();
     step_start_ = Clock::now();
-    if (interrupt.signal() != 0 && !last) break;
+    if (interrupt_.signal() != 0 && !last) break;
   }
   const bool finished = state_.step == state_.planned_steps;
   folder_.log({{"kind", "end"},
@@ -298,7 +298,7 @@ TrainResult Trainer::run() {
                {"tokens", state_.tokens},
                {"seconds", state_.seconds},
                {"reason", finished ? "finished" : "interrupted"}});
-  return {state_.step, state_.tokens, finished ? 0 : interrupt.signal()};
+  return {state_.step, state_.tokens, finished ? 0 : interrupt_.signal()};
 }
 
 void note_the_start_of_phi(const ModelConfig& model) {
