@@ -77,7 +77,7 @@ class TrainCommand {
 
   void add_model_options() {
     auto& model = config_.model;
-    const auto cuda = lm::default_run_config(at::kCUDA);
+    const auto cuda = lm::default_run_config("cuda");
     group_ = "Model";
     option("--attention", "attention", attention_, "nsa, full or window");
     option("--layers", "num_layers", model.num_layers, "Layers", cuda.model.num_layers);
@@ -122,7 +122,7 @@ class TrainCommand {
 
   void add_training_options() {
     auto& train = config_.train;
-    const auto cuda = lm::default_run_config(at::kCUDA);
+    const auto cuda = lm::default_run_config("cuda");
     group_ = "Training";
     device_.add(command_);
     option("--context", "context", train.context, "Longest sequence, tokens", cuda.train.context);

@@ -17,7 +17,7 @@
 #include "base/json.h"
 #include "base/safetensors.h"
 #include "bench/peers.h"
-#include "lm/model/config.h"
+#include "lm/run/state.h"
 
 namespace nsa::lm {
 namespace {
@@ -131,6 +131,25 @@ TEST(Readers, ModelConfig) {
     from_json(parse_json(text, "config.json"), config);
     config.validate();
     nlohmann::json(config).dump();
+  });
+}
+
+TEST(Readers, RunConfig) {
+  RunConfig sound;
+  sound.train.steps = 100;
+  expect_taken_or_refused(text_of(sound),
+                          [](const std::string& text) { text_of(parse_run_config(text, "config.json")); });
+}
+
+TEST(Readers, TrainState) {
+  TrainConfig config;
+  config.steps = 100;
+  TrainState sound;
+  sound.step = 12, sound.tokens = 12345, sound.planned_steps = 100, sound.seconds = 1.5, sound.loss_sum = 7.25;
+  expect_taken_or_refused(nlohmann::json(sound).dump(), [&](const std::string& text) {
+    const TrainState state = parse_train_state(text, "model.safetensors", config);
+    EXPECT_LE(state.step, state.planned_steps);
+    nlohmann::json(state).dump();
   });
 }
 

@@ -2,27 +2,13 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
+#include "lm/data/config.h"
 #include "lm/data/tokenizer.h"
 
 namespace nsa::lm {
-
-struct DataConfig {
-  std::vector<std::string> paths;       // files or folders; empty: the Python sources of this machine
-  std::vector<std::string> extensions;  // of files in folders, e.g. ".py"; empty: all files
-  bool join = false;                    // one document from the files of each first-level folder
-  int document_bytes = 65536;           // with `join`: a document ends after the file with which it reaches this size
-  int held_out_percent = 5;             // of the documents, by their hash
-  std::string tokenizer = "bytes";
-
-  bool operator==(const DataConfig&) const = default;
-};
-
-void to_json(nlohmann::json& json, const DataConfig& config);
-void from_json(const nlohmann::json& json, DataConfig& config);
 
 struct Document {
   std::string name;

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "lm/data/corpus.h"
+#include "lm/data/config.h"
 
 namespace nsa::lm {
 

@@ -157,9 +157,9 @@ void from_json(const nlohmann::json& json, RunConfig& config) {
   from_json(data, config.data);
 }
 
-RunConfig default_run_config(at::Device device) {
+RunConfig default_run_config(const std::string& device) {
   RunConfig config;
-  if (!device.is_cuda()) return config;
+  if (device != "cuda") return config;
   auto& model = config.model;  // 31 million parameters
   model.num_layers = 8;
   model.hidden_size = 512;

@@ -1,13 +1,11 @@
 // Everything that determines a training run: the content of config.json.
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
-#include "lm/data/corpus.h"
+#include "lm/data/config.h"
 #include "lm/model/config.h"
 
 namespace nsa::lm {
@@ -57,8 +55,9 @@ struct RunConfig {
 void to_json(nlohmann::json& json, const RunConfig& config);
 void from_json(const nlohmann::json& json, RunConfig& config);
 
-/// What a run is made of where nothing else is said. On CUDA a larger model and a longer context, in few minutes.
-RunConfig default_run_config(at::Device device);
+/// What a run is made of where nothing else is said. `device`: cpu or cuda; there a larger model and a longer context,
+/// in few minutes.
+RunConfig default_run_config(const std::string& device);
 
 /// Parses config.json's text; `where` names it in messages. Throws Error.
 RunConfig parse_run_config(const std::string& text, const std::string& where);

@@ -1,0 +1,31 @@
+#include "lm/data/config.h"
+
+#include "base/json_fields.h"
+
+namespace nsa::lm {
+namespace {
+
+template <class Config, class Visit>
+void for_each_field(Config& config, Visit&& visit) {
+  visit("paths", config.paths);
+  visit("extensions", config.extensions);
+  visit("join", config.join);
+  visit("document_bytes", config.document_bytes);
+  visit("held_out_percent", config.held_out_percent);
+  visit("tokenizer", config.tokenizer);
+}
+
+}  // namespace
+
+void to_json(nlohmann::json& json, const DataConfig& config) {
+  json = nlohmann::json::object();
+  for_each_field(config, [&](const char* name, const auto& value) { json[name] = value; });
+}
+
+void from_json(const nlohmann::json& json, DataConfig& config) {
+  FieldReader reader(json, "data");
+  for_each_field(config, reader);
+  reader.finish();
+}
+
+}  // namespace nsa::lm
