@@ -25,11 +25,13 @@ struct Sequence {
   std::int64_t position(std::int64_t i) const { return i + k_len - q_len; }
 };
 
-/// Sequences of a call with queries q; k_len is only read in batched calls. CPU tensors only.
+/// Sequences of a call with queries q; k_len is only read in batched calls. Those without tokens are none, however
+/// large the batch. CPU tensors only.
 inline std::vector<Sequence> sequences_of(const TensorView& q, std::int64_t k_len, const Packed& packed,
                                           const NSAConfig& cfg) {
   std::vector<Sequence> result;
   if (!packed.packed()) {
+    if (q.size(1) == 0 && k_len == 0) return result;
     for (std::int64_t b = 0; b < q.size(0); ++b)
       result.push_back({b, b, 0, q.size(1), 0, k_len, 0, cfg.num_compressed(k_len)});
     return result;

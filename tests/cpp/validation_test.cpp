@@ -450,6 +450,24 @@ TEST(Bounded, SequencesWithoutTokens) {
   params.window_size = 4;
   const Status status = sliding_window_attention(params, {});
   EXPECT_TRUE(status.ok()) << status.message();
+
+  // There is a gradient to write, zero: the sum over no blocks.
+  Tensor w1(DType::kFloat32, {1, 128, 8}), b1(DType::kFloat32, {1, 8}), d_w1(DType::kFloat32, {1, 128, 8}),
+      d_b1(DType::kFloat32, {1, 8});
+  d_w1.set({0, 127, 7}, 5), d_b1.set({0, 7}, 5);
+  CompressBackwardParams backward;
+  CompressParams& forward = backward.forward;
+  forward.k = backward.d_k = empty({kMany, 0, 1, 8}), forward.out = backward.d_out = empty({kMany, 0, 1, 8});
+  forward.cfg = {.kernel_size = 16, .kernel_stride = 16, .block_size = 16, .topk = 3, .window_size = 4};
+  forward.weights = {.kind = CompressionKind::kLinear, .w1 = w1, .b1 = b1};
+  backward.d_weights.w1 = d_w1, backward.d_weights.b1 = d_b1;
+  for (const Backend backend : {Backend::kReference, Backend::kCPU}) {
+    const Status done = compress_backward(backward, {.backend = backend});
+    ASSERT_TRUE(done.ok()) << done.message();
+    EXPECT_EQ(d_w1.get({0, 127, 7}), 0);
+    EXPECT_EQ(d_b1.get({0, 7}), 0);
+    d_w1.set({0, 127, 7}, 5), d_b1.set({0, 7}, 5);
+  }
 }
 
 TEST(Backends, WhatIsNotSupportedIsAnErrorWithTheReason) {
