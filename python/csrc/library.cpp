@@ -69,6 +69,7 @@ void define(Library& m) {
   def("describe_devices() -> str");
   def("describe_instruction_sets() -> str");
   def("device_count() -> int");
+  def("version() -> str");
 }
 
 void implement(Library& m) {
@@ -91,22 +92,31 @@ void implement(Library& m) {
 }
 
 std::int64_t device_count() { return nsa::device_count(); }
+std::string version() { return nsa::version(); }
 
 }  // namespace
 }  // namespace nsa::python
 
-STABLE_TORCH_LIBRARY(nsa, m) {
+// NSA_TORCH_NAMESPACE is a CMake option. Torch's macros paste their arguments, so it has to be expanded before them.
+#define NSA_LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define NSA_LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
+
+/// How Python finds the operators.
+extern "C" [[gnu::visibility("default")]] const char* const nsa_torch_namespace = C10_STRINGIZE(NSA_TORCH_NAMESPACE);
+
+NSA_LIBRARY(NSA_TORCH_NAMESPACE, m) {
   nsa::python::define(m);
   nsa::python::define_decode(m);
 }
-STABLE_TORCH_LIBRARY_IMPL(nsa, CPU, m) {
+NSA_LIBRARY_IMPL(NSA_TORCH_NAMESPACE, CPU, m) {
   nsa::python::implement(m);
   m.impl("compressed_cu_seqlens", TORCH_BOX(&nsa::python::compressed_cu_seqlens));  // on a GPU: _registration.py
 }
-STABLE_TORCH_LIBRARY_IMPL(nsa, CUDA, m) { nsa::python::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(nsa, CompositeExplicitAutograd, m) {  // no tensors
+NSA_LIBRARY_IMPL(NSA_TORCH_NAMESPACE, CUDA, m) { nsa::python::implement(m); }
+NSA_LIBRARY_IMPL(NSA_TORCH_NAMESPACE, CompositeExplicitAutograd, m) {  // no tensors
   m.impl("describe_backends", TORCH_BOX(&nsa::describe_backends));
   m.impl("describe_devices", TORCH_BOX(&nsa::describe_devices));
   m.impl("describe_instruction_sets", TORCH_BOX(&nsa::describe_instruction_sets));
   m.impl("device_count", TORCH_BOX(&nsa::python::device_count));
+  m.impl("version", TORCH_BOX(&nsa::python::version));
 }

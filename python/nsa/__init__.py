@@ -1,10 +1,9 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from . import _flops as _flops
 from . import reference
 from ._backends import Backend, backends, describe_backends, device_count, use_backend
+from ._registration import ops as _ops
 from .cache import ROLLBACK, KVCache
 from .compression import CompressionFunction, initial_compression_weights
 from .config import CompressionWeights, NSAConfig
@@ -24,10 +23,7 @@ from .layer import NativeSparseAttention
 from .optimizer import parameter_groups
 from .rotary import rotary_tables, rotate
 
-try:
-    __version__ = version("nsa")
-except PackageNotFoundError:  # a source tree on PYTHONPATH
-    __version__ = "0+source"
+__version__: str = _ops.version()
 
 __all__ = [
     "MAX_DECODE_TOKENS",

@@ -6,8 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-import nsa
-
+from . import __version__, describe_backends
 from ._registration import _LIBRARY, ops
 
 
@@ -19,12 +18,12 @@ def installed(name: str) -> str:
 
 
 def main() -> None:
-    print(f"nsa {nsa.__version__} ({_LIBRARY})")
+    print(f"nsa {__version__} ({_LIBRARY})")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, threads {torch.get_num_threads()}")
     print(f"transformers {installed('transformers')}")
     print(f"Python {platform.python_version()}, {platform.platform()}")
     print("\nBackends")
-    print(nsa.describe_backends())
+    print(describe_backends())
     print("\nInstruction sets")
     print(ops.describe_instruction_sets().rstrip())
     print("\nCUDA devices")

@@ -1,4 +1,4 @@
-"""Loads the extension and gives its operators torch.ops.nsa.* their fake kernels and autograd formulas.
+"""Loads the extension and gives its operators (torch.ops.nsa.*) their fake kernels and autograd formulas.
 
 Shapes are described in functional.py. A fake kernel computes what its C++ kernel allocates: outputs are contiguous, and
 a tensor that was not asked for is 1-D without elements.
@@ -6,6 +6,7 @@ a tensor that was not asked for is 1-D without elements.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,9 @@ _LIBRARY = Path(__file__).with_name("_C.so")
 if not _LIBRARY.exists():
     raise ImportError(f"{_LIBRARY} is missing: install the package, or build the target nsa_torch")
 torch.ops.load_library(_LIBRARY)
-ops = torch.ops.nsa
+NAMESPACE = ctypes.c_char_p.in_dll(ctypes.CDLL(str(_LIBRARY)), "nsa_torch_namespace").value.decode()
+"""Of the operators in torch.ops, as it was chosen when the extension was built: "nsa" by default."""
+ops = getattr(torch.ops, NAMESPACE)
 
 _REFUSED = "invalid argument: "
 
@@ -61,7 +64,7 @@ def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> T
     return torch.nn.functional.pad(blocks.clamp(min=0).cumsum(0, dtype=torch.int32), (1, 0))
 
 
-torch.library.impl("nsa::compressed_cu_seqlens", "cuda", compressed_cu_seqlens_on_device)
+torch.library.impl(f"{NAMESPACE}::compressed_cu_seqlens", "cuda", compressed_cu_seqlens_on_device)
 
 
 def _fake(name: str) -> Callable[[Callable], Callable]:
@@ -77,7 +80,7 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
                     raise ValueError(f"{other}: on {device}: expected {expected} as {first}")
             return kernel(*arguments)
 
-        torch.library.register_fake(f"nsa::{name}")(on_one_device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}")(on_one_device)
         return kernel
 
     return register
@@ -255,8 +258,8 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
                 gradients[i] = gradient if needed else None
         return tuple(gradients)
 
-    torch.library.register_autograd(f"nsa::{name}", backward, setup_context=setup_context)
-    torch.library.register_autograd(f"nsa::{name}_backward", _no_second_derivative)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}_backward", _no_second_derivative)
 
     bare = _below_autograd(forward_op)
     transformed = _function(f"nsa_{name}", bare, setup_context, backward)
