@@ -45,7 +45,7 @@ help:
 	@echo 'make demo       train NSA beside full attention on Python sources, report with pictures in demo/'
 	@echo 'make test       all tests: C++, Python, command line'
 	@echo 'make bench      every operation and the whole against dense attention; table and JSON'
-	@echo 'make wheel      the Python package as a wheel in dist/'
+	@echo 'make wheel      the Python package as a wheel (manylinux) and as sources (sdist) in dist/'
 	@echo 'make bundle     headers and test libraries for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   do the tests notice planted faults?'
@@ -101,8 +101,15 @@ mutation: build
 hostile: build
 	@tools/hostile.sh
 
+# The wheel is built from the sdist, unpacked outside of git. ccache has most of its objects from `make package`: paths
+# below CCACHE_BASEDIR are relative to it.
 wheel: $(READY) $(CUDA_READY)
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip wheel -q --no-deps --no-index --no-build-isolation -w dist .
+	@$(SETUP) --for wheel
+	@rm -rf build/wheel dist && mkdir -p build/wheel dist
+	export TMPDIR=$$(mktemp -d) && trap 'rm -rf $$TMPDIR' EXIT && CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  CCACHE_BASEDIR=$$TMPDIR $(BIN)/python -m build --no-isolation --outdir build/wheel .
+	@tools/repair_wheel.sh build/wheel/*.whl dist
+	@cp build/wheel/*.tar.gz dist
 	@ls -l dist
 
 # What a build needs on a machine without network and without these packages (it looks here first).

@@ -1,0 +1,105 @@
+"""What `make wheel` built, looked at as those who install it will: `make wheel && nox` runs all, `nox -l` lists.
+
+`TORCH_VERSIONS="2.12.0 2.13.0" nox -s installed` takes other versions of torch, 5 GB of disk each.
+"""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import nox
+
+nox.options.envdir = "build/nox"
+nox.options.reuse_existing_virtualenvs = True
+
+ROOT = Path(__file__).parent
+PINNED = "pinned"  # the torch of the environment that runs nox, which is not downloaded again
+TORCH_VERSIONS = os.environ.get("TORCH_VERSIONS", f"{PINNED} 2.10.0").split()
+SUITES = ("operators", "errors", "layer", "decode", "openmp", "docs")
+
+
+def built(session: nox.Session, pattern: str) -> str:
+    found = sorted((ROOT / "dist").glob(pattern))
+    if len(found) != 1:
+        session.error(f"dist/{pattern}: {len(found)} files: expected 1, which `make wheel` builds")
+    return str(found[0])
+
+
+def see_packages_of_nox(session: nox.Session) -> None:
+    """Behind the session's own packages."""
+    (own,) = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    (own / "of_nox.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+
+
+def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
+    wheel = built(session, "*.whl")
+    if torch == PINNED:
+        see_packages_of_nox(session)
+        if more:
+            session.install(*more)
+        session.install("--no-index", "--no-deps", "--force-reinstall", wheel)
+    else:
+        session.create_tmp()  # pip unpacks gigabytes in TMPDIR
+        session.install("--no-cache-dir", "--no-compile", f"torch=={torch}", "pytest", "hypothesis", "numpy", *more)
+        session.install("--no-cache-dir", "--force-reinstall", "--no-deps", wheel)
+        session.run("pip", "check", silent=True)
+
+
+def outside_of_the_tree(session: nox.Session) -> None:
+    folder = Path(session.create_tmp()) / "outside"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", folder)
+    session.chdir(folder)
+
+
+@nox.session
+@nox.parametrize("torch", TORCH_VERSIONS, ids=TORCH_VERSIONS)
+def installed(session: nox.Session, torch: str) -> None:
+    """Tests of the package and the README's example, outside of the tree, with the wheel."""
+    install_wheel(session, torch)
+    outside_of_the_tree(session)
+    session.env["OMP_WAIT_POLICY"] = "passive"  # as in tools/test.sh
+    session.run("python", "-m", "nsa")
+    files = [f"tests/python/test_{suite}.py" for suite in SUITES]
+    # Not what needs a compiler, and of the documents the README alone.
+    session.run(*"python -m pytest -q -p no:cacheprovider -k".split(), "not inductor and not guide", *files)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """The files in dist/, and what the release workflow would build."""
+    install_wheel(session, PINNED, "check-wheel-contents", "twine", "torch-abi-audit", "cibuildwheel")
+    session.run("check-wheel-contents", built(session, "*.whl"))
+    session.run("twine", "check", "--strict", built(session, "*.whl"), built(session, "*.tar.gz"))
+    session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/package/test_built.py")
+
+
+@nox.session
+def hub(session: nox.Session) -> None:
+    """The layout that the kernels of Hugging Face's hub have, beside the installed package."""
+    install_wheel(session, PINNED, "kernels>=0.17,<0.18", "kernel-abi-check")
+    folder = Path(session.create_tmp()).absolute() / "hub"
+    session.run("python", "tools/hub_layout.py", built(session, "*.tar.gz"), str(folder))
+    session.env.update({"NSA_HUB": str(folder), "HF_HUB_OFFLINE": "1"})
+    session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/package/test_hub.py")
+
+
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Workflows and forms by the schemas that come with check-jsonschema."""
+    session.install("check-jsonschema>=0.33")
+    folder = ROOT / ".github"
+    for schema, files in (
+        ("github-workflows", folder.glob("workflows/*.yml")),
+        ("github-issue-forms", set(folder.glob("ISSUE_TEMPLATE/*.yml")) - {folder / "ISSUE_TEMPLATE/config.yml"}),
+    ):
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *sorted(map(str, files)))
+
+
+@nox.session
+def citation(session: nox.Session) -> None:
+    """CITATION.cff by its schema, which comes with cffconvert."""
+    session.install("cffconvert")  # an environment of its own: it wants an old jsonschema
+    session.run("cffconvert", "--validate", "-i", "CITATION.cff")
