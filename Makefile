@@ -80,7 +80,8 @@ program: build/build.ninja
 PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/reference src/cpu src/cuda python -type f -not -name '*.pyc')
 package: build/package.installed
 build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CCACHE_BASEDIR=$(CURDIR) \
+	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
 	@cd build && $(BIN)/python -c 'import nsa'
 	@touch $@
 
