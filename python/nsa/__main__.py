@@ -11,6 +11,7 @@ from ._registration import _LIBRARY, ops
 
 
 def installed(name: str) -> str:
+    """The version of a package."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -18,6 +19,7 @@ def installed(name: str) -> str:
 
 
 def main() -> None:
+    """Prints the report."""
     print(f"nsa {__version__} ({_LIBRARY})")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, threads {torch.get_num_threads()}")
     print(f"transformers {installed('transformers')}")

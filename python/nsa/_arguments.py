@@ -7,13 +7,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from operator import index
 from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F")
 
-def checked(function: Callable) -> Callable:
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Refuses an argument of another type than annotated: TypeError that names it.
 
     Numbers and strings are looked at before the call, because torch would cut 4.5 to 4; the rest only if the call
@@ -23,13 +27,13 @@ def checked(function: Callable) -> Callable:
     plain = {name: hint for name, hint in hints.items() if {*_alternatives(hint)} <= {int, float, str, NoneType}}
     names = tuple(inspect.signature(function).parameters)
 
-    def check(hints: dict[str, Any], arguments: tuple, named: dict[str, Any]) -> None:
+    def check(hints: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         for name, value in (*zip(names, arguments, strict=False), *named.items()):
             if name in hints:
                 check_type(name, value, hints[name])
 
     @functools.wraps(function)
-    def run(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments: P.args, **named: P.kwargs) -> R:
         check(plain, arguments, named)
         try:
             return function(*arguments, **named)
@@ -40,6 +44,11 @@ def checked(function: Callable) -> Callable:
             raise
 
     return run
+
+
+def like(other: F) -> Callable[[Callable[..., Any]], F]:
+    """Gives a function the type of another one, whose arguments and results it has."""
+    return lambda function: cast(F, function)
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
@@ -73,7 +82,7 @@ def check_offsets(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:
         raise ValueError(f"{name}: {what}: expected int32 (B + 1)")
 
 
-def _alternatives(hint: Any) -> tuple:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 

@@ -41,8 +41,8 @@ def backends() -> list[Backend]:
             takes, _, state = text.rpartition("; ") if "cannot run: " not in text else text.partition("; ")
             available = state.startswith("runs as ")
             what = state.removeprefix("runs as ").removeprefix("cannot run: ")
-            states = (what, None) if available else (None, what)
-            result.append(Backend(name, takes, available, *states, name in chosen))
+            variant, reason = (what, None) if available else (None, what)
+            result.append(Backend(name, takes, available, variant, reason, name in chosen))
     return result
 
 

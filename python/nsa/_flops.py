@@ -7,7 +7,7 @@ selection, gates and sums are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -15,15 +15,17 @@ from torch.utils.flop_counter import register_flop_formula
 from ._registration import ops
 from .config import NSAConfig
 
+F = TypeVar("F", bound=Callable[..., int])
 
-def _formula(name: str) -> Callable[[Callable], Callable]:
+
+def _formula(name: str) -> Callable[[F], F]:
     """Registers flop(a, names of arguments -> values) for an operator."""
     operator = getattr(ops, name)
     names = [argument.name for argument in operator.default._schema.arguments]
 
-    def register(flop: Callable[[dict[str, Any]], int]) -> Callable:
+    def register(flop: F) -> F:
         def count(*arguments: Any, out_val: Any = None, **named: Any) -> int:
-            return flop(dict(zip(names, arguments, strict=False)) | named)
+            return int(flop(dict(zip(names, arguments, strict=False)) | named))
 
         register_flop_formula(operator, get_raw=True)(count)
         return flop
@@ -73,6 +75,7 @@ def _compress(k: Tensor, lengths: list[int], kind: str, w1: Tensor | None, cfg: 
     elif kind == "linear":
         block = (2 if backward else 1) * 2 * flat * width
     else:  # backward: two products for each layer, and the first layer's outputs once more
+        assert w1 is not None
         first, second = 2 * flat * w1.shape[-1], 2 * w1.shape[-1] * width
         block = 3 * first + 2 * second if backward else first + second
     return block * k.shape[-2] * sum(cfg.num_compressed(length) for length in lengths)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,20 +23,22 @@ _LIBRARY = Path(__file__).with_name("_C.so")
 if not _LIBRARY.exists():
     raise ImportError(f"{_LIBRARY} is missing: install the package, or build the target nsa_torch")
 torch.ops.load_library(_LIBRARY)
-NAMESPACE = ctypes.c_char_p.in_dll(ctypes.CDLL(str(_LIBRARY)), "nsa_torch_namespace").value.decode()
+NAMESPACE = ctypes.string_at(ctypes.c_char_p.in_dll(ctypes.CDLL(str(_LIBRARY)), "nsa_torch_namespace")).decode()
 """Of the operators in torch.ops, as it was chosen when the extension was built: "nsa" by default."""
 ops = getattr(torch.ops, NAMESPACE)
 
 _REFUSED = "invalid argument: "
 
+Fn = Callable[..., Any]
+F = TypeVar("F", bound=Fn)
 
-_eager: dict[Any, Callable] = {}
+_eager: dict[Any, Fn] = {}
 """How eager code runs an operator, where it is not torch.ops' way."""
-_transformed: dict[Any, Callable] = {}
+_transformed: dict[Any, Fn] = {}
 """How it runs inside of torch.func's transforms."""
 
 
-def call(operator: Callable, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
+def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
     """operator(*arguments), with ValueError for a refused argument in every version of torch.
 
     `names`: what the caller calls arguments of the operator, for the message.
@@ -67,11 +69,11 @@ def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> T
 torch.library.impl(f"{NAMESPACE}::compressed_cu_seqlens", "cuda", compressed_cu_seqlens_on_device)
 
 
-def _fake(name: str) -> Callable[[Callable], Callable]:
+def _fake(name: str) -> Callable[[F], F]:
     """Registers a fake kernel. Torch also takes it where one of the arguments alone is on the meta device."""
     names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
 
-    def register(kernel: Callable) -> Callable:
+    def register(kernel: F) -> F:
         def on_one_device(*arguments: Any) -> Any:
             given = [(n, t.device) for n, t in zip(names, arguments, strict=True) if isinstance(t, Tensor)]
             first, expected = given[0]
@@ -237,14 +239,14 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     arranged = [order.index(n) for n in wanted]
     positions = [names.index(i) for i in inputs]
 
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(*[inputs[i] for i in kept_inputs], *[outputs[i] for i in kept_outputs])
         ctx.others = [inputs[i] for i in others]
 
-    def backward(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple:
+    def backward(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(names)
         if d_out is not None:
             values = (*ctx.saved_tensors, *ctx.others)
@@ -271,7 +273,7 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
 
     # Without a setup_context of its own, which costs a short call in eager code a quarter more.
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(f"nsa_{name}", (torch.autograd.Function,), members)
+    function: Any = type(f"nsa_{name}", (torch.autograd.Function,), members)
     once = _function(f"nsa_{name}_backward", _below_autograd(backward_op), lambda *_: None, _no_second_derivative)
 
     def run(*arguments: Any) -> Any:
@@ -283,7 +285,7 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     _transformed[getattr(ops, name)] = transformed.apply
 
 
-def _function(name: str, forward: Callable, setup_context: Callable, backward: Callable) -> Any:
+def _function(name: str, forward: Fn, setup_context: Fn, backward: Fn) -> Any:
     """An autograd.Function that torch.func's transforms know."""
 
     def vmap(*_: Any) -> None:
@@ -297,7 +299,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def _below_autograd(operator: Callable) -> Callable:
+def _below_autograd(operator: Fn) -> Fn:
     """The operator's kernel, or in a mode of torch's what that makes of it, past its registered autograd formula."""
 
     def run(*arguments: Any) -> Any:

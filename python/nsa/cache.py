@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -289,6 +290,7 @@ class KVCache:
 
     @property
     def batch_size(self) -> int:
+        """B, the rows of the cache: a sequence each."""
         return self.cache_seqlens.shape[0]
 
     @property
@@ -308,12 +310,13 @@ class KVCache:
             TypeError: a bound is no integer.
             RuntimeError: the pool has too few free pages; nothing was reserved.
         """
+        given: Any = upper_bound
         if not hasattr(upper_bound, "__len__") or getattr(upper_bound, "ndim", 1) == 0:
             check_type("upper_bound", upper_bound, int)
-            upper_bound = [upper_bound] * self.batch_size
-        for i, bound in enumerate(upper_bound):
+            given = [upper_bound] * self.batch_size
+        for i, bound in enumerate(given):
             check_type(f"upper_bound[{i}]", bound, int)
-        bounds = [index(bound) for bound in upper_bound]
+        bounds = [index(bound) for bound in given]
         if len(bounds) != self.batch_size:
             raise ValueError(f"upper_bound: {len(bounds)} numbers: must be one, or {self.batch_size}, one per sequence")
         for bound in bounds:
@@ -505,8 +508,11 @@ class KVCache:
             sizes = _multiple_of_16(max_length), _multiple_of_16(longest_c)
         num_pages_c = None if num_pages is None else self._compressed_pages(num_pages, *sizes, self.batch_size)
         for (pages, table), names, longest, size, count in zip(
-            *(self._pools(), (("block_table", "k_slc", "v_slc"), ("block_table_c", "k_c", "v_c"))),
-            *((max_length, longest_c), sizes, (num_pages, num_pages_c)),
+            self._pools(),
+            (("block_table", "k_slc", "v_slc"), ("block_table_c", "k_c", "v_c")),
+            (max_length, longest_c),
+            sizes,
+            (num_pages, num_pages_c),
             strict=True,
         ):
             per_sequence = -(-longest // size)

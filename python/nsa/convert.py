@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedConfig,
 )
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -85,7 +87,8 @@ class Folder:
                     self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
 
     @contextmanager
-    def open(self, file: str) -> Iterator:
+    def open(self, file: str) -> Iterator[Any]:
+        """One of the files, as safetensors reads it."""
         try:
             with safe_open(self.path / file, framework="pt") as tensors:
                 yield tensors
@@ -124,7 +127,7 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def make_sparse(
-    src: Path, out: Path, nsa: dict, *, separate_kv: bool, dense_layers: list[int], phi: str, seed: int
+    src: Path, out: Path, nsa: dict[str, Any], *, separate_kv: bool, dense_layers: list[int], phi: str, seed: int
 ) -> None:
     """Converts a dense folder, one file of weights at a time."""
     folder = Folder(src)
@@ -149,7 +152,7 @@ def make_sparse(
                 shutil.copyfile(file, made / file.name)
         places, total = {}, 0
         for file in folder.files:
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             with folder.open(file) as source:
                 for name in source.keys():
                     if name not in expected:
@@ -191,6 +194,8 @@ def rename_run(src: Path, out: Path) -> None:
             "dtype": "float32",
         }
         names = (*NSAConfig.__dataclass_fields__, "share_kv", "phi", "phi_hidden", "phi_per_kv_head")
+        kind: Any
+        config: PreTrainedConfig
         if given["attention"] == "nsa":
             kind, config = NsaLlamaForCausalLM, NsaLlamaConfig(**fields, nsa={name: given[name] for name in names})
         elif given["attention"] == "window":
@@ -210,7 +215,7 @@ def rename_run(src: Path, out: Path) -> None:
         save_file(tensors, made / SINGLE, metadata={"format": "pt"})
 
 
-def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dict]:
+def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dict[str, Any]]:
     """For each length: how the logits of the two folders differ on random tokens."""
     dense = AutoModelForCausalLM.from_pretrained(src, attn_implementation="nsa")
     sparse = AutoModelForCausalLM.from_pretrained(out)
@@ -223,6 +228,7 @@ def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dic
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m nsa.convert", description=__doc__)
     option = parser.add_argument
     option("src", type=Path, metavar="SRC", help="a dense model's folder, or a run folder of the program nsa")
@@ -256,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _json(path: Path) -> dict:
+def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except OSError as error:

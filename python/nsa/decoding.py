@@ -3,19 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ._arguments import checked
+from ._arguments import checked, like
 from ._registration import call, ops
 from .cache import KVCache
 from .config import CompressionWeights
 from .functional import MEAN, branch_names
 from .rotary import check_positions, rotate_inputs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from . import _options
+
 MAX_DECODE_TOKENS = 16
 """The most new tokens of one decode step; more is prefill."""
+
+
+@overload
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: KVCache,
+    *,
+    return_indices: Literal[False] = False,
+    **options: Unpack[_options.Decode],
+) -> Tensor: ...
+
+
+@overload
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: KVCache,
+    *,
+    return_indices: Literal[True],
+    **options: Unpack[_options.Decode],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: KVCache,
+    *,
+    return_indices: bool,
+    **options: Unpack[_options.Decode],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @checked
@@ -69,6 +114,7 @@ def decode(
     )
 
 
+@like(decode)
 @checked
 def prefill(
     q: Tensor,
@@ -98,7 +144,7 @@ def prefill(
 
 
 def _step(
-    op: Callable,
+    op: Callable[..., Any],
     q: Tensor,
     keys: tuple[Tensor, Tensor | None, Tensor | None],
     values: tuple[Tensor, Tensor | None, Tensor | None],
@@ -115,11 +161,11 @@ def _step(
     k, k_slc, k_swa = (keys[0] if t is None else t for t in keys)
     v, v_slc, v_swa = (values[0] if t is None else t for t in values)
     weights_k, weights_v = (MEAN if w is None else w for w in weights)
-    at = slice(None)
+    at: Tensor | slice = slice(None)
     if rope is not None:
         check_positions(rope, cache.max_length, "the cache's max_length")
-        at = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
-        at = at.clamp(max=cache.max_length - 1)  # idle rows and those without room
+        rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
+        at = rows.clamp(max=cache.max_length - 1)  # idle rows and those without room
     with torch.no_grad():
         turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = call(

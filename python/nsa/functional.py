@@ -16,6 +16,8 @@ allowed, naming it, and RuntimeError for other failures.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,11 @@ from ._arguments import check_offsets, checked
 from ._registration import call, needs_gradient, ops
 from .config import CompressionWeights, NSAConfig
 from .rotary import check_positions, rotate_inputs, rows_within
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from . import _options
 
 MEAN = CompressionWeights("mean")
 
@@ -182,6 +189,48 @@ def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tenso
     return call(ops.combine, o_cmp, o_slc, o_swa, gates)
 
 
+@overload
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    k_c: Tensor,
+    v_c: Tensor,
+    return_indices: Literal[False] = False,
+    **options: Unpack[_options.NSAAttention],
+) -> Tensor: ...
+
+
+@overload
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    k_c: Tensor,
+    v_c: Tensor,
+    return_indices: Literal[True],
+    **options: Unpack[_options.NSAAttention],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    k_c: Tensor,
+    v_c: Tensor,
+    return_indices: bool,
+    **options: Unpack[_options.NSAAttention],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @checked
 def nsa_attention(
     q: Tensor,
@@ -223,13 +272,49 @@ def nsa_attention(
         o, or (o, indices): (B, Sq, H, Dv) or (total_q, H, Dv), and int32 as `select_blocks` returns them.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    names = _names(k_slc="k", v_slc="v", k_swa=k_swa is None and "k", v_swa=v_swa is None and "v")
+    names = _names(k_slc="k", v_slc="v", k_swa="k" if k_swa is None else "", v_swa="v" if v_swa is None else "")
     cfg = NSAConfig() if cfg is None else cfg
     tensors = (q, k_c, v_c, k, v, k if k_swa is None else k_swa, v if v_swa is None else v_swa, gates)
     keep = torch.is_grad_enabled() and needs_gradient(*tensors)
     settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
     o, selected, *_ = call(ops.nsa_attention, *tensors, *settings, *packed, indices, keep, names=names)
     return (o, selected) if return_indices else o
+
+
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    return_indices: Literal[False] = False,
+    **options: Unpack[_options.NativeSparseAttention],
+) -> Tensor: ...
+
+
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    return_indices: Literal[True],
+    **options: Unpack[_options.NativeSparseAttention],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    *,
+    return_indices: bool,
+    **options: Unpack[_options.NativeSparseAttention],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @checked
@@ -307,10 +392,10 @@ def branch_names(
 ) -> dict[str, str]:
     """How the caller named the operators' arguments, where k and v serve the branches that were not given."""
     given = {"k_slc": k_slc, "v_slc": v_slc, "k_swa": k_swa, "v_swa": v_swa}
-    return _names(k_cmp="k", v_cmp="v", **{name: t is None and name[0] for name, t in given.items()})
+    return _names(k_cmp="k", v_cmp="v", **{name: name[0] if t is None else "" for name, t in given.items()})
 
 
-def _names(**names: str | bool) -> dict[str, str]:
+def _names(**names: str) -> dict[str, str]:
     return {name: own for name, own in names.items() if own} | {"imposed_indices": "indices"}
 
 

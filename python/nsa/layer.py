@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class NativeSparseAttention(nn.Module):
         phi_hidden: int = 0,
         phi_per_kv_head: bool = False,
         rope_theta: float | None = 10000.0,
-        rope: tuple[Tensor, Tensor] | Callable | None = None,
+        rope: tuple[Tensor, Tensor] | Callable | None = None,  # type: ignore[type-arg]  # the bare type is checked
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
@@ -141,11 +142,12 @@ class NativeSparseAttention(nn.Module):
 
     def _reset_gate(self) -> None:
         last = self.gate[2]
+        assert isinstance(last, nn.Linear)
         nn.init.zeros_(last.weight)
         with torch.no_grad():
             last.bias.copy_(torch.tensor(self.gate_bias).repeat(self.num_heads))
 
-    def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options) -> KVCache:
+    def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options: Any) -> KVCache:
         """A KVCache for this layer, on its device; `options` are KVCache's (page_size, num_pages)."""
         weight = self.q_proj.weight
         return KVCache(
@@ -208,10 +210,12 @@ class NativeSparseAttention(nn.Module):
         q = q if self.q_norm is None else self.q_norm(q)
         k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
         gates = self._heads(torch.sigmoid(self.gate(x)).to(q.dtype), self.num_heads)
-        arguments = {f"{name}_{branch}": t[branch] for name, t in (("k", k), ("v", v)) for branch in BRANCHES[1:]}
+        arguments: dict[str, Any] = {
+            f"{name}_{branch}": t[branch] for name, t in (("k", k), ("v", v)) for branch in BRANCHES[1:]
+        }
         arguments |= {"weights_k": self.phi_k(q.dtype), "weights_v": self.phi_v(q.dtype), "indices": indices}
         if cache is not None:
-            step = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
+            step: Callable[..., Any] = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
             o, selected = step(
                 *(q, k["cmp"], v["cmp"], gates, cache),
                 **arguments,
@@ -239,7 +243,7 @@ class NativeSparseAttention(nn.Module):
         o = self.o_proj(o.flatten(-2))
         return (o, selected) if return_indices else o
 
-    _attend = staticmethod(native_sparse_attention)  # nsa.reference has another
+    _attend: Callable[..., Any] = staticmethod(native_sparse_attention)  # nsa.reference has another
 
     @staticmethod
     def _heads(x: Tensor, heads: int) -> Tensor:
@@ -252,18 +256,23 @@ class NativeSparseAttention(nn.Module):
 
         if not isinstance(projection, nn.ModuleDict):
             return dict.fromkeys(BRANCHES, one(projection, norm))
-        return {branch: one(projection[branch], None if norm is None else norm[branch]) for branch in BRANCHES}
+        return {
+            branch: one(projection[branch], norm[branch] if isinstance(norm, nn.ModuleDict) else None)
+            for branch in BRANCHES
+        }
 
     def _tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of the positions below `length`; None: no rotation."""
         if self.rope is not None and not callable(self.rope):
-            if self.rope[0].device != device:
-                self.rope = tuple(t.to(device) for t in self.rope)
+            cos, sin = self.rope
+            if cos.device != device:
+                self.rope = cos.to(device), sin.to(device)
             return self.rope
-        if self.rope is None and self.rope_theta is None:
+        if self.rope is not None:
+            return self.rope(torch.arange(length, device=device))
+        if self.rope_theta is None:
             return None
-        positions = torch.arange(length, device=device)
-        return rotary_tables(positions, self.head_dim, self.rope_theta) if self.rope is None else self.rope(positions)
+        return rotary_tables(torch.arange(length, device=device), self.head_dim, self.rope_theta)
 
     def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of every position in the cache."""

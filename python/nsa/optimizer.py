@@ -25,7 +25,7 @@ def parameter_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> 
     for module in model.modules():
         if isinstance(module, CompressionFunction):
             for name, parameter in module.named_parameters(recurse=False):
-                matrix = module.w2 if name.endswith("2") else module.w1
+                matrix = module.get_parameter("w2" if name.endswith("2") else "w1")
                 scales[id(parameter)] = min(1.0, _FAN_IN / matrix.shape[1])
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from . import layer
-from ._arguments import checked
+from . import functional, layer
+from ._arguments import checked, like
 from .config import CompressionWeights, NSAConfig
 from .functional import MEAN
 from .rotary import check_positions, rotate
@@ -135,6 +136,7 @@ def combine(o_cmp: Tensor, o_slc: Tensor, o_swa: Tensor, gates: Tensor) -> Tenso
     return gates[..., 0:1] * o_cmp + gates[..., 1:2] * o_slc + gates[..., 2:3] * o_swa
 
 
+@like(functional.nsa_attention)
 @checked
 def nsa_attention(
     q: Tensor,
@@ -159,11 +161,15 @@ def nsa_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As `nsa.nsa_attention`."""
     cfg = NSAConfig() if cfg is None else cfg
-    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "softmax_scale": softmax_scale}
+    packed: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "softmax_scale": softmax_scale,
+    }
     seqlen_k = None if cu_seqlens_q is not None else k.shape[1]
     o_cmp, lse = compressed_attention(q, k_c, v_c, cfg, seqlen_k=seqlen_k, **packed)
-    selected = None
-    if indices is None or return_indices:
+    selected = indices
+    if selected is None or return_indices:
         selected = select_blocks(q, k_c, lse, cfg, seqlen_k=seqlen_k, noise=noise, seed=seed, **packed)
     o_slc, _ = selected_attention(q, k, v, selected if indices is None else indices, cfg.block_size, **packed)
     window = (k if k_swa is None else k_swa, v if v_swa is None else v_swa)
@@ -172,6 +178,7 @@ def nsa_attention(
     return (o, selected) if return_indices else o
 
 
+@like(functional.native_sparse_attention)
 @checked
 def native_sparse_attention(
     q: Tensor,
@@ -309,7 +316,9 @@ def _compress(k: Tensor, w: CompressionWeights, cfg: NSAConfig) -> Tensor:
         blocks = blocks + w.pe
     heads = k.shape[2]
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if weight is None:
+            raise ValueError(f"weights: w1 or w2: not given: must be with kind = {w.kind!r}")
         y = torch.einsum("bnhi,hio->bnho", x, weight.expand(heads, -1, -1))
         return y if bias is None else y + bias
 
@@ -363,7 +372,7 @@ class _Lengths:
         self.packed, self.cfg = cu_seqlens_q is not None, cfg
         self.seqlen_k = q.shape[1] if seqlen_k is None else seqlen_k
         self.sequences: list[tuple[slice, slice, slice, int]] = []
-        if not self.packed:
+        if cu_seqlens_q is None:
             return
         begin_c = 0
         keys = _spans(cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)

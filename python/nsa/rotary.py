@@ -26,6 +26,7 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> t
 
 
 def check_rotation(head_dim: int, name: str, theta: float) -> None:
+    """Raises ValueError unless channels can turn in pairs by angles from `theta`, which the caller calls `name`."""
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim = {head_dim}: must be even to be rotated")
     if not (0 < theta < math.inf):
@@ -74,9 +75,11 @@ def rotate_inputs(
     The operators turn all channels of a compressed key, in pairs (j, j + Dk/2). Where fewer turn, q, keys and phi's
     weights come back in another order of channels, the same in all of them, in which that is so.
     """
-    cos, sin = (None, None) if rope is None else rope
+    if rope is None:
+        return Rotated(q, k, k_slc, k_swa, weights_k, None, None)
+    cos, sin = rope
     # What the operators refuse is left to them: they name it.
-    if cos is None or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
         return Rotated(q, k, k_slc, k_swa, weights_k, cos, sin)
     shared, own = k_swa is k_slc, k is k_slc
     if 2 * cos.shape[1] < q.shape[-1]:
@@ -139,13 +142,13 @@ def _halves(x: Tensor, rotated: int, dim: int = -1) -> Tensor:
 def _reordered(weights: CompressionWeights, rotated: int) -> CompressionWeights:
     """Of phi between channels in the order of `_halves`."""
     kind, pe, w1, b1, w2, b2 = weights.as_arguments()
-    width = None if w1 is None else (w1 if kind == "linear" else w2).shape[-1]
+    last = w1 if kind == "linear" else w2
 
     def out(t: Tensor | None) -> Tensor | None:
         return None if t is None else _halves(t, rotated)
 
-    if w1 is not None:
-        w1 = _halves(w1.unflatten(1, (-1, width)), rotated, 2).flatten(1, 2)
+    if w1 is not None and last is not None:
+        w1 = _halves(w1.unflatten(1, (-1, last.shape[-1])), rotated, 2).flatten(1, 2)
     if kind == "linear":
         return CompressionWeights(kind, out(pe), out(w1), out(b1), w2, b2)
     return CompressionWeights(kind, out(pe), w1, b1, out(w2), out(b2))

@@ -6,6 +6,8 @@ block, the query's own and the one before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,8 +61,9 @@ def parallel_nsa(
     Raises:
         ValueError: arguments that do not go together, or that an operation refuses.
     """
-    packed, batched = {}, cu_seqlens is None
-    if not batched:
+    packed: dict[str, Any] = {}
+    batched = cu_seqlens is None
+    if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ValueError(f"q: {tuple(q.shape)}: must have a batch of 1 with cu_seqlens")
         offsets = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
@@ -72,9 +75,9 @@ def parallel_nsa(
         raise ValueError("block_indices: not given: must be without g_cmp, which selects")
     if window_size and g_swa is None:
         raise ValueError(f"g_swa: not given: must be with window_size = {window_size}")
-    o = 0.0
+    o: Tensor | float = 0.0
     if g_cmp is not None:
-        length = {"seqlen_k": k.shape[1]} if batched else {}
+        length: dict[str, Any] = {"seqlen_k": k.shape[1]} if batched else {}
         cfg = NSAConfig(block_size, block_size, block_size, topk=3)
         k_c, v_c = (compress(t, MEAN, cfg, packed.get("cu_seqlens_k")) for t in (k, v))
         o_cmp, lse = compressed_attention(q, k_c, v_c, cfg, scale, **length, **packed)
@@ -96,12 +99,13 @@ def parallel_nsa(
             else:
                 block_indices = selected(block_counts)
             block_counts = 0
+    assert block_indices is not None  # without g_cmp they are given
     if isinstance(block_counts, Tensor):
         kept = torch.arange(block_indices.shape[-1], device=q.device) < block_counts.unsqueeze(-1)
         block_indices = torch.where(kept, block_indices, -1)
     o_slc, _ = selected_attention(q, k, v, block_indices.to(torch.int32), block_size, scale, **packed)
     o = o + (o_slc if g_slc is None else o_slc * g_slc.unsqueeze(-1))
-    if window_size:
+    if window_size and g_swa is not None:
         o_swa, _ = sliding_window_attention(q, k, v, window_size, **packed)
         o = o + o_swa * g_swa.unsqueeze(-1)
     return o if batched else o[None]

@@ -7,9 +7,10 @@ Causal attention and `sliding_window` run as `sliding_window_attention`, the `bl
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
@@ -25,7 +26,7 @@ def nsa_attention_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -63,7 +64,7 @@ def nsa_attention_mask(
 
 
 def nsa_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -126,7 +127,7 @@ def nsa_attention_forward(
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (query, key, value))
     indices = None if block_indices is None else block_indices.transpose(1, 2).to(torch.int32)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, **packed: object) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, **packed: Any) -> Tensor:
         if indices is not None:
             return selected_attention(q, k, v, indices, module.indexer.block_size, scaling, **packed)[0]
         longest = packed.get("max_seqlen_k") or k.shape[0 if packed else 1]
@@ -142,8 +143,7 @@ def nsa_attention_forward(
     if indices is not None:
         raise ValueError("block_indices: must be None in a padding-free batch, whose blocks would span sequences")
     o = attend(
-        *(x.flatten(0, 1) for x in (q, k, v)),
-        None,
+        *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None),
         cu_seqlens_q=cu_seq_lens_q.to(torch.int32),
         cu_seqlens_k=(cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k).to(torch.int32),
         max_seqlen_q=None if max_length_q is None else int(max_length_q),
@@ -152,7 +152,9 @@ def nsa_attention_forward(
     return o.unflatten(0, q.shape[:2]), None
 
 
-def _padded(attend: Callable, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, mask: Tensor) -> Tensor:
+def _padded(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, mask: Tensor
+) -> Tensor:
     """Attention of the tokens among the keys, `mask` as from `nsa_attention_mask`, as if nothing else were there."""
     (batch, sq), sk = q.shape[:2], k.shape[1]
     tokens = mask > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,13 @@ ARCHITECTURES = {"LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig), "Qwen3ForCau
 GATE_BIASES = {"cmp": -6.0, "slc": 4.0, "swa": -4.0}
 """Before the sigmoid. Those of selection and window add up to one, and over short texts both are dense attention."""
 
-SPARSE_MODELS = {NsaLlamaConfig: NsaLlamaForCausalLM, NsaQwen3Config: NsaQwen3ForCausalLM}
+SPARSE_MODELS: dict[type, Any] = {NsaLlamaConfig: NsaLlamaForCausalLM, NsaQwen3Config: NsaQwen3ForCausalLM}
 
 
 def convert(
     model: PreTrainedModel,
     *,
-    nsa: dict | None = None,
+    nsa: dict[str, Any] | None = None,
     separate_kv: bool = False,
     dense_layers: Sequence[int] = (),
     phi: str = "mean",
@@ -60,7 +61,7 @@ def convert(
 
 
 def sparse_config(
-    config: PreTrainedConfig, architecture: str, nsa: dict, dense_layers: Iterable[int]
+    config: PreTrainedConfig, architecture: str, nsa: dict[str, Any], dense_layers: Iterable[int]
 ) -> NsaLlamaConfig | NsaQwen3Config:
     """The configuration of the converted model. Raises ValueError for what cannot be converted."""
     if architecture not in ARCHITECTURES or type(config) is not ARCHITECTURES[architecture][0]:
@@ -75,7 +76,7 @@ def targets(config: NsaLlamaConfig | NsaQwen3Config, name: str, tensor: Tensor) 
     """What a tensor of the dense model becomes: itself, or a copy for each branch."""
     parts = name.split(".")
     sparse = parts[:2] == ["model", "layers"] and config.layer_types[int(parts[2])] == LAYER_TYPE
-    if sparse and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj", "k_norm"):
+    if sparse and config.nsa and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj", "k_norm"):
         return [(".".join((*parts[:-1], branch, parts[-1])), tensor.clone()) for branch in BRANCHES]
     return [(name, tensor)]
 
