@@ -34,6 +34,7 @@ def see_packages_of_nox(session: nox.Session) -> None:
 
 def install_wheel(session: nox.Session, torch: str, *more: str) -> None:
     wheel = built(session, "*.whl")
+    session.env["PYTHONPATH"] = ""  # which could lead to the tree
     if torch == PINNED:
         see_packages_of_nox(session)
         if more:
@@ -62,6 +63,7 @@ def installed(session: nox.Session, torch: str) -> None:
     outside_of_the_tree(session)
     session.env["OMP_WAIT_POLICY"] = "passive"  # as in tools/test.sh
     session.run("python", "-m", "nsa")
+    session.run("python", "-c", "import nsa, sys; assert nsa.__file__.startswith(sys.prefix), nsa.__file__")
     files = [f"tests/python/test_{suite}.py" for suite in SUITES]
     # Not what needs a compiler, and of the documents the README alone.
     session.run(*"python -m pytest -q -p no:cacheprovider -k".split(), "not inductor and not guide", *files)

@@ -18,7 +18,10 @@ from ..layer import BRANCHES
 from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
 from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM, initial_phi
 
-ARCHITECTURES = {"LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig), "Qwen3ForCausalLM": (Qwen3Config, NsaQwen3Config)}
+ARCHITECTURES: dict[str, tuple[type, Any]] = {
+    "LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig),
+    "Qwen3ForCausalLM": (Qwen3Config, NsaQwen3Config),
+}
 GATE_BIASES = {"cmp": -6.0, "slc": 4.0, "swa": -4.0}
 """Before the sigmoid. Those of selection and window add up to one, and over short texts both are dense attention."""
 
