@@ -18,7 +18,7 @@ from ..layer import BRANCHES
 from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
 from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM, initial_phi
 
-ARCHITECTURES: dict[str, tuple[type, Any]] = {
+ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "LlamaForCausalLM": (LlamaConfig, NsaLlamaConfig),
     "Qwen3ForCausalLM": (Qwen3Config, NsaQwen3Config),
 }
