@@ -71,11 +71,10 @@ CompressKernels all_kernels(const CompressDesc& call) {
   return {};
 }
 
-/// The log's line where the portable kernels serve.
-template <class Desc>
-void log_portable(int index, const char* what, const Desc& call) {
-  if (!logs_details()) return;
-  const char* why = device_supported(index) ? obstacle(call) : "NSA_CUDA_KERNELS=portable, or no GPU of capability 9.0";
+constexpr const char* kNoDevice = "NSA_CUDA_KERNELS=portable, or no GPU of capability 9.0";
+
+/// The log's line where the portable kernels serve. why null: they don't.
+void log_portable(const char* what, const char* why) {
   if (why) log_detail(std::string(what) + ": portable kernels: " + why);
 }
 
@@ -186,19 +185,19 @@ bool device_supported(int index) {
 }
 
 Kernels kernels_for(int index, const AttentionDesc& call) {
-  log_portable(index, call.block_size ? "selected attention" : "attention", call);
   const bool supported = device_supported(index);
-  if (supported && logs_details() && !obstacle(call)) {
-    if (call.block_size && selected_obstacle(call))
-      log_detail(std::string("selected attention: portable kernels: ") + selected_obstacle(call));
-    if (call.selection && selection_obstacle(call))
-      log_detail(std::string("choice of blocks: portable kernels: ") + selection_obstacle(call));
+  if (logs_details()) {
+    const char* const why = supported ? obstacle(call) : kNoDevice;
+    log_portable(call.block_size ? "selected attention" : "attention", why);
+    if (!why && call.block_size) log_portable("selected attention", selected_obstacle(call));
+    if (!why && call.selection) log_portable("choice of blocks", selection_obstacle(call));
   }
   return supported ? choose_kernels(call) : Kernels{};
 }
 CompressKernels kernels_for(int index, const CompressDesc& call) {
-  log_portable(index, "compress", call);
-  return device_supported(index) ? choose_kernels(call) : CompressKernels{};
+  const bool supported = device_supported(index);
+  if (logs_details()) log_portable("compress", supported ? obstacle(call) : kNoDevice);
+  return supported ? choose_kernels(call) : CompressKernels{};
 }
 
 }  // namespace nsa::cuda::sm90
