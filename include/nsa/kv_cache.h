@@ -37,7 +37,8 @@ class PagePool {
   std::vector<int> uses_;
 };
 
-/// Every sequence starts empty. Before a step: reserve(); after it, or once in a while: check().
+/// Every sequence starts empty. Before a step: reserve(); after it, or once in a while: check(). What is refused
+/// changes nothing.
 class KVCache {
  public:
   KVCache() = default;
@@ -48,7 +49,7 @@ class KVCache {
   /// What decode and prefill take. Valid as long as the cache lives and is not moved.
   KVCacheView view();
 
-  /// Pages for sequences that will have up to these lengths, one entry per sequence. Out of capacity: nothing changed.
+  /// Pages for sequences that will have up to these lengths, one entry per sequence.
   Status reserve(const std::vector<std::int64_t>& lengths);
 
   /// Out of capacity if a step since the last check found no room for a sequence; forgets it then.
@@ -85,8 +86,9 @@ class KVCache {
   Pages make_pages(std::int64_t capacity, std::int64_t page_size, std::int64_t num_pages) const;
   std::int64_t missing(Pages& pages, std::int64_t sequence, std::int64_t tokens);
   void extend(Pages& pages, std::int64_t sequence, std::int64_t tokens);
-  /// Copies shared pages that the sequence will write to when it goes on at `tokens`.
-  Status unshare(Pages& pages, const char* name, std::int64_t sequence, std::int64_t tokens);
+  /// Shared pages that the sequence will write to when it goes on at `tokens`: how many; gives it copies.
+  std::int64_t shared_from(Pages& pages, std::int64_t sequence, std::int64_t tokens);
+  void unshare(Pages& pages, std::int64_t sequence, std::int64_t tokens);
   void share_full(Pages& pages, std::int64_t parent, std::int64_t child, std::int64_t tokens);
   void release(Pages& pages, std::int64_t sequence);
   Status check_going_back(const char* what, std::int64_t sequence, std::int64_t length);

@@ -189,19 +189,18 @@ Status KVCache::check_going_back(const char* what, std::int64_t sequence, std::i
   return {};
 }
 
-Status KVCache::unshare(Pages& pages, const char* name, std::int64_t sequence, std::int64_t tokens) {
-  const auto shared = [&](std::int64_t p) {
-    return pages.page(sequence, p) >= 0 && pages.pool.shared(pages.page(sequence, p));
-  };
-  const std::int64_t first = tokens / pages.page_size;
-  std::int64_t copies = 0;
-  for (std::int64_t p = first; p < pages.max_pages; ++p) copies += shared(p);
-  if (copies > pages.pool.available())
-    return Status::out_of_capacity(std::string("rollback: needs ") + std::to_string(copies) + " pages of " + name +
-                                   " in place of shared ones: free are " + std::to_string(pages.pool.available()));
-  for (std::int64_t p = first; p < pages.max_pages; ++p) {
-    if (!shared(p)) continue;
-    const std::int32_t from = pages.page(sequence, p), to = pages.pool.take();
+std::int64_t KVCache::shared_from(Pages& pages, std::int64_t sequence, std::int64_t tokens) {
+  std::int64_t count = 0;
+  for (std::int64_t p = tokens / pages.page_size; p < pages.max_pages; ++p)
+    count += pages.page(sequence, p) >= 0 && pages.pool.shared(pages.page(sequence, p));
+  return count;
+}
+
+void KVCache::unshare(Pages& pages, std::int64_t sequence, std::int64_t tokens) {
+  for (std::int64_t p = tokens / pages.page_size; p < pages.max_pages; ++p) {
+    const std::int32_t from = pages.page(sequence, p);
+    if (from < 0 || !pages.pool.shared(from)) continue;
+    const std::int32_t to = pages.pool.take();
     for (std::vector<std::byte>* data : {&pages.keys, &pages.values}) {
       const std::int64_t bytes = static_cast<std::int64_t>(data->size()) / pages.num_pages;
       std::copy_n(data->begin() + from * bytes, bytes, data->begin() + to * bytes);
@@ -209,14 +208,21 @@ Status KVCache::unshare(Pages& pages, const char* name, std::int64_t sequence, s
     pages.pool.give_back(from);
     pages.page(sequence, p) = to;
   }
-  return {};
 }
 
 Status KVCache::rollback(std::int64_t sequence, std::int64_t length) {
   if (Status s = check_going_back("rollback", sequence, length); !s.ok()) return s;
-  if (Status s = unshare(tokens_, "tokens", sequence, length); !s.ok()) return s;
   const std::int64_t blocks = options_.cfg.num_compressed(length);
-  if (Status s = unshare(compressed_, "compressed tokens", sequence, blocks); !s.ok()) return s;
+  const auto room = [&](Pages& pages, const char* name, std::int64_t tokens) -> Status {
+    const std::int64_t copies = shared_from(pages, sequence, tokens);
+    if (copies <= pages.pool.available()) return {};
+    return Status::out_of_capacity(std::string("rollback: needs ") + std::to_string(copies) + " pages of " + name +
+                                   " in place of shared ones: free are " + std::to_string(pages.pool.available()));
+  };
+  if (Status s = room(tokens_, "tokens", length); !s.ok()) return s;
+  if (Status s = room(compressed_, "compressed tokens", blocks); !s.ok()) return s;
+  unshare(tokens_, sequence, length);
+  unshare(compressed_, sequence, blocks);
   seqlens_[static_cast<std::size_t>(sequence)] = static_cast<std::int32_t>(length);
   return {};
 }
@@ -232,12 +238,15 @@ Status KVCache::fork(std::int64_t parent, std::int64_t child, std::int64_t lengt
   if (Status s = check_going_back("fork", parent, length); !s.ok()) return s;
   if (child < 0 || child >= options_.batch || child == parent || this->length(child) != 0)
     return Status::invalid_argument("fork: child = " + std::to_string(child) + ": must be an empty sequence");
-  release(child);
   const std::int64_t blocks = options_.cfg.num_compressed(length);
-  const auto partial = [](const Pages& pages, std::int64_t tokens) { return tokens % pages.page_size > 0; };
-  if (partial(tokens_, length) > tokens_.pool.available() ||
-      partial(compressed_, blocks) > compressed_.pool.available())
+  const auto room = [&](Pages& pages, std::int64_t tokens) {  // pages that the child has reserved are free for it
+    std::int64_t own = 0;
+    for (std::int64_t p = 0; p < pages.max_pages; ++p) own += pages.page(child, p) >= 0;
+    return tokens % pages.page_size == 0 || own + pages.pool.available() > 0;
+  };
+  if (!room(tokens_, length) || !room(compressed_, blocks))
     return Status::out_of_capacity("fork: no free page for the child's last tokens");
+  release(child);
   share_full(tokens_, parent, child, length);
   share_full(compressed_, parent, child, blocks);
   extend(tokens_, child, length);

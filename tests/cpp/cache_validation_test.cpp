@@ -167,6 +167,53 @@ TEST(CacheRefused, Capacity) {
   EXPECT_TRUE(cache.reserve({0, 64}).ok());
 }
 
+/// Everything a cache shows of its bookkeeping.
+std::vector<std::int32_t> bookkeeping(KVCache& cache) {
+  std::vector<std::int32_t> all;
+  const KVCacheView view = cache.view();
+  for (const TensorView& t : {view.block_table, view.block_table_c, view.cache_seqlens})
+    all.insert(all.end(), t.as<std::int32_t>(), t.as<std::int32_t>() + t.numel());
+  return all;
+}
+
+TEST(CacheRefused, ForkChangesNothing) {
+  StreamCase c;
+  const Stream stream(c);
+  KVCache cache = make_cache(c, 4);  // pages of 16 tokens
+  Results results(c);
+  ASSERT_TRUE((Feed{stream, cache}({40, 0}, results)).ok());  // three of them, the last one half full
+  ASSERT_TRUE(cache.reserve({64, 0}).ok());
+  auto before = bookkeeping(cache);
+  EXPECT_EQ(cache.fork(0, 1, 40).message(), "fork: no free page for the child's last tokens");
+  EXPECT_EQ(bookkeeping(cache), before);
+  EXPECT_TRUE(cache.fork(0, 1, 32).ok());  // full pages are shared
+
+  // What the child has reserved is refused with the rest kept, and serves it where it is enough.
+  cache = make_cache(c, 4);
+  ASSERT_TRUE((Feed{stream, cache}({40, 0}, results)).ok());
+  ASSERT_TRUE(cache.reserve({40, 16}).ok());
+  before = bookkeeping(cache);
+  EXPECT_EQ(cache.fork(0, 1, 5).code(), StatusCode::kInvalidArgument);  // too far back
+  EXPECT_EQ(bookkeeping(cache), before);
+  EXPECT_TRUE(cache.fork(0, 1, 40).ok());
+  EXPECT_EQ(cache.length(1), 40);
+}
+
+TEST(CacheRefused, RollbackChangesNothing) {
+  StreamCase c;
+  const Stream stream(c);
+  KVCache cache = make_cache(c, 5);  // pages of 16 tokens, and 3 or more of compressed tokens
+  Results results(c);
+  ASSERT_TRUE((Feed{stream, cache}({48, 0}, results)).ok());
+  ASSERT_TRUE(cache.fork(0, 1, 48).ok());  // all three pages shared
+  ASSERT_TRUE(cache.reserve({80, 48}).ok());
+  const auto before = bookkeeping(cache);
+  EXPECT_EQ(cache.rollback(0, 40).message(), "rollback: needs 1 pages of tokens in place of shared ones: free are 0");
+  EXPECT_EQ(bookkeeping(cache), before);
+  cache.release(1);
+  EXPECT_TRUE(cache.rollback(0, 40).ok());
+}
+
 TEST(CacheRefused, GoingBackTooFar) {
   StreamCase c;
   const Stream stream(c);
