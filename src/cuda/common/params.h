@@ -16,7 +16,7 @@ enum BranchIndex { kCompressed, kSelected, kWindow, kBranches };
 /// A decode step has few queries, so their keys are cut into splits for many thread blocks. Where a split begins does
 /// not depend on lengths, and splits are merged in order: the bits of a query do not depend on its neighbours.
 struct Splits {
-  int count = 0;              // an upper bound; 0: keys are not cut
+  int num_splits = 0;         // an upper bound; 0: keys are not cut
   int size = 0;               // keys; blocks of the list for the selected branch
   float2* softmax = nullptr;  // (count, B, m, H): maximum in base-2 units and sum; a negative sum: no keys
   float* o_accum = nullptr;   // (count, B, m, H, Dv): sums of values, relative to the maximum
@@ -193,7 +193,7 @@ struct BackwardArgs {
   std::int64_t partial_items;  // the same of key tiles with several items
   void* schedule;              // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
-  DsBuffer stored;
+  DsBuffer ds_buffer;
   Fallback fallback;
 
   __host__ __device__ bool compressed() const { return window == 0 && !indices.data; }

@@ -107,37 +107,51 @@ __device__ __forceinline__ auto fragments_of(const Row& row, std::uint32_t memor
   }
 }
 
-/// Reference (close to the running maximum, in base-2 units), sum and output of two rows. Scores come raw and are
-/// scaled here by positive_scale().
-template <int D>
-struct OnlineSoftmax {
-  float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  float acc[D / 8][4] = {};
+/// What the softmax of two rows is relative to: near their running maxima, in base-2 units. A reference follows the
+/// maximum only when that has grown by 2^8: until then the probabilities are at most 256 instead of 1, which costs no
+/// accuracy and saves reductions and the scaling of sums.
+struct SoftmaxReference {
+  float max[2] = {-INFINITY, -INFINITY};
+  float factor[2];
 
-  /// s: raw scores, -inf where masked. Turns them into probabilities relative to the new maximum.
-  template <int N>
-  __device__ void update(float (&s)[N][4], float scale) {
-    // The reference of a row follows its maximum only when that has grown by 2^8: until then the probabilities are at
-    // most 256 instead of 1, which costs no accuracy and saves the reductions and the scaling of acc.
-    float local[2];
-    bool grown = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      local[i] = s[0][2 * i];
-#pragma unroll
-      for (int n = 0; n < N; ++n) local[i] = fmaxf(local[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-      local[i] *= scale;
-      grown |= local[i] > max[i] + 8;
-    }
-    if (__any_sync(0xffffffffu, grown)) {
-      float factor[2];
+  /// maxima: this lane's of the new scores, scaled. Returns whether what was summed before is to be scaled by `factor`;
+  /// rescale(i) does so for what belongs to the softmax itself.
+  template <class Rescale>
+  __device__ __forceinline__ bool follow(const float (&maxima)[2], const Rescale& rescale) {
+    const bool grown = __any_sync(0xffffffffu, maxima[0] > max[0] + 8 || maxima[1] > max[1] + 8);
+    if (grown) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float m = row_max(local[i]), before = max[i];
+        const float m = row_max(maxima[i]), before = max[i];
         if (m > before + 8) max[i] = m;
         factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
-        sum[i] *= factor[i];
+        rescale(i);
       }
+    }
+    return grown;
+  }
+  /// To be added to the scaled scores of row i.
+  __device__ __forceinline__ float shift(int i) const { return max[i] == -INFINITY ? 0 : -max[i]; }  // nothing seen yet
+};
+
+/// The softmax of two rows, their sums and outputs. Scores come raw and are scaled here by positive_scale().
+template <int D>
+struct OnlineSoftmax : SoftmaxReference {
+  float sum[2] = {0, 0};  // this lane's shares
+  float acc[D / 8][4] = {};
+
+  /// s: raw scores, -inf where masked. Turns them into probabilities relative to the new reference.
+  template <int N>
+  __device__ void update(float (&s)[N][4], float scale) {
+    float maxima[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      maxima[i] = s[0][2 * i];
+#pragma unroll
+      for (int n = 0; n < N; ++n) maxima[i] = fmaxf(maxima[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+      maxima[i] *= scale;
+    }
+    if (follow(maxima, [&](int i) { sum[i] *= factor[i]; })) {
 #pragma unroll
       for (int n = 0; n < D / 8; ++n) {
         acc[n][0] *= factor[0], acc[n][1] *= factor[0];
@@ -146,12 +160,11 @@ struct OnlineSoftmax {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float base = max[i] == -INFINITY ? 0 : max[i];  // nothing seen yet
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        s[n][2 * i] = exp2_fast(fmaf(s[n][2 * i], scale, -base));
-        s[n][2 * i + 1] = exp2_fast(fmaf(s[n][2 * i + 1], scale, -base));
-        sum[i] += s[n][2 * i] + s[n][2 * i + 1];  // this lane's share of the row
+        s[n][2 * i] = exp2_fast(fmaf(s[n][2 * i], scale, shift(i)));
+        s[n][2 * i + 1] = exp2_fast(fmaf(s[n][2 * i + 1], scale, shift(i)));
+        sum[i] += s[n][2 * i] + s[n][2 * i + 1];
       }
     }
   }

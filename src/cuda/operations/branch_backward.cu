@@ -141,7 +141,7 @@ Prepared span_of(Prepared x, const QuerySpan& span) {
   move(args.indices, span.first, sizeof(int));
   for (PerRow* t : {&args.lse, &args.delta, &args.gate})
     if (t->data) t->data += span.sequence * t->batch + span.first * t->row;
-  if (DsBuffer& stored = args.stored; stored.sums) {
+  if (DsBuffer& stored = args.ds_buffer; stored.sums) {
     stored.sums += span.sequence * stored.sums_sequence;
     stored.chunk_sums += span.sequence * stored.sums_sequence;
     stored.first = span.first;
@@ -179,7 +179,7 @@ Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compre
 }
 
 Status begin_spans(const Prepared& x, Execution& e) {
-  const DsBuffer& stored = x.args.stored;
+  const DsBuffer& stored = x.args.ds_buffer;
   if (!stored.sums) return {};
   const std::int64_t floats = 2 * stored.sums_head * x.args.geometry.kv_heads;
   return status_of(cudaMemsetAsync(stored.sums, 0, static_cast<std::size_t>(floats) * sizeof(float), e.stream),

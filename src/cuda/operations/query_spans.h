@@ -63,7 +63,7 @@ inline std::optional<std::int64_t> ds_budget_of(const Geometry& g, DType dtype, 
 /// What a span of a batched call whose dS is stored changes in the work of d_kv.
 inline void cut(BackwardArgs& args) {
   const int key_tiles = DsBuffer::key_tiles(args.geometry);
-  args.chunks = to_int(ceil_div(args.geometry.q_len, small_chunk(args.stored.q_len)));
+  args.chunks = to_int(ceil_div(args.geometry.q_len, small_chunk(args.ds_buffer.q_len)));
   args.items = args.items_before(end_prefix(args.geometry));
   args.partial_items = std::int64_t{args.geometry.batches} * key_tiles * args.chunks;
 }
@@ -71,7 +71,7 @@ inline void cut(BackwardArgs& args) {
 /// Takes memory for dS, and of a batched call for the sums over its spans; sets the partial sums that a span needs.
 inline void take_ds_buffer(BackwardArgs& args, std::int64_t width, std::int64_t ds_budget, Arena& arena) {
   const Geometry& g = args.geometry;
-  DsBuffer& stored = args.stored;
+  DsBuffer& stored = args.ds_buffer;
   if (g.cu_q) {
     stored.tiles = arena.take<char>(DsBuffer::bytes(g));
     return;

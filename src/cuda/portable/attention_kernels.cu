@@ -71,7 +71,7 @@ cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
 
 cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
   auto kernel = args.compressed() ? d_kv<T, Dk, Dv, true, false> : d_kv<T, Dk, Dv, false, false>;
-  if (args.compressed() && !args.stored.sums) kernel = d_kv<T, Dk, Dv, true, sizeof(T) == 2>;
+  if (args.compressed() && !args.ds_buffer.sums) kernel = d_kv<T, Dk, Dv, true, sizeof(T) == 2>;
   return launch(kernel, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads), 128,
                 KeyGradients<T, Dk, Dv>::kMemory, stream, args);
 }
@@ -79,7 +79,7 @@ cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
 cudaError_t run_sum_partials(const BackwardArgs& all, cudaStream_t stream) {
   if (all.partial_items == 0) return cudaSuccess;
   BackwardArgs args = all;
-  if (args.stored.sums) args.items /= args.chunks, args.chunks = 1;  // first items come first
+  if (args.ds_buffer.sums) args.items /= args.chunks, args.chunks = 1;  // first items come first
   return launch(sum_partials<T>, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads, 4), 128, 0, stream,
                 args, Dk, Dv);
 }

@@ -75,9 +75,9 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     item = found;
     q = args.q.at<T>(found.seq.batch, found.seq.q_begin, kv_head * p.group);
     d_o = args.d_o.at<T>(found.seq.batch, found.seq.q_begin, kv_head * p.group);
-    if (kCompressed && args.stored.tiles) {
+    if (kCompressed && args.ds_buffer.tiles) {
       const std::int64_t row = static_cast<std::int64_t>(found.tile.query_begin) * p.group;
-      stored = args.stored.at(p, found.seq, kv_head, row, found.tile.first);
+      stored = args.ds_buffer.at(p, found.seq, kv_head, row, found.tile.first);
       stored_pitch = DsBuffer::columns(p) * DsBuffer::kTile;
     }
   }
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
             for (int i = 0; i < 4; ++i) a[i] = d_s[k][i];
           },
           ring);
-      if (args.stored.tiles) {
+      if (args.ds_buffer.tiles) {
         char* to = stored + static_cast<std::int64_t>(stage) * (kRows / 16 * stored_pitch) + threadIdx.x * 16;
 #pragma unroll
         for (int k = 0; k < kRows / 16; ++k)
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   wait_copies<0>();
 
   const bool many = kSmallChunks && many_small_chunks(args, seq, tile);
-  if (tile.items > 1 || args.stored.sums || many) {
+  if (tile.items > 1 || args.ds_buffer.sums || many) {
     store_partials(many);
     return;
   }
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ Back
   const DeviceSequence& seq = item.seq;
   const KeyTile& tile = item.tile;
   const bool many = sizeof(T) == 2 && args.compressed() && many_small_chunks(args, seq, tile);
-  if (tile.count == 0 || (tile.items <= 1 && !args.stored.sums && !many) || tile.item != 0) return;
+  if (tile.count == 0 || (tile.items <= 1 && !args.ds_buffer.sums && !many) || tile.item != 0) return;
   const int kv_head = blockIdx.y;
   const int width = dk + dv;
   const int size = kKeyTile * width;
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(128) sum_partials(const __grid_constant__ Back
     const auto partial = [&](int i) {
       return *reinterpret_cast<const float4*>(from + static_cast<std::int64_t>(i) * size + e);
     };
-    if (const DsBuffer& stored = args.stored; stored.sums) {
+    if (const DsBuffer& stored = args.ds_buffer; stored.sums) {
       const std::int64_t at = kv_head * stored.sums_head + seq.index * stored.sums_sequence +
                               static_cast<std::int64_t>(tile.first) * width + e;
       float4* const sums = reinterpret_cast<float4*>(stored.sums + at);

@@ -52,8 +52,8 @@ __host__ __device__ inline KeyTile range_item(const BackwardArgs& args, const De
     const int start = (from + round - 1) / round * round;
     return {first, count, from, to, items == 1 && start < to ? start : from, item, items, partial};
   }
-  if (args.stored.sums) {
-    const int small = small_chunk(args.stored.q_len), all = (seq.q_len + small - 1) / small, item = x / tiles;
+  if (args.ds_buffer.sums) {
+    const int small = small_chunk(args.ds_buffer.q_len), all = (seq.q_len + small - 1) / small, item = x / tiles;
     const int items = all - query_begin / small, at = all - 1 - item;
     if (item >= items) return {};
     const int from = max(query_begin, at * small);
@@ -93,7 +93,7 @@ __device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSe
 __host__ __device__ inline bool many_small_chunks(const BackwardArgs& args, const DeviceSequence& seq,
                                                   const KeyTile& tile) {
   const int small = small_chunk(seq.q_len);
-  return !args.stored.sums && (tile.query_end - 1) / small > tile.query_begin / small;
+  return !args.ds_buffer.sums && (tile.query_end - 1) / small > tile.query_begin / small;
 }
 
 /// Everything about the item of this thread block.

@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_stored(Acc& acc, const BackwardArgs& args, c
     commit_copies();
   };
   const int pitch = DsBuffer::columns(args.geometry) * DsBuffer::kTile;
-  const char* const from = args.stored.at(args.geometry, seq, kv_head, first_row, 0);
+  const char* const from = args.ds_buffer.at(args.geometry, seq, kv_head, first_row, 0);
   StoredTiles<kM, kKeys> stored{from + static_cast<std::int64_t>(warp) * kM * pitch, pitch};
   if (tiles > 0) {
     load(0);
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
       const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
       if constexpr (sizeof(T) == 2) {
-        if (args.stored.tiles) {
+        if (args.ds_buffer.tiles) {
           add_stored<T, Dk, Dv>(acc, args, seq, kv_head, first_row, key_begin, key_count, head, tail, memory, terms);
           continue;
         }

@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     const DeviceSequence seq = sequence_of(p, block.z());
     int query = block.x(), split = 0;
     if constexpr (kHasSplits<Args>)
-      if (args.splits.count > 0) query = block.x() / args.splits.count, split = block.x() % args.splits.count;
+      if (args.splits.num_splits > 0)
+        query = block.x() / args.splits.num_splits, split = block.x() % args.splits.num_splits;
     if (query >= seq.q_len) continue;
     const int position = seq.position(query);
     const std::int64_t query_row = seq.q_begin + query;
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     int first_block = 0, blocks = clean_list(args.indices.template at<int>(seq.batch, query_row, kv_head), args.topk,
                                              position, args.block_size, list);
     if constexpr (kHasSplits<Args>) {
-      if (args.splits.count > 0) {
+      if (args.splits.num_splits > 0) {
         first_block = min(split * args.splits.size, blocks);
         blocks = min(first_block + args.splits.size, blocks);
       }
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
                        [&](int r, int column, float x, float y, float max, float sum) {
                          const int h = kv_head * p.group + first_head + r;
                          if constexpr (kHasSplits<Args>) {
-                           if (args.splits.count > 0) {
+                           if (args.splits.num_splits > 0) {
                              const std::int64_t to = args.splits.at(p, split, seq.batch, query, h);
                              *reinterpret_cast<float2*>(args.splits.o_accum + to * Dv + column) = make_float2(x, y);
                              if (column == 0)

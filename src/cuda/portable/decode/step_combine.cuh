@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_cons
     __shared__ Chunk<T> branches[kBranches][32];
     const Splits& splits = args.splits[branch];
     Chunk<T> x{};
-    if (splits.count > 0) {
-      const KeyRange range = branch == kSelected ? KeyRange{0, splits.count}
+    if (splits.num_splits > 0) {
+      const KeyRange range = branch == kSelected ? KeyRange{0, splits.num_splits}
                                                  : splits_of(p, splits, branch == kWindow ? args.window : 0, s, r);
       const auto softmax = [&](int split) { return splits.softmax[splits.at(p, split, b, r, h)]; };
       const MergedSoftmax<32> merged(range, softmax);

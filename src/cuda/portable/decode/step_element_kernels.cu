@@ -31,11 +31,12 @@ cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStr
   const Geometry& g = args.geometry;
   const auto keys = static_cast<unsigned>(ceil_div(args.scratch_keys, kSumKeys));
   const cudaError_t error =
-      args.scores ? launch(sum_scores<StepSelectArgs>, dim3(keys, g.kv_heads, g.batches), kSumThreads, 0, stream, args)
-                  : for_key_dim(key_dim, [&]<int Dk>() {
-                      return launch(score_splits<T, Dk>, dim3(args.splits.count, g.kv_heads, g.batches * args.tiles),
-                                    128, SelectShape<T, Dk>::kMemory, stream, args);
-                    });
+      args.scores
+          ? launch(sum_scores<StepSelectArgs>, dim3(keys, g.kv_heads, g.batches), kSumThreads, 0, stream, args)
+          : for_key_dim(key_dim, [&]<int Dk>() {
+              return launch(score_splits<T, Dk>, dim3(args.splits.num_splits, g.kv_heads, g.batches * args.tiles), 128,
+                            SelectShape<T, Dk>::kMemory, stream, args);
+            });
   if (error != cudaSuccess) return error;
   return launch(top_k_step<StepSelectArgs>, dim3(g.q_len, g.kv_heads, g.batches), kTopKThreads, 0, stream, args);
 }

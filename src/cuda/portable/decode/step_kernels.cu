@@ -19,14 +19,15 @@ cudaError_t run_range_forward(const StepRangeArgs& args, cudaStream_t stream) {
 
 cudaError_t run_ranges(const StepRangesArgs& args, cudaStream_t stream) {
   const Geometry& g = args.compressed.geometry;
-  const auto count = static_cast<unsigned>((args.compressed.splits.count + args.window.splits.count) * args.row_tiles);
+  const auto count =
+      static_cast<unsigned>((args.compressed.splits.num_splits + args.window.splits.num_splits) * args.row_tiles);
   return launch(step_ranges<T, Dk, Dv>, dim3(count, g.kv_heads, g.batches), 128, KeySteps<T, Dk, Dv, Dv>::kMemory,
                 stream, args);
 }
 
 cudaError_t run_selected_forward(const StepSelectedArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  const auto count = static_cast<unsigned>(g.q_len * std::max(args.splits.count, 1));
+  const auto count = static_cast<unsigned>(g.q_len * std::max(args.splits.num_splits, 1));
   return launch(selected_forward<T, Dk, Dv, StepSelectedArgs>,
                 dim3(count, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
                 SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
   constexpr int kStepKeys = Steps::kStepKeys;
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
-  const int compressed = branches.compressed.splits.count * branches.row_tiles;
+  const int compressed = branches.compressed.splits.num_splits * branches.row_tiles;
   const bool in_window = static_cast<int>(blockIdx.x) >= compressed;
   const StepRangeArgs& args = in_window ? branches.window : branches.compressed;
   const int item = blockIdx.x - (in_window ? compressed : 0);

@@ -15,13 +15,15 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/d_kv_item.h"
 #include "cuda/sm90/common/head_packing.cuh"
+#include "cuda/sm90/common/pipeline.cuh"
 #include "cuda/sm90/common/row_terms.h"
 #include "cuda/sm90/common/wgmma.cuh"
 
 namespace nsa::cuda::sm90 {
 
-/// Named barriers, one for each of the two computing warpgroups: it may issue its products.
-enum TurnBarrier { kTurn = 1 };
+enum class DKvBarrier {
+  kTurn = 1,  // and 2, one for each of the two computing warpgroups: it may issue its products
+};
 
 struct KeyMaps {
   CUtensorMap q, d_o, k, v;
@@ -45,18 +47,13 @@ struct KeyMemory {
   /// Per row: the three of RowTerms; then what the warpgroups need to know of the stage.
   __device__ std::uint32_t terms(int stage) const { return base + kRows + stage * kTerms; }
   __device__ char* info(char* memory, int stage) const { return memory + kRows + stage * kTerms + 3 * 256; }
-  __device__ std::uint32_t full(int stage) const { return base + kBarriers + stage * 8; }
-  __device__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
-  __device__ std::uint32_t keys_full() const { return full(2 * kStages); }
-  __device__ std::uint32_t keys_empty() const { return full(2 * kStages + 1); }
+  __device__ Pipeline<kStages> rows() const { return {base + kBarriers}; }
+  /// Of the tiles of keys, which come together.
+  __device__ Pipeline<1> keys() const { return {rows().full(2 * kStages)}; }
   /// `writers`: arrivals of the producers at a stage; `readers`: threads that compute from it.
   __device__ void init(int writers, int readers) const {
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(full(i), writers);
-      mbarrier_init(empty(i), readers);
-    }
-    mbarrier_init(keys_full(), 1);
-    mbarrier_init(keys_empty(), 8);
+    rows().init(writers, readers);
+    keys().init(1, 8);
     fence_mbarrier_init();
   }
   /// Zeros for the rows of stages that no copy reaches. All threads; the caller synchronises.
@@ -65,16 +62,6 @@ struct KeyMemory {
     for (int i = threadIdx.x; i < kStages * (kK + kV) / 16; i += blockDim.x) words[i] = uint4{0, 0, 0, 0};
     fence_async();
   }
-};
-
-/// Stages consumed or filled so far: a place in the ring and the phase of its barriers. One register.
-template <int kStages>
-struct StageCount {
-  int count = 0;
-
-  __device__ __forceinline__ int stage() const { return count % kStages; }
-  __device__ __forceinline__ int before(int stages = 1) const { return (count - stages) % kStages; }
-  __device__ __forceinline__ std::uint32_t phase() const { return count / kStages & 1; }
 };
 
 /// The gradients of 64 keys in the registers of a warpgroup.

@@ -1,23 +1,86 @@
-// Pipelines: a stage of a ring, the barriers of the forward kernels over ranges of keys, how their warpgroups start.
+// Rings of stages in shared memory that producers fill and consumers read, and how warpgroups start.
+//
+// A ring's barriers lie apart from what its stages hold. A thread that goes round a ring keeps a state: the stage it is
+// at and the phase of its barriers. The ring of selected attention, whose readers skip stages, is another one
+// (selected_attention/gather_pipeline.cuh); so is that of a selector warp, which fills its stages itself
+// (select_blocks/importance.cuh).
 #pragma once
 
 #include "cuda/sm90/common/ptx.cuh"
-#include "cuda/sm90/common/tile_scheduler.cuh"
 
 namespace nsa::cuda::sm90 {
 
-/// A stage of a ring of kStages, and the phase of its barriers.
+/// The place of a thread in a ring of kStages.
 template <int kStages>
-struct PipelineState {
-  int stage = 0;
-  std::uint32_t phase = 0;
-
+class PipelineState {
+ public:
+  PipelineState() = default;
+  __device__ __forceinline__ int stage() const { return stage_; }
+  __device__ __forceinline__ std::uint32_t phase() const { return phase_; }
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (++stage_ == kStages) stage_ = 0, phase_ ^= 1;
   }
   __device__ __forceinline__ PipelineState before() const {
-    return stage > 0 ? PipelineState{stage - 1, phase} : PipelineState{kStages - 1, phase ^ 1};
+    return stage_ > 0 ? PipelineState(stage_ - 1, phase_) : PipelineState(kStages - 1, phase_ ^ 1);
   }
+
+ private:
+  __device__ PipelineState(int stage, std::uint32_t phase) : stage_(stage), phase_(phase) {}
+
+  int stage_ = 0;
+  std::uint32_t phase_ = 0;
+};
+
+/// The same in one register, with divisions by kStages.
+template <int kStages>
+struct PipelineCount {
+  int count = 0;  // stages filled or read so far
+
+  __device__ __forceinline__ int stage() const { return count % kStages; }
+  __device__ __forceinline__ std::uint32_t phase() const { return count / kStages & 1; }
+  __device__ __forceinline__ void advance() { ++count; }
+  /// The stage so many stages ago.
+  __device__ __forceinline__ int before(int stages = 1) const { return (count - stages) % kStages; }
+};
+
+/// The barriers of a ring: `full` of each stage, then `empty` of each. State: one of the two above.
+template <int kStages>
+struct Pipeline {
+  static constexpr int kBarriers = 2 * kStages;  // of 8 bytes
+
+  std::uint32_t barriers;  // address in shared memory
+
+  __device__ __forceinline__ std::uint32_t full(int stage) const { return barriers + stage * 8; }
+  __device__ __forceinline__ std::uint32_t empty(int stage) const { return full(kStages + stage); }
+
+  /// One thread; fence_mbarrier_init() is to follow. Arrivals that fill a stage (bytes count beside them), and that
+  /// empty it.
+  __device__ __forceinline__ void init(int producers, int consumers) const {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(full(i), producers);
+      mbarrier_init(empty(i), consumers);
+    }
+  }
+  /// Waits until the stage may be filled; _warp: all lanes.
+  template <class State>
+  __device__ __forceinline__ void acquire(const State& state) const {
+    mbarrier_wait(empty(state.stage()), state.phase() ^ 1);
+  }
+  template <class State>
+  __device__ __forceinline__ void acquire_warp(const State& state) const {
+    mbarrier_wait_warp(empty(state.stage()), state.phase() ^ 1);
+  }
+  /// Waits until the stage is filled.
+  template <class State>
+  __device__ __forceinline__ void wait(const State& state) const {
+    mbarrier_wait(full(state.stage()), state.phase());
+  }
+  template <class State>
+  __device__ __forceinline__ void wait_warp(const State& state) const {
+    mbarrier_wait_warp(full(state.stage()), state.phase());
+  }
+  /// The calling thread's arrival: it, or its warp, has read the stage.
+  __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty(stage)); }
 };
 
 /// Lets warpgroups start some time apart: else all wait for their softmax at the same time, and the tensor cores idle.
@@ -31,27 +94,5 @@ __device__ __forceinline__ void stagger_warpgroups(int group) {
 __device__ __forceinline__ bool left_to_fallback(const int* flag) {
   return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
 }
-
-/// Barriers of a ring of key and value tiles, and of a place for the queries of each warpgroup.
-template <int kStages, int kGroups>
-struct ForwardBarriers {
-  std::uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];
-  std::uint64_t query_full[kGroups], query_empty[kGroups];
-  GroupTile tiles[kGroups][2];  // the one at work and the next one
-
-  /// One thread; fence_mbarrier_init() is to follow.
-  __device__ __forceinline__ void init() {
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&key_full[i]), 1);
-      mbarrier_init(shared_address(&value_full[i]), 1);
-      mbarrier_init(shared_address(&key_empty[i]), kGroups * 4);
-      mbarrier_init(shared_address(&value_empty[i]), kGroups * 4);
-    }
-    for (int i = 0; i < kGroups; ++i) {
-      mbarrier_init(shared_address(&query_full[i]), 1);
-      mbarrier_init(shared_address(&query_empty[i]), 128);  // every thread has read the tile's fields
-    }
-  }
-};
 
 }  // namespace nsa::cuda::sm90

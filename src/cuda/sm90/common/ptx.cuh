@@ -113,13 +113,16 @@ __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-/// Named barrier `id` (1 .. 15; 0 is __syncthreads) of `threads` threads. The warps may come from different
-/// instructions: bar.sync would promise that all of them execute the same one.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+/// A named barrier (1 .. 15; 0 is __syncthreads) of `threads` threads: one of an enum class of the kernel family, or
+/// the one `of` places behind it. The warps may come from different instructions: bar.sync would promise that all of
+/// them execute the same one.
+template <class Barrier>
+__device__ __forceinline__ void named_barrier_sync(Barrier barrier, int threads, int of = 0) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(static_cast<int>(barrier) + of), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+template <class Barrier>
+__device__ __forceinline__ void named_barrier_arrive(Barrier barrier, int threads, int of = 0) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(static_cast<int>(barrier) + of), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ float2 load_float2(std::uint32_t from) {

@@ -179,7 +179,7 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
         const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes, static_cast<int>(rows));
         for (int group = 0; group < kGroups; ++group) {
           const int panel = min(scheduler.panel + group, scheduler.panels - 1);
-          const std::uint32_t to = left + ring.stage * L::kLeftBytes + group * kPanelBytes;
+          const std::uint32_t to = left + ring.stage() * L::kLeftBytes + group * kPanelBytes;
           if (scheduler.second) {
             segments.load(of.d_out, to, panel * 64, head, full);
           } else {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_weight_operands(const CompressWork& work, c
           }
         }
         for (int n = 0; n < kColumns; n += 64)
-          segments.load(scheduler.second ? of.h : of.d_z, right + ring.stage * L::kRightBytes + n * 128,
+          segments.load(scheduler.second ? of.h : of.d_z, right + ring.stage() * L::kRightBytes + n * 128,
                         scheduler.column + n, head, full);
       }
   }
@@ -221,7 +221,7 @@ __device__ __forceinline__ void sum_weight_gradients(const CompressWork& work, R
               clear(right + stage * L::kRightBytes + n * 128);
           }
           fence_async();
-          named_barrier_sync(kBothBarrier, kGroups * 128);
+          named_barrier_sync(CompressBarrier::kBoth, kGroups * 128);
         },
         [&](int stage, int k) {
           multiply<T, kColumns, true>(c, a + stage * (L::kLeftBytes / 16) + k * 128,
@@ -342,9 +342,9 @@ __device__ __forceinline__ void load_token_operands(const CompressWork& work, co
     for (int q = 0; q < overlap; ++q)
       for (int n = 0; n < hidden; n += 64, ring.advance()) {
         const std::uint32_t full = ring.begin(L::kLeftBytes + L::kRightBytes);
-        segments.load(of.d_z, left + ring.stage * L::kLeftBytes, n, scheduler.head, full, -q);
+        segments.load(of.d_z, left + ring.stage() * L::kLeftBytes, n, scheduler.head, full, -q);
         if (ring.lane == L::kSegments)
-          tma_load(right + ring.stage * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + scheduler.column, set,
+          tma_load(right + ring.stage() * L::kRightBytes, of.w1, n, 0, q * p.kernel_stride * D + scheduler.column, set,
                    full);
       }
   }
@@ -380,7 +380,7 @@ __device__ __forceinline__ void sum_token_gradients(const CompressWork& work, Ri
             clear_rows(panel, max(rest, first), last, threadIdx.x % 128, 128);
           }
           fence_async();
-          named_barrier_sync(kGroupBarrier + group, 128);
+          named_barrier_sync(CompressBarrier::kGroup, 128, group);
         },
         [&](int stage, int k) {
           wgmma<T, kTokenColumns, false, false>(c, full_descriptor(a + stage * (L::kLeftBytes / 16) + k * 2),

@@ -210,10 +210,10 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
       for (int column = 0; column < D; column += 64)
         for (int q = 0; q < overlap; ++q, ring.advance()) {
           const std::uint32_t full = ring.begin(L::kTokenBytes + L::kWidth * 128);
-          segments.load(of.tokens, p, tokens + ring.stage * L::kTokenBytes, column, q * d + r, scheduler.head, full);
+          segments.load(of.tokens, p, tokens + ring.stage() * L::kTokenBytes, column, q * d + r, scheduler.head, full);
           const int n = (ring.lane - kSegments) * 64;  // other lanes than those
           if (n >= 0 && n < L::kWidth)
-            tma_load(weights + ring.stage * L::kWeightBytes + n * 128, of.w1, n, 0, (q * d + r) * D + column, set,
+            tma_load(weights + ring.stage() * L::kWeightBytes + n * 128, of.w1, n, 0, (q * d + r) * D + column, set,
                      full);
         }
     if (!args.mlp) continue;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void load(const CompressWork& work, const Maps& maps,
     for (int row = 0; row < L::kWidth; row += 64, ring.advance()) {
       const std::uint32_t full = ring.begin(D * 128);
       const int n = ring.lane * 64;
-      if (n < D) tma_load(weights + ring.stage * L::kWeightBytes + n * 128, of.w2, n, 0, row, set, full);
+      if (n < D) tma_load(weights + ring.stage() * L::kWeightBytes + n * 128, of.w2, n, 0, row, set, full);
     }
   }
 }
@@ -316,7 +316,7 @@ class Compute {
     for (int step = 0; step < L::kWidth / 64; ++step, ring_.advance()) {
       ring_.wait_full();
       wgmma_fence();
-      const std::uint32_t w2 = descriptor(w2_ + ring_.stage * L::kWeightBytes, kPanelBytes);
+      const std::uint32_t w2 = descriptor(w2_ + ring_.stage() * L::kWeightBytes, kPanelBytes);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (kNarrow) {
@@ -327,14 +327,14 @@ class Compute {
       }
       wgmma_commit();
       wgmma_wait<0>();
-      ring_.consumer_release(ring_.stage);
+      ring_.consumer_release(ring_.stage());
     }
     store<D>(out, args, rows, head);
   }
 
   /// Both warpgroups' halves of h into shared memory, as a tile of 64 rows.
   __device__ __forceinline__ void share(const std::uint32_t (&h)[kColumns / 4]) {
-    named_barrier_sync(kBothBarrier, kGroups * 128);  // the first warpgroup is done with the tile before
+    named_barrier_sync(CompressBarrier::kBoth, kGroups * 128);  // the first warpgroup is done with the tile before
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const int piece = group_ * (kColumns / 8) + j;  // of 16 bytes
@@ -347,7 +347,7 @@ class Compute {
       }
     }
     fence_async();
-    named_barrier_sync(kBothBarrier, kGroups * 128);
+    named_barrier_sync(CompressBarrier::kBoth, kGroups * 128);
   }
 
   /// h = silu(z) and d_z = (d_out W2^T) silu'(z), to memory. `first`: this warpgroup's first hidden unit.
@@ -361,9 +361,9 @@ class Compute {
     for (int step = 0; step < kColumns / 64; ++step, ring_.advance()) {
       float d[32];
       ring_.wait_full();
-      gemm_ss<T, D, 64>(d, d_out, L::kRows, descriptor(w2_ + ring_.stage * L::kWeightBytes, 16), 64);
+      gemm_ss<T, D, 64>(d, d_out, L::kRows, descriptor(w2_ + ring_.stage() * L::kWeightBytes, 16), 64);
       wgmma_wait<0>();
-      ring_.consumer_release(ring_.stage);
+      ring_.consumer_release(ring_.stage());
       float(&h)[32] = reinterpret_cast<float(&)[32]>(z[32 * step]);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {

@@ -21,21 +21,21 @@ inline constexpr int kThreads = (kGroups + 1) * 128;
 inline constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
 inline constexpr int kReserved = 2048;        // barriers, and to align the tiles
 
-/// Named barriers: of both computing warpgroups, of each of them.
-enum { kBothBarrier = 1, kGroupBarrier = 1 };
+enum class CompressBarrier {
+  kBoth = 1,   // of both computing warpgroups, or, in another kernel:
+  kGroup = 1,  // and 2, of each of them
+};
 
 /// The operands of a stage lie at `at` + stage * bytes.
 template <int kStages>
 struct Ring {
-  std::uint64_t full[kStages], empty[kStages];
+  std::uint64_t barriers[2 * kStages];
   int rows[kStages];  // of the four segments of a stage, a byte each
 
-  /// Thread 0, before a __syncthreads.
-  __device__ void init() {
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&full[i]), 1);
-      mbarrier_init(shared_address(&empty[i]), kGroups * 128);
-    }
+  __device__ __forceinline__ Pipeline<kStages> pipeline() const { return {shared_address(barriers)}; }
+  /// Thread 0, before a __syncthreads. Every computing thread may have read or cleared rows of a stage.
+  __device__ void init() const {
+    pipeline().init(1, kGroups * 128);
     fence_mbarrier_init();
   }
 };
@@ -49,10 +49,10 @@ struct RingWriter : PipelineState<kStages> {
   __device__ explicit RingWriter(Ring<kStages>& r) : ring(r) {}
   /// Waits for the next stage and returns the barrier for its copies.
   __device__ __forceinline__ std::uint32_t begin(int bytes, int rows = 0) {
-    const std::uint32_t full = shared_address(&ring.full[this->stage]);
+    const std::uint32_t full = ring.pipeline().full(this->stage());
     if (lane == 0) {
-      mbarrier_wait(shared_address(&ring.empty[this->stage]), this->phase ^ 1);
-      ring.rows[this->stage] = rows;
+      ring.pipeline().acquire(*this);
+      ring.rows[this->stage()] = rows;
       mbarrier_arrive_expect_tx(full, bytes);
     }
     __syncwarp();
@@ -66,16 +66,12 @@ struct RingReader : PipelineState<kStages> {
   Ring<kStages>& ring;
 
   __device__ explicit RingReader(Ring<kStages>& r) : ring(r) {}
-  __device__ __forceinline__ void wait_full() {
-    mbarrier_wait_warp(shared_address(&ring.full[this->stage]), this->phase);
-  }
-  __device__ __forceinline__ void consumer_release(int stage) {
-    mbarrier_arrive(shared_address(&ring.empty[stage]));  // every thread may have read or cleared rows of it
-  }
+  __device__ __forceinline__ void wait_full() { ring.pipeline().wait_warp(*this); }
+  __device__ __forceinline__ void consumer_release(int stage) { ring.pipeline().release(stage); }
   __device__ __forceinline__ void skip(int stages) {
     for (int i = 0; i < stages; ++i, this->advance()) {
       wait_full();
-      consumer_release(this->stage);
+      consumer_release(this->stage());
     }
   }
 
@@ -85,17 +81,17 @@ struct RingReader : PipelineState<kStages> {
   __device__ __forceinline__ void sum(int steps, const Ready& ready, const Product& product) {
     for (int step = 0; step < steps; ++step) {
       wait_full();
-      ready(step, this->stage);
+      ready(step, this->stage());
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) product(this->stage, k);
+      for (int k = 0; k < 4; ++k) product(this->stage(), k);
       wgmma_commit();
       wgmma_wait<1>();
-      if (step > 0) consumer_release(this->before().stage);
+      if (step > 0) consumer_release(this->before().stage());
       this->advance();
     }
     wgmma_wait<0>();
-    if (steps > 0) consumer_release(this->before().stage);
+    if (steps > 0) consumer_release(this->before().stage());
   }
 };
 

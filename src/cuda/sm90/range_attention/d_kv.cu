@@ -128,32 +128,34 @@ using Memory = KeyMemory<Dk, Dv, 2, kStages<Dk, Dv>>;
 /// Keys and query rows. One thread.
 template <int Dk, int Dv>
 __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory) {
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   std::uint32_t keys_phase = 1;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
-    mbarrier_wait(memory.keys_empty(), keys_phase);
+    mbarrier_wait(memory.keys().empty(0), keys_phase);
     keys_phase ^= 1;
-    mbarrier_arrive_expect_tx(memory.keys_full(), 2 * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV));
+    mbarrier_arrive_expect_tx(memory.keys().full(0), 2 * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV));
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
       const int row = item.key_row + tile * 64;
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
-        tma_load(memory.k(tile) + c * kPanelBytes, maps.k, c * 64, item.kv_head, row, item.batch, memory.keys_full());
+        tma_load(memory.k(tile) + c * kPanelBytes, maps.k, c * 64, item.kv_head, row, item.batch,
+                 memory.keys().full(0));
 #pragma unroll 1
       for (int c = 0; c < Dv / 64; ++c)
-        tma_load(memory.v(tile) + c * kPanelBytes, maps.v, c * 64, item.kv_head, row, item.batch, memory.keys_full());
+        tma_load(memory.v(tile) + c * kPanelBytes, maps.v, c * 64, item.kv_head, row, item.batch,
+                 memory.keys().full(0));
     }
     const int batch = item.batch;
     int row = item.query_row + item.from, head = item.kv_head * args.branch.geometry.group;
     const int end_head = head + args.branch.geometry.group;
 #pragma unroll 1
-    for (int left = item.stages; left > 0; --left, ++count.count) {
-      const std::uint32_t full = memory.full(count.stage());
-      mbarrier_wait(memory.empty(count.stage()), count.phase() ^ 1);
+    for (int left = item.stages; left > 0; --left, count.advance()) {
+      const std::uint32_t full = memory.rows().full(count.stage());
+      memory.rows().acquire(count);
       mbarrier_arrive_expect_tx(full, args.packing.rows * (Dk + Dv) * 2);
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
@@ -173,7 +175,7 @@ __device__ inline void produce(const RangeKeyArgs& args, const KeyMaps& maps, co
 /// What there is per query row. One warp.
 template <int Dk, int Dv>
 __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, Dv>& memory) {
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
@@ -182,15 +184,15 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
         args.terms.at(item.batch, item.kv_head * args.packing.slices, item.query_row + item.from) + threadIdx.x % 32;
     int slice = 0;
 #pragma unroll 1
-    for (int left = item.stages; left > 0; --left, ++count.count) {
-      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
+    for (int left = item.stages; left > 0; --left, count.advance()) {
+      memory.rows().acquire_warp(count);
       std::uint32_t to = memory.terms(count.stage()) + threadIdx.x % 32 * 4;
 #pragma unroll 1
       for (int array = 0; array < 3; ++array, from += args.terms.array, to += 256) {
         copy4(to, from, true);
         copy4(to + 128, from + 32, true);
       }
-      cp_async_mbarrier_arrive(memory.full(count.stage()));
+      cp_async_mbarrier_arrive(memory.rows().full(count.stage()));
       from += args.to_next_line;
       if (++slice == args.packing.slices) {
         slice = 0;
@@ -203,7 +205,7 @@ __device__ inline void produce_terms(const RangeKeyArgs& args, const Memory<Dk, 
 /// What the warpgroups need to know of a stage. One thread.
 template <int Dk, int Dv>
 __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
 #pragma unroll 1
   for (int x = blockIdx.x; x < args.work.items; x += gridDim.x) {
     const volatile KeyItem& item = args.items[x];
@@ -213,14 +215,14 @@ __device__ inline void produce_info(const RangeKeyArgs& args, const Memory<Dk, D
     info.lead = item.from + item.shift - item.first_key * args.stride - args.behind;
     int slice = 0, queries = item.to - item.from;
 #pragma unroll 1
-    for (int left = item.stages; left > 0; --left, ++count.count) {
-      mbarrier_wait(memory.empty(count.stage()), count.phase() ^ 1);
+    for (int left = item.stages; left > 0; --left, count.advance()) {
+      memory.rows().acquire(count);
       info.queries = min(args.packing.queries, queries);
       const bool whole = info.queries == args.packing.queries && args.packing.rows == 64;
       info.seen[0] = seen_by(args, info, 0, whole);
       info.seen[1] = seen_by(args, info, 1, whole);
       *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage())) = info;
-      mbarrier_arrive(memory.full(count.stage()));
+      mbarrier_arrive(memory.rows().full(count.stage()));
       if (++slice == args.packing.slices) {
         slice = 0;
         queries -= args.packing.queries;
@@ -235,12 +237,12 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
   const int lane = threadIdx.x % 32, warpgroup = warp_uniform(threadIdx.x / 128);
   const BackwardArgs& branch = args.branch;
   const std::uint32_t k = descriptor(memory.k(warpgroup), 16), v = descriptor(memory.v(warpgroup), 16);
-  const auto take_turn = [&] { named_barrier_sync(kTurn + warpgroup, 256); };
-  const auto pass_turn = [&] { named_barrier_arrive(kTurn + (warpgroup ^ 1), 256); };
+  const auto take_turn = [&] { named_barrier_sync(DKvBarrier::kTurn, 256, warpgroup); };
+  const auto pass_turn = [&] { named_barrier_arrive(DKvBarrier::kTurn, 256, warpgroup ^ 1); };
   const auto consumer_release = [&](int stage) {
-    mbarrier_arrive(memory.empty(stage));
+    memory.rows().release(stage);
   };  // every lane has read the rows' terms
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   const auto info_of = [&](int stage) -> const volatile StageInfo& {
     return *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
   };
@@ -270,38 +272,38 @@ __device__ inline void consume(const RangeKeyArgs& args, const Memory<Dk, Dv>& m
     const volatile KeyItem& item = args.items[x];  // fields are read where they are needed: registers are short
     if (item.keys == 0) continue;
     gradients.clear();
-    mbarrier_wait_warp(memory.keys_full(), keys_phase);
+    mbarrier_wait_warp(memory.keys().full(0), keys_phase);
     keys_phase ^= 1;
     int left = item.stages;
     /// Waits for the next stage; whether this warpgroup has anything to do with it.
     const auto arrived = [&] {
-      mbarrier_wait_warp(memory.full(count.stage()), count.phase());
+      memory.rows().wait_warp(count);
       return info_of(count.stage()).seen[warpgroup] != kNone;
     };
     const auto skip = [&] {
       take_turn();
       pass_turn();
       consumer_release(count.stage());
-      ++count.count, --left;
+      count.advance(), --left;
     };
 #pragma unroll 1
     while (left > 0 && !arrived()) skip();
     if (left > 0) {
       take_turn();
       gradients.first(memory, k, v, count.stage(), args.scale, mask, pass_turn);
-      ++count.count, --left;
+      count.advance(), --left;
 #pragma unroll 1
       while (left > 0 && arrived()) {
         take_turn();
         gradients.next(memory, k, v, count.before(), count.stage(), args.scale, mask, pass_turn, consumer_release);
-        ++count.count, --left;
+        count.advance(), --left;
       }
       gradients.last(memory, count.before(), consumer_release);
 #pragma unroll 1
       for (; left > 0; skip()) arrived();
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(memory.keys_empty());
+    if (lane == 0) mbarrier_arrive(memory.keys().empty(0));
 
     const int keys = item.keys - 64 * warpgroup, slot = item.slot;
     if (slot >= 0) {

@@ -80,12 +80,10 @@ struct Memory {
   __device__ std::uint32_t d_o(int warpgroup) const { return q(warpgroup) + kQ; }
   __device__ std::uint32_t k(int stage) const { return base + kWarpgroups * (kQ + kO) + stage * kStage; }
   __device__ std::uint32_t v(int stage) const { return k(stage) + kQ; }
-  __device__ std::uint32_t k_full(int stage) const { return base + kBarriers + stage * 8; }
-  __device__ std::uint32_t v_full(int stage) const { return k_full(kStages + stage); }
-  __device__ std::uint32_t k_empty(int stage) const { return k_full(2 * kStages + stage); }
-  __device__ std::uint32_t v_empty(int stage) const { return k_full(3 * kStages + stage); }
-  __device__ std::uint32_t q_full(int warpgroup) const { return k_full(4 * kStages + warpgroup); }
-  __device__ std::uint32_t q_empty(int warpgroup) const { return k_full(4 * kStages + kWarpgroups + warpgroup); }
+  __device__ Pipeline<kStages> keys() const { return {base + kBarriers}; }
+  __device__ Pipeline<kStages> values() const { return {keys().full(2 * kStages)}; }
+  /// Its stages are the places of the warpgroups.
+  __device__ Pipeline<kWarpgroups> queries() const { return {keys().full(4 * kStages)}; }
 };
 
 /// The copying warp.
@@ -105,15 +103,17 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
     if (!leader) continue;
     const int last_query = min(work.first_query + kWarpgroups * args.packing.queries, seq.q_len) - 1;
     for (int g = 0; g < kWarpgroups; ++g) {
-      mbarrier_wait(memory.q_empty(g), q_phase);
-      mbarrier_arrive_expect_tx(memory.q_full(g), tile_bytes);
+      mbarrier_wait(memory.queries().empty(g), q_phase);
+      mbarrier_arrive_expect_tx(memory.queries().full(g), tile_bytes);
       const int row = seq.q_begin + work.first_query + g * args.packing.queries;
 #pragma unroll
       for (int c = 0; c < Dk / 64; ++c)
-        tma_load(memory.q(g) + c * kPanelBytes, maps.q, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
+        tma_load(memory.q(g) + c * kPanelBytes, maps.q, c * 64, work.first_head, row, seq.batch,
+                 memory.queries().full(g));
 #pragma unroll
       for (int c = 0; c < Dv / 64; ++c)
-        tma_load(memory.d_o(g) + c * kPanelBytes, maps.d_o, c * 64, work.first_head, row, seq.batch, memory.q_full(g));
+        tma_load(memory.d_o(g) + c * kPanelBytes, maps.d_o, c * 64, work.first_head, row, seq.batch,
+                 memory.queries().full(g));
     }
     q_phase ^= 1;
     for (int b = 0; b < args.branches; ++b) {
@@ -121,18 +121,18 @@ __device__ inline void produce(const RangeDqArgs& args, const RangeMaps& maps, c
       const int begin = args.branch[b].window ? seq.k_begin : compressed;
       for (int tile = tiles.first; tile < tiles.last; ++tile) {
         const int row = begin + tile * kKeys;
-        mbarrier_wait(memory.k_empty(state.stage), state.phase ^ 1);
-        mbarrier_arrive_expect_tx(memory.k_full(state.stage), Shape::kQ);
+        memory.keys().acquire(state);
+        mbarrier_arrive_expect_tx(memory.keys().full(state.stage()), Shape::kQ);
 #pragma unroll
         for (int c = 0; c < Dk / 64; ++c)
-          tma_load(memory.k(state.stage) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
-                   memory.k_full(state.stage));
-        mbarrier_wait(memory.v_empty(state.stage), state.phase ^ 1);
-        mbarrier_arrive_expect_tx(memory.v_full(state.stage), Shape::kO);
+          tma_load(memory.k(state.stage()) + c * kPanelBytes, maps.k[b], c * 64, work.kv_head, row, seq.batch,
+                   memory.keys().full(state.stage()));
+        memory.values().acquire(state);
+        mbarrier_arrive_expect_tx(memory.values().full(state.stage()), Shape::kO);
 #pragma unroll
         for (int c = 0; c < Dv / 64; ++c)
-          tma_load(memory.v(state.stage) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
-                   memory.v_full(state.stage));
+          tma_load(memory.v(state.stage()) + c * kPanelBytes, maps.v[b], c * 64, work.kv_head, row, seq.batch,
+                   memory.values().full(state.stage()));
         state.advance();
       }
     }
@@ -176,7 +176,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
     std::uint32_t ds[kKeys / 4];
 #pragma unroll
     for (float& a : acc) a = 0;
-    mbarrier_wait_warp(memory.q_full(warpgroup), q_phase);
+    mbarrier_wait_warp(memory.queries().full(warpgroup), q_phase);
     q_phase ^= 1;
 #pragma unroll 1
     for (int b = 0; b < args.branches; ++b) {
@@ -215,40 +215,40 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
       };
       if (tiles.first >= tiles.last) continue;
 
-      mbarrier_wait(memory.k_full(state.stage), state.phase);
-      gemm_ss<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
-      mbarrier_wait(memory.v_full(state.stage), state.phase);
-      gemm_ss<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
+      memory.keys().wait(state);
+      gemm_ss<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage()), 16), 64);
+      memory.values().wait(state);
+      gemm_ss<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage()), 16), 64);
       wgmma_wait<1>();
       probabilities(tiles.first);
       wgmma_wait<0>();
-      consumer_release(memory.v_empty(state.stage));
+      consumer_release(memory.values().empty(state.stage()));
       score_gradients();
       pack_rows<T, kKeys>(ds, s);
 #pragma unroll 1
       for (int tile = tiles.first + 1; tile < tiles.last; ++tile) {
-        const int before = state.stage;
+        const int before = state.stage();
         state.advance();
-        mbarrier_wait(memory.k_full(state.stage), state.phase);
-        gemm_ss<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage), 16), 64);
-        mbarrier_wait(memory.v_full(state.stage), state.phase);
-        gemm_ss<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage), 16), 64);
+        memory.keys().wait(state);
+        gemm_ss<T, Dk, kKeys>(s, q(), 64, descriptor(memory.k(state.stage()), 16), 64);
+        memory.values().wait(state);
+        gemm_ss<T, Dv, kKeys>(dp, d_o, 64, descriptor(memory.v(state.stage()), 16), 64);
         gemm_rs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(before), kPanelBytes));
         wgmma_wait<2>();
         probabilities(tile);
         wgmma_wait<1>();
-        consumer_release(memory.v_empty(state.stage));
+        consumer_release(memory.values().empty(state.stage()));
         score_gradients();
         wgmma_wait<0>();
-        consumer_release(memory.k_empty(before));
+        consumer_release(memory.keys().empty(before));
         pack_rows<T, kKeys>(ds, s);
       }
-      gemm_rs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(state.stage), kPanelBytes));
+      gemm_rs<T, Dk, kKeys>(acc, ds, descriptor(memory.k(state.stage()), kPanelBytes));
       wgmma_wait<0>();
-      consumer_release(memory.k_empty(state.stage));
+      consumer_release(memory.keys().empty(state.stage()));
       state.advance();
     }
-    consumer_release(memory.q_empty(warpgroup));
+    consumer_release(memory.queries().empty(warpgroup));
 
     const BackwardArgs& last = args.branch[args.branches - 1];
 #pragma unroll
@@ -268,16 +268,9 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * 128, 1)
   extern __shared__ __align__(1024) char dynamic[];
   const Memory<Dk, Dv> memory{shared_address(dynamic)};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < memory.kStages; ++i) {
-      mbarrier_init(memory.k_full(i), 1);
-      mbarrier_init(memory.v_full(i), 1);
-      mbarrier_init(memory.k_empty(i), 4 * kWarpgroups);
-      mbarrier_init(memory.v_empty(i), 4 * kWarpgroups);
-    }
-    for (int i = 0; i < kWarpgroups; ++i) {
-      mbarrier_init(memory.q_full(i), 1);
-      mbarrier_init(memory.q_empty(i), 4);
-    }
+    memory.keys().init(1, 4 * kWarpgroups);
+    memory.values().init(1, 4 * kWarpgroups);
+    memory.queries().init(1, 4);
     fence_mbarrier_init();
   }
   __syncthreads();

@@ -17,7 +17,7 @@
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/common/epilogue.cuh"
-#include "cuda/sm90/common/pipeline.cuh"
+#include "cuda/sm90/common/forward_pipeline.cuh"
 #include "cuda/sm90/common/tensor_map.h"
 #include "cuda/sm90/common/wgmma.cuh"
 #include "cuda/sm90/range_attention/range_attention.h"
@@ -49,50 +49,27 @@ struct Maps {
   CUtensorMap q, k, v, o_cmp, o_slc;
 };
 
-/// Reference (near the running maximum, in base-2 units) and sum of the two rows of a lane.
-struct RowSoftmax {
-  float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  float factor[2];
+/// The softmax of the two rows of a lane, and their sums.
+struct RowSoftmax : SoftmaxReference {
+  float sum[2] = {0, 0};  // this lane's shares
 
   /// s: raw scores, -inf where masked; become probabilities relative to the new reference. Returns whether what was
   /// summed before is to be scaled by `factor`. Each row's result depends on that row alone.
   __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale) {
-    // The reference follows the maximum only when that has grown by 2^8: see OnlineSoftmax.
-    float local[2];
-    bool grown = false;
+    float maxima[2];
+    row_maxima<kKeys>(s, scale, maxima);
+    const bool grown = follow(maxima, [&](int i) { sum[i] *= factor[i]; });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float even = fmaxf(s[2 * i], s[2 * i + 1]), odd = fmaxf(s[4 + 2 * i], s[4 + 2 * i + 1]);
-#pragma unroll
-      for (int n = 2; n < kKeys / 8; n += 2) {
-        even = fmaxf(even, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
-        odd = fmaxf(odd, fmaxf(s[4 * n + 4 + 2 * i], s[4 * n + 4 + 2 * i + 1]));
-      }
-      local[i] = fmaxf(even, odd) * scale;
-      grown |= local[i] > max[i] + 8;
-    }
-    grown = __any_sync(0xffffffffu, grown);
-    if (grown) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float m = row_max(local[i]), before = max[i];
-        if (m > before + 8) max[i] = m;
-        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
-        sum[i] *= factor[i];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
       float even = 0, odd = 0;
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
         float &x = s[4 * n + 2 * i], &y = s[4 * n + 2 * i + 1];
-        x = exp2_fast(fmaf(x, scale, base));
-        y = exp2_fast(fmaf(y, scale, base));
+        x = exp2_fast(fmaf(x, scale, shift(i)));
+        y = exp2_fast(fmaf(y, scale, shift(i)));
         even += x, odd += y;
       }
-      sum[i] += even + odd;  // this lane's share of the row
+      sum[i] += even + odd;
     }
     return grown;
   }
@@ -112,19 +89,19 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
     const int begin = (args.window ? scheduler.seq.k_begin : scheduler.compressed_begin) + tiles.first;
     for (int i = 0; i < tiles.count; ++i) {
       const int row = begin + i * kKeys;
-      const std::uint32_t key_full = shared_address(&barriers.key_full[state.stage]);
-      const std::uint32_t value_full = shared_address(&barriers.value_full[state.stage]);
-      mbarrier_wait(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
+      const std::uint32_t key_full = barriers.keys().full(state.stage());
+      const std::uint32_t value_full = barriers.values().full(state.stage());
+      barriers.keys().acquire(state);
       mbarrier_arrive_expect_tx(key_full, L::kKeyBytes);
 #pragma unroll
       for (int column = 0; column < Dk; column += 64)
-        tma_load(keys + state.stage * L::kKeyBytes + column * kKeys * 2, maps.k, column, scheduler.kv_head, row,
+        tma_load(keys + state.stage() * L::kKeyBytes + column * kKeys * 2, maps.k, column, scheduler.kv_head, row,
                  scheduler.seq.batch, key_full);
-      mbarrier_wait(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
+      barriers.values().acquire(state);
       mbarrier_arrive_expect_tx(value_full, L::kValueBytes);
 #pragma unroll
       for (int column = 0; column < Dv; column += 64)
-        tma_load(values + state.stage * L::kValueBytes + column * kKeys * 2, maps.v, column, scheduler.kv_head, row,
+        tma_load(values + state.stage() * L::kValueBytes + column * kKeys * 2, maps.v, column, scheduler.kv_head, row,
                  scheduler.seq.batch, value_full);
       state.advance();
     }
@@ -156,9 +133,9 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
       }
     }
     for (int group = 0; group < kGroups; ++group) {
-      const std::uint32_t full = shared_address(&barriers.query_full[group]);
+      const std::uint32_t full = barriers.queries().full(group);
       GroupTile& tile = barriers.tiles[group][phase];
-      mbarrier_wait(shared_address(&barriers.query_empty[group]), phase ^ 1);
+      mbarrier_wait(barriers.queries().empty(group), phase ^ 1);
       if (!more) {
         tile.queries = -1;
         mbarrier_arrive(full);
@@ -216,19 +193,15 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
             row = threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
   const float scale = positive_scale(args.scale);
   const std::uint32_t q = descriptor(queries + warp_uniform(group) * L::kQueryBytes, 16);
-  const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
-  const auto consumer_release = [&](std::uint64_t* barrier) {
-    if (lane == 0) mbarrier_arrive(shared_address(barrier));
-  };
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
   stagger_warpgroups(group);
-  PipelineState<kStages> state;
+  KeyValueRings<Dk, Dv, kKeys, kStages> rings(barriers, keys, values);
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][phase];
-    mbarrier_wait_warp(shared_address(&barriers.query_full[group]), phase);
+    mbarrier_wait_warp(barriers.queries().full(group), phase);
     if (tile.queries < 0) break;
     // A row sees the keys before this one, with a window: that many. Keys count from this lane's first one of the next
     // tile. Rows without use take those of the last query.
@@ -259,63 +232,55 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
       }
       last[0] -= kKeys, last[1] -= kKeys;
     };
-    const auto skip = [&](int count) {
-      for (int i = 0; i < count; ++i) {
-        mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-        consumer_release(&barriers.key_empty[state.stage]);
-        mbarrier_wait(shared_address(&barriers.value_full[state.stage]), state.phase);
-        consumer_release(&barriers.value_empty[state.stage]);
-        state.advance();
-      }
-    };
-
     RowSoftmax softmax;
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
+    const auto update = [&](float(&s)[kKeys / 2]) {
+      mask(s);
+      return softmax.update(s, scale);
+    };
     int left = tile.end - tile.begin;
-    skip(tile.begin);
+    rings.skip(tile.begin);
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-      gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+      rings.keys.wait(rings.state);
+      gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
       wgmma_wait<0>();
-      consumer_release(&barriers.key_empty[state.stage]);
-      mask(s);
-      softmax.update(s, scale);
+      rings.release(rings.keys, rings.state.stage());
+      update(s);
       pack_rows<T, kKeys>(probabilities, s);
-      state.advance();
+      rings.state.advance();
 #pragma unroll 1
       while (--left > 0) {
-        mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-        gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
-        const PipelineState<kStages> before = state.before();  // of the values that go with `probabilities`
-        mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-        gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        rings.keys.wait(rings.state);
+        gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
+        const auto before = rings.state.before();  // of the values that go with `probabilities`
+        rings.values.wait(before);
+        gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
         wgmma_wait<1>();
-        consumer_release(&barriers.key_empty[state.stage]);
-        mask(s);
-        const bool grown = softmax.update(s, scale);
+        rings.release(rings.keys, rings.state.stage());
+        const bool grown = update(s);
         wgmma_wait<0>();
-        consumer_release(&barriers.value_empty[before.stage]);
+        rings.release(rings.values, before.stage());
         if (grown) {
 #pragma unroll
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        state.advance();
+        rings.state.advance();
       }
-      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
-      const PipelineState<kStages> before = state.before();
-      mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-      gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      barriers.queries().release(group);
+      const auto before = rings.state.before();
+      rings.values.wait(before);
+      gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
       wgmma_wait<0>();
-      consumer_release(&barriers.value_empty[before.stage]);
+      rings.release(rings.values, before.stage());
     } else {
-      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
+      barriers.queries().release(group);
     }
-    skip(tile.key_tiles - max(tile.begin, tile.end));
+    rings.skip(tile.key_tiles - max(tile.begin, tile.end));
 
     uint4 pieces[2][Dv / 32];
     float lse[2];

@@ -7,53 +7,28 @@
 
 namespace nsa::cuda::sm90::select_blocks {
 
-/// Base-2 softmax of the two rows of a lane as in range_attention/forward.cu, with the lane's weighted sums for the
-/// scratch, of kSummed strides each.
+/// The softmax of the two rows of a lane, with the lane's weighted sums for the scratch, of kSummed strides each.
 template <int kSummed>
-struct ScoringSoftmax {
+struct ScoringSoftmax : SoftmaxReference {
   static constexpr int kSums = 16 / kSummed;
   static constexpr bool kAddsWeighted = kSummed != 2;  // there, beside keys of 192, ptxas would spill
 
-  float max[2] = {-INFINITY, -INFINITY};
   float total[2] = {0, 0};  // of the weighted sums, in which what goes over to the next tile is still missing; else of
                             // probabilities
   float last[2] = {0, 0};   // probability of the lane's last key in the tile before
-  float factor[2];
 
   /// Key 0 .. 15 of the lane's keys of row i among its scores.
   __device__ static constexpr int at(int i, int key) { return 4 * (key % 8) + 2 * i + key / 8; }
 
   __device__ __forceinline__ bool update(float (&s)[kKeys / 2], float scale, const KeyWeights& weights,
                                          float (&sums)[2][kSums], int lane) {
-    float local[2];
-    bool grown = false;
+    float maxima[2];
+    row_maxima<kKeys>(s, scale, maxima);
+    const bool grown = follow(maxima, [&](int i) { total[i] *= factor[i], last[i] *= factor[i]; });
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float even = fmaxf(s[at(i, 0)], s[at(i, 8)]), odd = fmaxf(s[at(i, 1)], s[at(i, 9)]);
 #pragma unroll
-      for (int n = 2; n < 8; n += 2) {
-        even = fmaxf(even, fmaxf(s[at(i, n)], s[at(i, n + 8)]));
-        odd = fmaxf(odd, fmaxf(s[at(i, n + 1)], s[at(i, n + 9)]));
-      }
-      local[i] = fmaxf(even, odd) * scale;
-      grown |= local[i] > max[i] + 8;
-    }
-    grown = __any_sync(0xffffffffu, grown);
-    if (grown) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float m = row_max(local[i]), before = max[i];
-        if (m > before + 8) max[i] = m;
-        factor[i] = max[i] == before ? 1 : exp2_fast(before - max[i]);
-        total[i] *= factor[i];
-        last[i] *= factor[i];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float base = max[i] == -INFINITY ? 0 : -max[i];  // nothing seen yet
-#pragma unroll
-      for (int key = 0; key < 16; ++key) s[at(i, key)] = exp2_fast(fmaf(s[at(i, key)], scale, base));
+      for (int key = 0; key < 16; ++key) s[at(i, key)] = exp2_fast(fmaf(s[at(i, key)], scale, shift(i)));
 #pragma unroll
       for (int n = 0; n < kSums; ++n) {
         const int first = n * kSummed, end = first + kSummed - 1;
@@ -99,17 +74,13 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
   const int lane = threadIdx.x % 32, own = warp_uniform(threadIdx.x / 32);  // own: warp tile of the tile
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
-  const std::uint32_t k = descriptor(keys, 16), v = descriptor(values, kKeys * 128);
-  const auto consumer_release = [&](std::uint64_t* barrier) {
-    if (lane == 0) mbarrier_arrive(shared_address(barrier));
-  };
-  PipelineState<L::kStages> state;
+  KeyValueRings<Dk, Dv, kKeys, L::kStages, kMostStages> rings(barriers, keys, values);
   PipelineState<kBuffers> buffer;
   stagger_warpgroups(group);
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][phase];
-    mbarrier_wait_warp(shared_address(&barriers.query_full[group]), phase);
+    mbarrier_wait_warp(barriers.queries().full(group), phase);
     if (tile.queries < 0) break;
     // Keys that a row sees; none if it is not there, so that a NaN in its place goes nowhere.
     const auto seen_by = [&](int row) {
@@ -118,7 +89,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
     };
     const auto seen_by_all = [&] { return min(seen_by(0), seen_by(warp_tiles.rows() - 1)); };
     int visible = seen_by_all();  // of these keys, those from the next tile on
-    ScratchWriter<Blocks::kTiles> scratch(scratch_of<Blocks>(args, buffer.stage, own), lane);
+    ScratchWriter<Blocks::kTiles> scratch(scratch_of<Blocks>(args, buffer.stage(), own), lane);
     const auto mask = [&](float(&s)[kKeys / 2]) {
       if (args.range.scale < 0) {
 #pragma unroll
@@ -149,53 +120,47 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
     float o[Dv / 2];
 #pragma unroll
     for (float& x : o) x = 0;
-    mbarrier_wait_warp(shared_address(&barriers.scratch_empty[buffer.stage][own]), buffer.phase ^ 1);
+    mbarrier_wait_warp(shared_address(&barriers.scratch_empty[buffer.stage()][own]), buffer.phase() ^ 1);
     int left = tile.end;
     if (left > 0) {
       float s[kKeys / 2];
       std::uint32_t probabilities[kKeys / 4];
-      mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-      gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
+      rings.keys.wait(rings.state);
+      gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
       wgmma_wait<0>();
-      consumer_release(&barriers.key_empty[state.stage]);
+      rings.release(rings.keys, rings.state.stage());
       update(s);
       pack_rows<T, kKeys>(probabilities, s);
-      state.advance();
+      rings.state.advance();
 #pragma unroll 1
       while (--left > 0) {
-        mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-        gemm_ss<T, Dk, kKeys>(s, q, 64, k + state.stage * (L::kKeyBytes / 16), kKeys);
-        const PipelineState<L::kStages> before = state.before();  // of the values that go with `probabilities`
-        mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-        gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+        rings.keys.wait(rings.state);
+        gemm_ss<T, Dk, kKeys>(s, q, 64, rings.key_tile(rings.state.stage()), kKeys);
+        const auto before = rings.state.before();  // of the values that go with `probabilities`
+        rings.values.wait(before);
+        gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
         wgmma_wait<1>();
-        consumer_release(&barriers.key_empty[state.stage]);
+        rings.release(rings.keys, rings.state.stage());
         const bool grown = update(s);
         wgmma_wait<0>();
-        consumer_release(&barriers.value_empty[before.stage]);
+        rings.release(rings.values, before.stage());
         if (grown) {
 #pragma unroll
           for (int n = 0; n < Dv / 2; ++n) o[n] *= softmax.factor[n / 2 % 2];
         }
         pack_rows<T, kKeys>(probabilities, s);
-        state.advance();
+        rings.state.advance();
       }
-      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
-      const PipelineState<L::kStages> before = state.before();
-      mbarrier_wait(shared_address(&barriers.value_full[before.stage]), before.phase);
-      gemm_rs<T, Dv, kKeys>(o, probabilities, v + before.stage * (L::kValueBytes / 16));
+      barriers.queries().release(group);
+      const auto before = rings.state.before();
+      rings.values.wait(before);
+      gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
       wgmma_wait<0>();
-      consumer_release(&barriers.value_empty[before.stage]);
+      rings.release(rings.values, before.stage());
     } else {
-      mbarrier_arrive(shared_address(&barriers.query_empty[group]));
+      barriers.queries().release(group);
     }
-    for (int i = tile.end; i < tile.key_tiles; ++i) {
-      mbarrier_wait(shared_address(&barriers.key_full[state.stage]), state.phase);
-      consumer_release(&barriers.key_empty[state.stage]);
-      mbarrier_wait(shared_address(&barriers.value_full[state.stage]), state.phase);
-      consumer_release(&barriers.value_empty[state.stage]);
-      state.advance();
-    }
+    rings.skip(tile.key_tiles - tile.end);
 
     float inverse[2], lse[2];
 #pragma unroll
@@ -207,10 +172,10 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
     }
     __syncwarp();  // the scratch
     if ((lane & 3) == 0) {
-      *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage][own]) + lane / 4 % 4 * 16 +
+      *reinterpret_cast<float2*>(reinterpret_cast<char*>(barriers.minus_lse[buffer.stage()][own]) + lane / 4 % 4 * 16 +
                                  lane / 16 * 8) = make_float2(lane / 4 < warp_tiles.rows() ? -lse[0] : -INFINITY,
                                                               lane / 4 + 8 < warp_tiles.rows() ? -lse[1] : -INFINITY);
-      mbarrier_arrive(shared_address(&barriers.scratch_full[buffer.stage][own]));
+      mbarrier_arrive(shared_address(&barriers.scratch_full[buffer.stage()][own]));
     }
     buffer.advance();
 

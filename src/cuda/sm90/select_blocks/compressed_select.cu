@@ -107,8 +107,8 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     }
     for (int group = 0; group < kGroups; ++group) {
       GroupTile& tile = barriers.tiles[group][phase];
-      const std::uint32_t full = shared_address(&barriers.query_full[group]);
-      mbarrier_wait_warp(shared_address(&barriers.query_empty[group]), phase ^ 1);
+      const std::uint32_t full = barriers.queries().full(group);
+      mbarrier_wait_warp(barriers.queries().empty(group), phase ^ 1);
       if (lane != 0) continue;
       if (!more) {
         tile.queries = -1;
@@ -130,12 +130,12 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
     for (int i = 0; i < tiles; ++i) {
       const int row = scheduler.compressed_begin + i * kKeys;
       const bool all_known = row / 8 * 8 + kKeys <= args.spread_rows;
-      mbarrier_wait_warp(shared_address(&barriers.key_empty[state.stage]), state.phase ^ 1);
-      load_tile<Dk>(keys + state.stage * L::kKeyBytes, maps.k, maps.k_row, all_known, row, scheduler,
-                    shared_address(&barriers.key_full[state.stage]), lane);
-      mbarrier_wait_warp(shared_address(&barriers.value_empty[state.stage]), state.phase ^ 1);
-      load_tile<Dv>(values + state.stage * L::kValueBytes, maps.v, maps.v_row, all_known, row, scheduler,
-                    shared_address(&barriers.value_full[state.stage]), lane);
+      barriers.keys().acquire_warp(state);
+      load_tile<Dk>(keys + state.stage() * L::kKeyBytes, maps.k, maps.k_row, all_known, row, scheduler,
+                    barriers.keys().full(state.stage()), lane);
+      barriers.values().acquire_warp(state);
+      load_tile<Dv>(values + state.stage() * L::kValueBytes, maps.v, maps.v_row, all_known, row, scheduler,
+                    barriers.values().full(state.stage()), lane);
       state.advance();
     }
   }

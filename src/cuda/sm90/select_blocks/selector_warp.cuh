@@ -104,11 +104,11 @@ class SelectorWarp {
   static constexpr int kChunkBlocks = kChunkTiles * kTileSums / Blocks::kSums;
 
   __device__ __forceinline__ void wait_for(int warp_tile) const {
-    mbarrier_wait_warp(shared_address(&barriers_.scratch_full[buffer_.stage][warp_tile]), buffer_.phase);
+    mbarrier_wait_warp(shared_address(&barriers_.scratch_full[buffer_.stage()][warp_tile]), buffer_.phase());
   }
   /// Each lane for itself, as in attend(): racecheck does not see that one arrival would do.
   __device__ __forceinline__ void consumer_release(int warp_tile) const {
-    mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage][warp_tile]));
+    mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage()][warp_tile]));
   }
   __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileScheduler& scheduler, int query) const {
@@ -131,7 +131,7 @@ class SelectorWarp {
   /// AnyBlocks: f(blocks) after every chunk of keys, when as many blocks, but no more than `most`, are complete.
   template <class Use, class Finish>
   __device__ __forceinline__ void read_keys(int warp_tile, int keys, int most, const Use& use, const Finish& finish) {
-    ring_.read(scratch_of<Blocks>(args_, buffer_.stage, warp_tile), keys, lane_,
+    ring_.read(scratch_of<Blocks>(args_, buffer_.stage(), warp_tile), keys, lane_,
                [&](const ScratchTile* chunk, int i, int tiles) {
                  constexpr int kChunkKeys = kChunkTiles * kTileSums;
                  use(chunk, i * kChunkKeys % kRingKeys, tiles);
@@ -144,7 +144,7 @@ class SelectorWarp {
 
   /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk.
   __device__ __forceinline__ void sum(int warp_tile, const Candidates& own, bool add, float* importance) {
-    float4 minus_lse = barriers_.minus_lse[buffer_.stage][warp_tile][lane_ % 4];
+    float4 minus_lse = barriers_.minus_lse[buffer_.stage()][warp_tile][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
     if constexpr (Blocks::kAddsKeysUp) {
@@ -161,7 +161,7 @@ class SelectorWarp {
               importance[block] = (add ? importance[block] : 0) + block_of_keys(args_, key_ring_, block, keys);
           });
     } else {
-      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, warp_tile), own.last * Blocks::kSums, lane_,
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage(), warp_tile), own.last * Blocks::kSums, lane_,
                  [&](const ScratchTile* chunk, int i, int tiles) {
                    sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
                  });
@@ -196,7 +196,7 @@ class SelectorWarp {
       if (is_last) consumer_release(warp_tile);
       return;
     }
-    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage][warp_tile], args_.warp_tiles.heads, quad, lane_);
+    const QuadOfQueries sums(barriers_.minus_lse[buffer_.stage()][warp_tile], args_.warp_tiles.heads, quad, lane_);
     unsigned most[4] = {};
     int vectors = 0;
     if constexpr (Blocks::kAddsKeysUp) {
@@ -221,7 +221,7 @@ class SelectorWarp {
       vectors = (most_blocks + 31) / 32;
     } else {
       constexpr int kVectors = kChunkBlocks / 32;
-      ring_.read(scratch_of<Blocks>(args_, buffer_.stage, warp_tile), most_blocks * Blocks::kSums, lane_,
+      ring_.read(scratch_of<Blocks>(args_, buffer_.stage(), warp_tile), most_blocks * Blocks::kSums, lane_,
                  [&](const ScratchTile* chunk, int i, int tiles) {
                    unsigned x[4 * kVectors];
 #pragma unroll

@@ -3,8 +3,7 @@
 
 #include <type_traits>
 
-#include "cuda/sm90/common/pipeline.cuh"
-#include "cuda/sm90/common/wgmma.cuh"
+#include "cuda/sm90/common/forward_pipeline.cuh"
 #include "cuda/sm90/select_blocks/importance.cuh"
 #include "cuda/sm90/select_blocks/topk.cuh"
 

@@ -128,12 +128,12 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
                                  std::uint32_t first, char* dynamic) {
   const int own = lane_id() / (D / 64), column = lane_id() % (D / 64) * 64, tile_row = own * args.packing.heads;
   const std::uint32_t to = first + column / 64 * kPanelBytes + tile_row * 128;
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const int batch = item.batch, head = item.kv_head * args.branch.geometry.group, query_row = item.query_row;
     for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
-      const std::uint32_t full = memory.full(count.stage());
-      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
+      const std::uint32_t full = memory.rows().full(count.stage());
+      memory.rows().acquire_warp(count);
       if (lane_id() == 0) mbarrier_arrive_expect_tx(full, args.packing.rows * D * 2);
       const int low = __shfl_sync(0xffffffffu, queries[0], tile_row);
       const int high = __shfl_sync(0xffffffffu, queries[1], tile_row), query = tile_row < 32 ? low : high;
@@ -141,7 +141,7 @@ __device__ inline void copy_rows(const ListKeyArgs& args, const CUtensorMap& map
       if (own < args.packing.queries)
         tma_load(to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV), map, column,
                  head + slice * args.packing.heads, row, batch, full);
-      ++count.count;
+      count.advance();
     });
   });
 }
@@ -152,7 +152,7 @@ template <int D, int Dk, int Dv>
 __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from, const Memory<Dk, Dv>& memory,
                                    std::uint32_t first, char* dynamic) {
   const std::uint32_t to = first + lane_id() / 8 * 1024 + lane_id() % 8 * 16;
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const char* data = again(reinterpret_cast<const char*>(
         from.at<std::uint16_t>(item.batch, item.query_row, item.kv_head * args.branch.geometry.group) +
@@ -168,7 +168,7 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
             max(queries[i], 0) * static_cast<unsigned>(from.row / 8) + head * static_cast<unsigned>(from.head / 8);
         valid[i] = __ballot_sync(0xffffffffu, queries[i] >= 0) >> lane_id() / 8 * 8;
       }
-      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
+      memory.rows().acquire_warp(count);
       const std::uint32_t stage = to + count.stage() * (Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
@@ -181,8 +181,8 @@ __device__ inline void gather_rows(const ListKeyArgs& args, const Strided& from,
             copy16(swizzled + i * 4096 + c * kPanelBytes, row + c * 128, (valid[i] & 1u << k) != 0);
         }
       }
-      cp_async_mbarrier_arrive(memory.full(count.stage()));
-      ++count.count;
+      cp_async_mbarrier_arrive(memory.rows().full(count.stage()));
+      count.advance();
     });
   });
 }
@@ -201,11 +201,11 @@ __device__ __forceinline__ void produce_rows(const ListKeyArgs& args, const Stri
 /// What there is per query row; zeros for rows of no query, which then add nothing. One warp.
 template <int Dk, int Dv>
 __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     const float* terms = item.terms;
     for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
-      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
+      memory.rows().acquire_warp(count);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane_id() + 32 * i, head = row - args.packing.by_heads.divide(row) * args.packing.heads;
@@ -215,8 +215,8 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
         for (int array = 0; array < 3; ++array)
           copy4(to + array * 256, from + array * args.terms.array, queries[i] >= 0);
       }
-      cp_async_mbarrier_arrive(memory.full(count.stage()));
-      ++count.count;
+      cp_async_mbarrier_arrive(memory.rows().full(count.stage()));
+      count.advance();
     });
   });
 }
@@ -225,20 +225,20 @@ __device__ inline void produce_terms(const ListKeyArgs& args, const Memory<Dk, D
 template <int Dk, int Dv>
 __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& maps, const Memory<Dk, Dv>& memory,
                                      char* dynamic) {
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   std::uint32_t keys_phase = 1;
   take_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     if (lane_id() == 0) {
-      mbarrier_wait(memory.keys_empty(), keys_phase);
-      mbarrier_arrive_expect_tx(memory.keys_full(), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
+      mbarrier_wait(memory.keys().empty(0), keys_phase);
+      mbarrier_arrive_expect_tx(memory.keys().full(0), Memory<Dk, Dv>::kK + Memory<Dk, Dv>::kV);
 #pragma unroll 1
       for (int c = 0; c < Dk / 64; ++c)
         tma_load(memory.k(0) + c * kPanelBytes, maps.k, c * 64, item.kv_head, item.key_row, item.batch,
-                 memory.keys_full());
+                 memory.keys().full(0));
 #pragma unroll 1
       for (int c = 0; c < Dv / 64; ++c)
         tma_load(memory.v(0) + c * kPanelBytes, maps.v, c * 64, item.kv_head, item.key_row, item.batch,
-                 memory.keys_full());
+                 memory.keys().full(0));
     }
     __syncwarp();
     keys_phase ^= 1;
@@ -247,13 +247,13 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
       const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
-      mbarrier_wait_warp(memory.empty(count.stage()), count.phase() ^ 1);
+      memory.rows().acquire_warp(count);
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       info.lead[lane_id()] = static_cast<std::int8_t>(low);
       info.lead[lane_id() + 32] = static_cast<std::int8_t>(high);
       if (lane_id() == 0) info.all = all;
-      mbarrier_arrive(memory.full(count.stage()));
-      ++count.count;
+      mbarrier_arrive(memory.rows().full(count.stage()));
+      count.advance();
     });
   });
 }
@@ -293,12 +293,12 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   const std::uint32_t k = descriptor(memory.k(0), 16), v = descriptor(memory.v(0), 16);
   // Turns also keep a warpgroup from getting ahead by a round of the ring, where an odd number of stages makes the
   // other one wait at the same barriers: it would take the phase of the round before last for its own.
-  const auto take_turn = [&] { named_barrier_sync(kTurn + warpgroup, 256); };
-  const auto pass_turn = [&] { named_barrier_arrive(kTurn + (warpgroup ^ 1), 256); };
+  const auto take_turn = [&] { named_barrier_sync(DKvBarrier::kTurn, 256, warpgroup); };
+  const auto pass_turn = [&] { named_barrier_arrive(DKvBarrier::kTurn, 256, warpgroup ^ 1); };
   const auto consumer_release = [&](int stage) {
-    mbarrier_arrive(memory.empty(stage));
+    memory.rows().release(stage);
   };  // every lane has read the rows' terms
-  StageCount<kStages<Dk, Dv>> count;
+  PipelineCount<kStages<Dk, Dv>> count;
   const auto mask = [&](float(&s)[32]) {
     const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, count.stage()));
     if (info.all) return;
@@ -312,7 +312,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
   const auto arrived = [&] {
-    mbarrier_wait_warp(memory.full(count.stage()), count.phase());
+    memory.rows().wait_warp(count);
     if (args.gather) fence_async();
   };
   if (warpgroup == 1) pass_turn();
@@ -321,7 +321,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
   KeyGradients<T, Dk, Dv> gradients;
   for_items(args, memory, dynamic, [&](const volatile KeyItem& item) {
     gradients.clear();
-    mbarrier_wait_warp(memory.keys_full(), keys_phase);
+    mbarrier_wait_warp(memory.keys().full(0), keys_phase);
     keys_phase ^= 1;
     count.count = all_stages + ((all_stages ^ warpgroup) & 1);
     all_stages += item.stages;
@@ -338,7 +338,7 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
       gradients.last(memory, count.before(2), consumer_release);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(memory.keys_empty());
+    if (lane == 0) mbarrier_arrive(memory.keys().empty(0));
 
     // The first warpgroup stores dK, the second one dV.
     const int keys = item.keys, slot = item.slot;

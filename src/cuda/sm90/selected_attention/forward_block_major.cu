@@ -195,15 +195,16 @@ __device__ __forceinline__ int query_of(const BlockArgs& args, const BlockItem& 
   return rows.number < args.packing.queries && n < item.count ? item.list[n] : -1;
 }
 
-/// Named barriers, one for each warpgroup.
-enum { kGroupBarrier = 1 };
+enum class BlockMajorBarrier {
+  kGroup = 1,  // and on, one for each warpgroup
+};
 
 /// A barrier of a warpgroup; a number that the compiler does not know would take all sixteen barriers.
 template <int kCount>
 __device__ __forceinline__ void sync_group(int group) {
-  if (group == 0) named_barrier_sync(kGroupBarrier, 128);
-  if (group == 1) named_barrier_sync(kGroupBarrier + 1, 128);
-  if (kCount > 2 && group == 2) named_barrier_sync(kGroupBarrier + 2, 128);
+  if (group == 0) named_barrier_sync(BlockMajorBarrier::kGroup, 128, 0);
+  if (group == 1) named_barrier_sync(BlockMajorBarrier::kGroup, 128, 1);
+  if (kCount > 2 && group == 2) named_barrier_sync(BlockMajorBarrier::kGroup, 128, 2);
 }
 
 /// A warpgroup's tiles of an item, whose keys and values are on their way: every kGroups-th. `query`, `next`: of the

@@ -7,8 +7,9 @@ namespace nsa::cuda::sm90::selected_attention {
 
 // The builders.
 
-/// Named barriers: a step of a union is complete.
-enum { kUnionBarrier = 1 };
+enum class GatherBarrier {
+  kUnion = 1,  // of the builders: a step of a union is complete
+};
 
 /// Where the hash table holds `block`, or would hold it.
 __device__ inline unsigned* find_block(SelectedControl& c, const GatherPlan& p, int block, unsigned entry) {
@@ -35,7 +36,7 @@ __device__ inline int place_of(SelectedControl& c, const GatherPlan& p, unsigned
 template <int kWarps, class WaitEmpty>
 __device__ inline void build_union(SelectedControl& c, const GatherPlan& p, const Strided& indices,
                                    const SelectedTile& tile, int buffer, int thread, const WaitEmpty& wait_empty) {
-  const auto sync = [] { named_barrier_sync(kUnionBarrier, kBuilders); };
+  const auto sync = [] { named_barrier_sync(GatherBarrier::kUnion, kBuilders); };
   int* wanted = c.wanted(p);
   unsigned* table = c.table(p);
 #pragma unroll 1

@@ -1,0 +1,87 @@
+// What the forward kernels over ranges of keys share: the rings of key and value tiles and the way of a computing
+// warpgroup through them. Each writes its loop over the tiles out: as a function for both, with the softmax as its
+// argument, ptxas spills 8 to 32 bytes in compressed_select, whose registers are all in use.
+#pragma once
+
+#include "cuda/common/softmax.cuh"
+#include "cuda/sm90/common/pipeline.cuh"
+#include "cuda/sm90/common/tile_scheduler.cuh"
+#include "cuda/sm90/common/wgmma.cuh"
+
+namespace nsa::cuda::sm90 {
+
+/// In shared memory: barriers of the rings of keys and of values and of a place for the queries of each warpgroup,
+/// with the tile they belong to.
+template <int kStages, int kGroups>
+struct ForwardBarriers {
+  std::uint64_t key_barriers[2 * kStages], value_barriers[2 * kStages], query_barriers[2 * kGroups];
+  GroupTile tiles[kGroups][2];  // the one at work and the next one
+
+  __device__ __forceinline__ Pipeline<kStages> keys() const { return {shared_address(key_barriers)}; }
+  __device__ __forceinline__ Pipeline<kStages> values() const { return {shared_address(value_barriers)}; }
+  /// Its stages are the places of the warpgroups.
+  __device__ __forceinline__ Pipeline<kGroups> queries() const { return {shared_address(query_barriers)}; }
+
+  /// One thread; fence_mbarrier_init() is to follow.
+  __device__ __forceinline__ void init() const {
+    keys().init(1, kGroups * 4);
+    values().init(1, kGroups * 4);
+    queries().init(1, 128);  // every thread has read the tile's fields
+  }
+};
+
+/// Maxima of the two rows of a lane over its kKeys / 4 scores each, scaled.
+template <int kKeys>
+__device__ __forceinline__ void row_maxima(const float (&s)[kKeys / 2], float scale, float (&maxima)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float even = fmaxf(s[2 * i], s[2 * i + 1]), odd = fmaxf(s[4 + 2 * i], s[4 + 2 * i + 1]);
+#pragma unroll
+    for (int n = 2; n < kKeys / 8; n += 2) {
+      even = fmaxf(even, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+      odd = fmaxf(odd, fmaxf(s[4 * n + 4 + 2 * i], s[4 * n + 4 + 2 * i + 1]));
+    }
+    maxima[i] = fmaxf(even, odd) * scale;
+  }
+}
+
+/// A computing warpgroup's way through the rings of keys and values, which have kStages stages, and barriers for
+/// kBarrierStages.
+template <int Dk, int Dv, int kKeys, int kStages, int kBarrierStages = kStages>
+struct KeyValueRings {
+  static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2;  // of a stage
+
+  Pipeline<kBarrierStages> keys, values;
+  std::uint32_t k, v;  // descriptors of the first stages
+  PipelineState<kStages> state{};
+
+  /// `key_tiles`, `value_tiles`: addresses of the first stages.
+  template <int kGroups>
+  __device__ __forceinline__ KeyValueRings(const ForwardBarriers<kBarrierStages, kGroups>& barriers,
+                                           std::uint32_t key_tiles, std::uint32_t value_tiles)
+      : keys(barriers.keys()),
+        values(barriers.values()),
+        k(descriptor(key_tiles, 16)),
+        v(descriptor(value_tiles, kKeys * 128)) {}
+
+  /// Descriptors of the tiles at a stage.
+  __device__ __forceinline__ std::uint32_t key_tile(int stage) const { return k + stage * (kKeyBytes / 16); }
+  __device__ __forceinline__ std::uint32_t value_tile(int stage) const { return v + stage * (kValueBytes / 16); }
+
+  /// One arrival for the warp.
+  __device__ __forceinline__ static void release(const Pipeline<kBarrierStages>& ring, int stage) {
+    if (threadIdx.x % 32 == 0) ring.release(stage);
+  }
+  /// Tiles of which this warpgroup sees nothing.
+  __device__ __forceinline__ void skip(int count) {
+    for (int i = 0; i < count; ++i) {
+      keys.wait(state);
+      release(keys, state.stage());
+      values.wait(state);
+      release(values, state.stage());
+      state.advance();
+    }
+  }
+};
+
+}  // namespace nsa::cuda::sm90
