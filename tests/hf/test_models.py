@@ -364,6 +364,14 @@ def test_calls_that_cannot_be_are_refused():
     assert int(model(ids).logits.shape[-1]) == VOCABULARY
 
 
+def test_heads_that_tensor_parallelism_would_cut_are_refused():
+    model = sparse("llama")
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = torch.nn.Linear(SIZES["hidden_size"], 8, bias=False)  # a rank's share with tp_size = 4
+    with pytest.raises(ValueError, match="^tp_size: 8 of 32 channels on this rank .*must divide the number of key/value heads, 2"):
+        model(tokens(1, 20))
+
+
 def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
     sparse("qwen3", dense_layers=[1]).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())

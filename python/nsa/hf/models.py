@@ -99,7 +99,13 @@ class NsaAttention(NativeSparseAttention):
         return o if rows is None else rows.back(o), None
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))  # with tensor parallelism `heads` is more than there are
+        # With tensor parallelism `heads` is more than there are.
+        if x.shape[-1] % self.head_dim:
+            raise ValueError(
+                f"tp_size: {x.shape[-1]} of {heads * self.head_dim} channels on this rank are no whole heads of "
+                f"{self.head_dim}: tp_size must divide the number of key/value heads, {self.num_kv_heads}"
+            )
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class PhiParallel(ReplicatedWithGradAllReduce):
