@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .config import NSAConfig
-from .hf import NsaLlamaConfig, NsaLlamaForCausalLM  # first: it says what to install
+from .hf import NsaLlamaConfig, NsaQwen3Config  # first: it says what to install
 from .hf.conversion import (
     ARCHITECTURES,
     SPARSE_MODELS,
@@ -43,6 +43,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -186,30 +188,34 @@ def rename_run(src: Path, out: Path) -> None:
             "num_key_value_heads": given["num_kv_heads"],
             "head_dim": given["head_dim"],
             "rms_norm_eps": given["norm_eps"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": given["rope_theta"]},
+            "rope_parameters": _rope_parameters(given),
             "max_position_embeddings": folder.config["train"]["context"],
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": given.get("tied_head", True),
             "bos_token_id": None,
             "eos_token_id": None,
             "dtype": "float32",
         }
         names = (*NSAConfig.__dataclass_fields__, "share_kv", "phi", "phi_hidden", "phi_per_kv_head")
+        qk_norm = given.get("qk_norm", False)
         kind: Any
         config: PreTrainedConfig
         if given["attention"] == "nsa":
-            kind, config = NsaLlamaForCausalLM, NsaLlamaConfig(**fields, nsa={name: given[name] for name in names})
-        elif given["attention"] == "window":
+            options = {name: given[name] for name in names}
+            config = (NsaQwen3Config if qk_norm else NsaLlamaConfig)(**fields, nsa=options)
+            kind = SPARSE_MODELS[type(config)]
+        elif given["attention"] == "window" and not qk_norm:
             kind, config = MistralForCausalLM, MistralConfig(**fields, sliding_window=given["window_size"])
         elif given["attention"] == "full":
-            kind, config = LlamaForCausalLM, LlamaConfig(**fields)
+            kind = Qwen3ForCausalLM if qk_norm else LlamaForCausalLM
+            config = (Qwen3Config if qk_norm else LlamaConfig)(**fields)
         else:
-            raise ValueError(f"{src}: attention = {given['attention']}: must be nsa, full or window")
+            raise ValueError(f"{src}: attention = {given['attention']}: must be nsa, full or, without qk_norm, window")
         expected = kind(config).state_dict()
     config.architectures = [kind.__name__]
     with folder.open(SINGLE) as source:
         tensors = {_renamed(name): source.get_tensor(name) for name in source.keys()}
     folder.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    folder.check(expected, {"lm_head.weight"})
+    folder.check(expected, {"lm_head.weight"} if config.tie_word_embeddings else set())
     with appearing(out) as made:
         config.save_pretrained(made)
         save_file(tensors, made / SINGLE, metadata={"format": "pt"})
@@ -289,7 +295,20 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",") if number]
 
 
+def _rope_parameters(model: dict[str, Any]) -> dict[str, Any]:
+    """Those of transformers for a model of the program; runs from before it knew scaling have none."""
+    rope = {"rope_type": model.get("rope_type", "default"), "rope_theta": model["rope_theta"]}
+    if rope["rope_type"] != "default":
+        rope["factor"] = model["rope_factor"]
+    if rope["rope_type"] == "llama3":
+        rope["original_max_position_embeddings"] = model["rope_original_context"]
+        rope |= {name: model[f"rope_{name}"] for name in ("low_freq_factor", "high_freq_factor")}
+    return rope
+
+
 def _renamed(name: str) -> str:
+    if name == "head.weight":
+        return "lm_head.weight"
     if name == "embedding.weight":
         return "model.embed_tokens.weight"
     parts = name.split(".")

@@ -10,15 +10,21 @@ namespace nsa::cli {
 struct CheckpointOptions {
   std::string path;
   std::vector<std::string> changes;  // for lm::load_model
+  std::string ids;                   // file for lm::load_ids
 
   void add(CLI::App& command) {
-    command.add_option("checkpoint", path, "Run folder, or the model.safetensors in it")->required();
+    command
+        .add_option("checkpoint", path,
+                    "Run folder, the model.safetensors in it, or a folder of transformers (Llama or Qwen3, dense or "
+                    "sparse)")
+        ->required();
     command
         .add_option("--set", changes,
                     "FIELD=VALUE: compute with another value of a field of config.json's model than was trained, e.g. "
                     "topk=32; may be given several times")
         ->allow_extra_args(false);
   }
+  CLI::Option* add_ids(CLI::App& command, const char* help) { return command.add_option("--ids", ids, help); }
 };
 
 }  // namespace nsa::cli

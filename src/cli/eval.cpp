@@ -27,11 +27,13 @@ struct EvalCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
-    const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
+    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device, checkpoint.ids.empty());
+    const auto texts = checkpoint.ids.empty() ? lm::open_texts(checkpoint.path, data, *opened.tokenizer)
+                                              : lm::open_ids(checkpoint.ids, opened.model());
     const auto length = context > 0 ? context : opened.loaded.context;
     const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);
-    const auto result = lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer->is_byte_level());
+    const auto result =
+        lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer && opened.tokenizer->is_byte_level());
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
     fmt::print("loss {:.4f} nats/token", result.loss);
@@ -55,7 +57,9 @@ void add_eval(CLI::App& app) {
   state = std::make_unique<EvalCommand>();
   auto* const command = app.add_subcommand("eval", "Measure the loss on held-out documents, and by position.");
   state->checkpoint.add(*command);
-  command->add_option("--data", state->data, "Text files or folders; without it the documents that the run held out");
+  auto* const data = command->add_option("--data", state->data,
+                                         "Text files or folders; without it the documents that the run held out");
+  state->checkpoint.add_ids(*command, "File with documents as numbers of tokens, one on each line")->excludes(data);
   command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all")

@@ -1,5 +1,6 @@
 // nsa generate: text from a trained model, printed as it comes.
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
@@ -15,6 +16,7 @@
 #include "cli/exit.h"
 #include "cli/machine.h"
 #include "cli/output.h"
+#include "lm/data/corpus.h"
 #include "lm/data/tokenizer.h"
 #include "lm/generate/generate.h"
 #include "lm/run/checkpoint.h"
@@ -40,21 +42,31 @@ void run(GenerateArguments& arguments) {
   const auto device = arguments.machine.choose();
   const auto loaded = lm::load_model(arguments.checkpoint.path, arguments.checkpoint.changes, device.device,
                                      compute_dtype(arguments.dtype));
-  const auto tokenizer = lm::make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
-  const std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
-  std::vector<std::int64_t> tokens = {tokenizer->end_of_document()};
-  for (const std::int32_t token : tokenizer->encode(prompt)) tokens.push_back(token);
+  const bool by_ids = !arguments.checkpoint.ids.empty();
+  const auto tokenizer = by_ids ? nullptr : lm::tokenizer_of(arguments.checkpoint.path, loaded);
+  std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
+  std::vector<std::int64_t> tokens;
+  if (by_ids) {
+    const auto prompts = lm::load_ids(arguments.checkpoint.ids, loaded.model.config().vocab_size);
+    if (prompts.size() > 1) throw lm::Error(fmt::format("{}: must be one line, the prompt", prompts[1].name));
+    tokens.assign(prompts[0].tokens.begin(), prompts[0].tokens.end());
+    prompt = fmt::format("{} ", fmt::join(tokens, " "));
+  } else {
+    tokens.push_back(tokenizer->start_of_document());
+    for (const std::int32_t token : tokenizer->encode(prompt)) tokens.push_back(token);
+  }
 
   auto options = arguments.options;
   options.sampler.validate();
   fmt::print(stderr, "device: {}\n", device.text);
   options.cached = !arguments.no_cache;
-  if (!arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
+  if (tokenizer && !arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
   if (!arguments.no_echo) fmt::print("{}", prompt);
   std::fflush(stdout);
   const lm::InterruptGuard interrupt;
   const auto result = lm::generate(loaded.model, tokens, options, [&](std::int64_t token) {
-    const std::string text = tokenizer->decode(static_cast<std::int32_t>(token));
+    const std::string text =
+        tokenizer ? tokenizer->decode(static_cast<std::int32_t>(token)) : fmt::format("{} ", token);
     std::fwrite(text.data(), 1, text.size(), stdout);
     std::fflush(stdout);
     return interrupt.signal() == 0 && std::ferror(stdout) == 0;
@@ -86,7 +98,15 @@ void add_generate(CLI::App& app) {
   auto& options = arguments->options;
   arguments->checkpoint.add(*command);
   auto* const prompt = command->add_option("-p,--prompt", arguments->prompt, "Text to continue; empty: a new document");
-  command->add_option("--prompt-file", arguments->prompt_file, "File with the text to continue")->excludes(prompt);
+  auto* const file = command->add_option("--prompt-file", arguments->prompt_file, "File with the text to continue");
+  file->excludes(prompt);
+  arguments->checkpoint
+      .add_ids(
+          *command,
+          "File with the prompt as numbers of tokens on one line; the new ones are printed as numbers, and the end "
+          "of a document does not stop it")
+      ->excludes(prompt)
+      ->excludes(file);
   command->add_option("-n,--tokens", options.max_tokens, "Tokens to generate at most")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
   command->add_option("--temperature", options.sampler.temperature, "0: always the most likely token");

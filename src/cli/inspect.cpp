@@ -30,8 +30,9 @@ struct InspectCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
-    const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
+    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device, checkpoint.ids.empty());
+    const auto texts = checkpoint.ids.empty() ? lm::open_texts(checkpoint.path, data, *opened.tokenizer)
+                                              : lm::open_ids(checkpoint.ids, opened.model());
     // The longest document shows most of the selection.
     const auto& document = *std::max_element(
         texts.documents.begin(), texts.documents.end(),
@@ -108,8 +109,11 @@ void add_inspect(CLI::App& app) {
   auto* const command =
       app.add_subcommand("inspect", "Look inside the attention: selected blocks and gates on a text.");
   state->checkpoint.add(*command);
-  command->add_option("--data", state->data,
-                      "Text files or folders, of which the longest is read; without it the held-out documents");
+  auto* const data = command->add_option(
+      "--data", state->data, "Text files or folders, of which the longest is read; without it the held-out documents");
+  state->checkpoint
+      .add_ids(*command, "File with documents as numbers of tokens, one on each line; the longest is read")
+      ->excludes(data);
   command->add_option("--tokens", state->tokens, "Tokens to read; 0: the context of the training")
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--queries", state->queries, "Queries of each selection map")->check(CLI::Range(1, 100000));

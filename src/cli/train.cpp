@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -14,7 +15,9 @@
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/exit.h"
+#include "lm/data/tokenizer.h"
 #include "lm/model/parameter_counts.h"
+#include "lm/run/pretrained.h"
 #include "lm/train/trainer.h"
 
 namespace nsa::cli {
@@ -27,6 +30,11 @@ class TrainCommand {
  public:
   explicit TrainCommand(CLI::App& app) : command_(*app.add_subcommand("train", "Train a language model.")) {
     command_.add_option("-o,--out", out_, "Run folder: configuration, checkpoint and metrics")->required();
+    fields_.emplace_back(
+        command_.add_option("--init", config_.train.init,
+                            "Start from the weights in a folder of transformers (LlamaForCausalLM, Qwen3ForCausalLM, "
+                            "NsaLlamaForCausalLM or NsaQwen3ForCausalLM), which says what the model is"),
+        "init");
     command_.add_flag("--resume", resume_, "Go on with the run in --out exactly where its last checkpoint stands");
     command_.add_flag("--overwrite", overwrite_, "Start anew although --out holds a run");
     command_.add_flag("--equal-parameters", equal_parameters_,
@@ -72,7 +80,7 @@ class TrainCommand {
     option("--held-out-percent", "held_out_percent", data.held_out_percent,
            "Documents kept for evaluation, by hash, percent")
         ->check(CLI::Range(0, 100));
-    option("--tokenizer", "tokenizer", data.tokenizer, "bytes, or the path of a SentencePiece model");
+    tokenizer_ = option("--tokenizer", "tokenizer", data.tokenizer, "bytes, or the path of a SentencePiece model");
   }
 
   void add_model_options() {
@@ -151,6 +159,28 @@ class TrainCommand {
     option("--save-every", "save_every", train.save_every, "Steps between checkpoints; 0: at the end alone");
   }
 
+  /// Takes model and tokenizer from --init.
+  void take_over() {
+    auto& init = config_.train.init;
+    const nlohmann::json model = config_.model;
+    for (const auto& [option, field] : fields_) {
+      if (option->count() > 0 && (model.contains(field) || field == "attention" || field == "phi")) {
+        throw lm::Error(fmt::format("{} and --init exclude each other", option->get_name()));
+      }
+    }
+    if (equal_parameters_) throw lm::Error("--equal-parameters and --init exclude each other");
+    const lm::PretrainedFolder folder(init);
+    config_.model = folder.config();
+    init = std::filesystem::absolute(init).string();
+    if (tokenizer_->count() > 0) return;
+    if (!folder.tokenizer().empty()) {
+      config_.data.tokenizer = std::filesystem::absolute(folder.tokenizer()).string();
+    } else if (config_.model.vocab_size != lm::make_tokenizer("bytes")->vocab_size()) {
+      throw lm::Error(
+          fmt::format("{}: no tokenizer.model (a tokenizer.json is not read); name one with --tokenizer", init));
+    }
+  }
+
   /// Settles the options that follow from others.
   void complete() {
     auto& model = config_.model;
@@ -187,6 +217,7 @@ class TrainCommand {
   lm::TrainResult start() {
     const auto device = device_.choose();
     complete();
+    if (!config_.train.init.empty()) take_over();
     return lm::train({out_, config_, device, overwrite_});
   }
 
@@ -217,6 +248,7 @@ class TrainCommand {
   bool resume_ = false, overwrite_ = false, equal_parameters_ = false;
   lm::RunConfig config_;
   DeviceOption device_;
+  CLI::Option* tokenizer_ = nullptr;
   CLI::Option* v_head_dim_ = nullptr;
   CLI::Option* ffn_size_ = nullptr;
   std::vector<std::pair<CLI::Option*, std::string>> fields_;

@@ -1,10 +1,15 @@
 #include "lm/data/corpus.h"
 
+#include <fmt/core.h>
+
 #include <algorithm>
+#include <charconv>
 #include <cstring>
+#include <sstream>
 #include <string_view>
 
 #include "base/error.h"
+#include "base/files.h"
 #include "base/random.h"
 #include "lm/data/sources.h"
 
@@ -17,7 +22,7 @@ Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer) {
     const std::uint64_t text_hash = hash(text);
     corpus.fingerprint = mix(corpus.fingerprint ^ text_hash);
     corpus.bytes += static_cast<std::int64_t>(text.size());
-    Document document{std::move(name), {tokenizer.end_of_document()}};
+    Document document{std::move(name), {tokenizer.start_of_document()}};
     const auto tokens = tokenizer.encode(text);
     document.tokens.insert(document.tokens.end(), tokens.begin(), tokens.end());
     document.tokens.push_back(tokenizer.end_of_document());
@@ -25,6 +30,28 @@ Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer) {
     (held_out ? corpus.held_out : corpus.train).push_back(std::move(document));
   }
   return corpus;
+}
+
+std::vector<Document> load_ids(const std::string& path, int vocab_size) {
+  std::vector<Document> documents;
+  std::istringstream lines(read_text(path));
+  std::string line;
+  for (int number = 1; std::getline(lines, line); ++number) {
+    Document document{fmt::format("{}:{}", path, number), {}};
+    std::istringstream words(line);
+    for (std::string word; words >> word;) {
+      std::int32_t token = -1;
+      const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), token);
+      if (error != std::errc() || end != word.data() + word.size() || token < 0 || token >= vocab_size) {
+        throw Error(fmt::format("{}: '{}': must be a token's number, 0 ... {}", document.name, word.substr(0, 20),
+                                vocab_size - 1));
+      }
+      document.tokens.push_back(token);
+    }
+    if (!document.tokens.empty()) documents.push_back(std::move(document));
+  }
+  if (documents.empty()) throw Error(fmt::format("{}: holds no tokens", path));
+  return documents;
 }
 
 }  // namespace nsa::lm

@@ -25,4 +25,8 @@ struct Corpus {
 /// Error when a path cannot be read or nothing is found.
 Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer);
 
+/// A document from each line that is not blank: tokens as decimal numbers with spaces between them, taken as they are.
+/// Throws Error naming the line that holds anything else than numbers 0 ... vocab_size - 1, or when there is none.
+std::vector<Document> load_ids(const std::string& path, int vocab_size);
+
 }  // namespace nsa::lm

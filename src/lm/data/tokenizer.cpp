@@ -28,12 +28,15 @@ class ByteTokenizer : public Tokenizer {
 };
 
 #ifdef NSA_HAVE_SENTENCEPIECE
-/// The model's pieces and one more token for the end of a document.
+/// The model's pieces and one more token for the end of a document; or the pieces alone.
 class PieceTokenizer : public Tokenizer {
  public:
-  explicit PieceTokenizer(const std::string& path) {
+  PieceTokenizer(const std::string& path, bool own_end) : own_end_(own_end) {
     const auto status = processor_.Load(path);
     if (!status.ok()) throw Error(fmt::format("tokenizer {}: {}", path, status.ToString()));
+    if (!own_end && processor_.eos_id() < 0) {
+      throw Error(fmt::format("tokenizer {}: has no token for the end of a text (eos)", path));
+    }
   }
   std::vector<std::int32_t> encode(std::string_view text) const override {
     std::vector<int> pieces;
@@ -53,21 +56,23 @@ class PieceTokenizer : public Tokenizer {
     }
     return span;
   }
-  int vocab_size() const override { return processor_.GetPieceSize() + 1; }
-  std::int32_t end_of_document() const override { return processor_.GetPieceSize(); }
+  int vocab_size() const override { return processor_.GetPieceSize() + (own_end_ ? 1 : 0); }
+  std::int32_t end_of_document() const override { return own_end_ ? processor_.GetPieceSize() : processor_.eos_id(); }
+  std::int32_t start_of_document() const override {
+    return own_end_ || processor_.bos_id() < 0 ? end_of_document() : processor_.bos_id();
+  }
   bool is_byte_level() const override { return false; }
 
  private:
   sentencepiece::SentencePieceProcessor processor_;
+  bool own_end_;
 };
 #endif
 
-}  // namespace
-
-std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
+std::unique_ptr<Tokenizer> make(const std::string& name, [[maybe_unused]] bool own_end) {
   if (name == "bytes") return std::make_unique<ByteTokenizer>();
 #ifdef NSA_HAVE_SENTENCEPIECE
-  return std::make_unique<PieceTokenizer>(name);
+  return std::make_unique<PieceTokenizer>(name, own_end);
 #else
   throw Error(
       fmt::format("tokenizer = '{}': this program was built without SentencePiece, so it must be bytes (install "
@@ -76,9 +81,14 @@ std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) {
 #endif
 }
 
-std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, int vocab_size) {
-  auto tokenizer = make_tokenizer(name);
-  if (tokenizer->vocab_size() != vocab_size) {
+}  // namespace
+
+std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name) { return make(name, /*own_end=*/true); }
+
+std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, int vocab_size, bool pretrained) {
+  auto tokenizer = make(name, !pretrained);
+  const bool padded = pretrained && !tokenizer->is_byte_level() && tokenizer->vocab_size() < vocab_size;
+  if (tokenizer->vocab_size() != vocab_size && !padded) {
     throw Error(fmt::format("tokenizer {}: has {} tokens, the model was trained with {}", name, tokenizer->vocab_size(),
                             vocab_size));
   }

@@ -48,7 +48,7 @@ struct Decoder::Impl {
 Decoder::Decoder(const Model& model, std::int64_t capacity) : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
   const at::NoGradGuard no_grad;
   const auto& config = model.config();
-  impl_->rotation = rotation_table(capacity, config.head_dim, config.rope_theta, model.device());
+  impl_->rotation = rotation_table(capacity, config, model.device());
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
     impl_->caches.push_back(make_layer_cache(

@@ -41,17 +41,31 @@ CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, co
   return phi;
 }
 
+/// RMSNorm of each head of x (rows, heads, D), in float32 and back in x's dtype.
+at::Tensor norm_heads(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const auto rows = x.reshape({-1, x.size(2)}).to(at::kFloat).contiguous();
+  return rms_norm(rows, weight, eps, x.scalar_type()).view(x.sizes());
+}
+
 /// The normed rows (rows, hidden) projected; `rotation` holds each row's angles.
 AttentionInputs project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& normed,
                         const Rotation& rotation) {
   const std::int64_t rows = normed.size(0), kv_heads = config.num_kv_heads;
   const auto sets = static_cast<std::size_t>(num_kv_sets(config));
   // Keys to compress stay as they are; where there is one set, it serves for those too and is rotated afterwards.
-  std::vector<HeadGroup> groups = {{config.num_heads, config.head_dim, true}};
-  for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0});
+  const bool normed_heads = weights.q_norm.defined();  // they are rotated behind their norms
+  std::vector<HeadGroup> groups = {{config.num_heads, config.head_dim, !normed_heads}};
+  for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0 && !normed_heads});
   groups.insert(groups.end(), sets, {kv_heads, config.v_head_dim, false});
   if (weights.gate_out.defined()) groups.push_back({1, weights.gate_bias.size(0), false});
-  const auto parts = split_heads(at::linear(normed, weights.in_proj), groups, rotation);
+  auto parts = split_heads(at::linear(normed, weights.in_proj), groups, rotation);
+  if (normed_heads) {
+    parts[0] = rotate(norm_heads(parts[0], weights.q_norm, config.norm_eps), rotation);
+    for (std::size_t set = 0; set < sets; ++set) {
+      const auto keys = norm_heads(parts[1 + set], weights.k_norm[set], config.norm_eps);
+      parts[1 + set] = set > 0 ? rotate(keys, rotation) : keys;
+    }
+  }
   const auto key = [&](std::size_t set) { return parts[1 + set]; };
   const auto value = [&](std::size_t set) { return parts[1 + sets + std::min(set, sets - 1)]; };
 
@@ -88,7 +102,11 @@ Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig
     const std::string branch = sets == 1 ? "" : std::string(".") + kBranches[static_cast<std::size_t>(i)];
     k_proj_.push_back(matrix("attention.k_proj" + branch, kv_heads * config.head_dim, hidden));
     v_proj_.push_back(matrix("attention.v_proj" + branch, kv_heads * config.v_head_dim, hidden));
+    if (config.qk_norm) {
+      k_norm_.push_back(store.constant(prefix + "attention.k_norm" + branch + ".weight", {config.head_dim}, 1));
+    }
   }
+  if (config.qk_norm) q_norm_ = store.constant(prefix + "attention.q_norm.weight", {config.head_dim}, 1);
   if (config.attention == AttentionKind::kNsa) {
     phi_k_ = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
     phi_v_ = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
@@ -118,6 +136,8 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
   return {
       .attention_norm = attention_norm_,
       .ffn_norm = ffn_norm_,
+      .q_norm = q_norm_,
+      .k_norm = k_norm_,
       .in_proj = *next++,
       .gate_bias = *next++,
       .gate_out = *next++,

@@ -20,6 +20,8 @@ namespace nsa::lm {
 /// matrix. Made anew for every training step (so that gradients reach the parameters) and once for a generation.
 struct BlockWeights {
   at::Tensor attention_norm, ffn_norm;  // float32 (hidden)
+  at::Tensor q_norm;                    // float32 (Dk); undefined without
+  std::vector<at::Tensor> k_norm;       // of each set of keys; or none
   at::Tensor in_proj;                   // q, k of each branch, v of each branch, gate.0, one below the other
   at::Tensor gate_bias;                 // of gate.0
   at::Tensor gate_out, gate_out_bias;   // gate.2
@@ -39,6 +41,8 @@ class Block {
   ModelConfig config_;
   at::Tensor attention_norm_, q_proj_, o_proj_;
   std::vector<at::Tensor> k_proj_, v_proj_;  // cmp, slc, swa; or one
+  at::Tensor q_norm_;
+  std::vector<at::Tensor> k_norm_;
   at::Tensor gate_0_, gate_0_bias_, gate_2_, gate_2_bias_;
   CompressionTensors phi_k_, phi_v_;
   at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;

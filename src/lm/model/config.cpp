@@ -38,6 +38,17 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("share_kv", config.share_kv);
 }
 
+/// Fields that runs from before them lack.
+template <class Config, class Visit>
+void for_each_later_field(Config& config, Visit&& visit) {
+  visit("tied_head", config.tied_head);
+  visit("qk_norm", config.qk_norm);
+  visit("rope_factor", config.rope.factor);
+  visit("rope_low_freq_factor", config.rope.low_freq_factor);
+  visit("rope_high_freq_factor", config.rope.high_freq_factor);
+  visit("rope_original_context", config.rope.original_context);
+}
+
 void require(bool condition, const std::string& message) {
   if (!condition) throw Error(message);
 }
@@ -63,6 +74,25 @@ AttentionKind attention_kind(const std::string& name) {
   throw Error(fmt::format("attention = '{}': must be nsa, full or window", name));
 }
 
+const char* name_of(RopeType type) {
+  switch (type) {
+    case RopeType::kDefault:
+      return "default";
+    case RopeType::kLinear:
+      return "linear";
+    case RopeType::kLlama3:
+      return "llama3";
+  }
+  return "unknown";
+}
+
+RopeType rope_type(const std::string& name) {
+  for (const auto type : {RopeType::kDefault, RopeType::kLinear, RopeType::kLlama3}) {
+    if (name == name_of(type)) return type;
+  }
+  throw Error(fmt::format("rope_type = '{}': must be default, linear or llama3", name));
+}
+
 void ModelConfig::validate() const {
   const auto in_range = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
     require(value >= low && value <= high, fmt::format("{} = {}: must be {} ... {}", name, value, low, high));
@@ -84,13 +114,24 @@ void ModelConfig::validate() const {
   require(num_heads % num_kv_heads == 0,
           fmt::format("num_kv_heads = {}: must divide num_heads = {}", num_kv_heads, num_heads));
   require(rope_theta > 1 && std::isfinite(rope_theta), fmt::format("rope_theta = {}: must be > 1, finite", rope_theta));
+  require(rope.factor >= 1 && std::isfinite(rope.factor),
+          fmt::format("rope_factor = {}: must be >= 1, finite", rope.factor));
+  require(rope.low_freq_factor > 0 && std::isfinite(rope.low_freq_factor),
+          fmt::format("rope_low_freq_factor = {}: must be > 0, finite", rope.low_freq_factor));
+  require(rope.high_freq_factor > rope.low_freq_factor && std::isfinite(rope.high_freq_factor),
+          fmt::format("rope_high_freq_factor = {}: must be > rope_low_freq_factor = {}, finite", rope.high_freq_factor,
+                      rope.low_freq_factor));
+  in_range("rope_original_context", rope.original_context, 1, 1 << 30);
   require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
   if (const Status status = nsa.validate(); !status.ok()) throw Error(status.message());
 }
 
 void to_json(nlohmann::json& json, const ModelConfig& config) {
-  json = {{"attention", name_of(config.attention)}, {"phi", name_of(config.phi)}};
-  for_each_field(config, [&](const char* name, const auto& value) { json[name] = value; });
+  json = {
+      {"attention", name_of(config.attention)}, {"phi", name_of(config.phi)}, {"rope_type", name_of(config.rope.type)}};
+  const auto write = [&](const char* name, const auto& value) { json[name] = value; };
+  for_each_field(config, write);
+  for_each_later_field(config, write);
 }
 
 void from_json(const nlohmann::json& json, ModelConfig& config) {
@@ -99,7 +140,14 @@ void from_json(const nlohmann::json& json, ModelConfig& config) {
   reader("attention", attention);
   reader("phi", phi);
   for_each_field(config, reader);
+  const auto if_there = [&](const char* name, auto& value) {
+    if (json.contains(name)) reader(name, value);
+  };
+  for_each_later_field(config, if_there);
+  std::string rope = name_of(config.rope.type);
+  if_there("rope_type", rope);
   reader.finish();
+  config.rope.type = rope_type(rope);
   config.attention = attention_kind(attention);
   config.phi = compression_kind(phi);
 }

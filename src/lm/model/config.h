@@ -20,6 +20,25 @@ const char* name_of(AttentionKind kind);
 /// Throws Error naming what is allowed.
 AttentionKind attention_kind(const std::string& name);
 
+enum class RopeType {
+  kDefault,
+  kLinear,  // all frequencies over the factor
+  kLlama3,  // the low ones over the factor, the high ones as they are
+};
+
+/// How the rotary frequencies differ from rope_theta's, by the names of transformers.
+struct RopeScaling {
+  RopeType type = RopeType::kDefault;
+  double factor = 1;
+  double low_freq_factor = 1, high_freq_factor = 4;  // llama3: turns over the original context
+  int original_context = 8192;                       // llama3: tokens
+  bool operator==(const RopeScaling&) const = default;
+};
+
+const char* name_of(RopeType type);
+/// Throws Error naming what is allowed.
+RopeType rope_type(const std::string& name);
+
 struct ModelConfig {
   AttentionKind attention = AttentionKind::kNsa;
   int vocab_size = 257;
@@ -31,7 +50,10 @@ struct ModelConfig {
   int v_head_dim = 32;   // Dv
   int ffn_size = 768;    // SwiGLU's inner width
   double rope_theta = 10000;
+  RopeScaling rope;
   double norm_eps = 1e-6;
+  bool tied_head = true;  // the embedding makes the logits, too
+  bool qk_norm = false;   // RMSNorm of each head's queries and keys, before the rotation
 
   // Attention `nsa` only; `window` uses nsa.window_size.
   NSAConfig nsa;

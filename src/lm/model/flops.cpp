@@ -48,8 +48,9 @@ double attention_pairs(const ModelConfig& config, std::int64_t length) {
 ModelFlops training_flops(const ModelConfig& config, std::int64_t length) {
   const ParameterCounts counts = parameter_counts(config);
   const auto tokens = static_cast<double>(length);
-  // The embedding is looked up, but the same matrix makes the logits.
-  const double weights = static_cast<double>(counts.gates + counts.extra_kv + counts.rest);
+  // The embedding is looked up, but where it is tied the same matrix makes the logits.
+  const std::int64_t looked_up = config.tied_head ? 0 : std::int64_t{config.vocab_size} * config.hidden_size;
+  const auto weights = static_cast<double>(counts.gates + counts.extra_kv + counts.rest - looked_up);
   const double pairs = config.num_layers * static_cast<double>(config.num_heads) * attention_pairs(config, length);
   ModelFlops flops;
   flops.rest = 6 * (weights * tokens + pairs * (config.head_dim + config.v_head_dim));

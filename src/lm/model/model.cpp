@@ -45,6 +45,8 @@ Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_un
   impl_->embedding = store.matrix("embedding.weight", config.vocab_size, config.hidden_size);
   for (int i = 0; i < config.num_layers; ++i) impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config);
   impl_->norm = store.constant("norm.weight", {config.hidden_size}, 1);
+  impl_->head =
+      config.tied_head ? impl_->embedding : store.matrix("head.weight", config.vocab_size, config.hidden_size);
 }
 
 Model::~Model() = default;
@@ -111,14 +113,14 @@ at::Tensor Model::Impl::logits(const Residual& x) const {
   const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
   // cuBLAS has kernels of Hopper for rows of whole 16 bytes alone, and bytes make a vocabulary of 257.
   const std::int64_t whole = device.is_cuda() ? (config.vocab_size + 7) / 8 * 8 : config.vocab_size;
-  const auto weights = at::constant_pad_nd(embedding.to(dtype), {0, 0, 0, whole - config.vocab_size});
+  const auto weights = at::constant_pad_nd(head.to(dtype), {0, 0, 0, whole - config.vocab_size});
   return at::linear(normed, weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {
   if (!table.cos.defined() || table.cos.size(0) < positions) {
     const at::NoGradGuard no_grad;
-    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config.head_dim, config.rope_theta, device);
+    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config, device);
   }
   return table;
 }

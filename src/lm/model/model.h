@@ -1,5 +1,4 @@
-// A decoder-only language model: RMSNorm, rotary positions, grouped-query attention of one of three kinds, SwiGLU, tied
-// embeddings.
+// A decoder-only language model: RMSNorm, rotary positions, grouped-query attention of one of three kinds, SwiGLU.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,13 +12,14 @@ struct Model::Impl {
   ModelConfig config;
   NamedTensors parameters;
   at::Tensor embedding, norm;
+  at::Tensor head;  // the embedding where that is tied
   std::vector<Block> blocks;
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
   Rotation table;  // grows on demand
 
   const Rotation& rotation(std::int64_t positions);
-  /// The last norm and the tied embedding: (rows, hidden) -> float32 (rows, vocab_size).
+  /// The last norm and the head: (rows, hidden) -> float32 (rows, vocab_size).
   at::Tensor logits(const Residual& x) const;
 };
 

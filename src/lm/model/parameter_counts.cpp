@@ -8,6 +8,7 @@ ParameterCounts parameter_counts(const ModelConfig& config) {
   const std::int64_t kv = hidden * kv_heads * (dk + dv);
   ParameterCounts layer;
   layer.rest = 2 * hidden + hidden * heads * (dk + dv) + kv + 3 * hidden * config.ffn_size;
+  if (config.qk_norm) layer.rest += 2 * dk;
   if (config.attention == AttentionKind::kNsa) {
     const std::int64_t sets = config.phi_per_kv_head ? kv_heads : 1, tokens = config.nsa.kernel_size;
     for (const std::int64_t d : {dk, dv}) {
@@ -18,11 +19,11 @@ ParameterCounts parameter_counts(const ModelConfig& config) {
       }
     }
     layer.gates = (hidden / 4) * (hidden + 1) + 3 * heads * (hidden / 4 + 1);
-    if (!config.share_kv) layer.extra_kv = 2 * kv;
+    if (!config.share_kv) layer.extra_kv = 2 * (kv + (config.qk_norm ? dk : 0));
   }
   const std::int64_t layers = config.num_layers;
   return {layers * layer.phi, layers * layer.gates, layers * layer.extra_kv,
-          layers * layer.rest + hidden * (config.vocab_size + 1)};
+          layers * layer.rest + hidden * (config.vocab_size * (config.tied_head ? 1 : 2) + 1)};
 }
 
 int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& target) {

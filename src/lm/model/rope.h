@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "lm/model/config.h"
+
 namespace nsa::lm {
 
 /// Cosines and sines, float32 (rows, D/2).
@@ -17,7 +19,7 @@ struct Rotation {
 };
 
 /// One row for each position 0 ... max_positions - 1.
-Rotation rotation_table(std::int64_t max_positions, std::int64_t head_dim, double theta, at::Device device);
+Rotation rotation_table(std::int64_t max_positions, const ModelConfig& config, at::Device device);
 
 /// Rotates x (n, heads, D) row by row in float32; differentiable. Result in x's dtype, contiguous.
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation);

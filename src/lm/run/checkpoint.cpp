@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "lm/model/parameter_counts.h"
 #include "lm/run/config.h"
+#include "lm/run/pretrained.h"
 
 namespace nsa::lm {
 
@@ -100,6 +101,13 @@ std::string plain(const nlohmann::json& value) { return value.is_string() ? valu
 LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
                        at::ScalarType dtype) {
   namespace fs = std::filesystem;
+  if (is_pretrained(path)) {
+    const PretrainedFolder folder(path);
+    LoadedModel loaded{Model(with_changes(folder.config(), changes), 0), folder.tokenizer(), true, folder.context()};
+    loaded.model.place(device, dtype);
+    folder.load(loaded.model.parameters());
+    return loaded;
+  }
   std::error_code error;
   const bool is_folder = fs::is_directory(path, error);
   const fs::path file_path = is_folder ? fs::path(path) / "model.safetensors" : fs::path(path);
@@ -117,7 +125,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     }
   }
   refuse_oversized(file_path.string(), file, model);
-  LoadedModel loaded{Model(model, 0), config.data.tokenizer, config.train.context};
+  LoadedModel loaded{Model(model, 0), config.data.tokenizer, !config.train.init.empty(), config.train.context};
   loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());
   for (const auto& [name, value] : now.items()) {
@@ -125,6 +133,11 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     fmt::print(stderr, "note: {} = {} by --set, trained with {}\n", name, plain(value), plain(before[name]));
   }
   return loaded;
+}
+
+std::unique_ptr<Tokenizer> tokenizer_of(const std::string& path, const LoadedModel& loaded) {
+  if (loaded.tokenizer.empty()) throw Error(fmt::format("{}: {}", path, kNoTokenizer));
+  return make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size, loaded.pretrained);
 }
 
 }  // namespace nsa::lm

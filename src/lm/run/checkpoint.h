@@ -1,10 +1,12 @@
 // Tensors and models in files.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/safetensors.h"
+#include "lm/data/tokenizer.h"
 #include "lm/model/model.h"
 #include "lm/run/config.h"
 
@@ -32,18 +34,22 @@ RunConfig trained_config(const std::string& path, const SafetensorsFile& file);
 /// configuration. Smaller differences are for load_tensors, which names the tensor.
 void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config);
 
-/// A model, and what its run folder says about it.
+/// A model, and what its folder says about it.
 struct LoadedModel {
   Model model;
-  std::string tokenizer;
+  std::string tokenizer;     // empty: none that this program reads
+  bool pretrained = false;   // by transformers, or a run that began there
   std::int64_t context = 0;  // it was trained with, tokens
 };
 
-/// `path`: a run folder, or the model.safetensors in it; `device` and `dtype`: as for Model::place, whatever the
-/// training used; `changes`: "topk=32" for each field of the model that shall be other than in training, which is noted
-/// on stderr. Throws Error when it is no sound checkpoint of this program, or when config.json beside it describes
-/// another model than was trained.
+/// `path`: a run folder, the model.safetensors in it, or a folder of transformers; `device` and `dtype`: as for
+/// Model::place, whatever the training used; `changes`: "topk=32" for each field of the model that shall be other than
+/// in training, which is noted on stderr. Throws Error when it is no sound checkpoint of this program, or when
+/// config.json beside it describes another model than was trained.
 LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
                        at::ScalarType dtype);
+
+/// Of the model at `path`. Throws Error when it has none.
+std::unique_ptr<Tokenizer> tokenizer_of(const std::string& path, const LoadedModel& loaded);
 
 }  // namespace nsa::lm

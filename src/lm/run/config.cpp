@@ -20,6 +20,7 @@ constexpr int kRunVersion = 1;
 
 template <class Config, class Visit>
 void for_each_field(Config& config, Visit&& visit) {
+  visit("init", config.init);
   visit("context", config.context);
   visit("batch_size", config.batch_size);
   visit("accumulate", config.accumulate);
@@ -111,7 +112,7 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
-      if (name == "device") return;
+      if (name == "device" || name == "init") return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }
     reader(name.c_str(), value);

@@ -11,6 +11,7 @@
 namespace nsa::lm {
 
 struct TrainConfig {
+  std::string init;             // folder of transformers that the weights came from; empty: they are random
   std::int64_t context = 4096;  // tokens
   std::int64_t batch_size = 2;  // rows of `context` tokens that go through the model together
   std::int64_t accumulate = 1;  // batches whose gradients make one step

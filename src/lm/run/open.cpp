@@ -7,13 +7,19 @@
 
 #include "base/error.h"
 #include "lm/run/config.h"
+#include "lm/run/pretrained.h"
 
 namespace nsa::lm {
 
-OpenedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& changes, at::Device device) {
+OpenedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& changes, at::Device device,
+                                 bool with_tokenizer) {
   auto loaded = load_model(path, changes, device, at::kFloat);
-  auto tokenizer = make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size);
+  auto tokenizer = with_tokenizer ? tokenizer_of(path, loaded) : nullptr;
   return {std::move(loaded), std::move(tokenizer)};
+}
+
+OpenedTexts open_ids(const std::string& path, const Model& model) {
+  return {load_ids(path, model.config().vocab_size), path};
 }
 
 OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::string>& paths,
@@ -23,6 +29,9 @@ OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::str
     data.paths = paths;
     data.held_out_percent = 100;
     return {load_corpus(data, tokenizer).held_out, fmt::format("{}", fmt::join(paths, ", "))};
+  }
+  if (is_pretrained(checkpoint)) {
+    throw Error(fmt::format("{}: no run, which would have held out documents; name the texts with --data", checkpoint));
   }
   const std::filesystem::path given(checkpoint);
   const auto folder = std::filesystem::is_directory(given) ? given : given.parent_path();

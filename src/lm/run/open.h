@@ -19,13 +19,17 @@ struct OpenedCheckpoint {
   const Model& model() const { return loaded.model; }
 };
 
-/// As load_model(), computing in float32.
-OpenedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& changes, at::Device device);
+/// As load_model(), computing in float32. `with_tokenizer` false: null in its place.
+OpenedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& changes, at::Device device,
+                                 bool with_tokenizer = true);
 
 struct OpenedTexts {
   std::vector<Document> documents;
   std::string source;  // for reports: the paths, or "held-out documents of RUN"
 };
+
+/// The documents of a file of tokens, see load_ids().
+OpenedTexts open_ids(const std::string& path, const Model& model);
 
 /// All documents of `paths` (files or folders); without paths those that the run at `checkpoint` held out. Throws Error
 /// when there are none, or when the run's data changed since (then what it was trained on might be among them).

@@ -19,6 +19,7 @@
 #include "lm/model/flops.h"
 #include "lm/model/parameter_counts.h"
 #include "lm/run/folder.h"
+#include "lm/run/pretrained.h"
 #include "lm/run/state.h"
 #include "lm/train/deferred_metrics.h"
 #include "lm/train/evaluate.h"
@@ -264,6 +265,7 @@ void Trainer::save() {
 }
 
 void Trainer::begin() {
+  if (!config_.train.init.empty()) PretrainedFolder(config_.train.init).load(model_.parameters());
   plan();
   folder_.begin(config_);
   save();
@@ -309,6 +311,11 @@ void note_the_start_of_phi(const ModelConfig& model) {
              model.phi_hidden, dim);
 }
 
+std::unique_ptr<Tokenizer> tokenizer_of(const RunConfig& config) {
+  if (config.train.init.empty()) return make_tokenizer(config.data.tokenizer);
+  return make_tokenizer(config.data.tokenizer, config.model.vocab_size, /*pretrained=*/true);
+}
+
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
 }  // namespace
@@ -316,8 +323,8 @@ std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 TrainResult train(TrainRequest request) {
   auto& config = request.config;
   config.train.device = request.device.kind();
-  const auto tokenizer = make_tokenizer(config.data.tokenizer);
-  config.model.vocab_size = tokenizer->vocab_size();
+  const auto tokenizer = tokenizer_of(config);
+  if (config.train.init.empty()) config.model.vocab_size = tokenizer->vocab_size();
   config.model.validate();
   config.train.validate();
   config.train.threads = set_threads(static_cast<int>(config.train.threads));
@@ -348,7 +355,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given) {
   }
   const auto device = choose_device(config.train.device);
   set_threads(static_cast<int>(config.train.threads));
-  const auto tokenizer = make_tokenizer(config.data.tokenizer);
+  const auto tokenizer = tokenizer_of(config);
   auto corpus = load_corpus(config.data, *tokenizer);
   if (hex(corpus.fingerprint) != config.fingerprint) {
     throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,

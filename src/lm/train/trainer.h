@@ -12,7 +12,7 @@ namespace nsa::lm {
 
 struct TrainRequest {
   std::string out;   // run folder
-  RunConfig config;  // fingerprint, vocab_size and device are filled in
+  RunConfig config;  // fingerprint, vocab_size (without train.init) and device are filled in
   DeviceChoice device;
   bool overwrite = false;
 };

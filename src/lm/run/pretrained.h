@@ -1,0 +1,46 @@
+// Folders that transformers' save_pretrained writes, read as models of this program. They are never written to.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/safetensors.h"
+#include "lm/model/model.h"
+
+namespace nsa::lm {
+
+/// Why a folder has no tokenizer.
+inline constexpr const char* kNoTokenizer =
+    "no tokenizer.model (a tokenizer.json is not read): tokenize with transformers and give the tokens with --ids";
+
+/// Is `path` a folder whose config.json names an architecture or a model_type of transformers, sound or not?
+bool is_pretrained(const std::string& path);
+
+/// A LlamaForCausalLM, Qwen3ForCausalLM (both with attention `full`), NsaLlamaForCausalLM or NsaQwen3ForCausalLM.
+class PretrainedFolder {
+ public:
+  /// Reads config.json and maps the weights. Throws Error naming file and field that are damaged, or that ask for what
+  /// this program lacks.
+  explicit PretrainedFolder(const std::string& path);
+
+  const ModelConfig& config() const { return config_; }
+  std::int64_t context() const { return context_; }  // max_position_embeddings, tokens
+  /// The path of tokenizer.model; empty where there is none.
+  const std::string& tokenizer() const { return tokenizer_; }
+
+  /// Copies the weights, F32, BF16 or F16, into the parameters of a model of this configuration. Throws Error naming
+  /// the first tensor that is missing, unknown, or of another shape or dtype, and Failure naming the first that holds
+  /// NaN or infinity.
+  void load(const NamedTensors& parameters) const;
+
+ private:
+  std::string path_;
+  ModelConfig config_;
+  std::int64_t context_ = 0;
+  std::string tokenizer_;
+  std::vector<std::pair<std::string, SafetensorsFile>> files_;
+};
+
+}  // namespace nsa::lm

@@ -1,0 +1,130 @@
+"""Folders of transformers in the program `nsa`: the same logits, the same greedy tokens, a run that starts there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from models import VOCABULARY, dense, sparse, tokens
+from nsa.convert import main
+
+PROGRAM = Path(os.environ.get("NSA_PROGRAM", Path(__file__).resolve().parents[2] / "build" / "bin" / "nsa"))
+THETA = {"rope_theta": 20000.0}
+ROPES = {
+    "default": {"rope_type": "default", **THETA},
+    "linear": {"rope_type": "linear", "factor": 4.0, **THETA},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        **THETA,
+    },
+}
+
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the program nsa is not built")
+
+
+def nsa(*arguments, code=0):
+    environment = {**os.environ, "NSA_DEVICE": "cpu"}
+    done = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def assert_agree(folder: Path, model: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Greedy tokens, the margin of each and the loss at each position are the model's; the folder stays as it is."""
+    before, report, prompt = content(folder), tmp_path / "report.json", tmp_path / "ids.txt"
+    prompt.write_text(" ".join(map(str, ids[0].tolist())))
+    nsa("generate", folder, "--ids", prompt, "--temperature", 0, "--tokens", 12, "--json", report)
+    program = json.loads(report.read_text())
+    options = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    given = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert min(program["margins"]) > 1e-4  # else equal tokens would be luck
+    assert given.sequences[0, ids.shape[1] :].tolist() == program["tokens"]
+    for logits, margin in zip(given.logits, program["margins"], strict=True):
+        best = logits[0].topk(2).values
+        assert float(best[0] - best[1]) == pytest.approx(margin, abs=1e-4)
+    nsa("eval", folder, "--ids", prompt, "--json", report)
+    evaluation = json.loads(report.read_text())
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")
+    assert evaluation["tokens"] == len(losses)
+    for part in evaluation["loss_by_position"]:
+        expected = losses[part["from"] : part["to"]]
+        assert part["tokens"] == len(expected)
+        assert part["loss"] == pytest.approx(expected.mean().item(), abs=1e-4)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    ("name", "tied", "options"),
+    [("llama", True, {}), ("llama", False, {"shards": True}), ("qwen3", False, {}), ("qwen3", True, {"shards": True})],
+)
+def test_dense_models(name, tied, options, rope, tmp_path):
+    model = dense(name, tie_word_embeddings=tied, rope_parameters=ROPES[rope])
+    model.save_pretrained(tmp_path / "model", **({"max_shard_size": "60KB"} if options else {}))
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists() == bool(options)
+    assert_agree(tmp_path / "model", model, tokens(1, 90), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "nsa_options"),
+    [("llama", {"share_kv": True, "phi": "mean"}), ("qwen3", {"phi": "mlp"}), ("qwen3", {"share_kv": True})],
+)
+def test_sparse_models(name, nsa_options, tmp_path):
+    model = sparse(name, nsa=nsa_options, rope_parameters=ROPES["llama3"])
+    model.save_pretrained(tmp_path / "model")
+    assert_agree(tmp_path / "model", model, tokens(1, 150), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_smaller_dtypes(dtype, tmp_path):
+    dense("llama").to(dtype).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert_agree(tmp_path / "model", model, tokens(1, 40), tmp_path)
+
+
+def test_the_older_spelling_of_the_rotation(tmp_path):
+    model = dense("llama", rope_parameters=ROPES["linear"])
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("rope_parameters")["factor"] == 4.0
+    file.write_text(json.dumps({**config, **THETA, "rope_scaling": {"type": "linear", "factor": 4.0}}))
+    assert_agree(tmp_path / "model", model, tokens(1, 40), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", [dense, sparse])
+def test_a_run_starts_from_a_folder_and_comes_back(kind, name, tmp_path):
+    model = kind(name, vocab_size=257, tie_word_embeddings=False, rope_parameters=ROPES["llama3"])
+    folder, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "out"
+    model.save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("def value(self): return self in None\n" * 30)
+    before = content(folder)
+    options = f"--steps 4 --lr 0 --context 64 --batch-size 1 --held-out-percent 0 --save-every 2 --out {run}".split()
+    nsa("train", "--init", folder, "--data", tmp_path / "text.txt", "--dtype", "float32", *options)
+    assert content(folder) == before
+    folder.rename(tmp_path / "gone")  # the run has all that it needs
+    nsa("train", "--resume", "--out", run)
+    assert main([str(run), str(out)]) == 0
+    back = AutoModelForCausalLM.from_pretrained(out)
+    expected = model.state_dict()
+    assert back.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in back.state_dict().items())
+    ids = torch.randint(VOCABULARY, (1, 100))
+    with torch.no_grad():
+        assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)
