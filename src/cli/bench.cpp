@@ -22,7 +22,7 @@
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/output.h"
-#include "lm/model/config.h"
+#include "lm/run/checkpoint.h"
 
 namespace nsa::cli {
 namespace {
@@ -164,6 +164,13 @@ class BenchCommand {
     command_.add_option("--block-size", nsa.block_size, "l': tokens in a selection block");
     command_.add_option("--topk", nsa.topk, "n: selection blocks per query");
     command_.add_option("--window-size", nsa.window_size, "w: tokens of the sliding window");
+    auto* const model = command_.add_option(
+        "--model", model_,
+        "Heads, head dims and, if it is sparse, hyperparameters and compression function of the model in this run "
+        "folder or folder of transformers");
+    for (const char* of_model : {"--heads", "--kv-heads", "--head-dim", "--v-head-dim", "--phi", "--kernel-size",
+                                 "--kernel-stride", "--block-size", "--topk", "--window-size"})
+      model->excludes(command_.get_option(of_model));
     command_.add_flag("--goals", goals_,
                       "Say which of the project's speed goals are reached; exit code 1 if one is missed");
     json_.add(command_, "the results");
@@ -177,6 +184,7 @@ class BenchCommand {
     json_.open();
     const auto device = device_.choose();
     shape.device = device.device;
+    if (!model_.empty()) take_model(lm::read_model_config(model_));
     if (const Status status = shape.nsa.validate(); !status.ok()) throw lm::Error(status.message());
     if (shape.num_heads % shape.num_kv_heads != 0) {
       throw lm::Error(fmt::format("--kv-heads {}: must divide --heads {}", shape.num_kv_heads, shape.num_heads));
@@ -187,7 +195,8 @@ class BenchCommand {
       }
     }
     std::sort(options_.lengths.begin(), options_.lengths.end());
-    for (const auto& phi : phis_) options_.phis.push_back(lm::compression_kind(phi));
+    if (options_.phis.empty())
+      for (const auto& phi : phis_) options_.phis.push_back(lm::compression_kind(phi));
     shape.bfloat16 = dtype_ == "bfloat16";
     shape.selection = lm::bench_selection(selection_);
     if (shape.threads == 0) shape.threads = default_num_threads();
@@ -207,6 +216,17 @@ class BenchCommand {
     json.update(origin());
     json_.write(json);
     if (goals_) judge_goals(report);
+  }
+
+  void take_model(const lm::ModelConfig& model) {
+    auto& shape = options_.shape;
+    shape.num_heads = model.num_heads;
+    shape.num_kv_heads = model.num_kv_heads;
+    shape.head_dim = model.head_dim;
+    shape.v_head_dim = model.v_head_dim;
+    if (model.attention != lm::AttentionKind::kNsa) return;
+    shape.nsa = model.nsa;
+    options_.phis = {model.phi};
   }
 
   /// Refuses before the first measurement what libnsa cannot run.
@@ -245,7 +265,7 @@ class BenchCommand {
   CLI::App& command_;
   lm::BenchOptions options_ = lm::default_bench_options(at::kCPU);
   DeviceOption device_;
-  std::string dtype_ = "bfloat16", peers_, selection_ = "own";
+  std::string dtype_ = "bfloat16", model_, peers_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};
   JsonOption json_;
   bool goals_ = false;

@@ -84,6 +84,15 @@ def test_recall_refuses_a_gap_that_windows_can_bridge():
     assert "gap = 5" in refused("recall", "--gap", 5, "--steps", 1)
 
 
+def test_bench_takes_the_shape_of_a_run(trained, tmp_path):
+    options = "--lengths 96 --repeats 1 --budget 0.01 --threads 2 --no-backward --no-parts --no-plain".split()
+    out, _ = result(tmp_path, "bench", "--model", trained["nsa"], *options)
+    model = json.loads((trained["nsa"] / "config.json").read_text())["model"]
+    for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "phi", "topk", "window_size"):
+        assert out["settings"][name] == model[name]
+    assert "nowhere" in refused("bench", "--model", tmp_path / "nowhere")
+
+
 def test_bench_reports_every_operation(tmp_path):
     out, text = result(tmp_path, "bench", *TINY_BENCH)
     operations = {r["op"] for r in out["results"]}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import VOCABULARY, dense, sparse, tokens
@@ -128,3 +131,37 @@ def test_a_run_starts_from_a_folder_and_comes_back(kind, name, tmp_path):
     ids = torch.randint(VOCABULARY, (1, 100))
     with torch.no_grad():
         assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_a_run_that_was_stopped_goes_on_without_the_folder(tmp_path):
+    sparse("qwen3", vocab_size=257, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("def value(self): return self in None\n" * 30)
+    options = "--steps 60 --context 64 --batch-size 1 --held-out-percent 0 --save-every 5 --log-every 1".split()
+    train = ["train", "--init", tmp_path / "model", "--data", tmp_path / "text.txt", *options]
+    nsa(*train, "--out", tmp_path / "whole")
+    process = subprocess.Popen(
+        [PROGRAM, *map(str, train), "--out", tmp_path / "run"], env={**os.environ, "NSA_DEVICE": "cpu"}
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("train") > 12):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    (tmp_path / "model").rename(tmp_path / "gone")
+    nsa("train", "--resume", "--out", tmp_path / "run")
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
+
+
+@pytest.mark.parametrize("kind", [dense, sparse])
+def test_the_benchmark_takes_the_shape_of_a_model(kind, tmp_path):
+    model = kind("qwen3", **({"nsa": {"phi": "linear", "topk": 4}} if kind is sparse else {}))
+    model.save_pretrained(tmp_path / "model")
+    options = "--lengths 96 --repeats 1 --budget 0.01 --threads 2 --no-backward --no-parts --no-plain".split()
+    nsa("bench", "--model", tmp_path / "model", *options, "--json", tmp_path / "out.json")
+    settings = json.loads((tmp_path / "out.json").read_text())["settings"]
+    expected = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
+    assert {key: settings[key] for key in expected} == expected
+    assert (settings["phi"], settings["topk"]) == (("linear", 4) if kind is sparse else ("mean", 16))
+    assert "--heads excludes --model" in nsa("bench", "--model", tmp_path, "--heads", 4, code=2).stderr

@@ -98,6 +98,11 @@ std::string plain(const nlohmann::json& value) { return value.is_string() ? valu
 
 }  // namespace
 
+ModelConfig read_model_config(const std::string& path) {
+  if (is_pretrained(path)) return PretrainedFolder(path).config();
+  return read_run_config((std::filesystem::path(path) / "config.json").string()).model;
+}
+
 LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
                        at::ScalarType dtype) {
   namespace fs = std::filesystem;

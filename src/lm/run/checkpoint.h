@@ -34,6 +34,9 @@ RunConfig trained_config(const std::string& path, const SafetensorsFile& file);
 /// configuration. Smaller differences are for load_tensors, which names the tensor.
 void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config);
 
+/// What config.json in the folder `path`, a run or one of transformers, says of the model. Throws Error.
+ModelConfig read_model_config(const std::string& path);
+
 /// A model, and what its folder says about it.
 struct LoadedModel {
   Model model;
