@@ -35,7 +35,7 @@ Bytes bytes_of(const std::string& text) { return std::as_bytes(std::span(text));
 
 fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : "."; }
 
-/// A file of its own beside `path`: not one that was there, nor what a link there points to.
+/// Creates a new file beside `path`, under a name that nothing had before: neither a file nor a link is followed.
 Descriptor create_temporary(const std::string& path, std::string& temporary) {
   for (std::int64_t number = ::getpid();; ++number) {
     const auto stem = fs::path(path).filename().string().substr(0, 200);  // names end at 255 bytes
@@ -89,7 +89,7 @@ void replace_file(const std::string& path, const std::vector<Bytes>& parts) {
     if (::fsync(file.get()) != 0) throw_errno(temporary, "cannot write");
     if (::rename(temporary.c_str(), path.c_str()) != 0) throw_errno(path, "cannot be replaced");
   } catch (...) {
-    ::unlink(temporary.c_str());  // it would fill the disk that may be full already
+    ::unlink(temporary.c_str());  // the disk may be full: leave nothing on it
     throw;
   }
   flush_to_disk(folder_of(path).string());

@@ -1,4 +1,4 @@
-// Ctrl-C, SIGTERM and a lost terminal as a flag that a loop asks.
+// Turns Ctrl-C, SIGTERM and a lost terminal into a flag that a loop can poll.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 namespace nsa::lm {
 
 /// While it lives, the first SIGINT, SIGTERM or SIGHUP sets the flag; a second of its kind ends the program as usual.
-/// One that is ignored (nohup, a job in the background) stays so.
+/// A signal that was ignored before (nohup, a job in the background) stays ignored.
 class InterruptGuard {
  public:
   InterruptGuard();

@@ -19,7 +19,7 @@ inline std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// 64-bit hash of the bytes, eight at a time. Against accidents, not against malice.
+/// 64-bit hash of the bytes, eight at a time. It shows accidental changes, not deliberate ones.
 inline std::uint64_t hash(std::string_view bytes, std::uint64_t seed = 0) {
   std::uint64_t state = mix(seed ^ bytes.size());
   while (!bytes.empty()) {

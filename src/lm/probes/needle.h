@@ -25,10 +25,10 @@ struct NeedleOptions {
 
 /// Means over the samples of one length and depth.
 struct NeedleCell {
-  double accuracy = 0;      // share of the answer's tokens that are the model's first choice, the ones before given
-  double exact = 0;         // share of samples with every token right: what greedy decoding would write
+  double accuracy = 0;      // share of the answer's tokens that the model ranks first, given the right ones before
+  double exact = 0;         // share of samples in which all of them are: what greedy decoding would write
   double loss = 0;          // nats per token of the answer
-  double loss_without = 0;  // the same without the needle in the context: how far guessing gets
+  double loss_without = 0;  // the same loss when the needle is not in the context: what guessing costs
 };
 
 /// cells[length][depth]; `on_length` is called when a length is done. Throws Error when the texts are too short.
