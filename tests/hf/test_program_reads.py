@@ -145,8 +145,8 @@ def test_a_run_that_was_stopped_goes_on_without_the_folder(tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("train") > 12):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 128 + signal.SIGINT
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
     (tmp_path / "model").rename(tmp_path / "gone")
     nsa("train", "--resume", "--out", tmp_path / "run")
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
