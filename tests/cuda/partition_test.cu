@@ -39,9 +39,9 @@ std::vector<std::string> in_spans(const Geometry& g, std::int64_t ds_budget, std
     float here = 0;
     BackwardArgs args{};
     args.geometry = span_of(g, span);
-    args.stored.q_len = g.q_len;
-    args.stored.sums = &here;
-    args.stored.first = span.first;
+    args.ds_buffer.q_len = g.q_len;
+    args.ds_buffer.sums = &here;
+    args.ds_buffer.first = span.first;
     cut(args);
     const DeviceSequence seq{0, 0, 0, args.geometry.q_len, 0, args.geometry.k_len};
     const int key_count = num_compressed(g, seq.k_len);
