@@ -195,6 +195,8 @@ def rename_run(src: Path, out: Path) -> None:
             "eos_token_id": None,
             "dtype": "float32",
         }
+        if given.get("gated", False):
+            raise ValueError(f"{src}: gated = true: must be false, no model of transformers has such gates")
         names = (*NSAConfig.__dataclass_fields__, "share_kv", "phi", "phi_hidden", "phi_per_kv_head")
         qk_norm = given.get("qk_norm", False)
         kind: Any

@@ -2,50 +2,115 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "base/error.h"
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
 #include "cli/output.h"
 #include "lm/data/packing.h"
-#include "lm/run/open.h"
+#include "lm/train/compare.h"
 #include "lm/train/evaluate.h"
 
 namespace nsa::cli {
 namespace {
 
+std::string interval(const lm::Difference& difference) {
+  if (!difference.half_width) return fmt::format("{:+.4f}", difference.mean);
+  return fmt::format("{:+.4f} +- {:.4f}", difference.mean, *difference.half_width);
+}
+
 struct EvalCommand {
   CheckpointOptions checkpoint;
   JsonOption json;
   std::vector<std::string> data;
+  std::string against, window;
   std::int64_t context = 0, tokens = 262144;
   MachineOptions machine;
 
+  /// Another run on the same rows.
+  lm::Evaluation evaluate(const std::string& path, const char* option, const lm::OpenedCheckpoint& first,
+                          const lm::OpenedTexts& texts, const std::vector<lm::PackedSequence>& rows) const {
+    const auto other = lm::open_checkpoint(path, {}, first.model().device(), checkpoint.ids.empty());
+    const auto expected = first.loaded.tokenizer, found = other.loaded.tokenizer;
+    const int vocab = first.model().config().vocab_size;
+    if (found != expected || other.model().config().vocab_size != vocab) {
+      throw lm::Error(fmt::format("{} {}: tokenizer '{}' of {} tokens: must be '{}' of {}, that of {}", option, path,
+                                  found, other.model().config().vocab_size, expected, vocab, checkpoint.path));
+    }
+    return lm::evaluate(other.model(), texts.documents, rows, other.tokenizer.get());
+  }
+
   void run() {
+    if (!window.empty() && against.empty()) {
+      throw lm::Error("--window: needs --against, a run of full attention, to say which share of its lead is kept");
+    }
     json.open();
     const auto device = machine.choose();
-    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device, checkpoint.ids.empty());
-    const auto texts = checkpoint.ids.empty() ? lm::open_texts(checkpoint.path, data, *opened.tokenizer)
-                                              : lm::open_ids(checkpoint.ids, opened.model());
+    const auto opened = checkpoint.open(device.device);
+    const auto texts = checkpoint.texts(opened, data);
     const auto length = context > 0 ? context : opened.loaded.context;
     const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);
-    const auto result =
-        lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer && opened.tokenizer->is_byte_level());
-    fmt::print("device: {}\n", device.text);
-    fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
-    fmt::print("loss {:.4f} nats/token", result.loss);
-    if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
-    fmt::print("\n\n{:>15}  {:>10}  {:>9}\n", "position", "nats/token", "tokens");
-    for (const auto& part : result.by_position) {
-      fmt::print("{:>6} ..{:>6}  {:>11.4f}  {:>9}\n", part.from, part.to - 1, part.loss, part.tokens);
-    }
+    const auto result = lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer.get());
     nlohmann::json out = {{"kind", "nsa-eval"},   {"checkpoint", checkpoint.path},       {"set", checkpoint.changes},
                           {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
                           {"context", length}};
     out.update(nlohmann::json(result));
+    out["rows"] = nlohmann::json::array();
+    for (const lm::LossSum& row : lm::row_losses(result))
+      out["rows"].push_back({{"loss", row.loss}, {"tokens", row.tokens}});
+
+    fmt::print("device: {}\n", device.text);
+    fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
+    fmt::print("loss {:.4f} nats/token", result.loss);
+    if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
+    fmt::print("\n");
+    std::optional<lm::Comparison> difference;
+    if (!against.empty()) {
+      const auto theirs = evaluate(against, "--against", opened, texts, rows);
+      difference = lm::compare(result, theirs);
+      out["against"] = *difference;
+      out["against"].update({{"checkpoint", against}, {"loss", theirs.loss}});
+      fmt::print("{}: {:.4f}; difference {} (95 % interval over {} rows)\n", against, theirs.loss,
+                 interval(difference->all), rows.size());
+      if (!window.empty()) {
+        const auto& nsa = opened.model().config().nsa;
+        const std::int64_t selected = std::int64_t{nsa.topk} * nsa.block_size;
+        const auto floor = evaluate(window, "--window", opened, texts, rows);
+        nlohmann::json kept = {{"checkpoint", window}, {"loss", floor.loss}};
+        fmt::print("{}: {:.4f}; R, share kept of what attention beyond the window is worth: ", window, floor.loss);
+        for (const auto& [name, text, from] : {std::tuple{"kept", "", std::int64_t{0}},
+                                               std::tuple{"kept_beyond", "; beyond the selected tokens ", selected}}) {
+          const auto share = lm::share_kept(result, theirs, floor, from);
+          kept[name] = nullptr;
+          if (share) kept[name] = *share;
+          fmt::print("{}{}", text, share ? fmt::format("{:.3f}", *share) : "-");
+        }
+        fmt::print("\n");
+        out["window"] = kept;
+      }
+    }
+    const auto print = [&](const char* what, const std::vector<lm::LossPart>& parts,
+                           const std::vector<lm::Difference> lm::Comparison::*differences) {
+      fmt::print("\n{:>15}  {:>10}  {:>9}{}\n", what, "nats/token", "tokens", difference ? "  difference" : "");
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        const auto& part = parts[i];
+        if (part.tokens == 0) continue;
+        const auto range =
+            part.to > 0 ? fmt::format("{:>6} ..{:>6}", part.from, std::min(part.to - 1, length)) : "others";
+        const auto lead = difference ? "  " + interval(((*difference).*differences)[i]) : "";
+        fmt::print("{:>15}  {:>10.4f}  {:>9}{}\n", range, part.loss, part.tokens, lead);
+      }
+    };
+    print("position", result.by_position, &lm::Comparison::by_position);
+    fmt::print("\nTokens that stood behind the same {} tokens before, by how long ago:\n", result.repeat_match);
+    print("distance", result.by_repeat, &lm::Comparison::by_repeat);
     json.write(out);
   }
 };
@@ -64,6 +129,10 @@ void add_eval(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 50));
+  command->add_option("--against", state->against,
+                      "Another run: its loss on the same rows, and the difference with its 95 % interval");
+  command->add_option("--window", state->window,
+                      "A run of window attention: R, the share kept of what --against gains over it");
   state->machine.add(*command);
   state->json.add(*command, "the results");
   command->callback([] { state->run(); });

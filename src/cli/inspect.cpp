@@ -30,9 +30,8 @@ struct InspectCommand {
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device, checkpoint.ids.empty());
-    const auto texts = checkpoint.ids.empty() ? lm::open_texts(checkpoint.path, data, *opened.tokenizer)
-                                              : lm::open_ids(checkpoint.ids, opened.model());
+    const auto opened = checkpoint.open(device.device);
+    const auto texts = checkpoint.texts(opened, data);
     // The longest document shows most of the selection.
     const auto& document = *std::max_element(
         texts.documents.begin(), texts.documents.end(),

@@ -88,6 +88,8 @@ class TrainCommand {
     const auto cuda = lm::default_run_config("cuda");
     group_ = "Model";
     option("--attention", "attention", attention_, "nsa, full or window");
+    flag("--gated", "gated", model.gated,
+         "A sigmoid gate on each head's output of full or window attention, as the branches of nsa have");
     option("--layers", "num_layers", model.num_layers, "Layers", cuda.model.num_layers);
     option("--hidden-size", "hidden_size", model.hidden_size, "Width, channels", cuda.model.hidden_size);
     option("--heads", "num_heads", model.num_heads, "Query heads", cuda.model.num_heads);

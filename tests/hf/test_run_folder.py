@@ -28,12 +28,24 @@ def nsa(*arguments):
     subprocess.run([PROGRAM, *map(str, arguments)], check=True, capture_output=True, env=environment)
 
 
+def write_corpus(folder):
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"{i}.py").write_text(" ".join(PROMPT.split() * (5 + i)))
+
+
+def test_gates_that_transformers_does_not_have_are_refused(tmp_path, capsys):
+    write_corpus(tmp_path / "corpus")
+    options = ["--data", tmp_path / "corpus", "--attention", "full", "--gated"]
+    nsa("train", "--out", tmp_path / "run", *options, *MODEL, *NSA, *RUN)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) != 0
+    assert "gated = true" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("attention", ["nsa", "full", "window"])
 def test_a_run_generates_in_transformers_what_the_program_generates(attention, tmp_path):
     corpus, run, out = tmp_path / "corpus", tmp_path / "run", tmp_path / "out"
-    corpus.mkdir()
-    for i in range(10):
-        (corpus / f"{i}.py").write_text(" ".join(PROMPT.split() * (5 + i)))
+    write_corpus(corpus)
     nsa("train", "--out", run, "--data", corpus, "--attention", attention, *MODEL, *NSA, *RUN)
     report = tmp_path / "out.json"
     options = ["--temperature", 0, "--tokens", 60, "--ignore-end", "--json", report]

@@ -12,7 +12,7 @@ namespace nsa::lm {
 
 struct Document {
   std::string name;
-  std::vector<std::int32_t> tokens;  // end-of-document, the text, end-of-document
+  std::vector<std::int32_t> tokens;  // start-of-document, the text, end-of-document
 };
 
 struct Corpus {

@@ -17,7 +17,7 @@ namespace nsa::lm {
 struct AttentionInputs {
   at::Tensor q;                                         // (rows, H, Dk), rotated
   at::Tensor k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa;  // (rows, Hkv, D); k_slc, k_swa rotated
-  at::Tensor gates;                                     // (rows, H, 3)
+  at::Tensor gates;                                     // (rows, H, 3); (rows, H, 1) of a model that is `gated`
 };
 
 /// What all layers of one forward share.

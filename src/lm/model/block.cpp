@@ -1,5 +1,6 @@
 #include "lm/model/block.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/linear.h>
 
 #include <algorithm>
@@ -16,6 +17,11 @@ const std::array<const char*, 3> kBranches = {"cmp", "slc", "swa"};
 
 std::int64_t num_kv_sets(const ModelConfig& config) {
   return config.attention == AttentionKind::kNsa && !config.share_kv ? 3 : 1;
+}
+
+/// Gates of a head: one for each branch of `nsa`.
+std::int64_t gates_per_head(const ModelConfig& config) {
+  return config.attention == AttentionKind::kNsa ? 3 : config.gated ? 1 : 0;
 }
 
 CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, const ModelConfig& config,
@@ -79,7 +85,8 @@ AttentionInputs project(const ModelConfig& config, const BlockWeights& weights, 
   out.v_swa = value(2);
   if (weights.gate_out.defined()) {
     const auto hidden = biased_silu(parts.back().squeeze(1), weights.gate_bias);
-    out.gates = at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, 3});
+    out.gates =
+        at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, -1});
   }
   return out;
 }
@@ -110,10 +117,12 @@ Block::Block(ParameterStore& store, const std::string& prefix, const ModelConfig
   if (config.attention == AttentionKind::kNsa) {
     phi_k_ = make_phi(store, prefix + "attention.phi_k", config, config.head_dim);
     phi_v_ = make_phi(store, prefix + "attention.phi_v", config, config.v_head_dim);
+  }
+  if (const std::int64_t gates = gates_per_head(config) * heads; gates > 0) {
     gate_0_ = matrix("attention.gate.0", hidden / 4, hidden);
     gate_0_bias_ = store.constant(prefix + "attention.gate.0.bias", {hidden / 4}, 0);
-    gate_2_ = store.constant(prefix + "attention.gate.2.weight", {3 * heads, hidden / 4}, 0);
-    gate_2_bias_ = store.constant(prefix + "attention.gate.2.bias", {3 * heads}, 0);
+    gate_2_ = store.constant(prefix + "attention.gate.2.weight", {gates, hidden / 4}, 0);
+    gate_2_bias_ = store.constant(prefix + "attention.gate.2.bias", {gates}, 0);
   }
   o_proj_ = residual_matrix("attention.o_proj", hidden, heads * config.v_head_dim);
   ffn_norm_ = store.constant(prefix + "ffn_norm.weight", {hidden}, 1);
@@ -154,7 +163,9 @@ Residual block_forward(const ModelConfig& config, const BlockWeights& weights, c
                        const Rotation& rotation, const Attend& attend) {
   const auto dtype = weights.in_proj.scalar_type();
   const auto [x, normed] = add_and_norm(in, weights.attention_norm, config.norm_eps, dtype);
-  const auto o = attend(project(config, weights, normed, rotation));
+  const auto inputs = project(config, weights, normed, rotation);
+  auto o = attend(inputs);
+  if (config.gated) o = o * inputs.gates;
   const Residual attended = {x, at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
   const auto [y, normed_y] = add_and_norm(attended, weights.ffn_norm, config.norm_eps, dtype);
   return {y, at::linear(swiglu(at::linear(normed_y, weights.ffn_in)), weights.ffn_out)};

@@ -43,6 +43,7 @@ template <class Config, class Visit>
 void for_each_later_field(Config& config, Visit&& visit) {
   visit("tied_head", config.tied_head);
   visit("qk_norm", config.qk_norm);
+  visit("gated", config.gated);
   visit("rope_factor", config.rope.factor);
   visit("rope_low_freq_factor", config.rope.low_freq_factor);
   visit("rope_high_freq_factor", config.rope.high_freq_factor);
@@ -109,6 +110,8 @@ void ModelConfig::validate() const {
   in_range("kernel_size", nsa.kernel_size, 1, 1 << 16);
   in_range("topk", nsa.topk, 1, 1 << 16);
   require(hidden_size % 4 == 0, fmt::format("hidden_size = {}: must be a multiple of 4", hidden_size));
+  require(!gated || attention != AttentionKind::kNsa,
+          "gated = true: must be false with attention nsa, whose branches have gates");
   require(head_dim % 8 == 0, fmt::format("head_dim = {}: must be a multiple of 8", head_dim));
   require(v_head_dim % 8 == 0, fmt::format("v_head_dim = {}: must be a multiple of 8", v_head_dim));
   require(num_heads % num_kv_heads == 0,

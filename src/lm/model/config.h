@@ -54,6 +54,7 @@ struct ModelConfig {
   double norm_eps = 1e-6;
   bool tied_head = true;  // the embedding makes the logits, too
   bool qk_norm = false;   // RMSNorm of each head's queries and keys, before the rotation
+  bool gated = false;     // attention `full` and `window`: a gate of its own on each head's output, as `nsa` has
 
   // Attention `nsa` only; `window` uses nsa.window_size.
   NSAConfig nsa;

@@ -18,8 +18,10 @@ ParameterCounts parameter_counts(const ModelConfig& config) {
         layer.phi += sets * (tokens * d + tokens * d * width + width + width * d + d);
       }
     }
-    layer.gates = (hidden / 4) * (hidden + 1) + 3 * heads * (hidden / 4 + 1);
     if (!config.share_kv) layer.extra_kv = 2 * (kv + (config.qk_norm ? dk : 0));
+  }
+  if (const int gates = config.attention == AttentionKind::kNsa ? 3 : config.gated ? 1 : 0; gates > 0) {
+    layer.gates = (hidden / 4) * (hidden + 1) + gates * heads * (hidden / 4 + 1);
   }
   const std::int64_t layers = config.num_layers;
   return {layers * layer.phi, layers * layer.gates, layers * layer.extra_kv,

@@ -12,6 +12,7 @@
 
 #include "base/device.h"
 #include "base/error.h"
+#include "lm/data/repeats.h"
 #include "lm/model/selection_stats.h"
 
 namespace nsa::lm {
@@ -26,6 +27,30 @@ std::vector<std::int64_t> position_edges(std::int64_t context) {
   }
   while (edges.size() > 2 && edges[edges.size() - 2] >= context) edges.pop_back();
   return edges;
+}
+
+/// Distances of repeats: within the default window, the tokens that NSA selects by default, half of a context, beyond.
+constexpr std::array<std::int64_t, 5> kRepeatEdges = {1, 513, 1025, 4097, 1 << 30};
+
+/// Of parts with these edges.
+std::vector<LossPart> parts_between(std::span<const std::int64_t> edges) {
+  std::vector<LossPart> parts;
+  for (std::size_t i = 0; i + 1 < edges.size(); ++i) parts.push_back({edges[i], edges[i + 1], 0, 0});
+  return parts;
+}
+
+/// Sets the means of `parts`, the sums of each of which are that column of the rows'.
+void average(std::vector<LossPart>& parts, const std::vector<RowLosses>& rows, std::vector<LossSum> RowLosses::*sums) {
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    LossSum total;
+    for (const RowLosses& row : rows) total.add((row.*sums)[i].loss, (row.*sums)[i].tokens);
+    parts[i].loss = total.mean();
+    parts[i].tokens = total.tokens;
+  }
+}
+
+std::int64_t bytes_of(const Tokenizer& tokenizer, std::int32_t token) {
+  return token == tokenizer.end_of_document() ? 1 : static_cast<std::int64_t>(tokenizer.decode(token).size());
 }
 
 std::int64_t length_of(const PackedSequence& row) {
@@ -77,15 +102,25 @@ void to_json(nlohmann::json& json, const LayerScalars& scalars) {
           {"neighbour_overlap", scalars.neighbour_overlap}};
 }
 
+void to_json(nlohmann::json& json, const LossPart& part) {
+  json = {{"from", part.from}, {"to", part.to}, {"loss", part.loss}, {"tokens", part.tokens}};
+}
+
 void to_json(nlohmann::json& json, const Evaluation& evaluation) {
   json = {{"loss", evaluation.loss}, {"bits_per_byte", nullptr}, {"eval_tokens", evaluation.tokens}};
   if (evaluation.bits_per_byte) json["bits_per_byte"] = *evaluation.bits_per_byte;
-  json["loss_by_position"] = nlohmann::json::array();
-  for (const auto& part : evaluation.by_position) {
-    json["loss_by_position"].push_back(
-        {{"from", part.from}, {"to", part.to}, {"loss", part.loss}, {"tokens", part.tokens}});
-  }
+  json["loss_by_position"] = evaluation.by_position;
+  json["loss_by_repeat"] = evaluation.by_repeat;
   if (!evaluation.layers.empty()) json["layers"] = evaluation.layers;
+}
+
+std::vector<LossSum> row_losses(const Evaluation& evaluation) {
+  std::vector<LossSum> out;
+  for (const RowLosses& row : evaluation.rows) {
+    LossSum& total = out.emplace_back();
+    for (const LossSum& part : row.by_position) total.add(part.loss, part.tokens);
+  }
+  return out;
 }
 
 std::vector<PackedSequence> choose_rows(const std::vector<PackedSequence>& rows, std::int64_t max_tokens) {
@@ -101,17 +136,20 @@ std::vector<PackedSequence> choose_rows(const std::vector<PackedSequence>& rows,
 }
 
 Evaluation evaluate(const Model& model, const std::vector<Document>& documents, const std::vector<PackedSequence>& rows,
-                    bool byte_level) {
+                    const Tokenizer* tokenizer) {
   const at::NoGradGuard no_grad;
   Evaluation result;
   std::int64_t longest = 1;
   for (const PackedSequence& row : rows) {
     for (const Span& span : row) longest = std::max(longest, span.length);
   }
-  const auto edges = position_edges(longest);
-  for (std::size_t i = 0; i + 1 < edges.size(); ++i) {
-    result.by_position.push_back({edges[i], std::min(edges[i + 1], longest), 0, 0});
-  }
+  auto edges = position_edges(longest);
+  edges.back() = std::min(edges.back(), longest);
+  result.by_position = parts_between(edges);
+  result.by_repeat = parts_between(kRepeatEdges);
+  result.by_repeat.push_back({});
+  result.repeat_match = tokenizer && !tokenizer->is_byte_level() ? 3 : 8;
+  std::int64_t bytes = 0;
   std::vector<LayerTrace> trace;
   for (const PackedSequence& row : rows) {
     const auto batch = make_batch(documents, {row});
@@ -119,26 +157,37 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
     options.trace = &trace;
     const auto losses = token_losses(model.forward(batch.batch, options), batch.targets).contiguous().cpu();
     const float* loss = losses.const_data_ptr<float>();
+    RowLosses& sums = result.rows.emplace_back();
+    sums.by_position.resize(result.by_position.size());
+    sums.by_repeat.resize(result.by_repeat.size());
     for (const Span& span : row) {
-      auto part = result.by_position.begin();
-      for (std::int64_t t = 0; t < span.length; ++t, ++loss) {
-        while (t >= part->to) ++part;
-        part->loss += *loss;
-        ++part->tokens;
+      const auto tokens = std::span(documents[static_cast<std::size_t>(span.document)].tokens)
+                              .subspan(static_cast<std::size_t>(span.begin), static_cast<std::size_t>(span.length + 1));
+      const auto distances = repeat_distances(tokens, result.repeat_match);
+      std::size_t position = 0;
+      for (std::size_t t = 0; t < distances.size(); ++t, ++loss) {
+        while (static_cast<std::int64_t>(t) >= result.by_position[position].to) ++position;
+        const std::int64_t distance = distances[t];
+        const auto repeat =
+            std::find_if(result.by_repeat.begin(), result.by_repeat.end() - 1,
+                         [&](const LossPart& part) { return distance >= part.from && distance < part.to; });
+        sums.by_position[position].add(*loss, 1);
+        sums.by_repeat[static_cast<std::size_t>(repeat - result.by_repeat.begin())].add(*loss, 1);
+        if (tokenizer) bytes += bytes_of(*tokenizer, tokens[t + 1]);
       }
     }
     if (&row == &rows.back() && model.config().attention == AttentionKind::kNsa) {
       result.layers = layer_scalars(model, batch.batch, trace);
     }
   }
-  for (auto& part : result.by_position) {
-    result.loss += part.loss;
-    result.tokens += part.tokens;
-    if (part.tokens > 0) part.loss /= static_cast<double>(part.tokens);
-  }
-  if (result.tokens > 0) result.loss /= static_cast<double>(result.tokens);
+  average(result.by_position, result.rows, &RowLosses::by_position);
+  average(result.by_repeat, result.rows, &RowLosses::by_repeat);
+  LossSum total;
+  for (const LossPart& part : result.by_position) total.add(part.loss * static_cast<double>(part.tokens), part.tokens);
+  result.loss = total.mean();
+  result.tokens = total.tokens;
   if (!std::isfinite(result.loss)) throw Failure("the loss on held-out documents is not finite");
-  if (byte_level) result.bits_per_byte = result.loss / std::log(2.0);
+  if (bytes > 0) result.bits_per_byte = total.loss / static_cast<double>(bytes) / std::log(2.0);
   return result;
 }
 

@@ -8,14 +8,29 @@
 
 #include "lm/data/corpus.h"
 #include "lm/data/packing.h"
+#include "lm/data/tokenizer.h"
 #include "lm/model/model.h"
 
 namespace nsa::lm {
 
-struct PositionLoss {
-  std::int64_t from = 0, to = 0;  // positions in the context, `to` excluded
+/// Mean over the tokens of a range of positions, or of distances.
+struct LossPart {
+  std::int64_t from = 0, to = 0;  // `to` excluded
   double loss = 0;                // nats per token
   std::int64_t tokens = 0;
+};
+
+/// Nats, and of how many tokens.
+struct LossSum {
+  double loss = 0;
+  std::int64_t tokens = 0;
+  void add(double nats, std::int64_t count) { loss += nats, tokens += count; }
+  double mean() const { return tokens > 0 ? loss / static_cast<double>(tokens) : 0; }
+};
+
+/// Of one row, the sums of each part below.
+struct RowLosses {
+  std::vector<LossSum> by_position, by_repeat;
 };
 
 /// What the attention of one layer did, averaged over tokens and heads.
@@ -30,18 +45,27 @@ struct Evaluation {
   double loss = 0;  // nats per token
   std::optional<double> bits_per_byte;
   std::int64_t tokens = 0;
-  std::vector<PositionLoss> by_position;
+  std::vector<LossPart> by_position;  // in the context
+  /// By how long ago the token stood last behind the same `repeat_match` tokens, in tokens; the last part, 0 to 0, are
+  /// those that did not, or not within the context.
+  std::vector<LossPart> by_repeat;
+  std::int64_t repeat_match = 0;
+  std::vector<RowLosses> rows;
   std::vector<LayerScalars> layers;  // of the row evaluated last; attention `nsa` only
 };
+void to_json(nlohmann::json& json, const LossPart& part);
 void to_json(nlohmann::json& json, const Evaluation& evaluation);
+
+/// The sum of each row.
+std::vector<LossSum> row_losses(const Evaluation& evaluation);
 
 /// Evenly spaced rows that together hold about `max_tokens`; all of them where that is 0.
 std::vector<PackedSequence> choose_rows(const std::vector<PackedSequence>& rows, std::int64_t max_tokens);
 
-/// Without gradients. `byte_level`: a token is a byte, so that bits per byte can be told. Throws Failure when the
-/// loss is not finite.
+/// Without gradients. `tokenizer` tells how many bytes of text a token has (the end of a document counts as one), for
+/// bits per byte; it may be null. Throws Failure when the loss is not finite.
 Evaluation evaluate(const Model& model, const std::vector<Document>& documents, const std::vector<PackedSequence>& rows,
-                    bool byte_level);
+                    const Tokenizer* tokenizer);
 
 /// Negative log-likelihood of each target, float32 (total), on the logits' device; differentiable. `targets` in host
 /// memory.

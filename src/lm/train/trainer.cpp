@@ -69,9 +69,10 @@ Model make_model(const RunConfig& config, at::Device device) {
 
 class Trainer {
  public:
-  Trainer(RunFolder folder, RunConfig config, Corpus corpus, at::Device device)
+  Trainer(RunFolder folder, RunConfig config, const Tokenizer& tokenizer, Corpus corpus, at::Device device)
       : folder_(std::move(folder)),
         config_(std::move(config)),
+        tokenizer_(tokenizer),
         corpus_(std::move(corpus)),
         rows_(corpus_.train, config_.train.context, config_.train.seed),
         eval_rows_(choose_rows(pack_documents(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
@@ -85,7 +86,6 @@ class Trainer {
         throttle_(device) {
     if (rows_.empty()) throw Error("data: no document is left to train on");
     make_torch_deterministic(device);
-    byte_level_ = config_.data.tokenizer == "bytes";
   }
 
   void print_summary(const DeviceChoice& device) const;
@@ -109,6 +109,7 @@ class Trainer {
   InterruptGuard interrupt_;  // from before the first checkpoint on
   RunFolder folder_;
   RunConfig config_;
+  const Tokenizer& tokenizer_;
   Corpus corpus_;
   DataLoader rows_;
   std::vector<PackedSequence> eval_rows_;
@@ -118,7 +119,6 @@ class Trainer {
   DeferredMetrics metrics_;  // state_.loss_sum is as of the last sync()
   StepThrottle throttle_;
   std::string shown_loss_;
-  bool byte_level_ = true;
   std::vector<LayerScalars> layers_;
   Progress progress_{0};
   Clock::time_point step_start_;
@@ -249,7 +249,7 @@ void Trainer::log_step(double rate, double norm) {
 
 void Trainer::evaluate_now() {
   if (eval_rows_.empty()) return;
-  const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, byte_level_);
+  const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, &tokenizer_);
   nlohmann::json line = {
       {"kind", "eval"}, {"step", state_.step}, {"tokens", state_.tokens}, {"seconds", state_.seconds}};
   line.update(nlohmann::json(evaluation));
@@ -331,7 +331,7 @@ TrainResult train(TrainRequest request) {
   auto folder = RunFolder::for_new_run(request.out, request.overwrite);
   auto corpus = load_corpus(config.data, *tokenizer);
   config.fingerprint = hex(corpus.fingerprint);
-  Trainer trainer(std::move(folder), config, std::move(corpus), request.device.device);
+  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), request.device.device);
   trainer.begin();
   trainer.print_summary(request.device);
   note_the_start_of_phi(config.model);
@@ -361,7 +361,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given) {
     throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
                             hex(corpus.fingerprint), config.fingerprint));
   }
-  Trainer trainer(std::move(folder), config, std::move(corpus), device.device);
+  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), device.device);
   trainer.print_summary(device);
   trainer.load();
   return trainer.run();
