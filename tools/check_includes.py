@@ -17,6 +17,7 @@ PROGRAM = ["base", "bridge"]
 ARROWS = {
     "base": [],
     "bridge": ["base"],
+    "lm/methods": PROGRAM,
     "lm/model": PROGRAM,
     "lm/data": [*PROGRAM, "lm/model"],
     "lm/generate": [*PROGRAM, "lm/model"],
@@ -25,7 +26,7 @@ ARROWS = {
     "lm/probes": [*PROGRAM, *LM[:5]],
     "bench": PROGRAM,
     "replay": PROGRAM,
-    "cli": [*PROGRAM, *LM, "bench", "replay"],
+    "cli": [*PROGRAM, *LM, "lm/methods", "bench", "replay"],
     "core": [],
     "reference": ["core"],
     "cpu": ["core"],

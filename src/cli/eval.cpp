@@ -13,6 +13,7 @@
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
+#include "cli/method.h"
 #include "cli/output.h"
 #include "lm/data/packing.h"
 #include "lm/train/compare.h"
@@ -32,6 +33,7 @@ struct EvalCommand {
   std::vector<std::string> data;
   std::string against, window;
   std::int64_t context = 0, tokens = 262144;
+  MethodOptions method;
   MachineOptions machine;
 
   /// Another run on the same rows.
@@ -54,13 +56,15 @@ struct EvalCommand {
     json.open();
     const auto device = machine.choose();
     const auto opened = checkpoint.open(device.device);
+    const auto attention = method.attention(opened.model().config());
     const auto texts = checkpoint.texts(opened, data);
     const auto length = context > 0 ? context : opened.loaded.context;
     const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);
-    const auto result = lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer.get());
+    const auto result = lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer.get(), attention);
     nlohmann::json out = {{"kind", "nsa-eval"},   {"checkpoint", checkpoint.path},       {"set", checkpoint.changes},
                           {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
                           {"context", length}};
+    method.describe(out, opened.model().config(), length);
     out.update(nlohmann::json(result));
     out["rows"] = nlohmann::json::array();
     for (const lm::LossSum& row : lm::row_losses(result))
@@ -68,6 +72,7 @@ struct EvalCommand {
 
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
+    method.print(opened.model().config(), length);
     fmt::print("loss {:.4f} nats/token", result.loss);
     if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
     fmt::print("\n");
@@ -133,6 +138,7 @@ void add_eval(CLI::App& app) {
                       "Another run: its loss on the same rows, and the difference with its 95 % interval");
   command->add_option("--window", state->window,
                       "A run of window attention: R, the share kept of what --against gains over it");
+  state->method.add(*command);
   state->machine.add(*command);
   state->json.add(*command, "the results");
   command->callback([] { state->run(); });

@@ -12,12 +12,14 @@
 namespace nsa::lm {
 namespace {
 
-at::Tensor full_attention(const AttentionInputs& in, const std::vector<std::int64_t>& offsets) {
+at::Tensor full_attention(const AttentionInputs& in, const ForwardState& state) {
+  const auto& offsets = state.offsets;
+  const SequenceAttention attend = state.options.attention ? state.options.attention : causal_attention;
   std::vector<at::Tensor> outputs;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
     if (offsets[b] == offsets[b + 1]) continue;
-    outputs.push_back(causal_attention(sequence(in.q), sequence(in.k_slc), sequence(in.v_slc)));
+    outputs.push_back(attend(sequence(in.q), sequence(in.k_slc), sequence(in.v_slc)));
   }
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }
@@ -59,7 +61,7 @@ at::Tensor packed_attention(const ModelConfig& config, const CompressionTensors&
     case AttentionKind::kNsa:
       return sparse_attention(config, phi_k, phi_v, in, state, layer, trace);
     case AttentionKind::kFull:
-      return full_attention(in, state.offsets);
+      return full_attention(in, state);
     case AttentionKind::kWindow:
       return sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest,
                                       config.nsa.window_size);

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -28,12 +29,16 @@ struct LayerTrace {
   at::Tensor indices;  // int32 (total, Hkv, topk)
 };
 
+/// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
+using SequenceAttention = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;
+
 struct ForwardOptions {
   double noise = 0;                              // exploration noise of the selection
   std::uint64_t seed = 0;                        // of the noise; each layer derives its own
   std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
+  SequenceAttention attention;                   // in place of torch's dense one; `full` only
 };
 
 class Model {

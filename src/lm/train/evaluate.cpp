@@ -136,7 +136,7 @@ std::vector<PackedSequence> choose_rows(const std::vector<PackedSequence>& rows,
 }
 
 Evaluation evaluate(const Model& model, const std::vector<Document>& documents, const std::vector<PackedSequence>& rows,
-                    const Tokenizer* tokenizer) {
+                    const Tokenizer* tokenizer, const SequenceAttention& attention) {
   const at::NoGradGuard no_grad;
   Evaluation result;
   std::int64_t longest = 1;
@@ -155,6 +155,7 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
     const auto batch = make_batch(documents, {row});
     ForwardOptions options;
     options.trace = &trace;
+    options.attention = attention;
     const auto losses = token_losses(model.forward(batch.batch, options), batch.targets).contiguous().cpu();
     const float* loss = losses.const_data_ptr<float>();
     RowLosses& sums = result.rows.emplace_back();

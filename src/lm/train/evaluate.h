@@ -63,9 +63,9 @@ std::vector<LossSum> row_losses(const Evaluation& evaluation);
 std::vector<PackedSequence> choose_rows(const std::vector<PackedSequence>& rows, std::int64_t max_tokens);
 
 /// Without gradients. `tokenizer` tells how many bytes of text a token has (the end of a document counts as one), for
-/// bits per byte; it may be null. Throws Failure when the loss is not finite.
+/// bits per byte; it may be null. `attention`: see ForwardOptions. Throws Failure when the loss is not finite.
 Evaluation evaluate(const Model& model, const std::vector<Document>& documents, const std::vector<PackedSequence>& rows,
-                    const Tokenizer* tokenizer);
+                    const Tokenizer* tokenizer, const SequenceAttention& attention = {});
 
 /// Negative log-likelihood of each target, float32 (total), on the logits' device; differentiable. `targets` in host
 /// memory.

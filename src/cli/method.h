@@ -1,0 +1,63 @@
+// The method by which a model of full attention attends in the place of it.
+#pragma once
+
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "base/error.h"
+#include "lm/methods/method.h"
+#include "lm/model/model.h"
+
+namespace nsa::cli {
+
+struct MethodOptions {
+  std::string name;
+  std::int64_t budget = 0;
+
+  void add(CLI::App& command) {
+    auto* const method =
+        command
+            .add_option("--method", name,
+                        "Run a model of full attention by a method that reads fewer tokens; docs/guide/measuring.md "
+                        "says what each does")
+            ->check(CLI::IsMember(lm::method_names()));
+    command
+        .add_option(
+            "--budget", budget,
+            "Tokens that --method reads for a query; 0: as many as NSA with the model's hyperparameters (n l' + "
+            "w and the compressed keys of the sequence)")
+        ->check(CLI::Range(0, 1 << 24))
+        ->needs(method);
+  }
+
+  /// What the model's layers are to call; empty without --method.
+  lm::SequenceAttention attention(const lm::ModelConfig& config) const {
+    if (name.empty()) return {};
+    if (config.attention != lm::AttentionKind::kFull) {
+      throw lm::Error(fmt::format("--method {}: needs a model of attention full, this one's is {}", name,
+                                  lm::name_of(config.attention)));
+    }
+    return [*this, nsa = config.nsa](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+      return lm::attend_by(name, tokens(nsa, q.size(0)), q, k, v);
+    };
+  }
+
+  /// Read for a query in a sequence of that length.
+  std::int64_t tokens(const NSAConfig& nsa, std::int64_t length) const {
+    return budget > 0 ? budget : lm::nsa_budget(nsa, length);
+  }
+
+  /// For reports.
+  void describe(nlohmann::json& out, const lm::ModelConfig& config, std::int64_t length) const {
+    if (!name.empty()) out.update({{"method", name}, {"budget", tokens(config.nsa, length)}});
+  }
+  void print(const lm::ModelConfig& config, std::int64_t length) const {
+    if (name.empty()) return;
+    fmt::print("method {}: {} tokens read for a query\n", name, tokens(config.nsa, length));
+  }
+};
+
+}  // namespace nsa::cli

@@ -1,0 +1,81 @@
+#include "lm/methods/method.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/argsort.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "base/error.h"
+
+namespace nsa::lm {
+namespace {
+
+struct NamedMethod {
+  const char* name;
+  std::unique_ptr<Method> (*make)(const at::Tensor& q, const at::Tensor& k, std::int64_t budget);
+};
+constexpr std::array kMethods = {
+    NamedMethod{"streaming", make_streaming},  NamedMethod{"h2o", make_h2o},
+    NamedMethod{"quest", make_quest},          NamedMethod{"infllm", make_infllm},
+    NamedMethod{"clusterkv", make_cluster_kv}, NamedMethod{"exact", make_exact},
+};
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr std::int64_t kMostScores = std::int64_t{1} << 26;  // of a block of queries: 256 MiB in float32
+
+/// The `budget` tokens of highest priority, bool of the same shape.
+at::Tensor chosen(const at::Tensor& priorities, std::int64_t budget) {
+  const auto order = at::argsort(priorities, /*stable=*/true, -1, /*descending=*/true);
+  const auto best = order.narrow(-1, 0, std::min(budget, priorities.size(-1)));
+  return at::zeros(priorities.sizes(), priorities.options().dtype(at::kBool)).scatter_(-1, best, true);
+}
+
+}  // namespace
+
+std::vector<std::string> method_names() {
+  std::vector<std::string> names;
+  for (const NamedMethod& method : kMethods) names.emplace_back(method.name);
+  return names;
+}
+
+at::Tensor attend_by(const std::string& method, std::int64_t budget, const at::Tensor& q, const at::Tensor& k,
+                     const at::Tensor& v) {
+  const auto* const named =
+      std::find_if(kMethods.begin(), kMethods.end(), [&](const NamedMethod& entry) { return entry.name == method; });
+  if (named == kMethods.end()) {
+    throw Error(fmt::format("method {}: must be one of {}", method, fmt::join(method_names(), ", ")));
+  }
+  const std::int64_t length = q.size(0), kv_heads = k.size(1);
+  const auto heads = q.transpose(0, 1).unflatten(0, {kv_heads, -1}) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto keys = k.transpose(0, 1).contiguous(), values = v.transpose(0, 1).contiguous();
+  const auto positions = at::arange(length, q.options().dtype(at::kLong));
+  const auto ranking = named->make(heads, keys, budget);
+  const std::int64_t step = std::clamp<std::int64_t>(kMostScores / (q.size(1) * length), 1, 256);
+  std::vector<at::Tensor> outputs;
+  for (std::int64_t begin = 0; begin < length; begin += step) {
+    const std::int64_t end = std::min(begin + step, length);
+    const auto later = positions.narrow(0, 0, end) > positions.slice(0, begin, end).unsqueeze(1);  // (T, end)
+    QueryBlock block{begin, heads.slice(2, begin, end)};
+    block.scores = at::matmul(block.q, keys.narrow(1, 0, end).transpose(1, 2).unsqueeze(1));
+    block.scores.masked_fill_(later, -kInfinity);
+    const auto read = chosen(ranking->priorities(block).masked_fill(later, -kInfinity), budget);
+    const auto weights = block.scores.masked_fill(~read.unsqueeze(1), -kInfinity).softmax(-1);
+    outputs.push_back(at::matmul(weights, values.narrow(1, 0, end).unsqueeze(1)));  // (Hkv, G, T, Dv)
+  }
+  return at::cat(outputs, 2).flatten(0, 1).transpose(0, 1);
+}
+
+std::int64_t nsa_budget(const NSAConfig& config, std::int64_t length) {
+  return std::int64_t{config.topk} * config.block_size + config.window_size + config.num_compressed(length);
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,52 @@
+"""A model of full attention run by methods that read fewer tokens: nsa eval --method."""
+
+import json
+import math
+
+import pytest
+
+from conftest import nsa, refused
+
+METHODS = ["streaming", "h2o", "quest", "infllm", "clusterkv", "exact"]
+
+
+@pytest.fixture(scope="module")
+def full(trained, tmp_path_factory):
+    return loss(trained["full"], tmp_path_factory.mktemp("full"))
+
+
+def loss(run, tmp_path, *options):
+    out = tmp_path / "eval.json"
+    nsa("eval", run, "--threads", 2, "--json", out, *options)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_reads_as_many_tokens_as_it_may(trained, full, tmp_path, method):
+    enough = loss(trained["full"], tmp_path, "--method", method, "--budget", 256)
+    few = loss(trained["full"], tmp_path, "--method", method, "--budget", 8)
+    assert enough["loss"] == pytest.approx(full["loss"], abs=1e-5)
+    assert (few["method"], few["budget"]) == (method, 8) and "method" not in full
+    assert math.isfinite(few["loss"]) and abs(few["loss"] - full["loss"]) > 1e-5
+    assert few["eval_tokens"] == full["eval_tokens"]
+
+
+def test_the_budget_is_what_nsa_reads(trained, tmp_path):
+    nsa_options = ["--set", "topk=4", "--set", "block_size=16", "--set", "window_size=32"]
+    result = loss(trained["full"], tmp_path, "--method", "quest", "--context", 200, *nsa_options)
+    assert result["budget"] == 4 * 16 + 32 + (200 - 8) // 4 + 1  # and the compressed keys of TINY's l and d
+    text = nsa("eval", trained["full"], "--method", "quest", "--context", 200, *nsa_options).text
+    assert f"method quest: {result['budget']} tokens read for a query" in text
+
+
+@pytest.mark.parametrize("attention", ["nsa", "window"])
+def test_other_attention_is_refused(trained, attention):
+    message = refused("eval", trained[attention], "--method", "h2o")
+    assert f"--method h2o: needs a model of attention full, this one's is {attention}" in message
+
+
+def test_options_are_checked(trained):
+    message = refused("eval", trained["full"], "--method", "snapkv")
+    assert "--method" in message and all(method in message for method in METHODS)
+    assert "--method" in refused("eval", trained["full"], "--budget", 64)
+    assert "--budget" in refused("eval", trained["full"], "--method", "h2o", "--budget", -1)
