@@ -1,10 +1,14 @@
-// nsa recall: trains two small models to recall key-value pairs from beyond the window, with NSA and with the window
-// alone.
+// nsa recall: trains three small models to recall key-value pairs from beyond the window, with NSA, with full attention
+// and with the window alone.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <memory>
+#include <numeric>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/names.h"
 #include "cli/commands.h"
@@ -20,18 +24,25 @@ struct RecallCommand {
   lm::RecallOptions options;
   std::string phi = "mlp";
   JsonOption json;
+  int length = 0;
+  CLI::Option* gap = nullptr;
   bool check = false;
+  std::string dtype = "float32";
   MachineOptions machine;
 
   void run() {
     json.open();
     const auto device = machine.choose();
     options.device = device.device;
-    const auto& task = options.task;
+    options.dtype = dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+    auto& task = options.task;
     auto& model = options.model;
+    if (gap->count() == 0) task.gap = std::max(task.gap, model.num_layers * (model.nsa.window_size - 1) + 1);
+    if (length > 0) task = task.stretched(length);
     model.phi = lm::compression_kind(phi);
     model.v_head_dim = model.head_dim;
     fmt::print("device: {}\n", device.text);
+    if (task.hops > 1) fmt::print("chains of {} look-ups, written out step by step\n", task.hops);
     fmt::print("{} key-value pairs in sequences of {} tokens, window {}, {} selected tokens\n", task.pairs,
                task.length(), model.nsa.window_size, model.nsa.topk * model.nsa.block_size);
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
@@ -41,16 +52,39 @@ struct RecallCommand {
     });
     const auto line = [](const char* name, double share) { fmt::print("{:<40} {:>6.1f} %\n", name, 100 * share); };
     fmt::print("\nright answers on fresh sequences, after {:.0f} s\n", report.seconds);
-    line("NSA", report.nsa);
+    line("NSA", report.nsa.exact);
     line("NSA, window gate alone", report.nsa_window_alone);
     line("NSA without the compressed branch", report.nsa_without_cmp);
     line("NSA without the selected branch", report.nsa_without_slc);
-    line("window model", report.window);
+    line("full attention", report.full.exact);
+    line("window model", report.window.exact);
     line("chance", task.chance());
+    std::vector<std::int64_t> hops(static_cast<std::size_t>(task.hops));
+    std::iota(hops.begin(), hops.end(), 1);
+    if (task.hops > 1) print_table(report, "hop", hops, &lm::RecallScore::by_hop);
+    print_table(report, "tokens back, at least", {report.distances.begin(), report.distances.end() - 1},
+                &lm::RecallScore::by_distance);
+    if (!options.lengths.empty()) {
+      print_table(report, "length", {options.lengths.begin(), options.lengths.end()}, &lm::RecallScore::by_length);
+    }
     json.write(report);
     if (check && !report.as_expected()) {
       fmt::print("not as expected: NSA at least 95 %, the window alone at chance\n");
       throw Exit{1};
+    }
+  }
+
+  /// Percent; a row for each model.
+  static void print_table(const lm::RecallReport& report, const char* title, const std::vector<std::int64_t>& columns,
+                          std::vector<double> lm::RecallScore::*field) {
+    fmt::print("\n{:<24}", title);
+    for (const auto column : columns) fmt::print("{:>8}", column);
+    fmt::print("\n");
+    for (const auto& [name, score] : {std::pair("NSA", &report.nsa), std::pair("full attention", &report.full),
+                                      std::pair("window model", &report.window)}) {
+      fmt::print("{:<24}", name);
+      for (const double share : score->*field) fmt::print("{:>8.1f}", 100 * share);
+      fmt::print("\n");
     }
   }
 };
@@ -60,8 +94,8 @@ struct RecallCommand {
 void add_recall(CLI::App& app) {
   static std::unique_ptr<RecallCommand> state;  // the callback refers to it
   state = std::make_unique<RecallCommand>();
-  auto* const command =
-      app.add_subcommand("recall", "Train on recalling key-value pairs from beyond the window: NSA and window alone.");
+  auto* const command = app.add_subcommand(
+      "recall", "Train on recalling key-value pairs from beyond the window: NSA, full attention, window alone.");
   command->add_option("--seed", state->options.seed, "Of weights and data");
   command->add_option("--steps", state->options.most_steps, "Most optimiser steps; it ends earlier when all is learnt")
       ->check(CLI::Range(1, 1000000));
@@ -71,9 +105,26 @@ void add_recall(CLI::App& app) {
   auto& task = state->options.task;
   const auto count = CLI::Range(1, 1 << 20);
   command->add_option("--pairs", task.pairs, "Key-value pairs")->check(count)->group("Task");
-  command->add_option("--slot", task.slot, "Tokens from a key to the next")->check(CLI::Range(2, 1024))->group("Task");
-  command->add_option("--gap", task.gap, "Tokens between the last pair and the first question")
-      ->check(count)
+  command->add_option("--hops", task.hops, "Look-ups to a question: a value is the next one's key, and is written out")
+      ->check(CLI::Range(1, 64))
+      ->group("Task");
+  auto* const slot = command->add_option("--slot", task.slot, "Tokens from a key to the next")
+                         ->check(CLI::Range(2, 1024))
+                         ->group("Task");
+  state->gap = command
+                   ->add_option("--gap", task.gap,
+                                "Tokens between the last pair and the first question; at least, and by default, "
+                                "more than layers * (window size - 1)")
+                   ->check(count)
+                   ->group("Task");
+  const auto length = CLI::Range(16, 1 << 24);
+  command->add_option("--length", state->length, "Tokens of a sequence, pairs spread over it: sets --slot")
+      ->check(length)
+      ->excludes(slot)
+      ->group("Task");
+  command->add_option("--lengths", state->options.lengths, "Lengths at which the trained models are evaluated, too")
+      ->delimiter(',')
+      ->check(length)
       ->group("Task");
   command->add_option("--values", task.num_values, "Values to choose from")->check(count)->group("Task");
   auto& model = state->options.model;
@@ -92,9 +143,14 @@ void add_recall(CLI::App& app) {
   model_option("--block-size", model.nsa.block_size, "l': tokens in a selection block");
   model_option("--topk", model.nsa.topk, "n: selection blocks per query, forced ones included");
   model_option("--window-size", model.nsa.window_size, "w: tokens of the sliding window");
+  command->add_option("--rope-theta", model.rope_theta, "Base of the rotary frequencies")
+      ->check(CLI::Range(1.0, 1e12))
+      ->group("Model");
   command->add_option("--phi", state->phi, "Compression function: mean, linear or mlp")->group("Model");
   command->add_flag("--share-kv", model.share_kv, "One key and one value projection for the three branches")
       ->group("Model");
+  command->add_option("--dtype", state->dtype, "Of matrix products and attention: float32 or bfloat16")
+      ->check(CLI::IsMember({"float32", "bfloat16"}));
   state->machine.add(*command);
   command->add_flag("--check", state->check, "Exit code 1 unless NSA reaches 95 % and the window stays at chance");
   state->json.add(*command, "the results");

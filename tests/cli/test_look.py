@@ -84,6 +84,34 @@ def test_recall_refuses_a_gap_that_windows_can_bridge():
     assert "gap = 5" in refused("recall", "--gap", 5, "--steps", 1)
 
 
+def test_recall_refuses_what_cannot_be_asked():
+    assert "length = 100: must be at least 272" in refused("recall", "--length", 100)
+    assert "length = 64: must be at least 272" in refused("recall", "--steps", 1, "--lengths", "512,64")
+    assert "hops = 5: must be at most pairs = 4" in refused("recall", "--pairs", 4, "--hops", 5)
+    refused("recall", "--length", 512, "--slot", 4)
+
+
+def test_recall_of_chains_step_by_step(tmp_path):
+    """Each answer of a chain is the next key; a whole chain is never right more often than its worst step."""
+    options = "--pairs 7 --hops 3 --length 100 --lengths 64,200 --steps 2 --threads 2".split()
+    out, text = result(tmp_path, "recall", *options)
+    assert (out["length"], out["hops"], out["pairs"]) == (100, 3, 7) and "chains of 3 look-ups" in text
+    assert out["slot"] == (100 - 32 - 6) // 7 and out["gap"] == 100 - 6 - 7 * out["slot"]
+    assert out["distances"][0] == out["gap"] and out["distances"][-1] == 100
+    for model in ("nsa", "full", "window"):
+        assert len(out["by_hop"][model]) == 3 and len(out["by_length"][model]) == 2
+        assert len(out["by_distance"][model]) == len(out["distances"]) - 1
+        assert 0 <= out[model] <= min(out["by_hop"][model]) <= 1
+
+
+def test_recall_at_the_language_models_own_sizes(tmp_path):
+    """64 pairs, l, d, l', n = 32, 16, 64, 16 and a window of 512."""
+    sizes = "--kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16 --window-size 512".split()
+    out, text = result(tmp_path, "recall", "--pairs", 64, "--length", 4096, *sizes, "--steps", 1, "--threads", 2)
+    assert out["length"] == 4096 and out["gap"] > 2 * 511 and "window 512, 1024 selected tokens" in text
+    assert all(0 <= out[model] <= 0.2 for model in ("nsa", "full", "window"))
+
+
 def test_bench_takes_the_shape_of_a_run(trained, tmp_path):
     options = "--lengths 96 --repeats 1 --budget 0.01 --threads 2 --no-backward --no-parts --no-plain".split()
     out, _ = result(tmp_path, "bench", "--model", trained["nsa"], *options)

@@ -1,12 +1,16 @@
 #include "lm/probes/recall.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -21,15 +25,27 @@
 namespace nsa::lm {
 namespace {
 
-constexpr int kFirstPairs = 4;
+constexpr int kFirstChains = 4;
 constexpr double kGrowAt = 0.9, kSuccess = 0.97;  // accuracies
 constexpr double kMemory = 0.8;                   // of the running accuracy, per step
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
 constexpr std::int64_t kDecaySteps = 400;  // at the full length, down to a tenth of the learning rate
 constexpr int kEvaluationSequences = 32;
+constexpr int kDistances = 8;  // parts of the map
 
-double accuracy(const at::Tensor& logits, const at::Tensor& answers) {
-  return logits.argmax(-1).cpu().eq(answers).to(at::kFloat).mean().item<float>();
+at::Tensor right_answers(const at::Tensor& logits, const at::Tensor& answers) {
+  return logits.argmax(-1).cpu().eq(answers).to(at::kFloat);
+}
+
+double share_of(const at::Tensor& right) { return right.mean().item<float>(); }
+
+/// The distances from one question to the pairs, in equal parts.
+std::vector<std::int64_t> distance_edges(const RecallTask& task) {
+  std::vector<std::int64_t> edges;
+  for (std::int64_t i = 0; i <= kDistances; ++i) {
+    edges.push_back(task.gap + i * (task.length() - task.gap) / kDistances);
+  }
+  return edges;
 }
 
 class RecallTrainer {
@@ -51,21 +67,48 @@ class RecallTrainer {
     const auto sequences = std::max<std::int64_t>(1, options_.tokens_per_step / shape.length());
     const auto data = make_recall_batch(options_.task, plan.pairs, static_cast<int>(sequences),
                                         derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
-    const auto logits = answered(data, {});
+    const auto logits = answered(data.batch, data.queries, {});
     const auto loss = token_losses(logits, data.answers).mean();
     loss.backward();
     optimizer_.step(plan.lr);
     ++steps_;
-    return {loss.item<float>(), accuracy(logits.detach(), data.answers)};
+    return {loss.item<float>(), share_of(right_answers(logits.detach(), data.answers))};
   }
 
-  double evaluate(std::array<double, 3> gate_scale = {1, 1, 1}) const {
+  /// On fresh sequences of the task; `forward` as the model is to be run.
+  RecallScore evaluate(const RecallTask& task, const ForwardOptions& forward = {}) const {
     const at::NoGradGuard no_grad;
-    const auto data =
-        make_recall_batch(options_.task, options_.task.pairs, kEvaluationSequences, derive_seed({options_.seed, 2}));
-    ForwardOptions forward;
-    forward.gate_scale = gate_scale;
-    return accuracy(answered(data, forward), data.answers);
+    const auto data = make_recall_batch(task, task.pairs, kEvaluationSequences, derive_seed({options_.seed, 2}));
+    const std::int64_t length = task.length(), asked = task.num_queries();
+    const auto at_once = std::max<std::int64_t>(1, options_.tokens_per_step / length);  // sequences
+    std::vector<at::Tensor> parts;
+    for (std::int64_t first = 0; first < kEvaluationSequences; first += at_once) {
+      const auto end = std::min<std::int64_t>(first + at_once, kEvaluationSequences);
+      const Batch batch{data.batch.tokens.slice(0, first * length, end * length),
+                        data.batch.cu_seqlens.slice(0, 0, end - first + 1)};
+      const auto queries = data.queries.slice(0, first * asked, end * asked) - first * length;
+      const auto answers = data.answers.slice(0, first * asked, end * asked);
+      parts.push_back(right_answers(answered(batch, queries, forward), answers));
+    }
+    const auto right = at::cat(parts).view({-1, task.hops});  // (chains, hops)
+    RecallScore score;
+    score.exact = share_of(right.prod(1));
+    for (int hop = 0; hop < task.hops; ++hop) score.by_hop.push_back(share_of(right.select(1, hop)));
+    const auto edges = distance_edges(task);
+    for (std::size_t i = 0; i + 1 < edges.size(); ++i) {
+      const auto there = data.distances.ge(edges[i]).logical_and(data.distances.lt(edges[i + 1]));
+      score.by_distance.push_back(share_of(right.view({-1}).masked_select(there)));
+    }
+    return score;
+  }
+
+  /// The same at every length that is asked for, too.
+  RecallScore evaluate_all() const {
+    auto score = evaluate(options_.task);
+    for (const int length : options_.lengths) {
+      score.by_length.push_back(evaluate(options_.task.stretched(length)).exact);
+    }
+    return score;
   }
 
  private:
@@ -74,13 +117,13 @@ class RecallTrainer {
     config.attention = attention;
     config.vocab_size = options.task.vocab_size();
     Model model(config, options.seed);
-    model.place(options.device, at::kFloat);
+    model.place(options.device, options.dtype);
     return model;
   }
 
   /// Logits where the sequences ask.
-  at::Tensor answered(const RecallBatch& data, const ForwardOptions& options) const {
-    return model_.forward(data.batch, options).index_select(0, upload(data.queries, options_.device));
+  at::Tensor answered(const Batch& batch, const at::Tensor& queries, const ForwardOptions& options) const {
+    return model_.forward(batch, options).index_select(0, upload(queries, options_.device));
   }
 
   const RecallOptions& options_;
@@ -91,19 +134,33 @@ class RecallTrainer {
 
 }  // namespace
 
+RecallTask RecallTask::stretched(int tokens) const {
+  RecallTask task = *this;
+  const int room = tokens - gap;
+  task.slot = hops == 1 ? (2 * room + 1) / (3 * pairs) : (room - num_queries()) / pairs;
+  if (task.slot < 2) {
+    task.slot = 2;
+    throw Error(fmt::format("length = {}: must be at least {} for {} pairs and a gap of {}", tokens, task.length(),
+                            pairs, gap));
+  }
+  task.gap += tokens - task.length();
+  return task;
+}
+
 RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, std::uint64_t seed) {
   RecallTask shape = task;
   shape.pairs = pairs;
   const std::int64_t length = shape.length(), total = length * sequences;
   const std::int64_t asked = shape.num_queries(), first_query = length - asked;
-  RecallBatch data{{at::empty({total}, at::kLong), at::empty({sequences + 1}, at::kInt)},
+  RecallBatch data{{at::zeros({total}, at::kLong), at::empty({sequences + 1}, at::kInt)},
+                   at::empty({asked * sequences}, at::kLong),
                    at::empty({asked * sequences}, at::kLong),
                    at::empty({asked * sequences}, at::kLong)};
   auto* const tokens = data.batch.tokens.mutable_data_ptr<std::int64_t>();
   auto* const offsets = data.batch.cu_seqlens.mutable_data_ptr<int>();
   auto* queries = data.queries.mutable_data_ptr<std::int64_t>();
   auto* answers = data.answers.mutable_data_ptr<std::int64_t>();
-  std::fill_n(tokens, total, 0);
+  auto* distances = data.distances.mutable_data_ptr<std::int64_t>();
   Random random(seed);
   std::vector<int> keys(static_cast<std::size_t>(task.pairs)), order(static_cast<std::size_t>(pairs));
   std::vector<std::int64_t> values(static_cast<std::size_t>(pairs));
@@ -115,17 +172,26 @@ RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, 
     std::iota(order.begin(), order.end(), 0);
     shuffle(keys, random.next());
     shuffle(order, random.next());
+    for (auto& value : values) {
+      value = 1 + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(task.num_values)));
+    }
+    const auto pair_asked = [&](std::int64_t i) {
+      return static_cast<std::size_t>(order[static_cast<std::size_t>(i % pairs)]);
+    };
+    for (std::int64_t i = 0; task.hops > 1 && i < asked; ++i) {
+      if ((i + 1) % task.hops != 0) values[pair_asked(i)] = keys[pair_asked(i + 1)];
+    }
     for (std::size_t p = 0; p < values.size(); ++p) {
-      values[p] = 1 + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(task.num_values)));
       const auto at = start + static_cast<std::int64_t>(p) * task.slot;
       tokens[at] = keys[p];
       tokens[at + 1] = values[p];
     }
     for (std::int64_t i = 0; i < asked; ++i) {
-      const auto p = static_cast<std::size_t>(order[static_cast<std::size_t>(i % pairs)]);
+      const auto p = pair_asked(i);
       tokens[start + first_query + i] = keys[p];
       *queries++ = start + first_query + i;
       *answers++ = values[p];
+      *distances++ = first_query + i - static_cast<std::int64_t>(p) * task.slot;
     }
   }
   return data;
@@ -151,22 +217,26 @@ ModelConfig recall_model(at::Device device) {
 
 bool RecallReport::as_expected() const {
   const double chance = options.task.chance();
-  return nsa >= 0.95 && window <= 2 * chance && nsa_window_alone <= 2 * chance;
+  return nsa.exact >= 0.95 && window.exact <= 2 * chance && nsa_window_alone <= 2 * chance;
 }
 
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step) {
   const auto& task = options.task;
+  if (task.hops > task.pairs) {
+    throw Error(fmt::format("hops = {}: must be at most pairs = {}", task.hops, task.pairs));
+  }
   const int reach = options.model.num_layers * (options.model.nsa.window_size - 1);
   if (task.gap <= reach) {
     throw Error(fmt::format("gap = {}: must be more than layers * (window_size - 1) = {}", task.gap, reach));
   }
+  for (const int length : options.lengths) task.stretched(length);  // refuses before the work begins
   const auto start = std::chrono::steady_clock::now();
   RecallReport report;
   report.options = options;
   RecallTrainer sparse(options, AttentionKind::kNsa);
   std::vector<RecallTrainer::Plan> plans;  // of each step
   std::int64_t at_full_length = 0;         // steps
-  int pairs = std::min(kFirstPairs, options.task.pairs);
+  int pairs = std::min(kFirstChains * task.hops, task.pairs);
   double running = 0;
   std::int64_t left = options.most_steps;
   while (left-- > 0) {
@@ -181,39 +251,60 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
       report.history.push_back({step, pairs, loss, running});
       on_step(report.history.back());
     }
-    if (pairs < options.task.pairs) {
+    if (pairs < task.pairs) {
       if (running < kGrowAt) continue;
-      pairs = std::min(2 * pairs, options.task.pairs);
+      pairs = std::min(2 * pairs, task.pairs);
       running = 0;
     } else if (running > kSuccess) {
       left = std::min(left, options.steps_after_success);
     }
   }
-  report.nsa = sparse.evaluate();
-  report.nsa_window_alone = sparse.evaluate({0, 0, 1});
-  report.nsa_without_cmp = sparse.evaluate({0, 1, 1});
-  report.nsa_without_slc = sparse.evaluate({1, 0, 1});
+  report.distances = distance_edges(task);
+  report.nsa = sparse.evaluate_all();
+  const auto with_gates = [&](std::array<double, 3> scale) {
+    ForwardOptions forward;
+    forward.gate_scale = scale;
+    return sparse.evaluate(task, forward).exact;
+  };
+  report.nsa_window_alone = with_gates({0, 0, 1});
+  report.nsa_without_cmp = with_gates({0, 1, 1});
+  report.nsa_without_slc = with_gates({1, 0, 1});
 
-  RecallTrainer window(options, AttentionKind::kWindow);
-  for (const auto& plan : plans) window.step(plan);
-  report.window = window.evaluate();
+  for (auto [attention, score] :
+       {std::pair(AttentionKind::kFull, &report.full), std::pair(AttentionKind::kWindow, &report.window)}) {
+    RecallTrainer other(options, attention);
+    for (const auto& plan : plans) other.step(plan);
+    *score = other.evaluate_all();
+  }
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return report;
 }
 
 void to_json(nlohmann::json& json, const RecallReport& report) {
+  const auto& task = report.options.task;
   json = {{"kind", "nsa-recall"},
           {"seed", report.options.seed},
-          {"length", report.options.task.length()},
-          {"pairs", report.options.task.pairs},
-          {"chance", report.options.task.chance()},
+          {"length", task.length()},
+          {"pairs", task.pairs},
+          {"hops", task.hops},
+          {"slot", task.slot},
+          {"gap", task.gap},
+          {"window_size", report.options.model.nsa.window_size},
+          {"chance", task.chance()},
           {"steps", report.history.empty() ? 0 : report.history.back().step},
           {"seconds", report.seconds},
-          {"nsa", report.nsa},
-          {"window", report.window},
           {"nsa_window_gate_only", report.nsa_window_alone},
           {"nsa_without_cmp", report.nsa_without_cmp},
-          {"nsa_without_slc", report.nsa_without_slc}};
+          {"nsa_without_slc", report.nsa_without_slc},
+          {"distances", report.distances},
+          {"lengths", report.options.lengths}};
+  for (const auto& [name, score] :
+       {std::pair("nsa", &report.nsa), std::pair("full", &report.full), std::pair("window", &report.window)}) {
+    json[name] = score->exact;
+    json["by_hop"][name] = score->by_hop;
+    json["by_distance"][name] = score->by_distance;  // NaN becomes null
+    json["by_length"][name] = score->by_length;
+  }
   for (const auto& step : report.history) {
     json["history"].push_back(
         {{"step", step.step}, {"pairs", step.pairs}, {"loss", step.loss}, {"accuracy", step.accuracy}});

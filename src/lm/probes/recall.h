@@ -1,7 +1,6 @@
 // Associative recall: does a model find what it read longer ago than its window reaches?
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
@@ -12,26 +11,33 @@
 
 namespace nsa::lm {
 
-/// A sequence: `pairs` slots of a key, its value and padding; a gap; then every key again, in random order and
-/// repeatedly, each to be answered with its value. The values are nowhere else, so that only attention to the pair
-/// helps. Tokens: 0 padding, 1 ... num_values values, then the keys.
+/// A sequence: `pairs` slots of a key, its value and padding; a gap; then keys, each to be answered with its value. The
+/// values are nowhere else, so that only attention to the pair helps. With one hop every key is asked, in random order
+/// and repeatedly. With more, pairs form chains: the value of a pair is the key of the chain's next one, `hops` times,
+/// and a value in the end. Each chain is asked once, by its first key, and its answers are written out one after the
+/// other. Tokens: 0 padding, 1 ... num_values values, then the keys.
 struct RecallTask {
-  int pairs = 80;
-  int slot = 4;  // tokens from a key to the next
-  int gap = 32;  // more than layers * (window_size - 1): no chain of windows reaches from a query to a pair
+  int pairs = 80;  // what chains leave over is never asked for
+  int hops = 1;    // at most `pairs`
+  int slot = 4;    // tokens from a key to the next
+  int gap = 32;    // more than layers * (window_size - 1): no chain of windows reaches from a query to a pair
   int num_values = 32;
 
   int vocab_size() const { return 1 + num_values + pairs; }
-  int num_queries() const { return pairs * slot / 2; }
+  int num_queries() const { return hops == 1 ? pairs * slot / 2 : pairs / hops * hops; }
   int length() const { return pairs * slot + gap + num_queries(); }
-  double chance() const { return 1.0 / num_values; }
+  double chance() const { return 1.0 / num_values; }  // of the value, and so of a chain at most
+
+  /// The same task in so many tokens: the longest slots that fit, and what they leave for the gap. Throws Error.
+  RecallTask stretched(int tokens) const;
 };
 
 /// In host memory.
 struct RecallBatch {
   Batch batch;
-  at::Tensor queries;  // int64: rows of the packed tokens that ask
-  at::Tensor answers;  // int64: what they ask for
+  at::Tensor queries;    // int64: rows of the packed tokens that ask
+  at::Tensor answers;    // int64: what they ask for
+  at::Tensor distances;  // int64: how many tokens ago the key that they ask for was read
 };
 
 /// `sequences` sequences with `pairs` <= task.pairs pairs each, their keys drawn from all of the task's.
@@ -43,14 +49,16 @@ ModelConfig recall_model(at::Device device);
 
 struct RecallOptions {
   RecallTask task;
+  std::vector<int> lengths;  // tokens: the trained models are evaluated on these, too
   ModelConfig model =
-      recall_model(at::kCPU);  // of NSA; the window model has attention `window` and is the same otherwise
+      recall_model(at::kCPU);  // of NSA; the others have attention `full` and `window` and are the same otherwise
   std::uint64_t seed = 1;
   std::int64_t tokens_per_step = 4096;
   std::int64_t most_steps = 1500;
   std::int64_t steps_after_success = 50;
   double lr = 3e-3;
   at::Device device = at::kCPU;
+  at::ScalarType dtype = at::kFloat;
 };
 
 struct RecallStep {
@@ -59,12 +67,21 @@ struct RecallStep {
   double loss = 0, accuracy = 0;  // the accuracy averaged over the last steps
 };
 
+/// Of one model on fresh sequences.
+struct RecallScore {
+  double exact = 0;                 // share of chains all of whose answers are right; with one hop, of answers
+  std::vector<double> by_hop;       // share of right answers, the right ones given before
+  std::vector<double> by_distance;  // the same between two edges of the report; NaN where nothing was asked
+  std::vector<double> by_length;    // `exact` at each of RecallOptions::lengths
+};
+
 struct RecallReport {
   RecallOptions options;
   double seconds = 0;
-  std::vector<RecallStep> history;  // of the training of the NSA model, a line every 25 steps
-  // Shares of right answers on fresh sequences.
-  double nsa = 0, window = 0;
+  std::vector<RecallStep> history;      // of the training of the NSA model, a line every 25 steps
+  std::vector<std::int64_t> distances;  // edges in tokens, one more than there are parts
+  RecallScore nsa, full, window;
+  // RecallScore::exact of the NSA model with
   double nsa_window_alone = 0;  // g_cmp = g_slc = 0
   double nsa_without_cmp = 0;   // g_cmp = 0; the selection still uses the compressed keys
   double nsa_without_slc = 0;   // g_slc = 0
@@ -73,8 +90,8 @@ struct RecallReport {
   bool as_expected() const;
 };
 
-/// Trains an NSA model on sequences that grow (4 pairs, then twice as many whenever nine of ten answers are right),
-/// then a window model on the same number of steps and lengths, and evaluates both.
+/// Trains an NSA model on sequences that grow (4 chains, then twice as many whenever nine of ten answers are right),
+/// then a model with full attention and one with the window alone on the same steps, and evaluates all three.
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step);
 
 void to_json(nlohmann::json& json, const RecallReport& report);
