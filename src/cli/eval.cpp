@@ -64,7 +64,7 @@ struct EvalCommand {
     nlohmann::json out = {{"kind", "nsa-eval"},   {"checkpoint", checkpoint.path},       {"set", checkpoint.changes},
                           {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
                           {"context", length}};
-    method.describe(out, opened.model().config(), length);
+    method.describe(out, opened.model().config().nsa, {length});
     out.update(nlohmann::json(result));
     out["rows"] = nlohmann::json::array();
     for (const lm::LossSum& row : lm::row_losses(result))
@@ -72,7 +72,7 @@ struct EvalCommand {
 
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
-    method.print(opened.model().config(), length);
+    method.print(opened.model().config().nsa, length);
     fmt::print("loss {:.4f} nats/token", result.loss);
     if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
     fmt::print("\n");

@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "lm/methods/method.h"
@@ -50,13 +51,15 @@ struct MethodOptions {
     return budget > 0 ? budget : lm::nsa_budget(nsa, length);
   }
 
-  /// For reports.
-  void describe(nlohmann::json& out, const lm::ModelConfig& config, std::int64_t length) const {
-    if (!name.empty()) out.update({{"method", name}, {"budget", tokens(config.nsa, length)}});
-  }
-  void print(const lm::ModelConfig& config, std::int64_t length) const {
+  /// One line, and what a report holds: the budgets in sequences of each of `lengths`. Nothing without --method.
+  void print(const NSAConfig& nsa, std::int64_t length) const {
     if (name.empty()) return;
-    fmt::print("method {}: {} tokens read for a query\n", name, tokens(config.nsa, length));
+    fmt::print("method {}: {} tokens read for a query in a sequence of {}\n", name, tokens(nsa, length), length);
+  }
+  void describe(nlohmann::json& out, const NSAConfig& nsa, const std::vector<std::int64_t>& lengths) const {
+    if (name.empty()) return;
+    out["method"] = name;
+    for (const auto length : lengths) out["budgets"].push_back(tokens(nsa, length));
   }
 };
 

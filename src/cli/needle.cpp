@@ -10,6 +10,7 @@
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
+#include "cli/method.h"
 #include "cli/output.h"
 #include "lm/probes/needle.h"
 
@@ -21,24 +22,27 @@ struct NeedleCommand {
   JsonOption json;
   std::vector<std::string> data;
   lm::NeedleOptions options;
+  MethodOptions method;
   MachineOptions machine;
 
   void run() {
     json.open();
     const auto device = machine.choose();
     const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    options.forward.attention = method.attention(opened.model().config());
     const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
     if (options.lengths.empty()) {
       const auto context = opened.loaded.context;
       for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));
     }
     fmt::print("device: {}\n", device.text);
+    for (const auto length : options.lengths) method.print(opened.model().config().nsa, length);
     fmt::print("answer tokens right, percent (nats/token gained by the needle), {} samples each\n{:>9} ",
                options.samples, "length");
     for (const double depth : options.depths) fmt::print(" {:>14}", fmt::format("depth {:.2f}", depth));
     fmt::print("\n");
     const auto cells = lm::run_needle(opened, texts.documents, options, print_row);
-    json.write(to_json(cells));
+    json.write(to_json(cells, opened.model().config().nsa));
   }
 
   /// The darker the shade, the better.
@@ -53,9 +57,10 @@ struct NeedleCommand {
     std::fflush(stdout);
   }
 
-  nlohmann::json to_json(const std::vector<std::vector<lm::NeedleCell>>& cells) const {
+  nlohmann::json to_json(const std::vector<std::vector<lm::NeedleCell>>& cells, const NSAConfig& nsa) const {
     nlohmann::json out = {{"kind", "nsa-needle"},       {"checkpoint", checkpoint.path}, {"set", checkpoint.changes},
                           {"lengths", options.lengths}, {"depths", options.depths},      {"samples", options.samples}};
+    method.describe(out, nsa, options.lengths);
     const auto table = [&](double lm::NeedleCell::*field) {
       std::vector<std::vector<double>> values;
       for (const auto& row : cells) {
@@ -96,6 +101,7 @@ void add_needle(CLI::App& app) {
   command->add_option("--question", options.question, "What is asked at the end; the answer is {value}")
       ->default_str("'\\n{key} = '");
   command->add_option("--seed", options.seed, "Of places, keys and values");
+  state->method.add(*command);
   state->machine.add(*command);
   state->json.add(*command, "the results");
   command->callback([] { state->run(); });

@@ -1,4 +1,4 @@
-"""A model of full attention run by methods that read fewer tokens: nsa eval --method."""
+"""A model of full attention run by methods that read fewer tokens: nsa eval and needle --method."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def test_a_method_reads_as_many_tokens_as_it_may(trained, full, tmp_path, method
     enough = loss(trained["full"], tmp_path, "--method", method, "--budget", 256)
     few = loss(trained["full"], tmp_path, "--method", method, "--budget", 8)
     assert enough["loss"] == pytest.approx(full["loss"], abs=1e-5)
-    assert (few["method"], few["budget"]) == (method, 8) and "method" not in full
+    assert (few["method"], few["budgets"]) == (method, [8]) and "method" not in full
     assert math.isfinite(few["loss"]) and abs(few["loss"] - full["loss"]) > 1e-5
     assert few["eval_tokens"] == full["eval_tokens"]
 
@@ -34,15 +34,32 @@ def test_a_method_reads_as_many_tokens_as_it_may(trained, full, tmp_path, method
 def test_the_budget_is_what_nsa_reads(trained, tmp_path):
     nsa_options = ["--set", "topk=4", "--set", "block_size=16", "--set", "window_size=32"]
     result = loss(trained["full"], tmp_path, "--method", "quest", "--context", 200, *nsa_options)
-    assert result["budget"] == 4 * 16 + 32 + (200 - 8) // 4 + 1  # and the compressed keys of TINY's l and d
+    budget = 4 * 16 + 32 + (200 - 8) // 4 + 1  # and the compressed keys of TINY's l and d
+    assert result["budgets"] == [budget]
     text = nsa("eval", trained["full"], "--method", "quest", "--context", 200, *nsa_options).text
-    assert f"method quest: {result['budget']} tokens read for a query" in text
+    assert f"method quest: {budget} tokens read for a query in a sequence of 200" in text
+
+
+def test_needles_are_sought_by_a_method(trained, corpus, tmp_path):
+    def found(*options):
+        out = tmp_path / "needle.json"
+        lengths = ["--lengths", "96,160", "--depths", "0,1", "--samples", 2, "--data", corpus]
+        nsa("needle", trained["full"], "--threads", 2, "--json", out, *lengths, *options)
+        return json.loads(out.read_text())
+
+    full, enough = found(), found("--method", "h2o", "--budget", 160)
+    few, by_default = found("--method", "h2o", "--budget", 8), found("--method", "h2o", "--set", "topk=3")
+    assert [pytest.approx(row, abs=1e-4) for row in full["loss"]] == enough["loss"]
+    assert [pytest.approx(row, abs=1e-4) for row in full["loss"]] != few["loss"]
+    assert "method" not in full and (few["method"], few["budgets"]) == ("h2o", [8, 8])
+    assert by_default["budgets"] == [3 * 16 + 32 + (length - 8) // 4 + 1 for length in (96, 160)]
 
 
 @pytest.mark.parametrize("attention", ["nsa", "window"])
 def test_other_attention_is_refused(trained, attention):
-    message = refused("eval", trained[attention], "--method", "h2o")
-    assert f"--method h2o: needs a model of attention full, this one's is {attention}" in message
+    for command in ("eval", "needle"):
+        message = refused(command, trained[attention], "--method", "h2o")
+        assert f"--method h2o: needs a model of attention full, this one's is {attention}" in message
 
 
 def test_options_are_checked(trained):

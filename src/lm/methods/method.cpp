@@ -2,10 +2,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/zeros.h>
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
@@ -32,11 +30,15 @@ constexpr std::array kMethods = {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::int64_t kMostScores = std::int64_t{1} << 26;  // of a block of queries: 256 MiB in float32
 
-/// The `budget` tokens of highest priority, bool of the same shape.
+/// The `budget` tokens of highest priority, bool of the same shape; of those that are level with the last one the
+/// first.
 at::Tensor chosen(const at::Tensor& priorities, std::int64_t budget) {
-  const auto order = at::argsort(priorities, /*stable=*/true, -1, /*descending=*/true);
-  const auto best = order.narrow(-1, 0, std::min(budget, priorities.size(-1)));
-  return at::zeros(priorities.sizes(), priorities.options().dtype(at::kBool)).scatter_(-1, best, true);
+  const std::int64_t count = std::min(budget, priorities.size(-1));
+  const auto best = std::get<0>(priorities.topk(count, -1, /*largest=*/true, /*sorted=*/false));
+  const auto last = best.amin(-1, /*keepdim=*/true);
+  const auto above = priorities > last, level = priorities == last;
+  const auto room = count - above.sum(-1, /*keepdim=*/true);
+  return above.logical_or(level.logical_and(level.cumsum(-1) <= room));
 }
 
 }  // namespace

@@ -59,11 +59,11 @@ struct Answer {
 };
 
 /// How the model ends `context` with `answer`, each token given those before.
-Answer ask(const Model& model, Tokens context, const Tokens& answer) {
+Answer ask(const Model& model, const ForwardOptions& forward, Tokens context, const Tokens& answer) {
   const auto first = static_cast<std::int64_t>(context.size()) - 1;
   context.insert(context.end(), answer.begin(), answer.end() - 1);
   const auto targets = single(answer).tokens;
-  const auto logits = model.forward(single(context)).narrow(0, first, targets.size(0));
+  const auto logits = model.forward(single(context), forward).narrow(0, first, targets.size(0));
   return {logits.argmax(-1).cpu().eq(targets).to(at::kFloat).mean().item<float>(),
           token_losses(logits, targets).mean().item<float>()};
 }
@@ -94,14 +94,14 @@ std::vector<std::vector<NeedleCell>> run_needle(
 
       auto without = hay;
       without.insert(without.end(), question.begin(), question.end());
-      const double guess = ask(opened.model(), without, answer).loss;
+      const double guess = ask(opened.model(), options.forward, without, answer).loss;
       for (std::size_t d = 0; d < options.depths.size(); ++d) {
         const auto place = static_cast<std::ptrdiff_t>(std::llround(options.depths[d] * static_cast<double>(room)));
         Tokens context(hay.begin(), hay.begin() + place);
         context.insert(context.end(), needle.begin(), needle.end());
         context.insert(context.end(), hay.begin() + place, hay.begin() + room);
         context.insert(context.end(), question.begin(), question.end());
-        const auto [right, loss] = ask(opened.model(), std::move(context), answer);
+        const auto [right, loss] = ask(opened.model(), options.forward, std::move(context), answer);
         row[d].accuracy += right / options.samples;
         row[d].exact += (right == 1) / static_cast<double>(options.samples);
         row[d].loss += loss / options.samples;

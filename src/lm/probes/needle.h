@@ -21,6 +21,7 @@ struct NeedleOptions {
   std::uint64_t seed = 1;
   std::string needle = "\n{key} = {value}\n";
   std::string question = "\n{key} = ";
+  ForwardOptions forward;  // how the model is run
 };
 
 /// Means over the samples of one length and depth.
