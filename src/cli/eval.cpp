@@ -56,7 +56,7 @@ struct EvalCommand {
     json.open();
     const auto device = machine.choose();
     const auto opened = checkpoint.open(device.device);
-    const auto attention = method.attention(opened.model().config());
+    const auto attention = method.of(opened.model().config());
     const auto texts = checkpoint.texts(opened, data);
     const auto length = context > 0 ? context : opened.loaded.context;
     const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);

@@ -29,7 +29,7 @@ struct NeedleCommand {
     json.open();
     const auto device = machine.choose();
     const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
-    options.forward.attention = method.attention(opened.model().config());
+    options.forward.attention = method.of(opened.model().config());
     const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
     if (options.lengths.empty()) {
       const auto context = opened.loaded.context;

@@ -14,6 +14,7 @@
 #include "cli/commands.h"
 #include "cli/exit.h"
 #include "cli/machine.h"
+#include "cli/method.h"
 #include "cli/output.h"
 #include "lm/probes/recall.h"
 
@@ -28,6 +29,8 @@ struct RecallCommand {
   CLI::Option* gap = nullptr;
   bool check = false;
   std::string dtype = "float32";
+  std::vector<std::string> methods;
+  std::int64_t budget = 0;
   MachineOptions machine;
 
   void run() {
@@ -45,6 +48,11 @@ struct RecallCommand {
     if (task.hops > 1) fmt::print("chains of {} look-ups, written out step by step\n", task.hops);
     fmt::print("{} key-value pairs in sequences of {} tokens, window {}, {} selected tokens\n", task.pairs,
                task.length(), model.nsa.window_size, model.nsa.topk * model.nsa.block_size);
+    for (const std::string& name : methods) {
+      const MethodOptions method{name, budget};
+      method.print(model.nsa, task.length());
+      options.methods.emplace_back(name, method.attention(model.nsa));
+    }
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
       fmt::print("step {:>5}  {:>3} pairs  loss {:.3f}  accuracy {:.3f}\n", step.step, step.pairs, step.loss,
                  step.accuracy);
@@ -57,6 +65,7 @@ struct RecallCommand {
     line("NSA without the compressed branch", report.nsa_without_cmp);
     line("NSA without the selected branch", report.nsa_without_slc);
     line("full attention", report.full.exact);
+    for (std::size_t i = 0; i < methods.size(); ++i) line(("... by " + methods[i]).c_str(), report.methods[i].exact);
     line("window model", report.window.exact);
     line("chance", task.chance());
     std::vector<std::int64_t> hops(static_cast<std::size_t>(task.hops));
@@ -67,7 +76,12 @@ struct RecallCommand {
     if (!options.lengths.empty()) {
       print_table(report, "length", {options.lengths.begin(), options.lengths.end()}, &lm::RecallScore::by_length);
     }
-    json.write(report);
+    nlohmann::json out = report;
+    if (!methods.empty()) {
+      out["methods"] = methods;
+      out["budget"] = MethodOptions{"", budget}.tokens(model.nsa, task.length());
+    }
+    json.write(out);
     if (check && !report.as_expected()) {
       fmt::print("not as expected: NSA at least 95 %, the window alone at chance\n");
       throw Exit{1};
@@ -80,8 +94,13 @@ struct RecallCommand {
     fmt::print("\n{:<24}", title);
     for (const auto column : columns) fmt::print("{:>8}", column);
     fmt::print("\n");
-    for (const auto& [name, score] : {std::pair("NSA", &report.nsa), std::pair("full attention", &report.full),
-                                      std::pair("window model", &report.window)}) {
+    std::vector<std::pair<std::string, const lm::RecallScore*>> rows = {{"NSA", &report.nsa},
+                                                                        {"full attention", &report.full}};
+    for (std::size_t i = 0; i < report.methods.size(); ++i) {
+      rows.emplace_back("... by " + report.options.methods[i].first, &report.methods[i]);
+    }
+    rows.emplace_back("window model", &report.window);
+    for (const auto& [name, score] : rows) {
       fmt::print("{:<24}", name);
       for (const double share : score->*field) fmt::print("{:>8.1f}", 100 * share);
       fmt::print("\n");
@@ -151,6 +170,9 @@ void add_recall(CLI::App& app) {
       ->group("Model");
   command->add_option("--dtype", state->dtype, "Of matrix products and attention: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
+  add_method(*command, state->methods, state->budget,
+             "Evaluate the model with full attention by these methods, too, which read fewer tokens")
+      ->delimiter(',');
   state->machine.add(*command);
   command->add_flag("--check", state->check, "Exit code 1 unless NSA reaches 95 % and the window stays at chance");
   state->json.add(*command, "the results");

@@ -1,4 +1,4 @@
-"""A model of full attention run by methods that read fewer tokens: nsa eval and needle --method."""
+"""A model of full attention run by methods that read fewer tokens: nsa eval, needle and recall --method."""
 
 import json
 import math
@@ -67,3 +67,22 @@ def test_options_are_checked(trained):
     assert "--method" in message and all(method in message for method in METHODS)
     assert "--method" in refused("eval", trained["full"], "--budget", 64)
     assert "--budget" in refused("eval", trained["full"], "--method", "h2o", "--budget", -1)
+
+
+def test_recall_by_methods(tmp_path):
+    def recalled(*options):
+        out = tmp_path / "recall.json"
+        small = "--pairs 8 --length 100 --lengths 64 --steps 3 --threads 2 --topk 3".split()
+        return nsa("recall", *small, "--json", out, *options).text, json.loads(out.read_text())
+
+    text, out = recalled("--method", "quest,infllm", "--budget", 100)
+    assert (out["methods"], out["budget"]) == (["quest", "infllm"], 100)
+    for method in ("quest", "infllm"):
+        assert out[method] == out["full"] and f"... by {method}" in text
+        assert out["by_length"][method] == out["by_length"]["full"]
+        assert out["by_distance"][method] == out["by_distance"]["full"]
+    full = out["full"]
+    _, out = recalled("--method", "streaming")
+    assert out["budget"] == 3 * 16 + 16 + (100 - 8) // 4 + 1
+    assert out["full"] == full and 0 <= out["streaming"] <= 1
+    assert "snapkv" in refused("recall", "--method", "quest,snapkv")

@@ -321,6 +321,17 @@ TEST_P(Methods, Float32) {
   EXPECT_LT(distance(single, causal_attention(sequence.q, sequence.k, sequence.v)), 1e-5);
 }
 
+TEST_P(Methods, SixteenBitNumbersAreComputedWithInFloat32) {
+  const Sequence sequence(90);
+  const auto attended_as = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return attend_by(GetParam(), 20, q, k, v);
+  };
+  const auto q = sequence.q.to(at::kBFloat16), k = sequence.k.to(at::kBFloat16), v = sequence.v.to(at::kBFloat16);
+  const auto narrow = attended_as(q, k, v);
+  EXPECT_EQ(narrow.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(narrow.equal(attended_as(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat)).to(at::kBFloat16)));
+}
+
 TEST(Method, NamesAreChecked) {
   const Sequence sequence(3);
   try {

@@ -57,8 +57,11 @@ at::Tensor attend_by(const std::string& method, std::int64_t budget, const at::T
     throw Error(fmt::format("method {}: must be one of {}", method, fmt::join(method_names(), ", ")));
   }
   const std::int64_t length = q.size(0), kv_heads = k.size(1);
-  const auto heads = q.transpose(0, 1).unflatten(0, {kv_heads, -1}) / std::sqrt(static_cast<double>(q.size(2)));
-  const auto keys = k.transpose(0, 1).contiguous(), values = v.transpose(0, 1).contiguous();
+  const auto heads_first = [](const at::Tensor& t) {
+    return t.transpose(0, 1).to(t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+  };
+  const auto heads = heads_first(q).unflatten(0, {kv_heads, -1}) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto keys = heads_first(k), values = heads_first(v);
   const auto positions = at::arange(length, q.options().dtype(at::kLong));
   const auto ranking = named->make(heads, keys, budget);
   const std::int64_t step = std::clamp<std::int64_t>(kMostScores / (q.size(1) * length), 1, 256);
@@ -73,7 +76,7 @@ at::Tensor attend_by(const std::string& method, std::int64_t budget, const at::T
     const auto weights = block.scores.masked_fill(~read.unsqueeze(1), -kInfinity).softmax(-1);
     outputs.push_back(at::matmul(weights, values.narrow(1, 0, end).unsqueeze(1)));  // (Hkv, G, T, Dv)
   }
-  return at::cat(outputs, 2).flatten(0, 1).transpose(0, 1);
+  return at::cat(outputs, 2).flatten(0, 1).transpose(0, 1).to(q.scalar_type());
 }
 
 std::int64_t nsa_budget(const NSAConfig& config, std::int64_t length) {

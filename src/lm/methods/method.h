@@ -47,7 +47,8 @@ std::unique_ptr<Method> make_exact(const at::Tensor& q, const at::Tensor& k, std
 std::vector<std::string> method_names();
 
 /// Causal attention of one sequence by the method of that name: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v
-/// (S, Hkv, Dv) -> (S, H, Dv). Computes in the tensors' dtype. Throws Error for a name that is none.
+/// (S, Hkv, Dv) -> (S, H, Dv). Computes in float32, or in float64 when the tensors are that. Throws Error for a name
+/// that is none.
 at::Tensor attend_by(const std::string& method, std::int64_t budget, const at::Tensor& q, const at::Tensor& k,
                      const at::Tensor& v);
 

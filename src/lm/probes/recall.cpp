@@ -103,10 +103,10 @@ class RecallTrainer {
   }
 
   /// The same at every length that is asked for, too.
-  RecallScore evaluate_all() const {
-    auto score = evaluate(options_.task);
+  RecallScore evaluate_all(const ForwardOptions& forward = {}) const {
+    auto score = evaluate(options_.task, forward);
     for (const int length : options_.lengths) {
-      score.by_length.push_back(evaluate(options_.task.stretched(length)).exact);
+      score.by_length.push_back(evaluate(options_.task.stretched(length), forward).exact);
     }
     return score;
   }
@@ -275,6 +275,12 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
     RecallTrainer other(options, attention);
     for (const auto& plan : plans) other.step(plan);
     *score = other.evaluate_all();
+    if (attention != AttentionKind::kFull) continue;
+    for (const auto& [name, method] : options.methods) {
+      ForwardOptions forward;
+      forward.attention = method;
+      report.methods.push_back(other.evaluate_all(forward));
+    }
   }
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return report;
@@ -298,8 +304,12 @@ void to_json(nlohmann::json& json, const RecallReport& report) {
           {"nsa_without_slc", report.nsa_without_slc},
           {"distances", report.distances},
           {"lengths", report.options.lengths}};
-  for (const auto& [name, score] :
-       {std::pair("nsa", &report.nsa), std::pair("full", &report.full), std::pair("window", &report.window)}) {
+  std::vector<std::pair<std::string, const RecallScore*>> scores = {
+      {"nsa", &report.nsa}, {"full", &report.full}, {"window", &report.window}};
+  for (std::size_t i = 0; i < report.methods.size(); ++i) {
+    scores.emplace_back(report.options.methods[i].first, &report.methods[i]);
+  }
+  for (const auto& [name, score] : scores) {
     json[name] = score->exact;
     json["by_hop"][name] = score->by_hop;
     json["by_distance"][name] = score->by_distance;  // NaN becomes null

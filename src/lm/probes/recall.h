@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "lm/model/config.h"
@@ -50,6 +52,8 @@ ModelConfig recall_model(at::Device device);
 struct RecallOptions {
   RecallTask task;
   std::vector<int> lengths;  // tokens: the trained models are evaluated on these, too
+  /// With names, what the trained model with full attention is evaluated by, too.
+  std::vector<std::pair<std::string, SequenceAttention>> methods;
   ModelConfig model =
       recall_model(at::kCPU);  // of NSA; the others have attention `full` and `window` and are the same otherwise
   std::uint64_t seed = 1;
@@ -81,6 +85,7 @@ struct RecallReport {
   std::vector<RecallStep> history;      // of the training of the NSA model, a line every 25 steps
   std::vector<std::int64_t> distances;  // edges in tokens, one more than there are parts
   RecallScore nsa, full, window;
+  std::vector<RecallScore> methods;  // in the order of the options
   // RecallScore::exact of the NSA model with
   double nsa_window_alone = 0;  // g_cmp = g_slc = 0
   double nsa_without_cmp = 0;   // g_cmp = 0; the selection still uses the compressed keys
