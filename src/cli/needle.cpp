@@ -1,8 +1,9 @@
-// nsa needle: a line hidden at several depths of contexts of several lengths, as a heat map and as JSON.
+// nsa needle: a line hidden at several depths of contexts of several lengths, as a table and as JSON.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,12 +24,14 @@ struct NeedleCommand {
   std::vector<std::string> data;
   lm::NeedleOptions options;
   MethodOptions method;
+  std::string dtype = "float32";
   MachineOptions machine;
 
   void run() {
     json.open();
     const auto device = machine.choose();
-    const auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
+    if (dtype == "bfloat16") opened.loaded.model.place(device.device, at::kBFloat16);
     options.forward.attention = method.of(opened.model().config());
     const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
     if (options.lengths.empty()) {
@@ -37,23 +40,26 @@ struct NeedleCommand {
     }
     fmt::print("device: {}\n", device.text);
     for (const auto length : options.lengths) method.print(opened.model().config().nsa, length);
-    fmt::print("answer tokens right, percent (nats/token gained by the needle), {} samples each\n{:>9} ",
-               options.samples, "length");
-    for (const double depth : options.depths) fmt::print(" {:>14}", fmt::format("depth {:.2f}", depth));
-    fmt::print("\n");
-    const auto cells = lm::run_needle(opened, texts.documents, options, print_row);
+    fmt::print("{} samples each; exact: the whole answer, with its 95 % interval; gain: nats per token by the needle\n",
+               options.samples);
+    fmt::print("{:>9} {:>6} {:>14} {:>14} {:>13} {:>6}\n", "length", "depth", "exact", "", "tokens right", "gain");
+    const auto print = [this](std::int64_t length, const auto& row) { print_row(length, row); };
+    const auto cells = lm::run_needle(opened, texts.documents, options, print);
     json.write(to_json(cells, opened.model().config().nsa));
   }
 
-  /// The darker the shade, the better.
-  static void print_row(std::int64_t length, const std::vector<lm::NeedleCell>& row) {
+  /// A line for each depth; the darker the shade, the better.
+  void print_row(std::int64_t length, const std::vector<lm::NeedleCell>& row) const {
     static const std::string shades = " .:-=+*#%@";
-    fmt::print("{:>9} ", length);
-    for (const auto& cell : row) {
-      const auto shade = shades[static_cast<std::size_t>(cell.accuracy * static_cast<double>(shades.size() - 1))];
-      fmt::print(" {0}{0}{0} {1:>3.0f} ({2:>4.1f})", shade, 100 * cell.accuracy, cell.loss_without - cell.loss);
+    for (std::size_t d = 0; d < row.size(); ++d) {
+      const auto& cell = row[d];
+      const double exact = cell.exact / static_cast<double>(options.samples);
+      const auto [low, high] = lm::wilson_interval(cell.exact, options.samples);
+      const auto shade = shades[static_cast<std::size_t>(exact * static_cast<double>(shades.size() - 1))];
+      fmt::print("{:>9} {:>6.2f} {:>6}{}{}{} {:>5.1f} {:>14} {:>13.1f} {:>6.2f}\n", length, options.depths[d], "",
+                 shade, shade, shade, 100 * exact, fmt::format("{:.1f} - {:.1f}", 100 * low, 100 * high),
+                 100 * cell.accuracy, cell.loss_without - cell.loss);
     }
-    fmt::print("\n");
     std::fflush(stdout);
   }
 
@@ -61,18 +67,17 @@ struct NeedleCommand {
     nlohmann::json out = {{"kind", "nsa-needle"},       {"checkpoint", checkpoint.path}, {"set", checkpoint.changes},
                           {"lengths", options.lengths}, {"depths", options.depths},      {"samples", options.samples}};
     method.describe(out, nsa, options.lengths);
-    const auto table = [&](double lm::NeedleCell::*field) {
-      std::vector<std::vector<double>> values;
-      for (const auto& row : cells) {
-        auto& line = values.emplace_back();
-        for (const auto& cell : row) line.push_back(cell.*field);
+    for (const auto& row : cells) {
+      std::map<std::string, nlohmann::json> lines;
+      for (const auto& cell : row) {
+        lines["accuracy"].push_back(cell.accuracy);
+        lines["exact"].push_back(cell.exact / static_cast<double>(options.samples));
+        lines["exact_interval"].push_back(lm::wilson_interval(cell.exact, options.samples));
+        lines["loss"].push_back(cell.loss);
+        lines["loss_without_needle"].push_back(cell.loss_without);
       }
-      return values;
-    };
-    out["accuracy"] = table(&lm::NeedleCell::accuracy);
-    out["exact"] = table(&lm::NeedleCell::exact);
-    out["loss"] = table(&lm::NeedleCell::loss);
-    out["loss_without_needle"] = table(&lm::NeedleCell::loss_without);
+      for (const auto& [name, line] : lines) out[name].push_back(line);
+    }
     return out;
   }
 };
@@ -102,6 +107,8 @@ void add_needle(CLI::App& app) {
       ->default_str("'\\n{key} = '");
   command->add_option("--seed", options.seed, "Of places, keys and values");
   state->method.add(*command);
+  command->add_option("--dtype", state->dtype, "Of matrix products and attention: float32 or bfloat16")
+      ->check(CLI::IsMember({"float32", "bfloat16"}));
   state->machine.add(*command);
   state->json.add(*command, "the results");
   command->callback([] { state->run(); });

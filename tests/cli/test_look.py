@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from conftest import TINY, nsa, refused
+from conftest import TINY, metrics, nsa, open_checkpoint, refused
 
 TINY_BENCH = "--lengths 64,96 --heads 2 --head-dim 16 --v-head-dim 16 --repeats 1 --budget 0.01 --threads 2".split()
 
@@ -68,6 +68,31 @@ def test_needle_is_a_table_of_lengths_and_depths(trained, tmp_path):
     for table in ("accuracy", "exact", "loss", "loss_without_needle"):
         assert [len(row) for row in out[table]] == [3, 3]
     assert all(0 <= cell <= 1 for row in out["accuracy"] for cell in row)
+    for exact, (low, high) in zip(*(itertools.chain(*out[t]) for t in ("exact", "exact_interval")), strict=True):
+        assert 0 <= low <= exact <= high <= 1 and high - low > 0.5  # two samples tell little
+
+
+def test_needle_asks_at_eleven_depths(trained, tmp_path):
+    out, text = result(tmp_path, "needle", trained["full"], "--lengths", 64, "--samples", 1)
+    assert out["depths"] == pytest.approx([d / 10 for d in range(11)])
+    assert len(re.findall(r"^ +64 ", text, re.MULTILINE)) == 11
+
+
+def test_look_ups_in_the_training_text(corpus, tmp_path):
+    """The same seed plants the same lines, other text stays, and so do the documents held out."""
+
+    def run(name, *options):
+        nsa("train", "--out", tmp_path / name, "--data", corpus, "--steps", 8, *TINY, *options)
+        tensors, _ = open_checkpoint(tmp_path / name / "model.safetensors")
+        (last,) = metrics(tmp_path / name, "eval")
+        return tensors["embedding.weight"].tolist(), last["eval_tokens"]
+
+    once, tokens = run("once", "--lookups", 0.3)
+    assert run("again", "--lookups", 0.3) == (once, tokens)
+    without, same_tokens = run("without")
+    assert without != once and same_tokens == tokens
+    assert "lookups = 0.7: must be 0 ... 0.5" in refused("train", "--out", tmp_path / "x", "--lookups", 0.7)
+    assert "train.lookups" in refused("train", "--out", tmp_path / "once", "--resume", "--lookups", 0.1)
 
 
 def test_needle_refuses_a_context_longer_than_the_texts(trained):

@@ -134,7 +134,7 @@ RESULTS = {
         "lengths": [1024, 2048, 4096],
         "depths": [0, 0.25, 0.5, 0.75, 1],
         "samples": 16,
-        "accuracy": [[1, 0.9, 0.8, 0.9, 1], [1, 0.7, 0.5, 0.8, 1], [0.6, 0.2, 0.1, 0.4, 1]],
+        "exact": [[1, 0.9, 0.8, 0.9, 1], [1, 0.7, 0.5, 0.8, 1], [0.6, 0.2, 0.1, 0.4, 1]],
     },
     "recall": {
         **{"kind": "nsa-recall", "chance": 0.0625, "nsa": 0.993, "window": 0.07, "nsa_window_gate_only": 0.06},
@@ -282,11 +282,11 @@ def test_any_name_of_a_folder(tmp_path, name, capsys, coarse):
 @pytest.mark.parametrize(
     "file, fields, message",
     [
-        ("needle", {"accuracy": [[1, 1, 1, 1, 1]] * 2 + [[1]]}, r"accuracy\[2\]: 1 items: must be 5, as depths has"),
-        ("needle", {"accuracy": []}, "accuracy = .*: must be a list of 1 to"),
-        ("needle", {"lengths": [1024]}, "accuracy: 3 items: must be 1, as lengths has"),
+        ("needle", {"exact": [[1, 1, 1, 1, 1]] * 2 + [[1]]}, r"exact\[2\]: 1 items: must be 5, as depths has"),
+        ("needle", {"exact": []}, "exact = .*: must be a list of 1 to"),
+        ("needle", {"lengths": [1024]}, "exact: 3 items: must be 1, as lengths has"),
         ("needle", {"checkpoint": None}, "checkpoint = null: must be a text"),
-        ("needle", {"accuracy": [[1, 0, 0, 0, "x"]] * 3}, r"accuracy\[0\]\[4\] = 'x': must be a number"),
+        ("needle", {"exact": [[1, 0, 0, 0, "x"]] * 3}, r"exact\[0\]\[4\] = 'x': must be a number"),
         ("inspect", {"layers": [{}]}, r"no layers\[0\].layer"),
         ("inspect", {"layers": None}, "layers = null: must be a list"),
         ("bench", {"results": [{"op": "forward"}]}, r"no results\[0\].variant"),

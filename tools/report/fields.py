@@ -169,11 +169,11 @@ def _bench(value: dict[str, Any], where: str) -> None:
 def _needle(value: dict[str, Any], where: str) -> None:
     some = items(number, least=1, most=256)
     fields = {"checkpoint": _path, "lengths": items(whole(1), 1, 256), "depths": some, "samples": _count}
-    record({**fields, "accuracy": items(some, least=1, most=256)})(value, where)
-    same_length(value, where, "lengths", "accuracy")
-    for i, row in enumerate(value["accuracy"]):
+    record({**fields, "exact": items(some, least=1, most=256)})(value, where)
+    same_length(value, where, "lengths", "exact")
+    for i, row in enumerate(value["exact"]):
         if len(row) != len(value["depths"]):
-            raise ReportError(f"accuracy[{i}]: {len(row)} items: must be {len(value['depths'])}, as depths has")
+            raise ReportError(f"exact[{i}]: {len(row)} items: must be {len(value['depths'])}, as depths has")
 
 
 def _map(value: Any, where: str) -> None:

@@ -129,7 +129,7 @@ def needle(sources: Sources) -> Figure | None:
         return None
     fig, axes = figure(columns=len(results), width=6.4, height=4.2)
     for ax, result in zip(axes, results, strict=True):
-        found = 100 * np.array(result["accuracy"]).T  # depths by lengths
+        found = 100 * np.array(result["exact"]).T  # depths by lengths
         image = ax.imshow(found, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
         for (depth, length), value in np.ndenumerate(found):
             ax.text(length, depth, f"{value:.0f}", ha="center", va="center", fontsize=9)

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/random.h"
+#include "lm/data/lookups.h"
 #include "lm/train/evaluate.h"
 
 namespace nsa::lm {
@@ -70,6 +71,15 @@ Answer ask(const Model& model, const ForwardOptions& forward, Tokens context, co
 
 }  // namespace
 
+std::array<double, 2> wilson_interval(int count, int samples) {
+  constexpr double z = 1.959964;  // of the normal distribution
+  const double n = samples, share = count / n;
+  const double middle = share + z * z / (2 * n);
+  const double reach = z * std::sqrt(share * (1 - share) / n + z * z / (4 * n * n));
+  const double scale = 1 / (1 + z * z / n);
+  return {std::max(0.0, (middle - reach) * scale), std::min(1.0, (middle + reach) * scale)};
+}
+
 std::vector<std::vector<NeedleCell>> run_needle(
     const OpenedCheckpoint& opened, const std::vector<Document>& texts, const NeedleOptions& options,
     const std::function<void(std::int64_t, const std::vector<NeedleCell>&)>& on_length) {
@@ -82,9 +92,7 @@ std::vector<std::vector<NeedleCell>> run_needle(
     for (int sample = 0; sample < options.samples; ++sample) {
       Random random(
           derive_seed({options.seed, static_cast<std::uint64_t>(length), static_cast<std::uint64_t>(sample)}));
-      std::string key;
-      for (int i = 0; i < 8; ++i) key += static_cast<char>('A' + random.below(26));
-      const std::string value = std::to_string(10000 + random.below(90000));
+      const auto [key, value] = random_lookup(random);
       const auto needle = encode(tokenizer, fill(options.needle, key, value));
       const auto question = encode(tokenizer, fill(options.question, key, value));
       const auto answer = encode(tokenizer, value);
@@ -103,7 +111,7 @@ std::vector<std::vector<NeedleCell>> run_needle(
         context.insert(context.end(), question.begin(), question.end());
         const auto [right, loss] = ask(opened.model(), options.forward, std::move(context), answer);
         row[d].accuracy += right / options.samples;
-        row[d].exact += (right == 1) / static_cast<double>(options.samples);
+        row[d].exact += right == 1;
         row[d].loss += loss / options.samples;
         row[d].loss_without += guess / options.samples;
       }

@@ -1,6 +1,7 @@
 // A needle in a haystack: does a model find a line far back in its context?
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
@@ -16,8 +17,8 @@ namespace nsa::lm {
 struct NeedleOptions {
   std::vector<std::int64_t> lengths;  // tokens, question and answer included
   // Where the needle lies: 0 at the start, 1 right before the question.
-  std::vector<double> depths = {0, 0.25, 0.5, 0.75, 1};
-  int samples = 4;
+  std::vector<double> depths = {0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1};
+  int samples = 10;
   std::uint64_t seed = 1;
   std::string needle = "\n{key} = {value}\n";
   std::string question = "\n{key} = ";
@@ -27,10 +28,13 @@ struct NeedleOptions {
 /// Means over the samples of one length and depth.
 struct NeedleCell {
   double accuracy = 0;      // share of the answer's tokens that the model ranks first, given the right ones before
-  double exact = 0;         // share of samples in which all of them are: what greedy decoding would write
+  int exact = 0;            // samples in which all of them are: what greedy decoding would write
   double loss = 0;          // nats per token of the answer
   double loss_without = 0;  // the same loss when the needle is not in the context: what guessing costs
 };
+
+/// The 95 % interval of a share by Wilson's score, from so many of `samples`.
+std::array<double, 2> wilson_interval(int count, int samples);
 
 /// cells[length][depth]; `on_length` is called when a length is done. Throws Error when the texts are too short.
 std::vector<std::vector<NeedleCell>> run_needle(

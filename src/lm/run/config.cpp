@@ -38,6 +38,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("noise", config.noise);
   visit("noise_until", config.noise_until);
   visit("gate_balance", config.gate_balance);
+  visit("lookups", config.lookups);
   visit("seed", config.seed);
   visit("device", config.device);
   visit("dtype", config.dtype);
@@ -75,6 +76,7 @@ void TrainConfig::validate() const {
   at_least("noise", noise, 0);
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
+  if (!(lookups >= 0 && lookups <= 0.5)) throw Error(fmt::format("lookups = {}: must be 0 ... 0.5", lookups));
   in_range("threads", threads, 0, kMaxThreads);
   in_range("log_every", log_every, 1);
   in_range("eval_every", eval_every, 0);
@@ -112,7 +114,7 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
-      if (name == "device" || name == "init") return;
+      if (name == "device" || name == "init" || name == "lookups") return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }
     reader(name.c_str(), value);

@@ -16,6 +16,7 @@
 #include "base/random.h"
 #include "bridge/compression.h"
 #include "lm/data/loader.h"
+#include "lm/data/lookups.h"
 #include "lm/model/flops.h"
 #include "lm/model/parameter_counts.h"
 #include "lm/run/folder.h"
@@ -138,8 +139,13 @@ void Trainer::print_summary(const DeviceChoice& device) const {
 std::vector<TrainingBatch> Trainer::next_batches() {
   const auto& train = config_.train;
   std::vector<TrainingBatch> batches;
-  for (std::int64_t i = 0; i < train.accumulate; ++i)
-    batches.push_back(rows_.batch((state_.step * train.accumulate + i) * train.batch_size, train.batch_size));
+  for (std::int64_t i = 0; i < train.accumulate; ++i) {
+    const auto first = (state_.step * train.accumulate + i) * train.batch_size;
+    batches.push_back(rows_.batch(first, train.batch_size));
+    if (train.lookups == 0) continue;
+    const auto seed = derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
+    plant_lookups(batches.back(), train.lookups, tokenizer_, seed);
+  }
   return batches;
 }
 

@@ -1,0 +1,47 @@
+#include "lm/data/lookups.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+namespace nsa::lm {
+
+Lookup random_lookup(Random& random) {
+  Lookup lookup;
+  for (int i = 0; i < 8; ++i) lookup.key += static_cast<char>('A' + random.below(26));
+  lookup.value = std::to_string(10000 + random.below(90000));
+  return lookup;
+}
+
+void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed) {
+  Random random(seed);
+  const auto* const offsets = batch.batch.cu_seqlens.const_data_ptr<std::int32_t>();
+  auto* const tokens = batch.batch.tokens.mutable_data_ptr<std::int64_t>();
+  auto* const targets = batch.targets.mutable_data_ptr<std::int64_t>();
+  const auto next_line = [&] {
+    const auto [key, value] = random_lookup(random);
+    return tokenizer.encode("\n" + key + " = " + value + "\n");
+  };
+  const std::size_t cell = next_line().size() + 8;  // tokens; lines of pieces differ a little
+  for (std::int64_t b = 0; b + 1 < batch.batch.cu_seqlens.numel(); ++b) {
+    const auto length = static_cast<std::size_t>(offsets[b + 1] - offsets[b]);
+    if (length < cell) continue;
+    // The sequence from its second token on in cells, of which each holds one line at most.
+    std::vector<std::size_t> cells((length - 1) / cell);
+    std::iota(cells.begin(), cells.end(), 0);
+    shuffle(cells, random.next());
+    const double wanted = share * static_cast<double>(length) / static_cast<double>(2 * (cell - 8));
+    const auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / 2);
+    for (std::size_t i = 0; i < count; ++i) {
+      auto line = next_line();
+      line.resize(std::min(line.size(), cell));
+      for (const std::size_t place : {cells[2 * i], cells[2 * i + 1]}) {
+        const auto at = static_cast<std::size_t>(offsets[b]) + 1 + place * cell;
+        std::copy(line.begin(), line.end(), tokens + at);
+        std::copy(line.begin(), line.end(), targets + at - 1);
+      }
+    }
+  }
+}
+
+}  // namespace nsa::lm

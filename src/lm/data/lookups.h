@@ -1,0 +1,23 @@
+// Lines "NAME = VALUE" that stand twice in a text: who reads the name again can know the value by looking it up alone.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/random.h"
+#include "lm/data/packing.h"
+#include "lm/data/tokenizer.h"
+
+namespace nsa::lm {
+
+struct Lookup {
+  std::string key, value;
+};
+
+/// A name of eight letters and a number of five digits.
+Lookup random_lookup(Random& random);
+
+/// Writes such lines over about `share` of the tokens of each sequence, at two random places of it each.
+void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed);
+
+}  // namespace nsa::lm

@@ -1,0 +1,141 @@
+// What models are asked to look up: planted lines, key-value pairs, chains of them; and the intervals of their scores.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <regex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "lm/data/lookups.h"
+#include "lm/probes/needle.h"
+#include "lm/probes/recall.h"
+
+namespace nsa::lm {
+namespace {
+
+std::vector<std::int64_t> numbers(const at::Tensor& tensor) {
+  const auto* const data = tensor.const_data_ptr<std::int64_t>();
+  return {data, data + tensor.numel()};
+}
+
+/// Two long sequences of dots and a short one.
+TrainingBatch dots() {
+  const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(4001, '.')}};
+  return make_batch(documents, {{{0, 0, 4000}}, {{0, 0, 12}, {0, 5, 2000}}});
+}
+
+TEST(PlantLookups, WritesEachLineTwiceIntoASequence) {
+  const auto tokenizer = make_tokenizer("bytes");
+  auto batch = dots();
+  plant_lookups(batch, 0.2, *tokenizer, 1);
+  const auto tokens = numbers(batch.batch.tokens), targets = numbers(batch.targets);
+  ASSERT_EQ(tokens.size(), 6012u);
+  const std::vector<std::size_t> offsets = {0, 4000, 4012, 6012};
+  const std::regex line("\n([A-Z]{8}) = ([1-9][0-9]{4})\n");
+  std::set<std::string> seen;
+  for (std::size_t b = 0; b < 3; ++b) {
+    std::string text;
+    for (std::size_t i = offsets[b]; i < offsets[b + 1]; ++i) {
+      text += static_cast<char>(tokens[i]);
+      ASSERT_EQ(targets[i], i + 1 < offsets[b + 1] ? tokens[i + 1] : '.') << i;
+    }
+    std::map<std::string, std::vector<std::string>> found;
+    for (std::sregex_iterator match(text.begin(), text.end(), line), end; match != end; ++match) {
+      found[(*match)[1]].push_back((*match)[2]);
+    }
+    for (const auto& [key, values] : found) {
+      EXPECT_EQ(values.size(), 2u);
+      EXPECT_EQ(values.front(), values.back());
+      EXPECT_TRUE(seen.insert(key).second) << "in two sequences";
+    }
+    EXPECT_NEAR(static_cast<double>(found.size()), 0.2 * static_cast<double>(text.size()) / 36, 1);
+    const auto rest = std::regex_replace(text, line, "");
+    EXPECT_EQ(rest, std::string(rest.size(), '.'));
+  }
+}
+
+TEST(PlantLookups, IsAFunctionOfTheSeed) {
+  const auto tokenizer = make_tokenizer("bytes");
+  const auto planted = [&](double share, std::uint64_t seed) {
+    auto batch = dots();
+    plant_lookups(batch, share, *tokenizer, seed);
+    return numbers(batch.batch.tokens);
+  };
+  EXPECT_EQ(planted(0.1, 1), planted(0.1, 1));
+  EXPECT_NE(planted(0.1, 1), planted(0.1, 2));
+  EXPECT_EQ(planted(0, 1), numbers(dots().batch.tokens));
+}
+
+/// What a reader who looks every key up answers, and where: in plain loops over the tokens.
+void check_recall(const RecallTask& task, int pairs) {
+  const auto data = make_recall_batch(task, pairs, 3, 5);
+  RecallTask shape = task;
+  shape.pairs = pairs;
+  const auto length = static_cast<std::size_t>(shape.length()), asked = static_cast<std::size_t>(shape.num_queries());
+  const auto tokens = numbers(data.batch.tokens), queries = numbers(data.queries), answers = numbers(data.answers),
+             distances = numbers(data.distances);
+  ASSERT_EQ(tokens.size(), 3 * length);
+  ASSERT_EQ(queries.size(), 3 * asked);
+  for (std::size_t s = 0; s < 3; ++s) {
+    const auto* const text = tokens.data() + s * length;
+    std::map<std::int64_t, std::size_t> place;  // of a key
+    for (std::size_t p = 0; p < static_cast<std::size_t>(pairs); ++p) {
+      EXPECT_TRUE(place.emplace(text[p * task.slot], p * task.slot).second) << "the keys differ";
+    }
+    for (std::size_t i = 0; i < asked; ++i) {
+      const auto row = static_cast<std::size_t>(queries[s * asked + i]) - s * length;
+      EXPECT_EQ(row, length - asked + i);
+      ASSERT_TRUE(place.contains(text[row]));
+      const auto pair = place[text[row]];
+      EXPECT_EQ(answers[s * asked + i], text[pair + 1]);
+      EXPECT_EQ(distances[s * asked + i], static_cast<std::int64_t>(row - pair));
+      EXPECT_GT(distances[s * asked + i], task.gap);
+      const bool last = (i + 1) % static_cast<std::size_t>(task.hops) == 0;
+      EXPECT_TRUE(last || answers[s * asked + i] == text[row + 1]) << "an answer is written out";
+      EXPECT_EQ(answers[s * asked + i] <= task.num_values, last) << "the last one is a value";
+    }
+  }
+}
+
+TEST(RecallBatch, AsksForWhatIsThere) {
+  check_recall({.pairs = 9, .slot = 4, .gap = 20, .num_values = 5}, 9);
+  check_recall({.pairs = 9, .slot = 3, .gap = 20, .num_values = 5}, 4);
+}
+
+TEST(RecallBatch, ChainsLeadFromKeyToKey) {
+  check_recall({.pairs = 12, .hops = 3, .slot = 4, .gap = 20, .num_values = 5}, 12);
+  check_recall({.pairs = 11, .hops = 3, .slot = 2, .gap = 20, .num_values = 5}, 7);  // two pairs, one pair left over
+}
+
+TEST(RecallTask, StretchesToALength) {
+  for (const int hops : {1, 2, 5}) {
+    const RecallTask task{.pairs = 64, .hops = hops, .gap = 1023};
+    for (const int length : {2048, 8191, 65536}) {
+      const auto longer = task.stretched(length);
+      EXPECT_EQ(longer.length(), length);
+      EXPECT_GE(longer.gap, task.gap);
+      auto next = longer;
+      next.slot += 1, next.gap = task.gap;
+      EXPECT_GT(next.length(), length) << "the slots are the longest that fit";
+    }
+  }
+  EXPECT_THROW((RecallTask{.pairs = 64, .gap = 1023}.stretched(1200)), Error);
+}
+
+TEST(WilsonInterval, IsWilsons) {
+  const auto near = [](std::array<double, 2> interval, double low, double high) {
+    EXPECT_NEAR(interval[0], low, 5e-4);
+    EXPECT_NEAR(interval[1], high, 5e-4);
+  };
+  // At the ends n / (n + z^2) and z^2 / (n + z^2).
+  near(wilson_interval(0, 10), 0, 0.2775);
+  near(wilson_interval(10, 10), 0.7225, 1);
+  near(wilson_interval(5, 10), 0.2366, 0.7634);
+  near(wilson_interval(199, 200), 0.9722, 0.9991);
+}
+
+}  // namespace
+}  // namespace nsa::lm
