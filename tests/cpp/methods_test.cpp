@@ -321,6 +321,22 @@ TEST_P(Methods, Float32) {
   EXPECT_LT(distance(single, causal_attention(sequence.q, sequence.k, sequence.v)), 1e-5);
 }
 
+// A key that queries attend to a little and that the last one is all about, beyond any window.
+TEST_P(Methods, FindsWhatAWindowMisses) {
+  constexpr std::int64_t kLength = 600, kMatch = 250;
+  Sequence sequence(kLength);
+  sequence.q.select(2, 0) += 1;
+  sequence.q[kLength - 1].select(1, 0) += 40;
+  sequence.k[kMatch].select(1, 0).fill_(6);
+  const auto o = attended(GetParam(), sequence, 100)[kLength - 1].unflatten(0, {kKvHeads, kGroup});
+  const double miss = distance(o, sequence.v[kMatch].unsqueeze(1).expand_as(o));
+  if (GetParam() == "streaming") {
+    EXPECT_GT(miss, 0.1);
+  } else {
+    EXPECT_LT(miss, 1e-6);
+  }
+}
+
 TEST_P(Methods, SixteenBitNumbersAreComputedWithInFloat32) {
   const Sequence sequence(90);
   const auto attended_as = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
