@@ -5,6 +5,7 @@
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
+#   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
@@ -95,7 +96,7 @@ for step in $steps; do
       # All four tools; memcheck's run is looked at for kernels that were left out. With a packed call of hostile offsets.
       export NSA_CUDA_PROCESSORS=2 NSA_CUDA_INSTANCES_ONCE=1 GTEST_TOTAL_SHARDS GTEST_FILTER
       rm -rf "$logs/traces" && mkdir -p "$logs/traces"
-      for tool in racecheck synccheck memcheck initcheck; do  # the slowest first
+      for tool in ${TOOLS:-racecheck synccheck memcheck initcheck}; do  # the slowest first
         GTEST_TOTAL_SHARDS=${SHARDS:-2}
         [[ $tool == racecheck ]] && ((GTEST_TOTAL_SHARDS *= 3))
         for t in $(tests); do
@@ -112,8 +113,9 @@ for step in $steps; do
         done
       done
       finish
-      mkdir -p "$logs/traces/all" && cp -r "$logs"/traces/memcheck.*/* "$logs/traces/all/"
       unset NSA_CUDA_{PROCESSORS,INSTANCES_ONCE,TRACE,KERNELS} GTEST_{TOTAL_SHARDS,SHARD_INDEX,FILTER}
+      [[ " ${TOOLS:-memcheck} " == *" memcheck "* ]] || continue
+      mkdir -p "$logs/traces/all" && cp -r "$logs"/traces/memcheck.*/* "$logs/traces/all/"
       run every_kernel python3 tools/kernel_cases.py check "$logs/traces/all" build-gpu/lib/libnsa.so
       ;;
     repeat)

@@ -336,7 +336,7 @@ def training():
     yield "## Training"
     for name, model in (
         ("training_speed.json", "A model of 300 million parameters"),
-        ("loss_curves.json", "The default model of a GPU"),
+        ("loss_curves.json", "The default model of a GPU with `--preset paper`"),
     ):
         result = read(name)
         unit = "Thousand tokens/s by tokens of context; in brackets the TFLOP/s that the model needs (`model_tflops`)."

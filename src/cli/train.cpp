@@ -106,6 +106,13 @@ class TrainCommand {
     option("--rope-theta", "rope_theta", model.rope_theta, "Base of the rotary frequencies");
     option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
     group_ = "Sparse attention";
+    preset_option_ =
+        command_
+            .add_option("--preset", preset_,
+                        "Defaults of the next four, of --topk, --share-kv and --rope-theta: recipe, or paper "
+                        "(32, 16, 64, 16, own keys and values for each branch, 10000)")
+            ->group(group_)
+            ->take_last();
     option("--kernel-size", "kernel_size", model.nsa.kernel_size, "l: tokens in a compression block");
     option("--kernel-stride", "kernel_stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
     option("--block-size", "block_size", model.nsa.block_size, "l': tokens in a selection block");
@@ -116,7 +123,8 @@ class TrainCommand {
     option("--phi", "phi", phi_, "Compression function: mean, linear or mlp");
     option("--phi-hidden", "phi_hidden", model.phi_hidden, "E: hidden units of phi mlp; 0: 2 x head dim");
     flag("--phi-per-kv-head", "phi_per_kv_head", model.phi_per_kv_head, "Own weights of phi for each key/value head");
-    flag("--share-kv", "share_kv", model.share_kv, "One key and one value projection for the three branches");
+    flag("--share-kv,!--separate-kv", "share_kv", model.share_kv,
+         "One key and one value projection for the three branches, or one for each");
     option("--noise", "noise", config_.train.noise,
            "Exploration noise on the log-importances of the selection at the start");
     option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");
@@ -174,6 +182,7 @@ class TrainCommand {
       }
     }
     if (equal_parameters_) throw lm::Error("--equal-parameters and --init exclude each other");
+    if (preset_option_->count() > 0) throw lm::Error("--preset and --init exclude each other");
     const lm::PretrainedFolder folder(init);
     config_.model = folder.config();
     init = std::filesystem::absolute(init).string();
@@ -186,11 +195,22 @@ class TrainCommand {
     }
   }
 
+  /// What the preset says of fields that were not given.
+  void take_preset() {
+    const nlohmann::json preset = lm::with_preset(config_.model, preset_);
+    nlohmann::json model = config_.model;
+    for (const auto& [option, field] : fields_) {
+      if (option->count() == 0 && model.contains(field)) model[field] = preset[field];
+    }
+    config_.model = model.get<lm::ModelConfig>();
+  }
+
   /// Settles the options that follow from others.
   void complete() {
     auto& model = config_.model;
     model.attention = lm::attention_kind(attention_);
     model.phi = lm::compression_kind(phi_);
+    take_preset();
     if (v_head_dim_->count() == 0) model.v_head_dim = model.head_dim;
     if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
     auto& train = config_.train;
@@ -227,6 +247,7 @@ class TrainCommand {
   }
 
   lm::TrainResult resume() {
+    if (preset_option_->count() > 0) throw lm::Error("--preset and --resume exclude each other");
     config_.model.attention = lm::attention_kind(attention_);
     config_.model.phi = lm::compression_kind(phi_);
     auto fields = given();
@@ -249,10 +270,11 @@ class TrainCommand {
 
   CLI::App& command_;
   std::string group_;
-  std::string out_, attention_ = "nsa", phi_ = "mlp";
+  std::string out_, attention_ = "nsa", phi_ = "mlp", preset_ = "recipe";
   bool resume_ = false, overwrite_ = false, equal_parameters_ = false;
-  lm::RunConfig config_;
+  lm::RunConfig config_ = lm::default_run_config("cpu");
   DeviceOption device_;
+  CLI::Option* preset_option_ = nullptr;
   CLI::Option* tokenizer_ = nullptr;
   CLI::Option* v_head_dim_ = nullptr;
   CLI::Option* ffn_size_ = nullptr;

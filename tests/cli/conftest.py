@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(os.environ.get("NSA_PROGRAM", ROOT / "build" / "bin" / "nsa"))
 
 TINY_MODEL = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32".split()
-TINY_NSA = "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --window-size 32".split()
+TINY_NSA = "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --window-size 32 --separate-kv".split()
 TINY_RUN = "--context 256 --batch-size 1 --held-out-percent 20 --log-every 4 --eval-every 8 --threads 2".split()
 TINY = TINY_MODEL + TINY_NSA + TINY_RUN
 

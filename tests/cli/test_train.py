@@ -64,6 +64,35 @@ def test_variants_of_the_model_train(tmp_path, corpus, option):
     assert sum(array.size for array in weights.values()) == counts["total"]
 
 
+SMALL = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --steps 1 --threads 2".split()
+RECIPE = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 32, "share_kv": True, "rope_theta": 5e5}
+PAPER = {"kernel_size": 32, "kernel_stride": 16, "block_size": 64, "topk": 16, "share_kv": False, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], RECIPE),
+        (["--preset", "paper"], PAPER),
+        (["--preset", "paper", "--share-kv", "--topk", 4], PAPER | {"share_kv": True, "topk": 4}),
+        (["--separate-kv", "--rope-theta", 1e4], RECIPE | {"share_kv": False, "rope_theta": 1e4}),
+    ],
+)
+def test_presets(options, expected, tmp_path, corpus):
+    nsa("train", "--out", tmp_path / "run", "--data", corpus, *SMALL, *options)
+    model = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert {name: model[name] for name in expected} == expected
+    assert model["num_layers"] == 1 and model["window_size"] == 512
+
+
+def test_a_preset_is_for_new_runs(tmp_path, corpus, trained):
+    assert "preset = 'best': must be recipe or paper" in refused(
+        "train", "--out", tmp_path / "run", "--data", corpus, "--preset", "best", "--steps", 1
+    )
+    assert "--preset and --resume" in refused("train", "--out", trained["nsa"], "--resume", "--preset", "paper")
+    assert "--preset and --init" in refused("train", "--out", tmp_path / "a", "--init", tmp_path, "--preset", "paper")
+
+
 def test_a_narrow_phi_is_noted_once(tmp_path, corpus):
     done = nsa("train", "--out", tmp_path / "run", "--data", corpus, "--steps", 1, *TINY, "--phi-hidden", 5)
     assert "note: phi starts from Xavier weights, not as the mean: --phi-hidden 5 is below 2 * 16" in done.text

@@ -12,7 +12,9 @@ std::vector<std::int64_t> repeat_distances(std::span<const std::int32_t> tokens,
   constexpr std::uint64_t kBase = 0x9e3779b97f4a7c15;
   std::uint64_t hash = 0, oldest = 1;  // kBase^match
   for (std::int64_t i = 0; i < match; ++i) oldest *= kBase;
-  const auto value = [&](std::int64_t i) { return static_cast<std::uint64_t>(tokens[static_cast<std::size_t>(i)]) + 1; };
+  const auto value = [&](std::int64_t i) {
+    return static_cast<std::uint64_t>(tokens[static_cast<std::size_t>(i)]) + 1;
+  };
   for (std::int64_t i = 0; i < count; ++i) {
     if (i > match) hash -= value(i - match - 1) * oldest;
     hash = hash * kBase + value(i);

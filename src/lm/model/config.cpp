@@ -155,6 +155,19 @@ void from_json(const nlohmann::json& json, ModelConfig& config) {
   config.phi = compression_kind(phi);
 }
 
+ModelConfig with_preset(ModelConfig config, const std::string& name) {
+  if (name != "recipe" && name != "paper") throw Error(fmt::format("preset = '{}': must be recipe or paper", name));
+  const bool recipe = name == "recipe";
+  const ModelConfig paper;
+  config.share_kv = recipe;
+  config.rope_theta = recipe ? 500000 : paper.rope_theta;
+  config.nsa.kernel_size = recipe ? 8 : paper.nsa.kernel_size;
+  config.nsa.kernel_stride = recipe ? 8 : paper.nsa.kernel_stride;
+  config.nsa.block_size = recipe ? 32 : paper.nsa.block_size;
+  config.nsa.topk = recipe ? 32 : paper.nsa.topk;
+  return config;
+}
+
 ModelConfig with_changes(const ModelConfig& config, const std::vector<std::string>& changes) {
   nlohmann::json json = config;
   for (const std::string& change : changes) {

@@ -162,6 +162,7 @@ void from_json(const nlohmann::json& json, RunConfig& config) {
 
 RunConfig default_run_config(const std::string& device) {
   RunConfig config;
+  config.model = with_preset(config.model, "recipe");
   if (device != "cuda") return config;
   auto& model = config.model;  // 31 million parameters
   model.num_layers = 8;

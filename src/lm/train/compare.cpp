@@ -13,7 +13,7 @@ double student_quantile(double f) {
          z * (((3 * z2 + 19) * z2 + 17) * z2 - 15) / (384 * f * f * f);
 }
 
-std::vector<LossSum> column(const Evaluation& evaluation, std::vector<LossSum> RowLosses::* parts, std::size_t i) {
+std::vector<LossSum> column(const Evaluation& evaluation, std::vector<LossSum> RowLosses::*parts, std::size_t i) {
   std::vector<LossSum> out;
   for (const RowLosses& row : evaluation.rows) out.push_back((row.*parts)[i]);
   return out;
@@ -59,7 +59,7 @@ Difference paired_difference(const std::vector<LossSum>& ours, const std::vector
 
 Comparison compare(const Evaluation& ours, const Evaluation& theirs) {
   Comparison out{.all = paired_difference(row_losses(ours), row_losses(theirs))};
-  const auto parts = [&](std::vector<LossSum> RowLosses::* of, std::size_t count) {
+  const auto parts = [&](std::vector<LossSum> RowLosses::*of, std::size_t count) {
     std::vector<Difference> differences;
     for (std::size_t i = 0; i < count; ++i) {
       differences.push_back(paired_difference(column(ours, of, i), column(theirs, of, i)));
