@@ -62,22 +62,25 @@ struct InspectCommand {
   }
 
   static void print_table(const std::vector<lm::LayerView>& layers) {
-    fmt::print("{:>5} {:>7}  {:>21}  {:>8}  {:>15}  {:>9}\n", "", "", "mean gate", "not", "entropy of them",
-               "shared with");
-    fmt::print("{:>5} {:>7}  {:>6} {:>6} {:>7}  {:>8}  {:>7} {:>7}  {:>9}\n", "layer", "KV head", "cmp", "slc", "swa",
-               "forced", "nats", "of most", "neighbour");
+    fmt::print("{:>5} {:>7}  {:>21}  {:>8}  {:>15}  {:>9}  {:>21}\n", "", "", "mean gate", "not", "entropy of them",
+               "shared with", "recall of the choice");
+    fmt::print("{:>5} {:>7}  {:>6} {:>6} {:>7}  {:>8}  {:>7} {:>7}  {:>9}  {:>6} {:>6} {:>7}\n", "layer", "KV head",
+               "cmp", "slc", "swa", "forced", "nats", "of most", "neighbour", "chosen", "best", "random");
     for (std::size_t i = 0; i < layers.size(); ++i) {
       const auto& layer = layers[i];
       const std::size_t group = layer.gates_by_head.size() / layer.kv_heads.size();
       for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
-        const auto& stats = layer.kv_heads[head].stats;
+        const auto& [stats, recall, map] = layer.kv_heads[head];
+        const auto shares =
+            recall ? fmt::format("{:>6.3f} {:>6.3f} {:>7.3f}", recall->chosen, recall->best, recall->random)
+                   : fmt::format("{:>6} {:>6} {:>7}", "-", "-", "-");
         std::array<double, 3> gates{};
         for (std::size_t h = head * group; h < (head + 1) * group; ++h) {
           for (std::size_t b = 0; b < 3; ++b) gates[b] += layer.gates_by_head[h][b] / static_cast<double>(group);
         }
-        fmt::print("{:>5} {:>7}  {:>6.3f} {:>6.3f} {:>7.3f}  {:>6.1f} %  {:>7.2f} {:>7.2f}  {:>8.1f}%\n", i, head,
+        fmt::print("{:>5} {:>7}  {:>6.3f} {:>6.3f} {:>7.3f}  {:>6.1f} %  {:>7.2f} {:>7.2f}  {:>8.1f}%  {}\n", i, head,
                    gates[0], gates[1], gates[2], 100 * stats.unforced_share, stats.entropy, stats.entropy_max,
-                   100 * stats.neighbour_overlap);
+                   100 * stats.neighbour_overlap, shares);
       }
     }
   }

@@ -4,7 +4,9 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from conftest import TINY, nsa, refused
 
@@ -114,3 +116,46 @@ def test_gates_on_attention_without_branches(attention, corpus, trained, tmp_pat
 
 def test_gates_are_refused_beside_those_of_the_branches(corpus, tmp_path):
     assert "gated = true" in refused("train", "--out", tmp_path / "run", "--data", corpus, "--gated", *TINY)
+
+
+def test_the_recall_of_the_choice(trained, tmp_path):
+    """Beside a rendering of the one layer's queries and keys in numpy."""
+    draw = random.Random(5)
+    tokens = [draw.randrange(256) for _ in range(250)]
+    (tmp_path / "ids").write_text(" ".join(map(str, tokens)))
+    nsa("inspect", trained["nsa"], "--ids", tmp_path / "ids", "--queries", 40, "--json", tmp_path / "out.json")
+    out = json.loads((tmp_path / "out.json").read_text())
+    (head,) = out["layers"][0]["kv_heads"]
+    config = json.loads((trained["nsa"] / "config.json").read_text())["model"]
+    weights = load_file(trained["nsa"] / "model.safetensors")
+    x = weights["embedding.weight"][tokens].astype(np.float64)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config["norm_eps"]) * weights["layers.0.attention_norm.weight"]
+    width = config["head_dim"]
+    angles = np.arange(len(tokens))[:, None] * config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+
+    def rotated(name, heads):
+        y = (x @ weights[f"layers.0.attention.{name}.weight"].T).reshape(len(tokens), heads, width)
+        low, high = np.split(y, 2, axis=-1)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+    q, k = rotated("q_proj", config["num_heads"]), rotated("k_proj.slc", 1)[:, 0]
+    sums = {"chosen": 0.0, "best": 0.0, "random": 0.0}
+    total = 0.0
+    for t, blocks, forced in zip(*(head["map"][name] for name in ("query_positions", "blocks", "forced")), strict=True):
+        scores = np.exp(q[t] @ k[: t + 1].T / math.sqrt(width))
+        mass = (scores / scores.sum(-1, keepdims=True)).sum(0)
+        of_block = {b: mass[b * 16 : b * 16 + 16].sum() for b in range(t // 16 + 1)}
+        free = sorted((of_block[b] for b in of_block if 1 <= b <= t // 16 - 2), reverse=True)
+        picked = set(blocks) - set(forced)
+        if len(picked) < len(free):
+            total += sum(free)
+            sums["chosen"] += sum(of_block[b] for b in picked)
+            sums["best"] += sum(free[: len(picked)])
+            sums["random"] += sum(free) * len(picked) / len(free)
+    assert total > 0 and head["recall"] == pytest.approx(
+        {name: value / total for name, value in sums.items()}, rel=1e-3
+    )
+    assert head["recall"]["chosen"] <= head["recall"]["best"] < 1
+    nsa("inspect", trained["nsa"], "--ids", tmp_path / "ids", "--set", "topk=16", "--json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["layers"][0]["kv_heads"][0]["recall"] is None

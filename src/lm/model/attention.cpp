@@ -50,6 +50,7 @@ at::Tensor sparse_attention(const ModelConfig& config, const CompressionTensors&
   };
   const auto outputs = native_sparse_attention(inputs, config.nsa);
   if (trace) *trace = {gates, outputs.indices};
+  if (trace && state.options.trace_keys) trace->q = in.q, trace->k_slc = in.k_slc;
   return outputs.o;
 }
 

@@ -99,12 +99,14 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
       const auto out =
           block_forward(impl->config, weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
       if (!traced) return {out.x, out.added};
-      return {out.x, out.added, trace.gates, trace.indices};
+      if (!state.options.trace_keys) return {out.x, out.added, trace.gates, trace.indices};
+      return {out.x, out.added, trace.gates, trace.indices, trace.q, trace.k_slc};
     };
     const auto in = x.added.defined() ? std::vector<at::Tensor>{x.x, x.added} : std::vector<at::Tensor>{x.x};
     const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, in) : layer(in);
     x = {outputs[0], outputs[1]};
     if (options.trace) (*options.trace)[i] = {outputs[2], outputs[3]};
+    if (options.trace && options.trace_keys) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
   }
   return impl_->logits(x);
 }

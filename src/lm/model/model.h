@@ -25,8 +25,9 @@ Batch single(const std::vector<std::int64_t>& tokens);
 
 /// What one layer of attention `nsa` did.
 struct LayerTrace {
-  at::Tensor gates;    // (total, H, 3) in the order cmp, slc, swa, with its gradient
-  at::Tensor indices;  // int32 (total, Hkv, topk)
+  at::Tensor gates;     // (total, H, 3) in the order cmp, slc, swa, with its gradient
+  at::Tensor indices;   // int32 (total, Hkv, topk)
+  at::Tensor q, k_slc;  // (total, H, Dk), (total, Hkv, Dk), rotated; where ForwardOptions::trace_keys asks for them
 };
 
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
@@ -37,6 +38,7 @@ struct ForwardOptions {
   std::uint64_t seed = 0;                        // of the noise; each layer derives its own
   std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
+  bool trace_keys = false;                       // not with `recompute`
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
   SequenceAttention attention;                   // in place of torch's dense one; `full` only
 };

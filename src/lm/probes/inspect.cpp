@@ -1,9 +1,14 @@
 #include "lm/probes/inspect.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/softmax.h>
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <span>
 
@@ -35,6 +40,45 @@ SelectionMap make_map(const std::int32_t* indices, std::int64_t length, const NS
   return map;
 }
 
+/// The mass of each block of l' tokens in the attention of a query at position t, summed over heads.
+std::vector<double> block_masses(const at::Tensor& q, const at::Tensor& k, std::int64_t t, int block_size) {
+  const auto keys = k.slice(0, 0, t + 1).to(at::kFloat);  // (t + 1, Dk)
+  const auto scores = at::matmul(q.to(at::kFloat), keys.t()) / std::sqrt(static_cast<double>(keys.size(1)));
+  const auto mass = at::softmax(scores, -1).sum(0).to(at::kDouble).cpu();
+  std::vector<double> blocks(static_cast<std::size_t>(t / block_size + 1));
+  for (std::int64_t i = 0; i <= t; ++i)
+    blocks[static_cast<std::size_t>(i / block_size)] += mass.const_data_ptr<double>()[i];
+  return blocks;
+}
+
+/// `q` (S, G, Dk) and `k` (S, Dk) of one KV head.
+std::optional<SelectionRecall> selection_recall(const at::Tensor& q, const at::Tensor& k, const SelectionMap& map,
+                                                const NSAConfig& cfg) {
+  SelectionRecall sum;
+  double all = 0;
+  for (std::size_t i = 0; i < map.query_positions.size(); ++i) {
+    const std::int64_t t = map.query_positions[i];
+    const auto masses = block_masses(q[t], k, t, cfg.block_size);
+    std::vector<double> unforced;
+    for (std::size_t b = 0; b < masses.size(); ++b) {
+      if (!is_forced(static_cast<std::int64_t>(b), t, cfg)) unforced.push_back(masses[b]);
+    }
+    const std::size_t picks = map.blocks[i].size() - map.forced[i].size();
+    if (picks >= unforced.size()) continue;
+    double total = 0;
+    for (const double mass : unforced) total += mass;
+    all += total;
+    sum.random += total * static_cast<double>(picks) / static_cast<double>(unforced.size());
+    for (const auto block : map.blocks[i]) {
+      if (!is_forced(block, t, cfg)) sum.chosen += masses[static_cast<std::size_t>(block)];
+    }
+    std::sort(unforced.begin(), unforced.end(), std::greater<>());
+    for (std::size_t b = 0; b < picks; ++b) sum.best += unforced[b];
+  }
+  if (all == 0) return {};
+  return SelectionRecall{sum.chosen / all, sum.best / all, sum.random / all};
+}
+
 }  // namespace
 
 std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries) {
@@ -46,6 +90,7 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
   std::vector<LayerTrace> trace;
   ForwardOptions options;
   options.trace = &trace;
+  options.trace_keys = true;
   model.forward(single(tokens), options);
 
   const auto length = static_cast<std::int64_t>(tokens.size());
@@ -58,10 +103,14 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
     for (std::int64_t h = 0; h < gates.size(0); ++h) layer.gates_by_head.push_back(three(gates[h]));
     const auto chosen = seen.indices.cpu();
     const auto* const indices = chosen.const_data_ptr<std::int32_t>();
+    const std::int64_t group = config.num_heads / config.num_kv_heads;
     for (int head = 0; head < config.num_kv_heads; ++head) {
-      layer.kv_heads.push_back({selection_stats({indices, static_cast<std::size_t>(chosen.numel())}, offsets,
-                                                config.nsa, config.num_kv_heads, head),
-                                make_map(indices, length, config.nsa, config.num_kv_heads, head, num_queries)});
+      auto& view = layer.kv_heads.emplace_back();
+      view.stats = selection_stats({indices, static_cast<std::size_t>(chosen.numel())}, offsets, config.nsa,
+                                   config.num_kv_heads, head);
+      view.map = make_map(indices, length, config.nsa, config.num_kv_heads, head, num_queries);
+      view.recall =
+          selection_recall(seen.q.narrow(1, head * group, group), seen.k_slc.select(1, head), view.map, config.nsa);
     }
   }
   return layers;
@@ -71,13 +120,16 @@ void to_json(nlohmann::json& json, const LayerView& layer) {
   json["gates"] = {{"cmp", layer.gates[0]}, {"slc", layer.gates[1]}, {"swa", layer.gates[2]}};
   json["gates_by_head"] = layer.gates_by_head;
   for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
-    const auto& [stats, map] = layer.kv_heads[head];
+    const auto& [stats, recall, map] = layer.kv_heads[head];
+    nlohmann::json shares;
+    if (recall) shares = {{"chosen", recall->chosen}, {"best", recall->best}, {"random", recall->random}};
     json["kv_heads"].push_back(
         {{"kv_head", head},
          {"unforced_share", stats.unforced_share},
          {"entropy", stats.entropy},
          {"entropy_max", stats.entropy_max},
          {"neighbour_overlap", stats.neighbour_overlap},
+         {"recall", shares},
          {"map", {{"query_positions", map.query_positions}, {"blocks", map.blocks}, {"forced", map.forced}}}});
   }
 }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <vector>
 
 #include "lm/model/model.h"
@@ -17,8 +18,16 @@ struct SelectionMap {
   std::vector<std::vector<std::int32_t>> forced;  // those of them that it had to take
 };
 
+/// How much of what the selected branch would attend to in all blocks lies in those that were chosen: its own softmax
+/// over the whole past, summed over the group's heads and over the queries of the map that had a choice. Of the mass
+/// outside of forced blocks, the share in the chosen ones; in as many of the heaviest; in as many at random.
+struct SelectionRecall {
+  double chosen = 0, best = 0, random = 0;
+};
+
 struct KvHeadView {
   SelectionStats stats;
+  std::optional<SelectionRecall> recall;  // none where no query had a choice
   SelectionMap map;
 };
 
