@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from nsa.convert import main
+from program import assert_same_text, needs_program, nsa
 
-PROGRAM = Path(os.environ.get("NSA_PROGRAM", Path(__file__).resolve().parents[2] / "build" / "bin" / "nsa"))
 PROMPT = "def value(self): return self in None\n    import class for value in ( self )"
 START = 256  # the token before a document
 MODEL = "--layers 2 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32".split()
 NSA = "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --window-size 32".split()
 RUN = "--context 256 --batch-size 1 --held-out-percent 20 --eval-every 0 --steps 12 --threads 2".split()
 
-pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the program nsa is not built")
-
-
-def nsa(*arguments):
-    environment = {**os.environ, "NSA_DEVICE": "cpu"}
-    subprocess.run([PROGRAM, *map(str, arguments)], check=True, capture_output=True, env=environment)
+pytestmark = needs_program
 
 
 def write_corpus(folder):
@@ -55,11 +47,5 @@ def test_a_run_generates_in_transformers_what_the_program_generates(attention, t
     assert main([str(run), str(out)]) == 0
     assert {file: file.read_bytes() for file in run.iterdir() if file.is_file()} == before
     model = AutoModelForCausalLM.from_pretrained(out)
-    ids = torch.tensor([[START, *PROMPT.encode()]])
-    options = {"max_new_tokens": 60, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    given = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert min(expected["margins"]) > 1e-3  # else equal tokens would be luck
-    assert given.sequences[0, ids.shape[1] :].tolist() == expected["tokens"]
-    for logits, margin in zip(given.logits, expected["margins"], strict=True):
-        best = logits[0].topk(2).values
-        assert float(best[0] - best[1]) == pytest.approx(margin, abs=1e-4)
+    assert len(expected["tokens"]) == 60
+    assert_same_text(expected, model, torch.tensor([[START, *PROMPT.encode()]]))
