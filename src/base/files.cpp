@@ -79,6 +79,15 @@ std::string read_text(const std::string& path) {
   }
 }
 
+std::string read_regular_text(const std::string& path) {
+  std::error_code error;
+  const auto type = std::filesystem::status(path, error).type();
+  if (type != std::filesystem::file_type::regular && type != std::filesystem::file_type::not_found) {
+    throw Error(fmt::format("{}: not a regular file", path));
+  }
+  return read_text(path);
+}
+
 void replace_file(const std::string& path, const std::vector<Bytes>& parts) {
   std::string temporary;
   const Descriptor file = create_temporary(path, temporary);

@@ -34,6 +34,8 @@ bool is_users_fault(int error);
 
 /// A whole file. Throws as throw_errno() does.
 std::string read_text(const std::string& path);
+/// The same of a file that nobody typed: a FIFO, which would be waited for, a device or a folder is an Error.
+std::string read_regular_text(const std::string& path);
 
 using Bytes = std::span<const std::byte>;
 

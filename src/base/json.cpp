@@ -42,4 +42,10 @@ nlohmann::json parse_json_or_null(std::string_view text) {
   }
 }
 
+std::string shortened(const std::string& text) { return text.size() <= 60 ? text : text.substr(0, 57) + "..."; }
+
+std::string shown(const nlohmann::json& value) {
+  return shortened(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
 }  // namespace nsa::lm

@@ -14,4 +14,9 @@ nlohmann::json parse_json(std::string_view text, const std::string& where);
 /// null where parse_json() would throw.
 nlohmann::json parse_json_or_null(std::string_view text);
 
+/// For a message: at most 60 characters.
+std::string shortened(const std::string& text);
+/// The same of a value, whatever bytes it has.
+std::string shown(const nlohmann::json& value);
+
 }  // namespace nsa::lm

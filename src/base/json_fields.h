@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "base/json.h"
 
 namespace nsa::lm {
 
@@ -27,7 +28,7 @@ class FieldReader {
     const auto it = json_.find(name);
     if (it == json_.end()) throw Error(fmt::format("{}: field '{}' is missing", where_, name));
     if (!read(*it, value)) {
-      throw Error(fmt::format("{}: field '{}' = {}: must be {}", where_, name, shortened(it->dump()), allowed<T>()));
+      throw Error(fmt::format("{}: field '{}' = {}: must be {}", where_, name, shown(*it), allowed<T>()));
     }
   }
 
@@ -88,10 +89,6 @@ class FieldReader {
     if constexpr (std::is_floating_point_v<T>) return "a number";
     if constexpr (std::is_same_v<T, std::string>) return "a string";
     return "a list of strings";
-  }
-
-  static std::string shortened(const std::string& text) {
-    return text.size() <= 60 ? text : text.substr(0, 57) + "...";
   }
 
   const nlohmann::json& json_;

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <cmath>
-#include <filesystem>
 
 #include "base/error.h"
 #include "base/files.h"
@@ -210,14 +209,7 @@ std::string first_difference(const nlohmann::json& now, const nlohmann::json& be
   return {};
 }
 
-RunConfig read_run_config(const std::string& path) {
-  std::error_code error;
-  const auto type = std::filesystem::status(path, error).type();
-  if (type != std::filesystem::file_type::regular && type != std::filesystem::file_type::not_found) {
-    throw Error(fmt::format("{}: not a regular file", path));  // a FIFO would be waited for
-  }
-  return parse_run_config(read_text(path), path);
-}
+RunConfig read_run_config(const std::string& path) { return parse_run_config(read_regular_text(path), path); }
 
 std::string text_of(const RunConfig& config) {
   try {

@@ -44,19 +44,9 @@ bool is_there(const std::string& path) {
 }
 
 json read_object(const std::string& path) {
-  std::error_code error;
-  const auto type = fs::status(path, error).type();
-  if (type != fs::file_type::regular && type != fs::file_type::not_found) {
-    throw Error(fmt::format("{}: not a regular file", path));  // a FIFO would be waited for
-  }
-  auto object = parse_json(read_text(path), path);
+  auto object = parse_json(read_regular_text(path), path);
   if (!object.is_object()) throw Error(fmt::format("{}: must be a JSON object", path));
   return object;
-}
-
-std::string shown(const json& value) {
-  const auto text = value.dump(-1, ' ', false, json::error_handler_t::replace);
-  return text.size() <= 60 ? text : text.substr(0, 57) + "...";
 }
 
 /// The fields of an object of config.json, of which many may be missing or null.
