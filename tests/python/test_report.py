@@ -138,7 +138,11 @@ RESULTS = {
     },
     "recall": {
         **{"kind": "nsa-recall", "chance": 0.0625, "nsa": 0.993, "window": 0.07, "nsa_window_gate_only": 0.06},
-        "history": [{"step": s, "loss": 1, "accuracy": min(1, s / 300)} for s in range(0, 500, 20)],
+        "full": 0.99,
+        "history": [{"step": s, "loss": 1, "accuracy": min(1, s / 300), "full": s / 500} for s in range(0, 500, 20)],
+        "window_size": 4,
+        "distances": [9, 100, 200],
+        "by_distance": {"nsa": [1, 0.98], "full": [1, None], "window": [0.1, 0]},
     },
 }
 
@@ -154,7 +158,7 @@ def runs(tmp_path):
 
 PICTURES = {
     *("loss", "loss_by_position", "speed", "attention_time", "selection_map", "gates", "selection_health"),
-    *("needle", "recall"),
+    *("needle", "recall", "lookup_map"),
 }
 
 
@@ -293,6 +297,8 @@ def test_any_name_of_a_folder(tmp_path, name, capsys, coarse):
         ("bench", {"machine": 3}, "machine = 3: must be an object"),
         ("bench", {"settings": {}}, "no settings.dtype"),
         ("recall", {"chance": 1e308}, r"chance = 1e\+308: must be a number"),
+        ("recall", {"distances": [9, 100]}, "by_distance.nsa: 2 items: must be 1, between the distances"),
+        ("recall", {"by_distance": {"nsa": [1, 1]}}, "no by_distance.full"),
         ("recall", {"history": [{"step": True, "accuracy": 1}]}, r"history\[0\].step = True: must be a whole number"),
     ],
 )
@@ -363,8 +369,14 @@ def test_damaged_files(tmp_path, capsys, coarse):
     for name, result in {**RESULTS, "gpu": gpu_bench()}.items():
         (results / f"{name}.json").write_text(json.dumps(result))
     files = [*sorted(folder.iterdir()), *sorted(results.iterdir())]
-    pictures = {"bench": ["attention_time"], "gpu": ["cuda_time"], "needle": ["needle"], "recall": ["recall"]}
+    pictures = {
+        "bench": ["attention_time"],
+        "gpu": ["cuda_time"],
+        "needle": ["needle"],
+        "recall": ["recall", "lookup_map"],
+    }
     pictures |= {"inspect": ["selection_map", "gates"], "config": ["loss"], "metrics": [*("loss", "loss_by_position")]}
+    pictures["recall"] = ["recall", "lookup_map"]
     pictures["metrics"] += ["speed", "selection_health"]
     refused = drawn = 0
     for _ in range(400):

@@ -82,6 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
             "A collapsing selection shows as entropy or free picks that fall towards 0.",
         ),
         ("needle", measurements.needle, "Needle in a haystack", "A fact hidden in a long text, asked for at its end."),
+        (
+            "lookup_map",
+            measurements.lookup_map,
+            "Look-up map",
+            "Keys asked for further back than any window reaches: three small models, trained on the same sequences.",
+        ),
         ("recall", training.recall, "Recall", "Key-value pairs further apart than the sliding window."),
     ]
     if options.only and options.only not in {name for name, *_ in sections}:

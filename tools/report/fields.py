@@ -191,13 +191,26 @@ _inspected = record(
     }
 )
 _inspect = record({"checkpoint": _path, "layers": items(_inspected, most=_MAX_LAYERS)})
-_recall = record(
+_shares = items(nullable(number), least=1, most=256)
+_recall_fields = record(
     {"chance": number},
     {
-        **dict.fromkeys(("nsa", "window", "nsa_window_gate_only"), nullable(number)),
-        "history": nullable(items(record({"step": _count, "accuracy": number}))),
+        **dict.fromkeys(("nsa", "full", "window", "nsa_window_gate_only"), nullable(number)),
+        "history": nullable(items(record({"step": _count, "accuracy": number}, {"full": number}))),
+        "distances": items(_count, least=2, most=257),
+        "by_distance": record(dict.fromkeys(("nsa", "full", "window"), _shares)),
+        "window_size": whole(1),
     },
 )
+
+
+def _recall(value: dict[str, Any], where: str) -> None:
+    _recall_fields(value, where)
+    parts = len(value.get("distances", [])) - 1
+    for model, row in value.get("by_distance", {}).items():
+        if model in ("nsa", "full", "window") and len(row) != parts:
+            raise ReportError(f"by_distance.{model}: {len(row)} items: must be {parts}, between the distances")
+
 
 RESULTS: dict[str, Check] = {
     "nsa-bench": _bench,

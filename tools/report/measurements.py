@@ -1,7 +1,8 @@
-"""Pictures of measurements: attention time over length, the selection map, the needle map."""
+"""Pictures of measurements: attention time over length, the selection map, the look-up map, the needle map."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,28 @@ def _picture(chosen: dict[str, Any]) -> tuple[np.ndarray, list[int]]:
         picture[row, [block for block in selected if block >= 0]] = 2
         picture[row, [block for block in forced if block >= 0]] = 1
     return picture, chosen["query_positions"]
+
+
+def lookup_map(sources: Sources) -> Figure | None:
+    """Share of look-ups answered by each model and by how far back the answer was read."""
+    results = [r for r in sources.of("recall") if "by_distance" in r and "distances" in r]
+    if not results:
+        return None
+    result = results[-1]
+    edges = result["distances"]
+    names = {"nsa": "NSA", "full": "full attention", "window": "window alone"}
+    found = 100 * np.array([result["by_distance"][model] for model in names], dtype=float)
+    fig, (ax,) = figure(width=8.6, height=2.9)
+    image = ax.imshow(found, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for (row, column), value in np.ndenumerate(found):
+        ax.text(column, row, "" if np.isnan(value) else f"{value:.0f}", ha="center", va="center", fontsize=9)
+    ax.set_xticks(range(len(edges) - 1), [f"{a}-{b - 1}" for a, b in itertools.pairwise(edges)], fontsize=9)
+    ax.set_yticks(range(len(names)), list(names.values()))
+    reach = f"; the window: {result['window_size']}" if "window_size" in result else ""
+    ax.set(xlabel=f"how far back the answer was read (tokens{reach})", title="Look-ups answered")
+    ax.grid(visible=False)
+    fig.colorbar(image, ax=ax, label="right (%)")
+    return fig
 
 
 def needle(sources: Sources) -> Figure | None:

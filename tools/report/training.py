@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from .sources import Run, Sources, shown
-from .style import BRANCH_COLOURS, BRANCH_NAMES, colours, figure, length_axis, tokens
+from .style import ATTENTION_COLOURS, BRANCH_COLOURS, BRANCH_NAMES, colours, figure, length_axis, tokens
 
 
 def loss(sources: Sources) -> Figure | None:
@@ -149,18 +149,24 @@ def recall(sources: Sources) -> Figure | None:
     if not results:
         return None
     result = results[-1]
-    bars = {"nsa": "NSA", "nsa_window_gate_only": "NSA, window\ngate only", "window": "window\nmodel"}
+    bars = {"nsa": "NSA", "nsa_window_gate_only": "NSA, window\ngate only", "full": "full\nattention"}
+    bars["window"] = "window\nmodel"
     bars = {key: name for key, name in bars.items() if result.get(key) is not None}
     fig, axes = figure(columns=2, width=5.2)
-    shades = [BRANCH_COLOURS["slc"], "#9cc3d5", "#8a8d91"]
-    drawn = axes[0].bar(list(bars.values()), [100 * result[key] for key in bars], color=shades[: len(bars)])
+    shades = {**ATTENTION_COLOURS, "nsa_window_gate_only": "#9cc3d5"}
+    drawn = axes[0].bar(list(bars.values()), [100 * result[key] for key in bars], color=[shades[key] for key in bars])
     axes[0].bar_label(drawn, fmt="%.1f %%")
     axes[0].axhline(100 * result["chance"], color="black", ls=":", label=f"chance, {100 * result['chance']:.1f} %")
     axes[0].set(ylabel="recalled values (%)", ylim=(0, 108), title="Recall beyond the window")
     axes[0].legend()
     history = result.get("history") or []
-    axes[1].plot([h["step"] for h in history], [100 * h["accuracy"] for h in history], color=shades[0])
-    axes[1].set(xlabel="training step", ylabel="recalled values (%)", ylim=(0, 104), title="NSA while it learns")
+    for model, field in (("nsa", "accuracy"), ("full", "full")):
+        line = [(h["step"], 100 * h[field]) for h in history if field in h]
+        if line:
+            axes[1].plot(*zip(*line, strict=True), color=shades[model], label=model)
+    axes[1].set(xlabel="training step", ylabel="recalled values (%)", ylim=(0, 104), title="While they learn")
+    if history:
+        axes[1].legend()
     return fig
 
 
