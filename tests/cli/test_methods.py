@@ -83,6 +83,6 @@ def test_recall_by_methods(tmp_path):
         assert out["by_distance"][method] == out["by_distance"]["full"]
     full = out["full"]
     _, out = recalled("--method", "streaming")
-    assert out["budget"] == 3 * 16 + 16 + (100 - 8) // 4 + 1
+    assert out["budget"] == 3 * 16 + 4 + (100 - 8) // 4 + 1
     assert out["full"] == full and 0 <= out["streaming"] <= 1
     assert "snapkv" in refused("recall", "--method", "quest,snapkv")
