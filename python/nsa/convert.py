@@ -203,7 +203,9 @@ def rename_run(src: Path, out: Path) -> None:
         config: PreTrainedConfig
         if given["attention"] == "nsa":
             options = {name: given[name] for name in names}
-            config = (NsaQwen3Config if qk_norm else NsaLlamaConfig)(**fields, nsa=options)
+            config = (NsaQwen3Config if qk_norm else NsaLlamaConfig)(
+                **fields, nsa=options, dense_layers=given.get("dense_layers", [])
+            )
             kind = SPARSE_MODELS[type(config)]
         elif given["attention"] == "window" and not qk_norm:
             kind, config = MistralForCausalLM, MistralConfig(**fields, sliding_window=given["window_size"])

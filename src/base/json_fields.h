@@ -9,6 +9,8 @@
 #include <set>
 #include <string>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/json.h"
@@ -72,9 +74,14 @@ class FieldReader {
     } else if (!json.is_array()) {
       return false;
     } else {
+      value.clear();
       for (const auto& item : json) {
-        if (!item.is_string()) return false;
+        if (typename T::value_type element; read(item, element))
+          value.push_back(std::move(element));
+        else
+          return false;
       }
+      return true;
     }
     value = json.get<T>();
     return true;
@@ -88,6 +95,7 @@ class FieldReader {
     }
     if constexpr (std::is_floating_point_v<T>) return "a number";
     if constexpr (std::is_same_v<T, std::string>) return "a string";
+    if constexpr (std::is_same_v<T, std::vector<int>>) return "a list of integers";
     return "a list of strings";
   }
 

@@ -52,12 +52,7 @@ struct InspectCommand {
                           {"tokens", length},
                           {"block_size", opened.model().config().nsa.block_size},
                           {"topk", opened.model().config().nsa.topk},
-                          {"layers", nlohmann::json::array()}};
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      nlohmann::json layer = layers[i];
-      layer["layer"] = i;
-      out["layers"].push_back(layer);
-    }
+                          {"layers", layers}};
     json.write(out);
   }
 
@@ -66,8 +61,7 @@ struct InspectCommand {
                "shared with", "recall of the choice");
     fmt::print("{:>5} {:>7}  {:>6} {:>6} {:>7}  {:>8}  {:>7} {:>7}  {:>9}  {:>6} {:>6} {:>7}\n", "layer", "KV head",
                "cmp", "slc", "swa", "forced", "nats", "of most", "neighbour", "chosen", "best", "random");
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      const auto& layer = layers[i];
+    for (const auto& layer : layers) {
       const std::size_t group = layer.gates_by_head.size() / layer.kv_heads.size();
       for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
         const auto& [stats, recall, map] = layer.kv_heads[head];
@@ -78,20 +72,20 @@ struct InspectCommand {
         for (std::size_t h = head * group; h < (head + 1) * group; ++h) {
           for (std::size_t b = 0; b < 3; ++b) gates[b] += layer.gates_by_head[h][b] / static_cast<double>(group);
         }
-        fmt::print("{:>5} {:>7}  {:>6.3f} {:>6.3f} {:>7.3f}  {:>6.1f} %  {:>7.2f} {:>7.2f}  {:>8.1f}%  {}\n", i, head,
-                   gates[0], gates[1], gates[2], 100 * stats.unforced_share, stats.entropy, stats.entropy_max,
-                   100 * stats.neighbour_overlap, shares);
+        fmt::print("{:>5} {:>7}  {:>6.3f} {:>6.3f} {:>7.3f}  {:>6.1f} %  {:>7.2f} {:>7.2f}  {:>8.1f}%  {}\n",
+                   layer.layer, head, gates[0], gates[1], gates[2], 100 * stats.unforced_share, stats.entropy,
+                   stats.entropy_max, 100 * stats.neighbour_overlap, shares);
       }
     }
   }
 
   /// A line per query, a column per block: '#' chosen, '.' forced.
   static void print_maps(const std::vector<lm::LayerView>& layers, int block_size) {
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      for (std::size_t head = 0; head < layers[i].kv_heads.size(); ++head) {
-        fmt::print("\nlayer {}, KV head {}: a line per query, a column per block of {} tokens; # chosen, . forced\n", i,
-                   head, block_size);
-        const auto& map = layers[i].kv_heads[head].map;
+    for (const auto& layer : layers) {
+      for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
+        fmt::print("\nlayer {}, KV head {}: a line per query, a column per block of {} tokens; # chosen, . forced\n",
+                   layer.layer, head, block_size);
+        const auto& map = layer.kv_heads[head].map;
         for (std::size_t q = 0; q < map.blocks.size(); ++q) {
           std::string line(static_cast<std::size_t>(map.query_positions[q] / block_size + 1), ' ');
           for (const auto block : map.blocks[q]) line[static_cast<std::size_t>(block)] = '#';

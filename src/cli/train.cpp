@@ -50,7 +50,11 @@ class TrainCommand {
   template <class T>
   CLI::Option* option(const std::string& name, const char* field, T& value, const std::string& help) {
     CLI::Option* const added = command_.add_option(name, value, help)->group(group_);
-    if constexpr (!std::is_same_v<T, std::vector<std::string>>) added->take_last();  // a later one overrides
+    if constexpr (std::is_same_v<T, std::vector<int>>) {
+      added->delimiter(',');
+    } else if constexpr (!std::is_same_v<T, std::vector<std::string>>) {
+      added->take_last();  // a later one overrides
+    }
     fields_.emplace_back(added, field);
     return added;
   }
@@ -125,6 +129,9 @@ class TrainCommand {
     flag("--phi-per-kv-head", "phi_per_kv_head", model.phi_per_kv_head, "Own weights of phi for each key/value head");
     flag("--share-kv,!--separate-kv", "share_kv", model.share_kv,
          "One key and one value projection for the three branches, or one for each");
+    option("--dense-layers", "dense_layers", model.dense_layers,
+           "Numbers of the layers that keep full attention, from 0, e.g. 0,3")
+        ->default_str("");
     option("--noise", "noise", config_.train.noise,
            "Exploration noise on the log-importances of the selection at the start");
     option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");

@@ -304,7 +304,8 @@ ROPE = PRETRAINED["rope_parameters"]
      ({**PRETRAINED, "max_position_embeddings": 0}, "max_position_embeddings"),
      ({**PRETRAINED, "architectures": ["NsaQwen3ForCausalLM"], "nsa": {"topk": "4"}}, "topk"),
      ({**PRETRAINED, "architectures": ["NsaQwen3ForCausalLM"], "nsa": {"window": 4}}, "window"),
-     ({**PRETRAINED, "architectures": ["NsaQwen3ForCausalLM"], "dense_layers": [0]}, "dense_layers")],
+     *(({**PRETRAINED, "architectures": ["NsaQwen3ForCausalLM"], "dense_layers": layers}, "dense_layers")
+       for layers in ([-1], [99], [1, 0], [0, 0], ["0"], [0.5], [2**31], {}, 3, True))],
 )  # fmt: skip
 def test_configurations_of_transformers_that_are_refused(pretrained, config, expected):
     (pretrained / "config.json").write_text(json.dumps(config))

@@ -64,6 +64,43 @@ def test_variants_of_the_model_train(tmp_path, corpus, option):
     assert sum(array.size for array in weights.values()) == counts["total"]
 
 
+def test_dense_layers(tmp_path, corpus):
+    """All layers dense is full attention to the bit; one of two has its gates, phi and scalars in the other alone."""
+
+    def train(name, *options):
+        nsa("train", "--out", tmp_path / name, "--data", corpus, "--steps", 4, *TINY, "--layers", 2, *options)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    full, dense = train("full", "--attention", "full"), train("dense", "--dense-layers", "0,1")
+    assert full.keys() == dense.keys() and all((full[name] == dense[name]).all() for name in full)
+    mixed = train("mixed", "--dense-layers", 1, "--noise", 0.5, "--gate-balance", 0.1)
+    counts = json.loads((tmp_path / "mixed" / "config.json").read_text())["parameters"]
+    assert sum(array.size for array in mixed.values()) == counts["total"]
+    assert sum(array.size for name, array in mixed.items() if ".gate." in name) == counts["gates"]
+    assert {name.split(".")[1] for name in mixed if ".gate." in name or ".phi_" in name} == {"0"}
+    assert [layer["layer"] for layer in metrics(tmp_path / "mixed", "train")[-1]["layers"]] == [0]
+    recomputed = train("recomputed", "--dense-layers", 1, "--noise", 0.5, "--gate-balance", 0.1, "--recompute")
+    assert all((mixed[name] == recomputed[name]).all() for name in mixed)
+    report = tmp_path / "inspect.json"
+    nsa("inspect", tmp_path / "mixed", "--json", report)
+    assert [layer["layer"] for layer in json.loads(report.read_text())["layers"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--dense-layers", 2], "dense_layers = [2]: must be ascending numbers 0 ... 1"),
+        (["--dense-layers", "1,0"], "dense_layers = [1, 0]: must be ascending numbers 0 ... 1"),
+        (["--dense-layers", "0,x"], "--dense-layers"),
+        (["--dense-layers", 0, "--attention", "full"], "dense_layers = [0]: must be [] with attention full"),
+    ],
+)
+def test_dense_layers_that_are_refused(options, expected, tmp_path, corpus):
+    assert expected in refused(
+        "train", "--out", tmp_path / "run", "--data", corpus, "--steps", 1, *TINY, "--layers", 2, *options
+    )
+
+
 SMALL = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --steps 1 --threads 2".split()
 RECIPE = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 32, "share_kv": True, "rope_theta": 5e5}
 PAPER = {"kernel_size": 32, "kernel_stride": 16, "block_size": 64, "topk": 16, "share_kv": False, "rope_theta": 1e4}

@@ -17,7 +17,9 @@ needs_program = pytest.mark.skipif(not PROGRAM.exists(), reason="the program nsa
 
 def nsa(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "NSA_DEVICE": "cpu"}
-    done = subprocess.run([PROGRAM, *map(str, arguments)], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [PROGRAM, *map(str, arguments)], capture_output=True, text=True, errors="replace", env=environment
+    )
     assert done.returncode == code, done.stderr
     return done
 

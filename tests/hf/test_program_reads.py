@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,16 @@ def test_dense_models(name, tied, options, rope, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "nsa_options"),
-    [("llama", {"share_kv": True, "phi": "mean"}), ("qwen3", {"phi": "mlp"}), ("qwen3", {"share_kv": True})],
+    ("name", "nsa_options", "dense_layers"),
+    [
+        ("llama", {"share_kv": True, "phi": "mean"}, []),
+        ("llama", {"share_kv": True}, [0]),
+        ("qwen3", {"phi": "mlp"}, [1]),
+        ("qwen3", {"share_kv": True}, []),
+    ],
 )
-def test_sparse_models(name, nsa_options, tmp_path):
-    model = sparse(name, nsa=nsa_options, rope_parameters=ROPES["llama3"])
+def test_sparse_models(name, nsa_options, dense_layers, tmp_path):
+    model = sparse(name, nsa=nsa_options, dense_layers=dense_layers, rope_parameters=ROPES["llama3"])
     model.save_pretrained(tmp_path / "model")
     assert_agree(tmp_path / "model", model, tokens(1, 150), tmp_path)
 
@@ -99,7 +105,7 @@ def test_the_older_spelling_of_the_rotation(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("kind", [dense, sparse])
+@pytest.mark.parametrize("kind", [dense, sparse, partial(sparse, dense_layers=[1])])
 def test_a_run_starts_from_a_folder_and_comes_back(kind, name, tmp_path):
     model = kind(name, vocab_size=257, tie_word_embeddings=False, rope_parameters=ROPES["llama3"])
     folder, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "out"

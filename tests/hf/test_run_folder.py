@@ -34,14 +34,13 @@ def test_gates_that_transformers_does_not_have_are_refused(tmp_path, capsys):
     assert "gated = true" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
-def test_a_run_generates_in_transformers_what_the_program_generates(attention, tmp_path):
+@pytest.mark.parametrize("options", ["nsa", "nsa --dense-layers 0", "full", "window"])
+def test_a_run_generates_in_transformers_what_the_program_generates(options, tmp_path):
     corpus, run, out = tmp_path / "corpus", tmp_path / "run", tmp_path / "out"
     write_corpus(corpus)
-    nsa("train", "--out", run, "--data", corpus, "--attention", attention, *MODEL, *NSA, *RUN)
+    nsa("train", "--out", run, "--data", corpus, "--attention", *options.split(), *MODEL, *NSA, *RUN)
     report = tmp_path / "out.json"
-    options = ["--temperature", 0, "--tokens", 60, "--ignore-end", "--json", report]
-    nsa("generate", run, "--prompt", PROMPT, *options)
+    nsa("generate", run, "--prompt", PROMPT, "--temperature", 0, "--tokens", 60, "--ignore-end", "--json", report)
     expected = json.loads(report.read_text())
     before = {file: file.read_bytes() for file in run.iterdir() if file.is_file()}
     assert main([str(run), str(out)]) == 0

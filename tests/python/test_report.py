@@ -10,6 +10,7 @@ import pytest
 
 from report.__main__ import main
 from report.sources import read_sources
+from report.training import gates, selection_health
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
@@ -169,6 +170,20 @@ def test_everything(runs):
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(PICTURES)
     assert "http" not in page and "<td>full</td>" in page and "3,109,000" in page
+
+
+def test_layers_have_their_numbers_where_others_are_dense(tmp_path):
+    write_run(tmp_path / "runs" / "nsa", "nsa", steps=30)
+    file = tmp_path / "runs" / "nsa" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if "layers" in line:
+            line["layers"] = [{**layer, "layer": 2 * i + 1} for i, layer in enumerate(line["layers"])]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sources = read_sources([tmp_path / "runs" / "nsa"])
+    bars, health = gates(sources).axes[0], selection_health(sources).axes[0]
+    assert list(bars.get_xticks()) == [1, 3, 5, 7]
+    assert [line.get_label() for line in health.get_lines()] == [f"layer {number}" for number in (1, 3, 5, 7)]
 
 
 def test_results_alone(runs):

@@ -112,7 +112,7 @@ _progress = {"tokens": _count, "seconds": number, "loss": number}
 
 train_line = record(
     {**_progress, "tokens_per_second": number},
-    {"layers": nullable(items(record(dict.fromkeys(_LAYER, number)), most=_MAX_LAYERS))},
+    {"layers": nullable(items(record(dict.fromkeys(_LAYER, number), {"layer": _count}), most=_MAX_LAYERS))},
 )
 eval_line = record(
     _progress,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from statistics import median
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -90,27 +91,26 @@ def speed_over_context(sources: Sources) -> Figure | None:
 def gates(sources: Sources) -> Figure | None:
     """Mean gate of each branch per layer: of an inspected text, or of the last training step."""
     panels = [
-        (f"inspected {_short(r['checkpoint'])}", [layer["gates"] for layer in r["layers"]])
+        (f"inspected {_short(r['checkpoint'])}", {layer["layer"]: layer["gates"] for layer in r["layers"]})
         for r in sources.of("inspect")
         if r["layers"]
     ]
     if not panels:
         for run in _selecting(sources):
-            layers = run.train[-1]["layers"]
-            panels.append(
-                (run.label, [{branch: layer[f"gate_{branch}"] for branch in BRANCH_NAMES} for layer in layers])
-            )
+            layers = enumerate(run.train[-1]["layers"])
+            means = {
+                _number(layer, i): {branch: layer[f"gate_{branch}"] for branch in BRANCH_NAMES} for i, layer in layers
+            }
+            panels.append((run.label, means))
     if not panels:
         return None
     fig, axes = figure(columns=len(panels))
     for ax, (name, layers) in zip(axes, panels, strict=True):
         for i, branch in enumerate(BRANCH_NAMES):
-            places = [layer + 0.27 * (i - 1) for layer in range(len(layers))]
-            values = [layer[branch] for layer in layers]
+            places = [layer + 0.27 * (i - 1) for layer in layers]
+            values = [layer[branch] for layer in layers.values()]
             ax.bar(places, values, 0.25, color=BRANCH_COLOURS[branch], label=BRANCH_NAMES[branch])
-        ax.set(
-            xlabel="layer", ylabel="mean gate", ylim=(0, 1), xticks=range(len(layers)), title=f"Gates per layer: {name}"
-        )
+        ax.set(xlabel="layer", ylabel="mean gate", ylim=(0, 1), xticks=list(layers), title=f"Gates per layer: {name}")
         ax.grid(axis="x", visible=False)
         ax.legend(ncols=3, fontsize=9, loc="upper center")
     return fig
@@ -130,14 +130,15 @@ def selection_health(sources: Sources) -> Figure | None:
     for r, run in enumerate(runs):
         lines = [line for line in run.train if line.get("layers")]
         count = len(lines[0]["layers"])
-        for ax, (measure, (label, limits)) in zip(axes[3 * r :], measures.items(), strict=False):
+        for ax, (measure, (title, limits)) in zip(axes[3 * r :], measures.items(), strict=False):
             for layer in range(count):
                 values = _smooth([line["layers"][layer][measure] for line in lines])
                 shade = BRANCH_COLOURS["slc"]
                 alpha = 1 - 0.75 * layer / max(1, count - 1)
-                ax.plot([line["tokens"] for line in lines], values, color=shade, alpha=alpha, label=f"layer {layer}")
+                label = f"layer {_number(lines[0]['layers'][layer], layer)}"
+                ax.plot([line["tokens"] for line in lines], values, color=shade, alpha=alpha, label=label)
             ax.xaxis.set_major_formatter(FuncFormatter(tokens))
-            ax.set(xlabel="tokens seen", ylabel=label, ylim=limits)
+            ax.set(xlabel="tokens seen", ylabel=title, ylim=limits)
         axes[3 * r + 1].set_title(f"Selection during training: {run.label}")
         axes[3 * r].legend(fontsize=8)
     return fig
@@ -172,6 +173,11 @@ def recall(sources: Sources) -> Figure | None:
 
 def _selecting(sources: Sources) -> list[Run]:
     return [run for run in sources.runs if run.train[-1].get("layers")]
+
+
+def _number(layer: dict[str, Any], place: int) -> int:
+    """Of a layer in a line of metrics; runs from before layers could be dense have none."""
+    return layer.get("layer", place)
 
 
 def _smooth(values: list[float]) -> list[float]:

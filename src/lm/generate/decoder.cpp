@@ -37,7 +37,7 @@ struct Decoder::Impl {
     const Rotation here{rotation.cos.slice(0, length, end), rotation.sin.slice(0, length, end)};
     Residual x{at::embedding(model.embedding, upload(ids, model.device)), {}};
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      x = block_forward(model.config, weights[i], x, here,
+      x = block_forward(model.blocks[i].config(), weights[i], x, here,
                         [&](const AttentionInputs& projected) { return caches[i]->attend(weights[i], projected); });
     }
     length = end;
@@ -47,12 +47,11 @@ struct Decoder::Impl {
 
 Decoder::Decoder(const Model& model, std::int64_t capacity) : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
   const at::NoGradGuard no_grad;
-  const auto& config = model.config();
-  impl_->rotation = rotation_table(capacity, config, model.device());
+  impl_->rotation = rotation_table(capacity, model.config(), model.device());
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
     impl_->caches.push_back(make_layer_cache(
-        config, capacity, at::TensorOptions(model.device()).dtype(model.compute_dtype()), impl_->rotation));
+        block.config(), capacity, at::TensorOptions(model.device()).dtype(model.compute_dtype()), impl_->rotation));
   }
 }
 

@@ -36,6 +36,8 @@ class Block {
   Block(ParameterStore& store, const std::string& prefix, const ModelConfig& config);
 
   BlockWeights weights(at::ScalarType dtype) const;
+  /// Of this layer: ModelConfig::of_layer.
+  const ModelConfig& config() const { return config_; }
 
  private:
   ModelConfig config_;

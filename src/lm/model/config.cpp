@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/error.h"
@@ -44,6 +45,7 @@ void for_each_later_field(Config& config, Visit&& visit) {
   visit("tied_head", config.tied_head);
   visit("qk_norm", config.qk_norm);
   visit("gated", config.gated);
+  visit("dense_layers", config.dense_layers);
   visit("rope_factor", config.rope.factor);
   visit("rope_low_freq_factor", config.rope.low_freq_factor);
   visit("rope_high_freq_factor", config.rope.high_freq_factor);
@@ -127,6 +129,19 @@ void ModelConfig::validate() const {
   in_range("rope_original_context", rope.original_context, 1, 1 << 30);
   require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
   if (const Status status = nsa.validate(); !status.ok()) throw Error(status.message());
+  require(dense_layers.empty() || attention == AttentionKind::kNsa,
+          fmt::format("dense_layers = {}: must be [] with attention {}", dense_layers, name_of(attention)));
+  for (std::size_t i = 0; i < dense_layers.size(); ++i) {
+    require(dense_layers[i] >= 0 && dense_layers[i] < num_layers && (i == 0 || dense_layers[i] > dense_layers[i - 1]),
+            fmt::format("dense_layers = {}: must be ascending numbers 0 ... {}", dense_layers, num_layers - 1));
+  }
+}
+
+ModelConfig ModelConfig::of_layer(int layer) const {
+  ModelConfig config = *this;
+  config.dense_layers.clear();
+  if (std::binary_search(dense_layers.begin(), dense_layers.end(), layer)) config.attention = AttentionKind::kFull;
+  return config;
 }
 
 void to_json(nlohmann::json& json, const ModelConfig& config) {
@@ -180,7 +195,7 @@ ModelConfig with_changes(const ModelConfig& config, const std::vector<std::strin
       throw Error(fmt::format("--set {}: must be FIELD=VALUE, FIELD one of {}", change, fmt::join(names, ", ")));
     }
     const auto value = parse_json_or_null(text);
-    json[name] = value.is_number() || value.is_boolean() ? value : nlohmann::json(text);
+    json[name] = value.is_number() || value.is_boolean() || value.is_array() ? value : nlohmann::json(text);
   }
   try {
     ModelConfig changed;

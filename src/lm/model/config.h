@@ -59,12 +59,15 @@ struct ModelConfig {
   // Attention `nsa` only; `window` uses nsa.window_size.
   NSAConfig nsa;
   CompressionKind phi = CompressionKind::kMlp;
-  int phi_hidden = 0;            // E; 0: 2 * D
-  bool phi_per_kv_head = false;  // one phi for each KV head instead of one for all
-  bool share_kv = false;         // one key and one value projection for the three branches
+  int phi_hidden = 0;             // E; 0: 2 * D
+  bool phi_per_kv_head = false;   // one phi for each KV head instead of one for all
+  bool share_kv = false;          // one key and one value projection for the three branches
+  std::vector<int> dense_layers;  // numbers, from 0 and ascending, of the layers that keep full attention
 
   /// Throws Error naming the field, its value and the rule.
   void validate() const;
+  /// Of one layer alone: attention is `full` where the layer is dense.
+  ModelConfig of_layer(int layer) const;
   bool operator==(const ModelConfig&) const = default;
 };
 

@@ -51,7 +51,8 @@ ModelFlops training_flops(const ModelConfig& config, std::int64_t length) {
   // The embedding is looked up, but where it is tied the same matrix makes the logits.
   const std::int64_t looked_up = config.tied_head ? 0 : std::int64_t{config.vocab_size} * config.hidden_size;
   const auto weights = static_cast<double>(counts.gates + counts.extra_kv + counts.rest - looked_up);
-  const double pairs = config.num_layers * static_cast<double>(config.num_heads) * attention_pairs(config, length);
+  double pairs = 0;
+  for (int i = 0; i < config.num_layers; ++i) pairs += config.num_heads * attention_pairs(config.of_layer(i), length);
   ModelFlops flops;
   flops.rest = 6 * (weights * tokens + pairs * (config.head_dim + config.v_head_dim));
   if (config.attention != AttentionKind::kNsa) return flops;

@@ -43,7 +43,9 @@ Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_un
   impl_->config = config;
   ParameterStore store(impl_->parameters, seed);
   impl_->embedding = store.matrix("embedding.weight", config.vocab_size, config.hidden_size);
-  for (int i = 0; i < config.num_layers; ++i) impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config);
+  for (int i = 0; i < config.num_layers; ++i) {
+    impl_->blocks.emplace_back(store, fmt::format("layers.{}.", i), config.of_layer(i));
+  }
   impl_->norm = store.constant("norm.weight", {config.hidden_size}, 1);
   impl_->head =
       config.tied_head ? impl_->embedding : store.matrix("head.weight", config.vocab_size, config.hidden_size);
@@ -91,22 +93,23 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
     const Layer layer = [impl = impl_.get(), state, i](at::TensorList in) -> std::vector<at::Tensor> {
       LayerTrace trace;
       const bool traced = state.options.trace != nullptr;
-      const auto weights = impl->blocks[i].weights(impl->dtype);
+      const Block& block = impl->blocks[i];
+      const auto weights = block.weights(impl->dtype);
       const auto attend = [&](const AttentionInputs& projected) {
-        return packed_attention(impl->config, weights.phi_k, weights.phi_v, projected, state, static_cast<int>(i),
+        return packed_attention(block.config(), weights.phi_k, weights.phi_v, projected, state, static_cast<int>(i),
                                 traced ? &trace : nullptr);
       };
       const auto out =
-          block_forward(impl->config, weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
-      if (!traced) return {out.x, out.added};
+          block_forward(block.config(), weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
+      if (!traced || !trace.gates.defined()) return {out.x, out.added};
       if (!state.options.trace_keys) return {out.x, out.added, trace.gates, trace.indices};
       return {out.x, out.added, trace.gates, trace.indices, trace.q, trace.k_slc};
     };
     const auto in = x.added.defined() ? std::vector<at::Tensor>{x.x, x.added} : std::vector<at::Tensor>{x.x};
     const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, in) : layer(in);
     x = {outputs[0], outputs[1]};
-    if (options.trace) (*options.trace)[i] = {outputs[2], outputs[3]};
-    if (options.trace && options.trace_keys) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
+    if (outputs.size() > 2) (*options.trace)[i] = {outputs[2], outputs[3]};
+    if (outputs.size() > 4) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
   }
   return impl_->logits(x);
 }

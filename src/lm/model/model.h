@@ -23,7 +23,7 @@ struct Batch {
 /// One sequence.
 Batch single(const std::vector<std::int64_t>& tokens);
 
-/// What one layer of attention `nsa` did.
+/// What one layer of attention `nsa` did; nothing is defined of a dense layer.
 struct LayerTrace {
   at::Tensor gates;     // (total, H, 3) in the order cmp, slc, swa, with its gradient
   at::Tensor indices;   // int32 (total, Hkv, topk)

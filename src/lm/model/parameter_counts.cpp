@@ -1,8 +1,10 @@
 #include "lm/model/parameter_counts.h"
 
 namespace nsa::lm {
+namespace {
 
-ParameterCounts parameter_counts(const ModelConfig& config) {
+/// Of one layer.
+ParameterCounts layer_counts(const ModelConfig& config) {
   const std::int64_t hidden = config.hidden_size, heads = config.num_heads, kv_heads = config.num_kv_heads;
   const std::int64_t dk = config.head_dim, dv = config.v_head_dim;
   const std::int64_t kv = hidden * kv_heads * (dk + dv);
@@ -23,9 +25,22 @@ ParameterCounts parameter_counts(const ModelConfig& config) {
   if (const int gates = config.attention == AttentionKind::kNsa ? 3 : config.gated ? 1 : 0; gates > 0) {
     layer.gates = (hidden / 4) * (hidden + 1) + gates * heads * (hidden / 4 + 1);
   }
-  const std::int64_t layers = config.num_layers;
-  return {layers * layer.phi, layers * layer.gates, layers * layer.extra_kv,
-          layers * layer.rest + hidden * (config.vocab_size * (config.tied_head ? 1 : 2) + 1)};
+  return layer;
+}
+
+}  // namespace
+
+ParameterCounts parameter_counts(const ModelConfig& config) {
+  ParameterCounts sum;
+  sum.rest = std::int64_t{config.hidden_size} * (config.vocab_size * (config.tied_head ? 1 : 2) + 1);
+  for (int i = 0; i < config.num_layers; ++i) {
+    const auto layer = layer_counts(config.of_layer(i));
+    sum.phi += layer.phi;
+    sum.gates += layer.gates;
+    sum.extra_kv += layer.extra_kv;
+    sum.rest += layer.rest;
+  }
+  return sum;
 }
 
 int ffn_size_of_equal_parameters(const ModelConfig& config, const ModelConfig& target) {

@@ -96,8 +96,11 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
   const auto length = static_cast<std::int64_t>(tokens.size());
   const std::array<std::int32_t, 2> offsets = {0, static_cast<std::int32_t>(length)};
   std::vector<LayerView> layers;
-  for (const LayerTrace& seen : trace) {
+  for (std::size_t number = 0; number < trace.size(); ++number) {
+    const LayerTrace& seen = trace[number];
+    if (!seen.gates.defined()) continue;
     auto& layer = layers.emplace_back();
+    layer.layer = static_cast<int>(number);
     const auto gates = seen.gates.to(at::kFloat).mean(0).cpu();  // (H, 3)
     layer.gates = three(gates.mean(0));
     for (std::int64_t h = 0; h < gates.size(0); ++h) layer.gates_by_head.push_back(three(gates[h]));
@@ -117,6 +120,7 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
 }
 
 void to_json(nlohmann::json& json, const LayerView& layer) {
+  json["layer"] = layer.layer;
   json["gates"] = {{"cmp", layer.gates[0]}, {"slc", layer.gates[1]}, {"swa", layer.gates[2]}};
   json["gates_by_head"] = layer.gates_by_head;
   for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {

@@ -32,13 +32,14 @@ struct KvHeadView {
 };
 
 struct LayerView {
+  int layer = 0;
   std::array<double, 3> gates{};                     // mean, in the order cmp, slc, swa
   std::vector<std::array<double, 3>> gates_by_head;  // (H)
   std::vector<KvHeadView> kv_heads;                  // (Hkv)
 };
 
 /// Runs the model over `tokens`, without gradients; the maps hold `num_queries` evenly spaced positions, the last token
-/// among them. Throws Error unless the model's attention is `nsa`.
+/// among them; of the layers that are sparse. Throws Error unless the model's attention is `nsa`.
 std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries);
 
 void to_json(nlohmann::json& json, const LayerView& layer);

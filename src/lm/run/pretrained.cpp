@@ -166,7 +166,6 @@ ModelConfig read_config(const json& object, const std::string& where, std::int64
                                                            {"attention_bias", false},
                                                            {"mlp_bias", false},
                                                            {"use_sliding_window", false},
-                                                           {"dense_layers", json::array()},
                                                            {"quantization_config", nullptr}}) {
     fields.only(name, allowed);
   }
@@ -181,6 +180,7 @@ ModelConfig read_config(const json& object, const std::string& where, std::int64
   }
   read_rope(fields, where, config);
   if (architecture->sparse) {
+    fields.optional("dense_layers", config.dense_layers);
     const json nsa = fields.object("nsa");
     read_sparse(nsa.is_null() ? json::object() : nsa, where, config);
   }

@@ -71,10 +71,14 @@ std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, 
                                               static_cast<std::size_t>(batch.cu_seqlens.numel()));
   std::vector<LayerScalars> layers;
   std::vector<at::Tensor> chosen;
-  for (const LayerTrace& layer : trace) {
+  for (std::size_t number = 0; number < trace.size(); ++number) {
+    const LayerTrace& layer = trace[number];
+    if (!layer.gates.defined()) continue;
     const auto gates = layer.gates.detach().to(at::kFloat).mean(at::IntArrayRef{0, 1}).cpu();
-    layers.push_back(
-        {.gate_cmp = gates[0].item<float>(), .gate_slc = gates[1].item<float>(), .gate_swa = gates[2].item<float>()});
+    layers.push_back({.layer = static_cast<int>(number),
+                      .gate_cmp = gates[0].item<float>(),
+                      .gate_slc = gates[1].item<float>(),
+                      .gate_swa = gates[2].item<float>()});
     chosen.push_back(layer.indices.cpu());
   }
   // A GPU waits for this: all threads take part.
@@ -94,7 +98,8 @@ std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, 
 }
 
 void to_json(nlohmann::json& json, const LayerScalars& scalars) {
-  json = {{"gate_cmp", scalars.gate_cmp},
+  json = {{"layer", scalars.layer},
+          {"gate_cmp", scalars.gate_cmp},
           {"gate_slc", scalars.gate_slc},
           {"gate_swa", scalars.gate_swa},
           {"unforced_share", scalars.unforced_share},

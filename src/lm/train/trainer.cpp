@@ -55,11 +55,12 @@ at::ScalarType dtype_of(const std::string& name, at::Device device) {
 at::Tensor gate_imbalance(const std::vector<LayerTrace>& trace) {
   std::vector<at::Tensor> layers;
   for (const LayerTrace& layer : trace) {
+    if (!layer.gates.defined()) continue;
     const auto gates = layer.gates.to(at::kFloat);
     const auto shares = (gates / gates.sum(-1, true)).mean(at::IntArrayRef{0, 1});
     layers.push_back(-(shares * 3).log().mean());
   }
-  return at::stack(layers).sum();
+  return layers.empty() ? at::zeros({}) : at::stack(layers).sum();
 }
 
 Model make_model(const RunConfig& config, at::Device device) {
