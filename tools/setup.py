@@ -27,6 +27,9 @@ HEADERS = {
     "nlohmann-json3-dev": "nlohmann/json.hpp",
     "libgtest-dev": "gtest/gtest.h",
 }
+# Pieces of words in `nsa train --tokenizer`, and what trains them in the tests. Installed where apt can; nothing else
+# needs them.
+OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "sentencepiece": "/usr/bin/spm_train"}
 # What `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run want besides;
 # tools/requirements-*.txt have the rest.
 EXTRA = {
@@ -105,18 +108,29 @@ def install_debian_packages(missing, offline, sudo):
             f"missing Debian packages, and OFFLINE=1 forbids fetching them: {names}",
             "`make bundle` on a machine with a network makes a folder bundle/ with all headers among them.",
         )
-    if os.geteuid() == 0:
-        prefix = []
-    elif sudo:
-        prefix = ["sudo", "-n"]
-    else:
+    if not may_install(sudo):
         stop(f"missing Debian packages: {names}", "Run this line, then make again (make SUDO=1 runs it):", by_hand)
-    say(f"Debian packages to install: {names}")
+    if not apt_install(missing):
+        stop(f"apt-get could not install: {names}", "Its message is above. By hand:", by_hand)
+
+
+def may_install(sudo):
+    return bool(shutil.which("apt-get")) and (os.geteuid() == 0 or sudo)
+
+
+def apt_install(packages):
+    say(f"Debian packages to install: {' '.join(packages)}")
+    prefix = [] if os.geteuid() == 0 else ["sudo", "-n"]
     apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q"]
     no_input = {"stdin": subprocess.DEVNULL}
     run([*apt, "update"], **no_input)  # a failing mirror need not matter: the install below decides
-    if not run([*apt, "install", "-y", "--no-install-recommends", *missing], **no_input):
-        stop(f"apt-get could not install: {names}", "Its message is above. By hand:", by_hand)
+    return run([*apt, "install", "-y", "--no-install-recommends", *packages], **no_input)
+
+
+def install_optional_packages(offline, sudo):
+    missing = [package for package, path in OPTIONAL.items() if not os.path.exists(path)]
+    if missing and (offline or not may_install(sudo) or not apt_install(missing)):
+        say(f"going on without {' '.join(missing)}: nsa train --tokenizer FILE.model needs libsentencepiece-dev")
 
 
 def read_requirements(torch, purpose):
@@ -226,6 +240,7 @@ def main():
     need_venv = not pip and not has_module("pip", venv / "bin" / "python")
     missing = missing_debian_packages(need_venv, options.purpose, options.offline)
     install_debian_packages(missing, options.offline, options.sudo)
+    install_optional_packages(options.offline, options.sudo)
     make_venv(venv, options.torch)
     install_python_packages(venv, options.torch, options.offline, options.purpose)
     if options.purpose == "cuda":

@@ -1,6 +1,7 @@
 """nsa train --tokenizer: a SentencePiece model in place of bytes, where the program was built with the library."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -61,7 +62,7 @@ class TestWithSentencePiece:
     def test_it_trains_on_pieces(self, run):
         assert json.loads((run / "config.json").read_text())["model"]["vocab_size"] == 301  # and the end of a document
         evaluation = metrics(run, "eval")[-1]
-        assert evaluation["bits_per_byte"] is None and 0 < evaluation["loss"] < 7
+        assert 0 < evaluation["loss"] < 7
 
     def test_prompt_and_text_come_back_as_text(self, run, tmp_path):
         """A prompt of pieces, of a newline and of bytes outside the vocabulary; text without the marks of pieces."""
@@ -79,10 +80,20 @@ class TestWithSentencePiece:
         bytes_drawn = [token - 3 for token in result["tokens"] if 3 <= token < 259]
         assert bytes_drawn and all(bytes([byte]) in text for byte in bytes_drawn)
 
+    def test_bits_of_each_byte_of_the_text(self, run, tmp_path):
+        """Pieces spell a document with one space before it; its end counts as a byte."""
+        path, text = tmp_path / "eval.json", tmp_path / "text.py"
+        text.write_text("def value(self):\n    return é in self\n" * 3)
+        nsa("eval", run, "--data", text, "--json", path)
+        result = json.loads(path.read_text())
+        nats = result["loss"] * result["eval_tokens"]
+        assert nats / math.log(2) / result["bits_per_byte"] == pytest.approx(1 + len(text.read_bytes()) + 1, rel=1e-6)
+
     def test_eval_finds_the_same_documents(self, run, tmp_path):
         path = tmp_path / "eval.json"
         nsa("eval", run, "--json", path)
-        assert json.loads(path.read_text())["bits_per_byte"] is None
+        result, last = json.loads(path.read_text()), metrics(run, "eval")[-1]
+        assert (result["loss"], result["bits_per_byte"]) == (last["loss"], last["bits_per_byte"])
 
     def test_another_vocabulary_is_refused(self, run, corpus):
         config = json.loads((run / "config.json").read_text())

@@ -24,6 +24,14 @@ def nsa(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def reads_pieces() -> bool:
+    """Whether the program was built with SentencePiece."""
+    if not PROGRAM.exists():
+        return False
+    done = subprocess.run([PROGRAM, "train", "--out", os.devnull, "--tokenizer", "none"], capture_output=True)
+    return b"built without SentencePiece" not in done.stderr
+
+
 def assert_same_text(report: dict[str, Any], model: PreTrainedModel, ids: torch.Tensor) -> None:
     """What `nsa generate --json` reports, greedy, is what the model generates after `ids`, by the same margins, none of
     which is so small that equal tokens would be luck."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import VOCABULARY, dense, sparse, tokens
 from nsa.convert import main
-from program import PROGRAM, assert_same_text, needs_program, nsa
+from program import PROGRAM, assert_same_text, needs_program, nsa, reads_pieces
 
 THETA = {"rope_theta": 20000.0}
 ROPES = {
@@ -85,6 +86,30 @@ def test_sparse_models(name, nsa_options, dense_layers, tmp_path):
     model = sparse(name, nsa=nsa_options, dense_layers=dense_layers, rope_parameters=ROPES["llama3"])
     model.save_pretrained(tmp_path / "model")
     assert_agree(tmp_path / "model", model, tokens(1, 150), tmp_path)
+
+
+@pytest.mark.skipif(not shutil.which("spm_train"), reason="no spm_train: Debian's sentencepiece")
+@pytest.mark.skipif(not reads_pieces(), reason="the program was built without libsentencepiece-dev")
+def test_text_by_the_folders_own_pieces(tmp_path):
+    """What `tokenizer.model` makes of a prompt is what its own program makes of it, behind the token for the start."""
+    folder, text = tmp_path / "model", "def value(self):\n    return self in None\n"
+    dense("llama", vocab_size=300).save_pretrained(folder)
+    (tmp_path / "text.txt").write_text(text * 40)
+    options = (
+        "--vocab_size=290 --model_type=bpe --byte_fallback --character_coverage=1 --remove_extra_whitespaces=false"
+    )
+    places = [f"--input={tmp_path / 'text.txt'}", f"--model_prefix={folder / 'tokenizer'}"]
+    subprocess.run(["spm_train", *places, *options.split()], check=True, capture_output=True)
+    encode = ["spm_encode", f"--model={folder / 'tokenizer.model'}", "--output_format=id", "--extra_options=bos"]
+    line = "return self in value"
+    ids = subprocess.run(encode, input=line, check=True, capture_output=True, text=True).stdout
+    (tmp_path / "ids.txt").write_text(ids)
+    reports = []
+    for prompt in (["--prompt", line], ["--ids", tmp_path / "ids.txt"]):
+        nsa("generate", folder, *prompt, "--temperature", 0, "--tokens", 8, "--json", tmp_path / "out.json")
+        reports.append(json.loads((tmp_path / "out.json").read_text()))
+    assert reports[0]["prompt_tokens"] == len(ids.split()) > 3
+    assert reports[0]["tokens"] == reports[1]["tokens"] and reports[0]["margins"] == reports[1]["margins"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
