@@ -66,9 +66,7 @@ struct EvalCommand {
                           {"context", length}};
     method.describe(out, opened.model().config().nsa, {length});
     out.update(nlohmann::json(result));
-    out["rows"] = nlohmann::json::array();
-    for (const lm::LossSum& row : lm::row_losses(result))
-      out["rows"].push_back({{"loss", row.loss}, {"tokens", row.tokens}});
+    out["rows"] = result.rows;
 
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);

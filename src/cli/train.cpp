@@ -107,6 +107,7 @@ class TrainCommand {
     ffn_size_ = option("--ffn-size", "ffn_size", model.ffn_size,
                        "Inner width of the feed-forward layers, channels; default 3 x --hidden-size");
     ffn_size_->default_str("");
+    flag("--qk-norm", "qk_norm", model.qk_norm, "RMSNorm of each head's queries and keys, before the rotation");
     option("--rope-theta", "rope_theta", model.rope_theta, "Base of the rotary frequencies");
     option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
     group_ = "Sparse attention";

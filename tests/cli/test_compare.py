@@ -52,6 +52,16 @@ def test_the_difference_is_paired_by_rows(compared, trained, tmp_path):
     assert sum(part["difference"] * of["tokens"] for part, of in parts) == pytest.approx(sum(differences), rel=1e-5)
 
 
+def test_rows_are_the_sums_of_their_parts(trained, tmp_path):
+    out = evaluated(tmp_path, trained["nsa"])
+    for name in ("by_position", "by_repeat"):
+        for row in out["rows"]:
+            assert sum(row[name]["tokens"]) == row["tokens"] and sum(row[name]["loss"]) == pytest.approx(row["loss"])
+        for i, part in enumerate(out[f"loss_{name}"]):
+            nats, tokens = (sum(row[name][of][i] for row in out["rows"]) for of in ("loss", "tokens"))
+            assert tokens == part["tokens"] and nats == pytest.approx(part["loss"] * tokens)
+
+
 def test_a_run_does_not_differ_from_itself(trained, tmp_path):
     out = evaluated(tmp_path, trained["nsa"], "--against", trained["nsa"])["against"]
     assert out["difference"] == 0 and out["half_width"] == 0

@@ -55,7 +55,9 @@ def test_weights_are_readable_from_python_and_counted_right(trained):
         assert f"layers.0.attention.{name}" in weights
 
 
-@pytest.mark.parametrize("option", [["--share-kv"], ["--phi", "linear"], ["--phi", "mean"], ["--phi-per-kv-head"]])
+@pytest.mark.parametrize(
+    "option", [["--share-kv"], ["--phi", "linear"], ["--phi", "mean"], ["--phi-per-kv-head"], ["--qk-norm"]]
+)
 def test_variants_of_the_model_train(tmp_path, corpus, option):
     arguments = ["--steps", 2, "--noise", 0.5, "--gate-balance", 0.1, *TINY, "--kv-heads", 2, *option]
     nsa("train", "--out", tmp_path / "run", "--data", corpus, *arguments)

@@ -107,6 +107,25 @@ void to_json(nlohmann::json& json, const LayerScalars& scalars) {
           {"neighbour_overlap", scalars.neighbour_overlap}};
 }
 
+LossSum RowLosses::sum() const {
+  LossSum total;
+  for (const LossSum& part : by_position) total.add(part.loss, part.tokens);
+  return total;
+}
+
+void to_json(nlohmann::json& json, const RowLosses& row) {
+  const auto columns = [](const std::vector<LossSum>& parts) {
+    nlohmann::json out = {{"loss", nlohmann::json::array()}, {"tokens", nlohmann::json::array()}};
+    for (const LossSum& part : parts) out["loss"].push_back(part.loss), out["tokens"].push_back(part.tokens);
+    return out;
+  };
+  const LossSum sum = row.sum();
+  json = {{"loss", sum.loss},
+          {"tokens", sum.tokens},
+          {"by_position", columns(row.by_position)},
+          {"by_repeat", columns(row.by_repeat)}};
+}
+
 void to_json(nlohmann::json& json, const LossPart& part) {
   json = {{"from", part.from}, {"to", part.to}, {"loss", part.loss}, {"tokens", part.tokens}};
 }
@@ -122,8 +141,7 @@ void to_json(nlohmann::json& json, const Evaluation& evaluation) {
 std::vector<LossSum> row_losses(const Evaluation& evaluation) {
   std::vector<LossSum> out;
   for (const RowLosses& row : evaluation.rows) {
-    LossSum& total = out.emplace_back();
-    for (const LossSum& part : row.by_position) total.add(part.loss, part.tokens);
+    out.push_back(row.sum());
   }
   return out;
 }

@@ -31,7 +31,10 @@ struct LossSum {
 /// Of one row, the sums of each part below.
 struct RowLosses {
   std::vector<LossSum> by_position, by_repeat;
+  LossSum sum() const;
 };
+/// Nats and tokens of the row and, in lists, of its parts.
+void to_json(nlohmann::json& json, const RowLosses& row);
 
 /// What the attention of one layer did, averaged over tokens and heads.
 struct LayerScalars {
