@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""NSA beside full attention in training, from the runs to what they answer: everything that docs/evidence.md tells.
+
+    python bench/evidence.py 8k --seeds 1 2 3               trains and measures whatever of the plan 8k is missing
+    python bench/evidence.py 8k full recipe --limit 540     of two models, for 540 s; the next call goes on from there
+    python bench/evidence.py --list                         plans and models, and which results are there
+    python tools/evidence.py                                the page and its pictures from the results
+
+A plan is a length of training that all its models share, with the data, their order and the seed; what was trained is
+then asked by `nsa eval` (and `needle`, by the other sparse methods, where the plan says so). A result is a file
+PLAN.MODEL.SEED.json in --results, written when its run has ended and has been measured; runs are kept in --out until
+then, and stay there. What follows `--` goes to every `nsa train`, later options overriding the plan's: results that
+differ in it cannot stand beside each other, so choose other --results.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS = ("streaming", "h2o", "quest", "infllm", "clusterkv", "exact")
+MAIN = {
+    "full": "--attention full",
+    "full-gated": "--attention full --gated",
+    "full-wide": "--attention full --equal-parameters",
+    "window": "--attention window",
+    "recipe": "",
+}
+# The recipe with one thing changed.
+VARIANTS = {
+    "blocks-32-16-64-16": "--kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16",
+    "blocks-16-8-32-32": "--kernel-size 16 --kernel-stride 8",
+    "blocks-8-8-64-16": "--block-size 64 --topk 16",
+    "separate-kv": "--separate-kv",
+    "paper-blocks-and-kv": "--preset paper --rope-theta 500000",
+    "paper": "--preset paper",
+    "phi-mean": "--phi mean",
+    "phi-linear": "--phi linear",
+    "phi-common-rate": "--phi-lr-scale 1",
+    "window-128": "--window-size 128",
+    "window-256": "--window-size 256",
+    "qk-norm": "--qk-norm",
+    "last-layer-dense": "--dense-layers 7",
+    "noise": "--noise 1",
+    "gate-balance": "--gate-balance .1",
+}
+# Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
+RECALL = "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64"
+RECALLS = {
+    "2k": "--length 2048",
+    "16k": "--length 16384",
+    "64k": "--length 65536 --tokens-per-step 65536",
+    "hops-8k": "--length 8192 --hops 3",
+}
+LOOKUPS = ["needle", "--lengths", "8192,16384,32768,65536", "--samples", "20"]
+
+
+class Plan(NamedTuple):
+    text: str
+    train: str
+    models: dict[str, str]
+    questions: Mapping[str, list[str]] = MappingProxyType(
+        {}
+    )  # name: what `nsa` is asked of every model besides eval and inspect
+    of_methods: tuple[str, ...] = ()  # of these questions, those that full attention is asked by every method, too
+    command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
+
+
+PLANS = {
+    "8k": Plan(
+        "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
+        "--steps 5000",
+        MAIN,
+        {"eval": ["eval"]},
+        ("eval",),
+    ),
+    "8k-variants": Plan("bytes, 8192 of context, 1500 steps (49 million bytes)", "--steps 1500", MAIN | VARIANTS),
+    "8k-long": Plan("bytes, 8192 of context, 9200 steps (301 million bytes)", "--steps 9200", MAIN),
+    "pieces": Plan(
+        "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
+        "--steps 5000 --tokenizer {tokenizer}",
+        MAIN,
+    ),
+    "32k": Plan(
+        "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
+        "--steps 3000 --context 32768 --batch-size 1",
+        MAIN,
+    ),
+    "32k-time": Plan("bytes, 32768 of context, 15 minutes", "--minutes 15 --context 32768 --batch-size 1", MAIN),
+    "lookups": Plan(
+        "bytes, 65536 of context, 2500 steps of 65536, a twentieth of them look-ups",
+        "--steps 2500 --context 65536 --batch-size 1 --lookups .05 --join --document-bytes 65536",
+        {name: MAIN[name] for name in ("full", "window", "recipe")},
+        {"needle": LOOKUPS},
+        ("needle",),
+    ),
+    "recall": Plan("64 pairs of a key and a value beyond the window", RECALL, RECALLS, command="recall"),
+}
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """A SentencePiece model of 4000 pieces from the Python sources that `nsa train` has as its default data."""
+    import sentencepiece
+
+    model = folder / "pieces.model"
+    if model.exists():
+        return model
+    files = sorted({file for name in ("stdlib", "purelib") for file in Path(sysconfig.get_path(name)).rglob("*.py")})
+    random.Random(1).shuffle(files)
+    lines = (line for file in files[:3000] for line in file.read_text(errors="ignore").splitlines(keepends=True))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(model.with_suffix("")),
+        vocab_size=4000,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        input_sentence_size=1000000,
+        user_defined_symbols=["\n"],
+    )
+    return model
+
+
+def merged(*parts: list[str]) -> list[str]:
+    """Options of which later ones take the place of earlier ones."""
+    options: dict[str, list[str]] = {}
+    for word in (word for part in parts for word in part):
+        if word.startswith("--"):
+            options.pop(word, None)
+            options[word] = []
+        else:
+            options[list(options)[-1]].append(word)
+    return [word for name, values in options.items() for word in (name, *values)]
+
+
+class Stopped(Exception):
+    """--limit has passed, or Ctrl-C."""
+
+
+class Runs:
+    def __init__(self, given: argparse.Namespace):
+        self.given = given
+        self.end = time.monotonic() + given.limit if given.limit else None
+        self.about = {"command": shlex.join(["bench/evidence.py", *sys.argv[1:]]), "commit": commit(), **machine()}
+
+    def nsa(self, *arguments: object, spare: float = 0) -> None:
+        """Runs the program; ends it `spare` seconds before the limit."""
+        left = None if self.end is None else self.end - spare - time.monotonic()
+        if left is not None and left <= 0:
+            raise Stopped
+        process = subprocess.Popen([self.given.nsa, *map(str, arguments)])
+        try:
+            code = process.wait(timeout=left)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
+            process.terminate()
+            process.wait()  # it saves a checkpoint
+            raise Stopped from stop
+        if code:
+            raise SystemExit(f"nsa {shlex.join(map(str, arguments))}: exit code {code}")
+
+    def train(self, plan: Plan, model: str, seed: int, folder: Path) -> None:
+        if finished(folder):
+            return
+        spare = self.given.spare
+        if (folder / "model.safetensors").exists():
+            self.nsa("train", "--resume", "--out", folder, spare=spare)
+        else:
+            if "{tokenizer}" in plan.train:
+                plan = plan._replace(train=plan.train.format(tokenizer=make_tokenizer(self.given.out)))
+            options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
+            self.nsa("train", "--out", folder, "--overwrite", "--seed", seed, *options, spare=spare)
+        if not finished(folder):
+            raise Stopped
+
+    def ask(self, folder: Path, *question: str) -> dict:
+        """The JSON that one of the program's questions gives of a run that has ended; asked once."""
+        answer = folder / f"{'_'.join(question).replace('-', '')}.json"
+        if not answer.exists():
+            temporary = folder / "answer.json"
+            self.nsa(question[0], folder, *question[1:], "--json", temporary)
+            temporary.replace(answer)
+        return json.loads(answer.read_text())
+
+    def measure(self, name: str, plan: Plan, model: str, seed: int) -> dict:
+        folder = self.given.out / f"{name}.{model}.{seed}"
+        result: dict[str, Any] = {
+            "plan": name,
+            "text": plan.text,
+            "model": model,
+            "seed": seed,
+            "options": plan.models[model],
+            plan.command: shlex.join(merged(plan.train.split(), self.given.options)),
+            **self.about,
+        }
+        if plan.command == "recall":
+            folder.mkdir(parents=True, exist_ok=True)
+            options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
+            self.nsa(
+                "recall", "--seed", seed, *options, "--method", ",".join(METHODS), "--json", folder / "recall.json"
+            )
+            return result | {"answer": json.loads((folder / "recall.json").read_text())}
+        self.train(plan, model, seed, folder)
+        config = json.loads((folder / "config.json").read_text())
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if line["kind"] == "train"]
+        fields = ("step", "tokens", "seconds", "loss")
+        result |= {
+            "fingerprint": config["fingerprint"],
+            "context": config["train"]["context"],
+            "parameters": config["parameters"],
+            "selected_tokens": config["model"]["topk"] * config["model"]["block_size"],
+            "tokens_per_second": statistics.median(line["tokens_per_second"] for line in steps[1:] or steps),
+            "curve": [{field: line[field] for field in fields} for line in lines if line["kind"] == "eval"],
+            "eval": self.ask(folder, "eval"),
+        }
+        if config["model"]["attention"] == "nsa":
+            layers = self.ask(folder, "inspect")["layers"]
+            result["choice"] = [[head["recall"] for head in layer["kv_heads"]] for layer in layers]
+        for question, command in plan.questions.items():
+            if question != "eval":
+                result[question] = self.ask(folder, *command)
+            if question in plan.of_methods and model == "full":
+                by_method = {method: self.ask(folder, *command, "--method", method) for method in METHODS}
+                result[f"{question}_by_method"] = by_method
+        return result
+
+
+def finished(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return False
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    return last["kind"] == "end" and last["reason"] == "finished"
+
+
+def commit() -> str | None:
+    if given := os.environ.get("COMMIT"):
+        return given
+    done = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def machine() -> dict[str, str | None]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu: str | None
+    driver: str | None
+    try:
+        gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        gpu = driver = None
+    return {"gpu": gpu, "driver": driver, "date": time.strftime("%Y-%m-%d")}
+
+
+def rounded(value: Any) -> Any:
+    """Losses to seven digits: they are sums of float32."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("plan", nargs="?", choices=PLANS)
+    option("models", nargs="*", help="without: all of the plan")
+    option("--seeds", type=int, nargs="+", default=[1])
+    option("--limit", type=float, help="seconds; then the run in progress is saved and the call ends with code 3")
+    option("--spare", type=float, default=60, help="seconds of --limit kept for the questions after training")
+    option("--nsa", type=Path, default=ROOT / "build" / "bin" / "nsa", help="the program")
+    option("--out", type=Path, default=ROOT / "build" / "evidence", help="folder of the runs")
+    option("--results", type=Path, default=ROOT / "bench" / "results" / "evidence")
+    option("--list", action="store_true")
+    own = sys.argv[1:]
+    split = own.index("--") if "--" in own else len(own)
+    given = parser.parse_args(own[:split])
+    given.options = own[split + 1 :]
+    if given.list or not given.plan:
+        for name, plan in PLANS.items():
+            print(f"{name}: {plan.text}")
+            for model, options in plan.models.items():
+                there = sorted(given.results.glob(f"{name}.{model}.*.json"))
+                seeds = ", ".join(file.name.split(".")[-2] for file in there)
+                print(f"  {model:22} {options:62} {'seeds ' + seeds if seeds else ''}".rstrip())
+        return 0
+    plan = PLANS[given.plan]
+    for model in given.models:
+        if model not in plan.models:
+            parser.error(f"models: {model!r}: must be one of {', '.join(plan.models)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    given.results.mkdir(parents=True, exist_ok=True)
+    runs = Runs(given)
+    try:
+        for seed in given.seeds:
+            for model in given.models or plan.models:
+                file = given.results / f"{given.plan}.{model}.{seed}.json"
+                if file.exists():
+                    continue
+                print(f"\n== {file.stem}", flush=True)
+                result = rounded(runs.measure(given.plan, plan, model, seed))
+                temporary = file.with_suffix(".tmp")
+                temporary.write_text(json.dumps(result) + "\n")
+                temporary.replace(file)
+    except Stopped:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

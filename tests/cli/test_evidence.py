@@ -1,0 +1,140 @@
+"""bench/evidence.py and the page that tools/evidence.py makes of its results."""
+
+import importlib.util
+import json
+import math
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from conftest import PROGRAM, ROOT, nsa
+
+SMALL = (
+    "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --batch-size 1 --window-size 32 "
+    "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --held-out-percent 20 --eval-every 8 --threads 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def page_maker():
+    spec = importlib.util.spec_from_file_location("evidence_page", ROOT / "tools" / "evidence.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "tools"))  # as when it runs as a program
+    spec.loader.exec_module(module)
+    return module
+
+
+def evidence(folder, corpus, *arguments, options=(), code=0):
+    command = [sys.executable, ROOT / "bench" / "evidence.py", *arguments, "--nsa", PROGRAM, "--out", folder / "out"]
+    command += ["--results", folder / "results", "--", "--data", corpus, *SMALL, *options]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def write_page(folder, *options, code=0):
+    command = [sys.executable, ROOT / "tools" / "evidence.py", "--results", folder / "results"]
+    done = subprocess.run([*command, "--page", folder / "evidence.md", *options], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stderr + done.stdout
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("evidence")
+    for plan in ("8k", "8k-variants"):  # of one model without methods, in the second plan
+        models = ["full", "recipe", "window"] if plan == "8k" else ["full", "last-layer-dense"]
+        options = ["--steps", 16, *(["--layers", 8] if plan == "8k-variants" else [])]
+        evidence(folder, corpus, plan, *models, "--seeds", 1, 2, options=options)
+    return folder
+
+
+def results(folder, plan="8k"):
+    files = sorted((folder / "results").glob(f"{plan}.*.json"))
+    return {tuple(file.name.split(".")[1:3]): json.loads(file.read_text()) for file in files}
+
+
+def test_a_difference_of_one_seed_is_that_of_the_program(measured, page_maker, tmp_path):
+    out = measured / "out"
+    nsa("eval", out / "8k.recipe.1", "--against", out / "8k.full.1", "--window", out / "8k.window.1", "--json",
+        tmp_path / "x")  # fmt: skip
+    expected = json.loads((tmp_path / "x").read_text())
+    found = {model: [results(measured)[model, "1"]["eval"]] for model in ("recipe", "full", "window")}
+    mean, half = page_maker.difference(found["recipe"], found["full"])
+    assert mean == pytest.approx(expected["against"]["difference"], abs=1e-6)
+    assert half == pytest.approx(expected["against"]["half_width"], rel=1e-3)
+    kept = page_maker.share_kept(found["recipe"], found["full"], found["window"])
+    assert (kept is None) == (expected["window"]["kept"] is None)
+    assert kept is None or kept == pytest.approx(expected["window"]["kept"], rel=1e-3)
+
+
+def test_a_difference_of_two_seeds(measured, page_maker):
+    found = results(measured)
+    ours, theirs = ([found[model, seed]["eval"] for seed in "12"] for model in ("recipe", "full"))
+    seeds = [a["loss"] - b["loss"] for a, b in zip(ours, theirs, strict=True)]
+    mean, half = page_maker.difference(ours, theirs)
+    assert mean == pytest.approx(statistics.mean(seeds), abs=1e-6)
+    over_seeds = page_maker.student(1) * statistics.stdev(seeds) / math.sqrt(2)
+    over_rows = page_maker.difference([ours[0]], [theirs[0]])[1]
+    assert half >= over_seeds * 0.999 and half < over_seeds + over_rows
+    parts = [page_maker.parts("by_position", lambda low, high, at=at: low == at) for at in (0, 16, 128)]
+    assert all(page_maker.difference(ours, ours, of) in (None, (0, 0)) for of in parts)
+    new = page_maker.parts("by_repeat", lambda low, high: high == 0)
+    assert page_maker.loss(ours, new) == pytest.approx(
+        statistics.mean(part["loss"] for e in ours for part in e["loss_by_repeat"] if part["to"] == 0), rel=1e-5
+    )
+
+
+def test_the_page(measured):
+    write_page(measured)
+    page = (measured / "evidence.md").read_text()
+    found = results(measured)
+    mean = statistics.mean(found["recipe", seed]["eval"]["loss"] for seed in "12")
+    assert f"| recipe | {mean:.4f} |" in page and "| full by quest |" in page and "`--dense-layers 7`" in page
+    assert (measured / "images" / "evidence.png").stat().st_size > 10000
+    assert write_page(measured, "--check") == ""
+    (measured / "evidence.md").write_text(page.replace("recipe", "receipt"))
+    assert "is not what" in write_page(measured, "--check", code=1)
+
+
+def test_what_is_done_is_not_done_again(measured, corpus):
+    before = {file: file.stat().st_mtime_ns for file in (measured / "results").iterdir()}
+    evidence(measured, corpus, "8k", "full", "recipe", "window", "--seeds", 1, 2, options=["--steps", 16])
+    assert before == {file: file.stat().st_mtime_ns for file in (measured / "results").iterdir()}
+
+
+def test_a_limit_stops_and_the_next_call_goes_on(tmp_path, corpus):
+    limit, steps = ["8k-long", "recipe", "--limit", 2, "--spare", 0], []
+    for _ in range(2):
+        stopped = evidence(tmp_path, corpus, *limit, options=["--steps", 100000], code=3)
+        assert "the same command goes on" in stopped.stderr and not list((tmp_path / "results").iterdir())
+        end = json.loads((tmp_path / "out" / "8k-long.recipe.1" / "metrics.jsonl").read_text().splitlines()[-1])
+        assert end["reason"] == "interrupted"
+        steps.append(end["step"])
+    assert 0 < steps[0] < steps[1]
+
+
+def test_results_of_other_options_are_not_mixed(measured, tmp_path):
+    (tmp_path / "results").mkdir()
+    for i, file in enumerate((measured / "results").glob("8k.full.*")):
+        result = json.loads(file.read_text())
+        (tmp_path / "results" / file.name).write_text(json.dumps({**result, "train": f"--steps {i}"}))
+    assert "train: results of one plan differ" in write_page(tmp_path, code=1)
+
+
+def test_recall(tmp_path):
+    command = [sys.executable, ROOT / "bench" / "evidence.py", "recall", "2k", "--nsa", PROGRAM, "--results",
+               tmp_path / "results", "--out", tmp_path / "out", "--"]  # fmt: skip
+    command += "--length 128 --pairs 8 --steps 2 --topk 3 --threads 2".split()
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    answer = results(tmp_path, "recall")["2k", "1"]["answer"]
+    write_page(tmp_path)
+    assert f"| 2k | 1 | `--length 2048` | {answer['nsa']:.1%} |" in (tmp_path / "evidence.md").read_text()
+
+
+def test_models_that_a_plan_does_not_have():
+    command = [sys.executable, ROOT / "bench" / "evidence.py", "8k", "quest"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "models: 'quest': must be one of full, full-gated" in done.stderr

@@ -1,0 +1,318 @@
+#!/usr/bin/env python3
+"""Writes docs/evidence.md and its pictures from bench/results/evidence, which bench/evidence.py makes.
+
+    tools/evidence.py [--check] [--results FOLDER] [--page FILE]
+
+With --check it writes nothing; the exit code is 1 where the page is not what the results make.
+
+A difference is of two models on the same held-out rows, nats per token, the mean over seeds that both have. Its 95 %
+interval is the wider one of two by Student's t: over the rows (each the mean of its seeds; a ratio of sums, as rows
+have different numbers of tokens), and over the seeds. One seed has the first alone.
+"""
+
+# ruff: noqa: RUF001 (minus signs as in print)
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from performance import fill, table  # noqa: E402
+
+# 97.5 % of Student's t with 1, 2, ... degrees of freedom.
+STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+INTRODUCTION = """\
+<!-- Written by tools/evidence.py from bench/results/evidence. Do not edit. -->
+# As good as full attention?
+
+"""
+HOW = """\
+`bench/evidence.py PLAN` measures for each table anew, in pieces of any length. All models of a table see the same rows
+in the same order, and are evaluated on the same held-out rows. A difference is this model minus full attention, in nats
+per token: below zero it is better. Behind it stands half of its 95 % interval, the wider one of those over held-out
+rows and over seeds. *Far repeats* are tokens that stood behind the same eight tokens more than 4096 ago, *new* ones
+those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
+/ (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
+branch would attend to in all blocks lies in those it chose, beside the best and random ones."""
+BASE = "full"
+
+
+def student(freedom):
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    z = 1.959964  # Fisher's expansion
+    first, second = z * (z * z + 1) / 4, z * ((5 * z * z + 16) * z * z + 3) / 96
+    return z + first / freedom + second / freedom**2
+
+
+def whole(evaluation):
+    """(nats, tokens) of each row."""
+    return [(row["loss"], row["tokens"]) for row in evaluation["rows"]]
+
+
+def parts(name, chosen):
+    """The same of those parts, `by_position` or `by_repeat`, whose bounds `chosen` takes."""
+
+    def of(evaluation):
+        places = [i for i, part in enumerate(evaluation[f"loss_{name}"]) if chosen(part["from"], part["to"])]
+        return [
+            (sum(row[name]["loss"][i] for i in places), sum(row[name]["tokens"][i] for i in places))
+            for row in evaluation["rows"]
+        ]
+
+    return of
+
+
+def loss(evaluations, of=whole):
+    """Nats per token, the mean over the seeds; None where there are no such tokens."""
+    sums = [[sum(column) for column in zip(*of(evaluation), strict=True)] for evaluation in evaluations]
+    return sum(nats / tokens for nats, tokens in sums) / len(sums) if all(tokens for _, tokens in sums) else None
+
+
+def difference(ours, theirs, of=whole):
+    """(mean, half of the 95 % interval or None) of two lists of evaluations, one for each seed; None without tokens."""
+    seeds = []
+    for mine, other in zip(ours, theirs, strict=True):
+        pairs = list(zip(of(mine), of(other), strict=True))
+        if any(a[1] != b[1] for a, b in pairs):
+            raise ValueError("the rows of the two models have different numbers of tokens")
+        seeds.append([(a[0] - b[0], a[1]) for a, b in pairs])
+    tokens = [n for _, n in seeds[0] if n]
+    if not tokens:
+        return None
+    rows = [sum(seed[i][0] for seed in seeds) / len(seeds) for i, (_, n) in enumerate(seeds[0]) if n]
+    mean = sum(rows) / sum(tokens)
+    widths = []
+    if len(rows) >= 4:
+        squares = sum((d - mean * n) ** 2 for d, n in zip(rows, tokens, strict=True))
+        widths.append(student(len(rows) - 1) * math.sqrt(squares * len(rows) / (len(rows) - 1)) / sum(tokens))
+    if len(seeds) > 1:
+        means = [sum(d for d, _ in seed) / sum(n for _, n in seed) for seed in seeds]
+        variance = sum((value - mean) ** 2 for value in means) / (len(means) - 1)
+        widths.append(student(len(means) - 1) * math.sqrt(variance / len(means)))
+    return mean, max(widths, default=None)
+
+
+def share_kept(ours, full, window, of=whole):
+    """R, or None where full attention is not ahead of the window."""
+    here, best, least = (loss(evaluations, of) for evaluations in (ours, full, window))
+    return None if None in (here, best, least) or least <= best else (least - here) / (least - best)
+
+
+# ----------------------------------------------------------------------------------------------------------------- page
+
+
+def signed(value):
+    if value is None:
+        return ""
+    mean, half = value
+    text = f"{mean:+.4f}".replace("-", "−")
+    return text if half is None else f"{text} ± {half:.4f}"
+
+
+def number(value, spelling=".4f"):
+    return "" if value is None else format(value, spelling)
+
+
+class Results:
+    """Of one plan: results[model][seed]."""
+
+    def __init__(self, files):
+        self.models = {}
+        for file in files:
+            result = json.loads(file.read_text())
+            self.models.setdefault(result["model"], {})[result["seed"]] = result
+        self.all = [result for seeds in self.models.values() for result in seeds.values()]
+        for field in ("text", "train", "recall", "fingerprint", "gpu"):
+            found = {str(result.get(field)) for result in self.all}
+            if len(found) > 1:
+                raise SystemExit(f"{files[0].parent}: {field}: results of one plan differ: {sorted(found)}")
+        for seed, result in self.models.get(BASE, {}).items():
+            for method, evaluation in result.get("eval_by_method", {}).items():
+                self.models.setdefault(f"{BASE} by {method}", {})[seed] = {"eval": evaluation}
+        self.trained = {model: seeds for model, seeds in self.models.items() if " by " not in model}
+
+    def pair(self, model, other):
+        """The evaluations of the seeds that both have."""
+        seeds = sorted(self.models.get(model, {}).keys() & self.models.get(other, {}).keys())
+        return [[self.models[name][seed]["eval"] for seed in seeds] for name in (model, other)]
+
+    def difference(self, model, other, of=whole):
+        ours, theirs = self.pair(model, other)
+        return None if model == other or not ours else difference(ours, theirs, of)
+
+    def kept(self, model):
+        seeds = set.intersection(*(set(self.models.get(name, {})) for name in (model, BASE, "window")))
+        if not seeds or model in (BASE, "window"):
+            return ""
+        evaluations = [[self.models[name][seed]["eval"] for seed in seeds] for name in (model, BASE, "window")]
+        selected = self.models["window"][min(seeds)]["selected_tokens"]
+        beyond = parts("by_position", lambda low, high: low >= selected)
+        shares = [share_kept(*evaluations), share_kept(*evaluations, beyond)]
+        return " / ".join("–" if share is None else f"{share:.3f}" for share in shares)
+
+
+def choice(seeds):
+    """How much of what the selected branch would attend to lies in the blocks chosen, the best, random ones."""
+    shares = [head for result in seeds.values() for layer in result.get("choice", []) for head in layer if head]
+    if not shares:
+        return ""
+    return " / ".join(
+        f"{sum(share[kind] for share in shares) / len(shares):.2f}" for kind in ("chosen", "best", "random")
+    )
+
+
+def provenance(name, results, command):
+    made = sorted({(result["gpu"] or "no GPU", result["commit"] or "", result["date"]) for result in results.all})
+    where = "; ".join(f"{gpu}, commit {commit}, {date}" for gpu, commit, date in made)
+    return fill(f"`bench/evidence.py {name}`: `nsa {command}` and the options in the table. {where}.")
+
+
+def losses_table(results, models, tail=lambda seeds: []):
+    context = results.all[0]["context"]
+    far_position = parts("by_position", lambda low, high: low >= context // 2)
+    far_repeat = parts("by_repeat", lambda low, high: low > 4096)
+    new = parts("by_repeat", lambda low, high: high == 0)
+    for model, seeds in models.items():
+        yield [
+            model,
+            number(loss([result["eval"] for result in seeds.values()])),
+            signed(results.difference(model, BASE)),
+            *(signed(results.difference(model, BASE, of)) for of in (far_position, far_repeat, new)),
+            results.kept(model),
+            *tail(seeds),
+        ]
+
+
+def plan_section(name, results):
+    any_result = results.all[0]
+    head = [
+        "",
+        "held-out loss",
+        "− full",
+        f"beyond {any_result['context'] // 2}",
+        "far repeats",
+        "new",
+        "R / beyond selected",
+    ]
+
+    def about(seeds):
+        result = next(iter(seeds.values()))
+        speed = sorted(result["tokens_per_second"] for result in seeds.values())[len(seeds) // 2]
+        gated = signed(results.difference(result["model"], "full-gated"))
+        size = f"{result['parameters']['total'] / 1e6:.1f} M"
+        return [
+            gated,
+            choice(seeds),
+            size,
+            str(len(seeds)),
+            f"{speed:,.0f}",
+            f"`{result['options']}`".replace("``", ""),
+        ]
+
+    more = ["− full, gated", "recall of the choice / best / random", "parameters", "seeds", "tokens/s", "options"]
+    text = f"## {any_result['text']}\n\n{provenance(name, results, 'train ' + any_result['train'])}\n\n"
+    text += table([[*head, *more], *losses_table(results, results.trained, about)]) + "\n"
+    methods = {model: seeds for model, seeds in results.models.items() if model in (BASE, "recipe") or " by " in model}
+    if len(methods) > 2:
+        text += "\nThe same model of full attention by methods that read as many tokens as NSA:\n\n"
+        text += table([head, *losses_table(results, methods)]) + "\n"
+    return text
+
+
+def recall_section(name, results):
+    """Percent of the values recalled."""
+    answers = [(result["model"], result["seed"], result["options"], result["answer"]) for result in results.all]
+    kinds = ["nsa", "full", "window", *answers[0][3].get("methods", [])]
+    head = ["", "seed", "options", *(kind if i < 3 else f"full by {kind}" for i, kind in enumerate(kinds))]
+    cells = [
+        [model, str(seed), f"`{options}`", *(number(answer.get(kind), ".1%") for kind in kinds)]
+        for model, seed, options, answer in answers
+    ]
+    command = provenance(name, results, "recall " + results.all[0]["recall"])
+    return f"## {results.all[0]['text']}\n\n{command}\n\n{table([head, *cells])}\n"
+
+
+def needle_section(results):
+    """Exact answers by length, the least of all depths and the mean."""
+    rows = []
+    for model, seeds in results.trained.items():
+        for seed, result in seeds.items():
+            asked = {"": result.get("needle"), **result.get("needle_by_method", {})}
+            for method, needle in asked.items():
+                if needle:
+                    rows.append((f"{model} by {method}" if method else model, seed, needle))
+    if not rows:
+        return ""
+    lengths = rows[0][2]["lengths"]
+    head = ["", "seed", *(f"{length}: least depth / mean" for length in lengths)]
+    cells = [
+        [name, str(seed), *(f"{min(row):.0%} / {sum(row) / len(row):.0%}" for row in needle["exact"])]
+        for name, seed, needle in rows
+    ]
+    return "Values of hidden lines found, by length of the context:\n\n" + table([head, *cells]) + "\n"
+
+
+def curves(plans, image):
+    """Held-out loss over tokens and over time, one row of pictures for each plan."""
+    from report.style import colours, figure
+
+    fig, axes = figure(columns=2, rows=len(plans))
+    for (name, results), left, right in zip(plans.items(), axes[::2], axes[1::2], strict=True):
+        kinds = {"recipe": "nsa"}
+        palette = colours([kinds.get(model, model) for model in results.trained])
+        for (model, seeds), colour in zip(results.trained.items(), palette, strict=True):
+            for i, result in enumerate(seeds.values()):
+                losses = [point["loss"] for point in result["curve"]]
+                label = model if i == 0 else None
+                left.plot([point["tokens"] / 1e6 for point in result["curve"]], losses, color=colour, label=label)
+                right.plot([point["seconds"] / 60 for point in result["curve"]], losses, color=colour, label=label)
+        left.set(title=name, xlabel="tokens (millions)", ylabel="held-out loss (nats per token)")
+        right.set(title=name, xlabel="minutes of training")
+        left.legend()
+    image.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(image)
+
+
+def read(folder):
+    plans = {}
+    for file in sorted(folder.glob("*.*.*.json")):
+        plans.setdefault(file.name.split(".")[0], []).append(file)
+    return {name: Results(files) for name, files in plans.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results" / "evidence")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "evidence.md")
+    given = parser.parse_args()
+    plans = read(given.results)
+    if not plans:
+        if given.check and not given.page.exists():
+            return 0
+        raise SystemExit(f"{given.results}: no results: bench/evidence.py makes them")
+    image = given.page.parent / "images" / "evidence.png"
+    sections = []
+    for name, results in plans.items():
+        section = recall_section if "recall" in results.all[0] else plan_section
+        sections.append("\n".join(filter(None, [section(name, results), needle_section(results)])))
+    drawn = {name: results for name, results in plans.items() if "curve" in results.all[0]}
+    picture = "![held-out loss](images/evidence.png)\n\n" if drawn else ""
+    text = INTRODUCTION + fill(HOW) + "\n\n" + picture + "\n".join(sections)
+    if given.check:
+        if not given.page.exists() or given.page.read_text(encoding="utf-8") != text:
+            print(f"{given.page}: is not what {given.results} makes: run tools/evidence.py")
+            return 1
+        return 0
+    given.page.write_text(text, encoding="utf-8")
+    if drawn:
+        curves(drawn, image)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
