@@ -1,7 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
 from . import _flops as _flops
-from . import reference
+from . import parallel, reference
 from ._backends import Backend, backends, describe_backends, device_count, use_backend
 from ._registration import ops as _ops
 from .cache import ROLLBACK, KVCache
@@ -45,6 +45,7 @@ __all__ = [
     "initial_compression_weights",
     "native_sparse_attention",
     "nsa_attention",
+    "parallel",
     "parameter_groups",
     "prefill",
     "reference",

@@ -14,6 +14,8 @@ from .compression import CompressionFunction
 from .config import NSAConfig
 from .decoding import MAX_DECODE_TOKENS, decode, prefill
 from .functional import native_sparse_attention
+from .parallel import ContextParallel
+from .parallel import native_sparse_attention as context_parallel_attention
 from .rotary import check_rotation, rotary_tables
 
 BRANCHES = ("cmp", "slc", "swa")
@@ -29,6 +31,10 @@ class NativeSparseAttention(nn.Module):
     Parameters are named q_proj, k_proj.{cmp,slc,swa}, v_proj.{cmp,slc,swa} (k_proj and v_proj with share_kv),
     q_norm, k_norm.{cmp,slc,swa} (or k_norm) with qk_norm, phi_k.{pe,w1,b1,w2,b2}, phi_v.{...}, gate.0, gate.2, o_proj:
     as in the checkpoints of the program `nsa`.
+
+    Attributes:
+        context_parallel: an `nsa.parallel.ContextParallel`, whose ranks share the sequences: `forward` then takes this
+            rank's rows of x, and the cu_seqlens of the whole. None: every sequence is here whole.
 
     Args:
         hidden_size: width of x.
@@ -123,6 +129,7 @@ class NativeSparseAttention(nn.Module):
         if rope_theta is not None:
             check_rotation(head_dim, "rope_theta", rope_theta)
         self.rope_theta, self.rope = rope_theta, rope
+        self.context_parallel: ContextParallel | None = None
         self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
 
     def reset_parameters(self) -> None:
@@ -193,6 +200,8 @@ class NativeSparseAttention(nn.Module):
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens: must not be given with a cache, whose rows are the sequences")
+        if cache is not None and self.context_parallel is not None:
+            raise ValueError("cache: must not be given to a layer with context_parallel")
         if num_new is not None and cache is None:
             raise ValueError("num_new: must be given with a cache only")
         width = self.q_proj.weight.shape[1]
@@ -224,22 +233,28 @@ class NativeSparseAttention(nn.Module):
                 return_indices=True,
             )
         else:
-            if cu_seqlens is None:
-                longest = x.shape[1]
+            cp = self.context_parallel
+            rows = x.shape[-2] * (1 if cp is None else cp.size)
+            longest = rows if cu_seqlens is None or max_seqlen is None else min(max_seqlen, rows)
+            arguments |= {
+                "cfg": self.cfg,
+                "rope": self._tables(longest, x.device),
+                "noise": self.noise if self.training else 0.0,
+                "seed": seed,
+                "return_indices": True,
+            }
+            if cp is None:
+                o, selected = self._attend(
+                    *(q, k["cmp"], v["cmp"], gates),
+                    **arguments,
+                    recompute_compressed=self.recompute_compressed,
+                    cu_seqlens_q=cu_seqlens,
+                    max_seqlen_q=max_seqlen,
+                )
             else:
-                longest = x.shape[0] if max_seqlen is None else min(max_seqlen, x.shape[0])
-            o, selected = self._attend(
-                *(q, k["cmp"], v["cmp"], gates),
-                cfg=self.cfg,
-                **arguments,
-                rope=self._tables(longest, x.device),
-                noise=self.noise if self.training else 0.0,
-                seed=seed,
-                recompute_compressed=self.recompute_compressed,
-                return_indices=True,
-                cu_seqlens_q=cu_seqlens,
-                max_seqlen_q=max_seqlen,
-            )
+                o, selected = context_parallel_attention(
+                    *(q, k["cmp"], v["cmp"], gates, cp), **arguments, cu_seqlens=cu_seqlens
+                )
         o = self.o_proj(o.flatten(-2))
         return (o, selected) if return_indices else o
 

@@ -1,0 +1,480 @@
+"""The whole of a layer's attention over a sequence that several ranks share.
+
+Compressed keys are made where their tokens are, with the first tokens of the next chunk as halo. Then every rank gets
+all keys and values, and runs one `nsa_attention` for each of its chunks on views of them. The backward gathers them
+again, sends each chunk's share of the gradients of keys and values to their owners, and those add the shares in the
+order of the chunks in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._arguments import check_offsets, check_type
+from .._registration import call, ops
+from ..config import CompressionWeights, NSAConfig
+from ..functional import MEAN, _signed, compress
+from ..rotary import check_positions, rotate, rows_within
+from .exchange import ContextParallel
+from .layout import Chunk, divide, halo
+
+
+def native_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cp: ContextParallel,
+    *,
+    cfg: NSAConfig | None = None,
+    weights_k: CompressionWeights | None = None,
+    weights_v: CompressionWeights | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_swa: Tensor | None = None,
+    v_swa: Tensor | None = None,
+    indices: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    softmax_scale: float | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+    return_indices: bool = False,
+    cu_seqlens: Tensor | None = None,
+    kv_heads_at_once: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`nsa.native_sparse_attention` for queries and keys of one sequence S, of which every rank has its chunks' rows.
+
+    Every rank calls it, and its backward, with the same shapes and settings. o and the gradients of q, k, v and gates
+    are bitwise the same for the same chunks on any number of ranks. Gradients of phi's weights are the rank's share:
+    sum them over the ranks, as of any parameter that all have.
+
+    Args:
+        q: (B, S / P, H, Dk), or packed (S / P, H, Dk) with cu_seqlens: the rows of cp.shard.
+        k, v, k_slc, v_slc, k_swa, v_swa, gates, indices: likewise, otherwise as in `nsa.native_sparse_attention`.
+        cp: the ranks and the layout.
+        cfg, weights_k, weights_v, softmax_scale, return_indices: as there.
+        rope: as there; rows are positions in the whole sequence (within a document, if packed).
+        noise, seed: as there, but where documents are packed the draws are others than in one process.
+        cu_seqlens: int32 (documents + 1) of the whole sequence, the same on every rank; from 0 to S. Documents may
+            end anywhere.
+        kv_heads_at_once: gather keys and values of so many KV heads at a time, the next ones while these are attended
+            to: less memory. Must divide Hkv; noise must be 0.
+
+    Returns:
+        o, or (o, indices), of this rank's rows.
+
+    Raises:
+        ValueError: on every rank, if an argument is not allowed or the ranks' arguments differ in shape, dtype or
+            setting. TypeError: an argument is of another type; on the other ranks ValueError.
+    """
+    cfg = NSAConfig() if cfg is None else cfg
+    weights_k, weights_v = MEAN if weights_k is None else weights_k, MEAN if weights_v is None else weights_v
+    phi = ("k", weights_k), ("v", weights_v)
+    branches = {"q": q, "k": k, "v": v, "gates": gates, "k_slc": k_slc, "v_slc": v_slc, "k_swa": k_swa, "v_swa": v_swa}
+    check_type("cp", cp, ContextParallel)
+    packed = cu_seqlens is not None
+    made: list[tuple[list[Chunk], list[int] | None, int]] = []
+
+    def describe() -> dict[str, Any]:
+        tensors = branches | {"indices": indices}
+        for name, value, kind in (("cfg", cfg, NSAConfig), *((f"weights_{x}", w, CompressionWeights) for x, w in phi)):
+            check_type(name, value, kind)
+        for name, t in tensors.items():
+            check_type(name, t, Tensor if name in ("q", "k", "v", "gates") else Tensor | None)
+        offsets = None
+        if cu_seqlens is not None:
+            check_offsets(cu_seqlens)
+            offsets = cu_seqlens.tolist()
+        at_once = _check(tensors, cfg, packed, kv_heads_at_once, noise)
+        _signed(seed)
+        chunks = divide(q.shape[0 if packed else 1] * cp.size, len(cp.owners), cfg, offsets)
+        lengths = [q.shape[1] * cp.size] if offsets is None else [b - a for a, b in pairwise(offsets)]
+        check_positions(rope, max(lengths), "the longest sequence")
+        if rope is not None and (rope[0].shape != rope[1].shape or 2 * rope[0].shape[1] > q.shape[-1]):
+            raise ValueError(f"rope: {tuple(rope[0].shape)}, {tuple(rope[1].shape)}: must be equal, with R <= Dk")
+        made.append((chunks, offsets, at_once))
+        given = {**tensors, **_named("weights_k", weights_k), **_named("weights_v", weights_v)}
+        described = {n: (tuple(t.shape), t.dtype, t.requires_grad) for n, t in given.items() if t is not None}
+        settings: dict[str, Any] = {
+            "cfg": cfg,
+            "softmax_scale": softmax_scale,
+            "noise": noise,
+            "seed": seed,
+            "cp": cp.owners,
+        }
+        settings |= {"weights": (weights_k.kind, weights_v.kind), "kv_heads_at_once": at_once, "rope": rope is not None}
+        # A hash of the offsets, which may be many.
+        return described | settings | {"cu_seqlens": None if offsets is None else hash(tuple(offsets))}
+
+    cp.agree(describe)
+    chunks, offsets, at_once = made[0]
+    k_cmp = k
+    k_slc, v_slc = k if k_slc is None else k_slc, v if v_slc is None else v_slc
+    k_swa, v_swa = k if k_swa is None else k_swa, v if v_swa is None else v_swa
+    own_window = k_slc is not k_swa or v_slc is not v_swa
+    if rope is not None:
+        rows = cp.positions(q.shape[0 if packed else 1] * cp.size, q.device)
+        if cu_seqlens is not None:
+            rows = rows_within(cu_seqlens, offsets[-1] if offsets else 0)[0][rows]
+        cos, sin = rope[0][rows], rope[1][rows]
+        q, k_slc = rotate(q, cos, sin), rotate(k_slc, cos, sin)
+        k_swa = rotate(k_swa, cos, sin) if own_window else k_slc
+    settings = _Settings(cp, chunks, cfg, at_once, packed, softmax_scale, float(noise), _signed(seed), rope, indices)
+    window = (k_swa, v_swa) if own_window else (None, None)
+    kinds = (weights_k.kind, weights_v.kind)
+    weights = (*weights_k.as_arguments()[1:], *weights_v.as_arguments()[1:])
+    apply: Any = _Attention.apply
+    o, selected = apply(settings, kinds, q, gates, k_cmp, v, k_slc, v_slc, *window, *weights)
+    return (o, selected) if return_indices else o
+
+
+def _named(name: str, weights: CompressionWeights) -> dict[str, Tensor | None]:
+    return {f"{name}[{i}]": t for i, t in enumerate(weights.as_arguments()[1:])}
+
+
+def _check(
+    tensors: dict[str, Tensor | None], cfg: NSAConfig, packed: bool, kv_heads_at_once: int | None, noise: float
+) -> int:
+    """Refuses what could fail on one rank alone or after an exchange; returns how many KV heads to gather at once."""
+    q, k = tensors["q"], tensors["k"]
+    assert q is not None and k is not None
+    dims = 3 if packed else 4
+    shape = "(S / P, heads, D)" if packed else "(B, S / P, heads, D)"
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if t.dim() != dims or t.shape[:-2] != q.shape[:-2]:
+            raise ValueError(f"{name}: {tuple(t.shape)}: expected {shape} with the batch and rows of q")
+        if t.device != q.device:
+            raise ValueError(f"{name}: on {t.device}: expected {q.device} as q")
+        if name != "indices" and t.dtype != q.dtype:
+            raise ValueError(f"{name}: {t.dtype}: expected {q.dtype} as q")
+        if name[0] in "kv" and t.shape[-2] != k.shape[-2]:
+            raise ValueError(f"{name}: {t.shape[-2]} heads: expected {k.shape[-2]} as k")
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"k: {kv_heads} heads: must divide the {heads} of q")
+    at_once = kv_heads if kv_heads_at_once is None else kv_heads_at_once
+    if at_once < 1 or kv_heads % at_once:
+        raise ValueError(f"kv_heads_at_once = {at_once}: must divide the {kv_heads} heads of k")
+    if noise and at_once < kv_heads:
+        raise ValueError(f"noise = {noise}: must be 0 with kv_heads_at_once, whose parts would draw the same")
+    return at_once
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a forward and its backward share besides tensors."""
+
+    cp: ContextParallel
+    chunks: list[Chunk]
+    cfg: NSAConfig
+    at_once: int
+    packed: bool
+    softmax_scale: float | None
+    noise: float
+    seed: int
+    rope: tuple[Tensor, Tensor] | None
+    indices: Tensor | None
+
+    @property
+    def dim(self) -> int:
+        return 0 if self.packed else 1
+
+    @property
+    def size(self) -> int:
+        return self.chunks[0].rows[1]
+
+    def own(self, t: Tensor) -> list[Tensor]:
+        """The rows of each of this rank's chunks."""
+        return list(t.split(self.size, self.dim))
+
+    def groups(self, kv_heads: int) -> list[tuple[int, int]]:
+        return [(first, first + self.at_once) for first in range(0, kv_heads, self.at_once)]
+
+    def block_rows(self, t: Tensor, count: int) -> tuple[int, ...]:
+        return (*t.shape[: self.dim], count, *t.shape[self.dim + 1 :])
+
+    def with_halo(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        """The tokens that each own chunk's blocks are made of."""
+        cp, reach = self.cp, halo(self.cfg, self.packed)
+        parts = [self.own(t) for t in tensors]
+        slots = {chunk: slot for slot, chunk in enumerate(cp.own)}
+        sent = [
+            [p[slots[c + 1]].narrow(self.dim, 0, reach) for c in cp.chunks_of(r) if c + 1 in slots for p in parts]
+            for r in range(cp.size)
+        ]
+        shapes = [
+            [self.block_rows(t, reach) for c in cp.own if c + 1 in cp.chunks_of(r) for t in tensors]
+            for r in range(cp.size)
+        ]
+        received = [iter(row) for row in cp.send(sent, shapes, tensors[0])]
+        whole = []
+        for c in cp.own:
+            begin, end = self.chunks[c].squeezed
+            rows = [p[slots[c]] for p in parts]
+            if c + 1 < len(self.chunks):
+                source = received[cp.owners[c + 1]]
+                rows = [torch.cat((row, next(source)), self.dim) for row in rows]
+            whole.append([row.narrow(self.dim, begin, end - begin) for row in rows])
+        return whole
+
+    def halo_to_owners(self, gradients: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
+        """From the gradients of `with_halo`'s rows those of the tensors."""
+        cp, reach, dim = self.cp, halo(self.cfg, self.packed), self.dim
+        wide = torch.promote_types(like[0].dtype, torch.float32)
+        sums, over = [], {}
+        for slot, c in enumerate(cp.own):
+            begin, end = self.chunks[c].squeezed
+            rows = []
+            for gradient, t in zip(gradients[slot], like, strict=True):
+                padded = gradient.new_zeros(self.block_rows(t, self.size + reach))
+                padded.narrow(dim, begin, end - begin).copy_(gradient)
+                rows.append(padded)
+            sums.append([row.narrow(dim, 0, self.size).to(wide) for row in rows])
+            over[c] = [row.narrow(dim, self.size, reach) for row in rows]
+        sent = [[t for c in cp.own if c + 1 in cp.chunks_of(r) for t in over[c]] for r in range(cp.size)]
+        shapes = [
+            [self.block_rows(t, reach) for c in cp.chunks_of(r) if c + 1 in cp.own for t in like]
+            for r in range(cp.size)
+        ]
+        received = [iter(row) for row in cp.send(sent, shapes, like[0])]
+        for slot, c in enumerate(cp.own):
+            if c:
+                for total in sums[slot]:
+                    total.narrow(dim, 0, reach).add_(next(received[cp.owners[c - 1]]))
+        return [torch.cat([row[i] for row in sums], dim).to(t.dtype) for i, t in enumerate(like)]
+
+    def compressed(self, tokens: Tensor, weights: CompressionWeights, chunk: Chunk, turned: bool) -> Tensor:
+        """The compressed tokens whose blocks start in a chunk; rotated, if they are keys."""
+        count = chunk.own_blocks[1] - chunk.own_blocks[0]
+        if count == 0:
+            return tokens.narrow(self.dim, 0, 0)
+        out = compress(tokens, weights, self.cfg, self.offsets(chunk.squeezed_lengths, tokens))
+        out = out.narrow(self.dim, 0, count)
+        if not turned or self.rope is None:
+            return out
+        d = self.cfg.kernel_stride
+        rows = torch.cat([torch.arange(i * d, (i + n) * d, d, device=tokens.device) for i, n in chunk.block_numbers])
+        return rotate(out, self.rope[0][rows], self.rope[1][rows])
+
+    def offsets(self, lengths: tuple[int, ...], like: Tensor) -> Tensor | None:
+        if not self.packed:
+            return None
+        total, offsets = 0, [0]
+        for length in lengths:
+            total += length
+            offsets.append(total)
+        return torch.tensor(offsets, dtype=torch.int32, device=like.device)
+
+    def gather(self, compressed: list[list[Tensor]], tensors: list[Tensor], heads: tuple[int, int]) -> Any:
+        """Begins to gather a group's heads; the result waits and gives k_c, v_c and the others whole."""
+        dim, most = self.dim, max(c.own_blocks[1] - c.own_blocks[0] for c in self.chunks)
+        padded = []
+        for x in (0, 1):
+            rows = []
+            for pair in compressed:
+                t = pair[x][..., slice(*heads), :]
+                missing = t.new_zeros(self.block_rows(t, most - t.shape[dim]))
+                rows += [t, missing]
+            padded.append(torch.cat(rows, dim))
+        finish = self.cp.gather([*padded, *(t[..., slice(*heads), :] for t in tensors)], dim)
+
+        def whole() -> list[Tensor]:
+            gathered = finish()
+            for x in (0, 1):
+                parts = [
+                    t.narrow(dim, 0, c.own_blocks[1] - c.own_blocks[0])
+                    for t, c in zip(gathered[x], self.chunks, strict=True)
+                ]
+                if self.packed:  # a call's compressed keys have a row for every kernel_stride tokens
+                    rows = self.chunks[-1].rows[1] // self.cfg.kernel_stride - self.chunks[-1].own_blocks[1]
+                    parts.append(parts[0].new_zeros(self.block_rows(parts[0], rows)))
+                gathered[x] = parts
+            return [torch.cat(parts, dim) for parts in gathered]
+
+        return whole
+
+    def seen(self, chunk: Chunk, whole: list[Tensor]) -> list[Tensor]:
+        """What a chunk's call sees: k_c, v_c, k_slc, v_slc, k_swa, v_swa."""
+        keys = chunk.rows[1] - chunk.first_key
+        blocks = keys // self.cfg.kernel_stride if self.packed else chunk.seen_blocks
+        views = [t.narrow(self.dim, chunk.first_block, blocks) for t in whole[:2]]
+        views += [t.narrow(self.dim, chunk.first_key, keys) for t in whole[2:]]
+        return views if len(views) == 6 else [*views, *views[2:]]
+
+    def lengths(self, chunk: Chunk, like: Tensor) -> tuple[Any, ...]:
+        if not self.packed:
+            return None, None, 0, 0
+        cu_q, cu_k = self.offsets(chunk.lengths_q, like), self.offsets(chunk.lengths_k, like)
+        return cu_q, cu_k, max(chunk.lengths_q), max(chunk.lengths_k)
+
+    def imposed(self, slot: int, heads: tuple[int, int]) -> Tensor | None:
+        return None if self.indices is None else self.own(self.indices)[slot][..., slice(*heads), :].contiguous()
+
+    def shares_to_owners(self, shares: dict[int, list[Tensor]], like: Tensor) -> list[list[Tensor]]:
+        """From each own chunk's gradients of what it saw, in the order of `seen`, those of every own chunk's rows."""
+        cp, dim = self.cp, self.dim
+
+        def extent(reader: int, owner: int, i: int) -> tuple[int, int]:
+            a, b = self.chunks[reader], self.chunks[owner]
+            return a.blocks_of(b) if i < 2 else a.keys_of(b)
+
+        kinds = next(iter(shares.values()))
+
+        def pieces(readers: list[int], owners: list[int]) -> list[tuple[int, int, int, int, int]]:
+            found = [(c, o, i, *extent(c, o, i)) for c in readers for o in owners if o <= c for i in range(len(kinds))]
+            return [piece for piece in found if piece[3] < piece[4]]
+
+        sent = [
+            [shares[c][i].narrow(dim, begin, end - begin) for c, _, i, begin, end in pieces(cp.own, cp.chunks_of(r))]
+            for r in range(cp.size)
+        ]
+        incoming = [pieces(cp.chunks_of(r), cp.own) for r in range(cp.size)]
+        shapes = [[self.block_rows(kinds[i], end - begin) for *_, i, begin, end in row] for row in incoming]
+        received = cp.send(sent, shapes, like)
+        arrived = {
+            piece[:3]: (piece[3], t)
+            for row, parts in zip(incoming, received, strict=True)
+            for piece, t in zip(row, parts, strict=True)
+        }
+        wide = torch.promote_types(like.dtype, torch.float32)
+        totals = []
+        for o in cp.own:
+            owner = self.chunks[o]
+            counts = [owner.own_blocks[1] - owner.own_blocks[0], self.size]
+            total = [like.new_zeros(self.block_rows(t, counts[i >= 2]), dtype=wide) for i, t in enumerate(kinds)]
+            for c in range(o, len(self.chunks)):  # always in this order
+                reader = self.chunks[c]
+                for i, t in enumerate(total):
+                    if (c, o, i) in arrived:
+                        begin, part = arrived[c, o, i]
+                        if i < 2:
+                            begin += reader.first_block - owner.own_blocks[0]
+                        else:
+                            begin += reader.first_key - owner.rows[0]
+                        t.narrow(dim, begin, part.shape[dim]).add_(part)
+            totals.append(total)
+        return totals
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: _Settings, kinds: tuple[str, str], *tensors: Tensor | None) -> Any:
+        s = settings
+        q, gates, k, v, k_slc, v_slc, k_swa, v_swa, *weights = tensors
+        assert q is not None and k is not None and v is not None and gates is not None
+        raw = [t for t in (k_slc, v_slc, k_swa, v_swa) if t is not None]
+        phi = CompressionWeights(kinds[0], *weights[:5]), CompressionWeights(kinds[1], *weights[5:])
+        compressed = [
+            [s.compressed(t, w, s.chunks[c], turned) for t, w, turned in zip(pair, phi, (True, False), strict=True)]
+            for c, pair in zip(s.cp.own, s.with_halo([k, v]), strict=True)
+        ]
+        keep = any(ctx.needs_input_grad)
+        ratio = q.shape[-2] // k.shape[-2]
+        groups = s.groups(k.shape[-2])
+        kept: list[Tensor] = []
+        outputs, chosen = [], []
+        coming = s.gather(compressed, raw, groups[0])
+        for number, heads in enumerate(groups):
+            whole = coming()
+            if number + 1 < len(groups):
+                coming = s.gather(compressed, raw, groups[number + 1])
+            of_q = slice(heads[0] * ratio, heads[1] * ratio)
+            rows = []
+            for slot, c in enumerate(s.cp.own):
+                chunk = s.chunks[c]
+                o, selected, *others = call(
+                    ops.nsa_attention,
+                    *(s.own(q)[slot][..., of_q, :], *s.seen(chunk, whole), s.own(gates)[slot][..., of_q, :]),
+                    *(s.cfg.as_list(), s.softmax_scale, s.noise, s.seed, *s.lengths(chunk, q)),
+                    *(s.imposed(slot, heads), keep),
+                )
+                rows.append((o, selected))
+                kept += [selected, *others]
+            outputs.append(torch.cat([o for o, _ in rows], s.dim))
+            chosen.append(torch.cat([i for _, i in rows], s.dim))
+            del whole
+        ctx.settings, ctx.phi_kinds, ctx.given = s, kinds, len(tensors)
+        ctx.save_for_backward(*tensors, *(kept if keep else ()))
+        result, indices = torch.cat(outputs, -2), torch.cat(chosen, -2)
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return result, indices
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, _: Any) -> Any:
+        s, kinds = ctx.settings, ctx.phi_kinds
+        if d_o is None:
+            return (None,) * (2 + ctx.given)
+        saved = ctx.saved_tensors
+        q, gates, k, v, k_slc, v_slc, k_swa, v_swa, *weights = saved[: ctx.given]
+        kept = iter(saved[ctx.given :])
+        raw = [t for t in (k_slc, v_slc, k_swa, v_swa) if t is not None]
+        with torch.enable_grad():
+            leaves = [[t.detach().requires_grad_() for t in pair] for pair in s.with_halo([k, v])]
+            weights = [None if t is None else t.detach().requires_grad_() for t in weights]
+            phi = CompressionWeights(kinds[0], *weights[:5]), CompressionWeights(kinds[1], *weights[5:])
+            graph = [
+                [s.compressed(t, w, s.chunks[c], turned) for t, w, turned in zip(pair, phi, (True, False), strict=True)]
+                for c, pair in zip(s.cp.own, leaves, strict=True)
+            ]
+        compressed = [[t.detach() for t in pair] for pair in graph]
+        ratio = q.shape[-2] // k.shape[-2]
+        groups = s.groups(k.shape[-2])
+        d_q, d_gates = [], []
+        totals: list[list[list[Tensor]]] = []
+        coming = s.gather(compressed, raw, groups[0])
+        for number, heads in enumerate(groups):
+            whole = coming()
+            if number + 1 < len(groups):
+                coming = s.gather(compressed, raw, groups[number + 1])
+            of_q = slice(heads[0] * ratio, heads[1] * ratio)
+            shares = {}
+            rows = []
+            for slot, c in enumerate(s.cp.own):
+                chunk = s.chunks[c]
+                seen = s.seen(chunk, whole)
+                outputs = [next(kept) for _ in range(7)]
+                dq, *d_seen, dg = ops.nsa_attention_backward(
+                    *(s.own(d_o)[slot][..., of_q, :].contiguous(), s.own(q)[slot][..., of_q, :], *seen),
+                    *(s.own(gates)[slot][..., of_q, :], *outputs),
+                    *(s.cfg.as_list(), s.softmax_scale, *s.lengths(chunk, q), s.imposed(slot, heads), [True] * 8),
+                )
+                if len(raw) == 2:  # the window's keys are the selection's
+                    d_seen = [*d_seen[:2], d_seen[2].add_(d_seen[4]), d_seen[3].add_(d_seen[5])]
+                shares[c] = d_seen
+                rows.append((dq, dg))
+            d_q.append(torch.cat([dq for dq, _ in rows], s.dim))
+            d_gates.append(torch.cat([dg for _, dg in rows], s.dim))
+            del whole
+            totals.append(s.shares_to_owners(shares, q))
+        joined = [
+            [torch.cat(parts, -2) for parts in zip(*of_chunk, strict=True)] for of_chunk in zip(*totals, strict=True)
+        ]
+        d_raw = [torch.cat([of_chunk[2 + i] for of_chunk in joined], s.dim).to(t.dtype) for i, t in enumerate(raw)]
+        results = [(t, g[i]) for pair, g in zip(graph, joined, strict=True) for i, t in enumerate(pair) if t.numel()]
+        inputs = [*(t for pair in leaves for t in pair), *(t for t in weights if t is not None)]
+        found = iter(
+            torch.autograd.grad(
+                [t for t, _ in results],
+                inputs,
+                [g.to(t.dtype) for t, g in results],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        )
+        d_tokens = [[next(found) for _ in pair] for pair in leaves]
+        d_weights = [None if t is None else next(found) for t in weights]
+        d_k, d_v = s.halo_to_owners(d_tokens, [k, v])
+        window = d_raw[2:] if len(raw) == 4 else [None, None]
+        return (
+            *(None, None, torch.cat(d_q, -2), torch.cat(d_gates, -2), d_k, d_v, *d_raw[:2], *window),
+            *d_weights,
+        )

@@ -1,0 +1,157 @@
+"""A sequence's ranks, and copies between them. Nothing is summed on the way, so no bit depends on how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .layout import chunk_owners
+
+
+class ContextParallel:
+    """The processes that share sequences, and which chunks of them each one has.
+
+    Args:
+        group: a process group, or a DeviceMesh of one dimension; None: this process alone. Its backend must know the
+            device of the tensors; with "cpu:gloo,cuda:nccl" checks do not wait for the GPU.
+        layout: "head_tail", in which all ranks have about equally much to do, or "contiguous".
+        chunks: N, how many chunks a sequence has: a multiple of 2P in head_tail (default 2P), of P in contiguous
+            (default P). Results depend on N and the layout's chunks alone, not on P.
+
+    Raises:
+        ValueError: a layout or number of chunks that is not allowed, or a mesh of several dimensions.
+        TypeError: `group` is of another type.
+    """
+
+    def __init__(
+        self, group: DeviceMesh | dist.ProcessGroup | None = None, layout: str = "head_tail", chunks: int | None = None
+    ) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group: a mesh of {group.ndim} dimensions: must have one; take mesh[name]")
+            group = group.get_group()
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: {type(group).__name__}: must be a DeviceMesh, a ProcessGroup or None")
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.layout = layout
+        self.owners = chunk_owners(layout, self.size, chunks)
+        self.own = self.chunks_of(self.rank)
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """The chunks that a rank has, ascending."""
+        return [chunk for chunk, owner in enumerate(self.owners) if owner == rank]
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor that every rank has whole, along `dim`.
+
+        Raises:
+            ValueError: the length is no multiple of the number of chunks.
+        """
+        parts = x.split(self._size(x.shape[dim]), dim)
+        return torch.cat([parts[chunk] for chunk in self.own], dim)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole, on every rank, of the parts that the ranks have. No gradient.
+
+        Raises:
+            ValueError: the length along `dim` is no multiple of a rank's chunks, or the ranks' shapes differ.
+        """
+        x = x.detach()
+        self.agree(lambda: {"x": (tuple(x.shape), x.dtype), "rows of a chunk": self._part(x, dim)})
+        return torch.cat(self.gather([x], dim)()[0], dim)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """int64: where the rows of this rank stand in a sequence of `length` tokens (on all ranks together).
+
+        Raises:
+            ValueError: as `shard`.
+        """
+        size = self._size(length)
+        return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.own])
+
+    def agree(self, describe: Callable[[], dict[str, Any]]) -> None:
+        """Calls describe() and raises on every rank if that fails on one, or if the ranks' results differ."""
+        error: Exception | None = None
+        mine: dict[str, Any] = {}
+        try:
+            mine = describe()
+        except Exception as failure:  # whatever it is, the others must hear of it
+            error = failure
+        found: list[Any] = [None] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, (None if error is None else str(error), mine), group=self.group)
+            for rank, (message, _) in enumerate(found):
+                if error is None and message is not None:
+                    error = ValueError(f"rank {rank} of the context: {message}")
+            for rank, (_, theirs) in enumerate(found):
+                for name in {**found[0][1], **theirs}:
+                    first, other = found[0][1].get(name), theirs.get(name)
+                    if error is None and first != other:
+                        error = ValueError(f"{name}: {first} on rank 0 of the context, {other} on rank {rank}")
+        if error is not None:
+            raise error
+
+    def gather(self, tensors: Sequence[Tensor], dim: int) -> Callable[[], list[list[Tensor]]]:
+        """Begins to bring every rank's tensors here; the result waits and gives each one's chunks in their order."""
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        work = None
+        if self.size == 1:
+            received = flat[None]
+        else:
+            received = flat.new_empty((self.size, flat.numel()))
+            work = dist.all_gather_into_tensor(
+                received.view(-1).view(torch.uint8), flat.view(torch.uint8), group=self.group, async_op=True
+            )
+
+        def finish() -> list[list[Tensor]]:
+            if work is not None:
+                work.wait()
+            chunks, start = [], 0
+            for t in tensors:
+                parts = [
+                    row.view(t.shape).split(self._part(t, dim), dim) for row in received[:, start:][:, : t.numel()]
+                ]
+                slots = [iter(part) for part in parts]
+                chunks.append([next(slots[owner]) for owner in self.owners])
+                start += t.numel()
+            return chunks
+
+        return finish
+
+    def send(self, parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[list[Tensor]]:
+        """Sends parts[r] to rank r; returns what rank r sent here, whose shapes are shapes[r], in the dtype of like."""
+        if self.size == 1:
+            return parts
+        sent = [sum(t.numel() for t in row) for row in parts]
+        counts = [[torch.Size(shape).numel() for shape in row] for row in shapes]
+        flat = torch.cat([like.new_empty(0), *(t.reshape(-1) for row in parts for t in row)])
+        received = like.new_empty(sum(map(sum, counts)))
+        width = like.element_size()
+        dist.all_to_all_single(
+            *(received.view(torch.uint8), flat.view(torch.uint8)),
+            output_split_sizes=[sum(row) * width for row in counts],
+            input_split_sizes=[count * width for count in sent],
+            group=self.group,
+        )
+        pieces = iter(received.split([count for row in counts for count in row]))
+        return [[next(pieces).view(shape) for shape in row] for row in shapes]
+
+    def _size(self, length: int) -> int:
+        chunks = len(self.owners)
+        if length % chunks:
+            shortest = -(-length // chunks) * chunks
+            raise ValueError(
+                f"{length} tokens: must be a multiple of {chunks} chunks; the next is {shortest}: pad the end"
+            )
+        return length // chunks
+
+    def _part(self, x: Tensor, dim: int) -> int:
+        if x.shape[dim] % len(self.own):
+            raise ValueError(f"{x.shape[dim]} rows: must be a multiple of the rank's {len(self.own)} chunks")
+        return x.shape[dim] // len(self.own)

@@ -1,0 +1,308 @@
+"""Context parallelism: N chunks give the same bits on 1, 2 and 4 gloo processes, and what one call gives."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nsa
+from nsa.parallel import ContextParallel
+from nsa.parallel.layout import chunk_owners, divide
+
+CFG = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
+# A window of more tokens than a chunk.
+WIDE = nsa.NSAConfig(kernel_size=8, kernel_stride=2, block_size=32, topk=3, window_size=70)
+S, CHUNKS = 256, 8
+# Documents of one token, empty, over several chunks, with ends on and beside those of chunks, blocks across chunks.
+CUTS = [0, 1, 8, 30, 32, 32, 63, 66, 128, 129, 137, 240, 251, 256]
+ODD = [0, 100, 257, 280]  # chunks of 35 tokens, no multiple of kernel_stride
+
+CASES = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "contiguous": {"layout": "contiguous"},
+    "packed": {"cuts": CUTS},
+    "packed, bfloat16": {"cuts": CUTS, "dtype": torch.bfloat16, "phi": "mlp"},
+    "packed, odd chunks": {"cuts": ODD, "phi": "linear", "sets": 3},
+    "packed, contiguous, not rotated": {"cuts": CUTS, "layout": "contiguous", "rotated": 0},
+    "three sets": {"sets": 3, "phi": "mlp", "per_head": True},
+    "three sets, heads in turn": {"sets": 3, "phi": "linear", "at_once": 1, "cuts": CUTS},
+    "window's own, part rotated": {"sets": 2, "rotated": 8, "at_once": 1},
+    "wide window, not rotated": {"cfg": WIDE, "rotated": 0, "phi": "mlp"},
+    "given blocks": {"imposed": True},
+    "noise": {"noise": 0.5},
+}
+
+
+def problem(
+    dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, imposed=False, **_
+):
+    """Inputs, weights and settings of the whole sequence."""
+    generator = torch.Generator().manual_seed(3)
+    rows = (2, S) if cuts is None else (cuts[-1],)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    inputs = {"q": random(*rows, 4, 16), "gates": random(*rows, 4, 3).sigmoid()}
+    for suffix in ("", "_swa", "_slc")[:sets]:
+        inputs |= {f"k{suffix}": random(*rows, 2, 16), f"v{suffix}": random(*rows, 2, 8)}
+    phis = [
+        nsa.initial_compression_weights(phi, cfg.kernel_size, dim, 2 if per_head else 1, generator=generator).to(dtype)
+        for dim in (16, 8)
+    ]
+    rope = nsa.rotary_tables(torch.arange(rows[-1]), rotated) if rotated else None
+    settings = {"cfg": cfg, "weights_k": phis[0], "weights_v": phis[1], "rope": rope}
+    indices = torch.randint(0, 16, (*rows, 2, 4), generator=generator).int() if imposed else None
+    offsets = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
+    return inputs, settings, indices, offsets, random(*rows, 4, 8)
+
+
+def run(cp, case):
+    """o, indices and gradients of the whole sequence, and of phi's weights this rank's share."""
+    options = CASES[case]
+    inputs, settings, indices, offsets, d_o = problem(**options)
+    dim = 1 if offsets is None else 0
+    here = {name: cp.shard(t, dim).requires_grad_() for name, t in inputs.items()}
+    o, chosen = nsa.parallel.native_sparse_attention(
+        **here,
+        **settings,
+        cp=cp,
+        indices=None if indices is None else cp.shard(indices, dim),
+        cu_seqlens=offsets,
+        kv_heads_at_once=options.get("at_once"),
+        noise=options.get("noise", 0.0),
+        seed=7,
+        return_indices=True,
+    )
+    gradients = torch.autograd.grad(o, list(here.values()), cp.shard(d_o, dim))
+    found = {"o": o, "indices": chosen} | {f"d_{name}": g for name, g in zip(here, gradients, strict=True)}
+    return {name: cp.unshard(t, dim) for name, t in found.items()}
+
+
+def plain(case, dtype=None):
+    options = CASES[case]
+    inputs, settings, indices, offsets, d_o = problem(**options)
+    for name in ("weights_k", "weights_v"):
+        settings[name] = settings[name].to(dtype or d_o.dtype)
+    inputs = {name: t.to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
+    o, chosen = nsa.native_sparse_attention(
+        **inputs, **settings, indices=indices, cu_seqlens_q=offsets, return_indices=True
+    )
+    gradients = torch.autograd.grad(o, list(inputs.values()), d_o.to(o.dtype))
+    return {"o": o, "indices": chosen} | {f"d_{name}": g for name, g in zip(inputs, gradients, strict=True)}
+
+
+def layer_step(cp):
+    """A layer's output and the gradients of its parameters, summed over the ranks."""
+    torch.manual_seed(5)
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=CFG, qk_norm=True)
+    for name, parameter in layer.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, S, 32, generator=torch.Generator().manual_seed(6))
+    layer.context_parallel = cp
+    o = layer(x if cp is None else cp.shard(x))
+    o.square().sum().backward()
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    if cp is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=cp.group)
+    return {"o": o.detach() if cp is None else cp.unshard(o)} | gradients
+
+
+def wrong_calls(cp):
+    """What this rank is told where one rank or all give something that is not allowed."""
+    last = cp.rank == cp.size - 1
+    inputs, settings, _, _, _ = problem()
+    here = {name: cp.shard(t) for name, t in inputs.items()}
+    cuts = torch.tensor([0, S // 2, S], dtype=torch.int32)
+    packed = {name: t[0] for name, t in here.items()}
+    calls = {
+        "short": {**{n: t[:, : 8 * len(cp.own) - 1] for n, t in here.items()}},
+        "one rank's rows": {n: t[:, :-32] if last else t for n, t in here.items()},
+        "one rank's dtype": {n: t.bfloat16() if last else t for n, t in here.items()},
+        "one rank's gates": here | ({"gates": here["gates"][..., :2]} if last else {}),
+        "one rank's type": here | ({"k": [1.0]} if last else {}),
+        "one rank's weights": here | ({"weights_k": "mlp"} if last else {}),
+        "one rank's cfg": here | {"cfg": WIDE if last else CFG},
+        "one rank's offsets": packed | {"cu_seqlens": cuts if last else cuts[[0, 2]]},
+        "offsets of a rank": packed | {"cu_seqlens": cuts // 2},
+        "rope": here | {"rope": nsa.rotary_tables(torch.arange(S - 1), 16)},
+        "heads at once": here | {"kv_heads_at_once": 3},
+        "noise": here | {"kv_heads_at_once": 1, "noise": 0.1},
+    }
+    told = {}
+    for name, arguments in calls.items():
+        try:
+            nsa.parallel.native_sparse_attention(**({"cfg": CFG, "rope": settings["rope"]} | arguments), cp=cp)
+            told[name] = "nothing"
+        except (ValueError, TypeError) as error:
+            told[name] = str(error)
+    return told
+
+
+def work(folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    results, repeated = {}, {}
+    for case, options in CASES.items():
+        cp = ContextParallel(mesh, options.get("layout", "head_tail"), CHUNKS)
+        results[case] = run(cp, case)
+        repeated[case] = run(cp, case) if case == "packed" else {}
+    told = wrong_calls(ContextParallel(mesh, chunks=CHUNKS))
+    layer = layer_step(ContextParallel(dist.group.WORLD))
+    torch.save((results, repeated, told, layer), f"{folder}/{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def ranks(request, tmp_path_factory):
+    """What each of several ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={request.param}", __file__, str(folder)]
+    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        errors = running.communicate(timeout=120)[1]
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    assert running.returncode == 0, errors[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, t in expected.items():
+        assert found[name].dtype == t.dtype and torch.equal(found[name], t), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_one_process(ranks, case):
+    expected = run(ContextParallel(None, CASES[case].get("layout", "head_tail"), CHUNKS), case)
+    for results, repeated, *_ in ranks:
+        same_bits(results[case], expected)
+        if repeated[case]:
+            same_bits(repeated[case], expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "noise"])
+@pytest.mark.parametrize("chunks", (2, 4, 8))
+def test_as_one_call(case, chunks):
+    """In float32 closely; in bfloat16 at most twice as far from float32 as one call."""
+    cp = ContextParallel(None, CASES[case].get("layout", "head_tail"), chunks)
+    found, expected = run(cp, case), plain(case)
+    exact = plain(case, torch.float32)
+    assert (found["indices"] != expected["indices"]).float().mean() <= (
+        0 if found["o"].dtype == torch.float32 else 0.01
+    )
+    for name in found.keys() - {"indices"}:
+        size = exact[name].abs().max()
+        if found[name].dtype == torch.float32:
+            assert (found[name] - expected[name]).abs().max() <= 1e-5 * size, name
+        else:
+            error, allowed = ((t[name].float() - exact[name]).norm() for t in (found, expected))
+            assert error <= 2 * allowed, name
+
+
+def test_layer(ranks):
+    expected = layer_step(None)
+    for *_, found in ranks:
+        assert found.keys() == expected.keys()
+        for name, t in expected.items():
+            assert (found[name] - t).abs().max() <= 2e-5 * t.abs().max(), name
+
+
+REFUSED = {
+    "short": "the shortest length that works is",
+    "one rank's rows": "q: ((2, ",
+    "one rank's dtype": "bfloat16",
+    "one rank's gates": "gates: ",
+    "one rank's type": "k: list: must be a dense tensor",
+    "one rank's weights": "weights_k: str: must be",
+    "one rank's cfg": "cfg: NSAConfig(",
+    "one rank's offsets": "cu_seqlens: ",
+    "offsets of a rank": "from 0 to 128: must rise from 0 to S = 256",
+    "rope": "rope: 255 positions: must be at least 256",
+    "heads at once": "kv_heads_at_once = 3: must divide the 2 heads of k",
+    "noise": "noise = 0.1: must be 0 with kv_heads_at_once",
+}
+
+
+def test_refused_on_every_rank(ranks):
+    for _, _, told, _ in ranks:
+        assert told.keys() == REFUSED.keys()
+        for name, message in REFUSED.items():
+            assert message in told[name], (name, told[name])
+
+
+@pytest.mark.parametrize("cuts", (None, [0, 21, 24, 32]))
+def test_gradcheck(cuts, monkeypatch):
+    monkeypatch.setenv("NSA_BACKEND", "reference")
+    cfg = nsa.NSAConfig(kernel_size=4, kernel_stride=2, block_size=16, topk=2, init_blocks=0, window_size=6)
+    generator = torch.Generator().manual_seed(4)
+    rows = (1, 32) if cuts is None else (32,)
+
+    def random(*shape):
+        return torch.randn(*rows, *shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    inputs = random(2, 4), random(1, 4), random(1, 2), random(2, 3)
+    phi = nsa.initial_compression_weights("linear", 4, 4).to(torch.float64)
+    w1 = phi.w1.requires_grad_()
+    offsets = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
+    indices = torch.tensor([0, 1], dtype=torch.int32).expand(*rows, 1, 2).contiguous()
+    cp = ContextParallel(chunks=4)
+
+    def function(q, k, v, gates, w1):
+        weights = nsa.CompressionWeights("linear", phi.pe, w1, phi.b1)
+        return nsa.parallel.native_sparse_attention(
+            q, k, v, gates, cp, cfg=cfg, weights_k=weights, indices=indices, cu_seqlens=offsets
+        )
+
+    assert torch.autograd.gradcheck(function, (*inputs, w1), fast_mode=True)
+
+
+def test_layouts():
+    assert chunk_owners("head_tail", 2, None) == [0, 1, 1, 0]
+    assert chunk_owners("head_tail", 2, 8) == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert chunk_owners("contiguous", 2, 4) == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match=r"chunks = 6: must be a multiple of 4"):
+        chunk_owners("head_tail", 2, 6)
+    with pytest.raises(ValueError, match="layout = 'ring': must be head_tail or contiguous"):
+        ContextParallel(layout="ring")
+    with pytest.raises(TypeError, match="group: int: must be a DeviceMesh"):
+        ContextParallel(3)
+
+
+@pytest.mark.parametrize("offsets", (None, CUTS, [0, 256], [0, *range(5, 256, 7), 256]))
+def test_every_block_is_made_once(offsets):
+    """The chunks' own blocks are those of the whole, in their order."""
+    documents = [0, S] if offsets is None else offsets
+    starts = []
+    for begin, end in pairwise(documents):
+        starts += [begin + i * CFG.kernel_stride for i in range(CFG.num_compressed(end - begin))]
+    for chunks in (1, 2, 8, 16):
+        found = []
+        for chunk in divide(S, chunks, CFG, offsets):
+            assert len(found) == chunk.own_blocks[0]
+            within = [block for block in starts if chunk.rows[0] <= block < chunk.rows[1]]
+            found += within
+            assert len(found) == chunk.own_blocks[1]
+        assert found == starts
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    work(sys.argv[1])
