@@ -34,7 +34,8 @@ class NativeSparseAttention(nn.Module):
 
     Attributes:
         context_parallel: an `nsa.parallel.ContextParallel`, whose ranks share the sequences: `forward` then takes this
-            rank's rows of x, and the cu_seqlens of the whole. None: every sequence is here whole.
+            rank's rows of x, and the cu_seqlens of the whole; compressed tokens are always recomputed in the backward.
+            None: every sequence is here whole.
 
     Args:
         hidden_size: width of x.
@@ -202,6 +203,8 @@ class NativeSparseAttention(nn.Module):
             raise ValueError("cu_seqlens: must not be given with a cache, whose rows are the sequences")
         if cache is not None and self.context_parallel is not None:
             raise ValueError("cache: must not be given to a layer with context_parallel")
+        if self.context_parallel is not None and self._attend is not native_sparse_attention:
+            raise ValueError("context_parallel: must be None in the layer of nsa.reference")
         if num_new is not None and cache is None:
             raise ValueError("num_new: must be given with a cache only")
         width = self.q_proj.weight.shape[1]

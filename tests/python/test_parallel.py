@@ -225,6 +225,13 @@ def test_layer(ranks):
             assert (found[name] - t).abs().max() <= 2e-5 * t.abs().max(), name
 
 
+def test_the_layer_of_the_reference_refuses():
+    layer = nsa.reference.NativeSparseAttention(32, 4, 2, 16, cfg=CFG)
+    layer.context_parallel = ContextParallel()
+    with pytest.raises(ValueError, match=r"^context_parallel: must be None in the layer of nsa\.reference"):
+        layer(torch.zeros(1, S, 32))
+
+
 REFUSED = {
     "short": "the shortest length that works is",
     "one rank's rows": "q: ((2, ",
