@@ -162,3 +162,4 @@ def test_as_one_process(way, tmp_path):
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     work(int(sys.argv[3]), sys.argv[1], sys.argv[2])
+    os._exit(0)  # gloo's threads sometimes outlive the interpreter's end, which then aborts
