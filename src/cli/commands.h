@@ -4,10 +4,14 @@
 namespace CLI {
 class App;
 }
+namespace nsa::lm {
+class Ranks;
+}
 
 namespace nsa::cli {
 
-void add_train(CLI::App& app);
+/// `ranks`: the processes that train together.
+void add_train(CLI::App& app, const lm::Ranks& ranks);
 void add_generate(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_info(CLI::App& app);

@@ -2,10 +2,12 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -28,7 +30,8 @@ using lm::AttentionKind;
 /// The options of `nsa train`, and which field of config.json each one sets.
 class TrainCommand {
  public:
-  explicit TrainCommand(CLI::App& app) : command_(*app.add_subcommand("train", "Train a language model.")) {
+  TrainCommand(CLI::App& app, const lm::Ranks& ranks)
+      : command_(*app.add_subcommand("train", "Train a language model.")), execution_{.ranks = ranks} {
     command_.add_option("-o,--out", out_, "Run folder: configuration, checkpoint and metrics")->required();
     fields_.emplace_back(
         command_.add_option("--init", config_.train.init,
@@ -156,7 +159,8 @@ class TrainCommand {
     device_.add(command_);
     option("--context", "context", train.context, "Longest sequence, tokens", cuda.train.context);
     option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time", cuda.train.batch_size);
-    option("--accumulate", "accumulate", train.accumulate, "Batches to a step");
+    accumulate_ = option("--accumulate", "accumulate", train.accumulate,
+                         "Batches to a step, of all ranks together; default one for each rank");
     option("--lr", "lr", train.lr, "Peak learning rate of AdamW", cuda.train.lr);
     option("--min-lr-ratio", "min_lr_ratio", train.min_lr_ratio, "The cosine ends at --lr times this");
     option("--warmup-steps", "warmup_steps", train.warmup_steps, "Steps of linear warm-up", cuda.train.warmup_steps);
@@ -173,6 +177,10 @@ class TrainCommand {
     flag("--recompute", "recompute", train.recompute,
          "Keep the inputs of the layers alone and compute the rest again in the backward: less memory, more time");
     option("--threads", "threads", train.threads, "0: one for each core");
+    command_
+        .add_flag("--shard-optimizer", execution_.shard_optimizer,
+                  "Each rank keeps AdamW's moments of a share of the parameters: less memory, the same bits")
+        ->group(group_);
     option("--log-every", "log_every", train.log_every, "Steps between lines in metrics.jsonl");
     option("--eval-every", "eval_every", train.eval_every, "Steps between evaluations; 0: at the end alone");
     option("--eval-tokens", "eval_tokens", train.eval_tokens, "Held-out tokens of an evaluation; 0: all",
@@ -222,6 +230,7 @@ class TrainCommand {
     if (v_head_dim_->count() == 0) model.v_head_dim = model.head_dim;
     if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
     auto& train = config_.train;
+    if (accumulate_->count() == 0) train.accumulate = execution_.ranks.size();
     if (train.steps == 0 && train.tokens == 0 && train.minutes == 0) train.minutes = 3;
     if (equal_parameters_) model.ffn_size = equal_ffn_size(model);
   }
@@ -251,7 +260,7 @@ class TrainCommand {
     const auto device = device_.choose();
     complete();
     if (!config_.train.init.empty()) take_over();
-    return lm::train({out_, config_, device, overwrite_});
+    return lm::train({out_, config_, device, overwrite_, execution_});
   }
 
   lm::TrainResult resume() {
@@ -263,12 +272,21 @@ class TrainCommand {
     if (equal_parameters_) {  // of the run's model: its defaults were those of its device
       fields["ffn_size"] = equal_ffn_size(lm::read_run_config(out_ + "/config.json").model);
     }
-    return lm::resume(out_, fields);
+    return lm::resume(out_, fields, execution_);
+  }
+
+  /// Processes that torchrun starts would all train the same.
+  void refuse_unshared() const {
+    const char* const size = std::getenv("WORLD_SIZE");
+    if (execution_.ranks.size() > 1 || size == nullptr || std::string_view(size) == "1") return;
+    throw lm::Error(fmt::format("WORLD_SIZE = {}: several ranks train together by torchrun ... -m nsa.train", size));
   }
 
   void run() {
     if (resume_ && overwrite_) throw lm::Error("--resume and --overwrite exclude each other");
+    refuse_unshared();
     const auto result = resume_ ? resume() : start();
+    if (!execution_.ranks.first()) throw Exit{result.signal == 0 ? 0 : 128 + result.signal};
     if (result.signal != 0) {
       fmt::print("stopped at step {}; saved in {}; --resume goes on\n", result.step, out_);
       throw Exit{128 + result.signal};
@@ -281,7 +299,9 @@ class TrainCommand {
   std::string out_, attention_ = "nsa", phi_ = "mlp", preset_ = "recipe";
   bool resume_ = false, overwrite_ = false, equal_parameters_ = false;
   lm::RunConfig config_ = lm::default_run_config("cpu");
+  lm::Execution execution_;
   DeviceOption device_;
+  CLI::Option* accumulate_ = nullptr;
   CLI::Option* preset_option_ = nullptr;
   CLI::Option* tokenizer_ = nullptr;
   CLI::Option* v_head_dim_ = nullptr;
@@ -291,10 +311,10 @@ class TrainCommand {
 
 }  // namespace
 
-void add_train(CLI::App& app) {
+void add_train(CLI::App& app, const lm::Ranks& ranks) {
   // The callback refers to the command, which therefore lives as long as the program.
   static std::unique_ptr<TrainCommand> command;
-  command = std::make_unique<TrainCommand>(app);
+  command = std::make_unique<TrainCommand>(app, ranks);
 }
 
 }  // namespace nsa::cli

@@ -7,7 +7,7 @@
 namespace nsa::lm {
 
 DataLoader::DataLoader(const std::vector<Document>& documents, std::int64_t context, std::uint64_t seed)
-    : documents_(documents), rows_(pack_documents(documents, context)), seed_(seed) {}
+    : rows_(pack_documents(documents, context)), seed_(seed) {}
 
 const std::vector<std::int32_t>& DataLoader::order_of(std::int64_t epoch) {
   if (epoch != epoch_) {
@@ -19,14 +19,14 @@ const std::vector<std::int32_t>& DataLoader::order_of(std::int64_t epoch) {
   return order_;
 }
 
-TrainingBatch DataLoader::batch(std::int64_t first, std::int64_t count) {
+std::vector<PackedSequence> DataLoader::rows(std::int64_t first, std::int64_t count) {
   const auto num_rows = static_cast<std::int64_t>(rows_.size());
   std::vector<PackedSequence> rows;
   for (std::int64_t at = first; at < first + count; ++at) {
     const auto row = order_of(at / num_rows)[static_cast<std::size_t>(at % num_rows)];
     rows.push_back(rows_[static_cast<std::size_t>(row)]);
   }
-  return make_batch(documents_, rows);
+  return rows;
 }
 
 }  // namespace nsa::lm

@@ -11,17 +11,15 @@ namespace nsa::lm {
 /// All rows of the documents, in an order of its own in every epoch. Which row comes when is a function of the seed.
 class DataLoader {
  public:
-  /// The documents stay where they are as long as this is used.
   DataLoader(const std::vector<Document>& documents, std::int64_t context, std::uint64_t seed);
 
   bool empty() const { return rows_.empty(); }
   /// Rows first ... first + count - 1 of the run.
-  TrainingBatch batch(std::int64_t first, std::int64_t count);
+  std::vector<PackedSequence> rows(std::int64_t first, std::int64_t count);
 
  private:
   const std::vector<std::int32_t>& order_of(std::int64_t epoch);
 
-  const std::vector<Document>& documents_;
   std::vector<PackedSequence> rows_;
   std::uint64_t seed_;
   std::int64_t epoch_ = -1;  // of order_

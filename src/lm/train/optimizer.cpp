@@ -5,15 +5,17 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <numbers>
+#include <numeric>
 
 namespace nsa::lm {
 
@@ -38,7 +40,32 @@ std::vector<double> learning_rate_scales(const NamedTensors& parameters, double 
   return scales;
 }
 
-AdamW::AdamW(const NamedTensors& parameters, const AdamWConfig& config) : config_(config) {
+namespace {
+
+/// A rank for each parameter, so that each has about as many values: the largest first, to the one that has least.
+std::vector<int> balanced_owners(const NamedTensors& parameters, int ranks) {
+  std::vector<std::size_t> by_size(parameters.size());
+  std::iota(by_size.begin(), by_size.end(), std::size_t{0});
+  std::stable_sort(by_size.begin(), by_size.end(), [&](std::size_t a, std::size_t b) {
+    return parameters[a].second.numel() > parameters[b].second.numel();
+  });
+  std::vector<int> owners(parameters.size());
+  std::vector<std::int64_t> values(static_cast<std::size_t>(ranks));
+  for (const std::size_t i : by_size) {
+    const auto least = std::min_element(values.begin(), values.end());
+    *least += parameters[i].second.numel();
+    owners[i] = static_cast<int>(least - values.begin());
+  }
+  return owners;
+}
+
+}  // namespace
+
+AdamW::AdamW(const NamedTensors& parameters, const AdamWConfig& config, const Ranks& ranks, bool shard)
+    : config_(config),
+      ranks_(ranks),
+      shard_(shard && ranks.size() > 1),
+      options_(parameters.front().second.options().requires_grad(false)) {
   const auto scales = learning_rate_scales(parameters, config.phi_lr_scale);
   const auto group_of = [&](double weight_decay, double scale) -> Group& {
     const auto same = [&](const Group& g) { return g.weight_decay == weight_decay && g.learning_rate_scale == scale; };
@@ -49,17 +76,22 @@ AdamW::AdamW(const NamedTensors& parameters, const AdamWConfig& config) : config
     groups_.back().learning_rate_scale = scale;
     return groups_.back();
   };
+  const auto owners = balanced_owners(parameters, ranks.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& [name, parameter] = parameters[i];
     const bool decayed = name.ends_with(".weight") && parameter.dim() == 2;
     Group& group = group_of(decayed ? config.weight_decay : 0, scales[i]);
     group.parameters.push_back(parameter);
-    group.moments.push_back(at::zeros_like(parameter.detach()));
-    group.squares.push_back(at::zeros_like(parameter.detach()));
-    group.steps.push_back(at::zeros({1}, parameter.options().requires_grad(false)));
-    state_.emplace_back("moment." + name, group.moments.back());
-    state_.emplace_back("square." + name, group.squares.back());
-    state_.emplace_back("steps." + name, group.steps.back());
+    group.owners.push_back(owners[i]);
+    const bool kept = !shard_ || owners[i] == ranks_.rank();
+    const auto keep = [&](const std::string& kind, at::IntArrayRef sizes) {
+      const at::Tensor tensor = kept ? at::zeros(sizes, options_) : at::Tensor();
+      state_.push_back({kind + name, sizes.vec(), owners[i], tensor});
+      return tensor;
+    };
+    group.moments.push_back(keep("moment.", parameter.sizes()));
+    group.squares.push_back(keep("square.", parameter.sizes()));
+    group.steps.push_back(keep("steps.", {1}));
   }
 }
 
@@ -74,17 +106,22 @@ at::Tensor AdamW::step(double learning_rate) {
   TORCH_CHECK(!all.empty(), "AdamW: no parameter has a gradient");
   const bool on_host = all.front().is_cpu();
   const auto clipped = on_host ? clip_on_host(all) : clip_on_device(all);
+  std::vector<at::Tensor> updated;  // by any rank
+  std::vector<int> owners;
   for (const Group& group : groups_) {
     std::vector<at::Tensor> parameters, gradients, moments, squares, steps;
     for (std::size_t i = 0; i < group.parameters.size(); ++i) {
       const at::Tensor gradient = group.parameters[i].grad();
       if (!gradient.defined()) continue;
+      group.parameters[i].mutable_grad().reset();
+      updated.push_back(group.parameters[i]);
+      owners.push_back(group.owners[i]);
+      if (!group.moments[i].defined()) continue;
       parameters.push_back(group.parameters[i]);
       gradients.push_back(gradient);
       moments.push_back(group.moments[i]);
       squares.push_back(group.squares[i]);
       steps.push_back(group.steps[i]);
-      group.parameters[i].mutable_grad().reset();
     }
     if (parameters.empty()) continue;
     at::_foreach_add_(steps, 1);
@@ -92,7 +129,52 @@ at::Tensor AdamW::step(double learning_rate) {
                       config_.beta1, config_.beta2, group.weight_decay, config_.eps, /*amsgrad=*/false,
                       /*maximize=*/false, clipped.divisor, clipped.not_finite);
   }
+  if (shard_) exchange(updated, owners);
   return clipped.norm;
+}
+
+/// Each tensor from its owner to the other ranks.
+void AdamW::exchange(const std::vector<at::Tensor>& updated, const std::vector<int>& owners) const {
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    std::vector<at::Tensor> own, flat;
+    for (std::size_t i = 0; i < updated.size(); ++i) {
+      if (owners[i] != rank) continue;
+      own.push_back(updated[i]);
+      flat.push_back(updated[i].reshape({-1}));
+    }
+    if (own.empty()) continue;
+    const auto sent = at::cat(flat);
+    ranks_.broadcast(sent, rank);
+    if (rank == ranks_.rank()) continue;
+    std::int64_t begin = 0;
+    for (at::Tensor& tensor : own) {
+      tensor.copy_(sent.narrow(0, begin, tensor.numel()).view_as(tensor));
+      begin += tensor.numel();
+    }
+  }
+}
+
+NamedTensors AdamW::gather_state() const {
+  NamedTensors all;
+  for (const auto& [name, sizes, owner, tensor] : state_) {
+    if (!shard_) {
+      if (ranks_.first()) all.emplace_back(name, tensor);
+      continue;
+    }
+    const auto sent = tensor.defined() ? tensor : at::empty(sizes, options_);
+    ranks_.broadcast(sent, owner);
+    if (ranks_.first()) all.emplace_back(name, sent.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true));
+  }
+  return all;
+}
+
+void AdamW::scatter_state(const NamedTensors& state) {
+  for (std::size_t i = 0; i < state_.size(); ++i) {
+    auto& [name, sizes, owner, tensor] = state_[i];
+    auto sent = tensor.defined() ? tensor : at::empty(sizes, options_);
+    if (ranks_.first()) sent.copy_(state[i].second);
+    ranks_.broadcast(sent, 0);
+  }
 }
 
 AdamW::Clipped AdamW::clip_on_host(const std::vector<at::Tensor>& gradients) const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lm/model/model.h"
+#include "lm/train/ranks.h"
 
 namespace nsa::lm {
 
@@ -26,20 +27,32 @@ inline constexpr double kPhiFanIn = 128;
 
 class AdamW {
  public:
-  AdamW(const NamedTensors& parameters, const AdamWConfig& config);
+  /// The gradients of a step are the same on all ranks. `shard`: each rank keeps the moments of a share of the
+  /// parameters, whole tensors, updates those and sends them to the others (ZeRO-1, arXiv 1910.02054); the same bits.
+  AdamW(const NamedTensors& parameters, const AdamWConfig& config, const Ranks& ranks = {}, bool shard = false);
 
   /// Clips, updates and frees the gradients; returns their norm before the clipping, a float64 scalar on the
   /// parameters' device, for which the host does not wait. Parameters without a gradient keep their values; on a GPU,
   /// where nobody has looked at the norm yet, all do if it is not finite.
   at::Tensor step(double learning_rate);
 
-  /// The moments and the number of steps of each parameter, sharing memory: what a checkpoint holds.
-  const NamedTensors& state() const { return state_; }
+  /// The moments and the number of steps of each parameter: what a checkpoint holds. All of them on the first rank,
+  /// nothing on the others. Sharing memory, unless `shard`: then they are copies in host memory.
+  NamedTensors gather_state() const;
+  /// The first rank's state, such as gather_state() gives it, to those that keep it.
+  void scatter_state(const NamedTensors& state);
 
  private:
   struct Group {
-    std::vector<at::Tensor> parameters, moments, squares, steps;
+    std::vector<at::Tensor> parameters, moments, squares, steps;  // the latter three undefined on another rank
+    std::vector<int> owners;
     double weight_decay = 0, learning_rate_scale = 1;
+  };
+  struct State {  // one of a parameter's
+    std::string name;
+    std::vector<std::int64_t> sizes;
+    int owner = 0;
+    at::Tensor tensor;  // undefined on another rank
   };
   struct Clipped {
     at::Tensor norm;
@@ -47,9 +60,13 @@ class AdamW {
   };
   Clipped clip_on_host(const std::vector<at::Tensor>& gradients) const;
   Clipped clip_on_device(const std::vector<at::Tensor>& gradients) const;
+  void exchange(const std::vector<at::Tensor>& updated, const std::vector<int>& owners) const;
 
   AdamWConfig config_;
-  NamedTensors state_;
+  Ranks ranks_;
+  bool shard_;
+  at::TensorOptions options_;  // of the parameters
+  std::vector<State> state_;   // in the order of a checkpoint
   std::vector<Group> groups_;
 };
 

@@ -1,17 +1,23 @@
 #include "lm/train/trainer.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/device.h"
 #include "base/error.h"
 #include "base/interrupt.h"
+#include "base/json.h"
 #include "base/progress.h"
 #include "base/random.h"
 #include "bridge/compression.h"
@@ -71,19 +77,24 @@ Model make_model(const RunConfig& config, at::Device device) {
 
 class Trainer {
  public:
-  Trainer(RunFolder folder, RunConfig config, const Tokenizer& tokenizer, Corpus corpus, at::Device device)
+  /// `folder`: on the first rank.
+  Trainer(std::optional<RunFolder> folder, RunConfig config, const Tokenizer& tokenizer, Corpus corpus,
+          at::Device device, const Execution& execution)
       : folder_(std::move(folder)),
+        ranks_(execution.ranks),
         config_(std::move(config)),
         tokenizer_(tokenizer),
         corpus_(std::move(corpus)),
         rows_(corpus_.train, config_.train.context, config_.train.seed),
         eval_rows_(choose_rows(pack_documents(corpus_.held_out, config_.train.context), config_.train.eval_tokens)),
         model_(make_model(config_, device)),
-        optimizer_(model_.parameters(), {.beta1 = config_.train.beta1,
-                                         .beta2 = config_.train.beta2,
-                                         .weight_decay = config_.train.weight_decay,
-                                         .clip = config_.train.clip,
-                                         .phi_lr_scale = config_.train.phi_lr_scale}),
+        optimizer_(model_.parameters(),
+                   {.beta1 = config_.train.beta1,
+                    .beta2 = config_.train.beta2,
+                    .weight_decay = config_.train.weight_decay,
+                    .clip = config_.train.clip,
+                    .phi_lr_scale = config_.train.phi_lr_scale},
+                   ranks_, execution.shard_optimizer),
         metrics_(device),
         throttle_(device) {
     if (rows_.empty()) throw Error("data: no document is left to train on");
@@ -95,21 +106,33 @@ class Trainer {
   void begin();
   /// On with the run in the folder.
   void load();
-  TrainResult run();
+  TrainResult run(const std::string& out);
 
  private:
-  std::vector<TrainingBatch> next_batches();
-  double training_flops(const Batch& batch) const;
+  /// One of a step's, each on one rank.
+  struct NextBatch {
+    TrainingBatch rows;
+    std::uint64_t number = 0;  // in the step
+  };
+  std::vector<NextBatch> next_batches(std::int64_t& tokens);
+  TrainResult run_steps();
+  void share_weights();
   void plan();
+  void agree();
+  at::Tensor sum_over_ranks(const at::Tensor& loss_sum);
   void train_step(double rate);
   void sync();
+  void log(const nlohmann::json& line) const {
+    if (folder_) folder_->log(line);
+  }
   void log_step(double rate, double norm);
   void evaluate_now();
   void save();
   double noise() const;
 
   InterruptGuard interrupt_;  // from before the first checkpoint on
-  RunFolder folder_;
+  std::optional<RunFolder> folder_;
+  Ranks ranks_;
   RunConfig config_;
   const Tokenizer& tokenizer_;
   Corpus corpus_;
@@ -125,11 +148,13 @@ class Trainer {
   Progress progress_{0};
   Clock::time_point step_start_;
   std::vector<double> step_seconds_;  // of this process's steps
+  int signal_ = 0;                    // that came to a rank
+  std::int64_t saved_step_ = -1;      // of the last checkpoint
 };
 
 void Trainer::print_summary(const DeviceChoice& device) const {
   const auto counts = parameter_counts(config_.model);
-  fmt::print("device: {}\n", device.text);
+  fmt::print("device: {}{}\n", device.text, ranks_.size() > 1 ? fmt::format(" and {} ranks", ranks_.size()) : "");
   fmt::print("model: attention {}, {} parameters: phi {}, gates {}, extra K/V {}, rest {}\n",
              name_of(config_.model.attention), counts.total(), counts.phi, counts.gates, counts.extra_kv, counts.rest);
   fmt::print("data: {:.1f} MB of text, {} documents to train on, {} held out\n",
@@ -137,31 +162,33 @@ void Trainer::print_summary(const DeviceChoice& device) const {
   std::fflush(stdout);
 }
 
-std::vector<TrainingBatch> Trainer::next_batches() {
+/// This rank's batches of the next step; `tokens`: of all ranks'.
+std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
   const auto& train = config_.train;
-  std::vector<TrainingBatch> batches;
+  std::vector<NextBatch> batches;
+  tokens = 0;
   for (std::int64_t i = 0; i < train.accumulate; ++i) {
     const auto first = (state_.step * train.accumulate + i) * train.batch_size;
-    batches.push_back(rows_.batch(first, train.batch_size));
+    const auto rows = rows_.rows(first, train.batch_size);
+    for (const PackedSequence& row : rows) {
+      for (const Span& span : row) {
+        tokens += span.length;
+        state_.flops += training_flops(config_.model, span.length).rest;
+      }
+    }
+    if (i % ranks_.size() != ranks_.rank()) continue;
+    batches.push_back({make_batch(corpus_.train, rows), static_cast<std::uint64_t>(i)});
     if (train.lookups == 0) continue;
     const auto seed = derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
-    plant_lookups(batches.back(), train.lookups, tokenizer_, seed);
+    plant_lookups(batches.back().rows, train.lookups, tokenizer_, seed);
   }
   return batches;
 }
 
-double Trainer::training_flops(const Batch& batch) const {
-  const auto* const offsets = batch.cu_seqlens.const_data_ptr<int>();
-  double flops = 0;
-  for (std::int64_t b = 0; b + 1 < batch.cu_seqlens.numel(); ++b)
-    flops += lm::training_flops(config_.model, offsets[b + 1] - offsets[b]).rest;
-  return flops;
-}
-
-/// Settles the number of steps where the configuration gives tokens or minutes.
+/// Settles the number of steps where the configuration gives tokens or minutes; these are the first rank's.
 void Trainer::plan() {
   const auto& train = config_.train;
-  if (state_.planned_steps > 0) return;
+  if (state_.planned_steps > 0 || !ranks_.first()) return;
   if (train.minutes == 0) {
     state_.planned_steps = train.planned_steps();
   } else {
@@ -172,7 +199,41 @@ void Trainer::plan() {
     const auto more = static_cast<std::int64_t>(std::max(0.0, budget - state_.seconds) / *median);
     state_.planned_steps = state_.step + std::max<std::int64_t>(1, more);
   }
+}
+
+/// On the number of steps and on a signal to stop.
+void Trainer::agree() {
+  std::vector<std::int64_t> values = {state_.planned_steps, interrupt_.signal()};
+  ranks_.max(values);
+  state_.planned_steps = values[0];
+  signal_ = static_cast<int>(values[1]);
   progress_.set_total(state_.planned_steps);
+}
+
+/// Sums the gradients of the ranks' batches and, float64, their losses. A parameter has a gradient if it has one on any
+/// rank.
+at::Tensor Trainer::sum_over_ranks(const at::Tensor& loss_sum) {
+  if (ranks_.size() == 1) return loss_sum;
+  const at::NoGradGuard no_grad;
+  const auto& parameters = model_.parameters();
+  std::vector<std::int64_t> has_gradient;
+  for (const auto& [name, parameter] : parameters) has_gradient.push_back(parameter.grad().defined() ? 1 : 0);
+  ranks_.max(has_gradient);  // on the host: a rank that is gone is seen before the device waits for it
+  std::vector<at::Tensor> parts = {loss_sum.to(at::kFloat).reshape({1})};
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (has_gradient[i] == 0) continue;
+    const at::Tensor& parameter = parameters[i].second;
+    parts.push_back((parameter.grad().defined() ? parameter.grad() : at::zeros_like(parameter)).reshape({-1}));
+  }
+  const auto total = ranks_.sum(at::cat(parts));
+  std::int64_t begin = 1;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (has_gradient[i] == 0) continue;
+    at::Tensor parameter = parameters[i].second;
+    parameter.mutable_grad() = total.narrow(0, begin, parameter.numel()).view_as(parameter);
+    begin += parameter.numel();
+  }
+  return total[0].to(at::kDouble);
 }
 
 double Trainer::noise() const {
@@ -185,25 +246,26 @@ double Trainer::noise() const {
 void Trainer::train_step(double rate) {
   const bool log = (state_.step + 1) % config_.train.log_every == 0;
   const bool is_nsa = config_.model.attention == AttentionKind::kNsa;
-  const auto batches = next_batches();
   std::int64_t tokens = 0;
-  for (const auto& batch : batches) tokens += batch.targets.numel(), state_.flops += training_flops(batch.batch);
+  const auto batches = next_batches(tokens);
   std::vector<LayerTrace> trace;
-  for (std::size_t i = 0; i < batches.size(); ++i) {
+  auto loss_sum = at::zeros({}, at::TensorOptions(model_.device()).dtype(at::kDouble));
+  for (const auto& [rows, number] : batches) {
     ForwardOptions options;
     options.noise = noise();
     options.recompute = config_.train.recompute;
-    options.seed = derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), i});
+    options.seed = derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
     if (is_nsa && (log || config_.train.gate_balance > 0)) options.trace = &trace;
-    const auto loss_sum = token_losses(model_.forward(batches[i].batch, options), batches[i].targets).sum();
-    auto loss = loss_sum / static_cast<double>(tokens);
+    const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
+    auto loss = losses / static_cast<double>(tokens);
     if (is_nsa && config_.train.gate_balance > 0) {
-      const double share = static_cast<double>(batches[i].targets.numel()) / static_cast<double>(tokens);
+      const double share = static_cast<double>(rows.targets.numel()) / static_cast<double>(tokens);
       loss = loss + gate_imbalance(trace) * (config_.train.gate_balance * share);
     }
     loss.backward();
-    metrics_.add_loss(loss_sum.detach());
+    loss_sum.add_(losses.detach());
   }
+  metrics_.add_loss(sum_over_ranks(loss_sum));
   const auto norm = optimizer_.step(rate);
   metrics_.add_norm(norm);
   ++state_.step;
@@ -218,10 +280,12 @@ void Trainer::train_step(double rate) {
   state_.seconds += seconds;
   const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * seconds
                                                : config_.train.minutes * 60 - state_.seconds;
-  progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, static_cast<double>(tokens) / seconds),
-                   left);
+  if (folder_) {
+    progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, static_cast<double>(tokens) / seconds),
+                     left);
+  }
   if (log) {
-    if (is_nsa) layers_ = layer_scalars(model_, batches.back().batch, trace);
+    if (is_nsa && folder_) layers_ = layer_scalars(model_, batches.back().rows.batch, trace);
     log_step(rate, norm.item<double>());
   }
 }
@@ -246,7 +310,7 @@ void Trainer::log_step(double rate, double norm) {
       {"model_tflops", 1e-12 * state_.flops / (state_.seconds - state_.logged_seconds)},  // a second, without phi
       {"noise", noise()}};
   if (!layers_.empty()) line["layers"] = layers_;
-  folder_.log(line);
+  log(line);
   state_.loss_sum = 0;
   metrics_.restart(state_.step, 0);
   state_.loss_tokens = 0;
@@ -255,12 +319,12 @@ void Trainer::log_step(double rate, double norm) {
 }
 
 void Trainer::evaluate_now() {
-  if (eval_rows_.empty()) return;
+  if (!folder_ || eval_rows_.empty()) return;
   const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, &tokenizer_);
   nlohmann::json line = {
       {"kind", "eval"}, {"step", state_.step}, {"tokens", state_.tokens}, {"seconds", state_.seconds}};
   line.update(nlohmann::json(evaluation));
-  folder_.log(line);
+  log(line);
   progress_.print(fmt::format(
       "step {}: held-out loss {:.4f} nats/token{}", state_.step, evaluation.loss,
       evaluation.bits_per_byte ? fmt::format(" ({:.3f} bits/byte)", *evaluation.bits_per_byte) : std::string()));
@@ -268,46 +332,75 @@ void Trainer::evaluate_now() {
 
 void Trainer::save() {
   sync();
-  folder_.save(config_, state_, model_.parameters(), optimizer_.state());
+  const auto optimizer = optimizer_.gather_state();
+  if (folder_) folder_->save(config_, state_, model_.parameters(), optimizer);
+  saved_step_ = state_.step;
+}
+
+/// The first rank's weights, to begin or go on with.
+void Trainer::share_weights() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, parameter] : model_.parameters()) ranks_.broadcast(parameter.detach(), 0);
 }
 
 void Trainer::begin() {
-  if (!config_.train.init.empty()) PretrainedFolder(config_.train.init).load(model_.parameters());
+  if (folder_ && !config_.train.init.empty()) PretrainedFolder(config_.train.init).load(model_.parameters());
   plan();
-  folder_.begin(config_);
+  agree();
+  if (folder_) folder_->begin(config_);
+  share_weights();
   save();
 }
 
 void Trainer::load() {
-  const auto state = folder_.load(config_, model_.parameters(), optimizer_.state());
-  if (!state) return begin();
-  state_ = *state;
+  std::string text;  // of the state
+  const auto optimizer = optimizer_.gather_state();
+  if (folder_) {
+    const auto state = folder_->load(config_, model_.parameters(), optimizer);
+    if (state) text = nlohmann::json(*state).dump();
+  }
+  text = ranks_.broadcast(text);
+  if (text.empty()) return begin();
+  state_ = parse_train_state(text, "the first rank's state", config_.train);
+  share_weights();
+  optimizer_.scatter_state(optimizer);
   metrics_.restart(state_.step, state_.loss_sum);
+  saved_step_ = state_.step;
 }
 
-TrainResult Trainer::run() {
+TrainResult Trainer::run(const std::string& out) {
+  try {
+    return run_steps();
+  } catch (const RankLost& lost) {
+    throw Failure(fmt::format("step {}: {}; the last checkpoint, of step {}, is in {}; --resume goes on", state_.step,
+                              lost.what(), saved_step_, out));
+  }
+}
+
+TrainResult Trainer::run_steps() {
   const auto& train = config_.train;
   plan();
-  if (state_.planned_steps > 0) progress_.set_total(state_.planned_steps);
+  agree();
   step_start_ = Clock::now();
   while (state_.planned_steps == 0 || state_.step < state_.planned_steps) {
     const std::int64_t steps = state_.planned_steps;
     train_step(
         learning_rate(state_.step, steps == 0 ? INT64_MAX : steps, train.warmup_steps, train.lr, train.min_lr_ratio));
     plan();
+    agree();
     const bool last = state_.step == state_.planned_steps;
     if (last || (train.eval_every > 0 && state_.step % train.eval_every == 0)) evaluate_now();
-    if (last || interrupt_.signal() != 0 || (train.save_every > 0 && state_.step % train.save_every == 0)) save();
+    if (last || signal_ != 0 || (train.save_every > 0 && state_.step % train.save_every == 0)) save();
     step_start_ = Clock::now();
-    if (interrupt_.signal() != 0 && !last) break;
+    if (signal_ != 0 && !last) break;
   }
   const bool finished = state_.step == state_.planned_steps;
-  folder_.log({{"kind", "end"},
-               {"step", state_.step},
-               {"tokens", state_.tokens},
-               {"seconds", state_.seconds},
-               {"reason", finished ? "finished" : "interrupted"}});
-  return {state_.step, state_.tokens, finished ? 0 : interrupt_.signal()};
+  log({{"kind", "end"},
+       {"step", state_.step},
+       {"tokens", state_.tokens},
+       {"seconds", state_.seconds},
+       {"reason", finished ? "finished" : "interrupted"}});
+  return {state_.step, state_.tokens, finished ? 0 : signal_};
 }
 
 void note_the_start_of_phi(const ModelConfig& model) {
@@ -323,31 +416,52 @@ std::unique_ptr<Tokenizer> tokenizer_of(const RunConfig& config) {
   return make_tokenizer(config.data.tokenizer, config.model.vocab_size, /*pretrained=*/true);
 }
 
+void require_batches_for_all(const TrainConfig& config, const Ranks& ranks) {
+  if (config.accumulate % ranks.size() == 0) return;
+  throw Error(fmt::format("accumulate = {}: must be a multiple of the {} ranks, which share the batches of a step",
+                          config.accumulate, ranks.size()));
+}
+
+/// Throws where a rank was given other options or has other data than the first.
+void require_same(const RunConfig& config, const Ranks& ranks) {
+  const auto first = parse_json(ranks.broadcast(text_of(config)), "the first rank's configuration");
+  const std::string difference = first_difference(nlohmann::json(config), first);
+  if (!difference.empty()) throw Error(fmt::format("not as on the first rank: {}", difference));
+}
+
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
 }  // namespace
 
 TrainResult train(TrainRequest request) {
   auto& config = request.config;
+  const Ranks& ranks = request.execution.ranks;
   config.train.device = request.device.kind();
   const auto tokenizer = tokenizer_of(config);
   if (config.train.init.empty()) config.model.vocab_size = tokenizer->vocab_size();
   config.model.validate();
   config.train.validate();
+  require_batches_for_all(config.train, ranks);
   config.train.threads = set_threads(static_cast<int>(config.train.threads));
-  auto folder = RunFolder::for_new_run(request.out, request.overwrite);
+  std::optional<RunFolder> folder;
+  if (ranks.first()) folder.emplace(RunFolder::for_new_run(request.out, request.overwrite));
   auto corpus = load_corpus(config.data, *tokenizer);
   config.fingerprint = hex(corpus.fingerprint);
-  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), request.device.device);
+  require_same(config, ranks);
+  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), request.device.device, request.execution);
   trainer.begin();
-  trainer.print_summary(request.device);
-  note_the_start_of_phi(config.model);
-  return trainer.run();
+  if (ranks.first()) {
+    trainer.print_summary(request.device);
+    note_the_start_of_phi(config.model);
+  }
+  return trainer.run(request.out);
 }
 
-TrainResult resume(const std::string& out, const nlohmann::json& given) {
-  auto folder = RunFolder::of_run(out);
-  const auto config = folder.config();
+TrainResult resume(const std::string& out, const nlohmann::json& given, const Execution& execution) {
+  const Ranks& ranks = execution.ranks;
+  std::optional<RunFolder> folder;
+  if (ranks.first()) folder.emplace(RunFolder::of_run(out));
+  const auto config = parse_run_config(ranks.broadcast(folder ? text_of(folder->config()) : ""), out + "/config.json");
   const nlohmann::json stored = config;
   const auto shown = [](const nlohmann::json& value) {  // whatever bytes it has
     return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -360,6 +474,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given) {
       }
     }
   }
+  require_batches_for_all(config.train, ranks);
   const auto device = choose_device(config.train.device);
   set_threads(static_cast<int>(config.train.threads));
   const auto tokenizer = tokenizer_of(config);
@@ -368,10 +483,10 @@ TrainResult resume(const std::string& out, const nlohmann::json& given) {
     throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
                             hex(corpus.fingerprint), config.fingerprint));
   }
-  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), device.device);
-  trainer.print_summary(device);
+  Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), device.device, execution);
+  if (ranks.first()) trainer.print_summary(device);
   trainer.load();
-  return trainer.run();
+  return trainer.run(out);
 }
 
 }  // namespace nsa::lm

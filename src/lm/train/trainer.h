@@ -7,14 +7,22 @@
 
 #include "base/device.h"
 #include "lm/run/config.h"
+#include "lm/train/ranks.h"
 
 namespace nsa::lm {
+
+/// Who computes a run: what it computes does not depend on it, but for the order of sums over ranks.
+struct Execution {
+  Ranks ranks;                   // batches of a step: `accumulate` of all ranks together, rank r takes r, r + size, ...
+  bool shard_optimizer = false;  // see AdamW
+};
 
 struct TrainRequest {
   std::string out;   // run folder
   RunConfig config;  // fingerprint, vocab_size (without train.init) and device are filled in
   DeviceChoice device;
   bool overwrite = false;
+  Execution execution;
 };
 
 struct TrainResult {
@@ -22,12 +30,13 @@ struct TrainResult {
   int signal = 0;  // that stopped it early, after a checkpoint; 0: it finished
 };
 
-/// Starts a run. Throws Error when the folder holds one already, unless `overwrite`.
+/// Starts a run. Throws Error when the folder holds one already, unless `overwrite`. Only the first rank reads and
+/// writes it, prints and evaluates.
 TrainResult train(TrainRequest request);
 
-/// Goes on bitwise as if never interrupted, on the kind of device that the run began on. `given` holds the options
-/// given anew, by the name of their field in config.json's sections; a value that differs is refused by name, and so
-/// are changed data.
-TrainResult resume(const std::string& out, const nlohmann::json& given);
+/// Goes on, on the kind of device that the run began on; with as many ranks bitwise as if never interrupted. `given`
+/// holds the options given anew, by the name of their field in config.json's sections; a value that differs is refused
+/// by name, and so are changed data.
+TrainResult resume(const std::string& out, const nlohmann::json& given, const Execution& execution);
 
 }  // namespace nsa::lm

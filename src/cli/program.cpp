@@ -1,0 +1,132 @@
+#include "cli/program.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <fmt/core.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <new>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "cli/commands.h"
+#include "cli/exit.h"
+#include "cli/numbers.h"
+#include "lm/train/ranks.h"
+#include "nsa/backend.h"
+
+namespace nsa::cli {
+namespace {
+
+/// A closed standard stream becomes one that fails, so that no file opened later takes its number.
+void keep_standard_streams() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(fd, F_GETFD) == -1) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+  }
+}
+
+std::string g_rank;  // before each message: "rank 1: "
+
+/// One line for a terminal: names of files and fields may hold any byte.
+void complain(std::string_view message) {
+  std::string line;
+  for (const char c : message) {
+    const auto byte = static_cast<unsigned char>(c);
+    line += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  fmt::print(stderr, "nsa: {}{}\n", g_rank, line);
+}
+
+/// torch's allocator of host memory has no exception of its own.
+bool is_out_of_memory(const c10::Error& error, const std::string& message) {
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+         message.find("DefaultCPUAllocator: ") != std::string::npos;
+}
+
+int run(CLI::App& app, int argc, char** argv) {
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    complain(error.what());
+    fmt::print(stderr, "See nsa --help and nsa SUBCOMMAND --help.\n");
+    return 2;
+  } catch (const Exit& exit) {
+    return exit.code;
+  } catch (const lm::Error& error) {
+    complain(error.what());
+    return 2;
+  } catch (const lm::Failure& failure) {
+    complain(failure.what());
+    return 1;
+  } catch (const std::filesystem::filesystem_error& error) {
+    complain(fmt::format("{}: {}", error.path1().string(), error.code().message()));
+    return lm::is_users_fault(error.code().value()) ? 2 : 1;
+  } catch (const std::bad_alloc&) {
+    fmt::print(stderr, "nsa: out of memory\n");
+    return 1;
+  } catch (const c10::Error& error) {
+    const std::string message = error.what_without_backtrace();
+    complain((is_out_of_memory(error, message) ? "out of memory: " : "internal error: ") + message);
+    return 1;
+  } catch (const std::exception& error) {
+    if (std::ferror(stdout) == 0) complain(fmt::format("internal error: {}", error.what()));
+    return 1;
+  }
+  return 0;
+}
+
+/// The exit code `code`, or 1 when something of the output was lost.
+int close_output(int code) {
+  const bool lost = std::ferror(stdout) != 0;
+  if (std::fflush(stdout) == 0 && !lost) return code;
+  complain(lost ? "standard output: cannot write"
+                : fmt::format("standard output: cannot write: {}", std::strerror(errno)));
+  return code == 0 ? 1 : code;
+}
+
+}  // namespace
+}  // namespace nsa::cli
+
+int nsa_program(int argc, char** argv, const char* group) {
+  using namespace nsa::cli;
+  keep_standard_streams();
+  nsa::lm::Ranks ranks;
+  try {
+    if (group != nullptr) ranks = nsa::lm::Ranks(group);
+  } catch (const nsa::lm::Error& error) {
+    complain(error.what());
+    return 2;
+  }
+  if (ranks.size() > 1) g_rank = fmt::format("rank {}: ", ranks.rank());
+  CLI::App app("Native Sparse Attention: train, generate, measure and look inside.", "nsa");
+  app.set_version_flag("--version", std::string("nsa ") + nsa::version());
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(40);
+  app.option_defaults()->always_capture_default();
+  add_train(app, ranks);
+  add_generate(app);
+  add_bench(app);
+  add_info(app);
+  add_eval(app);
+  add_recall(app);
+  add_needle(app);
+  add_inspect(app);
+  add_debug(app);
+  refuse_unrepresentable_numbers(app);
+  return close_output(run(app, argc, argv));
+}
+
+const char* nsa_program_versions() {
+  static const std::string versions = std::string(nsa::version()) + " " + TORCH_VERSION;
+  return versions.c_str();
+}

@@ -1,0 +1,213 @@
+"""python -m nsa.train: several ranks train what one process trains."""
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from safetensors.numpy import load_file
+
+from conftest import PROGRAM, ROOT, TINY, metrics, nsa, refused
+
+RUN = [*TINY, "--layers", "2", "--threads", "1"]
+WAIT = 60  # s, for what takes a few
+
+
+def ranks(number, *arguments, own=None, **environment):
+    """Starts the ranks as torchrun does; `own`: what each is given besides."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"NSA_PROGRAM": PROGRAM, "PYTHONPATH": ROOT / "python", "OMP_NUM_THREADS": 1, "NSA_DEVICE": "cpu"}
+    started = []
+    for rank in range(number):
+        given = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank} | environment
+        command = [sys.executable, "-m", "nsa.train", *map(str, arguments), *(own[rank] if own else [])]
+        pipe = subprocess.PIPE
+        given = {name: str(value) for name, value in given.items()}
+        started.append(subprocess.Popen(command, env=given, stdout=pipe, stderr=pipe, text=True, errors="replace"))
+    return started
+
+
+def end(started, code=0, timeout=WAIT):
+    """What each rank printed; all leave with the code, or what is allowed of them."""
+    printed, deadline = [], time.monotonic() + timeout
+    try:
+        for process in started:
+            printed.append("".join(process.communicate(timeout=max(0, deadline - time.monotonic()))))
+    finally:
+        for process in started:
+            process.kill()
+    codes = [code] * len(started) if isinstance(code, int) else code
+    assert [process.returncode for process in started] == codes, "\n".join(printed)
+    return printed
+
+
+def same_bits(run, expected):
+    (optimizer,) = (path.name for path in expected.glob("optimizer-*.safetensors"))
+    for name in ("model.safetensors", optimizer):
+        found, wanted = load_file(run / name), load_file(expected / name)
+        assert list(found) == list(wanted)
+        assert all(found[key].tobytes() == wanted[key].tobytes() for key in wanted), name
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    """Runs of one process with that many batches to a step."""
+    out = tmp_path_factory.mktemp("alone")
+    for number in (2, 4):
+        nsa("train", "--out", out / str(number), "--data", corpus, "--steps", 24, "--accumulate", number, *RUN)
+    return out
+
+
+@pytest.mark.parametrize("number", (2, 4))
+@pytest.mark.parametrize("option", ((), ("--shard-optimizer",)), ids=("whole", "sharded"))
+def test_a_batch_for_each_rank(number, option, corpus, alone, tmp_path):
+    """The sums are those of one process in their order, too."""
+    printed = end(ranks(number, "--out", tmp_path / "run", "--data", corpus, "--steps", 24, *RUN, *option))
+    assert f"and {number} ranks" in printed[0] and "done: 24 steps" in printed[0] and not any(printed[1:])
+    same_bits(tmp_path / "run", alone / str(number))
+    for kind in ("train", "eval"):
+        found, expected = metrics(tmp_path / "run", kind), metrics(alone / str(number), kind)
+        assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
+        for a, b in zip(found, expected, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+
+
+def test_two_batches_for_each_rank(corpus, alone, tmp_path):
+    out = tmp_path / "run"
+    end(ranks(2, "--out", out, "--data", corpus, "--steps", 24, "--accumulate", 4, "--gate-balance", 0.01, *RUN))
+    nsa(
+        "train",
+        "--out",
+        tmp_path / "one",
+        "--data",
+        corpus,
+        "--steps",
+        24,
+        "--accumulate",
+        4,
+        "--gate-balance",
+        0.01,
+        *RUN,
+    )
+    for found, expected in zip(metrics(out, "train"), metrics(tmp_path / "one", "train"), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def long(corpus, tmp_path_factory):
+    """Arguments of a run that takes seconds, and its end without an interruption."""
+    arguments = ["--data", corpus, "--steps", 400, "--save-every", 20, *RUN, "--eval-every", 0]
+    out = tmp_path_factory.mktemp("long") / "run"
+    nsa("train", "--out", out, "--accumulate", 2, *arguments)
+    return arguments, out
+
+
+def wait_for_step(step, run, process):
+    deadline = time.monotonic() + WAIT
+    while not (run / "metrics.jsonl").exists() or f'"step":{step},' not in (run / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_stopped_and_resumed(long, tmp_path):
+    """Bitwise with as many ranks, sharded or not; with another number it goes on, too."""
+    arguments, expected = long
+    out = tmp_path / "run"
+    started = ranks(2, "--out", out, *arguments)
+    wait_for_step(40, out, started[0])
+    started[1].send_signal(signal.SIGTERM)  # to one of them
+    printed = end(started, code=128 + signal.SIGTERM)
+    assert "stopped at step" in printed[0] and not printed[1]
+    stopped = metrics(out, "end")[-1]["step"]
+    assert 40 <= stopped < 400
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    end(ranks(2, "--out", out, "--resume", "--shard-optimizer"))
+    same_bits(out, expected)
+    nsa("train", "--out", copy, "--resume")
+    same_bits(copy, expected)
+
+
+@pytest.mark.parametrize("victim", (0, 1))
+def test_killed(victim, long, tmp_path):
+    """A rank that dies ends the run, which says where; the last checkpoint goes on in the same bits."""
+    arguments, expected = long
+    out, draw = tmp_path / "run", random.Random(victim)
+    started = ranks(2, "--out", out, *arguments)
+    wait_for_step(draw.randrange(10, 50) * 4, out, started[victim])
+    time.sleep(draw.random() * 0.02)
+    started[victim].kill()
+    codes = [-signal.SIGKILL if rank == victim else 1 for rank in (0, 1)]
+    told = end(started, code=codes, timeout=15)[1 - victim]
+    assert f"nsa: rank {1 - victim}: step " in told and "another rank is gone" in told, told
+    assert f"is in {out}; --resume goes on" in told, told
+    end(ranks(2, "--out", out, "--resume"))
+    same_bits(out, expected)
+
+
+def test_torchrun(corpus, tmp_path):
+    """Ctrl-C of the whole."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nsa.train"]
+    command += ["--out", out, "--data", corpus, "--minutes", 1, *RUN]
+    given = {"NSA_PROGRAM": PROGRAM, "PYTHONPATH": ROOT / "python", "GLOO_SOCKET_IFNAME": "lo"}
+    given = {name: str(value) for name, value in given.items()}
+    process = subprocess.Popen(
+        [*map(str, command)], env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for_step(8, out, process)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=WAIT)[0]
+    assert "stopped at step" in printed, printed
+    nsa("eval", out)
+
+
+def test_minutes_are_the_first_ranks(corpus, tmp_path):
+    out = tmp_path / "run"
+    printed = end(ranks(2, "--out", out, "--data", corpus, "--minutes", 0.02, *RUN))
+    assert "done: " in printed[0]
+    assert metrics(out, "end")[-1]["reason"] == "finished"
+
+
+def test_refusals(corpus, tmp_path):
+    """By every rank, without a wait for the others."""
+    common = ["--out", tmp_path / "run", "--data", corpus, "--steps", 4, *RUN]
+    for arguments, message in (
+        (("--accumulate", 3), "accumulate = 3: must be a multiple of the 2 ranks"),
+        (("--lr", "x"), "--lr: x: must be a finite number"),
+    ):
+        for rank, told in enumerate(end(ranks(2, *common, *arguments), code=2)):
+            assert told.startswith(f"nsa: rank {rank}: {message}"), told
+    printed = end(ranks(2, *common, own=(["--lr", "1e-3"], ["--lr", "2e-3"])), code=[1, 2])
+    assert "nsa: rank 0: another rank is gone" in printed[0]
+    assert "nsa: rank 1: not as on the first rank: train.lr = 0.002, was 0.001" in printed[1]
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "file").touch()
+    printed = end(ranks(2, *common[2:], "--out", tmp_path / "foreign"), code=[2, 1])
+    assert "holds no run of this program" in printed[0] and "another rank is gone" in printed[1]
+    assert [file.name for file in (tmp_path / "foreign").iterdir()] == ["file"]
+
+
+def test_how_it_is_started(tmp_path, monkeypatch):
+    given = os.environ | {"PYTHONPATH": str(ROOT / "python"), "NSA_PROGRAM": str(tmp_path / "bin" / "nsa")}
+
+    def message(**environment):
+        command = [sys.executable, "-m", "nsa.train", "--out", tmp_path / "run"]
+        done = subprocess.run(command, env=given | environment, capture_output=True, text=True, timeout=WAIT)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert message().startswith("nsa.train: start it as torchrun ")
+    assert message(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0").startswith(
+        f"nsa.train: no {tmp_path}/lib/libnsa_program.so"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "several ranks train together by torchrun ... -m nsa.train" in refused("train", "--out", tmp_path / "run")
