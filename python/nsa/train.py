@@ -58,7 +58,9 @@ def main() -> NoReturn:
     arguments = [os.fsencode(argument) for argument in ["nsa", "train", *sys.argv[1:]]]
     values = (ctypes.c_char_p * (len(arguments) + 1))(*arguments, None)
     sys.stdout.flush()
-    code = library.nsa_program(len(arguments), values, dist.group.WORLD.group_name.encode())
+    group = dist.group.WORLD
+    assert group is not None  # since init_process_group()
+    code = library.nsa_program(len(arguments), values, group.group_name.encode())
     os._exit(code)  # gloo's threads sometimes outlive the interpreter's end, which then aborts
 
 
