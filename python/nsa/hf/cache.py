@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
@@ -9,13 +11,13 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from ..cache import KVCache
 from ..config import NSAConfig
 from ..decoding import MAX_DECODE_TOKENS, decode, prefill
-from .configuration import LAYER_TYPE
+from .configuration import LAYER_TYPE, Mixin
 
 GROWTH = 1.5
 """A cache that grows gets this much longer at least, so that growing costs a constant time per token."""
 
 
-class _NsaLayer:
+class _NsaLayer(Mixin):
     """A KVCache with as many rows as the batch: a row holds its tokens without padding.
 
     transformers counts slots instead, padding included.
@@ -27,8 +29,12 @@ class _NsaLayer:
 
     cache: KVCache | None = None
 
+    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
+        """Makes room for `new` slots, in a cache that is made with the first."""
+        raise NotImplementedError
+
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, cfg: NSAConfig, tokens: Tensor | None, **inputs: object
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, cfg: NSAConfig, tokens: Tensor | None, **inputs: Any
     ) -> Tensor:
         """Appends the tokens in front of each row and attends.
 
@@ -37,10 +43,10 @@ class _NsaLayer:
             cfg: of a cache that is made now.
             tokens: bool (B, m), which of the new slots hold tokens; None: all.
         """
-        self._append(q.shape[1], tokens, k, v, cfg)
+        cache = self._append(q.shape[1], tokens, k, v, cfg)
         num_new = None if tokens is None else tokens.sum(1, dtype=torch.int32)
         step = decode if q.shape[1] <= MAX_DECODE_TOKENS else prefill
-        return step(q, k, v, gates, self.cache, num_new=num_new, **inputs)
+        return step(q, k, v, gates, cache, num_new=num_new, **inputs)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a sparse layer is initialized by its first step")
@@ -52,8 +58,8 @@ class _NsaLayer:
         raise ValueError("cache_implementation: a sparse layer's cache cannot be offloaded")
 
     @property
-    def device(self) -> torch.device:
-        return self.cache.cache_seqlens.device
+    def device(self) -> torch.device | None:
+        return None if self.cache is None else self.cache.cache_seqlens.device
 
 
 class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
@@ -110,7 +116,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
             rows = torch.arange(self.cache.batch_size, device=self.cache.cache_seqlens.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
-    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> None:
+    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
         batch, needed = k.shape[0], self.slots + new
         if self.cache is None:
             self.cache = _new_cache(batch, _rounded(needed + MAX_DECODE_TOKENS), k, v, cfg)
@@ -125,9 +131,10 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
                 every[:, self.slots :] = tokens
             self.seen = every
         self.slots = needed
+        return self.cache
 
 
-class NsaStaticLayer(_NsaLayer, StaticLayer):
+class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `device` is a plain attribute
     """Of fixed size, for compiled steps: nothing in a step depends on the lengths."""
 
     _layer_type = LAYER_TYPE
@@ -146,7 +153,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):
         if self.cache is not None:
             self.cache.select(beam_idx)
 
-    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> None:
+    def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
         if self.cache is None:
             self.cache = _new_cache(k.shape[0], self.max_cache_len, k, v, cfg)
             self.cumulative_length = self.cumulative_length.to(k.device)
@@ -155,6 +162,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):
                 for tensor in (*self.cache.tensors(), self.cumulative_length):  # else CUDA graphs would copy them
                     torch._dynamo.mark_static_address(tensor)
         self.cumulative_length.add_(new)
+        return self.cache
 
 
 def _new_cache(batch: int, max_length: int, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:

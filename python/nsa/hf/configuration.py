@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, Qwen3Config
@@ -20,7 +21,14 @@ OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden"
 """Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
 
 
-class _Sparse:
+if TYPE_CHECKING:
+    Mixin = Any
+    """Base of classes that mix into those of transformers, where most of their members are."""
+else:
+    Mixin = object
+
+
+class _Sparse(Mixin):
     """What both configurations add.
 
     Fields:
@@ -29,6 +37,12 @@ class _Sparse:
             for each KV head or one for all. What is missing has its default.
         dense_layers: numbers of the layers that keep full attention.
     """
+
+    if TYPE_CHECKING:  # settled by _complete()
+        nsa: Any
+        dense_layers: Any
+        base_model_tp_plan: Any
+        layer_types: Any
 
     def _complete(self) -> None:
         given = dict(self.nsa or {})
@@ -79,7 +93,7 @@ class _Sparse:
         yield "mlp.up_proj", "colwise"
         yield "mlp.down_proj", "rowwise"
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """Without layer_types, whose names Trainer, which reads config.json as of no model, would refuse."""
         return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
 
@@ -92,10 +106,10 @@ class NsaLlamaConfig(_Sparse, LlamaConfig):
     __doc__ = _Sparse.__doc__
     model_type = "nsa_llama"
 
-    nsa: dict | None = None
+    nsa: dict[str, Any] | None = None
     dense_layers: list[int] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         self._complete()
 
@@ -105,10 +119,10 @@ class NsaQwen3Config(_Sparse, Qwen3Config):
     __doc__ = _Sparse.__doc__
     model_type = "nsa_qwen3"
 
-    nsa: dict | None = None
+    nsa: dict[str, Any] | None = None
     dense_layers: list[int] | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         self.layer_types = None
         super().__post_init__(**kwargs)
         if self.sliding_window is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
 from ..functional import native_sparse_attention
 from ..layer import NativeSparseAttention
-from .configuration import COLWISE, LAYER_TYPE, PHI, NsaLlamaConfig, NsaQwen3Config
+from .configuration import COLWISE, LAYER_TYPE, PHI, Mixin, NsaLlamaConfig, NsaQwen3Config
 from .packing import Rows, offsets_of_restarts
 
 
@@ -50,7 +51,10 @@ class NsaAttention(NativeSparseAttention):
     """The layer `nsa.NativeSparseAttention` with transformers' rotation, padding and caches."""
 
     def __init__(self, config: NsaLlamaConfig | NsaQwen3Config, layer_idx: int) -> None:
-        options = {name: config.nsa[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head")}
+        assert config.nsa is not None and config.num_key_value_heads is not None and config.head_dim is not None
+        options: dict[str, Any] = {
+            name: config.nsa[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head")
+        }
         super().__init__(
             *(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim),
             cfg=config.nsa_config(),
@@ -63,10 +67,12 @@ class NsaAttention(NativeSparseAttention):
         )
         self.config = config
         self.layer_idx = layer_idx
-        self.gate[0].on_every_rank = True  # for SomeColwise
-        self.gate[2].starts_at_zero = True  # for _init_weights
+        first: Any = self.gate[0]
+        last: Any = self.gate[2]
+        first.on_every_rank = True  # for SomeColwise
+        last.starts_at_zero = True  # for _init_weights
 
-    def forward(
+    def forward(  # type: ignore[override]  # transformers' arguments
         self, hidden_states: Tensor, layout: Layout, past_key_values: Cache | None = None, **_: object
     ) -> tuple[Tensor, None]:
         """hidden_states: (B, S, hidden_size), as the result."""
@@ -91,14 +97,14 @@ class NsaAttention(NativeSparseAttention):
             attend = reference.native_sparse_attention if eager else native_sparse_attention
             o = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
         else:
-            held = past_key_values.layers[self.layer_idx]
+            held: Any = past_key_values.layers[self.layer_idx]
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)
             if torch.is_grad_enabled() and hidden_states.requires_grad:
                 o = _WithoutGradient.apply(o, hidden_states)
         o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
         return o if rows is None else rows.back(o), None
 
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
+    def _heads(self, x: Tensor, heads: int) -> Tensor:  # type: ignore[override]  # there without self
         # With tensor parallelism `heads` is more than there are.
         if x.shape[-1] % self.head_dim:
             raise ValueError(
@@ -122,7 +128,7 @@ class PhiParallel(ReplicatedWithGradAllReduce):
             kind, *weights = whole(dtype).as_arguments()
             return CompressionWeights(kind, *(None if weight is None else weight[own] for weight in weights))
 
-        module.forward = of_own_heads
+        module.forward = of_own_heads  # type: ignore[method-assign]
         return module
 
 
@@ -145,23 +151,24 @@ class SomeColwise(ColwiseParallel):
         return super().install_forward(module, mesh) if self._is_split(module) else module
 
 
-ALL_PARALLEL_STYLES.register(PHI, PhiParallel())
-ALL_PARALLEL_STYLES.register(COLWISE, SomeColwise())
+_styles: Any = ALL_PARALLEL_STYLES  # declared for functions
+_styles.register(PHI, PhiParallel())
+_styles.register(COLWISE, SomeColwise())
 
 
 class _WithoutGradient(torch.autograd.Function):
     """A step with a cache in code that records gradients: refused when the gradient is asked for, not lost."""
 
     @staticmethod
-    def forward(ctx, o: Tensor, _: Tensor) -> Tensor:
+    def forward(ctx: Any, o: Tensor, _: Tensor) -> Tensor:
         return o.view_as(o)
 
     @staticmethod
-    def backward(ctx, _: Tensor):
+    def backward(ctx: Any, _: Tensor) -> NoReturn:
         raise RuntimeError("past_key_values: a step with a cache has no gradient; train with use_cache=False")
 
 
-class _Sparse:
+class _Sparse(Mixin):
     """What the classes of both architectures share."""
 
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = False
@@ -179,7 +186,7 @@ class _Sparse:
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if getattr(module, "starts_at_zero", False):
-            initialization.zeros_(module.weight)
+            initialization.zeros_(module.get_parameter("weight"))
         elif isinstance(module, CompressionFunction) and module.pe is not None:
             for name, value in initial_phi(module):
                 initialization.copy_(getattr(module, name), value)
@@ -191,7 +198,7 @@ class _SparseModel(_Sparse):
     def __init__(self, config: NsaLlamaConfig | NsaQwen3Config) -> None:
         super().__init__(config)
         for i, layer in enumerate(self.layers):
-            if i not in config.dense_layers:
+            if i not in (config.dense_layers or ()):
                 layer.self_attn = NsaAttention(config, i)
         self._tables: tuple[Tensor, Tensor] | None = None
         self.post_init()
@@ -261,7 +268,7 @@ class _SparseModel(_Sparse):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         past_key_values: Cache | None,
-        kwargs: dict,
+        kwargs: dict[str, Any],
     ) -> Layout:
         batch, length = x.shape[:2]
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -341,7 +348,7 @@ def initial_phi(phi: CompressionFunction) -> Iterator[tuple[str, Tensor]]:
             yield name, getattr(start, name)
 
 
-def _add_head(causal: nn.Module, model: nn.Module) -> None:
+def _add_head(causal: Any, model: Any) -> None:
     causal.model = model
     causal.vocab_size = model.config.vocab_size
     causal.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
