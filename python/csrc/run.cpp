@@ -24,7 +24,8 @@ GetStream find_get_stream() {
 void check(const Status& status) {
   if (status.ok()) return;
   if (status.code() == StatusCode::kInvalidArgument) refuse(status.message());
-  throw std::runtime_error(status.message());
+  const bool unsupported = status.code() == StatusCode::kUnsupported;
+  throw std::runtime_error((unsupported ? "not supported: " : "") + status.message());
 }
 
 Context context() {

@@ -5,7 +5,8 @@
 
 namespace nsa::python {
 
-/// Refuses (kInvalidArgument), or throws what Python shows as RuntimeError (the rest).
+/// Refuses (kInvalidArgument), or throws what Python shows as NotImplementedError (kUnsupported) or RuntimeError (the
+/// rest).
 void check(const Status& status);
 
 /// As many threads as torch uses (torch.set_num_threads).

@@ -27,7 +27,8 @@ NAMESPACE = ctypes.string_at(ctypes.c_char_p.in_dll(ctypes.CDLL(str(_LIBRARY)), 
 """Of the operators in torch.ops, as it was chosen when the extension was built: "nsa" by default."""
 ops = getattr(torch.ops, NAMESPACE)
 
-_REFUSED = "invalid argument: "
+_REFUSED, _UNSUPPORTED = "invalid argument: ", "not supported: "
+"""How messages of the extension begin, which has no other way to tell one exception from another."""
 
 Fn = Callable[..., Any]
 F = TypeVar("F", bound=Fn)
@@ -41,6 +42,8 @@ _transformed: dict[Any, Fn] = {}
 def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
     """operator(*arguments), with ValueError for a refused argument in every version of torch.
 
+    What a backend cannot do is a NotImplementedError.
+
     `names`: what the caller calls arguments of the operator, for the message.
     """
     try:
@@ -51,11 +54,13 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
         return (_eager.get(operator) or operator.default)(*arguments)
     except (RuntimeError, ValueError) as error:
         message = str(error)
-        if not message.startswith(_REFUSED) and not isinstance(error, ValueError):
+        unsupported = message.startswith(_UNSUPPORTED)
+        if not message.startswith((_REFUSED, _UNSUPPORTED)) and not isinstance(error, ValueError):
             raise
         if names:
             message = re.sub(r"(?<![.\w])({})\b".format("|".join(names)), lambda found: names[found[0]], message)
-        raise ValueError(message.removeprefix(_REFUSED)) from None
+        kind = NotImplementedError if unsupported else ValueError
+        raise kind(message.removeprefix(_REFUSED).removeprefix(_UNSUPPORTED)) from None
 
 
 def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> Tensor:
