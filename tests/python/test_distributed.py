@@ -17,6 +17,15 @@ import nsa
 CFG = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
 WAYS = ("ddp", "fsdp", "fsdp, phi per head", "tensor", "tensor, phi per head")
 
+REFUSED = [
+    "1.num_kv_heads = 3: must be a multiple of the mesh's 2 ranks",
+    "num_kv_heads = 3: must be a multiple of the mesh's 2 ranks",
+    "layer_or_model: its parameters: must not be divided already",
+    "layer_or_model: the layer: Own: must not have a forward of its own (nsa.hf's have a tp_plan)",
+    "layer_or_model: Linear: has no nsa.NativeSparseAttention in it",
+    "mesh: int: must be torch.DeviceMesh",
+]
+
 
 class Model(nn.Module):
     def __init__(self, way):
@@ -58,46 +67,42 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def split_over_heads(model, mesh):
-    """Tensor parallelism by torch's plans; returns the names of sharded parameters and the dimension they lie along."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    along = {}
-    for i, layer in enumerate(model.layers):
-        branches = [f"{x}_proj.{branch}" for x in "kv" for branch in ("cmp", "slc", "swa")]
-        plan = {name: ColwiseParallel() for name in ("q_proj", *branches, "gate.2")} | {"o_proj": RowwiseParallel()}
-        parallelize_module(layer, mesh, plan)
-        layer.num_heads //= 2
-        layer.num_kv_heads //= 2
-        for phi_name in ("phi_k", "phi_v"):
-            phi = getattr(layer, phi_name)
-            for name, parameter in list(phi.named_parameters()):
-                if parameter.shape[0] > 1:  # a row for each KV head
-                    setattr(phi, name, nn.Parameter(parameter.detach().chunk(2)[mesh.get_local_rank()].clone()))
-                    along[f"layers.{i}.{phi_name}.{name}"] = 0
-                else:
-                    parameter.register_hook(total)
-        for name, parameter in layer.named_parameters():
-            if "_norm" in name:
-                parameter.register_hook(total)
-    return along
+def whole(t):
+    return t.full_tensor() if isinstance(t, torch.distributed.tensor.DTensor) else t.clone()
 
 
-def total(gradient):
-    """Each process has the share of its heads."""
-    gradient = gradient.clone()
-    dist.all_reduce(gradient)
-    return gradient
+def wrong_calls(mesh):
+    """What shard_heads says to what it cannot divide."""
+    odd = nn.ModuleList([nsa.NativeSparseAttention(32, 4, 2, 16, cfg=CFG), nsa.NativeSparseAttention(32, 3, 3, 16)])
+    before = {name: (id(parameter), parameter.shape) for name, parameter in odd.named_parameters()}
+    divided = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=CFG)
+    nsa.parallel.shard_heads(divided, mesh)
+    own = type("Own", (nsa.NativeSparseAttention,), {"forward": lambda self, x: x})(32, 4, 2, 16)
+    told = []
+    for arguments in ((odd, mesh), (odd[1], mesh), (divided, mesh), (own, mesh), (nn.Linear(2, 2), mesh), (odd, 2)):
+        try:
+            nsa.parallel.shard_heads(*arguments)
+        except (ValueError, TypeError) as error:
+            told.append(str(error))
+    assert before == {name: (id(parameter), parameter.shape) for name, parameter in odd.named_parameters()}
+    assert odd[0].num_kv_heads == 2
+    return told
 
 
-def whole(name, gradient, along):
-    if isinstance(gradient, torch.distributed.tensor.DTensor):
-        return gradient.full_tensor()
-    if name in along:
-        parts = [torch.empty_like(gradient) for _ in range(2)]
-        dist.all_gather(parts, gradient.contiguous())
-        return torch.cat(parts, along[name])
-    return gradient.clone()
+def sums(model, x):
+    """How often forward and backward of a layer sum over the ranks."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    counts = []
+    with CommDebugMode() as forward:
+        loss = model.layers[0](x.clone().requires_grad_()).square().mean()
+    with CommDebugMode() as backward:
+        loss.backward()
+    for mode in (forward, backward):
+        counts.append(mode.get_total_counts())
+    assert all(p.grad.placements == p.placements for p in model.layers[0].parameters())
+    model.zero_grad()
+    return counts
 
 
 def work(rank, way, folder):
@@ -108,7 +113,7 @@ def work(rank, way, folder):
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (2,))
-    model, along = Model(way), {}
+    model = Model(way)
     trained = model
     if way == "ddp":
         trained = nn.parallel.DistributedDataParallel(model)
@@ -117,20 +122,19 @@ def work(rank, way, folder):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        along = split_over_heads(model, mesh)
+        nsa.parallel.shard_heads(model, mesh)
+        torch.save((sums(model, batches()[0]), wrong_calls(mesh)), f"{folder}/tensor-{rank}.pt")
     split = not way.startswith("tensor")
 
     def part(batch):
         return batch.chunk(2)[rank] if split else batch
 
-    first, losses = train(
-        trained, part, lambda: {name: whole(name, p.grad, along) for name, p in model.named_parameters()}
-    )
+    first, losses = train(trained, part, lambda: {name: whole(p.grad) for name, p in model.named_parameters()})
     if split:
         dist.all_reduce(losses)
         losses /= 2
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/checkpoint")
-    parameters = {name: whole(name, p.detach(), along) for name, p in model.named_parameters()}
+    parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
     if rank == 0:
         torch.save((first, losses, parameters), f"{folder}/result.pt")
     dist.barrier()
@@ -157,6 +161,12 @@ def test_as_one_process(way, tmp_path):
         state = {"model": Model(way).state_dict()}
         dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
         assert all(torch.equal(state["model"][name], value) for name, value in parameters.items())
+    elif way.startswith("tensor"):
+        for rank in (0, 1):
+            counts, told = torch.load(tmp_path / f"tensor-{rank}.pt")
+            # The output; the gradients of x, of gate.0's output, of four norms and of phi's ten parameters, if shared.
+            assert counts == [1, 6 if "per head" in way else 16]
+            assert told == REFUSED
 
 
 if __name__ == "__main__":
