@@ -1,7 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089) for PyTorch."""
 
 from . import _flops as _flops
-from . import parallel, reference
+from . import parallel, reference, serving
 from ._backends import Backend, backends, describe_backends, device_count, use_backend
 from ._registration import ops as _ops
 from .cache import ROLLBACK, KVCache
@@ -53,6 +53,7 @@ __all__ = [
     "rotate",
     "select_blocks",
     "selected_attention",
+    "serving",
     "sliding_window_attention",
     "use_backend",
 ]

@@ -1,0 +1,371 @@
+"""Continuous batching over memory of the caller: one step for decodes and chunks of prompts together.
+
+Names and meanings of the arguments are vLLM's. A layer's keys and values for the selected branch lie in pages that
+`block_table` assigns to requests, its compressed tokens in pages of their own (`block_table_c`), and what the window
+and the compression of the next block need in rings, of which each running request has one slot.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._arguments import check_sizes, check_type, checked
+from ._registration import call, ops
+from .cache import ROLLBACK, _multiple_of_16
+from .config import CompressionWeights, NSAConfig
+from .decoding import MAX_DECODE_TOKENS, _step
+
+__all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "fork"]
+
+
+def compressed_page_size(cfg: NSAConfig, page_size: int) -> int:
+    """Compressed tokens in a page of `block_table_c` for pages of page_size tokens, as `nsa.KVCache` has them."""
+    return _multiple_of_16(-(-page_size // cfg.kernel_stride))
+
+
+class LayerCache(NamedTuple):
+    """The memory of one layer, which the caller owns: any tensors of these shapes.
+
+    Attributes:
+        k_slc, v_slc: (num_pages, page_size, Hkv, Dk or Dv), page_size a multiple of 16.
+        k_c, v_c: (num_pages_c, page_size_c, Hkv, Dk or Dv), likewise, of compressed tokens.
+        k_swa_ring, v_swa_ring: (num_slots, window_size + 32, Hkv, Dk or Dv).
+        k_cmp_ring, v_cmp_ring: (num_slots, kernel_size + 32, Hkv, Dk or Dv).
+    """
+
+    k_slc: Tensor
+    v_slc: Tensor
+    k_c: Tensor
+    v_c: Tensor
+    k_swa_ring: Tensor
+    v_swa_ring: Tensor
+    k_cmp_ring: Tensor
+    v_cmp_ring: Tensor
+
+
+@checked
+def allocate(
+    cfg: NSAConfig,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    *,
+    page_size: int,
+    num_pages: int,
+    num_pages_c: int,
+    num_slots: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | int | None = None,
+) -> LayerCache:
+    """The memory of a layer, zeros. `num_slots`: the most requests that run at a time. The rest as in LayerCache.
+
+    Raises:
+        ValueError: a size is not allowed.
+    """
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size, "num_slots": num_slots}
+    check_sizes(2**31 - 16, **sizes, num_pages=num_pages, num_pages_c=num_pages_c, v_head_dim=v_head_dim)
+    if page_size % 16:
+        raise ValueError(f"page_size = {page_size}: must be a multiple of 16")
+
+    def both(*shape: int) -> list[Tensor]:
+        dims = head_dim, head_dim if v_head_dim is None else v_head_dim
+        return [torch.zeros(*shape, num_kv_heads, dim, dtype=dtype, device=device) for dim in dims]
+
+    return LayerCache(
+        *both(num_pages, page_size),
+        *both(num_pages_c, compressed_page_size(cfg, page_size)),
+        *both(num_slots, cfg.window_size + ROLLBACK),
+        *both(num_slots, cfg.kernel_size + ROLLBACK),
+    )
+
+
+class _Rows:
+    """What a step needs of a cache: the memory of some ring slots that lie side by side, and their tables."""
+
+    def __init__(self, step: Step, first: int, lengths: Tensor, table: Tensor, table_c: Tensor) -> None:
+        self.cfg, self.max_length, self.overflow = step.cfg, step.max_length, step.overflow
+        self.slots = slice(first, first + lengths.shape[0])
+        self.lengths, self.tables = lengths, (table, table_c)
+        self.layer: LayerCache | None = None
+        self.cache_seqlens = lengths
+
+    def of(self, layer: LayerCache) -> _Rows:
+        """With the memory of a layer. The operators advance the lengths, each layer's own."""
+        self.layer, self.cache_seqlens = layer, self.lengths.clone()
+        return self
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        assert self.layer is not None
+        rings = (ring[self.slots] for ring in self.layer[4:])
+        return (*self.layer[:4], *rings, self.cache_seqlens, self.overflow, *self.tables)
+
+
+class Step:
+    """What one step of an engine does to which request: made once, used by all layers.
+
+    A request with at most 16 new tokens is a decode (or a draft to verify), and all decodes run as one batch; every
+    other request is a chunk of a prompt, which runs by itself after them. The batch spans the ring slots from the
+    lowest to the highest one of a decode: give running requests low slots. Nothing waits for the device.
+
+    To take tokens back (rejected drafts), give smaller seq_lens in the next step: at most 32 below the longest that the
+    request has been. The pages must not be shared from there on.
+
+    Args:
+        query_start_loc: (num_reqs + 1) on the host, where the new tokens of each request begin in the packed tensors.
+        seq_lens: int32 (num_reqs), tokens of each request with the new ones; may be on a GPU, as the next three.
+        block_table: int32 (num_reqs, max_pages), the pages of each request, -1: none.
+        block_table_c: int32 (num_reqs, max_pages_c), of its compressed tokens: pages for
+            cfg.num_compressed(seq_lens) of them.
+        slots: the ring slot of each request, on the host.
+        cfg: hyperparameters.
+        max_length: an upper bound of seq_lens.
+        slot_mapping: int64 (tokens), where each new token lies in the pool of pages, page * page_size + offset. Follows
+            from block_table and is only compared with it.
+        page_size: tokens in a page; only for slot_mapping and for the check that there is room.
+
+    Values in host memory are checked, values on a GPU with NSA_VALIDATE=1 only; without, a request without room
+    writes nothing, gets o = 0 and sets the flag that `check` reads.
+
+    Raises:
+        ValueError: an argument is not allowed. TypeError: it is of another type.
+    """
+
+    @checked
+    def __init__(
+        self,
+        query_start_loc: Sequence[int] | Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_table_c: Tensor,
+        slots: Sequence[int] | Tensor,
+        cfg: NSAConfig,
+        *,
+        max_length: int,
+        page_size: int,
+        slot_mapping: Tensor | None = None,
+    ) -> None:
+        starts, slots = _integers("query_start_loc", query_start_loc), _integers("slots", slots)
+        requests = len(starts) - 1
+        if requests < 1 or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+            raise ValueError(f"query_start_loc: {starts}: must begin with 0 and ascend, a token at least per request")
+        if len(slots) != requests or len(set(slots)) != requests or min(slots) < 0:
+            raise ValueError(f"slots: {slots}: must be {requests} different numbers >= 0, one per request")
+        check_sizes(2**31 - 16, max_length=max_length, page_size=page_size)
+        for name, tensor, shape in (
+            ("seq_lens", seq_lens, f"({requests},)"),
+            ("block_table", block_table, f"({requests}, max_pages)"),
+            ("block_table_c", block_table_c, f"({requests}, max_pages_c)"),
+        ):
+            dims = 1 if name == "seq_lens" else 2
+            if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape[0] != requests:
+                what = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+                raise ValueError(f"{name}: {what}: must be int32 {shape}")
+            if tensor.device != seq_lens.device:
+                raise ValueError(f"{name}: on {tensor.device}: must be on {seq_lens.device} as seq_lens")
+        if slot_mapping is not None and (slot_mapping.dtype != torch.int64 or slot_mapping.shape != (starts[-1],)):
+            what = f"{str(slot_mapping.dtype).removeprefix('torch.')} {tuple(slot_mapping.shape)}"
+            raise ValueError(f"slot_mapping: {what}: must be int64 ({starts[-1]},)")
+        self.cfg, self.max_length, self.num_tokens, self.num_slots = cfg, max_length, starts[-1], max(slots) + 1
+        new = [b - a for a, b in pairwise(starts)]
+        if not seq_lens.is_cuda or os.environ.get("NSA_VALIDATE") == "1":
+            _check_values(new, seq_lens, block_table, block_table_c, cfg, max_length, page_size, slot_mapping)
+        device = seq_lens.device
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        """Not 0: a request found no room."""
+
+        def upload(numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+            host = torch.tensor(numbers, dtype=dtype, device="cpu")
+            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+        before = seq_lens - upload(new, torch.int32)
+        self._chunks = [
+            (slice(starts[r], starts[r + 1]), _Rows(self, slots[r], before[r : r + 1], *tables))
+            for r in range(requests)
+            if new[r] > MAX_DECODE_TOKENS
+            for tables in [(block_table[r : r + 1], block_table_c[r : r + 1])]
+        ]
+        self._decodes: _Rows | None = None
+        decodes = [r for r in range(requests) if new[r] <= MAX_DECODE_TOKENS]
+        if decodes:
+            first = min(slots[r] for r in decodes)
+            rows, self._most = max(slots[r] for r in decodes) + 1 - first, max(new[r] for r in decodes)
+            here = upload([slots[r] - first for r in decodes], torch.int64)
+            chosen = upload(decodes, torch.int64)
+            numbers = torch.zeros(rows, dtype=torch.int32, device=device)
+            self._num_new = numbers.index_copy(0, here, upload([new[r] for r in decodes], torch.int32))
+            tables = (table.new_full((rows, table.shape[1]), -1) for table in (block_table, block_table_c))
+            self._decodes = _Rows(
+                self,
+                first,
+                numbers.index_copy(0, here, before[chosen]),
+                *(
+                    table.index_copy_(0, here, given[chosen])
+                    for table, given in zip(tables, (block_table, block_table_c), strict=True)
+                ),
+            )
+            tokens = [(starts[r] + i, (slots[r] - first) * self._most + i) for r in decodes for i in range(new[r])]
+            self._from = upload([source for source, _ in tokens], torch.int64)
+            self._to = upload([target for _, target in tokens], torch.int64)
+
+    @checked
+    def attend(
+        self,
+        layer: LayerCache,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor,
+        *,
+        weights_k: CompressionWeights | None = None,
+        weights_v: CompressionWeights | None = None,
+        k_slc: Tensor | None = None,
+        v_slc: Tensor | None = None,
+        k_swa: Tensor | None = None,
+        v_swa: Tensor | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+        softmax_scale: float | None = None,
+    ) -> Tensor:
+        """Appends the new tokens of every request to the layer's memory and attends. No gradient.
+
+        Args:
+            layer: the layer's memory, is changed.
+            q, k, v, gates: packed, (tokens, heads, ...), otherwise as in `nsa.decode`, as the options are.
+
+        Returns:
+            o: (tokens, H, Dv).
+
+        Raises:
+            ValueError: an argument is not allowed; no memory was changed then.
+        """
+        for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
+            if ring.shape[0] < self.num_slots:
+                raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
+        given = [q, k, v, k_slc, v_slc, k_swa, v_swa, gates]
+        names = ("q", "k", "v", "k_slc", "v_slc", "k_swa", "v_swa", "gates")
+        for name, tensor in zip(names, given, strict=True):
+            if tensor is not None and (tensor.dim() != 3 or tensor.shape[0] != self.num_tokens):
+                raise ValueError(f"{name}: {tuple(tensor.shape)}: must be ({self.num_tokens}, heads, ...)")
+        weights = weights_k, weights_v
+
+        def run(op: object, rows: _Rows, tensors: list[Tensor | None], num_new: Tensor | None) -> Tensor:
+            q, k, v, k_slc, v_slc, k_swa, v_swa, gates = tensors
+            keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
+            options = (weights, None, rope, softmax_scale, num_new, False)
+            return _step(op, q, keys, values, gates, rows.of(layer), *options)  # type: ignore[arg-type, return-value]
+
+        o = q.new_empty(self.num_tokens, q.shape[1], v.shape[2])
+        if self._decodes is not None:
+            rows = self._num_new.shape[0]
+
+            def unpack(t: Tensor | None) -> Tensor | None:
+                if t is None:
+                    return None
+                placed = t.new_zeros(rows * self._most, *t.shape[1:]).index_copy_(0, self._to, t[self._from])
+                return placed.unflatten(0, (rows, self._most))
+
+            part = run(ops.decode, self._decodes, [unpack(t) for t in given], self._num_new)
+            o.index_copy_(0, self._from, part.flatten(0, 1)[self._to])
+        for tokens, row in self._chunks:
+            o[tokens] = run(ops.prefill, row, [None if t is None else t[tokens][None] for t in given], None)[0]
+        return o
+
+    def check(self) -> None:
+        """Waits for the device. Raises RuntimeError if a request found no room in a layer of this step."""
+        if int(self.overflow.item()):
+            raise RuntimeError("Step: a request found no room and its tokens were dropped: it needs more pages")
+
+
+@checked
+def fork(
+    layer: LayerCache,
+    parent: int,
+    child: int,
+    block_table: Tensor,
+    block_table_c: Tensor,
+    length: int,
+    parent_length: int,
+    cfg: NSAConfig,
+) -> None:
+    """Lets the request in slot `child` go on after the first `length` tokens of that in slot `parent`: a shared prefix.
+
+    The caller's tables say what is shared: full pages before `length`, and pages of compressed tokens that are full
+    with the cfg.num_compressed(length) first ones. The child has pages of its own for what follows, into which the
+    rest is copied, as the rings are.
+
+    Args:
+        layer: is changed; every layer needs its call.
+        parent, child: ring slots.
+        block_table, block_table_c: int32 (2, max_pages) and (2, max_pages_c), the parent's row, then the child's.
+        length: at most parent_length, and at most 32 tokens below the longest that the parent has been.
+        parent_length: tokens of the parent.
+        cfg: hyperparameters.
+
+    Raises:
+        ValueError: an argument is not allowed; no memory was changed then.
+    """
+    slots = layer.k_swa_ring.shape[0]
+    for name, slot in (("parent", parent), ("child", child)):
+        check_type(name, slot, int)
+        if not 0 <= slot < slots or parent == child:
+            raise ValueError(f"{name} = {slot}: must be 0 ... {slots - 1}, and another than the other's")
+    if not 0 <= length <= parent_length or parent_length - length > ROLLBACK:
+        least = max(0, parent_length - ROLLBACK)
+        raise ValueError(f"length = {length}: must be {least} ... {parent_length}, the parent's length")
+    flipped = parent > child
+    low, high = sorted((parent, child))
+    rings = (ring[low : high + 1 : high - low] for ring in layer[4:])
+    lengths = torch.tensor([parent_length, 0], dtype=torch.int32, device=block_table.device)
+    tables = [t.flip(0) if flipped else t for t in (lengths, block_table, block_table_c)]
+    overflow = torch.zeros(1, dtype=torch.int32, device=block_table.device)
+    call(
+        ops.fork, *layer[:4], *rings, tables[0], overflow, *tables[1:], cfg.as_list(), int(flipped), 1 - flipped, length
+    )
+
+
+def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(given, Tensor):
+        if given.device.type != "cpu" or given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: {given.dtype} {tuple(given.shape)} on {given.device}: must be integers on the cpu"
+            )
+        return given.tolist()
+    for i, number in enumerate(given):
+        check_type(f"{name}[{i}]", number, int)
+    return list(given)
+
+
+def _check_values(
+    new: list[int],
+    seq_lens: Tensor,
+    block_table: Tensor,
+    block_table_c: Tensor,
+    cfg: NSAConfig,
+    max_length: int,
+    page_size: int,
+    slot_mapping: Tensor | None,
+) -> None:
+    size_c = compressed_page_size(cfg, page_size)
+    lengths, pages, pages_c = seq_lens.tolist(), block_table.tolist(), block_table_c.tolist()
+    slots = iter(() if slot_mapping is None else slot_mapping.tolist())
+    for r, (count, length) in enumerate(zip(new, lengths, strict=True)):
+        if not count <= length <= max_length:
+            raise ValueError(
+                f"seq_lens[{r}] = {length}: must be {count} (its new tokens) ... max_length = {max_length}"
+            )
+        for name, row, needed in (
+            ("block_table", pages[r], -(-length // page_size)),
+            ("block_table_c", pages_c[r], -(-cfg.num_compressed(length) // size_c)),
+        ):
+            if len(row) < needed or min(row[:needed], default=0) < 0:
+                raise ValueError(f"{name}[{r}]: {row}: must be at least {needed} pages for {length} tokens")
+        for position in range(length - count, length) if slot_mapping is not None else ():
+            found, expected = next(slots), pages[r][position // page_size] * page_size + position % page_size
+            if found != expected:
+                what = f"slot_mapping: {found} for token {position} of request {r}"
+                raise ValueError(f"{what}: must be {expected}, as block_table says")

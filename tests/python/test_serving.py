@@ -1,0 +1,196 @@
+"""nsa.serving: continuous batching gives every request what it has alone, and loses no memory."""
+
+import random
+
+import pytest
+import torch
+
+import nsa
+from nsa.serving import LayerCache, Step, allocate, fork
+from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model()
+
+
+def alone(model, prompt):
+    """Greedy tokens behind a prompt, by nsa.prefill and nsa.decode."""
+    caches = [nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=MAX_LENGTH) for _ in range(LAYERS)]
+    weights = {"weights_k": model.weights, "weights_v": model.weights, "rope": model.rope}
+    tokens, new = list(prompt), list(prompt)
+    while len(tokens) < len(prompt) + LONGEST:
+        step = nsa.decode if len(new) == 1 else nsa.prefill
+
+        def attend(layer, *x, step=step):
+            return step(*(t[None] for t in x), caches[layer], **weights)[0]
+
+        positions = range(len(tokens) - len(new), len(tokens))
+        new = model.next_tokens(new, list(positions), attend)[-1:]
+        tokens += new
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    """Prompts, some with the same beginning, what comes behind them, and the beginnings."""
+    draw = random.Random(1)
+
+    def text(length):
+        return tuple(draw.randrange(60) for _ in range(length))
+
+    prefixes = [text(37), text(64), text(131)]
+    found = [prefix + text(draw.randrange(1, 90)) for prefix in prefixes for _ in range(4)]
+    found += [text(length) for length in (1, 5, 16, 17, 64, 65, 150, 240)]
+    return {prompt: alone(model, prompt) for prompt in found}, prefixes
+
+
+def test_continuous_batching(model, prompts):
+    engine = Engine(model, *prompts, seed=3)
+    arrived = engine.run(2000)
+    for request in arrived:
+        assert request.tokens == [*request.prompt, *engine.truth[request.prompt][: request.wanted]]
+    for pages in (engine.pages, engine.pages_c):
+        assert not any(pages.holders) and sorted(pages.free) == list(range(len(pages.holders)))
+    assert sorted(engine.slots) == list(range(10))
+    assert len(arrived) > 500 and min(engine.counts.values()) > 30, engine.counts
+
+
+class WrongSlots(Engine):
+    def slots_of(self, batch):
+        slots = super().slots_of(batch)
+        return slots[::-1] if len(slots) == 3 else slots
+
+
+class EarlyFree(Engine):
+    def remember(self, request):
+        super().remember(request)
+        if len(request.pages) > 3 and self.pages.holders[request.pages[0]] == 1:
+            self.pages.free.append(request.pages[0])
+
+    def count(self):
+        pass
+
+
+class Unverified(Engine):
+    def count_right(self, guesses, out):
+        return len(guesses)
+
+
+class NoFork(Engine):
+    def fork(self, parent, child, length):
+        pass
+
+
+@pytest.mark.parametrize("broken", (WrongSlots, EarlyFree, Unverified, NoFork))
+def test_a_fault_of_the_engine_shows(broken, model, prompts):
+    engine = broken(model, *prompts, seed=3)
+    with pytest.raises(AssertionError, match="other tokens"):
+        for request in engine.run(200):
+            expected = [*request.prompt, *engine.truth[request.prompt][: request.wanted]]
+            assert request.tokens == expected, "other tokens"
+
+
+def good():
+    """A step of three requests: two decodes, and a chunk of 20 tokens between them."""
+    return {
+        "query_start_loc": [0, 1, 21, 24],
+        "seq_lens": torch.tensor([5, 20, 33], dtype=torch.int32),
+        "block_table": torch.tensor([[3, -1, -1], [0, 1, -1], [2, 4, 5]], dtype=torch.int32),
+        "block_table_c": torch.tensor([[-1], [0], [1]], dtype=torch.int32),
+        "slots": [4, 0, 2],
+        "cfg": CFG,
+        "max_length": 48,
+        "page_size": 16,
+        "slot_mapping": torch.tensor([52, *range(20), 78, 79, 80]),
+    }
+
+
+def inputs(tokens=24):
+    shapes = ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM), (HEADS, 3))
+    return [torch.rand(tokens, *shape) for shape in shapes]
+
+
+WRONG = {
+    "slot_mapping: 53 for token 4 of request 0: must be 52, as block_table says": {
+        "slot_mapping": torch.tensor([53, *range(20), 78, 79, 80])
+    },
+    r"slot_mapping: int32 \(24,\): must be int64": {"slot_mapping": torch.zeros(24, dtype=torch.int32)},
+    r"query_start_loc: \[0, 1, 1, 24\]: must begin with 0 and ascend": {"query_start_loc": [0, 1, 1, 24]},
+    r"slots: \[4, 0, 4\]: must be 3 different numbers": {"slots": [4, 0, 4]},
+    r"seq_lens: int64 \(3,\): must be int32 \(3,\)": {"seq_lens": torch.tensor([5, 20, 33])},
+    r"seq_lens\[2\] = 49: must be 3 \(its new tokens\) ... max_length = 48": {
+        "seq_lens": torch.tensor([5, 20, 49], dtype=torch.int32)
+    },
+    r"block_table\[2\]: \[2, 4, -1\]: must be at least 3 pages for 33 tokens": {
+        "block_table": torch.tensor([[3, -1, -1], [0, 1, -1], [2, 4, -1]], dtype=torch.int32)
+    },
+    r"block_table_c\[1\]: \[-1\]: must be at least 1 pages for 20 tokens": {
+        "block_table_c": torch.tensor([[-1], [-1], [1]], dtype=torch.int32)
+    },
+    r"block_table: int32 \(2, 3\): must be int32 \(3, max_pages\)": {
+        "block_table": torch.zeros(2, 3, dtype=torch.int32)
+    },
+    "page_size = 0: must be >= 1": {"page_size": 0},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_step(message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Step(**good() | WRONG[message])
+
+
+def memory(slots=5):
+    torch.manual_seed(0)
+    layer = allocate(CFG, KV_HEADS, DIM, page_size=16, num_pages=6, num_pages_c=2, num_slots=slots)
+    return LayerCache(*(torch.randn_like(t) for t in layer))
+
+
+@pytest.mark.parametrize(
+    ("message", "slots", "change"),
+    [
+        (r"q: \(23, 4, 16\): must be \(24, heads, ...\)", 5, {0: inputs(23)[0]}),
+        (r"layer: k_swa_ring: 4 slots: must have 5", 4, {}),
+        (r"gates: .*\(.*2.*\)", 5, {3: torch.rand(24, HEADS, 2)}),
+        (r"v: .*float64", 5, {2: torch.rand(24, KV_HEADS, DIM, dtype=torch.float64)}),
+    ],
+)
+def test_a_refusal_changes_nothing(message, slots, change):
+    layer = memory(slots)
+    before = [t.clone() for t in layer]
+    given = [change.get(i, t) for i, t in enumerate(inputs())]
+    with pytest.raises(ValueError, match=message):
+        Step(**good()).attend(layer, *given)
+    assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
+
+
+def test_no_other_memory_changes():
+    layer = memory()
+    before = [t.clone() for t in layer]
+    step = Step(**good())
+    o = step.attend(layer, *inputs())
+    step.check()
+    assert o.shape == (24, HEADS, DIM) and o.isfinite().all() and (o != 0).any((1, 2)).all()
+    written = {3 * 16 + 4, *range(20), 78, 79, 80}  # as slot_mapping says
+    for store, old in zip(layer[:2], before[:2], strict=True):
+        changed = (store != old).flatten(0, 1).any((1, 2)).nonzero().flatten().tolist()
+        assert set(changed) == written
+    for ring, old in zip(layer[4:], before[4:], strict=True):
+        assert set((ring != old).flatten(1).any(1).nonzero().flatten().tolist()) == {0, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("parent", "child", "length", "message"),
+    [
+        (0, 0, 5, "parent = 0: must be 0 ... 4, and another"),
+        (0, 5, 5, "child = 5: must be 0 ... 4"),
+        (0, 1, 41, "length = 41: must be 8 ... 40, the parent's length"),
+        (0, 1, 7, "length = 7: must be 8 ... 40"),
+    ],
+)
+def test_a_wrong_fork(parent, child, length, message):
+    tables = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        fork(memory(), parent, child, *tables, length, 40, CFG)
