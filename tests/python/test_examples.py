@@ -1,0 +1,48 @@
+"""Every file of examples/ runs, by itself and in a time that a reader waits for, and is shown in docs/examples.md."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name, *arguments):
+    """What the example printed; each asserts what it shows."""
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_gpt(tmp_path):
+    printed = run("gpt.py", str(tmp_path / "map.png"))
+    before, after = map(float, re.search(r"held out: ([\d.]+) -> ([\d.]+) nats", printed).groups())
+    assert 5 < before < 7 and after < 3  # ln 256 is 5.5
+    share = int(re.search(r"not forced a query selects (\d+)%", printed)[1])
+    assert 10 < share < 60
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_has_a_test():
+    tests = Path(__file__).read_text(encoding="utf-8")
+    assert [example.name for example in EXAMPLES if f'run("{example.name}"' not in tests] == []
+
+
+def test_each_is_on_the_page():
+    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    assert EXAMPLES
+    assert [example.name for example in EXAMPLES if f"](../examples/{example.name})" not in page] == []
+
+
+def test_lines_on_the_page_are_in_the_examples():
+    page = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r"\]\(\.\./examples/(\w+\.py)\).*?```python\n(.*?)```", page, re.DOTALL):
+        source = (ROOT / "examples" / name).read_text(encoding="utf-8")
+        lines = {line.strip() for line in source.splitlines()}
+        assert [line for line in code.splitlines() if line.strip() not in lines] == [], name
