@@ -29,6 +29,20 @@ def test_gpt(tmp_path):
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_caches():
+    differences = [float(d) for d in re.findall(r"largest difference (\S+)", run("caches.py"))]
+    assert len(differences) == 8 and max(differences) < 1e-5
+
+
+def test_own_indices():
+    printed = run("own_indices.py")
+    answers = {
+        name: int(share) for name, share in re.findall(r"^(\w+) .*right answers: +(\d+)%$", printed, re.MULTILINE)
+    }
+    assert answers.keys() == {"scores", "oracle", "random"}
+    assert answers["oracle"] == 100 > answers["scores"] > 40 > 25 > answers["random"]
+
+
 def test_each_has_a_test():
     tests = Path(__file__).read_text(encoding="utf-8")
     assert [example.name for example in EXAMPLES if f'run("{example.name}"' not in tests] == []
