@@ -1,5 +1,6 @@
 """Every file of examples/ runs, by itself and in a time that a reader waits for, and is shown in docs/examples.md."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,11 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run(name, *arguments):
+def run(name, *arguments, by=("-W", "error::DeprecationWarning:__main__")):
     """What the example printed; each asserts what it shows."""
-    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, *by, str(ROOT / "examples" / name), *arguments]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -41,6 +43,21 @@ def test_own_indices():
     }
     assert answers.keys() == {"scores", "oracle", "random"}
     assert answers["oracle"] == 100 > answers["scores"] > 40 > 25 > answers["random"]
+
+
+def test_llama():
+    pytest.importorskip("transformers", minversion="5.23")
+    printed = run("llama.py")
+    losses = [float(loss) for loss in re.findall(r"step +\d+: ([\d.]+) nats", printed)]
+    assert len(losses) == 4 and losses[-1] < 1.2  # the entropy of the text is 0.74
+    assert len(re.search(r"generated: \[(.*)\]", printed)[1].split(",")) == 8
+
+
+def test_fsdp():
+    printed = run("fsdp.py", by=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
+    assert "q_proj: (64, 32), on this rank (32, 32)" in printed
+    first, last, alone = map(float, re.search(r"2 ranks: (\S+) -> (\S+); in one process: (\S+)", printed).groups())
+    assert last < 0.9 * first and abs(last - alone) < 2e-4
 
 
 def test_each_has_a_test():
