@@ -10,7 +10,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "page, count",
-    [("README.md", 1), ("docs/guide/python.md", 5), ("docs/guide/serving.md", 1), ("docs/guide/transformers.md", 3)],
+    [
+        ("README.md", 1),
+        ("docs/guide/python.md", 5),
+        ("docs/guide/migration.md", 3),
+        ("docs/guide/serving.md", 1),
+        ("docs/guide/transformers.md", 3),
+    ],
 )
 def test_examples_run(page, count):
     if page.endswith("transformers.md"):
