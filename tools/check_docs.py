@@ -25,8 +25,10 @@ BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*(?:\(\))?")
 FILE_NAME = re.compile(r"[\w*-]+\.(?:h|cpp|cu|cuh|py|sh)")
 DATA = re.compile(r"\.(?:json|jsonl|png|txt|html|safetensors|model|tmp|xml)$")
-# What the documents name and the sources do not: words of torch, of PTX and of Python.
+# What the documents name and the sources do not: words of torch, of PTX and of Python, and of vLLM and SGLang.
 FOREIGN = {"FakeTensorMode", "to_empty", "elect", "spawn", "OMP_STACKSIZE"}
+FOREIGN |= {"CommonAttentionMetadata", "query_start_loc_cpu", "block_table_tensor", "FullAttentionSpec", "AttentionImpl"}
+FOREIGN |= {"attention_registry.py", "base_attn_backend.py", "forward_decode", "forward_extend"}
 
 
 def anchors(text):
@@ -86,7 +88,7 @@ class Tree:
                 if not self.has_path(spelling.rstrip("/"), folder):
                     return f"`{code}`: no such path"
             elif FILE_NAME.fullmatch(spelling):
-                if not fnmatch.filter(self.names, spelling):
+                if spelling not in FOREIGN and not fnmatch.filter(self.names, spelling):
                     return f"`{code}`: no such file"
             elif IDENTIFIER.fullmatch(spelling) and not DATA.search(spelling):
                 for word in re.findall(r"\w+", spelling):

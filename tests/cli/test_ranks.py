@@ -12,7 +12,7 @@ import time
 import pytest
 from safetensors.numpy import load_file
 
-from conftest import PROGRAM, ROOT, TINY, metrics, nsa, refused
+from conftest import PROGRAM, TINY, metrics, nsa, refused
 
 RUN = [*TINY, "--layers", "2", "--threads", "1"]
 WAIT = 60  # s, for what takes a few
@@ -24,7 +24,7 @@ def ranks(number, *arguments, own=None, **environment):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    common |= {"NSA_PROGRAM": PROGRAM, "PYTHONPATH": ROOT / "python", "OMP_NUM_THREADS": 1, "NSA_DEVICE": "cpu"}
+    common |= {"NSA_PROGRAM": PROGRAM, "OMP_NUM_THREADS": 1, "NSA_DEVICE": "cpu"}
     started = []
     for rank in range(number):
         given = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank} | environment
@@ -158,7 +158,7 @@ def test_torchrun(corpus, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nsa.train"]
     command += ["--out", out, "--data", corpus, "--minutes", 1, *RUN]
-    given = {"NSA_PROGRAM": PROGRAM, "PYTHONPATH": ROOT / "python", "GLOO_SOCKET_IFNAME": "lo"}
+    given = {"NSA_PROGRAM": PROGRAM, "GLOO_SOCKET_IFNAME": "lo"}
     given = {name: str(value) for name, value in given.items()}
     process = subprocess.Popen(
         [*map(str, command)], env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -197,7 +197,7 @@ def test_refusals(corpus, tmp_path):
 
 
 def test_how_it_is_started(tmp_path, monkeypatch):
-    given = os.environ | {"PYTHONPATH": str(ROOT / "python"), "NSA_PROGRAM": str(tmp_path / "bin" / "nsa")}
+    given = os.environ | {"NSA_PROGRAM": str(tmp_path / "bin" / "nsa")}
 
     def message(**environment):
         command = [sys.executable, "-m", "nsa.train", "--out", tmp_path / "run"]
