@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build configure program package test bench demo mutation hostile wheel bundle format lint clean distclean
+.PHONY: help build configure program package test bench demo mutation hostile wheel docs bundle format lint clean distclean
 
 ifneq ($(words $(CURDIR)),1)
 $(error The path of this checkout has a space in it, which make cannot handle: $(CURDIR))
@@ -46,6 +46,7 @@ help:
 	@echo 'make test       all tests: C++, Python, command line'
 	@echo 'make bench      every operation and the whole against dense attention; table and JSON'
 	@echo 'make wheel      the Python package as a wheel (manylinux) and as sources (sdist) in dist/'
+	@echo 'make docs       the pages of docs/ and of the Python API as a site in build/docs/'
 	@echo 'make bundle     headers and test libraries for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   do the tests notice planted faults?'
@@ -112,6 +113,11 @@ wheel: $(READY) $(CUDA_READY)
 	@tools/repair_wheel.sh build/wheel/*.whl dist
 	@cp build/wheel/*.tar.gz dist
 	@ls -l dist
+
+docs: package
+	@$(SETUP) --for docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -n -E -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 # What a build needs on a machine without network and without these packages (it looks here first).
 bundle:

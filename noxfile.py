@@ -89,6 +89,16 @@ def hub(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The site that `make docs` builds, with the wheel's docstrings: no warning, and a place for every public name."""
+    install_wheel(session, PINNED, "-r", "tools/requirements-docs.txt")
+    site = str(Path(session.create_tmp()).absolute() / "site")
+    session.run(*"python -m sphinx -q -W --keep-going -n -E docs".split(), site)
+    session.env["NSA_SITE"] = site
+    session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/package/test_pages.py")
+
+
+@nox.session
 def workflows(session: nox.Session) -> None:
     """Workflows and forms by the schemas that come with check-jsonschema."""
     session.install("check-jsonschema>=0.33")

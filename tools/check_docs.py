@@ -27,7 +27,13 @@ FILE_NAME = re.compile(r"[\w*-]+\.(?:h|cpp|cu|cuh|py|sh)")
 DATA = re.compile(r"\.(?:json|jsonl|png|txt|html|safetensors|model|tmp|xml)$")
 # What the documents name and the sources do not: words of torch, of PTX and of Python, and of vLLM and SGLang.
 FOREIGN = {"FakeTensorMode", "to_empty", "elect", "spawn", "OMP_STACKSIZE"}
-FOREIGN |= {"CommonAttentionMetadata", "query_start_loc_cpu", "block_table_tensor", "FullAttentionSpec", "AttentionImpl"}
+FOREIGN |= {
+    "CommonAttentionMetadata",
+    "query_start_loc_cpu",
+    "block_table_tensor",
+    "FullAttentionSpec",
+    "AttentionImpl",
+}
 FOREIGN |= {"attention_registry.py", "base_attn_backend.py", "forward_decode", "forward_extend"}
 
 

@@ -22,7 +22,7 @@ INTRODUCTION = """\
 # Performance
 
 Every table names its GPU or CPU, its day, its commit and its command. What is counted and how it is timed stands in
-[measuring](guide/measuring.md), how to renew the tables too. Single experiments are in the [log](log).
+[measuring](guide/measuring.md), how to renew the tables too. Single experiments are in the [log](log/README.md).
 """
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
 DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2"}

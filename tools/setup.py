@@ -30,10 +30,11 @@ HEADERS = {
 # Pieces of words in `nsa train --tokenizer`, and what trains them in the tests. Installed where apt can; nothing else
 # needs them.
 OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "sentencepiece": "/usr/bin/spm_train"}
-# What `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run want besides;
+# What `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run want besides;
 # tools/requirements-*.txt have the rest.
 EXTRA = {
     "cuda": {},
+    "docs": {},
     "lint": {"clang-tidy": "/usr/bin/clang-tidy"},
     "tsan": {"clang": "/usr/bin/clang++", "libomp-dev": "/usr/lib/llvm-*/lib/libarcher.so"},
     "wheel": {},
@@ -229,7 +230,7 @@ def main():
     option("--torch", choices=["pypi", "system"], default="pypi", help="PyPI's at the pinned version, or this Python's")
     option("--offline", action="store_true", help="fetch nothing; stop when something is missing")
     option("--sudo", action="store_true", help="install Debian packages with sudo, which must ask for no password")
-    option("--for", dest="purpose", choices=sorted(EXTRA), help="also what lint, tsan, a wheel or CUDA wants")
+    option("--for", dest="purpose", choices=sorted(EXTRA), help="also what docs, lint, tsan, a wheel or CUDA wants")
     options = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells an older Python
         stop(f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another by PYTHON=")

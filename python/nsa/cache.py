@@ -290,7 +290,7 @@ class KVCache:
 
     @property
     def batch_size(self) -> int:
-        """B, the rows of the cache: a sequence each."""
+        """B, the rows of the cache, a sequence each."""
         return self.cache_seqlens.shape[0]
 
     @property

@@ -22,6 +22,19 @@ from .config import CompressionWeights, NSAConfig
 from .functional import MEAN
 from .rotary import check_positions, rotate
 
+__all__ = [
+    "NativeSparseAttention",
+    "combine",
+    "compress",
+    "compressed_attention",
+    "importance",
+    "native_sparse_attention",
+    "nsa_attention",
+    "select_blocks",
+    "selected_attention",
+    "sliding_window_attention",
+]
+
 
 @checked
 def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:

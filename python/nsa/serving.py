@@ -177,7 +177,7 @@ class Step:
             _check_values(new, seq_lens, block_table, block_table_c, cfg, max_length, page_size, slot_mapping)
         device = seq_lens.device
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        """Not 0: a request found no room."""
+        """int32 (1); not 0 when a request found no room."""
 
         def upload(numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
             host = torch.tensor(numbers, dtype=dtype, device="cpu")

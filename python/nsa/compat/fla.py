@@ -22,6 +22,8 @@ from ..functional import (
     sliding_window_attention,
 )
 
+__all__ = ["parallel_nsa"]
+
 
 @checked
 def parallel_nsa(

@@ -1,0 +1,49 @@
+"""The pages of this folder and the package's docstrings as a site (`make docs`). Nothing is fetched."""
+
+import re
+
+from sphinx.pycode import ModuleAnalyzer
+
+import nsa
+
+project = "nsa"
+author = "the libnsa authors"
+version = release = nsa.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"nsa {version}"
+html_copy_source = False
+smartquotes = False
+myst_heading_anchors = 6  # links to headings, as GitHub has them
+
+# Docstrings have Google's sections, and names in single backticks: a link where the name has a place here.
+default_role = "py:obj"
+nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"Tensor|(torch|transformers|collections)\..*")]
+napoleon_use_param = napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style"), ("Fields", "params_style")]
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 100
+
+# One signature with every argument says more than the overloads, which are there for type checkers.
+for module in ("nsa.decoding", "nsa.functional"):
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """The fields of a NamedTuple, which its docstring has, are no members of their own."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field number") else None
+
+
+def leave_the_site(app, page, source):
+    """A link to a Markdown file outside of this folder is to the file itself, without an anchor in it."""
+    up = "../" * (page.count("/") + 1)
+    source[0] = re.sub(rf"\]\(({up}[^)#]*\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
+
+
+def setup(app):
+    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("source-read", leave_the_site)
