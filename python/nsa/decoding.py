@@ -105,7 +105,9 @@ def decode(
         o (B, m, H, Dv), or (o, indices).
 
     Raises:
-        TypeError: an argument is of another type. ValueError: it is not allowed. RuntimeError: other failures.
+        TypeError: an argument is of another type.
+        ValueError: it is not allowed.
+        RuntimeError: other failures.
     """
     keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
     weights = (weights_k, weights_v)

@@ -79,8 +79,8 @@ def compressed_attention(
         seqlen_k: raw key tokens Sk behind k_c, batched calls only; default Sq.
 
     Returns:
-        o: (B, Sq, H, Dv) or (total_q, H, Dv), in q's dtype.
-        lse: float32 (B, H, Sq) or (H, total_q), natural logarithm of the softmax's denominator; no gradient.
+        o and lse: (B, Sq, H, Dv) or (total_q, H, Dv), in q's dtype; and float32 (B, H, Sq) or (H, total_q), the natural
+            logarithm of the softmax's denominator, without a gradient.
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return call(ops.compressed_attention, q, k_c, v_c, cfg.as_list(), softmax_scale, seqlen_k, *packed)

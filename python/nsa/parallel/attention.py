@@ -70,7 +70,8 @@ def native_sparse_attention(
 
     Raises:
         ValueError: on every rank, if an argument is not allowed or the ranks' arguments differ in shape, dtype or
-            setting. TypeError: an argument is of another type; on the other ranks ValueError.
+            setting.
+        TypeError: an argument is of another type; on the other ranks ValueError.
     """
     cfg = NSAConfig() if cfg is None else cfg
     weights_k, weights_v = MEAN if weights_k is None else weights_k, MEAN if weights_v is None else weights_v
