@@ -38,7 +38,8 @@ def initial_compression_weights(
         generator: of R, on any device; the weights are on torch's default device.
 
     Raises:
-        ValueError: an unknown kind or a size below 1. TypeError: an argument of another type.
+        ValueError: an unknown kind or a size below 1.
+        TypeError: an argument of another type.
     """
     hidden = 2 * head_dim if hidden is None else hidden
     check_sizes(kernel_size=kernel_size, head_dim=head_dim, num_sets=num_sets, hidden=hidden)

@@ -133,7 +133,8 @@ class Step:
     writes nothing, gets o = 0 and sets the flag that `check` reads.
 
     Raises:
-        ValueError: an argument is not allowed. TypeError: it is of another type.
+        ValueError: an argument is not allowed.
+        TypeError: it is of another type.
     """
 
     @checked

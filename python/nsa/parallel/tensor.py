@@ -37,7 +37,8 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: a mesh of several dimensions, no layer, a layer that is divided already or has another forward (as
             those of nsa.hf, whose models transformers divides by their tp_plan), or KV heads that the mesh does not
-            divide; nothing has changed then. TypeError: an argument is of another type.
+            divide; nothing has changed then.
+        TypeError: an argument is of another type.
     """
     from ..layer import NativeSparseAttention  # which imports this package
 
