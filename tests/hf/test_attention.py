@@ -108,9 +108,9 @@ def test_a_cache_of_fixed_size_and_a_prompt_in_chunks():
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
         for cache in (None, StaticCache(model.config, max_cache_len=64)):
-            first = model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache, use_cache=True)
+            first = model(ids[:, :15], attention_mask=mask[:, :15], cache=cache, use_cache=True)
             # Nothing but padding at the end of a chunk: queries are found by the cache, not by the mask.
-            second = model(ids[:, 15:], attention_mask=mask, past_key_values=first.past_key_values)
+            second = model(ids[:, 15:], attention_mask=mask, cache=first.cache)
             logits = torch.cat((first.logits, second.logits), 1)
             for i in range(len(rows)):
                 real = mask[i].bool()
@@ -125,8 +125,8 @@ def test_chunks_that_end_in_padding_for_every_row():
     with torch.no_grad():
         expected = model(ids[:, :35]).logits
         for cache in (None, StaticCache(model.config, max_cache_len=64)):
-            first = model(ids[:, :20], past_key_values=cache, use_cache=True)
-            second = model(ids[:, 20:], attention_mask=mask, past_key_values=first.past_key_values)
+            first = model(ids[:, :20], cache=cache, use_cache=True)
+            second = model(ids[:, 20:], attention_mask=mask, cache=first.cache)
             assert error(second.logits[:, :15], expected[:, 20:]) < 1e-5
 
 
@@ -191,7 +191,7 @@ def test_other_patterns_are_refused():
 
     model = dense("llama")
     model.set_attn_implementation("nsa")
-    given = {"inputs_embeds": torch.zeros(1, 20, 64), "attention_mask": None, "past_key_values": None}
+    given = {"inputs_embeds": torch.zeros(1, 20, 64), "attention_mask": None, "cache": None}
     model.config.attention_chunk_size = 8
     with pytest.raises(ValueError, match=r"^attention_chunk_size = 8: must be None with"):
         create_chunked_causal_mask(model.config, **given)
@@ -218,4 +218,4 @@ def test_without_transformers_one_line_says_what_to_install(module):
     program = f"import sys; sys.modules['transformers'] = None; import {module}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = run.stderr.strip().splitlines()[-1]
-    assert last == "ImportError: nsa.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
+    assert last == "ImportError: nsa.hf needs transformers 5.24 or newer: pip install 'transformers>=5.24'"

@@ -126,8 +126,8 @@ def test_eager_is_the_reference_for_every_rotation(name, rope):
     for n, grad in results["eager"][1].items():
         assert (results["nsa"][1][n] - grad).abs().max() < 1e-3 * largest
     with torch.no_grad():  # positions do not turn otherwise because a text became longer
-        cache = model(ids[:, :150], attention_mask=mask[:, :150], use_cache=True).past_key_values
-        last = model(ids[:, 150:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        cache = model(ids[:, :150], attention_mask=mask[:, :150], use_cache=True).cache
+        last = model(ids[:, 150:], attention_mask=mask, cache=cache, use_cache=True).logits
     if rope not in ("dynamic", "longrope"):  # transformers' own dense layer turns them otherwise
         assert error(last[1], out.logits[1, 150:]) < 1e-4
 
@@ -194,7 +194,7 @@ def test_a_prompt_in_chunks_and_going_on_with_a_returned_cache(name):
     assert torch.equal(model.generate(row[None], **GREEDY, prefill_chunk_size=37), expected)
     options = {"do_sample": False, "return_dict_in_generate": True}
     first = model.generate(row[None], **options, max_new_tokens=8)
-    rest = model.generate(first.sequences, **options, max_new_tokens=12, past_key_values=first.past_key_values)
+    rest = model.generate(first.sequences, **options, max_new_tokens=12, cache=first.cache)
     assert torch.equal(rest.sequences, expected)
 
 
@@ -208,7 +208,7 @@ def test_chunks_of_padded_rows(name):
         with torch.no_grad():
             expected = model(ids, attention_mask=mask).logits
             for begin, end in ((0, 60), (60, 61), (61, 75), (75, 150)):
-                out = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+                out = model(ids[:, begin:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
                 logits.append(out.logits)
         assert error(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()]) < 1e-5
 
@@ -221,14 +221,14 @@ def test_cropping_up_to_32_tokens(name):
     more = tokens(2, 40)
     whole = torch.cat((mask, torch.ones_like(more)), 1)
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-        expected = model(more, attention_mask=whole, past_key_values=copy.deepcopy(cache), use_cache=True).logits
-        model(tokens(2, 32), attention_mask=whole[:, :182], past_key_values=cache, use_cache=True)
+        cache = model(ids, attention_mask=mask, use_cache=True).cache
+        expected = model(more, attention_mask=whole, cache=copy.deepcopy(cache), use_cache=True).logits
+        model(tokens(2, 32), attention_mask=whole[:, :182], cache=cache, use_cache=True)
         cache.crop(-32)
         assert cache.get_seq_length() == 150
         with pytest.raises(ValueError, match=r"must be at most 32 below the longest it has been, 122"):
             cache.crop(-1)
-        assert torch.equal(model(more, attention_mask=whole, past_key_values=cache, use_cache=True).logits, expected)
+        assert torch.equal(model(more, attention_mask=whole, cache=cache, use_cache=True).logits, expected)
 
 
 @BOTH
@@ -247,9 +247,9 @@ def test_what_a_cache_takes():
     """Memory of a layer: keys and values of the selection and compressed ones by capacity, rings of w + 32, l + 32."""
     model = sparse("llama")
     with torch.no_grad():
-        cache = model(tokens(3, 500), use_cache=True).past_key_values
+        cache = model(tokens(3, 500), use_cache=True).cache
         for _ in range(600):
-            model(tokens(3, 1), past_key_values=cache, use_cache=True)
+            model(tokens(3, 1), cache=cache, use_cache=True)
     held = cache.layers[0].cache
     assert 1100 <= held.max_length <= 1.5 * 1100 + 64
     per_token = 3 * 2 * 16 * 4 * 2  # rows, KV heads, head dim, bytes, keys and values
@@ -269,13 +269,13 @@ def test_a_compiled_step_on_a_cache_of_fixed_size():
     torch._dynamo.reset()
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        last = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        last = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
         text = [ids, last]
         for i in range(19):
             mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
             run = step if i < 2 else torch.compiler.set_stance("fail_on_recompile")(step)
             fixed = torch.nn.functional.pad(mask, (0, 128 - mask.shape[1]))
-            last = run(last, attention_mask=fixed, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            last = run(last, attention_mask=fixed, cache=cache, use_cache=True).logits.argmax(-1)
             text.append(last)
     assert torch.equal(torch.cat(text, 1), expected)
 
@@ -322,9 +322,9 @@ def test_flattened_sequences_are_each_alone(name, offsets):
 def test_a_step_with_a_cache_has_no_gradient_and_says_so():
     model = sparse("llama")
     ids = tokens(1, 30)
-    assert model(ids).past_key_values is None
+    assert model(ids).cache is None
     out = model(ids, labels=ids, use_cache=True)
-    with pytest.raises(RuntimeError, match=r"^past_key_values: a step with a cache has no gradient"):
+    with pytest.raises(RuntimeError, match=r"^cache: a step with a cache has no gradient"):
         out.loss.backward()
 
 
@@ -355,10 +355,10 @@ def test_calls_that_cannot_be_are_refused():
         model(ids, attention_mask=torch.zeros(1, 1, 20, 20))
     with pytest.raises(ValueError, match=r"^output_attentions = True: must be False in a sparse model"):
         model(ids, output_attentions=True)
-    with pytest.raises(ValueError, match=r"^past_key_values: must be made for the model"):
-        model(ids, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match=r"^past_key_values: must be made for the model"):
-        model(ids, past_key_values=DynamicCache(config=dense("llama").config), use_cache=True)
+    with pytest.raises(ValueError, match=r"^cache: must be made for the model"):
+        model(ids, cache=DynamicCache())
+    with pytest.raises(ValueError, match=r"^cache: must be made for the model"):
+        model(ids, cache=DynamicCache(config=dense("llama").config), use_cache=True)
     with pytest.raises(ValueError, match=r"^use_cache: must be False with packed sequences"):
         model(ids, position_ids=torch.arange(20)[None] % 10, use_cache=True)
     assert int(model(ids).logits.shape[-1]) == VOCABULARY
@@ -390,17 +390,17 @@ def test_caches_select_repeat_and_start_anew(name):
     assert torch.equal(model.generate(ids, attention_mask=mask, **options, **static), expected)
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=160)):
         with torch.no_grad():
-            first = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            first = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits
             cache.reset()
             assert cache.get_seq_length() == 0
-            again = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            again = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits
             assert torch.equal(first[mask.bool()], again[mask.bool()])
     new, wider = tokens(3, 1), torch.nn.functional.pad(mask, (0, 1), value=1)
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-        plain = model(new, attention_mask=wider, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+        cache = model(ids, attention_mask=mask, use_cache=True).cache
+        plain = model(new, attention_mask=wider, cache=copy.deepcopy(cache), use_cache=True).logits
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([5, 0, 2]))
         order = [2, 0, 1]
-        out = model(new[order], attention_mask=wider[order], past_key_values=cache, use_cache=True).logits
+        out = model(new[order], attention_mask=wider[order], cache=cache, use_cache=True).logits
         assert torch.equal(out, plain[order])

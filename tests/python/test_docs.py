@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_examples_run(page, count):
     if page.endswith("transformers.md"):
-        pytest.importorskip("transformers", minversion="5.23")
+        pytest.importorskip("transformers", minversion="5.24")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) == count
     session: dict = {}

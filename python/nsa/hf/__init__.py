@@ -7,9 +7,9 @@ package, and the sparse models with transformers' Auto classes.
 try:
     import transformers
 except ImportError:
-    raise ImportError("nsa.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'") from None
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23):
-    raise ImportError(f"nsa.hf needs transformers 5.23 or newer, this is {transformers.__version__}")
+    raise ImportError("nsa.hf needs transformers 5.24 or newer: pip install 'transformers>=5.24'") from None
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24):
+    raise ImportError(f"nsa.hf needs transformers 5.24 or newer, this is {transformers.__version__}")
 
 from .attention import nsa_attention_forward, nsa_attention_mask
 from .cache import NsaDynamicLayer, NsaStaticLayer

@@ -76,7 +76,7 @@ def nsa_attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    cache: object = None,
+    read_index: object = None,
     block_indices: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -112,7 +112,7 @@ def nsa_attention_forward(
         ("position_bias", "a tensor", position_bias is not None, "None"),
         ("is_causal", causal, not causal, "True"),
         ("output_attentions", output_attentions, bool(output_attentions), "False"),
-        ("cache", type(cache).__name__, cache is not None, "None: continuous batching is not supported"),
+        ("read_index", "given", read_index is not None, "None: continuous batching is not supported"),
     )
     for name, given, wrong, rule in refused:
         if wrong:

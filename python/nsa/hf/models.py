@@ -17,6 +17,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
 from .. import reference
@@ -73,12 +74,12 @@ class NsaAttention(NativeSparseAttention):
         last.starts_at_zero = True  # for _init_weights
 
     def forward(  # type: ignore[override]  # transformers' arguments
-        self, hidden_states: Tensor, layout: Layout, past_key_values: Cache | None = None, **_: object
+        self, hidden_states: Tensor, layout: Layout, cache: Cache | None = None, **_: object
     ) -> tuple[Tensor, None]:
         """hidden_states: (B, S, hidden_size), as the result."""
         rows, cu_seqlens = layout.rows, layout.cu_seqlens
         x = hidden_states if rows is None else rows.front(hidden_states)
-        if past_key_values is None and (rows is not None or cu_seqlens is not None):
+        if cache is None and (rows is not None or cu_seqlens is not None):
             cu_seqlens = cu_seqlens if rows is None else rows.offsets()
             x = x.flatten(0, 1)
         v = self._branches(self.v_proj, None, x)
@@ -90,14 +91,14 @@ class NsaAttention(NativeSparseAttention):
         inputs = {"weights_k": self.phi_k(dtype), "weights_v": self.phi_v(dtype), "rope": layout.tables}
         if not isinstance(self.k_proj, nn.Linear):
             inputs |= {"k_slc": k["slc"], "v_slc": v["slc"], "k_swa": k["swa"], "v_swa": v["swa"]}
-        if past_key_values is None:
+        if cache is None:
             if cu_seqlens is not None:
                 inputs |= {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": layout.max_seqlen}
             eager = self.config._attn_implementation == "eager"
             attend = reference.native_sparse_attention if eager else native_sparse_attention
             o = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
         else:
-            held: Any = past_key_values.layers[self.layer_idx]
+            held: Any = cache.layers[self.layer_idx]
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)
             if torch.is_grad_enabled() and hidden_states.requires_grad:
                 o = _WithoutGradient.apply(o, hidden_states)
@@ -165,7 +166,7 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> NoReturn:
-        raise RuntimeError("past_key_values: a step with a cache has no gradient; train with use_cache=False")
+        raise RuntimeError("cache: a step with a cache has no gradient; train with use_cache=False")
 
 
 class _Sparse(Mixin):
@@ -203,13 +204,14 @@ class _SparseModel(_Sparse):
         self._tables: tuple[Tensor, Tensor] | None = None
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: object,
@@ -232,59 +234,55 @@ class _SparseModel(_Sparse):
         if use_cache is None:
             checkpointing = self.gradient_checkpointing and self.training
             use_cache = self.config.use_cache and not torch.is_grad_enabled() and not checkpointing
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if cache is not None:
             for i, kind in enumerate(self.config.layer_types):
-                held = past_key_values.layers[i] if i < len(past_key_values.layers) else None
+                held = cache.layers[i] if i < len(cache.layers) else None
                 if held is None or (kind == LAYER_TYPE) != hasattr(held, "step"):
-                    raise ValueError("past_key_values: must be made for the model: DynamicCache(config=model.config)")
-        layout = self._layout(hidden_states, attention_mask, position_ids, past_key_values, kwargs)
+                    raise ValueError("cache: must be made for the model: DynamicCache(config=model.config)")
+        layout = self._layout(hidden_states, attention_mask, position_ids, cache, kwargs)
         dense = {}
         if self.config.dense_layers:
             if position_ids is None:
-                slots = 0 if past_key_values is None else past_key_values.get_seq_length()
+                slots = 0 if cache is None else cache.get_seq_length()
                 position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + slots)[None]
             dense["attention_mask"] = create_causal_mask(
                 config=self.config,
                 inputs_embeds=hidden_states,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 position_ids=position_ids,
             )
             dense["position_embeddings"] = self.rotary_emb(hidden_states, position_ids=position_ids)
             dense["position_ids"] = position_ids
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states, past_key_values=past_key_values, layout=layout, use_cache=use_cache, **dense, **kwargs
-            )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values if use_cache else None
-        )
+            hidden_states = layer(hidden_states, cache=cache, layout=layout, use_cache=use_cache, **dense, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
 
     def _layout(
         self,
         x: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         kwargs: dict[str, Any],
     ) -> Layout:
         batch, length = x.shape[:2]
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        fixed = -1 if past_key_values is None else past_key_values.get_max_length()
+        seen = 0 if cache is None else cache.get_seq_length()
+        fixed = -1 if cache is None else cache.get_max_length()
         layout = Layout(self._rotation(fixed if fixed > 0 else seen + length, x.device))
         if attention_mask is not None:
             new = torch.arange(length, device=x.device) + seen
             tokens = attention_mask.to(x.device).bool().index_select(1, new)
             if isinstance(seen, Tensor) or not bool(tokens.all()):
                 layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length
-        elif past_key_values is None or (not isinstance(seen, Tensor) and seen == 0):
+        elif cache is None or (not isinstance(seen, Tensor) and seen == 0):
             cu_seqlens = kwargs.get("cu_seq_lens_q")
             if cu_seqlens is None and position_ids is not None:
                 cu_seqlens = offsets_of_restarts(position_ids, batch, length)
             if cu_seqlens is not None:
-                if past_key_values is not None:
+                if cache is not None:
                     raise ValueError("use_cache: must be False with packed sequences")
                 layout.cu_seqlens, longest = cu_seqlens.to(torch.int32), kwargs.get("max_length_q")
                 layout.max_seqlen = None if longest is None else int(longest)
