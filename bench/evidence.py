@@ -7,10 +7,11 @@
     python tools/evidence.py                                the page and its pictures from the results
 
 A plan is a length of training that all its models share, with the data, their order and the seed; what was trained is
-then asked by `nsa eval` (and `needle`, by the other sparse methods, where the plan says so). A result is a file
-PLAN.MODEL.SEED.json in --results, written when its run has ended and has been measured; runs are kept in --out until
-then, and stay there. What follows `--` goes to every `nsa train`, later options overriding the plan's: results that
-differ in it cannot stand beside each other, so choose other --results.
+then asked by `nsa eval` (and `needle`, where the plan says so). A result is a file PLAN.MODEL.SEED.json in --results,
+written when its run has ended and has been measured; runs are kept in --out until then, and stay there. When all models
+are measured, full attention is asked by the other sparse methods, too, if its runs are there. What follows `--` goes to
+every `nsa train`, later options overriding the plan's: results that differ in it cannot stand beside each other, so
+choose other --results.
 """
 
 import argparse
@@ -231,10 +232,19 @@ class Runs:
         for question, command in plan.questions.items():
             if question != "eval":
                 result[question] = self.ask(folder, *command)
-            if question in plan.of_methods and model == "full":
-                by_method = {method: self.ask(folder, *command, "--method", method) for method in METHODS}
-                result[f"{question}_by_method"] = by_method
         return result
+
+    def by_method(self, name: str, plan: Plan, model: str, seed: int) -> dict:
+        """What `measure` leaves to the end, as the methods take minutes each."""
+        folder = self.given.out / f"{name}.{model}.{seed}"
+        if model != "full" or not finished(folder):
+            return {}
+        return {
+            f"{question}_by_method": {
+                method: self.ask(folder, *plan.questions[question], "--method", method) for method in METHODS
+            }
+            for question in plan.of_methods
+        }
 
 
 def finished(folder: Path) -> bool:
@@ -303,17 +313,26 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     given.results.mkdir(parents=True, exist_ok=True)
     runs = Runs(given)
+
+    def write(file: Path, result: dict) -> None:
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(rounded(result)) + "\n")
+        temporary.replace(file)
+
+    wanted = {
+        given.results / f"{given.plan}.{model}.{seed}.json": (given.plan, plan, model, seed)
+        for seed in given.seeds
+        for model in given.models or plan.models
+    }
     try:
-        for seed in given.seeds:
-            for model in given.models or plan.models:
-                file = given.results / f"{given.plan}.{model}.{seed}.json"
-                if file.exists():
-                    continue
+        for file, which in wanted.items():
+            if not file.exists():
                 print(f"\n== {file.stem}", flush=True)
-                result = rounded(runs.measure(given.plan, plan, model, seed))
-                temporary = file.with_suffix(".tmp")
-                temporary.write_text(json.dumps(result) + "\n")
-                temporary.replace(file)
+                write(file, runs.measure(*which))
+        for file, which in wanted.items():
+            result = json.loads(file.read_text())
+            if not any(field.endswith("_by_method") for field in result) and (more := runs.by_method(*which)):
+                write(file, result | more)
     except Stopped:
         print("stopped; the same command goes on", file=sys.stderr)
         return 3

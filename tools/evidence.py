@@ -281,7 +281,8 @@ def read(folder):
     plans = {}
     for file in sorted(folder.glob("*.*.*.json")):
         plans.setdefault(file.name.split(".")[0], []).append(file)
-    return {name: Results(files) for name, files in plans.items()}
+    results = {name: Results(files) for name, files in plans.items()}
+    return {name: found for name, found in results.items() if list(found.models) != [BASE]}  # nothing to set beside it
 
 
 def main():
