@@ -1,8 +1,6 @@
 """Context parallelism: N chunks give the same bits on 1, 2 and 4 gloo processes, and what one call gives."""
 
 import os
-import signal
-import subprocess
 import sys
 from datetime import timedelta
 from itertools import pairwise
@@ -15,6 +13,7 @@ import torch.distributed as dist
 import nsa
 from nsa.parallel import ContextParallel
 from nsa.parallel.layout import chunk_owners, divide
+from torchrun import torchrun
 
 CFG = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
 # A window of more tokens than a chunk.
@@ -170,17 +169,7 @@ def work(folder):
 def ranks(request, tmp_path_factory):
     """What each of several ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={request.param}", __file__, str(folder)]
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        errors = running.communicate(timeout=120)[1]
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-    assert running.returncode == 0, errors[-4000:]
+    torchrun(request.param, __file__, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 

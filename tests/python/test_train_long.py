@@ -1,0 +1,78 @@
+"""examples/train_long.py: however many gloo processes share the work, the losses are those of one."""
+
+import os
+import re
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchrun import torchrun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMON = "--steps 4 --save-every 2 --tokens 1536 --head-dim 16".split()
+# For a number of processes: name, options, and the run whose second step it goes on from.
+RUNS = {
+    4: {"cp x tp": ("--cp 2 --tp 2", None), "dp x cp": ("--dp 2 --cp 2", None)},
+    2: {
+        "dp": ("--dp 2", None),
+        "cp": ("--cp 2 --recompute", None),
+        "tp": ("--tp 2", None),
+        "bfloat16": ("--cp 2 --bfloat16", None),
+        "dp, on from cp x tp": ("--dp 2 --resume", "cp x tp"),
+        "tp, on from dp x cp": ("--tp 2 --resume", "dp x cp"),
+    },
+}
+
+
+def work(folder):
+    """The losses of every run with so many processes."""
+    import train_long
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    losses = {}
+    for name, (options, _) in RUNS[dist.get_world_size()].items():
+        given = [*options.split(), "--out", f"{folder}/{name}", *COMMON]
+        losses[name] = train_long.train(train_long.arguments(given))
+    if dist.get_rank() == 0:
+        torch.save(losses, f"{folder}/{dist.get_world_size()}.pt")
+    dist.barrier()
+    os._exit(0)  # as the example does
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    printed = torchrun(1, EXAMPLES / "train_long.py", "--out", folder / "alone", *COMMON)
+    found = {"alone": [float(loss) for loss in re.findall(r"step \d: (\S+) nats per byte, [1-9]\d* tokens/s", printed)]}
+    for ranks, runs in RUNS.items():
+        for name, (_, start) in runs.items():
+            if start is not None:
+                shutil.copytree(folder / start / "step-2", folder / name / "step-2")
+                (folder / name / "step-3.tmp").mkdir()  # of a process that was killed
+        torchrun(ranks, __file__, folder)
+        found |= torch.load(folder / f"{ranks}.pt")
+    for name in found:
+        assert {path.name for path in (folder / name).iterdir()} - {"step-3.tmp"} == {"step-2", "step-4"}
+    return found
+
+
+def test_one_process(losses):
+    assert len(losses["alone"]) == 4
+    assert 5 < losses["alone"][0] < 6 and losses["alone"][-1] < 0.85 * losses["alone"][0]  # ln 256 is 5.5
+
+
+@pytest.mark.parametrize("name", [name for runs in RUNS.values() for name in runs])
+def test_as_one_process(losses, name):
+    expected = losses["alone"][2 if ", on from " in name else 0 :]
+    assert losses[name] == pytest.approx(expected, abs=0.02 if name == "bfloat16" else 1e-4)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(EXAMPLES)]
+    work(sys.argv[1])
