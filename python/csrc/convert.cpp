@@ -10,8 +10,18 @@
 namespace nsa::python {
 namespace {
 
+/// Undefined for a type that the stable ABI does not know (float4, bits), where Tensor::scalar_type() throws.
+ScalarType scalar_type_of(const Tensor& tensor) {
+  try {
+    return tensor.scalar_type();
+  } catch (const std::exception&) {
+    return ScalarType::Undefined;
+  }
+}
+
 DType dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
+  const ScalarType type = scalar_type_of(tensor);
+  switch (type) {
     case ScalarType::Float:
       return DType::kFloat32;
     case ScalarType::BFloat16:
@@ -23,7 +33,7 @@ DType dtype_of(const Tensor& tensor, const char* name) {
     case ScalarType::Int:
       return DType::kInt32;
     default:
-      refuse(std::string(name) + ": dtype " + torch::headeronly::toString(tensor.scalar_type()) +
+      refuse(std::string(name) + ": dtype " + torch::headeronly::toString(type) +
              ": must be float32, bfloat16, float16 or float64, and int32 for indices, lengths and tables");
   }
 }
@@ -34,16 +44,22 @@ std::string text_of(const Shape& shape) {
   return text.empty() ? "()" : text + ")";
 }
 
-/// A storage can be made smaller than the tensors on it (untyped_storage().resize_()).
+/// A storage can be made smaller than the tensors on it (untyped_storage().resize_()), and an offset or strides may
+/// lead past 64 bits.
 void expect_within_storage(const Tensor& tensor, const TensorView& view, const char* name) {
   if (view.numel() == 0) return;
-  std::int64_t bytes = 0, end = tensor.storage_offset() + 1;
+  std::int64_t bytes = 0, end = tensor.storage_offset();
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
-  for (std::size_t i = 0; i < static_cast<std::size_t>(view.rank); ++i) end += (view.shape[i] - 1) * view.stride[i];
-  end *= static_cast<std::int64_t>(size_of(view.dtype));
-  if (end > bytes)
-    refuse(std::string(name) + ": " + view.describe() + ": needs " + std::to_string(end) + " bytes of its storage's " +
-           std::to_string(bytes));
+  bool fits = !__builtin_add_overflow(end, 1, &end);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(view.rank); ++i) {
+    std::int64_t length = 0;
+    fits = fits && !__builtin_mul_overflow(view.shape[i] - 1, view.stride[i], &length) &&
+           !__builtin_add_overflow(end, length, &end);
+  }
+  fits = fits && !__builtin_mul_overflow(end, static_cast<std::int64_t>(size_of(view.dtype)), &end);
+  if (!fits || end > bytes)
+    refuse(std::string(name) + ": " + view.describe() + ": needs " + (fits ? std::to_string(end) : "more than 2^63") +
+           " bytes of its storage's " + std::to_string(bytes));
 }
 
 /// torch hands None over as an undefined tensor, whose size and memory crash some versions.

@@ -21,7 +21,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Refuses an argument of another type than annotated: TypeError that names it.
 
     Numbers and strings are looked at before the call, because torch would cut 4.5 to 4; the rest only if the call
-    fails, as it does with anything else, so that a good one does not pay for it. Flags are not looked at.
+    fails, as it does with anything else, so that a good one does not pay for it. Flags are not looked at. Then it also
+    looks for what torch has no words for (`check_usable`).
     """
     hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return" and hint is not bool}
     plain = {name: hint for name, hint in hints.items() if {*_alternatives(hint)} <= {int, float, str, NoneType}}
@@ -41,6 +42,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             raise
         except Exception:
             check(hints, arguments, named)
+            for name, value in (*zip(names, arguments, strict=False), *named.items()):
+                check_usable(name, value)
             raise
 
     return run
@@ -65,6 +68,24 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         if get_args(kind):
             for i, member in enumerate(value):
                 check_type(f"{name}[{i}]", member, get_args(kind)[0])
+
+
+def check_usable(name: str, value: Any) -> None:
+    """Raises ValueError for an integer above 64 bits and for a tensor whose storage ends before it does."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} = {value}: must fit into 64 bits") from None
+    if isinstance(value, (tuple, list)):
+        for i, member in enumerate(value):
+            check_usable(f"{name}[{i}]", member)
+    elif isinstance(value, Tensor) and value.numel():
+        end = 1 + value.storage_offset()
+        end += sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        needed, given = end * value.element_size(), value.untyped_storage().nbytes()
+        if needed > given:
+            what = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            raise ValueError(f"{name}: {what}: needs {needed} bytes of its storage's {given}") from None
+    elif check := getattr(value, "_check_tensors", None):
+        check(name)
 
 
 def check_sizes(largest: int = 2**31 - 1, **sizes: int | None) -> None:

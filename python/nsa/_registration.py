@@ -74,6 +74,32 @@ def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> T
 torch.library.impl(f"{NAMESPACE}::compressed_cu_seqlens", "cuda", compressed_cu_seqlens_on_device)
 
 
+def _register_views(name: str) -> None:
+    """Negative and conjugate views as arguments of an operator that writes to some of them.
+
+    Torch's own way fails an assertion inside of torch for one that is written, and may crash after it.
+    """
+    operator = getattr(ops, name).default
+    arguments = operator._schema.arguments
+
+    def run(*given: Any) -> Any:
+        values = list(given)
+        for i, (argument, value) in enumerate(zip(arguments, given, strict=True)):
+            if isinstance(value, Tensor) and (value.is_neg() or value.is_conj()):
+                if argument.is_write:
+                    raise ValueError(f"{_REFUSED}{argument.name}: a negative or conjugate view: must not be one")
+                values[i] = value.resolve_neg().resolve_conj()
+        return operator(*values)
+
+    for key in ("Negative", "Conjugate"):
+        _views.impl(name, run, key)
+
+
+_views = torch.library.Library(NAMESPACE, "IMPL")
+for _name in ("decode", "prefill", "fork"):
+    _register_views(_name)
+
+
 def _fake(name: str) -> Callable[[F], F]:
     """Registers a fake kernel. Torch also takes it where one of the arguments alone is on the meta device."""
     names = [argument.name for argument in getattr(ops, name).default._schema.arguments]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_sizes, check_type, checked
+from ._arguments import check_sizes, check_type, check_usable, checked
 from ._registration import call, ops
 from .config import NSAConfig
 
@@ -552,6 +552,15 @@ class KVCache:
             return None
         tokens_c = -(-num_pages * size // self.cfg.kernel_stride)
         return -(-tokens_c // size_c) + batch  # each sequence may hold a page in part
+
+    def _check_tensors(self, name: str) -> None:
+        """Raises TypeError or ValueError for a member that has been replaced by what no step can compute with."""
+        for member in NAMES:
+            tensor = getattr(self, member)
+            check_type(f"{name}.{member}", tensor, Tensor)
+            if member in NAMES[8:] and tensor.dtype != torch.int32:
+                raise ValueError(f"{name}.{member}: dtype {str(tensor.dtype).removeprefix('torch.')}: must be int32")
+            check_usable(f"{name}.{member}", tensor)
 
     def _check_shapes(self) -> None:
         keys, values = self.k_slc, self.v_slc

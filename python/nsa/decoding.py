@@ -164,7 +164,7 @@ def _step(
     v, v_slc, v_swa = (values[0] if t is None else t for t in values)
     weights_k, weights_v = (MEAN if w is None else w for w in weights)
     at: Tensor | slice = slice(None)
-    if rope is not None:
+    if rope is not None and q.dim() == 4:  # else the operator refuses q
         check_positions(rope, cache.max_length, "the cache's max_length")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
         at = rows.clamp(max=cache.max_length - 1)  # idle rows and those without room

@@ -429,13 +429,14 @@ def _packed(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name} = {value}: must be at least 0, or None for the total")
+        if value is not None and not 0 <= value <= 2**63 - 1:
+            raise ValueError(f"{name} = {value}: must be 0 ... 2^63 - 1, or None for the total")
     return cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0
 
 
 def _signed(seed: int) -> int:
     """A 64-bit seed as the signed integer that the operators take."""
+    seed = int(seed) if isinstance(seed, Tensor) else seed
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed = {seed}: must be in 0 ... 2**64 - 1")
     return seed - 2**64 if seed >= 2**63 else seed

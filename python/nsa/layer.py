@@ -16,7 +16,7 @@ from .decoding import MAX_DECODE_TOKENS, decode, prefill
 from .functional import native_sparse_attention
 from .parallel import ContextParallel
 from .parallel import native_sparse_attention as context_parallel_attention
-from .rotary import check_rotation, rotary_tables
+from .rotary import FLOATS, check_rotation, rotary_tables
 
 BRANCHES = ("cmp", "slc", "swa")
 
@@ -211,13 +211,14 @@ class NativeSparseAttention(nn.Module):
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != width:
             expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {width})"
             raise ValueError(f"x: {tuple(x.shape)}: expected the shape {expected}")
-        if max_seqlen is not None and max_seqlen < 0:
-            raise ValueError(f"max_seqlen = {max_seqlen}: must be at least 0, or None for the total")
+        if max_seqlen is not None and not 0 <= max_seqlen <= 2**63 - 1:
+            raise ValueError(f"max_seqlen = {max_seqlen}: must be 0 ... 2^63 - 1, or None for the total")
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
         for name, tensor in (("cu_seqlens", cu_seqlens), ("q_proj.weight", self.q_proj.weight)):
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
+        self._check_dtype(x)
         q = self._heads(self.q_proj(x), self.num_heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
@@ -260,6 +261,16 @@ class NativeSparseAttention(nn.Module):
                 )
         o = self.o_proj(o.flatten(-2))
         return (o, selected) if return_indices else o
+
+    def _check_dtype(self, x: Tensor) -> None:
+        weight, kind = self.q_proj.weight.dtype, x.device.type
+        if x.dtype == weight:
+            return
+        # What quantized projections and those of adapters take is for them to say.
+        cast = torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if x.dtype not in FLOATS or (type(self.q_proj) is nn.Linear and not cast):
+            came, expected = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, weight))
+            raise ValueError(f"x: dtype {came}: must be {expected} as q_proj.weight, or floating-point in an autocast")
 
     _attend: Callable[..., Any] = staticmethod(native_sparse_attention)  # nsa.reference has another
 

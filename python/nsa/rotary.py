@@ -11,25 +11,37 @@ from torch import Tensor
 from ._arguments import check_type, checked
 from .config import CompressionWeights
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_POSITIONS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @checked
 def rotary_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of integer positions (...), each float32 (..., head_dim / 2).
+    """Cosines and sines of positions (...), integers or floating-point numbers, each float32 (..., head_dim / 2).
 
     Raises:
-        ValueError: head_dim is not even and positive, or theta not positive and finite.
+        ValueError: head_dim is not even, positive and below 2^31, theta not positive and finite, or positions of a
+            dtype that has no order. TypeError: an argument of another type.
     """
     check_rotation(head_dim, "theta", theta)
+    check_type("positions", positions, Tensor)
+    if positions.dtype not in _POSITIONS:
+        what = str(positions.dtype).removeprefix("torch.")
+        raise ValueError(f"positions: dtype {what}: must be a signed integer or floating-point type, or uint8")
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions[..., None] * theta ** (-pairs / head_dim)
+    angles = positions[..., None] * float(theta) ** (-pairs / head_dim)
     return angles.cos().float(), angles.sin().float()
 
 
 def check_rotation(head_dim: int, name: str, theta: float) -> None:
     """Raises ValueError unless channels can turn in pairs by angles from `theta`, which the caller calls `name`."""
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim = {head_dim}: must be even to be rotated")
-    if not (0 < theta < math.inf):
+    if not 2 <= head_dim < 2**31 or head_dim % 2:
+        raise ValueError(f"head_dim = {head_dim}: must be even and 2 ... 2^31 - 2 to be rotated")
+    try:
+        positive = 0 < float(theta) < math.inf
+    except OverflowError:
+        positive = False
+    if not positive:
         raise ValueError(f"{name} = {theta}: must be positive and finite")
 
 
@@ -37,8 +49,18 @@ def check_rotation(head_dim: int, name: str, theta: float) -> None:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x (..., S, heads, D) by its tokens' rows cos, sin (..., S, R/2), at least in float32; result like x.
 
-    R <= D: of a wider x the first R channels turn, in pairs (j, j + R/2), and the others stay.
+    R <= D: of a wider x the first R channels turn, in pairs (j, j + R/2), and the others stay. Leading dimensions of
+    cos and sin broadcast to those of x.
+
+    Raises:
+        ValueError: a dtype other than float32, bfloat16, float16 or float64, a shape or device that does not fit.
+            TypeError: an argument of another type.
     """
+    _check_rotate(x, cos, sin)
+    return _rotated(x, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     wide = x[..., :rotated].to(torch.promote_types(x.dtype, torch.float32))
@@ -46,6 +68,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     parts = (low * cos - high * sin, high * cos + low * sin)
     turned = torch.cat(parts, dim=-1).to(x.dtype)
     return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+
+
+def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        check_type(name, t, Tensor)
+        if t.dtype not in FLOATS:
+            what = str(t.dtype).removeprefix("torch.")
+            raise ValueError(f"{name}: dtype {what}: must be float32, bfloat16, float16 or float64")
+        if t.device != x.device:
+            raise ValueError(f"{name}: on {t.device}: expected {x.device} as x")
+    if x.dim() < 3:
+        raise ValueError(f"x: {x.dim()} dimensions: must be (..., S, heads, D)")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: {tuple(sin.shape)}: must be {tuple(cos.shape)} as cos")
+    rows, leading = tuple(x.shape[:-2]), cos.shape[:-1]
+    fits = 1 <= cos.dim() < x.dim() and 2 * cos.shape[-1] <= x.shape[-1]
+    if not fits or any(n not in (1, m) for n, m in zip(reversed(leading), reversed(rows), strict=False)):
+        what = f"(..., R / 2) with rows that broadcast to {rows}, those of x, and R <= {x.shape[-1]}"
+        raise ValueError(f"cos: {tuple(cos.shape)}: must be {what}")
 
 
 class Rotated(NamedTuple):
@@ -79,7 +120,7 @@ def rotate_inputs(
         return Rotated(q, k, k_slc, k_swa, weights_k, None, None)
     cos, sin = rope
     # What the operators refuse is left to them: they name it.
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+    if q.dim() < 3 or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
         return Rotated(q, k, k_slc, k_swa, weights_k, cos, sin)
     shared, own = k_swa is k_slc, k is k_slc
     if 2 * cos.shape[1] < q.shape[-1]:
@@ -127,9 +168,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Tensor:
         raise ValueError(f"rope: {cos.shape[0]} positions: must be one for each position of the keys") from None
     if x.dim() not in (3, 4) or cos.shape[:-1] != x.shape[max(0, x.dim() - 1 - cos.dim()) : -2]:
         return x
-    if x.shape[-1] < 2 * cos.shape[-1]:
+    if x.shape[-1] < 2 * cos.shape[-1] or any(t.dtype not in FLOATS for t in (x, cos, sin)):
         return x
-    return rotate(x, cos, sin)
+    return _rotated(x, cos, sin)
 
 
 def _halves(x: Tensor, rotated: int, dim: int = -1) -> Tensor:

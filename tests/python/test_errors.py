@@ -204,3 +204,124 @@ def test_what_a_backend_cannot_do_is_not_implemented(monkeypatch):
     x = torch.randn(1, 5, 1, 16, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"^sliding_window_attention: backend cpu: .*float64"):
         nsa.sliding_window_attention(x, x, x, 4)
+
+
+# -------------------------------------------------------------------------------------------- what test_fuzz.py found
+
+
+X, TABLE = torch.ones(1, 20, 2, 16), torch.ones(20, 8)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": X.int()}, r"x: dtype int32: must be float32, bfloat16, float16 or float64"),
+        ({"cos": TABLE.to(torch.float8_e5m2)}, r"cos: dtype float8_e5m2: must be float32"),
+        ({"sin": TABLE.to("meta")}, r"sin: on meta: expected cpu as x"),
+        ({"x": X[0, 0]}, r"x: 2 dimensions: must be \(\.\.\., S, heads, D\)"),
+        ({"sin": TABLE[:, :4]}, r"sin: \(20, 4\): must be \(20, 8\) as cos"),
+        ({"cos": TABLE[:19], "sin": TABLE[:19]}, r"cos: \(19, 8\): .*broadcast to \(1, 20\)"),
+        ({"x": X[..., :8]}, r"cos: \(20, 8\): .*R <= 8"),
+        ({"cos": TABLE[None, None], "sin": TABLE[None, None]}, r"cos: \(1, 1, 20, 8\): must be"),
+    ],
+)
+def test_rotate(change, message):
+    assert nsa.rotate(X, TABLE, TABLE).shape == X.shape
+    with pytest.raises(ValueError, match=f"^{message}"):
+        nsa.rotate(**({"x": X, "cos": TABLE, "sin": TABLE} | change))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"positions": torch.ones(3, dtype=torch.bool)}, "positions: dtype bool: must be"),
+        ({"head_dim": 2**31}, "head_dim = 2147483648: must be even and 2"),
+        ({"theta": 10**400}, "theta = 1.*: must be positive and finite"),
+    ],
+)
+def test_rotary_tables(change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        nsa.rotary_tables(**({"positions": torch.arange(3), "head_dim": 8} | change))
+
+
+def test_a_storage_that_is_too_small_for_torch():
+    x = X.clone()
+    x.untyped_storage().resize_(64)
+    with pytest.raises(ValueError, match=r"^x: float32 \(1, 20, 2, 16\): needs 2560 bytes of its storage's 64$"):
+        nsa.rotate(x, TABLE, TABLE)
+
+
+def test_integers_above_64_bits():
+    x = torch.randn(1, 5, 1, 16)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k = 1.*: must be 0 \.\.\. 2\^63 - 1"):
+        nsa.sliding_window_attention(x, x, x, 4, max_seqlen_k=10**30)
+    with pytest.raises(ValueError, match=r"^window_size = 1.*: must fit into 64 bits"):
+        nsa.sliding_window_attention(x, x, x, 10**30)
+    gates = torch.rand(1, 5, 1, 3)
+    first = nsa.native_sparse_attention(x, x, x, gates, seed=torch.tensor(3), noise=0.5)
+    assert torch.equal(first, nsa.native_sparse_attention(x, x, x, gates, seed=3, noise=0.5))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_of_rotated_queries(rank):
+    q, x, rope = torch.ones((3,) * rank), torch.randn(1, 5, 1, 16), (torch.ones(64, 8), torch.ones(64, 8))
+    cache = nsa.KVCache(1, 1, 16, cfg=SMALL, max_length=64)
+    with pytest.raises(ValueError, match=r"^(native_sparse_attention: )?q: "):
+        nsa.native_sparse_attention(q, x, x, torch.rand(1, 5, 1, 3), cfg=SMALL, rope=rope)
+    with pytest.raises(ValueError, match=r"^(decode: )?q: "):
+        nsa.decode(q, x, x, torch.rand(1, 5, 1, 3), cache, rope=rope)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint4, torch.complex64, torch.bool])
+def test_dtypes_that_only_torch_knows(dtype):
+    x = torch.randn(1, 5, 1, 16)
+    wrong = torch.empty(1, 5, 1, 16, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else x.to(dtype)
+    with pytest.raises(ValueError, match=r"^v: dtype .*: must be float32, bfloat16, float16 or float64"):
+        nsa.sliding_window_attention(x, x, wrong, 4)
+
+
+def test_dtype_of_a_layers_input():
+    layer = nsa.NativeSparseAttention(32, 2, 1, 16, cfg=SMALL)
+    with pytest.raises(ValueError, match=r"^x: dtype bfloat16: must be float32 as q_proj.weight"):
+        layer(torch.randn(1, 5, 32).bfloat16())
+    with torch.autocast("cpu"):
+        assert layer(torch.randn(1, 5, 32).bfloat16()).shape == (1, 5, 32)
+        with pytest.raises(ValueError, match=r"^x: dtype int64: must be"):
+            layer(torch.ones(1, 5, 32, dtype=torch.int64))
+
+
+def step(cache):
+    x = torch.randn(1, 2, 1, 16)
+    return nsa.decode(x, x, x, torch.rand(1, 2, 1, 3), cache)
+
+
+@pytest.mark.parametrize("name", ["k_slc", "v_swa_ring"])
+def test_a_cache_of_negative_views(name):
+    cache = nsa.KVCache(1, 1, 16, cfg=SMALL, max_length=64)
+    setattr(cache, name, torch._neg_view(getattr(cache, name)))
+    with pytest.raises(ValueError, match=rf"^(cache_)?{name}: a negative or conjugate view: must not be one$"):
+        step(cache)
+    assert not cache.cache_seqlens.any()
+
+
+def test_queries_that_are_negative_views():
+    x, gates = torch.randn(1, 2, 1, 16), torch.rand(1, 2, 1, 3)
+    results = []
+    for q in (-x, torch._neg_view(x)):
+        results.append(nsa.decode(q, x, x, gates, nsa.KVCache(1, 1, 16, cfg=SMALL, max_length=64)))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("k_c", None, TypeError, r"cache\.k_c: NoneType: must be a dense tensor"),
+        ("cache_seqlens", 3, TypeError, r"cache\.cache_seqlens: int: must be a dense tensor"),
+        ("cache_seqlens", torch.zeros(1), ValueError, r"(decode: )?(cache\.)?cache_seqlens: .*int32"),
+    ],
+)
+def test_a_cache_whose_members_were_replaced(name, value, error, message):
+    cache = nsa.KVCache(1, 1, 16, cfg=SMALL, max_length=64)
+    setattr(cache, name, value)
+    with pytest.raises(error, match=f"^{message}"):
+        step(cache)
