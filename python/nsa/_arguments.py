@@ -78,9 +78,13 @@ def check_usable(name: str, value: Any) -> None:
         for i, member in enumerate(value):
             check_usable(f"{name}[{i}]", member)
     elif isinstance(value, Tensor) and value.numel():
+        try:
+            given = value.untyped_storage().nbytes()
+        except RuntimeError:  # within a transform of torch.func
+            return
         end = 1 + value.storage_offset()
         end += sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        needed, given = end * value.element_size(), value.untyped_storage().nbytes()
+        needed = end * value.element_size()
         if needed > given:
             what = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
             raise ValueError(f"{name}: {what}: needs {needed} bytes of its storage's {given}") from None
