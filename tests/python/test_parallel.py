@@ -39,6 +39,8 @@ CASES = {
     "noise": {"noise": 0.5},
 }
 
+REDUCED = ("float32", "bfloat16", "packed", "packed, contiguous, not rotated", "three sets, heads in turn")
+
 
 def problem(
     dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, imposed=False, **_
@@ -99,6 +101,14 @@ def plain(case, dtype=None):
     return {"o": o, "indices": chosen} | {f"d_{name}": g for name, g in zip(inputs, gradients, strict=True)}
 
 
+def reduced(mesh):
+    """The same with reduce-scatter."""
+    return {
+        case: run(ContextParallel(mesh, CASES[case].get("layout", "head_tail"), CHUNKS, "reduce_scatter"), case)
+        for case in REDUCED
+    }
+
+
 def layer_step(cp):
     """A layer's output and the gradients of its parameters, summed over the ranks."""
     torch.manual_seed(5)
@@ -132,6 +142,8 @@ def wrong_calls(cp):
         "one rank's type": here | ({"k": [1.0]} if last else {}),
         "one rank's weights": here | ({"weights_k": "mlp"} if last else {}),
         "one rank's cfg": here | {"cfg": WIDE if last else CFG},
+        "one rank's reduction": here
+        | ({"cp": ContextParallel(cp.group, "head_tail", CHUNKS, "reduce_scatter")} if last else {}),
         "one rank's offsets": packed | {"cu_seqlens": cuts if last else cuts[[0, 2]]},
         "offsets of a rank": packed | {"cu_seqlens": cuts // 2},
         "rope": here | {"rope": nsa.rotary_tables(torch.arange(S - 1), 16)},
@@ -141,7 +153,7 @@ def wrong_calls(cp):
     told = {}
     for name, arguments in calls.items():
         try:
-            nsa.parallel.native_sparse_attention(**({"cfg": CFG, "rope": settings["rope"]} | arguments), cp=cp)
+            nsa.parallel.native_sparse_attention(**({"cfg": CFG, "rope": settings["rope"], "cp": cp} | arguments))
             told[name] = "nothing"
         except (ValueError, TypeError) as error:
             told[name] = str(error)
@@ -159,7 +171,7 @@ def work(folder):
         repeated[case] = run(cp, case) if case == "packed" else {}
     told = wrong_calls(ContextParallel(mesh, chunks=CHUNKS))
     layer = layer_step(ContextParallel(dist.group.WORLD))
-    torch.save((results, repeated, told, layer), f"{folder}/{dist.get_rank()}.pt")
+    torch.save((results, repeated, told, layer, reduced(mesh)), f"{folder}/{dist.get_rank()}.pt")
     dist.barrier()
     # What ends a process group joins gloo's threads, which may wait for the interpreter's lock or outlive its end.
     os._exit(0)
@@ -171,6 +183,40 @@ def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     torchrun(request.param, __file__, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_reduce_scatter(ranks, case):
+    """o, dq and the gates' gradients in the same bits, those of keys and values closely."""
+    exact = plain(case, torch.float32)
+    for results, *_, found in ranks:
+        assert found[case].keys() == results[case].keys()
+        for name, t in results[case].items():
+            if name[:3] not in ("d_k", "d_v"):
+                assert torch.equal(found[case][name], t), name
+            elif t.dtype == torch.float32:
+                assert (found[case][name] - t).abs().max() <= 1e-5 * t.abs().max(), name
+            else:
+                error, allowed = ((u[name].float() - exact[name]).norm() for u in (found[case], plain(case)))
+                assert error <= 2 * allowed, name
+
+
+def test_reduce_scatter_on_one_process():
+    """Nothing is sent, and the order is that of the chunks."""
+    found = reduced(None)
+    for case in REDUCED:
+        same_bits(found[case], run(ContextParallel(None, CASES[case].get("layout", "head_tail"), CHUNKS), case))
+
+
+def test_a_backend_without_reduce_scatter(monkeypatch):
+    def refuse(*_, group):
+        raise RuntimeError("Backend mpi does not support _reduce_scatter_base")
+
+    cp = ContextParallel(reduction="reduce_scatter")
+    cp.size = 2
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", refuse)
+    with pytest.raises(NotImplementedError, match=r"reduction = 'reduce_scatter': Backend mpi .*; use 'all_to_all'"):
+        cp.reduce_scatter(torch.zeros(2))
 
 
 def same_bits(found, expected):
@@ -209,7 +255,7 @@ def test_as_one_call(case, chunks):
 
 def test_layer(ranks):
     expected = layer_step(None)
-    for *_, found in ranks:
+    for *_, found, _ in ranks:
         assert found.keys() == expected.keys()
         for name, t in expected.items():
             assert (found[name] - t).abs().max() <= 2e-5 * t.abs().max(), name
@@ -230,6 +276,7 @@ REFUSED = {
     "one rank's type": "k: list: must be a dense tensor",
     "one rank's weights": "weights_k: str: must be",
     "one rank's cfg": "cfg: NSAConfig(",
+    "one rank's reduction": "'reduce_scatter') on rank",
     "one rank's offsets": "cu_seqlens: ",
     "offsets of a rank": "from 0 to 128: must rise from 0 to S = 256",
     "rope": "rope: 255 positions: must be at least 256",
@@ -239,7 +286,7 @@ REFUSED = {
 
 
 def test_refused_on_every_rank(ranks):
-    for _, _, told, _ in ranks:
+    for _, _, told, *_ in ranks:
         assert told.keys() == REFUSED.keys()
         for name, message in REFUSED.items():
             assert message in told[name], (name, told[name])
@@ -279,6 +326,8 @@ def test_layouts():
         chunk_owners("head_tail", 2, 6)
     with pytest.raises(ValueError, match="layout = 'ring': must be head_tail or contiguous"):
         ContextParallel(layout="ring")
+    with pytest.raises(ValueError, match="reduction = 'ring': must be all_to_all or reduce_scatter"):
+        ContextParallel(reduction="ring")
     with pytest.raises(TypeError, match="group: int: must be a DeviceMesh"):
         ContextParallel(3)
 

@@ -50,8 +50,9 @@ def native_sparse_attention(
     """`nsa.native_sparse_attention` for queries and keys of one sequence S, of which every rank has its chunks' rows.
 
     Every rank calls it, and its backward, with the same shapes and settings. o and the gradients of q, k, v and gates
-    are bitwise the same for the same chunks on any number of ranks. Gradients of phi's weights are the rank's share:
-    sum them over the ranks, as of any parameter that all have.
+    are bitwise the same for the same chunks on any number of ranks (those of k and v not with the reduction
+    "reduce_scatter"). Gradients of phi's weights are the rank's share: sum them over the ranks, as of any parameter that
+    all have.
 
     Args:
         q: (B, S / P, H, Dk), or packed (S / P, H, Dk) with cu_seqlens: the rows of cp.shard.
@@ -72,6 +73,7 @@ def native_sparse_attention(
         ValueError: on every rank, if an argument is not allowed or the ranks' arguments differ in shape, dtype or
             setting.
         TypeError: an argument is of another type; on the other ranks ValueError.
+        NotImplementedError: in the backward, a backend that has no reduce-scatter, with reduction="reduce_scatter".
     """
     cfg = NSAConfig() if cfg is None else cfg
     weights_k, weights_v = MEAN if weights_k is None else weights_k, MEAN if weights_v is None else weights_v
@@ -106,7 +108,7 @@ def native_sparse_attention(
             "softmax_scale": softmax_scale,
             "noise": noise,
             "seed": seed,
-            "cp": cp.owners,
+            "cp": (cp.owners, cp.reduction),
         }
         settings |= {"weights": (weights_k.kind, weights_v.kind), "kv_heads_at_once": at_once, "rope": rope is not None}
         # A hash of the offsets, which may be many.
@@ -320,48 +322,74 @@ class _Settings:
 
     def shares_to_owners(self, shares: dict[int, list[Tensor]], like: Tensor) -> list[list[Tensor]]:
         """From each own chunk's gradients of what it saw, in the order of `seen`, those of every own chunk's rows."""
-        cp, dim = self.cp, self.dim
-
-        def extent(reader: int, owner: int, i: int) -> tuple[int, int]:
-            a, b = self.chunks[reader], self.chunks[owner]
-            return a.blocks_of(b) if i < 2 else a.keys_of(b)
-
-        kinds = next(iter(shares.values()))
+        cp, kinds = self.cp, next(iter(shares.values()))
+        if cp.reduction == "reduce_scatter":
+            return self._summed_on_the_way(shares, kinds, like)
 
         def pieces(readers: list[int], owners: list[int]) -> list[tuple[int, int, int, int, int]]:
-            found = [(c, o, i, *extent(c, o, i)) for c in readers for o in owners if o <= c for i in range(len(kinds))]
+            found = [(c, o, i, *self._overlap(c, o, i)[:2]) for c in readers for o in owners for i in range(len(kinds))]
             return [piece for piece in found if piece[3] < piece[4]]
 
         sent = [
-            [shares[c][i].narrow(dim, begin, end - begin) for c, _, i, begin, end in pieces(cp.own, cp.chunks_of(r))]
+            [
+                shares[c][i].narrow(self.dim, begin, end - begin)
+                for c, _, i, begin, end in pieces(cp.own, cp.chunks_of(r))
+            ]
             for r in range(cp.size)
         ]
         incoming = [pieces(cp.chunks_of(r), cp.own) for r in range(cp.size)]
         shapes = [[self.block_rows(kinds[i], end - begin) for *_, i, begin, end in row] for row in incoming]
         received = cp.send(sent, shapes, like)
         arrived = {
-            piece[:3]: (piece[3], t)
+            piece[:3]: t
             for row, parts in zip(incoming, received, strict=True)
             for piece, t in zip(row, parts, strict=True)
         }
         wide = torch.promote_types(like.dtype, torch.float32)
         totals = []
         for o in cp.own:
-            owner = self.chunks[o]
-            counts = [owner.own_blocks[1] - owner.own_blocks[0], self.size]
-            total = [like.new_zeros(self.block_rows(t, counts[i >= 2]), dtype=wide) for i, t in enumerate(kinds)]
+            total = [like.new_zeros(self.block_rows(t, self._rows(o, i)), dtype=wide) for i, t in enumerate(kinds)]
             for c in range(o, len(self.chunks)):  # always in this order
-                reader = self.chunks[c]
                 for i, t in enumerate(total):
                     if (c, o, i) in arrived:
-                        begin, part = arrived[c, o, i]
-                        if i < 2:
-                            begin += reader.first_block - owner.own_blocks[0]
-                        else:
-                            begin += reader.first_key - owner.rows[0]
-                        t.narrow(dim, begin, part.shape[dim]).add_(part)
+                        part = arrived[c, o, i]
+                        t.narrow(self.dim, self._overlap(c, o, i)[2], part.shape[self.dim]).add_(part)
             totals.append(total)
         return totals
+
+    def _summed_on_the_way(
+        self, shares: dict[int, list[Tensor]], kinds: list[Tensor], like: Tensor
+    ) -> list[list[Tensor]]:
+        """`shares_to_owners` by one reduce-scatter; every rank adds its own chunks' shares first."""
+        cp, dim = self.cp, self.dim
+        most = max(c.own_blocks[1] - c.own_blocks[0] for c in self.chunks)
+        shapes = [self.block_rows(t, self.size if i >= 2 else most) for i, t in enumerate(kinds)]
+        sizes = [torch.Size(shape).numel() for shape in shapes] * len(cp.own)
+        flat = like.new_zeros(cp.size * sum(sizes), dtype=torch.promote_types(like.dtype, torch.float32))
+        parts = iter(flat.split(sizes * cp.size))
+        for o in (o for rank in range(cp.size) for o in cp.chunks_of(rank)):
+            for i, shape in enumerate(shapes):
+                total = next(parts).view(shape)
+                for c in cp.own:
+                    begin, end, start = self._overlap(c, o, i)
+                    total.narrow(dim, start, end - begin).add_(shares[c][i].narrow(dim, begin, end - begin))
+        parts = iter(cp.reduce_scatter(flat).split(sizes))
+        return [
+            [next(parts).view(shape).narrow(dim, 0, self._rows(o, i)) for i, shape in enumerate(shapes)] for o in cp.own
+        ]
+
+    def _rows(self, owner: int, i: int) -> int:
+        """How many rows of tensor i of `seen` a chunk owns."""
+        begin, end = self.chunks[owner].own_blocks
+        return self.size if i >= 2 else end - begin
+
+    def _overlap(self, reader: int, owner: int, i: int) -> tuple[int, int, int]:
+        """What a chunk sees of another's rows of tensor i of `seen`: begin and end there, and begin in the owner's."""
+        a, b = self.chunks[reader], self.chunks[owner]
+        begin, end = a.blocks_of(b) if i < 2 else a.keys_of(b)
+        if begin >= end:
+            return 0, 0, 0
+        return begin, end, begin + (a.first_block - b.own_blocks[0] if i < 2 else a.first_key - b.rows[0])
 
 
 class _Attention(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""A sequence's ranks, and copies between them. Nothing is summed on the way, so no bit depends on how it went."""
+"""A sequence's ranks, and copies between them. Nothing is summed on the way, unless that is asked for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import chunk_owners
 
+REDUCTIONS = ("all_to_all", "reduce_scatter")
+
 
 class ContextParallel:
     """The processes that share sequences, and which chunks of them each one has.
@@ -22,15 +24,25 @@ class ContextParallel:
         layout: "head_tail", in which all ranks have about equally much to do, or "contiguous".
         chunks: N, how many chunks a sequence has: a multiple of 2P in head_tail (default 2P), of P in contiguous
             (default P). Results depend on N and the layout's chunks alone, not on P.
+        reduction: how gradients of keys and values are added. "all_to_all": their owner gets every chunk's share in
+            the inputs' dtype and adds them in the chunks' order in float32. "reduce_scatter": a rank adds its chunks'
+            shares and the backend adds the ranks' on the way, in float32. On several machines that may be fewer bytes
+            on the slow links; the gradients' bits then depend on P and on the order in which the backend adds.
 
     Raises:
-        ValueError: a layout or number of chunks that is not allowed, or a mesh of several dimensions.
+        ValueError: a layout, number of chunks or reduction that is not allowed, or a mesh of several dimensions.
         TypeError: `group` is of another type.
     """
 
     def __init__(
-        self, group: DeviceMesh | dist.ProcessGroup | None = None, layout: str = "head_tail", chunks: int | None = None
+        self,
+        group: DeviceMesh | dist.ProcessGroup | None = None,
+        layout: str = "head_tail",
+        chunks: int | None = None,
+        reduction: str = "all_to_all",
     ) -> None:
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction = {reduction!r}: must be {' or '.join(REDUCTIONS)}")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"group: a mesh of {group.ndim} dimensions: must have one; take mesh[name]")
@@ -39,7 +51,7 @@ class ContextParallel:
             raise TypeError(f"group: {type(group).__name__}: must be a DeviceMesh, a ProcessGroup or None")
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self.layout = layout
+        self.layout, self.reduction = layout, reduction
         self.owners = chunk_owners(layout, self.size, chunks)
         self.own = self.chunks_of(self.rank)
 
@@ -141,6 +153,19 @@ class ContextParallel:
         )
         pieces = iter(received.split([count for row in counts for count in row]))
         return [[next(pieces).view(shape) for shape in row] for row in shapes]
+
+    def reduce_scatter(self, flat: Tensor) -> Tensor:
+        """This rank's of P equal parts of the sum over the ranks."""
+        if self.size == 1:
+            return flat
+        mine = flat.new_empty(flat.numel() // self.size)
+        try:
+            dist.reduce_scatter_tensor(mine, flat, group=self.group)
+        except RuntimeError as error:
+            if "not support" not in str(error):
+                raise
+            raise NotImplementedError(f"reduction = 'reduce_scatter': {error}; use 'all_to_all'") from error
+        return mine
 
     def _size(self, length: int) -> int:
         chunks = len(self.owners)
