@@ -51,8 +51,8 @@ def native_sparse_attention(
 
     Every rank calls it, and its backward, with the same shapes and settings. o and the gradients of q, k, v and gates
     are bitwise the same for the same chunks on any number of ranks (those of k and v not with the reduction
-    "reduce_scatter"). Gradients of phi's weights are the rank's share: sum them over the ranks, as of any parameter that
-    all have.
+    "reduce_scatter"). Gradients of phi's weights are the rank's share: sum them over the ranks, as of any parameter
+    that all have.
 
     Args:
         q: (B, S / P, H, Dk), or packed (S / P, H, Dk) with cu_seqlens: the rows of cp.shard.

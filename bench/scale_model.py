@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Predicts the time of a sequence's attention over 2 ... 1024 GPUs from what one GPU and its fabric were measured at.
+
+    python bench/scale_model.py --fabric NVLink:4:350:8 --fabric network:10:45 --tokens 1048576 --picture scale.png
+
+Attention of S tokens on P GPUs takes (a S + b S^2) / P, as head_tail divides it. a and b fit whole forwards and
+backwards of `nsa bench` (from --from tokens on) and the slowest rank of each `bench/context_parallel.py --play` with
+the least relative error. A collective takes (P - 1) latencies and the bytes that a rank receives over the bandwidth;
+the forward gathers keys and values, the backward gathers them again and sends or reduces their gradients. Nothing
+is overlapped, and no call is too short to fill its GPU: the first makes it slow, the second fast. A fabric is
+NAME:LATENCY_us:GB/s[:most GPUs]; --collectives takes latency and bandwidth from a result of bench/collectives.py.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+SETTINGS = {"num_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "dtype": "dtype"}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PASSES = ("forward", "backward")
+
+
+def fit(points):
+    """a and b with the least sum of squares of (a x + b y) / t - 1 over points (x, y, t); both at least 0."""
+    rows = [(x / t, y / t) for x, y, t in points]
+    xx, xy, yy = (sum(p[i] * p[j] for p in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(p[i] for p in rows) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    if determinant <= 1e-12 * xx * yy:
+        raise ValueError(f"{len(points)} measurements: must be of at least two sizes")
+    a, b = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
+    if a < 0:
+        return 0.0, y / yy
+    return (a, b) if b >= 0 else (x / xx, 0.0)
+
+
+@dataclass
+class Fabric:
+    """Seconds and bytes per second of each collective."""
+
+    name: str
+    costs: dict
+    most: int = 1024
+
+    @classmethod
+    def given(cls, text):
+        """From NAME:LATENCY_us:GB/s[:most GPUs]."""
+        name, *numbers = text.split(":")
+        if len(numbers) not in (2, 3):
+            raise argparse.ArgumentTypeError(f"{text}: must be NAME:LATENCY_us:GB/s[:most GPUs]")
+        latency, bandwidth, *most = map(float, numbers)
+        if latency < 0 or bandwidth <= 0:
+            raise argparse.ArgumentTypeError(f"{text}: latency must be at least 0, bandwidth above 0")
+        collectives = ("all_gather", "all_to_all", "reduce_scatter")
+        return cls(name, dict.fromkeys(collectives, (1e-6 * latency, 1e9 * bandwidth)), int(most[0]) if most else 1024)
+
+    @classmethod
+    def measured(cls, result):
+        """Fitted to bench/collectives.py's result."""
+        costs = {}
+        for name in {row["collective"] for row in result["collectives"]}:
+            rows = [row for row in result["collectives"] if row["collective"] == name]
+            latency, per_byte = fit([(row["ranks"] - 1, row["bytes"], row["seconds"]) for row in rows])
+            costs[name] = latency, 1 / per_byte if per_byte else float("inf")
+        return cls(f"{result['backend']}, {result['device_name']}", costs)
+
+    def seconds(self, collective, ranks, count):
+        """Of a collective in which every rank receives `count` bytes."""
+        latency, bandwidth = self.costs[collective]
+        return (ranks - 1) * latency + count / bandwidth
+
+
+class Model:
+    """What was measured of one GPU, and what follows."""
+
+    def __init__(self, bench, played, shortest):
+        settings = bench["settings"]
+        for result in played:
+            for theirs, ours in SETTINGS.items():
+                if result[ours] != settings[theirs]:
+                    raise ValueError(f"{ours} = {result[ours]} of played ranks: must be the bench's {settings[theirs]}")
+            if result["layout"] != "head_tail" or len(result["ranks"]) != result["play"]:
+                raise ValueError("played ranks: must be all ranks of the layout head_tail")
+        self.row = settings["num_kv_heads"] * (settings["head_dim"] + settings["v_head_dim"])
+        self.width, self.stride = BYTES[settings["dtype"]], settings["kernel_stride"]
+        whole = {
+            (r["op"], r["length"]): r["seconds"]
+            for r in bench["results"]
+            if r["op"] in ("forward", "forward_backward") and r["variant"] == settings["phi"] and not r["extrapolated"]
+        }
+        self.points = {"forward": [], "backward": []}  # (tokens, GPUs, seconds on each)
+        for (op, length), seconds in sorted(whole.items(), key=lambda item: item[0][1]):
+            if length >= shortest and op == "forward":
+                self.points["forward"].append((length, 1, seconds))
+            elif length >= shortest and ("forward", length) in whole:
+                self.points["backward"].append((length, 1, seconds - whole["forward", length]))
+        for result in played:
+            for name in PASSES:
+                slowest = max(rank[f"{name}_ms"] for rank in result["played"]) / 1000
+                self.points[name].append((result["tokens"], result["play"], slowest))
+        self.fits = {
+            name: fit([(length / gpus, length**2 / gpus, seconds) for length, gpus, seconds in points])
+            for name, points in self.points.items()
+        }
+
+    def attention(self, name, length, gpus):
+        """Seconds of a pass without collectives."""
+        a, b = self.fits[name]
+        return (a * length + b * length**2) / gpus
+
+    def collectives(self, name, length, gpus, fabric, reduction):
+        """Seconds of a pass in collectives."""
+        count = length * (gpus - 1) / gpus * (1 + 1 / self.stride) * self.row
+        seconds = fabric.seconds("all_gather", gpus, count * self.width)
+        if name == "backward":  # a reduce-scatter is of float32
+            seconds += fabric.seconds(reduction, gpus, count * (self.width if reduction == "all_to_all" else 4))
+        return seconds
+
+    def total(self, length, gpus, fabric, reduction):
+        """Seconds of forward and backward."""
+        return sum(
+            self.attention(name, length, gpus) + self.collectives(name, length, gpus, fabric, reduction)
+            for name in PASSES
+        )
+
+    def errors(self):
+        """Lines of a table: what was measured, and what the model says of it."""
+        yield "| tokens | GPUs | pass | measured, ms | model, ms | error |"
+        yield "|---:|---:|---|---:|---:|---:|"
+        for name, points in self.points.items():
+            for length, gpus, seconds in points:
+                model = self.attention(name, length, gpus)
+                of = "1" if gpus == 1 else f"1 that plays {gpus}"
+                error = f"{100 * (model / seconds - 1):+.0f} %"
+                yield f"| {length} | {of} | {name} | {1000 * seconds:.1f} | {1000 * model:.1f} | {error} |"
+
+    def table(self, length, gpus, fabrics, reduction):
+        """Lines of a table: milliseconds, and the efficiency over one GPU."""
+        header = "".join(f" {fabric.name}: all, ms | efficiency |" for fabric in fabrics)
+        yield f"| GPUs | forward, ms | backward, ms |{header}"
+        yield "|---:" * (3 + 2 * len(fabrics)) + "|"
+        alone = sum(self.attention(name, length, 1) for name in PASSES)
+        for count in gpus:
+            cells = [f"{1000 * self.attention(name, length, count):.1f}" for name in PASSES]
+            for fabric in fabrics:
+                total = self.total(length, count, fabric, reduction)
+                shown = [f"{1000 * total:.1f}", f"{alone / count / total:.2f}"]
+                cells += shown if count <= fabric.most else ["", ""]
+            yield f"| {count} | " + " | ".join(cells) + " |"
+
+
+def draw(model, options, fabrics):
+    """Time and efficiency over the number of GPUs, with what was measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    times, efficiency = figure.subplots(1, 2)
+    for i, length in enumerate(options.tokens):
+        alone = sum(model.attention(name, length, 1) for name in PASSES)
+        for fabric, style in zip(fabrics, ("-", "--", ":", "-.") * len(fabrics), strict=False):
+            gpus = [count for count in options.gpus if count <= fabric.most]
+            totals = [model.total(length, count, fabric, options.reduction) for count in gpus]
+            label = f"{length} tokens, {fabric.name}"
+            times.plot(gpus, [1000 * t for t in totals], style, color=f"C{i}", label=label)
+            shares = [alone / count / t for count, t in zip(gpus, totals, strict=True)]
+            efficiency.plot(gpus, shares, style, color=f"C{i}")
+        played = {(n, p): t for n, p, t in model.points["forward"] if p > 1 and n == length}
+        for n, p, t in model.points["backward"]:
+            if (n, p) in played:
+                times.plot([p], [1000 * (played[n, p] + t)], "o", color=f"C{i}", label="played, without collectives")
+    times.set(xlabel="GPUs", ylabel="forward and backward, ms", xscale="log", yscale="log")
+    times.set_title("predicted time of one layer's attention", fontsize=10)
+    efficiency.set(xlabel="GPUs", xscale="log", ylim=(0, 1.05))
+    efficiency.set_title("predicted efficiency", fontsize=10)
+    for axes in (times, efficiency):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(options.gpus, [str(count) for count in options.gpus], fontsize=8)
+        axes.grid(alpha=0.3)
+    times.legend(fontsize=7)
+    figure.savefig(options.picture, dpi=110)
+
+
+def numbers(text):
+    """Integers with commas between them."""
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return found
+
+
+def main():
+    """Prints the errors, and a table for each length."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="of nsa bench --json")
+    parser.add_argument("--played", type=Path, nargs="*", default=[RESULTS / "played_ranks.json"])
+    parser.add_argument("--collectives", type=Path, nargs="*", default=[])
+    parser.add_argument("--fabric", type=Fabric.given, action="append", default=[])
+    parser.add_argument("--tokens", type=numbers, default=[2**20])
+    parser.add_argument("--gpus", type=numbers, default=[2**i for i in range(1, 11)])
+    parser.add_argument("--from", type=int, default=16384, dest="shortest", help="tokens (default %(default)s)")
+    parser.add_argument("--reduction", choices=("all_to_all", "reduce_scatter"), default="all_to_all")
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    try:
+        bench, *others = (json.loads(path.read_text()) for path in (options.bench, *options.played))
+        model = Model(bench, others, options.shortest)
+        measured = [json.loads(path.read_text()) for path in options.collectives]
+        fabrics = options.fabric + [Fabric.measured(result) for result in measured]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not fabrics:
+        parser.error("--fabric or --collectives: must be given")
+    print("\n".join(model.errors()))
+    for result, fabric in zip(measured, fabrics[len(options.fabric) :], strict=True):
+        ratios = [
+            fabric.seconds(row["collective"], row["ranks"], row["bytes"]) / row["seconds"]
+            for row in result["collectives"]
+        ]
+        worst = max(abs(ratio - 1) for ratio in ratios)
+        print(f"\n{fabric.name}: {len(ratios)} collectives, largest error {100 * worst:.0f} %")
+    for length in options.tokens:
+        print(f"\n{length} tokens, predicted:\n")
+        print("\n".join(model.table(length, options.gpus, fabrics, options.reduction)))
+    if options.picture:
+        draw(model, options, fabrics)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
