@@ -23,7 +23,7 @@ Tensor combine(const Tensor& o_cmp, const Tensor& o_slc, const Tensor& o_swa, co
 }
 
 Tensors<4> combine_backward(const Tensor& d_o, const Tensor& o_cmp, const Tensor& o_slc, const Tensor& o_swa,
-                            const Tensor& gates, Bools needs) {
+                            const Tensor& gates, const Bools& needs) {
   expect_needs(needs, 4);
   CombineBackwardParams params;
   params.forward = params_of(o_cmp, o_slc, o_swa, gates);

@@ -18,11 +18,9 @@ CompressedAttentionParams params_of(const Tensor& q, const Tensor& k_c, const Te
 
 }  // namespace
 
-Tensors<2> compressed_attention(const Tensor& q, const Tensor& k_c, const Tensor& v_c, Ints cfg, Scale softmax_scale,
-                                Length seqlen_k, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                                std::int64_t max_seqlen_q, std::int64_t max_seqlen_k) {
-  auto params = params_of(q, k_c, v_c, cfg, softmax_scale, seqlen_k,
-                          packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+Tensors<2> compressed_attention(const Tensor& q, const Tensor& k_c, const Tensor& v_c, const Ints& cfg,
+                                Scale softmax_scale, Length seqlen_k, const PackedArguments& packed) {
+  auto params = params_of(q, k_c, v_c, cfg, softmax_scale, seqlen_k, packed.views());
   Tensor o = make_o(q, v_c);
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
@@ -32,13 +30,11 @@ Tensors<2> compressed_attention(const Tensor& q, const Tensor& k_c, const Tensor
 }
 
 Tensors<3> compressed_attention_backward(const Tensor& d_o, const Tensor& q, const Tensor& k_c, const Tensor& v_c,
-                                         const Tensor& o, const Tensor& lse, Ints cfg, Scale softmax_scale,
-                                         Length seqlen_k, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                                         std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, Bools needs) {
+                                         const Tensor& o, const Tensor& lse, const Ints& cfg, Scale softmax_scale,
+                                         Length seqlen_k, const PackedArguments& packed, const Bools& needs) {
   expect_needs(needs, 3);
   CompressedAttentionBackwardParams params;
-  params.forward = params_of(q, k_c, v_c, cfg, softmax_scale, seqlen_k,
-                             packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+  params.forward = params_of(q, k_c, v_c, cfg, softmax_scale, seqlen_k, packed.views());
   params.forward.o = input(o, "o");
   params.forward.lse = input(lse, "lse");
   params.d_o = input(d_o, "d_o");

@@ -175,29 +175,6 @@ Shape compressed_shape(const Tensor& k, const NSAConfig& cfg, bool packed) {
   return shape;
 }
 
-Packed packed_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, std::int64_t max_seqlen_q,
-                 std::int64_t max_seqlen_k) {
-  return {input(cu_seqlens_q, "cu_seqlens_q"), input(cu_seqlens_k, "cu_seqlens_k"), max_seqlen_q, max_seqlen_k};
-}
-
-CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe, const OptionalTensor& w1,
-                              const OptionalTensor& b1, const OptionalTensor& w2, const OptionalTensor& b2) {
-  CompressionWeights weights;
-  bool known = false;
-  for (CompressionKind candidate : {CompressionKind::kMean, CompressionKind::kLinear, CompressionKind::kMlp}) {
-    if (kind != name_of(candidate)) continue;
-    weights.kind = candidate;
-    known = true;
-  }
-  if (!known) refuse("weights.kind = '" + kind + "': must be mean, linear or mlp");
-  weights.pe = input(pe, "weights.pe");
-  weights.w1 = input(w1, "weights.w1");
-  weights.b1 = input(b1, "weights.b1");
-  weights.w2 = input(w2, "weights.w2");
-  weights.b2 = input(b2, "weights.b2");
-  return weights;
-}
-
 void refuse(const std::string& message) { throw std::invalid_argument("invalid argument: " + message); }
 
 }  // namespace nsa::python

@@ -6,6 +6,8 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "nsa/decode.h"
@@ -17,6 +19,16 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<std::int64_t>;
+
+template <class Indices>
+struct TensorTuple;
+template <std::size_t... I>
+struct TensorTuple<std::index_sequence<I...>> {
+  using type = std::tuple<std::enable_if_t<(I >= 0), Tensor>...>;
+};
+/// std::tuple of n tensors.
+template <std::size_t n>
+using Tensors = typename TensorTuple<std::make_index_sequence<n>>::type;
 
 /// A view of an argument. Refuses, naming it, a rank or a dtype that no operation takes.
 TensorView input(const Tensor& tensor, const char* name);
@@ -43,33 +55,12 @@ struct Gradient {
   bool wanted;
   Tensor tensor;
 };
-/// Gradients of phi's weights, wanted as needs[first ...] says. `like`: for the dtype and device of those that are not.
-struct WeightGradients {
-  WeightGradients(const std::vector<bool>& needs, std::size_t first, const Tensor& like, const OptionalTensor& pe,
-                  const OptionalTensor& w1, const OptionalTensor& b1, const OptionalTensor& w2,
-                  const OptionalTensor& b2)
-      : pe(pe, needs[first], like),
-        w1(w1, needs[first + 1], like),
-        b1(b1, needs[first + 2], like),
-        w2(w2, needs[first + 3], like),
-        b2(b2, needs[first + 4], like) {}
-
-  CompressionWeights views() const {
-    return {{}, pe.view("d_pe"), w1.view("d_w1"), b1.view("d_b1"), w2.view("d_w2"), b2.view("d_b2")};
-  }
-
-  Gradient pe, w1, b1, w2, b2;
-};
 void expect_needs(const std::vector<bool>& needs, std::size_t count);
 
 /// cfg holds NSAConfig's members in their order.
 NSAConfig config_of(const std::vector<std::int64_t>& cfg);
 /// Of what compress makes of raw keys or values; `cfg` must be valid.
 Shape compressed_shape(const Tensor& k, const NSAConfig& cfg, bool packed);
-Packed packed_of(const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, std::int64_t max_seqlen_q,
-                 std::int64_t max_seqlen_k);
-CompressionWeights weights_of(const std::string& kind, const OptionalTensor& pe, const OptionalTensor& w1,
-                              const OptionalTensor& b1, const OptionalTensor& w2, const OptionalTensor& b2);
 
 /// Throws for an argument that is not allowed. Some versions of torch show it as ValueError, some as RuntimeError; by
 /// its first words, "invalid argument: ", Python makes it a ValueError in all of them.

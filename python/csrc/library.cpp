@@ -2,20 +2,19 @@
 // and autograd formulas are Python's (python/nsa/_registration.py).
 #include <string>
 
+#include "box.h"
 #include "operations.h"
 
 namespace nsa::python {
 namespace {
 
-const std::string kPacked = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k";
-const std::string kWeights = "str kind, Tensor? pe, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2";
-const std::string kBranches =
-    "Tensor q, Tensor k_c, Tensor v_c, Tensor k_slc, Tensor v_slc, Tensor k_swa, Tensor v_swa, Tensor gates";
-
+const std::string kPacked = PackedArguments::kSchema;
+const std::string kWeights = PhiArguments::schema();
+const std::string kBranches = BranchArguments::kSchemaCompressed;
+const std::string kSaved = SavedArguments::kSchema;
+const std::string kRotation = RotationArguments::kSchema;
 const std::string kLayer =
-    "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_slc, Tensor v_slc, Tensor k_swa, Tensor v_swa, Tensor gates, "
-    "str kind_k, Tensor? pe_k, Tensor? w1_k, Tensor? b1_k, Tensor? w2_k, Tensor? b2_k, "
-    "str kind_v, Tensor? pe_v, Tensor? w1_v, Tensor? b1_v, Tensor? w2_v, Tensor? b2_v";
+    std::string(BranchArguments::kSchema) + ", " + PhiArguments::schema("_k") + ", " + PhiArguments::schema("_v");
 
 std::string tensors(int count) {
   std::string text = "(Tensor";
@@ -52,19 +51,14 @@ void define(Library& m) {
       tensors(4));
   def("nsa_attention(" + kBranches + ", int[] cfg, float? softmax_scale, float noise, SymInt seed, " + kPacked +
       ", Tensor? imposed_indices, bool keep) -> " + tensors(8));
-  def("nsa_attention_backward(Tensor d_o, " + kBranches +
-      ", Tensor indices, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, "
-      "int[] cfg, float? softmax_scale, " +
-      kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
-  def("native_sparse_attention(" + kLayer +
-      ", int[] cfg, float? softmax_scale, Tensor? rope_cos, Tensor? rope_sin, "
-      "float noise, SymInt seed, " +
-      kPacked + ", Tensor? imposed_indices, bool keep, bool keep_compressed) -> " + tensors(10));
-  def("native_sparse_attention_backward(Tensor d_o, " + kLayer +
-      ", Tensor indices, Tensor k_c, Tensor v_c, "
-      "Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, int[] cfg, "
-      "float? softmax_scale, Tensor? rope_cos, Tensor? rope_sin, " +
-      kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(18));
+  def("nsa_attention_backward(Tensor d_o, " + kBranches + ", Tensor indices, " + kSaved +
+      ", int[] cfg, float? softmax_scale, " + kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
+  def("native_sparse_attention(" + kLayer + ", int[] cfg, float? softmax_scale, " + kRotation +
+      ", float noise, SymInt seed, " + kPacked + ", Tensor? imposed_indices, bool keep, bool keep_compressed) -> " +
+      tensors(10));
+  def("native_sparse_attention_backward(Tensor d_o, " + kLayer + ", Tensor indices, Tensor k_c, Tensor v_c, " + kSaved +
+      ", int[] cfg, float? softmax_scale, " + kRotation + ", " + kPacked +
+      ", Tensor? imposed_indices, bool[] needs) -> " + tensors(18));
   def("describe_backends() -> str");
   def("describe_devices() -> str");
   def("describe_instruction_sets() -> str");
@@ -73,21 +67,21 @@ void define(Library& m) {
 }
 
 void implement(Library& m) {
-  m.impl("compress", TORCH_BOX(&compress));
-  m.impl("compress_backward", TORCH_BOX(&compress_backward));
-  m.impl("compressed_attention", TORCH_BOX(&compressed_attention));
-  m.impl("compressed_attention_backward", TORCH_BOX(&compressed_attention_backward));
-  m.impl("select_blocks", TORCH_BOX(&select_blocks));
-  m.impl("selected_attention", TORCH_BOX(&selected_attention));
-  m.impl("selected_attention_backward", TORCH_BOX(&selected_attention_backward));
-  m.impl("sliding_window_attention", TORCH_BOX(&sliding_window_attention));
-  m.impl("sliding_window_attention_backward", TORCH_BOX(&sliding_window_attention_backward));
-  m.impl("combine", TORCH_BOX(&combine));
-  m.impl("combine_backward", TORCH_BOX(&combine_backward));
-  m.impl("nsa_attention", TORCH_BOX(&nsa_attention));
-  m.impl("nsa_attention_backward", TORCH_BOX(&nsa_attention_backward));
-  m.impl("native_sparse_attention", TORCH_BOX(&native_sparse_attention));
-  m.impl("native_sparse_attention_backward", TORCH_BOX(&native_sparse_attention_backward));
+  m.impl("compress", box<&compress>);
+  m.impl("compress_backward", box<&compress_backward>);
+  m.impl("compressed_attention", box<&compressed_attention>);
+  m.impl("compressed_attention_backward", box<&compressed_attention_backward>);
+  m.impl("select_blocks", box<&select_blocks>);
+  m.impl("selected_attention", box<&selected_attention>);
+  m.impl("selected_attention_backward", box<&selected_attention_backward>);
+  m.impl("sliding_window_attention", box<&sliding_window_attention>);
+  m.impl("sliding_window_attention_backward", box<&sliding_window_attention_backward>);
+  m.impl("combine", box<&combine>);
+  m.impl("combine_backward", box<&combine_backward>);
+  m.impl("nsa_attention", box<&nsa_attention>);
+  m.impl("nsa_attention_backward", box<&nsa_attention_backward>);
+  m.impl("native_sparse_attention", box<&native_sparse_attention>);
+  m.impl("native_sparse_attention_backward", box<&native_sparse_attention_backward>);
   implement_decode(m);
 }
 
@@ -110,13 +104,13 @@ NSA_LIBRARY(NSA_TORCH_NAMESPACE, m) {
 }
 NSA_LIBRARY_IMPL(NSA_TORCH_NAMESPACE, CPU, m) {
   nsa::python::implement(m);
-  m.impl("compressed_cu_seqlens", TORCH_BOX(&nsa::python::compressed_cu_seqlens));  // on a GPU: _registration.py
+  m.impl("compressed_cu_seqlens", nsa::python::box<&nsa::python::compressed_cu_seqlens>);  // on a GPU: _registration.py
 }
 NSA_LIBRARY_IMPL(NSA_TORCH_NAMESPACE, CUDA, m) { nsa::python::implement(m); }
 NSA_LIBRARY_IMPL(NSA_TORCH_NAMESPACE, CompositeExplicitAutograd, m) {  // no tensors
-  m.impl("describe_backends", TORCH_BOX(&nsa::describe_backends));
-  m.impl("describe_devices", TORCH_BOX(&nsa::describe_devices));
-  m.impl("describe_instruction_sets", TORCH_BOX(&nsa::describe_instruction_sets));
-  m.impl("device_count", TORCH_BOX(&nsa::python::device_count));
-  m.impl("version", TORCH_BOX(&nsa::python::version));
+  m.impl("describe_backends", nsa::python::box<&nsa::describe_backends>);
+  m.impl("describe_devices", nsa::python::box<&nsa::describe_devices>);
+  m.impl("describe_instruction_sets", nsa::python::box<&nsa::describe_instruction_sets>);
+  m.impl("device_count", nsa::python::box<&nsa::python::device_count>);
+  m.impl("version", nsa::python::box<&nsa::python::version>);
 }

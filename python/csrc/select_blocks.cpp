@@ -2,9 +2,8 @@
 
 namespace nsa::python {
 
-Tensor select_blocks(const Tensor& q, const Tensor& k_c, const Tensor& lse, Ints cfg, Scale softmax_scale,
-                     Length seqlen_k, double noise, std::int64_t seed, OptionalTensor cu_seqlens_q,
-                     OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q, std::int64_t max_seqlen_k) {
+Tensor select_blocks(const Tensor& q, const Tensor& k_c, const Tensor& lse, const Ints& cfg, Scale softmax_scale,
+                     Length seqlen_k, double noise, std::int64_t seed, const PackedArguments& packed) {
   SelectBlocksParams params;
   params.q = input(q, "q");
   params.k_c = input(k_c, "k_c");
@@ -14,7 +13,7 @@ Tensor select_blocks(const Tensor& q, const Tensor& k_c, const Tensor& lse, Ints
   params.seqlen_k = seqlen_k;
   params.noise = noise;
   params.seed = static_cast<std::uint64_t>(seed);
-  params.packed = packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
+  params.packed = packed.views();
   check(params.cfg.validate());  // before a size is taken from it
   Tensor indices = make_indices(q, k_c, params.cfg);
   params.indices = output(indices, "indices");

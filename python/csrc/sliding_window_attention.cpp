@@ -18,10 +18,8 @@ SlidingWindowAttentionParams params_of(const Tensor& q, const Tensor& k, const T
 }  // namespace
 
 Tensors<2> sliding_window_attention(const Tensor& q, const Tensor& k, const Tensor& v, std::int64_t window_size,
-                                    Scale softmax_scale, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                                    std::int64_t max_seqlen_q, std::int64_t max_seqlen_k) {
-  auto params =
-      params_of(q, k, v, window_size, softmax_scale, packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+                                    Scale softmax_scale, const PackedArguments& packed) {
+  auto params = params_of(q, k, v, window_size, softmax_scale, packed.views());
   Tensor o = make_o(q, v);
   Tensor lse = make_lse(q);
   params.o = output(o, "o");
@@ -32,13 +30,10 @@ Tensors<2> sliding_window_attention(const Tensor& q, const Tensor& k, const Tens
 
 Tensors<3> sliding_window_attention_backward(const Tensor& d_o, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const Tensor& o, const Tensor& lse, std::int64_t window_size,
-                                             Scale softmax_scale, OptionalTensor cu_seqlens_q,
-                                             OptionalTensor cu_seqlens_k, std::int64_t max_seqlen_q,
-                                             std::int64_t max_seqlen_k, Bools needs) {
+                                             Scale softmax_scale, const PackedArguments& packed, const Bools& needs) {
   expect_needs(needs, 3);
   SlidingWindowAttentionBackwardParams params;
-  params.forward =
-      params_of(q, k, v, window_size, softmax_scale, packed_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k));
+  params.forward = params_of(q, k, v, window_size, softmax_scale, packed.views());
   params.forward.o = input(o, "o");
   params.forward.lse = input(lse, "lse");
   params.d_o = input(d_o, "d_o");
