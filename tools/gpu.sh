@@ -4,12 +4,14 @@
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
+#   tools/gpu.sh scale   over all GPUs of the machine: collectives, context parallelism on NCCL, examples/train_long.py
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
+#   TOKENS=65536 scale: of a sequence of train_long.py
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
-# The stage bench also writes bench_cuda.json beside $RESULTS.
+# The stage bench also writes bench_cuda.json beside $RESULTS, the stage scale collectives.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench}
@@ -134,6 +136,23 @@ for step in $steps; do
       run stages build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
       run decode build-gpu/bin/cuda_decode
       cat "$logs/stages.log" "$logs/decode.log"
+      ;;
+    scale)
+      gpus=$(nvidia-smi --list-gpus | wc -l)
+      ranks=(python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus")
+      run collectives "${ranks[@]}" bench/collectives.py --json "$(dirname "$results")/collectives.json"
+      run parallel env NSA_PARALLEL_DEVICE=cuda python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py
+      # Heads as the kernels for Hopper take them; a run of each division.
+      rm -rf "$logs/train_long" && mkdir "$logs/train_long"
+      long=(examples/train_long.py --tokens "${TOKENS:-65536}" --steps 10 --bfloat16 --recompute)
+      long+=(--width 1024 --heads 64 --kv-heads 4 --head-dim 128)
+      run train_long_cp "${ranks[@]}" "${long[@]}" --cp "$gpus" --batch 1 --out "$logs/train_long/cp"
+      run train_long_dp "${ranks[@]}" "${long[@]}" --dp "$gpus" --batch "$gpus" --out "$logs/train_long/dp"
+      if ((gpus % 2 == 0)); then
+        run train_long_tp "${ranks[@]}" "${long[@]}" --dp $((gpus / 2)) --tp 2 --batch "$gpus" --out "$logs/train_long/tp"
+      fi
+      rm -rf "$logs/train_long"
+      cat "$logs"/collectives.log "$logs"/train_long_*.log
       ;;
   esac
 done

@@ -19,6 +19,8 @@ CFG = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, windo
 # A window of more tokens than a chunk.
 WIDE = nsa.NSAConfig(kernel_size=8, kernel_stride=2, block_size=32, topk=3, window_size=70)
 S, CHUNKS = 256, 8
+DEVICE = os.environ.get("NSA_PARALLEL_DEVICE", "cpu")  # cuda: NCCL between as many GPUs as there are
+DK, DV = (16, 8) if DEVICE == "cpu" else (64, 64)
 # Documents of one token, empty, over several chunks, with ends on and beside those of chunks, blocks across chunks.
 CUTS = [0, 1, 8, 30, 32, 32, 63, 66, 128, 129, 137, 240, 251, 256]
 ODD = [0, 100, 257, 280]  # chunks of 35 tokens, no multiple of kernel_stride
@@ -50,20 +52,22 @@ def problem(
     rows = (2, S) if cuts is None else (cuts[-1],)
 
     def random(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
-    inputs = {"q": random(*rows, 4, 16), "gates": random(*rows, 4, 3).sigmoid()}
+    inputs = {"q": random(*rows, 4, DK), "gates": random(*rows, 4, 3).sigmoid()}
     for suffix in ("", "_swa", "_slc")[:sets]:
-        inputs |= {f"k{suffix}": random(*rows, 2, 16), f"v{suffix}": random(*rows, 2, 8)}
+        inputs |= {f"k{suffix}": random(*rows, 2, DK), f"v{suffix}": random(*rows, 2, DV)}
     phis = [
-        nsa.initial_compression_weights(phi, cfg.kernel_size, dim, 2 if per_head else 1, generator=generator).to(dtype)
-        for dim in (16, 8)
+        nsa.initial_compression_weights(phi, cfg.kernel_size, dim, 2 if per_head else 1, generator=generator)
+        .to(DEVICE)
+        .to(dtype)
+        for dim in (DK, DV)
     ]
-    rope = nsa.rotary_tables(torch.arange(rows[-1]), rotated) if rotated else None
+    rope = nsa.rotary_tables(torch.arange(rows[-1], device=DEVICE), rotated) if rotated else None
     settings = {"cfg": cfg, "weights_k": phis[0], "weights_v": phis[1], "rope": rope}
-    indices = torch.randint(0, 16, (*rows, 2, 4), generator=generator).int() if imposed else None
-    offsets = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
-    return inputs, settings, indices, offsets, random(*rows, 4, 8)
+    indices = torch.randint(0, 16, (*rows, 2, 4), generator=generator).int().to(DEVICE) if imposed else None
+    offsets = None if cuts is None else torch.tensor(cuts, dtype=torch.int32, device=DEVICE)
+    return inputs, settings, indices, offsets, random(*rows, 4, DV)
 
 
 def run(cp, case):
@@ -112,11 +116,11 @@ def reduced(mesh):
 def layer_step(cp):
     """A layer's output and the gradients of its parameters, summed over the ranks."""
     torch.manual_seed(5)
-    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=CFG, qk_norm=True)
+    layer = nsa.NativeSparseAttention(32, 4, 2, DK, cfg=CFG, qk_norm=True).to(DEVICE)
     for name, parameter in layer.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    x = torch.randn(2, S, 32, generator=torch.Generator().manual_seed(6))
+    x = torch.randn(2, S, 32, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     layer.context_parallel = cp
     o = layer(x if cp is None else cp.shard(x))
     o.square().sum().backward()
@@ -132,7 +136,7 @@ def wrong_calls(cp):
     last = cp.rank == cp.size - 1
     inputs, settings, _, _, _ = problem()
     here = {name: cp.shard(t) for name, t in inputs.items()}
-    cuts = torch.tensor([0, S // 2, S], dtype=torch.int32)
+    cuts = torch.tensor([0, S // 2, S], dtype=torch.int32, device=DEVICE)
     packed = {name: t[0] for name, t in here.items()}
     calls = {
         "short": {**{n: t[:, : 8 * len(cp.own) - 1] for n, t in here.items()}},
@@ -146,7 +150,7 @@ def wrong_calls(cp):
         | ({"cp": ContextParallel(cp.group, "head_tail", CHUNKS, "reduce_scatter")} if last else {}),
         "one rank's offsets": packed | {"cu_seqlens": cuts if last else cuts[[0, 2]]},
         "offsets of a rank": packed | {"cu_seqlens": cuts // 2},
-        "rope": here | {"rope": nsa.rotary_tables(torch.arange(S - 1), 16)},
+        "rope": here | {"rope": nsa.rotary_tables(torch.arange(S - 1, device=DEVICE), 16)},
         "heads at once": here | {"kv_heads_at_once": 3},
         "noise": here | {"kv_heads_at_once": 1, "noise": 0.1},
     }
@@ -162,8 +166,10 @@ def wrong_calls(cp):
 
 def work(folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=30))
+    mesh = dist.device_mesh.init_device_mesh(DEVICE, (dist.get_world_size(),))
     results, repeated = {}, {}
     for case, options in CASES.items():
         cp = ContextParallel(mesh, options.get("layout", "head_tail"), CHUNKS)
@@ -180,9 +186,11 @@ def work(folder):
 @pytest.fixture(scope="module", params=(2, 4))
 def ranks(request, tmp_path_factory):
     """What each of several ranks found."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < request.param:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
     folder = tmp_path_factory.mktemp("ranks")
     torchrun(request.param, __file__, folder)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return [torch.load(folder / f"{rank}.pt", map_location=DEVICE) for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("case", REDUCED)

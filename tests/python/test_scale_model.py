@@ -1,4 +1,4 @@
-"""bench/scale_model.py recomputes by hand, and refuses what does not fit."""
+"""bench/scale_model.py recomputes by hand, and refuses what does not fit; bench/collectives.py writes what it reads."""
 
 import copy
 import json
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 # A forward of S tokens takes A S + B S^2, the backward three times that.
@@ -88,6 +90,30 @@ def test_errors(model):
     _, printed, _ = model("--from", "100000", played=slow)
     found = [int(cells(line)[5].removesuffix(" %")) for line in printed[2:5]]
     assert found[0] < 0 < found[1] and found[2] < 0 and max(map(abs, found)) < 40
+
+
+def test_collectives(model, tmp_path):
+    file = tmp_path / "collectives.json"
+    printed = torchrun(
+        3, ROOT / "bench/collectives.py", "--sizes", "0.01,0.1", "--ranks", "2", "--repeats", "2", "--json", file
+    )
+    found = json.loads(file.read_text())
+    assert found["backend"] == "gloo" and found["device_name"] == "CPU"
+    rows = [(row["ranks"], row["collective"], row["bytes"]) for row in found["collectives"]]
+    sizes = {2: (5240, 52428), 3: (2 * 3492, 2 * 34952)}
+    names = ("all_gather", "all_to_all", "reduce_scatter")
+    assert rows == [(ranks, name, size) for ranks in (2, 3) for size in sizes[ranks] for name in names]
+    assert all(0 < row["seconds"] < 5 for row in found["collectives"]) and len(printed.splitlines()) == len(rows)
+    # Of one rank count and two sizes the fit is exact.
+    found["collectives"] = [
+        {"collective": name, "ranks": 3, "bytes": size, "seconds": 2 * 1e-5 + size / 1e8}
+        for name in names
+        for size in (1000, 1000000)
+    ]
+    file.write_text(json.dumps(found))
+    code, printed, told = model("--gpus", "3", "--collectives", str(file), fabrics=("same:10:0.1",))
+    assert (code, told) == (0, "") and "gloo, CPU: 6 collectives, largest error 0 %" in printed
+    assert cells(printed[-1])[3:5] == cells(printed[-1])[5:]
 
 
 def test_picture(model, tmp_path):
