@@ -1,6 +1,7 @@
 """Context parallelism: N chunks give the same bits on 1, 2 and 4 gloo processes, and what one call gives."""
 
 import os
+import re
 import sys
 from datetime import timedelta
 from itertools import pairwise
@@ -338,6 +339,31 @@ def test_layouts():
         ContextParallel(reduction="ring")
     with pytest.raises(TypeError, match="group: int: must be a DeviceMesh"):
         ContextParallel(3)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_the_order_of_megatron(ranks):
+    """Of 2P chunks a rank has numbers r and 2P - 1 - r."""
+    x = torch.arange(2 * 24).view(2, 24)
+    for rank in range(ranks):
+        cp = ContextParallel()
+        cp.owners = chunk_owners("head_tail", ranks, None)
+        cp.own = cp.chunks_of(rank)
+        theirs = x.unflatten(1, (2 * ranks, -1))[:, [rank, 2 * ranks - 1 - rank]].flatten(1)
+        assert torch.equal(cp.shard(x), theirs)
+
+
+def test_the_guides_module_for_megatron():
+    guide = (Path(__file__).parents[2] / "docs/guide/scale.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(class Megatron.*?)```", guide, re.DOTALL)
+    names = {"torch": torch, "nsa": nsa}
+    exec(code, names)
+    torch.manual_seed(0)
+    layer = nsa.NativeSparseAttention(32, 4, 2, 16, cfg=CFG)
+    x = torch.randn(S, 2, 32)
+    expected = layer(x.transpose(0, 1)).transpose(0, 1)
+    found, bias = names["MegatronSelfAttention"](layer, None)(x, attention_mask=None, rotary_pos_emb=None)
+    assert bias is None and (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("offsets", (None, CUTS, [0, 256], [0, *range(5, 256, 7), 256]))
