@@ -101,6 +101,33 @@ def test_two_batches_for_each_rank(corpus, alone, tmp_path):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ("dense", "sparse"))
+def test_from_a_folder_of_transformers(kind, corpus, tmp_path):
+    """The bits of one process that starts there."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    torch = pytest.importorskip("torch")
+    from nsa.hf import NsaQwen3Config, NsaQwen3ForCausalLM
+
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    sparse = {"kernel_size": 8, "kernel_stride": 4, "block_size": 16, "topk": 4, "window_size": 32}
+    torch.manual_seed(1)
+    if kind == "dense":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    else:
+        model = NsaQwen3ForCausalLM(NsaQwen3Config(**sizes, nsa=sparse))
+    folder, run, expected = tmp_path / "model", tmp_path / "run", tmp_path / "one"
+    model.save_pretrained(folder)
+    given = ["--init", folder, "--data", corpus, "--steps", 12, "--accumulate", 2, "--dtype", "float32", "--threads", 1]
+    given += ["--context", 128, "--batch-size", 1, "--held-out-percent", 20, "--log-every", 4, "--eval-every", 0]
+    nsa("train", "--out", expected, *given)
+    end(ranks(2, "--out", run, *given))
+    same_bits(run, expected)
+    assert [line["loss"] for line in metrics(run, "train")] == pytest.approx(
+        [line["loss"] for line in metrics(expected, "train")], rel=1e-6
+    )
+
+
 @pytest.fixture(scope="module")
 def long(corpus, tmp_path_factory):
     """Arguments of a run that takes seconds, and its end without an interruption."""
