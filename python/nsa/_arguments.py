@@ -74,7 +74,9 @@ def check_usable(name: str, value: Any) -> None:
     """Raises ValueError for an integer above 64 bits and for a tensor whose storage ends before it does."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} = {value}: must fit into 64 bits") from None
-    if isinstance(value, (tuple, list)):
+    if check := getattr(value, "_check_tensors", None):
+        check(name)
+    elif isinstance(value, (tuple, list)):
         for i, member in enumerate(value):
             check_usable(f"{name}[{i}]", member)
     elif isinstance(value, Tensor) and value.numel():
@@ -88,8 +90,6 @@ def check_usable(name: str, value: Any) -> None:
         if needed > given:
             what = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
             raise ValueError(f"{name}: {what}: needs {needed} bytes of its storage's {given}") from None
-    elif check := getattr(value, "_check_tensors", None):
-        check(name)
 
 
 def check_sizes(largest: int = 2**31 - 1, **sizes: int | None) -> None:

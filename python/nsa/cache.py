@@ -250,6 +250,7 @@ class KVCache:
             raise ValueError(f"tensors: {len(tensors)} tensors: must be {len(NAMES)}: {', '.join(NAMES)}")
         for name, tensor in zip(NAMES, tensors, strict=True):
             check_type(name, tensor, Tensor)
+            check_usable(name, tensor)
         check_type("cfg", cfg, NSAConfig)
         check_type("max_length", max_length, int)
         check_sizes(_LARGEST, max_length=max_length)
@@ -446,6 +447,8 @@ class KVCache:
             ValueError: no rows, or a row that there is not.
             RuntimeError: the pool has too few free pages; nothing was changed.
         """
+        if isinstance(rows, Tensor) and rows.dim() != 1:
+            raise ValueError(f"rows: {rows.dim()} dimensions: must be (rows,)")
         rows = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         if not rows:
             raise ValueError("rows: none: must be at least one")
@@ -480,7 +483,7 @@ class KVCache:
     @checked
     def repeat(self, count: int) -> None:
         """Puts `count` copies of every row next to each other, as `select` does."""
-        check_sizes(_LARGEST, count=count)
+        check_sizes(_LARGEST // self.batch_size, count=count)
         self.select([row for row in range(self.batch_size) for _ in range(count)])
 
     @checked

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import check_sizes, check_type, checked
+from ._arguments import check_sizes, check_type, check_usable, checked
 from ._registration import call, ops
 from .cache import ROLLBACK, _multiple_of_16
 from .config import CompressionWeights, NSAConfig
@@ -24,8 +24,15 @@ from .decoding import MAX_DECODE_TOKENS, _step
 __all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "fork"]
 
 
+@checked
 def compressed_page_size(cfg: NSAConfig, page_size: int) -> int:
-    """Compressed tokens in a page of `block_table_c` for pages of page_size tokens, as `nsa.KVCache` has them."""
+    """Compressed tokens in a page of `block_table_c` for pages of page_size tokens, as `nsa.KVCache` has them.
+
+    Raises:
+        ValueError: page_size is below 1. TypeError: an argument of another type.
+    """
+    check_type("cfg", cfg, NSAConfig)
+    check_sizes(2**31 - 16, page_size=page_size)
     return _multiple_of_16(-(-page_size // cfg.kernel_stride))
 
 
@@ -47,6 +54,12 @@ class LayerCache(NamedTuple):
     v_swa_ring: Tensor
     k_cmp_ring: Tensor
     v_cmp_ring: Tensor
+
+    def _check_tensors(self, name: str) -> None:
+        """Raises TypeError or ValueError for a member that is no tensor or has not the memory it says."""
+        for member, tensor in zip(self._fields, self, strict=True):
+            check_type(f"{name}.{member}", tensor, Tensor)
+            check_usable(f"{name}.{member}", tensor)
 
 
 @checked
@@ -163,19 +176,24 @@ class Step:
             ("block_table", block_table, f"({requests}, max_pages)"),
             ("block_table_c", block_table_c, f"({requests}, max_pages_c)"),
         ):
+            check_type(name, tensor, Tensor)
             dims = 1 if name == "seq_lens" else 2
             if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.shape[0] != requests:
                 what = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
                 raise ValueError(f"{name}: {what}: must be int32 {shape}")
             if tensor.device != seq_lens.device:
                 raise ValueError(f"{name}: on {tensor.device}: must be on {seq_lens.device} as seq_lens")
+        check_type("slot_mapping", slot_mapping, Tensor | None)
         if slot_mapping is not None and (slot_mapping.dtype != torch.int64 or slot_mapping.shape != (starts[-1],)):
             what = f"{str(slot_mapping.dtype).removeprefix('torch.')} {tuple(slot_mapping.shape)}"
             raise ValueError(f"slot_mapping: {what}: must be int64 ({starts[-1]},)")
         self.cfg, self.max_length, self.num_tokens, self.num_slots = cfg, max_length, starts[-1], max(slots) + 1
         new = [b - a for a, b in pairwise(starts)]
+        self._last_pages: dict[str, int] = {}
         if not seq_lens.is_cuda or os.environ.get("NSA_VALIDATE") == "1":
             _check_values(new, seq_lens, block_table, block_table_c, cfg, max_length, page_size, slot_mapping)
+            for name, table in (("block_table", block_table), ("block_table_c", block_table_c)):
+                self._last_pages[name] = int(table.max()) if table.numel() else -1
         device = seq_lens.device
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         """int32 (1); not 0 when a request found no room."""
@@ -244,7 +262,10 @@ class Step:
         Raises:
             ValueError: an argument is not allowed; no memory was changed then.
         """
+        check_type("layer", layer, LayerCache)
         for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
+            if ring.dim() != 4:
+                raise ValueError(f"layer: {name}: {tuple(ring.shape)}: must be (slots, tokens, Hkv, D)")
             if ring.shape[0] < self.num_slots:
                 raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
         given = [q, k, v, k_slc, v_slc, k_swa, v_swa, gates]
@@ -252,6 +273,13 @@ class Step:
         for name, tensor in zip(names, given, strict=True):
             if tensor is not None and (tensor.dim() != 3 or tensor.shape[0] != self.num_tokens):
                 raise ValueError(f"{name}: {tuple(tensor.shape)}: must be ({self.num_tokens}, heads, ...)")
+            if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != 1:  # before a decode is done
+                raise ValueError(f"{name}: the last dimension has stride {tensor.stride(2)}, expected 1")
+        for name, pages in self._last_pages.items():
+            pool = layer.k_slc if name == "block_table" else layer.k_c
+            if pool.dim() != 4 or pages >= pool.shape[0]:
+                what = f"{name}: page {pages}: must be below that of the layer's pages"
+                raise ValueError(f"{what}, {tuple(pool.shape)} (pages, page_size, Hkv, D)")
         weights = weights_k, weights_v
 
         def run(op: object, rows: _Rows, tensors: list[Tensor | None], num_new: Tensor | None) -> Tensor:
@@ -308,7 +336,8 @@ def fork(
         cfg: hyperparameters.
 
     Raises:
-        ValueError: an argument is not allowed; no memory was changed then.
+        ValueError: an argument is not allowed. RuntimeError: block_table or block_table_c has no page for a token of the
+            child. No memory was changed then.
     """
     slots = layer.k_swa_ring.shape[0]
     for name, slot in (("parent", parent), ("child", child)):
@@ -363,8 +392,9 @@ def _check_values(
             ("block_table", pages[r], -(-length // page_size)),
             ("block_table_c", pages_c[r], -(-cfg.num_compressed(length) // size_c)),
         ):
-            if len(row) < needed or min(row[:needed], default=0) < 0:
-                raise ValueError(f"{name}[{r}]: {row}: must be at least {needed} pages for {length} tokens")
+            if len(row) < needed or min(row[:needed], default=0) < 0 or min(row, default=0) < -1:
+                what = f"{name}[{r}]: {row}: must be at least {needed} pages for {length} tokens"
+                raise ValueError(what + ", then -1" * (min(row, default=0) < -1))
         for position in range(length - count, length) if slot_mapping is not None else ():
             found, expected = next(slots), pages[r][position // page_size] * page_size + position % page_size
             if found != expected:

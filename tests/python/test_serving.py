@@ -155,6 +155,7 @@ def memory(slots=5):
         (r"layer: k_swa_ring: 4 slots: must have 5", 4, {}),
         (r"gates: .*\(.*2.*\)", 5, {3: torch.rand(24, HEADS, 2)}),
         (r"v: .*float64", 5, {2: torch.rand(24, KV_HEADS, DIM, dtype=torch.float64)}),
+        (r"^v: the last dimension has stride 0, expected 1", 5, {2: torch.rand(24, KV_HEADS, 1).expand(-1, -1, DIM)}),
     ],
 )
 def test_a_refusal_changes_nothing(message, slots, change):
@@ -163,6 +164,19 @@ def test_a_refusal_changes_nothing(message, slots, change):
     given = [change.get(i, t) for i, t in enumerate(inputs())]
     with pytest.raises(ValueError, match=message):
         Step(**good()).attend(layer, *given)
+    assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["block_table", "block_table_c"])
+def test_a_page_that_the_layer_lacks_changes_nothing(name):
+    """The decodes of a step run before the chunk, whose pages these are."""
+    table = good()[name]
+    table[1, 0] = 9
+    layer = memory()
+    before = [t.clone() for t in layer]
+    step = Step(**good() | {name: table, "slot_mapping": None})
+    with pytest.raises(ValueError, match=rf"^{name}: page 9: must be below that of the layer's pages, \(\d, 16, "):
+        step.attend(layer, *inputs())
     assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import check_offsets, check_type
+from .._arguments import check_offsets, check_type, check_usable
 from .._registration import call, ops
 from ..config import CompressionWeights, NSAConfig
 from ..functional import MEAN, _signed, compress
@@ -89,6 +89,17 @@ def native_sparse_attention(
             check_type(name, value, kind)
         for name, t in tensors.items():
             check_type(name, t, Tensor if name in ("q", "k", "v", "gates") else Tensor | None)
+        for name, number, kind in (
+            *(("noise", noise, float), ("seed", seed, int), ("softmax_scale", softmax_scale, float | None)),
+            *(("kv_heads_at_once", kv_heads_at_once, int | None), ("rope", rope, tuple | None)),
+        ):
+            check_type(name, number, kind)
+        for name, value in (
+            *tensors.items(),
+            ("rope", rope),
+            *(pair for x, w in phi for pair in _named(f"weights_{x}", w).items()),
+        ):
+            check_usable(name, value)
         offsets = None
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._arguments import check_type, checked
 from .layout import chunk_owners
 
 REDUCTIONS = ("all_to_all", "reduce_scatter")
@@ -59,14 +60,19 @@ class ContextParallel:
         """The chunks that a rank has, ascending."""
         return [chunk for chunk, owner in enumerate(self.owners) if owner == rank]
 
+    @checked
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of a tensor that every rank has whole, along `dim`.
 
         Raises:
-            ValueError: the length is no multiple of the number of chunks.
+            ValueError: the length is no multiple of the number of chunks, or x has no such dimension.
+            TypeError: an argument of another type.
         """
-        parts = x.split(self._size(x.shape[dim]), dim)
-        return torch.cat([parts[chunk] for chunk in self.own], dim)
+        check_type("x", x, Tensor)
+        if not -x.dim() <= dim < x.dim():
+            raise ValueError(f"dim = {dim}: must be one of the {x.dim()} dimensions of x")
+        size = self._size(x.shape[dim])
+        return torch.cat([x.narrow(dim, chunk * size, size) for chunk in self.own], dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole, on every rank, of the parts that the ranks have. No gradient.
