@@ -21,7 +21,8 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> t
 
     Raises:
         ValueError: head_dim is not even, positive and below 2^31, theta not positive and finite, or positions of a
-            dtype that has no order. TypeError: an argument of another type.
+            dtype that is neither a signed integer, uint8 nor floating-point.
+        TypeError: an argument of another type.
     """
     check_rotation(head_dim, "theta", theta)
     check_type("positions", positions, Tensor)
@@ -54,7 +55,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Raises:
         ValueError: a dtype other than float32, bfloat16, float16 or float64, a shape or device that does not fit.
-            TypeError: an argument of another type.
+        TypeError: an argument of another type.
     """
     _check_rotate(x, cos, sin)
     return _rotated(x, cos, sin)

@@ -29,7 +29,8 @@ def compressed_page_size(cfg: NSAConfig, page_size: int) -> int:
     """Compressed tokens in a page of `block_table_c` for pages of page_size tokens, as `nsa.KVCache` has them.
 
     Raises:
-        ValueError: page_size is below 1. TypeError: an argument of another type.
+        ValueError: page_size is below 1.
+        TypeError: an argument of another type.
     """
     check_type("cfg", cfg, NSAConfig)
     check_sizes(2**31 - 16, page_size=page_size)
@@ -336,8 +337,8 @@ def fork(
         cfg: hyperparameters.
 
     Raises:
-        ValueError: an argument is not allowed. RuntimeError: block_table or block_table_c has no page for a token of the
-            child. No memory was changed then.
+        ValueError: an argument is not allowed.
+        RuntimeError: a table has no page for a token of the child. In both cases no memory was changed.
     """
     slots = layer.k_swa_ring.shape[0]
     for name, slot in (("parent", parent), ("child", child)):

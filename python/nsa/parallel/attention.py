@@ -89,16 +89,14 @@ def native_sparse_attention(
             check_type(name, value, kind)
         for name, t in tensors.items():
             check_type(name, t, Tensor if name in ("q", "k", "v", "gates") else Tensor | None)
-        for name, number, kind in (
+        numbers: tuple[tuple[str, Any, Any], ...] = (
             *(("noise", noise, float), ("seed", seed, int), ("softmax_scale", softmax_scale, float | None)),
             *(("kv_heads_at_once", kv_heads_at_once, int | None), ("rope", rope, tuple | None)),
-        ):
-            check_type(name, number, kind)
-        for name, value in (
-            *tensors.items(),
-            ("rope", rope),
-            *(pair for x, w in phi for pair in _named(f"weights_{x}", w).items()),
-        ):
+        )
+        for name, number, hint in numbers:
+            check_type(name, number, hint)
+        phi_tensors = {name: t for x, w in phi for name, t in _named(f"weights_{x}", w).items()}
+        for name, value in {**tensors, **phi_tensors, "rope": rope}.items():
             check_usable(name, value)
         offsets = None
         if cu_seqlens is not None:
