@@ -73,6 +73,25 @@ def test_as_one_process(losses, name):
     assert losses[name] == pytest.approx(expected, abs=0.02 if name == "bfloat16" else 1e-4)
 
 
+def test_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_long
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    (tmp_path / "old/step-3").mkdir(parents=True)
+    (tmp_path / "new/step-3.tmp").mkdir(parents=True)
+    for options, message in (
+        ("--out new --cp 2", "--dp 1 x --cp 2 x --tp 1: must be the 4 processes"),
+        ("--out new --dp 4", "--batch 2: must be a multiple of --dp 4"),
+        ("--out new --cp 4 --resume", "/new: must have checkpoints with --resume, and none without"),
+        ("--out old --cp 4", "/old: must have checkpoints with --resume, and none without"),
+    ):
+        with pytest.raises(SystemExit):
+            train_long.arguments(options.replace("--out ", f"--out {tmp_path}/").split())
+        assert message in capsys.readouterr().err
+    assert train_long.arguments(["--out", f"{tmp_path}/old", "--cp", "4", "--resume"]).cp == 4
+
+
 if __name__ == "__main__":
     sys.path[:0] = [str(EXAMPLES)]
     work(sys.argv[1])
