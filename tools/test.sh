@@ -16,14 +16,14 @@ suite() {  # suite NAME COMMAND...
   summary+=("$(printf '%-14s %s in %d s' "$name" "$outcome" $((SECONDS - begin)))")
 }
 
+# Two files at a time: most tests keep one core busy. Those of the program, which measure and kill, are alone.
+beside=(-n 2 --dist loadfile)
+
 suite "C++" ctest --test-dir build --output-on-failure --no-tests=error
-for folder in python cli; do
-  if compgen -G "tests/$folder/test_*.py" >/dev/null; then
-    suite "$folder" python -m pytest -q --durations=5 "tests/$folder"
-  fi
-done
+suite python python -m pytest -q --durations=5 "${beside[@]}" tests/python
+suite cli python -m pytest -q --durations=5 tests/cli
 if python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then  # as transformers wants
-  suite hf python -m pytest -q --durations=5 tests/hf
+  suite hf python -m pytest -q --durations=5 "${beside[@]}" tests/hf
 fi
 
 echo
