@@ -570,7 +570,9 @@ class KVCache:
         for name in ("k_slc", "v_slc", "k_c"):
             if getattr(self, name).dim() != 4:
                 raise ValueError(f"{name}: {tuple(getattr(self, name).shape)}: must be (pages, page_size, Hkv, D)")
-        batch, heads = self.cache_seqlens.shape[0] if self.cache_seqlens.dim() else 0, keys.shape[2]
+        if self.cache_seqlens.dim() != 1:
+            raise ValueError(f"cache_seqlens: {tuple(self.cache_seqlens.shape)}: must be (B,)")
+        batch, heads = self.cache_seqlens.shape[0], keys.shape[2]
         dims = {"k": keys.shape[3], "v": values.shape[3]}
         shapes = {"cache_seqlens": (batch,), "overflow": (1,), "v_slc": (*keys.shape[:3], dims["v"])}
         shapes |= {f"{x}_c": (*self.k_c.shape[:2], heads, dim) for x, dim in dims.items()}

@@ -166,7 +166,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Tensor:
     try:
         cos, sin = cos[at], sin[at]
     except IndexError:
-        raise ValueError(f"rope: {cos.shape[0]} positions: must be one for each position of the keys") from None
+        what = f"rope: {cos.shape[0]} positions"
+        raise ValueError(f"{what}: must be one for each position that cu_seqlens gives") from None
     if x.dim() not in (3, 4) or cos.shape[:-1] != x.shape[max(0, x.dim() - 1 - cos.dim()) : -2]:
         return x
     if x.shape[-1] < 2 * cos.shape[-1] or any(t.dtype not in FLOATS for t in (x, cos, sin)):

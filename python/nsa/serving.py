@@ -185,6 +185,9 @@ class Step:
             if tensor.device != seq_lens.device:
                 raise ValueError(f"{name}: on {tensor.device}: must be on {seq_lens.device} as seq_lens")
         check_type("slot_mapping", slot_mapping, Tensor | None)
+        for name, values in (("seq_lens", seq_lens), ("slot_mapping", slot_mapping)):
+            if values is not None and values.is_meta:
+                raise ValueError(f"{name}: on meta: must be on the cpu or a GPU")
         if slot_mapping is not None and (slot_mapping.dtype != torch.int64 or slot_mapping.shape != (starts[-1],)):
             what = f"{str(slot_mapping.dtype).removeprefix('torch.')} {tuple(slot_mapping.shape)}"
             raise ValueError(f"slot_mapping: {what}: must be int64 ({starts[-1]},)")
@@ -263,10 +266,8 @@ class Step:
         Raises:
             ValueError: an argument is not allowed; no memory was changed then.
         """
-        check_type("layer", layer, LayerCache)
+        _check_layer(layer)
         for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
-            if ring.dim() != 4:
-                raise ValueError(f"layer: {name}: {tuple(ring.shape)}: must be (slots, tokens, Hkv, D)")
             if ring.shape[0] < self.num_slots:
                 raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
         given = [q, k, v, k_slc, v_slc, k_swa, v_swa, gates]
@@ -276,11 +277,12 @@ class Step:
                 raise ValueError(f"{name}: {tuple(tensor.shape)}: must be ({self.num_tokens}, heads, ...)")
             if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != 1:  # before a decode is done
                 raise ValueError(f"{name}: the last dimension has stride {tensor.stride(2)}, expected 1")
+            if tensor is not None and tensor.data_ptr() % tensor.element_size():
+                raise ValueError(f"{name}: begins at an address that is no multiple of {tensor.element_size()}")
         for name, pages in self._last_pages.items():
             pool = layer.k_slc if name == "block_table" else layer.k_c
-            if pool.dim() != 4 or pages >= pool.shape[0]:
-                what = f"{name}: page {pages}: must be below that of the layer's pages"
-                raise ValueError(f"{what}, {tuple(pool.shape)} (pages, page_size, Hkv, D)")
+            if pages >= pool.shape[0]:
+                raise ValueError(f"{name}: page {pages}: must be below {pool.shape[0]}, the pages of the layer")
         weights = weights_k, weights_v
 
         def run(op: object, rows: _Rows, tensors: list[Tensor | None], num_new: Tensor | None) -> Tensor:
@@ -340,7 +342,12 @@ def fork(
         ValueError: an argument is not allowed.
         RuntimeError: a table has no page for a token of the child. In both cases no memory was changed.
     """
+    _check_layer(layer)
     slots = layer.k_swa_ring.shape[0]
+    for table_name, table in (("block_table", block_table), ("block_table_c", block_table_c)):
+        check_type(table_name, table, Tensor)
+        if table.device != layer.k_slc.device:
+            raise ValueError(f"{table_name}: on {table.device}: expected {layer.k_slc.device} as the layer")
     for name, slot in (("parent", parent), ("child", child)):
         check_type(name, slot, int)
         if not 0 <= slot < slots or parent == child:
@@ -357,6 +364,14 @@ def fork(
     call(
         ops.fork, *layer[:4], *rings, tables[0], overflow, *tables[1:], cfg.as_list(), int(flipped), 1 - flipped, length
     )
+
+
+def _check_layer(layer: LayerCache) -> None:
+    check_type("layer", layer, LayerCache)
+    for name, tensor in zip(LayerCache._fields, layer, strict=True):
+        check_type(f"layer.{name}", tensor, Tensor)
+        if tensor.dim() != 4:
+            raise ValueError(f"layer.{name}: {tuple(tensor.shape)}: must have 4 dimensions, the last two (Hkv, D)")
 
 
 def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:

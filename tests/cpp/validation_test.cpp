@@ -101,6 +101,8 @@ TEST(Refused, Compress) {
           {[](P& p) { p.k.stride[3] = 2; },
            "compress: k: float32 (2, 48, 2, 16): the last dimension has stride 2, expected 1"},
           {[](P& p) { p.k.data = nullptr; }, "compress: k: float32 (2, 48, 2, 16): the data pointer is null"},
+          {[](P& p) { p.k.data = static_cast<char*>(p.k.data) + 2; },
+           "compress: k: float32 (2, 48, 2, 16): begins at an address that is no multiple of 4"},
           {[](P& p) { p.weights.w1 = {}; },
            "compress: weights.w1: not given: expected float32 (P = 2, kernel_size * D = 128, E)"},
           {[](P& p) { p.weights.w1.shape[1] = 64; },

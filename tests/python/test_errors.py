@@ -251,6 +251,14 @@ def test_a_storage_that_is_too_small_for_torch():
         nsa.rotate(x, TABLE, TABLE)
 
 
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_memory_between_two_elements(shift):
+    x, memory = torch.randn(1, 5, 1, 16), torch.zeros(400, dtype=torch.uint8)
+    v = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=80, offset=shift).view(x.shape)
+    with pytest.raises(ValueError, match=r"v: float32 \(1, 5, 1, 16\): begins at an address that is no multiple of 4$"):
+        nsa.sliding_window_attention(x, x, v, 4)
+
+
 def test_integers_above_64_bits():
     x = torch.randn(1, 5, 1, 16)
     with pytest.raises(ValueError, match=r"^max_seqlen_k = 1.*: must be 0 \.\.\. 2\^63 - 1"):

@@ -175,7 +175,7 @@ def test_a_page_that_the_layer_lacks_changes_nothing(name):
     layer = memory()
     before = [t.clone() for t in layer]
     step = Step(**good() | {name: table, "slot_mapping": None})
-    with pytest.raises(ValueError, match=rf"^{name}: page 9: must be below that of the layer's pages, \(\d, 16, "):
+    with pytest.raises(ValueError, match=rf"^{name}: page 9: must be below \d, the pages of the layer"):
         step.attend(layer, *inputs())
     assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
 

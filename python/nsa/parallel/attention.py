@@ -107,6 +107,10 @@ def native_sparse_attention(
         chunks = divide(q.shape[0 if packed else 1] * cp.size, len(cp.owners), cfg, offsets)
         lengths = [q.shape[1] * cp.size] if offsets is None else [b - a for a, b in pairwise(offsets)]
         check_positions(rope, max(lengths), "the longest sequence")
+        for i, table in enumerate(rope or ()):
+            if table.device != q.device or table.dtype != torch.float32:
+                came = f"{table.dtype} on {table.device}".removeprefix("torch.")
+                raise ValueError(f"rope[{i}]: {came}: expected float32 on {q.device} as q")
         if rope is not None and (rope[0].shape != rope[1].shape or 2 * rope[0].shape[1] > q.shape[-1]):
             raise ValueError(f"rope: {tuple(rope[0].shape)}, {tuple(rope[1].shape)}: must be equal, with R <= Dk")
         made.append((chunks, offsets, at_once))
@@ -164,6 +168,8 @@ def _check(
             raise ValueError(f"{name}: {tuple(t.shape)}: expected {shape} with the batch and rows of q")
         if t.device != q.device:
             raise ValueError(f"{name}: on {t.device}: expected {q.device} as q")
+        if name in ("k", "v") and t.shape[-1] > 1 and t.stride(-1) != 1:  # compressed where they lie
+            raise ValueError(f"{name}: the last dimension has stride {t.stride(-1)}, expected 1")
         if name != "indices" and t.dtype != q.dtype:
             raise ValueError(f"{name}: {t.dtype}: expected {q.dtype} as q")
         if name[0] in "kv" and t.shape[-2] != k.shape[-2]:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
 
@@ -70,6 +71,8 @@ void Checker::check_tensor(const std::string& name, const TensorView& view, Acce
     return;
   }
   require(view.data != nullptr, name, ": ", view, ": the data pointer is null");
+  require(reinterpret_cast<std::uintptr_t>(view.data) % size_of(view.dtype) == 0, name, ": ", view,
+          ": begins at an address that is no multiple of ", size_of(view.dtype));
   const std::int64_t last = view.stride[static_cast<std::size_t>(view.rank - 1)];
   require(strides == Strides::kAny || view.size(-1) == 1 || last == 1, name, ": ", view,
           ": the last dimension has stride ", last, ", expected 1");
