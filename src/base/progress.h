@@ -1,4 +1,5 @@
-// One line that tells how far a run is: redrawn in place on a terminal, printed now and then elsewhere.
+// One line that tells how far a run is: redrawn in place on a terminal, printed now and then elsewhere, which the progress
+// bars that Debian has for C++ do not do.
 #pragma once
 
 #include <chrono>
