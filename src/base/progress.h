@@ -1,5 +1,5 @@
-// One line that tells how far a run is: redrawn in place on a terminal, printed now and then elsewhere, which the progress
-// bars that Debian has for C++ do not do.
+// One line that tells how far a run is: redrawn in place on a terminal, printed now and then elsewhere. Debian 12 has
+// no progress bar for C++.
 #pragma once
 
 #include <chrono>

@@ -1,6 +1,6 @@
 // The safetensors file format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes.
-// https://huggingface.co/docs/safetensors. Here without torch; see checkpoint.h for tensors. Written out, because neither
-// Debian nor PyPI has a reader for C++.
+// https://huggingface.co/docs/safetensors. Here without torch; see checkpoint.h for tensors. Written out, because
+// neither Debian nor PyPI has a reader for C++.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Rotary position embedding: channel pairs (j, j + D/2) turn by position * theta^(-2j/D). By torch's operations it takes
-// 2.6 times as long on a CPU: docs/log/training.md, "Elementwise steps".
+// Rotary position embedding: channel pairs (j, j + D/2) turn by position * theta^(-2j/D). By torch's operations it
+// takes 2.6 times as long on a CPU: docs/log/training.md, "Elementwise steps".
 #pragma once
 
 #include <ATen/core/Tensor.h>
