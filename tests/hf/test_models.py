@@ -258,7 +258,8 @@ def test_what_a_cache_takes():
     assert sum(t.nbytes for t in held.tensors()[:8]) == per_token * (capacity + rings)
 
 
-def test_a_compiled_step_on_a_cache_of_fixed_size():
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_a_compiled_step_on_a_cache_of_fixed_size(backend):
     model = sparse("llama", dense_layers=[1])
     rows = [tokens(n) for n in (40, 83)]
     ids, mask = padded(rows, "left")
@@ -267,7 +268,7 @@ def test_a_compiled_step_on_a_cache_of_fixed_size():
     assert torch.equal(static, expected)
     cache = StaticCache(config=model.config, max_cache_len=128)
     torch._dynamo.reset()
-    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         last = model(ids, attention_mask=mask, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
         text = [ids, last]
