@@ -14,4 +14,8 @@ void StepThrottle::step() {
   before_ = std::move(now);
 }
 
+void StepThrottle::finish() {
+  if (before_) before_->synchronize();
+}
+
 }  // namespace nsa::lm

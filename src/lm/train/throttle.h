@@ -15,6 +15,8 @@ class StepThrottle {
   explicit StepThrottle(at::Device device);
   /// At the end of a step.
   void step();
+  /// Waits for the end of the last step.
+  void finish();
 
  private:
   at::Device device_;

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -31,6 +32,7 @@
 #include "lm/train/deferred_metrics.h"
 #include "lm/train/evaluate.h"
 #include "lm/train/optimizer.h"
+#include "lm/train/stall_watch.h"
 #include "lm/train/throttle.h"
 
 namespace nsa::lm {
@@ -42,6 +44,9 @@ using Clock = std::chrono::steady_clock;
 // share of the time.
 constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
+
+// After a signal to stop, besides twice the longest of the last steps. torchrun kills after 30 s.
+constexpr std::chrono::seconds kPatience{5};
 
 /// Without such instructions torch's bfloat16 products are slower than float32.
 bool has_bfloat16_products() {
@@ -129,6 +134,11 @@ class Trainer {
   void evaluate_now();
   void save();
   double noise() const;
+  std::string lost(const std::string& why) const;
+  void begin_on_device();
+  void end_on_device() {
+    if (watch_) watch_->end();
+  }
 
   InterruptGuard interrupt_;  // from before the first checkpoint on
   std::optional<RunFolder> folder_;
@@ -150,6 +160,8 @@ class Trainer {
   std::vector<double> step_seconds_;  // of this process's steps
   int signal_ = 0;                    // that came to a rank
   std::int64_t saved_step_ = -1;      // of the last checkpoint
+  std::string out_;
+  std::optional<StallWatch> watch_;  // of several ranks
 };
 
 void Trainer::print_summary(const DeviceChoice& device) const {
@@ -218,7 +230,9 @@ at::Tensor Trainer::sum_over_ranks(const at::Tensor& loss_sum) {
   const auto& parameters = model_.parameters();
   std::vector<std::int64_t> has_gradient;
   for (const auto& [name, parameter] : parameters) has_gradient.push_back(parameter.grad().defined() ? 1 : 0);
-  ranks_.max(has_gradient);  // on the host: a rank that is gone is seen before the device waits for it
+  end_on_device();
+  ranks_.max(has_gradient);  // on the host, where a rank that is gone is seen at once
+  begin_on_device();
   std::vector<at::Tensor> parts = {loss_sum.to(at::kFloat).reshape({1})};
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (has_gradient[i] == 0) continue;
@@ -246,6 +260,7 @@ double Trainer::noise() const {
 void Trainer::train_step(double rate) {
   const bool log = (state_.step + 1) % config_.train.log_every == 0;
   const bool is_nsa = config_.model.attention == AttentionKind::kNsa;
+  begin_on_device();
   std::int64_t tokens = 0;
   const auto batches = next_batches(tokens);
   std::vector<LayerTrace> trace;
@@ -288,6 +303,7 @@ void Trainer::train_step(double rate) {
     if (is_nsa && folder_) layers_ = layer_scalars(model_, batches.back().rows.batch, trace);
     log_step(rate, norm.item<double>());
   }
+  end_on_device();
 }
 
 /// Waits for the steps so far and looks at what they left on the device.
@@ -320,6 +336,9 @@ void Trainer::log_step(double rate, double norm) {
 
 void Trainer::evaluate_now() {
   if (!folder_ || eval_rows_.empty()) return;
+  begin_on_device();
+  throttle_.finish();
+  end_on_device();
   const auto evaluation = evaluate(model_, corpus_.held_out, eval_rows_, &tokenizer_);
   nlohmann::json line = {
       {"kind", "eval"}, {"step", state_.step}, {"tokens", state_.tokens}, {"seconds", state_.seconds}};
@@ -331,8 +350,10 @@ void Trainer::evaluate_now() {
 }
 
 void Trainer::save() {
+  begin_on_device();
   sync();
   const auto optimizer = optimizer_.gather_state();
+  end_on_device();
   if (folder_) folder_->save(config_, state_, model_.parameters(), optimizer);
   saved_step_ = state_.step;
 }
@@ -368,12 +389,29 @@ void Trainer::load() {
   saved_step_ = state_.step;
 }
 
+std::string Trainer::lost(const std::string& why) const {
+  return fmt::format("step {}: {}; the last checkpoint, of step {}, is in {}; --resume goes on", state_.step, why,
+                     saved_step_, out_);
+}
+
+/// From here to end_on_device() the host may wait for a device that waits for another rank.
+void Trainer::begin_on_device() {
+  if (watch_) watch_->begin(lost("told to stop, and the device does not end its work: another rank is gone"));
+}
+
 TrainResult Trainer::run(const std::string& out) {
+  out_ = out;
+  if (ranks_.size() > 1) {
+    const auto give_up = [this](const std::string& message) {
+      fmt::print(stderr, "nsa: rank {}: {}\n", ranks_.rank(), message);
+      ::_exit(128 + interrupt_.signal());
+    };
+    watch_.emplace([this] { return interrupt_.signal() != 0; }, give_up, kPatience);
+  }
   try {
     return run_steps();
-  } catch (const RankLost& lost) {
-    throw Failure(fmt::format("step {}: {}; the last checkpoint, of step {}, is in {}; --resume goes on", state_.step,
-                              lost.what(), saved_step_, out));
+  } catch (const RankLost& gone) {
+    throw Failure(lost(gone.what()));
   }
 }
 
