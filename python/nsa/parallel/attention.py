@@ -8,6 +8,7 @@ order of the chunks in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -407,6 +408,11 @@ class _Settings:
         return begin, end, begin + (a.first_block - b.own_blocks[0] if i < 2 else a.first_key - b.rows[0])
 
 
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """One after the other; a single one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: _Settings, kinds: tuple[str, str], *tensors: Tensor | None) -> Any:
@@ -441,12 +447,12 @@ class _Attention(torch.autograd.Function):
                 )
                 rows.append((o, selected))
                 kept += [selected, *others]
-            outputs.append(torch.cat([o for o, _ in rows], s.dim))
-            chosen.append(torch.cat([i for _, i in rows], s.dim))
-            del whole
+            outputs.append(_joined([o for o, _ in rows], s.dim))
+            chosen.append(_joined([i for _, i in rows], s.dim))
+            del whole, rows, o  # memory
         ctx.settings, ctx.phi_kinds, ctx.given = s, kinds, len(tensors)
         ctx.save_for_backward(*tensors, *(kept if keep else ()))
-        result, indices = torch.cat(outputs, -2), torch.cat(chosen, -2)
+        result, indices = _joined(outputs, -2), _joined(chosen, -2)
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
         return result, indices
@@ -495,12 +501,12 @@ class _Attention(torch.autograd.Function):
                     d_seen = [*d_seen[:2], d_seen[2].add_(d_seen[4]), d_seen[3].add_(d_seen[5])]
                 shares[c] = d_seen
                 rows.append((dq, dg))
-            d_q.append(torch.cat([dq for dq, _ in rows], s.dim))
-            d_gates.append(torch.cat([dg for _, dg in rows], s.dim))
-            del whole
+            d_q.append(_joined([dq for dq, _ in rows], s.dim))
+            d_gates.append(_joined([dg for _, dg in rows], s.dim))
+            del whole, seen, rows, dq  # memory, for what follows
             totals.append(s.shares_to_owners(shares, q))
         joined = [
-            [torch.cat(parts, -2) for parts in zip(*of_chunk, strict=True)] for of_chunk in zip(*totals, strict=True)
+            [_joined(parts, -2) for parts in zip(*of_chunk, strict=True)] for of_chunk in zip(*totals, strict=True)
         ]
         d_raw = [torch.cat([of_chunk[2 + i] for of_chunk in joined], s.dim).to(t.dtype) for i, t in enumerate(raw)]
         results = [(t, g[i]) for pair, g in zip(graph, joined, strict=True) for i, t in enumerate(pair) if t.numel()]
@@ -519,6 +525,6 @@ class _Attention(torch.autograd.Function):
         d_k, d_v = s.halo_to_owners(d_tokens, [k, v])
         window = d_raw[2:] if len(raw) == 4 else [None, None]
         return (
-            *(None, None, torch.cat(d_q, -2), torch.cat(d_gates, -2), d_k, d_v, *d_raw[:2], *window),
+            *(None, None, _joined(d_q, -2), _joined(d_gates, -2), d_k, d_v, *d_raw[:2], *window),
             *d_weights,
         )
