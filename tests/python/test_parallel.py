@@ -1,4 +1,7 @@
-"""Context parallelism: N chunks give the same bits on 1, 2 and 4 gloo processes, and what one call gives."""
+"""Context parallelism: N chunks give the same bits on 1, 2 and 4 processes, and what one call gives.
+
+On CPUs over gloo; NSA_PARALLEL_DEVICE=cuda: on GPUs over NCCL, as many as there are.
+"""
 
 import os
 import re
@@ -29,6 +32,7 @@ ODD = [0, 100, 257, 280]  # chunks of 35 tokens, no multiple of kernel_stride
 CASES = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},  # which only GPUs have kernels for: on a CPU by the oracle
     "contiguous": {"layout": "contiguous"},
     "packed": {"cuts": CUTS},
     "packed, bfloat16": {"cuts": CUTS, "dtype": torch.bfloat16, "phi": "mlp"},
@@ -42,7 +46,7 @@ CASES = {
     "noise": {"noise": 0.5},
 }
 
-REDUCED = ("float32", "bfloat16", "packed", "packed, contiguous, not rotated", "three sets, heads in turn")
+REDUCED = ("float32", "bfloat16", "float16", "packed", "packed, contiguous, not rotated", "three sets, heads in turn")
 
 
 def problem(
@@ -71,24 +75,30 @@ def problem(
     return inputs, settings, indices, offsets, random(*rows, 4, DV)
 
 
+def backend_of(case):
+    by_oracle = DEVICE == "cpu" and CASES[case].get("dtype") == torch.float16
+    return nsa.use_backend("reference" if by_oracle else "auto")
+
+
 def run(cp, case):
     """o, indices and gradients of the whole sequence, and of phi's weights this rank's share."""
     options = CASES[case]
     inputs, settings, indices, offsets, d_o = problem(**options)
     dim = 1 if offsets is None else 0
     here = {name: cp.shard(t, dim).requires_grad_() for name, t in inputs.items()}
-    o, chosen = nsa.parallel.native_sparse_attention(
-        **here,
-        **settings,
-        cp=cp,
-        indices=None if indices is None else cp.shard(indices, dim),
-        cu_seqlens=offsets,
-        kv_heads_at_once=options.get("at_once"),
-        noise=options.get("noise", 0.0),
-        seed=7,
-        return_indices=True,
-    )
-    gradients = torch.autograd.grad(o, list(here.values()), cp.shard(d_o, dim))
+    with backend_of(case):
+        o, chosen = nsa.parallel.native_sparse_attention(
+            **here,
+            **settings,
+            cp=cp,
+            indices=None if indices is None else cp.shard(indices, dim),
+            cu_seqlens=offsets,
+            kv_heads_at_once=options.get("at_once"),
+            noise=options.get("noise", 0.0),
+            seed=7,
+            return_indices=True,
+        )
+        gradients = torch.autograd.grad(o, list(here.values()), cp.shard(d_o, dim))
     found = {"o": o, "indices": chosen} | {f"d_{name}": g for name, g in zip(here, gradients, strict=True)}
     return {name: cp.unshard(t, dim) for name, t in found.items()}
 
@@ -99,10 +109,11 @@ def plain(case, dtype=None):
     for name in ("weights_k", "weights_v"):
         settings[name] = settings[name].to(dtype or d_o.dtype)
     inputs = {name: t.to(dtype or t.dtype).requires_grad_() for name, t in inputs.items()}
-    o, chosen = nsa.native_sparse_attention(
-        **inputs, **settings, indices=indices, cu_seqlens_q=offsets, return_indices=True
-    )
-    gradients = torch.autograd.grad(o, list(inputs.values()), d_o.to(o.dtype))
+    with backend_of(case):
+        o, chosen = nsa.native_sparse_attention(
+            **inputs, **settings, indices=indices, cu_seqlens_q=offsets, return_indices=True
+        )
+        gradients = torch.autograd.grad(o, list(inputs.values()), d_o.to(o.dtype))
     return {"o": o, "indices": chosen} | {f"d_{name}": g for name, g in zip(inputs, gradients, strict=True)}
 
 
@@ -260,6 +271,14 @@ def test_as_one_call(case, chunks):
         else:
             error, allowed = ((t[name].float() - exact[name]).norm() for t in (found, expected))
             assert error <= 2 * allowed, name
+
+
+def test_a_type_without_kernels():
+    if DEVICE == "cuda":
+        pytest.skip("GPUs have kernels for float16")
+    q, gates, k = (torch.zeros(1, S, heads, width, dtype=torch.float16) for heads, width in ((4, 16), (4, 3), (2, 16)))
+    with pytest.raises(NotImplementedError, match=r"backend cpu: float16: takes float32 and bfloat16"):
+        nsa.parallel.native_sparse_attention(q, k, k, gates, ContextParallel(chunks=4), cfg=CFG)
 
 
 def test_layer(ranks):
