@@ -1,36 +1,56 @@
 #!/usr/bin/env python3
-"""What each rank of a context-parallel sequence has to compute, played by one device, rank after rank.
+"""Times context parallelism: the ranks of torchrun, or any number of ranks that one device plays one after the other.
 
+    torchrun --nproc-per-node 2 bench/context_parallel.py --tokens 65536,262144,1048576 --json ranks.json
+    torchrun --nproc-per-node 2 bench/context_parallel.py --bits 20 --chunks 16 --tokens 65536 --json bits.json
     python bench/context_parallel.py --play 8 --tokens 1048576 --json played.json
     python bench/context_parallel.py --play 4 --tokens 4096 --heads 4 --kv-heads 2 --device cpu --dtype float32
 
-A rank's part is one `nsa.nsa_attention` forward and backward for each of its chunks, with keys, values and compressed
-keys [:, :end of the chunk] there already: no collective, no compression and no sum of gradients is in these times.
-Inputs are random and batch 1. A warm-up call of every chunk comes first; of --repeats the medians count. GPU times are
-between two events, and peak memory is torch's, keys and values of the whole included.
+Inputs are random and batch 1; phi is the mean, and all branches have the same keys and values. GPU times are between
+two events, and peak memory is torch's.
+
+Under torchrun a row is a length, a layout and a number of KV heads that are gathered at once: forward and backward of
+`nsa.parallel.native_sparse_attention`, the medians of --repeats that follow each other without a wait, on the slowest
+rank. The row of head_tail with all KV heads has besides:
+- attention_alone: the rank's `nsa_attention` calls with all keys there. What the whole takes beyond them is counted as
+  exposed communication: collectives, but also compression, copies and sums.
+- waited_ms: for how long the device waits for collectives in one forward and backward, the slower rank included.
+- recomputed_backward_ms: a backward that runs the forward again (activation checkpointing).
+- alone: each device with the whole sequence, up to --alone tokens; beside_one: how far its results are.
+- sampled: --rows queries of each chunk beside float64 (sampled_rows.py).
+The longest sequence has a row of the other layout too, and one of single KV heads. What a device has no memory for, and
+what --seconds leave no time for, is named in not_run. Results are written after each row; the exit code is 1 where one
+is out of bounds.
+
+With --bits RUNS the results of as many runs are compared bit by bit, and with one rank's of as many --chunks, in both
+layouts; on GPUs in bfloat16 and float16.
+
+A played rank's part is one `nsa.nsa_attention` forward and backward for each of its chunks, with keys, values and
+compressed keys [:, :end of the chunk] there already: no collective, no compression and no sum of gradients is in these
+times. A warm-up call of every chunk comes first; of --repeats the medians count.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import nsa
 from nsa.parallel.layout import LAYOUTS, chunk_owners, divide
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from timing import DTYPES, device_name, median_of, play
 
 
 def arguments():
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--play", type=int, required=True, metavar="N", help="ranks to play")
-    parser.add_argument("--tokens", type=int, default=2**20, help="of the whole sequence (default %(default)s)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="head_tail")
+    parser.add_argument("--play", type=int, metavar="N", help="ranks to play; without it those of torchrun run")
+    parser.add_argument("--tokens", default=str(2**20), help="of the whole sequence, or several (default %(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="head_tail", help="of played ranks")
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128, help="of keys and of values (default %(default)s)")
@@ -38,11 +58,35 @@ def arguments():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="*", help="play these only (default: all)")
+    parser.add_argument(
+        "--alone", type=int, default=2**19, help="up to so many tokens on one device, too (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=4, help="of each chunk beside float64 (default %(default)s; 0: none)"
+    )
+    parser.add_argument("--seconds", type=float, default=600, help="begin no row after so many (default %(default)s)")
+    parser.add_argument("--bits", type=int, default=0, metavar="RUNS", help="compare the bits of so many runs")
+    parser.add_argument("--chunks", type=int, default=16, help="of --bits (default %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
-    for name in ("play", "tokens", "heads", "kv_heads", "head_dim", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    try:
+        options.tokens = [int(number) for number in options.tokens.split(",")]
+    except ValueError:
+        parser.error(f"--tokens {options.tokens}: must be integers with commas between them")
+    if options.play is None and "RANK" not in os.environ:
+        parser.error("--play: must be given where torchrun does not start the ranks")
+    least = {"tokens": min(options.tokens), "play": options.play or 1}
+    for name in ("play", "tokens", "heads", "kv_heads", "head_dim", "repeats", "chunks"):
+        if (value := least.get(name, getattr(options, name))) < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    for name in ("alone", "rows", "bits", "seconds"):
+        if getattr(options, name) < 0:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least 0")
+    if options.play is None:
+        return parser, options
+    if len(options.tokens) > 1:
+        parser.error("--tokens: must be one length with --play")
+    (options.tokens,) = options.tokens
     if not options.ranks:
         options.ranks = list(range(options.play))
     if not all(0 <= rank < options.play for rank in options.ranks):
@@ -50,35 +94,8 @@ def arguments():
     return parser, options
 
 
-def timed(device, function):
-    """The result, and milliseconds."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        result = function()
-        return result, 1000 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = function()
-    end.record()
-    end.synchronize()
-    return result, start.elapsed_time(end)
-
-
-def play(chunk, whole, queries, device):
-    """Milliseconds of a chunk's forward and backward."""
-    begin, end = chunk.rows
-    q, gates, d_o = (t[:, : end - begin] for t in queries)
-    k, v = (t[:, :end].detach().requires_grad_() for t in whole[:2])
-    k_c, v_c = (t[:, : chunk.seen_blocks].detach().requires_grad_() for t in whole[2:])
-    inputs = [q.detach().requires_grad_(), k, v, gates.detach().requires_grad_(), k_c, v_c]
-    o, forward = timed(device, lambda: nsa.nsa_attention(*inputs[:4], k_c=k_c, v_c=v_c))
-    _, backward = timed(device, lambda: torch.autograd.grad(o, inputs, d_o))
-    return forward, backward
-
-
-def main():
+def play_ranks(parser, options):
     """Plays the ranks and prints a line for each."""
-    parser, options = arguments()
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     try:
         owners = chunk_owners(options.layout, options.play, None)
@@ -95,7 +112,7 @@ def main():
     whole = [k, v, *(nsa.compress(t, nsa.CompressionWeights("mean"), nsa.NSAConfig()) for t in (k, v))]
     gates = random(size, options.heads, 3).sigmoid()
     queries = [random(size, options.heads, dim), gates, random(size, options.heads, dim)]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = device_name(device)
     print(f"{name}: {options.tokens} tokens, {options.play} ranks, {options.layout}, chunks of {size}, {options.dtype}")
     print(f"{'rank':>4} {'chunks':<16} {'forward ms':>11} {'backward ms':>12} {'peak GiB':>9}")
     ranks = []
@@ -105,10 +122,8 @@ def main():
             torch.cuda.reset_peak_memory_stats(device)
         sums = [0.0, 0.0]
         for i in own:
-            play(chunks[i], whole, queries, device)
-            times = [play(chunks[i], whole, queries, device) for _ in range(options.repeats)]
-            for which in (0, 1):
-                sums[which] += statistics.median(t[which] for t in times)
+            medians = median_of(partial(play, chunks[i], whole, queries, device), options.repeats)
+            sums = [total + one for total, one in zip(sums, medians, strict=True)]
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         ranks.append({"rank": rank, "chunks": own, "forward_ms": sums[0], "backward_ms": sums[1], "peak_gib": peak})
         shown = "-" if peak is None else f"{peak:.1f}"
@@ -117,9 +132,20 @@ def main():
         times = [rank[which] for rank in ranks]
         print(f"{which}: slowest {max(times):.1f}, slowest / mean {max(times) / statistics.mean(times):.3f}")
     if options.json:
-        settings = {key: value for key, value in vars(options).items() if key != "json"}
+        names = ("play", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "device", "repeats", "ranks")
+        settings = {key: getattr(options, key) for key in names}
         options.json.write_text(json.dumps({**settings, "device_name": name, "played": ranks}, indent=1) + "\n")
     return 0
+
+
+def main():
+    """Plays ranks, or is one."""
+    parser, options = arguments()
+    if options.play is not None:
+        return play_ranks(parser, options)
+    import context_ranks
+
+    return context_ranks.main(options)
 
 
 if __name__ == "__main__":
