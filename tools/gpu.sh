@@ -4,14 +4,15 @@
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
-#   tools/gpu.sh scale   over all GPUs of the machine: collectives, context parallelism on NCCL, examples/train_long.py
+#   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu_scale.sh); to scale_xN.json beside $RESULTS' default
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
-#   TOKENS=65536 scale: of a sequence of train_long.py
+#   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
+#   BUDGET=540   scale: seconds after which no step begins or goes on
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
-# The stage bench also writes bench_cuda.json beside $RESULTS, the stage scale collectives.json.
+# The stage bench also writes bench_cuda.json beside $RESULTS.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench}
@@ -31,7 +32,7 @@ execute() {  # name, command...: its log, the tests that it ran and how it ended
   shift
   rm -f "$logs/$name".{xml,end}
   GTEST_OUTPUT="xml:$logs/$name.xml" PYTEST_ADDOPTS="--junit-xml=$logs/$name.xml" \
-    env --default-signal=INT timeout --signal=INT --kill-after=20 "${LIMIT:-3600}" "$@" >"$logs/$name.log" 2>&1 || code=$?
+    env --default-signal=INT timeout --signal="${STOP:-INT}" --kill-after=20 "${LIMIT:-3600}" "$@" >"$logs/$name.log" 2>&1 || code=$?
   printf '%s\n%s\n%s\n' "$code" $((SECONDS - start)) "$*" >"$logs/$name.end"
 }
 start() {  # the same beside others, JOBS at a time; `finish` waits for them
@@ -58,20 +59,47 @@ run() {
   start "$@"
   finish
 }
+record() {  # what was found so far
+  python3 tools/gpu_results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}" || failed+=(results)
+  [[ -n ${OUT:-} ]] || return 0
+  mkdir -p "$OUT"
+  [[ $results -ef $OUT/${results##*/} ]] || cp "$results" "$OUT/"
+  tar -czf "$OUT/logs.tgz" -C "$logs" --exclude='./nsa-scale.*' .
+}
 # Without the full-size ones, too slow for the sanitizer and the portable kernels, and those that launch nothing.
 tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *_full_size_* || $t == *_heuristics_* || $t == *_partition_* ]] || basename "$t"; done; }
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
+build() {
+  run configure cmake -S . -B build-gpu -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM="${LM:-1}" \
+    -DNSA_PYTHON="$(command -v python3)" -DCMAKE_CUDA_COMPILER="$(command -v nvcc)" -DCMAKE_PREFIX_PATH="$bundle/usr" \
+    -DCMAKE_CUDA_ARCHITECTURES="${ARCHITECTURES:-native}" -DNSA_CPU_ISAS="${ISAS:-avx2}" \
+    ${INSTANCES:+-DNSA_CUDA_INSTANCES="$INSTANCES"} ${HEAD_DIMS:+-DNSA_CUDA_HEAD_DIMS="$HEAD_DIMS"} \
+    -DNSA_BUILD_TESTS="${TESTS:-1}"
+  run build ninja -C build-gpu
+  tail -5 "$logs/build.log"
+}
+# The libraries in PREBUILT, if they load here and find the GPUs.
+take_prebuilt() {
+  export NSA_PROGRAM=$PREBUILT/bin/nsa
+  cp "$PREBUILT/lib/_C.so" "$PREBUILT/lib/libnsa.so.0" python/nsa/
+  LIMIT=120 run prebuilt python3 tools/check_prebuilt.py "$PREBUILT"
+  cat "$logs/prebuilt.log"
+  [[ $(head -1 "$logs/prebuilt.end") != 0 ]] || return 0
+  echo "PREBUILT=$PREBUILT does not load here: building, without tests"
+  export NSA_PROGRAM=$PWD/build-gpu/bin/nsa
+  rm -f python/nsa/{_C.so,libnsa.so.0}
+  TESTS=0 INSTANCES='Bf16;Half;float' HEAD_DIMS='64x64;128x128' LM=$([[ -d $bundle ]] && echo 1 || echo 0) build
+}
+if [[ -n ${PREBUILT:-} ]]; then
+  PREBUILT=$(realpath "$PREBUILT")
+  take_prebuilt
+fi
+
 for step in $steps; do
   case $step in
-    build)
-      run configure cmake -S . -B build-gpu -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM="${LM:-1}" \
-        -DNSA_PYTHON="$(command -v python3)" -DCMAKE_CUDA_COMPILER="$(command -v nvcc)" -DCMAKE_PREFIX_PATH="$bundle/usr" \
-        -DCMAKE_CUDA_ARCHITECTURES="${ARCHITECTURES:-native}" -DNSA_CPU_ISAS="${ISAS:-avx2}"
-      run build ninja -C build-gpu
-      tail -5 "$logs/build.log"
-      ;;
+    build) build ;;
     test)
       start cuda_full_size_test build-gpu/bin/cuda_full_size_test --gtest_brief=1
       start cuda_heuristics_test build-gpu/bin/cuda_heuristics_test --gtest_brief=1
@@ -138,30 +166,11 @@ for step in $steps; do
       cat "$logs/stages.log" "$logs/decode.log"
       ;;
     scale)
-      gpus=$(nvidia-smi --list-gpus | wc -l)
-      ranks=(python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus")
-      run collectives "${ranks[@]}" bench/collectives.py --json "$(dirname "$results")/collectives.json"
-      run parallel env NSA_PARALLEL_DEVICE=cuda python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py
-      # Heads as the kernels for Hopper take them; a run of each division.
-      rm -rf "$logs/train_long" && mkdir "$logs/train_long"
-      long=(examples/train_long.py --tokens "${TOKENS:-65536}" --steps 10 --bfloat16 --recompute)
-      long+=(--width 1024 --heads 64 --kv-heads 4 --head-dim 128)
-      run train_long_cp "${ranks[@]}" "${long[@]}" --cp "$gpus" --batch 1 --out "$logs/train_long/cp"
-      run train_long_dp "${ranks[@]}" "${long[@]}" --dp "$gpus" --batch "$gpus" --out "$logs/train_long/dp"
-      if ((gpus % 2 == 0)); then
-        run train_long_tp "${ranks[@]}" "${long[@]}" --dp $((gpus / 2)) --tp 2 --batch "$gpus" --out "$logs/train_long/tp"
-      fi
-      rm -rf "$logs/train_long"
-      cat "$logs"/collectives.log "$logs"/train_long_*.log
+      source tools/gpu_scale.sh
       ;;
   esac
 done
-python3 tools/gpu_results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}"
-if [[ -n ${OUT:-} ]]; then
-  mkdir -p "$OUT"
-  cp "$results" "$OUT/"
-  tar -czf "$OUT/logs.tgz" -C "$logs" .
-fi
+record
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1

@@ -7,6 +7,7 @@ A file that tells of the same commit, GPU and driver keeps its other stages.
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ def machine():
         gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
     except (OSError, subprocess.CalledProcessError):
         gpu = driver = None
-    return {"gpu": gpu, "driver": driver, "commit": os.environ.get("COMMIT") or None}
+    found = {"gpu": gpu, "driver": driver, "commit": os.environ.get("COMMIT") or None}
+    return found | {"gpus": int(os.environ["GPUS"])} if "GPUS" in os.environ else found
 
 
 def tests(path):
@@ -54,6 +56,13 @@ def steps(text):
     return about | {"batches": {line[0]: dict(zip(names, map(float, line[1:]), strict=True)) for line in lines}}
 
 
+def training(text):
+    """Of examples/train_long.py."""
+    lines = re.findall(r"^step \d+: (\S+) nats per byte, (\d+) tokens/s$", text, re.MULTILINE)
+    losses, speeds = [float(loss) for loss, _ in lines], [int(speed) for _, speed in lines[1:]]
+    return {"losses": losses, "tokens_per_second": statistics.median(speeds) if speeds else None}
+
+
 def stage(logs, name, code, seconds, command):
     found = {"outcome": {0: "passed", 77: "skipped"}.get(int(code), "failed"), "seconds": int(seconds)}
     found |= {"command": command, "date": time.strftime("%Y-%m-%d")}
@@ -71,6 +80,12 @@ def stage(logs, name, code, seconds, command):
         found |= timings(log)
     if name == "decode":
         found |= steps(log)
+    if name == "topology":
+        found["text"] = log
+    if name.startswith("train_long"):
+        found["result"] = training(log)
+    if (logs / f"{name}.json").exists():
+        found["result"] = json.loads((logs / f"{name}.json").read_text())
     return found
 
 

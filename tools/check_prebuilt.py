@@ -1,0 +1,43 @@
+#!/usr/bin/env python3
+"""Whether what tools/prebuilt.sh wrote into a folder loads here and runs on every GPU: check_prebuilt.py FOLDER."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main():
+    folder = Path(sys.argv[1])
+    about = json.loads((folder / "about.json").read_text())
+    sources = subprocess.check_output([Path(__file__).with_name("hash_sources.sh")], text=True).strip()
+    print(f"{folder}: {about}")
+    if sources != about["sources"]:
+        print(f"the sources here are others than those of commit {about['commit']} that this was built from")
+    import torch
+
+    import nsa
+    from nsa.train import load_program
+
+    load_program()
+    print(f"torch {torch.__version__}, nsa {nsa.__version__} and its program load; {nsa.device_count()} GPUs")
+    if nsa.device_count() != torch.cuda.device_count():
+        sys.exit(f"nsa finds {nsa.device_count()} GPUs, torch {torch.cuda.device_count()}")
+    for device in range(nsa.device_count()):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            q, k, v = (
+                torch.randn(1, 512, heads, 128, device=f"cuda:{device}", dtype=dtype, requires_grad=True)
+                for heads in (16, 1, 1)
+            )
+            gates = torch.rand(1, 512, 16, 3, device=q.device, dtype=dtype)
+            o = nsa.native_sparse_attention(q, k, v, gates)
+            o.sum().backward()
+            expected = nsa.reference.native_sparse_attention(*(t.detach().double() for t in (q, k, v, gates)))
+            error = float((o.double() - expected).norm() / expected.norm())
+            print(f"cuda:{device} {torch.cuda.get_device_name(device)} {dtype}: relative error of o {error:.1e}")
+            if not error < 0.02 or not torch.isfinite(q.grad).all():
+                sys.exit("o or its gradient is wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+# The stage `scale` of tools/gpu.sh, which reads this file: everything that wants all GPUs of one machine, the most
+# important first. A step has a limit of its own, nothing that it started outlives it, and what it found is written
+# before the next one begins. Without a GPU the same steps run with two processes and tiny sizes: a rehearsal.
+if gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) && ((gpus)); then
+  device=cuda
+  results=${RESULTS:-bench/results/scale_x$gpus.json}
+else
+  device=cpu gpus=2
+  results=${RESULTS:-$logs/rehearsal.json}
+fi
+budget=${BUDGET:-540}
+ranks=(python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus")
+one=(python3 -m torch.distributed.run --standalone --nproc-per-node 1)
+# A folder in memory where there is one: checkpoints of 300 million parameters are not to be waited for.
+runs=$(mktemp -d -p "$([[ -w /dev/shm ]] && echo /dev/shm || echo "$logs")" nsa-scale.XXXXXX)
+trap 'rm -rf "$runs"' EXIT
+export GLOO_SOCKET_IFNAME=lo NSA_PARALLEL_DEVICE=$device NSA_SCALE=$$.$RANDOM
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # NVLink multicast is off unless it is asked for
+export GPUS=$gpus STOP=TERM
+[[ $device == cpu ]] && export NSA_DEVICE=cpu OMP_NUM_THREADS=1
+
+sweep() {  # ends what a step left running, by what it has in its environment
+  local folder
+  for folder in /proc/[0-9]*; do
+    grep -qzx "NSA_SCALE=$NSA_SCALE" "$folder/environ" 2>/dev/null || continue
+    [[ ${folder#/proc/} == "$BASHPID" ]] || kill -KILL "${folder#/proc/}" 2>/dev/null
+  done
+}
+begin() {  # name, seconds at most, command...: beside others until `settle`
+  local name=$1 limit=$2 left=$((budget - SECONDS))
+  shift 2
+  rm -f "$logs/$name.json"
+  if ((left < 15)); then
+    echo "skipped: $budget s are over" >"$logs/$name.log"
+    printf '77\n0\n%s\n' "$*" >"$logs/$name.end"
+    waiting+=("$name")
+    return
+  fi
+  LIMIT=$((limit < left ? limit : left)) start "$name" "$@"
+}
+settle() {
+  finish
+  sweep
+  record
+}
+step() {
+  begin "$@"
+  settle
+}
+
+if [[ $device == cuda ]]; then
+  lengths=65536,262144,524288,1048576 shape=() bits=(--tokens 65536 --bits 20 --chunks 16) sizes=1,4,16,64,256,1024,2048
+  tests=()
+  data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+  batches=$((160 / gpus))
+  train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
+  train+=(--kv-heads 1 --head-dim 128 --ffn-size 3072)
+  kill=(--data python --context 2048 --hidden-size 512 --layers 4 --heads 8 --kv-heads 1 --head-dim 64 --steps 400)
+  kill+=(--log-every 10 --save-every 100)
+  at=150
+  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128 --steps 8)
+  tokens=1048576 tokens_of_one=262144
+else
+  lengths=1024,2048 shape=(--heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --device cpu --alone 1024) sizes=0.01,0.1
+  bits=(--tokens 1024 --bits 3 --chunks 8)
+  tests=(-k "bits_of_one_process and 2-float32")
+  batches=20
+  train=(--data python --context 128 --hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --threads 1)
+  kill=("${train[@]}" --steps 300 --log-every 4 --save-every 20)
+  at=40
+  long=(--steps 3) tokens=1024 tokens_of_one=512
+fi
+train+=(--batch-size 1 --seed 1 --accumulate "$gpus" --steps "$batches" --log-every $((batches / 10)) --save-every 0)
+train+=(--eval-every 0 --eval-tokens 32768)
+kill+=(--batch-size 1 --eval-every 0 --eval-tokens 2048)
+# Several sequences where there are GPUs for it.
+dp=$((gpus >= 4 ? 2 : 1))
+
+[[ $device == cuda ]] && step topology 30 bash -c 'nvidia-smi topo -m; nvidia-smi nvlink --status --id=0'
+step collectives 75 "${ranks[@]}" bench/collectives.py --sizes "$sizes" --json "$logs/collectives.json"
+step context_parallel 200 env PYTORCH_ALLOC_CONF=expandable_segments:True "${ranks[@]}" bench/context_parallel.py \
+  --tokens "$lengths" --seconds 150 --json "$logs/context_parallel.json" "${shape[@]}"
+step bits 75 "${ranks[@]}" bench/context_parallel.py "${bits[@]}" --seconds 50 --json "$logs/bits.json" "${shape[@]}"
+step parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py "${tests[@]}"
+# One GPU each, beside each other.
+begin train_one 100 python3 bench/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \
+  --json "$logs/train_one.json" -- "${train[@]}"
+CUDA_VISIBLE_DEVICES=1 begin train_long_one 100 "${one[@]}" examples/train_long.py "${long[@]}" \
+  --tokens "$tokens_of_one" --batch 1 --out "$runs/long_one"
+settle
+step train_all 75 python3 bench/train_ranks.py speed --ranks "$gpus" --limit 65 --out "$runs/all" \
+  --json "$logs/train_all.json" -- "${train[@]}"
+step train_long_all 100 "${ranks[@]}" examples/train_long.py "${long[@]}" --tokens "$tokens" --dp "$dp" \
+  --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
+rm -rf "$runs"/*
+step killed 120 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 50 --out "$runs/killed" \
+  --json "$logs/killed.json" -- "${kill[@]}"
+tail -n 40 "$logs"/{collectives,context_parallel,bits}.log
