@@ -9,6 +9,8 @@ the least relative error. A collective takes (P - 1) latencies and the bytes tha
 the forward gathers keys and values, the backward gathers them again and sends or reduces their gradients. Nothing
 is overlapped, and no call is too short to fill its GPU: the first makes it slow, the second fast. A fabric is
 NAME:LATENCY_us:GB/s[:most GPUs]; --collectives takes latency and bandwidth from a result of bench/collectives.py.
+--measured takes results of `tools/gpu.sh scale`: their collectives, and the model's error at each time of their
+context parallelism. tools/scale.py writes docs/guide/scale.md with all that.
 """
 
 import argparse
@@ -73,11 +75,35 @@ class Fabric:
         return (ranks - 1) * latency + count / bandwidth
 
 
+class Measured:
+    """A result of `tools/gpu.sh scale`: what several GPUs were measured at."""
+
+    def __init__(self, result):
+        self.result, self.stages = result, result["stages"]
+        self.gpus, self.name = result["gpus"], f"{result['gpus']} x {result['gpu']}"
+
+    def of(self, stage):
+        """What a stage found, or None."""
+        return self.stages.get(stage, {}).get("result")
+
+    def fabric(self):
+        """Its collectives, or None."""
+        found = self.of("collectives")
+        return Fabric.measured(found) if found else None
+
+    def rows(self):
+        """Of its context parallelism, with all KV heads at once in head_tail."""
+        found = self.of("context_parallel")
+        if not found:
+            return []
+        return [r for r in found["rows"] if r["layout"] == "head_tail" and r["kv_heads_at_once"] == found["kv_heads"]]
+
+
 class Model:
     """What was measured of one GPU, and what follows."""
 
     def __init__(self, bench, played, shortest):
-        settings = bench["settings"]
+        self.settings = settings = bench["settings"]
         for result in played:
             for theirs, ours in SETTINGS.items():
                 if result[ours] != settings[theirs]:
@@ -126,16 +152,41 @@ class Model:
             for name in PASSES
         )
 
-    def errors(self):
+    def errors(self, measured=()):
         """Lines of a table: what was measured, and what the model says of it."""
         yield "| tokens | GPUs | pass | measured, ms | model, ms | error |"
         yield "|---:|---:|---|---:|---:|---:|"
+
+        def line(length, of, name, seconds, model):
+            error = f"{100 * (model / seconds - 1):+.0f} %"
+            return f"| {length} | {of} | {name} | {1000 * seconds:.1f} | {1000 * model:.1f} | {error} |"
+
         for name, points in self.points.items():
             for length, gpus, seconds in points:
-                model = self.attention(name, length, gpus)
                 of = "1" if gpus == 1 else f"1 that plays {gpus}"
-                error = f"{100 * (model / seconds - 1):+.0f} %"
-                yield f"| {length} | {of} | {name} | {1000 * seconds:.1f} | {1000 * model:.1f} | {error} |"
+                yield line(length, of, name, seconds, self.attention(name, length, gpus))
+        for run in measured:
+            if (fabric := run.fabric()) is None:
+                continue
+            for row in run.rows():
+                length = row["tokens"]
+                parts = [
+                    self.attention(name, length, run.gpus)
+                    + self.collectives(name, length, run.gpus, fabric, "all_to_all")
+                    for name in PASSES
+                ]
+                passes = [(name, row[f"{name}_ms"], part) for name, part in zip(PASSES, parts, strict=True)]
+                passes.append(("backward, forward again", row["recomputed_backward_ms"], sum(parts)))
+                for name, time, part in passes:
+                    yield line(length, str(run.gpus), name, time / 1000, part)
+
+    def check_problem(self, measured):
+        """Raises where a result is of another problem."""
+        found = measured.of("context_parallel")
+        for theirs, ours in SETTINGS.items() if found else ():
+            if found[ours] != self.settings[theirs]:
+                what = f"{ours} = {found[ours]} of {measured.name}"
+                raise ValueError(f"{what}: must be the bench's {self.settings[theirs]}")
 
     def table(self, length, gpus, fabrics, reduction):
         """Lines of a table: milliseconds, and the efficiency over one GPU."""
@@ -152,7 +203,7 @@ class Model:
             yield f"| {count} | " + " | ".join(cells) + " |"
 
 
-def draw(model, options, fabrics):
+def draw(model, options, fabrics, measured=()):
     """Time and efficiency over the number of GPUs, with what was measured."""
     from matplotlib.figure import Figure
 
@@ -171,6 +222,15 @@ def draw(model, options, fabrics):
         for n, p, t in model.points["backward"]:
             if (n, p) in played:
                 times.plot([p], [1000 * (played[n, p] + t)], "o", color=f"C{i}", label="played, without collectives")
+    for run in measured:
+        for row in run.rows():
+            if row["tokens"] in options.tokens:
+                color = f"C{options.tokens.index(row['tokens'])}"
+                whole = row["forward_ms"] + row["backward_ms"]
+                times.plot([run.gpus], [whole], "D", color=color, label=f"measured, {run.name}")
+                if "alone" in row:
+                    one = row["alone"]["forward_ms"] + row["alone"]["backward_ms"]
+                    efficiency.plot([run.gpus], [one / run.gpus / whole], "D", color=color)
     times.set(xlabel="GPUs", ylabel="forward and backward, ms", xscale="log", yscale="log")
     times.set_title("predicted time of one layer's attention", fontsize=10)
     efficiency.set(xlabel="GPUs", xscale="log", ylim=(0, 1.05))
@@ -197,6 +257,7 @@ def main():
     parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="of nsa bench --json")
     parser.add_argument("--played", type=Path, nargs="*", default=[RESULTS / "played_ranks.json"])
     parser.add_argument("--collectives", type=Path, nargs="*", default=[])
+    parser.add_argument("--measured", type=Path, nargs="*", default=[])
     parser.add_argument("--fabric", type=Fabric.given, action="append", default=[])
     parser.add_argument("--tokens", type=numbers, default=[2**20])
     parser.add_argument("--gpus", type=numbers, default=[2**i for i in range(1, 11)])
@@ -207,14 +268,18 @@ def main():
     try:
         bench, *others = (json.loads(path.read_text()) for path in (options.bench, *options.played))
         model = Model(bench, others, options.shortest)
-        measured = [json.loads(path.read_text()) for path in options.collectives]
-        fabrics = options.fabric + [Fabric.measured(result) for result in measured]
+        runs = [Measured(json.loads(path.read_text())) for path in options.measured]
+        for run in runs:
+            model.check_problem(run)
+        results = [json.loads(path.read_text()) for path in options.collectives]
+        results += [run.of("collectives") for run in runs if run.of("collectives")]
+        fabrics = options.fabric + [Fabric.measured(result) for result in results]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not fabrics:
-        parser.error("--fabric or --collectives: must be given")
-    print("\n".join(model.errors()))
-    for result, fabric in zip(measured, fabrics[len(options.fabric) :], strict=True):
+        parser.error("--fabric, --collectives or --measured: must be given")
+    print("\n".join(model.errors(runs)))
+    for result, fabric in zip(results, fabrics[len(options.fabric) :], strict=True):
         ratios = [
             fabric.seconds(row["collective"], row["ranks"], row["bytes"]) / row["seconds"]
             for row in result["collectives"]
@@ -225,7 +290,7 @@ def main():
         print(f"\n{length} tokens, predicted:\n")
         print("\n".join(model.table(length, options.gpus, fabrics, options.reduction)))
     if options.picture:
-        draw(model, options, fabrics)
+        draw(model, options, fabrics, runs)
     return 0
 
 

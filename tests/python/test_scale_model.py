@@ -1,7 +1,9 @@
-"""bench/scale_model.py recomputes by hand, and refuses what does not fit; bench/collectives.py writes what it reads."""
+"""bench/scale_model.py recomputes by hand, and refuses what does not fit; bench/collectives.py writes what it reads;
+tools/scale.py makes the guide of it."""
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,7 +133,7 @@ def test_refused(model):
         code, _, told = model(played=PLAYED | change)
         assert code == 2 and message in told
     for fabrics, message in (
-        ((), "--fabric or --collectives: must be given"),
+        ((), "--fabric, --collectives or --measured: must be given"),
         (("net:1",), "net:1: must be NAME:LATENCY_us:GB/s[:most GPUs]"),
         (("net:1:0",), "net:1:0: latency must be at least 0, bandwidth above 0"),
     ):
@@ -141,10 +143,141 @@ def test_refused(model):
     assert code == 2 and "must be of at least two sizes" in told
 
 
-def test_the_guide_has_its_tables():
-    guide = (ROOT / "docs/guide/scale.md").read_text(encoding="utf-8")
-    (line,) = (line for line in guide.splitlines() if line.startswith("    python bench/scale_model.py "))
-    command = [sys.executable, *line.split()[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    tables = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert len(tables) > 20 and [line for line in tables if line not in guide.splitlines()] == []
+# ----------------------------------------------------------------------------------------------------------- the guide
+
+
+def collectives(latency, bandwidth):
+    return [
+        {"collective": name, "ranks": 2, "bytes": size, "seconds": latency + size / bandwidth}
+        for name in ("all_gather", "all_to_all", "reduce_scatter")
+        for size in (1000000, 100000000)
+    ]
+
+
+def times(tokens, alone=None):
+    row = {"tokens": tokens, "layout": "head_tail", "kv_heads_at_once": 4, "forward_ms": 100.0, "backward_ms": 300.0}
+    row |= {"recomputed_backward_ms": 410.0, "waited_ms": 1.5, "peak_gib": 12.25}
+    row["attention_alone"] = {"forward_ms": 98.0, "backward_ms": 290.0}
+    differences = dict.fromkeys(("o", "d_k"), 0.003)
+    row["sampled"] = {
+        "rows": 16,
+        "difference": differences,
+        "blocks_differ": 1,
+        "largest_gap": 1e-3,
+        "within_bounds": True,
+    }
+    if alone:
+        row |= {"alone": alone, "beside_one": {"difference": differences, "within_bounds": True}}
+    return row
+
+
+def result():
+    """As tools/gpu.sh scale writes it."""
+    other = {"tokens": 65536, "layout": "contiguous", "kv_heads_at_once": 4, "forward_ms": 140.0, "backward_ms": 400.0}
+    problem = {"heads": 64, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}
+    rows = [times(65536, {"forward_ms": 190.0, "backward_ms": 570.0}), times(2**20), other]
+    lost = {"what": "2097152 tokens, head_tail, 4 KV heads at once", "why": "150.0 s were over"}
+    equal = {"o": True, "d_k": True}
+    bits = {"tokens": 65536, "layout": "head_tail", "dtype": "float16", "chunks": 16, "runs": 20}
+    train = {"parameters": 3e8, "context": 32768, "accumulate": 2, "steps": 80, "weights_sha256": "a"}
+    runs = [
+        {"victim": 0, "seconds_until_said": 6.25, "seconds_until_torchrun_ended": 7.5, "resumed": 0},
+        {"victim": 1, "seconds_until_said": None, "seconds_until_torchrun_ended": 31.0, "resumed": 1},
+    ]
+    found = {
+        "collectives": {"backend": "nccl", "device_name": "GPU", "collectives": collectives(1e-5, 2e11)},
+        "context_parallel": {**problem, "rows": rows, "not_run": [lost]},
+        "bits": {"rows": [{**bits, "same_in_all_runs": True, "as_one_rank": equal}]},
+        "train_one": {**train, "tokens_per_second": 100000.0},
+        "train_all": {**train, "tokens_per_second": 194000.0},
+        "train_long_all": {"losses": [5.5, 4.25], "tokens_per_second": 300000.0},
+        "killed": {"ranks": 2, "runs": runs},
+    }
+    stage = {"outcome": "passed", "seconds": 9, "command": "x examples/train_long.py --cp 2 --out y"}
+    stages = {name: {**stage, "result": value} for name, value in found.items()}
+    stages["killed"]["outcome"] = "failed"
+    stages["parallel"] = {**stage, "tests": {"passed": 70, "failed": 1, "skipped": 20}}
+    about = {"gpu": "GPU", "gpus": 2, "driver": "1.2", "commit": "abc", "date": "2026-01-02"}
+    return about | {"command": "tools/gpu.sh scale", "stages": stages}
+
+
+@pytest.fixture
+def page(tmp_path):
+    """tools/scale.py on a folder with these results of several GPUs."""
+    results, guide = tmp_path / "results", tmp_path / "docs/guide/scale.md"
+    for folder in (results, guide.parent, tmp_path / "docs/images"):
+        folder.mkdir(parents=True)
+    for name in ("bench_cuda.json", "played_ranks.json"):
+        shutil.copy(ROOT / "bench/results" / name, results)
+    guide.write_text("By hand.\n<!-- From here on written by tools/scale.py from bench/results. -->\nold\n")
+
+    def run(*options, **found):
+        for name, one in found.items():
+            (results / f"{name}.json").write_text(json.dumps(one))
+        command = [
+            sys.executable,
+            str(ROOT / "tools/scale.py"),
+            "--results",
+            str(results),
+            "--page",
+            str(guide),
+            *options,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, guide.read_text(), done.stdout + done.stderr
+
+    return run
+
+
+def test_the_guide_is_written(page, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert page("--check")[0] == 1
+    code, text, told = page(scale_x2=result())
+    assert (code, told) == (0, "") and text.startswith("By hand.\n") and "old" not in text
+    assert (tmp_path / "docs/images/scale.png").exists() and page("--check")[0] == 0
+    lines = [cells(line) for line in text.splitlines() if line.startswith("|")]
+    # (190 + 570) / 2 / 400 of efficiency, 400 - 388 exposed
+    assert ["65536", "head_tail", "4", "100.0", "300.0", "410.0", "0.950", "3.0 %", "1.5", "12.2"] in lines
+    assert ["1048576", "head_tail", "4", "100.0", "300.0", "410.0", "", "3.0 %", "1.5", "12.2"] in lines
+    assert ["65536", "contiguous", "4", "140.0", "400.0", "", "", "", "", ""] in lines
+    # 100 MB in 10 us + 0.5 ms
+    assert ["2", "100.0", "196.1", "196.1", "196.1"] in lines
+    measured = [line for line in lines if line[:2] == ["1048576", "2"] and len(line) == 6]
+    assert [line[2] for line in measured] == ["forward", "backward", "backward, forward again"]
+    prose = " ".join(text.split())
+    for said in (
+        "GPU, driver 1.2, 2026-01-02, commit abc, `tools/gpu.sh scale`.",
+        "32 sampled queries of all lengths",
+        "65536 tokens in 16 chunks, head_tail, float16: the same bits in 20 runs; as on one rank: o, d_k.",
+        "2097152 tokens, head_tail, 4 KV heads at once: not run, 150.0 s were over.",
+        "194,000 on 2: efficiency 0.970, the same bits of weights after 80 steps.",
+        "`train_long.py --cp 2` on 2: 300,000 tokens/s, 5.500 nats per byte in step 1, 4.250 in step 2.",
+        "Rank 0 of 2 killed: another one said so after 6.2 s, torchrun ended after 7.5 s; `--resume` went on to its",
+        "Rank 1 of 2 killed: another one said nothing, torchrun ended after 31.0 s; `--resume` failed.",
+        "over NCCL: 70 passed, 1 failed, 20 skipped.",
+        "killed: failed.",
+        "Not run: 4, 8 GPUs",
+        "are those measured on 2 x GPU",
+    ):
+        assert said in prose, said
+
+
+def test_the_guide_of_a_run_that_was_cut_off(page):
+    pytest.importorskip("matplotlib")
+    cut = result()
+    for name in ("context_parallel", "bits", "collectives", "train_all"):
+        cut["stages"][name] = {"outcome": "failed", "seconds": 60, "command": "x"}
+    code, text, told = page(scale_x2=cut)
+    assert (code, told) == (0, "") and "- context_parallel: failed." in text and "train_long.py" in text
+
+
+def test_the_guide_of_another_problem(page):
+    other = result()
+    other["stages"]["context_parallel"]["result"]["heads"] = 32
+    code, _, told = page(scale_x2=other)
+    assert code == 1 and "heads = 32 of 2 x GPU: must be the bench's 64" in told
+
+
+def test_the_guide_is_up_to_date():
+    done = subprocess.run([sys.executable, str(ROOT / "tools/scale.py"), "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""Writes the end of docs/guide/scale.md, and its picture, from bench/results: what several GPUs were measured at, what
+more of them are predicted to take, and what has not run.
+
+    tools/scale.py [--check] [--results FOLDER] [--page FILE]
+
+Reads bench_cuda.json and played_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many as
+there are. With --check it writes nothing; the exit code is 1 where the page is not what the results make.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
+
+from performance import fill, gpu_of, table  # noqa: E402
+from scale_model import RESULTS, Fabric, Measured, Model  # noqa: E402
+
+MARK = "<!-- From here on written by tools/scale.py from bench/results. -->\n"
+TOKENS, GPUS = 2**20, [2**i for i in range(1, 11)]
+# Latency and bandwidth where nothing was measured.
+WITHIN, BEYOND = "NVLink:4:350:8", "network:10:45"
+PROBLEM = "batch 1, 64 query heads, 4 KV heads of 128, bfloat16, φ mean, one set of keys and values"
+HOW = """\
+A row is the median of the repeats on the slowest rank. Exposed is what forward and backward take beyond the rank's
+attention calls alone (timed in the same run with all keys there): collectives, and also compression, copies and sums.
+Waited is for how long the device waits in collectives, the slower rank included. Efficiency is the time of one GPU of
+the same run over P times that of P. Peak is the memory that torch allocated on a rank, inputs, dO and results
+included."""
+
+
+def shown(value, digits=1):
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value):
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def attention_table(run):
+    """Rows of context parallelism."""
+    found = run.of("context_parallel")
+    head = ["tokens", "layout", "KV heads at once", "forward, ms", "backward, ms", "backward, forward again, ms"]
+    head += ["efficiency", "exposed", "waited, ms", "peak, GiB"]
+    rows = [head]
+    for row in found["rows"]:
+        whole = row["forward_ms"] + row["backward_ms"]
+        one = sum(row["alone"][f"{name}_ms"] for name in ("forward", "backward")) if "alone" in row else None
+        calls = row.get("attention_alone")
+        exposed = (whole - calls["forward_ms"] - calls["backward_ms"]) / whole if calls else None
+        cells = [str(row["tokens"]), row["layout"], str(row["kv_heads_at_once"])]
+        cells += [shown(row[name]) for name in ("forward_ms", "backward_ms")]
+        cells += [shown(row.get("recomputed_backward_ms")), shown(one and one / run.gpus / whole, 3)]
+        rows.append([*cells, percent(exposed), shown(row.get("waited_ms")), shown(row.get("peak_gib"))])
+    return table(rows)
+
+
+def attention_checks(run):
+    """Sentences on whether the results are right."""
+    found, bits = run.of("context_parallel"), run.of("bits")
+    said = []
+    sampled = [row["sampled"] for row in found["rows"] if "sampled" in row]
+    if sampled:
+        worst = max(max(one["difference"].values()) for one in sampled)
+        rows, differ = sum(one["rows"] for one in sampled), sum(one["blocks_differ"] for one in sampled)
+        said.append(
+            f"{rows} sampled queries of all lengths, and the gradients of keys and values that they cause, differ from "
+            f"float64 by at most {worst:.1e} of their norm; {differ} of their blocks are not float64's, by at most "
+            f"{max(one['largest_gap'] for one in sampled):.1e} in importance."
+        )
+    beside = [max(row["beside_one"]["difference"].values()) for row in found["rows"] if "beside_one" in row]
+    if beside:
+        said.append(f"All results differ from one GPU's whole call by at most {max(beside):.1e} of their norm.")
+    for one in bits["rows"] if bits else ():
+        equal = [name for name, same in one["as_one_rank"].items() if same]
+        other = [name for name, same in one["as_one_rank"].items() if not same]
+        said.append(
+            f"{one['tokens']} tokens in {one['chunks']} chunks, {one['layout']}, {one['dtype']}: "
+            f"{'the same bits' if one['same_in_all_runs'] else 'other bits'} in {one['runs']} runs; as on one rank: "
+            f"{', '.join(equal) or 'nothing'}{'; not ' + ', '.join(other) if other else ''}."
+        )
+    said += [f"{one['what']}: not run, {one['why']}." for one in found["not_run"]]
+    return fill(" ".join(said))
+
+
+def collectives_table(run):
+    """GB/s by size."""
+    found = run.of("collectives")["collectives"]
+    names = list(dict.fromkeys(row["collective"] for row in found))
+    rows = [["ranks", "MB received", *(f"{name}, GB/s" for name in names)]]
+    for ranks, size in dict.fromkeys((row["ranks"], row["bytes"]) for row in found):
+        speeds = {
+            r["collective"]: size / r["seconds"] / 1e9 for r in found if (r["ranks"], r["bytes"]) == (ranks, size)
+        }
+        rows.append([str(ranks), f"{size / 1e6:.1f}", *(shown(speeds.get(name)) for name in names)])
+    return table(rows)
+
+
+def training_lines(run):
+    """Of `nsa train` and examples/train_long.py."""
+    lines = []
+    one, all_of_them = run.of("train_one"), run.of("train_all")
+    if one and all_of_them:
+        ratio = all_of_them["tokens_per_second"] / one["tokens_per_second"]
+        same = "the same bits of weights" if one["weights_sha256"] == all_of_them["weights_sha256"] else "other weights"
+        lines.append(
+            f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
+            f"{one['accumulate']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
+            f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: efficiency {ratio / run.gpus:.3f}, "
+            f"{same} after {one['steps']} steps."
+        )
+    for name in ("train_long_one", "train_long_all"):
+        found = run.of(name)
+        if found and found["tokens_per_second"]:
+            losses = found["losses"]
+            lines.append(
+                f"`{run.stages[name]['command'].partition('examples/')[2].partition(' --out')[0]}` on "
+                f"{1 if name.endswith('one') else run.gpus}: {found['tokens_per_second']:,.0f} tokens/s, "
+                f"{losses[0]:.3f} nats per byte in step 1, {losses[-1]:.3f} in step {len(losses)}."
+            )
+    killed = run.of("killed")
+    for one in killed["runs"] if killed else ():
+        said = one["seconds_until_said"]
+        told = "said nothing" if said is None else f"said so after {said:.1f} s"
+        on = "went on to its end" if one["resumed"] == 0 else "failed"
+        lines.append(
+            f"Rank {one['victim']} of {killed['ranks']} killed: another one {told}, torchrun ended after "
+            f"{one['seconds_until_torchrun_ended']:.1f} s; `--resume` {on}."
+        )
+    tests = run.stages.get("parallel", {}).get("tests")
+    if tests:
+        lines.append(
+            f"`tests/python/test_parallel.py` over NCCL: {tests['passed']} passed, {tests['failed']} failed, "
+            f"{tests['skipped']} skipped."
+        )
+    lines += [f"{name}: {one['outcome']}." for name, one in run.stages.items() if one["outcome"] != "passed"]
+    return "\n".join(fill(f"- {line}").replace("\n", "\n  ") for line in lines)
+
+
+def measured_section(run):
+    about = run.result
+    title = f"### {run.name}\n\n"
+    commit = f"commit {about['commit']}" if about["commit"] else "commit not recorded"
+    text = title + fill(f"{gpu_of(about)}, {about['date']}, {commit}, `{about['command']}`.") + "\n\n"
+    if run.of("context_parallel"):
+        text += fill(f"Attention of one layer, {PROBLEM}. {HOW}") + "\n\n" + attention_table(run) + "\n\n"
+        text += attention_checks(run) + "\n\n"
+    if run.of("collectives"):
+        text += "Collectives, by what a rank receives:\n\n" + collectives_table(run) + "\n\n"
+    if lines := training_lines(run):
+        text += lines + "\n\n"
+    return text
+
+
+def predicted_section(model, runs):
+    fabrics = [run.fabric() for run in runs if run.fabric()]
+    for fabric, run in zip(fabrics, (run for run in runs if run.fabric()), strict=True):
+        fabric.name, fabric.most = f"{run.gpus} measured", 8
+    assumed = [Fabric.given(BEYOND)] if fabrics else [Fabric.given(WITHIN), Fabric.given(BEYOND)]
+    if fabrics:
+        names = " and ".join(run.name for run in runs if run.fabric())
+        about = (
+            f"The collectives within a machine of eight are those measured on {names}, by a latency for each other "
+            "rank and a bandwidth; beyond, 10 µs and 45 GB/s a GPU are assumptions."
+        )
+    else:
+        about = (
+            "Nothing in this table was run on several GPUs, and no collective has been measured: the latencies (4 and "
+            "10 µs a rank) and bandwidths (350 GB/s a GPU within a machine of eight, 45 GB/s beyond) are assumptions."
+        )
+    model_of_time = (
+        "Time is (a·S + b·S²) / P, with a and b of the least relative error; where several GPUs ran the "
+        "measured collectives come on top. **Measured**, beside what the model says:"
+    )
+    errors = "\n".join(model.errors(runs))
+    predicted = "\n".join(model.table(TOKENS, GPUS, [*fabrics, *assumed], "all_to_all"))
+    return (
+        assumed,
+        fabrics,
+        f"""\
+## What to expect of more GPUs
+
+    python bench/scale_model.py --fabric {WITHIN} --fabric {BEYOND}
+
+predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1) from what one H200 was
+measured at: its whole forwards and backwards (`bench/results/bench_cuda.json`), and the slowest of eight ranks at a
+million tokens, each rank's calls played by one GPU after the other, one repeat
+(`bench/results/played_ranks.json`: its command, commit and day).
+
+{fill(model_of_time)}
+
+{errors}
+
+{fill(f"**Predicted** for {TOKENS} tokens. {about}")}
+
+`--fabric NAME:LATENCY_us:GB/s[:most GPUs]` takes your fabric, `--collectives FILE` what `torchrun --nproc-per-node 8
+bench/collectives.py --json FILE` measures. forward and backward are without collectives; "all" is both with them,
+nothing overlapped. Calls that are too short to fill a GPU are not in the model, so believe it less where a rank has few
+thousand tokens.
+
+{predicted}
+
+![predicted time and efficiency over the number of GPUs](../images/scale.png)
+
+At a fixed length the bytes that a rank receives stay the same and its work shrinks with P: context parallelism pays
+while S²/P does, within a fast fabric. Go on with data parallelism from there.
+""",
+    )
+
+
+def page_end(model, runs):
+    """The text after MARK, and the fabrics of the picture."""
+    text = "## Measured on several GPUs\n\n"
+    if runs:
+        text += "".join(measured_section(run) for run in runs)
+    else:
+        text += fill(
+            "Nothing has run on several GPUs or over NCCL yet, and no collective between GPUs was timed. `tools/gpu.sh "
+            "scale` does all of it, on as many GPUs as a machine has; it has run with two CPU processes and tiny sizes."
+        )
+        text += "\n\n"
+    assumed, fabrics, predicted = predicted_section(model, runs)
+    text += predicted + "\n## What was run without several GPUs\n\n"
+    text += """\
+`tests/python/test_parallel.py` runs 8 chunks on one process and, under torchrun with gloo, on 2 and 4 CPU processes:
+equal bits, batched and packed, float32, bfloat16 and (by the oracle, as CPUs have no kernels for it) float16.
+`tests/python/test_train_long.py` trains dp, cp, tp and two of them at once on 1, 2 and 4, and goes on with another
+number. On one GPU each of eight ranks' calls ran, one after the other:
+
+    python bench/context_parallel.py --play 8 --tokens 1048576 --json played.json
+"""
+    ran = {run.gpus for run in runs}
+    missing = [str(count) for count in (2, 4, 8) if count not in ran]
+    if missing:
+        text += (
+            "\n" + fill(f"Not run: {', '.join(missing)} GPUs, several machines, and anything inside Megatron.") + "\n"
+        )
+    return text, [*fabrics, *assumed]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "guide" / "scale.md")
+    given = parser.parse_args()
+    files = sorted(given.results.glob("scale_x*.json"), key=lambda file: int(file.stem.removeprefix("scale_x")))
+    runs = [Measured(json.loads(file.read_text())) for file in files]
+    model = Model(
+        *(json.loads((given.results / name).read_text()) for name in ("bench_cuda.json",)),
+        [json.loads((given.results / "played_ranks.json").read_text())],
+        16384,
+    )
+    try:
+        for run in runs:
+            model.check_problem(run)
+    except ValueError as error:
+        raise SystemExit(f"{given.results}: {error}") from None
+    before = given.page.read_text(encoding="utf-8")
+    if before.count(MARK) != 1:
+        raise SystemExit(f"{given.page}: must have the line {MARK.strip()} once")
+    end, fabrics = page_end(model, runs)
+    text = before[: before.index(MARK)] + MARK + end
+    if given.check:
+        if before != text:
+            print(f"{given.page}: is not what {given.results} makes: run tools/scale.py")
+        return int(before != text)
+    given.page.write_text(text, encoding="utf-8")
+    from scale_model import draw
+
+    picture = given.page.parent.parent / "images" / "scale.png"
+    options = SimpleNamespace(tokens=[TOKENS], gpus=GPUS, reduction="all_to_all", picture=picture)
+    draw(model, options, fabrics, runs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
