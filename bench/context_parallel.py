@@ -10,11 +10,11 @@ Inputs are random and batch 1; phi is the mean, and all branches have the same k
 two events, and peak memory is torch's.
 
 Under torchrun a row is a length, a layout and a number of KV heads that are gathered at once: forward and backward of
-`nsa.parallel.native_sparse_attention`, the medians of --repeats that follow each other without a wait, on the slowest
-rank. The row of head_tail with all KV heads has besides:
+`nsa.parallel.native_sparse_attention`, the medians of --repeats on the slowest rank, fewer where they take more than
+three seconds, and how long the device waits for collectives in them, the slower rank included (waited_ms). The row of
+head_tail with all KV heads has besides:
 - attention_alone: the rank's `nsa_attention` calls with all keys there. What the whole takes beyond them is counted as
   exposed communication: collectives, but also compression, copies and sums.
-- waited_ms: for how long the device waits for collectives in one forward and backward, the slower rank included.
 - recomputed_backward_ms: a backward that runs the forward again (activation checkpointing).
 - alone: each device with the whole sequence, up to --alone tokens; beside_one: how far its results are.
 - sampled: --rows queries of each chunk beside float64 (sampled_rows.py).
@@ -56,7 +56,7 @@ def arguments():
     parser.add_argument("--head-dim", type=int, default=128, help="of keys and of values (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", help="play these only (default: all)")
     parser.add_argument(
         "--alone", type=int, default=2**19, help="up to so many tokens on one device, too (%(default)s)"

@@ -23,6 +23,7 @@ from timing import DTYPES, device_name, mark, median_of, milliseconds, play, wai
 NAMES = ("q", "k", "v", "gates", "d_o")
 RESULTS = ("o", "d_q", "d_k", "d_v", "d_gates")
 GIB = 2**30
+SECONDS = 3  # of repeats of one measurement
 # How far a result of 16 bits may be from float64's, and two of them from each other: norm of the difference over norm.
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 # The gap of importances (sampled_rows.Found) that rounding explains.
@@ -97,14 +98,17 @@ def run(call, inputs, d_o):
     return dict(zip(RESULTS, (o.detach(), *torch.autograd.grad(o, leaves, d_o)), strict=True))
 
 
-def timed(ranks, call, inputs, d_o, repeats):
+def timed(ranks, call, inputs, d_o, repeats, warm=True):
     """Milliseconds of forward and backward on the slowest rank and on each, medians; and the last results.
 
-    The repeats follow each other without a wait, after one more that does not count: the host's part of a call runs
-    beside what the device still has to do, as in a model.
+    A first call does not count. Of --repeats there are as many as SECONDS allow, at least one. Short ones follow each
+    other without a wait, after one more that does not count: the host's part of a call runs beside what the device
+    still has to do, as in a model.
     """
     marks, results = [], None
-    for _ in range(repeats + 1):
+
+    def once():
+        nonlocal results
         results = None  # memory
         leaves = [t.detach().requires_grad_() for t in inputs]
         begin = mark(ranks.device)
@@ -113,11 +117,21 @@ def timed(ranks, call, inputs, d_o, repeats):
         gradients = torch.autograd.grad(o, leaves, d_o)
         marks.append((begin, between, mark(ranks.device)))
         results = dict(zip(RESULTS, (o.detach(), *gradients), strict=True))
-        del o, gradients
+
+    if warm:
+        once()
     wait(ranks.device)
-    found = {}
+    begin = time.monotonic()
+    once()
+    wait(ranks.device)
+    first = ranks.largest(time.monotonic() - begin)
+    count = max(1, min(repeats, int(SECONDS / first)))
+    for _ in range(count + 1 if first < SECONDS / 4 else count - 1):
+        once()
+    wait(ranks.device)
+    found = {"repeats": count, "calls": len(marks)}
     for i, name in enumerate(("forward", "backward")):
-        each = ranks.gathered(statistics.median(milliseconds(m[i], m[i + 1]) for m in marks[1:]))
+        each = ranks.gathered(statistics.median(milliseconds(m[i], m[i + 1]) for m in marks[-count:]))
         found |= {f"{name}_ms": max(each), f"{name}_ms_of_ranks": each}
     return found, results
 
@@ -281,20 +295,21 @@ class Bench:
         def call(*tensors):
             return nsa.parallel.native_sparse_attention(*tensors, cp, kv_heads_at_once=at_once)
 
-        found, results = timed(ranks, call, inputs, d_o, repeats)
+        with waits(ranks.device) as spans:
+            found, results = timed(ranks, call, inputs, d_o, repeats)
         row |= found
         if cuda:
             row["peak_gib"] = ranks.largest(torch.cuda.max_memory_allocated() / GIB)
             row["reserved_gib"] = ranks.largest(torch.cuda.max_memory_reserved() / GIB)
+        last = spans[-(len(spans) // found["calls"]) :]  # of the last call
+        row["waited_ms"] = ranks.largest(sum(milliseconds(*span) for span in last))
         if not more:
             return self.add(row)
-        with waits(ranks.device) as spans:
-            run(call, inputs, d_o)
-            wait(ranks.device)
-        row["waited_ms"] = ranks.largest(sum(milliseconds(*span) for span in spans))
-        row["attention_alone"] = attention_alone(ranks, problem, cp, inputs, d_o, repeats)
+        row["attention_alone"] = attention_alone(ranks, problem, cp, inputs, d_o, found["repeats"])
         again = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
-        row["recomputed_backward_ms"] = timed(ranks, again, inputs, d_o, repeats)[0]["backward_ms"]
+        again = timed(ranks, again, inputs, d_o, repeats, warm=found["repeats"] > 1)
+        row["recomputed_backward_ms"] = again[0]["backward_ms"]
+        del again
         del inputs, d_o
         if problem.tokens <= self.options.alone:
             if why := enough(ranks, problem, None):

@@ -32,7 +32,7 @@ execute() {  # name, command...: its log, the tests that it ran and how it ended
   shift
   rm -f "$logs/$name".{xml,end}
   GTEST_OUTPUT="xml:$logs/$name.xml" PYTEST_ADDOPTS="--junit-xml=$logs/$name.xml" \
-    env --default-signal=INT timeout --signal="${STOP:-INT}" --kill-after=20 "${LIMIT:-3600}" "$@" >"$logs/$name.log" 2>&1 || code=$?
+    env --default-signal=INT timeout --signal="${STOP:-INT}" --kill-after="${GRACE:-20}" "${LIMIT:-3600}" "$@" >"$logs/$name.log" 2>&1 || code=$?
   printf '%s\n%s\n%s\n' "$code" $((SECONDS - start)) "$*" >"$logs/$name.end"
 }
 start() {  # the same beside others, JOBS at a time; `finish` waits for them

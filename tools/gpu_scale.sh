@@ -16,7 +16,7 @@ runs=$(mktemp -d -p "$([[ -w /dev/shm ]] && echo /dev/shm || echo "$logs")" nsa-
 trap 'rm -rf "$runs"' EXIT
 export GLOO_SOCKET_IFNAME=lo NSA_PARALLEL_DEVICE=$device NSA_SCALE=$$.$RANDOM
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # NVLink multicast is off unless it is asked for
-export GPUS=$gpus STOP=TERM
+export GPUS=$gpus STOP=TERM GRACE=5
 [[ $device == cpu ]] && export NSA_DEVICE=cpu OMP_NUM_THREADS=1
 
 sweep() {  # ends what a step left running, by what it has in its environment
@@ -52,13 +52,14 @@ if [[ $device == cuda ]]; then
   lengths=65536,262144,524288,1048576 shape=() bits=(--tokens 65536 --bits 20 --chunks 16) sizes=1,4,16,64,256,1024,2048
   tests=()
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-  batches=$((160 / gpus))
+  batches=$((128 / gpus))
   train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
   train+=(--kv-heads 1 --head-dim 128 --ffn-size 3072)
-  kill=(--data python --context 2048 --hidden-size 512 --layers 4 --heads 8 --kv-heads 1 --head-dim 64 --steps 400)
-  kill+=(--log-every 10 --save-every 100)
-  at=150
-  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128 --steps 8)
+  # Steps that keep the GPU busy longer than the host.
+  kill=("${train[@]:0:7}" --hidden-size 512 --layers 4 --heads 8 --kv-heads 1 --head-dim 64 --steps 200 --log-every 10)
+  kill+=(--save-every 40)
+  at=80
+  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128 --steps 7)
   tokens=1048576 tokens_of_one=262144
 else
   lengths=1024,2048 shape=(--heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --device cpu --alone 1024) sizes=0.01,0.1
@@ -79,20 +80,23 @@ dp=$((gpus >= 4 ? 2 : 1))
 [[ $device == cuda ]] && step topology 30 bash -c 'nvidia-smi topo -m; nvidia-smi nvlink --status --id=0'
 step collectives 75 "${ranks[@]}" bench/collectives.py --sizes "$sizes" --json "$logs/collectives.json"
 step context_parallel 200 env PYTORCH_ALLOC_CONF=expandable_segments:True "${ranks[@]}" bench/context_parallel.py \
-  --tokens "$lengths" --seconds 150 --json "$logs/context_parallel.json" "${shape[@]}"
-step bits 75 "${ranks[@]}" bench/context_parallel.py "${bits[@]}" --seconds 50 --json "$logs/bits.json" "${shape[@]}"
-step parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py "${tests[@]}"
+  --tokens "$lengths" --seconds 140 --json "$logs/context_parallel.json" "${shape[@]}"
+# Bits, not times: beside each other.
+begin bits 90 "${ranks[@]}" bench/context_parallel.py "${bits[@]}" --seconds 60 --json "$logs/bits.json" "${shape[@]}"
+begin parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py "${tests[@]}"
+settle
 # One GPU each, beside each other.
 begin train_one 100 python3 bench/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \
   --json "$logs/train_one.json" -- "${train[@]}"
 CUDA_VISIBLE_DEVICES=1 begin train_long_one 100 "${one[@]}" examples/train_long.py "${long[@]}" \
   --tokens "$tokens_of_one" --batch 1 --out "$runs/long_one"
 settle
+rm -rf "${runs:?}"/*
 step train_all 75 python3 bench/train_ranks.py speed --ranks "$gpus" --limit 65 --out "$runs/all" \
   --json "$logs/train_all.json" -- "${train[@]}"
 step train_long_all 100 "${ranks[@]}" examples/train_long.py "${long[@]}" --tokens "$tokens" --dp "$dp" \
   --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
-rm -rf "$runs"/*
-step killed 120 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 50 --out "$runs/killed" \
+rm -rf "${runs:?}"/*
+step killed 100 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
   --json "$logs/killed.json" -- "${kill[@]}"
 tail -n 40 "$logs"/{collectives,context_parallel,bits}.log
