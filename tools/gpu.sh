@@ -90,6 +90,7 @@ take_prebuilt() {
   echo "PREBUILT=$PREBUILT does not load here: building, without tests"
   export NSA_PROGRAM=$PWD/build-gpu/bin/nsa
   rm -f python/nsa/{_C.so,libnsa.so.0}
+  [[ -d $bundle ]] || bundle=$PREBUILT/bundle
   TESTS=0 INSTANCES='Bf16;Half;float' HEAD_DIMS='64x64;128x128' LM=$([[ -d $bundle ]] && echo 1 || echo 0) build
 }
 if [[ -n ${PREBUILT:-} ]]; then

@@ -4,7 +4,8 @@
 #   tools/prebuilt.sh FOLDER
 #   ARCHITECTURE=90   INSTANCES="Bf16;Half;float"   HEAD_DIMS="64x64;128x128"   PYTHON=.venv/bin/python   JOBS=1
 # Without SentencePiece: besides torch it wants the libraries of C, C++ and OpenMP alone.
-# about.json says of what all that was built. Should it not load there, tools/gpu.sh builds: take `make bundle`, too.
+# about.json says of what all that was built. Should it not load there, tools/gpu.sh builds, the program only with the
+# headers of `make bundle`: if they are here, they come along.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?tools/prebuilt.sh FOLDER}
@@ -20,6 +21,10 @@ mkdir -p "$out"/{lib,bin}
 cp "$build"/lib/libnsa.so.0 "$build"/lib/libnsa_program.so python/nsa/_C.so "$out/lib/"
 cp "$build/bin/nsa" "$out/bin/"
 strip --strip-unneeded "$out"/lib/* "$out/bin/nsa"
+if [[ -d bundle/usr ]]; then
+  cp -r bundle "$out/"
+  rm -rf "$out"/bundle/usr/{src,include/g{test,mock}} "$out"/bundle/usr/lib/*/lib{g{test,mock},sentencepiece}*
+fi
 "$python" - "$out" "$(tools/hash_sources.sh)" "$(git rev-parse --short HEAD)" "$architecture" "$instances" "$dims" <<'PY'
 import json, sys, time, torch
 out, sources, commit, architecture, instances, dims = sys.argv[1:]
