@@ -26,11 +26,11 @@ TOKENS, GPUS = 2**20, [2**i for i in range(1, 11)]
 WITHIN, BEYOND = "NVLink:4:350:8", "network:10:45"
 PROBLEM = "batch 1, 64 query heads, 4 KV heads of 128, bfloat16, φ mean, one set of keys and values"
 HOW = """\
-A row is the median of five calls on the slowest rank, or of as many as three seconds allow. Exposed is what forward and backward take beyond the rank's
-attention calls alone (timed in the same run with all keys there): collectives, and also compression, copies and sums.
-Waited is for how long the device waits in collectives, the slower rank included. Efficiency is the time of one GPU of
-the same run over P times that of P. Peak is the memory that torch allocated on a rank, inputs, dO and results
-included."""
+A row is the median of five calls on the slowest rank, or of as many as three seconds allow. Exposed is what forward and
+backward take beyond the rank's attention calls alone (timed in the same run with all keys there): collectives, and also
+compression, copies and sums. Waited is for how long the device waits in collectives, the slower rank included.
+Efficiency is the time of one GPU of the same run over P times that of P. Peak is the memory that torch allocated on a
+rank, inputs, dO and results included."""
 
 
 def shown(value, digits=1):
