@@ -339,7 +339,11 @@ class Bench:
                     if why := enough(ranks, problem, cp):
                         self.skip(what, why)
                         continue
-                    self.row(problem, cp, at_once, more=first)
+                    try:
+                        self.row(problem, cp, at_once, more=first)
+                    except torch.OutOfMemoryError as error:  # on all ranks, which have equally much to keep
+                        self.failed = True
+                        self.skip(what, str(error).split(". ")[0])
 
     def bits(self):
         """The same bits in every run, and those of one rank with as many chunks."""

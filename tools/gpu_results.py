@@ -80,7 +80,7 @@ def stage(logs, name, code, seconds, command):
         found |= timings(log)
     if name == "decode":
         found |= steps(log)
-    if name == "topology":
+    if name in ("prebuilt", "topology"):
         found["text"] = log
     if name.startswith("train_long"):
         found["result"] = training(log)
