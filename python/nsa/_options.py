@@ -37,3 +37,7 @@ class NativeSparseAttention(NSAAttention, _Layer, total=False):
 
 class Decode(_Common, _Layer, total=False):
     num_new: Tensor | None
+
+
+class Prefill(Decode, total=False):
+    first_chunk: bool

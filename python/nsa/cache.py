@@ -336,7 +336,8 @@ class KVCache:
         """Waits for the device. Raises RuntimeError if a step since the last check found no room for a sequence."""
         if int(self.overflow.item()):
             self.overflow.zero_()
-            raise RuntimeError("KVCache: a step found no room for a sequence and dropped its tokens: reserve more")
+            what = "found no room for a sequence, or for a first chunk one that was not empty, and dropped its tokens"
+            raise RuntimeError(f"KVCache: a step {what}: reserve more")
 
     @checked
     def rollback(self, sequence: int, length: int) -> None:

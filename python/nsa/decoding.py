@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ._arguments import checked, like
+from ._arguments import checked
+from ._first_chunk import prefill_empty_rows
 from ._registration import call, ops
 from .cache import KVCache
 from .config import CompressionWeights
@@ -111,12 +113,49 @@ def decode(
     """
     keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
     weights = (weights_k, weights_v)
-    return _step(
-        ops.decode, q, keys, values, gates, cache, weights, indices, rope, softmax_scale, num_new, return_indices
-    )
+    step = partial(call, ops.decode)
+    return _step(step, q, keys, values, gates, cache, weights, indices, rope, softmax_scale, num_new, return_indices)
 
 
-@like(decode)
+@overload
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: KVCache,
+    *,
+    return_indices: Literal[False] = False,
+    **options: Unpack[_options.Prefill],
+) -> Tensor: ...
+
+
+@overload
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: KVCache,
+    *,
+    return_indices: Literal[True],
+    **options: Unpack[_options.Prefill],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    cache: KVCache,
+    *,
+    return_indices: bool,
+    **options: Unpack[_options.Prefill],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @checked
 def prefill(
     q: Tensor,
@@ -135,18 +174,24 @@ def prefill(
     rope: tuple[Tensor, Tensor] | None = None,
     softmax_scale: float | None = None,
     num_new: Tensor | None = None,
+    first_chunk: bool = False,
     return_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`decode` for any m >= 1: a chunk of the prompt against what the cache holds. Arguments as there."""
+    """`decode` for any m >= 1: a chunk of the prompt against what the cache holds. Arguments as there.
+
+    Args:
+        first_chunk: the rows are empty, so the chunk is attended to as a whole sequence, as by
+            `native_sparse_attention`: on a GPU with its kernels, several times as fast for long prompts. A row that is
+            not empty takes no tokens, as one without room.
+    """
     keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
     weights = (weights_k, weights_v)
-    return _step(
-        ops.prefill, q, keys, values, gates, cache, weights, indices, rope, softmax_scale, num_new, return_indices
-    )
+    step = prefill_empty_rows if first_chunk else partial(call, ops.prefill)
+    return _step(step, q, keys, values, gates, cache, weights, indices, rope, softmax_scale, num_new, return_indices)
 
 
 def _step(
-    op: Callable[..., Any],
+    step: Callable[..., Any],
     q: Tensor,
     keys: tuple[Tensor, Tensor | None, Tensor | None],
     values: tuple[Tensor, Tensor | None, Tensor | None],
@@ -159,6 +204,7 @@ def _step(
     num_new: Tensor | None,
     return_indices: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """`step` takes the arguments of the operators `decode` and `prefill`, and `names` as `call` does."""
     names = branch_names(keys[1], values[1], keys[2], values[2])
     k, k_slc, k_swa = (keys[0] if t is None else t for t in keys)
     v, v_slc, v_swa = (values[0] if t is None else t for t in values)
@@ -170,8 +216,7 @@ def _step(
         at = rows.clamp(max=cache.max_length - 1)  # idle rows and those without room
     with torch.no_grad():
         turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
-        o, selected = call(
-            op,
+        o, selected = step(
             *(turned.q, turned.k, v, turned.k_slc, v_slc, turned.k_swa, v_swa, gates),
             *cache.tensors(),
             *turned.weights_k.as_arguments(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,6 +176,7 @@ class NativeSparseAttention(nn.Module):
         *,
         cache: KVCache | None = None,
         num_new: Tensor | None = None,
+        first_chunk: bool = False,
         indices: Tensor | None = None,
         seed: int = 0,
         return_indices: bool = False,
@@ -188,6 +190,7 @@ class NativeSparseAttention(nn.Module):
             cache: x are the next S tokens per row, appended to it; no gradient. Up to 16 run as `decode`, more as
                 `prefill`. Room must have been reserved.
             num_new: int32 (B), with a cache: how many of the S tokens of each row count, default all.
+            first_chunk: with a cache: its rows are empty, as `prefill` takes it.
             indices: the blocks to attend to, as `native_sparse_attention` takes them.
             seed: of the exploration noise in training; derive it from run, step, micro-batch, rank and layer.
             return_indices: also return the blocks that the importance selects.
@@ -205,8 +208,9 @@ class NativeSparseAttention(nn.Module):
             raise ValueError("cache: must not be given to a layer with context_parallel")
         if self.context_parallel is not None and self._attend is not native_sparse_attention:
             raise ValueError("context_parallel: must be None in the layer of nsa.reference")
-        if num_new is not None and cache is None:
-            raise ValueError("num_new: must be given with a cache only")
+        for name, given in (("num_new", num_new is not None), ("first_chunk", first_chunk)):
+            if given and cache is None:
+                raise ValueError(f"{name}: must be given with a cache only")
         width = self.q_proj.weight.shape[1]
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != width:
             expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {width})"
@@ -228,7 +232,9 @@ class NativeSparseAttention(nn.Module):
         }
         arguments |= {"weights_k": self.phi_k(q.dtype), "weights_v": self.phi_v(q.dtype), "indices": indices}
         if cache is not None:
-            step: Callable[..., Any] = decode if x.shape[1] <= MAX_DECODE_TOKENS else prefill
+            step: Callable[..., Any] = decode
+            if first_chunk or x.shape[1] > MAX_DECODE_TOKENS:
+                step = functools.partial(prefill, first_chunk=first_chunk)
             o, selected = step(
                 *(q, k["cmp"], v["cmp"], gates, cache),
                 **arguments,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -289,7 +290,8 @@ class Step:
             q, k, v, k_slc, v_slc, k_swa, v_swa, gates = tensors
             keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
             options = (weights, None, rope, softmax_scale, num_new, False)
-            return _step(op, q, keys, values, gates, rows.of(layer), *options)  # type: ignore[arg-type, return-value]
+            step = partial(call, op)
+            return _step(step, q, keys, values, gates, rows.of(layer), *options)  # type: ignore[arg-type, return-value]
 
         o = q.new_empty(self.num_tokens, q.shape[1], v.shape[2])
         if self._decodes is not None:

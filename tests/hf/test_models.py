@@ -258,6 +258,25 @@ def test_what_a_cache_takes():
     assert sum(t.nbytes for t in held.tensors()[:8]) == per_token * (capacity + rings)
 
 
+def test_the_first_chunk_alone_is_a_whole_sequence(monkeypatch):
+    firsts = []
+
+    def recording(*arguments, first_chunk, **options):
+        firsts.append(first_chunk)
+        return nsa.prefill(*arguments, first_chunk=first_chunk, **options)
+
+    monkeypatch.setattr("nsa.hf.cache.prefill", recording)
+    model, ids = sparse("llama", num_hidden_layers=1), tokens(1, 60)
+    growing, fixed = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=128)
+    with torch.no_grad():
+        for cache in (growing, fixed):
+            for part in (ids[:, :20], ids[:, 20:], ids[:, :1]):
+                model(part, cache=cache, use_cache=True)
+            cache.reset()
+            model(ids, cache=cache, use_cache=True)
+    assert firsts == [True, False, True] * 2
+
+
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_a_compiled_step_on_a_cache_of_fixed_size(backend):
     model = sparse("llama", dense_layers=[1])

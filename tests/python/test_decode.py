@@ -68,6 +68,84 @@ def test_ragged_steps_and_idle_rows(backend, layer, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", [None, (60, 23, 0), (0, 0, 60), (0, 0, 0), (7, 8, 60)])
+def test_a_first_chunk_is_a_chunk(backend, layer, kind, counts):
+    """On the CPU the same bits everywhere, the cache included; steps go on from it."""
+    x, caches = torch.randn(3, 80, 32), [layer.make_cache(3, 80, **KINDS[kind]) for _ in range(2)]
+    num_new, chunk = None, x[:, :60].clone()
+    if counts is not None:
+        num_new = torch.tensor(counts, dtype=torch.int32)
+        for b, count in enumerate(counts):
+            chunk[b, count:] = torch.nan  # must not matter
+    found = []
+    for cache, first in zip(caches, (False, True), strict=True):
+        for tensor in cache.tensors()[:8]:
+            tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(1))  # what is not written stays
+        cache.reserve(80)
+        found.append(layer(chunk, cache=cache, num_new=num_new, first_chunk=first, return_indices=True))
+        cache.check()
+    same = assert_same if backend == "cuda" else lambda *both: torch.testing.assert_close(*both, rtol=0, atol=0)
+    for chunked, whole in zip((*found[0], *caches[0].tensors()), (*found[1], *caches[1].tensors()), strict=True):
+        same(whole, chunked)
+    step = (x[:, 60:63], x[:, 63:80])
+    for after in step:
+        same(*(layer(after, cache=cache) for cache in caches))
+
+
+def test_a_first_chunk_takes_empty_rows_with_room_alone(backend, layer):
+    x, cache = torch.randn(3, 40, 32), layer.make_cache(3, 80, page_size=16)
+    cache.reserve([80, 32, 48])
+    layer(x[:, :3], cache=cache, num_new=torch.tensor([3, 0, 0], dtype=torch.int32))
+    before = [tensor.clone() for tensor in cache.tensors()]
+    out, indices = layer(x, cache=cache, first_chunk=True, return_indices=True)
+    assert cache.cache_seqlens.tolist() == [3, 0, 40]
+    assert not out[:2].any() and bool((indices[:2] == -1).all())
+    assert_same(out[2:], layer(x[2:]))
+    for name, old in zip(("k_swa_ring", "v_swa_ring", "k_cmp_ring", "v_cmp_ring"), before[4:8], strict=True):
+        assert torch.equal(getattr(cache, name)[:2], old[:2])
+    pages = cache.block_table[:2][cache.block_table[:2] >= 0].long()
+    assert torch.equal(cache.k_slc[pages], before[0][pages])
+    with pytest.raises(RuntimeError, match="found no room for a sequence, or for a first chunk one that was not empty"):
+        cache.check()
+    layer(x[:, :20], cache=cache, first_chunk=True, num_new=torch.tensor([0, 20, 0], dtype=torch.int32))
+    cache.check()
+    assert cache.cache_seqlens.tolist() == [3, 20, 40]
+
+
+def test_a_first_chunk_with_given_blocks(device, layer):
+    x, caches = torch.randn(1, 100, 32), [layer.make_cache(1, 100) for _ in range(2)]
+    given = torch.tensor([0, 1, 2, -1], dtype=torch.int32).expand(1, 100, 2, 4)
+    chunked, whole = (layer(x, cache=c, indices=given, first_chunk=c is caches[1]) for c in caches)
+    assert_same(whole, chunked)
+    assert not torch.equal(whole, layer(x))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"k": (1, 9, 2, 16)}, r"k: \(1, 9, 2, 16\): expected the shape \(1, 20, ...\), as many tokens as q"),
+        ({"k": (1, 20, 4, 16)}, "prefill: v: .*expected the shape"),
+        ({"gates": (1, 19, 4, 3)}, r"gates: \(1, 19, 4, 3\): expected the shape \(1, 20, ...\)"),
+        ({"v": (20, 2, 24)}, "v: .*expected the shape"),
+        ({"num_new": torch.tensor([21], dtype=torch.int32)}, r"num_new = \[21\]: must be 0 ... m = 20"),
+        ({"num_new": torch.tensor([-1], dtype=torch.int32)}, r"num_new = \[-1\]: must be 0 ... m = 20"),
+        ({"num_new": torch.tensor([3])}, r"num_new: int64 \(1,\) on cpu: expected int32 \(1,\) on cpu"),
+        ({"num_new": torch.zeros(2, dtype=torch.int32)}, r"num_new: int32 \(2,\) on cpu: expected int32 \(1,\) on cpu"),
+        ({"indices": torch.zeros(1, 3, 2, 4, dtype=torch.int32)}, "indices: .*expected the shape"),
+        ({"rope": (torch.ones(20, 8), torch.ones(20, 8))}, "rope: 20 positions: must be at least 64"),
+    ],
+)
+def test_first_chunks_refused(layer, changes, message):
+    arguments = {"q": (1, 20, 4, 16), "k": (1, 20, 2, 16), "v": (1, 20, 2, 24), "gates": (1, 20, 4, 3)} | changes
+    arguments = {name: torch.randn(given) if name in "qkvgates" else given for name, given in arguments.items()}
+    cache = layer.make_cache(1, 64)
+    before = [tensor.clone() for tensor in cache.tensors()]
+    with pytest.raises(ValueError, match=message):
+        nsa.prefill(**arguments, cache=cache, first_chunk=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rollback_is_as_if_never_appended(backend, layer, kind):
     x = torch.randn(1, 90, 32)
     caches = [layer.make_cache(1, 140, **KINDS[kind]) for _ in range(2)]

@@ -81,6 +81,19 @@ def test_inductor(model, fresh_compiler):
             torch.testing.assert_close(out, model(x[:, i : i + 1], caches=caches[1]), rtol=1e-5, atol=1e-5)
 
 
+def test_a_compiled_first_chunk(model, fresh_compiler):
+    """Of changing lengths and counts, in one graph: the bits of eager code, the cache included."""
+    layer = model.layers[0].eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for i, m in enumerate((40, 70, 55)):
+        x, num_new = torch.randn(2, m, 32), torch.tensor([m, m // 2], dtype=torch.int32)
+        caches = [layer.make_cache(2, 96) for _ in range(2)]
+        with torch.no_grad(), torch.compiler.set_stance("default" if i < 2 else "fail_on_recompile"):
+            out = compiled(x, cache=caches[0], num_new=num_new, first_chunk=True)
+            assert torch.equal(out, layer(x, cache=caches[1], num_new=num_new, first_chunk=True))
+        assert all(torch.equal(a, b) for a, b in zip(*(cache.tensors() for cache in caches), strict=True))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(model, strict, tmp_path):
     """Saved, loaded and run at other sizes: the bits of eager code, and within 1e-5 by AOTInductor."""

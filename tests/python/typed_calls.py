@@ -18,6 +18,7 @@ def results(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: nsa.KVCache, 
     assert_type(nsa.reference.native_sparse_attention(q, k, v, gates, return_indices=True), Both)
     assert_type(nsa.decode(q, k, v, gates, cache), Tensor)
     assert_type(nsa.prefill(q, k, v, gates, cache, return_indices=True), Both)
+    assert_type(nsa.prefill(q, k, v, gates, cache, first_chunk=True), Tensor)
     assert_type(nsa.compressed_attention(q, k, v, nsa.NSAConfig()), Both)
 
 
@@ -25,4 +26,5 @@ def refused(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, cache: nsa.KVCache) 
     nsa.native_sparse_attention(q, k, v, gates, no_such_option=1)  # type: ignore[call-overload]
     nsa.native_sparse_attention(q, k, v, gates, seed="1")  # type: ignore[call-overload]
     nsa.decode(q, k, v, gates, cache, noise=0.5)  # type: ignore[call-overload]
+    nsa.decode(q, k, v, gates, cache, first_chunk=True)  # type: ignore[call-overload]
     nsa.compress(k, nsa.NSAConfig())  # type: ignore[call-arg, arg-type]

@@ -66,6 +66,7 @@ def calls() -> Calls:
         step = {name: t[:, :m] for name, t in (whole | own).items()} | phi | {"rope": (HALF, HALF)}
         step |= {"num_new": torch.tensor([m], dtype=torch.int32), "softmax_scale": 0.5, "cache": make_cache()}
         result[name] = (getattr(nsa, name), step)
+    result["first chunk"] = (nsa.prefill, step | {"cache": make_cache(), "first_chunk": True})
     x = torch.randn(1, 2, 32)
     whole |= own | phi | options | {"cfg": SMALL, "rope": (HALF, HALF)}
     result["parallel.native_sparse_attention"] = (

@@ -28,6 +28,7 @@ class _NsaLayer(Mixin):
     supports_early_init = False  # its sizes come with the first step
 
     cache: KVCache | None = None
+    empty = True  # no step has been made since there is a cache, or since the last reset
 
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
         """Makes room for `new` slots, in a cache that is made with the first."""
@@ -44,9 +45,11 @@ class _NsaLayer(Mixin):
             tokens: bool (B, m), which of the new slots hold tokens; None: all.
         """
         cache = self._append(q.shape[1], tokens, k, v, cfg)
-        num_new = None if tokens is None else tokens.sum(1, dtype=torch.int32)
-        step = decode if q.shape[1] <= MAX_DECODE_TOKENS else prefill
-        return step(q, k, v, gates, cache, num_new=num_new, **inputs)
+        inputs["num_new"] = None if tokens is None else tokens.sum(1, dtype=torch.int32)
+        first, self.empty = self.empty, False
+        if q.shape[1] <= MAX_DECODE_TOKENS:
+            return decode(q, k, v, gates, cache, **inputs)
+        return prefill(q, k, v, gates, cache, first_chunk=first, **inputs)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a sparse layer is initialized by its first step")
@@ -101,6 +104,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
     def reset(self) -> None:
         self.cache = self.seen = None
         self.slots = 0
+        self.empty = True
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -147,6 +151,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
         if self.cache is not None:
             self.cache.reset()
         self.cumulative_length.zero_()
+        self.empty = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """In place: a compiled step has the addresses."""

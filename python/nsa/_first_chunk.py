@@ -1,0 +1,132 @@
+"""The first chunk of a prompt: attention among its tokens by the operators of training, which then go to the cache.
+
+Nothing waits for the device, and sizes do not depend on what the lengths are: what a row does not take is written where
+the same value goes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._registration import call, ops
+from .config import NSAConfig
+
+_BRANCHES = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_swa", "v_swa", "gates")
+
+
+class _Cache(NamedTuple):
+    """The tensors of a cache, as the operators take them."""
+
+    k_slc: Tensor
+    v_slc: Tensor
+    k_c: Tensor
+    v_c: Tensor
+    k_swa_ring: Tensor
+    v_swa_ring: Tensor
+    k_cmp_ring: Tensor
+    v_cmp_ring: Tensor
+    cache_seqlens: Tensor
+    overflow: Tensor
+    block_table: Tensor
+    block_table_c: Tensor
+
+
+def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
+    """What the operator `prefill` does with the same arguments in rows that are empty. Others take no tokens."""
+    branches, cache, others = arguments[:8], _Cache(*arguments[8:20]), arguments[20:]
+    *layer, num_new, indices = others
+    lengths = cache.cache_seqlens
+    # An idle step of one token looks at all arguments but m and num_new, and changes nothing.
+    idle = (torch.zeros_like(lengths), None if indices is None else _first_token(indices))
+    call(ops.prefill, *map(_first_token, branches), *cache, *layer, *idle, names=names)
+    batch, m = branches[0].shape[:2]
+    for name, tensor in zip(_BRANCHES, branches, strict=True):
+        if tensor.shape[1] != m:
+            what = f"{names.get(name, name)}: {tuple(tensor.shape)}"
+            raise ValueError(f"{what}: expected the shape ({batch}, {m}, ...), as many tokens as q")
+    if num_new is None:
+        num_new = torch.full_like(lengths, m)
+    elif num_new.dtype != torch.int32 or num_new.shape != (batch,) or num_new.device != lengths.device:
+        what = f"{num_new.dtype} {tuple(num_new.shape)} on {num_new.device}".removeprefix("torch.")
+        raise ValueError(f"num_new: {what}: expected int32 ({batch},) on {lengths.device}")
+    elif (
+        num_new.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and bool(((num_new < 0) | (num_new > m)).any())
+    ):
+        raise ValueError(f"num_new = {num_new.tolist()}: must be 0 ... m = {m}")
+    # In the order of the schema: no noise, nothing packed, nothing kept for a backward but compressed keys and values.
+    o, selected, k_c, v_c, *_ = call(
+        ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names
+    )
+    taken = _append(cache, branches[1:7], (k_c, v_c), num_new.clamp(0, m), NSAConfig(*layer[-4]))
+    behind = (torch.arange(m, device=lengths.device) >= taken[:, None])[..., None, None]
+    return o.masked_fill(behind, 0.0), selected.masked_fill(behind, -1)
+
+
+def _first_token(x: Tensor) -> Tensor:
+    return x[:, :1] if x.dim() == 4 else x
+
+
+def _append(
+    cache: _Cache, branches: tuple[Tensor, ...], compressed: tuple[Tensor, Tensor], num_new: Tensor, cfg: NSAConfig
+) -> Tensor:
+    """Puts the first num_new tokens of rows that are empty and have room into the cache; returns how many, (B)."""
+    k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa = branches
+    blocks = _num_compressed(num_new, cfg)
+    room = _holds(cache.block_table, cache.k_slc, num_new) & _holds(cache.block_table_c, cache.k_c, blocks)
+    fits = room & (cache.cache_seqlens == 0)
+    cache.overflow.masked_fill_((~fits & (num_new > 0)).any(), 1)
+    num_new = num_new.where(fits, 0)
+    blocks = blocks.where(fits, 0)
+    for pool, table, tokens, count in (
+        (cache.k_slc, cache.block_table, k_slc, num_new),
+        (cache.v_slc, cache.block_table, v_slc, num_new),
+        (cache.k_c, cache.block_table_c, compressed[0], blocks),
+        (cache.v_c, cache.block_table_c, compressed[1], blocks),
+    ):
+        _to_pages(pool, table, tokens, count)
+    _to_ring(cache.k_swa_ring, k_swa, num_new)
+    _to_ring(cache.v_swa_ring, v_swa, num_new)
+    _to_ring(cache.k_cmp_ring, k_cmp, num_new)
+    _to_ring(cache.v_cmp_ring, v_cmp, num_new)
+    cache.cache_seqlens.add_(num_new)
+    return num_new
+
+
+def _num_compressed(lengths: Tensor, cfg: NSAConfig) -> Tensor:
+    """As `NSAConfig.num_compressed`."""
+    return ((lengths - cfg.kernel_size) // cfg.kernel_stride + 1).clamp(min=0)
+
+
+def _holds(table: Tensor, pool: Tensor, tokens: Tensor) -> Tensor:
+    """bool (B), whether a row's first pages are enough for so many tokens."""
+    return (table >= 0).cumprod(1).sum(1) * pool.shape[1] >= tokens
+
+
+def _to_pages(pool: Tensor, table: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """Writes the first count (B) of tokens (B, n, ...) to the pages that `table` gives a row."""
+    if tokens.shape[1] == 0:
+        return
+    at = torch.arange(tokens.shape[1], device=pool.device)
+    page = table[:, (at // pool.shape[1]).clamp(max=table.shape[1] - 1)].long()
+    slot = (at % pool.shape[1]).expand_as(page)
+    # What is not to be written becomes the first token of the row that has most, or what the pool begins with.
+    most, row = count.max(0, keepdim=True)  # (1): a number would have to be waited for
+    spare = pool[0, :1].where((most == 0)[..., None, None], tokens[:, 0].index_select(0, row))
+    valid = at < count[:, None]
+    page = page.where(valid, page[:, 0].index_select(0, row).masked_fill(most == 0, 0))
+    slot = slot.where(valid, 0)
+    pool.index_put_((page, slot), tokens.where(valid[..., None, None], spare))
+
+
+def _to_ring(ring: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """Token u goes to slot u mod ring size; of more tokens than slots the last ones."""
+    last = count.long()[:, None] - 1
+    token = last - (last - torch.arange(ring.shape[1], device=ring.device)) % ring.shape[1]
+    place = token.clamp(min=0)[..., None, None].expand(-1, -1, *tokens.shape[2:])
+    ring.copy_(tokens.gather(1, place).where((token >= 0)[..., None, None], ring))
