@@ -47,7 +47,7 @@ help:
 	@echo 'make bench      every operation and the whole against dense attention; table and JSON'
 	@echo 'make wheel      the Python package as a wheel (manylinux) and as sources (sdist) in dist/'
 	@echo 'make docs       the pages of docs/ and of the Python API as a site in build/docs/'
-	@echo 'make bundle     headers and test libraries for a machine without network, in bundle/'
+	@echo 'make bundle     headers, test libraries and transformers for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
 	@echo 'make mutation   do the tests notice planted faults?'
 	@echo 'make hostile    every fault of every call, every limit, every allocation: the long form of tests in make test'
@@ -125,7 +125,10 @@ bundle:
 	  apt-get download -q libcli11-dev libfmt-dev nlohmann-json3-dev libgtest-dev googletest \
 	    libsentencepiece-dev libsentencepiece0 \
 	    $$(apt-cache depends libfmt-dev | sed -n 's/ *Depends: //p') && \
-	  for p in *.deb; do dpkg -x $$p .; done && rm -f *.deb && rm -rf usr/share/doc && du -sh .
+	  for p in *.deb; do dpkg -x $$p .; done && rm -f *.deb && rm -rf usr/share/doc wheels && \
+	  $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m pip download -q --no-deps --dest wheels \
+	    $$(sed -n 's/^\(transformers==[^;]*\).*/\1/p' ../tools/requirements.txt) && \
+	  du -sh .
 
 format: $(READY)
 	@$(SETUP) --for lint

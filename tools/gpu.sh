@@ -5,6 +5,7 @@
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
 #   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu_scale.sh); to scale_xN.json beside $RESULTS' default
+#   tools/gpu.sh hf      a Llama through transformers (bench/llama.py); wheels in bundle/wheels are installed for it
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
@@ -12,7 +13,7 @@
 #   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
 #   BUDGET=540   scale: seconds after which no step begins or goes on
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
-# The stage bench also writes bench_cuda.json beside $RESULTS.
+# Beside $RESULTS the stage bench also writes bench_cuda.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench}
@@ -165,6 +166,15 @@ for step in $steps; do
       run stages build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
       run decode build-gpu/bin/cuda_decode
       cat "$logs/stages.log" "$logs/decode.log"
+      ;;
+    hf)
+      if compgen -G "$bundle/wheels/*.whl" >/dev/null; then
+        run wheels python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$logs/site" \
+          "$bundle"/wheels/*.whl
+        export PYTHONPATH=$logs/site:$PYTHONPATH
+      fi
+      run llama python3 bench/llama.py --json "$(dirname "$results")/llama.json"
+      cat "$logs/llama.log"
       ;;
     scale)
       source tools/gpu_scale.sh
