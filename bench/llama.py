@@ -423,7 +423,7 @@ def about(options):
     else:
         name, driver = platform.processor() or platform.machine(), ""
     return {
-        "command": shlex.join(["python", "bench/llama.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "bench/llama.py", *options.given]),
         "gpu": name,
         "driver": driver,
         "date": date.today().isoformat(),
@@ -552,6 +552,7 @@ def arguments(given):
     parser.add_argument("--repeats", type=int, default=0, help="of a figure (default: 5, of the longest texts 3)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args(given)
+    options.given = [word for word in given if word not in ("--json", str(options.json))]
     can = PARTS if options.device == "cuda" else PARTS[:-1]
     options.parts = can if options.parts is None else options.parts.split(",")
     for name in ("lengths", "batches"):
@@ -568,6 +569,8 @@ def arguments(given):
             parser.error(f"--parts {part}: must be among {', '.join(PARTS)}")
         if part not in can:
             parser.error(f"--parts {part}: needs --device cuda")
+    if options.device == "cuda" and not nsa.device_count():
+        parser.error("--device cuda: no GPU, or this build of nsa has no CUDA")
     if options.repeats < 0:
         parser.error(f"--repeats {options.repeats}: must be >= 0")
     return options

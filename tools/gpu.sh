@@ -5,7 +5,7 @@
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
 #   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu_scale.sh); to scale_xN.json beside $RESULTS' default
-#   tools/gpu.sh hf      a Llama through transformers (bench/llama.py); wheels in bundle/wheels are installed for it
+#   tools/gpu.sh hf      a Llama through transformers (bench/llama.py), with transformers from WHEELS=bundle/wheels, if it is there
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
@@ -168,10 +168,9 @@ for step in $steps; do
       cat "$logs/stages.log" "$logs/decode.log"
       ;;
     hf)
-      if compgen -G "$bundle/wheels/*.whl" >/dev/null; then
-        run wheels python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$logs/site" \
-          "$bundle"/wheels/*.whl
-        export PYTHONPATH=$logs/site:$PYTHONPATH
+      if compgen -G "${WHEELS:=$bundle/wheels}/*.whl" >/dev/null; then
+        run wheels python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$logs/site" "$WHEELS"/*.whl
+        export PYTHONPATH=$PWD/$logs/site:$PYTHONPATH
       fi
       run llama python3 bench/llama.py --json "$(dirname "$results")/llama.json"
       cat "$logs/llama.log"

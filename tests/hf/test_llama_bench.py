@@ -28,7 +28,8 @@ def test_its_figures(llama, tmp_path):
     file = tmp_path / "llama.json"
     assert run(llama, "--lengths", "40,150", "--repeats", "1", "--json", file) == 0
     found = json.loads(file.read_text())
-    assert found["commit"] and found["date"] and found["command"].startswith("python bench/llama.py")
+    assert found["commit"] and found["date"] and "--json" not in found["command"]
+    assert found["command"].startswith("python bench/llama.py --device cpu --shape tiny --lengths 40,150")
     assert set(found["prefill"]) == set(found["train"]) == {"40", "150"}
     assert set(found["decode"]) == {"40x1", "40x8", "150x1", "150x8"}
     for part in ("prefill", "train", "decode"):
