@@ -50,21 +50,22 @@ step() {
 
 if [[ $device == cuda ]]; then
   lengths=65536,262144,524288,1048576 shape=() bits=(--tokens 65536 --bits 20 --chunks 16) sizes=1,4,16,64,256,1024,2048
-  tests=()
+  tests=() training_tests=(tests/python/test_distributed.py tests/python/test_train_long.py)
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-  batches=$((128 / gpus))
+  batches=$((96 / gpus))
   train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
   train+=(--kv-heads 1 --head-dim 128 --ffn-size 3072)
   # Steps that keep the GPU busy longer than the host.
   kill=("${train[@]:0:7}" --hidden-size 512 --layers 4 --heads 8 --kv-heads 1 --head-dim 64 --steps 200 --log-every 10)
   kill+=(--save-every 40)
   at=80
-  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128 --steps 7)
+  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128 --steps 6)
   tokens=1048576 tokens_of_one=262144
 else
   lengths=1024,2048 shape=(--heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --device cpu --alone 1024) sizes=0.01,0.1
   bits=(--tokens 1024 --bits 3 --chunks 8)
   tests=(-k "bits_of_one_process and 2-float32")
+  training_tests=(tests/python/test_distributed.py -k "fsdp and not head")
   batches=20
   train=(--data python --context 128 --hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --threads 1)
   kill=("${train[@]}" --steps 300 --log-every 4 --save-every 20)
@@ -97,6 +98,8 @@ step train_all 75 python3 bench/train_ranks.py speed --ranks "$gpus" --limit 65 
 step train_long_all 100 "${ranks[@]}" examples/train_long.py "${long[@]}" --tokens "$tokens" --dp "$dp" \
   --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
 rm -rf "${runs:?}"/*
-step killed 100 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
+begin killed 100 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
   --json "$logs/killed.json" -- "${kill[@]}"
+begin parallel_training 120 python3 -m pytest -q -p no:cacheprovider "${training_tests[@]}"
+settle
 tail -n 40 "$logs"/{collectives,context_parallel,bits}.log

@@ -131,12 +131,12 @@ def training_lines(run):
             f"Rank {one['victim']} of {killed['ranks']} killed: another one {told}, torchrun ended after "
             f"{one['seconds_until_torchrun_ended']:.1f} s; `--resume` {on}."
         )
-    tests = run.stages.get("parallel", {}).get("tests")
-    if tests:
-        lines.append(
-            f"`tests/python/test_parallel.py` over NCCL: {tests['passed']} passed, {tests['failed']} failed, "
-            f"{tests['skipped']} skipped."
-        )
+    for name, what in (("parallel", "context parallelism"), ("parallel_training", "DDP, FSDP2, tensor parallelism")):
+        if tests := run.stages.get(name, {}).get("tests"):
+            lines.append(
+                f"Tests of {what} over NCCL: {tests['passed']} passed, {tests['failed']} failed, "
+                f"{tests['skipped']} skipped."
+            )
     lines += [f"{name}: {one['outcome']}." for name, one in run.stages.items() if one["outcome"] != "passed"]
     return "\n".join(fill(f"- {line}").replace("\n", "\n  ") for line in lines)
 

@@ -1,6 +1,6 @@
 """Context parallelism: N chunks give the same bits on 1, 2 and 4 processes, and what one call gives.
 
-On CPUs over gloo; NSA_PARALLEL_DEVICE=cuda: on GPUs over NCCL, as many as there are.
+On CPUs over gloo; with NSA_PARALLEL_DEVICE=cuda on GPUs over NCCL, as many as there are.
 """
 
 import os
@@ -17,14 +17,14 @@ import torch.distributed as dist
 import nsa
 from nsa.parallel import ContextParallel
 from nsa.parallel.layout import chunk_owners, divide
-from torchrun import torchrun
+from torchrun import BACKENDS, DEVICE, RANKS, torchrun
 
 CFG = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
 # A window of more tokens than a chunk.
 WIDE = nsa.NSAConfig(kernel_size=8, kernel_stride=2, block_size=32, topk=3, window_size=70)
 S, CHUNKS = 256, 8
-DEVICE = os.environ.get("NSA_PARALLEL_DEVICE", "cpu")  # cuda: NCCL between as many GPUs as there are
 DK, DV = (16, 8) if DEVICE == "cpu" else (64, 64)
+CLOSE = 1e-5 if DEVICE == "cpu" else 5e-5  # of float32 sums in another order, as in test_cuda.py
 # Documents of one token, empty, over several chunks, with ends on and beside those of chunks, blocks across chunks.
 CUTS = [0, 1, 8, 30, 32, 32, 63, 66, 128, 129, 137, 240, 251, 256]
 ODD = [0, 100, 257, 280]  # chunks of 35 tokens, no multiple of kernel_stride
@@ -180,7 +180,7 @@ def work(folder):
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=30))
+    dist.init_process_group(BACKENDS, timeout=timedelta(seconds=30))
     mesh = dist.device_mesh.init_device_mesh(DEVICE, (dist.get_world_size(),))
     results, repeated = {}, {}
     for case, options in CASES.items():
@@ -198,8 +198,8 @@ def work(folder):
 @pytest.fixture(scope="module", params=(2, 4))
 def ranks(request, tmp_path_factory):
     """What each of several ranks found."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < request.param:
-        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    if request.param > RANKS:
+        pytest.skip(f"{RANKS} GPUs")
     folder = tmp_path_factory.mktemp("ranks")
     torchrun(request.param, __file__, folder)
     return [torch.load(folder / f"{rank}.pt", map_location=DEVICE) for rank in range(request.param)]
@@ -215,7 +215,7 @@ def test_reduce_scatter(ranks, case):
             if name[:3] not in ("d_k", "d_v"):
                 assert torch.equal(found[case][name], t), name
             elif t.dtype == torch.float32:
-                assert (found[case][name] - t).abs().max() <= 1e-5 * t.abs().max(), name
+                assert (found[case][name] - t).abs().max() <= CLOSE * t.abs().max(), name
             else:
                 error, allowed = ((u[name].float() - exact[name]).norm() for u in (found[case], plain(case)))
                 assert error <= 2 * allowed, name
@@ -267,7 +267,7 @@ def test_as_one_call(case, chunks):
     for name in found.keys() - {"indices"}:
         size = exact[name].abs().max()
         if found[name].dtype == torch.float32:
-            assert (found[name] - expected[name]).abs().max() <= 1e-5 * size, name
+            assert (found[name] - expected[name]).abs().max() <= CLOSE * size, name
         else:
             error, allowed = ((t[name].float() - exact[name]).norm() for t in (found, expected))
             assert error <= 2 * allowed, name
@@ -286,7 +286,7 @@ def test_layer(ranks):
     for *_, found, _ in ranks:
         assert found.keys() == expected.keys()
         for name, t in expected.items():
-            assert (found[name] - t).abs().max() <= 2e-5 * t.abs().max(), name
+            assert (found[name] - t).abs().max() <= 2 * CLOSE * t.abs().max(), name
 
 
 def test_the_layer_of_the_reference_refuses():

@@ -254,7 +254,7 @@ def test_the_guide_is_written(page, tmp_path):
         "`train_long.py --cp 2` on 2: 300,000 tokens/s, 5.500 nats per byte in step 1, 4.250 in step 2.",
         "Rank 0 of 2 killed: another one said so after 6.2 s, torchrun ended after 7.5 s; `--resume` went on to its",
         "Rank 1 of 2 killed: another one said nothing, torchrun ended after 31.0 s; `--resume` failed.",
-        "over NCCL: 70 passed, 1 failed, 20 skipped.",
+        "Tests of context parallelism over NCCL: 70 passed, 1 failed, 20 skipped.",
         "killed: failed.",
         "Not run: 4, 8 GPUs",
         "are those measured on 2 x GPU",

@@ -1,4 +1,7 @@
-"""examples/train_long.py: however many gloo processes share the work, the losses are those of one."""
+"""examples/train_long.py: however many processes share the work, the losses are those of one.
+
+On CPUs over gloo; with NSA_PARALLEL_DEVICE=cuda on GPUs over NCCL, as many as there are.
+"""
 
 import os
 import re
@@ -11,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchrun import torchrun
+from torchrun import BACKENDS, DEVICE, RANKS, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-COMMON = "--steps 4 --save-every 2 --tokens 1536 --head-dim 16".split()
+COMMON = f"--steps 4 --save-every 2 --tokens 1536 --head-dim {16 if DEVICE == 'cpu' else 64}".split()
 # For a number of processes: name, options, and the run whose second step it goes on from.
 RUNS = {
     4: {"cp x tp": ("--cp 2 --tp 2", None), "dp x cp": ("--dp 2 --cp 2", None)},
@@ -27,6 +30,11 @@ RUNS = {
         "tp, on from dp x cp": ("--tp 2 --resume", "dp x cp"),
     },
 }
+if RANKS < 4:
+    del RUNS[4]
+    RUNS[2] = {name: run for name, run in RUNS[2].items() if run[1] is None}
+    RUNS[2] |= {f"{way}, on from alone": (f"--{way} 2 --resume", "alone") for way in ("dp", "tp")}
+pytestmark = pytest.mark.skipif(RANKS < 2, reason=f"{RANKS} GPUs")
 
 
 def work(folder):
@@ -34,7 +42,9 @@ def work(folder):
     import train_long
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKENDS, timeout=timedelta(seconds=30))
     losses = {}
     for name, (options, _) in RUNS[dist.get_world_size()].items():
         given = [*options.split(), "--out", f"{folder}/{name}", *COMMON]

@@ -1,10 +1,17 @@
-"""Programs under torchrun, as tests start them."""
+"""Programs on several ranks, as tests start them: gloo on CPUs, or NCCL on GPUs with NSA_PARALLEL_DEVICE=cuda."""
 
 import os
 import subprocess
 import sys
 
+import torch
+
+DEVICE = os.environ.get("NSA_PARALLEL_DEVICE", "cpu")
+BACKENDS = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+RANKS = 4 if DEVICE == "cpu" else torch.cuda.device_count()  # at most
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+if DEVICE == "cpu":
+    ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def torchrun(ranks, file, *arguments, timeout=120):
