@@ -4,6 +4,7 @@
 if gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) && ((gpus)); then
   device=cuda
   results=${RESULTS:-bench/results/scale_x$gpus.json}
+  ((gpus > 1)) || { echo "scale: this machine has one GPU, two are needed" >&2 && exit 1; }
 else
   device=cpu gpus=2
   results=${RESULTS:-$logs/rehearsal.json}
