@@ -65,6 +65,26 @@ def test_use_backend(monkeypatch):
             nsa.use_backend("cuda")
 
 
+ALONE = """
+import sys
+for absent in ("numpy", "transformers", "accelerate", "safetensors", "matplotlib"):
+    sys.modules[absent] = None  # an import of it fails
+import warnings
+warnings.simplefilter("ignore")  # torch's, that numpy is not there
+import torch
+import nsa
+layer = nsa.NativeSparseAttention(32, 4, 2, 8)
+layer(torch.randn(1, 40, 32)).sum().backward()
+cache = layer.make_cache(1, 64)
+layer(torch.randn(1, 40, 32), cache=cache)
+"""
+
+
+def test_torch_is_all_that_it_needs():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_report_needs():
     done = subprocess.run([sys.executable, "-m", "nsa"], capture_output=True, text=True, check=True)
     for what in (f"nsa {nsa.__version__}", f"torch {torch.__version__}", "cpu: float32", "chosen: ", "CUDA devices"):
