@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 nsa=${NSA:-build/bin/nsa}
 out=${OUT:-build/bench}
 mkdir -p "$out"
+export COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}  # which the results name
 missed=0
 measure() {  # dtype, lengths, further options
   "$nsa" bench --dtype "$1" --lengths "$2" --json "$out/$1.json" --goals "${@:3}" 2>&1 | tee "$out/$1.txt" || missed=1
