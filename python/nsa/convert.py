@@ -296,7 +296,10 @@ def _understanding(path: Path) -> Iterator[None]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
+    numbers = text.split(",") if text else []
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text}: must be numbers >= 0 with commas between them")
+    return [int(number) for number in numbers]
 
 
 def _rope_parameters(model: dict[str, Any]) -> dict[str, Any]:

@@ -174,6 +174,15 @@ def test_models_that_cannot_be_converted_in_memory():
         convert(dense("qwen3", use_sliding_window=True, sliding_window=16))
 
 
+@pytest.mark.parametrize("option", ["--dense-layers=-1", "--dense-layers=0,x", "--lengths=2,-1", "--lengths=1,"])
+def test_options_that_are_no_numbers(capsys, option):
+    with pytest.raises(SystemExit) as ended:
+        main(["src", "out", option])
+    name, _, text = option.partition("=")
+    message = f"argument {name}: {text}: must be numbers >= 0 with commas between them"
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_as_a_program(tmp_path):
     dense("llama").save_pretrained(tmp_path / "src")
     command = [sys.executable, "-m", "nsa.convert", str(tmp_path / "src"), str(tmp_path / "out"), "--lengths=0"]
