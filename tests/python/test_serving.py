@@ -133,6 +133,10 @@ WRONG = {
         "block_table": torch.zeros(2, 3, dtype=torch.int32)
     },
     "page_size = 0: must be >= 1": {"page_size": 0},
+    r"seq_lens_cpu_upper_bound: \[5, 19, 33\]: must be at least \[5, 20, 33\], seq_lens": {
+        "seq_lens_cpu_upper_bound": [5, 19, 33]
+    },
+    r"seq_lens_cpu_upper_bound: \[5, 20\]: must be at least \[5, 20, 33\]": {"seq_lens_cpu_upper_bound": [5, 20]},
 }
 
 
@@ -178,6 +182,18 @@ def test_a_page_that_the_layer_lacks_changes_nothing(name):
     with pytest.raises(ValueError, match=rf"^{name}: page 9: must be below \d, the pages of the layer"):
         step.attend(layer, *inputs())
     assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
+
+
+@pytest.mark.parametrize(("bounds", "firsts"), [(None, 1), ([5, 20, 33], 1), ([99, 21, 99], 0)])
+def test_a_chunk_that_begins_its_prompt(bounds, firsts, monkeypatch):
+    """It is known by the lengths on the host, and has the same bits either way."""
+    calls, real = [], nsa.serving.prefill_empty_rows
+    monkeypatch.setattr("nsa.serving.prefill_empty_rows", lambda *a, **named: calls.append(1) or real(*a, **named))
+    given, layers = inputs(), (memory(), memory())
+    found = Step(**good() | {"seq_lens_cpu_upper_bound": bounds}).attend(layers[0], *given)
+    assert len(calls) == firsts
+    expected = Step(**good() | {"seq_lens_cpu_upper_bound": [48] * 3}).attend(layers[1], *given)
+    assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
 
 
 def test_no_other_memory_changes():
