@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._arguments import check_type, check_usable
 from ._registration import call, ops
 from .config import NSAConfig
 
@@ -50,15 +51,8 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
             raise ValueError(f"{what}: expected the shape ({batch}, {m}, ...), as many tokens as q")
     if num_new is None:
         num_new = torch.full_like(lengths, m)
-    elif num_new.dtype != torch.int32 or num_new.shape != (batch,) or num_new.device != lengths.device:
-        what = f"{num_new.dtype} {tuple(num_new.shape)} on {num_new.device}".removeprefix("torch.")
-        raise ValueError(f"num_new: {what}: expected int32 ({batch},) on {lengths.device}")
-    elif (
-        num_new.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and bool(((num_new < 0) | (num_new > m)).any())
-    ):
-        raise ValueError(f"num_new = {num_new.tolist()}: must be 0 ... m = {m}")
+    else:
+        _check_num_new(num_new, m, lengths)
     # In the order of the schema: no noise, nothing packed, nothing kept for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
         ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names
@@ -66,6 +60,19 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
     taken = _append(cache, branches[1:7], (k_c, v_c), num_new.clamp(0, m), NSAConfig(*layer[-4]))
     behind = (torch.arange(m, device=lengths.device) >= taken[:, None])[..., None, None]
     return o.masked_fill(behind, 0.0), selected.masked_fill(behind, -1)
+
+
+def _check_num_new(num_new: Tensor, m: int, lengths: Tensor) -> None:
+    """Raises what the operator raises; values on a GPU are clamped instead, as there."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        check_type("num_new", num_new, Tensor)
+        check_usable("num_new", num_new)
+    if num_new.dtype != torch.int32 or num_new.shape != lengths.shape or num_new.device != lengths.device:
+        what = f"{num_new.dtype} {tuple(num_new.shape)} on {num_new.device}".removeprefix("torch.")
+        raise ValueError(f"num_new: {what}: expected int32 {tuple(lengths.shape)} on {lengths.device}")
+    if not compiling and num_new.device.type == "cpu" and bool(((num_new < 0) | (num_new > m)).any()):
+        raise ValueError(f"num_new = {num_new.tolist()}: must be 0 ... m = {m}")
 
 
 def _first_token(x: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class NativeSparseAttention(nn.Module):
         num_new: Tensor | None = None,
         first_chunk: bool = False,
         indices: Tensor | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         return_indices: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention over whole sequences, or, with a cache, of new tokens to all that the cache holds.
@@ -192,7 +192,8 @@ class NativeSparseAttention(nn.Module):
             num_new: int32 (B), with a cache: how many of the S tokens of each row count, default all.
             first_chunk: with a cache: its rows are empty, as `prefill` takes it.
             indices: the blocks to attend to, as `native_sparse_attention` takes them.
-            seed: of the exploration noise in training; derive it from run, step, micro-batch, rank and layer.
+            seed: of the exploration noise, which needs it in training; derive it from run, step, micro-batch, rank and
+                layer.
             return_indices: also return the blocks that the importance selects.
 
         Returns:
@@ -211,6 +212,9 @@ class NativeSparseAttention(nn.Module):
         for name, given in (("num_new", num_new is not None), ("first_chunk", first_chunk)):
             if given and cache is None:
                 raise ValueError(f"{name}: must be given with a cache only")
+        noise = self.noise if self.training else 0.0
+        if noise and seed is None:
+            raise ValueError(f"seed: must be given in training with noise = {noise}: another one for each step")
         width = self.q_proj.weight.shape[1]
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != width:
             expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {width})"
@@ -249,8 +253,8 @@ class NativeSparseAttention(nn.Module):
             arguments |= {
                 "cfg": self.cfg,
                 "rope": self._tables(longest, x.device),
-                "noise": self.noise if self.training else 0.0,
-                "seed": seed,
+                "noise": noise,
+                "seed": 0 if seed is None else seed,
                 "return_indices": True,
             }
             if cp is None:
