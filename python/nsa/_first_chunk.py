@@ -59,7 +59,7 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
     )
     taken = _append(cache, branches[1:7], (k_c, v_c), num_new.clamp(0, m), NSAConfig(*layer[-4]))
     behind = (torch.arange(m, device=lengths.device) >= taken[:, None])[..., None, None]
-    return o.masked_fill(behind, 0.0), selected.masked_fill(behind, -1)
+    return o.masked_fill_(behind, 0.0), selected.masked_fill_(behind, -1)
 
 
 def _check_num_new(num_new: Tensor, m: int, lengths: Tensor) -> None:

@@ -424,17 +424,21 @@ class KVCache:
     def release(self, sequence: int) -> None:
         """Empties a row and gives its pages back to the pool (a contiguous row keeps its page)."""
         self.cache_seqlens[self._row("sequence", sequence)] = 0
-        self._longest[sequence] = 0
-        if not self.contiguous:
-            self._pages.release(sequence)
-            self._pages_c.release(sequence)
-            self._set_pages(self._pages, self._pages_c)
+        self._release([sequence])
 
     def reset(self) -> None:
         """Empties every row, as `release` does, and forgets that a step found no room."""
-        for row in range(self.batch_size):
-            self.release(row)
+        self.cache_seqlens.zero_()
+        self._release(range(self.batch_size))
         self.overflow.zero_()
+
+    def _release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._longest[row] = 0
+            if not self.contiguous:
+                self._pages.release(row)
+                self._pages_c.release(row)
+        self._set_pages(self._pages, self._pages_c)
 
     @checked
     def select(self, rows: Sequence[int] | Tensor) -> None:
