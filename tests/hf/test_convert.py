@@ -172,6 +172,10 @@ def test_models_that_cannot_be_converted_in_memory():
         convert(sparse("llama"))
     with pytest.raises(ValueError, match=r"^sliding_window = 16: must be None"):
         convert(dense("qwen3", use_sliding_window=True, sliding_window=16))
+    model = dense("llama")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"^quantization_config: must be absent"):
+        convert(model)
 
 
 @pytest.mark.parametrize("option", ["--dense-layers=-1", "--dense-layers=0,x", "--lengths=2,-1", "--lengths=1,"])

@@ -277,6 +277,18 @@ def test_the_first_chunk_alone_is_a_whole_sequence(monkeypatch):
     assert firsts == [True, False, True] * 2
 
 
+def test_a_cache_of_fixed_size_that_is_full():
+    model, cache = sparse("llama"), StaticCache(config=sparse("llama").config, max_cache_len=50)
+    with torch.no_grad():
+        model(tokens(2, 48), cache=cache, use_cache=True)
+        before = [tensor.clone() for layer in cache.layers for tensor in layer.cache.tensors()]
+        with pytest.raises(ValueError, match=r"^max_cache_len = 50: must be at least 51, the slots needed"):
+            model(tokens(2, 3), cache=cache, use_cache=True)
+        after = [tensor for layer in cache.layers for tensor in layer.cache.tensors()]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)) and cache.get_seq_length() == 48
+        model(tokens(2, 2), cache=cache, use_cache=True)
+
+
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_a_compiled_step_on_a_cache_of_fixed_size(backend):
     model = sparse("llama", dense_layers=[1])

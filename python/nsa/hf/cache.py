@@ -159,6 +159,10 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
             self.cache.select(beam_idx)
 
     def _append(self, new: int, tokens: Tensor | None, k: Tensor, v: Tensor, cfg: NSAConfig) -> KVCache:
+        if k.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would have to be waited for
+            needed = int(self.cumulative_length) + new
+            if needed > self.max_cache_len:
+                raise ValueError(f"max_cache_len = {self.max_cache_len}: must be at least {needed}, the slots needed")
         if self.cache is None:
             self.cache = _new_cache(k.shape[0], self.max_cache_len, k, v, cfg)
             self.cumulative_length = self.cumulative_length.to(k.device)

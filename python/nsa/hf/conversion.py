@@ -51,6 +51,8 @@ def convert(
         ValueError: another architecture, or an option that does not fit it.
     """
     options = {**(nsa or {}), "share_kv": not separate_kv, "phi": phi}
+    if getattr(model.config, "quantization_config", None):
+        raise ValueError("quantization_config: must be absent")
     config = sparse_config(model.config, type(model).__name__, options, dense_layers)
     with torch.device(model.device):
         result = SPARSE_MODELS[type(config)]._from_config(config, dtype=model.dtype)
