@@ -214,7 +214,7 @@ class NativeSparseAttention(nn.Module):
                 raise ValueError(f"{name}: must be given with a cache only")
         noise = self.noise if self.training else 0.0
         if noise and seed is None:
-            raise ValueError(f"seed: must be given in training with noise = {noise}: another one for each step")
+            raise ValueError("seed: None: must be given in training with noise, another one for each step")
         width = self.q_proj.weight.shape[1]
         if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != width:
             expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {width})"
