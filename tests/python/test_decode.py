@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa
 from devices import head_dims
@@ -143,6 +144,19 @@ def test_first_chunks_refused(layer, changes, message):
     with pytest.raises(ValueError, match=message):
         nsa.prefill(**arguments, cache=cache, first_chunk=True)
     assert all(torch.equal(a, b) for a, b in zip(before, cache.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_made_on_another_device(kind):
+    """Steps on a GPU, played without one: an operation on tensors of two devices would fail."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with torch.device("cuda"):
+            layer = nsa.NativeSparseAttention(32, 4, 2, 64, cfg=SMALL, phi="mean").requires_grad_(False)
+            cache, x = layer.make_cache(2, 96, **KINDS[kind]), torch.randn(2, 40, 32)
+            counts = torch.full((2,), 30, dtype=torch.int32)
+        for options in ({"first_chunk": True}, {"first_chunk": True, "num_new": counts}, {}, {"num_new": counts}):
+            assert layer(x, cache=cache, **options).device.type == "cuda"
+        assert layer(x[:, :3], cache=cache).device.type == "cuda"
 
 
 @pytest.mark.parametrize("kind", KINDS)
