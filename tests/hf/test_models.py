@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -275,6 +276,18 @@ def test_the_first_chunk_alone_is_a_whole_sequence(monkeypatch):
             cache.reset()
             model(ids, cache=cache, use_cache=True)
     assert firsts == [True, False, True] * 2
+
+
+@BOTH
+def test_nothing_is_made_on_another_device(name):
+    """Forwards and steps on a GPU, played without one: an operation on tensors of two devices would fail."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with torch.device("cuda"):
+            model, ids = sparse(name, head_dim=64), tokens(2, 60)
+        assert model(ids, use_cache=False).logits.device.type == "cuda"
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+            for part in (ids, ids[:, :1]):
+                assert model(part, cache=cache, use_cache=True).logits.device.type == "cuda"
 
 
 def test_a_cache_of_fixed_size_that_is_full():
