@@ -361,7 +361,9 @@ def equality(device, dtype):
     """Errors of the logits against float64, and the bound: twice those of plain torch, and 1e-5 of the largest."""
     torch.manual_seed(1)
     length, prompt, short = 1024, 360, 376  # of the short one all blocks are selected, whoever selects them
-    dense = LlamaForCausalLM(configuration("tiny", length))
+    config = configuration("tiny", length)
+    config.initializer_range = config.hidden_size**-0.5  # with less, attention hardly counts
+    dense = LlamaForCausalLM(config)
     weights = nsa.hf.convert(dense, nsa={"topk": 6, "window_size": 128}, phi="linear").eval()
     for layer in weights.model.layers:  # gates that let all branches count
         nn.init.normal_(layer.self_attn.gate[2].weight, std=0.2)
@@ -370,9 +372,10 @@ def equality(device, dtype):
     ids = torch.randint(weights.config.vocab_size, (1, length))
 
     def logits(where, kind, implementation, given=None):
-        model = type(weights)._from_config(weights.config, attn_implementation=implementation)
+        # Made in its dtype: `to` would round the rotation's frequencies, too.
+        model = type(weights)._from_config(weights.config, dtype=kind, attn_implementation=implementation)
         model.load_state_dict(weights.state_dict())
-        model.to(where, kind).eval()
+        model.to(where).eval()
         kept = []
         with selections(kept, given):
             whole = model(ids.to(where), use_cache=False).logits
