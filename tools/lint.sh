@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Formatting, ruff, types, whether includes run one way, the mutations still fit the code and the documents agree with
-# the tree, and clang-tidy over the library's scalar code (the kernels' intrinsics only add noise).
+# Formatting, ruff, types, whether includes run one way and a folder is a namespace, whether the mutations still fit the
+# code and the documents agree with the tree, and clang-tidy over the library's scalar code (the kernels' intrinsics only
+# add noise).
 set -u
 cd "$(dirname "$0")/.."
 failed=0
 tools/format.sh --check || failed=1
 ruff check -q . || failed=1
 mypy --no-error-summary || failed=1
-python3 tools/check_includes.py || failed=1
+python3 tools/check_folders.py || failed=1
 python3 tests/mutation/run.py --check || failed=1
 python3 tools/check_docs.py || failed=1
 python3 tools/performance.py --check || failed=1

@@ -13,7 +13,7 @@
 #include "base/error.h"
 #include "nsa/backend.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 namespace {
 
 /// Why libnsa or LibTorch cannot use a device; empty if both can. libtorch_cuda.so, which registers torch's CUDA
@@ -104,4 +104,4 @@ at::Tensor upload(const at::Tensor& host, at::Device device) {
   return host.pin_memory().to(device, host.scalar_type(), /*non_blocking=*/true);
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -6,7 +6,7 @@
 
 #include <string>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 struct DeviceChoice {
   at::Device device = at::kCPU;
@@ -35,4 +35,4 @@ void make_torch_deterministic(at::Device device);
 /// A host tensor on `device`; the host does not wait for the copy.
 at::Tensor upload(const at::Tensor& host, at::Device device);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

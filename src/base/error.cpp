@@ -1,6 +1,6 @@
 #include "base/error.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 
 void check(const Status& status) {
   if (status.code() == StatusCode::kUnsupported) throw Error(status.message());
@@ -8,4 +8,4 @@ void check(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

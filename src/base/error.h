@@ -5,7 +5,7 @@
 
 #include "nsa/status.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// The user's input is at fault, a bad file, option or configuration. Exit code 2.
 class Error : public std::runtime_error {
@@ -23,4 +23,4 @@ class Failure : public std::runtime_error {
 /// else std::runtime_error.
 void check(const Status& status);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

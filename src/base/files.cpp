@@ -15,7 +15,7 @@
 
 #include "base/error.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 namespace {
 
 namespace fs = std::filesystem;
@@ -162,4 +162,4 @@ void remove_file(const std::string& path) {
   if (::unlink(path.c_str()) != 0 && errno != ENOENT) throw_errno(path, "cannot be removed");
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// A file descriptor that closes itself.
 class Descriptor {
@@ -72,4 +72,4 @@ void flush_to_disk(const std::string& path);
 /// Nothing there is fine. Throws as throw_errno() does.
 void remove_file(const std::string& path);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

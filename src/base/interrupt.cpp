@@ -1,6 +1,6 @@
 #include "base/interrupt.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 namespace {
 
 constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP};
@@ -26,4 +26,4 @@ InterruptGuard::~InterruptGuard() {
 
 int InterruptGuard::signal() const { return g_signal; }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -4,7 +4,7 @@
 #include <array>
 #include <csignal>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// While it lives, the first SIGINT, SIGTERM or SIGHUP sets the flag; a second of its kind ends the program as usual.
 /// A signal that was ignored before (nohup, a job in the background) stays ignored.
@@ -22,4 +22,4 @@ class InterruptGuard {
   std::array<struct sigaction, 3> before_;
 };
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 namespace {
 
 constexpr int kMostLevels = 64;
@@ -48,4 +48,4 @@ std::string shown(const nlohmann::json& value) {
   return shortened(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// Throws Error, which begins with `where`, unless `text` is JSON whose objects and arrays nest at most 64 deep and
 /// whose objects have no field twice. What takes a json apart, copies or prints it recurses once a level.
@@ -19,4 +19,4 @@ std::string shortened(const std::string& text);
 /// The same of a value, whatever bytes it has.
 std::string shown(const nlohmann::json& value);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

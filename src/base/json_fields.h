@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "base/json.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 
 class FieldReader {
  public:
@@ -104,4 +104,4 @@ class FieldReader {
   std::set<std::string> seen_;
 };
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

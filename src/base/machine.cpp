@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "nsa/backend.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 
 std::string cpu_name() {
   std::ifstream file("/proc/cpuinfo");
@@ -49,4 +49,4 @@ nlohmann::json machine_json(int threads, at::Device device) {
   return machine;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -6,7 +6,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// "AMD EPYC 9654", as the operating system tells; "unknown" where it does not.
 std::string cpu_name();
@@ -18,4 +18,4 @@ std::string driver_version();
 /// backend that a call on the device would take, and its variant.
 nlohmann::json machine_json(int threads, at::Device device);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -4,7 +4,7 @@
 
 #include "base/error.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 
 CompressionKind compression_kind(const std::string& name) {
   for (const auto kind : {CompressionKind::kMean, CompressionKind::kLinear, CompressionKind::kMlp}) {
@@ -13,4 +13,4 @@ CompressionKind compression_kind(const std::string& name) {
   throw Error(fmt::format("phi = '{}': must be mean, linear or mlp", name));
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

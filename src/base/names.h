@@ -5,9 +5,9 @@
 
 #include "nsa/operations.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// "mean", "linear" or "mlp". Throws Error for any other name.
 CompressionKind compression_kind(const std::string& name);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

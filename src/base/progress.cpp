@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdio>
 
-namespace nsa::lm {
+namespace nsa::base {
 namespace {
 
 constexpr int kBarWidth = 24;
@@ -60,4 +60,4 @@ std::string format_duration(double seconds) {
   return fmt::format("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

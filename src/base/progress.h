@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 class Progress {
  public:
@@ -36,4 +36,4 @@ class Progress {
 /// "1:02:03" or "2:03"
 std::string format_duration(double seconds);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 /// SplitMix64's finaliser: a bijection that mixes all bits.
 inline std::uint64_t mix(std::uint64_t x) {
@@ -59,4 +59,4 @@ void shuffle(std::vector<T>& values, std::uint64_t seed) {
   for (std::size_t i = values.size(); i > 1; --i) std::swap(values[i - 1], values[random.below(i)]);
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

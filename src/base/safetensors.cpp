@@ -15,7 +15,7 @@
 #include "base/json.h"
 #include "base/random.h"
 
-namespace nsa::lm {
+namespace nsa::base {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
@@ -155,4 +155,4 @@ std::string write_safetensors(const std::string& path, const std::vector<StoredT
   return sum;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

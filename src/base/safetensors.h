@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace nsa::lm {
+namespace nsa::base {
 
 struct StoredTensor {
   std::string name;
@@ -43,4 +43,4 @@ class SafetensorsFile {
 /// Replaces `path` as replace_file() does; returns the checksum that the file carries of its content.
 std::string write_safetensors(const std::string& path, const std::vector<StoredTensor>& tensors, Metadata metadata);
 
-}  // namespace nsa::lm
+}  // namespace nsa::base

@@ -3,18 +3,16 @@
 #include <algorithm>
 #include <stdexcept>
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
-BenchCost cost(double flop, double bytes) { return {1e-9 * flop, static_cast<std::int64_t>(bytes), 0}; }
+Cost cost(double flop, double bytes) { return {1e-9 * flop, static_cast<std::int64_t>(bytes), 0}; }
 
-BenchCost operator+(const BenchCost& a, const BenchCost& b) {
-  return {a.gflop + b.gflop, a.bytes + b.bytes, a.gathered + b.gathered};
-}
+Cost operator+(const Cost& a, const Cost& b) { return {a.gflop + b.gflop, a.bytes + b.bytes, a.gathered + b.gathered}; }
 
 }  // namespace
 
-BenchCosts::BenchCosts(const BenchDims& dims, std::int64_t length)
+Costs::Costs(const Dims& dims, std::int64_t length)
     : dims_(dims),
       length_(static_cast<double>(length)),
       blocks_(static_cast<double>(dims.nsa.num_compressed(length))),
@@ -37,9 +35,9 @@ BenchCosts::BenchCosts(const BenchDims& dims, std::int64_t length)
     causal_pairs_ += static_cast<double>(t + 1);
   }
   const double elements = length_ * heads_ * dv_;
-  const BenchCost choose =
+  const Cost choose =
       cost(2 * compressed_pairs_ * heads_ * dk_, q_ + blocks_ * kv_heads_ * dk_ * element_ + row_ + indices_);
-  const BenchCost sum = cost(5 * elements, 4 * o_ + gates_);
+  const Cost sum = cost(5 * elements, 4 * o_ + gates_);
   table_ = {
       {"compressed_attention", attention(compressed_pairs_, blocks_)},
       {"select_blocks", choose},
@@ -68,10 +66,10 @@ BenchCosts::BenchCosts(const BenchDims& dims, std::int64_t length)
 }
 
 /// Bytes of `rows` rows of keys and values.
-double BenchCosts::keys_and_values(double rows) const { return rows * kv_heads_ * (dk_ + dv_) * element_; }
+double Costs::keys_and_values(double rows) const { return rows * kv_heads_ * (dk_ + dv_) * element_; }
 
 /// Bytes of phi's weights, for keys and for values.
-double BenchCosts::weights(CompressionKind phi) const {
+double Costs::weights(CompressionKind phi) const {
   double count = 0;
   for (const double d : {dk_, dv_}) {
     const double flat = d * dims_.nsa.kernel_size;
@@ -82,33 +80,33 @@ double BenchCosts::weights(CompressionKind phi) const {
 }
 
 /// S = Q K^T and O = P V.
-BenchCost BenchCosts::attention(double pairs, double keys) const {
+Cost Costs::attention(double pairs, double keys) const {
   return cost(2 * pairs * heads_ * (dk_ + dv_), q_ + keys_and_values(keys) + o_ + row_);
 }
 
 /// S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q.
-BenchCost BenchCosts::attention_backward(double pairs, double keys) const {
+Cost Costs::attention_backward(double pairs, double keys) const {
   return cost(2 * pairs * heads_ * (3 * dk_ + 2 * dv_), 2 * (q_ + o_ + keys_and_values(keys)) + row_);
 }
 
 /// A stage: S, dP and dQ, from three numbers a row: lse, delta and gate.
-BenchCost BenchCosts::query_gradient(double pairs, double keys) const {
+Cost Costs::query_gradient(double pairs, double keys) const {
   return cost(2 * pairs * heads_ * (2 * dk_ + dv_), 2 * q_ + o_ + keys_and_values(keys) + 3 * row_);
 }
 
 /// A stage: S, dP, dV and dK.
-BenchCost BenchCosts::key_gradients(double pairs, double keys) const {
+Cost Costs::key_gradients(double pairs, double keys) const {
   return cost(2 * pairs * heads_ * (2 * dk_ + 2 * dv_), q_ + o_ + 2 * keys_and_values(keys) + 3 * row_);
 }
 
 /// With the indices, and what is gathered by them.
-BenchCost BenchCosts::selected(BenchCost cost) const {
+Cost Costs::selected(Cost cost) const {
   cost.bytes += static_cast<std::int64_t>(indices_);
   cost.gathered = static_cast<std::int64_t>(keys_and_values(selected_pairs_));
   return cost;
 }
 
-BenchCost BenchCosts::compress(CompressionKind phi, bool backward) const {
+Cost Costs::compress(CompressionKind phi, bool backward) const {
   double flop = 0;  // of a block
   for (const double d : {dk_, dv_}) {
     const double flat = d * dims_.nsa.kernel_size, first = 2 * flat * 2 * d, second = 2 * 2 * d * d;
@@ -123,18 +121,18 @@ BenchCost BenchCosts::compress(CompressionKind phi, bool backward) const {
 
 /// Attention to the raw tokens, which are read once whatever happens in between; the backward starts from the inputs
 /// and o's gradient, and writes a gradient for each input.
-BenchCost BenchCosts::whole(double pairs, bool backward) const {
-  BenchCost result = cost(attention(pairs, 0).gflop * 1e9, q_ + keys_and_values(length_) + o_);
+Cost Costs::whole(double pairs, bool backward) const {
+  Cost result = cost(attention(pairs, 0).gflop * 1e9, q_ + keys_and_values(length_) + o_);
   if (!backward) return result;
   return {result.gflop + attention_backward(pairs, 0).gflop, 2 * result.bytes, 0};
 }
 
-BenchCost BenchCosts::of(const std::string& name, CompressionKind phi) const {
+Cost Costs::of(const std::string& name, CompressionKind phi) const {
   if (name == "compress") return compress(phi, false);
   if (name == "compress_backward") return compress(phi, true);
   if (name == "forward" || name == "forward_backward") {
     const bool backward = name != "forward";
-    BenchCost result = whole(compressed_pairs_ + selected_pairs_ + window_pairs_, backward);
+    Cost result = whole(compressed_pairs_ + selected_pairs_ + window_pairs_, backward);
     result.gflop += compress(phi, false).gflop + (backward ? compress(phi, true).gflop : 0);
     result.bytes += static_cast<std::int64_t>((backward ? 2 : 1) * (gates_ + weights(phi)));
     return result;
@@ -144,4 +142,4 @@ BenchCost BenchCosts::of(const std::string& name, CompressionKind phi) const {
   return found->second;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -10,47 +10,47 @@
 
 #include "nsa/config.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 
-struct BenchDims {
+struct Dims {
   std::int64_t num_heads = 16, num_kv_heads = 1, head_dim = 128, v_head_dim = 128;
   bool bfloat16 = true;  // else float32
   NSAConfig nsa;
 };
 
-struct BenchCost {
+struct Cost {
   double gflop = 0;
   std::int64_t bytes = 0;
   std::int64_t gathered = 0;  // selected attention: bytes of the keys and values that each query visits, in all
 };
 
 /// Of one sequence.
-class BenchCosts {
+class Costs {
  public:
-  BenchCosts(const BenchDims& dims, std::int64_t length);
+  Costs(const Dims& dims, std::int64_t length);
 
   /// `name`: an operation of libnsa, its backward ("combine", "compress_backward", ...), a whole ("forward",
   /// "forward_backward", the same after "dense_" or "plain_"), or a stage of a whole as Context::on_stage tells it.
   /// phi matters where it compresses. Throws std::logic_error for any other name.
-  BenchCost of(const std::string& name, CompressionKind phi = CompressionKind::kMean) const;
+  Cost of(const std::string& name, CompressionKind phi = CompressionKind::kMean) const;
 
  private:
   double keys_and_values(double rows) const;
   double weights(CompressionKind phi) const;
-  BenchCost attention(double pairs, double keys) const;
-  BenchCost attention_backward(double pairs, double keys) const;
-  BenchCost query_gradient(double pairs, double keys) const;
-  BenchCost key_gradients(double pairs, double keys) const;
-  BenchCost selected(BenchCost cost) const;
-  BenchCost compress(CompressionKind phi, bool backward) const;
-  BenchCost whole(double pairs, bool backward) const;
+  Cost attention(double pairs, double keys) const;
+  Cost attention_backward(double pairs, double keys) const;
+  Cost query_gradient(double pairs, double keys) const;
+  Cost key_gradients(double pairs, double keys) const;
+  Cost selected(Cost cost) const;
+  Cost compress(CompressionKind phi, bool backward) const;
+  Cost whole(double pairs, bool backward) const;
 
-  BenchDims dims_;
+  Dims dims_;
   double length_, blocks_;  // raw and compressed tokens
   double heads_, kv_heads_, dk_, dv_, element_;
   double compressed_pairs_ = 0, selected_pairs_ = 0, window_pairs_ = 0, causal_pairs_ = 0;  // visible, per head
-  double q_, o_, gates_, row_, indices_;    // bytes; row_: a float32 for every query and head
-  std::map<std::string, BenchCost> table_;  // of what does not compress
+  double q_, o_, gates_, row_, indices_;  // bytes; row_: a float32 for every query and head
+  std::map<std::string, Cost> table_;     // of what does not compress
 };
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -12,7 +12,7 @@
 #include <chrono>
 #include <map>
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 constexpr std::int64_t kFlushBytes = 512 << 20;  // several times any second-level cache
@@ -90,4 +90,4 @@ DeviceRates measure_device_rates(at::Device device, bool bfloat16) {
   return rates;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

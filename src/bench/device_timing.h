@@ -9,7 +9,7 @@
 
 #include "bench/timing.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 
 /// Told the name of a stage when all of it has been launched, or a part of it.
 using StageMark = std::function<void(const char* stage)>;
@@ -37,4 +37,4 @@ struct DeviceRates {
 };
 DeviceRates measure_device_rates(at::Device device, bool bfloat16);
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

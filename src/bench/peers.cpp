@@ -8,7 +8,7 @@
 #include "base/files.h"
 #include "base/json.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 /// What an op consists of in bench/peers.py: stages, and passes of each.
@@ -16,8 +16,8 @@ struct Parts {
   std::vector<std::string> stages, passes;
 };
 
-Parts parts_of(const std::string& op, BenchSelection selection) {
-  const std::string pattern = selection == BenchSelection::kClustered ? ", clustered" : ", random";
+Parts parts_of(const std::string& op, Selection selection) {
+  const std::string pattern = selection == Selection::kClustered ? ", clustered" : ", random";
   const std::string compress = "compress k and v", choose = "compressed attention, selection",
                     window = "sliding window";
   const std::string selected = "selected attention" + pattern, whole = "whole" + pattern;
@@ -42,22 +42,23 @@ Parts parts_of(const std::string& op, BenchSelection selection) {
 
 }  // namespace
 
-BenchPeers::BenchPeers(const std::string& path, const BenchDims& dims, const std::string& gpu) try {
-  const auto json = parse_json(read_text(path), path);
+Peers::Peers(const std::string& path, const Dims& dims, const std::string& gpu) try {
+  const auto json = base::parse_json(base::read_text(path), path);
   const auto& settings = json.at("settings");
   const auto same = [&](const char* field, const auto& here) {
     if (settings.at(field) == here) return;
-    throw Error(fmt::format("{}: measured with {} = {}, here it is {}", path, field, settings.at(field).dump(), here));
+    throw base::Error(
+        fmt::format("{}: measured with {} = {}, here it is {}", path, field, settings.at(field).dump(), here));
   };
   same("num_heads", dims.num_heads);
   same("num_kv_heads", dims.num_kv_heads);
   same("head_dim", dims.head_dim);
   same("v_head_dim", dims.v_head_dim);
   same("dtype", std::string(dims.bfloat16 ? "bfloat16" : "float32"));
-  if (dims.nsa != NSAConfig()) throw Error(fmt::format("{}: measured with the default hyperparameters", path));
+  if (dims.nsa != NSAConfig()) throw base::Error(fmt::format("{}: measured with the default hyperparameters", path));
   const auto other = json.at("gpu").get<std::string>();
   if (!gpu.starts_with(other))
-    throw Error(fmt::format("{}: measured on {}, not on this device ({})", path, other, gpu));
+    throw base::Error(fmt::format("{}: measured on {}, not on this device ({})", path, other, gpu));
   for (const auto& [length, measured] : json.at("lengths").items()) {
     for (const auto& [stage, implementations] : measured.at("stages").items()) {
       for (const auto& [name, passes] : implementations.items()) {
@@ -69,12 +70,12 @@ BenchPeers::BenchPeers(const std::string& path, const BenchDims& dims, const std
     }
   }
 } catch (const nlohmann::json::exception& error) {
-  throw Error(fmt::format("{}: not a result of bench/peers.py: {}", path, error.what()));
+  throw base::Error(fmt::format("{}: not a result of bench/peers.py: {}", path, error.what()));
 } catch (const std::logic_error& error) {  // stoll
-  throw Error(fmt::format("{}: not a result of bench/peers.py: {}", path, error.what()));
+  throw base::Error(fmt::format("{}: not a result of bench/peers.py: {}", path, error.what()));
 }
 
-std::optional<PeerTime> BenchPeers::best(const std::string& op, std::int64_t length, BenchSelection selection) const {
+std::optional<PeerTime> Peers::best(const std::string& op, std::int64_t length, Selection selection) const {
   const auto [stages, passes] = parts_of(op, selection);
   Stage sums;
   bool first = true;
@@ -101,4 +102,4 @@ std::optional<PeerTime> BenchPeers::best(const std::string& op, std::int64_t len
   return best;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -10,29 +10,29 @@
 #include "bench/costs.h"
 #include "bench/selection.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 
 struct PeerTime {
   std::string name;
   double seconds = 0;
 };
 
-class BenchPeers {
+class Peers {
  public:
   /// Nobody.
-  BenchPeers() = default;
+  Peers() = default;
   /// Throws Error for a file that is not one of bench/peers.py, or is about another GPU or another problem.
-  BenchPeers(const std::string& path, const BenchDims& dims, const std::string& gpu);
+  Peers(const std::string& path, const Dims& dims, const std::string& gpu);
 
   bool empty() const { return times_.empty(); }
 
   /// The fastest of the others at what the benchmark calls `op` (an operation, a stage or a whole); empty where nobody
   /// has it alone. They compress by the mean. For the selection `own` counts what they take for a random one.
-  std::optional<PeerTime> best(const std::string& op, std::int64_t length, BenchSelection selection) const;
+  std::optional<PeerTime> best(const std::string& op, std::int64_t length, Selection selection) const;
 
  private:
   using Stage = std::map<std::string, double>;                                 // seconds by implementation
   std::map<std::tuple<std::int64_t, std::string, std::string>, Stage> times_;  // by length, stage, pass
 };
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -14,10 +14,10 @@
 
 #include "bridge/compression.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
-at::ScalarType dtype_of(const BenchDims& shape) { return shape.bfloat16 ? at::kBFloat16 : at::kFloat; }
+at::ScalarType dtype_of(const Dims& shape) { return shape.bfloat16 ? at::kBFloat16 : at::kFloat; }
 
 at::Tensor like(const at::Tensor& tensor) {
   return tensor.defined() ? at::empty(tensor.sizes(), tensor.options()) : at::Tensor();
@@ -52,7 +52,7 @@ class OneBackEnd {
 
 }  // namespace
 
-BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
+Problem::Problem(const Shape& shape, std::int64_t length)
     : shape_(shape), length_(length), blocks_(shape.nsa.num_compressed(length)), costs_(shape, length) {
   const at::NoGradGuard no_grad;
   context_.num_threads = shape.threads;
@@ -62,9 +62,9 @@ BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
   k_ = random(kv_heads, dk);
   v_ = random(kv_heads, dv);
   auto& p = attention_;
-  p.q = view_of(q_);
-  p.k_slc = p.k_swa = view_of(k_);
-  p.v_slc = p.v_swa = view_of(v_);
+  p.q = bridge::view_of(q_);
+  p.k_slc = p.k_swa = bridge::view_of(k_);
+  p.v_slc = p.v_swa = bridge::view_of(v_);
   p.gates = keep(random(heads, 3).sigmoid());
   p.cfg = cfg;
   p.o = keep(at::empty({1, length, heads, dv}, q_.options()));
@@ -74,24 +74,24 @@ BenchProblem::BenchProblem(const BenchShape& shape, std::int64_t length)
   }
   p.k_c = keep(at::empty({1, blocks_, kv_heads, dk}, q_.options()));
   p.v_c = keep(at::empty({1, blocks_, kv_heads, dv}, q_.options()));
-  for (const auto& [x, out] : {std::pair(view_of(k_), p.k_c), std::pair(view_of(v_), p.v_c)}) {
+  for (const auto& [x, out] : {std::pair(bridge::view_of(k_), p.k_c), std::pair(bridge::view_of(v_), p.v_c)}) {
     const CompressParams mean{.k = x, .weights = {.kind = CompressionKind::kMean}, .cfg = cfg, .out = out};
     run(nsa::compress, mean);
   }
 }
 
-TensorView BenchProblem::keep(const at::Tensor& tensor) {
+TensorView Problem::keep(const at::Tensor& tensor) {
   storage_.push_back(tensor);
-  return view_of(tensor);
+  return bridge::view_of(tensor);
 }
 
 /// In the dtype from the start: in float32 the queries of a million tokens would not fit.
-at::Tensor BenchProblem::random(std::int64_t heads, std::int64_t width) const {
+at::Tensor Problem::random(std::int64_t heads, std::int64_t width) const {
   return at::randn({1, length_, heads, width}, at::TensorOptions(shape_.device).dtype(dtype_of(shape_)));
 }
 
 /// Room for what the operations hand to each other and what the backward needs.
-void BenchProblem::keep_branches() {
+void Problem::keep_branches() {
   auto& p = attention_;
   if (p.indices.defined()) return;
   const auto heads = shape_.num_heads, kv_heads = shape_.num_kv_heads;
@@ -103,14 +103,14 @@ void BenchProblem::keep_branches() {
 }
 
 /// Room for the gradients, and a forward for them to start from.
-void BenchProblem::keep_gradients() {
+void Problem::keep_gradients() {
   auto& b = backward_;
   if (b.forward.q.defined()) return;
   keep_branches();
   run(nsa::nsa_attention, attention_);
   b.forward = attention_;
   d_o_ = random(shape_.num_heads, shape_.v_head_dim);
-  b.d_o = view_of(d_o_);
+  b.d_o = bridge::view_of(d_o_);
   const auto gradient = [&](const TensorView& like) {
     const std::vector<std::int64_t> sizes(like.shape.begin(), like.shape.begin() + like.rank);
     return keep(at::empty(sizes, k_.options()));
@@ -127,7 +127,7 @@ void BenchProblem::keep_gradients() {
 
 // ---------------------------------------------------------------------------------------------------------- compress
 
-BenchProblem::Side BenchProblem::make_side(CompressionKind phi, bool keys) const {
+Problem::Side Problem::make_side(CompressionKind phi, bool keys) const {
   const auto dim = keys ? shape_.head_dim : shape_.v_head_dim;
   const std::int64_t tokens = shape_.nsa.kernel_size, hidden = 2 * dim;
   Side side;
@@ -137,11 +137,11 @@ BenchProblem::Side BenchProblem::make_side(CompressionKind phi, bool keys) const
   side.d_x = like(side.x);
   auto& weights = side.weights;
   weights.kind = phi;
-  if (phi == CompressionKind::kLinear) weights.w1 = mean_weight(1, tokens, dim);
+  if (phi == CompressionKind::kLinear) weights.w1 = bridge::mean_weight(1, tokens, dim);
   if (phi == CompressionKind::kMlp) {
     weights.w1 = at::randn({1, tokens * dim, hidden});
     weights.w2 = at::randn({1, hidden, dim});
-    initialise_mlp(weights.w1, weights.w2, tokens);
+    bridge::initialise_mlp(weights.w1, weights.w2, tokens);
     weights.b2 = at::zeros({1, dim});
   }
   if (phi != CompressionKind::kMean) {
@@ -153,18 +153,21 @@ BenchProblem::Side BenchProblem::make_side(CompressionKind phi, bool keys) const
   return side;
 }
 
-CompressParams BenchProblem::compress_params(const Side& side) const {
-  return {.k = view_of(side.x), .weights = side.weights.views(), .cfg = shape_.nsa, .out = view_of(side.out)};
+CompressParams Problem::compress_params(const Side& side) const {
+  return {.k = bridge::view_of(side.x),
+          .weights = side.weights.views(),
+          .cfg = shape_.nsa,
+          .out = bridge::view_of(side.out)};
 }
 
-CompressBackwardParams BenchProblem::compress_backward_params(const Side& side) const {
+CompressBackwardParams Problem::compress_backward_params(const Side& side) const {
   return {.forward = compress_params(side),
-          .d_out = view_of(side.d_out),
-          .d_k = view_of(side.d_x),
+          .d_out = bridge::view_of(side.d_out),
+          .d_k = bridge::view_of(side.d_x),
           .d_weights = side.d_weights.views()};
 }
 
-std::function<void()> BenchProblem::compress_work(CompressionKind phi, bool backward) const {
+std::function<void()> Problem::compress_work(CompressionKind phi, bool backward) const {
   const at::NoGradGuard no_grad;
   const auto sides =
       std::make_shared<const std::array<Side, 2>>(std::array{make_side(phi, true), make_side(phi, false)});
@@ -181,7 +184,7 @@ std::function<void()> BenchProblem::compress_work(CompressionKind phi, bool back
 
 // ------------------------------------------------------------------------------------------------- whole and by parts
 
-BenchCase BenchProblem::whole(CompressionKind phi, bool backward) {
+Case Problem::whole(CompressionKind phi, bool backward) {
   if (backward) keep_gradients();
   auto forward = attention_;
   if (!backward) {  // keep nothing that only the backward needs
@@ -199,20 +202,20 @@ BenchCase BenchProblem::whole(CompressionKind phi, bool backward) {
     mark("compress_backward");
   };
   const std::string op = backward ? "forward_backward" : "forward";
-  BenchCase whole{op, name_of(phi), cost(op, phi), [work] { work([](const char*) {}); }, {}};
+  Case whole{op, name_of(phi), cost(op, phi), [work] { work([](const char*) {}); }, {}};
   if (shape_.device.is_cuda()) whole.staged = work;
   return whole;
 }
 
-std::vector<BenchCase> BenchProblem::operations(const std::vector<CompressionKind>& phis, bool backward) {
-  std::vector<BenchCase> cases;
+std::vector<Case> Problem::operations(const std::vector<CompressionKind>& phis, bool backward) {
+  std::vector<Case> cases;
   const std::string op = backward ? "compress_backward" : "compress";
   for (const auto phi : phis) cases.push_back({op, name_of(phi), cost(op, phi), compress_work(phi, backward), {}});
   for (auto& each : backward ? backward_operations() : forward_operations()) cases.push_back(std::move(each));
   return cases;
 }
 
-std::vector<BenchCase> BenchProblem::forward_operations() {
+std::vector<Case> Problem::forward_operations() {
   keep_branches();
   const auto& p = attention_;
   const CompressedAttentionParams compressed{
@@ -230,7 +233,7 @@ std::vector<BenchCase> BenchProblem::forward_operations() {
   };
 }
 
-std::vector<BenchCase> BenchProblem::backward_operations() {
+std::vector<Case> Problem::backward_operations() {
   keep_gradients();
   const auto& b = backward_;
   const auto& p = b.forward;
@@ -258,7 +261,7 @@ std::vector<BenchCase> BenchProblem::backward_operations() {
 
 // -------------------------------------------------------------------------------------------------- dense attention
 
-BenchCase BenchProblem::plain(bool backward) {
+Case Problem::plain(bool backward) {
   keep_branches();
   const auto& p = attention_;
   const SlidingWindowAttentionParams forward{
@@ -270,7 +273,7 @@ BenchCase BenchProblem::plain(bool backward) {
                                                        .d_q = backward_.d_q,
                                                        .d_k = backward_.d_k_swa,
                                                        .d_v = backward_.d_v_swa};
-  BenchCase both = operation("plain_forward_backward", nsa::sliding_window_attention_backward, gradients);
+  Case both = operation("plain_forward_backward", nsa::sliding_window_attention_backward, gradients);
   both.work = [=, this, back = both.work] {
     run(nsa::sliding_window_attention, forward);
     back();
@@ -278,12 +281,12 @@ BenchCase BenchProblem::plain(bool backward) {
   return both;
 }
 
-std::vector<std::string> BenchProblem::dense_forms(at::Device device) {
+std::vector<std::string> Problem::dense_forms(at::Device device) {
   if (device.is_cpu()) return {"expanded", "gqa"};
   return {"cudnn", "flash2"};
 }
 
-BenchCase BenchProblem::dense(const std::string& form, bool backward) {
+Case Problem::dense(const std::string& form, bool backward) {
   if (backward) keep_gradients();
   const auto leaf = [&](const at::Tensor& x) { return x.detach().requires_grad_(backward); };
   const auto q = leaf(q_), k = leaf(k_), v = leaf(v_);
@@ -315,4 +318,4 @@ BenchCase BenchProblem::dense(const std::string& form, bool backward) {
   return {op, form, costs_.of(op), work, {}};
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -16,40 +16,40 @@
 #include "bridge/compression.h"
 #include "nsa/backend.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 
-struct BenchShape : BenchDims {
-  BenchSelection selection = BenchSelection::kOwn;
+struct Shape : Dims {
+  Selection selection = Selection::kOwn;
   int threads = 2;
   at::Device device = at::kCPU;
 };
 
 /// A piece of work and the least it costs.
-struct BenchCase {
+struct Case {
   std::string op, variant;
-  BenchCost cost;
+  Cost cost;
   std::function<void()> work;
   std::function<void(const StageMark&)> staged;  // the same, telling of its stages; empty where it has none
 };
 
-class BenchProblem {
+class Problem {
  public:
-  BenchProblem(const BenchShape& shape, std::int64_t length);
+  Problem(const Shape& shape, std::int64_t length);
 
   /// All of NSA: compress keys and values by `phi`, attend; with `backward` the gradients of everything too. It attends
   /// to what the shape's `selection` says, while the choice of its own still runs. On CUDA it tells of its stages.
-  BenchCase whole(CompressionKind phi, bool backward);
+  Case whole(CompressionKind phi, bool backward);
   /// The operations one by one, as a caller has them.
-  std::vector<BenchCase> operations(const std::vector<CompressionKind>& phis, bool backward);
+  std::vector<Case> operations(const std::vector<CompressionKind>& phis, bool backward);
   /// Causal attention to everything on libnsa's own kernels: a window as long as the sequence.
-  BenchCase plain(bool backward);
+  Case plain(bool backward);
   /// The same by torch's scaled_dot_product_attention, in one of the forms below.
-  BenchCase dense(const std::string& form, bool backward);
+  Case dense(const std::string& form, bool backward);
   /// On the CPU: K/V expanded to all heads, enable_gqa; on CUDA, enable_gqa on one back end each: cuDNN,
   /// FlashAttention-2, which gets its values padded where they are narrower than the keys.
   static std::vector<std::string> dense_forms(at::Device device);
 
-  BenchCost cost(const std::string& name, CompressionKind phi) const { return costs_.of(name, phi); }
+  Cost cost(const std::string& name, CompressionKind phi) const { return costs_.of(name, phi); }
 
  private:
   template <class Params>
@@ -57,19 +57,19 @@ class BenchProblem {
            const StageMark* mark = nullptr) const {
     Context context = context_;
     context.on_stage = mark;
-    call(operation, params, shape_.device, context);
+    bridge::call(operation, params, shape_.device, context);
   }
 
   /// One operation of libnsa as a piece of work.
   template <class Params>
-  BenchCase operation(const char* op, Status (*function)(const Params&, const Context&), const Params& params) const {
+  Case operation(const char* op, Status (*function)(const Params&, const Context&), const Params& params) const {
     return {op, "", costs_.of(op), [=, this] { run(function, params); }, {}};
   }
 
   /// phi with its initial weights, and room for the gradients of one side (keys or values).
   struct Side {
     at::Tensor x, out, d_out, d_x;
-    CompressionTensors weights, d_weights;
+    bridge::CompressionTensors weights, d_weights;
   };
   Side make_side(CompressionKind phi, bool keys) const;
   CompressParams compress_params(const Side& side) const;
@@ -79,12 +79,12 @@ class BenchProblem {
   at::Tensor random(std::int64_t heads, std::int64_t width) const;
   void keep_branches();
   void keep_gradients();
-  std::vector<BenchCase> forward_operations();
-  std::vector<BenchCase> backward_operations();
+  std::vector<Case> forward_operations();
+  std::vector<Case> backward_operations();
 
-  BenchShape shape_;
+  Shape shape_;
   std::int64_t length_, blocks_;
-  BenchCosts costs_;
+  Costs costs_;
   Context context_;
   at::Tensor q_, k_, v_, d_o_;    // (1, S, heads, D); k and v serve all branches; d_o from the first backward on
   NsaAttentionParams attention_;  // with every output from keep_branches on
@@ -92,4 +92,4 @@ class BenchProblem {
   std::vector<at::Tensor> storage_;  // what the parameters point into
 };
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 #if defined(__x86_64__)
@@ -118,4 +118,4 @@ std::optional<double> register_peak_gflops(bool bfloat16, int threads) {
 #endif
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

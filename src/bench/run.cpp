@@ -10,7 +10,7 @@
 
 #include "base/machine.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 /// On the CPU, up to here all forms of torch's attention are timed; beyond only the one that was faster.
@@ -18,14 +18,14 @@ constexpr std::int64_t kLongestAllForms = 8192;
 
 class Runner {
  public:
-  Runner(BenchReport& report, const std::function<void(const BenchResult&)>& on_result)
+  Runner(Report& report, const std::function<void(const Result&)>& on_result)
       : report_(report), options_(report.options), on_result_(on_result) {}
 
   void run(std::int64_t length) {
-    BenchProblem problem(options_.shape, length);
+    Problem problem(options_.shape, length);
     for (const bool backward : {false, true}) {
       if (backward && (!options_.backward || length > options_.longest_backward)) break;
-      BenchRatio ratio{.pass = backward ? "forward_backward" : "forward", .length = length};
+      Ratio ratio{.pass = backward ? "forward_backward" : "forward", .length = length};
       for (std::size_t i = 0; i < options_.phis.size(); ++i) {
         const auto whole = problem.whole(options_.phis[i], backward);
         const auto result = time(whole, length);
@@ -50,7 +50,7 @@ class Runner {
   }
 
  private:
-  BenchResult add(BenchResult result) {
+  Result add(Result result) {
     if (result.variant.empty() || result.variant == name_of(CompressionKind::kMean)) {
       result.peer = options_.peers.best(result.op, result.length, options_.shape.selection);
     }
@@ -59,10 +59,10 @@ class Runner {
     return result;
   }
 
-  BenchResult time(const BenchCase& work, std::int64_t length) {
+  Result time(const Case& work, std::int64_t length) {
     const auto& shape = options_.shape;
     const bool on_host = shape.device.is_cpu();
-    BenchResult result{.op = work.op, .variant = work.variant, .length = length, .cost = work.cost};
+    Result result{.op = work.op, .variant = work.variant, .length = length, .cost = work.cost};
     if (on_host) {
       result.timing = time_runs(work.work, options_.timing);
       result.rates.gflops = register_peak_gflops(shape.bfloat16, shape.threads);
@@ -73,7 +73,7 @@ class Runner {
     return add(result);
   }
 
-  void time_stages(const BenchProblem& problem, const BenchCase& whole, CompressionKind phi, std::int64_t length) {
+  void time_stages(const Problem& problem, const Case& whole, CompressionKind phi, std::int64_t length) {
     for (const auto& [stage, timing] : time_device_stages(whole.staged, options_.timing, options_.shape.device)) {
       add({.op = stage,
            .variant = whole.variant,
@@ -85,7 +85,7 @@ class Runner {
     }
   }
 
-  BenchResult extrapolate(BenchResult result, std::int64_t length) {
+  Result extrapolate(Result result, std::int64_t length) {
     if (result.length == 0) return result;  // nothing shorter was measured
     const double growth = static_cast<double>(length) / static_cast<double>(result.length);
     result.timing.best_s *= growth * growth;
@@ -101,9 +101,9 @@ class Runner {
     return backward ? options_.longest_dense_backward : options_.longest_dense_forward;
   }
 
-  void time_plain(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
-    BenchResult& before = plain_[backward];
-    const BenchResult plain =
+  void time_plain(Problem& problem, bool backward, std::int64_t length, Ratio& ratio) {
+    Result& before = plain_[backward];
+    const Result plain =
         length <= longest_dense(backward) ? time(problem.plain(backward), length) : extrapolate(before, length);
     if (!plain.extrapolated) before = plain;
     ratio.plain_seconds = plain.timing.seconds();
@@ -111,12 +111,12 @@ class Runner {
     ratio.judged = ratio.judged && plain.timing.judged;
   }
 
-  void time_dense(BenchProblem& problem, bool backward, std::int64_t length, BenchRatio& ratio) {
-    const BenchResult before = dense_[backward];
-    BenchResult& best = dense_[backward];
+  void time_dense(Problem& problem, bool backward, std::int64_t length, Ratio& ratio) {
+    const Result before = dense_[backward];
+    Result& best = dense_[backward];
     const bool all = length <= kLongestAllForms || before.length == 0 || !options_.shape.device.is_cpu();
     best = {};
-    for (const auto& form : BenchProblem::dense_forms(options_.shape.device)) {
+    for (const auto& form : Problem::dense_forms(options_.shape.device)) {
       if (!all && form != before.variant) continue;
       const auto result = time_form(problem, form, backward, length);
       if (result && (best.length == 0 || result->timing.seconds() < best.timing.seconds())) best = *result;
@@ -128,8 +128,7 @@ class Runner {
   }
 
   /// Nothing where torch refuses: not every back end takes every dtype and head dim.
-  std::optional<BenchResult> time_form(BenchProblem& problem, const std::string& form, bool backward,
-                                       std::int64_t length) {
+  std::optional<Result> time_form(Problem& problem, const std::string& form, bool backward, std::int64_t length) {
     try {
       return time(problem.dense(form, backward), length);
     } catch (const c10::Error& error) {
@@ -139,7 +138,7 @@ class Runner {
     }
   }
 
-  void extrapolate_dense(bool backward, std::int64_t length, BenchRatio& ratio) {
+  void extrapolate_dense(bool backward, std::int64_t length, Ratio& ratio) {
     if (dense_[backward].length == 0) return;  // nothing shorter was measured
     const auto result = extrapolate(dense_[backward], length);
     ratio.dense_seconds = result.timing.seconds();
@@ -148,24 +147,24 @@ class Runner {
     ratio.extrapolated = true;
   }
 
-  BenchReport& report_;
-  const BenchOptions& options_;
-  const std::function<void(const BenchResult&)>& on_result_;
-  BenchResult plain_[2], dense_[2];  // the last ones measured, forward and with backward
+  Report& report_;
+  const Options& options_;
+  const std::function<void(const Result&)>& on_result_;
+  Result plain_[2], dense_[2];  // the last ones measured, forward and with backward
 };
 
 }  // namespace
 
-std::optional<double> BenchResult::share() const {
+std::optional<double> Result::share() const {
   if (!rates.gflops || extrapolated) return std::nullopt;
   const double computing = cost.gflop / *rates.gflops;
   const double moving = rates.bytes_per_s ? static_cast<double>(cost.bytes) / *rates.bytes_per_s : 0;
   return std::max(computing, moving) / timing.seconds();
 }
 
-std::optional<double> BenchReport::crossover(const std::string& pass, double (BenchRatio::*over)() const) const {
-  const BenchRatio* slower = nullptr;  // the longest length at which NSA is not faster
-  const BenchRatio* faster = nullptr;  // the next measured one
+std::optional<double> Report::crossover(const std::string& pass, double (Ratio::*over)() const) const {
+  const Ratio* slower = nullptr;  // the longest length at which NSA is not faster
+  const Ratio* faster = nullptr;  // the next measured one
   for (const auto& ratio : ratios) {
     if (ratio.pass != pass) continue;
     if ((ratio.*over)() < 1) {
@@ -183,8 +182,8 @@ std::optional<double> BenchReport::crossover(const std::string& pass, double (Be
   return before * std::pow(length / before, -low / (high - low));
 }
 
-BenchOptions default_bench_options(at::Device device) {
-  BenchOptions options;
+Options default_options(at::Device device) {
+  Options options;
   options.shape.device = device;
   options.lengths = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
   if (!device.is_cuda()) return options;
@@ -196,17 +195,17 @@ BenchOptions default_bench_options(at::Device device) {
   return options;
 }
 
-BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result) {
-  BenchReport report{.options = options, .results = {}, .ratios = {}, .refusals = {}};
+Report run(const Options& options, const std::function<void(const Result&)>& on_result) {
+  Report report{.options = options, .results = {}, .ratios = {}, .refusals = {}};
   Runner runner(report, on_result);
   for (const auto length : options.lengths) runner.run(length);
   return report;
 }
 
-void to_json(nlohmann::json& json, const BenchReport& report) {
+void to_json(nlohmann::json& json, const Report& report) {
   const auto& shape = report.options.shape;
   const auto& cfg = shape.nsa;
-  json = {{"kind", "nsa-bench"}, {"version", version()}, {"machine", machine_json(shape.threads, shape.device)}};
+  json = {{"kind", "nsa-bench"}, {"version", version()}, {"machine", base::machine_json(shape.threads, shape.device)}};
   json["settings"] = {{"dtype", shape.bfloat16 ? "bfloat16" : "float32"},
                       {"num_heads", shape.num_heads},
                       {"num_kv_heads", shape.num_kv_heads},
@@ -265,8 +264,8 @@ void to_json(nlohmann::json& json, const BenchReport& report) {
   json["refusals"] = report.refusals;
   for (const char* pass : {"forward", "forward_backward"}) {
     const auto length = [&](auto over) { return optional(report.crossover(pass, over)); };
-    json["crossover"][pass] = {{"dense", length(&BenchRatio::over_dense)}, {"plain", length(&BenchRatio::over_plain)}};
+    json["crossover"][pass] = {{"dense", length(&Ratio::over_dense)}, {"plain", length(&Ratio::over_plain)}};
   }
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -12,16 +12,16 @@
 #include "bench/problem.h"
 #include "bench/timing.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 
 /// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
 /// of large matrices and a copy in its memory, measured once.
-struct BenchRates {
+struct Rates {
   std::optional<double> gflops, bytes_per_s;
 };
 
-struct BenchOptions {
-  BenchShape shape;
+struct Options {
+  Shape shape;
   std::vector<std::int64_t> lengths;
   std::vector<CompressionKind> phis;  // of compress and of the whole; ratios are about the first
   bool backward = true;
@@ -31,18 +31,18 @@ struct BenchOptions {
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared
   std::int64_t longest_dense_backward = 8192;
-  BenchRates rates;  // on CUDA
-  BenchPeers peers;
+  Rates rates;  // on CUDA
+  Peers peers;
 };
 
-struct BenchResult {
+struct Result {
   std::string op, variant;
   std::string part_of;  // of a stage: the op it is part of, as that runs it
   std::int64_t length = 0;
   Timing timing;
   bool extrapolated = false;  // from a shorter length, as its square
-  BenchCost cost;
-  BenchRates rates;
+  Cost cost;
+  Rates rates;
   std::optional<PeerTime> peer;  // the fastest other implementation
 
   double gflops() const { return cost.gflop / timing.seconds(); }
@@ -51,7 +51,7 @@ struct BenchResult {
 };
 
 /// How many times faster NSA is than dense attention.
-struct BenchRatio {
+struct Ratio {
   std::string pass;  // "forward" or "forward_backward"
   std::int64_t length = 0;
   double seconds = 0;                           // NSA
@@ -65,23 +65,23 @@ struct BenchRatio {
   double over_plain() const { return plain_seconds / seconds; }
 };
 
-struct BenchReport {
-  BenchOptions options;
-  std::vector<BenchResult> results;
-  std::vector<BenchRatio> ratios;
+struct Report {
+  Options options;
+  std::vector<Result> results;
+  std::vector<Ratio> ratios;
   std::vector<std::string> refusals;  // forms of torch's attention that cannot run here, and why
 
   /// The length from which on NSA is faster, interpolated between the measured ones; the shortest measured length where
-  /// it is faster already, empty where it never is. `over`: BenchRatio::over_dense or over_plain.
-  std::optional<double> crossover(const std::string& pass, double (BenchRatio::*over)() const) const;
+  /// it is faster already, empty where it never is. `over`: Ratio::over_dense or over_plain.
+  std::optional<double> crossover(const std::string& pass, double (Ratio::*over)() const) const;
 };
 
 /// The problem of the published figures: on the CPU 16 heads to one KV head, on CUDA 64 to 4.
-BenchOptions default_bench_options(at::Device device);
+Options default_options(at::Device device);
 
 /// `on_result` is called as soon as a result is there.
-BenchReport run_bench(const BenchOptions& options, const std::function<void(const BenchResult&)>& on_result);
+Report run(const Options& options, const std::function<void(const Result&)>& on_result);
 
-void to_json(nlohmann::json& json, const BenchReport& report);
+void to_json(nlohmann::json& json, const Report& report);
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -4,7 +4,7 @@
 #include <iterator>
 #include <stdexcept>
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 constexpr const char* kNames[] = {"own", "random", "clustered"};
@@ -38,22 +38,22 @@ void draw_blocks(const NSAConfig& cfg, std::int64_t t, std::int64_t head, int pe
 
 }  // namespace
 
-const char* name_of(BenchSelection selection) { return kNames[static_cast<std::size_t>(selection)]; }
+const char* name_of(Selection selection) { return kNames[static_cast<std::size_t>(selection)]; }
 
-BenchSelection bench_selection(const std::string& name) {
+Selection parse_selection(const std::string& name) {
   const auto* const found = std::find(std::begin(kNames), std::end(kNames), name);
   if (found == std::end(kNames)) throw std::invalid_argument("no selection is named " + name);
-  return static_cast<BenchSelection>(found - std::begin(kNames));
+  return static_cast<Selection>(found - std::begin(kNames));
 }
 
-std::vector<std::int32_t> chosen_blocks(BenchSelection selection, const NSAConfig& cfg, std::int64_t length,
+std::vector<std::int32_t> chosen_blocks(Selection selection, const NSAConfig& cfg, std::int64_t length,
                                         std::int64_t kv_heads) {
-  if (selection == BenchSelection::kOwn) return {};
+  if (selection == Selection::kOwn) return {};
   std::vector<std::int32_t> all(static_cast<std::size_t>(length * kv_heads * cfg.topk), -1), row;
   auto out = all.begin();
   for (std::int64_t t = 0; t < length; ++t) {
     for (std::int64_t head = 0; head < kv_heads; ++head, out += cfg.topk) {
-      draw_blocks(cfg, t, head, selection == BenchSelection::kClustered ? 3 : 1, row);
+      draw_blocks(cfg, t, head, selection == Selection::kClustered ? 3 : 1, row);
       std::sort(row.begin(), row.end());
       std::copy(row.begin(), row.end(), out);
     }
@@ -61,4 +61,4 @@ std::vector<std::int32_t> chosen_blocks(BenchSelection selection, const NSAConfi
   return all;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -7,20 +7,20 @@
 
 #include "nsa/config.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 
-enum class BenchSelection : std::int8_t {
+enum class Selection : std::int8_t {
   kOwn,        // what the queries choose themselves
   kRandom,     // forced blocks and others by chance, anew for every query
   kClustered,  // the same, each drawn anew for every third query, at a moment of its own: neighbours share about 3/4
 };
 
-const char* name_of(BenchSelection selection);
+const char* name_of(Selection selection);
 /// Throws std::invalid_argument for a name that is none.
-BenchSelection bench_selection(const std::string& name);
+Selection parse_selection(const std::string& name);
 
 /// (length, kv_heads, topk): ascending blocks of each query, then -1; empty for kOwn. The same on every machine.
-std::vector<std::int32_t> chosen_blocks(BenchSelection selection, const NSAConfig& cfg, std::int64_t length,
+std::vector<std::int32_t> chosen_blocks(Selection selection, const NSAConfig& cfg, std::int64_t length,
                                         std::int64_t kv_heads);
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

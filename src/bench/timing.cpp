@@ -6,7 +6,7 @@
 #include <ctime>
 #include <vector>
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 constexpr double kShortestRun = 0.02;  // seconds: below that the wake-up of threads shows
@@ -59,4 +59,4 @@ Timing time_runs(const std::function<void()>& work, const TimingOptions& options
           .judged = !judged.empty()};
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

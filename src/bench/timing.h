@@ -4,7 +4,7 @@
 #include <functional>
 #include <optional>
 
-namespace nsa::lm {
+namespace nsa::bench {
 
 struct Timing {
   double best_s = 0, median_s = 0;  // time of one call
@@ -34,4 +34,4 @@ Timing time_runs(const std::function<void()>& work, const TimingOptions& options
 /// a kernel for it.
 std::optional<double> register_peak_gflops(bool bfloat16, int threads);
 
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -6,7 +6,7 @@
 
 #include "bridge/call.h"
 
-namespace nsa::lm {
+namespace nsa::bridge {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -231,4 +231,4 @@ at::Tensor sliding_window_attention(const at::Tensor& q, const at::Tensor& k, co
   return WindowAttention::apply(q, k, v, cu_seqlens, longest, window_size);
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bridge

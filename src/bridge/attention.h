@@ -9,7 +9,7 @@
 #include "bridge/compression.h"
 #include "nsa/config.h"
 
-namespace nsa::lm {
+namespace nsa::bridge {
 
 struct NsaInputs {
   at::Tensor q;             // (total, H, Dk), rotated
@@ -37,4 +37,4 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
 at::Tensor sliding_window_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     const at::Tensor& cu_seqlens, std::int64_t longest, std::int64_t window_size);
 
-}  // namespace nsa::lm
+}  // namespace nsa::bridge

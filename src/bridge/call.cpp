@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace nsa::lm {
+namespace nsa::bridge {
 namespace {
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -51,4 +51,4 @@ Context with_workspace(Context context, at::Device device, std::size_t bytes, at
   return context;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bridge

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "nsa/operations.h"
 
-namespace nsa::lm {
+namespace nsa::bridge {
 
 /// A view of `tensor`, which must outlive it; an undefined tensor gives an undefined view.
 TensorView view_of(const at::Tensor& tensor);
@@ -22,11 +22,11 @@ Context with_workspace(Context context, at::Device device, std::size_t bytes, at
 template <class Params>
 void call(Status (*operation)(const Params&, const Context&), const Params& params, at::Device device,
           const Context& context = {}) {
-  if (device.is_cpu()) return check(operation(params, context));
+  if (device.is_cpu()) return base::check(operation(params, context));
   std::size_t bytes = 0;
-  check(workspace_size(params, bytes, context));
+  base::check(workspace_size(params, bytes, context));
   at::Tensor memory;
-  check(operation(params, with_workspace(context, device, bytes, memory)));
+  base::check(operation(params, with_workspace(context, device, bytes, memory)));
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bridge

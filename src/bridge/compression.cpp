@@ -8,7 +8,7 @@
 
 #include "bridge/call.h"
 
-namespace nsa::lm {
+namespace nsa::bridge {
 
 CompressionTensors CompressionTensors::to(const at::TensorOptions& options) const {
   const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(options) : t; };
@@ -40,4 +40,4 @@ void initialise_mlp(const at::Tensor& w1, const at::Tensor& w2, std::int64_t tok
   w2.slice(1, dim, 2 * dim).copy_(-at::eye(dim));
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::bridge

@@ -7,7 +7,7 @@
 
 #include "nsa/operations.h"
 
-namespace nsa::lm {
+namespace nsa::bridge {
 
 /// Weights of the compression function; undefined tensors are absent.
 struct CompressionTensors {
@@ -30,4 +30,4 @@ constexpr bool starts_as_mean(std::int64_t hidden, std::int64_t dim) { return hi
 /// For a smaller E: both scaled to Xavier's deviation.
 void initialise_mlp(const at::Tensor& w1, const at::Tensor& w2, std::int64_t tokens);
 
-}  // namespace nsa::lm
+}  // namespace nsa::bridge

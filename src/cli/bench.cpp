@@ -56,7 +56,7 @@ void let_idle_threads_sleep() {
   for (auto& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   execv("/proc/self/exe", arguments.data());
-  throw lm::Error("cannot start again with OMP_WAIT_POLICY=passive; set it yourself");
+  throw base::Error("cannot start again with OMP_WAIT_POLICY=passive; set it yourself");
 }
 
 /// The table of results. On the CPU there are columns for disturbed runs, on CUDA wider units and the peers.
@@ -70,7 +70,7 @@ class Table {
                on_cuda_ ? "limit" : "peak", "MB", on_cuda_ ? peers_ ? "peer ms" : "" : "   cpu");
   }
 
-  void print(const lm::BenchResult& r) const {
+  void print(const bench::Result& r) const {
     std::string notes;
     if (!on_cuda_) notes += fmt::format("{:>6.2f} ", r.timing.cpu_over_wall);
     if (r.peer) notes += fmt::format("{:>7.2f} {}", 1e3 * r.peer->seconds, r.peer->name);
@@ -89,7 +89,7 @@ class Table {
   bool on_cuda_, peers_;
 };
 
-void print_ratios(const lm::BenchReport& report) {
+void print_ratios(const bench::Report& report) {
   fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA beside dense", "length", "NSA ms", "torch ms",
              "ratio", "own dense ms", "ratio");
   for (const auto& r : report.ratios) {
@@ -108,7 +108,7 @@ void print_ratios(const lm::BenchReport& report) {
   for (const char* pass : {"forward", "forward_backward"}) {
     if (pass == std::string("forward_backward") && !report.options.backward) continue;
     fmt::print("{}: faster than torch's dense attention {}, than dense attention on the same kernels {}\n", pass,
-               length(pass, &lm::BenchRatio::over_dense), length(pass, &lm::BenchRatio::over_plain));
+               length(pass, &bench::Ratio::over_dense), length(pass, &bench::Ratio::over_plain));
   }
 }
 
@@ -119,7 +119,7 @@ class BenchCommand {
             *app.add_subcommand("bench", "Time every operation and the whole of NSA, and dense attention beside.")) {
     const auto length_range = CLI::Range(std::int64_t{0}, std::int64_t{1} << 24);
     auto& shape = options_.shape;
-    const auto cuda = lm::default_bench_options(at::kCUDA);
+    const auto cuda = bench::default_options(at::kCUDA);
     const auto option = [&](const char* name, auto& value, const char* help, const auto& on_cuda) {
       auto* const added = command_.add_option(name, value, help);
       device_.on_cuda(added, value, on_cuda);
@@ -185,32 +185,33 @@ class BenchCommand {
     const auto device = device_.choose();
     shape.device = device.device;
     if (!model_.empty()) take_model(lm::read_model_config(model_));
-    if (const Status status = shape.nsa.validate(); !status.ok()) throw lm::Error(status.message());
+    if (const Status status = shape.nsa.validate(); !status.ok()) throw base::Error(status.message());
     if (shape.num_heads % shape.num_kv_heads != 0) {
-      throw lm::Error(fmt::format("--kv-heads {}: must divide --heads {}", shape.num_kv_heads, shape.num_heads));
+      throw base::Error(fmt::format("--kv-heads {}: must divide --heads {}", shape.num_kv_heads, shape.num_heads));
     }
     for (const auto length : options_.lengths) {
       if (length < shape.nsa.kernel_size) {
-        throw lm::Error(fmt::format("--lengths {}: must be at least --kernel-size {}", length, shape.nsa.kernel_size));
+        throw base::Error(
+            fmt::format("--lengths {}: must be at least --kernel-size {}", length, shape.nsa.kernel_size));
       }
     }
     std::sort(options_.lengths.begin(), options_.lengths.end());
     if (options_.phis.empty())
-      for (const auto& phi : phis_) options_.phis.push_back(lm::compression_kind(phi));
+      for (const auto& phi : phis_) options_.phis.push_back(base::compression_kind(phi));
     shape.bfloat16 = dtype_ == "bfloat16";
-    shape.selection = lm::bench_selection(selection_);
+    shape.selection = bench::parse_selection(selection_);
     if (shape.threads == 0) shape.threads = default_num_threads();
     options_.timing.threads = shape.threads;
     at::set_num_threads(shape.threads);
 
     require_backend();
     if (!peers_.empty())
-      options_.peers = lm::BenchPeers(peers_, shape, shape.device.is_cuda() ? lm::gpu_name() : lm::cpu_name());
+      options_.peers = bench::Peers(peers_, shape, shape.device.is_cuda() ? base::gpu_name() : base::cpu_name());
     print_machine(device);
     if (shape.device.is_cuda()) measure_rates();
     const Table table(shape.device.is_cuda(), !options_.peers.empty());
     table.print_header();
-    const auto report = lm::run_bench(options_, [&](const lm::BenchResult& result) { table.print(result); });
+    const auto report = bench::run(options_, [&](const bench::Result& result) { table.print(result); });
     print_ratios(report);
     nlohmann::json json = report;
     json.update(origin());
@@ -237,12 +238,12 @@ class BenchCommand {
                           .device = {shape.device.is_cuda() ? DeviceType::kCUDA : DeviceType::kCPU, 0},
                           .key_dim = shape.head_dim,
                           .value_dim = shape.v_head_dim};
-    if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw lm::Error(status.message());
+    if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw base::Error(status.message());
   }
 
-  void print_machine(const lm::DeviceChoice& device) const {
+  void print_machine(const base::DeviceChoice& device) const {
     const auto& shape = options_.shape;
-    const auto machine = lm::machine_json(shape.threads, shape.device);
+    const auto machine = base::machine_json(shape.threads, shape.device);
     const auto text = [&](const char* field) { return machine[field].get<std::string>(); };
     fmt::print("device: {}\n", device.text);
     if (shape.device.is_cuda()) {
@@ -256,14 +257,14 @@ class BenchCommand {
   }
 
   void measure_rates() {
-    const auto rates = lm::measure_device_rates(options_.shape.device, options_.shape.bfloat16);
+    const auto rates = bench::measure_device_rates(options_.shape.device, options_.shape.bfloat16);
     options_.rates = {rates.gflops, rates.bytes_per_s};
     fmt::print("limits: product of 8192 x 8192 matrices {:.0f} TFLOP/s, copy of 1 GiB {:.2f} TB/s read and written\n",
                1e-3 * rates.gflops, 1e-12 * rates.bytes_per_s);
   }
 
   CLI::App& command_;
-  lm::BenchOptions options_ = lm::default_bench_options(at::kCPU);
+  bench::Options options_ = bench::default_options(at::kCPU);
   DeviceOption device_;
   std::string dtype_ = "bfloat16", model_, peers_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};

@@ -27,14 +27,14 @@ constexpr Bar kBars[] = {
 constexpr std::int64_t kGrowthFrom = 16384, kGrowthTo = 65536;
 constexpr double kMostGrowth = 8.4;
 
-const lm::BenchRatio* find(const lm::BenchReport& report, const std::string& pass, std::int64_t length) {
+const bench::Ratio* find(const bench::Report& report, const std::string& pass, std::int64_t length) {
   for (const auto& ratio : report.ratios) {
     if (ratio.pass == pass && ratio.length == length) return &ratio;
   }
   return nullptr;
 }
 
-bool is_goal_machine(const lm::BenchReport& report) {
+bool is_goal_machine(const bench::Report& report) {
   const auto& shape = report.options.shape;
   return variant_of(Backend::kCPU) == "avx512bf16" && shape.threads == 2 && shape.num_heads == 16 &&
          shape.num_kv_heads == 1 && shape.head_dim == 128 && shape.v_head_dim == 128 && shape.nsa == NSAConfig{};
@@ -44,7 +44,7 @@ const char* verdict(bool judged, bool reached) { return !judged ? "not judged" :
 
 }  // namespace
 
-void judge_goals(const lm::BenchReport& report) {
+void judge_goals(const bench::Report& report) {
   if (report.options.shape.device.is_cuda()) {
     fmt::print("\ngoals: they are for the CPU; none is judged on cuda\n");
     return;

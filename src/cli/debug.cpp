@@ -14,11 +14,11 @@ namespace nsa::cli {
 namespace {
 
 void compare(const std::string& path) {
-  const auto call = lm::read_dump(path);
+  const auto call = replay::read_dump(path);
   fmt::print("{}: {} on the backend chosen by default ({}) against the fp64 oracle\n", path, call.operation,
              variant_of(Backend::kCPU));
   fmt::print("{:<22} {:>12} {:>12} {:>12}  {}\n", "output", "max error", "max |oracle|", "of it", "");
-  for (const auto& d : lm::compare_with_oracle(call)) {
+  for (const auto& d : replay::compare_with_oracle(call)) {
     if (d.is_integer) {
       fmt::print("{:<22} {:>38.2f}  percent of rows equal\n", d.name, 100 * d.rows_equal);
       continue;

@@ -32,9 +32,9 @@ class DeviceOption {
     });
   }
 
-  /// Chooses and settles the values that depend on it. Throws lm::Error where the device cannot be had.
-  lm::DeviceChoice choose() const {
-    auto choice = lm::choose_device(wish_);
+  /// Chooses and settles the values that depend on it. Throws base::Error where the device cannot be had.
+  base::DeviceChoice choose() const {
+    auto choice = base::choose_device(wish_);
     if (choice.device.is_cuda()) {
       for (const auto& set : setters_) set();
     }

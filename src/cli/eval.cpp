@@ -43,15 +43,15 @@ struct EvalCommand {
     const auto expected = first.loaded.tokenizer, found = other.loaded.tokenizer;
     const int vocab = first.model().config().vocab_size;
     if (found != expected || other.model().config().vocab_size != vocab) {
-      throw lm::Error(fmt::format("{} {}: tokenizer '{}' of {} tokens: must be '{}' of {}, that of {}", option, path,
-                                  found, other.model().config().vocab_size, expected, vocab, checkpoint.path));
+      throw base::Error(fmt::format("{} {}: tokenizer '{}' of {} tokens: must be '{}' of {}, that of {}", option, path,
+                                    found, other.model().config().vocab_size, expected, vocab, checkpoint.path));
     }
     return lm::evaluate(other.model(), texts.documents, rows, other.tokenizer.get());
   }
 
   void run() {
     if (!window.empty() && against.empty()) {
-      throw lm::Error("--window: needs --against, a run of full attention, to say which share of its lead is kept");
+      throw base::Error("--window: needs --against, a run of full attention, to say which share of its lead is kept");
     }
     json.open();
     const auto device = machine.choose();

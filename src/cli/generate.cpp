@@ -44,11 +44,11 @@ void run(GenerateArguments& arguments) {
                                      compute_dtype(arguments.dtype));
   const bool by_ids = !arguments.checkpoint.ids.empty();
   const auto tokenizer = by_ids ? nullptr : lm::tokenizer_of(arguments.checkpoint.path, loaded);
-  std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : lm::read_text(arguments.prompt_file);
+  std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : base::read_text(arguments.prompt_file);
   std::vector<std::int64_t> tokens;
   if (by_ids) {
     const auto prompts = lm::load_ids(arguments.checkpoint.ids, loaded.model.config().vocab_size);
-    if (prompts.size() > 1) throw lm::Error(fmt::format("{}: must be one line, the prompt", prompts[1].name));
+    if (prompts.size() > 1) throw base::Error(fmt::format("{}: must be one line, the prompt", prompts[1].name));
     tokens.assign(prompts[0].tokens.begin(), prompts[0].tokens.end());
     prompt = fmt::format("{} ", fmt::join(tokens, " "));
   } else {
@@ -63,7 +63,7 @@ void run(GenerateArguments& arguments) {
   if (tokenizer && !arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
   if (!arguments.no_echo) fmt::print("{}", prompt);
   std::fflush(stdout);
-  const lm::InterruptGuard interrupt;
+  const base::InterruptGuard interrupt;
   const auto result = lm::generate(loaded.model, tokens, options, [&](std::int64_t token) {
     const std::string text =
         tokenizer ? tokenizer->decode(static_cast<std::int32_t>(token)) : fmt::format("{} ", token);

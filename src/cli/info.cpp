@@ -34,25 +34,25 @@ struct Description {
 
 void print_kernels(Description& d) {
   d.query.dtype = d.dtype == "bfloat16" ? DType::kBFloat16 : d.dtype == "float16" ? DType::kFloat16 : DType::kFloat32;
-  d.query.phi = lm::compression_kind(d.phi);
-  if (const Status status = d.query.cfg.validate(); !status.ok()) throw lm::Error(status.message());
+  d.query.phi = base::compression_kind(d.phi);
+  if (const Status status = d.query.cfg.validate(); !status.ok()) throw base::Error(status.message());
   if (d.query.num_kv_heads < 1 || d.query.num_heads < 1 || d.query.num_heads % d.query.num_kv_heads != 0)
-    throw lm::Error(describe_kernels(d.query));
+    throw base::Error(describe_kernels(d.query));
   fmt::print("{}\n", describe_kernels(d.query));
 }
 
 void print_info(bool device_alone) {
   if (device_alone) {
-    fmt::print("{}\n", lm::choose_device("auto").kind());
+    fmt::print("{}\n", base::choose_device("auto").kind());
     return;
   }
   const char* wish = std::getenv("OMP_NUM_THREADS");
   fmt::print("nsa {}\n", version());
   print_section("backends", describe_backends());
   print_section("instruction sets of the backend cpu", describe_instruction_sets());
-  print_section("devices", fmt::format("cpu: {}, {} logical cores\ncuda: {}", lm::cpu_name(),
+  print_section("devices", fmt::format("cpu: {}, {} logical cores\ncuda: {}", base::cpu_name(),
                                        std::thread::hardware_concurrency(), describe_devices()));
-  print_section("device of the language model (--device auto)", lm::choose_device("auto").text);
+  print_section("device of the language model (--device auto)", base::choose_device("auto").text);
   print_section("threads", fmt::format("{} to a call, {}", default_num_threads(),
                                        wish ? fmt::format("OMP_NUM_THREADS = {}", wish)
                                             : std::string("OpenMP's default (OMP_NUM_THREADS is not set)")));

@@ -15,9 +15,9 @@ class MachineOptions : public DeviceOption {
   }
 
   /// DeviceOption::choose(), and torch's number of threads.
-  lm::DeviceChoice choose() const {
+  base::DeviceChoice choose() const {
     auto choice = DeviceOption::choose();
-    lm::set_threads(threads_);
+    base::set_threads(threads_);
     return choice;
   }
 

@@ -47,8 +47,8 @@ struct MethodOptions {
   lm::SequenceAttention of(const lm::ModelConfig& config) const {
     if (name.empty()) return {};
     if (config.attention != lm::AttentionKind::kFull) {
-      throw lm::Error(fmt::format("--method {}: needs a model of attention full, this one's is {}", name,
-                                  lm::name_of(config.attention)));
+      throw base::Error(fmt::format("--method {}: needs a model of attention full, this one's is {}", name,
+                                    lm::name_of(config.attention)));
     }
     return attention(config.nsa);
   }

@@ -20,13 +20,13 @@ class JsonOption {
     command.add_option("--json", path_, "Write " + what + " to this file; -: standard output");
   }
 
-  /// Before the work begins: throws lm::Error or lm::Failure when the file cannot be written.
+  /// Before the work begins: throws base::Error or base::Failure when the file cannot be written.
   void open() {
     if (path_.empty() || path_ == "-") return;
     try {
       file_.emplace(path_);
-    } catch (const lm::Error& error) {
-      throw lm::Error(fmt::format("--json {}", error.what()));
+    } catch (const base::Error& error) {
+      throw base::Error(fmt::format("--json {}", error.what()));
     }
   }
 
@@ -40,7 +40,7 @@ class JsonOption {
 
  private:
   std::string path_;
-  std::optional<lm::OutputFile> file_;
+  std::optional<base::OutputFile> file_;
 };
 
 }  // namespace nsa::cli

@@ -62,15 +62,15 @@ int run(CLI::App& app, int argc, char** argv) {
     return 2;
   } catch (const Exit& exit) {
     return exit.code;
-  } catch (const lm::Error& error) {
+  } catch (const base::Error& error) {
     complain(error.what());
     return 2;
-  } catch (const lm::Failure& failure) {
+  } catch (const base::Failure& failure) {
     complain(failure.what());
     return 1;
   } catch (const std::filesystem::filesystem_error& error) {
     complain(fmt::format("{}: {}", error.path1().string(), error.code().message()));
-    return lm::is_users_fault(error.code().value()) ? 2 : 1;
+    return base::is_users_fault(error.code().value()) ? 2 : 1;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "nsa: out of memory\n");
     return 1;
@@ -103,7 +103,7 @@ int nsa_program(int argc, char** argv, const char* group) {
   nsa::lm::Ranks ranks;
   try {
     if (group != nullptr) ranks = nsa::lm::Ranks(group);
-  } catch (const nsa::lm::Error& error) {
+  } catch (const nsa::base::Error& error) {
     complain(error.what());
     return 2;
   }

@@ -42,7 +42,7 @@ struct RecallCommand {
     auto& model = options.model;
     if (gap->count() == 0) task.gap = std::max(task.gap, model.num_layers * (model.nsa.window_size - 1) + 1);
     if (length > 0) task = task.stretched(length);
-    model.phi = lm::compression_kind(phi);
+    model.phi = base::compression_kind(phi);
     model.v_head_dim = model.head_dim;
     fmt::print("device: {}\n", device.text);
     if (task.hops > 1) fmt::print("chains of {} look-ups, written out step by step\n", task.hops);

@@ -194,11 +194,11 @@ class TrainCommand {
     const nlohmann::json model = config_.model;
     for (const auto& [option, field] : fields_) {
       if (option->count() > 0 && (model.contains(field) || field == "attention" || field == "phi")) {
-        throw lm::Error(fmt::format("{} and --init exclude each other", option->get_name()));
+        throw base::Error(fmt::format("{} and --init exclude each other", option->get_name()));
       }
     }
-    if (equal_parameters_) throw lm::Error("--equal-parameters and --init exclude each other");
-    if (preset_option_->count() > 0) throw lm::Error("--preset and --init exclude each other");
+    if (equal_parameters_) throw base::Error("--equal-parameters and --init exclude each other");
+    if (preset_option_->count() > 0) throw base::Error("--preset and --init exclude each other");
     const lm::PretrainedFolder folder(init);
     config_.model = folder.config();
     init = std::filesystem::absolute(init).string();
@@ -206,7 +206,7 @@ class TrainCommand {
     if (!folder.tokenizer().empty()) {
       config_.data.tokenizer = std::filesystem::absolute(folder.tokenizer()).string();
     } else if (config_.model.vocab_size != lm::make_tokenizer("bytes")->vocab_size()) {
-      throw lm::Error(
+      throw base::Error(
           fmt::format("{}: no tokenizer.model (a tokenizer.json is not read); name one with --tokenizer", init));
     }
   }
@@ -225,7 +225,7 @@ class TrainCommand {
   void complete() {
     auto& model = config_.model;
     model.attention = lm::attention_kind(attention_);
-    model.phi = lm::compression_kind(phi_);
+    model.phi = base::compression_kind(phi_);
     take_preset();
     if (v_head_dim_->count() == 0) model.v_head_dim = model.head_dim;
     if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
@@ -264,9 +264,9 @@ class TrainCommand {
   }
 
   lm::TrainResult resume() {
-    if (preset_option_->count() > 0) throw lm::Error("--preset and --resume exclude each other");
+    if (preset_option_->count() > 0) throw base::Error("--preset and --resume exclude each other");
     config_.model.attention = lm::attention_kind(attention_);
-    config_.model.phi = lm::compression_kind(phi_);
+    config_.model.phi = base::compression_kind(phi_);
     auto fields = given();
     if (!device_.named().empty()) fields["device"] = device_.named();
     if (equal_parameters_) {  // of the run's model: its defaults were those of its device
@@ -279,11 +279,11 @@ class TrainCommand {
   void refuse_unshared() const {
     const char* const size = std::getenv("WORLD_SIZE");
     if (execution_.ranks.size() > 1 || size == nullptr || std::string_view(size) == "1") return;
-    throw lm::Error(fmt::format("WORLD_SIZE = {}: several ranks train together by torchrun ... -m nsa.train", size));
+    throw base::Error(fmt::format("WORLD_SIZE = {}: several ranks train together by torchrun ... -m nsa.train", size));
   }
 
   void run() {
-    if (resume_ && overwrite_) throw lm::Error("--resume and --overwrite exclude each other");
+    if (resume_ && overwrite_) throw base::Error("--resume and --overwrite exclude each other");
     refuse_unshared();
     const auto result = resume_ ? resume() : start();
     if (!execution_.ranks.first()) throw Exit{result.signal == 0 ? 0 : 128 + result.signal};

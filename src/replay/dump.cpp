@@ -14,16 +14,17 @@
 #include "bridge/call.h"
 #include "nsa/backend.h"
 
-namespace nsa::lm {
+namespace nsa::replay {
 namespace {
 
-at::ScalarType scalar_type(const DumpedCall& dump, const StoredTensor& tensor) {
+at::ScalarType scalar_type(const DumpedCall& dump, const base::StoredTensor& tensor) {
   const std::pair<const char*, at::ScalarType> types[] = {
       {"F32", at::kFloat}, {"BF16", at::kBFloat16}, {"F16", at::kHalf}, {"F64", at::kDouble}, {"I32", at::kInt}};
   for (const auto& [name, type] : types) {
     if (tensor.dtype == name) return type;
   }
-  throw Error(fmt::format("{}: tensor '{}' has dtype {}, which no call takes", dump.path, tensor.name, tensor.dtype));
+  throw base::Error(
+      fmt::format("{}: tensor '{}' has dtype {}, which no call takes", dump.path, tensor.name, tensor.dtype));
 }
 
 // A damaged file can ask for any size; of a tensor of 256k tokens with 16 heads of 128 channels this is half.
@@ -35,25 +36,25 @@ bool is_always_float32(const std::string& name) { return name.starts_with("lse")
 }  // namespace
 
 DumpedCall read_dump(const std::string& path) {
-  const auto file = SafetensorsFile::open(path);
+  const auto file = base::SafetensorsFile::open(path);
   DumpedCall dump;
   dump.path = path;
   dump.scalars = file.metadata();
   const auto operation = dump.scalars.find("operation");
   if (operation == dump.scalars.end()) {
-    throw Error(
+    throw base::Error(
         fmt::format("{}: no dump of a call: its metadata names no operation (NSA_DUMP=folder writes dumps)", path));
   }
   dump.operation = operation->second;
   for (const auto& stored : file.tensors()) {
     const std::size_t rank = stored.shape.size();
     if (rank < 1 || rank > std::size_t{TensorView::kMaxRank}) {
-      throw Error(
+      throw base::Error(
           fmt::format("{}: tensor '{}' has rank {}: must be 1 ... {}", path, stored.name, rank, TensorView::kMaxRank));
     }
     for (const std::int64_t size : stored.shape) {
       if (size > INT32_MAX) {
-        throw Error(fmt::format("{}: tensor '{}' has a size of {}: must be below 2^31", path, stored.name, size));
+        throw base::Error(fmt::format("{}: tensor '{}' has a size of {}: must be below 2^31", path, stored.name, size));
       }
     }
     auto tensor = at::empty(stored.shape, scalar_type(dump, stored));
@@ -72,37 +73,38 @@ CallArguments::CallArguments(const DumpedCall& call, bool exact) : call_(call) {
 }
 
 TensorView CallArguments::in(const std::string& name) const {
-  return has(name) ? view_of(inputs_.at(name)) : TensorView{};
+  return has(name) ? bridge::view_of(inputs_.at(name)) : TensorView{};
 }
 
 const at::Tensor& CallArguments::given(const std::string& name) const {
-  if (!has(name)) throw Error(fmt::format("{}: tensor '{}' is missing", call_.path, name));
+  if (!has(name)) throw base::Error(fmt::format("{}: tensor '{}' is missing", call_.path, name));
   return inputs_.at(name);
 }
 
 at::IntArrayRef CallArguments::shape(const std::string& name) const {
   const auto shape = given(name).sizes();
   if (shape.size() == 3 || shape.size() == 4) return shape;
-  throw Error(fmt::format("{}: tensor '{}' has rank {}: must be 3 (packed) or 4", call_.path, name, shape.size()));
+  throw base::Error(
+      fmt::format("{}: tensor '{}' has rank {}: must be 3 (packed) or 4", call_.path, name, shape.size()));
 }
 
 TensorView CallArguments::state(const std::string& name) {
   outputs_.emplace_back(name, given(name).clone());
-  return view_of(outputs_.back().second);
+  return bridge::view_of(outputs_.back().second);
 }
 
 TensorView CallArguments::out(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) {
   std::int64_t elements = 1;
   for (const std::int64_t size : shape) {
     if (__builtin_mul_overflow(elements, size, &elements) || elements > kMostElements) {
-      throw Error(fmt::format("{}: output '{}' ({}) would have more than {} elements", call_.path, name,
-                              fmt::join(shape, ", "), kMostElements));
+      throw base::Error(fmt::format("{}: output '{}' ({}) would have more than {} elements", call_.path, name,
+                                    fmt::join(shape, ", "), kMostElements));
     }
   }
   // What the call forgets to write shows.
   const double poison = dtype == at::kInt ? -2 : std::numeric_limits<double>::quiet_NaN();
   outputs_.emplace_back(name, at::full(shape, poison, dtype));
-  return view_of(outputs_.back().second);
+  return bridge::view_of(outputs_.back().second);
 }
 
 TensorView CallArguments::out_like(const std::string& name, const std::string& input) {
@@ -118,8 +120,8 @@ T CallArguments::scalar(const std::string& name) const {
     const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
     if (result.ec == std::errc() && result.ptr == text.data() + text.size()) return value;
   }
-  throw Error(fmt::format("{}: scalar '{}' = '{}': expected a number", call_.path, name,
-                          it == call_.scalars.end() ? "" : it->second));
+  throw base::Error(fmt::format("{}: scalar '{}' = '{}': expected a number", call_.path, name,
+                                it == call_.scalars.end() ? "" : it->second));
 }
 template int CallArguments::scalar<int>(const std::string&) const;
 template std::int64_t CallArguments::scalar<std::int64_t>(const std::string&) const;
@@ -136,7 +138,7 @@ NSAConfig CallArguments::config() const {
                       .window_size = scalar<int>("window_size")};
   // The shapes of outputs follow from it before the call looks at it.
   if (const Status status = cfg.validate(); !status.ok()) {
-    throw Error(fmt::format("{}: {}", call_.path, status.message()));
+    throw base::Error(fmt::format("{}: {}", call_.path, status.message()));
   }
   return cfg;
 }
@@ -147,8 +149,8 @@ Packed CallArguments::packed() const {
 
 CompressionWeights CallArguments::weights(const std::string& prefix) const {
   const auto kind = call_.scalars.find(prefix + "kind");
-  if (kind == call_.scalars.end()) throw Error(fmt::format("{}: scalar '{}kind' is missing", call_.path, prefix));
-  return {compression_kind(kind->second),
+  if (kind == call_.scalars.end()) throw base::Error(fmt::format("{}: scalar '{}kind' is missing", call_.path, prefix));
+  return {base::compression_kind(kind->second),
           in(prefix + "pe"),
           in(prefix + "w1"),
           in(prefix + "b1"),
@@ -161,4 +163,4 @@ std::optional<double> CallArguments::softmax_scale() const {
   return scalar<double>("softmax_scale");
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::replay

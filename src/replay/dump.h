@@ -12,11 +12,11 @@
 #include "nsa/decode.h"
 #include "nsa/operations.h"
 
-namespace nsa::lm {
+namespace nsa::replay {
 
 struct DumpedCall {
   std::string path, operation;
-  Metadata scalars;
+  base::Metadata scalars;
   std::map<std::string, at::Tensor> tensors;
 };
 
@@ -62,4 +62,4 @@ class CallArguments {
   std::vector<std::pair<std::string, at::Tensor>> outputs_;
 };
 
-}  // namespace nsa::lm
+}  // namespace nsa::replay

@@ -11,7 +11,7 @@
 #include "nsa/backend.h"
 #include "replay/replay.h"
 
-namespace nsa::lm {
+namespace nsa::replay {
 namespace {
 
 using Shape = std::vector<std::int64_t>;
@@ -168,7 +168,7 @@ void add_outputs(CallArguments& a, NsaAttentionParams& p, const char* keys, cons
 
 Status replay_whole(CallArguments& a, const at::Tensor& imposed, const Context& context) {
   auto p = whole_params(a);
-  if (imposed.defined()) p.imposed_indices = view_of(imposed);
+  if (imposed.defined()) p.imposed_indices = bridge::view_of(imposed);
   add_outputs(a, p, "k_c", "v_c");
   return nsa::nsa_attention(p, context);
 }
@@ -199,7 +199,7 @@ NativeSparseAttentionParams layer_params(CallArguments& a) {
 
 Status replay_layer(CallArguments& a, const at::Tensor& imposed, const Context& context) {
   auto p = layer_params(a);
-  if (imposed.defined()) p.attention.imposed_indices = view_of(imposed);
+  if (imposed.defined()) p.attention.imposed_indices = bridge::view_of(imposed);
   add_outputs(a, p.attention, "k_cmp", "v_cmp");
   return nsa::native_sparse_attention(p, context);
 }
@@ -257,7 +257,7 @@ Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, 
   p.weights_v = a.weights("weights_v.");
   p.cfg = a.config();
   p.softmax_scale = a.softmax_scale();
-  if (imposed.defined()) p.imposed_indices = view_of(imposed);
+  if (imposed.defined()) p.imposed_indices = bridge::view_of(imposed);
   p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape("k_cmp"), p.cfg.topk), at::kInt);
   p.o = a.out("o", with_width(a.shape("q"), a.shape("v_cmp").back()));
   for (const auto& [name, view] : {std::pair{"cache.k_slc", &p.cache.k_slc},
@@ -340,10 +340,11 @@ void replay(const DumpedCall& call, CallArguments& a, Backend backend, const at:
   };
   const auto operation = operations.find(call.operation);
   if (operation == operations.end()) {
-    throw Error(fmt::format("{}: operation '{}' computes nothing that could be compared", call.path, call.operation));
+    throw base::Error(
+        fmt::format("{}: operation '{}' computes nothing that could be compared", call.path, call.operation));
   }
   if (const Status status = operation->second(); !status.ok()) {
-    throw Error(fmt::format("{}: {}: {}", call.path, name_of(backend), status.message()));
+    throw base::Error(fmt::format("{}: {}: {}", call.path, name_of(backend), status.message()));
   }
 }
 
@@ -366,4 +367,4 @@ std::vector<Difference> compare_with_oracle(const DumpedCall& call) {
   return differences;
 }
 
-}  // namespace nsa::lm
+}  // namespace nsa::replay

@@ -9,7 +9,7 @@
 
 #include "replay/dump.h"
 
-namespace nsa::lm {
+namespace nsa::replay {
 
 /// Runs the call on `backend`. Throws Error for an operation that cannot be repeated, or when the backend refuses.
 /// `imposed`: the blocks that the whole and decode are to attend to, if not their own choice.
@@ -28,4 +28,4 @@ struct Difference {
 /// on the oracle, so that a tie decided otherwise does not count as an error of the attention.
 std::vector<Difference> compare_with_oracle(const DumpedCall& call);
 
-}  // namespace nsa::lm
+}  // namespace nsa::replay

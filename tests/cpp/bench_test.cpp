@@ -12,14 +12,14 @@
 #include "bench/peers.h"
 #include "bench/selection.h"
 
-namespace nsa::lm {
+namespace nsa::bench {
 namespace {
 
 constexpr std::int64_t kLength = 333;
 
 /// Nothing is equal to anything else, so that no two numbers can be mistaken for each other.
-BenchDims small_dims() {
-  BenchDims dims{.num_heads = 6, .num_kv_heads = 2, .head_dim = 24, .v_head_dim = 16, .bfloat16 = false};
+bench::Dims small_dims() {
+  Dims dims{.num_heads = 6, .num_kv_heads = 2, .head_dim = 24, .v_head_dim = 16, .bfloat16 = false};
   dims.nsa = {.kernel_size = 8,
               .kernel_stride = 4,
               .block_size = 16,
@@ -35,9 +35,9 @@ struct Pairs {
   double compressed = 0, selected = 0, window = 0, causal = 0;
 };
 
-Pairs count_pairs(const BenchDims& dims) {
+Pairs count_pairs(const Dims& dims) {
   const auto& cfg = dims.nsa;
-  const auto chosen = chosen_blocks(BenchSelection::kRandom, cfg, kLength, 1);
+  const auto chosen = chosen_blocks(Selection::kRandom, cfg, kLength, 1);
   Pairs pairs;
   for (std::int64_t t = 0; t < kLength; ++t) {
     for (std::int64_t i = 0; i * cfg.kernel_stride + cfg.kernel_size <= kLength; ++i)
@@ -64,7 +64,7 @@ double products(double pairs, std::initializer_list<std::int64_t> channels) {
 TEST(BenchCosts, CountsTheProductsOfVisiblePairs) {
   const auto dims = small_dims();
   const auto pairs = count_pairs(dims);
-  const BenchCosts costs(dims, kLength);
+  const Costs costs(dims, kLength);
   const auto dk = dims.head_dim, dv = dims.v_head_dim;
   const auto expect = [&](const char* name, double gflop) { EXPECT_NEAR(costs.of(name).gflop, gflop, 1e-12) << name; };
   expect("compressed_attention", products(pairs.compressed, {dk, dv}));
@@ -95,7 +95,7 @@ TEST(BenchCosts, CountsTheProductsOfVisiblePairs) {
 
 TEST(BenchCosts, CountsThePhiOfEveryBlock) {
   const auto dims = small_dims();
-  const BenchCosts costs(dims, kLength);
+  const Costs costs(dims, kLength);
   double mean = 0, linear = 0, mlp = 0, mlp_backward = 0;
   for (std::int64_t i = 0; i * dims.nsa.kernel_stride + dims.nsa.kernel_size <= kLength; ++i) {
     for (std::int64_t head = 0; head < dims.num_kv_heads; ++head) {
@@ -117,7 +117,7 @@ TEST(BenchCosts, CountsThePhiOfEveryBlock) {
 
 TEST(BenchCosts, CountsTheBytesOfEveryTensorOnce) {
   const auto dims = small_dims();
-  const BenchCosts costs(dims, kLength);
+  const Costs costs(dims, kLength);
   const std::int64_t h = dims.num_heads, kv = dims.num_kv_heads, dk = dims.head_dim, dv = dims.v_head_dim;
   const std::int64_t blocks = dims.nsa.num_compressed(kLength);
   const std::int64_t q = kLength * h * dk * 4, o = kLength * h * dv * 4, gates = kLength * h * 3 * 4;
@@ -147,7 +147,7 @@ TEST(BenchCosts, CountsTheBytesOfEveryTensorOnce) {
 TEST(BenchSelection, ChoosesAscendingBlocksWithTheForcedOnes) {
   const NSAConfig cfg;
   constexpr std::int64_t length = 8192, heads = 2;
-  for (const auto selection : {BenchSelection::kRandom, BenchSelection::kClustered}) {
+  for (const auto selection : {Selection::kRandom, Selection::kClustered}) {
     const auto all = chosen_blocks(selection, cfg, length, heads);
     ASSERT_EQ(all.size(), static_cast<std::size_t>(length * heads * cfg.topk));
     for (std::int64_t row = 0; row < length * heads; ++row) {
@@ -160,11 +160,11 @@ TEST(BenchSelection, ChoosesAscendingBlocksWithTheForcedOnes) {
       ASSERT_LE(*blocks.rbegin(), own) << row;
     }
   }
-  EXPECT_TRUE(chosen_blocks(BenchSelection::kOwn, cfg, length, heads).empty());
+  EXPECT_TRUE(chosen_blocks(Selection::kOwn, cfg, length, heads).empty());
 }
 
 /// The share of a query's blocks that the query before took too, where there is a choice.
-double shared_by_neighbours(BenchSelection selection) {
+double shared_by_neighbours(Selection selection) {
   const NSAConfig cfg;
   constexpr std::int64_t length = 16384;
   const auto all = chosen_blocks(selection, cfg, length, 1);
@@ -177,8 +177,8 @@ double shared_by_neighbours(BenchSelection selection) {
 }
 
 TEST(BenchSelection, NeighboursShareThreeQuartersWhereTheyAreClustered) {
-  EXPECT_LT(shared_by_neighbours(BenchSelection::kRandom), 0.3);
-  EXPECT_NEAR(shared_by_neighbours(BenchSelection::kClustered), 0.74, 0.03);
+  EXPECT_LT(shared_by_neighbours(Selection::kRandom), 0.3);
+  EXPECT_NEAR(shared_by_neighbours(Selection::kClustered), 0.74, 0.03);
 }
 
 class BenchPeersTest : public testing::Test {
@@ -190,10 +190,10 @@ class BenchPeersTest : public testing::Test {
                          << R"("v_head_dim": 128, "dtype": "bfloat16")" << settings << R"(}, "lengths": {"64": )"
                          << R"({"stages": {)" << stages << "}}}}";
   }
-  std::string refusal(const BenchDims& dims, const std::string& gpu) {
+  std::string refusal(const Dims& dims, const std::string& gpu) {
     try {
-      BenchPeers(path_, dims, gpu);
-    } catch (const Error& error) {
+      Peers(path_, dims, gpu);
+    } catch (const base::Error& error) {
       return error.what();
     }
     return "";
@@ -208,8 +208,8 @@ TEST_F(BenchPeersTest, TellsTheFastestOfThoseWhoHaveAllParts) {
                "combine": {"nsa": {"forward": 1}, "a": {"forward": 1}, "b": {"forward": 4}},
                "whole, random": {"nsa": {"forward": 1, "backward": 1}, "a": {"forward": 9, "backward": null},
                                  "b": {"forward": 10, "backward": 20}})");
-  const BenchPeers peers(path_, BenchDims{}, "GPU, compute capability 9.0");
-  const auto best = [&](const char* op, BenchSelection selection = BenchSelection::kOwn) {
+  const Peers peers(path_, Dims{}, "GPU, compute capability 9.0");
+  const auto best = [&](const char* op, Selection selection = Selection::kOwn) {
     const auto found = peers.best(op, 64, selection);
     return found ? found->name + " " + std::to_string(found->seconds).substr(0, 5) : "nobody";
   };
@@ -217,9 +217,9 @@ TEST_F(BenchPeersTest, TellsTheFastestOfThoseWhoHaveAllParts) {
   EXPECT_EQ(best("sliding_window_attention"), "c 0.001");
   EXPECT_EQ(best("forward"), "a 0.009");
   EXPECT_EQ(best("forward_backward"), "b 0.030");
-  EXPECT_EQ(best("forward", BenchSelection::kClustered), "nobody");
+  EXPECT_EQ(best("forward", Selection::kClustered), "nobody");
   EXPECT_EQ(best("selected attention: dQ"), "nobody");
-  EXPECT_FALSE(peers.best("forward", 128, BenchSelection::kOwn));
+  EXPECT_FALSE(peers.best("forward", 128, Selection::kOwn));
 }
 
 TEST_F(BenchPeersTest, RefusesWhatIsNotAboutTheSame) {
@@ -233,4 +233,4 @@ TEST_F(BenchPeersTest, RefusesWhatIsNotAboutTheSame) {
 }
 
 }  // namespace
-}  // namespace nsa::lm
+}  // namespace nsa::bench

@@ -122,7 +122,7 @@ TEST(RecallTask, StretchesToALength) {
       EXPECT_GT(next.length(), length) << "the slots are the longest that fit";
     }
   }
-  EXPECT_THROW((RecallTask{.pairs = 64, .gap = 1023}.stretched(1200)), Error);
+  EXPECT_THROW((RecallTask{.pairs = 64, .gap = 1023}.stretched(1200)), base::Error);
 }
 
 TEST(WilsonInterval, IsWilsons) {

@@ -296,7 +296,7 @@ TEST_P(Methods, AsRenderedAtLength) {
 
 TEST_P(Methods, FullAttentionWithinTheBudget) {
   const Sequence sequence(270);
-  const auto full = causal_attention(sequence.q, sequence.k, sequence.v);
+  const auto full = bridge::causal_attention(sequence.q, sequence.k, sequence.v);
   for (const std::int64_t budget : {270, 271, 5000}) {
     EXPECT_LT(distance(attended(GetParam(), sequence, budget), full), 1e-12) << "budget " << budget;
   }
@@ -318,7 +318,7 @@ TEST_P(Methods, Float32) {
   const auto single =
       attend_by(GetParam(), 90, sequence.q.to(at::kFloat), sequence.k.to(at::kFloat), sequence.v.to(at::kFloat));
   EXPECT_EQ(single.scalar_type(), at::kFloat);
-  EXPECT_LT(distance(single, causal_attention(sequence.q, sequence.k, sequence.v)), 1e-5);
+  EXPECT_LT(distance(single, bridge::causal_attention(sequence.q, sequence.k, sequence.v)), 1e-5);
 }
 
 // A key that queries attend to a little and that the last one is all about, beyond any window.
@@ -353,7 +353,7 @@ TEST(Method, NamesAreChecked) {
   try {
     attended("snapkv", sequence, 2);
     FAIL() << "taken";
-  } catch (const Error& error) {
+  } catch (const base::Error& error) {
     EXPECT_STREQ(error.what(), "method snapkv: must be one of streaming, h2o, quest, infllm, clusterkv, exact");
   }
 }

@@ -30,7 +30,7 @@ class Place {
   Place() : path_(fmt::format("{}/nsa-readers-{}", std::filesystem::temp_directory_path().string(), ::getpid())) {}
   ~Place() { std::filesystem::remove(path_); }
   const std::string& path() const { return path_; }
-  void write(const std::string& text) const { replace_file(path_, text); }
+  void write(const std::string& text) const { base::replace_file(path_, text); }
 
  private:
   std::string path_;
@@ -94,7 +94,7 @@ void expect_taken_or_refused(const std::string& sound, const std::function<void(
     const std::string text = damaged(sound, random);
     try {
       read(text);
-    } catch (const Error& error) {
+    } catch (const base::Error& error) {
       ++refused;
       EXPECT_LT(std::strlen(error.what()), 1000u);
     } catch (const std::exception& error) {
@@ -108,9 +108,9 @@ std::string safetensors() {
   const Place place;
   const std::vector<float> values(30, 1.5f);
   const auto bytes = [&](std::size_t n) { return std::as_bytes(std::span(values.data(), n)); };
-  write_safetensors(place.path(), {{"a.weight", "F32", {2, 5}, bytes(10)}, {"b", "F32", {20}, bytes(20)}},
-                    {{"format", "nsa-lm"}, {"step", "12"}, {"config", "{}"}});
-  return read_text(place.path());
+  base::write_safetensors(place.path(), {{"a.weight", "F32", {2, 5}, bytes(10)}, {"b", "F32", {20}, bytes(20)}},
+                          {{"format", "nsa-lm"}, {"step", "12"}, {"config", "{}"}});
+  return base::read_text(place.path());
 }
 
 TEST(Readers, Safetensors) {
@@ -118,7 +118,7 @@ TEST(Readers, Safetensors) {
   std::size_t sum = 0;  // every byte that a tensor claims is there
   expect_taken_or_refused(safetensors(), [&](const std::string& text) {
     place.write(text);
-    const auto file = SafetensorsFile::open(place.path());
+    const auto file = base::SafetensorsFile::open(place.path());
     for (const auto& tensor : file.tensors())
       for (const std::byte byte : tensor.bytes) sum += static_cast<std::size_t>(byte);
   });
@@ -128,7 +128,7 @@ TEST(Readers, Safetensors) {
 TEST(Readers, ModelConfig) {
   expect_taken_or_refused(nlohmann::json(ModelConfig()).dump(1), [](const std::string& text) {
     ModelConfig config;
-    from_json(parse_json(text, "config.json"), config);
+    from_json(base::parse_json(text, "config.json"), config);
     config.validate();
     nlohmann::json(config).dump();
   });
@@ -156,7 +156,7 @@ TEST(Readers, TrainState) {
 TEST(Readers, MetricsLine) {
   const std::string line =
       R"({"kind": "train", "step": 12, "loss": [1.5, {"a": -2e3, "b": null}], "note": "\u00e9\n"})";
-  expect_taken_or_refused(line, [](const std::string& text) { parse_json(text, "metrics.jsonl").dump(); });
+  expect_taken_or_refused(line, [](const std::string& text) { base::parse_json(text, "metrics.jsonl").dump(); });
 }
 
 TEST(Readers, Peers) {
@@ -165,21 +165,21 @@ TEST(Readers, Peers) {
       R"({"gpu": "a GPU", "settings": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "v_head_dim": 16,
           "dtype": "bfloat16"}, "lengths": {"64": {"stages": {"whole, random": {
           "other": {"forward": 1.5, "backward": null}, "nsa": {"forward": 2}}}}, "96": {"stages": {}}}})";
-  BenchDims dims;
+  bench::Dims dims;
   dims.num_heads = 2, dims.num_kv_heads = 1, dims.head_dim = dims.v_head_dim = 16, dims.bfloat16 = true;
   expect_taken_or_refused(sound, [&](const std::string& text) {
     place.write(text);
-    BenchPeers(place.path(), dims, "a GPU").best("forward", 64, BenchSelection::kRandom);
+    bench::Peers(place.path(), dims, "a GPU").best("forward", 64, bench::Selection::kRandom);
   });
 }
 
 TEST(Readers, Nesting) {
   const auto nested = [](int levels) { return std::string(levels, '[') + std::string(levels, ']'); };
-  EXPECT_NO_THROW(parse_json(nested(64), "text"));
-  for (const int levels : {65, 1000, 1000000}) EXPECT_THROW(parse_json(nested(levels), "text"), Error);
-  EXPECT_THROW(parse_json(std::string(1000000, '{'), "text"), Error);
-  EXPECT_THROW(parse_json(R"({"a": 1, "b": {"a": 2}, "a": 3})", "text"), Error);
-  EXPECT_NO_THROW(parse_json(R"({"a": 1, "b": [{"a": 2}, {"a": 3}]})", "text"));
+  EXPECT_NO_THROW(base::parse_json(nested(64), "text"));
+  for (const int levels : {65, 1000, 1000000}) EXPECT_THROW(base::parse_json(nested(levels), "text"), base::Error);
+  EXPECT_THROW(base::parse_json(std::string(1000000, '{'), "text"), base::Error);
+  EXPECT_THROW(base::parse_json(R"({"a": 1, "b": {"a": 2}, "a": 3})", "text"), base::Error);
+  EXPECT_NO_THROW(base::parse_json(R"({"a": 1, "b": [{"a": 2}, {"a": 3}]})", "text"));
 }
 
 }  // namespace

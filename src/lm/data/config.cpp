@@ -23,7 +23,7 @@ void to_json(nlohmann::json& json, const DataConfig& config) {
 }
 
 void from_json(const nlohmann::json& json, DataConfig& config) {
-  FieldReader reader(json, "data");
+  base::FieldReader reader(json, "data");
   for_each_field(config, reader);
   reader.finish();
 }

@@ -13,7 +13,7 @@ const std::vector<std::int32_t>& DataLoader::order_of(std::int64_t epoch) {
   if (epoch != epoch_) {
     order_.resize(rows_.size());
     std::iota(order_.begin(), order_.end(), 0);
-    shuffle(order_, derive_seed({seed_, 1, static_cast<std::uint64_t>(epoch)}));
+    base::shuffle(order_, base::derive_seed({seed_, 1, static_cast<std::uint64_t>(epoch)}));
     epoch_ = epoch;
   }
   return order_;

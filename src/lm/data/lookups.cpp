@@ -6,7 +6,7 @@
 
 namespace nsa::lm {
 
-Lookup random_lookup(Random& random) {
+Lookup random_lookup(base::Random& random) {
   Lookup lookup;
   for (int i = 0; i < 8; ++i) lookup.key += static_cast<char>('A' + random.below(26));
   lookup.value = std::to_string(10000 + random.below(90000));
@@ -14,7 +14,7 @@ Lookup random_lookup(Random& random) {
 }
 
 void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed) {
-  Random random(seed);
+  base::Random random(seed);
   const auto* const offsets = batch.batch.cu_seqlens.const_data_ptr<std::int32_t>();
   auto* const tokens = batch.batch.tokens.mutable_data_ptr<std::int64_t>();
   auto* const targets = batch.targets.mutable_data_ptr<std::int64_t>();
@@ -29,7 +29,7 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     // The sequence from its second token on in cells, of which each holds one line at most.
     std::vector<std::size_t> cells((length - 1) / cell);
     std::iota(cells.begin(), cells.end(), 0);
-    shuffle(cells, random.next());
+    base::shuffle(cells, random.next());
     const double wanted = share * static_cast<double>(length) / static_cast<double>(2 * (cell - 8));
     const auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / 2);
     for (std::size_t i = 0; i < count; ++i) {

@@ -15,7 +15,7 @@ struct Lookup {
 };
 
 /// A name of eight letters and a number of five digits.
-Lookup random_lookup(Random& random);
+Lookup random_lookup(base::Random& random);
 
 /// Writes such lines over about `share` of the tokens of each sequence, at two random places of it each.
 void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed);

@@ -49,7 +49,7 @@ std::vector<std::string> python_source_folders() {
   for (std::string line; std::getline(lines, line);) {
     if (fs::is_directory(line)) folders.push_back(line);
   }
-  if (folders.empty()) throw Error("no Python found for the default data; name files or folders with --data");
+  if (folders.empty()) throw base::Error("no Python found for the default data; name files or folders with --data");
   return folders;
 }
 
@@ -77,7 +77,7 @@ void find_files(const fs::path& root, const std::vector<std::string>& extensions
   }
   if (error) {
     errno = error.value();
-    throw_errno("data " + root.string(), "cannot be read");
+    base::throw_errno("data " + root.string(), "cannot be read");
   }
   std::sort(found.begin() + static_cast<std::ptrdiff_t>(first), found.end(),
             [](const auto& a, const auto& b) { return std::tie(a.group, a.name) < std::tie(b.group, b.name); });
@@ -102,13 +102,13 @@ std::vector<Text> read_texts(const DataConfig& config) {
     } else if (type == fs::file_type::regular) {
       files.push_back({path, path, fs::path(path).filename().string()});
     } else {
-      throw Error(fmt::format("data {}: no such file or folder", path));
+      throw base::Error(fmt::format("data {}: no such file or folder", path));
     }
   }
   std::vector<Text> texts;
   std::string open_group;  // of the last text, while more may be joined to it
   for (const auto& file : files) {
-    std::string text = read_text(file.path.string());
+    std::string text = base::read_text(file.path.string());
     if (text.empty() || is_binary(text)) continue;
     if (join && file.group == open_group &&
         texts.back().text.size() < static_cast<std::size_t>(config.document_bytes)) {
@@ -118,7 +118,7 @@ std::vector<Text> read_texts(const DataConfig& config) {
       open_group = file.group;
     }
   }
-  if (texts.empty()) throw Error("data: no text found");
+  if (texts.empty()) throw base::Error("data: no text found");
   return texts;
 }
 

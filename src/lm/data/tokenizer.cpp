@@ -33,15 +33,15 @@ class PieceTokenizer : public Tokenizer {
  public:
   PieceTokenizer(const std::string& path, bool own_end) : own_end_(own_end) {
     const auto status = processor_.Load(path);
-    if (!status.ok()) throw Error(fmt::format("tokenizer {}: {}", path, status.ToString()));
+    if (!status.ok()) throw base::Error(fmt::format("tokenizer {}: {}", path, status.ToString()));
     if (!own_end && processor_.eos_id() < 0) {
-      throw Error(fmt::format("tokenizer {}: has no token for the end of a text (eos)", path));
+      throw base::Error(fmt::format("tokenizer {}: has no token for the end of a text (eos)", path));
     }
   }
   std::vector<std::int32_t> encode(std::string_view text) const override {
     std::vector<int> pieces;
     const auto status = processor_.Encode({text.data(), text.size()}, &pieces);
-    if (!status.ok()) throw Error(fmt::format("tokenizer: {}", status.ToString()));
+    if (!status.ok()) throw base::Error(fmt::format("tokenizer: {}", status.ToString()));
     return {pieces.begin(), pieces.end()};
   }
   std::string decode(std::int32_t token) const override {
@@ -89,8 +89,8 @@ std::unique_ptr<Tokenizer> make_tokenizer(const std::string& name, int vocab_siz
   auto tokenizer = make(name, !pretrained);
   const bool padded = pretrained && !tokenizer->is_byte_level() && tokenizer->vocab_size() < vocab_size;
   if (tokenizer->vocab_size() != vocab_size && !padded) {
-    throw Error(fmt::format("tokenizer {}: has {} tokens, the model was trained with {}", name, tokenizer->vocab_size(),
-                            vocab_size));
+    throw base::Error(fmt::format("tokenizer {}: has {} tokens, the model was trained with {}", name,
+                                  tokenizer->vocab_size(), vocab_size));
   }
   return tokenizer;
 }

@@ -35,7 +35,7 @@ struct Decoder::Impl {
     const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
     const auto end = length + static_cast<std::int64_t>(tokens.size());
     const Rotation here{rotation.cos.slice(0, length, end), rotation.sin.slice(0, length, end)};
-    Residual x{at::embedding(model.embedding, upload(ids, model.device)), {}};
+    Residual x{at::embedding(model.embedding, base::upload(ids, model.device)), {}};
     for (std::size_t i = 0; i < weights.size(); ++i) {
       x = block_forward(model.blocks[i].config(), weights[i], x, here,
                         [&](const AttentionInputs& projected) { return caches[i]->attend(weights[i], projected); });
@@ -63,8 +63,8 @@ at::Tensor Decoder::append(std::span<const std::int64_t> tokens) {
   const at::NoGradGuard no_grad;
   const auto count = static_cast<std::int64_t>(tokens.size());
   if (count < 1 || impl_->length + count > impl_->capacity) {
-    throw Error(fmt::format("cache: {} more tokens after {} do not fit into its capacity of {}", count, impl_->length,
-                            impl_->capacity));
+    throw base::Error(fmt::format("cache: {} more tokens after {} do not fit into its capacity of {}", count,
+                                  impl_->length, impl_->capacity));
   }
   Residual x;
   while (!tokens.empty()) {

@@ -42,7 +42,7 @@ Generated generate(const Model& model, const std::vector<std::int64_t>& prompt, 
   while (static_cast<std::int64_t>(result.tokens.size()) < options.max_tokens) {
     const std::span<const float> row(logits.const_data_ptr<float>(), static_cast<std::size_t>(logits.numel()));
     if (!std::all_of(row.begin(), row.end(), [](float logit) { return std::isfinite(logit); })) {
-      throw Failure(fmt::format("the logits behind token {} are not finite", sequence.size()));
+      throw base::Failure(fmt::format("the logits behind token {} are not finite", sequence.size()));
     }
     const std::int64_t token = sampler.sample(row);
     result.tokens.push_back(token);

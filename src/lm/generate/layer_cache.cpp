@@ -45,7 +45,7 @@ class SparseCache : public LayerCache {
   }
 
   at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in) override {
-    const auto row = [](const at::Tensor& t) { return view_of(t.unsqueeze(0)); };
+    const auto row = [](const at::Tensor& t) { return bridge::view_of(t.unsqueeze(0)); };
     const auto o = at::empty({in.q.size(0), in.q.size(1), in.v_slc.size(2)}, in.q.options());
     DecodeParams params;
     params.q = row(in.q);
@@ -60,15 +60,15 @@ class SparseCache : public LayerCache {
     params.weights_k = weights.phi_k.views();
     params.weights_v = weights.phi_v.views();
     params.cfg = cfg_;
-    params.rope_cos = view_of(rotation_.cos);
-    params.rope_sin = view_of(rotation_.sin);
+    params.rope_cos = bridge::view_of(rotation_.cos);
+    params.rope_sin = bridge::view_of(rotation_.sin);
     params.o = row(o);
-    call(in.q.size(0) <= kMaxDecodeTokens ? nsa::decode : nsa::prefill, params, o.device());
+    bridge::call(in.q.size(0) <= kMaxDecodeTokens ? nsa::decode : nsa::prefill, params, o.device());
     return o;
   }
 
  private:
-  TensorView keep(const at::Tensor& tensor) { return view_of(storage_.emplace_back(tensor)); }
+  TensorView keep(const at::Tensor& tensor) { return bridge::view_of(storage_.emplace_back(tensor)); }
 
   NSAConfig cfg_;
   const Rotation& rotation_;
@@ -97,7 +97,7 @@ class DenseCache : public LayerCache {
     const std::int64_t m = q.size(0), start = length_ - m;
     const auto heads_first = [](const at::Tensor& t) { return t.transpose(0, 1).unsqueeze(0); };
     // torch's is_causal aligns the first query with the first key, which is right only for a fresh cache.
-    if (start == 0) return causal_attention(q, k_.slice(0, 0, length_), v_.slice(0, 0, length_));
+    if (start == 0) return bridge::causal_attention(q, k_.slice(0, 0, length_), v_.slice(0, 0, length_));
     std::optional<at::Tensor> mask;
     if (m > 1) {
       const auto integers = q.options().dtype(at::kLong);
@@ -112,7 +112,7 @@ class DenseCache : public LayerCache {
 
   at::Tensor window(const at::Tensor& q) const {
     const std::int64_t first = std::max<std::int64_t>(0, length_ - q.size(0) - config_.nsa.window_size + 1);
-    const auto row = [](const at::Tensor& t) { return view_of(t.unsqueeze(0)); };
+    const auto row = [](const at::Tensor& t) { return bridge::view_of(t.unsqueeze(0)); };
     const auto o = at::empty({q.size(0), q.size(1), v_.size(2)}, q.options());
     const auto lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
     SlidingWindowAttentionParams params;
@@ -122,7 +122,7 @@ class DenseCache : public LayerCache {
     params.window_size = config_.nsa.window_size;
     params.o = row(o);
     params.lse = row(lse);
-    call(nsa::sliding_window_attention, params, o.device());
+    bridge::call(nsa::sliding_window_attention, params, o.device());
     return o;
   }
 

@@ -13,10 +13,10 @@ namespace nsa::lm {
 
 void SamplerConfig::validate() const {
   if (!(temperature >= 0 && std::isfinite(temperature))) {
-    throw Error(fmt::format("temperature = {}: must be >= 0", temperature));
+    throw base::Error(fmt::format("temperature = {}: must be >= 0", temperature));
   }
-  if (top_k < 0) throw Error(fmt::format("top_k = {}: must be >= 0", top_k));
-  if (!(top_p > 0 && top_p <= 1)) throw Error(fmt::format("top_p = {}: must be in (0, 1]", top_p));
+  if (top_k < 0) throw base::Error(fmt::format("top_k = {}: must be >= 0", top_k));
+  if (!(top_p > 0 && top_p <= 1)) throw base::Error(fmt::format("top_p = {}: must be in (0, 1]", top_p));
 }
 
 std::int64_t most_likely(std::span<const float> logits) {

@@ -26,7 +26,7 @@ class Sampler {
 
  private:
   SamplerConfig config_;
-  Random random_;
+  base::Random random_;
 };
 
 /// The token of highest logit, the lower one of equals.

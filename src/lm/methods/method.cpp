@@ -54,7 +54,7 @@ at::Tensor attend_by(const std::string& method, std::int64_t budget, const at::T
   const auto* const named =
       std::find_if(kMethods.begin(), kMethods.end(), [&](const NamedMethod& entry) { return entry.name == method; });
   if (named == kMethods.end()) {
-    throw Error(fmt::format("method {}: must be one of {}", method, fmt::join(method_names(), ", ")));
+    throw base::Error(fmt::format("method {}: must be one of {}", method, fmt::join(method_names(), ", ")));
   }
   const std::int64_t length = q.size(0), kv_heads = k.size(1);
   const auto heads_first = [](const at::Tensor& t) {

@@ -14,7 +14,7 @@ namespace {
 
 at::Tensor full_attention(const AttentionInputs& in, const ForwardState& state) {
   const auto& offsets = state.offsets;
-  const SequenceAttention attend = state.options.attention ? state.options.attention : causal_attention;
+  const SequenceAttention attend = state.options.attention ? state.options.attention : bridge::causal_attention;
   std::vector<at::Tensor> outputs;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
@@ -24,13 +24,14 @@ at::Tensor full_attention(const AttentionInputs& in, const ForwardState& state) 
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }
 
-at::Tensor sparse_attention(const ModelConfig& config, const CompressionTensors& phi_k, const CompressionTensors& phi_v,
-                            const AttentionInputs& in, const ForwardState& state, int layer, LayerTrace* trace) {
+at::Tensor sparse_attention(const ModelConfig& config, const bridge::CompressionTensors& phi_k,
+                            const bridge::CompressionTensors& phi_v, const AttentionInputs& in,
+                            const ForwardState& state, int layer, LayerTrace* trace) {
   auto gates = in.gates;
   if (state.options.gate_scale != std::array<double, 3>{1, 1, 1}) {
     gates = gates * at::tensor(c10::ArrayRef<double>(state.options.gate_scale), gates.options());
   }
-  NsaInputs inputs{
+  bridge::NsaInputs inputs{
       .q = in.q,
       .k_cmp = in.k_cmp,
       .v_cmp = in.v_cmp,
@@ -46,9 +47,9 @@ at::Tensor sparse_attention(const ModelConfig& config, const CompressionTensors&
       .cu_seqlens = state.cu_seqlens,
       .longest = state.longest,
       .noise = state.options.noise,
-      .seed = derive_seed({state.options.seed, static_cast<std::uint64_t>(layer)}),
+      .seed = base::derive_seed({state.options.seed, static_cast<std::uint64_t>(layer)}),
   };
-  const auto outputs = native_sparse_attention(inputs, config.nsa);
+  const auto outputs = bridge::native_sparse_attention(inputs, config.nsa);
   if (trace) *trace = {gates, outputs.indices};
   if (trace && state.options.trace_keys) trace->q = in.q, trace->k_slc = in.k_slc;
   return outputs.o;
@@ -56,16 +57,17 @@ at::Tensor sparse_attention(const ModelConfig& config, const CompressionTensors&
 
 }  // namespace
 
-at::Tensor packed_attention(const ModelConfig& config, const CompressionTensors& phi_k, const CompressionTensors& phi_v,
-                            const AttentionInputs& in, const ForwardState& state, int layer, LayerTrace* trace) {
+at::Tensor packed_attention(const ModelConfig& config, const bridge::CompressionTensors& phi_k,
+                            const bridge::CompressionTensors& phi_v, const AttentionInputs& in,
+                            const ForwardState& state, int layer, LayerTrace* trace) {
   switch (config.attention) {
     case AttentionKind::kNsa:
       return sparse_attention(config, phi_k, phi_v, in, state, layer, trace);
     case AttentionKind::kFull:
       return full_attention(in, state);
     case AttentionKind::kWindow:
-      return sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest,
-                                      config.nsa.window_size);
+      return bridge::sliding_window_attention(in.q, in.k_slc, in.v_slc, state.cu_seqlens, state.longest,
+                                              config.nsa.window_size);
   }
   return {};
 }

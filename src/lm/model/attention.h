@@ -31,7 +31,8 @@ struct ForwardState {
 };
 
 /// Attention within packed sequences; `layer` is the layer's number, `trace` may be null.
-at::Tensor packed_attention(const ModelConfig& config, const CompressionTensors& phi_k, const CompressionTensors& phi_v,
-                            const AttentionInputs& in, const ForwardState& state, int layer, LayerTrace* trace);
+at::Tensor packed_attention(const ModelConfig& config, const bridge::CompressionTensors& phi_k,
+                            const bridge::CompressionTensors& phi_v, const AttentionInputs& in,
+                            const ForwardState& state, int layer, LayerTrace* trace);
 
 }  // namespace nsa::lm

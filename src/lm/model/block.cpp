@@ -24,16 +24,16 @@ std::int64_t gates_per_head(const ModelConfig& config) {
   return config.attention == AttentionKind::kNsa ? 3 : config.gated ? 1 : 0;
 }
 
-CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, const ModelConfig& config,
-                            std::int64_t dim) {
+bridge::CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, const ModelConfig& config,
+                                    std::int64_t dim) {
   const std::int64_t sets = config.phi_per_kv_head ? config.num_kv_heads : 1;
   const std::int64_t tokens = config.nsa.kernel_size;
-  CompressionTensors phi;
+  bridge::CompressionTensors phi;
   phi.kind = config.phi;
   if (phi.kind == CompressionKind::kMean) return phi;
   phi.pe = store.constant(prefix + ".pe", {sets, tokens, dim}, 0);
   if (phi.kind == CompressionKind::kLinear) {
-    phi.w1 = store.add(prefix + ".w1", mean_weight(sets, tokens, dim));
+    phi.w1 = store.add(prefix + ".w1", bridge::mean_weight(sets, tokens, dim));
     phi.b1 = store.constant(prefix + ".b1", {sets, dim}, 0);
     return phi;
   }
@@ -43,7 +43,7 @@ CompressionTensors make_phi(ParameterStore& store, const std::string& prefix, co
   phi.b1 = store.constant(prefix + ".b1", {sets, hidden}, 0);
   phi.w2 = store.normal(prefix + ".w2", {sets, hidden, dim}, 1);
   phi.b2 = store.constant(prefix + ".b2", {sets, dim}, 0);
-  initialise_mlp(phi.w1, phi.w2, tokens);
+  bridge::initialise_mlp(phi.w1, phi.w2, tokens);
   return phi;
 }
 
@@ -138,7 +138,7 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
   if (gate_0_.defined()) in.push_back(gate_0_);
   std::vector<std::vector<at::Tensor>> groups = {in,        {gate_0_bias_},         {gate_2_},   {gate_2_bias_},
                                                  {o_proj_}, {gate_proj_, up_proj_}, {down_proj_}};
-  for (const CompressionTensors* phi : {&phi_k_, &phi_v_})
+  for (const bridge::CompressionTensors* phi : {&phi_k_, &phi_v_})
     for (const at::Tensor& weight : {phi->pe, phi->w1, phi->b1, phi->w2, phi->b2}) groups.push_back({weight});
   const auto all = concat_cast(groups, dtype);
   auto next = all.begin();  // in the order of BlockWeights

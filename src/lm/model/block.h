@@ -28,7 +28,7 @@ struct BlockWeights {
   at::Tensor o_proj;
   at::Tensor ffn_in;  // gate_proj above up_proj
   at::Tensor ffn_out;
-  CompressionTensors phi_k, phi_v;
+  bridge::CompressionTensors phi_k, phi_v;
 };
 
 class Block {
@@ -46,7 +46,7 @@ class Block {
   at::Tensor q_norm_;
   std::vector<at::Tensor> k_norm_;
   at::Tensor gate_0_, gate_0_bias_, gate_2_, gate_2_bias_;
-  CompressionTensors phi_k_, phi_v_;
+  bridge::CompressionTensors phi_k_, phi_v_;
   at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;
 };
 

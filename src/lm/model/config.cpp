@@ -53,7 +53,7 @@ void for_each_later_field(Config& config, Visit&& visit) {
 }
 
 void require(bool condition, const std::string& message) {
-  if (!condition) throw Error(message);
+  if (!condition) throw base::Error(message);
 }
 
 }  // namespace
@@ -74,7 +74,7 @@ AttentionKind attention_kind(const std::string& name) {
   for (const auto kind : {AttentionKind::kNsa, AttentionKind::kFull, AttentionKind::kWindow}) {
     if (name == name_of(kind)) return kind;
   }
-  throw Error(fmt::format("attention = '{}': must be nsa, full or window", name));
+  throw base::Error(fmt::format("attention = '{}': must be nsa, full or window", name));
 }
 
 const char* name_of(RopeType type) {
@@ -93,7 +93,7 @@ RopeType rope_type(const std::string& name) {
   for (const auto type : {RopeType::kDefault, RopeType::kLinear, RopeType::kLlama3}) {
     if (name == name_of(type)) return type;
   }
-  throw Error(fmt::format("rope_type = '{}': must be default, linear or llama3", name));
+  throw base::Error(fmt::format("rope_type = '{}': must be default, linear or llama3", name));
 }
 
 void ModelConfig::validate() const {
@@ -128,7 +128,7 @@ void ModelConfig::validate() const {
                       rope.low_freq_factor));
   in_range("rope_original_context", rope.original_context, 1, 1 << 30);
   require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
-  if (const Status status = nsa.validate(); !status.ok()) throw Error(status.message());
+  if (const Status status = nsa.validate(); !status.ok()) throw base::Error(status.message());
   require(dense_layers.empty() || attention == AttentionKind::kNsa,
           fmt::format("dense_layers = {}: must be [] with attention {}", dense_layers, name_of(attention)));
   for (std::size_t i = 0; i < dense_layers.size(); ++i) {
@@ -153,7 +153,7 @@ void to_json(nlohmann::json& json, const ModelConfig& config) {
 }
 
 void from_json(const nlohmann::json& json, ModelConfig& config) {
-  FieldReader reader(json, "model");
+  base::FieldReader reader(json, "model");
   std::string attention, phi;
   reader("attention", attention);
   reader("phi", phi);
@@ -167,11 +167,12 @@ void from_json(const nlohmann::json& json, ModelConfig& config) {
   reader.finish();
   config.rope.type = rope_type(rope);
   config.attention = attention_kind(attention);
-  config.phi = compression_kind(phi);
+  config.phi = base::compression_kind(phi);
 }
 
 ModelConfig with_preset(ModelConfig config, const std::string& name) {
-  if (name != "recipe" && name != "paper") throw Error(fmt::format("preset = '{}': must be recipe or paper", name));
+  if (name != "recipe" && name != "paper")
+    throw base::Error(fmt::format("preset = '{}': must be recipe or paper", name));
   const bool recipe = name == "recipe";
   const ModelConfig paper;
   config.share_kv = recipe;
@@ -192,9 +193,9 @@ ModelConfig with_changes(const ModelConfig& config, const std::vector<std::strin
     if (!json.contains(name)) {
       std::vector<std::string> names;
       for (const auto& item : json.items()) names.push_back(item.key());
-      throw Error(fmt::format("--set {}: must be FIELD=VALUE, FIELD one of {}", change, fmt::join(names, ", ")));
+      throw base::Error(fmt::format("--set {}: must be FIELD=VALUE, FIELD one of {}", change, fmt::join(names, ", ")));
     }
-    const auto value = parse_json_or_null(text);
+    const auto value = base::parse_json_or_null(text);
     json[name] = value.is_number() || value.is_boolean() || value.is_array() ? value : nlohmann::json(text);
   }
   try {
@@ -202,8 +203,8 @@ ModelConfig with_changes(const ModelConfig& config, const std::vector<std::strin
     from_json(json, changed);
     changed.validate();
     return changed;
-  } catch (const Error& error) {
-    throw Error(fmt::format("--set {}: {}", fmt::join(changes, " --set "), error.what()));
+  } catch (const base::Error& error) {
+    throw base::Error(fmt::format("--set {}: {}", fmt::join(changes, " --set "), error.what()));
   }
 }
 

@@ -62,12 +62,12 @@ at::ScalarType Model::compute_dtype() const { return impl_->dtype; }
 
 void Model::place(at::Device device, at::ScalarType dtype) {
   const auto& config = impl_->config;
-  Problem problem{.dtype = view_of(at::empty({0}, dtype)).dtype};
+  Problem problem{.dtype = bridge::view_of(at::empty({0}, dtype)).dtype};
   if (device.is_cuda()) problem.device = {DeviceType::kCUDA, device.index()};
   problem.key_dim = config.attention == AttentionKind::kFull ? 0 : config.head_dim;  // 0: torch attends
   problem.value_dim = config.v_head_dim;
   Backend backend;
-  if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw Error(status.message());
+  if (const Status status = choose_backend(problem, {}, backend); !status.ok()) throw base::Error(status.message());
   for (const auto& [name, parameter] : impl_->parameters) parameter.set_data(parameter.detach().to(device));
   impl_->device = device;
   impl_->dtype = dtype;
@@ -76,7 +76,7 @@ void Model::place(at::Device device, at::ScalarType dtype) {
 
 at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) const {
   const auto* const cu_seqlens = batch.cu_seqlens.const_data_ptr<int>();
-  const auto on_device = [&](const at::Tensor& host) { return upload(host, impl_->device); };
+  const auto on_device = [&](const at::Tensor& host) { return base::upload(host, impl_->device); };
   ForwardState state;
   state.cu_seqlens = on_device(batch.cu_seqlens);
   state.offsets.assign(cu_seqlens, cu_seqlens + batch.cu_seqlens.numel());

@@ -84,7 +84,8 @@ std::optional<SelectionRecall> selection_recall(const at::Tensor& q, const at::T
 std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_t>& tokens, int num_queries) {
   const auto& config = model.config();
   if (config.attention != AttentionKind::kNsa) {
-    throw Error(fmt::format("attention {}: only a model with attention nsa selects blocks", name_of(config.attention)));
+    throw base::Error(
+        fmt::format("attention {}: only a model with attention nsa selects blocks", name_of(config.attention)));
   }
   const at::NoGradGuard no_grad;
   std::vector<LayerTrace> trace;

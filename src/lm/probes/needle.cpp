@@ -41,9 +41,9 @@ class Haystack {
     }
   }
 
-  Tokens stretch(std::int64_t length, Random& random) const {
+  Tokens stretch(std::int64_t length, base::Random& random) const {
     if (length > static_cast<std::int64_t>(tokens_.size())) {
-      throw Error(fmt::format("the texts have {} tokens: too few for a context with {}", tokens_.size(), length));
+      throw base::Error(fmt::format("the texts have {} tokens: too few for a context with {}", tokens_.size(), length));
     }
     const auto start = random.below(tokens_.size() - static_cast<std::size_t>(length) + 1);
     const auto begin = tokens_.begin() + static_cast<std::ptrdiff_t>(start);
@@ -90,14 +90,14 @@ std::vector<std::vector<NeedleCell>> run_needle(
   for (const auto length : options.lengths) {
     auto& row = rows.emplace_back(options.depths.size());
     for (int sample = 0; sample < options.samples; ++sample) {
-      Random random(
-          derive_seed({options.seed, static_cast<std::uint64_t>(length), static_cast<std::uint64_t>(sample)}));
+      base::Random random(
+          base::derive_seed({options.seed, static_cast<std::uint64_t>(length), static_cast<std::uint64_t>(sample)}));
       const auto [key, value] = random_lookup(random);
       const auto needle = encode(tokenizer, fill(options.needle, key, value));
       const auto question = encode(tokenizer, fill(options.question, key, value));
       const auto answer = encode(tokenizer, value);
       const auto room = length - static_cast<std::int64_t>(needle.size() + question.size() + answer.size());
-      if (room < 0) throw Error(fmt::format("length {}: too short for needle, question and answer", length));
+      if (room < 0) throw base::Error(fmt::format("length {}: too short for needle, question and answer", length));
       const auto hay = haystack.stretch(room + static_cast<std::int64_t>(needle.size()), random);
 
       auto without = hay;

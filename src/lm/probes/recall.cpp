@@ -69,7 +69,7 @@ class RecallTrainer {
     shape.pairs = plan.pairs;
     const auto sequences = std::max<std::int64_t>(1, options_.tokens_per_step / shape.length());
     const auto data = make_recall_batch(options_.task, plan.pairs, static_cast<int>(sequences),
-                                        derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
+                                        base::derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
     const auto logits = logits_at(data.batch, at::cat({data.queries, data.values}), {}).split(data.queries.size(0));
     const auto loss = token_losses(logits[0], data.answers).mean();
     const auto keys = data.batch.tokens.index_select(0, data.values - 1);
@@ -82,7 +82,7 @@ class RecallTrainer {
   /// On fresh sequences of the task; `forward` as the model is to be run.
   RecallScore evaluate(const RecallTask& task, const ForwardOptions& forward = {}) const {
     const at::NoGradGuard no_grad;
-    const auto data = make_recall_batch(task, task.pairs, kEvaluationSequences, derive_seed({options_.seed, 2}));
+    const auto data = make_recall_batch(task, task.pairs, kEvaluationSequences, base::derive_seed({options_.seed, 2}));
     const std::int64_t length = task.length(), asked = task.num_queries();
     const auto at_once = std::max<std::int64_t>(1, options_.tokens_per_step / length);  // sequences
     std::vector<at::Tensor> parts;
@@ -131,7 +131,7 @@ class RecallTrainer {
   }
 
   at::Tensor logits_at(const Batch& batch, const at::Tensor& rows, const ForwardOptions& options) const {
-    return model_.forward(batch, options).index_select(0, upload(rows, options_.device));
+    return model_.forward(batch, options).index_select(0, base::upload(rows, options_.device));
   }
 
   const RecallOptions& options_;
@@ -148,8 +148,8 @@ RecallTask RecallTask::stretched(int tokens) const {
   task.slot = hops == 1 ? (2 * room + 1) / (3 * pairs) : (room - num_queries()) / pairs;
   if (task.slot < 2) {
     task.slot = 2;
-    throw Error(fmt::format("length = {}: must be at least {} for {} pairs and a gap of {}", tokens, task.length(),
-                            pairs, gap));
+    throw base::Error(fmt::format("length = {}: must be at least {} for {} pairs and a gap of {}", tokens,
+                                  task.length(), pairs, gap));
   }
   task.gap += tokens - task.length();
   return task;
@@ -170,7 +170,7 @@ RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, 
   auto* queries = data.queries.mutable_data_ptr<std::int64_t>();
   auto* answers = data.answers.mutable_data_ptr<std::int64_t>();
   auto* distances = data.distances.mutable_data_ptr<std::int64_t>();
-  Random random(seed);
+  base::Random random(seed);
   std::vector<int> keys(static_cast<std::size_t>(task.pairs)), order(static_cast<std::size_t>(pairs));
   std::vector<std::int64_t> values(static_cast<std::size_t>(pairs)), values_at;
   offsets[0] = 0;
@@ -179,8 +179,8 @@ RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, 
     offsets[s + 1] = static_cast<int>(start + length);
     std::iota(keys.begin(), keys.end(), 1 + task.num_values);
     std::iota(order.begin(), order.end(), 0);
-    shuffle(keys, random.next());
-    shuffle(order, random.next());
+    base::shuffle(keys, random.next());
+    base::shuffle(order, random.next());
     for (auto& value : values) {
       value = 1 + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(task.num_values)));
     }
@@ -236,11 +236,11 @@ bool RecallReport::as_expected() const {
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step) {
   const auto& task = options.task;
   if (task.hops > task.pairs) {
-    throw Error(fmt::format("hops = {}: must be at most pairs = {}", task.hops, task.pairs));
+    throw base::Error(fmt::format("hops = {}: must be at most pairs = {}", task.hops, task.pairs));
   }
   const int reach = options.model.num_layers * (options.model.nsa.window_size - 1);
   if (task.gap <= reach) {
-    throw Error(fmt::format("gap = {}: must be more than layers * (window_size - 1) = {}", task.gap, reach));
+    throw base::Error(fmt::format("gap = {}: must be more than layers * (window_size - 1) = {}", task.gap, reach));
   }
   for (const int length : options.lengths) task.stretched(length);  // refuses before the work begins
   const auto start = std::chrono::steady_clock::now();

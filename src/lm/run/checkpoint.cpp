@@ -17,8 +17,8 @@
 
 namespace nsa::lm {
 
-std::string save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata) {
-  std::vector<StoredTensor> stored;
+std::string save_tensors(const std::string& path, const NamedTensors& tensors, const base::Metadata& metadata) {
+  std::vector<base::StoredTensor> stored;
   std::vector<at::Tensor> on_host;  // until they are written
   for (const auto& [name, on_device] : tensors) {
     const auto& tensor = on_host.emplace_back(on_device.detach().cpu());
@@ -28,20 +28,20 @@ std::string save_tensors(const std::string& path, const NamedTensors& tensors, c
         {name, "F32", tensor.sizes().vec(),
          std::as_bytes(std::span(tensor.const_data_ptr<float>(), static_cast<std::size_t>(tensor.numel())))});
   }
-  return write_safetensors(path, stored, metadata);
+  return base::write_safetensors(path, stored, metadata);
 }
 
-void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors) {
+void load_tensors(const std::string& path, const base::SafetensorsFile& file, const NamedTensors& tensors) {
   const at::NoGradGuard no_grad;
-  std::map<std::string, const StoredTensor*> stored;
+  std::map<std::string, const base::StoredTensor*> stored;
   for (const auto& tensor : file.tensors()) stored[tensor.name] = &tensor;
   for (const auto& [name, tensor] : tensors) {
     const auto it = stored.find(name);
-    if (it == stored.end()) throw Error(fmt::format("{}: tensor '{}' is missing", path, name));
-    const StoredTensor& from = *it->second;
+    if (it == stored.end()) throw base::Error(fmt::format("{}: tensor '{}' is missing", path, name));
+    const base::StoredTensor& from = *it->second;
     if (from.dtype != "F32" || from.shape != tensor.sizes().vec()) {
-      throw Error(fmt::format("{}: tensor '{}' is {} ({}), the configuration needs F32 ({})", path, name, from.dtype,
-                              fmt::join(from.shape, ", "), fmt::join(tensor.sizes(), ", ")));
+      throw base::Error(fmt::format("{}: tensor '{}' is {} ({}), the configuration needs F32 ({})", path, name,
+                                    from.dtype, fmt::join(from.shape, ", "), fmt::join(tensor.sizes(), ", ")));
     }
     if (!from.bytes.empty()) {
       const auto host = at::empty(tensor.sizes(), at::kFloat);
@@ -51,7 +51,7 @@ void load_tensors(const std::string& path, const SafetensorsFile& file, const Na
     stored.erase(it);
   }
   if (!stored.empty()) {
-    throw Error(fmt::format("{}: tensor '{}' is not in the configured model", path, stored.begin()->first));
+    throw base::Error(fmt::format("{}: tensor '{}' is not in the configured model", path, stored.begin()->first));
   }
   require_finite(path, tensors);
 }
@@ -59,35 +59,36 @@ void load_tensors(const std::string& path, const SafetensorsFile& file, const Na
 void require_finite(const std::string& where, const NamedTensors& tensors) {
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.detach().isfinite().all().item<bool>()) {
-      throw Failure(fmt::format("{}: tensor '{}' holds values that are not finite", where, name));
+      throw base::Failure(fmt::format("{}: tensor '{}' holds values that are not finite", where, name));
     }
   }
 }
 
-std::string metadata_of(const std::string& path, const SafetensorsFile& file, const char* name) {
+std::string metadata_of(const std::string& path, const base::SafetensorsFile& file, const char* name) {
   const auto find = [&](const char* field) {
     const auto it = file.metadata().find(field);
     if (it == file.metadata().end()) {
-      throw Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, field));
+      throw base::Error(fmt::format("{}: not a checkpoint of this program: metadata '{}' is missing", path, field));
     }
     return it->second;
   };
   if (find("format") != kModelFormat) {
-    throw Error(fmt::format("{}: not a checkpoint of this program: metadata 'format' is not {}", path, kModelFormat));
+    throw base::Error(
+        fmt::format("{}: not a checkpoint of this program: metadata 'format' is not {}", path, kModelFormat));
   }
   return find(name);
 }
 
-RunConfig trained_config(const std::string& path, const SafetensorsFile& file) {
+RunConfig trained_config(const std::string& path, const base::SafetensorsFile& file) {
   return parse_run_config(metadata_of(path, file, "config"), path + ": config");
 }
 
-void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config) {
+void refuse_oversized(const std::string& path, const base::SafetensorsFile& file, const ModelConfig& config) {
   std::int64_t stored = 0;
   for (const auto& tensor : file.tensors()) stored += static_cast<std::int64_t>(tensor.bytes.size() / sizeof(float));
   const std::int64_t needed = parameter_counts(config).total();
   if (needed / 2 > stored) {
-    throw Error(
+    throw base::Error(
         fmt::format("{}: holds {} values, the configuration describes a model of {} parameters", path, stored, needed));
   }
 }
@@ -116,7 +117,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   std::error_code error;
   const bool is_folder = fs::is_directory(path, error);
   const fs::path file_path = is_folder ? fs::path(path) / "model.safetensors" : fs::path(path);
-  const auto file = SafetensorsFile::open(file_path.string());
+  const auto file = base::SafetensorsFile::open(file_path.string());
   const auto trained = trained_config(file_path.string(), file);
   const std::string config_path = (file_path.parent_path() / "config.json").string();
   const auto config = read_run_config(config_path);
@@ -124,7 +125,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   const nlohmann::json before = trained.model, now = model, described = with_changes(config.model, changes);
   for (const auto& [name, value] : now.items()) {
     if (described[name] != value) {
-      throw Error(
+      throw base::Error(
           fmt::format("{0}: model.{1} = {2}, but the weights were trained with {3}; --set {1}={2} uses it anyway",
                       config_path, name, plain(described[name]), plain(value)));
     }
@@ -141,7 +142,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
 }
 
 std::unique_ptr<Tokenizer> tokenizer_of(const std::string& path, const LoadedModel& loaded) {
-  if (loaded.tokenizer.empty()) throw Error(fmt::format("{}: {}", path, kNoTokenizer));
+  if (loaded.tokenizer.empty()) throw base::Error(fmt::format("{}: {}", path, kNoTokenizer));
   return make_tokenizer(loaded.tokenizer, loaded.model.config().vocab_size, loaded.pretrained);
 }
 

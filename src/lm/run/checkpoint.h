@@ -15,24 +15,24 @@ namespace nsa::lm {
 inline constexpr const char* kModelFormat = "nsa-lm";
 
 /// Returns the file's checksum.
-std::string save_tensors(const std::string& path, const NamedTensors& tensors, const Metadata& metadata);
+std::string save_tensors(const std::string& path, const NamedTensors& tensors, const base::Metadata& metadata);
 
 /// Copies the file's tensors into `tensors`. Throws Error naming the first that is missing, unknown, or of another
 /// shape or dtype, and Failure naming the first that holds NaN or infinity.
-void load_tensors(const std::string& path, const SafetensorsFile& file, const NamedTensors& tensors);
+void load_tensors(const std::string& path, const base::SafetensorsFile& file, const NamedTensors& tensors);
 
 /// Throws Failure naming the first tensor that holds NaN or infinity; `where` names the whole.
 void require_finite(const std::string& where, const NamedTensors& tensors);
 
 /// `name` in the metadata of the model's file at `path`. Throws Error when it is no checkpoint of this program.
-std::string metadata_of(const std::string& path, const SafetensorsFile& file, const char* name);
+std::string metadata_of(const std::string& path, const base::SafetensorsFile& file, const char* name);
 
 /// The configuration that such a checkpoint was trained with, from its metadata. Throws Error.
-RunConfig trained_config(const std::string& path, const SafetensorsFile& file);
+RunConfig trained_config(const std::string& path, const base::SafetensorsFile& file);
 
 /// Throws Error when the model would be more than twice as large as the file: before memory is taken for a damaged
 /// configuration. Smaller differences are for load_tensors, which names the tensor.
-void refuse_oversized(const std::string& path, const SafetensorsFile& file, const ModelConfig& config);
+void refuse_oversized(const std::string& path, const base::SafetensorsFile& file, const ModelConfig& config);
 
 /// What config.json in the folder `path`, a run or one of transformers, says of the model. Throws Error.
 ModelConfig read_model_config(const std::string& path);

@@ -50,11 +50,11 @@ void for_each_field(Config& config, Visit&& visit) {
 }
 
 void at_least(const char* name, double value, double low) {
-  if (!std::isfinite(value) || value < low) throw Error(fmt::format("{} = {}: must be >= {}", name, value, low));
+  if (!std::isfinite(value) || value < low) throw base::Error(fmt::format("{} = {}: must be >= {}", name, value, low));
 }
 
 void in_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high = std::int64_t{1} << 50) {
-  if (value < low || value > high) throw Error(fmt::format("{} = {}: must be {} ... {}", name, value, low, high));
+  if (value < low || value > high) throw base::Error(fmt::format("{} = {}: must be {} ... {}", name, value, low, high));
 }
 
 }  // namespace
@@ -75,28 +75,28 @@ void TrainConfig::validate() const {
   at_least("noise", noise, 0);
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
-  if (!(lookups >= 0 && lookups <= 0.5)) throw Error(fmt::format("lookups = {}: must be 0 ... 0.5", lookups));
+  if (!(lookups >= 0 && lookups <= 0.5)) throw base::Error(fmt::format("lookups = {}: must be 0 ... 0.5", lookups));
   in_range("threads", threads, 0, kMaxThreads);
   in_range("log_every", log_every, 1);
   in_range("eval_every", eval_every, 0);
   in_range("eval_tokens", eval_tokens, 0);
   in_range("save_every", save_every, 0);
   for (const auto& [name, beta] : {std::pair{"beta1", beta1}, std::pair{"beta2", beta2}}) {
-    if (!(beta >= 0 && beta < 1)) throw Error(fmt::format("{} = {}: must be in [0, 1)", name, beta));
+    if (!(beta >= 0 && beta < 1)) throw base::Error(fmt::format("{} = {}: must be in [0, 1)", name, beta));
   }
-  if (device != "cpu" && device != "cuda") throw Error(fmt::format("device = '{}': must be cpu or cuda", device));
+  if (device != "cpu" && device != "cuda") throw base::Error(fmt::format("device = '{}': must be cpu or cuda", device));
   if (dtype != "auto" && dtype != "float32" && dtype != "bfloat16") {
-    throw Error(fmt::format("dtype = '{}': must be auto, float32 or bfloat16", dtype));
+    throw base::Error(fmt::format("dtype = '{}': must be auto, float32 or bfloat16", dtype));
   }
   if (batch_size > (std::int64_t{1} << 30) / context) {
-    throw Error(fmt::format("batch_size = {}: batch_size * context must be <= 2^30", batch_size));
+    throw base::Error(fmt::format("batch_size = {}: batch_size * context must be <= 2^30", batch_size));
   }
-  if (minutes > 1e7) throw Error(fmt::format("minutes = {}: must be <= 1e7", minutes));
+  if (minutes > 1e7) throw base::Error(fmt::format("minutes = {}: must be <= 1e7", minutes));
   if (static_cast<double>(steps) * static_cast<double>(tokens_per_step()) > 0x1p62) {
-    throw Error(fmt::format("steps = {}: steps * accumulate * batch_size * context must be <= 2^62", steps));
+    throw base::Error(fmt::format("steps = {}: steps * accumulate * batch_size * context must be <= 2^62", steps));
   }
   if ((steps > 0) + (tokens > 0) + (minutes > 0) != 1) {
-    throw Error("exactly one of steps, tokens and minutes must say how long to train");
+    throw base::Error("exactly one of steps, tokens and minutes must say how long to train");
   }
 }
 
@@ -110,7 +110,7 @@ void to_json(nlohmann::json& json, const TrainConfig& config) {
 }
 
 void from_json(const nlohmann::json& json, TrainConfig& config) {
-  FieldReader reader(json, "train");
+  base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
       if (name == "device" || name == "init" || name == "lookups") return;
@@ -138,15 +138,16 @@ void to_json(nlohmann::json& json, const RunConfig& config) {
 }
 
 void from_json(const nlohmann::json& json, RunConfig& config) {
-  FieldReader reader(json, "config");
+  base::FieldReader reader(json, "config");
   std::string format;
   int version = 0;
   nlohmann::json model, train, data, parameters;
   reader("format", format);
-  if (format != kRunFormat) throw Error(fmt::format("config: field 'format' = '{}': must be {}", format, kRunFormat));
+  if (format != kRunFormat)
+    throw base::Error(fmt::format("config: field 'format' = '{}': must be {}", format, kRunFormat));
   reader("version", version);
   if (version != kRunVersion) {
-    throw Error(fmt::format("config: field 'version' = {}: this program reads version {}", version, kRunVersion));
+    throw base::Error(fmt::format("config: field 'version' = {}: this program reads version {}", version, kRunVersion));
   }
   reader.object("model", model);
   reader.object("parameters", parameters);  // told for readers, follows from the model
@@ -181,15 +182,15 @@ RunConfig default_run_config(const std::string& device) {
 }
 
 RunConfig parse_run_config(const std::string& text, const std::string& where) {
-  const auto json = parse_json(text, where);
+  const auto json = base::parse_json(text, where);
   try {
     RunConfig config;
     from_json(json, config);
     config.model.validate();
     config.train.validate();
     return config;
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}: {}", where, error.what()));
+  } catch (const base::Error& error) {
+    throw base::Error(fmt::format("{}: {}", where, error.what()));
   }
 }
 
@@ -209,18 +210,18 @@ std::string first_difference(const nlohmann::json& now, const nlohmann::json& be
   return {};
 }
 
-RunConfig read_run_config(const std::string& path) { return parse_run_config(read_regular_text(path), path); }
+RunConfig read_run_config(const std::string& path) { return parse_run_config(base::read_regular_text(path), path); }
 
 std::string text_of(const RunConfig& config) {
   try {
     return nlohmann::json(config).dump(2) + "\n";
   } catch (const nlohmann::json::type_error&) {
-    throw Error("the path of data or tokenizer is not UTF-8: config.json cannot hold it");
+    throw base::Error("the path of data or tokenizer is not UTF-8: config.json cannot hold it");
   }
 }
 
 bool is_run_config(const std::string& text) {
-  const auto json = parse_json_or_null(text);
+  const auto json = base::parse_json_or_null(text);
   return json.is_object() && json.contains("format") && json["format"] == kRunFormat;
 }
 

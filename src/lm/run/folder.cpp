@@ -31,15 +31,15 @@ bool is_optimizer(const std::string& name) {
 
 /// Takes the lines of later steps and the end out of a run's metrics, so that they go on from the checkpoint.
 void cut_metrics(const std::string& path, std::int64_t step) {
-  const std::string all = read_text(path);
+  const std::string all = base::read_text(path);
   std::istringstream lines(all);
   std::string kept;
   for (std::string text; std::getline(lines, text);) {
-    const auto line = parse_json_or_null(text);
+    const auto line = base::parse_json_or_null(text);
     if (!line.is_object() || !line.contains("step") || !line["step"].is_number_integer()) continue;
     if (line["step"] <= step && (!line.contains("kind") || line["kind"] != "end")) kept += text + "\n";
   }
-  if (kept != all) replace_file(path, kept);
+  if (kept != all) base::replace_file(path, kept);
 }
 
 }  // namespace
@@ -65,7 +65,7 @@ std::vector<std::string> RunFolder::names() const {
   }
   if (error) {
     errno = error.value();
-    throw_errno(path_, "cannot be read");
+    base::throw_errno(path_, "cannot be read");
   }
   return names;
 }
@@ -81,19 +81,21 @@ bool RunFolder::has_metrics() const {  // or a link to them
 }
 
 void RunFolder::refuse_foreign(bool overwrite) const {
-  if (is_regular(kConfig) && is_run_config(read_text(file(kConfig)))) {
+  if (is_regular(kConfig) && is_run_config(base::read_text(file(kConfig)))) {
     if (!overwrite) {
-      throw Error(fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", path_));
+      throw base::Error(
+          fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", path_));
     }
     for (const auto& name : names()) {
-      if (name == kModel) metadata_of(file(kModel), SafetensorsFile::open(file(kModel)), "step");
-      if (name == kMetrics && !is_regular(name)) throw Error(fmt::format("{}: not a regular file", file(kMetrics)));
+      if (name == kModel) metadata_of(file(kModel), base::SafetensorsFile::open(file(kModel)), "step");
+      if (name == kMetrics && !is_regular(name))
+        throw base::Error(fmt::format("{}: not a regular file", file(kMetrics)));
     }
     return;
   }
   for (const auto& name : names()) {
-    if (name == kLockName || is_temporary(name)) continue;
-    throw Error(
+    if (name == kLockName || base::is_temporary(name)) continue;
+    throw base::Error(
         fmt::format("{}: holds no run of this program, but '{}'; a new run needs a folder of its own", path_, name));
   }
 }
@@ -101,13 +103,13 @@ void RunFolder::refuse_foreign(bool overwrite) const {
 RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
 
 void RunFolder::begin(const RunConfig& config) const {
-  replace_file(file(kConfig), text_of(config));
-  remove_file(file(kMetrics));
+  base::replace_file(file(kConfig), text_of(config));
+  base::remove_file(file(kMetrics));
   remove_leftovers("");
-  remove_file(file(kModel));
+  base::remove_file(file(kModel));
 }
 
-void RunFolder::log(const nlohmann::json& line) const { append_text(file(kMetrics), line.dump() + "\n"); }
+void RunFolder::log(const nlohmann::json& line) const { base::append_text(file(kMetrics), line.dump() + "\n"); }
 
 void RunFolder::save(const RunConfig& config, const TrainState& state, const NamedTensors& parameters,
                      const NamedTensors& optimizer) const {
@@ -116,7 +118,7 @@ void RunFolder::save(const RunConfig& config, const TrainState& state, const Nam
   require_finite(where, optimizer);
   const std::string name = optimizer_name(state.step);
   const std::string checksum = save_tensors(file(name), optimizer, {{"format", "nsa-adamw"}});
-  if (has_metrics()) flush_to_disk(file(kMetrics));
+  if (has_metrics()) base::flush_to_disk(file(kMetrics));
   save_tensors(file(kModel), parameters,
                {{"format", kModelFormat},
                 {"step", std::to_string(state.step)},
@@ -130,8 +132,8 @@ void RunFolder::save(const RunConfig& config, const TrainState& state, const Nam
 /// What saves that did not come to their end left, and the optimizer's files but this one.
 void RunFolder::remove_leftovers(const std::string& name_of_optimizer) const {
   for (const auto& name : names()) {
-    const bool left = is_temporary(name) || (is_optimizer(name) && name != name_of_optimizer);
-    if (left && is_regular(name)) remove_file(file(name));
+    const bool left = base::is_temporary(name) || (is_optimizer(name) && name != name_of_optimizer);
+    if (left && is_regular(name)) base::remove_file(file(name));
   }
 }
 
@@ -143,25 +145,25 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     // Metrics and the optimizer of a later step come after the first checkpoint, which is that of step 0.
     for (const auto& name : present) {
       if (name == kMetrics || (is_optimizer(name) && name != optimizer_name(0))) {
-        throw Error(fmt::format("{}: lost: {} is there; put it back, or --overwrite starts anew", path, name));
+        throw base::Error(fmt::format("{}: lost: {} is there; put it back, or --overwrite starts anew", path, name));
       }
     }
     return {};
   }
-  const auto checkpoint = SafetensorsFile::open(path);
+  const auto checkpoint = base::SafetensorsFile::open(path);
   const auto trained = trained_config(path, checkpoint);
   const std::string difference = first_difference(nlohmann::json(config), nlohmann::json(trained));
-  if (!difference.empty()) throw Error(fmt::format("{}: config.json changed: {}", path_, difference));
+  if (!difference.empty()) throw base::Error(fmt::format("{}: config.json changed: {}", path_, difference));
   const auto state = parse_train_state(metadata_of(path, checkpoint, "state"), path + ": state", config.train);
   const std::string name = metadata_of(path, checkpoint, "optimizer");
   if (name != optimizer_name(state.step)) {
-    throw Error(fmt::format("{}: metadata 'optimizer' must be {}", path, optimizer_name(state.step)));
+    throw base::Error(fmt::format("{}: metadata 'optimizer' must be {}", path, optimizer_name(state.step)));
   }
   load_tensors(path, checkpoint, parameters);
-  const auto moments = SafetensorsFile::open(file(name));
+  const auto moments = base::SafetensorsFile::open(file(name));
   const auto saved_with = checkpoint.metadata().find("optimizer_checksum");  // not there in older checkpoints
   if (saved_with != checkpoint.metadata().end() && saved_with->second != moments.checksum()) {
-    throw Error(fmt::format("{}: not what {} was saved with", file(name), path));
+    throw base::Error(fmt::format("{}: not what {} was saved with", file(name), path));
   }
   load_tensors(file(name), moments, optimizer);
   if (has_metrics()) cut_metrics(file(kMetrics), state.step);

@@ -30,7 +30,7 @@ std::string self() {
 
 /// What the holder wrote; nothing yet if it has just begun.
 std::string holder(const std::string& path) {
-  const std::string text = read_text(path);
+  const std::string text = base::read_text(path);
   const bool sound = std::all_of(text.begin(), text.end(), [](char c) { return c >= ' ' && c <= '~'; });
   return sound && !text.empty() ? text : "a process that has just begun";
 }
@@ -49,20 +49,20 @@ FolderLock::FolderLock(const std::string& folder) : folder_(folder) {
   made_ = fs::create_directories(folder, error);
   if (error) {
     errno = error.value();
-    throw_errno(folder, "cannot be made");
+    base::throw_errno(folder, "cannot be made");
   }
-  if (made_) flush_to_disk((fs::path(folder) / "..").string());
+  if (made_) base::flush_to_disk((fs::path(folder) / "..").string());
   const std::string path = (fs::path(folder) / kLockName).string();
   for (;;) {
-    Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644));
-    if (file.get() < 0) throw_errno(path, "cannot be locked");
+    base::Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0644));
+    if (file.get() < 0) base::throw_errno(path, "cannot be locked");
     if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK) throw_errno(path, "cannot be locked");
-      throw Error(fmt::format("{}: is being trained in by {}", folder, holder(path)));
+      if (errno != EWOULDBLOCK) base::throw_errno(path, "cannot be locked");
+      throw base::Error(fmt::format("{}: is being trained in by {}", folder, holder(path)));
     }
     if (!is_named(file.get(), path)) continue;  // whoever held it took the name away at its end
-    if (::ftruncate(file.get(), 0) != 0) throw_errno(path, "cannot write");
-    append_text(path, self());
+    if (::ftruncate(file.get(), 0) != 0) base::throw_errno(path, "cannot write");
+    base::append_text(path, self());
     file_ = std::move(file);
     return;
   }

@@ -22,7 +22,7 @@ class FolderLock {
  private:
   std::string folder_;
   bool made_ = false;
-  Descriptor file_{-1};
+  base::Descriptor file_{-1};
 };
 
 }  // namespace nsa::lm

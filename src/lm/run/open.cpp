@@ -31,7 +31,8 @@ OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::str
     return {load_corpus(data, tokenizer).held_out, fmt::format("{}", fmt::join(paths, ", "))};
   }
   if (is_pretrained(checkpoint)) {
-    throw Error(fmt::format("{}: no run, which would have held out documents; name the texts with --data", checkpoint));
+    throw base::Error(
+        fmt::format("{}: no run, which would have held out documents; name the texts with --data", checkpoint));
   }
   const std::filesystem::path given(checkpoint);
   const auto folder = std::filesystem::is_directory(given) ? given : given.parent_path();
@@ -40,11 +41,11 @@ OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::str
   auto corpus = load_corpus(config.data, tokenizer);
   const auto fingerprint = fmt::format("{:016x}", corpus.fingerprint);
   if (fingerprint != config.fingerprint) {
-    throw Error(fmt::format("{}: the data changed: fingerprint = {}, was {}; name the texts with --data", file,
-                            fingerprint, config.fingerprint));
+    throw base::Error(fmt::format("{}: the data changed: fingerprint = {}, was {}; name the texts with --data", file,
+                                  fingerprint, config.fingerprint));
   }
   if (corpus.held_out.empty()) {
-    throw Error(fmt::format("{}: the run held out no documents; name the texts with --data", file));
+    throw base::Error(fmt::format("{}: the run held out no documents; name the texts with --data", file));
   }
   return {std::move(corpus.held_out), fmt::format("held-out documents of {}", folder.string())};
 }

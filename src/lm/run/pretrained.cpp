@@ -44,8 +44,8 @@ bool is_there(const std::string& path) {
 }
 
 json read_object(const std::string& path) {
-  auto object = parse_json(read_regular_text(path), path);
-  if (!object.is_object()) throw Error(fmt::format("{}: must be a JSON object", path));
+  auto object = base::parse_json(base::read_regular_text(path), path);
+  if (!object.is_object()) throw base::Error(fmt::format("{}: must be a JSON object", path));
   return object;
 }
 
@@ -66,7 +66,8 @@ class Fields {
   /// Where it is there it must be what the program computes.
   void only(const char* name, const json& allowed) const {
     if (has(name) && object_[name] != allowed) {
-      throw Error(fmt::format("{}: field '{}' = {}: must be {}", where_, name, shown(object_[name]), allowed.dump()));
+      throw base::Error(
+          fmt::format("{}: field '{}' = {}: must be {}", where_, name, base::shown(object_[name]), allowed.dump()));
     }
   }
   /// Null where it is not there.
@@ -79,7 +80,7 @@ class Fields {
  private:
   const json& object_;
   std::string where_;
-  FieldReader reader_;
+  base::FieldReader reader_;
 };
 
 /// `rope_parameters`, or the older `rope_scaling` with rope_theta outside of it.
@@ -96,8 +97,8 @@ void read_rope(Fields& fields, const std::string& where, ModelConfig& config) {
   rope.optional(rope.has("rope_type") ? "rope_type" : "type", type);
   try {
     config.rope.type = rope_type(type);
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}: {}: {}", where, name, error.what()));
+  } catch (const base::Error& error) {
+    throw base::Error(fmt::format("{}: {}: {}", where, name, error.what()));
   }
   if (config.rope.type == RopeType::kDefault) return;
   rope.required("factor", config.rope.factor);
@@ -113,7 +114,7 @@ void read_sparse(const json& object, const std::string& where, ModelConfig& conf
                                               "init_blocks", "local_blocks",    "window_size", "share_kv",
                                               "phi_hidden",  "phi_per_kv_head", "phi"};
   for (const auto& item : object.items()) {
-    if (!names.count(item.key())) throw Error(fmt::format("{}: nsa: field '{}' is not known", where, item.key()));
+    if (!names.count(item.key())) throw base::Error(fmt::format("{}: nsa: field '{}' is not known", where, item.key()));
   }
   Fields nsa(object, where + ": nsa");
   nsa.optional("kernel_size", config.nsa.kernel_size);
@@ -128,7 +129,7 @@ void read_sparse(const json& object, const std::string& where, ModelConfig& conf
   nsa.optional("phi_per_kv_head", config.phi_per_kv_head);
   std::string phi = "mlp";
   nsa.optional("phi", phi);
-  config.phi = compression_kind(phi);
+  config.phi = base::compression_kind(phi);
 }
 
 ModelConfig read_config(const json& object, const std::string& where, std::int64_t& context) {
@@ -139,9 +140,9 @@ ModelConfig read_config(const json& object, const std::string& where, std::int64
     if (object.contains("architectures") && object["architectures"] == json({known.name})) architecture = known;
   }
   if (!architecture) {
-    throw Error(fmt::format("{}: field 'architectures' = {}: must be one of {}", where,
-                            shown(object.contains("architectures") ? object["architectures"] : json()),
-                            fmt::join(names, ", ")));
+    throw base::Error(fmt::format("{}: field 'architectures' = {}: must be one of {}", where,
+                                  base::shown(object.contains("architectures") ? object["architectures"] : json()),
+                                  fmt::join(names, ", ")));
   }
   ModelConfig config;
   Fields fields(object, where);
@@ -174,7 +175,7 @@ ModelConfig read_config(const json& object, const std::string& where, std::int64
     fields.optional("layer_types", types);
     for (const auto& type : types) {
       if (type != "full_attention") {
-        throw Error(fmt::format("{}: field 'layer_types' holds '{}': must be full_attention", where, type));
+        throw base::Error(fmt::format("{}: field 'layer_types' holds '{}': must be full_attention", where, type));
       }
     }
   }
@@ -192,18 +193,18 @@ std::set<std::string> weight_files(const std::string& folder, std::map<std::stri
   const auto index = in_folder(folder, kIndex);
   if (!is_there(index)) {
     if (is_there(in_folder(folder, kSingle))) return {kSingle};
-    throw Error(fmt::format("{}: no {} and no {}", folder, kSingle, kIndex));
+    throw base::Error(fmt::format("{}: no {} and no {}", folder, kSingle, kIndex));
   }
   const auto object = read_object(index);
   Fields fields(object, index);
   const json map = fields.object("weight_map");
-  if (map.is_null()) throw Error(fmt::format("{}: field 'weight_map' is missing", index));
+  if (map.is_null()) throw base::Error(fmt::format("{}: field 'weight_map' is missing", index));
   std::set<std::string> files;
   for (const auto& [tensor, file] : map.items()) {
     const auto name = file.is_string() ? file.get<std::string>() : std::string();
     if (!name.ends_with(".safetensors") || name.find_first_of(std::string("/\\\0", 3)) != std::string::npos) {
-      throw Error(fmt::format("{}: weight_map: field '{}' = {}: must name a .safetensors file in the same folder",
-                              index, tensor.substr(0, 80), shown(file)));
+      throw base::Error(fmt::format("{}: weight_map: field '{}' = {}: must name a .safetensors file in the same folder",
+                                    index, tensor.substr(0, 80), base::shown(file)));
     }
     places[tensor] = name;
     files.insert(name);
@@ -242,7 +243,7 @@ bool is_pretrained(const std::string& path) {
   std::error_code error;
   const auto file = in_folder(path, "config.json");
   if (!fs::is_regular_file(file, error)) return false;
-  const auto object = parse_json_or_null(read_text(file));
+  const auto object = base::parse_json_or_null(base::read_text(file));
   return object.is_object() && !object.contains("format") &&
          (object.contains("architectures") || object.contains("model_type"));
 }
@@ -253,9 +254,9 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
   config_ = read_config(object, file, context_);
   try {
     config_.validate();
-    if (context_ < 1) throw Error(fmt::format("max_position_embeddings = {}: must be >= 1", context_));
-  } catch (const Error& error) {
-    throw Error(fmt::format("{}: {}", file, error.what()));
+    if (context_ < 1) throw base::Error(fmt::format("max_position_embeddings = {}: must be >= 1", context_));
+  } catch (const base::Error& error) {
+    throw base::Error(fmt::format("{}: {}", file, error.what()));
   }
   if (const auto model = in_folder(path, "tokenizer.model"); is_there(model)) tokenizer_ = model;
   std::map<std::string, std::string> places;
@@ -264,30 +265,31 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
   std::int64_t stored = 0;
   for (const auto& name : weight_files(path, places)) {
     const auto where = in_folder(path, name);
-    files_.emplace_back(where, SafetensorsFile::open(where));
+    files_.emplace_back(where, base::SafetensorsFile::open(where));
     for (const auto& tensor : files_.back().second.tensors()) {
       if (!held.emplace(tensor.name, where).second) {
-        throw Error(fmt::format("{}: tensor '{}' is in {}, too", where, tensor.name, held[tensor.name]));
+        throw base::Error(fmt::format("{}: tensor '{}' is in {}, too", where, tensor.name, held[tensor.name]));
       }
       if (indexed && (!places.count(tensor.name) || places[tensor.name] != name)) {
-        throw Error(fmt::format("{}: tensor '{}' is not there by {}", where, tensor.name, kIndex));
+        throw base::Error(fmt::format("{}: tensor '{}' is not there by {}", where, tensor.name, kIndex));
       }
       stored += static_cast<std::int64_t>(tensor.bytes.size()) / 2;  // at most so many values
     }
   }
   for (const auto& [tensor, name] : places) {
-    if (!held.count(tensor)) throw Error(fmt::format("{}: tensor '{}' is missing", in_folder(path, name), tensor));
+    if (!held.count(tensor))
+      throw base::Error(fmt::format("{}: tensor '{}' is missing", in_folder(path, name), tensor));
   }
   // Before memory is taken for a damaged configuration.
   if (const auto needed = parameter_counts(config_).total(); needed / 2 > stored) {
-    throw Error(
+    throw base::Error(
         fmt::format("{}: describes a model of {} parameters, the files hold {} values at most", file, needed, stored));
   }
 }
 
 void PretrainedFolder::load(const NamedTensors& parameters) const {
   const at::NoGradGuard no_grad;
-  std::map<std::string, std::pair<const StoredTensor*, std::string>> stored;
+  std::map<std::string, std::pair<const base::StoredTensor*, std::string>> stored;
   for (const auto& [where, file] : files_) {
     for (const auto& tensor : file.tensors()) {
       if (!is_left_out(tensor.name, config_)) stored[tensor.name] = {&tensor, where};
@@ -295,12 +297,13 @@ void PretrainedFolder::load(const NamedTensors& parameters) const {
   }
   for (const auto& [name, parameter] : parameters) {
     const auto it = stored.find(pretrained_name(name));
-    if (it == stored.end()) throw Error(fmt::format("{}: tensor '{}' is missing", path_, pretrained_name(name)));
+    if (it == stored.end()) throw base::Error(fmt::format("{}: tensor '{}' is missing", path_, pretrained_name(name)));
     const auto& [from, where] = it->second;
     const auto dtype = dtype_of(from->dtype);
     if (!dtype || from->shape != parameter.sizes().vec()) {
-      throw Error(fmt::format("{}: tensor '{}' is {} ({}), config.json needs F32, BF16 or F16 ({})", where, from->name,
-                              from->dtype, fmt::join(from->shape, ", "), fmt::join(parameter.sizes(), ", ")));
+      throw base::Error(fmt::format("{}: tensor '{}' is {} ({}), config.json needs F32, BF16 or F16 ({})", where,
+                                    from->name, from->dtype, fmt::join(from->shape, ", "),
+                                    fmt::join(parameter.sizes(), ", ")));
     }
     const auto host = at::empty(parameter.sizes(), *dtype);
     std::memcpy(host.mutable_data_ptr(), from->bytes.data(), from->bytes.size());
@@ -310,7 +313,8 @@ void PretrainedFolder::load(const NamedTensors& parameters) const {
   }
   if (!stored.empty()) {
     const auto& [name, place] = *stored.begin();
-    throw Error(fmt::format("{}: tensor '{}' is not in the model that config.json describes", place.second, name));
+    throw base::Error(
+        fmt::format("{}: tensor '{}' is not in the model that config.json describes", place.second, name));
   }
 }
 

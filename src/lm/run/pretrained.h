@@ -40,7 +40,7 @@ class PretrainedFolder {
   ModelConfig config_;
   std::int64_t context_ = 0;
   std::string tokenizer_;
-  std::vector<std::pair<std::string, SafetensorsFile>> files_;
+  std::vector<std::pair<std::string, base::SafetensorsFile>> files_;
 };
 
 }  // namespace nsa::lm

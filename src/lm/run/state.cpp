@@ -34,13 +34,13 @@ void to_json(nlohmann::json& json, const TrainState& state) {
 
 TrainState parse_train_state(const std::string& text, const std::string& where, const TrainConfig& config) {
   TrainState state;
-  const auto json = parse_json(text, where);
-  FieldReader reader(json, where);
+  const auto json = base::parse_json(text, where);
+  base::FieldReader reader(json, where);
   for_each_field(state, reader);
   reader.finish();
   const auto in_range = [&](const char* name, auto value, auto low, auto high) {
     if (!(value >= low && value <= high)) {
-      throw Error(fmt::format("{}: field '{}' = {}: must be {} ... {}", where, name, value, low, high));
+      throw base::Error(fmt::format("{}: field '{}' = {}: must be {} ... {}", where, name, value, low, high));
     }
   };
   constexpr double kLargest = std::numeric_limits<double>::max();

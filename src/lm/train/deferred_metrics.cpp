@@ -21,9 +21,9 @@ void DeferredMetrics::add_norm(const at::Tensor& norm) {
 
 double DeferredMetrics::sync(std::int64_t step) {
   if (!std::isfinite(largest_norm_.item<double>())) {
-    throw Failure(fmt::format("{}: the gradients are not finite; a lower --lr may help",
-                              synced_ == step - 1 ? fmt::format("step {}", synced_)
-                                                  : fmt::format("one of the steps {} to {}", synced_, step - 1)));
+    throw base::Failure(fmt::format("{}: the gradients are not finite; a lower --lr may help",
+                                    synced_ == step - 1 ? fmt::format("step {}", synced_)
+                                                        : fmt::format("one of the steps {} to {}", synced_, step - 1)));
   }
   largest_norm_.zero_();
   synced_ = step;

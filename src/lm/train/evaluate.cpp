@@ -62,7 +62,7 @@ std::int64_t length_of(const PackedSequence& row) {
 }  // namespace
 
 at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets) {
-  return at::cross_entropy_loss(logits, upload(targets, logits.device()), {}, at::Reduction::None);
+  return at::cross_entropy_loss(logits, base::upload(targets, logits.device()), {}, at::Reduction::None);
 }
 
 std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, const std::vector<LayerTrace>& trace) {
@@ -210,7 +210,7 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
   for (const LossPart& part : result.by_position) total.add(part.loss * static_cast<double>(part.tokens), part.tokens);
   result.loss = total.mean();
   result.tokens = total.tokens;
-  if (!std::isfinite(result.loss)) throw Failure("the loss on held-out documents is not finite");
+  if (!std::isfinite(result.loss)) throw base::Failure("the loss on held-out documents is not finite");
   if (bytes > 0) result.bits_per_byte = total.loss / static_cast<double>(bytes) / std::log(2.0);
   return result;
 }

@@ -34,7 +34,7 @@ Ranks::Ranks(const std::string& group) {
   try {
     group_ = std::make_shared<Group>(Group{c10d::resolve_process_group(group)});
   } catch (const c10::Error& error) {
-    throw Error(fmt::format("process group '{}': {}", group, error.what_without_backtrace()));
+    throw base::Error(fmt::format("process group '{}': {}", group, error.what_without_backtrace()));
   }
   rank_ = group_->torch->getRank();
   size_ = group_->torch->getSize();

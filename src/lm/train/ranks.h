@@ -13,9 +13,9 @@
 namespace nsa::lm {
 
 /// Another rank died, or cannot be reached any more.
-class RankLost : public Failure {
+class RankLost : public base::Failure {
  public:
-  using Failure::Failure;
+  using base::Failure::Failure;
 };
 
 /// A process group of torch's, or this process alone, where nothing below does anything. Every rank calls the same

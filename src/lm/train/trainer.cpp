@@ -102,11 +102,11 @@ class Trainer {
                    ranks_, execution.shard_optimizer),
         metrics_(device),
         throttle_(device) {
-    if (rows_.empty()) throw Error("data: no document is left to train on");
-    make_torch_deterministic(device);
+    if (rows_.empty()) throw base::Error("data: no document is left to train on");
+    base::make_torch_deterministic(device);
   }
 
-  void print_summary(const DeviceChoice& device) const;
+  void print_summary(const base::DeviceChoice& device) const;
   /// A new run in the folder.
   void begin();
   /// On with the run in the folder.
@@ -140,7 +140,7 @@ class Trainer {
     if (watch_) watch_->end();
   }
 
-  InterruptGuard interrupt_;  // from before the first checkpoint on
+  base::InterruptGuard interrupt_;  // from before the first checkpoint on
   std::optional<RunFolder> folder_;
   Ranks ranks_;
   RunConfig config_;
@@ -155,7 +155,7 @@ class Trainer {
   StepThrottle throttle_;
   std::string shown_loss_;
   std::vector<LayerScalars> layers_;
-  Progress progress_{0};
+  base::Progress progress_{0};
   Clock::time_point step_start_;
   std::vector<double> step_seconds_;  // of this process's steps
   int signal_ = 0;                    // that came to a rank
@@ -164,7 +164,7 @@ class Trainer {
   std::optional<StallWatch> watch_;  // of several ranks
 };
 
-void Trainer::print_summary(const DeviceChoice& device) const {
+void Trainer::print_summary(const base::DeviceChoice& device) const {
   const auto counts = parameter_counts(config_.model);
   fmt::print("device: {}{}\n", device.text, ranks_.size() > 1 ? fmt::format(" and {} ranks", ranks_.size()) : "");
   fmt::print("model: attention {}, {} parameters: phi {}, gates {}, extra K/V {}, rest {}\n",
@@ -191,7 +191,7 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
     if (i % ranks_.size() != ranks_.rank()) continue;
     batches.push_back({make_batch(corpus_.train, rows), static_cast<std::uint64_t>(i)});
     if (train.lookups == 0) continue;
-    const auto seed = derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
+    const auto seed = base::derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
     plant_lookups(batches.back().rows, train.lookups, tokenizer_, seed);
   }
   return batches;
@@ -269,7 +269,7 @@ void Trainer::train_step(double rate) {
     ForwardOptions options;
     options.noise = noise();
     options.recompute = config_.train.recompute;
-    options.seed = derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
+    options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
     if (is_nsa && (log || config_.train.gate_balance > 0)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
     auto loss = losses / static_cast<double>(tokens);
@@ -411,7 +411,7 @@ TrainResult Trainer::run(const std::string& out) {
   try {
     return run_steps();
   } catch (const RankLost& gone) {
-    throw Failure(lost(gone.what()));
+    throw base::Failure(lost(gone.what()));
   }
 }
 
@@ -444,7 +444,7 @@ TrainResult Trainer::run_steps() {
 void note_the_start_of_phi(const ModelConfig& model) {
   if (model.attention != AttentionKind::kNsa || model.phi != CompressionKind::kMlp || model.phi_hidden == 0) return;
   const auto dim = std::max(model.head_dim, model.v_head_dim);
-  if (starts_as_mean(model.phi_hidden, dim)) return;
+  if (bridge::starts_as_mean(model.phi_hidden, dim)) return;
   fmt::print(stderr, "note: phi starts from Xavier weights, not as the mean: --phi-hidden {} is below 2 * {}\n",
              model.phi_hidden, dim);
 }
@@ -456,15 +456,16 @@ std::unique_ptr<Tokenizer> tokenizer_of(const RunConfig& config) {
 
 void require_batches_for_all(const TrainConfig& config, const Ranks& ranks) {
   if (config.accumulate % ranks.size() == 0) return;
-  throw Error(fmt::format("accumulate = {}: must be a multiple of the {} ranks, which share the batches of a step",
-                          config.accumulate, ranks.size()));
+  throw base::Error(
+      fmt::format("accumulate = {}: must be a multiple of the {} ranks, which share the batches of a step",
+                  config.accumulate, ranks.size()));
 }
 
 /// Throws where a rank was given other options or has other data than the first.
 void require_same(const RunConfig& config, const Ranks& ranks) {
-  const auto first = parse_json(ranks.broadcast(text_of(config)), "the first rank's configuration");
+  const auto first = base::parse_json(ranks.broadcast(text_of(config)), "the first rank's configuration");
   const std::string difference = first_difference(nlohmann::json(config), first);
-  if (!difference.empty()) throw Error(fmt::format("not as on the first rank: {}", difference));
+  if (!difference.empty()) throw base::Error(fmt::format("not as on the first rank: {}", difference));
 }
 
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
@@ -480,7 +481,7 @@ TrainResult train(TrainRequest request) {
   config.model.validate();
   config.train.validate();
   require_batches_for_all(config.train, ranks);
-  config.train.threads = set_threads(static_cast<int>(config.train.threads));
+  config.train.threads = base::set_threads(static_cast<int>(config.train.threads));
   std::optional<RunFolder> folder;
   if (ranks.first()) folder.emplace(RunFolder::for_new_run(request.out, request.overwrite));
   auto corpus = load_corpus(config.data, *tokenizer);
@@ -507,19 +508,19 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
   for (const auto& [name, value] : given.items()) {
     for (const char* section : {"model", "train", "data"}) {
       if (stored[section].contains(name) && stored[section][name] != value) {
-        throw Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name, shown(value),
-                                shown(stored[section][name])));
+        throw base::Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name,
+                                      shown(value), shown(stored[section][name])));
       }
     }
   }
   require_batches_for_all(config.train, ranks);
-  const auto device = choose_device(config.train.device);
-  set_threads(static_cast<int>(config.train.threads));
+  const auto device = base::choose_device(config.train.device);
+  base::set_threads(static_cast<int>(config.train.threads));
   const auto tokenizer = tokenizer_of(config);
   auto corpus = load_corpus(config.data, *tokenizer);
   if (hex(corpus.fingerprint) != config.fingerprint) {
-    throw Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
-                            hex(corpus.fingerprint), config.fingerprint));
+    throw base::Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
+                                  hex(corpus.fingerprint), config.fingerprint));
   }
   Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), device.device, execution);
   if (ranks.first()) trainer.print_summary(device);

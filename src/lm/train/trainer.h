@@ -20,7 +20,7 @@ struct Execution {
 struct TrainRequest {
   std::string out;   // run folder
   RunConfig config;  // fingerprint, vocab_size (without train.init) and device are filled in
-  DeviceChoice device;
+  base::DeviceChoice device;
   bool overwrite = false;
   Execution execution;
 };

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Do includes run one way? check_includes.py
+"""Do includes run one way, and is a folder a namespace? check_folders.py
 
 ARROWS is the order of the rooms: a file may include files of its own folder, the public headers (nsa/) and the folders
-named there. A folder without an entry belongs to the nearest one above it that has one.
+named there. A folder without an entry belongs to the nearest one above it that has one. NAMESPACES has the folders
+whose namespace is not their path; what lies in them shares it. A file may open namespaces besides its own.
 """
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -45,13 +47,27 @@ ARROWS = {
         *(f"cuda/sm90/{family}" for family in FAMILIES),
     ],
 }
+NAMESPACES = {
+    "core": "nsa",
+    "cpu/kernels": "nsa::cpu::NSA_ISA",
+    "cuda/common": "nsa::cuda",
+    "cuda/operations": "nsa::cuda",
+    "cuda/portable": "nsa::cuda::portable",
+    "cuda/sm90/common": "nsa::cuda::sm90",
+    "lm": "nsa::lm",
+}
 
 
-def room(path: str) -> str | None:
-    """The entry of ARROWS that a file of src/ belongs to."""
+def room(path: str, rooms: Iterable[str] = ARROWS) -> str | None:
+    """The one of `rooms` that a file of src/ belongs to."""
     folders = path.split("/")[:-1]
     above = ("/".join(folders[:length]) for length in range(len(folders), 0, -1))
-    return next((folder for folder in above if folder in ARROWS), None)
+    return next((folder for folder in above if folder in rooms), None)
+
+
+def namespace(path: str) -> str:
+    shared = room(path, NAMESPACES)
+    return NAMESPACES[shared] if shared else "nsa::" + "::".join(path.split("/")[:-1])
 
 
 def main() -> int:
@@ -61,7 +77,11 @@ def main() -> int:
         own = room(name)
         if own is None or not re.search(r"\.(h|cuh|cpp|cu)$", name) or not (SOURCE / name).is_file():
             continue
-        for number, line in enumerate((SOURCE / name).read_text().splitlines(), 1):
+        text = (SOURCE / name).read_text()
+        opened = re.findall(r"^namespace (nsa[\w:]*) \{", text, re.MULTILINE)
+        if opened and not any((space + "::").startswith(namespace(name) + "::") for space in opened):
+            wrong.append(f"src/{name}: must open namespace {namespace(name)}, opens {', '.join(opened)}")
+        for number, line in enumerate(text.splitlines(), 1):
             include = re.match(r'#include "([^"]+)"', line)
             if not include or include[1].startswith("nsa/"):
                 continue
