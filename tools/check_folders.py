@@ -14,18 +14,19 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 FAMILIES = ["range_attention", "select_blocks", "selected_attention", "compress"]
-LM = [f"lm/{room}" for room in ["model", "data", "generate", "run", "train", "probes"]]
+LM = [f"lm/{room}" for room in ["layers", "model", "data", "generate", "run", "train", "probes"]]
 PROGRAM = ["base", "bridge"]
 ARROWS = {
     "base": [],
     "bridge": ["base"],
     "lm/methods": PROGRAM,
-    "lm/model": PROGRAM,
-    "lm/data": [*PROGRAM, "lm/model"],
-    "lm/generate": [*PROGRAM, "lm/model"],
-    "lm/run": [*PROGRAM, *LM[:3]],
-    "lm/train": [*PROGRAM, *LM[:4]],
-    "lm/probes": [*PROGRAM, *LM[:5]],
+    "lm/layers": PROGRAM,
+    "lm/model": [*PROGRAM, *LM[:1]],
+    "lm/data": [*PROGRAM, *LM[:2]],
+    "lm/generate": [*PROGRAM, *LM[:2]],
+    "lm/run": [*PROGRAM, *LM[:4]],
+    "lm/train": [*PROGRAM, *LM[:5]],
+    "lm/probes": [*PROGRAM, *LM[:6]],
     "bench": PROGRAM,
     "replay": PROGRAM,
     "cli": [*PROGRAM, *LM, "lm/methods", "bench", "replay"],

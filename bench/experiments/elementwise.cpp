@@ -1,4 +1,4 @@
-// The elementwise steps of src/lm/model beside the same in torch's operations: forward and backward, in turn, medians.
+// The elementwise steps of src/lm/layers beside the same in torch's operations: forward and backward, in turn, medians.
 // docs/log/training.md has what came out. After `make build` (or a build with CUDA, then with `cuda` behind it):
 //   T=$(.venv/bin/python -c 'import torch, os; print(os.path.dirname(torch.__file__))'); B=build
 //   g++ -std=c++20 -O2 -fopenmp -Isrc -Iinclude -isystem $T/include -isystem $T/include/torch/csrc/api/include \
@@ -14,9 +14,10 @@
 #include <string>
 #include <vector>
 
-#include "lm/model/activations.h"
-#include "lm/model/norm.h"
-#include "lm/model/rope.h"
+#include "lm/layers/activations.h"
+#include "lm/layers/norm.h"
+#include "lm/layers/rope.h"
+#include "lm/layers/rope_frequencies.h"
 
 namespace {
 
@@ -61,8 +62,7 @@ int main(int argc, char**) {
           "rms_norm " + std::to_string(width) + type, [&] { return nsa::lm::rms_norm(x, weight, 1e-5, dtype); },
           [&] { return at::rms_norm(x, {width}, weight, 1e-5).to(dtype); }, {x, weight});
     }
-    nsa::lm::ModelConfig config;
-    const nsa::lm::Rotation table = nsa::lm::rotation_table(rows, config, device);
+    const nsa::lm::Rotation table = nsa::lm::rotation_table(rows, nsa::lm::rope_frequencies(32, 10000, {}), device);
     const at::Tensor heads = leaf({rows, 8, 2 * table.cos.size(1)}, dtype);
     const at::Tensor cos = table.cos.unsqueeze(1), sin = table.sin.unsqueeze(1);
     compare(

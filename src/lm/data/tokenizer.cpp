@@ -74,7 +74,7 @@ std::unique_ptr<Tokenizer> make(const std::string& name, [[maybe_unused]] bool o
 #ifdef NSA_HAVE_SENTENCEPIECE
   return std::make_unique<PieceTokenizer>(name, own_end);
 #else
-  throw Error(
+  throw base::Error(
       fmt::format("tokenizer = '{}': this program was built without SentencePiece, so it must be bytes (install "
                   "libsentencepiece-dev and build again to use a SentencePiece model)",
                   name));

@@ -47,7 +47,9 @@ struct Decoder::Impl {
 
 Decoder::Decoder(const Model& model, std::int64_t capacity) : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
   const at::NoGradGuard no_grad;
-  impl_->rotation = rotation_table(capacity, model.config(), model.device());
+  const ModelConfig& config = model.config();
+  impl_->rotation =
+      rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
     impl_->caches.push_back(make_layer_cache(

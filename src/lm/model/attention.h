@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "bridge/compression.h"
+#include "lm/layers/rope.h"
 #include "lm/model/config.h"
 #include "lm/model/model.h"
-#include "lm/model/rope.h"
 
 namespace nsa::lm {
 

@@ -7,8 +7,8 @@
 #include <array>
 #include <cmath>
 
-#include "lm/model/activations.h"
-#include "lm/model/fused_weights.h"
+#include "lm/layers/activations.h"
+#include "lm/layers/fused_weights.h"
 
 namespace nsa::lm {
 namespace {

@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "bridge/compression.h"
+#include "lm/layers/norm.h"
+#include "lm/layers/rope.h"
 #include "lm/model/attention.h"
 #include "lm/model/config.h"
-#include "lm/model/norm.h"
 #include "lm/model/parameters.h"
-#include "lm/model/rope.h"
 
 namespace nsa::lm {
 

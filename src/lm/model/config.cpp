@@ -77,25 +77,6 @@ AttentionKind attention_kind(const std::string& name) {
   throw base::Error(fmt::format("attention = '{}': must be nsa, full or window", name));
 }
 
-const char* name_of(RopeType type) {
-  switch (type) {
-    case RopeType::kDefault:
-      return "default";
-    case RopeType::kLinear:
-      return "linear";
-    case RopeType::kLlama3:
-      return "llama3";
-  }
-  return "unknown";
-}
-
-RopeType rope_type(const std::string& name) {
-  for (const auto type : {RopeType::kDefault, RopeType::kLinear, RopeType::kLlama3}) {
-    if (name == name_of(type)) return type;
-  }
-  throw base::Error(fmt::format("rope_type = '{}': must be default, linear or llama3", name));
-}
-
 void ModelConfig::validate() const {
   const auto in_range = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
     require(value >= low && value <= high, fmt::format("{} = {}: must be {} ... {}", name, value, low, high));

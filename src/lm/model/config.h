@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lm/layers/rope_frequencies.h"
 #include "nsa/config.h"
 
 namespace nsa::lm {
@@ -19,25 +20,6 @@ enum class AttentionKind {
 const char* name_of(AttentionKind kind);
 /// Throws Error naming what is allowed.
 AttentionKind attention_kind(const std::string& name);
-
-enum class RopeType {
-  kDefault,
-  kLinear,  // all frequencies over the factor
-  kLlama3,  // the low ones over the factor, the high ones as they are
-};
-
-/// How the rotary frequencies differ from rope_theta's, by the names of transformers.
-struct RopeScaling {
-  RopeType type = RopeType::kDefault;
-  double factor = 1;
-  double low_freq_factor = 1, high_freq_factor = 4;  // llama3: turns over the original context
-  int original_context = 8192;                       // llama3: tokens
-  bool operator==(const RopeScaling&) const = default;
-};
-
-const char* name_of(RopeType type);
-/// Throws Error naming what is allowed.
-RopeType rope_type(const std::string& name);
 
 struct ModelConfig {
   AttentionKind attention = AttentionKind::kNsa;

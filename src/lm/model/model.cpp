@@ -13,10 +13,10 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "bridge/call.h"
+#include "lm/layers/recompute.h"
 #include "lm/model/attention.h"
 #include "lm/model/block.h"
 #include "lm/model/model_impl.h"
-#include "lm/model/recompute.h"
 
 namespace nsa::lm {
 namespace {
@@ -125,7 +125,8 @@ at::Tensor Model::Impl::logits(const Residual& x) const {
 const Rotation& Model::Impl::rotation(std::int64_t positions) {
   if (!table.cos.defined() || table.cos.size(0) < positions) {
     const at::NoGradGuard no_grad;
-    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024), config, device);
+    table = rotation_table(std::max<std::int64_t>(2 * positions, 1024),
+                           rope_frequencies(config.head_dim, config.rope_theta, config.rope), device);
   }
   return table;
 }

@@ -1,5 +1,5 @@
 // Everything here is limited by the memory's bandwidth: threads load and store 16 bytes of bfloat16 at a time.
-#include "lm/model/elementwise_kernels.h"
+#include "lm/layers/elementwise_kernels.h"
 
 #include <cuda_bf16.h>
 
@@ -218,7 +218,7 @@ constexpr int kMostGroups = static_cast<int>(kWidest / kOneGroup);
 template <class Args>
 int launch_rows(const Args& args, void (*narrow)(Args), void (*wide)(Args)) {
   if (args.rows == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(sum_parts(args.rows, args.width));
+  const auto blocks = static_cast<unsigned>(num_partials(args.rows, args.width));
   (args.width <= kOneGroup ? narrow : wide)<<<blocks, row_threads(args.width)>>>(args);
   return cudaGetLastError();
 }
@@ -243,7 +243,7 @@ int swiglu(const SwigluArgs& args) {
 }
 
 // Enough for every multiprocessor, and the same number on every device.
-std::int64_t sum_parts(std::int64_t rows, std::int64_t width) {
+std::int64_t num_partials(std::int64_t rows, std::int64_t width) {
   return std::min<std::int64_t>(rows, (1 << 17) / row_threads(width));
 }
 

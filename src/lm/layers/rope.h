@@ -1,13 +1,11 @@
-// Rotary position embedding: channel pairs (j, j + D/2) turn by position * theta^(-2j/D). By torch's operations it
-// takes 2.6 times as long on a CPU: docs/log/training.md, "Elementwise steps".
+// Rotary position embedding: channel pairs (j, j + D/2) turn by position * frequency. By torch's operations it takes
+// 2.6 times as long on a CPU: docs/log/training.md, "Elementwise steps".
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
-
-#include "lm/model/config.h"
 
 namespace nsa::lm {
 
@@ -19,8 +17,8 @@ struct Rotation {
   Rotation at(const at::Tensor& positions) const;
 };
 
-/// One row for each position 0 ... max_positions - 1.
-Rotation rotation_table(std::int64_t max_positions, const ModelConfig& config, at::Device device);
+/// One row for each position 0 ... max_positions - 1, one column for each frequency (rope_frequencies()).
+Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& frequencies, at::Device device);
 
 /// Rotates x (n, heads, D) row by row in float32; differentiable. Result in x's dtype, contiguous.
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation);

@@ -1,10 +1,10 @@
-#include "lm/model/activations.h"
+#include "lm/layers/activations.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/silu.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "lm/model/elementwise.h"
+#include "lm/layers/elementwise.h"
 
 namespace nsa::lm {
 namespace {

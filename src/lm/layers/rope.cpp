@@ -1,4 +1,4 @@
-#include "lm/model/rope.h"
+#include "lm/layers/rope.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -7,11 +7,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <cmath>
-#include <numbers>
 
-#include "lm/model/elementwise.h"
+#include "lm/layers/elementwise.h"
 
 namespace nsa::lm {
 namespace {
@@ -130,31 +128,20 @@ class SplitHeads : public Function<SplitHeads> {
   }
 };
 
-double scaled(const RopeScaling& scaling, double frequency) {
-  if (scaling.type == RopeType::kDefault) return frequency;
-  if (scaling.type == RopeType::kLinear) return frequency / scaling.factor;
-  const double turns = scaling.original_context * frequency / (2 * std::numbers::pi);
-  const double high =
-      std::clamp((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0);
-  return frequency * (high + (1 - high) / scaling.factor);
-}
-
 }  // namespace
 
 Rotation Rotation::at(const at::Tensor& positions) const {
   return {cos.index_select(0, positions), sin.index_select(0, positions)};
 }
 
-Rotation rotation_table(std::int64_t max_positions, const ModelConfig& config, at::Device device) {
-  const std::int64_t half = config.head_dim / 2;
+Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& frequencies, at::Device device) {
+  const auto half = static_cast<std::int64_t>(frequencies.size());
   Rotation table{at::empty({max_positions, half}), at::empty({max_positions, half})};  // in host memory
   float* const cos = table.cos.mutable_data_ptr<float>();
   float* const sin = table.sin.mutable_data_ptr<float>();
   for (std::int64_t j = 0; j < half; ++j) {
-    const double frequency = scaled(
-        config.rope, std::pow(config.rope_theta, -2.0 * static_cast<double>(j) / static_cast<double>(config.head_dim)));
     for (std::int64_t t = 0; t < max_positions; ++t) {
-      const double angle = static_cast<double>(t) * frequency;
+      const double angle = static_cast<double>(t) * frequencies[static_cast<std::size_t>(j)];
       cos[t * half + j] = static_cast<float>(std::cos(angle));
       sin[t * half + j] = static_cast<float>(std::sin(angle));
     }

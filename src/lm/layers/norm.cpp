@@ -1,4 +1,4 @@
-#include "lm/model/norm.h"
+#include "lm/layers/norm.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "lm/model/elementwise.h"
+#include "lm/layers/elementwise.h"
 
 namespace nsa::lm {
 namespace {

@@ -10,8 +10,8 @@ namespace nsa::lm::fused {
 inline constexpr std::int64_t kColumns = 8;
 /// Channels of a row that a thread block takes, at most.
 inline constexpr std::int64_t kWidest = 8192;
-/// Into so many parts are sums over rows divided.
-std::int64_t sum_parts(std::int64_t rows, std::int64_t width);
+/// A sum over rows is made of so many partials.
+std::int64_t num_partials(std::int64_t rows, std::int64_t width);
 
 /// Heads that lie side by side, with contiguous channels each.
 struct RotaryCopy {
@@ -46,7 +46,7 @@ struct BiasedSiluArgs {
   void* y;          // silu(x + bias) (rows, width)
   const void* d_y;  // (rows, width); null: forward
   void* d_x;        // (rows, width)
-  float* d_biases;  // (sum_parts(rows, width), width), to be summed
+  float* d_biases;  // (num_partials(rows, width), width), to be summed
 };
 int biased_silu(const BiasedSiluArgs& args);
 
@@ -61,7 +61,7 @@ struct NormArgs {
   void* y;                 // sum * scale * weight
   const void* d_y;         // null: forward
   const float* d_sum;      // what reached the sum by other ways than the norm; null: nothing
-  float *d_x, *d_weights;  // of the sum and so of x; (sum_parts(rows, width), width), to be summed
+  float *d_x, *d_weights;  // of the sum and so of x; (num_partials(rows, width), width), to be summed
   void* d_added;           // d_x once more; null: not wanted
 };
 int norm(const NormArgs& args);

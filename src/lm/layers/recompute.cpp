@@ -1,4 +1,4 @@
-#include "lm/model/recompute.h"
+#include "lm/layers/recompute.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>

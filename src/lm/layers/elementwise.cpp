@@ -1,4 +1,4 @@
-#include "lm/model/elementwise.h"
+#include "lm/layers/elementwise.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "lm/model/elementwise_kernels.h"
+#include "lm/layers/elementwise_kernels.h"
 
 namespace nsa::lm {
 
@@ -94,7 +94,8 @@ at::Tensor fused_biased_silu(const at::Tensor& x, const at::Tensor& bias) {
 std::pair<at::Tensor, at::Tensor> fused_biased_silu_backward(const at::Tensor& d_y, const at::Tensor& x,
                                                              const at::Tensor& bias) {
   const auto d_rows = d_y.contiguous(), d_x = at::empty(x.sizes(), x.options());
-  const auto d_biases = at::empty({fused::sum_parts(x.size(0), x.size(1)), x.size(1)}, x.options().dtype(at::kFloat));
+  const auto d_biases =
+      at::empty({fused::num_partials(x.size(0), x.size(1)), x.size(1)}, x.options().dtype(at::kFloat));
   check(fused::biased_silu({.x = x.const_data_ptr(),
                             .row = x.stride(0),
                             .bias = bias.const_data_ptr(),
@@ -135,7 +136,7 @@ FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& 
   const FusedNormGradients out{
       at::empty(sum.sizes(), sum.options()),
       wants_d_added ? at::empty(sum.sizes(), d_y.options()) : at::Tensor(),
-      at::empty({fused::sum_parts(sum.size(0), sum.size(1)), sum.size(1)}, sum.options()),
+      at::empty({fused::num_partials(sum.size(0), sum.size(1)), sum.size(1)}, sum.options()),
   };
   const auto d_rows = d_y.contiguous(), d_sum_rows = d_sum.defined() ? d_sum.contiguous() : d_sum;
   fused::NormArgs args{.x = sum.const_data_ptr<float>(),

@@ -1,0 +1,32 @@
+// How fast the channel pairs of rotary position embedding turn.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace nsa::lm {
+
+enum class RopeType {
+  kDefault,
+  kLinear,  // all frequencies over the factor
+  kLlama3,  // the low ones over the factor, the high ones as they are
+};
+
+const char* name_of(RopeType type);
+/// Throws Error naming what is allowed.
+RopeType rope_type(const std::string& name);
+
+/// How the frequencies differ from rope_theta's, by the names of transformers.
+struct RopeScaling {
+  RopeType type = RopeType::kDefault;
+  double factor = 1;
+  double low_freq_factor = 1, high_freq_factor = 4;  // llama3: turns over the original context
+  int original_context = 8192;                       // llama3: tokens
+  bool operator==(const RopeScaling&) const = default;
+};
+
+/// Of the head_dim / 2 pairs, radians per token: theta^(-2j / head_dim), scaled.
+std::vector<double> rope_frequencies(std::int64_t head_dim, double theta, const RopeScaling& scaling);
+
+}  // namespace nsa::lm
