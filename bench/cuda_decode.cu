@@ -97,12 +97,10 @@ DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context
     *t = device.random({batch, m, kKvHeads, kDim});
   p.gates = device.random({batch, m, kHeads, 3}, 0.1f, 0.5f);
   for (CompressionWeights* w : {&p.weights_k, &p.weights_v})
-    *w = {CompressionKind::kMlp,
-          device.random({kKvHeads, cfg.kernel_size, kDim}, 0.02f),
-          device.random({kKvHeads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
-          {},
-          device.random({kKvHeads, 2 * kDim, kDim}, 0.06f),
-          {}};
+    *w = {.kind = CompressionKind::kMlp,
+          .pe = device.random({kKvHeads, cfg.kernel_size, kDim}, 0.02f),
+          .w1 = device.random({kKvHeads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
+          .w2 = device.random({kKvHeads, 2 * kDim, kDim}, 0.06f)};
   p.o = device.tensor(DType::kBFloat16, {batch, m, kHeads, kDim});
   return p;
 }

@@ -36,7 +36,7 @@ def tests(path):
 
 
 def timings(text):
-    """Of bench/cuda_stages.cu."""
+    """The times in the output of bench/cuda_stages.cu."""
     lengths, now = {}, None
     for line in text.splitlines():
         if found := re.match(r"S = (\d+)", line):
@@ -47,7 +47,7 @@ def timings(text):
 
 
 def steps(text):
-    """Of bench/cuda_decode.cu."""
+    """The times in the output of bench/cuda_decode.cu."""
     names = ["flushed", "replays", "calls", "megabytes", "floor", "dense_floor", "workspace_mib"]
     lines = [re.findall(r"[0-9.]+", line) for line in text.splitlines() if line.startswith("  B = ")]
     context = re.search(r"at (\d+) tokens of context", text)

@@ -11,13 +11,13 @@ namespace nsa::cli {
 namespace {
 
 /// NSA at least `factor` times as fast as torch's dense attention.
-struct Bar {
+struct Goal {
   bool bfloat16;
   const char* pass;
   std::int64_t length;
   double factor;
 };
-constexpr Bar kBars[] = {
+constexpr Goal kGoals[] = {
     {true, "forward", 4096, 3},           {true, "forward", 16384, 8},           {true, "forward", 65536, 16},
     {true, "forward_backward", 16384, 5}, {true, "forward_backward", 65536, 12}, {false, "forward", 16384, 4},
     {false, "forward", 65536, 9},
@@ -52,7 +52,7 @@ void judge_goals(const bench::Report& report) {
   const bool goal_machine = is_goal_machine(report);
   bool missed = false;
   fmt::print("\ngoals (2 threads with AVX512_BF16, H = 16, Hkv = 1, D = 128, default configuration)\n");
-  for (const auto& bar : kBars) {
+  for (const auto& bar : kGoals) {
     if (bar.bfloat16 != report.options.shape.bfloat16) continue;
     const auto* const ratio = find(report, bar.pass, bar.length);
     if (ratio == nullptr) {

@@ -106,7 +106,7 @@ std::vector<Case> cases() {
       all.push_back(c);
     }
   }
-  // More blocks than a thread block of a GPU keeps the keys to rank by of.
+  // More blocks than a thread block of a GPU keeps the scores of.
   Case far{.dtype = DType::kBFloat16, .q_lens = {5}, .k_lens = {27000}, .kv_heads = 1, .group = 16};
   far.name = "far", far.dk = 192, far.dv = 128;
   far.cfg = {.kernel_size = 32, .kernel_stride = 8, .block_size = 16};

@@ -12,10 +12,10 @@ namespace nsa::test {
 template <class Params>
 using Function = std::function<Status(const Params&, const Context&)>;
 
-/// Whether the kernels of compute capability 9.0 serve calls here.
+/// True if the kernels of compute capability 9.0 serve calls on this machine.
 bool hopper_kernels_run();
 
-/// Poisoned with NaN.
+/// Memory on the device, all of which starts as NaN.
 struct DeviceMemory {
   explicit DeviceMemory(std::size_t bytes);
   DeviceMemory(const DeviceMemory&) = delete;
@@ -26,15 +26,15 @@ struct DeviceMemory {
   int error = 0;  // cudaError_t
 };
 
-/// Copies of tensors in host memory, one for each address.
+/// Copies on the device of tensors in host memory, one for each address.
 class DeviceCopies {
  public:
-  /// Makes `view` one of the copy.
+  /// Copies the tensor, unless there is a copy of it, and lets `view` point there.
   void move(TensorView& view);
   Status status() const;
   /// Waits for the device.
   Status copy_back() const;
-  /// Of the tensor at this address of the host.
+  /// The copy of the tensor at this address of the host.
   const DeviceMemory& of(const void* host) const { return copies_.at(const_cast<void*>(host)); }
 
  private:
@@ -42,11 +42,11 @@ class DeviceCopies {
   int error_ = 0;
 };
 
-/// Moves every tensor of a call.
+/// Moves every tensor of a call to the device.
 template <class Params>
 Status to_device(Params& params, DeviceCopies& copies);
 
-/// Memory of the device is poisoned with NaN before the copy, the workspace too.
+/// Runs the call on copies of its tensors, in a workspace that starts as NaN, and copies the results back.
 template <class Params>
 Status on_device(Params params, const Function<Params>& function);
 

@@ -10,7 +10,7 @@
 namespace nsa {
 namespace {
 
-/// The sizes of one attention call and the shapes made of them.
+/// The sizes in one attention call, and the shapes that its tensors must have.
 struct Shapes {
   explicit Shapes(const Packed& packed) : packed(packed.packed()) {}
 
@@ -121,7 +121,7 @@ void check_block_size(Checker& check, int block_size) {
   check.note("block_size", std::int64_t{block_size});
 }
 
-/// What one branch's attention has in common behind its keys and values: `check_sequences` takes their lengths.
+/// Checks what every branch has besides its q, keys and values; `check_sequences` checks the lengths.
 template <class Params, class CheckSequences>
 void check_branch(Checker& check, Shapes& shapes, const Params& params, Access results,
                   CheckSequences&& check_sequences) {
@@ -143,7 +143,7 @@ void check_forward(Checker& check, Shapes& shapes, const CompressedAttentionPara
                [&] { check_compressed_lengths(check, shapes, params.packed, params.cfg, params.seqlen_k); });
 }
 
-/// What attention over raw tokens has in common.
+/// What selected and sliding-window attention have in common.
 template <class Params>
 void check_token_attention(Checker& check, Shapes& shapes, const Params& params, Access results) {
   check.tensor("q", params.q, Access::kInput, shapes.q());
@@ -200,7 +200,7 @@ void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& par
   check_whole(check, shapes, params, results, false);
 }
 
-/// The last position at which a compressed key is rotated, as far as it is known; 0 at least.
+/// The last position at which a compressed key is rotated; 0 where the lengths lie on a device.
 std::int64_t last_compressed_position(Checker& check, const Shapes& shapes, const NsaAttentionParams& params) {
   std::int64_t longest = shapes.packed ? 0 : shapes.Sk.value;
   if (shapes.packed) {
