@@ -20,7 +20,10 @@ CompressionWeights PhiArguments::views() const {
 }
 
 Packed PackedArguments::views() const {
-  return {input(cu_seqlens_q, "cu_seqlens_q"), input(cu_seqlens_k, "cu_seqlens_k"), max_seqlen_q, max_seqlen_k};
+  return {.cu_seqlens_q = input(cu_seqlens_q, "cu_seqlens_q"),
+          .cu_seqlens_k = input(cu_seqlens_k, "cu_seqlens_k"),
+          .max_seqlen_q = max_seqlen_q,
+          .max_seqlen_k = max_seqlen_k};
 }
 
 KVCacheView CacheArguments::views() const {

@@ -34,7 +34,7 @@ namespace {
 SavedArguments saved_of(const BranchArguments& branches, bool keep) {
   const auto o = [&] { return keep ? make_o(branches.q, branches.v_slc) : make(branches.q, {0}); };
   const auto lse = [&] { return keep ? make_lse(branches.q) : make(branches.q, {0}, ScalarType::Float); };
-  return {o(), o(), o(), lse(), lse(), lse()};
+  return {.o_cmp = o(), .o_slc = o(), .o_swa = o(), .lse_cmp = lse(), .lse_slc = lse(), .lse_swa = lse()};
 }
 
 }  // namespace

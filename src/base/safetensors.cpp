@@ -57,7 +57,7 @@ StoredTensor read_entry(const std::string& path, const std::string& name, const 
   if (!entry.contains("data_offsets") || !entry["data_offsets"].is_array() || entry["data_offsets"].size() != 2) {
     bad("no data_offsets");
   }
-  StoredTensor tensor{name, entry["dtype"].get<std::string>(), {}, {}};
+  StoredTensor tensor{.name = name, .dtype = entry["dtype"].get<std::string>(), .shape = {}, .bytes = {}};
   std::uint64_t bytes = bytes_of(tensor.dtype);
   if (bytes == 0) bad("unknown dtype");
   for (const auto& size : entry["shape"]) {

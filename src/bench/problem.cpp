@@ -202,7 +202,11 @@ Case Problem::whole(CompressionKind phi, bool backward) {
     mark("compress_backward");
   };
   const std::string op = backward ? "forward_backward" : "forward";
-  Case whole{op, name_of(phi), cost(op, phi), [work] { work([](const char*) {}); }, {}};
+  Case whole{.op = op,
+             .variant = name_of(phi),
+             .cost = cost(op, phi),
+             .work = [work] { work([](const char*) {}); },
+             .staged = {}};
   if (shape_.device.is_cuda()) whole.staged = work;
   return whole;
 }
@@ -210,7 +214,10 @@ Case Problem::whole(CompressionKind phi, bool backward) {
 std::vector<Case> Problem::operations(const std::vector<CompressionKind>& phis, bool backward) {
   std::vector<Case> cases;
   const std::string op = backward ? "compress_backward" : "compress";
-  for (const auto phi : phis) cases.push_back({op, name_of(phi), cost(op, phi), compress_work(phi, backward), {}});
+  for (const auto phi : phis) {
+    cases.push_back(
+        {.op = op, .variant = name_of(phi), .cost = cost(op, phi), .work = compress_work(phi, backward), .staged = {}});
+  }
   for (auto& each : backward ? backward_operations() : forward_operations()) cases.push_back(std::move(each));
   return cases;
 }
@@ -315,7 +322,7 @@ Case Problem::dense(const std::string& form, bool backward) {
     for (const auto& x : {q, k, v}) x.mutable_grad().reset();
   };
   const std::string op = backward ? "dense_forward_backward" : "dense_forward";
-  return {op, form, costs_.of(op), work, {}};
+  return {.op = op, .variant = form, .cost = costs_.of(op), .work = work, .staged = {}};
 }
 
 }  // namespace nsa::bench

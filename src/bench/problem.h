@@ -63,7 +63,7 @@ class Problem {
   /// One operation of libnsa as a piece of work.
   template <class Params>
   Case operation(const char* op, Status (*function)(const Params&, const Context&), const Params& params) const {
-    return {op, "", costs_.of(op), [=, this] { run(function, params); }, {}};
+    return {.op = op, .variant = "", .cost = costs_.of(op), .work = [=, this] { run(function, params); }, .staged = {}};
   }
 
   /// phi with its initial weights, and room for the gradients of one side (keys or values).

@@ -34,7 +34,13 @@ std::vector<std::int64_t> pack(const NSAConfig& cfg) {
 NSAConfig unpack(const c10::IValue& value) {
   const auto list = value.toIntVector();
   const auto at = [&](std::size_t i) { return static_cast<int>(list[i]); };
-  return {at(0), at(1), at(2), at(3), at(4), at(5), at(6)};
+  return {.kernel_size = at(0),
+          .kernel_stride = at(1),
+          .block_size = at(2),
+          .topk = at(3),
+          .init_blocks = at(4),
+          .local_blocks = at(5),
+          .window_size = at(6)};
 }
 
 /// What native_sparse_attention reads and writes, in the order in which it is saved for the backward.
@@ -121,7 +127,7 @@ class NativeSparseAttention : public Function<NativeSparseAttention> {
  private:
   static CompressionWeights weights_of(const variable_list& tensors, std::size_t first, CompressionKind kind) {
     const auto at = [&](std::size_t i) { return view_of(unpacked(tensors[first + i])); };
-    return {kind, at(0), at(1), at(2), at(3), at(4)};
+    return {.kind = kind, .pe = at(0), .w1 = at(1), .b1 = at(2), .w2 = at(3), .b2 = at(4)};
   }
 
   static NativeSparseAttentionParams params_of(const variable_list& saved, std::int64_t longest, const NSAConfig& cfg,

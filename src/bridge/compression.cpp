@@ -12,11 +12,11 @@ namespace nsa::bridge {
 
 CompressionTensors CompressionTensors::to(const at::TensorOptions& options) const {
   const auto cast = [&](const at::Tensor& t) { return t.defined() ? t.to(options) : t; };
-  return {kind, cast(pe), cast(w1), cast(b1), cast(w2), cast(b2)};
+  return {.kind = kind, .pe = cast(pe), .w1 = cast(w1), .b1 = cast(b1), .w2 = cast(w2), .b2 = cast(b2)};
 }
 
 CompressionWeights CompressionTensors::views() const {
-  return {kind, view_of(pe), view_of(w1), view_of(b1), view_of(w2), view_of(b2)};
+  return {.kind = kind, .pe = view_of(pe), .w1 = view_of(w1), .b1 = view_of(b1), .w2 = view_of(w2), .b2 = view_of(b2)};
 }
 
 at::Tensor mean_weight(std::int64_t sets, std::int64_t tokens, std::int64_t dim) {

@@ -260,7 +260,8 @@ class TrainCommand {
     const auto device = device_.choose();
     complete();
     if (!config_.train.init.empty()) take_over();
-    return lm::train({out_, config_, device, overwrite_, execution_});
+    return lm::train(
+        {.out = out_, .config = config_, .device = device, .overwrite = overwrite_, .execution = execution_});
   }
 
   lm::TrainResult resume() {

@@ -80,9 +80,10 @@ Offsets offsets_of(Params& p) {
     } else {
       total_k = p.k.size(0);
     }
-    if (p.packed.packed()) return {&p.packed.cu_seqlens_q, &p.packed.cu_seqlens_k, p.q.size(0), total_k};
+    if (p.packed.packed())
+      return {.q = &p.packed.cu_seqlens_q, .k = &p.packed.cu_seqlens_k, .total_q = p.q.size(0), .total_k = total_k};
   } else if constexpr (requires { p.cu_seqlens; }) {
-    if (p.cu_seqlens.defined()) return {&p.cu_seqlens, nullptr, p.k.size(0), p.k.size(0)};
+    if (p.cu_seqlens.defined()) return {.q = &p.cu_seqlens, .total_q = p.k.size(0), .total_k = p.k.size(0)};
   }
   return {};
 }
@@ -148,7 +149,7 @@ Status run(const char* name, const Params& params, const Context& context) {
     Backend backend = Backend::kAuto;
     if (Status status = accept(params, context, call, backend); !status.ok()) return status;
     log_call(name, backend, variant_of(backend).c_str(), call);
-    if (Status status = dump_call(name, call); !status.ok()) return status;
+    if (Status status = dump(name, call); !status.ok()) return status;
     if (writes_nothing(call)) return {};  // however many sequences of no tokens there are
     const LoggedCall logged;
     if (backend == Backend::kCUDA) {

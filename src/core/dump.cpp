@@ -83,7 +83,7 @@ File create(const char* folder, const char* operation, std::string& path) {
 
 }  // namespace
 
-Status dump_call(const char* operation, const Call& call) {
+Status dump(const char* operation, const Call& call) {
   const char* folder = std::getenv("NSA_DUMP");
   if (!folder || !*folder) return {};
   std::string path;

@@ -10,6 +10,6 @@ namespace nsa {
 /// call reads, contiguous, under the names of its parameters ("k_slc", "weights.w1", "cache.block_table"), a backward's
 /// forward without a prefix; in __metadata__ "operation", "layout" (batched or packed) and every scalar parameter under
 /// its name, as decimal text. Nothing unless NSA_DUMP is set.
-Status dump_call(const char* operation, const Call& call);
+Status dump(const char* operation, const Call& call);
 
 }  // namespace nsa

@@ -252,7 +252,8 @@ Status KVCache::fork(std::int64_t parent, std::int64_t child, std::int64_t lengt
   extend(tokens_, child, length);
   extend(compressed_, child, blocks);
   // Bytes are copied, so that every type goes through the backend that takes every type.
-  if (Status s = nsa::fork({view(), options_.cfg, parent, child, length}, {Backend::kReference}); !s.ok()) return s;
+  const ForkParams params{.cache = view(), .cfg = options_.cfg, .parent = parent, .child = child, .length = length};
+  if (Status s = nsa::fork(params, {.backend = Backend::kReference}); !s.ok()) return s;
   longest_[static_cast<std::size_t>(child)] = longest_[static_cast<std::size_t>(parent)];
   return {};
 }

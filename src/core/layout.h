@@ -33,7 +33,8 @@ inline std::vector<Sequence> sequences_of(const TensorView& q, std::int64_t k_le
   if (!packed.packed()) {
     if (q.size(1) == 0 && k_len == 0) return result;
     for (std::int64_t b = 0; b < q.size(0); ++b)
-      result.push_back({b, b, 0, q.size(1), 0, k_len, 0, cfg.num_compressed(k_len)});
+      result.push_back(
+          {.index = b, .batch = b, .q_len = q.size(1), .k_len = k_len, .c_len = cfg.num_compressed(k_len)});
     return result;
   }
   const TensorView& k_lens = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;

@@ -21,10 +21,18 @@ inline const TensorView& key_offsets(const Packed& packed) {
 }
 
 inline CompressParams compress_keys(const NativeSparseAttentionParams& p, const TensorView& k_c) {
-  return {p.k_cmp, p.weights_k, p.attention.cfg, key_offsets(p.attention.packed), k_c};
+  return {.k = p.k_cmp,
+          .weights = p.weights_k,
+          .cfg = p.attention.cfg,
+          .cu_seqlens = key_offsets(p.attention.packed),
+          .out = k_c};
 }
 inline CompressParams compress_values(const NativeSparseAttentionParams& p, const TensorView& v_c) {
-  return {p.v_cmp, p.weights_v, p.attention.cfg, key_offsets(p.attention.packed), v_c};
+  return {.k = p.v_cmp,
+          .weights = p.weights_v,
+          .cfg = p.attention.cfg,
+          .cu_seqlens = key_offsets(p.attention.packed),
+          .out = v_c};
 }
 
 /// What is given to nsa_attention_backward: all but k_c, v_c and their gradients.
@@ -61,11 +69,13 @@ class HostNativeSparseAttention {
     if (Status s = run_(b); !s.ok()) return s;
     if (keys) {
       rotate(f, b.d_k_c, true);
-      if (Status s = run_(CompressBackwardParams{compress_keys(f, {}), b.d_k_c, p.d_k_cmp, p.d_weights_k}); !s.ok())
-        return s;
+      const CompressBackwardParams compress{
+          .forward = compress_keys(f, {}), .d_out = b.d_k_c, .d_k = p.d_k_cmp, .d_weights = p.d_weights_k};
+      if (Status s = run_(compress); !s.ok()) return s;
     }
     if (!values) return {};
-    return run_(CompressBackwardParams{compress_values(f, {}), b.d_v_c, p.d_v_cmp, p.d_weights_v});
+    return run_(CompressBackwardParams{
+        .forward = compress_values(f, {}), .d_out = b.d_v_c, .d_k = p.d_v_cmp, .d_weights = p.d_weights_v});
   }
 
  private:

@@ -29,19 +29,23 @@ Softmax softmax(const Attention& a, const double* q, const Matrix& k, const std:
 }
 
 /// The keys or values of one KV head of a sequence.
-Window keys_of(const Attention& a, const TensorView& tensor, const Sequence& s, std::int64_t kv_head) {
+MatrixView keys_of(const Attention& a, const TensorView& tensor, const Sequence& s, std::int64_t kv_head) {
   return a.compressed_keys ? head_of(tensor, s.batch, s.c_begin, s.c_len, kv_head)
                            : head_of(tensor, s.batch, s.k_begin, s.k_len, kv_head);
 }
 
-Window queries_of(const TensorView& tensor, const Sequence& s, std::int64_t head) {
+MatrixView queries_of(const TensorView& tensor, const Sequence& s, std::int64_t head) {
   return head_of(tensor, s.batch, s.q_begin, s.q_len, head);
 }
 
-Window lse_of_head(const TensorView& lse, const Sequence& s, std::int64_t head) {
+MatrixView lse_of_head(const TensorView& lse, const Sequence& s, std::int64_t head) {
   if (!lse.defined()) return {};
   const int dim = lse.rank - 2;
-  return {lse, lse_offset(lse, s.batch, s.q_begin) + head * lse.stride[dim], lse.stride[dim + 1], 1, s.q_len, 1};
+  return {.tensor = lse,
+          .offset = lse_offset(lse, s.batch, s.q_begin) + head * lse.stride[dim],
+          .row_stride = lse.stride[dim + 1],
+          .rows = s.q_len,
+          .cols = 1};
 }
 
 }  // namespace

@@ -1,11 +1,12 @@
 // The gated sum of the branches (eq. 5).
 #include "core/backend.h"
+#include "core/branch_index.h"
 #include "reference/reference.h"
 
 namespace nsa::reference {
 namespace {
 
-/// Calls f(window) for every batch and head of a tensor's tokens, with window(tensor) giving the rows of any tensor.
+/// Calls f(rows_of) for every batch and head of a tensor's tokens; rows_of(tensor) is this head's rows of any tensor.
 template <class F>
 void for_each_head(const TensorView& shape, F&& f) {
   const bool batched = shape.rank == 4;
@@ -19,10 +20,10 @@ void for_each_head(const TensorView& shape, F&& f) {
 Status run(const CombineParams& p, DType precision) {
   for_each_head(p.o_cmp, [&](const auto& rows_of) {
     const Matrix gates = load(rows_of(p.gates));
-    const Matrix branches[3] = {load(rows_of(p.o_cmp)), load(rows_of(p.o_slc)), load(rows_of(p.o_swa))};
+    const Matrix branches[kBranches] = {load(rows_of(p.o_cmp)), load(rows_of(p.o_slc)), load(rows_of(p.o_swa))};
     Matrix o(gates.rows(), branches[0].cols());
     for (std::int64_t i = 0; i < o.rows(); ++i)
-      for (int n = 0; n < 3; ++n) axpy(gates[i][n], branches[n][i], o[i], o.cols());
+      for (int n = 0; n < kBranches; ++n) axpy(gates[i][n], branches[n][i], o[i], o.cols());
     store(o, rows_of(p.o), precision);
   });
   return {};
@@ -32,10 +33,10 @@ Status run(const CombineBackwardParams& p, DType precision) {
   const CombineParams& f = p.forward;
   for_each_head(p.d_o, [&](const auto& rows_of) {
     const Matrix gates = load(rows_of(f.gates)), d_o = load(rows_of(p.d_o));
-    const TensorView* branches[3] = {&f.o_cmp, &f.o_slc, &f.o_swa};
-    const TensorView* d_branches[3] = {&p.d_o_cmp, &p.d_o_slc, &p.d_o_swa};
-    Matrix d_gates(gates.rows(), 3);
-    for (int n = 0; n < 3; ++n) {
+    const TensorView* branches[kBranches] = {&f.o_cmp, &f.o_slc, &f.o_swa};
+    const TensorView* d_branches[kBranches] = {&p.d_o_cmp, &p.d_o_slc, &p.d_o_swa};
+    Matrix d_gates(gates.rows(), kBranches);
+    for (int n = 0; n < kBranches; ++n) {
       const Matrix branch = load(rows_of(*branches[n]));
       Matrix d_branch(d_o.rows(), d_o.cols());
       for (std::int64_t i = 0; i < d_o.rows(); ++i) {

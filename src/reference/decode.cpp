@@ -22,39 +22,56 @@ void attend(const DecodeParams& p, const StepSequence& s) {
 
   const std::int64_t blocks = p.cfg.num_compressed(s.length);
   const TokenBuffer k_c = gathered(p.k_cmp, s.k_c, blocks), v_c = gathered(p.v_cmp, s.v_c, blocks);
-  CompressedAttentionParams compressed{q,        k_c.view(), v_c.view(),   p.cfg,     p.softmax_scale,
-                                       s.length, {},         o_cmp.view(), lse.view()};
-  (void)run(compressed, DType::kFloat64);
+  (void)run(CompressedAttentionParams{.q = q,
+                                      .k_c = k_c.view(),
+                                      .v_c = v_c.view(),
+                                      .cfg = p.cfg,
+                                      .softmax_scale = p.softmax_scale,
+                                      .seqlen_k = s.length,
+                                      .o = o_cmp.view(),
+                                      .lse = lse.view()},
+            DType::kFloat64);
 
   const Temporary own_indices(
       TensorView::contiguous(nullptr, DType::kInt32, {1, s.num_new, p.k_cmp.size(2), p.cfg.topk}), DType::kInt32);
-  (void)run(
-      SelectBlocksParams{q, k_c.view(), lse.view(), p.cfg, p.softmax_scale, s.length, 0, 0, {}, own_indices.view()},
-      Context{});
+  (void)run(SelectBlocksParams{.q = q,
+                               .k_c = k_c.view(),
+                               .lse = lse.view(),
+                               .cfg = p.cfg,
+                               .softmax_scale = p.softmax_scale,
+                               .seqlen_k = s.length,
+                               .indices = own_indices.view()},
+            Context{});
   add({own_indices.view()}, step_rows(p.indices));
   const TensorView indices = p.imposed_indices.defined() ? step_rows(p.imposed_indices) : own_indices.view();
 
   const TokenBuffer k_slc = gathered(p.k_slc, s.k_slc, s.length), v_slc = gathered(p.v_slc, s.v_slc, s.length);
-  (void)run(SelectedAttentionParams{q,
-                                    k_slc.view(),
-                                    v_slc.view(),
-                                    indices,
-                                    p.cfg.block_size,
-                                    p.softmax_scale,
-                                    {},
-                                    o_slc.view(),
-                                    lse_unused.view()},
+  (void)run(SelectedAttentionParams{.q = q,
+                                    .k = k_slc.view(),
+                                    .v = v_slc.view(),
+                                    .indices = indices,
+                                    .block_size = p.cfg.block_size,
+                                    .softmax_scale = p.softmax_scale,
+                                    .o = o_slc.view(),
+                                    .lse = lse_unused.view()},
             DType::kFloat64);
 
   TokenBuffer k_swa(p.k_swa, s.window_begin, s.length - s.window_begin),
       v_swa(p.v_swa, s.window_begin, s.length - s.window_begin);
   k_swa.take(s.k_swa, s.window_begin, s.length);
   v_swa.take(s.v_swa, s.window_begin, s.length);
+  (void)run(SlidingWindowAttentionParams{.q = q,
+                                         .k = k_swa.view(),
+                                         .v = v_swa.view(),
+                                         .window_size = p.cfg.window_size,
+                                         .softmax_scale = p.softmax_scale,
+                                         .o = o_swa.view(),
+                                         .lse = lse_unused.view()},
+            DType::kFloat64);
   (void)run(
-      SlidingWindowAttentionParams{
-          q, k_swa.view(), v_swa.view(), p.cfg.window_size, p.softmax_scale, {}, o_swa.view(), lse_unused.view()},
+      CombineParams{
+          .o_cmp = o_cmp.view(), .o_slc = o_slc.view(), .o_swa = o_swa.view(), .gates = step_rows(p.gates), .o = o},
       DType::kFloat64);
-  (void)run(CombineParams{o_cmp.view(), o_slc.view(), o_swa.view(), step_rows(p.gates), o}, DType::kFloat64);
 }
 
 }  // namespace

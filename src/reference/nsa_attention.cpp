@@ -69,9 +69,16 @@ Status run(const NsaAttentionParams& p, DType precision) {
   add({lse.view()}, p.lse_cmp);
 
   if (p.indices.defined() || !p.imposed_indices.defined()) {
-    const SelectBlocksParams selection{
-        p.q,    p.k_c,    lse.view(),        p.cfg, p.softmax_scale, compressed.seqlen_k, p.noise,
-        p.seed, p.packed, own_indices.view()};
+    const SelectBlocksParams selection{.q = p.q,
+                                       .k_c = p.k_c,
+                                       .lse = lse.view(),
+                                       .cfg = p.cfg,
+                                       .softmax_scale = p.softmax_scale,
+                                       .seqlen_k = compressed.seqlen_k,
+                                       .noise = p.noise,
+                                       .seed = p.seed,
+                                       .packed = p.packed,
+                                       .indices = own_indices.view()};
     (void)run(selection, Context{});
     add({own_indices.view()}, p.indices);
   }
@@ -90,7 +97,11 @@ Status run(const NsaAttentionParams& p, DType precision) {
   add({o_swa.view()}, p.o_swa);
   fill(p.o, 0);
   const auto used = [&](const TensorView& tensor) { return used_rows(tensor, p.packed); };
-  return run(CombineParams{used(o_cmp.view()), used(o_slc.view()), used(o_swa.view()), used(p.gates), used(p.o)},
+  return run(CombineParams{.o_cmp = used(o_cmp.view()),
+                           .o_slc = used(o_slc.view()),
+                           .o_swa = used(o_swa.view()),
+                           .gates = used(p.gates),
+                           .o = used(p.o)},
              precision);
 }
 
@@ -107,20 +118,35 @@ Status run(const NsaAttentionBackwardParams& p, DType precision) {
   const Temporary d_o_cmp(p.d_o, DType::kFloat64), d_o_slc(p.d_o, DType::kFloat64), d_o_swa(p.d_o, DType::kFloat64);
   fill(p.d_gates, 0);
   const auto used = [&](const TensorView& tensor) { return used_rows(tensor, f.packed); };
-  const CombineParams combined{used(f.o_cmp), used(f.o_slc), used(f.o_swa), used(f.gates), {}};
-  (void)run(CombineBackwardParams{combined, used(p.d_o), used(d_o_cmp.view()), used(d_o_slc.view()),
-                                  used(d_o_swa.view()), used(p.d_gates)},
+  const CombineParams combined{
+      .o_cmp = used(f.o_cmp), .o_slc = used(f.o_slc), .o_swa = used(f.o_swa), .gates = used(f.gates)};
+  (void)run(CombineBackwardParams{.forward = combined,
+                                  .d_o = used(p.d_o),
+                                  .d_o_cmp = used(d_o_cmp.view()),
+                                  .d_o_slc = used(d_o_slc.view()),
+                                  .d_o_swa = used(d_o_swa.view()),
+                                  .d_gates = used(p.d_gates)},
             precision);
 
   const Temporary d_q_cmp(f.q, DType::kFloat64), d_q_slc(f.q, DType::kFloat64), d_q_swa(f.q, DType::kFloat64);
-  (void)run(CompressedAttentionBackwardParams{compressed_branch(f), d_o_cmp.view(), d_q_cmp.view(), p.d_k_c, p.d_v_c},
+  (void)run(CompressedAttentionBackwardParams{.forward = compressed_branch(f),
+                                              .d_o = d_o_cmp.view(),
+                                              .d_q = d_q_cmp.view(),
+                                              .d_k_c = p.d_k_c,
+                                              .d_v_c = p.d_v_c},
             precision);
-  (void)run(SelectedAttentionBackwardParams{selected_branch(f, f.imposed_indices), d_o_slc.view(), d_q_slc.view(),
-                                            p.d_k_slc, p.d_v_slc},
+  (void)run(SelectedAttentionBackwardParams{.forward = selected_branch(f, f.imposed_indices),
+                                            .d_o = d_o_slc.view(),
+                                            .d_q = d_q_slc.view(),
+                                            .d_k = p.d_k_slc,
+                                            .d_v = p.d_v_slc},
             precision);
-  (void)run(
-      SlidingWindowAttentionBackwardParams{window_branch(f), d_o_swa.view(), d_q_swa.view(), p.d_k_swa, p.d_v_swa},
-      precision);
+  (void)run(SlidingWindowAttentionBackwardParams{.forward = window_branch(f),
+                                                 .d_o = d_o_swa.view(),
+                                                 .d_q = d_q_swa.view(),
+                                                 .d_k = p.d_k_swa,
+                                                 .d_v = p.d_v_swa},
+            precision);
   add({d_q_cmp.view(), d_q_slc.view(), d_q_swa.view()}, p.d_q, precision);
   return {};
 }

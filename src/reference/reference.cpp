@@ -16,36 +16,41 @@ void axpy(double a, const double* x, double* y, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) y[i] += a * x[i];
 }
 
-Window head_of(const TensorView& tensor, std::int64_t batch, std::int64_t begin, std::int64_t count,
-               std::int64_t head) {
+MatrixView head_of(const TensorView& tensor, std::int64_t batch, std::int64_t begin, std::int64_t count,
+                   std::int64_t head) {
   if (!tensor.defined()) return {};
   const int token = tensor.rank - 3;
-  return {tensor,
-          row_offset(tensor, batch, begin) + head * tensor.stride[token + 1],
-          tensor.stride[token],
-          tensor.stride[token + 2],
-          count,
-          tensor.size(-1)};
+  return {.tensor = tensor,
+          .offset = row_offset(tensor, batch, begin) + head * tensor.stride[token + 1],
+          .row_stride = tensor.stride[token],
+          .col_stride = tensor.stride[token + 2],
+          .rows = count,
+          .cols = tensor.size(-1)};
 }
 
-Window slice_of(const TensorView& weight, std::int64_t p) {
+MatrixView slice_of(const TensorView& weight, std::int64_t p) {
   if (!weight.defined()) return {};
   const bool bias = weight.rank == 2;
-  return {weight, p * weight.stride[0], bias ? 0 : weight.stride[1], 1, bias ? 1 : weight.size(1), weight.size(-1)};
+  return {.tensor = weight,
+          .offset = p * weight.stride[0],
+          .row_stride = bias ? 0 : weight.stride[1],
+          .rows = bias ? 1 : weight.size(1),
+          .cols = weight.size(-1)};
 }
 
-Matrix load(const Window& w) {
-  Matrix values(w.rows, w.cols);
-  for (std::int64_t r = 0; r < w.rows; ++r)
-    for (std::int64_t c = 0; c < w.cols; ++c)
-      values[r][c] = get_element(w.tensor, w.offset + r * w.row_stride + c * w.col_stride);
+Matrix load(const MatrixView& view) {
+  Matrix values(view.rows, view.cols);
+  for (std::int64_t r = 0; r < view.rows; ++r)
+    for (std::int64_t c = 0; c < view.cols; ++c)
+      values[r][c] = get_element(view.tensor, view.offset + r * view.row_stride + c * view.col_stride);
   return values;
 }
 
-void store(const Matrix& values, const Window& w, DType precision) {
-  for (std::int64_t r = 0; r < w.rows; ++r)
-    for (std::int64_t c = 0; c < w.cols; ++c)
-      set_element(w.tensor, w.offset + r * w.row_stride + c * w.col_stride, rounded(values[r][c], precision));
+void store(const Matrix& values, const MatrixView& view, DType precision) {
+  for (std::int64_t r = 0; r < view.rows; ++r)
+    for (std::int64_t c = 0; c < view.cols; ++c)
+      set_element(view.tensor, view.offset + r * view.row_stride + c * view.col_stride,
+                  rounded(values[r][c], precision));
 }
 
 void fill(const TensorView& tensor, double value) {

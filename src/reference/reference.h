@@ -65,21 +65,22 @@ double dot(const double* a, const double* b, std::int64_t n);
 /// y += a * x
 void axpy(double a, const double* x, double* y, std::int64_t n);
 
-/// A (rows, cols) window onto a tensor of any dtype, or onto no tensor at all: an optional argument that is absent.
-struct Window {
+/// A (rows, cols) matrix within a tensor of any dtype, or of no tensor at all: an optional argument that is absent.
+struct MatrixView {
   TensorView tensor;
-  std::int64_t offset = 0, row_stride = 0, col_stride = 0, rows = 0, cols = 0;
+  std::int64_t offset = 0, row_stride = 0, col_stride = 1, rows = 0, cols = 0;
 };
 
 /// Rows begin ... begin + count - 1 of one head of a (B, S, heads, D) or (total, heads, D) tensor.
-Window head_of(const TensorView& tensor, std::int64_t batch, std::int64_t begin, std::int64_t count, std::int64_t head);
+MatrixView head_of(const TensorView& tensor, std::int64_t batch, std::int64_t begin, std::int64_t count,
+                   std::int64_t head);
 /// Slice p of a weight (P, rows, cols), or the one row p of a bias (P, cols).
-Window slice_of(const TensorView& weight, std::int64_t p);
+MatrixView slice_of(const TensorView& weight, std::int64_t p);
 
-/// The window's values; an absent tensor gives a matrix without rows.
-Matrix load(const Window& window);
+/// Its values; an absent tensor gives a matrix without rows.
+Matrix load(const MatrixView& view);
 /// Rounds to `precision`, then to the tensor's dtype. An absent tensor takes nothing.
-void store(const Matrix& values, const Window& window, DType precision);
+void store(const Matrix& values, const MatrixView& view, DType precision);
 /// Sets every element of a tensor; an absent tensor takes nothing.
 void fill(const TensorView& tensor, double value);
 /// to = the sum of tensors of its shape, rounded to `precision` and to its dtype. An absent tensor takes nothing.

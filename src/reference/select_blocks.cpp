@@ -19,7 +19,7 @@ std::vector<double> importance(const SelectBlocksParams& p, const Sequence& s, s
   for (std::int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     const Matrix q = load(head_of(p.q, s.batch, s.q_begin + row, 1, head));
     const std::int64_t stride = p.lse.stride[p.lse.rank - 2];
-    const double lse = load({p.lse, lse_offset(p.lse, s.batch, s.q_begin + row) + head * stride, 1, 1, 1, 1})[0][0];
+    const double lse = get_element(p.lse, lse_offset(p.lse, s.batch, s.q_begin + row) + head * stride);
     for (std::int64_t i = 0; i < visible; ++i) {
       const double p_cmp = std::exp(scale * dot(q[0], k_c[i], q.cols()) - lse);
       for (std::int64_t j = i * d / block; j <= (i * d + l - 1) / block; ++j) {

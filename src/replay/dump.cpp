@@ -150,12 +150,12 @@ Packed CallArguments::packed() const {
 CompressionWeights CallArguments::weights(const std::string& prefix) const {
   const auto kind = call_.scalars.find(prefix + "kind");
   if (kind == call_.scalars.end()) throw base::Error(fmt::format("{}: scalar '{}kind' is missing", call_.path, prefix));
-  return {base::compression_kind(kind->second),
-          in(prefix + "pe"),
-          in(prefix + "w1"),
-          in(prefix + "b1"),
-          in(prefix + "w2"),
-          in(prefix + "b2")};
+  return {.kind = base::compression_kind(kind->second),
+          .pe = in(prefix + "pe"),
+          .w1 = in(prefix + "w1"),
+          .b1 = in(prefix + "b1"),
+          .w2 = in(prefix + "w2"),
+          .b2 = in(prefix + "b2")};
 }
 
 std::optional<double> CallArguments::softmax_scale() const {

@@ -46,7 +46,7 @@ Status replay_compress(CallArguments& a, const Context& context) {
 /// Gradients of the weights whose names begin with `prefix`.
 CompressionWeights weight_gradients(CallArguments& a, const std::string& prefix) {
   const auto gradient = [&](const char* name) { return a.out_like("d_" + prefix + name, prefix + name); };
-  return {{}, gradient("pe"), gradient("w1"), gradient("b1"), gradient("w2"), gradient("b2")};
+  return {.pe = gradient("pe"), .w1 = gradient("w1"), .b1 = gradient("b1"), .w2 = gradient("w2"), .b2 = gradient("b2")};
 }
 
 Status replay_compress_backward(CallArguments& a, const Context& context) {

@@ -65,7 +65,11 @@ class Attention {
   float lse(int row) const { return lse_[static_cast<std::size_t>(row)]; }
   /// After softmax(scale, true) or exponentials().
   Probabilities probabilities(int query) const {
-    return {scores_.data() + query * heads_ * stride_, stride_, factor_.data() + query * heads_, heads_, columns_};
+    return {.data = scores_.data() + query * heads_ * stride_,
+            .stride = stride_,
+            .factor = factor_.data() + query * heads_,
+            .heads = heads_,
+            .columns = columns_};
   }
 
  private:

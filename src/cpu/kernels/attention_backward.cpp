@@ -9,7 +9,7 @@
 namespace nsa::cpu::NSA_ISA {
 namespace {
 
-inline constexpr std::int64_t kHandoverBytes = std::int64_t{16} << 20;  // about a chunk: stays in the last-level cache
+inline constexpr std::int64_t kWorkspaceBytes = std::int64_t{16} << 20;  // about a chunk: stays in the last-level cache
 
 template <class In>
 class Backward {
@@ -21,7 +21,7 @@ class Backward {
         threads_(threads_of(context)),
         group_{static_cast<int>(call.q.size(-2) / call.kv_heads), static_cast<int>(call.q.size(-1)),
                static_cast<int>(call.d_o.size(-1))},
-        out_{group_, {}, {}, 0, 0, {}} {
+        out_{.group = group_} {
     branches_.reserve(call.branches.size());
     for (const BranchCall& branch : call.branches) {
       branches_.emplace_back(branch, call, keys_, context);
@@ -36,7 +36,7 @@ class Backward {
       for (std::int64_t kv_head = 0; kv_head < call_.kv_heads; ++kv_head)
         for (std::int64_t row = 0; row < call_.sequences[sequence].q_len; ++row) {
           plan(chunk, sequence, kv_head, row);
-          if (bytes_of(chunk) >= kHandoverBytes) finish(chunk);
+          if (bytes_of(chunk) >= kWorkspaceBytes) finish(chunk);
         }
     finish(chunk);
     for (const BackwardBranch<In>& branch : branches_) {

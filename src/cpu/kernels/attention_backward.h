@@ -82,9 +82,9 @@ struct BackwardBranch {
     std::int64_t key = first_key;
     for (const Sequence& s : all.sequences) {
       if (call.compressed)
-        spans.push_back({s.batch, s.c_begin, s.c_len});
+        spans.push_back({.batch = s.batch, .begin = s.c_begin, .length = s.c_len});
       else
-        spans.push_back({s.batch, s.k_begin, s.k_len});
+        spans.push_back({.batch = s.batch, .begin = s.k_begin, .length = s.k_len});
       first_keys.push_back(key);
       key += ceil_div(spans.back().length, kBlockTokens) * all.kv_heads;
     }

@@ -46,7 +46,7 @@ class Chunk {
 
   void add_item(std::size_t sequence, std::int64_t kv_head, std::int64_t row) {
     const std::int64_t n = size();
-    items_.push_back({sequence, kv_head, row, {n, n, n, n}});
+    items_.push_back({.sequence = sequence, .kv_head = kv_head, .row = row, .entries = {n, n, n, n}});
   }
 
   /// Meetings of the last item in `branch`, branches ascending: the blocks that a range touches, the first of which has
@@ -55,8 +55,11 @@ class Chunk {
     Item& item = items_.back();
     for (std::int64_t at = range.begin; at < range.end;) {
       const std::int64_t block = at / kBlockTokens, next = std::min((block + 1) * kBlockTokens, range.end);
-      entries_.push_back({static_cast<std::int64_t>(items_.size()) - 1, block, first_key + block,
-                          static_cast<int>(at - block * kBlockTokens), static_cast<int>(next - block * kBlockTokens)});
+      entries_.push_back({.item = static_cast<std::int64_t>(items_.size()) - 1,
+                          .block = block,
+                          .key = first_key + block,
+                          .begin = static_cast<int>(at - block * kBlockTokens),
+                          .end = static_cast<int>(next - block * kBlockTokens)});
       at = next;
     }
     std::fill(item.entries + branch + 1, item.entries + kMaxBranches + 1, size());

@@ -27,7 +27,8 @@ inline int neighbours(int heads) { return heads >= 4 ? 1 : kMaxNeighbours / head
 template <class In>
 std::vector<TokenSpan> raw_spans(const Queries<In>& queries) {
   std::vector<TokenSpan> spans;
-  for (const Sequence& s : queries.sequences()) spans.push_back({s.batch, s.k_begin, s.q_len > 0 ? s.k_len : 0});
+  for (const Sequence& s : queries.sequences())
+    spans.push_back({.batch = s.batch, .begin = s.k_begin, .length = s.q_len > 0 ? s.k_len : 0});
   return spans;
 }
 
@@ -62,7 +63,8 @@ class CompressedBranch {
  private:
   static std::vector<TokenSpan> spans(const Queries<In>& queries) {
     std::vector<TokenSpan> spans;
-    for (const Sequence& s : queries.sequences()) spans.push_back({s.batch, s.c_begin, s.q_len > 0 ? s.c_len : 0});
+    for (const Sequence& s : queries.sequences())
+      spans.push_back({.batch = s.batch, .begin = s.c_begin, .length = s.q_len > 0 ? s.c_len : 0});
     return spans;
   }
 

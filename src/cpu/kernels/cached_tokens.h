@@ -63,9 +63,9 @@ class PackedOnDemand {
   /// For queries that list up to `tokens` tokens, counted in whole blocks.
   Scratch make_scratch(std::int64_t tokens) const {
     const std::int64_t blocks = tokens / kBlockTokens;
-    return {Buffer<Slot>(static_cast<std::size_t>(blocks * key_slots_)),
-            Buffer<Slot>(static_cast<std::size_t>(blocks * value_slots_)),
-            Buffer<In>(static_cast<std::size_t>(kBlockTokens * std::max(k_.dim, v_.dim)))};
+    return {.keys = Buffer<Slot>(static_cast<std::size_t>(blocks * key_slots_)),
+            .values = Buffer<Slot>(static_cast<std::size_t>(blocks * value_slots_)),
+            .tokens = Buffer<In>(static_cast<std::size_t>(kBlockTokens * std::max(k_.dim, v_.dim)))};
   }
 
   class Lister {
@@ -104,8 +104,11 @@ class PackedOnDemand {
     pack_columns<Slots, In>(k.data, k.stride, count, static_cast<int>(k_.dim), keys);
     const TokenRun<In> v = run(v_);
     pack_rows<Slots, In>(v.data, v.stride, count, static_cast<int>(v_.dim), values);
-    return {keys, values, token, static_cast<int>(round_up(count, kSegmentTokens)),
-            any_nonfinite<Slots>(values, value_slots_)};
+    return {.keys = keys,
+            .values = values,
+            .position = token,
+            .count = static_cast<int>(round_up(count, kSegmentTokens)),
+            .nonfinite = any_nonfinite<Slots>(values, value_slots_)};
   }
 
   CachedTokens k_, v_;

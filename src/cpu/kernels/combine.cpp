@@ -1,4 +1,5 @@
 // o = g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa and its gradients: one pass over memory each.
+#include "core/branch_index.h"
 #include "core/layout.h"
 #include "cpu/kernels/for_dtype.h"
 #include "cpu/kernels/kernels.h"
@@ -41,8 +42,8 @@ void backward(const CombineBackwardParams& p, const Context& context) {
     const auto row = [&](const TensorView& t) { return t.defined() ? rows_of<In>(t, b, 0).at(s, h) : nullptr; };
     const In *d_o = row(p.d_o), *g = row(f.gates);
     In* d_gates = row(p.d_gates);
-    const TensorView* branches[3][2] = {{&f.o_cmp, &p.d_o_cmp}, {&f.o_slc, &p.d_o_slc}, {&f.o_swa, &p.d_o_swa}};
-    for (int i = 0; i < 3; ++i) {
+    const TensorView* branches[kBranches][2] = {{&f.o_cmp, &p.d_o_cmp}, {&f.o_slc, &p.d_o_slc}, {&f.o_swa, &p.d_o_swa}};
+    for (int i = 0; i < kBranches; ++i) {
       const In* o = row(*branches[i][0]);
       In* d_branch = row(*branches[i][1]);
       const float gate = to_float(g[i]);

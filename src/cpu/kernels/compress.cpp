@@ -29,10 +29,11 @@ Buffer<float> second_layer(const Phi<In>& phi, std::int64_t set, std::int64_t ro
     store_floats(&hidden[i], select(valid, x * sigmoid(x), Vec{}));
   });
   Buffer<float> y = zeros<float>(rows * phi.dim_stride);
-  const RowsOfProduct product{{reinterpret_cast<const Slot*>(hidden.data()), phi.width_stride / Slots::kElements, 1},
-                              static_cast<int>(rows),
-                              y.data(),
-                              phi.dim_stride};
+  const RowsOfProduct product{
+      .a = {reinterpret_cast<const Slot*>(hidden.data()), phi.width_stride / Slots::kElements, 1},
+      .rows = static_cast<int>(rows),
+      .c = y.data(),
+      .c_stride = phi.dim_stride};
   gemm<Slots>({&product, 1}, phi.dim, ceil_div(phi.width, Slots::kElements),
               rows_of_b<Slots>([&](std::int64_t e) { return phi.row(phi.w.w2, set, e); }, phi.width));
   return y;

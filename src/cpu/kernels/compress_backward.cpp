@@ -46,10 +46,11 @@ struct Backward {
     if (phi.mlp()) {
       const Buffer<float> z = phi.first_layer(pieces);
       Buffer<float> d_h = zeros<float>(rows * phi.width_stride);
-      const RowsOfProduct product{{reinterpret_cast<const Slot*>(d_y.data()), phi.dim_stride / Slots::kElements, 1},
-                                  static_cast<int>(rows),
-                                  d_h.data(),
-                                  phi.width_stride};
+      const RowsOfProduct product{
+          .a = {reinterpret_cast<const Slot*>(d_y.data()), phi.dim_stride / Slots::kElements, 1},
+          .rows = static_cast<int>(rows),
+          .c = d_h.data(),
+          .c_stride = phi.width_stride};
       gemm<Slots>({&product, 1}, phi.width, phi.dim / Slots::kElements,
                   columns_of_b<Slots>([&](std::int64_t e) { return phi.row(phi.w.w2, set, e); }, phi.dim));
       h = Buffer<Element>(rows * phi.width_stride), dz = Buffer<Element>(rows * phi.width_stride);
@@ -148,10 +149,10 @@ struct Backward {
             rows[i * stride + c] += to_float(a[i * phi.width_stride + c % phi.dim]) / static_cast<float>(phi.l);
         continue;
       }
-      const RowsOfProduct product{{reinterpret_cast<const Slot*>(a), phi.width_stride / Slots::kElements, 1},
-                                  static_cast<int>(last - first),
-                                  rows,
-                                  stride};
+      const RowsOfProduct product{.a = {reinterpret_cast<const Slot*>(a), phi.width_stride / Slots::kElements, 1},
+                                  .rows = static_cast<int>(last - first),
+                                  .c = rows,
+                                  .c_stride = stride};
       const std::int64_t set = phi.set_of(run);
       gemm<Slots>(
           {&product, 1}, columns, ceil_div(phi.width, Slots::kElements),

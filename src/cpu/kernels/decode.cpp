@@ -40,9 +40,12 @@ BranchTokens<CachedTokens> tokens_of(const std::vector<StepSequence>& steps, con
     for (const StepSequence& step : steps) tokens.spans.push_back(step.*rows);
     return tokens;
   };
-  return {collect(&StepSequence::k_c, p.k_cmp),   collect(&StepSequence::v_c, p.v_cmp),
-          collect(&StepSequence::k_slc, p.k_slc), collect(&StepSequence::v_slc, p.v_slc),
-          collect(&StepSequence::k_swa, p.k_swa), collect(&StepSequence::v_swa, p.v_swa)};
+  return {.k_c = collect(&StepSequence::k_c, p.k_cmp),
+          .v_c = collect(&StepSequence::v_c, p.v_cmp),
+          .k_slc = collect(&StepSequence::k_slc, p.k_slc),
+          .v_slc = collect(&StepSequence::v_slc, p.v_slc),
+          .k_swa = collect(&StepSequence::k_swa, p.k_swa),
+          .v_swa = collect(&StepSequence::v_swa, p.v_swa)};
 }
 
 /// Whether the queries together select so much that packing the whole cache once is less work.

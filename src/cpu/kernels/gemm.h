@@ -118,7 +118,8 @@ void sum_of_outer_products(const RowA& a, std::int64_t rows, const RowB& b, std:
     const int k = static_cast<int>(std::min<std::int64_t>(kPanelSteps, steps - step));
     const std::int64_t first = step * Slots::kElements;
     pack_over_rows<Slots>(a, count, step, k, 0, rows, packed.data(), stride);
-    const RowsOfProduct product{{packed.data(), 1, stride}, static_cast<int>(rows), c, c_stride};
+    const RowsOfProduct product{
+        .a = {packed.data(), 1, stride}, .rows = static_cast<int>(rows), .c = c, .c_stride = c_stride};
     gemm<Slots>({&product, 1}, columns, k,
                 rows_of_b<Slots>([&](std::int64_t i) { return b(first + i); }, count - first));
   }

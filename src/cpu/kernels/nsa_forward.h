@@ -6,12 +6,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/branch_index.h"
 #include "cpu/kernels/block_selector.h"
 #include "cpu/kernels/branches.h"
 
 namespace nsa::cpu::NSA_ISA {
-
-enum Gate { kCompressed, kSelected, kWindow };
 
 /// The keys and values of the branches: tensors, or what a cache holds.
 template <class Tokens>
@@ -83,7 +82,7 @@ class NsaForward {
     add(worker, group, 0, kWindow, p_.o_swa, p_.lse_swa);
 
     for (int a = 0; a < group.count; ++a) {
-      const QueryGroup one{group.sequence, group.kv_head, group.first + a, 1};
+      const QueryGroup one{.sequence = group.sequence, .kv_head = group.kv_head, .first = group.first + a, .count = 1};
       selected_.list(group, a, blocks(worker, group, a), p_.cfg.topk, worker.scratch, attention);
       attention.attend(queries_.scale());
       add(worker, one, a, kSelected, p_.o_slc, p_.lse_slc);
@@ -99,14 +98,14 @@ class NsaForward {
 
   /// Stores a branch's outputs where they are wanted and adds them, gated, to the sums of the group's queries from
   /// `query` on.
-  void add(Worker& worker, const QueryGroup& group, int query, Gate gate, const TensorView& o,
+  void add(Worker& worker, const QueryGroup& group, int query, BranchIndex branch, const TensorView& o,
            const TensorView& lse) const {
     store_outputs(queries_, group, worker.attention, o, lse);
     const Sequence& s = queries_.sequence(group);
     const RowView<const In> gates = rows_of<const In>(p_.gates, s.batch, s.q_begin);
     const int heads = queries_.heads();
     for (int row = 0; row < group.count * heads; ++row) {
-      const Vec g = splat(to_float(gates.at(group.first + row / heads, group.kv_head * heads + row % heads)[gate]));
+      const Vec g = splat(to_float(gates.at(group.first + row / heads, group.kv_head * heads + row % heads)[branch]));
       const float* x = worker.attention.output(row);
       float* sum = worker.sum.data() + (query * heads + row) * columns_;
       for (std::int64_t d = 0; d < columns_; d += kWidth) store(sum + d, fma(g, load(x + d), load(sum + d)));

@@ -167,9 +167,11 @@ class PackedTokens {
   TokenBlocks of(std::size_t span, std::int64_t head) const {
     const Place& place = places_[span];
     const std::int64_t first = place.begin + head * place.blocks - place.skip;
-    return {slots_.data() + first * block_stride_, block_stride_,
-            columns_ ? std::ptrdiff_t{kBlockTokens} : static_cast<std::ptrdiff_t>(round_up(dim_, kWidth)),
-            nonfinite_.data() + first};
+    return {
+        .data = slots_.data() + first * block_stride_,
+        .block_stride = block_stride_,
+        .step_stride = columns_ ? std::ptrdiff_t{kBlockTokens} : static_cast<std::ptrdiff_t>(round_up(dim_, kWidth)),
+        .nonfinite = nonfinite_.data() + first};
   }
 
  private:

@@ -101,7 +101,10 @@ class Queries {
       const QueryRun& run = runs[i];
       for (std::int64_t q = run.begin; q < run.end; q += count)
         f(workers[static_cast<std::size_t>(omp_get_thread_num())],
-          QueryGroup{run.sequence, run.kv_head, q, static_cast<int>(std::min<std::int64_t>(count, run.end - q))});
+          QueryGroup{.sequence = run.sequence,
+                     .kv_head = run.kv_head,
+                     .first = q,
+                     .count = static_cast<int>(std::min<std::int64_t>(count, run.end - q))});
     }
   }
 
@@ -115,7 +118,8 @@ class Queries {
     for (std::size_t s = 0; s < sequences_.size(); ++s)
       for (std::int64_t head = 0; head < kv_heads_; ++head)
         for (std::int64_t q = 0; q < sequences_[s].q_len; q += length)
-          runs.push_back({s, head, q, std::min(q + length, sequences_[s].q_len)});
+          runs.push_back(
+              {.sequence = s, .kv_head = head, .begin = q, .end = std::min(q + length, sequences_[s].q_len)});
     std::stable_sort(runs.begin(), runs.end(), [&](const QueryRun& a, const QueryRun& b) {
       return sequences_[a.sequence].position(a.end) > sequences_[b.sequence].position(b.end);
     });

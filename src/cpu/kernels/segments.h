@@ -40,9 +40,12 @@ struct KeyValueBlocks {
       const std::int64_t b = token / kBlockTokens, next = std::min((b + 1) * kBlockTokens, range.end);
       const int offset = static_cast<int>(token - b * kBlockTokens);
       const int count = static_cast<int>(round_up(next - token, kSegmentTokens));
-      segments.push_back({keys.data ? keys.block(b) + offset : nullptr,
-                          values.data ? values.block(b) + offset / slot_elements * values.step_stride : nullptr, token,
-                          count, values.nonfinite && values.nonfinite[b] != 0});
+      segments.push_back(
+          {.keys = keys.data ? keys.block(b) + offset : nullptr,
+           .values = values.data ? values.block(b) + offset / slot_elements * values.step_stride : nullptr,
+           .position = token,
+           .count = count,
+           .nonfinite = values.nonfinite && values.nonfinite[b] != 0});
       token += count;
     }
   }

@@ -160,11 +160,10 @@ RecallBatch make_recall_batch(const RecallTask& task, int pairs, int sequences, 
   shape.pairs = pairs;
   const std::int64_t length = shape.length(), total = length * sequences;
   const std::int64_t asked = shape.num_queries(), first_query = length - asked;
-  RecallBatch data{{at::zeros({total}, at::kLong), at::empty({sequences + 1}, at::kInt)},
-                   at::empty({asked * sequences}, at::kLong),
-                   at::empty({asked * sequences}, at::kLong),
-                   at::empty({asked * sequences}, at::kLong),
-                   {}};
+  RecallBatch data{.batch = {at::zeros({total}, at::kLong), at::empty({sequences + 1}, at::kInt)},
+                   .queries = at::empty({asked * sequences}, at::kLong),
+                   .answers = at::empty({asked * sequences}, at::kLong),
+                   .distances = at::empty({asked * sequences}, at::kLong)};
   auto* const tokens = data.batch.tokens.mutable_data_ptr<std::int64_t>();
   auto* const offsets = data.batch.cu_seqlens.mutable_data_ptr<int>();
   auto* queries = data.queries.mutable_data_ptr<std::int64_t>();
@@ -264,7 +263,7 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
     const double slower = std::min(running, running_full);
     const auto step = static_cast<std::int64_t>(plans.size());
     if (step % kHistoryEvery == 0 || left == 0) {
-      report.history.push_back({step, pairs, loss, running, running_full});
+      report.history.push_back({.step = step, .pairs = pairs, .loss = loss, .accuracy = running, .full = running_full});
       on_step(report.history.back());
     }
     if (pairs < task.pairs) {

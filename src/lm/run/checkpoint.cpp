@@ -109,7 +109,10 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
   namespace fs = std::filesystem;
   if (is_pretrained(path)) {
     const PretrainedFolder folder(path);
-    LoadedModel loaded{Model(with_changes(folder.config(), changes), 0), folder.tokenizer(), true, folder.context()};
+    LoadedModel loaded{.model = Model(with_changes(folder.config(), changes), 0),
+                       .tokenizer = folder.tokenizer(),
+                       .pretrained = true,
+                       .context = folder.context()};
     loaded.model.place(device, dtype);
     folder.load(loaded.model.parameters());
     return loaded;
@@ -131,7 +134,10 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     }
   }
   refuse_oversized(file_path.string(), file, model);
-  LoadedModel loaded{Model(model, 0), config.data.tokenizer, !config.train.init.empty(), config.train.context};
+  LoadedModel loaded{.model = Model(model, 0),
+                     .tokenizer = config.data.tokenizer,
+                     .pretrained = !config.train.init.empty(),
+                     .context = config.train.context};
   loaded.model.place(device, dtype);
   load_tensors(file_path.string(), file, loaded.model.parameters());
   for (const auto& [name, value] : now.items()) {

@@ -35,7 +35,7 @@ constexpr std::array<std::int64_t, 5> kRepeatEdges = {1, 513, 1025, 4097, 1 << 3
 /// Of parts with these edges.
 std::vector<LossPart> parts_between(std::span<const std::int64_t> edges) {
   std::vector<LossPart> parts;
-  for (std::size_t i = 0; i + 1 < edges.size(); ++i) parts.push_back({edges[i], edges[i + 1], 0, 0});
+  for (std::size_t i = 0; i + 1 < edges.size(); ++i) parts.push_back({.from = edges[i], .to = edges[i + 1]});
   return parts;
 }
 

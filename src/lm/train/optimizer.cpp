@@ -86,7 +86,7 @@ AdamW::AdamW(const NamedTensors& parameters, const AdamWConfig& config, const Ra
     const bool kept = !shard_ || owners[i] == ranks_.rank();
     const auto keep = [&](const std::string& kind, at::IntArrayRef sizes) {
       const at::Tensor tensor = kept ? at::zeros(sizes, options_) : at::Tensor();
-      state_.push_back({kind + name, sizes.vec(), owners[i], tensor});
+      state_.push_back({.name = kind + name, .sizes = sizes.vec(), .owner = owners[i], .tensor = tensor});
       return tensor;
     };
     group.moments.push_back(keep("moment.", parameter.sizes()));
