@@ -54,6 +54,7 @@ def main() -> NoReturn:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
     use_cuda = os.environ.get("NSA_DEVICE") != "cpu" and torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    dist.all_reduce(torch.zeros(1))  # a rank that refuses its arguments leaves when the others have connected
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program's own handling, not Python's
     arguments = [os.fsencode(argument) for argument in ["nsa", "train", *sys.argv[1:]]]
     values = (ctypes.c_char_p * (len(arguments) + 1))(*arguments, None)
