@@ -89,8 +89,8 @@ FAULTS = [
     Fault(
         "two gates swapped in nsa_attention",
         KERNELS + "nsa_forward.h",
-        "enum Gate { kCompressed, kSelected, kWindow };",
-        "enum Gate { kSelected, kCompressed, kWindow };",
+        "row % heads)[branch]",
+        "row % heads)[branch == kWindow ? branch : 1 - branch]",
     ),
     Fault(
         "two gates swapped in combine",
