@@ -9,7 +9,6 @@ order of the chunks in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +18,11 @@ from torch import Tensor
 from .._arguments import check_offsets, check_type, check_usable
 from .._registration import call, ops
 from ..config import CompressionWeights, NSAConfig
-from ..functional import MEAN, _signed, compress
+from ..functional import MEAN, _signed
 from ..rotary import check_positions, rotate, rows_within
 from .exchange import ContextParallel
-from .layout import Chunk, divide, halo
+from .layout import Chunk, divide
+from .plan import Plan
 
 
 def native_sparse_attention(
@@ -141,12 +141,12 @@ def native_sparse_attention(
         cos, sin = rope[0][rows], rope[1][rows]
         q, k_slc = rotate(q, cos, sin), rotate(k_slc, cos, sin)
         k_swa = rotate(k_swa, cos, sin) if own_window else k_slc
-    settings = _Settings(cp, chunks, cfg, at_once, packed, softmax_scale, float(noise), _signed(seed), rope, indices)
+    plan = Plan(cp, chunks, cfg, at_once, packed, softmax_scale, float(noise), _signed(seed), rope, indices)
     window = (k_swa, v_swa) if own_window else (None, None)
     kinds = (weights_k.kind, weights_v.kind)
     weights = (*weights_k.as_arguments()[1:], *weights_v.as_arguments()[1:])
     apply: Any = _Attention.apply
-    o, selected = apply(settings, kinds, q, gates, k_cmp, v, k_slc, v_slc, *window, *weights)
+    o, selected = apply(plan, kinds, q, gates, k_cmp, v, k_slc, v_slc, *window, *weights)
     return (o, selected) if return_indices else o
 
 
@@ -186,228 +186,6 @@ def _check(
     return at_once
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What a forward and its backward share besides tensors."""
-
-    cp: ContextParallel
-    chunks: list[Chunk]
-    cfg: NSAConfig
-    at_once: int
-    packed: bool
-    softmax_scale: float | None
-    noise: float
-    seed: int
-    rope: tuple[Tensor, Tensor] | None
-    indices: Tensor | None
-
-    @property
-    def dim(self) -> int:
-        return 0 if self.packed else 1
-
-    @property
-    def size(self) -> int:
-        return self.chunks[0].rows[1]
-
-    def own(self, t: Tensor) -> list[Tensor]:
-        """The rows of each of this rank's chunks."""
-        return list(t.split(self.size, self.dim))
-
-    def groups(self, kv_heads: int) -> list[tuple[int, int]]:
-        return [(first, first + self.at_once) for first in range(0, kv_heads, self.at_once)]
-
-    def block_rows(self, t: Tensor, count: int) -> tuple[int, ...]:
-        return (*t.shape[: self.dim], count, *t.shape[self.dim + 1 :])
-
-    def with_halo(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """The tokens that each own chunk's blocks are made of."""
-        cp, reach = self.cp, halo(self.cfg, self.packed)
-        parts = [self.own(t) for t in tensors]
-        slots = {chunk: slot for slot, chunk in enumerate(cp.own)}
-        sent = [
-            [p[slots[c + 1]].narrow(self.dim, 0, reach) for c in cp.chunks_of(r) if c + 1 in slots for p in parts]
-            for r in range(cp.size)
-        ]
-        shapes = [
-            [self.block_rows(t, reach) for c in cp.own if c + 1 in cp.chunks_of(r) for t in tensors]
-            for r in range(cp.size)
-        ]
-        received = [iter(row) for row in cp.send(sent, shapes, tensors[0])]
-        whole = []
-        for c in cp.own:
-            begin, end = self.chunks[c].squeezed
-            rows = [p[slots[c]] for p in parts]
-            if c + 1 < len(self.chunks):
-                source = received[cp.owners[c + 1]]
-                rows = [torch.cat((row, next(source)), self.dim) for row in rows]
-            whole.append([row.narrow(self.dim, begin, end - begin) for row in rows])
-        return whole
-
-    def halo_to_owners(self, gradients: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """From the gradients of `with_halo`'s rows those of the tensors."""
-        cp, reach, dim = self.cp, halo(self.cfg, self.packed), self.dim
-        wide = torch.promote_types(like[0].dtype, torch.float32)
-        sums, over = [], {}
-        for slot, c in enumerate(cp.own):
-            begin, end = self.chunks[c].squeezed
-            rows = []
-            for gradient, t in zip(gradients[slot], like, strict=True):
-                padded = gradient.new_zeros(self.block_rows(t, self.size + reach))
-                padded.narrow(dim, begin, end - begin).copy_(gradient)
-                rows.append(padded)
-            sums.append([row.narrow(dim, 0, self.size).to(wide) for row in rows])
-            over[c] = [row.narrow(dim, self.size, reach) for row in rows]
-        sent = [[t for c in cp.own if c + 1 in cp.chunks_of(r) for t in over[c]] for r in range(cp.size)]
-        shapes = [
-            [self.block_rows(t, reach) for c in cp.chunks_of(r) if c + 1 in cp.own for t in like]
-            for r in range(cp.size)
-        ]
-        received = [iter(row) for row in cp.send(sent, shapes, like[0])]
-        for slot, c in enumerate(cp.own):
-            if c:
-                for total in sums[slot]:
-                    total.narrow(dim, 0, reach).add_(next(received[cp.owners[c - 1]]))
-        return [torch.cat([row[i] for row in sums], dim).to(t.dtype) for i, t in enumerate(like)]
-
-    def compressed(self, tokens: Tensor, weights: CompressionWeights, chunk: Chunk, turned: bool) -> Tensor:
-        """The compressed tokens whose blocks start in a chunk; rotated, if they are keys."""
-        count = chunk.own_blocks[1] - chunk.own_blocks[0]
-        if count == 0:
-            return tokens.narrow(self.dim, 0, 0)
-        out = compress(tokens, weights, self.cfg, self.offsets(chunk.squeezed_lengths, tokens))
-        out = out.narrow(self.dim, 0, count)
-        if not turned or self.rope is None:
-            return out
-        d = self.cfg.kernel_stride
-        rows = torch.cat([torch.arange(i * d, (i + n) * d, d, device=tokens.device) for i, n in chunk.block_numbers])
-        return rotate(out, self.rope[0][rows], self.rope[1][rows])
-
-    def offsets(self, lengths: tuple[int, ...], like: Tensor) -> Tensor | None:
-        if not self.packed:
-            return None
-        total, offsets = 0, [0]
-        for length in lengths:
-            total += length
-            offsets.append(total)
-        return torch.tensor(offsets, dtype=torch.int32, device=like.device)
-
-    def gather(self, compressed: list[list[Tensor]], tensors: list[Tensor], heads: tuple[int, int]) -> Any:
-        """Begins to gather a group's heads; the result waits and gives k_c, v_c and the others whole."""
-        dim, most = self.dim, max(c.own_blocks[1] - c.own_blocks[0] for c in self.chunks)
-        padded = []
-        for x in (0, 1):
-            rows = []
-            for pair in compressed:
-                t = pair[x][..., slice(*heads), :]
-                missing = t.new_zeros(self.block_rows(t, most - t.shape[dim]))
-                rows += [t, missing]
-            padded.append(torch.cat(rows, dim))
-        finish = self.cp.gather([*padded, *(t[..., slice(*heads), :] for t in tensors)], dim)
-
-        def whole() -> list[Tensor]:
-            gathered = finish()
-            for x in (0, 1):
-                parts = [
-                    t.narrow(dim, 0, c.own_blocks[1] - c.own_blocks[0])
-                    for t, c in zip(gathered[x], self.chunks, strict=True)
-                ]
-                if self.packed:  # a call's compressed keys have a row for every kernel_stride tokens
-                    rows = self.chunks[-1].rows[1] // self.cfg.kernel_stride - self.chunks[-1].own_blocks[1]
-                    parts.append(parts[0].new_zeros(self.block_rows(parts[0], rows)))
-                gathered[x] = parts
-            return [torch.cat(parts, dim) for parts in gathered]
-
-        return whole
-
-    def seen(self, chunk: Chunk, whole: list[Tensor]) -> list[Tensor]:
-        """What a chunk's call sees: k_c, v_c, k_slc, v_slc, k_swa, v_swa."""
-        keys = chunk.rows[1] - chunk.first_key
-        blocks = keys // self.cfg.kernel_stride if self.packed else chunk.seen_blocks
-        views = [t.narrow(self.dim, chunk.first_block, blocks) for t in whole[:2]]
-        views += [t.narrow(self.dim, chunk.first_key, keys) for t in whole[2:]]
-        return views if len(views) == 6 else [*views, *views[2:]]
-
-    def lengths(self, chunk: Chunk, like: Tensor) -> tuple[Any, ...]:
-        if not self.packed:
-            return None, None, 0, 0
-        cu_q, cu_k = self.offsets(chunk.lengths_q, like), self.offsets(chunk.lengths_k, like)
-        return cu_q, cu_k, max(chunk.lengths_q), max(chunk.lengths_k)
-
-    def imposed(self, slot: int, heads: tuple[int, int]) -> Tensor | None:
-        return None if self.indices is None else self.own(self.indices)[slot][..., slice(*heads), :].contiguous()
-
-    def shares_to_owners(self, shares: dict[int, list[Tensor]], like: Tensor) -> list[list[Tensor]]:
-        """From each own chunk's gradients of what it saw, in the order of `seen`, those of every own chunk's rows."""
-        cp, kinds = self.cp, next(iter(shares.values()))
-        if cp.reduction == "reduce_scatter":
-            return self._summed_on_the_way(shares, kinds, like)
-
-        def pieces(readers: list[int], owners: list[int]) -> list[tuple[int, int, int, int, int]]:
-            found = [(c, o, i, *self._overlap(c, o, i)[:2]) for c in readers for o in owners for i in range(len(kinds))]
-            return [piece for piece in found if piece[3] < piece[4]]
-
-        sent = [
-            [
-                shares[c][i].narrow(self.dim, begin, end - begin)
-                for c, _, i, begin, end in pieces(cp.own, cp.chunks_of(r))
-            ]
-            for r in range(cp.size)
-        ]
-        incoming = [pieces(cp.chunks_of(r), cp.own) for r in range(cp.size)]
-        shapes = [[self.block_rows(kinds[i], end - begin) for *_, i, begin, end in row] for row in incoming]
-        received = cp.send(sent, shapes, like)
-        arrived = {
-            piece[:3]: t
-            for row, parts in zip(incoming, received, strict=True)
-            for piece, t in zip(row, parts, strict=True)
-        }
-        wide = torch.promote_types(like.dtype, torch.float32)
-        totals = []
-        for o in cp.own:
-            total = [like.new_zeros(self.block_rows(t, self._rows(o, i)), dtype=wide) for i, t in enumerate(kinds)]
-            for c in range(o, len(self.chunks)):  # always in this order
-                for i, t in enumerate(total):
-                    if (c, o, i) in arrived:
-                        part = arrived[c, o, i]
-                        t.narrow(self.dim, self._overlap(c, o, i)[2], part.shape[self.dim]).add_(part)
-            totals.append(total)
-        return totals
-
-    def _summed_on_the_way(
-        self, shares: dict[int, list[Tensor]], kinds: list[Tensor], like: Tensor
-    ) -> list[list[Tensor]]:
-        """`shares_to_owners` by one reduce-scatter; every rank adds its own chunks' shares first."""
-        cp, dim = self.cp, self.dim
-        most = max(c.own_blocks[1] - c.own_blocks[0] for c in self.chunks)
-        shapes = [self.block_rows(t, self.size if i >= 2 else most) for i, t in enumerate(kinds)]
-        sizes = [torch.Size(shape).numel() for shape in shapes] * len(cp.own)
-        flat = like.new_zeros(cp.size * sum(sizes), dtype=torch.promote_types(like.dtype, torch.float32))
-        parts = iter(flat.split(sizes * cp.size))
-        for o in (o for rank in range(cp.size) for o in cp.chunks_of(rank)):
-            for i, shape in enumerate(shapes):
-                total = next(parts).view(shape)
-                for c in cp.own:
-                    begin, end, start = self._overlap(c, o, i)
-                    total.narrow(dim, start, end - begin).add_(shares[c][i].narrow(dim, begin, end - begin))
-        parts = iter(cp.reduce_scatter(flat).split(sizes))
-        return [
-            [next(parts).view(shape).narrow(dim, 0, self._rows(o, i)) for i, shape in enumerate(shapes)] for o in cp.own
-        ]
-
-    def _rows(self, owner: int, i: int) -> int:
-        """How many rows of tensor i of `seen` a chunk owns."""
-        begin, end = self.chunks[owner].own_blocks
-        return self.size if i >= 2 else end - begin
-
-    def _overlap(self, reader: int, owner: int, i: int) -> tuple[int, int, int]:
-        """What a chunk sees of another's rows of tensor i of `seen`: begin and end there, and begin in the owner's."""
-        a, b = self.chunks[reader], self.chunks[owner]
-        begin, end = a.blocks_of(b) if i < 2 else a.keys_of(b)
-        if begin >= end:
-            return 0, 0, 0
-        return begin, end, begin + (a.first_block - b.own_blocks[0] if i < 2 else a.first_key - b.rows[0])
-
-
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """One after the other; a single one as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
@@ -415,8 +193,8 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: _Settings, kinds: tuple[str, str], *tensors: Tensor | None) -> Any:
-        s = settings
+    def forward(ctx: Any, plan: Plan, kinds: tuple[str, str], *tensors: Tensor | None) -> Any:
+        s = plan
         q, gates, k, v, k_slc, v_slc, k_swa, v_swa, *weights = tensors
         assert q is not None and k is not None and v is not None and gates is not None
         raw = [t for t in (k_slc, v_slc, k_swa, v_swa) if t is not None]
@@ -450,7 +228,7 @@ class _Attention(torch.autograd.Function):
             outputs.append(_joined([o for o, _ in rows], s.dim))
             chosen.append(_joined([i for _, i in rows], s.dim))
             del whole, rows, o  # memory
-        ctx.settings, ctx.phi_kinds, ctx.given = s, kinds, len(tensors)
+        ctx.plan, ctx.phi_kinds, ctx.given = s, kinds, len(tensors)
         ctx.save_for_backward(*tensors, *(kept if keep else ()))
         result, indices = _joined(outputs, -2), _joined(chosen, -2)
         ctx.mark_non_differentiable(indices)
@@ -460,7 +238,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, _: Any) -> Any:
-        s, kinds = ctx.settings, ctx.phi_kinds
+        s, kinds = ctx.plan, ctx.phi_kinds
         if d_o is None:
             return (None,) * (2 + ctx.given)
         saved = ctx.saved_tensors
