@@ -8,7 +8,6 @@ order of the chunks in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -186,9 +185,30 @@ def _check(
     return at_once
 
 
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """One after the other; a single one as it is, without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+class _Joined:
+    """A result of all own rows and heads, into which chunks and groups of heads are copied as they come."""
+
+    def __init__(self, plan: Plan, heads: int, dtype: torch.dtype | None = None) -> None:
+        self.plan, self.heads, self.dtype = plan, heads, dtype
+        self.whole: Tensor | None = None
+
+    def put(self, part: Tensor, slot: int, first: int) -> None:
+        """The rows of an own chunk, of heads from the first on. What is whole by itself is not copied."""
+        dim, slots, heads = self.plan.dim, len(self.plan.cp.own), part.shape[-2]
+        dtype = part.dtype if self.dtype is None else self.dtype
+        if slots == 1 and heads == self.heads:
+            self.whole = part.to(dtype)
+            return
+        rows = part.shape[dim]
+        if self.whole is None:
+            shape = [*self.plan.block_rows(part, slots * rows)]
+            shape[-2] = self.heads
+            self.whole = part.new_empty(shape, dtype=dtype)
+        self.whole.narrow(dim, slot * rows, rows).narrow(-2, first, heads).copy_(part)
+
+    def result(self) -> Tensor:
+        assert self.whole is not None
+        return self.whole
 
 
 class _Attention(torch.autograd.Function):
@@ -207,14 +227,13 @@ class _Attention(torch.autograd.Function):
         ratio = q.shape[-2] // k.shape[-2]
         groups = s.groups(k.shape[-2])
         kept: list[Tensor] = []
-        outputs, chosen = [], []
+        output, chosen = _Joined(s, q.shape[-2]), _Joined(s, k.shape[-2])
         coming = s.gather(compressed, raw, groups[0])
         for number, heads in enumerate(groups):
             whole = coming()
             if number + 1 < len(groups):
                 coming = s.gather(compressed, raw, groups[number + 1])
             of_q = slice(heads[0] * ratio, heads[1] * ratio)
-            rows = []
             for slot, c in enumerate(s.cp.own):
                 chunk = s.chunks[c]
                 o, selected, *others = call(
@@ -223,17 +242,17 @@ class _Attention(torch.autograd.Function):
                     *(s.cfg.as_list(), s.softmax_scale, s.noise, s.seed, *s.lengths(chunk, q)),
                     *(s.imposed(slot, heads), keep),
                 )
-                rows.append((o, selected))
+                output.put(o, slot, of_q.start)
+                chosen.put(selected, slot, heads[0])
                 kept += [selected, *others]
-            outputs.append(_joined([o for o, _ in rows], s.dim))
-            chosen.append(_joined([i for _, i in rows], s.dim))
-            del whole, rows, o  # memory
+                del o, others  # memory
+            del whole
         ctx.plan, ctx.phi_kinds, ctx.given = s, kinds, len(tensors)
         ctx.save_for_backward(*tensors, *(kept if keep else ()))
-        result, indices = _joined(outputs, -2), _joined(chosen, -2)
+        indices = chosen.result()
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
-        return result, indices
+        return output.result(), indices
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -241,6 +260,7 @@ class _Attention(torch.autograd.Function):
         s, kinds = ctx.plan, ctx.phi_kinds
         if d_o is None:
             return (None,) * (2 + ctx.given)
+        d_o = d_o.contiguous()
         saved = ctx.saved_tensors
         q, gates, k, v, k_slc, v_slc, k_swa, v_swa, *weights = saved[: ctx.given]
         kept = iter(saved[ctx.given :])
@@ -254,10 +274,12 @@ class _Attention(torch.autograd.Function):
                 for c, pair in zip(s.cp.own, leaves, strict=True)
             ]
         compressed = [[t.detach() for t in pair] for pair in graph]
-        ratio = q.shape[-2] // k.shape[-2]
-        groups = s.groups(k.shape[-2])
-        d_q, d_gates = [], []
-        totals: list[list[list[Tensor]]] = []
+        kv_heads = k.shape[-2]
+        ratio = q.shape[-2] // kv_heads
+        groups = s.groups(kv_heads)
+        d_q, d_gates = _Joined(s, q.shape[-2]), _Joined(s, q.shape[-2])
+        d_raw = [_Joined(s, kv_heads, t.dtype) for t in raw]
+        d_compressed: list[list[list[Tensor]]] = [[[], []] for _ in s.cp.own]  # by chunk, of keys and of values
         coming = s.gather(compressed, raw, groups[0])
         for number, heads in enumerate(groups):
             whole = coming()
@@ -265,44 +287,41 @@ class _Attention(torch.autograd.Function):
                 coming = s.gather(compressed, raw, groups[number + 1])
             of_q = slice(heads[0] * ratio, heads[1] * ratio)
             shares = {}
-            rows = []
             for slot, c in enumerate(s.cp.own):
                 chunk = s.chunks[c]
                 seen = s.seen(chunk, whole)
                 outputs = [next(kept) for _ in range(7)]
                 dq, *d_seen, dg = ops.nsa_attention_backward(
-                    *(s.own(d_o)[slot][..., of_q, :].contiguous(), s.own(q)[slot][..., of_q, :], *seen),
+                    *(s.own(d_o)[slot][..., of_q, :], s.own(q)[slot][..., of_q, :], *seen),
                     *(s.own(gates)[slot][..., of_q, :], *outputs),
                     *(s.cfg.as_list(), s.softmax_scale, *s.lengths(chunk, q), s.imposed(slot, heads), [True] * 8),
                 )
                 if len(raw) == 2:  # the window's keys are the selection's
                     d_seen = [*d_seen[:2], d_seen[2].add_(d_seen[4]), d_seen[3].add_(d_seen[5])]
                 shares[c] = d_seen
-                rows.append((dq, dg))
-            d_q.append(_joined([dq for dq, _ in rows], s.dim))
-            d_gates.append(_joined([dg for _, dg in rows], s.dim))
-            del whole, seen, rows, dq  # memory, for what follows
-            totals.append(s.shares_to_owners(shares, q))
-        joined = [
-            [_joined(parts, -2) for parts in zip(*of_chunk, strict=True)] for of_chunk in zip(*totals, strict=True)
-        ]
-        d_raw = [torch.cat([of_chunk[2 + i] for of_chunk in joined], s.dim).to(t.dtype) for i, t in enumerate(raw)]
-        results = [(t, g[i]) for pair, g in zip(graph, joined, strict=True) for i, t in enumerate(pair) if t.numel()]
+                d_q.put(dq, slot, of_q.start)
+                d_gates.put(dg, slot, of_q.start)
+                del dq, dg, seen  # memory, for what follows
+            del whole
+            for slot, totals in enumerate(s.shares_to_owners(shares, q)):
+                for i, total in enumerate(totals[:2]):
+                    d_compressed[slot][i].append(total)
+                for i, total in enumerate(totals[2:]):
+                    d_raw[i].put(total, slot, heads[0])
+        results, received = [], []
+        for tensors, of_chunk in zip(graph, d_compressed, strict=True):
+            for t, parts in zip(tensors, of_chunk, strict=True):
+                if t.numel():
+                    results.append(t)
+                    received.append(torch.cat(parts, -2).to(t.dtype))
         inputs = [*(t for pair in leaves for t in pair), *(t for t in weights if t is not None)]
-        found = iter(
-            torch.autograd.grad(
-                [t for t, _ in results],
-                inputs,
-                [g.to(t.dtype) for t, g in results],
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
+        found = iter(torch.autograd.grad(results, inputs, received, allow_unused=True, materialize_grads=True))
         d_tokens = [[next(found) for _ in pair] for pair in leaves]
         d_weights = [None if t is None else next(found) for t in weights]
         d_k, d_v = s.halo_to_owners(d_tokens, [k, v])
-        window = d_raw[2:] if len(raw) == 4 else [None, None]
+        d_keys = [d.result() for d in d_raw]
+        window = d_keys[2:] if len(raw) == 4 else [None, None]
         return (
-            *(None, None, _joined(d_q, -2), _joined(d_gates, -2), d_k, d_v, *d_raw[:2], *window),
+            *(None, None, d_q.result(), d_gates.result(), d_k, d_v, *d_keys[:2], *window),
             *d_weights,
         )

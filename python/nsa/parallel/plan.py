@@ -77,19 +77,22 @@ class Plan:
         return whole
 
     def halo_to_owners(self, gradients: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """From the gradients of `with_halo`'s rows those of the tensors."""
-        cp, reach, dim = self.cp, halo(self.cfg, self.packed), self.dim
+        """From the gradients of `with_halo`'s rows those of the tensors. Rows of two chunks' blocks are added in float32."""
+        cp, reach, dim, size = self.cp, halo(self.cfg, self.packed), self.dim, self.size
         wide = torch.promote_types(like[0].dtype, torch.float32)
-        sums, over = [], {}
+        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
+        over = {}
         for slot, c in enumerate(cp.own):
             begin, end = self.chunks[c].squeezed
-            rows = []
-            for gradient, t in zip(gradients[slot], like, strict=True):
-                padded = gradient.new_zeros(self.block_rows(t, self.size + reach))
-                padded.narrow(dim, begin, end - begin).copy_(gradient)
-                rows.append(padded)
-            sums.append([row.narrow(dim, 0, self.size).to(wide) for row in rows])
-            over[c] = [row.narrow(dim, self.size, reach) for row in rows]
+            first, last = min(begin, size), max(min(begin, size), min(end, size))
+            over[c] = [t.new_zeros(self.block_rows(t, reach)) for t in like]
+            for gradient, t, beyond in zip(gradients[slot], found, over[c], strict=True):
+                rows = t.narrow(dim, slot * size, size)
+                rows.narrow(dim, 0, first).zero_()
+                rows.narrow(dim, first, last - first).copy_(gradient.narrow(dim, 0, last - first))
+                rows.narrow(dim, last, size - last).zero_()
+                if (start := max(begin, size)) < end:
+                    beyond.narrow(dim, start - size, end - start).copy_(gradient.narrow(dim, start - begin, end - start))
         sent = [[t for c in cp.own if c + 1 in cp.chunks_of(r) for t in over[c]] for r in range(cp.size)]
         shapes = [
             [self.block_rows(t, reach) for c in cp.chunks_of(r) if c + 1 in cp.own for t in like]
@@ -97,10 +100,10 @@ class Plan:
         ]
         received = [iter(row) for row in cp.send(sent, shapes, like[0])]
         for slot, c in enumerate(cp.own):
-            if c:
-                for total in sums[slot]:
-                    total.narrow(dim, 0, reach).add_(next(received[cp.owners[c - 1]]))
-        return [torch.cat([row[i] for row in sums], dim).to(t.dtype) for i, t in enumerate(like)]
+            for t in found if c else ():
+                rows = t.narrow(dim, slot * size, reach)
+                rows.copy_(rows.to(wide) + next(received[cp.owners[c - 1]]))
+        return found
 
     def compressed(self, tokens: Tensor, weights: CompressionWeights, chunk: Chunk, turned: bool) -> Tensor:
         """The compressed tokens whose blocks start in a chunk; rotated, if they are keys."""
@@ -197,17 +200,22 @@ class Plan:
             for row, parts in zip(incoming, received, strict=True)
             for piece, t in zip(row, parts, strict=True)
         }
-        wide = torch.promote_types(like.dtype, torch.float32)
-        totals = []
-        for o in cp.own:
-            total = [like.new_zeros(self.block_rows(t, self._rows(o, i)), dtype=wide) for i, t in enumerate(kinds)]
-            for c in range(o, len(self.chunks)):  # always in this order
-                for i, t in enumerate(total):
-                    if (c, o, i) in arrived:
-                        part = arrived[c, o, i]
-                        t.narrow(self.dim, self._overlap(c, o, i)[2], part.shape[self.dim]).add_(part)
-            totals.append(total)
-        return totals
+        return [[self._sum(arrived, o, i, t) for i, t in enumerate(kinds)] for o in cp.own]
+
+    def _sum(self, arrived: dict[tuple[int, int, int], Tensor], owner: int, i: int, like: Tensor) -> Tensor:
+        """Of the shares of tensor i of a chunk's rows, always in the order of the chunks that they come of."""
+        dim, wide, rows = self.dim, torch.promote_types(like.dtype, torch.float32), self._rows(owner, i)
+        total = None
+        for c in range(owner, len(self.chunks)):
+            if (part := arrived.get((c, owner, i))) is None:
+                continue
+            if total is None and part.shape[dim] == rows:
+                total = part.to(wide, copy=True)
+                continue
+            if total is None:
+                total = like.new_zeros(self.block_rows(like, rows), dtype=wide)
+            total.narrow(dim, self._overlap(c, owner, i)[2], part.shape[dim]).add_(part)
+        return like.new_zeros(self.block_rows(like, rows), dtype=wide) if total is None else total
 
     def _summed_on_the_way(
         self, shares: dict[int, list[Tensor]], kinds: list[Tensor], like: Tensor
