@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import nsa
 from nsa.parallel import ContextParallel
+from nsa.parallel.attention import heads_at_once
 from nsa.parallel.layout import chunk_owners, divide
 from torchrun import BACKENDS, DEVICE, RANKS, torchrun
 
@@ -80,9 +81,9 @@ def backend_of(case):
     return nsa.use_backend("reference" if by_oracle else "auto")
 
 
-def run(cp, case):
+def run(cp, case, options=None):
     """o, indices and gradients of the whole sequence, and of phi's weights this rank's share."""
-    options = CASES[case]
+    options = CASES[case] if options is None else options
     inputs, settings, indices, offsets, d_o = problem(**options)
     dim = 1 if offsets is None else 0
     here = {name: cp.shard(t, dim).requires_grad_() for name, t in inputs.items()}
@@ -271,6 +272,24 @@ def test_as_one_call(case, chunks):
         else:
             error, allowed = ((t[name].float() - exact[name]).norm() for t in (found, expected))
             assert error <= 2 * allowed, name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "noise"])
+def test_heads_in_turn(case):
+    """The bits of all heads at once."""
+    options = CASES[case]
+    cp = ContextParallel(None, options.get("layout", "head_tail"), CHUNKS)
+    both = [run(cp, case, options | {"at_once": at_once}) for at_once in (1, 2)]
+    same_bits(*both)
+
+
+def test_how_many_heads_are_gathered():
+    """On a GPU: the fewest whose calls have 4 million rows of queries; on a CPU all."""
+    for rows, heads, at_once in (
+        *((2**22, 4, 1), (2**22 - 1, 4, 2), (2**21, 4, 2), (2**20, 4, 4), (2**19, 4, 4), (0, 4, 4)),
+        *((2**21, 6, 2), (2**20, 6, 6), (2**21, 3, 3), (2**22, 1, 1), (2**20, 1, 1)),
+    ):
+        assert heads_at_once(rows, heads) == at_once
 
 
 def test_a_type_without_kernels():

@@ -65,7 +65,8 @@ def native_sparse_attention(
         cu_seqlens: int32 (documents + 1) of the whole sequence, the same on every rank; from 0 to S. Documents may
             end anywhere.
         kv_heads_at_once: gather keys and values of so many KV heads at a time, the next ones while these are attended
-            to: less memory. Must divide Hkv; noise must be 0.
+            to; the same bits. Must divide Hkv; noise must be 0. None: on a GPU as few as keep a chunk's call at 2^22
+            rows of q, otherwise all.
 
     Returns:
         o, or (o, indices), of this rank's rows.
@@ -103,7 +104,7 @@ def native_sparse_attention(
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
             offsets = cu_seqlens.tolist()
-        at_once = _check(tensors, cfg, packed, kv_heads_at_once, noise)
+        at_once = _check(tensors, cp, packed, kv_heads_at_once, noise)
         _signed(seed)
         chunks = divide(q.shape[0 if packed else 1] * cp.size, len(cp.owners), cfg, offsets)
         lengths = [q.shape[1] * cp.size] if offsets is None else [b - a for a, b in pairwise(offsets)]
@@ -154,8 +155,19 @@ def _named(name: str, weights: CompressionWeights) -> dict[str, Tensor | None]:
     return {f"{name}[{i}]": t for i, t in enumerate(weights.as_arguments()[1:])}
 
 
+def heads_at_once(rows: int, kv_heads: int) -> int:
+    """How many KV heads to gather at once where a GPU's calls have so many rows of q for each of them.
+
+    The next gather hides beside calls that are long, and the compressed keys of few heads meet in the second-level
+    cache; short calls leave processors idle at their end. 2^22 rows are a chunk of 256k tokens with 16 query heads: a
+    million tokens on two H200s (docs/guide/scale.md).
+    """
+    enough = (n for n in range(1, kv_heads) if kv_heads % n == 0 and n * rows >= 2**22)
+    return next(enough, kv_heads)
+
+
 def _check(
-    tensors: dict[str, Tensor | None], cfg: NSAConfig, packed: bool, kv_heads_at_once: int | None, noise: float
+    tensors: dict[str, Tensor | None], cp: ContextParallel, packed: bool, kv_heads_at_once: int | None, noise: float
 ) -> int:
     """Refuses what could fail on one rank alone or after an exchange; returns how many KV heads to gather at once."""
     q, k = tensors["q"], tensors["k"]
@@ -179,6 +191,8 @@ def _check(
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"k: {kv_heads} heads: must divide the {heads} of q")
     at_once = kv_heads if kv_heads_at_once is None else kv_heads_at_once
+    if kv_heads_at_once is None and q.is_cuda and not noise:
+        at_once = heads_at_once(q.shape[:-1].numel() // len(cp.own) // kv_heads, kv_heads)
     if at_once < 1 or kv_heads % at_once:
         raise ValueError(f"kv_heads_at_once = {at_once}: must divide the {kv_heads} heads of k")
     if noise and at_once < kv_heads:
