@@ -2,6 +2,7 @@
 """Times context parallelism: the ranks of torchrun, or any number of ranks that one device plays one after the other.
 
     torchrun --nproc-per-node 2 bench/context_parallel.py --tokens 65536,262144,1048576 --json ranks.json
+    torchrun --nproc-per-node 2 bench/context_parallel.py --at-once 4,1,2 --tokens 65536,524288 --json heads.json
     torchrun --nproc-per-node 2 bench/context_parallel.py --bits 20 --chunks 16 --tokens 65536 --json bits.json
     python bench/context_parallel.py --play 8 --tokens 1048576 --json played.json
     python bench/context_parallel.py --play 4 --tokens 4096 --heads 4 --kv-heads 2 --device cpu --dtype float32
@@ -11,8 +12,8 @@ two events, and peak memory is torch's.
 
 Under torchrun a row is a length, a layout and a number of KV heads that are gathered at once: forward and backward of
 `nsa.parallel.native_sparse_attention`, the medians of --repeats on the slowest rank, fewer where they take more than
-three seconds, and how long the device waits for collectives in them, the slower rank included (waited_ms). The row of
-head_tail with all KV heads has besides:
+three seconds, and how long the device waits for collectives in them, the slower rank included (waited_ms). both_ms is
+forward and backward of the same rank together. The row of head_tail with all KV heads has besides:
 - attention_alone: the rank's `nsa_attention` calls with all keys there. What the whole takes beyond them is counted as
   exposed communication: collectives, but also compression, copies and sums.
 - recomputed_backward_ms: a backward that runs the forward again (activation checkpointing).
@@ -21,6 +22,9 @@ head_tail with all KV heads has besides:
 The longest sequence has a row of the other layout too, and one of single KV heads. What a device has no memory for, and
 what --seconds leave no time for, is named in not_run. Results are written after each row; the exit code is 1 where one
 is out of bounds.
+
+With --at-once each length has a row for each of these numbers of KV heads, in head_tail, with attention_alone of calls
+of as many heads, and whether the results have the bits of the first row (same_bits).
 
 With --bits RUNS the results of as many runs are compared bit by bit, and with one rank's of as many --chunks, in both
 layouts; on GPUs in bfloat16 and float16.
@@ -33,6 +37,7 @@ times. A warm-up call of every chunk comes first; of --repeats the medians count
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 from functools import partial
@@ -65,6 +70,7 @@ def arguments():
         "--rows", type=int, default=4, help="of each chunk beside float64 (default %(default)s; 0: none)"
     )
     parser.add_argument("--seconds", type=float, default=600, help="begin no row after so many (default %(default)s)")
+    parser.add_argument("--at-once", default="", metavar="N,N", help="KV heads at once, a row for each")
     parser.add_argument("--bits", type=int, default=0, metavar="RUNS", help="compare the bits of so many runs")
     parser.add_argument("--chunks", type=int, default=16, help="of --bits (default %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -73,6 +79,12 @@ def arguments():
         options.tokens = [int(number) for number in options.tokens.split(",")]
     except ValueError:
         parser.error(f"--tokens {options.tokens}: must be integers with commas between them")
+    if not re.fullmatch(r"(\d+(,\d+)*)?", options.at_once):
+        parser.error(f"--at-once {options.at_once}: must be integers with commas between them")
+    options.at_once = [int(number) for number in options.at_once.split(",") if number]
+    for at_once in options.at_once:
+        if at_once < 1 or options.kv_heads % at_once:
+            parser.error(f"--at-once {at_once}: must divide the {options.kv_heads} KV heads")
     if options.play is None and "RANK" not in os.environ:
         parser.error("--play: must be given where torchrun does not start the ranks")
     least = {"tokens": min(options.tokens), "play": options.play or 1}

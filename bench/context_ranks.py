@@ -99,7 +99,10 @@ def run(call, inputs, d_o):
 
 
 def timed(ranks, call, inputs, d_o, repeats, warm=True):
-    """Milliseconds of forward and backward on the slowest rank and on each, medians; and the last results.
+    """Milliseconds of forward, backward and both on the slowest rank and on each, medians; and the last results.
+
+    A rank that ends its backward first waits for the other one in its next forward: the slowest forward and the slowest
+    backward together count that twice, both_ms counts it once.
 
     A first call does not count. Of --repeats there are as many as SECONDS allow, at least one. Short ones follow each
     other without a wait, after one more that does not count: the host's part of a call runs beside what the device
@@ -130,8 +133,8 @@ def timed(ranks, call, inputs, d_o, repeats, warm=True):
         once()
     wait(ranks.device)
     found = {"repeats": count, "calls": len(marks)}
-    for i, name in enumerate(("forward", "backward")):
-        each = ranks.gathered(statistics.median(milliseconds(m[i], m[i + 1]) for m in marks[-count:]))
+    for name, begin, end in (("forward", 0, 1), ("backward", 1, 2), ("both", 0, 2)):
+        each = ranks.gathered(statistics.median(milliseconds(m[begin], m[end]) for m in marks[-count:]))
         found |= {f"{name}_ms": max(each), f"{name}_ms_of_ranks": each}
     return found, results
 
@@ -152,24 +155,33 @@ def waits(device):
             self.wait = partial(timed_wait, work.wait)
 
     dist.all_gather_into_tensor = lambda *arguments, **named: Work(gather(*arguments, **named))
-    dist.all_to_all_single = partial(timed_wait, exchange)
+    dist.all_to_all_single = lambda *arguments, **named: Work(exchange(*arguments, **named))
     try:
         yield spans
     finally:
         dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
 
 
-def attention_alone(ranks, problem, cp, inputs, d_o, repeats):
-    """Milliseconds of the rank's `nsa_attention` calls with all keys there, forward and backward: nothing is sent."""
+def attention_alone(ranks, problem, cp, at_once, inputs, d_o, repeats):
+    """Milliseconds of the rank's `nsa_attention` calls with all keys there: nothing is sent."""
     whole = [problem.whole(name) for name in ("k", "v")]
     whole += [nsa.compress(t, nsa.CompressionWeights("mean"), nsa.NSAConfig()) for t in whole]
     chunks = divide(problem.tokens, len(cp.owners), nsa.NSAConfig(), None)
     size, sums = problem.tokens // len(cp.owners), [0.0, 0.0]
+    kv_heads = whole[0].shape[2]
+    ratio = inputs[0].shape[2] // kv_heads
     for slot, c in enumerate(cp.own):
         own = [t[:, slot * size : (slot + 1) * size] for t in (inputs[0], inputs[3], d_o)]
-        medians = median_of(partial(play, chunks[c], whole, own, ranks.device), repeats)
-        sums = [total + one for total, one in zip(sums, medians, strict=True)]
-    return {"forward_ms": ranks.largest(sums[0]), "backward_ms": ranks.largest(sums[1])}
+        for first in range(0, kv_heads, at_once):
+            keys = [t[:, :, first : first + at_once] for t in whole]
+            queries = [t[:, :, first * ratio : (first + at_once) * ratio] for t in own]
+            medians = median_of(partial(play, chunks[c], keys, queries, ranks.device), repeats)
+            sums = [total + one for total, one in zip(sums, medians, strict=True)]
+    found = {}
+    for name, time_of in zip(("forward", "backward", "both"), (*sums, sum(sums)), strict=True):
+        each = ranks.gathered(time_of)
+        found |= {f"{name}_ms": max(each), f"{name}_ms_of_ranks": each}
+    return found
 
 
 def difference(found, expected):
@@ -265,11 +277,12 @@ class Bench:
         self.result["rows"].append(row)
         self.failed |= not row.get("sampled", {}).get("within_bounds", True)
         self.failed |= not row.get("beside_one", {}).get("within_bounds", True)
+        self.failed |= not row.get("same_bits", True)
         self.save()
         if self.ranks.rank == 0:
             parts = [f"{row['tokens']} tokens {row['layout']} {row['kv_heads_at_once']} KV heads at once:"]
             parts += [f"{name} {row[name]:.1f}" for name in row if name.endswith(("_ms", "_gib"))]
-            for name in ("alone", "attention_alone", "beside_one", "sampled"):
+            for name in ("alone", "attention_alone", "beside_one", "sampled", "same_bits"):
                 parts += [f"{name} {json.dumps(row[name])}"] if name in row else []
             print(*parts, flush=True)
 
@@ -282,8 +295,11 @@ class Bench:
         bound = max(apart.values()) <= ALLOWED[problem.dtype]
         return {"alone": found, "beside_one": {"difference": apart, "within_bounds": bound}}
 
-    def row(self, problem, cp, at_once, more):
-        """A row: times, and with `more` what they are made of and what one device takes."""
+    def row(self, problem, cp, at_once, parts, expected=None):
+        """A row: times, and of `parts` the share of attention, a backward that runs the forward again, and the checks.
+
+        `expected`: results whose bits these must have. Returns the results, or None where a check needs their memory.
+        """
         ranks, repeats = self.ranks, self.options.repeats
         row = {"tokens": problem.tokens, "layout": cp.layout, "kv_heads_at_once": at_once}
         *inputs, d_o = (problem.local(name, cp) for name in NAMES)
@@ -303,9 +319,13 @@ class Bench:
             row["reserved_gib"] = ranks.largest(torch.cuda.max_memory_reserved() / GIB)
         last = spans[-(len(spans) // found["calls"]) :]  # of the last call
         row["waited_ms"] = ranks.largest(sum(milliseconds(*span) for span in last))
-        if not more:
-            return self.add(row)
-        row["attention_alone"] = attention_alone(ranks, problem, cp, inputs, d_o, found["repeats"])
+        if expected is not None:
+            row["same_bits"] = ranks.all(all(torch.equal(t, expected[name]) for name, t in results.items()))
+        if "attention" in parts:
+            row["attention_alone"] = attention_alone(ranks, problem, cp, at_once, inputs, d_o, found["repeats"])
+        if "checks" not in parts:
+            self.add(row)
+            return results
         again = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=False)
         again = timed(ranks, again, inputs, d_o, repeats, warm=found["repeats"] > 1)
         row["recomputed_backward_ms"] = again[0]["backward_ms"]
@@ -319,7 +339,19 @@ class Bench:
         del results
         if self.options.rows:
             row["sampled"] = sampled(ranks, problem, cp, at_once, self.options.rows)
-        return self.add(row)
+        self.add(row)
+        return None
+
+    def heads_in_turn(self):
+        """For each length rows of so many KV heads at once, and whether their bits are those of the first."""
+        for tokens in sorted(self.options.tokens):
+            problem = Problem(self.options, tokens, 2 * self.ranks.size, self.ranks.device)
+            cp, expected = ContextParallel(dist.group.WORLD), None
+            for at_once in self.options.at_once:
+                if self.left(f"{tokens} tokens, {at_once} KV heads at once"):
+                    found = self.row(problem, cp, at_once, ("attention",), expected)
+                    expected = found if expected is None else expected
+                    del found  # memory
 
     def times(self):
         """Rows for each length: one device, then all; at the longest also the other layout and one KV head at once."""
@@ -340,7 +372,7 @@ class Bench:
                         self.skip(what, why)
                         continue
                     try:
-                        self.row(problem, cp, at_once, more=first)
+                        self.row(problem, cp, at_once, ("attention", "checks") if first else ())
                     except torch.OutOfMemoryError as error:  # on all ranks, which have equally much to keep
                         self.failed = True
                         self.skip(what, str(error).split(". ")[0])
@@ -390,7 +422,8 @@ def main(options):
         except ValueError as error:
             sys.exit(f"context_parallel.py: {error}")
     bench = Bench(ranks, options)
-    bench.bits() if options.bits else bench.times()
+    run_all = bench.bits if options.bits else bench.heads_in_turn if options.at_once else bench.times
+    run_all()
     bench.save()
     dist.barrier()
     # The end of a process group joins gloo's threads, which may wait for the interpreter. So leave while it lives.

@@ -51,6 +51,21 @@ def test_times(tmp_path):
         assert row["sampled"]["difference"].keys() == {"o", "d_q", "d_k", "d_v", "d_gates"}
 
 
+def test_heads_in_turn(tmp_path):
+    file = tmp_path / "heads.json"
+    options = ["--tokens", "2048,1024", "--at-once", "2,1", "--dtype", "bfloat16", "--repeats", "2", "--json", file]
+    torchrun(2, BENCH, *SMALL, *options)
+    found = json.loads(file.read_text())["rows"]
+    assert [(row["tokens"], row["kv_heads_at_once"], row.get("same_bits")) for row in found] == [
+        *((1024, 2, None), (1024, 1, True)),
+        *((2048, 2, None), (2048, 1, True)),
+    ]
+    for row in found:
+        calls = row["attention_alone"]
+        assert calls["both_ms"] == max(calls["both_ms_of_ranks"]) <= calls["forward_ms"] + calls["backward_ms"]
+        assert 0 < row["both_ms"] == max(row["both_ms_of_ranks"]) and row["waited_ms"] > 0
+
+
 def test_no_time(tmp_path):
     file = tmp_path / "times.json"
     torchrun(2, BENCH, *SMALL, "--tokens", "1024", "--seconds", "0", "--json", file)
@@ -79,6 +94,8 @@ def test_bits(tmp_path):
     (("--play", "2", "--tokens", "1000"), "the shortest length that works is"),
     (("--play", "2", "--tokens", "many"), "--tokens many: must be integers with commas between them"),
     (("--play", "2", "--ranks", "2"), "--ranks [2]: must be in 0 ... 1"),
+    (("--play", "2", "--at-once", "1,x"), "--at-once 1,x: must be integers with commas between them"),
+    (("--play", "2", "--at-once", "2,3"), "--at-once 3: must divide the 2 KV heads"),
 ))  # fmt: skip
 def test_refused(bench, options, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(BENCH), *SMALL, *options])
