@@ -40,10 +40,10 @@ Ranks::Ranks(const std::string& group) {
   size_ = group_->torch->getSize();
 }
 
-at::Tensor Ranks::sum(const at::Tensor& flat) const {
+at::Tensor Ranks::sum(at::Tensor flat) const {
   if (size_ == 1) return flat;
-  const auto share = (flat.numel() + size_ - 1) / size_;
-  auto sent = at::constant_pad_nd(flat, {0, share * size_ - flat.numel()});
+  const auto share = (flat.numel() + size_ - 1) / size_, missing = share * size_ - flat.numel();
+  auto sent = missing == 0 ? flat : at::constant_pad_nd(flat, {0, missing});
   auto received = at::empty_like(sent);
   std::vector<std::int64_t> equal;
   finish([&] { return group_->torch->alltoall_base(received, sent, equal, equal); });

@@ -31,8 +31,8 @@ class Ranks {
   int size() const { return size_; }
   bool first() const { return rank_ == 0; }
 
-  /// (n) on any device: the sum over the ranks of what they give, added in their order.
-  at::Tensor sum(const at::Tensor& flat) const;
+  /// (n) on any device: the sum over the ranks of what they give, added in their order. The result may lie in `flat`.
+  at::Tensor sum(at::Tensor flat) const;
   /// The largest value of each over the ranks, which give equally many.
   void max(std::vector<std::int64_t>& values) const;
   /// Rank `from`'s values in place of the others'. `tensor` is contiguous.

@@ -223,7 +223,8 @@ void Trainer::agree() {
 }
 
 /// Sums the gradients of the ranks' batches and, float64, their losses. A parameter has a gradient if it has one on any
-/// rank.
+/// rank. Gradients stay where they lie: on a GPU torch adds up the squares of a tensor in an order that depends on how
+/// it is aligned, so that elsewhere their norm would have other bits than in one process.
 at::Tensor Trainer::sum_over_ranks(const at::Tensor& loss_sum) {
   if (ranks_.size() == 1) return loss_sum;
   const at::NoGradGuard no_grad;
@@ -233,21 +234,21 @@ at::Tensor Trainer::sum_over_ranks(const at::Tensor& loss_sum) {
   end_on_device();
   ranks_.max(has_gradient);  // on the host, where a rank that is gone is seen at once
   begin_on_device();
-  std::vector<at::Tensor> parts = {loss_sum.to(at::kFloat).reshape({1})};
+  std::vector<at::Tensor> gradients, flat;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (has_gradient[i] == 0) continue;
-    const at::Tensor& parameter = parameters[i].second;
-    parts.push_back((parameter.grad().defined() ? parameter.grad() : at::zeros_like(parameter)).reshape({-1}));
+    at::Tensor& gradient = parameters[i].second.mutable_grad();
+    if (!gradient.defined()) gradient = at::zeros_like(parameters[i].second);
+    gradients.push_back(gradient);
+    flat.push_back(gradient.reshape({-1}));
   }
-  const auto total = ranks_.sum(at::cat(parts));
-  std::int64_t begin = 1;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (has_gradient[i] == 0) continue;
-    at::Tensor parameter = parameters[i].second;
-    parameter.mutable_grad() = total.narrow(0, begin, parameter.numel()).view_as(parameter);
-    begin += parameter.numel();
+  const auto total = ranks_.sum(at::cat(flat));
+  std::int64_t begin = 0;
+  for (const at::Tensor& gradient : gradients) {
+    gradient.copy_(total.narrow(0, begin, gradient.numel()).view_as(gradient));
+    begin += gradient.numel();
   }
-  return total[0].to(at::kDouble);
+  return ranks_.sum(loss_sum.reshape({1}))[0];
 }
 
 double Trainer::noise() const {
