@@ -13,15 +13,16 @@ two events, and peak memory is torch's.
 Under torchrun a row is a length, a layout and a number of KV heads that are gathered at once: forward and backward of
 `nsa.parallel.native_sparse_attention`, the medians of --repeats on the slowest rank, fewer where they take more than
 three seconds, and how long the device waits for collectives in them, the slower rank included (waited_ms). both_ms is
-forward and backward of the same rank together. The row of head_tail with all KV heads has besides:
+forward and backward of the same rank together. Rows of head_tail have besides:
 - attention_alone: the rank's `nsa_attention` calls with all keys there. What the whole takes beyond them is counted as
   exposed communication: collectives, but also compression, copies and sums.
+and those of all KV heads at once:
 - recomputed_backward_ms: a backward that runs the forward again (activation checkpointing).
 - alone: each device with the whole sequence, up to --alone tokens; beside_one: how far its results are.
 - sampled: --rows queries of each chunk beside float64 (sampled_rows.py).
-The longest sequence has a row of the other layout too, and one of single KV heads. What a device has no memory for, and
-what --seconds leave no time for, is named in not_run. Results are written after each row; the exit code is 1 where one
-is out of bounds.
+Where the default on a GPU is another number of KV heads, it has a row. The longest sequence has a row of the other
+layout too, and one of single KV heads. What a device has no memory for, and what --seconds leave no time for, is named
+in not_run. Results are written after each row; the exit code is 1 where one is out of bounds.
 
 With --at-once each length has a row for each of these numbers of KV heads, in head_tail, with attention_alone of calls
 of as many heads, and whether the results have the bits of the first row (same_bits).

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa
 from nsa.parallel import ContextParallel
+from nsa.parallel.attention import heads_at_once
 from nsa.parallel.layout import LAYOUTS, chunk_owners, divide
 from sampled_rows import Row, by_oracle
 from timing import DTYPES, device_name, mark, median_of, milliseconds, play, wait
@@ -353,18 +354,27 @@ class Bench:
                     expected = found if expected is None else expected
                     del found  # memory
 
+    def numbers_at_once(self, tokens):
+        """All KV heads, then the default where that is another number, and at the longest length one."""
+        options, kv_heads = self.options, self.options.kv_heads
+        numbers = [kv_heads]
+        if self.ranks.device.type == "cuda":
+            numbers.append(heads_at_once(tokens // (2 * self.ranks.size) * (options.heads // kv_heads), kv_heads))
+        return dict.fromkeys([*numbers, 1] if tokens == max(options.tokens) else numbers)
+
     def times(self):
-        """Rows for each length: one device, then all; at the longest also the other layout and one KV head at once."""
+        """Rows for each length: all KV heads at once, other numbers of them; at the longest also the other layout."""
         options, ranks = self.options, self.ranks
         longest = max(options.tokens)
         for tokens in sorted(options.tokens):
             problem = Problem(options, tokens, 2 * ranks.size, ranks.device)
             for layout in LAYOUTS:
                 cp = ContextParallel(dist.group.WORLD, layout)
-                for at_once in dict.fromkeys((options.kv_heads, 1)):
-                    first = layout == "head_tail" and at_once == options.kv_heads
-                    if not first and (tokens != longest or (layout != "head_tail" and at_once != options.kv_heads)):
+                for at_once in self.numbers_at_once(tokens):
+                    first = at_once == options.kv_heads
+                    if layout != "head_tail" and not (first and tokens == longest):
                         continue
+                    parts = ("attention", "checks")[: 1 + first] if layout == "head_tail" else ()
                     what = f"{tokens} tokens, {layout}, {at_once} KV heads at once"
                     if not self.left(what):
                         continue
@@ -372,7 +382,7 @@ class Bench:
                         self.skip(what, why)
                         continue
                     try:
-                        self.row(problem, cp, at_once, ("attention", "checks") if first else ())
+                        self.row(problem, cp, at_once, parts)
                     except torch.OutOfMemoryError as error:  # on all ranks, which have equally much to keep
                         self.failed = True
                         self.skip(what, str(error).split(". ")[0])
