@@ -51,7 +51,7 @@ step() {
 
 if [[ $device == cuda ]]; then
   lengths=65536,262144,524288,1048576 shape=() bits=(--tokens 65536 --bits 20 --chunks 16) sizes=1,4,16,64,256,1024,2048
-  tests=() training_tests=(tests/python/test_distributed.py tests/python/test_train_long.py)
+  tests=() training_tests=(tests/python/test_distributed.py tests/python/test_train_long.py) bits_tests=each_gpu
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   batches=$((96 / gpus))
   train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
@@ -66,7 +66,7 @@ else
   lengths=1024,2048 shape=(--heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --device cpu --alone 1024) sizes=0.01,0.1
   bits=(--tokens 1024 --bits 3 --chunks 8)
   tests=(-k "bits_of_one_process and 2-float32")
-  training_tests=(tests/python/test_distributed.py -k "fsdp and not head")
+  training_tests=(tests/python/test_distributed.py -k "fsdp and not head") bits_tests="each_rank and whole-2"
   batches=20
   train=(--data python --context 128 --hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --threads 1)
   kill=("${train[@]}" --steps 300 --log-every 4 --save-every 20)
@@ -102,5 +102,6 @@ rm -rf "${runs:?}"/*
 begin killed 100 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
   --json "$logs/killed.json" -- "${kill[@]}"
 begin parallel_training 120 python3 -m pytest -q -p no:cacheprovider "${training_tests[@]}"
+begin train_bits 120 python3 -m pytest -q -p no:cacheprovider tests/cli/test_ranks.py -k "$bits_tests"
 settle
 tail -n 40 "$logs"/{collectives,context_parallel,bits}.log
