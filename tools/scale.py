@@ -31,6 +31,17 @@ backward take beyond the rank's attention calls alone (timed in the same run wit
 compression, copies and sums. Waited is for how long the device waits in collectives, the slower rank included.
 Efficiency is the time of one GPU of the same run over P times that of P. Peak is the memory that torch allocated on a
 rank, inputs, dO and results included."""
+TOGETHER = "For both, the two passes are those of one rank together, the slowest."
+APART = """\
+For both, the two passes are the slowest forward and the slowest backward. That counts twice what one rank waits in its
+forward for another one's backward. Taken rank by rank it is"""
+
+
+TESTS = {
+    "parallel": "context parallelism",
+    "parallel_training": "DDP, FSDP2, tensor parallelism",
+    "train_bits": "`nsa train` beside one process",
+}
 
 
 def shown(value, digits=1):
@@ -41,6 +52,31 @@ def percent(value):
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def both(times):
+    """Milliseconds of forward and backward: of one rank, where that was recorded."""
+    return times.get("both_ms", times["forward_ms"] + times["backward_ms"])
+
+
+def rank_by_rank(times):
+    """The same of the slowest rank, where each one's passes were recorded."""
+    passes = [times.get(f"{name}_ms_of_ranks") for name in ("forward", "backward")]
+    return max(map(sum, zip(*passes, strict=True))) if all(passes) else both(times)
+
+
+def how_both(run, rows):
+    """A sentence on what `both` is of."""
+    if all("both_ms" in row for row in rows):
+        return TOGETHER
+    cells = []
+    for row in (row for row in rows if "attention_alone" in row and "forward_ms_of_ranks" in row):
+        whole = rank_by_rank(row)
+        told = f"{percent((whole - both(row['attention_alone'])) / whole)} exposed"
+        if "alone" in row:
+            told += f" and an efficiency of {rank_by_rank(row['alone']) / run.gpus / whole:.3f}"
+        cells.append(f"{told} at {row['tokens']} tokens")
+    return f"{APART} {'; '.join(cells)}." if cells else f"{APART} less."
+
+
 def attention_table(run):
     """Rows of context parallelism."""
     found = run.of("context_parallel")
@@ -48,10 +84,9 @@ def attention_table(run):
     head += ["efficiency", "exposed", "waited, ms", "peak, GiB"]
     rows = [head]
     for row in found["rows"]:
-        whole = row["forward_ms"] + row["backward_ms"]
-        one = sum(row["alone"][f"{name}_ms"] for name in ("forward", "backward")) if "alone" in row else None
-        calls = row.get("attention_alone")
-        exposed = (whole - calls["forward_ms"] - calls["backward_ms"]) / whole if calls else None
+        whole = both(row)
+        one = both(row["alone"]) if "alone" in row else None
+        exposed = (whole - both(row["attention_alone"])) / whole if "attention_alone" in row else None
         cells = [str(row["tokens"]), row["layout"], str(row["kv_heads_at_once"])]
         cells += [shown(row[name]) for name in ("forward_ms", "backward_ms")]
         cells += [shown(row.get("recomputed_backward_ms")), shown(one and one / run.gpus / whole, 3)]
@@ -106,12 +141,16 @@ def training_lines(run):
     one, all_of_them = run.of("train_one"), run.of("train_all")
     if one and all_of_them:
         ratio = all_of_them["tokens_per_second"] / one["tokens_per_second"]
-        same = "the same bits of weights" if one["weights_sha256"] == all_of_them["weights_sha256"] else "other weights"
+        same = f"the same bits of weights after {one['steps']} steps"
+        if one["weights_sha256"] != all_of_them["weights_sha256"]:
+            pairs = zip(one["losses"], all_of_them["losses"], strict=True)
+            apart = max(abs(b / a - 1) for a, b in pairs)
+            same = f"other weights after {one['steps']} steps, losses apart by at most {apart:.1e} of their size"
         lines.append(
             f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
             f"{one['accumulate']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
             f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: efficiency {ratio / run.gpus:.3f}, "
-            f"{same} after {one['steps']} steps."
+            f"{same}."
         )
     for name in ("train_long_one", "train_long_all"):
         found = run.of(name)
@@ -131,7 +170,7 @@ def training_lines(run):
             f"Rank {one['victim']} of {killed['ranks']} killed: another one {told}, torchrun ended after "
             f"{one['seconds_until_torchrun_ended']:.1f} s; `--resume` {on}."
         )
-    for name, what in (("parallel", "context parallelism"), ("parallel_training", "DDP, FSDP2, tensor parallelism")):
+    for name, what in TESTS.items():
         if tests := run.stages.get(name, {}).get("tests"):
             lines.append(
                 f"Tests of {what} over NCCL: {tests['passed']} passed, {tests['failed']} failed, "
@@ -147,7 +186,12 @@ def measured_section(run):
     commit = f"commit {about['commit']}" if about["commit"] else "commit not recorded"
     text = title + fill(f"{gpu_of(about)}, {about['date']}, {commit}, `{about['command']}`.") + "\n\n"
     if run.of("context_parallel"):
-        text += fill(f"Attention of one layer, {PROBLEM}. {HOW}") + "\n\n" + attention_table(run) + "\n\n"
+        text += (
+            fill(f"Attention of one layer, {PROBLEM}. {HOW} {how_both(run, run.of('context_parallel')['rows'])}")
+            + "\n\n"
+            + attention_table(run)
+            + "\n\n"
+        )
         text += attention_checks(run) + "\n\n"
     if run.of("collectives"):
         text += "Collectives, by what a rank receives:\n\n" + collectives_table(run) + "\n\n"
@@ -164,8 +208,9 @@ def predicted_section(model, runs):
     if fabrics:
         names = " and ".join(run.name for run in runs if run.fabric())
         about = (
-            f"The collectives within a machine of eight are those measured on {names}, by a latency for each other "
-            "rank and a bandwidth; beyond, 10 µs and 45 GB/s a GPU are assumptions."
+            "What ran stands above. The collectives within a machine of eight are those measured on "
+            f"{names}, by a latency for each other rank and a bandwidth; beyond, 10 µs and 45 GB/s a GPU are "
+            "assumptions."
         )
     else:
         about = (
@@ -177,7 +222,8 @@ def predicted_section(model, runs):
         "measured collectives come on top. **Measured**, beside what the model says:"
     )
     errors = "\n".join(model.errors(runs))
-    predicted = "\n".join(model.table(TOKENS, GPUS, [*fabrics, *assumed], "all_to_all"))
+    done = {run.gpus for run in runs for row in run.rows() if row["tokens"] == TOKENS}
+    predicted = "\n".join(model.table(TOKENS, [n for n in GPUS if n not in done], [*fabrics, *assumed], "all_to_all"))
     return (
         assumed,
         fabrics,
