@@ -203,13 +203,13 @@ Status copy_to_host(void* host, const void* device, std::size_t bytes) {
 Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
                      Execution& execution) {
   const std::int64_t count = cu_q.size(0);
-  Offsets args{cu_q.as<const int>(),
-               cu_k.as<const int>(),
-               execution.arena.take<int>(count),
-               nullptr,
-               static_cast<int>(count),
-               total_q,
-               total_k};
+  Offsets args{.cu_q = cu_q.as<const int>(),
+               .cu_k = cu_k.as<const int>(),
+               .to_q = execution.arena.take<int>(count),
+               .to_k = nullptr,
+               .count = static_cast<int>(count),
+               .total_q = total_q,
+               .total_k = total_k};
   if (args.cu_k) {
     args.to_k = execution.arena.take<int>(count);
   } else {
@@ -225,7 +225,11 @@ Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, s
 Status make_contiguous(TensorView& t, Execution& execution) {
   const auto item = static_cast<std::int64_t>(size_of(t.dtype));
   const std::int64_t count = t.numel();
-  Gather args{static_cast<const char*>(t.data), execution.arena.take<char>(count * item), count, {}, {}};
+  Gather args{.from = static_cast<const char*>(t.data),
+              .to = execution.arena.take<char>(count * item),
+              .count = count,
+              .shape = {},
+              .stride = {}};
   std::int64_t stride = 1;
   for (int i = 3; i >= 0; --i) {
     const int dim = i - (4 - t.rank);

@@ -67,11 +67,12 @@ __device__ inline int clamp_offset(int x, std::int64_t total) {
 }
 
 __device__ inline DeviceSequence sequence_of(const Geometry& p, int b) {
-  if (!p.cu_q) return {b, b, 0, p.q_len, 0, p.k_len};
+  if (!p.cu_q) return {.index = b, .batch = b, .q_begin = 0, .q_len = p.q_len, .k_begin = 0, .k_len = p.k_len};
   const int q0 = clamp_offset(p.cu_q[b], p.total_q), q1 = clamp_offset(p.cu_q[b + 1], p.total_q);
   const int k0 = clamp_offset(p.cu_k[b], p.total_k), k1 = clamp_offset(p.cu_k[b + 1], p.total_k);
   const int k_len = min(max(k1 - k0, 0), p.k_len);
-  return {b, 0, q0, min(min(max(q1 - q0, 0), p.q_len), k_len), k0, k_len};
+  const int q_len = min(min(max(q1 - q0, 0), p.q_len), k_len);
+  return {.index = b, .batch = 0, .q_begin = q0, .q_len = q_len, .k_begin = k0, .k_len = k_len};
 }
 
 /// N_c(length).

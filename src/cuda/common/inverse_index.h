@@ -40,13 +40,13 @@ __device__ inline SequenceLists lists_of(const InverseIndex& all, const Geometry
                                          int kv_head) {
   const RowPrefix at = row_prefix(g, seq);
   const std::int64_t entry = all.entries_before(at), slot = all.slots_before(at);
-  return {all.list + kv_head * all.entries + entry,
-          all.begin + kv_head * all.slots + slot,
-          all.item_begin + (kv_head * all.slots + slot) * all.tiles_per_block,
-          all.offsets + kv_head * all.chunks * all.slots + slot,
-          entry,
-          slot,
-          (seq.k_len + all.block_size - 1) / all.block_size};
+  return {.list = all.list + kv_head * all.entries + entry,
+          .begin = all.begin + kv_head * all.slots + slot,
+          .item_begin = all.item_begin + (kv_head * all.slots + slot) * all.tiles_per_block,
+          .offsets = all.offsets + kv_head * all.chunks * all.slots + slot,
+          .entry = entry,
+          .slot = slot,
+          .blocks = (seq.k_len + all.block_size - 1) / all.block_size};
 }
 
 /// What the selected branch of a sequence and KV head would take query by query and block by block
@@ -60,14 +60,14 @@ struct LoopOrder {
   LoopOrderCost* times = nullptr;  // (sequence, KV head)
 
   __device__ bool query_major(const Geometry& g, int sequence, int kv_head) const {
-    return !times || !faster_by_block(times[sequence * g.kv_heads + kv_head]);
+    return !times || !block_major_is_faster(times[sequence * g.kv_heads + kv_head]);
   }
   __device__ bool block_major(const Geometry& g, int sequence, int kv_head) const {
-    return !times || faster_by_block(times[sequence * g.kv_heads + kv_head]);
+    return !times || block_major_is_faster(times[sequence * g.kv_heads + kv_head]);
   }
 
  private:
-  __device__ static bool faster_by_block(const LoopOrderCost& t) { return t.block_major < t.query_major; }
+  __device__ static bool block_major_is_faster(const LoopOrderCost& t) { return t.block_major < t.query_major; }
 };
 
 struct InverseArgs {

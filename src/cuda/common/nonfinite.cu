@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256) look_for_nonfinite(const __grid_constant_
       const unsigned head = i / rows, row = i - head * rows, batch = row / c.rows_per_batch;
       const unsigned own = row - batch * c.rows_per_batch;
 #pragma unroll
-      for (int k = 0; k < 3; ++k) {
+      for (int k = 0; k < kBranches; ++k) {
         if (!args.lse[k].data) continue;
         const float lse = args.lse[k].at(batch, own, head), delta = args.delta[k].at(batch, own, head);
         found |= !is_finite(delta) || !(lse < INFINITY);

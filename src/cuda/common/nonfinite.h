@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "core/branch_index.h"
 #include "cuda/common/geometry.cuh"
 #include "nsa/tensor.h"
 
@@ -16,11 +17,11 @@ struct Checked {
 };
 
 struct NonfiniteArgs {
-  Checked tensors[6];
+  Checked tensors[2 * kBranches];
   // Query rows of a backward: a row that is not finite has a NaN or an infinity in lse or delta, unless it sees
   // nothing.
-  Checked queries;          // data null: none
-  PerRow lse[3], delta[3];  // of the branches
+  Checked queries;  // data null: none
+  PerRow lse[kBranches], delta[kBranches];
   int* flag;
 };
 

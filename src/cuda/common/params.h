@@ -1,14 +1,12 @@
 // One plain parameter struct per kernel.
 #pragma once
 
+#include "core/branch_index.h"
 #include "cuda/common/ds_buffer.h"
 #include "cuda/common/geometry.cuh"
 #include "cuda/common/inverse_index.h"
 
 namespace nsa::cuda {
-
-/// The branches in the order of the gates.
-enum BranchIndex { kCompressed, kSelected, kWindow, kBranches };
 
 // The forward kernels also attend to a cache: then Shape is a StepGeometry, Keys are CachedTokens, and the arguments
 // have a member `splits` (step_params.h).
@@ -89,20 +87,20 @@ struct SelectArgsOf {
 using SelectArgs = SelectArgsOf<Geometry, Strided>;
 
 struct CombineArgs {
-  Strided branch[3], gates, o;  // o may be one of the branches
-  int rows, heads, dim;         // rows of a batch
+  Strided branch[kBranches], gates, o;  // o may be one of the branches
+  int rows, heads, dim;                 // rows of a batch
   Fallback fallback;
 };
 
 struct CombineBackwardArgs {
   Strided d_o;
-  int branches;         // 3; 1 for the backward of a single branch (no gates)
-  Strided o[3];         // outputs of the branches
-  Strided gates;        // null data: every gate is 1
-  Strided d_branch[3];  // g_i * d_o; null data: not wanted
-  Strided d_gates;      // rowsum(d_o * o_i); null data: not wanted
-  PerRow delta[3];      // g_i * rowsum(d_o * o_i); null data: not wanted
-  PerRow gate[3];       // g_i as float32; null data: not wanted
+  int branches;                 // kBranches; 1 for the backward of a single branch (no gates)
+  Strided o[kBranches];         // outputs of the branches
+  Strided gates;                // null data: every gate is 1
+  Strided d_branch[kBranches];  // g_i * d_o; null data: not wanted
+  Strided d_gates;              // rowsum(d_o * o_i); null data: not wanted
+  PerRow delta[kBranches];      // g_i * rowsum(d_o * o_i); null data: not wanted
+  PerRow gate[kBranches];       // g_i as float32; null data: not wanted
   int rows, heads, dim;
 };
 

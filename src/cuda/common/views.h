@@ -24,13 +24,19 @@ inline Status out_of_workspace(const Arena& arena) {
 inline Strided strided(const TensorView& t) {
   if (!t.defined()) return {};
   const bool batched = t.rank == 4;
-  return {t.data, batched ? t.stride[0] : 0, t.stride[batched ? 1 : 0], t.stride[batched ? 2 : 1]};
+  return {.data = t.data,
+          .batch = batched ? t.stride[0] : 0,
+          .row = t.stride[batched ? 1 : 0],
+          .head = t.stride[batched ? 2 : 1]};
 }
 
 inline PerRow per_row(const TensorView& t) {
   if (!t.defined()) return {};
   const bool batched = t.rank == 3;
-  return {t.as<float>(), batched ? t.stride[0] : 0, t.stride[batched ? 1 : 0], t.stride[batched ? 2 : 1]};
+  return {.data = t.as<float>(),
+          .batch = batched ? t.stride[0] : 0,
+          .head = t.stride[batched ? 1 : 0],
+          .row = t.stride[batched ? 2 : 1]};
 }
 
 inline int to_int(std::int64_t x) { return static_cast<int>(x); }

@@ -66,10 +66,11 @@ struct Branch {
 inline Branch branch_of(const CompressedAttentionParams& p) {
   const bool packed = p.packed.packed();
   const std::int64_t k_len = p.seqlen_k.value_or(packed ? 0 : p.q.size(1));
-  return {p.q,   p.k_c,
-          p.v_c, geometry_of(p.q, p.k_c.size(-2), k_len, packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg),
-          0,     nullptr,
-          0,     scale_of(p.softmax_scale, p.q)};
+  return {.q = p.q,
+          .k = p.k_c,
+          .v = p.v_c,
+          .geometry = geometry_of(p.q, p.k_c.size(-2), k_len, packed ? raw_total(p.k_c, p.cfg) : 0, p.packed, p.cfg),
+          .scale = scale_of(p.softmax_scale, p.q)};
 }
 template <class Params>
 Geometry raw_geometry(const Params& p) {
@@ -77,17 +78,21 @@ Geometry raw_geometry(const Params& p) {
   return geometry_of(p.q, p.k.size(-2), packed ? 0 : p.k.size(1), packed ? p.k.size(0) : 0, p.packed, {});
 }
 inline Branch branch_of(const SelectedAttentionParams& p) {
-  return {p.q, p.k, p.v, raw_geometry(p), 0, &p.indices, p.block_size, scale_of(p.softmax_scale, p.q)};
+  return {.q = p.q,
+          .k = p.k,
+          .v = p.v,
+          .geometry = raw_geometry(p),
+          .indices = &p.indices,
+          .block_size = p.block_size,
+          .scale = scale_of(p.softmax_scale, p.q)};
 }
 inline Branch branch_of(const SlidingWindowAttentionParams& p) {
-  return {p.q,
-          p.k,
-          p.v,
-          raw_geometry(p),
-          to_int(std::min<std::int64_t>(p.window_size, 1 << 30)),
-          nullptr,
-          0,
-          scale_of(p.softmax_scale, p.q)};
+  return {.q = p.q,
+          .k = p.k,
+          .v = p.v,
+          .geometry = raw_geometry(p),
+          .window = to_int(std::min<std::int64_t>(p.window_size, 1 << 30)),
+          .scale = scale_of(p.softmax_scale, p.q)};
 }
 
 /// The kernels of compute capability 9.0 that can serve this branch here.
@@ -110,7 +115,11 @@ InverseArgs take_lists(const Branch& b, Arena& arena);
 
 inline Rotation rotation_of(const TensorView& cos, const TensorView& sin) {
   if (!cos.defined()) return {};
-  return {cos.as<const float>(), sin.as<const float>(), cos.stride[0], sin.stride[0], to_int(cos.size(0))};
+  return {.cos = cos.as<const float>(),
+          .sin = sin.as<const float>(),
+          .cos_row = cos.stride[0],
+          .sin_row = sin.stride[0],
+          .positions = to_int(cos.size(0))};
 }
 
 /// A view like `t` on memory of the arena.

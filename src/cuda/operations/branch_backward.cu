@@ -10,14 +10,6 @@ namespace nsa::cuda {
 
 namespace {
 
-/// Up to the first that fails.
-inline Status in_order() { return {}; }
-template <class Step, class... Steps>
-Status in_order(const Step& step, const Steps&... steps) {
-  if (Status s = step(); !s.ok()) return s;
-  return in_order(steps...);
-}
-
 /// A portable kernel, alone or behind the one for which it stands in.
 template <class Kernel>
 Status run_portable(const Kernel& kernel, const Prepared& x, bool is_fallback, const char* name, Execution& e) {
@@ -28,22 +20,19 @@ Status run_portable(const Kernel& kernel, const Prepared& x, bool is_fallback, c
 
 /// The kernel of sm90, if there is one.
 template <class Kernel>
-Status run_fast(const Kernel& kernel, const Prepared& x, const char* name, Execution& e) {
+Status run_hopper(const Kernel& kernel, const Prepared& x, const char* name, Execution& e) {
   return kernel ? status_of(kernel(x.args, e.stream), name) : Status();
 }
 
 /// dQ of a range, or of two of the same queries at once.
 Status run_ranges(const Prepared& x, const Prepared* more, Execution& e) {
   const BackwardArgs* second = more ? &more->args : nullptr;
-  const auto fast = x.hopper.range_d_q;
+  const auto hopper = x.hopper.range_d_q;
   const auto portable = kernels_of(x.branch->q, x.branch->v).range_d_q;
-  return in_order([&] { return fast ? status_of(fast(x.args, second, e.stream), "range_d_q") : Status(); },
-                  [&] {
-                    const auto kernel = [&](const BackwardArgs& args, cudaStream_t stream) {
-                      return portable(args, second, stream);
-                    };
-                    return run_portable(kernel, x, fast, "range_d_q", e);
-                  });
+  if (hopper)
+    if (Status s = status_of(hopper(x.args, second, e.stream), "range_d_q"); !s.ok()) return s;
+  const auto kernel = [&](const BackwardArgs& args, cudaStream_t stream) { return portable(args, second, stream); };
+  return run_portable(kernel, x, hopper, "range_d_q", e);
 }
 
 }  // namespace
@@ -51,7 +40,7 @@ Status run_ranges(const Prepared& x, const Prepared* more, Execution& e) {
 PerRow take_rows(Arena& arena, const TensorView& q) {
   const Rows r = q.rank == 4 ? Rows{to_int(q.size(0)), to_int(q.size(1))} : Rows{1, to_int(q.size(0))};
   const std::int64_t heads = q.size(-2);
-  return {arena.take<float>(r.batches * heads * r.rows), heads * r.rows, r.rows, 1};
+  return {.data = arena.take<float>(r.batches * heads * r.rows), .batch = heads * r.rows, .head = r.rows, .row = 1};
 }
 
 std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
@@ -152,30 +141,29 @@ Prepared span_of(Prepared x, const QuerySpan& span) {
 
 Status run_queries(const Prepared& x, Execution& e) {
   if (!x.selected) return run_ranges(x, nullptr, e);
-  const auto fast = x.hopper.selected_d_q;
-  return in_order(
-      [&] { return run_fast(fast, x, "selected_d_q", e); },
-      [&] { return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, fast, "selected_d_q", e); });
+  const auto hopper = x.hopper.selected_d_q;
+  if (Status s = run_hopper(hopper, x, "selected_d_q", e); !s.ok()) return s;
+  return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, hopper, "selected_d_q", e);
 }
 
 Status run_both(const Prepared& compressed, const Prepared& window, Execution& e) {
   if (!compressed.hopper.range_d_q == !window.hopper.range_d_q) return run_ranges(compressed, &window, e);
-  return in_order([&] { return run_queries(compressed, e); }, [&] { return run_queries(window, e); });
+  if (Status s = run_queries(compressed, e); !s.ok()) return s;
+  return run_queries(window, e);
 }
 
 Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e) {
   if (!x.keys) return {};
   const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
   const portable::AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
-  const auto fast = x.selected ? x.hopper.selected_d_kv : x.hopper.range_d_kv;
-  return in_order(
-      [&] { return fill(x.out->d_k, cu_k, 0, compressed, e.stream); },
-      [&] { return fill(x.out->d_v, cu_k, 0, compressed, e.stream); },
-      [&] {
-        return x.selected ? status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index") : Status();
-      },
-      [&] { return run_fast(fast, x, "d_kv", e); }, [&] { return run_portable(kernels.d_kv, x, fast, "d_kv", e); },
-      [&] { return run_portable(kernels.sum_partials, x, fast, "sum_partials", e); });
+  const auto hopper = x.selected ? x.hopper.selected_d_kv : x.hopper.range_d_kv;
+  if (Status s = fill(x.out->d_k, cu_k, 0, compressed, e.stream); !s.ok()) return s;
+  if (Status s = fill(x.out->d_v, cu_k, 0, compressed, e.stream); !s.ok()) return s;
+  if (x.selected)
+    if (Status s = status_of(build_inverse_index(x.inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
+  if (Status s = run_hopper(hopper, x, "d_kv", e); !s.ok()) return s;
+  if (Status s = run_portable(kernels.d_kv, x, hopper, "d_kv", e); !s.ok()) return s;
+  return run_portable(kernels.sum_partials, x, hopper, "sum_partials", e);
 }
 
 Status begin_spans(const Prepared& x, Execution& e) {
@@ -192,7 +180,7 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   const Branch b = branch_of(p.forward);
   const PerRow delta = take_rows(e.arena, b.q);
   int* flag = e.arena.take<int>(1);
-  const BranchGradients out{p.d_q, d_k, d_v, {}, {}};
+  const BranchGradients out{.d_q = p.d_q, .d_k = d_k, .d_v = d_v};
   const bool queries = p.d_q.defined();
   const Prepared x =
       prepare(b, p.d_o, p.forward.lse, delta, {}, out, ds_budget_for(b, p.d_o, queries, d_k, d_v), flag, e);
@@ -207,30 +195,29 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   args.rows = r.rows;
   args.heads = to_int(p.d_o.size(-2));
   args.dim = to_int(p.d_o.size(-1));
-  const NonfiniteArgs inputs{{checked(b.k), checked(b.v)}, checked(b.q), {x.args.lse}, {delta}, flag};
-  return in_order(
-      [&] {
-        return status_of(portable::element_kernels(b.q.dtype)->combine_backward(args, r.batches, e.stream),
-                         "combine_backward");
-      },
-      [&] {
-        return any(x.hopper) ? status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite") : Status();
-      },
-      [&]() -> Status {
-        const Packed& packed = p.forward.packed;
-        if (!x.ds_budget)
-          return in_order([&] { return queries ? run_queries(x, e) : Status(); },
-                          [&] { return run_keys(x, packed, compressed, e); });
-        if (Status s = begin_spans(x, e); !s.ok()) return s;
-        for (const QuerySpan& span : spans_of(x.args.geometry, x.ds_budget)) {
-          const Prepared some = span_of(x, span);
-          const Status done =
-              in_order([&] { return run_keys(some, packed, compressed, e); }, [&] { return run_queries(some, e); });
-          if (!done.ok()) return done;
-        }
-        return {};
-      },
-      [&] { return fill(p.d_q, p.forward.packed.cu_seqlens_q, 0, nullptr, e.stream); });
+  const NonfiniteArgs inputs{.tensors = {checked(b.k), checked(b.v)},
+                             .queries = checked(b.q),
+                             .lse = {x.args.lse},
+                             .delta = {delta},
+                             .flag = flag};
+  const Packed& packed = p.forward.packed;
+  const auto row_terms = portable::element_kernels(b.q.dtype)->combine_backward;
+  if (Status s = status_of(row_terms(args, r.batches, e.stream), "combine_backward"); !s.ok()) return s;
+  if (any(x.hopper))
+    if (Status s = status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
+  if (x.ds_budget) {
+    if (Status s = begin_spans(x, e); !s.ok()) return s;
+    for (const QuerySpan& span : spans_of(x.args.geometry, x.ds_budget)) {
+      const Prepared some = span_of(x, span);
+      if (Status s = run_keys(some, packed, compressed, e); !s.ok()) return s;
+      if (Status s = run_queries(some, e); !s.ok()) return s;
+    }
+  } else {
+    if (queries)
+      if (Status s = run_queries(x, e); !s.ok()) return s;
+    if (Status s = run_keys(x, packed, compressed, e); !s.ok()) return s;
+  }
+  return fill(p.d_q, packed.cu_seqlens_q, 0, nullptr, e.stream);
 }
 
 template Status single_backward(const CompressedAttentionBackwardParams&, const TensorView&, const TensorView&,

@@ -37,16 +37,19 @@ struct SelectedOrders {
   Status run(const SelectedArgs& args, const sm90::Kernels& hopper, Execution& e) const {
     const LoopOrder& loop_order = inverse.loop_order;
     if (loop_order.times)
-      if (Status s = status_of(sm90::selected_attention::estimate_loop_order(inverse, e.stream), "find_ways"); !s.ok())
+      if (Status s = status_of(sm90::selected_attention::estimate_loop_order(inverse, e.stream), "estimate_loop_order");
+          !s.ok())
         return s;
     if (hopper.selected_block_major) {
       if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
-      Status s = status_of(hopper.selected_block_major({args, inverse.lists, loop_order, scratch}, e.stream),
-                           "selected_by_block");
+      Status s = status_of(
+          hopper.selected_block_major(
+              {.selected = args, .lists = inverse.lists, .loop_order = loop_order, .scratch = scratch}, e.stream),
+          "selected_block_major");
       if (!s.ok()) return s;
     }
     if (!hopper.selected_query_major) return {};
-    return status_of(hopper.selected_query_major(args, loop_order, e.stream), "selected_forward");
+    return status_of(hopper.selected_query_major(args, loop_order, e.stream), "selected_query_major");
   }
 };
 
@@ -58,8 +61,14 @@ Status fill_outputs(const TensorView& o, const TensorView& lse, const Packed& pa
 }
 
 RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse) {
-  return {b.geometry, strided(b.q), strided(b.k), strided(b.v),
-          strided(o), per_row(lse), b.window,     static_cast<float>(b.scale)};
+  return {.geometry = b.geometry,
+          .q = strided(b.q),
+          .k = strided(b.k),
+          .v = strided(b.v),
+          .o = strided(o),
+          .lse = per_row(lse),
+          .window = b.window,
+          .scale = static_cast<float>(b.scale)};
 }
 
 template <class Params>
@@ -73,11 +82,16 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
   const portable::AttentionKernels& kernels = kernels_of(b.q, b.v);
   if (Status s = fill_outputs(o, lse, p.packed, e); !s.ok()) return s;
   if (b.indices) {
-    SelectedArgs args{b.geometry,          strided(b.q),
-                      strided(b.k),        strided(b.v),
-                      strided(o),          per_row(lse),
-                      strided(*b.indices), to_int(b.indices->size(-1)),
-                      b.block_size,        static_cast<float>(b.scale)};
+    SelectedArgs args{.geometry = b.geometry,
+                      .q = strided(b.q),
+                      .k = strided(b.k),
+                      .v = strided(b.v),
+                      .o = strided(o),
+                      .lse = per_row(lse),
+                      .indices = strided(*b.indices),
+                      .topk = to_int(b.indices->size(-1)),
+                      .block_size = b.block_size,
+                      .scale = static_cast<float>(b.scale)};
     return launch_with_fallback(
         "selected_forward", args, hopper.selected_query_major || hopper.selected_block_major,
         [&] { return orders.run(args, hopper, e); }, kernels.selected_forward, values, e);

@@ -12,8 +12,11 @@ namespace nsa::cuda {
 
 inline Checked checked(const TensorView& t) {
   const Rows r = rows_of(t, 2);
-  return {strided(t), static_cast<std::int64_t>(r.batches) * r.rows, std::max(r.rows, 1), to_int(t.size(-2)),
-          to_int(t.size(-1))};
+  return {.t = strided(t),
+          .rows = static_cast<std::int64_t>(r.batches) * r.rows,
+          .rows_per_batch = std::max(r.rows, 1),
+          .heads = to_int(t.size(-2)),
+          .columns = to_int(t.size(-1))};
 }
 
 /// For kernels that suppose finite values: a flag that is set where there are others. The first kernel that asks has

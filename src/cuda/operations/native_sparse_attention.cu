@@ -58,8 +58,10 @@ Status run(const NativeSparseAttentionBackwardParams& p, Execution& e) {
   if (keys)
     if (Status s = rotate(f, b.d_k_c, true, e); !s.ok()) return s;
   if (!keys && !values) return {};
-  const CompressBackwardParams of_keys{compress_keys(f, {}), b.d_k_c, p.d_k_cmp, p.d_weights_k},
-      of_values{compress_values(f, {}), b.d_v_c, p.d_v_cmp, p.d_weights_v};
+  const CompressBackwardParams of_keys{
+      .forward = compress_keys(f, {}), .d_out = b.d_k_c, .d_k = p.d_k_cmp, .d_weights = p.d_weights_k};
+  const CompressBackwardParams of_values{
+      .forward = compress_values(f, {}), .d_out = b.d_v_c, .d_k = p.d_v_cmp, .d_weights = p.d_weights_v};
   return compress_backward(keys ? of_keys : of_values, keys && values ? &of_values : nullptr, e);
 }
 

@@ -64,8 +64,11 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
   if (Status s = values.look(e); !s.ok()) return s;
   RangeArgs range = range_args(b, swa.o, swa.lse);
   range.fallback.flag = values.flag();
-  const sm90::range_attention::WindowCombineArgs args{range, strided(sum.o_cmp), strided(sum.o_slc), strided(sum.gates),
-                                                      strided(sum.o)};
+  const sm90::range_attention::WindowCombineArgs args{.range = range,
+                                                      .o_cmp = strided(sum.o_cmp),
+                                                      .o_slc = strided(sum.o_slc),
+                                                      .gates = strided(sum.gates),
+                                                      .o = strided(sum.o)};
   if (Status s = status_of(hopper.window_combine(args, e.stream), "window_combine"); !s.ok()) return s;
   // The kernels that stand in have two steps; what is between them may lie in o itself.
   sum.o_swa = swa.o.defined() ? swa.o : sum.o;
@@ -105,9 +108,18 @@ Status run(const NsaAttentionParams& p, Execution& e) {
     kept.indices = take_like(e.arena, indices, DType::kInt32);
   }
   const Branches b = branches_of(kept);
-  const SelectBlocksParams select{kept.q,         kept.k_c,   kept.lse_cmp, kept.cfg,    kept.softmax_scale,
-                                  b.cmp.seqlen_k, kept.noise, kept.seed,    kept.packed, kept.indices};
-  const CombineParams sum{kept.o_cmp, kept.o_slc, kept.o_swa, kept.gates, kept.o};
+  const SelectBlocksParams select{.q = kept.q,
+                                  .k_c = kept.k_c,
+                                  .lse = kept.lse_cmp,
+                                  .cfg = kept.cfg,
+                                  .softmax_scale = kept.softmax_scale,
+                                  .seqlen_k = b.cmp.seqlen_k,
+                                  .noise = kept.noise,
+                                  .seed = kept.seed,
+                                  .packed = kept.packed,
+                                  .indices = kept.indices};
+  const CombineParams sum{
+      .o_cmp = kept.o_cmp, .o_slc = kept.o_slc, .o_swa = kept.o_swa, .gates = kept.gates, .o = kept.o};
   Finiteness values({p.v_c, p.v_slc, p.v_swa}, e);
   if (Status s = compressed_and_select(b.cmp, select, values, e); !s.ok()) return s;
   e.stage_done("compressed attention, selection");
@@ -129,13 +141,13 @@ Status run(const NsaAttentionParams& p, Execution& e) {
 
 Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   const NsaAttentionParams& f = p.forward;
-  PerRow delta[3], gate[3];
-  for (int i = 0; i < 3; ++i) delta[i] = take_rows(e.arena, f.q), gate[i] = take_rows(e.arena, f.q);
+  PerRow delta[kBranches], gate[kBranches];
+  for (int i = 0; i < kBranches; ++i) delta[i] = take_rows(e.arena, f.q), gate[i] = take_rows(e.arena, f.q);
   const Branches b = branches_of(f);
   if (!e.arena.measuring()) {
     if (!e.arena.enough()) return out_of_workspace(e.arena);
     CombineBackwardArgs args = combine_backward_args(p.d_o, f.o_cmp, f.o_slc, f.o_swa, f.gates, p.d_gates);
-    for (int i = 0; i < 3; ++i) args.delta[i] = delta[i], args.gate[i] = gate[i];
+    for (int i = 0; i < kBranches; ++i) args.delta[i] = delta[i], args.gate[i] = gate[i];
     if (Status s =
             status_of(portable::element_kernels(f.q.dtype)->combine_backward(args, rows_of(p.d_o, 2).batches, e.stream),
                       "combine_backward");
@@ -145,14 +157,14 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   }
   const sm90::Kernels for_causal = hopper_kernels(branch_of(b.causal), p.d_o);
   const bool causal = b.all_selected && for_causal.range_d_q && for_causal.range_d_kv;
-  const Branch branches[3] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc), branch_of(b.swa)};
-  const TensorView* lse[3] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
-  const TensorView none, *d_k[3] = {&p.d_k_c, &p.d_k_slc, &p.d_k_swa}, *d_v[3] = {&p.d_v_c, &p.d_v_slc, &p.d_v_swa};
+  const Branch branches[kBranches] = {branch_of(b.cmp), causal ? branch_of(b.causal) : branch_of(b.slc),
+                                      branch_of(b.swa)};
+  const TensorView* lse[kBranches] = {&f.lse_cmp, &f.lse_slc, &f.lse_swa};
   int* flag = e.arena.take<int>(1);
   const bool queries = p.d_q.defined();
   // dQ is summed over the branches in float32, some queries at a time.
-  const auto ds_budget = ds_budget_for(branches[0], p.d_o, queries, *d_k[0], *d_v[0]);
-  const std::vector<QuerySpan> spans = spans_of(branches[0].geometry, ds_budget);
+  const auto ds_budget = ds_budget_for(branches[kCompressed], p.d_o, queries, p.d_k_c, p.d_v_c);
+  const std::vector<QuerySpan> spans = spans_of(branches[kCompressed].geometry, ds_budget);
   Strided sum;
   if (queries) {
     TensorView view = f.q;
@@ -170,7 +182,7 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   std::size_t most = rest.used();
   if (!e.arena.measuring()) {
     NonfiniteArgs inputs{};
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < kBranches; ++i) {
       inputs.tensors[2 * i] = checked(branches[i].k);
       inputs.tensors[2 * i + 1] = checked(branches[i].v);
       inputs.lse[i] = per_row(*lse[i]);
@@ -178,24 +190,26 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
     }
     inputs.queries = checked(f.q);
     inputs.flag = flag;
-    if (any(hopper_kernels(branches[2], p.d_o)))
+    if (any(hopper_kernels(branches[kWindow], p.d_o)))
       if (Status s = status_of(find_nonfinite(f.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
     e.stage_done("gates, row terms");
   }
   constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
                                    "sliding window: dK, dV"};
-  Prepared prepared[3];
-  const BranchGradients out[3] = {
-      {none, *d_k[0], *d_v[0], sum, sum}, {none, *d_k[1], *d_v[1], {}, sum}, {p.d_q, *d_k[2], *d_v[2], sum, {}}};
-  for (int i = 0; i < 3; ++i) {
+  const TensorView none;
+  Prepared prepared[kBranches];
+  const BranchGradients out[kBranches] = {{.d_q = none, .d_k = p.d_k_c, .d_v = p.d_v_c, .sum_from = sum, .sum_to = sum},
+                                          {.d_q = none, .d_k = p.d_k_slc, .d_v = p.d_v_slc, .sum_to = sum},
+                                          {.d_q = p.d_q, .d_k = p.d_k_swa, .d_v = p.d_v_swa, .sum_from = sum}};
+  for (int i = 0; i < kBranches; ++i) {
     e.arena = rest;
-    const Prepared& x = prepared[i] =
-        prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], i == 0 ? ds_budget : std::nullopt, flag, e);
+    const Prepared& x = prepared[i] = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i],
+                                              i == kCompressed ? ds_budget : std::nullopt, flag, e);
     most = std::max(most, e.arena.used());
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
     if (x.ds_budget) continue;  // they go with dQ
-    if (Status s = run_keys(x, f.packed, i == 0 ? &f.cfg : nullptr, e); !s.ok()) return s;
+    if (Status s = run_keys(x, f.packed, i == kCompressed ? &f.cfg : nullptr, e); !s.ok()) return s;
     e.stage_done(kKeys[i]);
   }
   if (e.arena.measuring()) {
@@ -204,16 +218,16 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   }
   if (!queries) return {};
   // dQ: the selection first, the two ranges behind it.
-  if (Status s = begin_spans(prepared[0], e); !s.ok()) return s;
+  if (Status s = begin_spans(prepared[kCompressed], e); !s.ok()) return s;
   for (const QuerySpan& span : spans) {
-    const Prepared compressed = span_of(prepared[0], span);
+    const Prepared compressed = span_of(prepared[kCompressed], span);
     if (ds_budget) {
       if (Status s = run_keys(compressed, f.packed, &f.cfg, e); !s.ok()) return s;
-      e.stage_done(kKeys[0]);
+      e.stage_done(kKeys[kCompressed]);
     }
-    if (Status s = run_queries(span_of(prepared[1], span), e); !s.ok()) return s;
+    if (Status s = run_queries(span_of(prepared[kSelected], span), e); !s.ok()) return s;
     e.stage_done("selected attention: dQ");
-    if (Status s = run_both(compressed, span_of(prepared[2], span), e); !s.ok()) return s;
+    if (Status s = run_both(compressed, span_of(prepared[kWindow], span), e); !s.ok()) return s;
     e.stage_done("compressed and window: dQ");
   }
   return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);

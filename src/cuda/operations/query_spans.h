@@ -29,10 +29,12 @@ inline Geometry span_of(Geometry g, const QuerySpan& span) {
 inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int64_t> ds_budget) {
   constexpr int kMost = 16384;
   const int step = small_chunk(g.q_len);
-  if (g.cu_q) return {{0, g.batches, 0, g.q_len}};
+  if (g.cu_q) return {{.sequence = 0, .sequences = g.batches, .first = 0, .count = g.q_len}};
   std::vector<QuerySpan> spans;
   for (int first = 0, next; first < g.q_len; first = next) {
-    const auto bytes = [&](int end) { return DsBuffer::bytes(span_of(g, {0, 1, first, end - first})); };
+    const auto bytes = [&](int end) {
+      return DsBuffer::bytes(span_of(g, {.sequence = 0, .sequences = 1, .first = first, .count = end - first}));
+    };
     const std::int64_t left = g.q_len - first, count = ceil_div(left, kMost);
     const int most = first + to_int(count == 1 ? left : ceil_div(left, count * step) * step);
     next = ds_budget ? std::min(first + step, most) : most;
@@ -41,7 +43,8 @@ inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int
     if (ds_budget)
       together = to_int(std::clamp<std::int64_t>(*ds_budget / std::max<std::int64_t>(bytes(next), 1), 1, together));
     for (int b = 0; b < g.batches; b += together)
-      spans.push_back({b, std::min(together, g.batches - b), first, next - first});
+      spans.push_back(
+          {.sequence = b, .sequences = std::min(together, g.batches - b), .first = first, .count = next - first});
   }
   return spans;
 }

@@ -54,15 +54,15 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineAr
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * blockDim.x / 32;
   for (std::int64_t n = grid_warp(); numbered_row(n, args.rows, args.heads, batches, b, r, h); n += warps) {
     const T* g = args.gates.at<T>(b, r, h);
-    const float gate[3] = {to_float(g[0]), to_float(g[1]), to_float(g[2])};
-    const T* branch[3];
+    const float gate[kBranches] = {to_float(g[0]), to_float(g[1]), to_float(g[2])};
+    const T* branch[kBranches];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) branch[i] = args.branch[i].at<T>(b, r, h);
+    for (int i = 0; i < kBranches; ++i) branch[i] = args.branch[i].at<T>(b, r, h);
     T* o = args.o.at<T>(b, r, h);
     for (int d = threadIdx.x % 32 * Chunk<T>::kSize; d < args.dim; d += 32 * Chunk<T>::kSize) {
       Chunk<T> sum{};
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < kBranches; ++i) {
         const Chunk<T> x = Chunk<T>::load(branch[i] + d);
 #pragma unroll
         for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate[i] * x.x[j];
@@ -84,14 +84,15 @@ struct CombineTile {
 
 /// Grid: tiles of positions, batches, tiles of heads. A row is read by as many lanes as 128 elements take; the first
 /// ones see to what there is once per branch.
-template <class T, int kBranches>
+template <class T, int kCount>
 __global__ void __launch_bounds__(256)
     combine_backward(const __grid_constant__ CombineBackwardArgs args, CombineTile tile) {
   constexpr int kLanes = 128 / Chunk<T>::kSize;
-  __shared__ float deltas[kBranches][CombineTile::kRows], gates[kBranches][CombineTile::kRows];  // position fastest
+  __shared__ float deltas[kCount][CombineTile::kRows],
+      gates[kCount][CombineTile::kRows];  // position fastest
   const int lane = threadIdx.x % kLanes, b = blockIdx.y;
   const unsigned partners = kLanes == 32 ? 0xffffffffu : ((1u << kLanes) - 1) << (threadIdx.x & (32 - kLanes));
-  const bool mine = lane < kBranches;
+  const bool mine = lane < kCount;
   const int first = static_cast<int>(blockIdx.x) * tile.positions, end = min(first + tile.positions, args.rows);
   const int first_head = static_cast<int>(blockIdx.z) * tile.heads, heads = min(tile.heads, args.heads - first_head);
   int r = first;
@@ -101,21 +102,21 @@ __global__ void __launch_bounds__(256)
     if (r >= end) break;
     const int h = first_head + own_head;
     const float gate = mine && args.gates.data ? to_float(args.gates.at<T>(b, r, h)[lane]) : 1;
-    float dot[kBranches] = {};
+    float dot[kCount] = {};
 #pragma unroll 1
     for (int d = lane * Chunk<T>::kSize; d < args.dim; d += kLanes * Chunk<T>::kSize) {
       const Chunk<T> x = Chunk<T>::load(args.d_o.at<T>(b, r, h) + d);
-      Chunk<T> y[kBranches];
+      Chunk<T> y[kCount];
 #pragma unroll
-      for (int i = 0; i < kBranches; ++i) y[i] = Chunk<T>::load(args.o[i].at<T>(b, r, h) + d);
+      for (int i = 0; i < kCount; ++i) y[i] = Chunk<T>::load(args.o[i].at<T>(b, r, h) + d);
 #pragma unroll
-      for (int i = 0; i < kBranches; ++i)
+      for (int i = 0; i < kCount; ++i)
 #pragma unroll
         for (int j = 0; j < Chunk<T>::kSize; ++j) dot[i] += x.x[j] * y[i].x[j];
     }
     float own = 0;
 #pragma unroll
-    for (int i = 0; i < kBranches; ++i) {
+    for (int i = 0; i < kCount; ++i) {
 #pragma unroll
       for (int offset = kLanes / 2; offset > 0; offset /= 2) dot[i] += __shfl_xor_sync(partners, dot[i], offset);
       if (lane == i) own = dot[i];
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(256)
       gates[lane][own_head * tile.positions + r - first] = gate;
     }
 #pragma unroll
-    for (int i = 0; i < kBranches; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (!args.d_branch[i].data) continue;
       const float of_branch = __shfl_sync(partners, gate, i, kLanes);
 #pragma unroll 1
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(256)
     const int row = first + i % tile.positions, h = first_head + i / tile.positions;
     if (row >= end) continue;
 #pragma unroll
-    for (int k = 0; k < kBranches; ++k) {
+    for (int k = 0; k < kCount; ++k) {
       if (args.delta[k].data) args.delta[k].at(b, row, h) = deltas[k][i];
       if (args.gate[k].data) args.gate[k].at(b, row, h) = gates[k][i];
     }

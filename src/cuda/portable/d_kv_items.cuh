@@ -50,22 +50,42 @@ __host__ __device__ inline KeyTile range_item(const BackwardArgs& args, const De
     const int from = query_begin + item * chunk, to = min(from + chunk, query_end);
     const int round = (min(args.window, seq.q_len) + 126) / 64 * 64;  // at least the queries of a tile
     const int start = (from + round - 1) / round * round;
-    return {first, count, from, to, items == 1 && start < to ? start : from, item, items, partial};
+    return {.first = first,
+            .count = count,
+            .query_begin = from,
+            .query_end = to,
+            .query_start = items == 1 && start < to ? start : from,
+            .item = item,
+            .items = items,
+            .partial = partial};
   }
   if (args.ds_buffer.sums) {
     const int small = small_chunk(args.ds_buffer.q_len), all = (seq.q_len + small - 1) / small, item = x / tiles;
     const int items = all - query_begin / small, at = all - 1 - item;
     if (item >= items) return {};
     const int from = max(query_begin, at * small);
-    return {first, count, from,  min((at + 1) * small, query_end),
-            from,  item,  items, (static_cast<std::int64_t>(seq.index) * tiles + tile) * all};
+    return {.first = first,
+            .count = count,
+            .query_begin = from,
+            .query_end = min((at + 1) * small, query_end),
+            .query_start = from,
+            .item = item,
+            .items = items,
+            .partial = (static_cast<std::int64_t>(seq.index) * tiles + tile) * all};
   }
   // Chunks of all queries, the last ones, which all tiles see, first.
   const int last = (seq.q_len - 1) / chunk, least = min(query_begin / chunk, last);
   const int at = args.chunks - 1 - x / tiles;
   if (at < least || at > last) return {};
   const int from = max(query_begin, at * chunk);
-  return {first, count, from, min((at + 1) * chunk, query_end), from, at - least, last - least + 1, partial};
+  return {.first = first,
+          .count = count,
+          .query_begin = from,
+          .query_end = min((at + 1) * chunk, query_end),
+          .query_start = from,
+          .item = at - least,
+          .items = last - least + 1,
+          .partial = partial};
 }
 
 /// The same for the selection: items of all key tiles follow each other, found by bisection.
@@ -85,8 +105,14 @@ __device__ inline KeyTile selected_item(const BackwardArgs& args, const DeviceSe
   const int begin = lists.begin[block], end = lists.begin[block + 1];
   const int item = x - lists.item_begin[low], items = lists.item_begin[low + 1] - lists.item_begin[low];
   const int from = begin + item * kListChunk;
-  return {first, count, from,  min(from + kListChunk, end),
-          from,  item,  items, args.partials_before(lists.entry + begin, lists.slot + block) + tile * items};
+  return {.first = first,
+          .count = count,
+          .query_begin = from,
+          .query_end = min(from + kListChunk, end),
+          .query_start = from,
+          .item = item,
+          .items = items,
+          .partial = args.partials_before(lists.entry + begin, lists.slot + block) + tile * items};
 }
 
 /// Is an item of the compressed branch, 16-bit types, the sum of several small chunks?

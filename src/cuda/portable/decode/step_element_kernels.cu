@@ -27,7 +27,7 @@ cudaError_t run_select_blocks(const StepSelectArgs& args, int key_dim, int block
   });
 }
 
-cudaError_t run_select_in_parts(const StepSelectArgs& args, int key_dim, cudaStream_t stream) {
+cudaError_t run_select_in_splits(const StepSelectArgs& args, int key_dim, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const auto keys = static_cast<unsigned>(ceil_div(args.scratch_keys, kSumKeys));
   const cudaError_t error =
@@ -50,7 +50,7 @@ cudaError_t run_combine(const StepCombineArgs& args, cudaStream_t stream) {
 
 template <>
 const StepElementKernels& step_element_instance<T>() {
-  static constexpr StepElementKernels table{run_store_compressed, run_select_blocks, run_select_in_parts, run_combine};
+  static constexpr StepElementKernels table{run_store_compressed, run_select_blocks, run_select_in_splits, run_combine};
   return table;
 }
 

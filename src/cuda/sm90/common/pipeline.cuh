@@ -83,10 +83,11 @@ struct Pipeline {
   __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty(stage)); }
 };
 
-/// Lets warpgroups start some time apart: else all wait for their softmax at the same time, and the tensor cores idle.
-__device__ __forceinline__ void stagger_warpgroups(int group) {
+/// Lets warpgroups start so many cycles apart: else all wait for their softmax at the same time, and the tensor cores
+/// idle.
+__device__ __forceinline__ void stagger_warpgroups(int group, int cycles) {
   const long long start = clock64();
-  while (clock64() - start < group * 2500) {
+  while (clock64() - start < group * cycles) {
   }
 }
 

@@ -92,15 +92,15 @@ struct GroupTile {
                                  const TileScheduler& scheduler, const KeyTiles& keys, int group) {
     const int first = scheduler.first_query + group * packing.queries;
     const int queries = max(min(packing.queries, scheduler.seq.q_len - first), 0);
-    GroupTile tile{queries,
-                   scheduler.seq.batch,
-                   scheduler.seq.q_begin + first,
-                   scheduler.kv_head * p.group + scheduler.slice * packing.heads,
-                   scheduler.seq.position(first),
-                   keys.first,
-                   keys.count,
-                   0,
-                   0};
+    GroupTile tile{.queries = queries,
+                   .batch = scheduler.seq.batch,
+                   .row = scheduler.seq.q_begin + first,
+                   .head = scheduler.kv_head * p.group + scheduler.slice * packing.heads,
+                   .position = scheduler.seq.position(first),
+                   .first_key = keys.first,
+                   .key_tiles = keys.count,
+                   .begin = 0,
+                   .end = 0};
     if (queries > 0) {
       tile.begin = (visible_keys(p, window, tile.position).first - keys.first) / kKeys;
       tile.end = (visible_keys(p, window, tile.position + queries - 1).last - keys.first + kKeys - 1) / kKeys;

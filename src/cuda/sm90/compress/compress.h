@@ -71,7 +71,7 @@ struct CompressWork {
 inline Strided hidden_gradient(const CompressArgs& args) {
   if (!args.mlp) return args.d_out;
   const std::int64_t row = args.hidden;
-  return {args.d_z, row * args.compressed_per_batch, row, row * args.rows};
+  return {.data = args.d_z, .batch = row * args.compressed_per_batch, .row = row, .head = row * args.rows};
 }
 
 /// Rows of a tile, given how many segments there are and how many heads (of all tensors), for a number of

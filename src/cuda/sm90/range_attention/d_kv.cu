@@ -60,7 +60,9 @@ struct LineTile {
 __device__ inline LineTile tile_at(const RangeKeyArgs& args, int line, int tile) {
   const Geometry& p = args.branch.geometry;
   const auto first = [&](const RowPrefix& at) { return args.work.tiles_before(at); };
-  LineTile found{sequence_of(p, p.cu_q ? sequence_at(p, tile, first) : line / p.kv_heads), line % p.kv_heads, tile};
+  LineTile found{.seq = sequence_of(p, p.cu_q ? sequence_at(p, tile, first) : line / p.kv_heads),
+                 .kv_head = line % p.kv_heads,
+                 .tile = tile};
   const RowPrefix before = row_prefix(p, found.seq);
   if (p.cu_q) found.tile -= static_cast<int>(first(before));
   found.first_slot = static_cast<int>(found.kv_head * args.work.partials + args.work.partials_before(before) +
@@ -366,13 +368,13 @@ cudaError_t launch_range_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const Bac
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   const Geometry& g = branch.geometry;
   const bool compressed = branch.window == 0;
-  RangeKeyArgs args{branch,
-                    RowTerms(g, branch.row_terms),
-                    HeadPacking(g.group),
-                    RangeWork(g, branch.window),
-                    log2_scale(branch.scale),
-                    masked_score(log2_scale(branch.scale)),
-                    static_cast<KeyItem*>(branch.schedule)};
+  RangeKeyArgs args{.branch = branch,
+                    .terms = RowTerms(g, branch.row_terms),
+                    .packing = HeadPacking(g.group),
+                    .work = RangeWork(g, branch.window),
+                    .scale = log2_scale(branch.scale),
+                    .masked = masked_score(log2_scale(branch.scale)),
+                    .items = static_cast<KeyItem*>(branch.schedule)};
   if (args.work.items == 0) return cudaSuccess;
   args.stride = compressed ? g.kernel_stride : 1;
   args.behind = compressed ? g.kernel_size - 1 : 0;

@@ -46,9 +46,10 @@ __device__ inline WorkTile work_tile_at(const RangeDqArgs& args, int x) {
   const int line = x % lines, tile = x / lines % args.row_tiles;
   const int kv_head = line / args.packing.slices;
   const int long_and_short = tile & 1 ? tile >> 1 : args.row_tiles - 1 - (tile >> 1);
-  return {x / lines / args.row_tiles, kv_head,
-          kv_head * args.branch[0].geometry.group + line % args.packing.slices * args.packing.heads,
-          long_and_short * kWarpgroups * args.packing.queries};
+  return {.batch = x / lines / args.row_tiles,
+          .kv_head = kv_head,
+          .first_head = kv_head * args.branch[0].geometry.group + line % args.packing.slices * args.packing.heads,
+          .first_query = long_and_short * kWarpgroups * args.packing.queries};
 }
 
 /// Key tiles [first, last) of the queries from `first_query` to `last_query`, of which some do not see all keys unless
@@ -149,9 +150,7 @@ __device__ inline void consume(const RangeDqArgs& args, const Memory<Dk, Dv>& me
   const auto consumer_release = [&](std::uint32_t barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  // Apart from the start, so that one computes exponentials while the other's products run.
-  for (const long long start = clock64(); clock64() - start < warpgroup * 1500;) {
-  }
+  stagger_warpgroups(warpgroup, 1500);
   PipelineState<kStages<Dk, Dv>> state;
   std::uint32_t q_phase = 0;
 #pragma unroll 1

@@ -156,9 +156,9 @@ template <class T, int kPieces>
 __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const uint4 (&swa)[kPieces], int batch,
                                             int row, int head, int lane) {
   const T* gates = args.gates.at<T>(batch, row, head);
-  float gate[3];
+  float gate[kBranches];
 #pragma unroll
-  for (int b = 0; b < 3; ++b) gate[b] = to_float(gates[b]);
+  for (int b = 0; b < kBranches; ++b) gate[b] = to_float(gates[b]);
   const auto column = [&](int j) { return 32 * j + 8 * (lane & 3); };
   uint4 cmp[kPieces], slc[kPieces];
 #pragma unroll
@@ -168,8 +168,8 @@ __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const
   }
   const auto sum = [&](std::uint32_t x, std::uint32_t y, std::uint32_t z) {
     const float2 a = unpack(T{}, x), b = unpack(T{}, y), c = unpack(T{}, z);
-    return pack(T{}, fmaf(gate[2], c.x, fmaf(gate[1], b.x, gate[0] * a.x)),
-                fmaf(gate[2], c.y, fmaf(gate[1], b.y, gate[0] * a.y)));
+    return pack(T{}, fmaf(gate[kWindow], c.x, fmaf(gate[kSelected], b.x, gate[kCompressed] * a.x)),
+                fmaf(gate[kWindow], c.y, fmaf(gate[kSelected], b.y, gate[kCompressed] * a.y)));
   };
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
   const auto keys_before = [&](int position) {  // the first one that a query there does not see
     return kSum || args.window > 0 ? position + 1 : num_compressed(p, by_stride, position + 1);
   };
-  stagger_warpgroups(group);
+  stagger_warpgroups(group, 2500);
   KeyValueRings<Dk, Dv, kKeys, kStages> rings(barriers, keys, values);
 
   for (std::uint32_t phase = 0;; phase ^= 1) {

@@ -76,7 +76,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
   KeyValueRings<Dk, Dv, kKeys, L::kStages, kMostStages> rings(barriers, keys, values);
   PipelineState<kBuffers> buffer;
-  stagger_warpgroups(group);
+  stagger_warpgroups(group, 2500);
 
   for (std::uint32_t phase = 0;; phase ^= 1) {
     const volatile GroupTile& tile = barriers.tiles[group][phase];

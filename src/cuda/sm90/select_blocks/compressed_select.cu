@@ -48,15 +48,15 @@ __device__ __forceinline__ GroupTile tile_of(const CompressedSelectArgs& args, c
   const int queries = min(warp_tiles.queries, scheduler.seq.q_len - scheduler.first_query);
   const int first = warp_tiles.first_query(4 * group),
             end = warp_tiles.first_query(4 * group + 3) + warp_tiles.together;
-  GroupTile tile{queries,
-                 scheduler.seq.batch,
-                 scheduler.seq.q_begin + scheduler.first_query,
-                 scheduler.kv_head * p.group,
-                 scheduler.seq.position(scheduler.first_query),
-                 0,
-                 key_tiles,
-                 0,
-                 0};
+  GroupTile tile{.queries = queries,
+                 .batch = scheduler.seq.batch,
+                 .row = scheduler.seq.q_begin + scheduler.first_query,
+                 .head = scheduler.kv_head * p.group,
+                 .position = scheduler.seq.position(scheduler.first_query),
+                 .first_key = 0,
+                 .key_tiles = key_tiles,
+                 .begin = 0,
+                 .end = 0};
   if (first < queries) tile.end = key_tiles_of<Blocks>(p, tile.position + min(end, queries) - 1);
   return tile;
 }

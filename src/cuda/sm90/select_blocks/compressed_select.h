@@ -72,7 +72,7 @@ struct CompressedSelectArgs {
   int topk, block_size, init_blocks, local_blocks;
   float noise, share;  // as in SelectArgs
   unsigned long long seed;
-  int* flag;      // range.redo.flag; the kernel sets it where an lse is NaN
+  int* flag;      // range.fallback.flag; the kernel sets it where an lse is NaN
   void* scratch;  // CompressedSelectScratch::bytes()
   // Filled in by the launch.
   WarpTiles warp_tiles;

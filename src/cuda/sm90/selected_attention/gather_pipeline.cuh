@@ -85,8 +85,10 @@ class SelectedReader {
     while (static_cast<int>(position - issued_) > kFullBarriers - plan_.slots - 1)
       issued_ = published(&control_.issued);
     const unsigned slot = position - plan_.by_slots.divide(static_cast<int>(position)) * plan_.by_slots.divisor;
-    return {ring_ + slot * Shape::kSlotBytes, shared_address(&control_.full[position % kFullBarriers]),
-            position / kFullBarriers & 1, shared_address(&control_.empty[slot])};
+    return {.tile = ring_ + slot * Shape::kSlotBytes,
+            .full = shared_address(&control_.full[position % kFullBarriers]),
+            .phase = position / kFullBarriers & 1,
+            .empty = shared_address(&control_.empty[slot])};
   }
 
   SelectedControl& control_;
