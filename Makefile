@@ -26,7 +26,10 @@ JOBS = $(shell awk '/MemAvailable/ {m = int($$2 / 2e6)} END {"nproc" | getline n
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready-$(TORCH)
 export PATH := $(BIN):$(if $(filter system,$(TORCH)),$(dir $(shell which $(PYTHON))):)$(PATH)
-export CXX  # one name of the compiler everywhere, for ccache
+# For ccache: one name of the compiler everywhere, and paths that are relative to the build folder, which lies one level
+# below the sources everywhere. So a build takes the objects of those before it that compiled the same.
+export CXX
+export CCACHE_BASEDIR := $(CURDIR)
 
 # Headers and libraries of `make bundle`, for CMake.
 export CMAKE_PREFIX_PATH := $(subst $() ,:,$(strip $(abspath $(wildcard bundle/usr)) $(CMAKE_PREFIX_PATH)))
@@ -81,7 +84,7 @@ program: build/build.ninja
 PACKAGE_SOURCES := pyproject.toml CMakeLists.txt $(shell find cmake include src/core src/reference src/cpu src/cuda python -type f -not -name '*.pyc')
 package: build/package.installed
 build/package.installed: $(READY) $(CUDA_READY) $(CUDA_CHOICE) $(PACKAGE_SOURCES) | program
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) CCACHE_BASEDIR=$(CURDIR) \
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-index --no-build-isolation .
 	@cd build && $(BIN)/python -c 'import nsa'
 	@touch $@
@@ -103,8 +106,7 @@ mutation: build
 hostile: build
 	@tools/hostile.sh
 
-# The wheel is built from the sdist, unpacked outside of git. ccache has most of its objects from `make package`: paths
-# below CCACHE_BASEDIR are relative to it.
+# The wheel is built from the sdist, unpacked outside of git; libnsa comes out of ccache once more.
 wheel: $(READY) $(CUDA_READY)
 	@$(SETUP) --for wheel
 	@rm -rf build/wheel dist && mkdir -p build/wheel dist
@@ -139,7 +141,7 @@ lint: build/build.ninja
 	@tools/lint.sh
 
 clean:
-	rm -rf build dist
+	rm -rf build build-python dist
 
 distclean: clean
 	rm -rf $(VENV)
