@@ -4,7 +4,8 @@
 Moves, renames and splits of CUDA sources must not change a kernel. Each is compared instruction by instruction, by the
 name of its function and its template arguments, without their namespaces. A kernel whose name only one build has is
 paired with one of the other build that has the same code: it was renamed, or its template arguments were. Ends with 1
-and names the kernels that differ. Needs c++filt and cuobjdump (the CUDA toolkit's or PyPI's nvidia-cuda-cuobjdump).
+and names the kernels that differ. Needs c++filt, cuobjdump and nvdisasm (the CUDA toolkit's, or PyPI's
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm).
 """
 
 import collections
