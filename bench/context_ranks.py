@@ -344,7 +344,7 @@ class Bench:
         return None
 
     def heads_in_turn(self):
-        """For each length rows of so many KV heads at once, and whether their bits are those of the first."""
+        """For each length a row for each number of KV heads at once, and whether their bits are those of the first."""
         for tokens in sorted(self.options.tokens):
             problem = Problem(self.options, tokens, 2 * self.ranks.size, self.ranks.device)
             cp, expected = ContextParallel(dist.group.WORLD), None

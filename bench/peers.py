@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
-# A block's score is drawn anew for every so many queries, at a moment of its own.
+# A block's score is drawn anew after as many queries as stand here, at a moment of its own.
 PATTERNS = {"random": 1, "clustered": 3}
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -27,7 +27,7 @@ struct NSAConfig {
     return length < kernel_size ? 0 : (length - kernel_size) / kernel_stride + 1;
   }
 
-  /// Rows of what compress makes of so many tokens: the blocks of a batched sequence, or, of all packed sequences
+  /// Rows of what compress makes of `tokens` tokens: the blocks of a batched sequence, or, of all packed sequences
   /// together, always enough for their blocks.
   std::int64_t compressed_rows(std::int64_t tokens, bool packed) const {
     return packed ? tokens / kernel_stride : num_compressed(tokens);

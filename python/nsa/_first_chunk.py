@@ -111,7 +111,7 @@ def _num_compressed(lengths: Tensor, cfg: NSAConfig) -> Tensor:
 
 
 def _holds(table: Tensor, pool: Tensor, tokens: Tensor) -> Tensor:
-    """bool (B), whether a row's first pages are enough for so many tokens."""
+    """bool (B), whether a row's first pages are enough for its `tokens`."""
     return (table >= 0).cumprod(1).sum(1) * pool.shape[1] >= tokens
 
 

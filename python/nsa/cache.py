@@ -555,7 +555,7 @@ class KVCache:
                 setattr(self, name, chosen)
 
     def _compressed_pages(self, num_pages: int | None, size: int, size_c: int, batch: int) -> int | None:
-        """Pages of compressed tokens that match so many pages of tokens."""
+        """Pages of compressed tokens that match `num_pages` of tokens."""
         if num_pages is None:
             return None
         tokens_c = -(-num_pages * size // self.cfg.kernel_stride)

@@ -24,8 +24,8 @@ DeviceChoice choose_device(const std::string& wish);
 /// "NVIDIA H200, compute capability 9.0, 143771 MiB": the device that cuda means.
 std::string gpu_name();
 
-/// Computes on so many CPU threads, 0: as many as OpenMP takes, and returns how many these are. Throws Error for more
-/// than kMaxThreads, and Failure when the machine does not give them.
+/// Computes on `threads` CPU threads (0: as many as OpenMP takes) and returns their number. Throws Error for more than
+/// kMaxThreads, and Failure when the machine does not give them.
 int set_threads(int threads);
 
 /// The same bits from the same run on CUDA too, where some of torch's operations have a faster form that does not

@@ -32,7 +32,7 @@ struct Watched {
     std::this_thread::sleep_for(time);
     watch.end();
   }
-  /// Milliseconds until it gave up, at most so many.
+  /// Milliseconds until it gave up, or `most`.
   double gives_up_within(milliseconds most) const {
     const auto start = Clock::now();
     while (!gave_up && Clock::now() < start + most) std::this_thread::sleep_for(milliseconds(1));

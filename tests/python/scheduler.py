@@ -92,7 +92,7 @@ class Engine:
         self.counts = dict.fromkeys(("chunks", "decodes", "recomputed", "swapped", "forks", "rejected", "accepted"), 0)
 
     def run(self, steps):
-        """Requests come for so many steps, then all are finished; returns them."""
+        """Requests come for `steps` steps, then all are finished; returns them."""
         arrived = []
         for _ in range(steps):
             if len(self.waiting) < 4 and self.draw.random() < 0.5:
@@ -116,7 +116,7 @@ class Engine:
     # Memory
 
     def room(self, request, length):
-        """Gives the request pages for so many tokens, if there are."""
+        """Gives the request pages for `length` tokens, if there are."""
         need = -(-length // PAGE) - len(request.pages)
         need_c = -(-CFG.num_compressed(length) // PAGE_C) - len(request.pages_c)
         if need > len(self.pages.free) or need_c > len(self.pages_c.free):

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(RANKS < 2, reason=f"{RANKS} GPUs")
 
 
 def work(folder):
-    """The losses of every run with so many processes."""
+    """The losses of every run that has this number of processes."""
     import train_long
 
     torch.set_num_threads(1)

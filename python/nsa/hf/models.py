@@ -290,7 +290,7 @@ class _SparseModel(_Sparse):
 
     @torch.no_grad()
     def _rotation(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of at least so many positions; kept, so that a step computes none."""
+        """Cosines and sines of at least `positions` tokens; kept, so that a step computes none."""
         tables = self._tables
         if tables is None or tables[0].shape[0] < positions or tables[0].device != device:
             length = 1 << (2 * positions + 127).bit_length()

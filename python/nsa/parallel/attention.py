@@ -156,7 +156,7 @@ def _named(name: str, weights: CompressionWeights) -> dict[str, Tensor | None]:
 
 
 def heads_at_once(rows: int, kv_heads: int) -> int:
-    """How many KV heads to gather at once where a GPU's calls have so many rows of q for each of them.
+    """How many KV heads to gather at once where a GPU's calls have `rows` rows of q for each.
 
     The next gather hides beside calls that are long, and the compressed keys of few heads meet in the second-level
     cache; short calls leave processors idle at their end. 2^22 rows are a chunk of 256k tokens with 16 query heads: a

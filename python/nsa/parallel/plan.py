@@ -49,7 +49,7 @@ class Plan:
         return [(first, first + self.at_once) for first in range(0, kv_heads, self.at_once)]
 
     def block_rows(self, t: Tensor, count: int) -> tuple[int, ...]:
-        """The shape of t with so many rows."""
+        """The shape of t with `count` rows."""
         return (*t.shape[: self.dim], count, *t.shape[self.dim + 1 :])
 
     def with_halo(self, tensors: list[Tensor]) -> list[list[Tensor]]:

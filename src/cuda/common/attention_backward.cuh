@@ -3,8 +3,8 @@
 //   P = exp(scale * q k^T - lse), dP = g * dO V^T, dS = P * (dP - delta)
 //   dQ = scale * dS K, dK = scale * dS^T Q, dV = (g * P)^T dO
 //
-// g is the gate of the branch (1 for a branch on its own) and delta = g * rowsum(dO * O). Two kernels: one stands on
-// query rows and walks keys (dQ), the other stands on 64 keys and walks the query rows that see them (dK, dV). Every
+// g is the gate of the branch (1 for a branch on its own) and delta = g * rowsum(dO * O). Two kernels: one owns
+// query rows and walks keys (dQ), the other owns 64 keys and walks the query rows that see them (dK, dV). Every
 // sum has a fixed order.
 #pragma once
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_d_q(const BackwardArgs& args, int batch, s
   }
 }
 
-/// This lane's two of sixteen query rows, in both backward kernels that stand on query rows.
+/// This lane's two of sixteen query rows, in both backward kernels that own query rows.
 struct QueryRows {
   bool valid[2];
   int head[2];

@@ -12,8 +12,8 @@ struct DsBuffer {
   static constexpr int kTile = 512;  // bytes
 
   char* tiles = nullptr;  // (KV head, row tiles, key tiles); null: not wanted
-  // A batched call makes dK and dV for a span of the queries at a time: so many small chunks. Per (KV head, sequence,
-  // key, element) the sum of the chunks before the span, and that of its first chunk's small ones before the span.
+  // A batched call makes dK and dV for a span of the queries, a number of small chunks, at a time. Per (KV head,
+  // sequence, key, element) the sum of the chunks before the span, and that of its first chunk's small ones before it.
   // Null: all queries at once.
   float *sums = nullptr, *chunk_sums = nullptr;
   std::int64_t sums_head = 0, sums_sequence = 0;  // elements

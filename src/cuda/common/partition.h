@@ -59,7 +59,7 @@ __device__ inline int sequence_at(const Geometry& g, std::int64_t x, const First
   return low;
 }
 
-/// Partial sums for ranges: a sequence of more than `least` queries, cut into at most `chunks` of at least so many, has
+/// Partial sums for ranges: a sequence of more than `least` queries, cut into at most `chunks` of at least `least`, has
 /// one for each chunk and `tile` raw tokens; the others have none.
 __host__ __device__ inline std::int64_t range_partials(const RowPrefix& at, int tile, int least, int chunks) {
   const std::int64_t ends = 2 * at.q / least, most = static_cast<std::int64_t>(at.sequences) * chunks;

@@ -24,8 +24,9 @@ inline Geometry span_of(Geometry g, const QuerySpan& span) {
   return g;
 }
 
-/// The spans of a call: so many queries that the float32 sum of their dQ over the branches does not take much memory,
-/// and that dS, if it is stored, has room. Where a sequence is cut does not depend on the others.
+/// The spans of a call. A span has few enough queries that the float32 sum of their dQ over the branches takes little
+/// memory, and that their dS, if it is stored, fits into its budget. Where a sequence is cut does not depend on the
+/// others.
 inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int64_t> ds_budget) {
   constexpr int kMost = 16384;
   const int step = small_chunk(g.q_len);

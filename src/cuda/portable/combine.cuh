@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(256) combine(const __grid_constant__ CombineAr
   }
 }
 
-/// What a thread block of combine_backward sees to: some heads of some positions. There are so many positions that
-/// their delta and gate, whose rows lie along the positions, fill sectors of memory, and that all lanes are busy.
+/// What a thread block of combine_backward sees to: some heads of some positions, enough of these that their delta and
+/// gate, whose rows lie along the positions, fill sectors of memory, and that all lanes are busy.
 struct CombineTile {
   static constexpr int kHeads = 64, kRows = 512;  // at most
   int heads, positions;

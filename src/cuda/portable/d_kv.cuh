@@ -1,4 +1,4 @@
-// dK and dV: a thread block stands on up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
+// dK and dV: a thread block owns up to 64 keys of one KV head, sixteen per warp, and walks the query rows that see
 // them: neighbouring queries (window, compressed) or the queries that chose the block (a list, see inverse_index.cuh).
 // Long walks are cut into items of `chunk` queries whose float32 partial sums are added in order by sum_partials. In
 // 16-bit types the compressed branch's dS can stay in memory for range_d_q (DsBuffer in params.h).

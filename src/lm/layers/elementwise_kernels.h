@@ -10,7 +10,7 @@ namespace nsa::lm::fused {
 inline constexpr std::int64_t kColumns = 8;
 /// Channels of a row that a thread block takes, at most.
 inline constexpr std::int64_t kWidest = 8192;
-/// A sum over rows is made of so many partials.
+/// The number of partials that a sum over `rows` rows is made of.
 std::int64_t num_partials(std::int64_t rows, std::int64_t width);
 
 /// Heads that lie side by side, with contiguous channels each.

@@ -33,7 +33,7 @@ struct NeedleCell {
   double loss_without = 0;  // the same loss when the needle is not in the context: what guessing costs
 };
 
-/// The 95 % interval of a share by Wilson's score, from so many of `samples`.
+/// The 95 % interval of a share by Wilson's score, from `count` of `samples`.
 std::array<double, 2> wilson_interval(int count, int samples);
 
 /// cells[length][depth]; `on_length` is called when a length is done. Throws Error when the texts are too short.

@@ -30,7 +30,7 @@ struct RecallTask {
   int length() const { return pairs * slot + gap + num_queries(); }
   double chance() const { return 1.0 / num_values; }  // of the value, and so of a chain at most
 
-  /// The same task in so many tokens: the longest slots that fit, and what they leave for the gap. Throws Error.
+  /// The same task in `tokens` tokens: the longest slots that fit, and what they leave for the gap. Throws Error.
   RecallTask stretched(int tokens) const;
 };
 

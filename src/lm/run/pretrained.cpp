@@ -273,7 +273,7 @@ PretrainedFolder::PretrainedFolder(const std::string& path) : path_(path) {
       if (indexed && (!places.count(tensor.name) || places[tensor.name] != name)) {
         throw base::Error(fmt::format("{}: tensor '{}' is not there by {}", where, tensor.name, kIndex));
       }
-      stored += static_cast<std::int64_t>(tensor.bytes.size()) / 2;  // at most so many values
+      stored += static_cast<std::int64_t>(tensor.bytes.size()) / 2;  // at least two bytes a value
     }
   }
   for (const auto& [tensor, name] : places) {

@@ -40,8 +40,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A run of so many minutes settles its number of steps by the speed of its first steps: at least this many, and this
-// share of the time.
+// A run whose length is given in minutes settles its number of steps by the speed of its first steps: at least
+// kTimedSteps, and this share of the time.
 constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
 

@@ -1,4 +1,4 @@
-// What the two kernels for dK and dV share. They stand on keys and stream query rows:
+// What the two kernels for dK and dV share. They own keys and stream query rows:
 //
 //   S^T = K Q^T, dP^T = V dO^T, P = exp(scale * S - lse), dS = P * (g * dP - delta)
 //   dV += (g P)^T dO, dK += dS^T Q

@@ -39,7 +39,7 @@ struct PipelineCount {
   __device__ __forceinline__ int stage() const { return count % kStages; }
   __device__ __forceinline__ std::uint32_t phase() const { return count / kStages & 1; }
   __device__ __forceinline__ void advance() { ++count; }
-  /// The stage so many stages ago.
+  /// The stage that was current `stages` advances ago.
   __device__ __forceinline__ int before(int stages = 1) const { return (count - stages) % kStages; }
 };
 
@@ -83,8 +83,7 @@ struct Pipeline {
   __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty(stage)); }
 };
 
-/// Lets warpgroups start so many cycles apart: else all wait for their softmax at the same time, and the tensor cores
-/// idle.
+/// Lets warpgroups start `cycles` apart: else all wait for their softmax at the same time, and the tensor cores idle.
 __device__ __forceinline__ void stagger_warpgroups(int group, int cycles) {
   const long long start = clock64();
   while (clock64() - start < group * cycles) {

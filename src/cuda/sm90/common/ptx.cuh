@@ -100,7 +100,7 @@ __device__ __forceinline__ void bulk_copy(std::uint32_t to, const void* from, in
 __device__ __forceinline__ void fence_global_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /// Orders this thread's accesses of shared memory before or after those of the copy engine and of wgmma. After reads
-/// by ldmatrix it must come before the slot is given back: ptxas lets the arrival overtake the last of them.
+/// by ldmatrix it must come before the slot is released: ptxas lets the arrival overtake the last of them.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// The registers of each thread of this warpgroup from here on, a multiple of 8. All its warps call it.

@@ -80,7 +80,7 @@ __device__ __forceinline__ int num_compressed(const Geometry& p, const FastDivmo
 /// A warpgroup's share of a tile of queries. The warp that loads queries works it out and leaves it in shared memory,
 /// where the computing threads read it anew whenever they need it: they have no registers for it.
 struct GroupTile {
-  int queries;           // there are so many; -1: no tile, the work is done
+  int queries;           // their number; -1: there is no tile, the work is done
   int batch, row, head;  // of row 0 in q, o and lse
   int position;          // of its query
   int first_key;         // of key tile 0

@@ -7,7 +7,7 @@
 //
 //   S = Q K^T, dP = dO V^T, dS = P * (g * dP - delta), dQ += dS K
 //
-// and S and dP of a tile and dQ of the tile before are in flight while it computes exponentials. A V tile is given back
+// and S and dP of a tile and dQ of the tile before are in flight while it computes exponentials. A V tile is released
 // after dP, a K tile after dQ, one step later. The grid is persistent; long and short tiles alternate.
 #include "cuda/common/attention_backward.cuh"
 #include "cuda/common/device.h"

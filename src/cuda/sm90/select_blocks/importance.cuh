@@ -56,7 +56,8 @@ class ScratchWriter {
   int lane_;
 };
 
-/// A selector warp's way of reading the scratch: a ring of chunks in shared memory.
+/// A selector warp's way of reading the scratch: a ring of chunks in shared memory. It is no Pipeline: the warp itself
+/// refills what it has read, so that there is no `empty` barrier, and the number of chunks is known at run time only.
 class ChunkRing {
  public:
   static constexpr int kChunkBytes = kChunkTiles * static_cast<int>(sizeof(ScratchTile));
@@ -72,12 +73,12 @@ class ChunkRing {
     for (int i = 0; i < min(all, chunks_); ++i)
       fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
     for (int i = 0; i < all; ++i) {
-      mbarrier_wait_warp(shared_address(full_ + stage_), parity_);
+      mbarrier_wait_warp(shared_address(full_ + stage_), phase_);
       use(chunk(stage_), i, tiles - i * kChunkTiles);
       fence_async();
       __syncwarp();
       if (i + chunks_ < all) fetch(scratch, i + chunks_, tiles, stage_, lane);
-      if (++stage_ == chunks_) stage_ = 0, parity_ ^= 1;
+      if (++stage_ == chunks_) stage_ = 0, phase_ ^= 1;
     }
   }
 
@@ -95,7 +96,7 @@ class ChunkRing {
   char* memory_;
   std::uint64_t* full_;
   int chunks_, stage_ = 0;
-  std::uint32_t parity_ = 0;
+  std::uint32_t phase_ = 0;
 };
 
 /// A warp tile of one query: importances of the 64 / kSums blocks of a chunk, times 2^kAddedExponent, or added to what

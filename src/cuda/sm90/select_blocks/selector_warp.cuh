@@ -21,7 +21,7 @@ struct Candidates {
         choice(count > args.topk) {}
 };
 
-/// The blocks that a query takes in any case: all of them, or the forced ones. `lane` of so many.
+/// The blocks that a query takes in any case: all of them, or the forced ones. `lane` is one of `lanes`.
 __device__ __forceinline__ void write_forced(const CompressedSelectArgs& args, const Candidates& candidates, int* out,
                                              int lane, int lanes) {
   if (!candidates.choice) {

@@ -48,8 +48,8 @@ __device__ __forceinline__ unsigned nth_largest(unsigned x, int n, int lane) {
   return __shfl_sync(0xffffffffu, x, __ffs(__ballot_sync(0xffffffffu, rank == n - 1)) - 1);
 }
 
-/// Of a list in the order of blocks, lane i holding its entry {key, block} or {0, 0} if there are not so many: writes
-/// the `places` blocks of largest key. `threshold`, not 0, is the smallest of their keys; of equals, the earlier.
+/// Lane i holds entry i, {key, block}, of a list in the order of blocks, or {0, 0} behind the list's end. Writes the
+/// `places` blocks of largest key. `threshold`, not 0, is the smallest of their keys; of equals, the earlier.
 __device__ __forceinline__ void write_best(uint2 entry, unsigned threshold, int places, int* out, int lane) {
   const unsigned above = __ballot_sync(0xffffffffu, entry.x > threshold);
   const unsigned tied = __ballot_sync(0xffffffffu, entry.x == threshold);

@@ -34,7 +34,7 @@ struct BlockQueue {
 };
 
 /// A buffer is some query rows (of all sequences, one behind the other) and KV heads: what every chosen block gives to
-/// its queries is kept for so many of them at a time.
+/// its queries is kept for one buffer at a time.
 struct QueryBuffers {
   static constexpr std::int64_t kPartials = 1 << 20;  // of a buffer, unless a query has more
   static constexpr std::int64_t kPlanned = 1 << 20;   // items that are planned at once, unless a buffer has more

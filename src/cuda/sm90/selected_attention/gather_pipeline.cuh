@@ -1,7 +1,7 @@
 // What the kernels of selected attention on Hopper share: everything but the arithmetic.
 //
 // A thread block (one per SM, persistent) works on tiles of neighbouring queries of one KV head. Each of its kWarps
-// consumer warps stands on sixteen rows: the heads of a query, or those of several queries where a group is small. It
+// consumer warps owns sixteen rows: the heads of a query, or those of several queries where a group is small. It
 // visits only blocks that one of its own queries chose, with mma.sync fed by ldmatrix, so no product is wasted. What
 // the queries of a tile choose overlaps, so all warps read from one ring of slots in shared memory, which is filled
 // once per block of the union of their lists.
@@ -16,7 +16,7 @@
 // indices). So each stretch of the ring holds work for every warp, and neighbours, whose lists are alike, stay close.
 //
 // Positions count the fills of all tiles of a thread block; position p lies in slot p % slots. A warp skips what it
-// does not use, so it may be far behind or ahead of the copier, and parities of a slot would be ambiguous:
+// does not use, so it may be far behind or ahead of the copier, and phases of a slot would be ambiguous:
 // - `full`: a barrier per position modulo kFullBarriers. A warp further ahead than that (its lists were empty) first
 //   waits until the count of issued fills comes near.
 // - `empty`: a barrier per slot with one arrival per warp. The copier arrives for the warps that skip the block, hence
@@ -29,7 +29,7 @@
 
 namespace nsa::cuda::sm90::selected_attention {
 
-/// A fill that this warp uses: wait, read, give back.
+/// A fill that this warp uses: it waits, reads and releases.
 struct SelectedSlot {
   std::uint32_t tile;  // address
   std::uint32_t full, phase, empty;
@@ -95,7 +95,7 @@ class SelectedReader {
   std::uint32_t ring_;
   const GatherPlan& plan_;
   unsigned base_ = 0;    // position of the tile's first fill
-  unsigned issued_ = 0;  // so many fills are known to be issued
+  unsigned issued_ = 0;  // number of fills that are known to be issued
 };
 
 // Products of a warp with tiles as the copy engine leaves them: kKeys rows in panels of 64 columns, 128 bytes a row,
