@@ -1,6 +1,8 @@
 #include "support/tensor.h"
 
 #include <algorithm>
+#include <map>
+#include <random>
 #include <utility>
 
 namespace nsa::test {
@@ -32,13 +34,12 @@ Tensor Tensor::clone() const {
 }
 
 bool Tensor::gaps_intact() const {
-  std::vector<bool> covered(bytes_.size());
-  const std::size_t item = size_of(view_.dtype);
-  for_each_index(view_, [&](const Index& index) {
-    for (std::size_t i = 0; i < item; ++i) covered[static_cast<std::size_t>(offset_of(view_, index)) * item + i] = true;
-  });
+  const std::size_t item = size_of(view_.dtype), elements = bytes_.size() / item;
+  if (elements == static_cast<std::size_t>(view_.numel())) return true;  // there are none
+  std::vector<bool> covered(elements);
+  for_each_index(view_, [&](const Index& index) { covered[static_cast<std::size_t>(offset_of(view_, index))] = true; });
   for (std::size_t i = 0; i < bytes_.size(); ++i)
-    if (!covered[i] && bytes_[i] != std::byte{0xff}) return false;
+    if (bytes_[i] != std::byte{0xff} && !covered[i / item]) return false;
   return true;
 }
 
@@ -56,6 +57,19 @@ std::vector<double> values_of(const TensorView& view) {
 
 namespace {
 
+/// The first `count` standard normal values of a seed. They are kept: most problems draw the same ones.
+const std::vector<double>& normal_values(unsigned seed, std::size_t count) {
+  struct Drawn {
+    std::mt19937 generator;
+    std::normal_distribution<double> normal;
+    std::vector<double> values;
+  };
+  thread_local std::map<unsigned, Drawn> all;
+  Drawn& drawn = all.try_emplace(seed, Drawn{std::mt19937(seed), {}, {}}).first->second;
+  while (drawn.values.size() < count) drawn.values.push_back(drawn.normal(drawn.generator));
+  return drawn.values;
+}
+
 /// Elements in row-major order as bytes.
 std::vector<std::byte> bytes_of(const TensorView& view) {
   std::vector<std::byte> bytes;
@@ -72,11 +86,10 @@ std::vector<std::byte> bytes_of(const TensorView& view) {
 bool same_bits(const TensorView& a, const TensorView& b) { return a.dtype == b.dtype && bytes_of(a) == bytes_of(b); }
 
 void fill_normal(const TensorView& view, unsigned seed, double deviation, std::int64_t rows) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<double> normal(0, deviation);
+  const double* value = normal_values(seed, static_cast<std::size_t>(view.numel())).data();
   for_each_index(view, [&](const Index& index) {
-    const double value = normal(generator);
-    if (rows < 0 || view.rank != 3 || index[0] < rows) set_element(view, offset_of(view, index), value);
+    if (rows < 0 || view.rank != 3 || index[0] < rows) set_element(view, offset_of(view, index), deviation * *value);
+    ++value;
   });
 }
 
