@@ -8,15 +8,15 @@
 namespace nsa::base {
 
 /// Throws Error, which begins with `where`, unless `text` is JSON whose objects and arrays nest at most 64 deep and
-/// whose objects have no field twice. What takes a json apart, copies or prints it recurses once a level.
+/// whose objects have no field twice. The depth is bounded because destroying, copying and printing a json recurse.
 nlohmann::json parse_json(std::string_view text, const std::string& where);
 
-/// null where parse_json() would throw.
+/// Returns null where parse_json() would throw.
 nlohmann::json parse_json_or_null(std::string_view text);
 
-/// For a message: at most 60 characters.
+/// The text as a message shows it, in at most 60 characters.
 std::string shortened(const std::string& text);
-/// The same of a value, whatever bytes it has.
+/// The value as a message shows it, whatever bytes it has.
 std::string shown(const nlohmann::json& value);
 
 }  // namespace nsa::base

@@ -16,7 +16,7 @@ inline constexpr int kMaxBranches = 3;
 struct Item {
   std::size_t sequence;
   std::int64_t kv_head, row;
-  std::int64_t entries[kMaxBranches + 1];  // entries[b] ... entries[b + 1]: its meetings in branch b
+  std::int64_t entries[kMaxBranches + 1];  // entries[b] ... entries[b + 1]: those in branch b
 };
 
 /// A query meets a block of kBlockTokens keys: it sees the tokens [begin, end) of it.
@@ -26,7 +26,7 @@ struct Entry {
   std::int64_t key;    // number among all blocks of the call, all branches
   int begin, end;
 
-  /// What is computed: whole segments.
+  /// Tokens [first, last) are computed: whole segments.
   int first() const { return begin / kSegmentTokens * kSegmentTokens; }
   int last() const { return static_cast<int>(round_up(end, kSegmentTokens)); }
   bool partly() const { return begin > first() || end < last(); }
@@ -49,8 +49,8 @@ class Chunk {
     items_.push_back({.sequence = sequence, .kv_head = kv_head, .row = row, .entries = {n, n, n, n}});
   }
 
-  /// Meetings of the last item in `branch`, branches ascending: the blocks that a range touches, the first of which has
-  /// number `first_key` in the call when it has number 0 in its sequence.
+  /// Adds the entries of the last item in `branch`, one for each block that the range touches. Branches come in
+  /// ascending order. Block 0 of the sequence has number `first_key` in the call.
   void add_range(int branch, Range range, std::int64_t first_key) {
     Item& item = items_.back();
     for (std::int64_t at = range.begin; at < range.end;) {

@@ -98,7 +98,7 @@ class QueryWorker {
     }
   }
 
-  /// One key block: p and d_s for the handover, and its part of d_q.
+  /// Computes p and d_s of one key block, which it leaves in the workspace, and the block's part of d_q.
   void process_block(const BackwardCall& call, const BackwardBranch<In>& branch, const Item& item, const Entry& entry,
                      std::int64_t number, BackwardWorkspace<In>& out) {
     const int first = entry.first(), count = entry.last() - first, heads = group_.heads;
@@ -130,7 +130,7 @@ class QueryWorker {
         [&](int r, int c) { return load(at(r, c)); }, [&](int r, int c, Vec sum) { store(at(r, c), sum); });
   }
 
-  /// From scores and d_p; zero for the tokens that are not seen.
+  /// Computes p and d_s from scores and d_p. They are zero for the tokens that are not seen.
   void probabilities(float scale, const Entry& entry) {
     if (entry.last() - entry.first() < kBlockTokens) {
       std::fill_n(p_.data(), group_.heads * kBlockTokens, Element{});
@@ -156,7 +156,7 @@ class QueryWorker {
     }
   }
 
-  /// [head][64] to [pair][64].
+  /// Copies rows [head][64] to the workspace as [pair][64], two heads interleaved.
   void hand_over(const Buffer<Element>& rows, Slot* out) const {
     for (int pair = 0; pair < group_.pairs; ++pair) {
       const Element* row = rows.data() + pair * Slots::kElements * kBlockTokens;

@@ -57,7 +57,7 @@ void BlockSelector::select(const Probabilities& p, std::int64_t t, const Noise& 
   if (!all && need > 0) {
     importance(p, first, last);
     rank(first, last, t, noise, p.heads);
-    out = pick(first, last, need, out);
+    out = top_k(first, last, need, out);
   }
   for (std::int64_t j = last; j < candidates; ++j) *out++ = static_cast<std::int32_t>(j);
   std::fill(out, end, -1);
@@ -105,8 +105,8 @@ void BlockSelector::rank(std::int64_t first, std::int64_t last, std::int64_t t, 
 
 /// The `need` highest ranks of the blocks first ... last - 1, a tie to the lower block: bisection for the lowest rank
 /// taken, then one pass. need < last - first.
-std::int32_t* BlockSelector::pick(std::int64_t first, std::int64_t last, std::int64_t need,
-                                  std::int32_t* indices) const {
+std::int32_t* BlockSelector::top_k(std::int64_t first, std::int64_t last, std::int64_t need,
+                                   std::int32_t* indices) const {
   const std::int32_t* ranks = ranks_.data();
   const std::int64_t n = last - first;
   const auto count_from = [&](std::int64_t bound) {

@@ -19,22 +19,22 @@ struct Noise {
 /// Scratch of one thread.
 class BlockSelector {
  public:
-  /// For sequences of up to `length` tokens. Throws std::bad_alloc; select() does not.
+  /// Serves sequences of up to `length` tokens. Throws std::bad_alloc; select() does not.
   BlockSelector(const NSAConfig& cfg, std::int64_t length);
 
-  /// Of the query at position t: topk block numbers, ascending, padded with -1.
+  /// Writes the blocks of the query at position t: topk numbers, ascending, padded with -1.
   void select(const Probabilities& p, std::int64_t t, const Noise& noise, std::int32_t* indices);
 
-  /// Whether the choice for the query at position t depends on probabilities at all.
+  /// True if there are more blocks than the query at position t may select, so that probabilities decide.
   bool chooses(std::int64_t t) const { return t / cfg_.block_size + 1 > cfg_.topk; }
 
  private:
   void importance(const Probabilities& p, std::int64_t first, std::int64_t last);
   void rank(std::int64_t first, std::int64_t last, std::int64_t t, const Noise& noise, int heads);
-  std::int32_t* pick(std::int64_t first, std::int64_t last, std::int64_t need, std::int32_t* indices) const;
+  std::int32_t* top_k(std::int64_t first, std::int64_t last, std::int64_t need, std::int32_t* indices) const;
 
   NSAConfig cfg_;
-  std::int64_t per_key_;        // strides of a compression block, no more than can meet a probability
+  std::int64_t per_key_;        // strides of a compression block, at most as many as there are probabilities
   std::int64_t margin_;         // zeros before the first compressed key
   Buffer<float> sums_;          // [margin + compressed keys]: probabilities summed over the heads
   Buffer<float> strides_;       // [strides of the unforced blocks]: summed over the compression blocks around each

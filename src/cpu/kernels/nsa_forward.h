@@ -112,7 +112,8 @@ class NsaForward {
     }
   }
 
-  /// From the probabilities that compressed attention left, unless nobody asks for the choice.
+  /// Selects blocks by the probabilities that compressed attention left, unless the choice is imposed and the caller
+  /// does not want the indices.
   void choose_blocks(Worker& worker, const QueryGroup& group) const {
     if (p_.imposed_indices.defined() && !p_.indices.defined()) return;
     const Sequence& s = queries_.sequence(group);

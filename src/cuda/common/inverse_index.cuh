@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ Inv
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
-  // Else: empty lists, no items.
+  // Where lists are not wanted they are made empty, without items.
   const bool wanted = args.loop_order.block_major(args.geometry, seq.index, kv_head);
   const int key_tiles = lists.blocks * args.lists.tiles_per_block;
   const int chunk = InverseIndex::chunk(seq.q_len), chunks = wanted ? (seq.q_len + chunk - 1) / chunk : 0;

@@ -5,7 +5,7 @@
 namespace nsa::cuda {
 namespace {
 
-/// Sixteen bytes.
+/// True if one of the eight elements from `from` on, sixteen bytes, is not finite.
 template <class T>
 __device__ inline bool nonfinite_piece(const T* from) {
   const uint4 w = *reinterpret_cast<const uint4*>(from);
@@ -13,7 +13,7 @@ __device__ inline bool nonfinite_piece(const T* from) {
          0;
 }
 
-/// All heads of a row, which a warp reads together.
+/// True if an element of any head of the row is not finite. The warp reads the row together.
 template <class T>
 __device__ inline bool nonfinite_row(const Checked& c, unsigned row, unsigned lane) {
   const unsigned batch = row / c.rows_per_batch, own = row - batch * c.rows_per_batch, pieces = c.columns / 8;
@@ -26,7 +26,7 @@ __device__ inline bool nonfinite_row(const Checked& c, unsigned row, unsigned la
   return found;
 }
 
-/// Rows and heads are counted in 32 bits: 2^32 of them would take a terabyte.
+/// Rows and heads are counted in 32 bits, because 2^32 of them would take a terabyte.
 template <class T>
 __global__ void __launch_bounds__(256) look_for_nonfinite(const __grid_constant__ NonfiniteArgs args) {
   const unsigned thread = blockIdx.x * 256 + threadIdx.x, threads = gridDim.x * 256;

@@ -45,10 +45,11 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
 
-// After a signal to stop, besides twice the longest of the last steps. torchrun kills after 30 s.
+// A run waits this long for a device after a signal to stop, and twice the longest of the last steps besides. torchrun
+// kills after 30 s.
 constexpr std::chrono::seconds kPatience{5};
 
-/// Without such instructions torch's bfloat16 products are slower than float32.
+/// True if the CPU multiplies bfloat16. Where it does not, torch's products of bfloat16 are slower than of float32.
 bool has_bfloat16_products() {
 #ifdef __x86_64__
   return __builtin_cpu_supports("avx512bf16");
@@ -82,7 +83,7 @@ Model make_model(const RunConfig& config, at::Device device) {
 
 class Trainer {
  public:
-  /// `folder`: on the first rank.
+  /// The first rank has a `folder`, the others have none.
   Trainer(std::optional<RunFolder> folder, RunConfig config, const Tokenizer& tokenizer, Corpus corpus,
           at::Device device, const Execution& execution)
       : folder_(std::move(folder)),
@@ -107,14 +108,14 @@ class Trainer {
   }
 
   void print_summary(const base::DeviceChoice& device) const;
-  /// A new run in the folder.
+  /// Begins a new run in the folder.
   void begin();
-  /// On with the run in the folder.
+  /// Goes on with the run in the folder.
   void load();
   TrainResult run(const std::string& out);
 
  private:
-  /// One of a step's, each on one rank.
+  /// One of the batches of a step. Each of them is on one rank.
   struct NextBatch {
     TrainingBatch rows;
     std::uint64_t number = 0;  // in the step
@@ -174,7 +175,7 @@ void Trainer::print_summary(const base::DeviceChoice& device) const {
   std::fflush(stdout);
 }
 
-/// This rank's batches of the next step; `tokens`: of all ranks'.
+/// This rank's batches of the next step. `tokens` is set to the tokens of all ranks' batches.
 std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
   const auto& train = config_.train;
   std::vector<NextBatch> batches;
@@ -197,7 +198,7 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
   return batches;
 }
 
-/// Settles the number of steps where the configuration gives tokens or minutes; these are the first rank's.
+/// Settles the number of steps on the first rank, where the configuration gives tokens or minutes.
 void Trainer::plan() {
   const auto& train = config_.train;
   if (state_.planned_steps > 0 || !ranks_.first()) return;
@@ -213,7 +214,7 @@ void Trainer::plan() {
   }
 }
 
-/// On the number of steps and on a signal to stop.
+/// The ranks agree on the number of steps and on a signal to stop.
 void Trainer::agree() {
   std::vector<std::int64_t> values = {state_.planned_steps, interrupt_.signal()};
   ranks_.max(values);
@@ -359,7 +360,7 @@ void Trainer::save() {
   saved_step_ = state_.step;
 }
 
-/// The first rank's weights, to begin or go on with.
+/// Gives all ranks the first one's weights, to begin or go on with.
 void Trainer::share_weights() {
   const at::NoGradGuard no_grad;
   for (const auto& [name, parameter] : model_.parameters()) ranks_.broadcast(parameter.detach(), 0);

@@ -11,10 +11,10 @@ namespace {
 constexpr int kVisit = 22, kFill = 60, kRow = 3;
 
 constexpr int kWarps = 12;     // of a tile, as in selected_forward for head dims of 128
-constexpr int kTiles = 32;     // of a sequence are looked at
-constexpr int kBlocks = 2048;  // blocks so far apart are taken for one
+constexpr int kTiles = 32;     // tiles of a sequence that are looked at
+constexpr int kBlocks = 2048;  // blocks this far apart are taken for one
 
-/// Marks a block in a set of them; 1: it is new.
+/// Marks a block in a set of blocks. Returns 1 if it was not in it.
 __device__ inline int mark(unsigned (&set)[kBlocks / 32], int block) {
   const unsigned bit = 1u << block % 32;
   return (atomicOr(&set[block % kBlocks / 32], bit) & bit) == 0;
