@@ -72,11 +72,11 @@ const std::vector<double>& normal_values(unsigned seed, std::size_t count) {
 
 /// Elements in row-major order as bytes.
 std::vector<std::byte> bytes_of(const TensorView& view) {
-  std::vector<std::byte> bytes;
   const auto item = static_cast<std::int64_t>(size_of(view.dtype));
+  std::vector<std::byte> bytes(static_cast<std::size_t>(view.numel() * item));
+  std::byte* to = bytes.data();
   for_each_index(view, [&](const Index& index) {
-    const std::byte* element = view.as<const std::byte>() + offset_of(view, index) * item;
-    bytes.insert(bytes.end(), element, element + item);
+    to = std::copy_n(view.as<const std::byte>() + offset_of(view, index) * item, item, to);
   });
   return bytes;
 }
