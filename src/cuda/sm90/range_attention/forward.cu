@@ -11,7 +11,7 @@
 //                   for the former. P stays in registers, rounded to T.
 //
 // Keys of a tile of queries begin at the first one that its first query sees. A warpgroup that sees nothing of a key
-// tile gives it back at once.
+// tile releases it at once.
 #include <algorithm>
 
 #include "cuda/common/device.h"
