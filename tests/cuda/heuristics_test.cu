@@ -155,6 +155,57 @@ TEST(Heuristics, TilesOfCompressedRows) {
   EXPECT_EQ(compress::compress_tile_rows(false, 128, 128, 32, 8, 132), 128);
 }
 
+StepDesc step() {
+  StepDesc d;
+  d.key_dim = d.value_dim = 128;
+  d.group = 16, d.capacity = 65536;
+  d.hidden_k = d.hidden_v = 256;
+  return d;
+}
+
+TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
+  const StepKernels k = choose_kernels(step());
+  EXPECT_TRUE(k.attend && k.fold);
+  const std::string defaults = describe_kernels({});
+  EXPECT_NE(defaults.find("decode: sm90 step_fold and step_attend"), std::string::npos) << defaults;
+}
+
+TEST(Heuristics, EveryStepWithoutThemHasAReason) {
+  const auto with = [](auto&& change) {
+    StepDesc d = step();
+    change(d);
+    return d;
+  };
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.dtype = DType::kFloat32; })), "neither bfloat16 nor float16");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.key_dim = 80; })), "head dims other than 64/64, 128/128 and 192/128");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.group = 33; })), "more than 32 heads in a group");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.block_size = 48; })), "blocks other than of 32, 64 or 128 tokens");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.topk = 65; })), "more than 64 blocks for a query");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_stride = 64, d.cfg.kernel_size = 64; })),
+               "blocks of less than 2 or more than 16 compressed keys");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_size = 96; })),
+               "compression blocks longer than a selection block and a stride");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.tma_compatible = false; })),
+               "addresses or strides that are no multiples of 16 bytes");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.capacity = 1 << 24; })), "a cache of too many tokens for a sequence");
+  const StepDesc odd = with([](auto& d) { d.hidden_k = 320; });
+  EXPECT_EQ(obstacle(odd), nullptr);
+  EXPECT_NE(fold_obstacle(odd), nullptr);
+  EXPECT_TRUE(choose_kernels(odd).attend && !choose_kernels(odd).fold);
+}
+
+TEST(Heuristics, LargeGroupsWantShorterCaches) {
+  StepDesc d = step();
+  const auto longest = [&](std::int64_t group) {
+    d.group = group;
+    for (d.capacity = 1 << 14; obstacle(d) == nullptr;) d.capacity *= 2;
+    return d.capacity / 2;
+  };
+  EXPECT_GE(longest(16), 1 << 20);
+  EXPECT_GE(longest(32), 1 << 19);
+  EXPECT_LT(longest(32), longest(16));
+}
+
 }  // namespace
 }  // namespace nsa::cuda::sm90
 

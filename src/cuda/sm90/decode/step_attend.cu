@@ -1,0 +1,615 @@
+// One instance of step_attend: compiled with NSA_ELEMENT, NSA_KEY_DIM and NSA_VALUE_DIM.
+//
+// A cluster of eight thread blocks has one query of one KV head: one or two tiles of sixteen rows, the heads of the
+// group. Its thread blocks share out the keys of each branch in stages of one unit of sixteen keys per warp, which
+// loads it. The warps of a tile share out the units of a stage, and merge their sums when the branch ends. The order of
+// every sum follows from the keys' numbers, not from lengths, other sequences or the step's other queries.
+//
+//   compressed keys, keeping sums for the choice │ window │ exchange of softmaxes │ own candidates │ exchange │
+//   choice, the same in all thread blocks │ selected blocks │ exchange of outputs, each thread block some columns
+#include "cuda/common/block_list.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/pages.cuh"
+#include "cuda/common/softmax.cuh"
+#include "cuda/sm90/decode/block_choice.cuh"
+
+namespace nsa::cuda::sm90::decode {
+namespace {
+
+constexpr int kThreads = 32 * kWarps;
+/// Up to so many blocks of its own a thread block ranks by counting, each thread one or a few of them.
+constexpr int kMostCounted = 512;
+
+template <class T, int Dk, int Dv, int kTiles>
+struct Shape {
+  static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
+  static constexpr int kRows = kTiles * kTileRows;
+  static constexpr int kValues = Tile<T, Dk>::bytes(kUnitKeys), kUnit = kValues + Tile<T, Dv>::bytes(kUnitKeys);
+  static constexpr int kStageKeys = kUnitKeys * kWarps, kStage = kUnit * kWarps, kRing = 2 * kStage;
+  static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
+  static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
+  static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
+  static_assert(kSums <= kUnit && kColumns % kSplits == 0 && kColumns % kRanks == 0);
+};
+
+/// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
+template <class S>
+struct RowMemory {
+  float2 warps[kWarps][kTileRows];
+  float2 branches[kBranches][S::kRows];  // of the thread block; read by the others
+  float2 totals[kBranches][S::kRows];    // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
+  float factors[kRanks][S::kRows];       // of the thread blocks' shares of the selected branch
+  float gates[kBranches][S::kRows];
+};
+
+/// What the choice is made from, in shared memory (StepMemory::choice).
+struct ChoiceMemory {
+  char* memory;
+  int topk;
+
+  /// (topk), 0: none; read by the others.
+  __device__ unsigned long long* candidates() const { return reinterpret_cast<unsigned long long*>(memory); }
+  /// Of the blocks that are chosen, and these, ascending.
+  __device__ int& count() const { return *reinterpret_cast<int*>(candidates() + topk); }
+  __device__ int* blocks() const { return &count() + 1; }
+};
+
+/// Where a unit of keys lies: a page and the first row in it.
+struct UnitAddress {
+  int page, slot;
+};
+
+/// A block's importance for the first `count` rows of a tile: its sums over them, if the unit has any keys, and for a
+/// unit's first block what the keys of the unit before give, which lies in the thread block `rank`. totals: of the
+/// tile's rows.
+__device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int block, bool crosses, KeptUnit before,
+                                               int rank, const float2* totals, int count) {
+  const std::uint32_t crossing = map_to_rank(shared_address(before.crossing()), rank);
+  const std::uint32_t reference = map_to_rank(shared_address(before.reference()), rank);
+  float sum = 0;
+#pragma unroll 1
+  for (int r = 0; r < kTileRows; r += 8) {  // eight places of rows at a time
+    uint4 sums{}, crossings{};
+    constexpr float kNone = -INFINITY;
+    float4 low{kNone, kNone, kNone, kNone}, high = low, low_before = low, high_before = low;
+    if (has_keys) {
+      sums = *reinterpret_cast<const uint4*>(unit.sums(block) + r);
+      low = *reinterpret_cast<const float4*>(unit.reference() + r);
+      high = *reinterpret_cast<const float4*>(unit.reference() + r + 4);
+    }
+    if (crosses) {
+      crossings = load_remote_uint4(crossing + 2 * r);
+      low_before = load_remote_float4(reference + 4 * r), high_before = load_remote_float4(reference + 4 * r + 16);
+    }
+    const auto add = [&](int i, float x, float reference_of, float y, float reference_before) {
+      const int row = KeptUnit::row_of(r + i);
+      const float2 all = totals[row];
+      const float share = x * exp2_fast(reference_of - all.x) + y * exp2_fast(reference_before - all.x);
+      sum += row < count ? share * all.y : 0;
+    };
+    const auto add_pair = [&](int i, std::uint32_t x, float2 of, std::uint32_t y, float2 of_before) {
+      const float2 a = unpack(Half{}, x), c = unpack(Half{}, y);
+      add(i, a.x, of.x, c.x, of_before.x), add(i + 1, a.y, of.y, c.y, of_before.y);
+    };
+    add_pair(0, sums.x, {low.x, low.y}, crossings.x, {low_before.x, low_before.y});
+    add_pair(2, sums.y, {low.z, low.w}, crossings.y, {low_before.z, low_before.w});
+    add_pair(4, sums.z, {high.x, high.y}, crossings.z, {high_before.x, high_before.y});
+    add_pair(6, sums.w, {high.z, high.w}, crossings.w, {high_before.z, high_before.w});
+  }
+  return sum;
+}
+
+/// The blocks that the query attends to, the same list in all of the cluster's thread blocks. Works in the ring's
+/// memory, which nobody else uses then.
+template <class S>
+__device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* memory, const RowMemory<S>& rows,
+                                              const ChoiceMemory& choice, char* all_kept, int query, int position,
+                                              int compressed, bool chooses, bool room) {
+  const BlockKeys& shape = args.block_keys;
+  const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = cluster_rank();
+  const int kv_head = blockIdx.y, b = blockIdx.z, topk = args.topk;
+  const Candidates candidates(args, position);
+  const bool ranks_blocks = chooses && !candidates.all(args);  // else all of them fit
+  if (ranks_blocks) {
+    const int kept_bytes = shape.kept_bytes(), log2_blocks = shape.log2_blocks();
+    const int units = (compressed + kUnitKeys - 1) / kUnitKeys;
+    const int all_units = (candidates.count + shape.blocks() - 1) >> log2_blocks;
+    const int stages = max((all_units + kWarps * (kRanks - rank) - 1) / (kWarps * kRanks), 0);
+    const int local_blocks = stages * kWarps << log2_blocks;  // in this thread block
+    auto* const keys = reinterpret_cast<unsigned*>(memory);   // their importances
+    const auto block_at = [&](int local) {
+      return (UnitPlace::unit_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
+    };
+    for (int i = thread; i < topk; i += kThreads) choice.candidates()[i] = 0;
+#pragma unroll 1
+    for (int local = thread; local < local_blocks; local += kThreads) {
+      const int local_unit = local >> log2_blocks, in_unit = local & (shape.blocks() - 1);
+      const int unit = UnitPlace::unit_of(local_unit, rank), block = block_at(local);
+      unsigned key = 0;
+      if (block < candidates.count && !candidates.forced(block)) {
+        const bool crosses = in_unit == 0 && unit > 0 && unit <= units && shape.strides > 1;
+        const UnitPlace before(max(unit - 1, 0));
+        float sum = 0;
+#pragma unroll 1
+        for (int tile = 0; tile < S::kRows / kTileRows; ++tile) {
+          char* const of_tile = all_kept + tile * args.kept_units * kept_bytes;
+          const KeptUnit here{of_tile + local_unit * kept_bytes, shape.blocks()};
+          const KeptUnit there{of_tile + before.local * kept_bytes, shape.blocks()};
+          sum += importance_of(unit < units, here, in_unit, crosses, there, before.rank,
+                               rows.totals[kCompressed] + tile * kTileRows, args.geometry.group - tile * kTileRows);
+        }
+        key = ordered(sum);
+      }
+      keys[local] = key;
+    }
+    __syncthreads();
+    // The thread block's candidates, the most important first.
+    if (local_blocks <= kMostCounted) {
+      const auto* const four = reinterpret_cast<const uint4*>(keys);
+#pragma unroll 1
+      for (int local = thread; local < local_blocks; local += kThreads) {
+        const unsigned mine = keys[local];
+        if (mine == 0) continue;
+        // How many come before: those that are larger, and equal ones of lower blocks.
+        int counts[4] = {};
+        const auto count = [&](int i, unsigned least) {
+          const uint4 k = four[i];
+          counts[0] += k.x >= least, counts[1] += k.y >= least, counts[2] += k.z >= least, counts[3] += k.w >= least;
+        };
+        const int own = local / 4;
+#pragma unroll 4
+        for (int i = 0; i < own; ++i) count(i, mine);
+        const uint4 k = four[own];
+        int place = (k.x > mine || (k.x == mine && local % 4 > 0)) + (k.y > mine || (k.y == mine && local % 4 > 1)) +
+                    (k.z > mine || (k.z == mine && local % 4 > 2)) + (k.w > mine);
+        if (mine != 0xffffffffu)
+#pragma unroll 4
+          for (int i = own + 1; i < local_blocks / 4; ++i) count(i, mine + 1);
+        place += counts[0] + counts[1] + counts[2] + counts[3];
+        if (place < candidates.places) choice.candidates()[place] = candidate(mine, block_at(local));
+      }
+    } else if (warp == 0) {
+      choose_largest(keys, local_blocks, candidates.places, lane, [&](int place, int local) {
+        choice.candidates()[place] = candidate(keys[local], block_at(local));
+      });
+      sort_descending(choice.candidates(), topk, lane);
+    }
+    cluster_sync();
+  }
+  auto* const entries = reinterpret_cast<unsigned long long*>(memory);  // (kRanks, topk)
+  int* const found = reinterpret_cast<int*>(entries + kRanks * topk);   // (topk), in any order
+  /// Found blocks to the query's list, ascending.
+  const auto sort = [&](bool writes) {
+    __syncthreads();
+    for (int i = thread; i < topk; i += kThreads) {
+      const int count = choice.count(), block = i < count ? found[i] : -1;
+      int place = i;
+      if (i < count) {
+        place = 0;
+#pragma unroll 4
+        for (int j = 0; j < count; ++j) place += found[j] < block;
+        choice.blocks()[place] = block;
+      }
+      if (writes) args.indices.at<int>(b, query, kv_head)[place] = room ? block : -1;
+    }
+    __syncthreads();
+  };
+  if (chooses) {
+    if (ranks_blocks)
+#pragma unroll 1
+      for (int i = thread; i < kRanks * topk; i += kThreads) {
+        const int place = i / kRanks, of_rank = i % kRanks;
+        const uint2 x = load_remote_uint2(map_to_rank(shared_address(choice.candidates() + place), of_rank));
+        entries[of_rank * topk + place] = static_cast<unsigned long long>(x.y) << 32 | x.x;
+      }
+    const bool all = candidates.all(args);
+    for (int i = thread; i < topk; i += kThreads)
+      found[i] = all ? i : i < candidates.num_forced() ? candidates.forced_block(i) : 0;
+    if (thread == 0) choice.count() = all ? candidates.count : candidates.num_forced();
+    if (ranks_blocks) {
+      __syncthreads();
+#pragma unroll 1
+      for (int i = thread; i < kRanks * topk; i += kThreads) {
+        const unsigned long long mine = entries[i];
+        if (mine == 0) continue;
+        const int place = count_larger(entries, topk, mine);
+        if (place >= candidates.places) continue;
+        found[candidates.num_forced() + place] = block_of(mine);
+        atomicAdd(&choice.count(), 1);
+      }
+    }
+    sort(args.indices.data && rank == 0);
+  }
+  if (args.imposed.data) {
+    if (warp == 0) {
+      const int* const given = args.imposed.at<const int>(b, query, kv_head);
+      int count = 0;
+      for (int first = 0; first < topk; first += 32) {
+        const int i = first + lane;
+        const bool good = i < topk && counts(given, i, position, 1 << shape.log2_block);
+        const unsigned lanes = __ballot_sync(0xffffffffu, good);
+        if (good) found[count + __popc(lanes & ((1u << lane) - 1))] = given[i];
+        count += __popc(lanes);
+      }
+      if (lane == 0) choice.count() = count;
+    }
+    sort(false);
+  }
+}
+
+template <class T, int Dk, int Dv, int kTiles>
+__global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
+    step_attend(const __grid_constant__ StepAttendArgs args) {
+  using S = Shape<T, Dk, Dv, kTiles>;
+  extern __shared__ __align__(128) char memory[];
+  const StepGeometry& p = args.geometry;
+  const BlockKeys& shape = args.block_keys;
+  const int lane = threadIdx.x % 32, warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  const int tile = warp / S::kSplits, split = warp % S::kSplits;
+  const int rank = cluster_rank(), kv_head = blockIdx.y, b = blockIdx.z;
+  const int query = static_cast<int>(blockIdx.x) / kRanks;
+  const std::uint32_t ring = shared_address(memory);
+
+  const int kept_bytes = shape.kept_bytes();
+  char* const all_kept = memory + S::kRing;
+  char* const row_memory = all_kept + kTiles * args.kept_units * kept_bytes;
+  auto& rows = *reinterpret_cast<RowMemory<S>*>(row_memory);
+  const ChoiceMemory choice{row_memory + sizeof(RowMemory<S>), args.topk};
+
+  // Queries and gates are inputs of the step: they may be read before the kernel in front has ended, as may the lengths
+  // before the step and all keys that were there. Queries come by way of the ring.
+#pragma unroll
+  for (int i = threadIdx.x; i < S::kRows * (Dk / 8); i += kThreads) {
+    const int r = i / (Dk / 8), chunk = i % (Dk / 8);
+    const T* const from = args.q.at<T>(b, query, kv_head * p.group + min(r, p.group - 1));
+    copy16(ring + r / kTileRows * Tile<T, Dk>::bytes(kTileRows) +
+               Tile<T, Dk>::at(r % kTileRows, chunk / 8 * 128, chunk % 8 * 16),
+           from + chunk * 8, r < p.group);
+  }
+  commit_copies();
+  const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
+  // Every cluster has read the length before the last one that says so advances it.
+  const auto leave_length = [&] {
+    wait_for_launcher();
+    if (!args.advance || rank != 0 || threadIdx.x != 0) return;
+    StepPlan& plan = args.plan[b];
+    const int served = atomicAdd(&plan.served, 1) + 1;
+    if (served == p.q_len * p.kv_heads && plan.added > 0) args.lengths[b] = plan.before + plan.added;
+  };
+  if (!wish.possible || query >= wish.added) {  // all thread blocks of the cluster
+#pragma unroll 1
+    for (int head = rank; head < p.group; head += kRanks)
+      for (int i = threadIdx.x; i < Dv / 2; i += kThreads)
+        store_pair(args.o.at<T>(b, query, kv_head * p.group + head) + i * 2, 0, 0);
+    if (args.indices.data && rank == 0)
+#pragma unroll 1
+      for (int i = threadIdx.x; i < args.topk; i += kThreads) args.indices.at<int>(b, query, kv_head)[i] = -1;
+    leave_length();
+    wait_copies<0>();
+    return;
+  }
+  const int position = wish.before + query;
+  const int compressed = shape.compressed(p.kernel_size, position + 1);
+  const auto unit_in_ring = [&](int slot, int unit) { return (slot & 1) * S::kStage + unit * S::kUnit; };
+  /// Where a unit of keys lies. Page numbers are read a stage ahead of the copies; they may be anything where the step
+  /// finds no room. Keys from `end` on are nowhere.
+  const auto address_of = [&](int branch, int key, int end) -> UnitAddress {
+    if (key >= end) return {0, 0};
+    const CachedBranch& cached = args.cached[branch];
+    const int number = cached.by_size.divide(key), slot = key - number * cached.size;
+    if (branch == kWindow) return {b, slot};
+    const int page = (cached.table + static_cast<std::int64_t>(b) * cached.table_row)[number];
+    return {static_cast<unsigned>(page) < static_cast<unsigned>(cached.pages) ? page : 0, slot};
+  };
+  /// Begins the copies of the warp's unit of a stage: keys and values from `key` on. Those that are not begin ... end -
+  /// 1 become zeros.
+  const auto load_unit = [&](int branch, UnitAddress at, int key, int begin, int end, int slot) {
+    const CachedBranch& cached = args.cached[branch];
+    const int row0 = lane / 8, chunk = lane % 8 * 16;
+    const auto of_page = [&](const CachedRows& rows) {
+      return rows.data + at.page * rows.page + (kv_head * rows.head + chunk);
+    };
+    const char *const keys = of_page(cached.k), *const values = of_page(cached.v);
+    const std::uint32_t to = ring + unit_in_ring(slot, warp);
+#pragma unroll
+    for (int first = 0; first < kUnitKeys; first += 4) {
+      const int r = first + row0;
+      int row = at.slot + r;
+      if (branch == kWindow && row >= cached.size) row -= cached.size;  // beyond the ring's end
+      const bool counts = static_cast<unsigned>(key + r - begin) < static_cast<unsigned>(end - begin);
+      const char* const key_row = keys + static_cast<std::int64_t>(row) * cached.k.row;
+      const char* const value_row = values + static_cast<std::int64_t>(row) * cached.v.row;
+#pragma unroll
+      for (int c = 0; c < Dk / 64; ++c) copy16(to + Tile<T, Dk>::at(r, 0, chunk) + c * 128, key_row + c * 128, counts);
+#pragma unroll
+      for (int c = 0; c < Dv / 64; ++c)
+        copy16(to + S::kValues + Tile<T, Dv>::at(r, 0, chunk) + c * 128, value_row + c * 128, counts);
+    }
+  };
+  /// Before and after a stage is read: a single tile's warps read what they load themselves.
+  const auto sync_readers = [] {
+    if constexpr (kTiles == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  };
+  const float scale = positive_scale(args.scale);
+  std::uint32_t q[Dk / 16][4];
+  if (threadIdx.x < S::kRows) {
+    const int head = kv_head * p.group + static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int branch = 0; branch < kBranches; ++branch)
+      rows.gates[branch][threadIdx.x] =
+          static_cast<int>(threadIdx.x) < p.group ? to_float(args.gates.at<T>(b, query, head)[branch]) : 0;
+  }
+  wait_copies<0>();
+  __syncthreads();
+  const std::uint32_t sign = args.scale < 0 ? 0x80008000u : 0;  // negative queries instead
+#pragma unroll
+  for (int k = 0; k < Dk / 16; ++k) {
+    Tile<T, Dk>::load_a(q[k], ring + tile * Tile<T, Dk>::bytes(kTileRows), 0, k, lane);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[k][i] ^= sign;
+  }
+  __syncthreads();  // the ring is free
+
+  /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
+  /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
+  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, const auto& keep) {
+    const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
+    constexpr int kChains = kTiles == 1 ? 2 : 1;  // of products, so that they wait less for each other
+    float s[2][4] = {}, other[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < Dk / 16; ++k) {
+      std::uint32_t fragment[4];
+      Tile<T, Dk>::load_b(fragment, keys, 0, k, lane);
+      mma(T{}, k % kChains ? other[0] : s[0], q[k], fragment[0], fragment[1]);
+      mma(T{}, k % kChains ? other[1] : s[1], q[k], fragment[2], fragment[3]);
+    }
+    if constexpr (kChains == 2) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] += other[n][i];
+    }
+    if (begin > 0 || end < kUnitKeys) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int k = e / 2 * 8 + 2 * (lane & 3) + e % 2;
+        if (k < begin || k >= end) s[e / 2][e % 2] = s[e / 2][2 + e % 2] = -INFINITY;
+      }
+    }
+    state.update(s, scale);
+    keep(s);
+    std::uint32_t a[4];
+    operand_a<T>(a, s, 0);
+#pragma unroll
+    for (int n = 0; n < Dv / 16; ++n) {
+      std::uint32_t v[4];
+      Tile<T, Dv>::load_b_rows(v, values, 0, n * 16, lane);
+      mma(T{}, state.acc[2 * n], a, v[0], v[1]);
+      mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
+    }
+  };
+
+  using OwnSums = float[S::kOwnColumns][4];
+  /// A softmax of the thread block's rows, which all of the cluster may read.
+  const auto publish = [&](int branch, int i, float2 softmax) {
+    if (split == 0 && (lane & 3) == 0) rows.branches[branch][tile * kTileRows + lane / 4 + 8 * i] = softmax;
+  };
+  /// Merges what the warps of each tile have of a branch, in the ring's first stage, which nobody reads or fills: each
+  /// warp gets its columns, relative to the maximum that is published.
+  const auto merge = [&](int branch, const OnlineSoftmax<Dv>& state, OwnSums& sums) {
+    auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnit) + lane;
+#pragma unroll
+    for (int n = 0; n < S::kColumns; ++n)
+      mine[n * 32] = make_float4(state.acc[n][0], state.acc[n][1], state.acc[n][2], state.acc[n][3]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float sum = row_sum(state.sum[i]);
+      if ((lane & 3) == 0) rows.warps[warp][lane / 4 + 8 * i] = make_float2(state.max[i], sum);
+    }
+    __syncthreads();
+    float factor[2][S::kSplits];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = lane / 4 + 8 * i;
+      float largest = -INFINITY, sum = 0;
+#pragma unroll
+      for (int w = 0; w < S::kSplits; ++w) largest = fmaxf(largest, rows.warps[tile * S::kSplits + w][r].x);
+#pragma unroll
+      for (int w = 0; w < S::kSplits; ++w) {
+        const float2 of_warp = rows.warps[tile * S::kSplits + w][r];
+        factor[i][w] = exp2_fast(of_warp.x - (largest == -INFINITY ? 0 : largest));
+        sum += of_warp.y * factor[i][w];
+      }
+      publish(branch, i, make_float2(largest, sum));
+    }
+#pragma unroll
+    for (int n = 0; n < S::kOwnColumns; ++n) {
+      sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0;
+#pragma unroll
+      for (int w = 0; w < S::kSplits; ++w) {
+        const float4 x = reinterpret_cast<const float4*>(
+            memory + (tile * S::kSplits + w) * S::kUnit)[(split * S::kOwnColumns + n) * 32 + lane];
+        sums[n][0] += x.x * factor[0][w], sums[n][1] += x.y * factor[0][w];
+        sums[n][2] += x.z * factor[1][w], sums[n][3] += x.w * factor[1][w];
+      }
+    }
+    __syncthreads();
+  };
+  /// Totals of a row over the thread blocks of the cluster, by the eight lanes of a group, one for each. Returns what
+  /// the lane's thread block counts by.
+  const auto total = [&](int branch, int row) {
+    const float2 of_rank = load_remote_float2(map_to_rank(shared_address(&rows.branches[branch][row]), lane % kRanks));
+    float largest = of_rank.x;
+#pragma unroll
+    for (int offset = 1; offset < kRanks; offset *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    const float base = largest == -INFINITY ? 0 : largest, factor = exp2_fast(of_rank.x - base);
+    float sum = of_rank.y * factor;
+#pragma unroll
+    for (int offset = 1; offset < kRanks; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    const float inverse = sum == 0 ? 0 : __frcp_rn(sum);
+    if (lane % kRanks == 0) rows.totals[branch][row] = make_float2(base, inverse);
+    return factor * inverse;
+  };
+
+  const bool chooses = args.imposed.data == nullptr || args.indices.data != nullptr;
+  OwnSums known, own;  // of the branches so far, and of the last one
+  bool room = true;
+#pragma unroll 1
+  for (int phase = 0; phase < kBranches; ++phase) {
+    const BranchIndex branch = phase == 0 ? kCompressed : phase == 1 ? kWindow : kSelected;
+    const bool compresses = branch == kCompressed, in_window = branch == kWindow, selects = branch == kSelected;
+    // The query sees the keys begin ... end - 1, of the selection those in its blocks.
+    const int begin = in_window ? max(position - args.window + 1, 0) : 0, end = compresses ? compressed : position + 1;
+    const int first_unit = begin / kUnitKeys;
+    const int turn = in_window ? kRanks - 1 - rank : rank;  // the first ranks have a stage more of compressed keys
+    const int num_blocks = selects ? choice.count() : 0;
+    const auto key_of = [&](int stage, int unit) {
+      const int number = (stage * kRanks + turn) * kWarps + unit;
+      if (!selects) return (first_unit + number) * kUnitKeys;
+      const int log2_units = shape.log2_block - 4, place = number >> log2_units;
+      if (place >= num_blocks) return end;
+      return (choice.blocks()[place] << shape.log2_block) + (number & ((1 << log2_units) - 1)) * kUnitKeys;
+    };
+    const int keys = selects ? num_blocks << shape.log2_block : end - first_unit * kUnitKeys;
+    const int stages = max((keys + S::kStageKeys * (kRanks - turn) - 1) / (S::kStageKeys * kRanks), 0);
+
+    const BlockWeights weights(shape, 0, lane);
+    OnlineSoftmax<Dv> state;
+    UnitAddress next = address_of(branch, key_of(0, warp), end);
+#pragma unroll 1
+    for (int stage = -1; stage < stages; ++stage) {
+      if (stage + 1 < stages) {
+        // Before the first stage that may have a token of the step, the kernel in front must have ended.
+        if (!selects && key_of(stage + 1, kWarps) > (compresses ? wish.first : wish.before)) wait_for_launcher();
+        load_unit(branch, next, key_of(stage + 1, warp), begin, end, stage + 1);
+      }
+      commit_copies();
+      next = address_of(branch, key_of(stage + 2, warp), end);
+      if (stage < 0) continue;
+      wait_copies<1>();
+      sync_readers();
+      // The units that are the warp's.
+#pragma unroll 1
+      for (int i = 0; i < kWarps / S::kSplits; ++i) {
+        const int unit = split + i * S::kSplits, key = key_of(stage, unit);
+        attend(state, stage, unit, begin - key, end - key, [&](const float(&probabilities)[2][4]) {
+          if (compresses && chooses && key < compressed)
+            keep_unit({all_kept + (tile * args.kept_units + stage * kWarps + unit) * kept_bytes, shape.blocks()}, shape,
+                      weights, probabilities, state.max, lane);
+        });
+      }
+      sync_readers();
+    }
+    merge(branch, state, own);
+
+    if (compresses) {
+#pragma unroll
+      for (int n = 0; n < S::kOwnColumns; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) known[n][i] = own[n][i];
+    } else if (in_window) {
+      // Exchange of the softmaxes so far, and both branches as one sum.
+      cluster_sync();
+      for (int e = threadIdx.x / kRanks; e < 2 * S::kRows; e += kThreads / kRanks)
+        total(e < S::kRows ? kCompressed : kWindow, e % S::kRows);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = tile * kTileRows + lane / 4 + 8 * i;
+        const auto share = [&](BranchIndex of) {
+          const float2 all = rows.totals[of][row];
+          return rows.gates[of][row] * (exp2_fast(rows.branches[of][row].x - all.x) * all.y);
+        };
+        const float by_compressed = share(kCompressed), by_window = share(kWindow);
+#pragma unroll
+        for (int n = 0; n < S::kOwnColumns; ++n) {
+          known[n][2 * i] = known[n][2 * i] * by_compressed + own[n][2 * i] * by_window;
+          known[n][2 * i + 1] = known[n][2 * i + 1] * by_compressed + own[n][2 * i + 1] * by_window;
+        }
+      }
+      wait_for_launcher();
+      room = args.plan[b].added > 0;
+      choose_blocks<S>(args, memory, rows, choice, all_kept, query, position, compressed, chooses, room);
+    }
+  }
+
+  // Exchange of outputs: each thread block writes Dv / 8 columns, of what all of them have.
+  auto* const known_outputs = reinterpret_cast<float4*>(memory);  // (tile, eight columns, lane)
+  auto* const selected_outputs = known_outputs + kTiles * S::kColumns * 32;
+  static_assert(2 * kTiles * S::kSums <= S::kRing);
+#pragma unroll
+  for (int n = 0; n < S::kOwnColumns; ++n) {
+    const int at = (tile * S::kColumns + split * S::kOwnColumns + n) * 32 + lane;
+    const float* const gates = rows.gates[kSelected] + tile * kTileRows + lane / 4;
+    const float low = gates[0], high = gates[8];
+    known_outputs[at] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
+    selected_outputs[at] = make_float4(own[n][0] * low, own[n][1] * low, own[n][2] * high, own[n][3] * high);
+  }
+  cluster_sync();
+  for (int row = threadIdx.x / kRanks; row < S::kRows; row += kThreads / kRanks)
+    rows.factors[lane % kRanks][row] = total(kSelected, row);
+  __syncthreads();
+  constexpr int kMine = S::kColumns / kRanks;  // tiles of eight columns that this thread block writes
+#pragma unroll 1
+  for (int e = warp; e < kTiles * kMine; e += kWarps) {
+    const int of_tile = e / kMine, column = rank * kMine + e % kMine, at = (of_tile * S::kColumns + column) * 32 + lane;
+    float o[4] = {};
+    constexpr int kAtOnce = kRanks / 2;  // loads on their way
+#pragma unroll
+    for (int first = 0; first < kRanks; first += kAtOnce) {
+      float4 known[kAtOnce], chosen[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        known[i] = load_remote_float4(map_to_rank(shared_address(known_outputs + at), first + i));
+        chosen[i] = load_remote_float4(map_to_rank(shared_address(selected_outputs + at), first + i));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float low = rows.factors[first + i][of_tile * kTileRows + lane / 4];
+        const float high = rows.factors[first + i][of_tile * kTileRows + lane / 4 + 8];
+        o[0] += known[i].x + chosen[i].x * low, o[1] += known[i].y + chosen[i].y * low;
+        o[2] += known[i].z + chosen[i].z * high, o[3] += known[i].w + chosen[i].w * high;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = of_tile * kTileRows + lane / 4 + 8 * i;
+      if (head < p.group)
+        store_pair(args.o.at<T>(b, query, kv_head * p.group + head) + column * 8 + 2 * (lane & 3), room ? o[2 * i] : 0,
+                   room ? o[2 * i + 1] : 0);
+    }
+  }
+  leave_length();
+  cluster_sync_reads();  // nobody ends while others read its memory
+}
+
+template <class T, int Dk, int Dv, int kTiles>
+cudaError_t launch_tiles(StepAttendArgs args, bool programmatic, cudaStream_t stream) {
+  using S = Shape<T, Dk, Dv, kTiles>;
+  const Geometry& g = args.geometry;
+  const std::int64_t keys = num_compressed(g, g.k_len);
+  const StepMemory memory(kTiles, args.block_keys, Dk, Dv, args.topk, keys,
+                          (g.k_len >> args.block_keys.log2_block) + 1);
+  if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
+  args.kept_units = static_cast<int>(StepMemory::kept_units(keys));
+  const dim3 grid(g.q_len * kRanks, g.kv_heads, g.batches);
+  return launch_cluster(step_attend<T, Dk, Dv, kTiles>, kRanks, programmatic, grid, kThreads,
+                        static_cast<std::size_t>(memory.bytes()), stream, args);
+}
+
+}  // namespace
+
+template <class T, int Dk, int Dv>
+cudaError_t launch_step_attend(const StepAttendArgs& args, bool programmatic, cudaStream_t stream) {
+  return args.geometry.group <= kTileRows ? launch_tiles<T, Dk, Dv, 1>(args, programmatic, stream)
+                                          : launch_tiles<T, Dk, Dv, 2>(args, programmatic, stream);
+}
+template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const StepAttendArgs&, bool,
+                                                                                 cudaStream_t);
+
+}  // namespace nsa::cuda::sm90::decode
