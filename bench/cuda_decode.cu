@@ -1,13 +1,27 @@
 // Times decode steps on one GPU, through the public API.
-//   cuda_decode [context [m [batch ...]]]  default 65536 1 32 8 1; m: new tokens a step; H = 64, Hkv = 4, D = 128,
-//                                          bfloat16, MLP phi, default hyperparameters, pages of 128 tokens in
-//                                          shuffled order
-// Medians in microseconds: of graph replays with the second-level cache flushed before each, of replays one after the
-// other, and of calls one after the other. Beside them the time that the bytes of a step take at the rate of a copy,
-// and what the bytes of dense attention would take.
+//
+//   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
+//               [--kernels] [--json FILE]
+//
+//   --new        new tokens of a step       --selection  own: the step chooses its blocks. random, clustered: they are
+//   --batch      sequences                               imposed, of neighbouring queries four fifths alike or none
+//   --ragged     lengths between 1024 and twice the context, evenly on a logarithmic scale
+//   --layers     also a graph of so many steps, each with a cache of its own; the time of one
+//   --kernels    the kernels of a step: registers, shared memory, clusters that fit
+//
+// H = 64, Hkv = 4, D = 128, bfloat16, MLP φ, default hyperparameters, pages of 128 tokens in shuffled order. Every time
+// is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step, so that one sequence
+// completes a compression block in three of them. Before a step 192 MB are read, so that its cache is not in the
+// second-level cache (writing them would leave 60 MB to be written back during the step); "warm" is without. Beside
+// them the bytes that a step must read (of the blocks of all its queries together; φ's weights where a block is
+// completed), and how long these take at the rate of a copy.
 #include <cuda_runtime.h>
 
+#include <cmath>
+#include <fstream>
 #include <numeric>
+#include <set>
+#include <string>
 
 #include "cuda_device.cuh"
 #include "nsa/decode.h"
@@ -18,7 +32,66 @@ using namespace nsa;
 using namespace nsa::bench;
 
 constexpr std::int64_t kHeads = 64, kKvHeads = 4, kDim = 128, kPage = 128;
-constexpr int kSteps = 128;  // of each kind; lengths grow with every step
+constexpr int kSteps = 48;
+constexpr std::size_t kFlush = 192 << 20;
+
+struct Options {
+  std::int64_t context = 65536;
+  std::vector<std::int64_t> batches{32, 8, 1}, added{1};
+  std::string selection = "own", json;
+  int layers = 0;
+  bool ragged = false, kernels = false;
+};
+
+[[noreturn]] void refuse(const std::string& why) {
+  std::fprintf(stderr, "cuda_decode: %s\n", why.c_str());
+  std::exit(2);
+}
+std::vector<std::int64_t> numbers(const std::string& name, const std::string& text) {
+  std::vector<std::int64_t> all;
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::size_t end = std::min(text.find(',', at), text.size());
+    char* rest = nullptr;
+    all.push_back(std::strtoll(text.substr(at, end - at).c_str(), &rest, 10));
+    if (*rest || all.back() < 1) refuse(name + " " + text + ": numbers from 1 on, with commas");
+    at = end + 1;
+  }
+  return all;
+}
+Options options_of(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (name == "--ragged") {
+      o.ragged = true;
+      continue;
+    }
+    if (name == "--kernels") {
+      o.kernels = true;
+      continue;
+    }
+    if (i + 1 == argc) refuse(name + ": unknown, or without a value");
+    const std::string value = argv[++i];
+    if (name == "--context") {
+      o.context = numbers(name, value)[0];
+    } else if (name == "--batch") {
+      o.batches = numbers(name, value);
+    } else if (name == "--new") {
+      o.added = numbers(name, value);
+    } else if (name == "--layers") {
+      o.layers = static_cast<int>(numbers(name, value)[0]);
+    } else if (name == "--json") {
+      o.json = value;
+    } else if (name == "--selection" && (value == "own" || value == "random" || value == "clustered")) {
+      o.selection = value;
+    } else {
+      refuse(name + " " + value + ": not an option");
+    }
+  }
+  for (const std::int64_t m : o.added)
+    if (m > kMaxDecodeTokens) refuse("--new " + std::to_string(m) + ": at most 16");
+  return o;
+}
 
 double median(std::vector<float> times) {
   std::sort(times.begin(), times.end());
@@ -62,6 +135,15 @@ double copy_rate(cudaStream_t stream) {
   return 2.0 * static_cast<double>(bytes) / median(times);
 }
 
+__global__ void read_all(const uint4* p, std::size_t count, unsigned* out) {
+  unsigned x = 0;
+  for (std::size_t i = blockIdx.x * 256ull + threadIdx.x; i < count; i += gridDim.x * 256ull) {
+    const uint4 y = p[i];
+    x ^= y.x ^ y.y ^ y.z ^ y.w;
+  }
+  if (x == 0x5eed) *out = x;
+}
+
 /// Pages of one kind for every sequence, in shuffled order.
 TensorView page_table(Tensors& device, std::int64_t batch, std::int64_t pages) {
   const std::int64_t count = batch * pages;
@@ -72,13 +154,44 @@ TensorView page_table(Tensors& device, std::int64_t batch, std::int64_t pages) {
   return device.integers(table, {batch, pages});
 }
 
-/// A cache of `batch` sequences of `context` tokens, random, with room for what the program appends, and one step's
-/// arguments.
-DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context, std::int64_t m) {
+unsigned random_number() {
+  static unsigned x = 1;
+  x = x * 1664525u + 1013904223u;
+  return x >> 8;
+}
+
+/// Blocks for every query and KV head: the first one, the last two, and others; `kept` of five of the query before.
+std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t shortest, const NSAConfig& cfg,
+                                unsigned kept) {
+  std::vector<int> all;
+  const int blocks = static_cast<int>(shortest / cfg.block_size);
+  std::vector<std::set<int>> before(static_cast<std::size_t>(batch * kKvHeads));
+  std::vector<std::vector<int>> rows(static_cast<std::size_t>(batch * m * kKvHeads));
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t r = 0; r < m; ++r)
+      for (std::int64_t h = 0; h < kKvHeads; ++h) {
+        std::set<int>& last = before[static_cast<std::size_t>(b * kKvHeads + h)];
+        std::set<int> now{0, blocks - 1, blocks - 2};
+        for (const int block : last)
+          if (static_cast<int>(now.size()) < cfg.topk && random_number() % 5 < kept) now.insert(block);
+        while (static_cast<int>(now.size()) < std::min(cfg.topk, blocks))
+          now.insert(static_cast<int>(random_number() % static_cast<unsigned>(blocks)));
+        last = now;
+        std::vector<int>& row = rows[static_cast<std::size_t>((b * m + r) * kKvHeads + h)];
+        row.assign(now.begin(), now.end());
+        row.resize(static_cast<std::size_t>(cfg.topk), -1);
+      }
+  for (const auto& row : rows) all.insert(all.end(), row.begin(), row.end());
+  return all;
+}
+
+/// A cache of sequences of these lengths, random, with room for what the program appends, and one step's arguments.
+DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::int64_t m, const Options& options) {
   DecodeParams p;
   const NSAConfig& cfg = p.cfg;
-  const std::int64_t room = context + 5 * kSteps * m, pages = (room + kPage - 1) / kPage,
-                     pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
+  const auto batch = static_cast<std::int64_t>(lengths.size());
+  const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + (4 * kSteps + 8) * m,
+                     pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
   for (TensorView* t : {&c.k_slc, &c.v_slc}) *t = device.random({batch * pages, kPage, kKvHeads, kDim});
   for (TensorView* t : {&c.k_c, &c.v_c}) *t = device.random({batch * pages_c, kPage, kKvHeads, kDim}, 0.3f);
@@ -88,8 +201,6 @@ DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context
     *t = device.random({batch, cfg.kernel_size + kRollback, kKvHeads, kDim});
   c.block_table = page_table(device, batch, pages);
   c.block_table_c = page_table(device, batch, pages_c);
-  std::vector<int> lengths;  // sequences complete their blocks at different steps
-  for (std::int64_t b = 0; b < batch; ++b) lengths.push_back(static_cast<int>(context - b * 5 % 16));
   c.cache_seqlens = device.integers(lengths, {batch});
   c.overflow = device.integers({0}, {1});
   p.q = device.random({batch, m, kHeads, kDim});
@@ -97,79 +208,200 @@ DecodeParams make_step(Tensors& device, std::int64_t batch, std::int64_t context
     *t = device.random({batch, m, kKvHeads, kDim});
   p.gates = device.random({batch, m, kHeads, 3}, 0.1f, 0.5f);
   for (CompressionWeights* w : {&p.weights_k, &p.weights_v})
-    *w = {.kind = CompressionKind::kMlp,
-          .pe = device.random({kKvHeads, cfg.kernel_size, kDim}, 0.02f),
-          .w1 = device.random({kKvHeads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
-          .w2 = device.random({kKvHeads, 2 * kDim, kDim}, 0.06f)};
+    *w = {CompressionKind::kMlp,
+          device.random({kKvHeads, cfg.kernel_size, kDim}, 0.02f),
+          device.random({kKvHeads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
+          {},
+          device.random({kKvHeads, 2 * kDim, kDim}, 0.06f),
+          {}};
   p.o = device.tensor(DType::kBFloat16, {batch, m, kHeads, kDim});
+  if (options.selection == "own") {
+    p.indices = device.tensor(DType::kInt32, {batch, m, kKvHeads, cfg.topk});
+  } else {
+    const int shortest = *std::min_element(lengths.begin(), lengths.end());
+    p.imposed_indices =
+        device.integers(made_up_blocks(batch, m, shortest, cfg, options.selection == "clustered" ? 4 : 0),
+                        {batch, m, kKvHeads, cfg.topk});
+  }
   return p;
 }
 
-void run(std::int64_t batch, std::int64_t context_tokens, std::int64_t m, double rate, cudaStream_t stream) {
+/// Selected tokens that the queries of a step read together, over all sequences, of one KV head.
+double selected_tokens(const DecodeParams& p) {
+  const TensorView& indices = p.imposed_indices.defined() ? p.imposed_indices : p.indices;
+  std::vector<int> all(static_cast<std::size_t>(indices.numel()));
+  check(cudaMemcpy(all.data(), indices.data, all.size() * sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  const std::int64_t batch = indices.size(0), m = indices.size(1), topk = indices.size(3);
+  std::size_t blocks = 0;
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t h = 0; h < kKvHeads; ++h) {
+      std::set<int> any;
+      for (std::int64_t r = 0; r < m; ++r)
+        for (std::int64_t i = 0; i < topk; ++i)
+          any.insert(all[static_cast<std::size_t>(((b * m + r) * kKvHeads + h) * topk + i)]);
+      any.erase(-1);
+      blocks += any.size();
+    }
+  return static_cast<double>(blocks * static_cast<std::size_t>(p.cfg.block_size)) / kKvHeads;
+}
+
+class Graph {
+ public:
+  template <class Body>
+  Graph(cudaStream_t stream, const Body& body) {
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+    body();
+    check(cudaStreamEndCapture(stream, &graph_), "capture");
+    check(cudaGraphInstantiate(&replay_, graph_, 0), "graph");
+  }
+  Graph(const Graph&) = delete;
+  ~Graph() {
+    cudaGraphExecDestroy(replay_);
+    cudaGraphDestroy(graph_);
+  }
+  void launch(cudaStream_t stream) const { check(cudaGraphLaunch(replay_, stream), "replay"); }
+  std::size_t size() const {
+    std::size_t count = 0;
+    check(cudaGraphGetNodes(graph_, nullptr, &count), "nodes");
+    return count;
+  }
+  /// A line for each kernel.
+  void print_kernels() const {
+    std::size_t count = size();
+    std::vector<cudaGraphNode_t> nodes(count);
+    check(cudaGraphGetNodes(graph_, nodes.data(), &count), "nodes");
+    for (const cudaGraphNode_t node : nodes) {
+      cudaKernelNodeParams params{};
+      if (cudaGraphKernelNodeGetParams(node, &params) != cudaSuccess) continue;
+      cudaFuncAttributes about{};
+      const char* name = "";
+      check(cudaFuncGetAttributes(&about, params.func), "attributes");
+      check(cudaFuncGetName(&name, params.func), "name");
+      cudaLaunchAttributeValue cluster{};
+      check(cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeClusterDimension, &cluster), "cluster");
+      std::printf("    %.60s: %u x %u x %u blocks of %u threads, %d registers, %zu + %u bytes of shared memory", name,
+                  params.gridDim.x, params.gridDim.y, params.gridDim.z, params.blockDim.x, about.numRegs,
+                  about.sharedSizeBytes, params.sharedMemBytes);
+      if (cluster.clusterDim.x > 1) {
+        cudaLaunchAttribute attribute;
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val = cluster;
+        cudaLaunchConfig_t config{};
+        config.gridDim = params.gridDim, config.blockDim = params.blockDim;
+        config.dynamicSmemBytes = params.sharedMemBytes, config.attrs = &attribute, config.numAttrs = 1;
+        int fit = 0;
+        check(cudaOccupancyMaxActiveClusters(&fit, params.func, &config), "clusters");
+        std::printf(", %d clusters of %u fit", fit, cluster.clusterDim.x);
+      }
+      std::printf("\n");
+    }
+  }
+
+ private:
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t replay_ = nullptr;
+};
+
+void run(std::int64_t batch, std::int64_t m, const Options& options, double rate, cudaStream_t stream,
+         std::string& json) {
+  std::vector<int> lengths;  // sequences complete their blocks at different steps
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const double share = batch > 1 ? static_cast<double>(b) / static_cast<double>(batch - 1) : 0.5;
+    const double length = options.ragged ? 1024 * std::pow(2.0 * static_cast<double>(options.context) / 1024, share)
+                                         : static_cast<double>(options.context);
+    lengths.push_back(static_cast<int>(length) - static_cast<int>(b * 5 % 16));
+  }
   Tensors device;
-  const DecodeParams p = make_step(device, batch, context_tokens, m);
+  const DecodeParams p = make_step(device, lengths, m, options);
   Context context;
   context.stream = stream;
   check(workspace_size(p, context.workspace_size), "workspace_size");
   context.workspace = device.take(context.workspace_size);
-  constexpr std::size_t kFlush = 256 << 20;
-  void* flush = device.take(kFlush);
+  auto* const flush = static_cast<uint4*>(device.take(kFlush));
+  auto* const ignored = static_cast<unsigned*>(device.take(sizeof(unsigned)));
   check(cudaDeviceSynchronize(), "fill");
 
-  const auto call = [&] { check(decode(p, context), "decode"); };
-  call();
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-  call();
-  check(cudaStreamEndCapture(stream, &graph), "capture");
-  check(cudaGraphInstantiate(&replay, graph, 0), "graph");
-  const auto launch = [&] { check(cudaGraphLaunch(replay, stream), "replay"); };
+  check(decode(p, context), "decode");
+  const Graph step(stream, [&] { check(decode(p, context), "decode"); });
   const Events events;
-  std::vector<float> flushed, replayed, called;
+  std::vector<float> cold, warm;
   for (int i = 0; i < kSteps; ++i) {
-    check(cudaMemsetAsync(flush, i, kFlush, stream), "flush");
-    flushed.push_back(events.time(stream, launch));
+    read_all<<<1024, 256, 0, stream>>>(flush, kFlush / sizeof(uint4), ignored);
+    cold.push_back(events.time(stream, [&] { step.launch(stream); }));
   }
-  const auto eight = [&](const auto& step) {
-    return events.time(stream, [&] {
-      for (int i = 0; i < 8; ++i) step();
-    }) / 8;
-  };
-  for (int i = 0; i < kSteps / 8; ++i) replayed.push_back(eight(launch)), called.push_back(eight(call));
+  for (int i = 0; i < kSteps; ++i) warm.push_back(events.time(stream, [&] { step.launch(stream); }));
   int overflow = 0;
   check(cudaMemcpy(&overflow, p.cache.overflow.data, sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (overflow) std::printf("  a step had no room: these times are of nothing\n");
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
+
+  double of_layer = 0;
+  if (options.layers) {
+    Tensors memory;
+    std::vector<DecodeParams> layers;
+    for (int i = 0; i < options.layers; ++i) layers.push_back(make_step(memory, lengths, m, options));
+    const Graph chain(stream, [&] {
+      for (const DecodeParams& layer : layers) check(decode(layer, context), "decode");
+    });
+    std::vector<float> times;
+    for (int i = 0; i < kSteps; ++i) times.push_back(events.time(stream, [&] { chain.launch(stream); }));
+    of_layer = median(times) / options.layers;
+  }
 
   const auto token = static_cast<double>(kKvHeads * kDim * 2 * 2);  // bytes of a key and a value of all heads
-  const auto tokens =
-      static_cast<double>(p.cfg.num_compressed(context_tokens) + p.cfg.topk * p.cfg.block_size + p.cfg.window_size);
-  const double sparse = static_cast<double>(batch) * tokens * token,
-               dense = static_cast<double>(batch * context_tokens) * token;
-  std::printf("  B = %-4lld %10.1f %10.1f %10.1f   %8.1f MB %8.1f %10.1f   workspace %.1f MiB\n",
-              static_cast<long long>(batch), median(flushed), median(replayed), median(called), sparse / 1e6,
-              sparse / rate, dense / rate, static_cast<double>(context.workspace_size) / (1 << 20));
+  double known = 0, dense = 0, completes = 1;
+  for (const int length : lengths) {
+    known += static_cast<double>(p.cfg.num_compressed(length)) + std::min<double>(p.cfg.window_size + m - 1, length);
+    dense += length;
+    completes *= 1 - std::min(1.0, static_cast<double>(m) / p.cfg.kernel_stride);
+  }
+  const double phi = 2.0 * static_cast<double>(p.weights_k.w1.numel() + p.weights_k.w2.numel()) * 2 * (1 - completes);
+  const double bytes = (known + selected_tokens(p)) * token + phi;
+  const double mean = std::accumulate(cold.begin(), cold.end(), 0.0) / kSteps;
+  const double worst = *std::max_element(cold.begin(), cold.end());
+  std::printf("  %5lld %4lld %9.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch), static_cast<long long>(m),
+              median(cold), mean, worst, median(warm));
+  if (options.layers) std::printf(" %8.1f", of_layer);
+  std::printf("   %8.1f %8.1f %10.1f %9zu %9.1f\n", bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
+              static_cast<double>(context.workspace_size) / (1 << 20));
+  if (options.kernels) step.print_kernels();
   std::fflush(stdout);
+  char text[512];
+  std::snprintf(text, sizeof text,
+                R"({"batch": %lld, "new": %lld, "median": %.1f, "mean": %.1f, "worst": %.1f, "warm": %.1f, )"
+                R"("layer": %.1f, "megabytes": %.1f, "floor": %.1f, "dense_floor": %.1f, "launches": %zu, )"
+                R"("workspace_mib": %.1f})",
+                static_cast<long long>(batch), static_cast<long long>(m), median(cold), mean, worst, median(warm),
+                of_layer, bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
+                static_cast<double>(context.workspace_size) / (1 << 20));
+  json += (json.empty() ? "\n  " : ",\n  ") + std::string(text);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::int64_t context = argc > 1 ? std::atoll(argv[1]) : 65536, m = argc > 2 ? std::atoll(argv[2]) : 1;
-  std::vector<std::int64_t> batches;
-  for (int i = 3; i < argc; ++i) batches.push_back(std::atoll(argv[i]));
-  if (batches.empty()) batches = {32, 8, 1};
+  const Options options = options_of(argc, argv);
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, 0), "device");
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   const double rate = copy_rate(stream);
-  std::printf("%s, copies %.2f TB/s; a step of %lld tokens at %lld tokens of context, us\n", properties.name,
-              rate / 1e6, static_cast<long long>(m), static_cast<long long>(context));
-  std::printf("  %-8s %10s %10s %10s   %11s %8s %10s\n", "", "flushed", "replays", "calls", "", "floor", "dense floor");
-  for (const std::int64_t batch : batches) run(batch, context, m, rate, stream);
+  std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", properties.name,
+              rate / 1e6, static_cast<long long>(options.context), options.ragged ? ", ragged" : "",
+              options.selection.c_str());
+  std::printf("  %5s %4s %9s %8s %8s %8s", "batch", "new", "median", "mean", "worst", "warm");
+  if (options.layers) std::printf(" %8s", "layer");
+  std::printf("   %8s %8s %10s %9s %9s\n", "MB", "floor", "dense", "launches", "MiB");
+  std::string json;
+  for (const std::int64_t batch : options.batches)
+    for (const std::int64_t m : options.added) run(batch, m, options, rate, stream, json);
+  if (!options.json.empty()) {
+    std::ofstream file(options.json);
+    file << R"({"problem": "H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults, pages of 128", "unit": "us", "context": )"
+         << options.context << R"(, "ragged": )" << (options.ragged ? "true" : "false") << R"(, "selection": ")"
+         << options.selection << R"(", "layers": )" << options.layers << R"(, "bytes_per_us": )" << rate
+         << R"(, "steps": [)" << json << "\n ]}\n";
+    if (!file.flush()) refuse("--json " + options.json + ": cannot be written");
+  }
   cudaStreamDestroy(stream);
   return 0;
 }

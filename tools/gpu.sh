@@ -3,7 +3,7 @@
 # from `make bundle` (bundle/). What each stage found goes to $RESULTS (default bench/results/gpu.json), beside what it says
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
-#   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench]      all of them without arguments
+#   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench] [decode]      all of them without arguments
 #   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu_scale.sh); to scale_xN.json beside $RESULTS' default
 #   tools/gpu.sh hf      a Llama through transformers (bench/llama.py), with transformers from WHEELS=bundle/wheels, if it is there
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
@@ -16,7 +16,7 @@
 # Beside $RESULTS the stage bench also writes bench_cuda.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-steps=${*:-build test python cli sanitize repeat bench}
+steps=${*:-build test python cli sanitize repeat bench decode}
 logs=build-gpu/results
 results=${RESULTS:-bench/results/gpu.json}
 mkdir -p "$logs" "$(dirname "$results")"
@@ -164,8 +164,15 @@ for step in $steps; do
         cat "$logs/bench.log"
       fi
       run stages build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
-      run decode build-gpu/bin/cuda_decode
-      cat "$logs/stages.log" "$logs/decode.log"
+      cat "$logs/stages.log"
+      ;;
+    decode)
+      decode() { run "$1" build-gpu/bin/cuda_decode "${@:2}" --json "$logs/$1.json" && cat "$logs/$1.log"; }
+      decode decode --batch 32,8,1 --layers 32 --kernels
+      decode decode_several --batch 32,1 --new 2,4,16 --selection random
+      decode decode_clustered --batch 32,1 --new 2,4,16 --selection clustered
+      decode decode_ragged --batch 32 --ragged
+      for context in 8192 16384 32768 131072; do decode "decode_$context" --context "$context" --batch 32,8,1; done
       ;;
     hf)
       if compgen -G "${WHEELS:=$bundle/wheels}/*.whl" >/dev/null; then

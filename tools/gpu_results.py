@@ -46,16 +46,6 @@ def timings(text):
     return {"problem": "B=1 H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults", "unit": "ms", "lengths": lengths}
 
 
-def steps(text):
-    """The times in the output of bench/cuda_decode.cu."""
-    names = ["flushed", "replays", "calls", "megabytes", "floor", "dense_floor", "workspace_mib"]
-    lines = [re.findall(r"[0-9.]+", line) for line in text.splitlines() if line.startswith("  B = ")]
-    context = re.search(r"at (\d+) tokens of context", text)
-    about = {"problem": "m=1 H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults", "unit": "us"}
-    about["context"] = int(context[1]) if context else None
-    return about | {"batches": {line[0]: dict(zip(names, map(float, line[1:]), strict=True)) for line in lines}}
-
-
 def training(text):
     """Of examples/train_long.py."""
     lines = re.findall(r"^step \d+: (\S+) nats per byte, (\d+) tokens/s$", text, re.MULTILINE)
@@ -78,8 +68,6 @@ def stage(logs, name, code, seconds, command):
         found["repeats"] = int(os.environ["NSA_REPEATS"])
     if name == "stages":
         found |= timings(log)
-    if name == "decode":
-        found |= steps(log)
     if name in ("prebuilt", "topology"):
         found["text"] = log
     if name.startswith("train_long"):

@@ -313,22 +313,37 @@ def portable():
 
 
 def decode():
-    result = read("gpu.json")
-    found = result["stages"]["decode"]
-    about = {"date": found["date"], "commit": result["commit"], "command": found["command"]}
+    result = read("decode.json")
+    stages = {name: stage for name, stage in result["stages"].items() if name.startswith("decode")}
+    whole = stages["decode"]["result"]
+    about = {"date": result["date"], "commit": result["commit"], "command": result["command"]}
     yield "## Decode steps"
     unit = (
-        f"Medians in µs of one step at {found['context']} tokens of context: a replayed graph with the second-level "
-        "cache flushed before, replays alone, plain calls; beside them the time of a copy of the bytes that the step "
-        "has to read, and of those that dense attention would have to read."
+        f"Microseconds of one step at {whole['context']} tokens of context, replays of a graph while lengths grow, the "
+        "second-level cache flushed before each: median, mean and worst of 48, of which some complete compression "
+        "blocks; warm: without flushing; a layer: of a chain of 32 steps, each with a cache of its own. Beside them the "
+        "time of a copy of the bytes that the step has to read, and of those that dense attention would have to read."
     )
-    yield source(gpu_of(result), about, found["problem"], unit)
-    yield "Steps of several tokens, and what the time goes to: the [log](log/decoding.md)."
-    names = {"flushed": "graph, cache flushed", "replays": "replays", "calls": "plain calls"}
+    yield source(gpu_of(result), about, whole["problem"], unit)
+    yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
+    names = {"median": "median", "mean": "mean", "worst": "worst", "warm": "warm", "layer": "a layer"}
     names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
-    rows = [["sequences", *names.values(), "workspace, MiB"]]
-    for batch, times in found["batches"].items():
-        rows.append([batch, *(f"{times[name]:.0f}" for name in names), f"{times['workspace_mib']:.1f}"])
+    rows = [["sequences", *names.values(), "kernels", "workspace, MiB"]]
+    for times in whole["steps"]:
+        cells = (f"{times[name]:.0f}" for name in names)
+        rows.append([str(times["batch"]), *cells, str(times["launches"]), f"{times['workspace_mib']:.1f}"])
+    yield table(rows)
+    names = {"median": "median", "mean": "mean", "floor": "its bytes", "dense_floor": "dense attention's bytes"}
+    rows = [["context", "sequences", "new tokens", "blocks", *names.values()]]
+    for stage in stages.values():
+        found = stage["result"]
+        if found is whole:
+            continue
+        context = f"1024 … {2 * found['context']}" if found["ragged"] else found["context"]
+        for times in found["steps"]:
+            cells = (f"{times[name]:.0f}" for name in names)
+            rows.append([str(context), str(times["batch"]), str(times["new"]), found["selection"], *cells])
+    yield "Other lengths, several new tokens at once, and sequences of different lengths:"
     yield table(rows)
 
 

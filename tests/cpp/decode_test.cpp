@@ -151,7 +151,12 @@ TEST_P(Decode, ForksOfASharedPrefixDiverge) {
       // What the parent rewrote are steps; alone, its prefix may have been a chunk.
       const std::int64_t steps = under_test.prefill_has_the_bits_of_steps ? 0 : shared + below;
       expect_close(rows(results.o, 0, 0, steps), rows(expected.o, 0, 0, steps), tolerance_of(c.dtype));
-      EXPECT_TRUE(same_bits(rows(results.o, 0, steps, end + below), rows(expected.o, 0, steps, end + below)));
+      if (under_test.steps_of_any_size_have_the_same_bits()) {
+        EXPECT_TRUE(same_bits(rows(results.o, 0, steps, end + below), rows(expected.o, 0, steps, end + below)));
+      } else {  // what was rewritten came in other steps
+        expect_close(rows(results.o, 0, steps, end + below), rows(expected.o, 0, steps, end + below),
+                     tolerance_of(c.dtype));
+      }
       EXPECT_TRUE(same_bits(rows(results.o, 1, shared, end + 1), rows(expected.o, 1, shared, end + 1)));
       EXPECT_TRUE(same_bits(rows(results.indices, 1, shared, end + 1), rows(expected.indices, 1, shared, end + 1)));
     }

@@ -2,7 +2,8 @@
 
 namespace nsa::test {
 
-const DecodeOperations under_test{compress, nsa_attention, decode, prefill, true, [] { return true; }};
+const DecodeOperations under_test{compress,           nsa_attention, decode, prefill, true, [] { return true; },
+                                  [] { return true; }};
 
 std::vector<StreamCase> decode_cases() {
   constexpr Backend kReference = Backend::kReference, kCPU = Backend::kCPU;

@@ -21,6 +21,20 @@ StreamCase long_case(DType dtype = DType::kBFloat16) {
   });
 }
 
+/// Served by the kernels for Hopper where there are any: three stages of compressed keys for each thread block of a
+/// cluster, several for its window.
+StreamCase clustered_case(std::int64_t group, DType dtype = DType::kBFloat16) {
+  return with(Backend::kCUDA, dtype, [&](StreamCase& c) {
+    c.dk = c.dv = 64;
+    c.group = group;
+    c.length = 2300;
+    c.page_size = 48;
+    c.kind = CompressionKind::kLinear;
+    c.cfg = {8, 2, 32, 12, 1, 2, 600};
+  });
+}
+constexpr std::int64_t kClusteredStart = 2200;
+
 /// The arguments of steps of m tokens with a cache, all of them on the device. Rows of the stream go in by advance().
 class DeviceSteps {
  public:
@@ -117,24 +131,37 @@ void expect_same_cache(KVCache& a, KVCache& b) {
   EXPECT_TRUE(same_bits(x.cache_seqlens, y.cache_seqlens));
 }
 
+/// Steps of these sizes behind `start` tokens give what one forward gives: with its blocks imposed but for rounding,
+/// with their own choice the same blocks but for ties within rounding.
+void expect_forward(const StreamCase& c, std::int64_t start, const std::vector<std::int64_t>& sizes) {
+  const Stream stream(c);
+  const Forward forward(stream);
+  const double tolerance = c.dtype == DType::kFloat32 ? 1e-5 : 0.01;
+  for (const bool imposed : {true, false}) {
+    KVCache cache = filled_cache(stream, start);
+    Results results(c);
+    const Feed feed{stream, cache, imposed ? &forward.indices : nullptr};
+    for (const std::int64_t m : sizes) expect_ok(feed({m, m}, results));
+    const auto fed = [&](const TensorView& t) { return slice(t, 1, start, cache.length(0)); };
+    if (imposed) expect_close(fed(results.o), fed(forward.o), tolerance);
+    const std::vector<double> own = values_of(fed(results.indices)), expected = values_of(fed(forward.indices));
+    std::size_t same = 0;
+    for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
+    EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+  }
+}
+
 TEST(DecodeSteps, PartsAreTheForward) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const StreamCase c = long_case(dtype);
-    const Stream stream(c);
-    const Forward forward(stream);
-    const double tolerance = dtype == DType::kFloat32 ? 1e-5 : 0.01;
-    for (const bool imposed : {true, false}) {
-      KVCache cache = filled_cache(stream, 600);
-      Results results(c);
-      const Feed feed{stream, cache, imposed ? &forward.indices : nullptr};
-      for (const std::int64_t m : {1, 2, 16, 1, 7, 16, 16, 1}) expect_ok(feed({m, m}, results));
-      const auto fed = [&](const TensorView& t) { return slice(t, 1, 600, cache.length(0)); };
-      if (imposed) expect_close(fed(results.o), fed(forward.o), tolerance);
-      const std::vector<double> own = values_of(fed(results.indices)), expected = values_of(fed(forward.indices));
-      std::size_t same = 0;
-      for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
-      EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
-    }
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+    expect_forward(long_case(dtype), 600, {1, 2, 16, 1, 7, 16, 16, 1});
+}
+
+TEST(DecodeSteps, ClustersAreTheForward) {
+  for (const std::int64_t group : {1, 3, 4, 16, 20, 64}) {
+    SCOPED_TRACE("groups of " + std::to_string(group));
+    StreamCase c = clustered_case(group);
+    c.kv_heads = group > 16 ? 1 : 2;
+    expect_forward(c, kClusteredStart, {1, 2, 16, 1, 4, 7, 16, 3, 1});
   }
 }
 
@@ -169,11 +196,38 @@ TEST(DecodeSteps, AQueryHasTheSameBitsInAnyStep) {
   expect_same_cache(one, many);
 }
 
-TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
-  for (const std::int64_t m : {1, 4}) {
-    const StreamCase c = long_case();
+TEST(DecodeSteps, AQueryHasTheSameBitsBesideOthersAndPagedAnyhow) {
+  std::vector<Results> expected;
+  for (const std::int64_t page_size : {48, 0, 16, 128}) {
+    StreamCase c = clustered_case(16);
+    c.page_size = page_size;
     const Stream stream(c);
-    KVCache called = filled_cache(stream, 505), replayed = filled_cache(stream, 505);
+    std::size_t n = 0;
+    for (const std::int64_t m : {1, 2, 5, 16}) {
+      for (const bool beside : {false, true}) {
+        KVCache cache = filled_cache(stream, kClusteredStart);
+        Results results(c);
+        for (int i = 0; i < 4; ++i) expect_ok(Feed{stream, cache}({m, beside ? (i % 2 ? m : 1) : 0}, results));
+        if (page_size == 48 && !beside)
+          expected.push_back(std::move(results));
+        else {
+          const auto rows = [&](const TensorView& t) {
+            return slice(slice(t, 0, 0, 1), 1, kClusteredStart, kClusteredStart + 4 * m);
+          };
+          SCOPED_TRACE("m = " + std::to_string(m) + ", pages of " + std::to_string(page_size));
+          EXPECT_TRUE(same_bits(rows(results.o), rows(expected[n].o))) << (beside ? "beside another" : "alone");
+          EXPECT_TRUE(same_bits(rows(results.indices), rows(expected[n].indices)));
+        }
+      }
+      ++n;
+    }
+  }
+}
+
+void expect_replays_as_calls(const StreamCase& c, std::int64_t start) {
+  for (const std::int64_t m : {1, 4}) {
+    const Stream stream(c);
+    KVCache called = filled_cache(stream, start), replayed = filled_cache(stream, start);
     DeviceSteps calls(stream, called, m), graph_calls(stream, replayed, m);
     cudaStream_t capture;
     cudaGraph_t graph;
@@ -183,7 +237,7 @@ TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
     expect_ok(graph_calls.step(capture));
     ASSERT_EQ(cudaStreamEndCapture(capture, &graph), cudaSuccess);
     ASSERT_EQ(cudaGraphInstantiate(&replay, graph, 0), cudaSuccess);
-    for (std::int64_t at = 505; at + m <= 505 + 40; at += m) {
+    for (std::int64_t at = start; at + m <= start + 40; at += m) {
       calls.advance(at), graph_calls.advance(at);
       expect_ok(calls.step());
       ASSERT_EQ(cudaGraphLaunch(replay, capture), cudaSuccess);
@@ -192,7 +246,7 @@ TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
       EXPECT_TRUE(same_bits(calls.o(), graph_calls.o())) << "m = " << m << ", tokens from " << at;
       EXPECT_TRUE(same_bits(calls.indices(), graph_calls.indices())) << "m = " << m << ", tokens from " << at;
     }
-    EXPECT_EQ(replayed.length(0), 505 + 40);
+    EXPECT_EQ(replayed.length(0), start + 40);
     expect_same_cache(called, replayed);
     cudaGraphExecDestroy(replay);
     cudaGraphDestroy(graph);
@@ -200,26 +254,33 @@ TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
   }
 }
 
-TEST(DecodeSteps, SixtyFourStepsRepeatBitForBit) {
-  const StreamCase c = long_case();
-  const Stream stream(c);
-  std::vector<KVCache> caches;
-  std::vector<Results> results;
-  for (int run = 0; run < 2; ++run) {
-    caches.push_back(filled_cache(stream, 600));
-    results.emplace_back(c);
-    for (int i = 0; i < 64; ++i) expect_ok(Feed{stream, caches.back()}({1, 1}, results.back()));
-  }
-  EXPECT_TRUE(same_bits(slice(results[0].o, 1, 600, 664), slice(results[1].o, 1, 600, 664)));
-  EXPECT_TRUE(same_bits(slice(results[0].indices, 1, 600, 664), slice(results[1].indices, 1, 600, 664)));
-  expect_same_cache(caches[0], caches[1]);
+TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
+  expect_replays_as_calls(long_case(), 505);
+  expect_replays_as_calls(clustered_case(16), kClusteredStart);
 }
 
-TEST(DecodeSteps, LengthsAndTablesOutOfBoundsAreNoRoom) {
-  // Sequence 1 is led astray; sequence 0 must not notice, and nothing of sequence 1 may change.
-  const StreamCase c = long_case();
+TEST(DecodeSteps, SixtyFourStepsRepeatBitForBit) {
+  for (const bool clustered : {false, true}) {
+    const StreamCase c = clustered ? clustered_case(4) : long_case();
+    const std::int64_t start = clustered ? kClusteredStart : 600;
+    const Stream stream(c);
+    std::vector<KVCache> caches;
+    std::vector<Results> results;
+    for (int run = 0; run < 2; ++run) {
+      caches.push_back(filled_cache(stream, start));
+      results.emplace_back(c);
+      for (int i = 0; i < 64; ++i) expect_ok(Feed{stream, caches.back()}({1, 1}, results.back()));
+    }
+    const auto rows = [&](const TensorView& t) { return slice(t, 1, start, start + 64); };
+    EXPECT_TRUE(same_bits(rows(results[0].o), rows(results[1].o)));
+    EXPECT_TRUE(same_bits(rows(results[0].indices), rows(results[1].indices)));
+    expect_same_cache(caches[0], caches[1]);
+  }
+}
+
+/// Sequence 1 is led astray; sequence 0 must not notice, and nothing of sequence 1 may change.
+void expect_no_room(const StreamCase& c, std::int64_t length) {
   const Stream stream(c);
-  const std::int64_t length = 600;
   KVCache sound = filled_cache(stream, length);
   DeviceSteps expected(stream, sound, 2);
   expected.advance(length);
@@ -236,7 +297,8 @@ TEST(DecodeSteps, LengthsAndTablesOutOfBoundsAreNoRoom) {
                          Lie{"negative page", &KVCacheView::block_table, 3, -7},
                          Lie{"no such compressed page", &KVCacheView::block_table_c, 0, INT32_MAX},
                          Lie{"negative length", &KVCacheView::cache_seqlens, 0, -5},
-                         Lie{"length past the capacity", &KVCacheView::cache_seqlens, 0, 703},
+                         Lie{"length past the capacity", &KVCacheView::cache_seqlens, 0,
+                             static_cast<std::int32_t>(c.length + c.page_size - 1)},
                          Lie{"length past every number", &KVCacheView::cache_seqlens, 0, INT32_MAX}}) {
     SCOPED_TRACE(lie.what);
     KVCache cache = filled_cache(stream, length), before = cache;
@@ -258,6 +320,11 @@ TEST(DecodeSteps, LengthsAndTablesOutOfBoundsAreNoRoom) {
          {&KVCacheView::k_swa_ring, &KVCacheView::v_swa_ring, &KVCacheView::k_cmp_ring, &KVCacheView::v_cmp_ring})
       EXPECT_TRUE(same_bits(of(cache.view().*ring, 1), of(before.view().*ring, 1)));
   }
+}
+
+TEST(DecodeSteps, LengthsAndTablesOutOfBoundsAreNoRoom) {
+  expect_no_room(long_case(), 600);
+  expect_no_room(clustered_case(16), kClusteredStart);
 }
 
 TEST(DecodeSteps, ForkOnTheDeviceIsThatOfTheHost) {

@@ -23,6 +23,7 @@ const DecodeOperations under_test{run<CompressParams, compress>,
                                   run<DecodeParams, decode>,
                                   run<DecodeParams, prefill>,
                                   false,  // a chunk rounds the branches before it adds them
+                                  [] { return !hopper_kernels_run(); },
                                   [] { return !hopper_kernels_run(); }};  // the fold is portable, compress is not
 
 std::vector<StreamCase> decode_cases() {
@@ -37,7 +38,19 @@ std::vector<StreamCase> decode_cases() {
           with_dims(bf16, 192, 128, [](auto& c) { c.group = 4; }),
           with_dims(f16, 64, 64, [](auto& c) { c.page_size = 32, c.group = 3; }),
           with_dims(f32, 192, 128, [](auto& c) { c.page_size = 32; }),
-          with_dims(f16, 128, 128, [](auto& c) { c.kind = CompressionKind::kLinear, c.group = 8; })};
+          with_dims(f16, 128, 128, [](auto& c) { c.kind = CompressionKind::kLinear, c.group = 8; }),
+          // Steps by the kernels for Hopper: tiles of several queries, of one, several tiles of one query; blocks of 2,
+          // 4, 8 and 16 compressed keys.
+          with_dims(bf16, 128, 128, [](auto& c) { c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 20}; }),
+          with_dims(bf16, 64, 64,
+                    [](auto& c) { c.page_size = 48, c.group = 3, c.length = 300, c.cfg = {8, 8, 32, 4, 1, 1, 33}; }),
+          with_dims(f16, 192, 128,
+                    [](auto& c) { c.page_size = 0, c.group = 32, c.length = 200, c.cfg = {64, 16, 64, 2, 0, 1, 70}; }),
+          with_dims(f16, 64, 64,
+                    [](auto& c) { c.page_size = 64, c.group = 1, c.length = 400, c.cfg = {4, 2, 32, 6, 1, 2, 40}; }),
+          with_dims(bf16, 128, 128,
+                    [](auto& c) { c.page_size = 16, c.group = 5, c.length = 400, c.cfg = {32, 16, 128, 2, 0, 1, 48}; }),
+          with_dims(bf16, 64, 64, [](auto& c) { c.group = 40, c.length = 200, c.cfg = {32, 16, 32, 4, 1, 1, 512}; })};
 }
 
 }  // namespace nsa::test

@@ -155,6 +155,72 @@ TEST(Heuristics, TilesOfCompressedRows) {
   EXPECT_EQ(compress::compress_tile_rows(false, 128, 128, 32, 8, 132), 128);
 }
 
+StepDesc step() {
+  StepDesc d;
+  d.key_dim = d.value_dim = 128;
+  d.group = 16, d.capacity = 65536;
+  d.hidden_k = d.hidden_v = 256;
+  return d;
+}
+
+TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
+  const StepKernels k = choose_kernels(step());
+  EXPECT_TRUE(k.attend && k.fold);
+  EXPECT_EQ(k.tiles, decode::StepTiles(16, 1));
+  const std::string defaults = describe_kernels({});
+  EXPECT_NE(defaults.find("decode: sm90 step_fold and step_attend"), std::string::npos) << defaults;
+}
+
+TEST(Heuristics, EveryStepWithoutThemHasAReason) {
+  const auto with = [](auto&& change) {
+    StepDesc d = step();
+    change(d);
+    return d;
+  };
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.dtype = DType::kFloat32; })), "neither bfloat16 nor float16");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.key_dim = 80; })), "head dims other than 64/64, 128/128 and 192/128");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.group = 65; })), "more than 64 heads in a group");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.block_size = 48; })), "blocks other than of 32, 64 or 128 tokens");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.topk = 65; })), "more than 64 blocks for a query");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_stride = 64, d.cfg.kernel_size = 64; })),
+               "blocks of less than 2 or more than 16 compressed keys");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_size = 96; })),
+               "compression blocks longer than a selection block and a stride");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.tma_compatible = false; })),
+               "addresses or strides that are no multiples of 16 bytes");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.capacity = 1 << 24; })), "a cache of too many tokens for a sequence");
+  const StepDesc odd = with([](auto& d) { d.hidden_k = 320; });
+  EXPECT_EQ(obstacle(odd), nullptr);
+  EXPECT_NE(fold_obstacle(odd), nullptr);
+  EXPECT_TRUE(choose_kernels(odd).attend && !choose_kernels(odd).fold);
+}
+
+TEST(Heuristics, EveryQueryOfAStepHasItsRowsInOneCluster) {
+  for (int group = 1; group <= 64; ++group)
+    for (int m = 1; m <= 16; ++m)
+      for (const int most : {1, 2, 4}) {
+        const decode::StepTiles t(group, m, most);
+        SCOPED_TRACE("G = " + std::to_string(group) + ", m = " + std::to_string(m));
+        EXPECT_TRUE(t.tiles == 1 || t.tiles == 2 || t.tiles == 4);
+        EXPECT_TRUE(t.together == 1 || t.slices == 1);
+        EXPECT_GE(t.queries, 1);
+        EXPECT_LE(t.queries * t.slices, t.tiles * t.together);  // tiles of the queries fit
+        EXPECT_LE(t.together * group, t.slices * decode::kTileRows);
+        EXPECT_GE(t.queries * t.clusters, m);
+        EXPECT_LT(t.queries * (t.clusters - 1), m);
+        EXPECT_TRUE(t.tiles > 1 || t.queries == 1);
+      }
+}
+
+TEST(Heuristics, LongCachesHaveFewerTiles) {
+  StepDesc d = step();
+  d.queries = 16;
+  EXPECT_EQ(choose_kernels(d).tiles.tiles, 4);
+  d.capacity = 1 << 20;
+  EXPECT_LT(choose_kernels(d).tiles.tiles, 4);
+  EXPECT_EQ(obstacle(d), nullptr);
+}
+
 }  // namespace
 }  // namespace nsa::cuda::sm90
 

@@ -11,6 +11,7 @@ struct StepPlan {
   int added;      // new tokens; 0: idle, or without room
   int sequence;   // its number, which is that of its page in a ring
   int completed;  // compression blocks that the new tokens complete
+  int served;     // 0; counts clusters that have read the length (sm90/decode)
 };
 
 /// q_len and k_len are upper bounds that the host knows: new tokens, capacity.
@@ -25,6 +26,13 @@ __device__ inline DeviceSequence sequence_of(const StepGeometry& p, int b) {
 }
 
 __device__ inline int compressed_begin(const StepGeometry&, int) { return 0; }
+
+/// The page tables of a cache, checked before anything follows them.
+struct PageTable {
+  const int* pages = nullptr;
+  std::int64_t row = 0;  // ints from one sequence's pages to the next one's
+  int max_pages = 0, page_size = 1, num_pages = 0;
+};
 
 /// Room for the tokens of sequences: pages found through a table. A ring is the only page of its sequence.
 struct Slots {

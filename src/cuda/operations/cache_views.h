@@ -14,7 +14,7 @@ inline Slots ring(const TensorView& tokens, const int* numbers, std::int64_t ste
   return {strided(tokens), to_int(tokens.size(1)), true, numbers, step};
 }
 
-inline portable::PageTable page_table(const TensorView& pages, const TensorView& table) {
+inline PageTable page_table(const TensorView& pages, const TensorView& table) {
   return {table.as<const int>(), table.stride[0], to_int(table.size(1)), to_int(pages.size(1)), to_int(pages.size(0))};
 }
 

@@ -10,12 +10,6 @@ namespace nsa::cuda {
 
 namespace {
 
-/// (P, rows, columns) or (P, columns); one set for all KV heads when P = 1.
-Weights weights_of(const TensorView& t) {
-  if (!t.defined()) return {};
-  return {t.data, t.size(0) > 1 ? t.stride[0] : 0, t.rank == 3 ? t.stride[1] : 0};
-}
-
 /// All but the memory of the call.
 CompressArgs compress_args(const CompressParams& p) {
   CompressArgs args{};

@@ -2,8 +2,15 @@
 #pragma once
 
 #include "core/backend.h"
+#include "cuda/common/params.h"
 
 namespace nsa::cuda {
+
+/// (P, rows, columns) or (P, columns); one set for all KV heads when P = 1.
+inline Weights weights_of(const TensorView& t) {
+  if (!t.defined()) return {};
+  return {t.data, t.size(0) > 1 ? t.stride[0] : 0, t.rank == 3 ? t.stride[1] : 0};
+}
 
 /// Both, which have the same cfg and cu_seqlens, by one launch of each kernel where they have the same shapes, too.
 /// second may be null.

@@ -1,4 +1,4 @@
-// decode and prefill of the portable backend: arguments of kernels, and their launches.
+// decode and prefill: arguments of kernels, and their launches.
 #include "cuda/operations/cache_views.h"
 #include "cuda/operations/compress.h"
 #include "cuda/operations/select_blocks.h"
@@ -22,10 +22,20 @@ class Step {
   Step(const DecodeParams& params, Execution& execution) : p_(params), e_(execution) {}
 
   Status run() {
+    describe();
+    if (hopper_.fold) {
+      if (Status s = fold_on_hopper(); !s.ok()) return s;
+      return attend_on_hopper();
+    }
     if (Status s = plan(); !s.ok()) return s;
     if (Status s = fold(); !s.ok()) return s;
+    if (hopper_.attend) {  // reads the new tokens where they are appended
+      if (Status s = append_to_rings(nullptr); !s.ok()) return s;
+      return attend_on_hopper();
+    }
     if (Status s = attend(); !s.ok()) return s;
-    return append_to_rings();
+    // Last, as queries see tokens that the new ones replace in the rings.
+    return append_to_rings(p_.cache.cache_seqlens.as<int>());
   }
 
  private:
@@ -34,6 +44,7 @@ class Step {
   std::int64_t heads() const { return p_.q.size(2); }
   std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
   int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
+  int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
   bool measuring() const { return e_.arena.measuring(); }
   bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
   /// Whether anybody asks for the choice of blocks.
@@ -43,10 +54,13 @@ class Step {
     return take_like(e_.arena, TensorView::contiguous(nullptr, dtype, shape, p_.q.device), dtype);
   }
 
+  void describe();
   Status plan();
   Status fold();
+  Status fold_on_hopper();
   Status attend();
-  Status append_to_rings();
+  Status attend_on_hopper();
+  Status append_to_rings(int* lengths);
   Status move(const TokenMove* moves, int count, std::int64_t tokens, int* lengths);
   TokenMove move_of(const TensorView& fresh, const Slots& slots, const TensorView& gathered = {}) const {
     const DType dtype = fresh.dtype;
@@ -69,9 +83,13 @@ class Step {
   Status attend_selected();
   Status combine();
 
+  sm90::StepKernels hopper_kernels() const;
+
   const DecodeParams& p_;
   Execution& e_;
   StepGeometry geometry_;
+  StepPlan* plan_ = nullptr;
+  sm90::StepKernels hopper_;
   Slots k_c_, v_c_, k_slc_, v_slc_;
   float scale_ = 0;
   TensorView indices_, attended_;  // own and those attended to
@@ -81,25 +99,31 @@ class Step {
   TensorView o_[kBranches], lse_;
 };
 
-Status Step::plan() {
+/// What all ways of a step need to know. The plan is written by its first kernel.
+void Step::describe() {
   const KVCacheView& cache = p_.cache;
   k_c_ = paged(cache.k_c, cache.block_table_c), v_c_ = paged(cache.v_c, cache.block_table_c);
   k_slc_ = paged(cache.k_slc, cache.block_table), v_slc_ = paged(cache.v_slc, cache.block_table);
   scale_ = static_cast<float>(scale_of(p_.softmax_scale, p_.q));
   const std::int64_t capacity = std::min(cache.block_table.size(1) * cache.k_slc.size(1), kMaxTokens);
   static_cast<Geometry&>(geometry_) = geometry_of(p_.q, kv_heads(), capacity, 0, {}, p_.cfg);
-  StepPlan* plan = e_.arena.take<StepPlan>(batches());
-  geometry_.plan = plan;
+  plan_ = e_.arena.take<StepPlan>(batches());
+  geometry_.plan = plan_;
+  hopper_ = hopper_kernels();
+}
+
+Status Step::plan() {
   if (measuring()) return {};
+  const KVCacheView& cache = p_.cache;
   PlanArgs args{};
   args.geometry = geometry_;
-  args.plan = plan;
+  args.plan = plan_;
   args.lengths = cache.cache_seqlens.as<const int>();
   args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
   args.overflow = cache.overflow.as<int>();
   args.tokens = page_table(cache.k_slc, cache.block_table);
   args.compressed = page_table(cache.k_c, cache.block_table_c);
-  args.positions = to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens);
+  args.positions = positions();
   return status_of(launch(plan_step, dim3(static_cast<unsigned>(batches())), 256, 0, e_.stream, args), "plan_step");
 }
 
@@ -263,13 +287,93 @@ Status Step::combine() {
   return status_of(step_element_kernels(p_.q.dtype)->combine(args, e_.stream), "combine_step");
 }
 
-/// Last, as queries see tokens that the new ones replace in the rings; and the lengths.
-Status Step::append_to_rings() {
+/// Advances the lengths, if they are given.
+Status Step::append_to_rings(int* lengths) {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
   const TokenMove moves[] = {move_of(p_.k_swa, ring(cache.k_swa_ring)), move_of(p_.v_swa, ring(cache.v_swa_ring)),
                              move_of(p_.k_cmp, ring(cache.k_cmp_ring)), move_of(p_.v_cmp, ring(cache.v_cmp_ring))};
-  return move(moves, 4, tokens(), cache.cache_seqlens.as<int>());
+  return move(moves, 4, tokens(), lengths);
+}
+
+/// The kernels of compute capability 9.0 that can serve this step here.
+sm90::StepKernels Step::hopper_kernels() const {
+  if (!uses_splits()) return {};
+  const KVCacheView& cache = p_.cache;
+  sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, p_.q.size(1), geometry_.k_len, p_.cfg};
+  for (const TensorView* t :
+       {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring})
+    call.tma_compatible &= sm90::tma_compatible(strided(*t));
+  call.phi_k = p_.weights_k.kind, call.phi_v = p_.weights_v.kind;
+  for (const CompressionWeights* w : {&p_.weights_k, &p_.weights_v}) {
+    if (w->w1.defined()) (w == &p_.weights_k ? call.hidden_k : call.hidden_v) = w->w1.size(2);
+    for (const Weights& t : {weights_of(w->pe), weights_of(w->w1)})
+      call.phi_compatible &= sm90::tma_compatible({t.data, t.head, t.row, 0});
+  }
+  for (const TensorView* t : {&p_.k_cmp, &p_.v_cmp, &cache.k_cmp_ring, &cache.v_cmp_ring})
+    call.phi_compatible &= sm90::tma_compatible(strided(*t));
+  return sm90::kernels_for(p_.q.device.index, call);
+}
+
+Status Step::fold_on_hopper() {
+  if (measuring()) return {};
+  const KVCacheView& cache = p_.cache;
+  sm90::decode::StepFoldArgs args{};
+  args.geometry = geometry_;
+  args.plan = plan_;
+  args.lengths = cache.cache_seqlens.as<const int>();
+  args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
+  args.overflow = cache.overflow.as<int>();
+  args.tokens = page_table(cache.k_slc, cache.block_table);
+  args.compressed = page_table(cache.k_c, cache.block_table_c);
+  args.positions = positions();
+  const auto append = [&](const TensorView& fresh, const Slots& slots) -> sm90::decode::Append {
+    return {in_bytes(strided(fresh), fresh.dtype), in_bytes(slots, fresh.dtype), pieces_of(fresh)};
+  };
+  args.appends[0] = append(p_.k_slc, k_slc_), args.appends[1] = append(p_.v_slc, v_slc_);
+  args.appends[2] = append(p_.k_swa, ring(cache.k_swa_ring)),
+  args.appends[3] = append(p_.v_swa, ring(cache.v_swa_ring));
+  args.appends[4] = append(p_.k_cmp, ring(cache.k_cmp_ring)),
+  args.appends[5] = append(p_.v_cmp, ring(cache.v_cmp_ring));
+  const auto side = [&](const TensorView& fresh, const TensorView& raw, const Slots& out, const CompressionWeights& w) {
+    sm90::decode::FoldSide side{};
+    side.fresh = strided(fresh), side.ring = ring(raw), side.out = out;
+    side.pe = weights_of(w.pe), side.w1 = weights_of(w.w1), side.b1 = weights_of(w.b1);
+    side.w2 = weights_of(w.w2), side.b2 = weights_of(w.b2);
+    side.dim = to_int(fresh.size(3));
+    side.mlp = w.kind == CompressionKind::kMlp;
+    if (w.w1.defined()) side.hidden = to_int(w.w1.size(2)), side.clusters = to_int(w.w1.size(0));
+    return side;
+  };
+  args.sides[0] = side(p_.k_cmp, cache.k_cmp_ring, k_c_, p_.weights_k);
+  args.sides[1] = side(p_.v_cmp, cache.v_cmp_ring, v_c_, p_.weights_v);
+  args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
+  return status_of(hopper_.fold(args, e_.stream), "step_fold");
+}
+
+Status Step::attend_on_hopper() {
+  if (measuring()) return {};
+  const KVCacheView& cache = p_.cache;
+  const NSAConfig& cfg = p_.cfg;
+  sm90::decode::StepAttendArgs args{};
+  args.geometry = geometry_;
+  args.q = strided(p_.q), args.gates = strided(p_.gates), args.o = strided(p_.o);
+  args.imposed = strided(p_.imposed_indices), args.indices = strided(p_.indices);
+  args.cached[kCompressed] = {k_c_, v_c_, to_int(cache.k_c.size(0))};
+  args.cached[kSelected] = {k_slc_, v_slc_, to_int(cache.k_slc.size(0))};
+  args.cached[kWindow] = {ring(cache.k_swa_ring), ring(cache.v_swa_ring), to_int(cache.k_swa_ring.size(0))};
+  args.window = window();
+  args.topk = cfg.topk;
+  args.init_blocks = cfg.init_blocks, args.local_blocks = cfg.local_blocks;
+  args.scale = scale_;
+  args.lengths = cache.cache_seqlens.as<int>();
+  args.advance = true;
+  args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
+  args.positions = positions();
+  args.plan = plan_;
+  args.tiles = hopper_.tiles;
+  args.block_keys = sm90::decode::BlockKeys(cfg);
+  return status_of(hopper_.attend(args, true, e_.stream), "step_attend");
 }
 
 }  // namespace

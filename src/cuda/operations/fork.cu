@@ -1,6 +1,6 @@
 // fork of the portable backend: what two sequences cannot share is copied on the device.
+#include "cuda/common/pages.cuh"
 #include "cuda/operations/cache_views.h"
-#include "cuda/portable/decode/pages.cuh"
 
 namespace nsa::cuda {
 namespace {

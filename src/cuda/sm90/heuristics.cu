@@ -71,6 +71,33 @@ CompressKernels all_kernels(const CompressDesc& call) {
   return {};
 }
 
+template <class T>
+StepKernels step_instances(std::int64_t key_dim, std::int64_t value_dim) {
+  const auto with = [](auto attend) { return StepKernels{attend, {}, decode::launch_step_fold<T>}; };
+  if (key_dim == 64 && value_dim == 64) return with(decode::launch_step_attend<T, 64, 64>);
+  if (key_dim == 128 && value_dim == 128) return with(decode::launch_step_attend<T, 128, 128>);
+  if (key_dim == 192 && value_dim == 128) return with(decode::launch_step_attend<T, 192, 128>);
+  return {};
+}
+StepKernels all_kernels(const StepDesc& call) {
+  if (call.dtype == DType::kBFloat16) return step_instances<Bf16>(call.key_dim, call.value_dim);
+  if (call.dtype == DType::kFloat16) return step_instances<Half>(call.key_dim, call.value_dim);
+  return {};
+}
+
+/// The most tiles of rows for a cluster, so that keys are read as seldom as possible; none (0): not even one fits.
+int most_step_tiles(const StepDesc& call) {
+  const NSAConfig& cfg = call.cfg;
+  const decode::BlockKeys block_keys(cfg);
+  for (int most = decode::kMostTiles; most > 0; most /= 2) {
+    const decode::StepTiles tiles(static_cast<int>(call.group), static_cast<int>(call.queries), most);
+    const decode::StepMemory memory(tiles, block_keys, static_cast<int>(call.key_dim), static_cast<int>(call.value_dim),
+                                    cfg.topk, cfg.num_compressed(call.capacity), call.capacity / cfg.block_size + 1);
+    if (memory.fits()) return most;
+  }
+  return 0;
+}
+
 constexpr const char* kNoDevice = "NSA_CUDA_KERNELS=portable, or no GPU of capability 9.0";
 
 /// The log's line where the portable kernels serve. why null: they don't.
@@ -138,6 +165,47 @@ CompressKernels choose_kernels(const CompressDesc& call) {
   return obstacle(call) ? CompressKernels{} : all_kernels(call);
 }
 
+const char* obstacle(const StepDesc& call) {
+  if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
+  if (!all_kernels(call).attend) return "head dims other than 64/64, 128/128 and 192/128";
+  if (call.group < 1 || call.group > decode::kMostTiles * decode::kTileRows) return "more than 64 heads in a group";
+  const NSAConfig& cfg = call.cfg;
+  if (cfg.block_size != 32 && cfg.block_size != 64 && cfg.block_size != 128)
+    return "blocks other than of 32, 64 or 128 tokens";
+  if (cfg.topk > decode::kMostBlocks) return "more than 64 blocks for a query";
+  const int keys = cfg.block_size / cfg.kernel_stride, strides = cfg.kernel_size / cfg.kernel_stride;
+  if (keys < 2 || keys > decode::kUnitKeys) return "blocks of less than 2 or more than 16 compressed keys";
+  if (strides > keys + 1) return "compression blocks longer than a selection block and a stride";
+  if (!call.tma_compatible) return "addresses or strides that are no multiples of 16 bytes";
+  if (!most_step_tiles(call)) return "a cache of too many tokens for a sequence";
+  return nullptr;
+}
+
+const char* fold_obstacle(const StepDesc& call) {
+  if (!call.phi_compatible) return "addresses or strides that are no multiples of 16 bytes";
+  constexpr int kSlice = decode::kFoldRanks * decode::kFoldStageRows;
+  const auto fits = [&](CompressionKind kind, std::int64_t dim, std::int64_t hidden) {
+    const std::int64_t tiles = hidden / 64;
+    return kind == CompressionKind::kMean || (call.cfg.kernel_size * dim % kSlice == 0 && hidden % 64 == 0 &&
+                                              tiles >= 1 && tiles <= 8 && tiles != 5 && tiles != 7);
+  };
+  if (!fits(call.phi_k, call.key_dim, call.hidden_k) || !fits(call.phi_v, call.value_dim, call.hidden_v))
+    return "hidden units other than 64, 128, 192, 256, 384 or 512, or l D no multiple of 512";
+  if (call.phi_k != CompressionKind::kMean && call.phi_v != CompressionKind::kMean && call.hidden_k != call.hidden_v &&
+      !(call.hidden_k == 384 && call.hidden_v == 256) && !(call.hidden_k == 192 && call.hidden_v == 128))
+    return "hidden units of keys and of values that have no kernel together";
+  return nullptr;
+}
+
+StepKernels choose_kernels(const StepDesc& call) {
+  if (obstacle(call)) return {};
+  StepKernels kernels = all_kernels(call);
+  if (fold_obstacle(call)) kernels.fold = nullptr;
+  kernels.tiles =
+      decode::StepTiles(static_cast<int>(call.group), static_cast<int>(call.queries), most_step_tiles(call));
+  return kernels;
+}
+
 std::string describe(const KernelQuery& query) {
   AttentionDesc call;
   call.dtype = query.dtype;
@@ -169,7 +237,15 @@ std::string describe(const KernelQuery& query) {
                                  : "sm90 query-major or block-major, as the indices decide, d_q and d_kv");
   line("sliding_window_attention", attention("sm90 range_attention, forward and backward"));
   line("combine", attention("with the window's forward in nsa_attention, else portable kernels"));
-  line("decode", portable("a step has no others"));
+  StepDesc step{query.dtype, query.key_dim, query.value_dim, call.group, 1, 1 << 16, query.cfg};
+  step.phi_k = step.phi_v = query.phi;
+  const auto columns = [&](std::int64_t dim) {
+    return query.phi == CompressionKind::kMlp ? (query.phi_hidden > 0 ? query.phi_hidden : 2 * dim) : dim;
+  };
+  step.hidden_k = columns(query.key_dim), step.hidden_v = columns(query.value_dim);
+  line("decode", obstacle(step)        ? portable(obstacle(step))
+                 : fold_obstacle(step) ? "sm90 step_attend; compress by " + portable(fold_obstacle(step))
+                                       : "sm90 step_fold and step_attend");
   return text;
 }
 
@@ -198,6 +274,15 @@ CompressKernels kernels_for(int index, const CompressDesc& call) {
   const bool supported = device_supported(index);
   if (logs_details()) log_portable("compress", supported ? obstacle(call) : kNoDevice);
   return supported ? choose_kernels(call) : CompressKernels{};
+}
+StepKernels kernels_for(int index, const StepDesc& call) {
+  const bool supported = device_supported(index);
+  if (logs_details()) {
+    const char* const why = supported ? obstacle(call) : kNoDevice;
+    log_portable("decode", why);
+    if (!why) log_portable("compress of a step", fold_obstacle(call));
+  }
+  return supported ? choose_kernels(call) : StepKernels{};
 }
 
 }  // namespace nsa::cuda::sm90

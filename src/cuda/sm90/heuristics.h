@@ -10,6 +10,8 @@
 #include <string>
 
 #include "cuda/sm90/compress/compress.h"
+#include "cuda/sm90/decode/step_attend.h"
+#include "cuda/sm90/decode/step_fold.h"
 #include "cuda/sm90/range_attention/range_attention.h"
 #include "cuda/sm90/select_blocks/compressed_select.h"
 #include "cuda/sm90/selected_attention/selected_attention.h"
@@ -66,13 +68,38 @@ struct CompressKernels {
   cudaError_t (*gradients)(const compress::CompressWork&, cudaStream_t) = nullptr;
 };
 
+/// What the choice of a decode step's kernels looks at.
+struct StepDesc {
+  DType dtype = DType::kBFloat16;
+  std::int64_t key_dim = 0, value_dim = 0;
+  std::int64_t group = 0;     // G
+  std::int64_t queries = 1;   // m
+  std::int64_t capacity = 0;  // tokens that a sequence of the cache may have
+  NSAConfig cfg;
+  bool tma_compatible = true;
+  CompressionKind phi_k = CompressionKind::kMlp, phi_v = CompressionKind::kMlp;
+  std::int64_t hidden_k = 0, hidden_v = 0;  // columns of φ's first weights, 0 for the mean
+  bool phi_compatible = true;               // tokens and weights of φ: as tma_compatible
+};
+
+/// Null: there is none.
+struct StepKernels {
+  cudaError_t (*attend)(const decode::StepAttendArgs&, bool programmatic, cudaStream_t) = nullptr;
+  decode::StepTiles tiles;
+  cudaError_t (*fold)(const decode::StepFoldArgs&, cudaStream_t) = nullptr;  // null: by portable kernels
+};
+
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
 Kernels choose_kernels(const AttentionDesc& call);
 CompressKernels choose_kernels(const CompressDesc& call);
+StepKernels choose_kernels(const StepDesc& call);
 
 /// Why a call has none of these kernels: "float32", "head dims 80/80", ... Null: it has.
 const char* obstacle(const AttentionDesc& call);
 const char* obstacle(const CompressDesc& call);
+const char* obstacle(const StepDesc& call);
+/// Why what a step does before it attends has none, though obstacle() is null.
+const char* fold_obstacle(const StepDesc& call);
 /// Why selected attention has none, or the choice of blocks together with compressed attention, though obstacle() is
 /// null.
 const char* selected_obstacle(const AttentionDesc& call);
@@ -86,5 +113,6 @@ bool device_supported(int index);
 /// choose_kernels(), or none where they do not serve; the log says why.
 Kernels kernels_for(int index, const AttentionDesc& call);
 CompressKernels kernels_for(int index, const CompressDesc& call);
+StepKernels kernels_for(int index, const StepDesc& call);
 
 }  // namespace nsa::cuda::sm90

@@ -2,27 +2,23 @@
 // sequence that they would lead out of bounds has no room, and nothing else reads them.
 #pragma once
 
-#include "cuda/portable/decode/pages.cuh"
+#include "cuda/common/pages.cuh"
 
 namespace nsa::cuda::portable {
 
 /// A thread block per sequence.
 __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArgs args) {
-  const StepGeometry& p = args.geometry;
-  const int b = blockIdx.x, before = args.lengths[b];
-  const int wanted = args.num_new ? min(max(args.num_new[b], 0), p.q_len) : p.q_len;
-  bool room = wanted > 0 && before >= 0 && before <= p.k_len - wanted;
-  int blocks = 0;
+  const int b = blockIdx.x;
+  const StepWish wish(args.geometry, args.lengths, args.num_new, args.positions, b);
+  bool room = wish.possible;
   if (room) {
-    const int after = before + wanted;
-    blocks = num_compressed(p, after);
-    room = static_cast<std::int64_t>(blocks - 1) * p.kernel_stride < args.positions;
-    room &= all_pages(args.tokens, after, [&](int page) { return has_page(args.tokens, b, page); });
-    room &= all_pages(args.compressed, blocks, [&](int page) { return has_page(args.compressed, b, page); });
+    room &= all_pages(args.tokens, wish.after(), [&](int page) { return has_page(args.tokens, b, page); });
+    room &= all_pages(args.compressed, wish.first + wish.completed,
+                      [&](int page) { return has_page(args.compressed, b, page); });
   }
   if (threadIdx.x > 0) return;
-  args.plan[b] = {max(before, 0), room ? wanted : 0, b, room ? blocks - num_compressed(p, before) : 0};
-  if (wanted > 0 && !room) *args.overflow = 1;
+  args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0};
+  if (wish.added > 0 && !room) *args.overflow = 1;
 }
 
 /// Grid y: kind of tokens, z: sequence.

@@ -32,13 +32,6 @@ struct StepSelectArgs : SelectArgsOf<StepGeometry, CachedTokens> {
   const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
 };
 
-/// The page tables of a cache, checked before anything follows them.
-struct PageTable {
-  const int* pages = nullptr;
-  std::int64_t row = 0;  // ints from one sequence's pages to the next one's
-  int max_pages = 0, page_size = 1, num_pages = 0;
-};
-
 struct PlanArgs {
   StepGeometry geometry;
   StepPlan* plan;

@@ -1,0 +1,63 @@
+// Page tables and rows of a cache on the device: what the kernels of a step and of a fork share.
+#pragma once
+
+#include "cuda/common/cache.cuh"
+
+namespace nsa::cuda {
+
+/// Whether page number `page` of sequence b exists.
+__device__ inline bool has_page(const PageTable& t, int b, int page) {
+  return static_cast<unsigned>(t.pages[b * t.row + page]) < static_cast<unsigned>(t.num_pages);
+}
+
+__device__ inline int pages_for(const PageTable& t, int tokens) {
+  return tokens / t.page_size + (tokens % t.page_size > 0);
+}
+
+/// Whether good(page) holds for this thread's share of the pages of `tokens` tokens, which are no more than there can
+/// be.
+template <class Good>
+__device__ inline bool own_pages(const PageTable& t, int tokens, const Good& good) {
+  const int pages = pages_for(t, tokens);
+  bool all = pages <= t.max_pages;
+  if (all)
+    for (int page = threadIdx.x; page < pages; page += blockDim.x) all &= good(page);
+  return all;
+}
+/// The same of all of them. All threads of the block call it.
+template <class Good>
+__device__ inline bool all_pages(const PageTable& t, int tokens, const Good& good) {
+  return __syncthreads_and(own_pages(t, tokens, good));
+}
+
+/// What a step wants to add to a sequence, before its pages are looked at. Lengths come from the device.
+struct StepWish {
+  int before, added;     // tokens; 0 added: idle
+  int completed, first;  // compression blocks that the new tokens complete, and the first of them
+  bool possible;         // within the capacity and the rotation's angles
+
+  __device__ StepWish(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b) {
+    before = lengths[b];
+    added = num_new ? min(max(num_new[b], 0), p.q_len) : p.q_len;
+    possible = added > 0 && before >= 0 && before <= p.k_len - added;
+    const int blocks = possible ? num_compressed(p, after()) : 0;
+    first = possible ? num_compressed(p, before) : 0;
+    completed = blocks - first;
+    possible &= static_cast<std::int64_t>(blocks - 1) * p.kernel_stride < positions;
+  }
+  __device__ int after() const { return before + added; }
+};
+
+/// Rows of heads of tokens, in pieces of sixteen bytes: from(token, head) to to(token, head), nothing where that is
+/// null. The grid's x is over tokens.
+template <class From, class To>
+__device__ inline void copy_rows(int tokens, int heads, int pieces, const From& from, const To& to) {
+  for (int token = blockIdx.x; token < tokens; token += gridDim.x)
+    for (int i = threadIdx.x; i < heads * pieces; i += blockDim.x) {
+      const int head = i / pieces, piece = i % pieces;
+      char* target = to(token, head);
+      if (target) reinterpret_cast<uint4*>(target)[piece] = reinterpret_cast<const uint4*>(from(token, head))[piece];
+    }
+}
+
+}  // namespace nsa::cuda

@@ -1,0 +1,74 @@
+// Thread blocks of a cluster: each other's shared memory, their barrier, and the kernel launched before.
+#pragma once
+
+#include <cstdint>
+
+namespace nsa::cuda::sm90 {
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// The barrier of all threads of the cluster. What was written before it, in any shared memory, is seen behind it. A
+/// thread block must not end while others read its memory.
+__device__ __forceinline__ void cluster_sync() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Loads from the shared memory of another thread block, of what a cluster_sync() has made visible; they stay behind it.
+
+/// An address of this thread block's shared memory in that of another one.
+__device__ __forceinline__ std::uint32_t map_to_rank(std::uint32_t address, int rank) {
+  std::uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ float load_remote_float(std::uint32_t from) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ int load_remote_int(std::uint32_t from) {
+  int x;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ std::uint16_t load_remote_16(std::uint32_t from) {
+  std::uint16_t x;
+  asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(x) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ float2 load_remote_float2(std::uint32_t from) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ uint2 load_remote_uint2(std::uint32_t from) {
+  uint2 x;
+  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ uint4 load_remote_uint4(std::uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from));
+  return x;
+}
+__device__ __forceinline__ float4 load_remote_float4(std::uint32_t from) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from));
+  return x;
+}
+
+// Programmatic dependent launch. A kernel that was launched so may begin before the one in front of it has ended; it
+// must not read what that one writes before wait_for_launcher(), and every thread block calls it before it ends.
+__device__ __forceinline__ void wait_for_launcher() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+/// Lets the next kernel begin once every thread block has called it or has ended.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+}  // namespace nsa::cuda::sm90

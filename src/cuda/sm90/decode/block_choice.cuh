@@ -1,0 +1,172 @@
+// The choice of blocks within a cluster: sums of probabilities that warps keep as keys stream past, importances of the
+// blocks that a thread block has kept, the top n of them, and the top n of all.
+#pragma once
+
+#include "cuda/common/block_list.cuh"
+#include "cuda/common/gumbel.cuh"
+#include "cuda/sm90/common/cluster.cuh"
+#include "cuda/sm90/common/ptx.cuh"
+#include "cuda/sm90/decode/step_attend.h"
+
+namespace nsa::cuda::sm90::decode {
+
+/// What is kept of a unit and tile (BlockKeys::kept_bytes). Rows r and r + 8 lie side by side, as one lane has them.
+struct KeptUnit {
+  char* memory;
+  int blocks;
+
+  __device__ __half* sums(int block) const { return reinterpret_cast<__half*>(memory) + block * kTileRows; }
+  __device__ __half* crossing() const { return sums(blocks); }  // what its keys give to the next unit's first block
+  __device__ float* reference() const { return reinterpret_cast<float*>(sums(blocks + 1)); }
+  __device__ static int row_of(int place) { return place / 2 + place % 2 * 8; }
+};
+
+/// Equation 9 as a product: how many strides each key of a unit shares with blocks first ... first + 7, counted from
+/// the unit's own first one, as this lane's B operand of sixteen keys.
+struct BlockWeights {
+  std::uint32_t b[2];
+
+  __device__ BlockWeights(const BlockKeys& shape, int first, int lane) {
+    const int begin = (first + lane / 4) << shape.log2_keys, end = begin + (1 << shape.log2_keys);
+    const auto shared = [&](int key) {
+      return static_cast<float>(max(min(key + shape.strides, end) - max(key, begin), 0));
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = 2 * (lane & 3) + 8 * i;
+      b[i] = pack(Half{}, shared(key), shared(key + 1));
+    }
+  }
+};
+
+/// Keeps a unit's probabilities p, relative to `reference` (base 2) of the lane's two rows, as sums over selection
+/// blocks. weights: from block 0 on.
+__device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys& shape, const BlockWeights& weights,
+                                          const float (&p)[2][4], const float (&reference)[2], int lane) {
+  const int column = 2 * (lane & 3);  // the lane's, and the next one
+  char* const mine = unit.memory + (column * kTileRows * 2 + lane / 4 * 4);
+  const auto keep = [&](int block, float low, float high) {
+    if (column + block <= unit.blocks)
+      *reinterpret_cast<std::uint32_t*>(mine + block * kTileRows * 2) = pack(Half{}, low, high);
+  };
+  std::uint32_t a[4];
+  operand_a<Half>(a, p, 0);
+  float sums[4] = {};
+  mma(Half{}, sums, a, weights.b[0], weights.b[1]);
+  keep(0, sums[0], sums[2]);
+  keep(1, sums[1], sums[3]);
+  if (unit.blocks == 8) {  // the next unit's is the ninth
+    const BlockWeights beyond(shape, 8, lane);
+    float rest[4] = {};
+    mma(Half{}, rest, a, beyond.b[0], beyond.b[1]);
+    keep(8, rest[0], rest[2]);
+  }
+  if (column == 0) reinterpret_cast<float2*>(unit.reference())[lane / 4] = make_float2(reference[0], reference[1]);
+}
+
+/// Where the units of a cluster lie: stages of kWarps units go to the ranks in turn, and a rank's units follow each
+/// other in its memory.
+struct UnitPlace {
+  int rank, local;
+
+  __device__ explicit UnitPlace(int unit)
+      : rank(unit / kWarps % kRanks), local(unit / kWarps / kRanks * kWarps + unit % kWarps) {}
+  __device__ static int unit_of(int local, int rank) {
+    return (local / kWarps * kRanks + rank) * kWarps + local % kWarps;
+  }
+};
+
+/// A block that may be chosen, as a number that orders by importance, of equal ones the lower block first; 0: none.
+__device__ __forceinline__ unsigned long long candidate(unsigned importance, int block) {
+  return importance ? static_cast<unsigned long long>(importance) << 32 | (0xffffffffu - static_cast<unsigned>(block))
+                    : 0;
+}
+__device__ __forceinline__ int block_of(unsigned long long candidate) {
+  return static_cast<int>(0xffffffffu - static_cast<unsigned>(candidate));
+}
+
+/// Puts a list of up to kMostBlocks different numbers in order, the largest first; zeros are none. One warp.
+__device__ __forceinline__ void sort_descending(unsigned long long* list, int count, int lane) {
+  constexpr int kEach = kMostBlocks / 32;
+  unsigned long long mine[kEach];
+  int place[kEach];
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    mine[i] = lane + 32 * i < count ? list[lane + 32 * i] : 0;
+    place[i] = 0;
+    for (int j = 0; j < count; ++j) place[i] += list[j] > mine[i];
+  }
+  __syncwarp();
+  for (int i = lane; i < count; i += 32) list[i] = 0;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+    if (mine[i] != 0) list[place[i]] = mine[i];
+}
+
+/// How many of the numbers in kRanks descending lists of `count` are larger than `mine`.
+__device__ __forceinline__ int count_larger(const unsigned long long* lists, int count, unsigned long long mine) {
+  int larger[kRanks] = {};
+#pragma unroll 1
+  for (int step = 1 << (31 - __clz(count)); step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kRanks; ++i)
+      if (larger[i] + step <= count && lists[i * count + larger[i] + step - 1] > mine) larger[i] += step;
+  }
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kRanks; ++i) sum += larger[i];
+  return sum;
+}
+
+/// emit(place, i) for the `places` largest of keys[0] ... keys[count - 1] that are not 0; of equal ones the first. One
+/// warp: finds the largest threshold that at least `places` of the keys reach, bit by bit. For many keys.
+template <class Emit>
+__device__ __forceinline__ void choose_largest(const unsigned* keys, int count, int places, int lane,
+                                               const Emit& emit) {
+  const auto reach = [&](unsigned least) {
+    int n = 0;
+    for (int i = lane; i < count; i += 32) n += keys[i] >= least;
+    return __reduce_add_sync(0xffffffffu, n);
+  };
+  unsigned threshold = 0;
+#pragma unroll 1
+  for (int bit = 31; bit >= 0; --bit) {
+    const unsigned next = threshold | (1u << bit);
+    const int n = reach(next);
+    if (n >= places) threshold = next;
+    if (n == places) break;
+  }
+  const int above = threshold == 0xffffffffu ? 0 : reach(threshold + 1);
+  int ties = threshold == 0 ? 0 : places - above, written = 0;
+  const unsigned before = (1u << lane) - 1;
+  for (int first = 0; first < count; first += 32) {
+    const unsigned key = first + lane < count ? keys[first + lane] : 0;
+    const unsigned tied = __ballot_sync(0xffffffffu, key == threshold);
+    const bool chosen = key > threshold || (key == threshold && __popc(tied & before) < ties);
+    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
+    if (chosen) emit(written + __popc(lanes & before), first + lane);
+    written += __popc(lanes);
+    ties -= min(ties, __popc(tied));
+  }
+}
+
+/// The candidates of a query at `position`, those that are forced, and the places left for the others.
+struct Candidates {
+  int count, init, first_local, places;
+
+  __device__ Candidates(const StepAttendArgs& args, int position) {
+    count = (position >> args.block_keys.log2_block) + 1;
+    init = min(args.init_blocks, count);
+    first_local = max(max(count - args.local_blocks, 0), init);
+    places = args.topk - init - (count - first_local);
+  }
+  __device__ bool all(const StepAttendArgs& args) const { return count <= args.topk; }
+  __device__ bool forced(int block) const { return block < init || block >= first_local; }
+  __device__ int num_forced() const { return init + count - first_local; }
+  /// i < num_forced(), ascending.
+  __device__ int forced_block(int i) const { return i < init ? i : first_local + i - init; }
+};
+
+}  // namespace nsa::cuda::sm90::decode

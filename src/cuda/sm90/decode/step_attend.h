@@ -1,0 +1,181 @@
+// A decode step's attention on Hopper: compressed keys, choice of blocks, selected blocks, window, gates, by one
+// kernel.
+//
+// A cluster of eight thread blocks serves some queries of one (sequence, KV head). Rows (query, head of the group) lie
+// in tiles of sixteen, one tensor-core tile each; keys come in units of sixteen. Design: docs/design/decode.md.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/common/cache.cuh"
+#include "cuda/common/params.h"
+#include "nsa/config.h"
+
+namespace nsa::cuda::sm90::decode {
+
+inline constexpr int kRanks = 8;      // thread blocks of a cluster
+inline constexpr int kTileRows = 16;  // (query, head)
+inline constexpr int kUnitKeys = 16;
+inline constexpr int kWarps = 4;        // of a thread block
+inline constexpr int kMostTiles = 4;    // of a cluster
+inline constexpr int kMostBlocks = 64;  // n
+
+/// How the rows of a KV head's queries are laid out for clusters. `tiles`: of a cluster, 2 or 4, or 1 for a single
+/// query.
+struct StepTiles {
+  int tiles = 1;
+  int together = 1;  // queries of a tile, ...
+  int slices = 1;    // ... or tiles of a query, where a group has more than sixteen heads: one of the two is 1
+  int queries = 1;   // of a cluster
+  int clusters = 1;  // of a (sequence, KV head)
+
+  StepTiles() = default;
+  /// queries: m of the step.
+  StepTiles(int group, int queries_of_step, int most_tiles = kMostTiles) {
+    together = std::max(kTileRows / group, 1);
+    slices = (group + kTileRows - 1) / kTileRows;
+    const int wanted = queries_of_step == 1 && slices == 1 ? 1
+                       : group <= kTileRows                ? (queries_of_step + together - 1) / together
+                                                           : queries_of_step * slices;
+    const int fewest = slices > 2 ? 4 : slices == 2 ? 2 : 1;
+    tiles = wanted > 2 ? 4 : queries_of_step > 1 ? 2 : wanted;
+    tiles = std::max(std::min(tiles, most_tiles), fewest);
+    queries = tiles == 1 ? 1 : std::min(tiles * together / slices, queries_of_step);
+    clusters = (queries_of_step + queries - 1) / queries;
+  }
+  bool operator==(const StepTiles&) const = default;
+};
+
+/// What the importance of a selection block is made of. A unit holds whole blocks: 2, 4, 8 or 16 compressed keys each
+/// begin in a block. A key covers `strides` strides of d tokens and so reaches one block further at most.
+struct BlockKeys {
+  int log2_keys = 2;    // of l' / d
+  int strides = 2;      // l / d
+  int log2_stride = 4;  // of d
+  int log2_block = 6;   // of l'
+
+  BlockKeys() = default;
+  explicit BlockKeys(const NSAConfig& cfg)
+      : strides(cfg.kernel_size / cfg.kernel_stride),
+        log2_stride(std::bit_width(static_cast<unsigned>(cfg.kernel_stride)) - 1),
+        log2_block(std::bit_width(static_cast<unsigned>(cfg.block_size)) - 1) {
+    log2_keys = log2_block - log2_stride;
+  }
+  __host__ __device__ int log2_blocks() const { return 4 - log2_keys; }  // of a unit
+  __host__ __device__ int blocks() const { return 1 << log2_blocks(); }
+  /// N_c(length).
+  __device__ int compressed(int kernel_size, int length) const {
+    return length < kernel_size ? 0 : ((length - kernel_size) >> log2_stride) + 1;
+  }
+  /// Bytes that are kept of a unit and tile: sums of its blocks for sixteen rows, what its last key gives to the next
+  /// unit (both float16), and what they are relative to (float32).
+  __host__ __device__ int kept_bytes() const { return (blocks() + 1) * kTileRows * 2 + kTileRows * 4; }
+};
+
+/// Division of a token's number, below 2^31, by the size of a page.
+struct PageDivmod {
+  unsigned factor = 0;
+  int shift = -1;  // -1: pages of one slot
+
+  PageDivmod() = default;
+  explicit PageDivmod(int size) {
+    if (size <= 1) return;
+    shift = std::bit_width(static_cast<unsigned>(size - 1)) - 1;  // 2^shift < size <= 2^(shift + 1)
+    factor = static_cast<unsigned>(((std::uint64_t{1} << (32 + shift)) + size - 1) / size);
+  }
+  __device__ int divide(int x) const {
+    return shift < 0 ? x : static_cast<int>(__umulhi(static_cast<unsigned>(x), factor) >> shift);
+  }
+};
+
+/// Keys or values of a branch. Strides in bytes; row stands for a slot of a page.
+struct CachedRows {
+  const char* data = nullptr;
+  std::int64_t page = 0;
+  int row = 0, head = 0;
+};
+
+/// The tokens of a branch: keys and values have one table, and as many pages. A ring's page is its sequence's number.
+struct CachedBranch {
+  CachedRows k, v;
+  const int* table = nullptr;
+  int table_row = 0, pages = 0, size = 1;  // size: slots of a page
+  PageDivmod by_size;
+
+  CachedBranch() = default;
+  CachedBranch(const Slots& keys, const Slots& values, int num_pages)
+      : k(rows_of(keys)),
+        v(rows_of(values)),
+        table(keys.table),
+        table_row(static_cast<int>(keys.table_row)),
+        pages(num_pages),
+        size(keys.size),
+        by_size(keys.size) {}
+
+ private:
+  static CachedRows rows_of(const Slots& s) {
+    return {static_cast<const char*>(s.rows.data), 2 * s.rows.batch, static_cast<int>(2 * s.rows.row),
+            static_cast<int>(2 * s.rows.head)};
+  }
+};
+
+struct StepAttendArgs {
+  StepGeometry geometry;
+  Strided q, gates, o;
+  Strided imposed;                 // int32: blocks to attend to; null data: the own choice
+  Strided indices;                 // int32, the own choice; null data: not wanted
+  CachedBranch cached[kBranches];  // the step's own tokens are in them once the kernel in front has ended
+  int window;
+  int topk, init_blocks, local_blocks;
+  float scale;
+  int* lengths;        // (B), before the step
+  bool advance;        // the step's end advances the lengths
+  const int* num_new;  // (B); null: m
+  int positions;       // that can be rotated
+  StepPlan* plan;      // of the kernel in front
+  StepTiles tiles;
+  BlockKeys block_keys;
+  int kept_units;  // units of which a thread block keeps sums, an upper bound; filled in by the launch
+};
+
+/// What a thread block has in shared memory, in bytes, in this order.
+struct StepMemory {
+  std::int64_t ring;     // two stages of a unit per warp; between the branches also what the choice is made from
+  std::int64_t kept;     // sums for the choice
+  std::int64_t rows;     // softmaxes of the rows
+  std::int64_t choice;   // candidates and lists
+  std::int64_t scratch;  // of the ring, for the choice
+
+  /// keys, blocks: compressed keys and selection blocks of the longest sequence.
+  StepMemory(const StepTiles& tiles, const BlockKeys& block_keys, int key_dim, int value_dim, int topk,
+             std::int64_t keys, std::int64_t blocks) {
+    const int row_count = tiles.tiles * kTileRows;
+    ring = std::int64_t{2} * kWarps * kUnitKeys * (key_dim + value_dim) * 2;
+    kept = tiles.tiles * kept_units(keys) * block_keys.kept_bytes();
+    rows = std::int64_t{8} * (kWarps * kTileRows + 2 * 3 * row_count) + 4 * (kRanks + 3) * row_count;
+    choice = std::int64_t{tiles.queries} * (8 + 12 * topk) + 8 + (tiles.tiles > 1 ? 8 * tiles.queries * topk : 0);
+    scratch = std::max(
+        {std::int64_t{tiles.queries} * 4 * (kept_units(blocks << block_keys.log2_keys) << block_keys.log2_blocks()),
+         tiles.tiles > 1 ? 2 * (blocks + 2) + 4 * kWarps : 0, std::int64_t{topk} * kRanks * 8 + topk * 4});
+  }
+  std::int64_t bytes() const { return ring + kept + rows + choice; }
+  bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
+
+  /// Units of which a thread block keeps sums, of so many compressed keys.
+  static std::int64_t kept_units(std::int64_t keys) {
+    const std::int64_t stages = (keys + kUnitKeys * kWarps - 1) / (kUnitKeys * kWarps);
+    return (stages + kRanks - 1) / kRanks * kWarps;
+  }
+
+  static constexpr std::int64_t kMostBytes = 227 * 1024;
+};
+
+/// programmatic: it may begin before the kernel in front of it has ended. It waits for that one before it reads what
+/// the step adds.
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_step_attend(const StepAttendArgs& args, bool programmatic, cudaStream_t stream);
+
+}  // namespace nsa::cuda::sm90::decode

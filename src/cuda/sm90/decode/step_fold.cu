@@ -1,0 +1,459 @@
+// One instance of step_fold: compiled with NSA_ELEMENT.
+//
+// The first clusters have a set of weights of φ each and share out its first layer's sum: every thread block streams
+// some rows of W1, for all of its columns, and multiplies them with the raw tokens of the completed blocks. The other
+// thread blocks have a sequence each: they look whether it has room, write its plan and append its tokens. The rings
+// hold more tokens than anybody reads, so nothing has to wait until old tokens have been read.
+//
+//   W1 and tokens in stages │ exchange: z, SiLU │ second layer, shared out by its rows │ exchange: rotation, pages
+#include "cuda/common/launch.cuh"
+#include "cuda/common/pages.cuh"
+#include "cuda/common/rotate.cuh"
+#include "cuda/common/tile.cuh"
+#include "cuda/sm90/common/cluster.cuh"
+#include "cuda/sm90/decode/step_fold.h"
+
+namespace nsa::cuda::sm90::decode {
+namespace {
+
+constexpr int kThreads = 32 * kFoldWarps;
+constexpr int kRows = 16 * kFoldTiles, kEntries = kRows - 1;  // rows 1 ... of a pass are completed blocks
+constexpr int kSequences = 64;                                // whose blocks are listed at a time
+constexpr int kMostCompleted = 16;                            // of a sequence in a step
+constexpr int kTokenStage = kRows * kFoldStageRows * 2;       // bytes of raw tokens in a stage
+
+/// A completed block: its sequence and its number; length before the step.
+struct Entry {
+  int sequence, block, before;
+};
+
+/// Dynamic shared memory: the ring of stages, in whose place are z and then the second layer's sums.
+struct FoldMemory {
+  int ring, exchange;
+
+  __host__ __device__ explicit FoldMemory(const FoldSide& side)
+      : ring(side.clusters ? kFoldStages * (kFoldStageRows * side.hidden * 2 + kTokenStage) : 0),
+        exchange(side.clusters ? kRows * (side.hidden + (side.mlp ? side.dim : 0)) * 4 : 0) {}
+  int bytes() const { return std::max(ring, exchange); }
+};
+
+/// Chunk c of 16 bytes in row r of a stage of W1, whose rows are whole 128-byte lines.
+__device__ __forceinline__ int weight_at(int r, int c, int row_bytes) {
+  return r * row_bytes + ((c & ~7) | ((c ^ r) & 7)) * 16;
+}
+/// The same of raw tokens, whose rows are half lines.
+__device__ __forceinline__ int token_at(int r, int c) { return r * 64 + ((c ^ (r >> 1)) & 3) * 16; }
+
+/// Whether the sequence can take its new tokens: all of its pages exist. All threads of the thread block call it.
+__device__ __forceinline__ bool has_room(const StepFoldArgs& args, const StepWish& wish, int b) {
+  bool all = wish.possible;
+  if (all) {
+    all &= own_pages(args.tokens, wish.after(), [&](int page) { return has_page(args.tokens, b, page); });
+    all &= own_pages(args.compressed, wish.first + wish.completed,
+                     [&](int page) { return has_page(args.compressed, b, page); });
+  }
+  return __syncthreads_and(all);
+}
+
+/// A pair of channels (channel, channel + D / 2) of a compressed token to its page; of keys (side 0) turned.
+template <class T>
+__device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, int side, const T (&pair)[2], int b,
+                                                    int block, int head, int channel) {
+  T turned[2] = {pair[0], pair[1]};
+  if (side == 0 && args.rotation.cos)
+    rotate_pair(args.rotation, static_cast<std::int64_t>(block) * args.geometry.kernel_stride, channel, 1, false, pair,
+                turned);
+  T* const to = args.sides[side].out.at<T>(b, block, head) + channel;
+  to[0] = turned[0], to[args.sides[side].dim / 2] = turned[1];
+}
+
+/// What the threads of a thread block share beside the dynamic memory.
+template <class T>
+struct FoldShared {
+  Entry entries[kSequences * kMostCompleted];
+  int warp_counts[kFoldWarps];
+  int room[kRows / kFoldRanks];  // of some rows; read by the cluster
+  __align__(16) float constants[16];
+  __align__(16) T hidden[kRows * 16];
+};
+
+/// φ of `count` rows from number `first` on: completed blocks of the list, for one head each, at most
+/// kEntries. Rows of shared weights are all heads of a block one after the other. kN: columns of the first layer / 64.
+/// The whole cluster.
+template <class T, int kN>
+__device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSide& side, int set, int first, int count,
+                                          FoldShared<T>& shared_memory, char* memory) {
+  constexpr int kHidden = 64 * kN, kRowBytes = kHidden * 2, kWeightStage = kFoldStageRows * kRowBytes;
+  constexpr int kStage = kWeightStage + kTokenStage;
+  const Geometry& p = args.geometry;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = cluster_rank();
+  const bool shared = side.clusters == 1;
+  const int flat = p.kernel_size * side.dim, slice = flat / kFoldRanks, begin = rank * slice;
+  const int stages = slice / kFoldStageRows, tiles = (count + 1 + 15) / 16;
+  const int weight_head = side.clusters > 1 ? set : 0;
+  const auto entry_of = [&](int row) {
+    return shared_memory.entries[shared ? (first + row) / p.kv_heads : first + row];
+  };
+  const auto head_of = [&](int row) { return shared ? (first + row) % p.kv_heads : set; };
+
+  // The first threads load sixteen bytes of one row of raw tokens each, for every stage.
+  const int token_row = thread / 4, token_chunk = thread % 4;
+  const bool is_entry = token_row > 0 && token_row <= count, is_position = token_row == 0 && side.pe.data;
+  const Entry entry = is_entry ? entry_of(token_row - 1) : Entry{0, 0, 0};
+  const int head = is_entry ? head_of(token_row - 1) : 0;
+  const auto load = [&](int stage) {
+    if (stage >= stages) return;
+    const std::uint32_t to = shared_address(memory) + stage % kFoldStages * kStage;
+    const int row0 = begin + stage * kFoldStageRows;
+    const T* const w = side.w1.at<T>(weight_head, row0, 0);
+#pragma unroll
+    for (int i = thread; i < kFoldStageRows * kN * 8; i += kThreads) {
+      const int r = i / (kN * 8), c = i % (kN * 8);
+      copy16(to + weight_at(r, c, kRowBytes), w + r * side.w1.row + c * 8, true);
+    }
+    if (token_row >= kRows) return;
+    const int at = row0 + token_chunk * 8, of_block = at / side.dim, channel = at - of_block * side.dim;
+    const T* from = nullptr;
+    if (is_position) {
+      from = side.pe.at<T>(weight_head, of_block, channel);
+    } else if (is_entry) {
+      const int token = entry.block * p.kernel_stride + of_block;
+      from = (token >= entry.before ? side.fresh.at<T>(entry.sequence, token - entry.before, head)
+                                    : side.ring.rows.at<T>(entry.sequence, token % side.ring.size, head)) +
+             channel;
+    }
+    copy16(to + kWeightStage + token_at(token_row, token_chunk), from ? from : w, from != nullptr);
+  };
+
+  float acc[kFoldTiles][kN][4] = {};
+#pragma unroll
+  for (int i = 0; i < kFoldStages - 1; ++i) {
+    load(i);
+    commit_copies();
+  }
+  // Each thread block looks at the room of some rows.
+#pragma unroll 1
+  for (int row = rank; row < count; row += kFoldRanks) {
+    const int b = entry_of(row).sequence;
+    const bool room = has_room(args, StepWish(args.geometry, args.lengths, args.num_new, args.positions, b), b);
+    if (thread == 0) shared_memory.room[row / kFoldRanks] = room;
+  }
+#pragma unroll 1
+  for (int stage = 0; stage < stages; ++stage) {
+    wait_copies<kFoldStages - 2>();
+    __syncthreads();
+    load(stage + kFoldStages - 1);
+    commit_copies();
+    const std::uint32_t weights = shared_address(memory) + stage % kFoldStages * kStage,
+                        tokens = weights + kWeightStage;
+#pragma unroll
+    for (int k = 0; k < kFoldStageRows / 16; ++k) {
+      std::uint32_t a[kFoldTiles][4];
+#pragma unroll
+      for (int m = 0; m < kFoldTiles; ++m)
+        if (m < tiles) ldmatrix4(a[m], tokens + token_at(m * 16 + (lane & 15), k * 2 + lane / 16));
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        std::uint32_t b[4];
+        const int chunk = warp * kN + n + (n + 1 < kN ? lane / 16 : 0);
+        ldmatrix4_transposed(b, weights + weight_at(k * 16 + (lane & 15), chunk, kRowBytes));
+#pragma unroll
+        for (int m = 0; m < kFoldTiles; ++m) {
+          if (m >= tiles) break;
+          mma(T{}, acc[m][n], a[m], b[0], b[1]);
+          if (n + 1 < kN) mma(T{}, acc[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+  wait_copies<0>();
+  __syncthreads();
+  auto* const z = reinterpret_cast<float*>(memory);  // (kRows, kHidden): this thread block's share of the sums
+  auto* const second = z + kRows * kHidden;          // (kRows, D): the same of the second layer
+#pragma unroll
+  for (int m = 0; m < kFoldTiles; ++m) {
+    if (m >= tiles) break;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        *reinterpret_cast<float2*>(z + (m * 16 + lane / 4 + 8 * i) * kHidden + (warp * kN + n) * 8 + 2 * (lane & 3)) =
+            make_float2(acc[m][n][2 * i], acc[m][n][2 * i + 1]);
+  }
+  // The second layer's weights of this thread block's hidden units, sixteen at a time: B operands of the warp's
+  // columns.
+  constexpr int kGroups = (kN * 4 + kFoldRanks - 1) / kFoldRanks;
+  const int columns = side.dim / 64;  // tiles of eight columns for a warp
+  std::uint32_t w2[kGroups][3][2];
+  if (side.mlp) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+      for (int n = 0; n < 3; ++n) {
+        const int unit = (rank + g * kFoldRanks) * 16 + 2 * (lane & 3), column = (warp * columns + n) * 8 + lane / 4;
+        const auto pair = [&](int k) {
+          if (k >= kHidden || n >= columns) return 0u;
+          const T low = *side.w2.at<T>(weight_head, k, column), high = *side.w2.at<T>(weight_head, k + 1, column);
+          return static_cast<std::uint32_t>(reinterpret_cast<const unsigned short&>(low)) |
+                 static_cast<std::uint32_t>(reinterpret_cast<const unsigned short&>(high)) << 16;
+        };
+        w2[g][n][0] = pair(unit), w2[g][n][1] = pair(unit + 8);
+      }
+  }
+  cluster_sync();
+  if (side.mlp) {
+    float out[kFoldTiles][3][4] = {};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int unit = (rank + g * kFoldRanks) * 16;
+      if (unit >= kHidden) break;
+      // Four hidden units of a row for each thread.
+      const int row = thread / 4, four = thread % 4 * 4;
+      float4 sum{};
+      if (row <= count) {
+        const std::uint32_t mine = shared_address(z + row * kHidden + unit + four);
+#pragma unroll 8
+        for (int from = 0; from < kFoldRanks; ++from) {
+          const float4 x = load_remote_float4(map_to_rank(mine, from));
+          sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        }
+      }
+      if (row == 0) {
+        const auto bias = [&](int i) {
+          return side.b1.data ? to_float(*side.b1.at<T>(weight_head, 0, unit + four + i)) : 0.0f;
+        };
+        *reinterpret_cast<float4*>(shared_memory.constants + four) =
+            make_float4(sum.x + bias(0), sum.y + bias(1), sum.z + bias(2), sum.w + bias(3));
+      }
+      __syncthreads();
+      const auto silu = [&](float x, int i) {
+        const float y = x + shared_memory.constants[four + i];
+        return y / (1 + exp2_fast(-y * kLog2e));
+      };
+      // Rows of sixteen hidden units, as an A operand has them.
+      if (row < kRows)
+        *reinterpret_cast<uint2*>(shared_memory.hidden + row * 16 + four) =
+            row > 0 && row <= count
+                ? uint2{pack(T{}, silu(sum.x, 0), silu(sum.y, 1)), pack(T{}, silu(sum.z, 2), silu(sum.w, 3))}
+                : uint2{0, 0};
+      __syncthreads();
+#pragma unroll
+      for (int m = 0; m < kFoldTiles; ++m) {
+        if (m >= tiles) break;
+        std::uint32_t a[4];
+        ldmatrix4(a, shared_address(shared_memory.hidden + (m * 16 + (lane & 15)) * 16 + lane / 16 * 8));
+#pragma unroll
+        for (int n = 0; n < 3; ++n)
+          if (n < columns) mma(T{}, out[m][n], a, w2[g][n][0], w2[g][n][1]);
+      }
+      __syncthreads();  // the tile and the constants are free
+    }
+#pragma unroll
+    for (int m = 0; m < kFoldTiles; ++m) {
+      if (m >= tiles) break;
+#pragma unroll
+      for (int n = 0; n < 3; ++n) {
+        if (n >= columns) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          *reinterpret_cast<float2*>(second + (m * 16 + lane / 4 + 8 * i) * side.dim + (warp * columns + n) * 8 +
+                                     2 * (lane & 3)) = make_float2(out[m][n][2 * i], out[m][n][2 * i + 1]);
+      }
+    }
+    cluster_sync();
+  }
+  // Pairs of channels (j, j + D / 2), which a rotation turns.
+  const float* const sums = side.mlp ? second : z;
+  const int half = side.dim / 2, pairs = half / kFoldRanks;
+  for (int e = thread; e < count * pairs; e += kThreads) {
+    const int row = e / pairs, channel = rank * pairs + e % pairs;
+    if (!load_remote_int(map_to_rank(shared_address(shared_memory.room + row / kFoldRanks), row % kFoldRanks)))
+      continue;
+    float x[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = channel + i * half;
+      float sum = 0, constant = 0;
+      const std::uint32_t mine = shared_address(sums + (row + 1) * side.dim + at), position = shared_address(sums + at);
+#pragma unroll 8
+      for (int from = 0; from < kFoldRanks; ++from) {
+        sum += load_remote_float(map_to_rank(mine, from));
+        if (!side.mlp) constant += load_remote_float(map_to_rank(position, from));
+      }
+      const Weights& bias = side.mlp ? side.b2 : side.b1;
+      if (bias.data) constant += to_float(*bias.at<T>(weight_head, 0, at));
+      x[i] = sum + constant;
+    }
+    const Entry of_row = entry_of(row);
+    const T pair[2] = {from_float<T>(x[0]), from_float<T>(x[1])};
+    store_pair_of_token(args, &side == &args.sides[0] ? 0 : 1, pair, of_row.sequence, of_row.block, head_of(row),
+                        channel);
+  }
+  cluster_sync();  // nobody fills its memory anew, or ends, while others read it
+}
+
+/// The whole cluster, for its set of weights.
+template <class T, int kN>
+__device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& side, int set,
+                                     FoldShared<T>& shared_memory, char* memory) {
+  const StepGeometry& p = args.geometry;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  for (int begin = 0; begin < p.batches; begin += kSequences) {
+    // The completed blocks of some sequences, in their order.
+    int completed = 0, first = 0, before = 0;
+    if (thread < kSequences && begin + thread < p.batches) {
+      const StepWish wish(p, args.lengths, args.num_new, args.positions, begin + thread);
+      if (wish.possible) completed = wish.completed, first = wish.first, before = wish.before;
+    }
+    int place = completed;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, place, offset);
+      if (lane >= offset) place += other;
+    }
+    if (lane == 31) shared_memory.warp_counts[warp] = place;
+    __syncthreads();
+    int all = 0;
+    for (int w = 0; w < kFoldWarps; ++w) {
+      if (w == warp) place += all - completed;
+      all += shared_memory.warp_counts[w];
+    }
+    for (int i = 0; i < completed; ++i) shared_memory.entries[place + i] = {begin + thread, first + i, before};
+    __syncthreads();
+    const int rows = all * (side.clusters == 1 ? p.kv_heads : 1);
+    for (int row = 0; row < rows; row += kEntries) {
+      const int count = min(rows - row, kEntries);
+      fold_rows<T, kN>(args, side, set, row, count, shared_memory, memory);
+    }
+  }
+}
+
+/// The mean of the blocks that sequence b completes, all heads.
+template <class T>
+__device__ __forceinline__ void fold_mean(const StepFoldArgs& args, int i, const StepWish& wish, int b) {
+  const StepGeometry& p = args.geometry;
+  const FoldSide& side = args.sides[i];
+  const int half = side.dim / 2;
+  for (int e = threadIdx.x; e < wish.completed * p.kv_heads * half; e += kThreads) {
+    const int channel = e % half, head = e / half % p.kv_heads, block = wish.first + e / half / p.kv_heads;
+    float sum[2] = {};
+#pragma unroll 4
+    for (int r = 0; r < p.kernel_size; ++r) {
+      const int token = block * p.kernel_stride + r;
+      const T* const from = token >= wish.before ? side.fresh.at<T>(b, token - wish.before, head)
+                                                 : side.ring.rows.at<T>(b, token % side.ring.size, head);
+      sum[0] += to_float(from[channel]), sum[1] += to_float(from[channel + half]);
+    }
+    const auto l = static_cast<float>(p.kernel_size);
+    const T pair[2] = {from_float<T>(sum[0] / l), from_float<T>(sum[1] / l)};
+    store_pair_of_token(args, i, pair, b, block, head, channel);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
+  const StepGeometry& p = args.geometry;
+  const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
+  // The six kinds of tokens side by side, so that their copies do not wait for each other, in pieces of 16 bytes; the
+  // first ones are read before the room is known.
+  const int rows = max(wish.added, 0) * p.kv_heads, most = max(args.appends[0].pieces, args.appends[1].pieces);
+  const int pieces = 6 * rows * most;
+  struct Place {
+    int kind, token, head, piece;
+  };
+  const auto place_of = [&](int e) {
+    const int kind = e / (rows * most), i = e - kind * rows * most, row = i / most, token = row / p.kv_heads;
+    return Place{kind, token, row - token * p.kv_heads, i - row * most};
+  };
+  const auto read = [&](const Place& at) {
+    const Append& a = args.appends[at.kind];
+    return at.piece < a.pieces ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, at.token, at.head))[at.piece]
+                               : uint4{};
+  };
+  const auto write = [&](const Place& at, const uint4& x) {
+    const Append& a = args.appends[at.kind];
+    if (at.piece >= a.pieces) return;
+    char* const to = a.slots.ring ? a.slots.rows.at<char>(b, (wish.before + at.token) % a.slots.size, at.head)
+                                  : a.slots.at<char>(b, wish.before + at.token, at.head);
+    reinterpret_cast<uint4*>(to)[at.piece] = x;
+  };
+  constexpr int kEarly = 2;
+  uint4 early[kEarly];
+#pragma unroll
+  for (int i = 0; i < kEarly; ++i) {
+    const int e = threadIdx.x + i * kThreads;
+    if (e < pieces) early[i] = read(place_of(e));
+  }
+  const bool room = has_room(args, wish, b);
+  if (threadIdx.x == 0) {
+    args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0};
+    if (wish.added > 0 && !room) *args.overflow = 1;
+  }
+  if (!room) return;
+#pragma unroll
+  for (int i = 0; i < kEarly; ++i) {
+    const int e = threadIdx.x + i * kThreads;
+    if (e < pieces) write(place_of(e), early[i]);
+  }
+#pragma unroll 4
+  for (int e = threadIdx.x + kEarly * kThreads; e < pieces; e += kThreads) {
+    const Place at = place_of(e);
+    write(at, read(at));
+  }
+  for (int i = 0; i < 2; ++i)
+    if (args.sides[i].clusters == 0) fold_mean<T>(args, i, wish, b);
+}
+
+/// kKeys, kValues: columns of the first layer / 64.
+template <class T, int kKeys, int kValues>
+__global__ void __launch_bounds__(kThreads, kKeys + kValues > 9 ? 1 : 2)
+    step_fold(const __grid_constant__ StepFoldArgs args) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ FoldShared<T> shared_memory;
+  launch_dependents();  // step_attend begins with what was there before the step
+  const int cluster = blockIdx.x / kFoldRanks, of_keys = args.sides[0].clusters, of_values = args.sides[1].clusters;
+  if (cluster < of_keys) {
+    fold<T, kKeys>(args, args.sides[0], cluster, shared_memory, memory);
+  } else if (cluster < of_keys + of_values) {
+    fold<T, kValues>(args, args.sides[1], cluster - of_keys, shared_memory, memory);
+  } else {
+    const int b = blockIdx.x - (of_keys + of_values) * kFoldRanks;
+    if (b < args.geometry.batches) append<T>(args, b);
+  }
+}
+
+}  // namespace
+
+template <class T>
+cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream) {
+  const FoldSide &keys = args.sides[0], &values = args.sides[1];
+  const int clusters = keys.clusters + values.clusters + (args.geometry.batches + kFoldRanks - 1) / kFoldRanks;
+  const int bytes = std::max(FoldMemory(keys).bytes(), FoldMemory(values).bytes());
+  const auto launch = [&](auto kernel) {
+    return launch_cluster(kernel, kFoldRanks, false, clusters * kFoldRanks, kThreads, bytes, stream, args);
+  };
+  // A side without a cluster goes with any.
+  const int of_keys = (keys.clusters ? keys : values).hidden / 64;
+  const int of_values = (values.clusters ? values : keys).hidden / 64;
+  if (of_keys == 6 && of_values == 4) return launch(step_fold<T, 6, 4>);
+  if (of_keys == 3 && of_values == 2) return launch(step_fold<T, 3, 2>);
+  if (of_keys != of_values) return cudaErrorInvalidValue;
+  switch (of_keys) {
+    case 0:
+    case 1:
+      return launch(step_fold<T, 1, 1>);
+    case 2:
+      return launch(step_fold<T, 2, 2>);
+    case 3:
+      return launch(step_fold<T, 3, 3>);
+    case 4:
+      return launch(step_fold<T, 4, 4>);
+    case 6:
+      return launch(step_fold<T, 6, 6>);
+    default:
+      return launch(step_fold<T, 8, 8>);
+  }
+}
+template cudaError_t launch_step_fold<NSA_ELEMENT>(const StepFoldArgs&, cudaStream_t);
+
+}  // namespace nsa::cuda::sm90::decode

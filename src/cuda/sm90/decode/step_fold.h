@@ -1,0 +1,54 @@
+// What a decode step does before it attends, on Hopper, by one kernel: who has room, the new tokens to their places,
+// and φ of the compression blocks that they complete. Design: docs/design/decode.md.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/cache.cuh"
+#include "cuda/common/params.h"
+
+namespace nsa::cuda::sm90::decode {
+
+inline constexpr int kFoldRanks = 16;      // thread blocks of a cluster
+inline constexpr int kFoldWarps = 8;       // of a thread block
+inline constexpr int kFoldTiles = 2;       // of sixteen rows at a time, at most; row 0 is the position encoding
+inline constexpr int kFoldStageRows = 32;  // of the first layer's weights
+inline constexpr int kFoldStages = 4;
+
+/// φ of keys or of values, with weights as in CompressArgs. A cluster has one set of weights: that of a KV head, or the
+/// one that all of them share.
+struct FoldSide {
+  Strided fresh;  // (B, m, Hkv, D): the step's raw tokens
+  Slots ring;     // the raw tokens before
+  Slots out;      // compressed tokens
+  Weights pe, w1, b1, w2, b2;
+  int dim;     // D
+  int hidden;  // columns of w1: E of an MLP, D of a linear φ, 0: the mean
+  bool mlp;
+  int clusters;  // Hkv, 1 for shared weights, 0 for the mean
+};
+
+/// New tokens on their way to pages or a ring. Strides in bytes.
+struct Append {
+  Strided fresh;  // (B, m, Hkv, D)
+  Slots slots;
+  int pieces;  // of 16 bytes in a row
+};
+
+struct StepFoldArgs {
+  StepGeometry geometry;
+  StepPlan* plan;      // (B), for the kernels behind
+  const int* lengths;  // (B), before the step
+  const int* num_new;  // (B); null: m
+  int* overflow;       // set to 1 if a sequence has no room
+  PageTable tokens, compressed;
+  int positions;      // that can be rotated
+  Append appends[6];  // selection, window, compression; keys and values
+  FoldSide sides[2];  // keys, values
+  Rotation rotation;  // of the keys
+};
+
+template <class T>
+[[gnu::weak]] cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream);
+
+}  // namespace nsa::cuda::sm90::decode
