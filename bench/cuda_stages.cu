@@ -1,11 +1,14 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
 //   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--kernel-size 32] [--kernel-stride 16] [--block-size 64]
-//               [--forward] [length ...]
-// B = 1, values of 128, bfloat16, MLP phi, otherwise default hyperparameters; --forward leaves out the backward.
-// Medians of 7 calls in milliseconds, the second-level cache flushed before each; the workspace beside it.
+//               [--forward] [--only TEXT] [length ...]
+// B = 1, values of 128, bfloat16, MLP phi, otherwise default hyperparameters; --forward leaves out the backward, --only
+// all rows without TEXT in their names. Medians of 7 calls in milliseconds, the second-level cache flushed before each;
+// the workspace beside it, and below it the stages that a whole consists of.
 #include <cmath>
 #include <functional>
+#include <string>
 #include <string_view>
+#include <utility>
 
 #include "cuda_device.cuh"
 #include "nsa/operations.h"
@@ -39,31 +42,95 @@ __global__ void fill_indices(int* p, int length, int heads, int block_size, bool
   while (n < 16) row[n++] = -1;
 }
 
+/// Only rows with this in their names are timed.
+std::string_view only;
+
+/// The time of every stage of a call, by events.
+class Stages {
+ public:
+  Stages() { check(cudaEventCreate(&begin), "event"); }
+
+  /// Where a call begins.
+  void start() {
+    used_ = 0;
+    check(cudaEventRecord(begin), "event");
+  }
+  void mark(const char* name) {
+    if (used_ == marks_.size()) {
+      marks_.emplace_back();
+      check(cudaEventCreate(&marks_.back().second), "event");
+    }
+    marks_[used_].first = name;
+    check(cudaEventRecord(marks_[used_++].second), "event");
+  }
+  /// Adds what the call took, which is over. A stage may come several times.
+  void finish() {
+    std::vector<std::pair<std::string, float>> call;
+    cudaEvent_t from = begin;
+    for (std::size_t i = 0; i < used_; ++i) {
+      float ms;
+      check(cudaEventElapsedTime(&ms, from, marks_[i].second), "event");
+      from = marks_[i].second;
+      const auto same = std::ranges::find(call, marks_[i].first, &std::pair<std::string, float>::first);
+      if (same == call.end()) {
+        call.emplace_back(marks_[i].first, ms);
+      } else {
+        same->second += ms;
+      }
+    }
+    calls_.push_back(std::move(call));
+  }
+  void print() const {
+    for (std::size_t i = 0; !calls_.empty() && i < calls_[0].size(); ++i) {
+      std::vector<float> times;
+      for (const auto& call : calls_) times.push_back(call[i].second);
+      std::ranges::sort(times);
+      std::printf("    %-32s %9.3f ms\n", calls_[0][i].first.c_str(), times[times.size() / 2]);
+    }
+  }
+
+  cudaEvent_t begin;
+
+ private:
+  std::vector<std::pair<const char*, cudaEvent_t>> marks_;
+  std::size_t used_ = 0;
+  std::vector<std::vector<std::pair<std::string, float>>> calls_;
+};
+
 template <class Params>
-double time(const char* name, const Params& params, Status (*operation)(const Params&, const Context&), void* flush) {
+void time(const char* name, const Params& params, Status (*operation)(const Params&, const Context&), void* flush) {
   Context context;
   check(workspace_size(params, context.workspace_size), name);
   check(cudaMalloc(&context.workspace, context.workspace_size + 256), "cudaMalloc");
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "event");
+  if (std::string_view(name).find(only) == std::string_view::npos) {  // others need its results
+    check(operation(params, context), name);
+    check(cudaFree(context.workspace), "cudaFree");
+    return;
+  }
+  Stages stages;
+  const std::function<void(const char*)> mark = [&](const char* stage) { stages.mark(stage); };
+  context.on_stage = &mark;
+  cudaEvent_t end;
   check(cudaEventCreate(&end), "event");
   std::vector<float> times;
   for (int i = 0; i < 9; ++i) {
     check(cudaMemsetAsync(flush, i, 256 << 20), "flush");
-    check(cudaEventRecord(begin), "event");
+    stages.start();
     check(operation(params, context), name);
     check(cudaEventRecord(end), "event");
     check(cudaEventSynchronize(end), name);
     float ms;
-    check(cudaEventElapsedTime(&ms, begin, end), "event");
-    if (i >= 2) times.push_back(ms);
+    check(cudaEventElapsedTime(&ms, stages.begin, end), "event");
+    if (i < 2) continue;
+    times.push_back(ms);
+    stages.finish();
   }
   check(cudaFree(context.workspace), "cudaFree");
   std::sort(times.begin(), times.end());
   std::printf("  %-34s %9.3f ms   workspace %8.1f MiB\n", name, times[times.size() / 2],
               static_cast<double>(context.workspace_size) / (1 << 20));
+  stages.print();
   std::fflush(stdout);
-  return times[times.size() / 2];
 }
 
 void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const NSAConfig& cfg, bool backward) {
@@ -168,6 +235,8 @@ int main(int argc, char** argv) {
     const std::string_view option = argv[i];
     if (option == "--forward") {
       backward = false;
+    } else if (option == "--only" && i + 1 < argc) {
+      only = argv[++i];
     } else if (option == "--heads" && i + 1 < argc) {
       heads = std::atoll(argv[++i]);
     } else if (option == "--kv-heads" && i + 1 < argc) {

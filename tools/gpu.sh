@@ -112,6 +112,8 @@ for step in $steps; do
       done
       # The least memory for dS: sequences one by one, packed ones without it.
       start cuda_grid_test.least env NSA_CUDA_KERNELS=portable NSA_CUDA_DS_MIB=0 build-gpu/bin/cuda_grid_test --gtest_brief=1
+      # The selection's dS is not stored.
+      start cuda_grid_test.unstored env NSA_CUDA_DS_MIB=0 build-gpu/bin/cuda_grid_test --gtest_brief=1
       finish
       ;;
     python)

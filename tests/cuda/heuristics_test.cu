@@ -72,6 +72,16 @@ TEST(Heuristics, SmallGroups) {
   }
 }
 
+TEST(Heuristics, DsOfTheSelectionIsStoredForEvenGroups) {
+  AttentionDesc c = call();
+  for (const int group : {1, 2, 3, 4, 6, 7, 8, 12, 15, 16, 32, 64}) {
+    c.group = group;
+    EXPECT_EQ(choose_kernels(c).selected_d_q_of_ds != nullptr, group % 2 == 0) << group;
+  }
+  c = call(), c.block_size = 16;
+  EXPECT_FALSE(choose_kernels(c).selected_d_q_of_ds);
+}
+
 TEST(Heuristics, LoopOrderOfSelectedAttention) {
   AttentionDesc c = call();
   for (const int group : {1, 2, 3, 4, 7, 8, 16, 32}) {

@@ -81,21 +81,43 @@ double relative_difference(const TensorView& a, const TensorView& b, double leas
   return std::sqrt(difference / static_cast<double>(std::max<std::size_t>(x.size(), 1))) / (size > 0 ? size : 1);
 }
 
-/// Channels of keys, heads of a group.
-class EveryKernel : public testing::TestWithParam<std::pair<std::int64_t, std::int64_t>> {};
+struct Shape {
+  std::int64_t key_dim, group;
+  const char* ds_mib = "";  // with little memory dS of the selection is stored for some queries at a time
+  int block_size = 64;
+  bool packed = true;
 
-TEST_P(EveryKernel, UnevenSequences) {
+  friend void PrintTo(const Shape& s, std::ostream* out) {
+    *out << "keys of " << s.key_dim << ", G = " << s.group << ", blocks of " << s.block_size << ", MiB: " << s.ds_mib
+         << (s.packed ? "" : ", batched");
+  }
+};
+
+class EveryKernel : public testing::TestWithParam<Shape> {};
+
+TEST_P(EveryKernel, LongAndUnevenSequences) {
   // On a GPU with kernels of its own they serve these shapes; elsewhere the same ones run twice. Without NaN, where
   // they would stand back: rows past the compressed tokens as `compress` leaves them.
   Case c = uneven();
-  c.q_lens.push_back(5000), c.k_lens.push_back(5000);
-  c.slack = 0, c.kv_heads = 1, c.group = GetParam().second;
-  c.dk = GetParam().first, c.dv = std::min<std::int64_t>(c.dk, 128);
-  c.cfg = {.topk = 5, .window_size = 600};
+  if (GetParam().packed) {
+    c.q_lens.push_back(5000), c.k_lens.push_back(5000);
+  } else {
+    c.packed = false, c.q_lens = {2600, 2600}, c.k_lens = {2700, 2700};
+  }
+  c.slack = 0, c.kv_heads = GetParam().group < 8 ? 2 : 1, c.group = GetParam().group;
+  c.dk = GetParam().key_dim, c.dv = std::min<std::int64_t>(c.dk, 128);
+  c.cfg = {.block_size = GetParam().block_size, .topk = 5, .window_size = 600};
   Problem p(c);
   const Sequence last = sequences_of(c).back();
-  for (const Tensor* t : {&p.k_c, &p.v_c}) fill_value(slice(*t, 0, last.c_begin + last.c_len, t->view().size(0)), 0);
-  const std::vector<Result> own = run_all(p);
+  if (c.packed)
+    for (const Tensor* t : {&p.k_c, &p.v_c}) fill_value(slice(*t, 0, last.c_begin + last.c_len, t->view().size(0)), 0);
+  std::vector<Result> own;
+  {
+    const Environment memory("NSA_CUDA_DS_MIB", GetParam().ds_mib);
+    own = run_all(p);
+    const std::vector<Result> repeated = run_all(p);
+    for (std::size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(same_bits(own[i].value, repeated[i].value)) << own[i].name;
+  }
   const PortableKernels portable;
   const std::vector<Result> expected = run_all(p);
   for (std::size_t i = 0; i < own.size(); ++i) {
@@ -112,7 +134,13 @@ TEST_P(EveryKernel, UnevenSequences) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Packed, EveryKernel,
-                         testing::Values(std::pair(128, 16), std::pair(192, 16), std::pair(128, 3), std::pair(64, 1)));
+                         testing::Values(Shape{128, 16}, Shape{192, 16}, Shape{128, 3}, Shape{64, 1}, Shape{128, 4},
+                                         // Not stored; windows of less than 2048 rows.
+                                         Shape{128, 16, "0"}, Shape{128, 16, "12"}, Shape{192, 16, "12"},
+                                         Shape{64, 8, "6"}, Shape{128, 4, "6"}, Shape{64, 2, "3"}, Shape{128, 32, "24"},
+                                         Shape{128, 6, "8"}, Shape{128, 16, "24", 128}, Shape{64, 4, "3", 32},
+                                         Shape{128, 16, "12", 64, false}, Shape{192, 16, "12", 64, false},
+                                         Shape{128, 4, "6", 64, false}, Shape{64, 2, "2", 32, false}));
 
 TEST(Packed, OffsetsThatAreNoneLeadNowhere) {
   // Every sequence is empty then. compute-sanitizer sees what is touched; here, that results say so.

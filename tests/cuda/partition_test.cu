@@ -1,15 +1,18 @@
 // How d_kv cuts the queries of the compressed branch: every query that sees a key tile is in one item of it, and the
 // partial sums are added in the same order whether dS is stored in few spans or in many or (as in a packed call) not at
-// all. Sums are their own formulas here. Needs no device.
+// all. Sums are their own formulas here. And where dS of the selection lies. Needs no device.
 #include <gtest/gtest.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "cuda/operations/query_spans.h"
 #include "cuda/portable/d_kv_items.cuh"
+#include "cuda/sm90/selected_attention/gather_plan.cuh"
+#include "cuda/sm90/selected_attention/own_entries.h"
 
 namespace nsa::cuda::portable {
 namespace {
@@ -128,6 +131,88 @@ INSTANTIATE_TEST_SUITE_P(Lengths, Partition,
                                           testing::Values(1, 63, 300, 512, 513, 1500, 4096, 4097, 5000, 8192, 9000,
                                                           17000),
                                           testing::Values(0, 50, 3000)));
+
+TEST(SelectedWindows, EveryQueryOnceAndWithinTheMemory) {
+  constexpr std::int64_t kRow = 100;
+  for (const bool packed : {false, true})
+    for (const int length : {1, 127, 1000, 1024, 5000, 16384, 70001})
+      for (const int batches : {1, 3}) {
+        const int offset = 0;
+        Geometry g = geometry_of(16, length, length);
+        g.batches = batches;
+        if (packed) g.cu_q = &offset, g.total_q = std::int64_t{length} * batches;
+        const std::int64_t all = std::int64_t{length} * batches;
+        for (const std::int64_t rows : {0, 999, 1024, 1500, 16384, 1 << 20}) {
+          const std::vector<QuerySpan> windows = selected_windows(g, kRow, rows * kRow + kRow / 2);
+          EXPECT_EQ(windows.empty(), rows < 1024 && rows < (packed ? all : length));
+          std::vector<int> seen(static_cast<std::size_t>(all));
+          for (const QuerySpan& w : windows) {
+            EXPECT_LE((packed ? 1 : w.sequences) * std::int64_t{w.count}, rows);
+            for (int b = 0; b < (packed ? 1 : w.sequences); ++b)
+              for (int i = 0; i < w.count; ++i)
+                ++seen.at(static_cast<std::size_t>(std::int64_t{w.sequence + b} * length + w.first + i));
+          }
+          for (const int times : seen) ASSERT_EQ(times, windows.empty() ? 0 : 1);
+        }
+      }
+}
+
+TEST(SelectedDs, EveryElementHasAPlaceWhereItIsLookedFor) {
+  // Halves of words by where they lie: what d_kv has in its accumulators, and what the A operand of d_q wants.
+  using Element = std::tuple<int, std::int64_t, int, int>;  // slice, entry, head, key of a plane
+  constexpr int kEntries = 21;
+  for (const int group : {2, 4, 6, 8, 12, 14, 16, 32, 64}) {
+    const SelectedDs ds(kEntries, group);
+    const int heads = std::min(group, 16), slices = group / heads, queries = 64 / heads;
+    std::map<std::int64_t, Element> stored;
+    for (int slice = 0; slice < slices; ++slice)
+      for (const auto& [from, to] : {std::pair(0, 13), {13, 14}, {14, kEntries}})
+        for (int entry = from; entry < to; entry += queries)
+          for (int lane = 0; lane < 32; ++lane)
+            for (int r = 2 * (lane % 4); r < std::min(queries, to - entry) * heads; r += 8)
+              for (int word = 0; word < 2; ++word)
+                for (int half = 0; half < 2; ++half) {
+                  const std::int64_t at = ds.offset(heads, slice, entry, 0) + SelectedDs::stored_piece(lane) +
+                                          r / 8 * 8 * SelectedDs::kRow + word * 4 + half * 2;
+                  const Element what{slice, entry + (r + half) / heads, (r + half) % heads, lane / 4 + 8 * word};
+                  EXPECT_TRUE(stored.emplace(at, what).second);
+                }
+    EXPECT_EQ(stored.size(), static_cast<std::size_t>(kEntries * group * 16));
+    EXPECT_EQ(stored.rbegin()->first + 2, ds.plane());
+    for (int together = 1; together * heads <= 16; ++together)
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = lane / 4 * 2, query = row / heads;
+        for (int slice = 0; slice < slices && query < together; ++slice)
+          for (int entry = 0; entry < kEntries; ++entry)
+            for (int word = 0; word < 4; ++word)
+              for (int half = 0; half < 2; ++half) {
+                const int head = row - query * heads;
+                const std::int64_t at = ds.offset(heads, slice, entry, head) + SelectedDs::loaded_piece(lane);
+                const Element wanted{slice, entry, head + half, 2 * (lane % 4) + word / 2 + word % 2 * 8};
+                ASSERT_EQ(stored.at(at + word * 4 + half * 2), wanted);
+              }
+      }
+  }
+}
+
+TEST(SelectedDs, EveryEntryHasALane) {
+  namespace selected = sm90::selected_attention;
+  for (const int warps : {12, 16})
+    for (int group = 2; group <= 16; group += 2)
+      for (int topk = 1; topk <= 64; ++topk) {
+        const int together = selected::queries_of_warp(geometry_of(group, 1000, 1000), topk, warps);
+        const selected::EntryLanes lanes(together);
+        std::set<std::pair<int, int>> entries;
+        for (int lane = 0; lane < 32; ++lane)
+          for (int i = 0; i < selected::EntryLanes::kMost; ++i) {
+            const int query = lanes.query(lane), rank = lanes.rank(lane, i);
+            EXPECT_TRUE(lanes.mask(query) >> lane & 1);
+            EXPECT_TRUE(entries.emplace(query, rank).second);
+          }
+        for (int query = 0; query < together; ++query)
+          for (int rank = 0; rank < topk; ++rank) ASSERT_TRUE(entries.contains({query, rank})) << group << ", " << topk;
+      }
+}
 
 }  // namespace
 }  // namespace nsa::cuda::portable

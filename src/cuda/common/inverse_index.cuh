@@ -15,33 +15,45 @@ namespace nsa::cuda {
 
 inline constexpr int kMaskBlocks = 2048, kMaskWords = 4;
 
-/// f(block, words): the queries of one batch of 128 that chose `block`, for all blocks, each by one thread.
-template <class F>
+__device__ inline bool runs(const InverseArgs& args) { return !args.wanted || *args.wanted != 0; }
+
+/// f(block, words): the queries of one batch of 128 that chose `block`, for all blocks, each by one thread. Before,
+/// where `kEntries`, entry(query of the batch, rank, block, words) for the entries that count.
+template <bool kEntries, class Entry, class F>
 __device__ inline void for_marked(const InverseArgs& args, const DeviceSequence& seq, int kv_head, int first, int count,
-                                  const F& f) {
+                                  const Entry& entry, const F& f) {
   __shared__ unsigned mask[kMaskBlocks][kMaskWords];
   const int block_size = args.lists.block_size, blocks = (seq.k_len + block_size - 1) / block_size;
   for (int base = 0; base < blocks; base += kMaskBlocks) {
     const int window = min(blocks - base, kMaskBlocks);
     for (int i = threadIdx.x; i < window * kMaskWords; i += blockDim.x) mask[i / kMaskWords][i % kMaskWords] = 0;
     __syncthreads();
+    // g(query, rank, block) for the entries that count.
+    const auto for_entries = [&](const auto& g) {
 #pragma unroll 4
-    for (int e = threadIdx.x; e < count * args.topk; e += blockDim.x) {
-      const int query = e / args.topk;
-      const int chosen = args.indices.at<int>(seq.batch, seq.q_begin + first + query, kv_head)[e - query * args.topk];
-      const int block = chosen - base;
-      // Duplicates set their bit twice.
-      if (block >= 0 && block < window && static_cast<std::int64_t>(chosen) * block_size <= seq.position(first + query))
-        atomicOr(&mask[block][query / 32], 1u << query % 32);
-    }
-    __syncthreads();
+      for (int e = threadIdx.x; e < count * args.topk; e += blockDim.x) {
+        const int query = e / args.topk, rank = e - query * args.topk;
+        const int chosen = args.indices.at<int>(seq.batch, seq.q_begin + first + query, kv_head)[rank];
+        const int block = chosen - base;
+        if (block >= 0 && block < window &&
+            static_cast<std::int64_t>(chosen) * block_size <= seq.position(first + query))
+          g(query, rank, block);
+      }
+      __syncthreads();
+    };
+    for_entries([&](int query, int, int block) {
+      atomicOr(&mask[block][query / 32], 1u << query % 32);  // duplicates set their bit twice
+    });
+    if constexpr (kEntries)
+      for_entries([&](int query, int rank, int block) { entry(query, rank, base + block, mask[block]); });
     for (int block = threadIdx.x; block < window; block += blockDim.x) f(base + block, mask[block]);
     __syncthreads();
   }
 }
 
-template <bool kFill>
+template <bool kFill, bool kPlaces = false>
 __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ InverseArgs args) {
+  if (!runs(args)) return;
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);
@@ -53,7 +65,15 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
     for (int block = threadIdx.x; block < lists.blocks; block += blockDim.x) offsets[block] = 0;
   __syncthreads();
   for (int first = begin; first < end; first += 32 * kMaskWords) {
-    for_marked(args, seq, kv_head, first, min(end - first, 32 * kMaskWords),
+    const auto place = [&](int query, int rank, int block, const unsigned(&words)[kMaskWords]) {
+      int at = lists.begin[block] + offsets[block];
+#pragma unroll
+      for (int w = 0; w < kMaskWords; ++w)
+        at += __popc(words[w] & (w < query / 32 ? ~0u : w == query / 32 ? (1u << query % 32) - 1 : 0));
+      args.lists.places.at<int>(seq.batch, seq.q_begin + first + query, kv_head)[rank] =
+          static_cast<int>(lists.list - args.lists.list) + at;
+    };
+    for_marked<kPlaces>(args, seq, kv_head, first, min(end - first, 32 * kMaskWords), place,
                [&](int block, const unsigned(&words)[kMaskWords]) {
                  int at = offsets[block];
                  if (kFill) {
@@ -94,6 +114,7 @@ __device__ inline int scan(int n, const Value& value, const Write& write) {
 }
 
 __global__ void __launch_bounds__(1024) scan_queries(const __grid_constant__ InverseArgs args) {
+  if (!runs(args)) return;
   const int kv_head = blockIdx.y;
   const DeviceSequence seq = sequence_of(args.geometry, blockIdx.z);
   const SequenceLists lists = lists_of(args.lists, args.geometry, seq, kv_head);

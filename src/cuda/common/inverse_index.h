@@ -18,6 +18,7 @@ struct InverseIndex {
   std::int64_t entries = 0, slots = 0;
   int chunks = 0;          // of queries, in which the lists are made: an upper bound per sequence
   int* offsets = nullptr;  // (KV head, chunks, slots): where in a block's list the part of a chunk ends
+  Strided places;          // int32, as the rows of indices: where in `list` an entry that counts is; null: not wanted
 
   /// Queries of a chunk.
   __host__ __device__ static int chunk(int q_len) { return q_len > 128 * 128 ? (q_len + 127) / 128 : 128; }
@@ -75,7 +76,8 @@ struct InverseArgs {
   Strided indices;
   int topk;
   InverseIndex lists;
-  LoopOrder loop_order{};  // lists of those that go block by block; the others' are empty
+  LoopOrder loop_order{};       // lists of those that go block by block; the others' are empty
+  const int* wanted = nullptr;  // nothing is done where this is 0; null: it is done
 };
 
 /// Fills the lists.

@@ -5,6 +5,7 @@
 #include "cuda/common/ds_buffer.h"
 #include "cuda/common/geometry.cuh"
 #include "cuda/common/inverse_index.h"
+#include "cuda/common/selected_ds.h"
 
 namespace nsa::cuda {
 
@@ -192,6 +193,8 @@ struct BackwardArgs {
   void* schedule;              // for kernels of sm90: their items, and what they need per row (row_terms.h)
   float* row_terms;
   DsBuffer ds_buffer;
+  SelectedDs selected_ds;  // of the selection
+  SelectedWindows windows;
   Fallback fallback;
 
   __host__ __device__ bool compressed() const { return window == 0 && !indices.data; }

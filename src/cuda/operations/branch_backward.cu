@@ -1,6 +1,7 @@
 #include "cuda/operations/branch_backward.h"
 
 #include "cuda/common/fill.h"
+#include "cuda/operations/stored_selection.h"
 #include "cuda/sm90/common/d_kv_item.h"
 #include "cuda/sm90/common/row_terms.h"
 #include "cuda/sm90/range_attention/d_kv_chunks.h"
@@ -52,7 +53,8 @@ std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o
 }
 
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
-                 const BranchGradients& out, std::optional<std::int64_t> ds_budget, int* flag, Execution& e) {
+                 const BranchGradients& out, std::optional<std::int64_t> ds_budget, bool stored, int* flag,
+                 Execution& e) {
   const Geometry& g = b.geometry;
   Prepared x;
   x.branch = &b;
@@ -78,44 +80,52 @@ Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, 
   args.scale = static_cast<float>(b.scale);
   args.block_size = b.block_size;
   args.fallback.flag = flag;
-  const std::int64_t width = b.q.size(-1) + b.v.size(-1);
-  const RowPrefix all = end_prefix(g);
   x.ds_budget = ds_budget;
   if (b.indices) {
     args.indices = strided(*b.indices);
     args.topk = to_int(b.indices->size(-1));
   }
+  if (x.keys) take_key_memory(x, !stored, e.arena);
+  return x;
+}
+
+void take_key_memory(Prepared& x, bool hopper, Arena& arena) {
+  Branch b = *x.branch;
+  BackwardArgs& args = x.args;
+  const Geometry& g = b.geometry = args.geometry;
+  const std::int64_t width = b.q.size(-1) + b.v.size(-1);
+  const RowPrefix all = end_prefix(g);
   std::int64_t schedule_bytes = 0;  // bytes for the kernels of sm90
-  if (x.keys && b.indices) {
-    x.inverse = take_lists(b, e.arena);
+  if (b.indices) {
+    x.inverse = take_lists(b, arena, args.windows.stored);
+    x.inverse.indices = args.indices;
     const InverseIndex& lists = args.lists = x.inverse.lists;
     args.items = args.items_before(all);
     args.partial_items = args.partials_before(lists.entries, lists.slots);
-    std::int64_t partials = g.kv_heads * args.partial_items;
-    if (x.hopper.selected_d_kv) {
-      const sm90::selected_attention::ListWork work(g, lists);
+    std::int64_t partials = args.windows.stored ? 0 : g.kv_heads * args.partial_items;
+    if (hopper && x.hopper.selected_d_kv) {
+      const sm90::selected_attention::ListWork work(g, lists, args.windows.several);
       schedule_bytes = work.bytes();
       partials = std::max(partials, work.partials);
     }
-    args.partials = e.arena.take<float>(partials * kKeyTile * width);
-  } else if (x.keys) {
+    args.partials = arena.take<float>(partials * kKeyTile * width);
+  } else {
     args.chunks = max_range_chunks(b.window, g.q_len);
     args.items = args.items_before(all);
     if (args.chunks > 1) args.partial_items = args.partials_before(all);
-    if (x.ds_budget) take_ds_buffer(args, width, *x.ds_budget, e.arena);
+    if (x.ds_budget) take_ds_buffer(args, width, *x.ds_budget, arena);
     std::int64_t partials = g.kv_heads * args.partial_items * kKeyTile * width;
-    if (x.hopper.range_d_kv) {
+    if (hopper && x.hopper.range_d_kv) {
       const sm90::range_attention::RangeWork work(g, b.window);
       schedule_bytes = work.items * static_cast<std::int64_t>(sizeof(sm90::KeyItem));
       partials = std::max(partials, g.kv_heads * work.partials * sm90::range_attention::kRangeKeys * width);
     }
-    args.partials = e.arena.take<float>(partials);
+    args.partials = arena.take<float>(partials);
   }
   if (schedule_bytes > 0) {
-    args.schedule = e.arena.take<char>(schedule_bytes);
-    args.row_terms = e.arena.take<float>(sm90::RowTerms(g, nullptr).floats());
+    args.schedule = arena.take<char>(schedule_bytes);
+    args.row_terms = arena.take<float>(sm90::RowTerms(g, nullptr).floats());
   }
-  return x;
 }
 
 Prepared span_of(Prepared x, const QuerySpan& span) {
@@ -127,7 +137,7 @@ Prepared span_of(Prepared x, const QuerySpan& span) {
   };
   for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, span.first, size);
   for (Strided* t : {&args.k, &args.v, &args.d_k, &args.d_v}) move(*t, 0, size);
-  move(args.indices, span.first, sizeof(int));
+  for (Strided* t : {&args.indices, &args.lists.places}) move(*t, span.first, sizeof(int));
   for (PerRow* t : {&args.lse, &args.delta, &args.gate})
     if (t->data) t->data += span.sequence * t->batch + span.first * t->row;
   if (DsBuffer& stored = args.ds_buffer; stored.sums) {
@@ -144,6 +154,22 @@ Status run_queries(const Prepared& x, Execution& e) {
   const auto hopper = x.hopper.selected_d_q;
   if (Status s = run_hopper(hopper, x, "selected_d_q", e); !s.ok()) return s;
   return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, hopper, "selected_d_q", e);
+}
+
+Status stand_in_queries(const Prepared& x, Execution& e) {
+  return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, true, "selected_d_q", e);
+}
+
+Status stand_in_keys(const Prepared& x, const Packed& packed, Execution& e) {
+  const portable::AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
+  const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
+  if (Status s = fill(x.out->d_k, cu_k, 0, nullptr, e.stream); !s.ok()) return s;
+  if (Status s = fill(x.out->d_v, cu_k, 0, nullptr, e.stream); !s.ok()) return s;
+  InverseArgs inverse = x.inverse;
+  inverse.wanted = x.args.fallback.flag;
+  if (Status s = status_of(build_inverse_index(inverse, e.stream), "build_inverse_index"); !s.ok()) return s;
+  if (Status s = run_portable(kernels.d_kv, x, true, "d_kv", e); !s.ok()) return s;
+  return run_portable(kernels.sum_partials, x, true, "sum_partials", e);
 }
 
 Status run_both(const Prepared& compressed, const Prepared& window, Execution& e) {
@@ -182,8 +208,12 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   int* flag = e.arena.take<int>(1);
   const BranchGradients out{.d_q = p.d_q, .d_k = d_k, .d_v = d_v};
   const bool queries = p.d_q.defined();
-  const Prepared x =
-      prepare(b, p.d_o, p.forward.lse, delta, {}, out, ds_budget_for(b, p.d_o, queries, d_k, d_v), flag, e);
+  StoredSelection stored(b, p.d_o, queries, d_k, d_v);
+  stored.take_sums(e.arena);
+  const Arena rest = e.arena;
+  const Prepared x = prepare(b, p.d_o, p.forward.lse, delta, {}, out, ds_budget_for(b, p.d_o, queries, d_k, d_v),
+                             static_cast<bool>(stored), flag, e);
+  stored.take_windows(x, rest, e.arena);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   const Rows r = rows_of(p.d_o, 2);
@@ -205,7 +235,17 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
   if (Status s = status_of(row_terms(args, r.batches, e.stream), "combine_backward"); !s.ok()) return s;
   if (any(x.hopper))
     if (Status s = status_of(find_nonfinite(b.q.dtype, inputs, e.stream), "find_nonfinite"); !s.ok()) return s;
-  if (x.ds_budget) {
+  if (stored) {
+    if (Status s = stored.begin(e); !s.ok()) return s;
+    for (const QuerySpan& span : stored.windows()) {
+      Arena arena = rest;
+      const Prepared window = stored.window(x, span, arena);
+      if (Status s = stored.run_keys(window, e); !s.ok()) return s;
+      if (Status s = stored.run_queries(window, e); !s.ok()) return s;
+    }
+    if (Status s = stand_in_queries(x, e); !s.ok()) return s;
+    if (Status s = stand_in_keys(x, packed, e); !s.ok()) return s;
+  } else if (x.ds_budget) {
     if (Status s = begin_spans(x, e); !s.ok()) return s;
     for (const QuerySpan& span : spans_of(x.args.geometry, x.ds_budget)) {
       const Prepared some = span_of(x, span);

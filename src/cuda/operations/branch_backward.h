@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "cuda/common/cut_sequences.h"
 #include "cuda/operations/branch.h"
 #include "cuda/operations/finite_check.h"
 #include "cuda/operations/query_spans.h"
@@ -26,6 +27,7 @@ struct Prepared {
   std::optional<std::int64_t> ds_budget;  // for dS, if it goes from d_kv to range_d_q through memory
   const Branch* branch = nullptr;
   const BranchGradients* out = nullptr;
+  CutSequences cut;  // of a window of a packed call that has several (StoredSelection)
 };
 
 /// The memory for dS if it is to be stored: of the compressed branch, where dQ and dK or dV are wanted.
@@ -33,9 +35,13 @@ std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o
                                           const TensorView& d_v);
 
 /// Takes what the branch needs from the workspace. `ds_budget`: of ds_budget_for. `flag` is set where inputs are not
-/// finite.
+/// finite. `stored`: of the selection, dK and dV will be made by windows (StoredSelection), but for what stands in.
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
-                 const BranchGradients& out, std::optional<std::int64_t> ds_budget, int* flag, Execution& e);
+                 const BranchGradients& out, std::optional<std::int64_t> ds_budget, bool stored, int* flag,
+                 Execution& e);
+
+/// Memory for dK and dV from the workspace. `hopper`: of the kernels of sm90, too.
+void take_key_memory(Prepared& x, bool hopper, Arena& arena);
 
 /// The sums of dQ are those of the span already.
 Prepared span_of(Prepared x, const QuerySpan& span);
@@ -48,6 +54,11 @@ Status run_both(const Prepared& compressed, const Prepared& window, Execution& e
 
 /// dK and dV; of a span of a call whose dS is stored, too.
 Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e);
+
+/// After the windows of the selection, the kernels that stand in where inputs are not finite: dQ; dK and dV, and rows
+/// past the end.
+Status stand_in_queries(const Prepared& x, Execution& e);
+Status stand_in_keys(const Prepared& x, const Packed& packed, Execution& e);
 
 /// Before the keys of the spans of a call whose dS is stored.
 Status begin_spans(const Prepared& x, Execution& e);

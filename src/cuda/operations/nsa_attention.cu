@@ -1,9 +1,12 @@
 // The three branches and their gated sum.
+#include <iterator>
+
 #include "cuda/common/fill.h"
 #include "cuda/operations/branch_backward.h"
 #include "cuda/operations/branch_forward.h"
 #include "cuda/operations/combine.h"
 #include "cuda/operations/select_blocks.h"
+#include "cuda/operations/stored_selection.h"
 
 namespace nsa::cuda {
 
@@ -164,11 +167,26 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   const bool queries = p.d_q.defined();
   // dQ is summed over the branches in float32, some queries at a time.
   const auto ds_budget = ds_budget_for(branches[kCompressed], p.d_o, queries, p.d_k_c, p.d_v_c);
-  const std::vector<QuerySpan> spans = spans_of(branches[kCompressed].geometry, ds_budget);
+  StoredSelection stored;
+  if (!ds_budget) stored = StoredSelection(branches[kSelected], p.d_o, queries, p.d_k_slc, p.d_v_slc);
+  stored.take_sums(e.arena);
+  const bool packed = f.packed.packed();
+  const Geometry& geometry = branches[kCompressed].geometry;
+  const auto spans_in = [&](const QuerySpan& window) {  // of a batched call
+    std::vector<QuerySpan> spans = spans_of(span_of(geometry, window), std::nullopt);
+    for (QuerySpan& span : spans) span.sequence += window.sequence, span.first += window.first;
+    return spans;
+  };
+  std::vector<QuerySpan> spans;
+  if (stored && !packed) {
+    for (const QuerySpan& window : stored.windows()) std::ranges::copy(spans_in(window), std::back_inserter(spans));
+  } else {
+    spans = spans_of(geometry, ds_budget);
+  }
   Strided sum;
   if (queries) {
     TensorView view = f.q;
-    if (!f.packed.packed()) {
+    if (!packed) {
       view.shape[0] = view.shape[1] = 0;
       for (const QuerySpan& span : spans) {
         view.shape[0] = std::max<std::int64_t>(view.shape[0], span.sequences);
@@ -196,6 +214,7 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   }
   constexpr const char* kKeys[] = {"compressed attention: dK, dV", "selected attention: dK, dV",
                                    "sliding window: dK, dV"};
+  constexpr const char* kSelectedQueries = "selected attention: dQ";
   const TensorView none;
   Prepared prepared[kBranches];
   const BranchGradients out[kBranches] = {{.d_q = none, .d_k = p.d_k_c, .d_v = p.d_v_c, .sum_from = sum, .sum_to = sum},
@@ -204,11 +223,13 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   for (int i = 0; i < kBranches; ++i) {
     e.arena = rest;
     const Prepared& x = prepared[i] = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i],
-                                              i == kCompressed ? ds_budget : std::nullopt, flag, e);
+                                              i == kCompressed ? ds_budget : std::nullopt,
+                                              i == kSelected && stored, flag, e);
+    if (i == kSelected) stored.take_windows(x, rest, e.arena);
     most = std::max(most, e.arena.used());
     if (e.arena.measuring()) continue;
     if (!e.arena.enough()) return out_of_workspace(e.arena);
-    if (x.ds_budget) continue;  // they go with dQ
+    if (x.ds_budget || (i == kSelected && stored)) continue;  // they go with dQ
     if (Status s = run_keys(x, f.packed, i == kCompressed ? &f.cfg : nullptr, e); !s.ok()) return s;
     e.stage_done(kKeys[i]);
   }
@@ -218,18 +239,47 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   }
   if (!queries) return {};
   // dQ: the selection first, the two ranges behind it.
-  if (Status s = begin_spans(prepared[kCompressed], e); !s.ok()) return s;
-  for (const QuerySpan& span : spans) {
+  const Prepared& selected = prepared[kSelected];
+  const auto sum_span = [&](const QuerySpan& span, const auto& run_selected) -> Status {
     const Prepared compressed = span_of(prepared[kCompressed], span);
     if (ds_budget) {
       if (Status s = run_keys(compressed, f.packed, &f.cfg, e); !s.ok()) return s;
       e.stage_done(kKeys[kCompressed]);
     }
-    if (Status s = run_queries(span_of(prepared[kSelected], span), e); !s.ok()) return s;
-    e.stage_done("selected attention: dQ");
+    if (Status s = run_selected(); !s.ok()) return s;
+    e.stage_done(kSelectedQueries);
     if (Status s = run_both(compressed, span_of(prepared[kWindow], span), e); !s.ok()) return s;
     e.stage_done("compressed and window: dQ");
+    return {};
+  };
+  if (Status s = begin_spans(prepared[kCompressed], e); !s.ok()) return s;
+  if (Status s = stored.begin(e); !s.ok()) return s;
+  for (const QuerySpan& part : stored.windows()) {
+    Arena memory = rest;
+    const Prepared window = stored.window(selected, part, memory);
+    if (Status s = stored.run_keys(window, e); !s.ok()) return s;
+    e.stage_done(kKeys[kSelected]);
+    if (packed) {  // the ranges take all rows at once
+      if (Status s = stored.run_queries(window, e); !s.ok()) return s;
+      e.stage_done(kSelectedQueries);
+      continue;
+    }
+    for (const QuerySpan& span : spans_in(part)) {
+      const auto run_selected = [&]() -> Status {
+        if (Status s = stored.run_queries(span_of(window, span.from(part)), e); !s.ok()) return s;
+        return stand_in_queries(span_of(selected, span), e);
+      };
+      if (Status s = sum_span(span, run_selected); !s.ok()) return s;
+    }
   }
+  if (!stored || packed)
+    for (const QuerySpan& span : spans) {
+      const Prepared x = span_of(selected, span);
+      if (Status s = sum_span(span, [&] { return stored ? stand_in_queries(x, e) : run_queries(x, e); }); !s.ok())
+        return s;
+    }
+  if (stored)
+    if (Status s = stand_in_keys(selected, f.packed, e); !s.ok()) return s;
   return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);
 }
 

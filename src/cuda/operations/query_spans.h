@@ -1,5 +1,5 @@
-// How the queries of a backward call are cut into spans, and the memory that dS of the compressed branch takes
-// (DsBuffer).
+// How the queries of a backward call are cut into spans, and the memory that dS takes: of the compressed branch
+// (DsBuffer), of the selection (SelectedDs).
 #pragma once
 
 #include <optional>
@@ -14,6 +14,9 @@ namespace nsa::cuda {
 struct QuerySpan {
   int sequence, sequences;  // the first of them, how many
   int first, count;         // queries
+
+  /// The same queries, counted from the first ones of another span.
+  QuerySpan from(const QuerySpan& other) const { return {sequence - other.sequence, sequences, first - other.first, count}; }
 };
 
 /// These queries, and of the keys those that they can see.
@@ -48,6 +51,39 @@ inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int
           {.sequence = b, .sequences = std::min(together, g.batches - b), .first = first, .count = next - first});
   }
   return spans;
+}
+
+/// Bytes that dS of the selection takes for a query.
+inline std::int64_t selected_ds_row(const Geometry& g, int topk, int block_size) {
+  return std::min<std::int64_t>(topk, ceil_div(g.k_len, block_size)) * block_size * g.heads * 2;
+}
+/// The windows of a call whose dS of the selection is stored: queries of a sequence or of several, rows of a packed
+/// call. About as many in each as there is room for; none where that is too few for the kernels.
+inline std::vector<QuerySpan> selected_windows(const Geometry& g, std::int64_t row_bytes, std::int64_t budget) {
+  constexpr std::int64_t kStep = 128, kLeast = 1024;
+  const std::int64_t length = g.cu_q ? g.total_q : g.q_len;
+  if (length == 0 || row_bytes == 0 || g.batches == 0) return {};
+  std::int64_t most = budget / row_bytes;
+  if (most < std::min(length, kLeast)) return {};
+  std::vector<QuerySpan> windows;
+  if (length > most) {
+    most = most / kStep * kStep;
+    const std::int64_t even = ceil_div(ceil_div(length, ceil_div(length, most)), kStep) * kStep;
+    for (int b = 0; b < (g.cu_q ? 1 : g.batches); ++b)
+      for (std::int64_t first = 0; first < length; first += even)
+        windows.push_back({.sequence = b,
+                           .sequences = g.cu_q ? g.batches : 1,
+                           .first = to_int(first),
+                           .count = to_int(std::min(even, length - first))});
+    return windows;
+  }
+  const int together = g.cu_q ? g.batches : to_int(std::min<std::int64_t>(most / length, g.batches));
+  for (int b = 0; b < g.batches; b += together)
+    windows.push_back({.sequence = b,
+                       .sequences = std::min(together, g.batches - b),
+                       .first = 0,
+                       .count = to_int(length)});
+  return windows;
 }
 
 /// The memory for dS of a call's compressed branch: about that of two of its inputs q, within bounds in which less

@@ -16,6 +16,7 @@ Kernels instances() {
           selected_attention::launch_selected_block_major<T, Dk, Dv>,
           range_attention::launch_range_d_q<T, Dk, Dv>,
           selected_attention::launch_selected_d_q<T, Dk, Dv>,
+          selected_attention::launch_selected_d_q_of_ds<T, Dk, Dv>,
           range_attention::launch_range_d_kv<T, Dk, Dv>,
           selected_attention::launch_selected_d_kv<T, Dk, Dv>,
           select_blocks::launch_compressed_select<T, Dk, Dv>,
@@ -139,6 +140,8 @@ Kernels choose_kernels(const AttentionDesc& call) {
     kernels.selected_d_q = nullptr;
     kernels.selected_d_kv = nullptr;
   }
+  // Pairs of rows are stored: those of one query.
+  if (call.group % 2 != 0 || !kernels.selected_d_kv) kernels.selected_d_q_of_ds = nullptr;
   choose_loop_order(kernels, call.group);
   if (selection_obstacle(call)) kernels.compressed_select = nullptr;
   return kernels;

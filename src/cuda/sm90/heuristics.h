@@ -30,6 +30,8 @@ struct Kernels {
   /// With a second branch of the same queries: the sum of both, where the second one says.
   cudaError_t (*range_d_q)(const BackwardArgs&, const BackwardArgs* second, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_q)(const BackwardArgs&, cudaStream_t) = nullptr;
+  /// The same from the dS that selected_d_kv has left (selected_ds.h).
+  cudaError_t (*selected_d_q_of_ds)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*range_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*selected_d_kv)(const BackwardArgs&, cudaStream_t) = nullptr;
   cudaError_t (*compressed_select)(const select_blocks::CompressedSelectArgs&, cudaStream_t) = nullptr;

@@ -16,6 +16,7 @@ struct alignas(16) KeyItem {
   int stages;
   int slot;            // for partial sums; -1: the result is complete
   int partials;        // of the key tile, if this is its first item and there are several
+  int cut;             // of the selection: SelectedWindows::of the sequence
   const float* terms;  // of the sequence's first query and the KV head's first tile (RowTerms)
 };
 

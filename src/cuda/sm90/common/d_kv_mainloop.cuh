@@ -129,6 +129,11 @@ __device__ __forceinline__ void probabilities(float (&s)[32], std::uint32_t term
 template <int Dk, int Dv>
 inline constexpr bool kSideBySide = Dk + Dv <= 256;
 
+/// What becomes of a stage's dS^T beside dK: leave(ds, stage), ds the operand of dK.
+struct LeavesNothing {
+  __device__ void operator()(const std::uint32_t (&)[16], int) const {}
+};
+
 /// The sums, and a stage on its way through.
 template <class T, int Dk, int Dv, bool = kSideBySide<Dk, Dv>>
 struct KeyGradients : KeySums<T, Dk, Dv> {
@@ -154,9 +159,9 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
   }
 
   /// The first stage of an item.
-  template <class Memory, class Mask, class Pass>
+  template <class Memory, class Mask, class Pass, class Leave = LeavesNothing>
   __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
-                                        const Mask& mask, const Pass& pass) {
+                                        const Mask& mask, const Pass& pass, const Leave& leave = {}) {
     gemm_ss<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
     gemm_ss<T, Dv, 64>(dp, v, 64, descriptor(memory.d_o(stage), 16), 64);
     wgmma_wait<1>();
@@ -164,12 +169,13 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
     probabilities(s, memory.terms(stage), scale, mask);
     wgmma_wait<0>();
     operands(memory.terms(stage));
+    leave(ds, stage);
   }
   /// A stage after another. The order of issue keeps the operands and accumulators within 240 registers.
-  template <class Memory, class Mask, class Pass, class Release>
+  template <class Memory, class Mask, class Pass, class Release, class Leave = LeavesNothing>
   __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
-                                       float scale, const Mask& mask, const Pass& pass,
-                                       const Release& consumer_release) {
+                                       float scale, const Mask& mask, const Pass& pass, const Release& consumer_release,
+                                       const Leave& leave = {}) {
     gemm_rs<T, Dv, 64>(dv, p, descriptor(memory.d_o(before), kPanelBytes));
     gemm_ss<T, Dk, 64>(s, k, 64, descriptor(memory.q(stage), 16), 64);
     gemm_rs<T, Dk, 64>(dk, ds, descriptor(memory.q(before), kPanelBytes));
@@ -182,6 +188,7 @@ struct KeyGradients : KeySums<T, Dk, Dv> {
     consumer_release(before);
     wgmma_wait<0>();
     operands(memory.terms(stage));
+    leave(ds, stage);
   }
   /// After the last stage.
   template <class Memory, class Release>
@@ -244,19 +251,20 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
     }
   }
 
-  template <class Memory, class Mask, class Pass>
+  template <class Memory, class Mask, class Pass, class Leave = LeavesNothing>
   __device__ __forceinline__ void first(const Memory& memory, std::uint32_t k, std::uint32_t v, int stage, float scale,
-                                        const Mask& mask, const Pass& pass) {
+                                        const Mask& mask, const Pass& pass, const Leave& leave = {}) {
     gemm_ss<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
     wgmma_wait<0>();
     pass();
     probabilities(x, memory.terms(stage), scale, mask);
     score_gradients(memory, v, stage);
+    leave(operand, stage);
   }
-  template <class Memory, class Mask, class Pass, class Release>
+  template <class Memory, class Mask, class Pass, class Release, class Leave = LeavesNothing>
   __device__ __forceinline__ void next(const Memory& memory, std::uint32_t k, std::uint32_t v, int before, int stage,
-                                       float scale, const Mask& mask, const Pass& pass,
-                                       const Release& consumer_release) {
+                                       float scale, const Mask& mask, const Pass& pass, const Release& consumer_release,
+                                       const Leave& leave = {}) {
     gemm_ss<T, Dk, 64>(x, again(k), 64, descriptor(memory.q(stage), 16), 64);
     gemm_rs<T, Dk, 64>(dk, operand, descriptor(memory.q(before), kPanelBytes));
     wgmma_wait<1>();
@@ -265,6 +273,7 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
     wgmma_wait<0>();
     consumer_release(before);
     score_gradients(memory, v, stage);
+    leave(operand, stage);
   }
   template <class Memory, class Release>
   __device__ __forceinline__ void last(const Memory& memory, int before, const Release& consumer_release) {
@@ -278,10 +287,11 @@ struct KeyGradients<T, Dk, Dv, false> : KeySums<T, Dk, Dv> {
 inline constexpr int kSumBlocks = 8;
 
 /// Adds the partial sums of a key tile, `count` of `rows` rows of dk + dv float32 each from the slot `first` on, in
-/// order, and writes dK and dV of its `keys` keys. The thread blocks of all z of the grid share the work.
+/// order, and writes dK and dV of its `keys` keys. The thread blocks of all z of the grid share the work. `cut`: of a
+/// window of the queries (SelectedWindows).
 template <class T>
 __device__ inline void sum_partials(const BackwardArgs& args, std::int64_t first, int count, int rows, int batch,
-                                    std::int64_t key_row, int kv_head, int keys, int dk, int dv) {
+                                    std::int64_t key_row, int kv_head, int keys, int dk, int dv, int cut = 0) {
   const int width = dk + dv;
   const float* from = args.partials + first * rows * width;
   const int threads = static_cast<int>(gridDim.z * blockDim.x);
@@ -293,6 +303,15 @@ __device__ inline void sum_partials(const BackwardArgs& args, std::int64_t first
       sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }
     const int column = e % width;
+    if (cut) {
+      float4& so_far = *reinterpret_cast<float4*>(args.windows.sums.at<float>(batch, key_row + e / width, kv_head) + column);
+      if (cut & SelectedWindows::kBefore)
+        sum = {sum.x + so_far.x, sum.y + so_far.y, sum.z + so_far.z, sum.w + so_far.w};
+      if (cut & SelectedWindows::kAfter) {
+        so_far = sum;
+        continue;
+      }
+    }
     const bool key = column < dk;
     const Strided& to = key ? args.d_k : args.d_v;
     if (!to.data) continue;

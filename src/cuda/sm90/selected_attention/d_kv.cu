@@ -4,7 +4,8 @@
 // row where queries have few.
 //
 // Lists are cut into items (d_kv_schedule.h), which the thread blocks take in the order of their plan, each when it is
-// done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order.
+// done with the one before. Key tiles of several items leave float32 partial sums that sum_items adds in order. dS^T,
+// which is at hand as the operand of dK, is stored for dQ where it is wanted (SelectedDs).
 //
 // Producers: warp 8 has Q copied, warp 9 dO, warp 10 what there is per row; warp 11 takes the items, has their keys and
 // values copied and notes who sees whom.
@@ -28,13 +29,17 @@ inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
 struct ListKeyArgs : ListSchedule {
   float scale, masked;  // in base-2 units; what a masked score is before the scale, as an operand at hand
   bool gather;          // rows of Q and dO come one by one
+  int planes;           // of a key tile, that its block has
 };
 
 /// What the warpgroups need to know of a stage.
 struct StageInfo {
   std::int8_t lead[64];  // of a row: the last key that it sees; kFar: all
   int all;               // every row sees every key
+  int ds_rows;           // so many rows have dS to store
+  char* ds;              // where row 0 of warp 0 has its place
 };
+static_assert(sizeof(StageInfo) <= 256);
 
 template <int Dk, int Dv>
 struct Memory : KeyMemory<Dk, Dv, 1, kStages<Dk, Dv>> {
@@ -243,7 +248,11 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
     __syncwarp();
     keys_phase ^= 1;
     const int before = item.shift - item.first_key;
-    for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int) {
+    const SelectedDs& stored = args.branch.selected_ds;
+    int ds_rows = stored.data ? (item.to - item.from) * args.packing.heads : 0;
+    const int plane = (item.first_key & (args.branch.block_size - 1)) / SelectedDs::kPlaneKeys;
+    char* ds = stored.data + plane * stored.plane() + stored.offset(args.packing.heads, 0, item.from, 0);
+    for_stages(args, item, args.packing.slices, [&](const int(&queries)[2], int slice) {
       const auto lead = [&](int query) { return query < 0 ? kFar : min(query + before, kFar); };
       const int low = lead(queries[0]), high = lead(queries[1]);
       const bool all = __all_sync(0xffffffffu, min(low, high) == kFar);
@@ -251,7 +260,15 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
       auto& info = *reinterpret_cast<StageInfo*>(memory.info(dynamic, count.stage()));
       info.lead[lane_id()] = static_cast<std::int8_t>(low);
       info.lead[lane_id() + 32] = static_cast<std::int8_t>(high);
-      if (lane_id() == 0) info.all = all;
+      if (lane_id() == 0) {
+        info.all = all;
+        info.ds_rows = min(ds_rows, args.packing.rows);
+        info.ds = ds + stored.offset(args.packing.heads, slice, 0, 0);
+      }
+      if (slice + 1 == args.packing.slices) {
+        ds_rows -= args.packing.rows;
+        ds += args.packing.rows * SelectedDs::kRow;
+      }
       mbarrier_arrive(memory.rows().full(count.stage()));
       count.advance();
     });
@@ -286,6 +303,33 @@ __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float 
   }
 }
 
+/// `x`, a window's sum of some columns of 64 keys, plus that of the windows before. Whether it is complete; else the
+/// windows behind find it.
+template <int D>
+__device__ __forceinline__ bool add_windows(const SelectedWindows& windows, int cut, float (&x)[D / 2], int batch,
+                                            std::int64_t first, int kv_head, int column, int keys) {
+  if (cut == 0) return true;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int key = warp * 16 + lane / 4 + 8 * i;
+    if (key >= keys) continue;
+    float* so_far = windows.sums.at<float>(batch, first + key, kv_head) + column + 2 * (lane & 3);
+    if (cut & SelectedWindows::kBefore) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) {
+        const float2 before = *reinterpret_cast<const float2*>(so_far + n * 8);
+        x[4 * n + 2 * i] += before.x, x[4 * n + 2 * i + 1] += before.y;
+      }
+    }
+    if (cut & SelectedWindows::kAfter) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) store_pair(so_far + n * 8, x[4 * n + 2 * i], x[4 * n + 2 * i + 1]);
+    }
+  }
+  return (cut & SelectedWindows::kAfter) == 0;
+}
+
 template <class T, int Dk, int Dv>
 __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& memory, char* dynamic) {
   const int lane = threadIdx.x % 32, warpgroup = warp_uniform(threadIdx.x / 128);
@@ -310,6 +354,17 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
         if (first_key + i / 2 * 8 > info.lead[8 * j + 2 * (lane & 3) + i % 2]) s[4 * j + i] = args.masked;
     }
   };
+  /// A pair of rows and two keys of each are neighbours in a lane as in memory.
+  const auto leave = [&](const std::uint32_t(&ds)[16], int stage) {
+    const auto& info = *reinterpret_cast<const volatile StageInfo*>(memory.info(dynamic, stage));
+    const int warp = threadIdx.x / 32 % 4, column = 2 * (lane & 3), rows = info.ds_rows - column;
+    if (rows <= 0 || warp >= args.planes) return;
+    char* to = info.ds + warp * branch.selected_ds.plane() + SelectedDs::stored_piece(lane);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (8 * j < rows)
+        __stcs(reinterpret_cast<uint2*>(to + 8 * j * SelectedDs::kRow), make_uint2(ds[2 * j], ds[2 * j + 1]));
+  };
   /// Waits for a stage. Rows that threads copied are for the tensor cores to see.
   const auto arrived = [&] {
     memory.rows().wait_warp(count);
@@ -328,12 +383,13 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
     if (count.count < all_stages) {
       arrived();
       take_turn();
-      gradients.first(memory, k, v, count.stage(), args.scale, mask, pass_turn);
+      gradients.first(memory, k, v, count.stage(), args.scale, mask, pass_turn, leave);
 #pragma unroll 1
       for (count.count += 2; count.count < all_stages; count.count += 2) {
         arrived();
         take_turn();
-        gradients.next(memory, k, v, count.before(2), count.stage(), args.scale, mask, pass_turn, consumer_release);
+        gradients.next(memory, k, v, count.before(2), count.stage(), args.scale, mask, pass_turn, consumer_release,
+                       leave);
       }
       gradients.last(memory, count.before(2), consumer_release);
     }
@@ -347,14 +403,16 @@ __device__ inline void consume(const ListKeyArgs& args, const Memory<Dk, Dv>& me
       exchange_sums(gradients.dk, gradients.dv, memory, dynamic, 0);
       if (slot >= 0) {
         gradients.store_partial_dk(partial, keys);
-      } else {
+      } else if (add_windows<Dk>(branch.windows, item.cut, gradients.dk, item.batch, item.key_row, item.kv_head, 0,
+                                 keys)) {
         gradients.store_dk(branch, item.batch, item.key_row, item.kv_head, keys);
       }
     } else {
       exchange_sums(gradients.dv, gradients.dk, memory, dynamic, 1);
       if (slot >= 0) {
         gradients.store_partial_dv(partial, keys);
-      } else {
+      } else if (add_windows<Dv>(branch.windows, item.cut, gradients.dv, item.batch, item.key_row, item.kv_head, Dk,
+                                 keys)) {
         gradients.store_dv(branch, item.batch, item.key_row, item.kv_head, keys);
       }
     }
@@ -394,7 +452,8 @@ template <class T>
 __global__ void __launch_bounds__(256) sum_items(const __grid_constant__ ListKeyArgs args, int dk, int dv) {
   if (*args.branch.fallback.flag != 0 || static_cast<int>(blockIdx.x) >= args.queue->sums) return;
   const KeyItem& item = args.items[args.sums[blockIdx.x]];
-  sum_partials<T>(args.branch, item.slot, item.partials, 64, item.batch, item.key_row, item.kv_head, item.keys, dk, dv);
+  sum_partials<T>(args.branch, item.slot, item.partials, 64, item.batch, item.key_row, item.kv_head, item.keys, dk, dv,
+                  item.cut);
 }
 
 }  // namespace
@@ -404,11 +463,12 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
                                                                           cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   const Geometry& g = branch.geometry;
-  const ListWork work(g, branch.lists);
+  const ListWork work(g, branch.lists, branch.windows.several);
   if (work.items == 0) return cudaSuccess;
   const float scale = log2_scale(branch.scale);
   ListKeyArgs args{ListSchedule(branch, work), scale, masked_score(scale)};
   args.gather = args.packing.queries > kMostBoxes;
+  args.planes = std::min(branch.block_size, 64) / SelectedDs::kPlaneKeys;
   KeyMaps maps;
   // One query each: a stage gathers them.
   const int heads = args.packing.heads, batches = tensor_batches(g);

@@ -49,7 +49,7 @@ struct ListLine {
         number(head * all.branch.geometry.batches + sequence),
         seq(sequence_of(all.branch.geometry, sequence)),
         lists(lists_of(all.branch.lists, all.branch.geometry, seq, head)),
-        cut(seq.q_len, all.packing.heads),
+        cut(seq.q_len, all.packing.heads, all.branch.windows.several),
         tiles(lists.blocks * all.branch.lists.tiles_per_block) {
     if (lists.item_begin[tiles] == 0) tiles = 0;
   }
@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(kThreads) write_items(const __grid_constant__ 
     item.terms = schedule.terms.at(seq.batch, line.kv_head * schedule.packing.slices, seq.q_begin);
     item.slot = tile.all > 1 ? at[kQueryGroups] : -1;
     item.partials = tile.partials();
+    item.cut = branch.windows.of(seq.index);
     const int list = static_cast<int>(line.lists.list - branch.lists.list) + tile.begin;
 #pragma unroll
     for (int query_group = 0; query_group < kQueryGroups; ++query_group) {

@@ -3,8 +3,8 @@
 // The rows of a query are read once for every block that it chose. For these reads to meet in the second-level cache
 // the queries of a sequence are cut into query groups, and the items of a query group follow each other: the thread
 // blocks that run at the same time then walk the same queries. Within a query group long lists are cut once more. Where
-// a query has few rows there is one query group: an item's rows would not be worth its partial sums. The cut depends on
-// the sequence alone.
+// a query has few rows there is one query group: an item's rows would not be worth its partial sums. A window
+// (SelectedWindows) is one, too. Otherwise the cut depends on the sequence alone.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,11 @@ struct ListCut {
   int query_groups;  // at least one
   int most;          // queries of an item
 
-  /// heads: rows of a query in a tile.
-  __host__ __device__ ListCut(int q_len, int heads) {
+  /// heads: rows of a query in a tile. `window`: the queries are a window of several.
+  __host__ __device__ ListCut(int q_len, int heads, bool window) {
     const int chunk = InverseIndex::chunk(q_len), wanted = (q_len + kLeastQueryGroup - 1) / kLeastQueryGroup;
     chunks = (q_len + chunk - 1) / chunk;
-    query_groups = wanted < 1 || heads < kQueryGroupRows ? 1 : wanted < kQueryGroups ? wanted : kQueryGroups;
+    query_groups = wanted < 1 || heads < kQueryGroupRows || window ? 1 : wanted < kQueryGroups ? wanted : kQueryGroups;
     query_group = (chunks + query_groups - 1) / query_groups;
     most = query_group * chunk / 16 > kLeastItem ? query_group * chunk / 16 : kLeastItem;
   }
@@ -54,11 +54,15 @@ struct ListWork {
   int lines = 0;
   std::int64_t items = 0, partials = 0, sums = 0;  // upper bounds
 
-  ListWork(const Geometry& g, const InverseIndex& lists) : lines(g.kv_heads * g.batches) {
+  /// `window`: as of ListCut.
+  ListWork(const Geometry& g, const InverseIndex& lists, bool window) : lines(g.kv_heads * g.batches) {
     const RowPrefix all = end_prefix(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
-    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, HeadPacking(g.group).heads).most;
-    const std::int64_t lists_cut = lists_by_query_groups(g, lists.block_size) + all.q * lists.width / most;
+    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, HeadPacking(g.group).heads, window).most;
+    const std::int64_t entries = all.q * lists.width;
+    // In a window only lists of more than `most` queries are cut, into less than twice what their length makes.
+    const std::int64_t lists_cut =
+        window ? 2 * entries / most : lists_by_query_groups(g, lists.block_size) + entries / most;
     partials = g.kv_heads * lists_cut * lists.tiles_per_block;
     items = g.kv_heads * tiles + partials;
     sums = partials / 2;
@@ -68,7 +72,7 @@ struct ListWork {
   /// that may have several parts of a list.
   static std::int64_t lists_by_query_groups(const Geometry& g, std::int64_t block_size) {
     if (!g.cu_q) {
-      const ListCut cut(g.q_len, HeadPacking(g.group).heads);
+      const ListCut cut(g.q_len, HeadPacking(g.group).heads, false);
       std::int64_t lists_cut = 0;
       for (int i = 1; i <= cut.query_groups; ++i) {
         const int end = std::min(i * cut.query_group * InverseIndex::chunk(g.q_len), g.q_len);

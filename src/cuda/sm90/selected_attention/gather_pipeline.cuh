@@ -54,6 +54,16 @@ class SelectedReader {
   /// blocks that a warp uses. They come in a buffer of unions, `phase` of its `union_full` phase.
   template <class Body>
   __device__ __forceinline__ void for_keys(int buffer, std::uint32_t phase, int warp, int lane, const Body& body) {
+    for_tiles_of_keys(buffer, phase, warp, lane, [&](int key, unsigned users, unsigned position) {
+      const SelectedSlot keys = at(position), values = at(position + 1);
+      body(key, users, keys, values);
+    });
+  }
+  /// The same with the position of the tile's first fill, whose slot is to be asked for when the ones before have been
+  /// given back.
+  template <class Body>
+  __device__ __forceinline__ void for_tiles_of_keys(int buffer, std::uint32_t phase, int warp, int lane,
+                                                    const Body& body) {
     SelectedControl& c = control_;
     const GatherPlan& p = plan_;
     mbarrier_wait_warp(shared_address(&c.union_full[buffer]), phase);
@@ -66,20 +76,18 @@ class SelectedReader {
         const int i = __ffs(static_cast<int>(rest)) - 1;
         const int block = c.block(p, buffer)[first + i] & SelectedControl::kBlockMask;
         const unsigned users = __shfl_sync(0xffffffffu, mine, i);
-        const unsigned position = base_ + 2 * p.tiles_per_block * static_cast<unsigned>(first + i);
+        const unsigned position = base_ + Shape::kFills * p.tiles_per_block * static_cast<unsigned>(first + i);
 #pragma unroll 1
         for (int key_tile = 0; key_tile < p.tiles_per_block; ++key_tile) {
           const int key = block * p.block_size + key_tile * Shape::kKeys;
-          const SelectedSlot keys = at(position + 2 * key_tile), values = at(position + 2 * key_tile + 1);
-          body(key, users, keys, values);
+          body(key, users, position + Shape::kFills * key_tile);
         }
       }
     }
     mbarrier_arrive(shared_address(&c.union_empty[buffer]));  // every lane has read the union
-    base_ += 2 * p.tiles_per_block * static_cast<unsigned>(size);
+    base_ += Shape::kFills * p.tiles_per_block * static_cast<unsigned>(size);
   }
 
- private:
   __device__ __forceinline__ SelectedSlot at(unsigned position) {
     // The earlier fill with the same barrier must be over: a fill that reuses its slot has been issued.
     while (static_cast<int>(position - issued_) > kFullBarriers - plan_.slots - 1)
@@ -91,6 +99,7 @@ class SelectedReader {
             .empty = shared_address(&control_.empty[slot])};
   }
 
+ private:
   SelectedControl& control_;
   std::uint32_t ring_;
   const GatherPlan& plan_;
@@ -193,10 +202,10 @@ cudaError_t launch_selected(void (*kernel)(Args, GatherPlan, CUtensorMap, CUtens
   const auto map = [&](CUtensorMap& to, const Strided& t, int dim) {
     return make_tensor_map(to, t, dim, g.kv_heads, key_rows(g, false), tensor_batches(g), 1, Shape::kKeys);
   };
-  CUtensorMap k_map, v_map;
+  CUtensorMap k_map, v_map{};
   int processors = 0;
   cudaError_t error = map(k_map, args.k, Shape::kKeyDim);
-  if (error == cudaSuccess) error = map(v_map, args.v, Shape::kValueDim);
+  if (error == cudaSuccess && Shape::kFills == 2) error = map(v_map, args.v, Shape::kValueDim);
   if (error == cudaSuccess) error = multiprocessors(processors);
   if (error != cudaSuccess) return error;
   return launch(kernel, std::min(plan.total, processors), Shape::kThreads, plan.memory, stream, args, plan, k_map,

@@ -60,11 +60,12 @@ struct SelectedControl {
   }
 };
 
-/// What a kernel knows when compiled: head dims, keys of a tile, consumer warps, and bytes of shared memory that it
-/// needs for itself, a multiple of 16.
+/// What a kernel knows when compiled: head dims (Dv = 0: it needs no values), keys of a tile, consumer warps, and bytes
+/// of shared memory that it needs for itself, a multiple of 16.
 template <int Dk, int Dv, int kTileKeys, int kConsumers, int kMore = 0>
 struct SelectedShape {
   static constexpr int kKeyDim = Dk, kValueDim = Dv, kKeys = kTileKeys;
+  static constexpr int kFills = Dv > 0 ? 2 : 1;  // of the ring for a tile
   static constexpr int kWarps = kConsumers, kThreads = kWarps * 32 + kProducers;
   static constexpr int kSlotBytes = kKeys * (Dk > Dv ? Dk : Dv) * 2, kMoreBytes = kMore;
   // Registers: together those that the threads have at the launch.

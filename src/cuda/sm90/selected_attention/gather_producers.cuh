@@ -167,7 +167,8 @@ __device__ __forceinline__ void produce(SelectedControl& c, std::uint32_t ring, 
 #pragma unroll 1
       for (int key_tile = 0; key_tile < p.tiles_per_block; ++key_tile, row += Shape::kKeys) {
         copier.template fill<Shape::kKeyDim>(k_map, tile.kv_head, row, tile.seq.batch, idle);
-        copier.template fill<Shape::kValueDim>(v_map, tile.kv_head, row, tile.seq.batch, idle);
+        if constexpr (Shape::kFills == 2)
+          copier.template fill<Shape::kValueDim>(v_map, tile.kv_head, row, tile.seq.batch, idle);
       }
       // Now and then: it takes as long as a fill. What is not yet published must stay far below kFullBarriers.
       if (i % 32 == 31 || i + 1 == size) publish(&c.issued, copier.position);

@@ -16,6 +16,9 @@ template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_block_major(const BlockMajorArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_d_q(const BackwardArgs&, cudaStream_t);
+/// From the dS that launch_selected_d_kv has left.
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_selected_d_q_of_ds(const BackwardArgs&, cudaStream_t);
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_selected_d_kv(const BackwardArgs&, cudaStream_t);
 
