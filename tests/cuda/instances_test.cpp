@@ -95,6 +95,51 @@ TEST_P(Instances, FewThreadBlocksGiveTheSameBits) {
 INSTANTIATE_TEST_SUITE_P(Every, Instances, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
+/// The backward of the selection.
+std::vector<Tensor> selected_gradients(const Problem& p) {
+  const auto run = [](const SelectedAttentionParams& params) { return under_test.selected_attention(params, kCpu); };
+  const std::vector<Tensor> outputs = outputs_of(p.selected(), selected_outputs(p), false, run);
+  const auto b = backward_of(p.selected(), views_of(outputs), p.d_o);
+  return outputs_of(b, selected_backward_outputs(p), false, [](const SelectedAttentionBackwardParams& params) {
+    return under_test.selected_attention_backward(params, kCpu);
+  });
+}
+
+/// Its kernels differ by whether dS is stored, which they do where there is memory for it, and by blocks.
+class SelectedBackward : public testing::TestWithParam<std::tuple<DType, std::int64_t, int>> {};
+
+TEST_P(SelectedBackward, FewThreadBlocksGiveTheSameBits) {
+  const auto [dtype, key_dim, block_size] = GetParam();
+  Case c{.dtype = dtype, .q_lens = {75, 75}, .kv_heads = 2, .group = 4};
+  c.dk = key_dim, c.dv = std::min<std::int64_t>(key_dim, 128);
+  c.cfg = {.kernel_size = 32, .kernel_stride = 16, .block_size = block_size, .topk = 3, .window_size = 48};
+  // Packed, in two windows, of 1024 rows and less.
+  Case windows = c;
+  windows.packed = true, windows.q_lens = {40, 1100, 0, 900}, windows.kv_heads = 1;
+  windows.cfg.topk = 205 / block_size;
+  for (const auto& [problem, mib] : {std::pair(Problem(c), "0"), {Problem(c), ""}, {Problem(windows), "2"}}) {
+    SCOPED_TRACE(std::string("NSA_CUDA_DS_MIB=") + mib);
+    const Environment memory("NSA_CUDA_DS_MIB", mib);
+    std::vector<Tensor> few;
+    {
+      const Environment processors("NSA_CUDA_PROCESSORS", "2");
+      few = selected_gradients(problem);
+    }
+    if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) continue;
+    const std::vector<Tensor> all = selected_gradients(problem);
+    for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "gradient " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, SelectedBackward,
+                         testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
+                                          testing::Values(64, 128, 192), testing::Values(32, 64)),
+                         [](const auto& info) {
+                           return std::string(name_of(std::get<0>(info.param))) + "_" +
+                                  std::to_string(std::get<1>(info.param)) + "_b" +
+                                  std::to_string(std::get<2>(info.param));
+                         });
+
 /// phi alone: its kernels differ by the number of hidden units and of rows.
 class Phi : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
 

@@ -220,11 +220,15 @@ struct Shapes {
 TEST(Packed, WorkspaceFollowsTheRows) {
   const std::int64_t rows = 65536 + 1000 * 64, forgotten = 0;
   const Shapes one(rows, 1, rows);
-  for (const std::int64_t longest : {std::int64_t{65536}, forgotten}) {
+  for (const auto& [longest, ds_mib] : {std::pair(std::int64_t{65536}, "0"), {forgotten, "0"}, {forgotten, ""}}) {
+    const Environment memory("NSA_CUDA_DS_MIB", ds_mib);
     const Shapes many(rows, 1001, longest);
     // Per row and KV head of the selection, at most: a list of 16, sums of parts for 3 * 16 queries of a thousand
-    // (48 / 1024 key tiles of 64 x 256 floats), and half a KiB for what is kept per row and block.
-    EXPECT_LE(Shapes::workspace(many.selected_branch), rows * Shapes::kKvHeads * (16 * 4 + 3072 + 512));
+    // (48 / 1024 key tiles of 64 x 256 floats), and half a KiB for what is kept per row and block. Where dS is stored,
+    // 2 GiB of it, and a sum of 256 floats.
+    const std::int64_t parts = rows * Shapes::kKvHeads * (16 * 4 + 3072 + 512);
+    const std::int64_t stored = *ds_mib ? 0 : (std::int64_t{2} << 30) + rows * Shapes::kKvHeads * 1024;
+    EXPECT_LE(Shapes::workspace(many.selected_branch), parts + stored);
     // Hardly more than one sequence of as many rows takes: the ends of sequences may have parts of their own.
     EXPECT_LE(Shapes::workspace(many.selected_branch), Shapes::workspace(one.selected_branch) * 5 / 4);
     EXPECT_LE(Shapes::workspace(many.compressed_branch), Shapes::workspace(one.compressed_branch) * 2);
