@@ -106,12 +106,14 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
     };
     reader.for_tiles_of_keys(buffer, phase, warp, lane, [&](int key, unsigned, unsigned next_position) {
       const int first = key & -plan.block_size, entry = own.find(first, of_query, plan.topk);
+      // Of a key tile behind the sequence's end there is no dS: d_kv has no item for it.
+      const bool stored_here = entry >= 0 && key < tile.seq.k_len;
       const char* from = first_entry + static_cast<std::int64_t>(entry) * (plan.heads * SelectedDs::kRow) +
                          (key - first) / SelectedDs::kPlaneKeys * plane;
       uint4 next[kPlanes];
 #pragma unroll
       for (int i = 0; i < kPlanes; ++i)
-        next[i] = entry >= 0 ? __ldcs(reinterpret_cast<const uint4*>(from + i * plane)) : uint4{0, 0, 0, 0};
+        next[i] = stored_here ? __ldcs(reinterpret_cast<const uint4*>(from + i * plane)) : uint4{0, 0, 0, 0};
       if (any) multiply();
 #pragma unroll
       for (int i = 0; i < kPlanes; ++i) ds[i] = next[i];
