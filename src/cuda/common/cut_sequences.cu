@@ -27,10 +27,7 @@ __global__ void __launch_bounds__(256) write_cut(const __grid_constant__ Geometr
   __syncthreads();
   for (int i = threadIdx.x; i <= g.batches; i += blockDim.x) {
     cut.cu_q[i] = min(max(g.cu_q[i], first), end) - first;
-    cut.cu_k[i] = to == 0    ? 0
-                  : i < from ? g.cu_k[from]
-                  : i < to   ? g.cu_k[i]
-                             : g.cu_k[to] - max(g.cu_q[to] - end, 0);
+    cut.cu_k[i] = to == 0 ? 0 : i < from ? g.cu_k[from] : i < to ? g.cu_k[i] : g.cu_k[to] - max(g.cu_q[to] - end, 0);
   }
 }
 

@@ -74,20 +74,20 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
           static_cast<int>(lists.list - args.lists.list) + at;
     };
     for_marked<kPlaces>(args, seq, kv_head, first, min(end - first, 32 * kMaskWords), place,
-               [&](int block, const unsigned(&words)[kMaskWords]) {
-                 int at = offsets[block];
-                 if (kFill) {
-                   int* list = lists.list + lists.begin[block];
+                        [&](int block, const unsigned(&words)[kMaskWords]) {
+                          int at = offsets[block];
+                          if (kFill) {
+                            int* list = lists.list + lists.begin[block];
 #pragma unroll
-                   for (int w = 0; w < kMaskWords; ++w)
-                     for (unsigned bits = words[w]; bits != 0; bits &= bits - 1)
-                       list[at++] = first + w * 32 + __ffs(static_cast<int>(bits)) - 1;
-                 } else {
+                            for (int w = 0; w < kMaskWords; ++w)
+                              for (unsigned bits = words[w]; bits != 0; bits &= bits - 1)
+                                list[at++] = first + w * 32 + __ffs(static_cast<int>(bits)) - 1;
+                          } else {
 #pragma unroll
-                   for (int w = 0; w < kMaskWords; ++w) at += __popc(words[w]);
-                 }
-                 offsets[block] = at;
-               });
+                            for (int w = 0; w < kMaskWords; ++w) at += __popc(words[w]);
+                          }
+                          offsets[block] = at;
+                        });
   }
 }
 

@@ -15,7 +15,7 @@ namespace nsa::cuda {
 struct SelectedDs {
   static constexpr int kPlaneKeys = 16, kRow = 32;  // bytes of a row in a plane
 
-  char* data = nullptr;  // null: not wanted
+  char* data = nullptr;                // null: not wanted
   std::int64_t entries = 0, rows = 0;  // of the lists of all KV heads, an upper bound; times G
 
   SelectedDs() = default;
@@ -38,8 +38,8 @@ struct SelectedDs {
 struct SelectedWindows {
   static constexpr int kBefore = 1, kAfter = 2;  // of a sequence: other windows have some of its queries
 
-  bool stored = false;   // dS is
-  bool several = false;  // some sequence is in several windows
+  bool stored = false;        // dS is
+  bool several = false;       // some sequence is in several windows
   Strided sums;               // float32 (rows of keys, KV head, Dk + Dv): dK and dV of the windows so far
   int cut = 0;                // of every sequence: kBefore, kAfter
   const int* cuts = nullptr;  // packed: of each

@@ -222,9 +222,9 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
                                           {.d_q = p.d_q, .d_k = p.d_k_swa, .d_v = p.d_v_swa, .sum_from = sum}};
   for (int i = 0; i < kBranches; ++i) {
     e.arena = rest;
-    const Prepared& x = prepared[i] = prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i],
-                                              i == kCompressed ? ds_budget : std::nullopt,
-                                              i == kSelected && stored, flag, e);
+    const Prepared& x = prepared[i] =
+        prepare(branches[i], p.d_o, *lse[i], delta[i], gate[i], out[i], i == kCompressed ? ds_budget : std::nullopt,
+                i == kSelected && stored, flag, e);
     if (i == kSelected) stored.take_windows(x, rest, e.arena);
     most = std::max(most, e.arena.used());
     if (e.arena.measuring()) continue;

@@ -16,7 +16,9 @@ struct QuerySpan {
   int first, count;         // queries
 
   /// The same queries, counted from the first ones of another span.
-  QuerySpan from(const QuerySpan& other) const { return {sequence - other.sequence, sequences, first - other.first, count}; }
+  QuerySpan from(const QuerySpan& other) const {
+    return {sequence - other.sequence, sequences, first - other.first, count};
+  }
 };
 
 /// These queries, and of the keys those that they can see.
@@ -79,10 +81,8 @@ inline std::vector<QuerySpan> selected_windows(const Geometry& g, std::int64_t r
   }
   const int together = g.cu_q ? g.batches : to_int(std::min<std::int64_t>(most / length, g.batches));
   for (int b = 0; b < g.batches; b += together)
-    windows.push_back({.sequence = b,
-                       .sequences = std::min(together, g.batches - b),
-                       .first = 0,
-                       .count = to_int(length)});
+    windows.push_back(
+        {.sequence = b, .sequences = std::min(together, g.batches - b), .first = 0, .count = to_int(length)});
   return windows;
 }
 

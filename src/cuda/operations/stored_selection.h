@@ -1,5 +1,5 @@
-// The backward of the selection with its dS in memory on the way from dK and dV to dQ: a window of the queries at a time
-// (SelectedDs), by kernels of sm90.
+// The backward of the selection with its dS in memory on the way from dK and dV to dQ: a window of the queries at a
+// time (SelectedDs), by kernels of sm90.
 #pragma once
 
 #include <vector>

@@ -304,7 +304,8 @@ __device__ inline void sum_partials(const BackwardArgs& args, std::int64_t first
     }
     const int column = e % width;
     if (cut) {
-      float4& so_far = *reinterpret_cast<float4*>(args.windows.sums.at<float>(batch, key_row + e / width, kv_head) + column);
+      float4& so_far =
+          *reinterpret_cast<float4*>(args.windows.sums.at<float>(batch, key_row + e / width, kv_head) + column);
       if (cut & SelectedWindows::kBefore)
         sum = {sum.x + so_far.x, sum.y + so_far.y, sum.z + so_far.z, sum.w + so_far.w};
       if (cut & SelectedWindows::kAfter) {

@@ -1,5 +1,5 @@
-// dQ of queries over the blocks selected for them, from the dS that selected_d_kv has left: dQ += dS K. How blocks reach
-// the warps: gather_pipeline.cuh; where dS lies: common/selected_ds.h.
+// dQ of queries over the blocks selected for them, from the dS that selected_d_kv has left: dQ += dS K. How blocks
+// reach the warps: gather_pipeline.cuh; where dS lies: common/selected_ds.h.
 //
 // A lane's two rows are neighbours here, 2 * (lane / 4) and the next one: their dS are sixteen bytes for every sixteen
 // keys, which become an A operand by exchange of halves of registers. They are on their way while the tile before is
@@ -37,7 +37,8 @@ struct OwnEntries {
         key[i] = block * p.block_size;
     }
   }
-  /// Where the query with these lanes has the block that begins at `first`; -1: it did not choose it. All lanes call it.
+  /// Where the query with these lanes has the block that begins at `first`; -1: it did not choose it. All lanes call
+  /// it.
   __device__ __forceinline__ int find(int first, unsigned of_query, int topk) const {
     int found = -1;
 #pragma unroll
@@ -51,7 +52,8 @@ struct OwnEntries {
   }
 };
 
-/// What two rows and sixteen keys have, as the A operand with the first row at lane / 4, the second one at lane / 4 + 8.
+/// What two rows and sixteen keys have, as the A operand with the first row at lane / 4, the second one at lane / 4
+/// + 8.
 __device__ __forceinline__ void operand(std::uint32_t (&a)[4], const uint4& pair) {
   a[0] = __byte_perm(pair.x, pair.z, 0x5410);
   a[1] = __byte_perm(pair.x, pair.z, 0x7632);
