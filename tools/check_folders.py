@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-FAMILIES = ["range_attention", "select_blocks", "selected_attention", "compress"]
+FAMILIES = ["range_attention", "select_blocks", "selected_attention", "compress", "decode"]
 LM = [f"lm/{room}" for room in ["layers", "model", "data", "generate", "run", "train", "probes"]]
 PROGRAM = ["base", "bridge"]
 ARROWS = {

@@ -434,8 +434,6 @@ def llama():
 
 
 SECTIONS = [gpu_whole, peers, operations, decode, training, llama, portable, cpu_whole, cpu_operations]
-if not (RESULTS / "llama.json").exists():
-    SECTIONS.remove(llama)
 
 
 def ratios():
