@@ -230,7 +230,7 @@ def test_reduce_scatter_on_one_process():
 
 
 def test_a_backend_without_reduce_scatter(monkeypatch):
-    def refuse(*_, **__):
+    def refuse(*_, group):
         raise RuntimeError("Backend mpi does not support _reduce_scatter_base")
 
     cp = ContextParallel(reduction="reduce_scatter")

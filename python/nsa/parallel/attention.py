@@ -2,8 +2,8 @@
 
 Compressed keys are made where their tokens are, with the first tokens of the next chunk as halo. Then every rank gets
 all keys and values, and runs one `nsa_attention` for each of its chunks on views of them. The backward gathers them
-again, sends each chunk's share of the gradients of keys and values to their owners while the next chunk or group of
-heads is worked on, and the owners add the shares in the order of the chunks in float32.
+again, sends each chunk's share of the gradients of keys and values to their owners, and those add the shares in the
+order of the chunks in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..rotary import check_positions, rotate, rows_within
 from .exchange import ContextParallel
 from .layout import Chunk, divide
 from .plan import Plan
-from .shares import Shares
 
 
 def native_sparse_attention(
@@ -278,7 +277,7 @@ class _Attention(torch.autograd.Function):
         d_o = d_o.contiguous()
         saved = ctx.saved_tensors
         q, gates, k, v, k_slc, v_slc, k_swa, v_swa, *weights = saved[: ctx.given]
-        kept = saved[ctx.given :]
+        kept = iter(saved[ctx.given :])
         raw = [t for t in (k_slc, v_slc, k_swa, v_swa) if t is not None]
         with torch.enable_grad():
             leaves = [[t.detach().requires_grad_() for t in pair] for pair in s.with_halo([k, v])]
@@ -295,27 +294,17 @@ class _Attention(torch.autograd.Function):
         d_q, d_gates = _Joined(s, q.shape[-2]), _Joined(s, q.shape[-2])
         d_raw = [_Joined(s, kv_heads, t.dtype) for t in raw]
         d_compressed: list[list[list[Tensor]]] = [[[], []] for _ in s.cp.own]  # by chunk, of keys and of values
-        slots = len(s.cp.own)
-        travelling: Shares | None = None
-
-        def take(shares: Shares, heads: tuple[int, int]) -> None:
-            for slot, totals in enumerate(shares.totals()):
-                for i, total in enumerate(totals[:2]):
-                    d_compressed[slot][i].append(total)
-                for i, total in enumerate(totals[2:]):
-                    d_raw[i].put(total, slot, heads[0])
-
         coming = s.gather(compressed, raw, groups[0])
         for number, heads in enumerate(groups):
             whole = coming()
             if number + 1 < len(groups):
                 coming = s.gather(compressed, raw, groups[number + 1])
             of_q = slice(heads[0] * ratio, heads[1] * ratio)
-            shares = Shares(s, q)
-            for slot in reversed(range(slots)):  # the last chunk saw most: its share travels beside the others' work
-                chunk = s.chunks[s.cp.own[slot]]
-                seen, call_number = s.seen(chunk, whole), number * slots + slot
-                outputs = kept[7 * call_number : 7 * (call_number + 1)]
+            shares = {}
+            for slot, c in enumerate(s.cp.own):
+                chunk = s.chunks[c]
+                seen = s.seen(chunk, whole)
+                outputs = [next(kept) for _ in range(7)]
                 dq, *d_seen, dg = ops.nsa_attention_backward(
                     *(s.own(d_o)[slot][..., of_q, :], s.own(q)[slot][..., of_q, :], *seen),
                     *(s.own(gates)[slot][..., of_q, :], *outputs),
@@ -323,16 +312,16 @@ class _Attention(torch.autograd.Function):
                 )
                 if len(raw) == 2:  # the window's keys are the selection's
                     d_seen = [*d_seen[:2], d_seen[2].add_(d_seen[4]), d_seen[3].add_(d_seen[5])]
-                shares.add(slot, d_seen)
+                shares[c] = d_seen
                 d_q.put(dq, slot, of_q.start)
                 d_gates.put(dg, slot, of_q.start)
-                del dq, dg, seen, d_seen  # memory, for what follows
+                del dq, dg, seen  # memory, for what follows
             del whole
-            if travelling is not None:
-                take(travelling, groups[number - 1])
-            travelling = shares
-        assert travelling is not None
-        take(travelling, groups[-1])
+            for slot, totals in enumerate(s.shares_to_owners(shares, q)):
+                for i, total in enumerate(totals[:2]):
+                    d_compressed[slot][i].append(total)
+                for i, total in enumerate(totals[2:]):
+                    d_raw[i].put(total, slot, heads[0])
         results, received = [], []
         for tensors, of_chunk in zip(graph, d_compressed, strict=True):
             for t, parts in zip(tensors, of_chunk, strict=True):

@@ -142,57 +142,36 @@ class ContextParallel:
 
         return finish
 
-    def send(
-        self, parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor
-    ) -> Callable[[], list[list[Tensor]]]:
-        """Begins to send parts[r] to rank r; the result waits and gives what came from each, in the dtype of like.
-
-        shapes[r] are those of what rank r sends here. What a rank sends itself is not copied.
-        """
+    def send(self, parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], like: Tensor) -> list[list[Tensor]]:
+        """Sends parts[r] to rank r; returns what rank r sent here, whose shapes are shapes[r], in the dtype of like."""
         if self.size == 1:
-            return lambda: parts
-        others = [[] if r == self.rank else row for r, row in enumerate(parts)]
-        counts = [
-            [] if r == self.rank else [torch.Size(shape).numel() for shape in row] for r, row in enumerate(shapes)
-        ]
-        flat = torch.cat([like.new_empty(0), *(t.reshape(-1) for row in others for t in row)])
+            return parts
+        sent = [sum(t.numel() for t in row) for row in parts]
+        counts = [[torch.Size(shape).numel() for shape in row] for row in shapes]
+        flat = torch.cat([like.new_empty(0), *(t.reshape(-1) for row in parts for t in row)])
         received = like.new_empty(sum(map(sum, counts)))
         width = like.element_size()
-        work = dist.all_to_all_single(
+        dist.all_to_all_single(
             *(received.view(torch.uint8), flat.view(torch.uint8)),
             output_split_sizes=[sum(row) * width for row in counts],
-            input_split_sizes=[sum(t.numel() for t in row) * width for row in others],
+            input_split_sizes=[count * width for count in sent],
             group=self.group,
-            async_op=True,
         )
+        pieces = iter(received.split([count for row in counts for count in row]))
+        return [[next(pieces).view(shape) for shape in row] for row in shapes]
 
-        def finish() -> list[list[Tensor]]:
-            work.wait()
-            pieces = iter(received.split([count for row in counts for count in row]))
-            return [
-                parts[r] if r == self.rank else [next(pieces).view(shape) for shape in row]
-                for r, row in enumerate(shapes)
-            ]
-
-        return finish
-
-    def reduce_scatter(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Begins to add the ranks' tensors; the result waits and gives this rank's of P equal parts of the sum."""
+    def reduce_scatter(self, flat: Tensor) -> Tensor:
+        """This rank's of P equal parts of the sum over the ranks."""
         if self.size == 1:
-            return lambda: flat
+            return flat
         mine = flat.new_empty(flat.numel() // self.size)
         try:
-            work = dist.reduce_scatter_tensor(mine, flat, group=self.group, async_op=True)
+            dist.reduce_scatter_tensor(mine, flat, group=self.group)
         except RuntimeError as error:
             if "not support" not in str(error):
                 raise
             raise NotImplementedError(f"reduction = 'reduce_scatter': {error}; use 'all_to_all'") from error
-
-        def finish() -> Tensor:
-            work.wait()
-            return mine
-
-        return finish
+        return mine
 
     def _size(self, length: int) -> int:
         chunks = len(self.owners)

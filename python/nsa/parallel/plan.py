@@ -65,7 +65,7 @@ class Plan:
             [self.block_rows(t, reach) for c in cp.own if c + 1 in cp.chunks_of(r) for t in tensors]
             for r in range(cp.size)
         ]
-        received = [iter(row) for row in cp.send(sent, shapes, tensors[0])()]
+        received = [iter(row) for row in cp.send(sent, shapes, tensors[0])]
         whole = []
         for c in cp.own:
             begin, end = self.chunks[c].squeezed
@@ -77,35 +77,28 @@ class Plan:
         return whole
 
     def halo_to_owners(self, gradients: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """From the gradients of `with_halo`'s rows those of the tensors.
-
-        Where two chunks' blocks read a row, the two are added in float32.
-        """
+        """From the gradients of `with_halo`'s rows those of the tensors. Rows of two chunks' blocks are added in float32."""
         cp, reach, dim, size = self.cp, halo(self.cfg, self.packed), self.dim, self.size
         wide = torch.promote_types(like[0].dtype, torch.float32)
+        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
         over = {}
-        for gradient, c in zip(gradients, cp.own, strict=True):
+        for slot, c in enumerate(cp.own):
             begin, end = self.chunks[c].squeezed
+            first, last = min(begin, size), max(min(begin, size), min(end, size))
             over[c] = [t.new_zeros(self.block_rows(t, reach)) for t in like]
-            if (start := max(begin, size)) < end:
-                for t, beyond in zip(gradient, over[c], strict=True):
-                    beyond.narrow(dim, start - size, end - start).copy_(t.narrow(dim, start - begin, end - start))
+            for gradient, t, beyond in zip(gradients[slot], found, over[c], strict=True):
+                rows = t.narrow(dim, slot * size, size)
+                rows.narrow(dim, 0, first).zero_()
+                rows.narrow(dim, first, last - first).copy_(gradient.narrow(dim, 0, last - first))
+                rows.narrow(dim, last, size - last).zero_()
+                if (start := max(begin, size)) < end:
+                    beyond.narrow(dim, start - size, end - start).copy_(gradient.narrow(dim, start - begin, end - start))
         sent = [[t for c in cp.own if c + 1 in cp.chunks_of(r) for t in over[c]] for r in range(cp.size)]
         shapes = [
             [self.block_rows(t, reach) for c in cp.chunks_of(r) if c + 1 in cp.own for t in like]
             for r in range(cp.size)
         ]
-        coming = cp.send(sent, shapes, like[0])
-        found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
-        for slot, c in enumerate(cp.own):
-            begin, end = self.chunks[c].squeezed
-            first, last = min(begin, size), max(min(begin, size), min(end, size))
-            for source, t in zip(gradients[slot], found, strict=True):
-                rows = t.narrow(dim, slot * size, size)
-                rows.narrow(dim, 0, first).zero_()
-                rows.narrow(dim, first, last - first).copy_(source.narrow(dim, 0, last - first))
-                rows.narrow(dim, last, size - last).zero_()
-        received = [iter(row) for row in coming()]
+        received = [iter(row) for row in cp.send(sent, shapes, like[0])]
         for slot, c in enumerate(cp.own):
             for t in found if c else ():
                 rows = t.narrow(dim, slot * size, reach)
@@ -181,3 +174,79 @@ class Plan:
     def imposed(self, slot: int, heads: tuple[int, int]) -> Tensor | None:
         """The given indices of an own chunk, if any are."""
         return None if self.indices is None else self.own(self.indices)[slot][..., slice(*heads), :].contiguous()
+
+    def shares_to_owners(self, shares: dict[int, list[Tensor]], like: Tensor) -> list[list[Tensor]]:
+        """From each own chunk's gradients of what it saw, in the order of `seen`, those of every own chunk's rows."""
+        cp, kinds = self.cp, next(iter(shares.values()))
+        if cp.reduction == "reduce_scatter":
+            return self._summed_on_the_way(shares, kinds, like)
+
+        def pieces(readers: list[int], owners: list[int]) -> list[tuple[int, int, int, int, int]]:
+            found = [(c, o, i, *self._overlap(c, o, i)[:2]) for c in readers for o in owners for i in range(len(kinds))]
+            return [piece for piece in found if piece[3] < piece[4]]
+
+        sent = [
+            [
+                shares[c][i].narrow(self.dim, begin, end - begin)
+                for c, _, i, begin, end in pieces(cp.own, cp.chunks_of(r))
+            ]
+            for r in range(cp.size)
+        ]
+        incoming = [pieces(cp.chunks_of(r), cp.own) for r in range(cp.size)]
+        shapes = [[self.block_rows(kinds[i], end - begin) for *_, i, begin, end in row] for row in incoming]
+        received = cp.send(sent, shapes, like)
+        arrived = {
+            piece[:3]: t
+            for row, parts in zip(incoming, received, strict=True)
+            for piece, t in zip(row, parts, strict=True)
+        }
+        return [[self._sum(arrived, o, i, t) for i, t in enumerate(kinds)] for o in cp.own]
+
+    def _sum(self, arrived: dict[tuple[int, int, int], Tensor], owner: int, i: int, like: Tensor) -> Tensor:
+        """Of the shares of tensor i of a chunk's rows, always in the order of the chunks that they come of."""
+        dim, wide, rows = self.dim, torch.promote_types(like.dtype, torch.float32), self._rows(owner, i)
+        total = None
+        for c in range(owner, len(self.chunks)):
+            if (part := arrived.get((c, owner, i))) is None:
+                continue
+            if total is None and part.shape[dim] == rows:
+                total = part.to(wide, copy=True)
+                continue
+            if total is None:
+                total = like.new_zeros(self.block_rows(like, rows), dtype=wide)
+            total.narrow(dim, self._overlap(c, owner, i)[2], part.shape[dim]).add_(part)
+        return like.new_zeros(self.block_rows(like, rows), dtype=wide) if total is None else total
+
+    def _summed_on_the_way(
+        self, shares: dict[int, list[Tensor]], kinds: list[Tensor], like: Tensor
+    ) -> list[list[Tensor]]:
+        """`shares_to_owners` by one reduce-scatter; every rank adds its own chunks' shares first."""
+        cp, dim = self.cp, self.dim
+        most = max(c.own_blocks[1] - c.own_blocks[0] for c in self.chunks)
+        shapes = [self.block_rows(t, self.size if i >= 2 else most) for i, t in enumerate(kinds)]
+        sizes = [torch.Size(shape).numel() for shape in shapes] * len(cp.own)
+        flat = like.new_zeros(cp.size * sum(sizes), dtype=torch.promote_types(like.dtype, torch.float32))
+        parts = iter(flat.split(sizes * cp.size))
+        for o in (o for rank in range(cp.size) for o in cp.chunks_of(rank)):
+            for i, shape in enumerate(shapes):
+                total = next(parts).view(shape)
+                for c in cp.own:
+                    begin, end, start = self._overlap(c, o, i)
+                    total.narrow(dim, start, end - begin).add_(shares[c][i].narrow(dim, begin, end - begin))
+        parts = iter(cp.reduce_scatter(flat).split(sizes))
+        return [
+            [next(parts).view(shape).narrow(dim, 0, self._rows(o, i)) for i, shape in enumerate(shapes)] for o in cp.own
+        ]
+
+    def _rows(self, owner: int, i: int) -> int:
+        """How many rows of tensor i of `seen` a chunk owns."""
+        begin, end = self.chunks[owner].own_blocks
+        return self.size if i >= 2 else end - begin
+
+    def _overlap(self, reader: int, owner: int, i: int) -> tuple[int, int, int]:
+        """What a chunk sees of another's rows of tensor i of `seen`: begin and end there, and begin in the owner's."""
+        a, b = self.chunks[reader], self.chunks[owner]
+        begin, end = a.blocks_of(b) if i < 2 else a.keys_of(b)
+        if begin >= end:
+            return 0, 0, 0
+        return begin, end, begin + (a.first_block - b.own_blocks[0] if i < 2 else a.first_key - b.rows[0])
