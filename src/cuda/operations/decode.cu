@@ -302,8 +302,11 @@ sm90::StepKernels Step::hopper_kernels() const {
   const KVCacheView& cache = p_.cache;
   sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, geometry_.k_len, p_.cfg};
   for (const TensorView* t :
-       {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring})
-    call.tma_compatible &= sm90::tma_compatible(strided(*t));
+       {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring}) {
+    const Strided rows = strided(*t);
+    constexpr std::int64_t kMost = 1 << 30;  // bytes are counted in 32 bits
+    call.tma_compatible &= sm90::tma_compatible(rows) && rows.row < kMost && rows.head < kMost;
+  }
   call.phi_k = p_.weights_k.kind, call.phi_v = p_.weights_v.kind;
   for (const CompressionWeights* w : {&p_.weights_k, &p_.weights_v}) {
     if (w->w1.defined()) (w == &p_.weights_k ? call.hidden_k : call.hidden_v) = w->w1.size(2);
