@@ -156,7 +156,7 @@ def waits(device):
             self.wait = partial(timed_wait, work.wait)
 
     dist.all_gather_into_tensor = lambda *arguments, **named: Work(gather(*arguments, **named))
-    dist.all_to_all_single = lambda *arguments, **named: Work(exchange(*arguments, **named))
+    dist.all_to_all_single = partial(timed_wait, exchange)
     try:
         yield spans
     finally:
