@@ -321,8 +321,9 @@ def decode():
     unit = (
         f"Microseconds of one step at {whole['context']} tokens of context, replays of a graph while lengths grow, the "
         "second-level cache flushed before each: median, mean and worst of 48, of which some complete compression "
-        "blocks; warm: without flushing; chained: one of 32 steps in a graph, each with a cache of its own. Beside them the "
-        "time of a copy of the bytes that the step has to read, and of those that dense attention would have to read."
+        "blocks; warm: without flushing; chained: one of 32 steps in a graph, each with a cache of its own. Beside "
+        "them the time of a copy of the bytes that the step has to read, and of those that dense attention would have "
+        "to read."
     )
     yield source(gpu_of(result), about, whole["problem"], unit)
     yield "What the time goes to, and what it was before: the [log](log/decoding.md)."

@@ -77,7 +77,7 @@ class Plan:
         return whole
 
     def halo_to_owners(self, gradients: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """From the gradients of `with_halo`'s rows those of the tensors. Rows of two chunks' blocks are added in float32."""
+        """From the gradients of `with_halo`'s rows those of the tensors. Rows of two chunks are added in float32."""
         cp, reach, dim, size = self.cp, halo(self.cfg, self.packed), self.dim, self.size
         wide = torch.promote_types(like[0].dtype, torch.float32)
         found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
@@ -92,7 +92,8 @@ class Plan:
                 rows.narrow(dim, first, last - first).copy_(gradient.narrow(dim, 0, last - first))
                 rows.narrow(dim, last, size - last).zero_()
                 if (start := max(begin, size)) < end:
-                    beyond.narrow(dim, start - size, end - start).copy_(gradient.narrow(dim, start - begin, end - start))
+                    rows = gradient.narrow(dim, start - begin, end - start)
+                    beyond.narrow(dim, start - size, end - start).copy_(rows)
         sent = [[t for c in cp.own if c + 1 in cp.chunks_of(r) for t in over[c]] for r in range(cp.size)]
         shapes = [
             [self.block_rows(t, reach) for c in cp.chunks_of(r) if c + 1 in cp.own for t in like]
