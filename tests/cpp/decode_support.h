@@ -33,7 +33,7 @@ struct DecodeOperations {
   Operation<NsaAttentionParams> nsa_attention;
   Operation<DecodeParams> decode, prefill;
   bool prefill_has_the_bits_of_steps;
-  bool (*steps_of_any_size_have_the_same_bits)();
+  bool (*chunks_fold_as_steps_do)();
   bool (*fold_has_the_bits_of_compress)();
 };
 

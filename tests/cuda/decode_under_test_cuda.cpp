@@ -24,7 +24,7 @@ const DecodeOperations under_test{run<CompressParams, compress>,
                                   run<DecodeParams, prefill>,
                                   false,  // a chunk rounds the branches before it adds them
                                   [] { return !hopper_kernels_run(); },
-                                  [] { return !hopper_kernels_run(); }};  // the fold is portable, compress is not
+                                  [] { return !hopper_kernels_run(); }};  // nor does compress
 
 std::vector<StreamCase> decode_cases() {
   constexpr DType f32 = DType::kFloat32, bf16 = DType::kBFloat16, f16 = DType::kFloat16;
