@@ -10,7 +10,7 @@ namespace nsa::cuda {
 
 namespace {
 
-/// All but the memory of the call.
+/// Everything except the memory that the call works in.
 CompressArgs compress_args(const CompressParams& p) {
   CompressArgs args{};
   const bool packed = p.cu_seqlens.defined();

@@ -47,7 +47,7 @@ class Step {
   int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
   bool measuring() const { return e_.arena.measuring(); }
   bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
-  /// Whether anybody asks for the choice of blocks.
+  /// True if blocks are chosen: none are imposed, or the caller wants the indices.
   bool selects() const { return !p_.imposed_indices.defined() || p_.indices.defined(); }
   std::int64_t score_row() const { return scratch_keys_of(p_.cfg, geometry_); }
   TensorView take(std::initializer_list<std::int64_t> shape, DType dtype) {

@@ -17,7 +17,7 @@ namespace nsa::cuda::sm90::decode {
 namespace {
 
 constexpr int kThreads = 32 * kWarps;
-/// Up to so many blocks of its own a thread block ranks by counting, each thread one or a few of them.
+/// The most blocks of its own that a thread block ranks by counting, each thread one or a few of them.
 constexpr int kMostCounted = 512;
 
 template <class T, int Dk, int Dv, int kTiles>

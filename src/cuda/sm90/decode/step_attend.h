@@ -139,7 +139,7 @@ struct StepMemory {
   std::int64_t bytes() const { return ring + kept + rows + choice; }
   bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
 
-  /// Units of which a thread block keeps sums, of so many compressed keys.
+  /// The units of `keys` compressed keys of which a thread block keeps sums.
   static std::int64_t kept_units(std::int64_t keys) {
     const std::int64_t stages = (keys + kUnitKeys * kWarps - 1) / (kUnitKeys * kWarps);
     return (stages + kRanks - 1) / kRanks * kWarps;

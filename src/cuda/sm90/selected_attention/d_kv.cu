@@ -36,7 +36,7 @@ struct ListKeyArgs : ListSchedule {
 struct StageInfo {
   std::int8_t lead[64];  // of a row: the last key that it sees; kFar: all
   int all;               // every row sees every key
-  int ds_rows;           // so many rows have dS to store
+  int ds_rows;           // number of rows whose dS is stored
   char* ds;              // where row 0 of warp 0 has its place
 };
 static_assert(sizeof(StageInfo) <= 256);
