@@ -34,6 +34,17 @@ struct PageTable {
   int max_pages = 0, page_size = 1, num_pages = 0;
 };
 
+/// What the plan of a step is made from.
+struct PlanArgs {
+  StepGeometry geometry;
+  StepPlan* plan;      // (B), for the kernels behind
+  const int* lengths;  // (B), before the step
+  const int* num_new;  // (B); null: m
+  int* overflow;       // set to 1 if a sequence has no room
+  PageTable tokens, compressed;
+  int positions;  // that can be rotated
+};
+
 /// Room for the tokens of sequences: pages found through a table. A ring is the only page of its sequence.
 struct Slots {
   Strided rows;                // (pages, size, heads, D)

@@ -288,10 +288,10 @@ struct Outputs {
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.4028234663852886e38f; }
 
 /// acc += p * x for the elements x of the tile's rows `row` .. that are not finite, where visible(i, j); i = 0, 1 for
-/// the rows lane/4, lane/4 + 8 of p, j a row of the tile counted from `row`. acc: columns `column` .. . Slow and rare.
-template <class T, int D, int N, int kColumnTiles, class Visible>
-__device__ inline void add_nonfinite(float (&acc)[kColumnTiles][4], const float (&p)[N][4], const char* tile, int row,
-                                     int lane, const Visible& visible, int column = 0) {
+/// the rows lane/4, lane/4 + 8 of p, j a row of the tile counted from `row`. Slow and rare.
+template <class T, int D, int N, class Visible>
+__device__ inline void add_nonfinite(float (&acc)[D / 8][4], const float (&p)[N][4], const char* tile, int row,
+                                     int lane, const Visible& visible) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     for (int j = 0; j < 8; ++j) {
@@ -302,10 +302,10 @@ __device__ inline void add_nonfinite(float (&acc)[kColumnTiles][4], const float 
       const bool see_x = visible(0, n * 8 + j), see_y = visible(1, n * 8 + j);
       constexpr int kSize = static_cast<int>(sizeof(T));
 #pragma unroll
-      for (int m = 0; m < kColumnTiles; ++m) {
+      for (int m = 0; m < D / 8; ++m) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int at = Tile<T, D>::at(row + n * 8 + j, (column + m * 8) * kSize, 2 * (lane & 3) * kSize);
+          const int at = Tile<T, D>::at(row + n * 8 + j, m * 8 * kSize, 2 * (lane & 3) * kSize);
           const float v = to_float(reinterpret_cast<const T*>(tile + at)[i]);
           if (!is_finite(v) && see_x) acc[m][i] += x * v;
           if (!is_finite(v) && see_y) acc[m][2 + i] += y * v;

@@ -45,6 +45,7 @@ class Step {
   std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
   int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
   int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
+  const int* num_new() const { return p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr; }
   bool measuring() const { return e_.arena.measuring(); }
   bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
   /// True if blocks are chosen: none are imposed, or the caller wants the indices.
@@ -55,6 +56,7 @@ class Step {
   }
 
   void describe();
+  PlanArgs plan_args() const;
   Status plan();
   Status fold();
   Status fold_on_hopper();
@@ -112,18 +114,23 @@ void Step::describe() {
   hopper_ = hopper_kernels();
 }
 
-Status Step::plan() {
-  if (measuring()) return {};
+PlanArgs Step::plan_args() const {
   const KVCacheView& cache = p_.cache;
   PlanArgs args{};
   args.geometry = geometry_;
   args.plan = plan_;
   args.lengths = cache.cache_seqlens.as<const int>();
-  args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
+  args.num_new = num_new();
   args.overflow = cache.overflow.as<int>();
   args.tokens = page_table(cache.k_slc, cache.block_table);
   args.compressed = page_table(cache.k_c, cache.block_table_c);
   args.positions = positions();
+  return args;
+}
+
+Status Step::plan() {
+  if (measuring()) return {};
+  const PlanArgs args = plan_args();
   return status_of(launch(plan_step, dim3(static_cast<unsigned>(batches())), 256, 0, e_.stream, args), "plan_step");
 }
 
@@ -321,15 +328,7 @@ sm90::StepKernels Step::hopper_kernels() const {
 Status Step::fold_on_hopper() {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
-  sm90::decode::StepFoldArgs args{};
-  args.geometry = geometry_;
-  args.plan = plan_;
-  args.lengths = cache.cache_seqlens.as<const int>();
-  args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
-  args.overflow = cache.overflow.as<int>();
-  args.tokens = page_table(cache.k_slc, cache.block_table);
-  args.compressed = page_table(cache.k_c, cache.block_table_c);
-  args.positions = positions();
+  sm90::decode::StepFoldArgs args{plan_args()};
   const auto append = [&](const TensorView& fresh, const Slots& slots) -> sm90::decode::Append {
     return {in_bytes(strided(fresh), fresh.dtype), in_bytes(slots, fresh.dtype), pieces_of(fresh)};
   };
@@ -371,11 +370,11 @@ Status Step::attend_on_hopper() {
   args.scale = scale_;
   args.lengths = cache.cache_seqlens.as<int>();
   args.advance = true;
-  args.num_new = p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr;
+  args.num_new = num_new();
   args.positions = positions();
   args.plan = plan_;
   args.block_keys = sm90::decode::BlockKeys(cfg);
-  return status_of(hopper_.attend(args, true, e_.stream), "step_attend");
+  return status_of(hopper_.attend(args, e_.stream), "step_attend");
 }
 
 }  // namespace

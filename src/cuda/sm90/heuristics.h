@@ -85,7 +85,7 @@ struct StepDesc {
 
 /// Null: there is none.
 struct StepKernels {
-  cudaError_t (*attend)(const decode::StepAttendArgs&, bool programmatic, cudaStream_t) = nullptr;
+  cudaError_t (*attend)(const decode::StepAttendArgs&, cudaStream_t) = nullptr;
   cudaError_t (*fold)(const decode::StepFoldArgs&, cudaStream_t) = nullptr;  // null: by portable kernels
 };
 

@@ -33,16 +33,6 @@ struct StepSelectArgs : SelectArgsOf<StepGeometry, CachedTokens> {
   const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
 };
 
-struct PlanArgs {
-  StepGeometry geometry;
-  StepPlan* plan;
-  const int* lengths;
-  const int* num_new;  // null: m
-  int* overflow;
-  PageTable tokens, compressed;
-  int positions;  // that can be rotated
-};
-
 /// One kind of tokens of a step. Strides in bytes.
 struct TokenMove {
   Strided fresh;     // (B, m, heads, D)

@@ -40,11 +40,6 @@ __device__ __forceinline__ int load_remote_int(std::uint32_t from) {
   asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(from));
   return x;
 }
-__device__ __forceinline__ std::uint16_t load_remote_16(std::uint32_t from) {
-  std::uint16_t x;
-  asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(x) : "r"(from));
-  return x;
-}
 __device__ __forceinline__ float2 load_remote_float2(std::uint32_t from) {
   float2 x;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));

@@ -589,7 +589,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
 }
 
 template <class T, int Dk, int Dv, int kTiles>
-cudaError_t launch_tiles(StepAttendArgs args, bool programmatic, cudaStream_t stream) {
+cudaError_t launch_tiles(StepAttendArgs args, cudaStream_t stream) {
   using S = Shape<T, Dk, Dv, kTiles>;
   const Geometry& g = args.geometry;
   const std::int64_t keys = num_compressed(g, g.k_len);
@@ -598,18 +598,17 @@ cudaError_t launch_tiles(StepAttendArgs args, bool programmatic, cudaStream_t st
   if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
   args.kept_units = static_cast<int>(StepMemory::kept_units(keys));
   const dim3 grid(g.q_len * kRanks, g.kv_heads, g.batches);
-  return launch_cluster(step_attend<T, Dk, Dv, kTiles>, kRanks, programmatic, grid, kThreads,
+  return launch_cluster(step_attend<T, Dk, Dv, kTiles>, kRanks, true, grid, kThreads,
                         static_cast<std::size_t>(memory.bytes()), stream, args);
 }
 
 }  // namespace
 
 template <class T, int Dk, int Dv>
-cudaError_t launch_step_attend(const StepAttendArgs& args, bool programmatic, cudaStream_t stream) {
-  return args.geometry.group <= kTileRows ? launch_tiles<T, Dk, Dv, 1>(args, programmatic, stream)
-                                          : launch_tiles<T, Dk, Dv, 2>(args, programmatic, stream);
+cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream) {
+  return args.geometry.group <= kTileRows ? launch_tiles<T, Dk, Dv, 1>(args, stream)
+                                          : launch_tiles<T, Dk, Dv, 2>(args, stream);
 }
-template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const StepAttendArgs&, bool,
-                                                                                 cudaStream_t);
+template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const StepAttendArgs&, cudaStream_t);
 
 }  // namespace nsa::cuda::sm90::decode

@@ -148,9 +148,8 @@ struct StepMemory {
   static constexpr std::int64_t kMostBytes = 227 * 1024;
 };
 
-/// programmatic: it may begin before the kernel in front of it has ended. It waits for that one before it reads what
-/// the step adds.
+/// It may begin before the kernel in front of it has ended, and waits for that one before it reads what the step adds.
 template <class T, int Dk, int Dv>
-[[gnu::weak]] cudaError_t launch_step_attend(const StepAttendArgs& args, bool programmatic, cudaStream_t stream);
+[[gnu::weak]] cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::decode

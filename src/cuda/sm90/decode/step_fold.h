@@ -35,14 +35,7 @@ struct Append {
   int pieces;  // of 16 bytes in a row
 };
 
-struct StepFoldArgs {
-  StepGeometry geometry;
-  StepPlan* plan;      // (B), for the kernels behind
-  const int* lengths;  // (B), before the step
-  const int* num_new;  // (B); null: m
-  int* overflow;       // set to 1 if a sequence has no room
-  PageTable tokens, compressed;
-  int positions;      // that can be rotated
+struct StepFoldArgs : PlanArgs {
   Append appends[6];  // selection, window, compression; keys and values
   FoldSide sides[2];  // keys, values
   Rotation rotation;  // of the keys
