@@ -202,8 +202,8 @@ def test_a_result_replaces_the_one_before_or_leaves_it(tmp_path, reference):
 
     def check(case):
         call, action = case
-        path = folder / str(call.number) / f"{action}.json"
-        path.parent.mkdir(exist_ok=True)
+        path = folder / f"{call.number}_{action}" / "a.json"  # a folder of its own: the cases run side by side
+        path.parent.mkdir()
         path.write_text("before")
         log = tmp_path / f"{call.number}_{action}.log"
         code, errors, _ = run_with_fault([*arguments, path], folder, log, call.number, action)
