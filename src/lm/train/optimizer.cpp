@@ -165,6 +165,8 @@ NamedTensors AdamW::gather_state() const {
     ranks_.broadcast(sent, owner);
     if (ranks_.first()) all.emplace_back(name, sent.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true));
   }
+  // A rank that ends before its device has sent everything would leave the first one waiting.
+  if (shard_) ranks_.barrier();
   return all;
 }
 

@@ -62,6 +62,11 @@ void Ranks::max(std::vector<std::int64_t>& values) const {
   here.copy_(all.view({size_, count}).amax(0));
 }
 
+void Ranks::barrier() const {
+  std::vector<std::int64_t> none = {0};
+  max(none);
+}
+
 void Ranks::broadcast(at::Tensor tensor, int from) const {
   if (size_ == 1) return;
   std::vector<at::Tensor> tensors = {tensor};

@@ -35,6 +35,8 @@ class Ranks {
   at::Tensor sum(at::Tensor flat) const;
   /// The largest value of each over the ranks, which give equally many.
   void max(std::vector<std::int64_t>& values) const;
+  /// Returns when every rank has called it.
+  void barrier() const;
   /// Rank `from`'s values in place of the others'. `tensor` is contiguous.
   void broadcast(at::Tensor tensor, int from) const;
   /// The first rank's text.
