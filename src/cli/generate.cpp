@@ -3,10 +3,13 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "base/files.h"
@@ -26,64 +29,130 @@ namespace {
 
 struct GenerateArguments {
   CheckpointOptions checkpoint;
-  std::string prompt, prompt_file, dtype = "float32";
+  std::string prompt, prompt_file, prompts, dtype;
   JsonOption json;
   bool no_cache = false, ignore_end = false, no_echo = false;
   lm::GenerateOptions options;
   MachineOptions machine;
 };
 
-at::ScalarType compute_dtype(const std::string& name) {
+at::ScalarType compute_dtype(const std::string& name, at::Device device) {
+  if (name.empty()) return device.is_cuda() ? at::kBFloat16 : at::kFloat;
   return name == "bfloat16" ? at::kBFloat16 : name == "float16" ? at::kHalf : at::kFloat;
 }
+
+struct Prompt {
+  std::string text;  // as it is printed
+  std::vector<std::int64_t> tokens;
+};
+
+std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tokenizer* tokenizer, int vocab_size) {
+  std::vector<Prompt> prompts;
+  if (!tokenizer) {
+    for (const auto& line : lm::load_ids(arguments.checkpoint.ids, vocab_size)) {
+      prompts.push_back({fmt::format("{} ", fmt::join(line.tokens, " ")), {line.tokens.begin(), line.tokens.end()}});
+    }
+    return prompts;
+  }
+  std::vector<std::string> texts;
+  if (!arguments.prompts.empty()) {
+    std::istringstream lines(base::read_text(arguments.prompts));
+    for (std::string line; std::getline(lines, line);) texts.push_back(line);
+    if (texts.empty()) throw base::Error(fmt::format("{}: has no line, each of which is a prompt", arguments.prompts));
+  } else {
+    texts.push_back(arguments.prompt_file.empty() ? arguments.prompt : base::read_text(arguments.prompt_file));
+  }
+  for (const auto& text : texts) {
+    prompts.push_back({text, {tokenizer->start_of_document()}});
+    for (const std::int32_t token : tokenizer->encode(text)) prompts.back().tokens.push_back(token);
+  }
+  return prompts;
+}
+
+/// Prints texts that grow side by side one after the other: the first that has not ended as it comes, the others when
+/// it is their turn.
+class TextPrinter {
+ public:
+  TextPrinter(const std::vector<Prompt>& prompts, bool echo) : ended_(prompts.size(), false) {
+    for (const auto& prompt : prompts) waiting_.push_back(echo ? prompt.text : "");
+    flush();
+  }
+
+  /// Whether it could be printed.
+  bool add(std::size_t sequence, const std::string& text, bool last) {
+    waiting_[sequence] += text;
+    ended_[sequence] = last;
+    if (sequence == turn_) flush();
+    return std::ferror(stdout) == 0;
+  }
+
+  /// Ends the texts, whether they have ended or not.
+  void finish() {
+    std::fill(ended_.begin(), ended_.end(), true);
+    flush();
+  }
+
+ private:
+  void flush() {
+    while (turn_ < waiting_.size()) {
+      auto& text = waiting_[turn_];
+      if (ended_[turn_]) text += "\n";
+      std::fwrite(text.data(), 1, text.size(), stdout);
+      text.clear();
+      if (!ended_[turn_]) break;
+      ++turn_;
+    }
+    std::fflush(stdout);
+  }
+
+  std::vector<std::string> waiting_;
+  std::vector<bool> ended_;
+  std::size_t turn_ = 0;
+};
 
 void run(GenerateArguments& arguments) {
   arguments.json.open();
   const auto device = arguments.machine.choose();
   const auto loaded = lm::load_model(arguments.checkpoint.path, arguments.checkpoint.changes, device.device,
-                                     compute_dtype(arguments.dtype));
+                                     compute_dtype(arguments.dtype, device.device));
   const bool by_ids = !arguments.checkpoint.ids.empty();
   const auto tokenizer = by_ids ? nullptr : lm::tokenizer_of(arguments.checkpoint.path, loaded);
-  std::string prompt = arguments.prompt_file.empty() ? arguments.prompt : base::read_text(arguments.prompt_file);
-  std::vector<std::int64_t> tokens;
-  if (by_ids) {
-    const auto prompts = lm::load_ids(arguments.checkpoint.ids, loaded.model.config().vocab_size);
-    if (prompts.size() > 1) throw base::Error(fmt::format("{}: must be one line, the prompt", prompts[1].name));
-    tokens.assign(prompts[0].tokens.begin(), prompts[0].tokens.end());
-    prompt = fmt::format("{} ", fmt::join(tokens, " "));
-  } else {
-    tokens.push_back(tokenizer->start_of_document());
-    for (const std::int32_t token : tokenizer->encode(prompt)) tokens.push_back(token);
-  }
+  const auto prompts = prompts_of(arguments, tokenizer.get(), loaded.model.config().vocab_size);
+  std::vector<std::vector<std::int64_t>> sequences;
+  for (const auto& prompt : prompts) sequences.push_back(prompt.tokens);
 
   auto options = arguments.options;
   options.sampler.validate();
   fmt::print(stderr, "device: {}\n", device.text);
   options.cached = !arguments.no_cache;
   if (tokenizer && !arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
-  if (!arguments.no_echo) fmt::print("{}", prompt);
-  std::fflush(stdout);
+  TextPrinter printer(prompts, !arguments.no_echo);
   const base::InterruptGuard interrupt;
-  const auto result = lm::generate(loaded.model, tokens, options, [&](std::int64_t token) {
-    const std::string text =
-        tokenizer ? tokenizer->decode(static_cast<std::int32_t>(token)) : fmt::format("{} ", token);
-    std::fwrite(text.data(), 1, text.size(), stdout);
-    std::fflush(stdout);
-    return interrupt.signal() == 0 && std::ferror(stdout) == 0;
-  });
-  fmt::print("\n");
-  std::fflush(stdout);
-  const auto generated = static_cast<double>(result.tokens.size());
-  fmt::print(stderr, "prompt: {} tokens, {:.0f} tokens/s; generated: {} tokens, {:.1f} tokens/s\n", tokens.size(),
-             static_cast<double>(tokens.size()) / result.prefill_seconds, result.tokens.size(),
-             generated > 1 ? (generated - 1) / result.decode_seconds : 0.0);
+  const auto result =
+      lm::generate(loaded.model, sequences, options, [&](std::size_t sequence, std::int64_t token, bool last) {
+        const std::string text =
+            tokenizer ? tokenizer->decode(static_cast<std::int32_t>(token)) : fmt::format("{} ", token);
+        return printer.add(sequence, text, last) && interrupt.signal() == 0;
+      });
+  printer.finish();
+  std::size_t read = 0, generated = 0;
+  auto reports = nlohmann::json::array();
+  for (std::size_t b = 0; b < prompts.size(); ++b) {
+    const auto& [tokens, margins] = result.sequences[b];
+    read += prompts[b].tokens.size();
+    generated += tokens.size();
+    reports.push_back({{"prompt_tokens", prompts[b].tokens.size()}, {"tokens", tokens}, {"margins", margins}});
+  }
+  const auto decoded = static_cast<double>(generated) - static_cast<double>(prompts.size());
+  fmt::print(stderr, "{}: {} tokens, {:.0f} tokens/s; generated: {} tokens, {:.1f} tokens/s\n",
+             prompts.size() == 1 ? "prompt" : fmt::format("{} prompts", prompts.size()), read,
+             static_cast<double>(read) / result.prefill_seconds, generated,
+             decoded > 0 ? decoded / result.decode_seconds : 0.0);
   arguments.json.write({{"kind", "nsa-generate"},
                         {"checkpoint", arguments.checkpoint.path},
                         {"set", arguments.checkpoint.changes},
                         {"cached", options.cached},
-                        {"prompt_tokens", tokens.size()},
-                        {"tokens", result.tokens},
-                        {"margins", result.margins},
+                        {"sequences", reports},
                         {"prefill_seconds", result.prefill_seconds},
                         {"decode_seconds", result.decode_seconds}},
                        -1);
@@ -100,14 +169,18 @@ void add_generate(CLI::App& app) {
   auto* const prompt = command->add_option("-p,--prompt", arguments->prompt, "Text to continue; empty: a new document");
   auto* const file = command->add_option("--prompt-file", arguments->prompt_file, "File with the text to continue");
   file->excludes(prompt);
+  auto* const lines = command->add_option("--prompts", arguments->prompts,
+                                          "File with a text to continue on each line, all side by side; their texts "
+                                          "are printed one after the other");
+  lines->excludes(prompt)->excludes(file);
   arguments->checkpoint
-      .add_ids(
-          *command,
-          "File with the prompt as numbers of tokens on one line; the new ones are printed as numbers, and the end "
-          "of a document does not stop it")
+      .add_ids(*command,
+               "File with a prompt on each line as numbers of tokens; the new ones are printed as numbers, and the end "
+               "of a document does not stop it")
       ->excludes(prompt)
-      ->excludes(file);
-  command->add_option("-n,--tokens", options.max_tokens, "Tokens to generate at most")
+      ->excludes(file)
+      ->excludes(lines);
+  command->add_option("-n,--tokens", options.max_tokens, "Tokens to generate at most, for each prompt")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
   command->add_option("--temperature", options.sampler.temperature, "0: always the most likely token");
   command->add_option("--top-k", options.sampler.top_k, "Choose among the k most likely tokens; 0: all");
@@ -115,7 +188,9 @@ void add_generate(CLI::App& app) {
                       "Choose among the fewest tokens whose probabilities reach this, 0 ... 1");
   command->add_option("--seed", options.sampler.seed, "Of the choices");
   command
-      ->add_option("--dtype", arguments->dtype, "Of matrix products and attention: float32, bfloat16, on cuda float16")
+      ->add_option("--dtype", arguments->dtype,
+                   "Of matrix products and attention: float32, bfloat16, on cuda float16. Default: float32, on cuda "
+                   "bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
   arguments->machine.add(*command);
   command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");

@@ -119,7 +119,7 @@ def test_gates_on_attention_without_branches(attention, corpus, trained, tmp_pat
     for cache in ([], ["--no-cache"]):
         options = ["--prompt", "def value", "--tokens", 40, "--temperature", 0, "--ignore-end"]
         nsa("generate", run, *options, *cache, "--json", tmp_path / "text.json")
-        texts.append(json.loads((tmp_path / "text.json").read_text()))
+        texts.append(json.loads((tmp_path / "text.json").read_text())["sequences"][0])
     assert texts[0]["tokens"] == texts[1]["tokens"]
     assert texts[0]["margins"] == pytest.approx(texts[1]["margins"], abs=1e-4)
 

@@ -213,9 +213,9 @@ def test_a_result_replaces_the_one_before_or_leaves_it(tmp_path, reference):
             assert action not in HARMLESS and str(path.parent) in one_line(errors)
             assert list(path.parent.glob("*.tmp")) == []
         if code == 0:
-            assert json.loads(path.read_text())["tokens"]
+            assert json.loads(path.read_text())["sequences"]
         elif path.read_text() != "before":
-            assert json.loads(path.read_text())["tokens"]
+            assert json.loads(path.read_text())["sequences"]
 
     assert calls
     for_each(check, cases_of(calls))

@@ -10,9 +10,24 @@ PROMPT = "def value(self): return self in None\n    import class for value in ( 
 
 
 def generated(run, tmp_path, *options, prompt=PROMPT):
+    report, done = reported(run, tmp_path, "--prompt", prompt, "--ignore-end", *options)
+    (sequence,) = report["sequences"]
+    return sequence | {"cached": report["cached"]}, done
+
+
+def reported(run, tmp_path, *options):
     path = tmp_path / "out.json"
-    done = nsa("generate", run, "--prompt", prompt, "--json", path, "--ignore-end", *options)
+    done = nsa("generate", run, "--json", path, *options)
     return json.loads(path.read_text()), done
+
+
+def assert_same_text(found, expected):
+    """Up to a choice between two tokens that are as likely within rounding."""
+    for i, (a, b) in enumerate(zip(found["tokens"], expected["tokens"], strict=True)):
+        if a != b:
+            assert min(found["margins"][i], expected["margins"][i]) < 1e-3, f"token {i}"
+            break
+        assert found["margins"][i] == pytest.approx(expected["margins"][i], abs=1e-3)
 
 
 @pytest.mark.parametrize("attention", ["nsa", "full", "window"])
@@ -23,11 +38,7 @@ def test_greedy_text_equals_the_full_forward(trained, tmp_path, attention):
     again, _ = generated(trained[attention], tmp_path, *options, "--no-cache")
     assert cached["cached"] and not again["cached"]
     assert len(cached["tokens"]) == 120
-    for i, (a, b) in enumerate(zip(cached["tokens"], again["tokens"], strict=True)):
-        if a != b:
-            assert min(cached["margins"][i], again["margins"][i]) < 1e-3, f"token {i}"
-            break
-        assert cached["margins"][i] == pytest.approx(again["margins"][i], abs=1e-3)
+    assert_same_text(cached, again)
 
 
 def test_text_is_streamed_behind_the_prompt(trained, tmp_path):
@@ -60,10 +71,85 @@ def test_bfloat16_runs(trained, tmp_path):
     assert len(result["tokens"]) == 20
 
 
+# Of lengths below a compression block, beyond the window, none, and twice the same.
+PROMPTS = ["def value", "class self : import value in None", "", "def value", PROMPT]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"{line}\n" for line in [*PROMPTS[:-1], PROMPT.replace("\n", " ")]))
+    return path
+
+
+@pytest.mark.parametrize("attention", ["nsa", "full", "window"])
+def test_a_prompt_beside_others_goes_on_as_it_does_alone(trained, tmp_path, prompts, attention):
+    options = ["--temperature", 0, "--tokens", 40, "--ignore-end"]
+    cached, done = reported(trained[attention], tmp_path, "--prompts", prompts, *options)
+    again, _ = reported(trained[attention], tmp_path, "--prompts", prompts, *options, "--no-cache")
+    assert len(cached["sequences"]) == len(again["sequences"]) == len(PROMPTS) and b"5 prompts: " in done.stderr
+    lines = prompts.read_text().splitlines()
+    for i in (0, 1, 2, 4):
+        alone, _ = generated(trained[attention], tmp_path, *options, prompt=lines[i])
+        for report in (cached, again):
+            found = report["sequences"][i]
+            assert found["prompt_tokens"] == alone["prompt_tokens"] and len(found["tokens"]) == 40
+            assert_same_text(found, alone)
+    assert_same_text(cached["sequences"][3], cached["sequences"][0])
+
+
+def test_texts_of_several_prompts_are_printed_one_after_the_other(trained, tmp_path, prompts):
+    """Some end with a document, the others with the number of tokens; what ends early gives the others no other text."""
+    options = ["--tokens", 30, "--temperature", 3, "--seed", 7, "--prompts", prompts]
+    report, done = reported(trained["nsa"], tmp_path, *options)
+    lengths = [len(sequence["tokens"]) for sequence in report["sequences"]]
+    assert max(lengths) == 30 and all(
+        length == 30 or sequence["tokens"][-1] == 256
+        for length, sequence in zip(lengths, report["sequences"], strict=True)
+    )
+    texts = [bytes(token for token in sequence["tokens"] if token < 256) for sequence in report["sequences"]]
+    lines = prompts.read_bytes().splitlines()
+    assert done.stdout == b"".join(line + text + b"\n" for line, text in zip(lines, texts, strict=True))
+    quiet = nsa("generate", trained["nsa"], *options, "--no-echo")
+    assert quiet.stdout == b"".join(text + b"\n" for text in texts)
+
+
+def test_a_sequence_that_has_ended_leaves_the_others_as_they_are(trained, tmp_path, prompts):
+    """The end of a document is drawn soon at this temperature, by other sequences at other times."""
+    options = ["--tokens", 100, "--temperature", 50, "--seed", 1, "--prompts", prompts]
+    ended, _ = reported(trained["nsa"], tmp_path, *options)
+    all_on, _ = reported(trained["nsa"], tmp_path, *options, "--ignore-end")
+    lengths = [len(sequence["tokens"]) for sequence in ended["sequences"]]
+    assert min(lengths) < 100 and len(set(lengths)) > 1
+    for a, b in zip(ended["sequences"], all_on["sequences"], strict=True):
+        assert a["tokens"] == b["tokens"][: len(a["tokens"])]
+        assert a["margins"] == pytest.approx(b["margins"][: len(a["margins"])], abs=1e-4)
+
+
+def test_sequences_draw_by_seeds_of_their_own(trained, tmp_path, prompts):
+    """The same prompt twice: other texts; the first sequence's is that of the prompt alone."""
+    options = ["--tokens", 40, "--temperature", 1, "--seed", 3, "--ignore-end"]
+    together, _ = reported(trained["full"], tmp_path, "--prompts", prompts, *options)
+    tokens = [sequence["tokens"] for sequence in together["sequences"]]
+    assert PROMPTS[0] == PROMPTS[3] and tokens[0] != tokens[3]
+    alone, _ = generated(trained["full"], tmp_path, *options, prompt=PROMPTS[0])
+    assert alone["tokens"] == tokens[0]
+
+
+def test_prompts_by_numbers(trained, tmp_path):
+    path = tmp_path / "ids.txt"
+    path.write_text("256 100 101\n\n256 104\n")
+    report, done = reported(trained["nsa"], tmp_path, "--ids", path, "--temperature", 0, "--tokens", 3)
+    assert [sequence["prompt_tokens"] for sequence in report["sequences"]] == [3, 2]
+    texts = [" ".join(map(str, sequence["tokens"])) for sequence in report["sequences"]]
+    assert done.stdout.decode() == f"256 100 101 {texts[0]} \n256 104 {texts[1]} \n"
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [(["--temperature", -1], "temperature = -1"), (["--top-p", 0], "top_p = 0"), (["--top-k", -3], "top_k = -3"),
-     (["--tokens", 0], "--tokens"), (["--dtype", "int8"], "--dtype"), (["--prompt-file", "/no/such/file"], "/no/such")],
+     (["--tokens", 0], "--tokens"), (["--dtype", "int8"], "--dtype"), (["--prompt-file", "/no/such/file"], "/no/such"),
+     (["--prompts", "/dev/null"], "/dev/null: has no line"), (["--prompts", "x", "--prompt", "y"], "--prompts")],
 )  # fmt: skip
 def test_bad_arguments_are_refused_by_name(trained, options, expected):
     assert expected in refused("generate", trained["nsa"], *options)

@@ -54,7 +54,7 @@ def compare(run, tmp_path):
     path = tmp_path / "out.json"
     options = ["--temperature", 0, "--tokens", 60, "--ignore-end", "--json", path]
     program("generate", run, "--prompt", PROMPT, *options)
-    expected, model = json.loads(path.read_text()), Model(run)
+    expected, model = json.loads(path.read_text())["sequences"][0], Model(run)
     tokens = [START, *PROMPT.encode()]
     assert len(tokens) == expected["prompt_tokens"]
     for token, margin in zip(expected["tokens"], expected["margins"], strict=True):

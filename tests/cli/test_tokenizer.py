@@ -70,7 +70,7 @@ class TestWithSentencePiece:
         path = tmp_path / "out.json"
         options = ["--tokens", 60, "--temperature", 2, "--ignore-end", "--json", path]
         done = nsa("generate", run, "--prompt", prompt, *options)
-        result = json.loads(path.read_text())
+        (result,) = json.loads(path.read_text())["sequences"]
         assert len(result["tokens"]) == 60 and 1 < result["prompt_tokens"] <= 1 + len(prompt.encode())
         text = done.stdout.removeprefix(prompt.encode())
         assert len(text) > 30

@@ -46,7 +46,7 @@ def assert_agree(folder: Path, model: PreTrainedModel, ids: torch.Tensor, tmp_pa
     before, report, prompt = content(folder), tmp_path / "report.json", tmp_path / "ids.txt"
     prompt.write_text(" ".join(map(str, ids[0].tolist())))
     nsa("generate", folder, "--ids", prompt, "--temperature", 0, "--tokens", 12, "--json", report)
-    program = json.loads(report.read_text())
+    program = json.loads(report.read_text())["sequences"][0]
     assert len(program["tokens"]) == 12
     assert_same_text(program, model, ids)
     nsa("eval", folder, "--ids", prompt, "--json", report)
@@ -107,7 +107,7 @@ def test_text_by_the_folders_own_pieces(tmp_path):
     reports = []
     for prompt in (["--prompt", line], ["--ids", tmp_path / "ids.txt"]):
         nsa("generate", folder, *prompt, "--temperature", 0, "--tokens", 8, "--json", tmp_path / "out.json")
-        reports.append(json.loads((tmp_path / "out.json").read_text()))
+        reports.append(json.loads((tmp_path / "out.json").read_text())["sequences"][0])
     assert reports[0]["prompt_tokens"] == len(ids.split()) > 3
     assert reports[0]["tokens"] == reports[1]["tokens"] and reports[0]["margins"] == reports[1]["margins"]
 

@@ -2,7 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -25,57 +27,100 @@ struct Decoder::Impl {
 
   const Model::Impl& model;
   std::int64_t capacity;
-  std::int64_t length = 0;
+  std::vector<std::int64_t> lengths;
+  std::vector<bool> ended;
+  at::Tensor positions;  // int64 (B) on the device: the lengths
+  at::Tensor num_new;    // int32 (B) on the device: 0 for sequences that have ended, 1 for the others
   Rotation rotation;
   std::vector<BlockWeights> weights;
+  at::Tensor head;
   std::vector<std::unique_ptr<LayerCache>> caches;
 
-  /// The residual stream after the last layer, (m, hidden).
-  Residual append(std::span<const std::int64_t> tokens) {
-    const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
-    const auto end = length + static_cast<std::int64_t>(tokens.size());
-    const Rotation here{rotation.cos.slice(0, length, end), rotation.sin.slice(0, length, end)};
-    Residual x{at::embedding(model.embedding, base::upload(ids, model.device)), {}};
+  void require_room(std::int64_t sequence, std::int64_t count) const {
+    const std::int64_t length = lengths.at(static_cast<std::size_t>(sequence));
+    if (count >= 1 && length + count <= capacity) return;
+    throw base::Error(
+        fmt::format("cache: {} more tokens after {} do not fit into its capacity of {}", count, length, capacity));
+  }
+
+  /// The residual stream after the last layer, (rows, hidden).
+  Residual run(const at::Tensor& tokens, const Rotation& here, const CacheRows& rows) {
+    Residual x{at::embedding(model.embedding, tokens), {}};
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      x = block_forward(model.blocks[i].config(), weights[i], x, here,
-                        [&](const AttentionInputs& projected) { return caches[i]->attend(weights[i], projected); });
+      x = block_forward(model.blocks[i].config(), weights[i], x, here, [&](const AttentionInputs& projected) {
+        return caches[i]->attend(weights[i], projected, rows);
+      });
     }
-    length = end;
     return x;
+  }
+
+  Residual append(std::int64_t sequence, std::span<const std::int64_t> tokens) {
+    auto& length = lengths[static_cast<std::size_t>(sequence)];
+    const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
+    const auto begin = length;
+    length += static_cast<std::int64_t>(tokens.size());
+    positions.narrow(0, sequence, 1).fill_(length);
+    const Rotation here{rotation.cos.slice(0, begin, length), rotation.sin.slice(0, begin, length)};
+    return run(base::upload(ids, model.device), here, {.first = sequence, .count = 1});
   }
 };
 
-Decoder::Decoder(const Model& model, std::int64_t capacity) : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
+Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capacity)
+    : impl_(std::make_unique<Impl>(*model.impl_, capacity)) {
   const at::NoGradGuard no_grad;
   const ModelConfig& config = model.config();
+  const auto on_device = at::TensorOptions(model.device());
+  impl_->lengths.assign(static_cast<std::size_t>(sequences), 0);
+  impl_->ended.assign(static_cast<std::size_t>(sequences), false);
+  impl_->positions = at::zeros({sequences}, on_device.dtype(at::kLong));
+  impl_->num_new = at::ones({sequences}, on_device.dtype(at::kInt));
   impl_->rotation =
       rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
+  impl_->head = impl_->model.head_weights();
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
-    impl_->caches.push_back(make_layer_cache(
-        block.config(), capacity, at::TensorOptions(model.device()).dtype(model.compute_dtype()), impl_->rotation));
+    impl_->caches.push_back(
+        make_layer_cache(block.config(), sequences, capacity, on_device.dtype(model.compute_dtype()), impl_->rotation));
   }
 }
 
 Decoder::~Decoder() = default;
 
-std::int64_t Decoder::length() const { return impl_->length; }
+std::int64_t Decoder::length(std::int64_t sequence) const {
+  return impl_->lengths.at(static_cast<std::size_t>(sequence));
+}
 
-at::Tensor Decoder::append(std::span<const std::int64_t> tokens) {
+at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t> tokens) {
   const at::NoGradGuard no_grad;
-  const auto count = static_cast<std::int64_t>(tokens.size());
-  if (count < 1 || impl_->length + count > impl_->capacity) {
-    throw base::Error(fmt::format("cache: {} more tokens after {} do not fit into its capacity of {}", count,
-                                  impl_->length, impl_->capacity));
-  }
+  impl_->require_room(sequence, static_cast<std::int64_t>(tokens.size()));
   Residual x;
   while (!tokens.empty()) {
     const auto chunk = tokens.first(std::min<std::size_t>(tokens.size(), kChunk));
-    x = impl_->append(chunk);
+    x = impl_->append(sequence, chunk);
     tokens = tokens.subspan(chunk.size());
   }
   const auto last = [](const at::Tensor& rows) { return rows.slice(0, rows.size(0) - 1); };
-  return impl_->model.logits({last(x.x), last(x.added)}).squeeze(0);
+  return impl_->model.logits({last(x.x), last(x.added)}, impl_->head).squeeze(0);
+}
+
+at::Tensor Decoder::step(const at::Tensor& tokens) {
+  const at::NoGradGuard no_grad;
+  const auto sequences = static_cast<std::int64_t>(impl_->lengths.size());
+  for (std::int64_t b = 0; b < sequences; ++b) {
+    if (!impl_->ended[static_cast<std::size_t>(b)]) impl_->require_room(b, 1);
+  }
+  // An ended sequence may be full: it is turned by the last angle, which nobody looks at.
+  const auto here = impl_->rotation.at(impl_->positions.clamp_max(impl_->capacity - 1));
+  const auto x =
+      impl_->run(tokens, here, {.first = 0, .count = sequences, .idle = impl_->ended, .num_new = impl_->num_new});
+  impl_->positions.add_(impl_->num_new);
+  for (std::size_t b = 0; b < impl_->lengths.size(); ++b) impl_->lengths[b] += impl_->ended[b] ? 0 : 1;
+  return impl_->model.logits(x, impl_->head);
+}
+
+void Decoder::end(std::int64_t sequence) {
+  impl_->ended.at(static_cast<std::size_t>(sequence)) = true;
+  impl_->num_new.narrow(0, sequence, 1).fill_(0);
 }
 
 }  // namespace nsa::lm

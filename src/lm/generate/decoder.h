@@ -1,5 +1,7 @@
-// Reading a sequence token by token with cached keys and values.
+// Reading sequences token by token with cached keys and values.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
@@ -9,19 +11,29 @@
 
 namespace nsa::lm {
 
+/// B sequences of lengths of their own. Weights are cast to the compute dtype once, when it is made.
 class Decoder {
  public:
-  /// Room for `capacity` tokens. `model` must outlive it and keep its weights, its device and its compute dtype.
-  Decoder(const Model& model, std::int64_t capacity);
+  /// Room for `capacity` tokens of each sequence. `model` must outlive it and keep its weights, its device and its
+  /// compute dtype.
+  Decoder(const Model& model, std::int64_t sequences, std::int64_t capacity);
   ~Decoder();
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  /// Appends at least one token; returns the logits after the last one, float32 (vocab_size), on the device. Throws
-  /// Error when there is no room.
-  at::Tensor append(std::span<const std::int64_t> tokens);
+  /// Appends at least one token to a sequence; returns the logits after the last one, float32 (vocab_size), on the
+  /// device. Throws Error when there is no room.
+  at::Tensor prefill(std::int64_t sequence, std::span<const std::int64_t> tokens);
 
-  std::int64_t length() const;
+  /// Appends a token to every sequence that has not ended: tokens int64 (B) on the device, of which those of ended
+  /// sequences have no meaning. Returns the logits after them, float32 (B, vocab_size). Throws Error when there is no
+  /// room.
+  at::Tensor step(const at::Tensor& tokens);
+
+  /// Steps leave the sequence out from now on.
+  void end(std::int64_t sequence);
+
+  std::int64_t length(std::int64_t sequence) const;
 
  private:
   struct Impl;

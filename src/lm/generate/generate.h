@@ -1,9 +1,9 @@
-// Continuing a text.
+// Continuing texts.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <string>
 #include <vector>
 
 #include "lm/generate/sampler.h"
@@ -12,21 +12,28 @@
 namespace nsa::lm {
 
 struct GenerateOptions {
-  std::int64_t max_tokens = 500;
-  std::int64_t stop_token = -1;  // generation ends with it; -1: none
-  bool cached = true;            // false: the whole forward again for each token
-  SamplerConfig sampler;
+  std::int64_t max_tokens = 500;  // of each sequence
+  std::int64_t stop_token = -1;   // a sequence ends with it; -1: none
+  bool cached = true;             // false: the whole forward again for each token
+  SamplerConfig sampler;          // every sequence's own; the first one's seed is `seed`
 };
 
 struct Generated {
   std::vector<std::int64_t> tokens;  // without the prompt
   std::vector<double> margins;       // highest logit minus the second, for each token
+};
+
+struct Generation {
+  std::vector<Generated> sequences;
   double prefill_seconds = 0, decode_seconds = 0;
 };
 
-/// `prompt` holds at least one token; `on_token` is called with each new token as soon as it is known and stops the
-/// generation by returning false. Throws Failure when logits are not finite.
-Generated generate(const Model& model, const std::vector<std::int64_t>& prompt, const GenerateOptions& options,
-                   const std::function<bool(std::int64_t)>& on_token);
+/// What is called with each new token of a sequence as soon as it is known; `last`: the sequence has no more. Returning
+/// false stops the whole generation.
+using OnToken = std::function<bool(std::size_t sequence, std::int64_t token, bool last)>;
+
+/// Continues all prompts side by side. Each holds at least one token. Throws Failure when logits are not finite.
+Generation generate(const Model& model, const std::vector<std::vector<std::int64_t>>& prompts,
+                    const GenerateOptions& options, const OnToken& on_token);
 
 }  // namespace nsa::lm

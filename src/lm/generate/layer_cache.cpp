@@ -16,129 +16,156 @@
 namespace nsa::lm {
 namespace {
 
-/// The memory that nsa::prefill and nsa::decode read, laid out as in nsa::KVCache with one page for all tokens; torch's
-/// because that owns only host memory. Its capacity is reserved, so no step overflows.
+/// (count * m, ...) -> (count, m, ...)
+at::Tensor by_sequence(const at::Tensor& t, const CacheRows& rows) {
+  return t.unflatten(0, {rows.count, t.size(0) / rows.count});
+}
+
+/// The memory that nsa::prefill and nsa::decode read, laid out as in nsa::KVCache with one page for all tokens of a
+/// sequence; torch's because that owns only host memory. Its capacity is reserved, so no step overflows.
 class SparseCache : public LayerCache {
  public:
-  SparseCache(const ModelConfig& config, std::int64_t capacity, const at::TensorOptions& options,
-              const Rotation& rotation)
+  SparseCache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
+              const at::TensorOptions& options, const Rotation& rotation)
       : cfg_(config.nsa), rotation_(rotation) {
     // A window longer than the sequence sees the same and would only take memory.
     cfg_.window_size = static_cast<int>(std::min<std::int64_t>(cfg_.window_size, capacity));
     const auto page = [](std::int64_t tokens) { return (std::max<std::int64_t>(tokens, 1) + 15) / 16 * 16; };
-    const auto room = [&](std::int64_t tokens, std::int64_t width) {
-      return keep(at::zeros({1, tokens, config.num_kv_heads, width}, options));
+    const auto pair = [&](std::int64_t tokens, at::Tensor& keys, at::Tensor& values) {
+      keys = at::zeros({sequences, tokens, config.num_kv_heads, config.head_dim}, options);
+      values = at::zeros({sequences, tokens, config.num_kv_heads, config.v_head_dim}, options);
     };
-    const auto pair = [&](std::int64_t tokens, TensorView& keys, TensorView& values) {
-      keys = room(tokens, config.head_dim);
-      values = room(tokens, config.v_head_dim);
-    };
-    const auto integer = [&](at::IntArrayRef shape) { return keep(at::zeros(shape, options.dtype(at::kInt))); };
-    pair(page(capacity), view_.k_slc, view_.v_slc);
-    pair(page(cfg_.num_compressed(capacity)), view_.k_c, view_.v_c);
-    pair(cfg_.window_size + kRollback, view_.k_swa_ring, view_.v_swa_ring);
-    pair(cfg_.kernel_size + kRollback, view_.k_cmp_ring, view_.v_cmp_ring);
-    view_.block_table = integer({1, 1});  // page 0
-    view_.block_table_c = integer({1, 1});
-    view_.cache_seqlens = integer({1});
-    view_.overflow = integer({1});
+    pair(page(capacity), k_slc_, v_slc_);
+    pair(page(cfg_.num_compressed(capacity)), k_c_, v_c_);
+    pair(cfg_.window_size + kRollback, k_swa_ring_, v_swa_ring_);
+    pair(cfg_.kernel_size + kRollback, k_cmp_ring_, v_cmp_ring_);
+    block_table_ = at::arange(sequences, options.dtype(at::kInt)).unsqueeze(1);  // sequence b has page b
+    cache_seqlens_ = at::zeros({sequences}, options.dtype(at::kInt));
+    overflow_ = at::zeros({1}, options.dtype(at::kInt));
   }
 
-  at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in) override {
-    const auto row = [](const at::Tensor& t) { return bridge::view_of(t.unsqueeze(0)); };
+  at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) override {
+    const auto given = [&](const at::Tensor& t) { return bridge::view_of(by_sequence(t, rows)); };
+    const auto ours = [&](const at::Tensor& t) { return bridge::view_of(t.narrow(0, rows.first, rows.count)); };
     const auto o = at::empty({in.q.size(0), in.q.size(1), in.v_slc.size(2)}, in.q.options());
-    DecodeParams params;
-    params.q = row(in.q);
-    params.k_cmp = row(in.k_cmp);
-    params.v_cmp = row(in.v_cmp);
-    params.k_slc = row(in.k_slc);
-    params.v_slc = row(in.v_slc);
-    params.k_swa = row(in.k_swa);
-    params.v_swa = row(in.v_swa);
-    params.gates = row(in.gates);
-    params.cache = view_;
-    params.weights_k = weights.phi_k.views();
-    params.weights_v = weights.phi_v.views();
-    params.cfg = cfg_;
-    params.rope_cos = bridge::view_of(rotation_.cos);
-    params.rope_sin = bridge::view_of(rotation_.sin);
-    params.o = row(o);
-    bridge::call(in.q.size(0) <= kMaxDecodeTokens ? nsa::decode : nsa::prefill, params, o.device());
+    const DecodeParams params{
+        .q = given(in.q),
+        .k_cmp = given(in.k_cmp),
+        .v_cmp = given(in.v_cmp),
+        .k_slc = given(in.k_slc),
+        .v_slc = given(in.v_slc),
+        .k_swa = given(in.k_swa),
+        .v_swa = given(in.v_swa),
+        .gates = given(in.gates),
+        .cache = {.k_slc = bridge::view_of(k_slc_),
+                  .v_slc = bridge::view_of(v_slc_),
+                  .block_table = ours(block_table_),
+                  .k_c = bridge::view_of(k_c_),
+                  .v_c = bridge::view_of(v_c_),
+                  .block_table_c = ours(block_table_),
+                  .k_swa_ring = ours(k_swa_ring_),
+                  .v_swa_ring = ours(v_swa_ring_),
+                  .k_cmp_ring = ours(k_cmp_ring_),
+                  .v_cmp_ring = ours(v_cmp_ring_),
+                  .cache_seqlens = ours(cache_seqlens_),
+                  .overflow = bridge::view_of(overflow_)},
+        .weights_k = weights.phi_k.views(),
+        .weights_v = weights.phi_v.views(),
+        .cfg = cfg_,
+        .rope_cos = bridge::view_of(rotation_.cos),
+        .rope_sin = bridge::view_of(rotation_.sin),
+        .num_new = rows.num_new.defined() ? bridge::view_of(rows.num_new) : TensorView{},
+        .o = given(o),
+    };
+    bridge::call(params.q.size(1) <= kMaxDecodeTokens ? nsa::decode : nsa::prefill, params, o.device());
     return o;
   }
 
  private:
-  TensorView keep(const at::Tensor& tensor) { return bridge::view_of(storage_.emplace_back(tensor)); }
-
   NSAConfig cfg_;
   const Rotation& rotation_;
-  std::vector<at::Tensor> storage_;  // what the view points into
-  KVCacheView view_;
+  at::Tensor k_slc_, v_slc_, k_c_, v_c_, k_swa_ring_, v_swa_ring_, k_cmp_ring_, v_cmp_ring_;
+  at::Tensor block_table_, cache_seqlens_, overflow_;
 };
 
 /// All keys and values in one tensor each: for full and window attention.
 class DenseCache : public LayerCache {
  public:
-  DenseCache(const ModelConfig& config, std::int64_t capacity, const at::TensorOptions& options)
+  DenseCache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity, const at::TensorOptions& options)
       : config_(config),
-        k_(at::empty({capacity, config.num_kv_heads, config.head_dim}, options)),
-        v_(at::empty({capacity, config.num_kv_heads, config.v_head_dim}, options)) {}
+        k_(at::empty({sequences, capacity, config.num_kv_heads, config.head_dim}, options)),
+        v_(at::empty({sequences, capacity, config.num_kv_heads, config.v_head_dim}, options)),
+        lengths_(static_cast<std::size_t>(sequences), 0) {}
 
-  at::Tensor attend(const BlockWeights&, const AttentionInputs& in) override {
-    const std::int64_t m = in.q.size(0), end = length_ + m;
-    k_.slice(0, length_, end).copy_(in.k_slc);
-    v_.slice(0, length_, end).copy_(in.v_slc);
-    length_ = end;
-    return config_.attention == AttentionKind::kFull ? full(in.q) : window(in.q);
+  at::Tensor attend(const BlockWeights&, const AttentionInputs& in, const CacheRows& rows) override {
+    const auto q = by_sequence(in.q, rows), k = by_sequence(in.k_slc, rows), v = by_sequence(in.v_slc, rows);
+    const std::int64_t m = q.size(1);
+    const auto o = at::zeros({rows.count, m, q.size(2), v.size(3)}, q.options());
+    const auto is_idle = [&](std::int64_t i) { return !rows.idle.empty() && rows.idle[static_cast<std::size_t>(i)]; };
+    const auto length = [&](std::int64_t i) -> std::int64_t& {
+      return lengths_[static_cast<std::size_t>(rows.first + i)];
+    };
+    for (std::int64_t begin = 0, end; begin < rows.count; begin = end) {  // neighbours of one length in one call
+      end = begin + 1;
+      if (is_idle(begin)) continue;
+      while (end < rows.count && !is_idle(end) && length(end) == length(begin)) ++end;
+      const std::int64_t start = length(begin);
+      const auto cached = [&](const at::Tensor& t, std::int64_t from) {
+        return t.slice(0, rows.first + begin, rows.first + end).slice(1, from, start + m);
+      };
+      cached(k_, start).copy_(k.slice(0, begin, end));
+      cached(v_, start).copy_(v.slice(0, begin, end));
+      const bool is_full = config_.attention == AttentionKind::kFull;
+      const auto first = is_full ? 0 : std::max<std::int64_t>(0, start - config_.nsa.window_size + 1);
+      const auto attend = is_full ? full : window;
+      o.slice(0, begin, end).copy_(attend(q.slice(0, begin, end), cached(k_, first), cached(v_, first), config_));
+      for (std::int64_t i = begin; i < end; ++i) length(i) += m;
+    }
+    return o.flatten(0, 1);
   }
 
  private:
-  at::Tensor full(const at::Tensor& q) const {
-    const std::int64_t m = q.size(0), start = length_ - m;
-    const auto heads_first = [](const at::Tensor& t) { return t.transpose(0, 1).unsqueeze(0); };
+  /// q (B, m, H, Dk), the last of the sequences k (B, S, Hkv, Dk), v (B, S, Hkv, Dv) -> (B, m, H, Dv).
+  static at::Tensor full(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ModelConfig&) {
+    const std::int64_t m = q.size(1), length = k.size(1), start = length - m;
     // torch's is_causal aligns the first query with the first key, which is right only for a fresh cache.
-    if (start == 0) return bridge::causal_attention(q, k_.slice(0, 0, length_), v_.slice(0, 0, length_));
+    if (start == 0 && q.size(0) == 1) return bridge::causal_attention(q[0], k[0], v[0]).unsqueeze(0);
     std::optional<at::Tensor> mask;
     if (m > 1) {
       const auto integers = q.options().dtype(at::kLong);
-      mask = at::le(at::arange(length_, integers).unsqueeze(0), at::arange(start, length_, integers).unsqueeze(1));
+      mask = at::le(at::arange(length, integers).unsqueeze(0), at::arange(start, length, integers).unsqueeze(1));
     }
-    return at::scaled_dot_product_attention(heads_first(q), heads_first(k_.slice(0, 0, length_)),
-                                            heads_first(v_.slice(0, 0, length_)), mask, 0.0, /*is_causal=*/false, {},
-                                            /*enable_gqa=*/true)
-        .squeeze(0)
-        .transpose(0, 1);
+    return at::scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, 0.0,
+                                            /*is_causal=*/false, {}, /*enable_gqa=*/true)
+        .transpose(1, 2);
   }
 
-  at::Tensor window(const at::Tensor& q) const {
-    const std::int64_t first = std::max<std::int64_t>(0, length_ - q.size(0) - config_.nsa.window_size + 1);
-    const auto row = [](const at::Tensor& t) { return bridge::view_of(t.unsqueeze(0)); };
-    const auto o = at::empty({q.size(0), q.size(1), v_.size(2)}, q.options());
-    const auto lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
-    SlidingWindowAttentionParams params;
-    params.q = row(q);
-    params.k = row(k_.slice(0, first, length_));
-    params.v = row(v_.slice(0, first, length_));
-    params.window_size = config_.nsa.window_size;
-    params.o = row(o);
-    params.lse = row(lse);
+  static at::Tensor window(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ModelConfig& config) {
+    const auto o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
+    const auto lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
+    const SlidingWindowAttentionParams params{.q = bridge::view_of(q),
+                                              .k = bridge::view_of(k),
+                                              .v = bridge::view_of(v),
+                                              .window_size = config.nsa.window_size,
+                                              .o = bridge::view_of(o),
+                                              .lse = bridge::view_of(lse)};
     bridge::call(nsa::sliding_window_attention, params, o.device());
     return o;
   }
 
   ModelConfig config_;
   at::Tensor k_, v_;
-  std::int64_t length_ = 0;
+  std::vector<std::int64_t> lengths_;
 };
 
 }  // namespace
 
-std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t capacity,
+std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
                                              const at::TensorOptions& options, const Rotation& rotation) {
   if (config.attention == AttentionKind::kNsa) {
-    return std::make_unique<SparseCache>(config, capacity, options, rotation);
+    return std::make_unique<SparseCache>(config, sequences, capacity, options, rotation);
   }
-  return std::make_unique<DenseCache>(config, capacity, options);
+  return std::make_unique<DenseCache>(config, sequences, capacity, options);
 }
 
 }  // namespace nsa::lm

@@ -1,23 +1,34 @@
-// The cached keys and values of one layer of one sequence.
+// The cached keys and values of one layer.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "lm/model/block.h"
 
 namespace nsa::lm {
 
+/// The sequences that a call appends tokens to, equally many to each.
+struct CacheRows {
+  std::int64_t first = 0, count = 1;
+  std::vector<bool> idle = {};  // (count): those that take none and get o = 0; empty: none
+  at::Tensor num_new = {};      // the same for libnsa, int32 (count) on the device: 0 or m; undefined: m
+};
+
 class LayerCache {
  public:
   virtual ~LayerCache() = default;
-  /// Appends the projected tokens, `in` (m, heads, D), for which there must be room, and attends: o (m, H, Dv).
-  virtual at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in) = 0;
+  /// Appends m projected tokens to each of the sequences, for which there must be room, and attends. `in`
+  /// (count * m, heads, D), sequence by sequence; o (count * m, H, Dv).
+  virtual at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) = 0;
 };
 
-/// The cache for the model's kind of attention, of keys and values like `options`. `rotation` is the table that rotates
-/// compressed keys; it must outlive the cache.
-std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t capacity,
+/// The cache for the model's kind of attention, of keys and values like `options`: room for `capacity` tokens of each
+/// sequence. `rotation` is the table that rotates compressed keys; it must outlive the cache.
+std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
                                              const at::TensorOptions& options, const Rotation& rotation);
 
 }  // namespace nsa::lm

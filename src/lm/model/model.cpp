@@ -33,9 +33,17 @@ at::Tensor token_positions(const std::vector<std::int64_t>& offsets) {
 
 }  // namespace
 
-Batch single(const std::vector<std::int64_t>& tokens) {
+Batch single(const std::vector<std::int64_t>& tokens) { return packed({tokens}); }
+
+Batch packed(const std::vector<std::vector<std::int64_t>>& sequences) {
+  std::vector<std::int64_t> tokens;
+  std::vector<std::int32_t> offsets = {0};
+  for (const auto& sequence : sequences) {
+    tokens.insert(tokens.end(), sequence.begin(), sequence.end());
+    offsets.push_back(static_cast<std::int32_t>(tokens.size()));
+  }
   return {at::tensor(c10::ArrayRef<std::int64_t>(tokens), at::kLong),
-          at::tensor({0, static_cast<int>(tokens.size())}, at::kInt)};
+          at::tensor(c10::ArrayRef<std::int32_t>(offsets), at::kInt)};
 }
 
 Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_unique<Impl>()) {
@@ -111,15 +119,18 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
     if (outputs.size() > 2) (*options.trace)[i] = {outputs[2], outputs[3]};
     if (outputs.size() > 4) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
   }
-  return impl_->logits(x);
+  return impl_->logits(x, impl_->head_weights());
 }
 
-at::Tensor Model::Impl::logits(const Residual& x) const {
-  const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
+at::Tensor Model::Impl::head_weights() const {
   // cuBLAS has kernels of Hopper for rows of whole 16 bytes alone, and bytes make a vocabulary of 257.
   const std::int64_t whole = device.is_cuda() ? (config.vocab_size + 7) / 8 * 8 : config.vocab_size;
-  const auto weights = at::constant_pad_nd(head.to(dtype), {0, 0, 0, whole - config.vocab_size});
-  return at::linear(normed, weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
+  return at::constant_pad_nd(head.to(dtype), {0, 0, 0, whole - config.vocab_size});
+}
+
+at::Tensor Model::Impl::logits(const Residual& x, const at::Tensor& head_weights) const {
+  const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
+  return at::linear(normed, head_weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {

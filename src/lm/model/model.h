@@ -20,8 +20,9 @@ struct Batch {
   at::Tensor cu_seqlens;  // int32 (B + 1), first 0, last = total
 };
 
-/// One sequence.
+/// One sequence, and several.
 Batch single(const std::vector<std::int64_t>& tokens);
+Batch packed(const std::vector<std::vector<std::int64_t>>& sequences);
 
 /// What one layer of attention `nsa` did; nothing is defined of a dense layer.
 struct LayerTrace {

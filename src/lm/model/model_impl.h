@@ -19,8 +19,10 @@ struct Model::Impl {
   Rotation table;  // grows on demand
 
   const Rotation& rotation(std::int64_t positions);
+  /// The head as logits() multiplies by it, in the compute dtype.
+  at::Tensor head_weights() const;
   /// The last norm and the head: (rows, hidden) -> float32 (rows, vocab_size).
-  at::Tensor logits(const Residual& x) const;
+  at::Tensor logits(const Residual& x, const at::Tensor& head_weights) const;
 };
 
 }  // namespace nsa::lm
