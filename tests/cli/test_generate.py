@@ -99,7 +99,7 @@ def test_a_prompt_beside_others_goes_on_as_it_does_alone(trained, tmp_path, prom
 
 
 def test_texts_of_several_prompts_are_printed_one_after_the_other(trained, tmp_path, prompts):
-    """Some end with a document, the others with the number of tokens; what ends early gives the others no other text."""
+    """Some end with a document, the others with the number of tokens."""
     options = ["--tokens", 30, "--temperature", 3, "--seed", 7, "--prompts", prompts]
     report, done = reported(trained["nsa"], tmp_path, *options)
     lengths = [len(sequence["tokens"]) for sequence in report["sequences"]]

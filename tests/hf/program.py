@@ -33,8 +33,8 @@ def reads_pieces() -> bool:
 
 
 def assert_same_text(report: dict[str, Any], model: PreTrainedModel, ids: torch.Tensor) -> None:
-    """What `nsa generate --json` reports of a sequence, greedy, is what the model generates after `ids`, by the same margins, none of
-    which is so small that equal tokens would be luck."""
+    """What `nsa generate --json` reports of a sequence, greedy, is what the model generates after `ids`, by the same
+    margins, none of which is so small that equal tokens would be luck."""
     options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     given = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(report["tokens"]), **options)
     assert min(report["margins"]) > 1e-4
