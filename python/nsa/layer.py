@@ -15,8 +15,8 @@ from .compression import CompressionFunction
 from .config import NSAConfig
 from .decoding import MAX_DECODE_TOKENS, decode, prefill
 from .functional import native_sparse_attention
-from .parallel import ContextParallel
-from .parallel import native_sparse_attention as context_parallel_attention
+from .parallel.attention import native_sparse_attention as context_parallel_attention
+from .parallel.exchange import ContextParallel
 from .rotary import FLOATS, check_rotation, rotary_tables
 
 BRANCHES = ("cmp", "slc", "swa")

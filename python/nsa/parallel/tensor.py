@@ -40,7 +40,7 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
             divide; nothing has changed then.
         TypeError: an argument is of another type.
     """
-    from ..layer import NativeSparseAttention  # which imports this package
+    from ..layer import NativeSparseAttention  # which is imported while this package is
 
     check_type("layer_or_model", layer_or_model, nn.Module)
     check_type("mesh", mesh, DeviceMesh)
