@@ -64,6 +64,16 @@ class NSAConfig:
         forced = f">= init_blocks + local_blocks = {self.init_blocks} + {self.local_blocks}"
         require(self.topk >= self.init_blocks + self.local_blocks, "topk", forced)
 
+    @classmethod
+    def recipe(cls) -> NSAConfig:
+        """The setting that `nsa train` has by default, with which a small model ended ahead of full attention.
+
+        Finer blocks than the paper's: compression blocks of 8 tokens next to each other, 32 selected blocks of 32. It
+        goes with one key and one value projection for the three branches (share_kv in `NativeSparseAttention`), a
+        rotary base of 500000, and `parameter_groups` for the optimizer. docs/evidence.md has the figures.
+        """
+        return cls(kernel_size=8, kernel_stride=8, block_size=32, topk=32)
+
     def num_compressed(self, length: int) -> int:
         """N_c(length): compression blocks that lie wholly in `length` tokens."""
         return 0 if length < self.kernel_size else (length - self.kernel_size) // self.kernel_stride + 1

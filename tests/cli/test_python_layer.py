@@ -1,5 +1,6 @@
 """A checkpoint of the program in Python: the same names, the same rotation and gates, the same next tokens."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import linear, rms_norm, silu
 
 import nsa
+from conftest import TINY_MODEL, TINY_RUN
 from conftest import nsa as program
 
 PROMPT = "def value(self): return self in None\n    import class for value in ( self )"
@@ -63,6 +65,14 @@ def compare(run, tmp_path):
         if margin > 1e-3:
             assert int(best.indices[0]) == token
         tokens = [token]
+
+
+def test_the_recipe_is_what_the_program_trains_with(corpus, tmp_path):
+    program("train", "--out", tmp_path / "run", "--data", corpus, "--steps", 1, *TINY_MODEL, *TINY_RUN)
+    model = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    recipe = dataclasses.asdict(nsa.NSAConfig.recipe())
+    assert {name: model[name] for name in recipe} == recipe
+    assert model["share_kv"] and model["rope_theta"] == 500000  # as its docstring has it
 
 
 def test_generates_what_the_program_generates(trained, tmp_path):
