@@ -15,16 +15,25 @@ inline constexpr int kMaxDecodeTokens = 16;
 
 /// The memory of a cache of B sequences. Lengths and tables lie on the tensors' device, so that a step needs no host
 /// synchronisation. Selection keys/values and compressed tokens lie in pages; a contiguous cache has one page per
-/// sequence. Window and not yet compressed tokens lie in rings: token u in slot u mod ring size.
+/// sequence. Window and not yet compressed tokens lie in rings: token u in slot u mod ring size; or, as in a serving
+/// engine's memory, in pages of their own. A page number is only read if the step needs a token of that page.
 struct KVCacheView {
-  TensorView k_slc, v_slc;            // (num_pages, page_size, Hkv, D), page_size a positive multiple of 16
-  TensorView block_table;             // int32 (B, max_pages): page p of a sequence; -1: none
-  TensorView k_c, v_c;                // (num_pages_c, page_size_c, Hkv, D): compressed tokens, keys rotated
-  TensorView block_table_c;           // int32 (B, max_pages_c)
+  TensorView k_slc, v_slc;  // (num_pages, page_size, Hkv, D), page_size a positive multiple of 16
+  TensorView block_table;   // int32 (B, max_pages): page p of a sequence; -1: none
+  TensorView k_c, v_c;      // (num_pages_c, page_size_c, Hkv, D): compressed tokens, keys rotated
+  // int32 (B, max_pages_c). Without it compressed tokens lie with the tokens, in pages of k_c and v_c that block_table
+  // numbers, (num_pages, page_size / d, Hkv, D): token i where its block's last token is, in slot i + l / d - 1 of the
+  // sequence, so that a full page of tokens can be shared with its compressed tokens.
+  TensorView block_table_c;
   TensorView k_swa_ring, v_swa_ring;  // (B, window_size + kRollback, Hkv, D)
   TensorView k_cmp_ring, v_cmp_ring;  // (B, kernel_size + kRollback, Hkv, D): raw tokens, keys not rotated
-  TensorView cache_seqlens;           // int32 (B): lengths before the step; the step adds num_new
-  TensorView overflow;                // int32 (1): set to 1 by a step that found no room for a sequence
+  // int32 (B, max_pages), optional: the rings are pages, (num_pages, page_size, Hkv, D) of any number and size. Pages
+  // are needed from the first query's window on, or from the first token whose block is not complete.
+  TensorView block_table_swa, block_table_cmp;
+  TensorView cache_seqlens;  // int32 (B): lengths before the step; the step adds num_new
+  TensorView overflow;       // int32 (1): set to 1 by a step that found no room for a sequence
+  /// False: cache_seqlens belongs to the caller. It holds the lengths with the new tokens, and no call writes to it.
+  bool advance = true;
 };
 
 /// Appends the new tokens, folds the compression blocks that they complete, attends, then advances cache_seqlens.
@@ -43,9 +52,13 @@ struct DecodeParams {
   std::optional<double> softmax_scale;
   TensorView rope_cos, rope_sin;  // float32 (max_positions, Dk / 2), optional: rotates compressed key i at i * d
   TensorView num_new;             // int32 (B), 0 ... m, optional: default m; 0 is an idle slot, o = 0
-  TensorView imposed_indices;     // int32 (B, m, Hkv, topk), optional: attend to these blocks
-  TensorView o;                   // (B, m, H, Dv)
-  TensorView indices;             // int32 (B, m, Hkv, topk), optional
+  // int32 (B + 1), optional, in place of num_new: the new tokens are packed. All that is (B, m, ...) here is (T, ...)
+  // then, sequence b in rows query_start_loc[b] ... query_start_loc[b + 1] - 1; o = 0 in rows behind the last.
+  TensorView query_start_loc;
+  std::int64_t max_query_len = 0;  // packed: at least the most new tokens of a sequence, m; 0: T
+  TensorView imposed_indices;      // int32 (B, m, Hkv, topk), optional: attend to these blocks
+  TensorView o;                    // (B, m, H, Dv)
+  TensorView indices;              // int32 (B, m, Hkv, topk), optional
 };
 /// m = 1 ... kMaxDecodeTokens.
 Status decode(const DecodeParams& params, const Context& context = {});

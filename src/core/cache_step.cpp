@@ -8,67 +8,97 @@
 namespace nsa {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-/// Pages 0 ... of sequence b hold `tokens` tokens.
-bool table_holds(const TensorView& table, std::int64_t b, std::int64_t page_size, std::int64_t tokens) {
-  const std::int64_t pages = ceil_div(tokens, page_size);
-  if (pages > table.size(1)) return false;
-  for (std::int64_t p = 0; p < pages; ++p)
-    if (table.as<const std::int32_t>()[b * table.stride[0] + p * table.stride[1]] < 0) return false;
-  return true;
+std::size_t row_bytes(const TensorView& tensor) {
+  return static_cast<std::size_t>(tensor.size(-1)) * size_of(tensor.dtype);
 }
 
-/// Sets the rows from `begin` on of sequence b to zero bytes or, for indices, to -1 (all ones).
-void clear_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, int byte) {
+/// Where the new tokens of a sequence are.
+TokenRows new_rows(const TensorView& fresh, const StepSequence& s) {
+  return plain_rows(fresh, s.q_batch, s.length_before - s.q_begin);
+}
+
+/// Sets rows begin ... end - 1 to zero bytes or, for indices, to -1 (all ones).
+void clear_rows(const TensorView& tensor, std::int64_t batch, std::int64_t begin, std::int64_t end, int byte) {
   if (!tensor.defined()) return;
-  const TokenRows rows = plain_rows(tensor, b);
-  const std::size_t bytes = static_cast<std::size_t>(tensor.size(3)) * size_of(tensor.dtype);
-  for (std::int64_t r = begin; r < tensor.size(1); ++r)
-    for (std::int64_t head = 0; head < tensor.size(2); ++head) std::memset(rows.at(r, head), byte, bytes);
+  const TokenRows rows = plain_rows(tensor, batch);
+  const std::size_t bytes = row_bytes(tensor);
+  for (std::int64_t r = begin; r < end; ++r)
+    for (std::int64_t head = 0; head < tensor.size(-2); ++head) std::memset(rows.at(r, head), byte, bytes);
+}
+
+bool has_room(const KVCacheView& cache, const NSAConfig& cfg, const StepSequence& s) {
+  const auto needed = pages_needed(cache, cfg, s.length_before, s.length);
+  return std::all_of(needed.begin(), needed.end(), [&](const PagesNeeded& n) {
+    for (std::int64_t p = n.begin / n.page_size; p * n.page_size < n.end; ++p)
+      if (p >= n.table.size(1) || table_entry(n.table, s.batch, p) < 0) return false;
+    return true;
+  });
 }
 
 }  // namespace
 
+CachedRows::CachedRows(const KVCacheView& cache, const NSAConfig& cfg, std::int64_t b) {
+  const auto rows = [&](const TensorView& tokens, const TensorView& table) {
+    return table.defined() ? paged_rows(tokens, table, b) : plain_rows(tokens, b);
+  };
+  k_slc = rows(cache.k_slc, cache.block_table), v_slc = rows(cache.v_slc, cache.block_table);
+  const bool with_tokens = !cache.block_table_c.defined();
+  const TensorView& table_c = with_tokens ? cache.block_table : cache.block_table_c;
+  k_c = rows(cache.k_c, table_c), v_c = rows(cache.v_c, table_c);
+  if (with_tokens) k_c.first = v_c.first = 1 - cfg.kernel_size / cfg.kernel_stride;
+  k_swa = rows(cache.k_swa_ring, cache.block_table_swa), v_swa = rows(cache.v_swa_ring, cache.block_table_swa);
+  k_cmp = rows(cache.k_cmp_ring, cache.block_table_cmp), v_cmp = rows(cache.v_cmp_ring, cache.block_table_cmp);
+}
+
+std::vector<PagesNeeded> pages_needed(const KVCacheView& cache, const NSAConfig& cfg, std::int64_t before,
+                                      std::int64_t after) {
+  std::vector<PagesNeeded> needed;
+  const auto add = [&](const char* name, const TensorView& table, const TensorView& pages, std::int64_t begin,
+                       std::int64_t end) {
+    if (table.defined()) needed.push_back({name, table, pages.size(1), begin, end});
+  };
+  add("block_table", cache.block_table, cache.k_slc, 0, after);
+  add("block_table_c", cache.block_table_c, cache.k_c, 0, cfg.num_compressed(after));
+  add("block_table_swa", cache.block_table_swa, cache.k_swa_ring, window_begin(cfg, before), after);
+  add("block_table_cmp", cache.block_table_cmp, cache.k_cmp_ring, open_block_begin(cfg, before), after);
+  return needed;
+}
+
 CacheStep::CacheStep(const DecodeParams& params) : params_(params) {
-  for (std::int64_t b = 0; b < params.q.size(0); ++b) {
-    const std::int64_t length = int32_at(params.cache.cache_seqlens, b);
-    std::int64_t num_new = params.num_new.defined() ? int32_at(params.num_new, b) : params.q.size(1);
-    if (num_new > 0 && !has_room(b, length + num_new)) {
+  const TensorView& starts = params.query_start_loc;
+  const auto clear = [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
+    clear_rows(params.o, batch, begin, end, 0);
+    clear_rows(params.indices, batch, begin, end, 0xff);
+  };
+  const std::int64_t sequences = params.cache.cache_seqlens.size(0);
+  for (std::int64_t b = 0; b < sequences; ++b) {
+    StepSequence s;
+    s.batch = b;
+    s.q_batch = starts.defined() ? 0 : b;
+    s.q_begin = starts.defined() ? int32_at(starts, b) : 0;
+    const std::int64_t rows = starts.defined() ? int32_at(starts, b + 1) - s.q_begin : params.q.size(1);
+    s.num_new = params.num_new.defined() ? int32_at(params.num_new, b) : rows;
+    s.length_before = int32_at(params.cache.cache_seqlens, b) - (params.cache.advance ? 0 : s.num_new);
+    s.length = s.length_before + s.num_new;
+    if (s.num_new > 0 && !has_room(params.cache, params.cfg, s)) {
       *params.cache.overflow.as<std::int32_t>() = 1;
-      num_new = 0;
+      s.num_new = 0;
     }
-    clear_rows(params.o, b, num_new, 0);
-    clear_rows(params.indices, b, num_new, 0xff);
-    if (num_new > 0) add_sequence(b, length, num_new);
+    clear(s.q_batch, s.q_begin + s.num_new, s.q_begin + rows);
+    if (s.num_new > 0) add_sequence(s);
   }
+  if (starts.defined()) clear(0, int32_at(starts, sequences), params.q.size(0));
 }
 
-bool CacheStep::has_room(std::int64_t batch, std::int64_t length) const {
-  const KVCacheView& cache = params_.cache;
-  return table_holds(cache.block_table, batch, cache.k_slc.size(1), length) &&
-         table_holds(cache.block_table_c, batch, cache.k_c.size(1), params_.cfg.num_compressed(length));
-}
-
-void CacheStep::add_sequence(std::int64_t batch, std::int64_t length_before, std::int64_t num_new) {
-  const KVCacheView& cache = params_.cache;
-  StepSequence s;
-  s.batch = batch;
-  s.length_before = length_before;
-  s.num_new = num_new;
-  s.length = length_before + num_new;
-  s.k_slc = paged_rows(cache.k_slc, cache.block_table, batch);
-  s.v_slc = paged_rows(cache.v_slc, cache.block_table, batch);
-  s.k_c = paged_rows(cache.k_c, cache.block_table_c, batch);
-  s.v_c = paged_rows(cache.v_c, cache.block_table_c, batch);
-  s.k_swa = plain_rows(cache.k_swa_ring, batch);
-  s.v_swa = plain_rows(cache.v_swa_ring, batch);
-  s.window_begin = std::max<std::int64_t>(0, length_before - params_.cfg.window_size + 1);
-  if (num_new > kRollback) {  // the append will overwrite tokens that the first queries see: keep them beside the ring
+void CacheStep::add_sequence(StepSequence s) {
+  static_cast<CachedRows&>(s) = CachedRows(params_.cache, params_.cfg, s.batch);
+  s.window_begin = window_begin(params_.cfg, s.length_before);
+  if (s.num_new > kRollback && !params_.cache.block_table_swa.defined()) {
+    // The append will overwrite tokens that the first queries see: keep them beside the ring.
     const auto window_of = [&](TokenRows& ring, const TensorView& fresh) {
       TokenBuffer& buffer = windows_.emplace_back(fresh, s.window_begin, s.length - s.window_begin);
       buffer.take(ring, s.window_begin, s.length_before);
-      buffer.take(plain_rows(fresh, batch, s.length_before), s.length_before, s.length);
+      buffer.take(new_rows(fresh, s), s.length_before, s.length);
       ring = buffer.rows();
     };
     window_of(s.k_swa, params_.k_swa);
@@ -78,38 +108,38 @@ void CacheStep::add_sequence(std::int64_t batch, std::int64_t length_before, std
 }
 
 Status CacheStep::append(Compress compress, const Context& context) {
-  const KVCacheView& cache = params_.cache;
   // Folding first: it needs tokens that the append may overwrite.
-  if (Status s = fold(params_.k_cmp, cache.k_cmp_ring, params_.weights_k, cache.k_c, params_.rope_cos.defined(),
-                      compress, context);
+  if (Status s = fold(params_.k_cmp, &StepSequence::k_cmp, &StepSequence::k_c, params_.weights_k,
+                      params_.rope_cos.defined(), compress, context);
       !s.ok())
     return s;
-  if (Status s = fold(params_.v_cmp, cache.v_cmp_ring, params_.weights_v, cache.v_c, false, compress, context); !s.ok())
+  if (Status s =
+          fold(params_.v_cmp, &StepSequence::v_cmp, &StepSequence::v_c, params_.weights_v, false, compress, context);
+      !s.ok())
     return s;
   for (const StepSequence& s : sequences_) {
-    const auto write = [&](const TensorView& fresh, const TokenRows& to, std::int64_t keep) {
-      copy_tokens(plain_rows(fresh, s.batch, s.length_before), to, std::max(s.length_before, s.length - keep), s.length,
-                  fresh.size(2), static_cast<std::size_t>(fresh.size(3)) * size_of(fresh.dtype));
+    const CachedRows to(params_.cache, params_.cfg, s.batch);  // its window may be beside the ring for now
+    const auto write = [&](const TensorView& fresh, const TokenRows& rows) {
+      const std::int64_t begin = rows.table ? s.length_before : std::max(s.length_before, s.length - rows.page_size);
+      copy_tokens(new_rows(fresh, s), rows, begin, s.length, fresh.size(-2), row_bytes(fresh));
     };
-    const auto write_ring = [&](const TensorView& fresh, const TensorView& ring) {
-      write(fresh, plain_rows(ring, s.batch), ring.size(1));
-    };
-    write(params_.k_slc, s.k_slc, s.num_new);
-    write(params_.v_slc, s.v_slc, s.num_new);
-    write_ring(params_.k_swa, cache.k_swa_ring);
-    write_ring(params_.v_swa, cache.v_swa_ring);
-    write_ring(params_.k_cmp, cache.k_cmp_ring);
-    write_ring(params_.v_cmp, cache.v_cmp_ring);
+    write(params_.k_slc, to.k_slc);
+    write(params_.v_slc, to.v_slc);
+    write(params_.k_swa, to.k_swa);
+    write(params_.v_swa, to.v_swa);
+    write(params_.k_cmp, to.k_cmp);
+    write(params_.v_cmp, to.v_cmp);
   }
   return {};
 }
 
-Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const CompressionWeights& weights,
-                       const TensorView& cache, bool rotated, Compress compress, const Context& context) const {
+Status CacheStep::fold(const TensorView& fresh, TokenRows StepSequence::*raw_rows, TokenRows StepSequence::*compressed,
+                       const CompressionWeights& weights, bool rotated, Compress compress,
+                       const Context& context) const {
   // One packed call: of each sequence that completes blocks, the tokens from the start of the first of them on.
   const NSAConfig& cfg = params_.cfg;
   const std::int64_t stride = cfg.kernel_stride;
-  const auto begin_of = [&](const StepSequence& s) { return cfg.num_compressed(s.length_before) * stride; };
+  const auto begin_of = [&](const StepSequence& s) { return open_block_begin(cfg, s.length_before); };
   std::vector<const StepSequence*> folding;
   std::vector<std::int32_t> offsets{0};
   for (const StepSequence& s : sequences_) {
@@ -119,17 +149,16 @@ Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const Co
   }
   if (folding.empty()) return {};
 
-  const std::int64_t total = offsets.back(), heads = fresh.size(2), dim = fresh.size(3);
+  const std::int64_t total = offsets.back(), heads = fresh.size(-2), dim = fresh.size(-1);
   const TokenBuffer raw(fresh, 0, total), folded(fresh, 0, total / stride);
-  const std::size_t bytes = static_cast<std::size_t>(dim) * size_of(fresh.dtype);
+  const std::size_t bytes = row_bytes(fresh);
   for (std::size_t n = 0; n < folding.size(); ++n) {
     const StepSequence& s = *folding[n];
     const std::int64_t begin = begin_of(s);
     TokenRows to = raw.rows();
     to.first = begin - offsets[n];
-    copy_tokens(plain_rows(ring, s.batch), to, begin, s.length_before, heads, bytes);
-    copy_tokens(plain_rows(fresh, s.batch, s.length_before), to, std::max(begin, s.length_before), s.length, heads,
-                bytes);
+    copy_tokens(s.*raw_rows, to, begin, s.length_before, heads, bytes);
+    copy_tokens(new_rows(fresh, s), to, std::max(begin, s.length_before), s.length, heads, bytes);
   }
   CompressParams call;
   call.k = TensorView::contiguous(raw.view().data, fresh.dtype, {total, heads, dim});
@@ -142,10 +171,9 @@ Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const Co
   const RotationTable table{params_.rope_cos, params_.rope_sin};
   std::int64_t row = 0;
   for (const StepSequence* s : folding) {
-    const TokenRows pages = paged_rows(cache, params_.cache.block_table_c, s->batch);
     for (std::int64_t i = cfg.num_compressed(s->length_before); i < cfg.num_compressed(s->length); ++i, ++row)
       for (std::int64_t head = 0; head < heads; ++head) {
-        std::byte* target = pages.at(i, head);
+        std::byte* target = (s->*compressed).at(i, head);
         std::memcpy(target, folded.rows().at(row, head), bytes);
         if (!rotated) continue;
         table.rotate(TensorView::contiguous(target, fresh.dtype, {dim}), i * stride);
@@ -155,6 +183,7 @@ Status CacheStep::fold(const TensorView& fresh, const TensorView& ring, const Co
 }
 
 void CacheStep::finish() {
+  if (!params_.cache.advance) return;
   for (const StepSequence& s : sequences_)
     params_.cache.cache_seqlens.as<std::int32_t>()[s.batch * params_.cache.cache_seqlens.stride[0]] =
         static_cast<std::int32_t>(s.length);

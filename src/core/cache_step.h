@@ -2,7 +2,8 @@
 // tokens, folding the compression blocks they complete. Attending is the backend's.
 #pragma once
 
-#include <optional>
+#include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "core/token_rows.h"
@@ -10,16 +11,40 @@
 
 namespace nsa {
 
+/// Where a cache keeps the tokens of sequence b, in pages or in rings.
+struct CachedRows {
+  CachedRows() = default;
+  CachedRows(const KVCacheView& cache, const NSAConfig& cfg, std::int64_t b);
+
+  TokenRows k_slc, v_slc, k_c, v_c, k_swa, v_swa, k_cmp, v_cmp;
+};
+
+/// Rows of a table that must have pages for the tokens begin ... end - 1.
+struct PagesNeeded {
+  const char* table_name;
+  TensorView table;
+  std::int64_t page_size, begin, end;
+};
+/// What a sequence of `before` tokens needs to get `after` tokens.
+std::vector<PagesNeeded> pages_needed(const KVCacheView& cache, const NSAConfig& cfg, std::int64_t before,
+                                      std::int64_t after);
+
+/// The first token that the window of a query at position `length` holds, and the first whose block is not complete.
+inline std::int64_t window_begin(const NSAConfig& cfg, std::int64_t length) {
+  return std::max<std::int64_t>(0, length - cfg.window_size + 1);
+}
+inline std::int64_t open_block_begin(const NSAConfig& cfg, std::int64_t length) {
+  return cfg.num_compressed(length) * cfg.kernel_stride;
+}
+
 /// A sequence that takes part in the step: its tokens after the append.
-struct StepSequence {
+struct StepSequence : CachedRows {
   std::int64_t batch = 0;
-  std::int64_t length_before = 0;  // L: query r stands at L + r
-  std::int64_t num_new = 0;        // >= 1
-  std::int64_t length = 0;         // L' = L + num_new
-  TokenRows k_slc, v_slc;          // tokens 0 ... L' - 1
-  TokenRows k_c, v_c;              // compressed tokens 0 ... N_c(L') - 1
-  TokenRows k_swa, v_swa;          // tokens window_begin() ... L' - 1
-  std::int64_t window_begin = 0;   // the first token that the first query's window holds
+  std::int64_t q_batch = 0, q_begin = 0;  // where its new tokens are: first index and row of q, k_cmp, o ...
+  std::int64_t length_before = 0;         // L: query r stands at L + r
+  std::int64_t num_new = 0;               // >= 1
+  std::int64_t length = 0;                // L' = L + num_new
+  std::int64_t window_begin = 0;          // the first token that the first query's window holds
 };
 
 class CacheStep {
@@ -39,10 +64,9 @@ class CacheStep {
   void finish();
 
  private:
-  bool has_room(std::int64_t batch, std::int64_t length) const;
-  void add_sequence(std::int64_t batch, std::int64_t length_before, std::int64_t num_new);
-  Status fold(const TensorView& fresh, const TensorView& ring, const CompressionWeights& weights,
-              const TensorView& cache, bool rotate, Compress compress, const Context& context) const;
+  void add_sequence(StepSequence sequence);
+  Status fold(const TensorView& fresh, TokenRows StepSequence::*raw, TokenRows StepSequence::*compressed,
+              const CompressionWeights& weights, bool rotate, Compress compress, const Context& context) const;
 
   const DecodeParams& params_;
   std::vector<StepSequence> sequences_;

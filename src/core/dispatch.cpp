@@ -27,7 +27,15 @@ constexpr const char* kPrefill = "prefill";
 
 Status check_name(const auto&, const char*) { return {}; }
 Status check_name(const DecodeParams& params, const char* name) {
-  if (name == kPrefill || params.q.rank != 4 || params.q.size(1) <= kMaxDecodeTokens) return {};
+  const bool packed = params.query_start_loc.defined();
+  if (name == kPrefill || params.q.rank != (packed ? 3 : 4)) return {};
+  const std::int64_t most = !packed                    ? params.q.size(1)
+                            : params.max_query_len > 0 ? params.max_query_len
+                                                       : params.q.size(0);
+  if (most <= kMaxDecodeTokens) return {};
+  if (params.max_query_len > 0 && packed)
+    return Status::invalid_argument("max_query_len = " + std::to_string(most) + ": at most " +
+                                    std::to_string(kMaxDecodeTokens) + " new tokens; prefill takes more");
   return Status::invalid_argument("q: " + params.q.describe() + ": at most " + std::to_string(kMaxDecodeTokens) +
                                   " new tokens; prefill takes more");
 }
@@ -117,8 +125,10 @@ Status run_on_device(const char* name, const Params& params, const Device& devic
 Status accept(const auto& params, const Context& context, Call& call, Backend& backend) {
   if (Status status = validate(params, call); !status.ok()) return status;
   if (Status status = choose_backend(call.problem, context, backend); !status.ok()) return status;
-  if (backend == Backend::kCUDA)
+  if (backend == Backend::kCUDA) {
+    if (Status status = supports_options(call); !status.ok()) return status;
     if (Status status = supports_layout(call); !status.ok()) return status;
+  }
   if (context.num_threads < 0 || context.num_threads > kMaxThreads)
     return Status::invalid_argument("num_threads = " + std::to_string(context.num_threads) + ": must be 0 ... " +
                                     std::to_string(kMaxThreads));

@@ -9,6 +9,15 @@ std::int64_t byte_stride(const TensorView& tensor, int dim) {
   return tensor.stride[static_cast<std::size_t>(dim)] * static_cast<std::int64_t>(size_of(tensor.dtype));
 }
 
+/// A packed tensor (rows, heads, D) as a batch of one.
+TensorView batched(TensorView tensor) {
+  if (tensor.rank != 3) return tensor;
+  tensor.rank = 4;
+  tensor.shape = {1, tensor.shape[0], tensor.shape[1], tensor.shape[2]};
+  tensor.stride = {0, tensor.stride[0], tensor.stride[1], tensor.stride[2]};
+  return tensor;
+}
+
 }  // namespace
 
 TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int64_t b) {
@@ -23,7 +32,8 @@ TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int6
   return rows;
 }
 
-TokenRows plain_rows(const TensorView& tensor, std::int64_t b, std::int64_t first) {
+TokenRows plain_rows(const TensorView& given, std::int64_t b, std::int64_t first) {
+  const TensorView tensor = batched(given);
   TokenRows rows;
   rows.data = tensor.as<std::byte>() + b * byte_stride(tensor, 0);
   rows.row_stride = byte_stride(tensor, 1);
@@ -34,9 +44,9 @@ TokenRows plain_rows(const TensorView& tensor, std::int64_t b, std::int64_t firs
 }
 
 TensorView slice_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, std::int64_t count) {
-  TensorView slice = tensor;
+  TensorView slice = batched(tensor);
   if (!tensor.defined()) return slice;
-  slice.data = tensor.as<std::byte>() + b * byte_stride(tensor, 0) + begin * byte_stride(tensor, 1);
+  slice.data = slice.as<std::byte>() + b * byte_stride(slice, 0) + begin * byte_stride(slice, 1);
   slice.shape[0] = 1;
   slice.shape[1] = count;
   return slice;

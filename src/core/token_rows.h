@@ -26,12 +26,19 @@ struct TokenRows {
   std::int64_t run(std::int64_t token) const { return page_size - (token - first) % page_size; }
 };
 
+/// Page p of sequence b in a table (B, max_pages); -1: none.
+inline std::int32_t table_entry(const TensorView& table, std::int64_t b, std::int64_t p) {
+  return table.as<const std::int32_t>()[b * table.stride[0] + p * table.stride[1]];
+}
+
 /// Sequence b of pages (num_pages, page_size, Hkv, D) with a table (B, max_pages).
 TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int64_t b);
-/// Sequence b of (B, rows, Hkv, D): a ring, or plain rows the first of which is token `first`.
+/// Sequence b of (B, rows, Hkv, D): a ring, or plain rows the first of which is token `first`. Packed (rows, Hkv, D) is
+/// a batch of one.
 TokenRows plain_rows(const TensorView& tensor, std::int64_t b, std::int64_t first = 0);
 
-/// Rows begin ... begin + count - 1 of sequence b of a (B, rows, heads, D) tensor, as a batch of one.
+/// Rows begin ... begin + count - 1 of sequence b of a (B, rows, heads, D) tensor or of a packed one, as a batch of
+/// one.
 TensorView slice_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, std::int64_t count);
 
 /// Copies `heads` rows of `bytes` for each of the tokens begin ... end - 1.

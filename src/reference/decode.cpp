@@ -14,7 +14,7 @@ TokenBuffer gathered(const TensorView& like, const TokenRows& rows, std::int64_t
 }
 
 void attend(const DecodeParams& p, const StepSequence& s) {
-  const auto step_rows = [&](const TensorView& tensor) { return slice_rows(tensor, s.batch, 0, s.num_new); };
+  const auto step_rows = [&](const TensorView& tensor) { return slice_rows(tensor, s.q_batch, s.q_begin, s.num_new); };
   const TensorView q = step_rows(p.q), o = step_rows(p.o);
   const Temporary o_cmp(o, DType::kFloat64), o_slc(o, DType::kFloat64), o_swa(o, DType::kFloat64);
   const TensorView lse_shape = TensorView::contiguous(nullptr, DType::kFloat64, {1, q.size(2), q.size(1)});
@@ -33,7 +33,7 @@ void attend(const DecodeParams& p, const StepSequence& s) {
             DType::kFloat64);
 
   const Temporary own_indices(
-      TensorView::contiguous(nullptr, DType::kInt32, {1, s.num_new, p.k_cmp.size(2), p.cfg.topk}), DType::kInt32);
+      TensorView::contiguous(nullptr, DType::kInt32, {1, s.num_new, p.k_cmp.size(-2), p.cfg.topk}), DType::kInt32);
   (void)run(SelectBlocksParams{.q = q,
                                .k_c = k_c.view(),
                                .lse = lse.view(),

@@ -47,6 +47,7 @@ class CallArguments {
   Packed packed() const;
   CompressionWeights weights(const std::string& prefix) const;
   std::optional<double> softmax_scale() const;
+  bool has_scalar(const std::string& name) const { return call_.scalars.count(name) > 0; }
   /// A scalar of the dump. Throws Error when it is missing or no number.
   template <class T>
   T scalar(const std::string& name) const;

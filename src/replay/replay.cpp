@@ -247,6 +247,9 @@ Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, 
                                    {"gates", &p.gates},
                                    {"cache.block_table", &p.cache.block_table},
                                    {"cache.block_table_c", &p.cache.block_table_c},
+                                   {"cache.block_table_swa", &p.cache.block_table_swa},
+                                   {"cache.block_table_cmp", &p.cache.block_table_cmp},
+                                   {"query_start_loc", &p.query_start_loc},
                                    {"rope_cos", &p.rope_cos},
                                    {"rope_sin", &p.rope_sin},
                                    {"num_new", &p.num_new},
@@ -257,6 +260,8 @@ Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, 
   p.weights_v = a.weights("weights_v.");
   p.cfg = a.config();
   p.softmax_scale = a.softmax_scale();
+  p.cache.advance = !a.has_scalar("cache.advance");  // noted if false
+  if (a.has_scalar("max_query_len")) p.max_query_len = a.scalar<std::int64_t>("max_query_len");
   if (imposed.defined()) p.imposed_indices = bridge::view_of(imposed);
   p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape("k_cmp"), p.cfg.topk), at::kInt);
   p.o = a.out("o", with_width(a.shape("q"), a.shape("v_cmp").back()));

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "core/support.h"
+#include "core/validation/validate.h"
 #include "decode_support.h"
 
 namespace nsa::test {
@@ -85,6 +87,105 @@ TEST(CacheRefused, Decode) {
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     EXPECT_EQ(status.message(), "decode: " + refusal.message);
   }
+}
+
+/// The first tokens of a tensor, packed.
+TensorView packed(TensorView t, std::int64_t tokens) {
+  t.rank = 3;
+  t.shape = {tokens, t.shape[2], t.shape[3]}, t.stride = {t.stride[1], t.stride[2], t.stride[3]};
+  return t;
+}
+
+TEST(CacheRefused, WhatAnEngineGives) {
+  Step step;
+  const StreamCase& c = step.c;
+  Tensor starts(DType::kInt32, {3}), table(DType::kInt32, {2, 6}), pages(c.dtype, {12, 4, 2, 16});
+  Tensor pages_v(c.dtype, {12, 4, 2, 8}), k_pages(c.dtype, {5, 16, 2, 16}), v_pages(c.dtype, {5, 16, 2, 8});
+  const auto set_starts = [&](int first, int second) { starts.set({1}, first), starts.set({2}, second); };
+  set_starts(2, 3);
+  starts.set({0}, 0);
+  fill_value(table, 5);
+  using P = DecodeParams;
+  const auto pack = [&](P& p) {
+    for (TensorView* t : {&p.q, &p.gates, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.o, &p.indices})
+      *t = packed(*t, 3);
+    p.num_new = {};
+    p.query_start_loc = starts;
+  };
+  const auto with_tokens = [&](P& p) { p.cache.k_c = pages, p.cache.v_c = pages_v, p.cache.block_table_c = {}; };
+  const auto windows = [&](P& p) {
+    p.cache.k_swa_ring = k_pages, p.cache.v_swa_ring = v_pages, p.cache.block_table_swa = table;
+  };
+  struct Refusal {
+    std::function<void(P&)> change;
+    std::string message;  // of decode; empty: it is accepted
+    std::string option;   // that the CUDA backend has not
+  };
+  const std::string alone = ": the backends in host memory alone take it";
+  const std::vector<Refusal> refusals = {
+      {pack, "", "query_start_loc"},
+      {with_tokens, "", "cache.block_table_c: not given"},
+      {[&](P& p) { pack(p), p.q.rank = 2; }, "q: float64 (3, 6): expected the shape (T, H, Dk)", ""},
+      {[&](P& p) { pack(p), p.num_new = step.num_new; },
+       "num_new: given beside query_start_loc, which says how many tokens are new", ""},
+      {[&](P& p) { pack(p), p.max_query_len = -1; }, "max_query_len = -1: must be >= 0", ""},
+      {[&](P& p) { pack(p), p.max_query_len = 1; },
+       "query_start_loc: sequence 0 has 2 new tokens: at most max_query_len = 1", ""},
+      {[&](P& p) { pack(p), p.max_query_len = 17; }, "max_query_len = 17: at most 16 new tokens; prefill takes more",
+       ""},
+      {[&](P& p) { pack(p), p.query_start_loc = slice(starts, 0, 0, 2); },
+       "query_start_loc: int32 (2): expected the shape (B + 1 = 3)", ""},
+      {[&](P& p) { pack(p), p.gates = slice(p.gates, 0, 0, 2); },
+       "gates: float64 (2, 6, 3): expected the shape (T = 3, H = 6, 3)", ""},
+      {[&](P& p) { p.cache.advance = false; },
+       "cache.cache_seqlens[0] = 0: without advance it counts the new tokens too, 3", ""},
+      {[&](P& p) { with_tokens(p), p.cache.k_c.shape[1] = 3; },
+       "cache.k_c: float64 (12, 3, 2, 16): expected the shape (num_pages = 12, page_size / kernel_stride = 4, Hkv = 2, "
+       "Dk = 16)",
+       ""},
+      {[&](P& p) { p.cfg.kernel_size = p.cfg.kernel_stride = p.cfg.block_size = 48, with_tokens(p); },
+       "cache.k_slc: page_size = 16: without block_table_c kernel_stride = 48 must divide it", ""},
+      {windows, "cache.block_table_swa[0, 0] = 5: must be -1 or below 5, the number of pages", ""},
+      {[&](P& p) { windows(p), p.cache.block_table_swa = slice(table, 0, 0, 1); },
+       "cache.block_table_swa: int32 (1, 6): expected the shape (B = 2, max_pages)", ""},
+      {[&](P& p) { windows(p), p.cache.v_swa_ring = slice(v_pages, 0, 0, 4); },
+       "cache.v_swa_ring: float64 (4, 16, 2, 8): expected the shape (num_pages = 5, page_size = 16, Hkv = 2, Dv = 8)",
+       ""},
+      {[&](P& p) {
+         p.cache.k_cmp_ring = slice(k_pages, 1, 0, 8), p.cache.v_cmp_ring = slice(v_pages, 1, 0, 8);
+         p.cache.block_table_cmp = table;
+       },
+       "cache.k_cmp_ring: page_size = 8: must be a positive multiple of 16", ""},
+  };
+  for (const Refusal& refusal : refusals) {
+    DecodeParams params = step.params;
+    refusal.change(params);
+    if (refusal.message.empty()) {
+      Call call;
+      EXPECT_EQ(validate(params, call).message(), "");
+      EXPECT_EQ(supports_options(call).code(), StatusCode::kUnsupported);
+      EXPECT_EQ(supports_options(call).message(), "backend cuda: " + refusal.option + alone);
+      continue;
+    }
+    const Status status = decode(params, {Backend::kReference});
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(status.message(), "decode: " + refusal.message);
+  }
+  Call call;
+  fill_value(table, 4);
+  DecodeParams params = step.params;
+  windows(params);
+  EXPECT_EQ(validate(params, call).message(), "");
+  EXPECT_EQ(supports_options(call).message(), "backend cuda: cache.block_table_swa" + alone);
+  call = {};
+  step.params.cache.advance = false;
+  fill_value(step.num_new, 0);
+  EXPECT_EQ(validate(step.params, call).message(), "");
+  EXPECT_EQ(supports_options(call).message(), "backend cuda: cache.advance = false" + alone);
+  call = {};
+  step.params.cache.advance = true;
+  EXPECT_EQ(validate(step.params, call).message(), "");
+  EXPECT_EQ(supports_options(call).message(), "");  // what was there before
 }
 
 TEST(CacheRefused, MoreNewTokensThanAStepTakes) {

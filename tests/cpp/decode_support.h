@@ -147,6 +147,16 @@ inline KVCache make_cache(const StreamCase& c, std::int64_t num_pages = 0) {
   return cache;
 }
 
+/// Rows to_begin ... of sequence to_row of `to` become `count` rows of sequence from_row of `from`.
+inline void copy_rows(const TensorView& from, std::int64_t from_row, std::int64_t from_begin, const TensorView& to,
+                      std::int64_t to_row, std::int64_t to_begin, std::int64_t count) {
+  for (std::int64_t r = 0; r < count; ++r)
+    for (std::int64_t h = 0; h < from.size(2); ++h)
+      std::memcpy(to.as<std::byte>() + offset_of(to, {to_row, to_begin + r, h}) * size_of(to.dtype),
+                  from.as<std::byte>() + offset_of(from, {from_row, from_begin + r, h}) * size_of(from.dtype),
+                  static_cast<std::size_t>(from.size(3)) * size_of(from.dtype));
+}
+
 /// One call: sequence b takes counts[b] tokens of row rows[b] of the stream, from the sequence's length on.
 struct Feed {
   const Stream& stream;
@@ -169,7 +179,7 @@ struct Feed {
     std::vector<Tensor> taken;
     const auto take = [&](const TensorView& from) {
       taken.emplace_back(from.dtype, std::vector<std::int64_t>{c.batch, m, from.size(2), from.size(3)});
-      for (std::int64_t b = 0; b < c.batch; ++b) copy(from, rows[b], before[b], taken.back(), b, 0, counts[b]);
+      for (std::int64_t b = 0; b < c.batch; ++b) copy_rows(from, rows[b], before[b], taken.back(), b, 0, counts[b]);
       return taken.back().view();
     };
     DecodeParams p;
@@ -189,8 +199,8 @@ struct Feed {
     const Status status = (m > kMaxDecodeTokens ? under_test.prefill : under_test.decode)(p, context);
     for (std::int64_t b = 0; b < c.batch; ++b) {
       const std::int64_t added = cache.length(b) - before[b];
-      copy(o, b, 0, results.o, b, before[b], added);
-      copy(indices, b, 0, results.indices, b, before[b], added);
+      copy_rows(o, b, 0, results.o, b, before[b], added);
+      copy_rows(indices, b, 0, results.indices, b, before[b], added);
       for (std::int64_t r = added; r < m; ++r) {  // idle, or without room
         EXPECT_EQ(values_of(slice(slice(o, 0, b, b + 1), 1, r, r + 1)),
                   std::vector<double>(static_cast<std::size_t>(c.kv_heads * c.group * c.dv), 0.0));
@@ -199,16 +209,6 @@ struct Feed {
       }
     }
     return status;
-  }
-
- private:
-  static void copy(const TensorView& from, std::int64_t from_row, std::int64_t from_begin, const TensorView& to,
-                   std::int64_t to_row, std::int64_t to_begin, std::int64_t count) {
-    for (std::int64_t r = 0; r < count; ++r)
-      for (std::int64_t h = 0; h < from.size(2); ++h)
-        std::memcpy(to.as<std::byte>() + offset_of(to, {to_row, to_begin + r, h}) * size_of(to.dtype),
-                    from.as<std::byte>() + offset_of(from, {from_row, from_begin + r, h}) * size_of(from.dtype),
-                    static_cast<std::size_t>(from.size(3)) * size_of(from.dtype));
   }
 };
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -15,12 +16,21 @@ struct Shapes {
         swa_ring{"window_size + 32", std::int64_t{cfg.window_size} + kRollback},
         cmp_ring{"kernel_size + 32", std::int64_t{cfg.kernel_size} + kRollback} {}
 
-  Dim B{"B"}, m{"m"}, H{"H"}, Hkv{"Hkv"}, Dk{"Dk"}, Dv{"Dv"}, three{"", 3}, one{"", 1}, topk;
+  Dim B{"B"}, m{"m"}, T{"T"}, H{"H"}, Hkv{"Hkv"}, Dk{"Dk"}, Dv{"Dv"}, three{"", 3}, one{"", 1}, topk;
   Dim num_pages{"num_pages"}, page_size{"page_size"}, max_pages{"max_pages"};
   Dim num_pages_c{"num_pages_c"}, page_size_c{"page_size_c"}, max_pages_c{"max_pages_c"};
   Dim swa_ring, cmp_ring;
   std::int64_t max_positions = 0;  // that can be rotated
+  bool packed = false;
+
+  /// Of what has a row per new token.
+  Shape new_tokens(Dim& heads, Dim& dim) { return packed ? Shape{&T, &heads, &dim} : Shape{&B, &m, &heads, &dim}; }
 };
+
+/// The call asks for what only the backends in host memory do.
+void host_only(Checker& check, bool asked, const char* option) {
+  if (asked && check.call().host_only.empty()) check.call().host_only = option;
+}
 
 /// Page numbers must exist; -1 is none.
 void check_table(Checker& check, const char* name, const TensorView& given, std::int64_t num_pages) {
@@ -39,38 +49,86 @@ void check_page_size(Checker& check, const char* name, const Dim& page_size) {
                 ": must be a positive multiple of 16");
 }
 
-void check_cache(Checker& check, Shapes& s, const KVCacheView& cache) {
+/// The window or the raw tokens: a ring of a size, or pages of any.
+void check_recent(Checker& check, Shapes& s, const char* k_name, const TensorView& k, const char* v_name,
+                  const TensorView& v, Dim& ring, const char* table_name, const TensorView& table) {
+  Dim num_pages{"num_pages"}, page_size{"page_size"}, max_pages{"max_pages"};
+  Dim &first = table.defined() ? num_pages : s.B, &rows = table.defined() ? page_size : ring;
+  check.tensor(k_name, k, Access::kState, {&first, &rows, &s.Hkv, &s.Dk});
+  check.tensor(v_name, v, Access::kState, {&first, &rows, &s.Hkv, &s.Dv});
+  if (!table.defined() || !check.ok()) return;
+  check.int32(table_name, table, Access::kInput, {&s.B, &max_pages});
+  check_page_size(check, k_name, page_size);
+  check_table(check, table_name, table, num_pages.value);
+  host_only(check, true, table_name);
+}
+
+/// Compressed tokens in pages of their own, or with the tokens.
+void check_compressed(Checker& check, Shapes& s, const KVCacheView& cache, const NSAConfig& cfg) {
+  const bool own = cache.block_table_c.defined();
+  Dim entries{"page_size / kernel_stride", s.page_size.value / std::max(1, cfg.kernel_stride)};
+  Dim &num_pages = own ? s.num_pages_c : s.num_pages, &page_size = own ? s.page_size_c : entries;
+  check.require(own || s.page_size.value % std::max(1, cfg.kernel_stride) == 0,
+                "cache.k_slc: page_size = ", s.page_size.value,
+                ": without block_table_c kernel_stride = ", cfg.kernel_stride, " must divide it");
+  check.tensor("cache.k_c", cache.k_c, Access::kState, {&num_pages, &page_size, &s.Hkv, &s.Dk});
+  check.tensor("cache.v_c", cache.v_c, Access::kState, {&num_pages, &page_size, &s.Hkv, &s.Dv});
+  host_only(check, !own, "cache.block_table_c: not given");
+  if (!own) return;
+  check.int32("cache.block_table_c", cache.block_table_c, Access::kInput, {&s.B, &s.max_pages_c});
+  check_page_size(check, "cache.k_c", s.page_size_c);
+  check_table(check, "cache.block_table_c", cache.block_table_c, s.num_pages_c.value);
+}
+
+void check_cache(Checker& check, Shapes& s, const KVCacheView& cache, const NSAConfig& cfg) {
   check.tensor("cache.k_slc", cache.k_slc, Access::kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dk});
   check.tensor("cache.v_slc", cache.v_slc, Access::kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dv});
   check.int32("cache.cache_seqlens", cache.cache_seqlens, Access::kState, {&s.B});
   check.int32("cache.block_table", cache.block_table, Access::kInput, {&s.B, &s.max_pages});
-  check.tensor("cache.k_c", cache.k_c, Access::kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_c", cache.v_c, Access::kState, {&s.num_pages_c, &s.page_size_c, &s.Hkv, &s.Dv});
-  check.int32("cache.block_table_c", cache.block_table_c, Access::kInput, {&s.B, &s.max_pages_c});
-  check.tensor("cache.k_swa_ring", cache.k_swa_ring, Access::kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_swa_ring", cache.v_swa_ring, Access::kState, {&s.B, &s.swa_ring, &s.Hkv, &s.Dv});
-  check.tensor("cache.k_cmp_ring", cache.k_cmp_ring, Access::kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_cmp_ring", cache.v_cmp_ring, Access::kState, {&s.B, &s.cmp_ring, &s.Hkv, &s.Dv});
-  check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_page_size(check, "cache.k_slc", s.page_size);
-  check_page_size(check, "cache.k_c", s.page_size_c);
+  check_compressed(check, s, cache, cfg);
+  check_recent(check, s, "cache.k_swa_ring", cache.k_swa_ring, "cache.v_swa_ring", cache.v_swa_ring, s.swa_ring,
+               "cache.block_table_swa", cache.block_table_swa);
+  check_recent(check, s, "cache.k_cmp_ring", cache.k_cmp_ring, "cache.v_cmp_ring", cache.v_cmp_ring, s.cmp_ring,
+               "cache.block_table_cmp", cache.block_table_cmp);
+  check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
-  check_table(check, "cache.block_table_c", cache.block_table_c, s.num_pages_c.value);
+  host_only(check, !cache.advance, "cache.advance = false");
+  if (!cache.advance) check.note("cache.advance", std::int64_t{0});
   const TensorView lengths = check.readable(cache.cache_seqlens);
   if (!lengths.defined()) return;
   for (std::int64_t b = 0; b < s.B.value; ++b)
     check.require(int32_at(lengths, b) >= 0, "cache.cache_seqlens[", b, "] = ", int32_at(lengths, b), ": must be >= 0");
 }
 
+/// Where packed new tokens are.
+void check_packed(Checker& check, Shapes& s, const DecodeParams& params) {
+  Dim starts{"B + 1", s.B.value + 1};
+  check.int32("query_start_loc", params.query_start_loc, Access::kInput, {&starts});
+  check.require(!params.num_new.defined(), "num_new: given beside query_start_loc, which says how many tokens are new");
+  check.require(params.max_query_len >= 0, "max_query_len = ", params.max_query_len, ": must be >= 0");
+  if (check.ok()) check.offsets("query_start_loc", params.query_start_loc, s.T.value);
+  host_only(check, true, "query_start_loc");
+  check.note("max_query_len", params.max_query_len);
+  s.m.value = params.max_query_len > 0 ? params.max_query_len : s.T.value;
+}
+
 /// Tokens that sequence b appends; the offsets of its table and rotation must hold them.
 void check_new_tokens(Checker& check, const Shapes& s, const DecodeParams& params) {
   const TensorView lengths = check.readable(params.cache.cache_seqlens);
   const TensorView num_new = params.num_new.defined() ? check.readable(params.num_new) : TensorView{};
-  if (!lengths.defined()) return;
+  const TensorView starts = s.packed ? check.readable(params.query_start_loc) : TensorView{};
+  if (!lengths.defined() || (s.packed && !starts.defined())) return;
   for (std::int64_t b = 0; b < s.B.value && check.ok(); ++b) {
-    const std::int64_t added = num_new.defined() ? int32_at(num_new, b) : s.m.value;
+    const std::int64_t added = num_new.defined() ? int32_at(num_new, b)
+                               : s.packed        ? int32_at(starts, b + 1) - int32_at(starts, b)
+                                                 : s.m.value;
+    check.require(num_new.defined() || added <= s.m.value, "query_start_loc: sequence ", b, " has ", added,
+                  " new tokens: at most max_query_len = ", s.m.value);
     check.require(added >= 0 && added <= s.m.value, "num_new[", b, "] = ", added, ": must be 0 ... m = ", s.m.value);
-    const std::int64_t length = int32_at(lengths, b) + added;
+    check.require(params.cache.advance || added == 0 || int32_at(lengths, b) >= added, "cache.cache_seqlens[", b,
+                  "] = ", int32_at(lengths, b), ": without advance it counts the new tokens too, ", added);
+    const std::int64_t length = int32_at(lengths, b) + (params.cache.advance ? added : 0);
     check.require(length <= std::numeric_limits<std::int32_t>::max(), "cache.cache_seqlens[", b, "]: ", length,
                   " tokens after the step: must be below 2^31");
     const std::int64_t last = (params.cfg.num_compressed(length) - 1) * params.cfg.kernel_stride;
@@ -85,28 +143,30 @@ Status validate(const DecodeParams& params, Call& call) {
   Checker check(call);
   Shapes s(params.cfg);
   check.config(params.cfg);
-  check.tensor("q", params.q, Access::kInput, {&s.B, &s.m, &s.H, &s.Dk});
-  check.require(s.m.value >= 1, "q: ", params.q, ": m must be >= 1");
-  check.tensor("k_cmp", params.k_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
-  check.tensor("v_cmp", params.v_cmp, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
-  check.tensor("k_slc", params.k_slc, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
-  check.tensor("v_slc", params.v_slc, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
-  check.tensor("k_swa", params.k_swa, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dk});
-  check.tensor("v_swa", params.v_swa, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.Dv});
-  check.tensor("gates", params.gates, Access::kInput, {&s.B, &s.m, &s.H, &s.three});
+  s.packed = params.query_start_loc.defined();
+  check.tensor("q", params.q, Access::kInput, s.new_tokens(s.H, s.Dk));
+  check.require(s.packed || s.m.value >= 1, "q: ", params.q, ": m must be >= 1");
+  check.tensor("k_cmp", params.k_cmp, Access::kInput, s.new_tokens(s.Hkv, s.Dk));
+  check.tensor("v_cmp", params.v_cmp, Access::kInput, s.new_tokens(s.Hkv, s.Dv));
+  check.tensor("k_slc", params.k_slc, Access::kInput, s.new_tokens(s.Hkv, s.Dk));
+  check.tensor("v_slc", params.v_slc, Access::kInput, s.new_tokens(s.Hkv, s.Dv));
+  check.tensor("k_swa", params.k_swa, Access::kInput, s.new_tokens(s.Hkv, s.Dk));
+  check.tensor("v_swa", params.v_swa, Access::kInput, s.new_tokens(s.Hkv, s.Dv));
+  check.tensor("gates", params.gates, Access::kInput, s.new_tokens(s.H, s.three));
   if (!check.ok()) return check.finish();
   check.require(s.H.value > 0 && s.Hkv.value > 0 && s.H.value % s.Hkv.value == 0, "H = ", s.H.value,
                 ", Hkv = ", s.Hkv.value, ": Hkv must divide H, both >= 1");
   check.require(s.Dk.value > 0 && s.Dv.value > 0, "Dk = ", s.Dk.value, ", Dv = ", s.Dv.value, ": must be >= 1");
-  check_cache(check, s, params.cache);
+  check_cache(check, s, params.cache, params.cfg);
+  if (s.packed) check_packed(check, s, params);
   check_weights(check, "weights_k.", params.weights_k, params.cfg, s.Hkv, s.Dk);
   check_weights(check, "weights_v.", params.weights_v, params.cfg, s.Hkv, s.Dv);
   check.softmax_scale(params.softmax_scale);
   s.max_positions = check_rotation(check, params.rope_cos, params.rope_sin, s.Dk);
   check.optional_int32("num_new", params.num_new, Access::kInput, {&s.B});
-  check.optional_int32("imposed_indices", params.imposed_indices, Access::kInput, {&s.B, &s.m, &s.Hkv, &s.topk});
-  check.tensor("o", params.o, Access::kOutput, {&s.B, &s.m, &s.H, &s.Dv});
-  check.optional_int32("indices", params.indices, Access::kOutput, {&s.B, &s.m, &s.Hkv, &s.topk});
+  check.optional_int32("imposed_indices", params.imposed_indices, Access::kInput, s.new_tokens(s.Hkv, s.topk));
+  check.tensor("o", params.o, Access::kOutput, s.new_tokens(s.H, s.Dv));
+  check.optional_int32("indices", params.indices, Access::kOutput, s.new_tokens(s.Hkv, s.topk));
   check_new_tokens(check, s, params);
   call.problem.key_dim = s.Dk.value;
   call.problem.value_dim = s.Dv.value;
@@ -117,7 +177,7 @@ Status validate(const ForkParams& params, Call& call) {
   Checker check(call);
   Shapes s(params.cfg);
   check.config(params.cfg);
-  check_cache(check, s, params.cache);
+  check_cache(check, s, params.cache, params.cfg);
   check.require(params.parent >= 0 && params.parent < s.B.value, "parent = ", params.parent,
                 ": must be 0 ... B - 1 = ", s.B.value - 1);
   check.require(params.child >= 0 && params.child < s.B.value && params.child != params.parent,
@@ -134,8 +194,9 @@ Status validate(const ForkParams& params, Call& call) {
   const std::int64_t parent_length = int32_at(lengths, params.parent);
   check.require(params.length >= 0 && params.length <= parent_length, "length = ", params.length,
                 ": must be 0 ... the parent's length, ", parent_length);
-  check.require(parent_length - params.length <= kRollback, "length = ", params.length, ": at most ", kRollback,
-                " below the parent's length, ", parent_length, ": the rings hold no older tokens");
+  const bool rings = !params.cache.block_table_swa.defined() || !params.cache.block_table_cmp.defined();
+  check.require(!rings || parent_length - params.length <= kRollback, "length = ", params.length, ": at most ",
+                kRollback, " below the parent's length, ", parent_length, ": the rings hold no older tokens");
   return check.finish();
 }
 

@@ -25,7 +25,9 @@ std::vector<Sequence> sequences_of(const std::vector<StepSequence>& steps, const
   std::vector<Sequence> sequences;
   for (const StepSequence& step : steps) {
     Sequence s;
-    s.index = s.batch = step.batch;
+    s.index = step.batch;
+    s.batch = step.q_batch;
+    s.q_begin = step.q_begin;
     s.q_len = step.num_new;
     s.k_len = step.length;
     s.c_len = cfg.num_compressed(step.length);

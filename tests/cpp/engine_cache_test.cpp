@@ -1,0 +1,286 @@
+// Caches as a serving engine has them: what lies where changes no bit of what a sequence gets.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <string>
+
+#include "decode_support.h"
+
+namespace nsa::test {
+namespace {
+
+struct EngineOptions {
+  const char* name;
+  bool packed = false, caller_lengths = false, compressed_with_tokens = false, window_pages = false, raw_pages = false;
+};
+constexpr EngineOptions kAll{"all", true, true, true, true, true};
+
+/// A cache in memory of an engine: pages in any order, or rings where no pages are asked for.
+class EngineCache {
+ public:
+  EngineCache(const StreamCase& c, const EngineOptions& options) : c_(c), options_(options) {
+    page_size = c.page_size ? c.page_size : (c.length + 15) / 16 * 16;
+    pages = (c.length + page_size - 1) / page_size;
+    const std::int64_t page_size_c = page_size / c.cfg.kernel_stride;
+    slc = make(page_size, &table);
+    compressed = make(options.compressed_with_tokens ? page_size_c : (page_size_c + 15) / 16 * 16,
+                      options.compressed_with_tokens ? nullptr : &table_c);
+    if (options.compressed_with_tokens) table_c = {};
+    swa = options.window_pages ? make(page_size, &table_swa) : make_rings(c.cfg.window_size + kRollback);
+    cmp = options.raw_pages ? make(page_size, &table_cmp) : make_rings(c.cfg.kernel_size + kRollback);
+    lengths = Tensor(DType::kInt32, {c.batch}), overflow = Tensor(DType::kInt32, {1});
+    fill_value(lengths, 0), fill_value(overflow, 0);
+    tokens.assign(static_cast<std::size_t>(c.batch), 0);
+  }
+
+  KVCacheView view() {
+    KVCacheView v;
+    v.k_slc = slc.k, v.v_slc = slc.v, v.block_table = table;
+    v.k_c = compressed.k, v.v_c = compressed.v;
+    if (!options_.compressed_with_tokens) v.block_table_c = table_c;
+    v.k_swa_ring = swa.k, v.v_swa_ring = swa.v, v.k_cmp_ring = cmp.k, v.v_cmp_ring = cmp.v;
+    if (options_.window_pages) v.block_table_swa = table_swa;
+    if (options_.raw_pages) v.block_table_cmp = table_cmp;
+    v.cache_seqlens = lengths, v.overflow = overflow;
+    v.advance = !options_.caller_lengths;
+    return v;
+  }
+
+  /// Sequence b takes counts[b] tokens of row rows[b] of the stream.
+  Status feed(const Stream& stream, const std::vector<std::int64_t>& counts, Results& results,
+              const std::vector<std::int64_t>& rows = {0, 1}) {
+    const std::int64_t most = std::max<std::int64_t>(1, *std::max_element(counts.begin(), counts.end()));
+    const std::int64_t padded = std::accumulate(counts.begin(), counts.end(), std::int64_t{3});
+    const auto batch = static_cast<std::int64_t>(counts.size());
+    Tensor num_new(DType::kInt32, {batch}), starts(DType::kInt32, {batch + 1});
+    starts.set({0}, 0);
+    for (std::int64_t b = 0; b < batch; ++b) {
+      num_new.set({b}, static_cast<double>(counts[b]));
+      starts.set({b + 1}, starts.get({b}) + static_cast<double>(counts[b]));
+      lengths.set({b}, static_cast<double>(tokens[b] + (options_.caller_lengths ? counts[b] : 0)));
+    }
+    const auto place = [&](std::int64_t b) {  // the first index and row of a sequence's new tokens
+      return options_.packed ? std::pair{std::int64_t{0}, static_cast<std::int64_t>(starts.get({b}))}
+                             : std::pair{b, std::int64_t{0}};
+    };
+    const auto make_tensor = [&](DType dtype, std::int64_t heads, std::int64_t width) {
+      Tensor t(dtype, {options_.packed ? 1 : batch, options_.packed ? padded : most, heads, width});
+      poison(t);
+      return t;
+    };
+    const auto given = [&](const TensorView& t) { return options_.packed ? without_batch(t) : t; };
+    std::vector<Tensor> taken;
+    const auto take = [&](const TensorView& from) {
+      taken.push_back(make_tensor(from.dtype, from.size(2), from.size(3)));
+      for (std::int64_t b = 0; b < batch; ++b)
+        copy_rows(from, rows[b], tokens[b], taken.back(), place(b).first, place(b).second, counts[b]);
+      return given(taken.back());
+    };
+    DecodeParams p;
+    p.q = take(stream.q), p.gates = take(stream.gates);
+    p.k_cmp = take(stream.k_cmp), p.k_slc = take(stream.k_slc), p.k_swa = take(stream.k_swa);
+    p.v_cmp = take(stream.v_cmp), p.v_slc = take(stream.v_slc), p.v_swa = take(stream.v_swa);
+    p.cache = view();
+    p.weights_k = stream.weights_k.view(), p.weights_v = stream.weights_v.view();
+    p.cfg = c_.cfg;
+    p.rope_cos = stream.rope_cos, p.rope_sin = stream.rope_sin;
+    if (options_.packed) {
+      p.query_start_loc = starts, p.max_query_len = most;
+    } else {
+      p.num_new = num_new;
+    }
+    const Tensor o = make_tensor(c_.dtype, c_.kv_heads * c_.group, c_.dv);
+    const Tensor indices = make_tensor(DType::kInt32, c_.kv_heads, c_.cfg.topk);
+    p.o = given(o), p.indices = given(indices);
+    const std::vector<double> before = values_of(lengths);
+    const Status status = (most > kMaxDecodeTokens ? under_test.prefill : under_test.decode)(p, {c_.backend, 1});
+    if (options_.caller_lengths) {
+      EXPECT_EQ(values_of(lengths), before);
+    }
+    if (options_.packed) {
+      EXPECT_EQ(values_of(slice(o, 1, padded - 3, padded)), zeros(3 * o.view().size(2) * c_.dv));
+    }
+    for (std::int64_t b = 0; b < batch; ++b) {
+      copy_rows(o, place(b).first, place(b).second, results.o, b, tokens[b], counts[b]);
+      copy_rows(indices, place(b).first, place(b).second, results.indices, b, tokens[b], counts[b]);
+      tokens[b] += counts[b];
+    }
+    return status;
+  }
+
+  static std::vector<double> zeros(std::int64_t count) {
+    return std::vector<double>(static_cast<std::size_t>(count), 0.0);
+  }
+  static void set(const Tensor& table, std::int64_t b, std::int64_t p, std::int32_t page) {
+    table.view().as<std::int32_t>()[b * table.view().size(1) + p] = page;
+  }
+  static std::int32_t get(const Tensor& table, std::int64_t b, std::int64_t p) {
+    return table.view().as<std::int32_t>()[b * table.view().size(1) + p];
+  }
+
+  struct Pair {
+    Tensor k, v;
+  };
+  std::int64_t page_size = 0, pages = 0;
+  Pair slc, compressed, swa, cmp;
+  Tensor table, table_c, table_swa, table_cmp, lengths, overflow;
+  std::vector<std::int64_t> tokens;  // of each sequence; lower them to take tokens back
+
+ private:
+  static TensorView without_batch(TensorView t) {
+    t.rank = 3;
+    t.shape = {t.shape[1], t.shape[2], t.shape[3]}, t.stride = {t.stride[1], t.stride[2], t.stride[3]};
+    return t;
+  }
+
+  /// Poisoned pages, more than there are places for, and a table of some of them.
+  Pair make(std::int64_t rows, Tensor* its_table) {
+    const std::int64_t places = c_.batch * pages, count = places + 2;
+    if (its_table) {
+      std::vector<std::int32_t> numbers(static_cast<std::size_t>(count));
+      std::iota(numbers.begin(), numbers.end(), 0);
+      std::shuffle(numbers.begin(), numbers.end(), random_);
+      *its_table = Tensor(DType::kInt32, {c_.batch, pages});
+      std::copy_n(numbers.begin(), places, its_table->view().as<std::int32_t>());
+    }
+    return poisoned(count, rows);
+  }
+  Pair make_rings(std::int64_t rows) const { return poisoned(c_.batch, rows); }
+  Pair poisoned(std::int64_t first, std::int64_t rows) const {
+    Pair pair{Tensor(c_.dtype, {first, rows, c_.kv_heads, c_.dk}), Tensor(c_.dtype, {first, rows, c_.kv_heads, c_.dv})};
+    poison(pair.k), poison(pair.v);
+    return pair;
+  }
+
+  StreamCase c_;
+  EngineOptions options_;
+  std::mt19937 random_{7};
+};
+
+class EngineShaped : public testing::TestWithParam<StreamCase> {
+ protected:
+  StreamCase c = GetParam();
+
+  static void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
+
+  /// Rows begin ... end - 1 of sequence b have the same bits.
+  static void expect_same(const Results& got, const Results& expected, std::int64_t b, std::int64_t begin,
+                          std::int64_t end) {
+    const auto rows = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, begin, end); };
+    EXPECT_TRUE(same_bits(rows(got.o), rows(expected.o))) << "sequence " << b;
+    EXPECT_TRUE(same_bits(rows(got.indices), rows(expected.indices))) << "sequence " << b;
+  }
+};
+
+TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
+  const Stream stream(c);
+  const std::vector<std::vector<std::int64_t>> steps{{0, 40}, {16, 0}, {3, 1},   {0, 0},
+                                                     {0, 7},  {9, 0},  {16, 16}, {40, 2}};
+  Results expected(c);
+  KVCache rings = make_cache(c);
+  for (const auto& counts : steps) expect_ok(Feed{stream, rings}(counts, expected));
+  for (const EngineOptions& options : {EngineOptions{"none"}, EngineOptions{.name = "packed", .packed = true},
+                                       EngineOptions{.name = "lengths of the caller", .caller_lengths = true},
+                                       EngineOptions{.name = "compressed with tokens", .compressed_with_tokens = true},
+                                       EngineOptions{.name = "window in pages", .window_pages = true},
+                                       EngineOptions{.name = "raw tokens in pages", .raw_pages = true}, kAll}) {
+    SCOPED_TRACE(options.name);
+    EngineCache cache(c, options);
+    Results results(c);
+    for (const auto& counts : steps) expect_ok(cache.feed(stream, counts, results));
+    for (std::int64_t b = 0; b < c.batch; ++b) expect_same(results, expected, b, 0, cache.tokens[b]);
+    EXPECT_EQ(cache.overflow.get({0}), 0);
+  }
+}
+
+TEST_P(EngineShaped, FullPagesAreSharedWithoutAFork) {
+  // The second sequence names the first one's full pages and goes on behind them with tokens of its own.
+  if (c.page_size == 0) GTEST_SKIP() << "pages only";
+  const Stream stream(c);
+  const std::int64_t shared = c.page_size * (48 / c.page_size);
+  EngineCache cache(c, kAll);
+  Results results(c), expected(c);
+  expect_ok(cache.feed(stream, {shared + 5, 0}, results));
+  for (const Tensor* table : {&cache.table, &cache.table_swa, &cache.table_cmp})
+    for (std::int64_t p = 0; p < shared / c.page_size; ++p)
+      EngineCache::set(*table, 1, p, EngineCache::get(*table, 0, p));
+  cache.tokens[1] = shared;
+  const std::vector<std::vector<std::int64_t>> steps{{1, 3}, {16, 16}, {1, 1}, {0, 7}};
+  for (const auto& counts : steps) expect_ok(cache.feed(stream, counts, results));
+
+  KVCache alone = make_cache(c);
+  expect_ok(Feed{stream, alone}({shared + 5, 0}, expected));
+  expect_ok(Feed{stream, alone}({0, shared}, expected, {0, 0}));
+  for (const auto& counts : steps) expect_ok(Feed{stream, alone}(counts, expected));
+  expect_same(results, expected, 0, 0, cache.tokens[0]);
+  expect_same(results, expected, 1, shared, cache.tokens[1]);
+}
+
+TEST_P(EngineShaped, OnlyPagesThatAStepNeedsMustBeThere) {
+  if (c.page_size == 0) GTEST_SKIP() << "pages only";
+  const Stream stream(c);
+  Results results(c), expected(c);
+  EngineCache cache(c, kAll), whole(c, kAll);
+  for (EngineCache* each : {&cache, &whole})
+    expect_ok(each->feed(stream, {60, 60}, each == &cache ? results : expected));
+  const std::int64_t window = 60 - c.cfg.window_size + 1;
+  const std::int64_t open = c.cfg.num_compressed(60) * c.cfg.kernel_stride;
+  for (std::int64_t b = 0; b < c.batch; ++b) {
+    for (std::int64_t p = 0; p < window / c.page_size; ++p) EngineCache::set(cache.table_swa, b, p, -1);
+    for (std::int64_t p = 0; p < open / c.page_size; ++p) EngineCache::set(cache.table_cmp, b, p, -1);
+  }
+  for (EngineCache* each : {&cache, &whole})
+    expect_ok(each->feed(stream, {2, 20}, each == &cache ? results : expected));
+  EXPECT_EQ(cache.overflow.get({0}), 0);
+  for (std::int64_t b = 0; b < c.batch; ++b) expect_same(results, expected, b, 0, cache.tokens[b]);
+
+  // Any page that it needs and has not: nothing is read or written, o = 0 and the flag is set.
+  for (Tensor* table : {&cache.table, &cache.table_swa, &cache.table_cmp}) {
+    const std::int64_t last = 62 / c.page_size;
+    const std::int32_t page = EngineCache::get(*table, 0, last);
+    EngineCache::set(*table, 0, last, -1);
+    const Tensor before = cache.slc.k.clone();
+    cache.overflow.set({0}, 0);
+    expect_ok(cache.feed(stream, {1, 0}, results));
+    EXPECT_EQ(cache.overflow.get({0}), 1);
+    EXPECT_TRUE(same_bits(before, cache.slc.k));
+    EXPECT_EQ(values_of(slice(slice(results.o, 0, 0, 1), 1, 62, 63)), EngineCache::zeros(c.kv_heads * c.group * c.dv));
+    cache.tokens[0] = 62;
+    EngineCache::set(*table, 0, last, page);
+  }
+}
+
+TEST_P(EngineShaped, AForkOfPagesAlone) {
+  // Without rings it may be anywhere, here far before the parent's end and in the middle of a page and of a block.
+  const Stream stream(c);
+  for (const std::int64_t length : {0, 7, 21, 37, 60}) {
+    SCOPED_TRACE(length);
+    EngineCache cache(c, kAll);
+    Results results(c), expected(c);
+    expect_ok(cache.feed(stream, {60, 0}, results));
+    for (std::int64_t p = 0; p < length / cache.page_size; ++p)  // full pages, of tokens alone
+      EngineCache::set(cache.table, 1, p, EngineCache::get(cache.table, 0, p));
+    cache.lengths.set({0}, 60);
+    expect_ok(fork({cache.view(), c.cfg, 0, 1, length}, {c.backend, 1}));
+    cache.tokens[1] = length;
+    for (const std::int64_t m : {3, 16}) expect_ok(cache.feed(stream, {m, m}, results));
+
+    KVCache alone = make_cache(c);
+    expect_ok(Feed{stream, alone}({60, 0}, expected));
+    if (length > 0) expect_ok(Feed{stream, alone}({0, length}, expected, {0, 0}));
+    for (const std::int64_t m : {3, 16}) expect_ok(Feed{stream, alone}({m, m}, expected));
+    expect_same(results, expected, 0, 0, cache.tokens[0]);
+    expect_same(results, expected, 1, length, cache.tokens[1]);
+  }
+}
+
+std::string name_of_case(const testing::TestParamInfo<StreamCase>& info) {
+  const StreamCase& c = info.param;
+  return std::string(name_of(c.backend)) + "_" + name_of(c.dtype) + "_" + name_of(c.kind) + "_g" +
+         std::to_string(c.group) + "_page" + std::to_string(c.page_size) + (c.rope ? "" : "_norope");
+}
+
+INSTANTIATE_TEST_SUITE_P(Streams, EngineShaped, testing::ValuesIn(decode_cases()), name_of_case);
+
+}  // namespace
+}  // namespace nsa::test
