@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """NSA beside full attention in training, from the runs to what they answer: everything that docs/evidence.md tells.
 
-    python bench/evidence.py 8k --seeds 1 2 3               trains and measures whatever of the plan 8k is missing
+    bench/evidence.sh                                       all of it, on every GPU
+    python bench/evidence.py 8k                             trains and measures whatever of the plan 8k is missing
     python bench/evidence.py 8k full recipe --limit 540     of two models, for 540 s; the next call goes on from there
     python bench/evidence.py --list                         plans and models, and which results are there
+    python bench/evidence.py --missing                      PLAN MODEL SEED of each result that is not
     python tools/evidence.py                                the page and its pictures from the results
 
 A plan is a length of training that all its models share, with the data, their order and the seed; what was trained is
 then asked by `nsa eval` (and `needle`, where the plan says so). A result is a file PLAN.MODEL.SEED.json in --results,
 written when its run has ended and has been measured; runs are kept in --out until then, and stay there. When all models
 are measured, full attention is asked by the other sparse methods, too, if its runs are there. What follows `--` goes to
-every `nsa train`, later options overriding the plan's: results that differ in it cannot stand beside each other, so
-choose other --results.
+every `nsa train` (or `recall`), later options overriding the plan's: results that differ in it cannot stand beside each
+other, so choose other --results.
 """
 
 import argparse
@@ -60,53 +62,102 @@ VARIANTS = {
 RECALL = "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64"
 RECALLS = {
     "2k": "--length 2048",
+    "4k": "--length 4096",
+    "8k": "--length 8192",
     "16k": "--length 16384",
+    "32k": "--length 32768 --tokens-per-step 32768",
     "64k": "--length 65536 --tokens-per-step 65536",
     "hops-8k": "--length 8192 --hops 3",
 }
-LOOKUPS = ["needle", "--lengths", "8192,16384,32768,65536", "--samples", "20"]
+
+
+class Needle(NamedTuple):
+    """A question in parts, one for each length, so that a call's limit loses little."""
+
+    lengths: tuple[int, ...]
+    depths: str
+    samples: int
 
 
 class Plan(NamedTuple):
     text: str
     train: str
     models: dict[str, str]
-    questions: Mapping[str, list[str]] = MappingProxyType(
-        {}
-    )  # name: what `nsa` is asked of every model besides eval and inspect
-    of_methods: tuple[str, ...] = ()  # of these questions, those that full attention is asked by every method, too
+    seeds: tuple[int, ...] = (1, 2, 3)
+    questions: tuple[str, ...] = ("eval", "inspect")  # to every model
+    needle: Needle | None = None
+    # Of `eval` and `needle`, what full attention is asked by every method, too; of a recall plan, the models.
+    by_method: Mapping[str, Needle | None] = MappingProxyType({})
     command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
 
 
+LOOKUPS = "--batch-size 1 --lookups .05 --join --document-bytes 65536"
+DEPTHS = "0,.1,.2,.3,.4,.5,.6,.7,.8,.9,1"
 PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
         MAIN,
-        {"eval": ["eval"]},
-        ("eval",),
-    ),
-    "8k-variants": Plan("bytes, 8192 of context, 1500 steps (49 million bytes)", "--steps 1500", MAIN | VARIANTS),
-    "8k-long": Plan("bytes, 8192 of context, 9200 steps (301 million bytes)", "--steps 9200", MAIN),
-    "pieces": Plan(
-        "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
-        "--steps 5000 --tokenizer {tokenizer}",
-        MAIN,
+        by_method={"eval": None},
     ),
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
         MAIN,
     ),
-    "32k-time": Plan("bytes, 32768 of context, 15 minutes", "--minutes 15 --context 32768 --batch-size 1", MAIN),
+    "32k-time": Plan(
+        "bytes, 32768 of context, 15 minutes",
+        "--minutes 15 --context 32768 --batch-size 1",
+        {name: MAIN[name] for name in ("full", "full-gated", "recipe")},
+    ),
+    "pieces": Plan(
+        "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
+        "--steps 5000 --tokenizer {tokenizer}",
+        MAIN,
+    ),
+    "recall": Plan(
+        "64 pairs of a key and a value beyond the window",
+        RECALL,
+        RECALLS,
+        by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
+        command="recall",
+    ),
     "lookups": Plan(
         "bytes, 65536 of context, 2500 steps of 65536, a twentieth of them look-ups",
-        "--steps 2500 --context 65536 --batch-size 1 --lookups .05 --join --document-bytes 65536",
-        {name: MAIN[name] for name in ("full", "window", "recipe")},
-        {"needle": LOOKUPS},
-        ("needle",),
+        "--steps 2500 --context 65536 " + LOOKUPS,
+        {name: MAIN[name] for name in ("recipe", "window", "full")},
+        seeds=(1,),
+        needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 100),
     ),
-    "recall": Plan("64 pairs of a key and a value beyond the window", RECALL, RECALLS, command="recall"),
+    "lookups-8k": Plan(
+        "bytes, 8192 of context, 5000 steps of 32768, a twentieth of them look-ups",
+        "--steps 5000 --batch-size 4 " + LOOKUPS.removeprefix("--batch-size 1 "),
+        {name: MAIN[name] for name in ("recipe", "window", "full")},
+        seeds=(1,),
+        needle=Needle((8192,), DEPTHS, 100),
+        by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
+    ),
+    "speed": Plan(
+        "300 million parameters, bytes, 32768 of context, 12 steps",
+        "--steps 12 --context 32768 --batch-size 1 --hidden-size 1024 --layers 18 --heads 16 --kv-heads 1 "
+        "--head-dim 128 --ffn-size 3072 --join --document-bytes 65536 --log-every 3 --eval-every 0 "
+        "--eval-tokens 32768 --save-every 0",
+        {name: MAIN[name] for name in ("full", "full-gated", "recipe")},
+        seeds=(1,),
+        questions=(),
+    ),
+    "8k-long": Plan(
+        "bytes, 8192 of context, 9200 steps (301 million bytes)",
+        "--steps 9200",
+        MAIN,
+        seeds=(1,),
+    ),
+    "ablations": Plan(
+        "bytes, 8192 of context, 1500 steps (49 million bytes)",
+        "--steps 1500",
+        MAIN | VARIANTS,
+        seeds=(1,),
+    ),
 }
 
 
@@ -115,6 +166,7 @@ def make_tokenizer(folder: Path) -> Path:
     import sentencepiece
 
     model = folder / "pieces.model"
+    own = folder / f"pieces-{os.getpid()}"  # of two processes at once
     if model.exists():
         return model
     files = sorted({file for name in ("stdlib", "purelib") for file in Path(sysconfig.get_path(name)).rglob("*.py")})
@@ -122,7 +174,7 @@ def make_tokenizer(folder: Path) -> Path:
     lines = (line for file in files[:3000] for line in file.read_text(errors="ignore").splitlines(keepends=True))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_prefix=str(model.with_suffix("")),
+        model_prefix=str(own),
         vocab_size=4000,
         model_type="bpe",
         byte_fallback=True,
@@ -130,7 +182,10 @@ def make_tokenizer(folder: Path) -> Path:
         remove_extra_whitespaces=False,
         input_sentence_size=1000000,
         user_defined_symbols=["\n"],
+        minloglevel=1,
     )
+    own.with_suffix(".vocab").unlink()
+    own.with_suffix(".model").replace(model)
     return model
 
 
@@ -178,9 +233,9 @@ class Runs:
         if (folder / "model.safetensors").exists():
             self.nsa("train", "--resume", "--out", folder, spare=spare)
         else:
-            if "{tokenizer}" in plan.train:
-                plan = plan._replace(train=plan.train.format(tokenizer=make_tokenizer(self.given.out)))
             options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
+            if "{tokenizer}" in options:
+                options[options.index("{tokenizer}")] = str(make_tokenizer(self.given.out))
             self.nsa("train", "--out", folder, "--overwrite", "--seed", seed, *options, spare=spare)
         if not finished(folder):
             raise Stopped
@@ -193,6 +248,20 @@ class Runs:
             self.nsa(question[0], folder, *question[1:], "--json", temporary)
             temporary.replace(answer)
         return json.loads(answer.read_text())
+
+    def find(self, folder: Path, needle: Needle, *method: str) -> dict:
+        """What `nsa needle` gives, asked in parts."""
+        needle = needle._replace(
+            lengths=self.given.lengths or needle.lengths, samples=self.given.samples or needle.samples
+        )
+        dtype = ["--dtype", "bfloat16"] if self.about["gpu"] else []
+        options = ["--depths", needle.depths, "--samples", str(needle.samples), *dtype, *method]
+        parts = [self.ask(folder, "needle", "--lengths", str(length), *options) for length in needle.lengths]
+        return parts[0] | {
+            name: [row for part in parts for row in part[name]]
+            for name, value in parts[0].items()
+            if isinstance(value, list) and name not in ("depths", "set")
+        }
 
     def measure(self, name: str, plan: Plan, model: str, seed: int) -> dict:
         folder = self.given.out / f"{name}.{model}.{seed}"
@@ -208,9 +277,8 @@ class Runs:
         if plan.command == "recall":
             folder.mkdir(parents=True, exist_ok=True)
             options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
-            self.nsa(
-                "recall", "--seed", seed, *options, "--method", ",".join(METHODS), "--json", folder / "recall.json"
-            )
+            methods = ["--method", ",".join(METHODS)] if model in plan.by_method else []
+            self.nsa("recall", "--seed", seed, *options, *methods, "--json", folder / "recall.json")
             return result | {"answer": json.loads((folder / "recall.json").read_text())}
         self.train(plan, model, seed, folder)
         config = json.loads((folder / "config.json").read_text())
@@ -224,26 +292,27 @@ class Runs:
             "selected_tokens": config["model"]["topk"] * config["model"]["block_size"],
             "tokens_per_second": statistics.median(line["tokens_per_second"] for line in steps[1:] or steps),
             "curve": [{field: line[field] for field in fields} for line in lines if line["kind"] == "eval"],
-            "eval": self.ask(folder, "eval"),
         }
-        if config["model"]["attention"] == "nsa":
+        if "eval" in plan.questions:
+            result["eval"] = self.ask(folder, "eval")
+        if "inspect" in plan.questions and config["model"]["attention"] == "nsa":
             layers = self.ask(folder, "inspect")["layers"]
             result["choice"] = [[head["recall"] for head in layer["kv_heads"]] for layer in layers]
-        for question, command in plan.questions.items():
-            if question != "eval":
-                result[question] = self.ask(folder, *command)
+        if plan.needle:
+            result["needle"] = self.find(folder, plan.needle)
         return result
 
     def by_method(self, name: str, plan: Plan, model: str, seed: int) -> dict:
-        """What `measure` leaves to the end, as the methods take minutes each."""
+        """Of full attention: what `measure` leaves to the end, as the methods take minutes each."""
         folder = self.given.out / f"{name}.{model}.{seed}"
-        if model != "full" or not finished(folder):
-            return {}
         return {
             f"{question}_by_method": {
-                method: self.ask(folder, *plan.questions[question], "--method", method) for method in METHODS
+                method: self.find(folder, needle, "--method", method)
+                if needle
+                else self.ask(folder, question, "--method", method)
+                for method in METHODS
             }
-            for question in plan.of_methods
+            for question, needle in plan.by_method.items()
         }
 
 
@@ -253,6 +322,16 @@ def finished(folder: Path) -> bool:
         return False
     last = json.loads(metrics.read_text().splitlines()[-1])
     return last["kind"] == "end" and last["reason"] == "finished"
+
+
+def complete(file: Path, plan: Plan, model: str) -> bool:
+    """Is the result there, the answers by method with it?"""
+    if not file.exists():
+        return False
+    if plan.command == "recall" or model != "full" or not plan.by_method:
+        return True
+    result = json.loads(file.read_text())
+    return all(f"{question}_by_method" in result for question in plan.by_method)
 
 
 def commit() -> str | None:
@@ -287,17 +366,31 @@ def main() -> int:
     option = parser.add_argument
     option("plan", nargs="?", choices=PLANS)
     option("models", nargs="*", help="without: all of the plan")
-    option("--seeds", type=int, nargs="+", default=[1])
+    option("--seeds", type=int, nargs="+", help="without: those of the plan")
     option("--limit", type=float, help="seconds; then the run in progress is saved and the call ends with code 3")
     option("--spare", type=float, default=60, help="seconds of --limit kept for the questions after training")
     option("--nsa", type=Path, default=ROOT / "build" / "bin" / "nsa", help="the program")
     option("--out", type=Path, default=ROOT / "build" / "evidence", help="folder of the runs")
     option("--results", type=Path, default=ROOT / "bench" / "results" / "evidence")
+    option("--lengths", type=int, nargs="+", help="contexts of `nsa needle` instead of the plan's")
+    option("--samples", type=int, help="of `nsa needle` instead of the plan's")
     option("--list", action="store_true")
+    option("--missing", action="store_true")
     own = sys.argv[1:]
     split = own.index("--") if "--" in own else len(own)
     given = parser.parse_args(own[:split])
     given.options = own[split + 1 :]
+    if given.missing:
+        jobs = [
+            (seed, place, f"{name} {model} {seed}")
+            for place, (name, plan) in enumerate(PLANS.items())
+            for model in plan.models
+            for seed in given.seeds or plan.seeds
+            if given.plan in (None, name) and (not given.models or model in given.models)
+            if not complete(given.results / f"{name}.{model}.{seed}.json", plan, model)
+        ]
+        print(*(job for _, _, job in sorted(jobs, key=lambda job: job[:2])), sep="\n", end="\n" if jobs else "")
+        return 0
     if given.list or not given.plan:
         for name, plan in PLANS.items():
             print(f"{name}: {plan.text}")
@@ -321,7 +414,7 @@ def main() -> int:
 
     wanted = {
         given.results / f"{given.plan}.{model}.{seed}.json": (given.plan, plan, model, seed)
-        for seed in given.seeds
+        for seed in given.seeds or plan.seeds
         for model in given.models or plan.models
     }
     try:
@@ -330,9 +423,10 @@ def main() -> int:
                 print(f"\n== {file.stem}", flush=True)
                 write(file, runs.measure(*which))
         for file, which in wanted.items():
-            result = json.loads(file.read_text())
-            if not any(field.endswith("_by_method") for field in result) and (more := runs.by_method(*which)):
-                write(file, result | more)
+            if not complete(file, plan, which[2]):
+                if not finished(given.out / file.stem):  # the run is gone: its methods are those of another one
+                    write(file, runs.measure(*which))
+                write(file, json.loads(file.read_text()) | runs.by_method(*which))
     except Stopped:
         print("stopped; the same command goes on", file=sys.stderr)
         return 3

@@ -30,14 +30,22 @@ INTRODUCTION = """\
 
 """
 HOW = """\
-`bench/evidence.py PLAN` measures for each table anew, in pieces of any length. All models of a table see the same rows
+`bench/evidence.sh` measures everything anew, `bench/evidence.py PLAN` one table, in pieces of any length. All models of
+a table see the same rows
 in the same order, and are evaluated on the same held-out rows. A difference is this model minus full attention, in nats
 per token: below zero it is better. Behind it stands half of its 95 % interval, the wider one of those over held-out
 rows and over seeds. *Far repeats* are tokens that stood behind the same eight tokens more than 4096 ago, *new* ones
 those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
 / (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
 branch would attend to in all blocks lies in those it chose, beside the best and random ones."""
+GOALS = """\
+What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or
+in points of right answers. Missed by: from the goal, not the aim."""
+METHODS = """\
+The model of full attention asked by methods that read as many tokens as NSA and need no training, beside NSA, which is
+trained so. Losses are nats per token, the rest right answers, means over seeds, lengths and depths."""
 BASE = "full"
+PICTURED = (("8k", "32k"), (BASE, "full-gated", "recipe"))  # plans and models
 
 
 def student(freedom):
@@ -130,7 +138,7 @@ class Results:
             found = {str(result.get(field)) for result in self.all}
             if len(found) > 1:
                 raise SystemExit(f"{files[0].parent}: {field}: results of one plan differ: {sorted(found)}")
-        for seed, result in self.models.get(BASE, {}).items():
+        for seed, result in list(self.models.get(BASE, {}).items()):
             for method, evaluation in result.get("eval_by_method", {}).items():
                 self.models.setdefault(f"{BASE} by {method}", {})[seed] = {"eval": evaluation}
         self.trained = {model: seeds for model, seeds in self.models.items() if " by " not in model}
@@ -236,24 +244,210 @@ def recall_section(name, results):
     return f"## {results.all[0]['text']}\n\n{command}\n\n{table([head, *cells])}\n"
 
 
+def needles(results):
+    """(model, seed, what `nsa needle` said), the methods last."""
+    for question in ("needle", "needle_by_method"):
+        for model, seeds in results.trained.items():
+            for seed, result in seeds.items():
+                answers = result.get(question, {})
+                for method, answer in {"": answers}.items() if question == "needle" else answers.items():
+                    if answer:
+                        yield f"{model} by {method}" if method else model, seed, answer
+
+
 def needle_section(results):
-    """Exact answers by length, the least of all depths and the mean."""
-    rows = []
-    for model, seeds in results.trained.items():
-        for seed, result in seeds.items():
-            asked = {"": result.get("needle"), **result.get("needle_by_method", {})}
-            for method, needle in asked.items():
-                if needle:
-                    rows.append((f"{model} by {method}" if method else model, seed, needle))
+    """Exact answers by length, at the worst depth with its interval, and the mean."""
+
+    def cell(answer, length):
+        if length not in answer["lengths"]:
+            return ""
+        row = answer["lengths"].index(length)
+        exact = answer["exact"][row]
+        low, high = answer["exact_interval"][row][exact.index(min(exact))]
+        return f"{min(exact):.0%} ({low:.0%} to {high:.0%}) / {sum(exact) / len(exact):.0%}"
+
+    rows = list(needles(results))
     if not rows:
         return ""
-    lengths = rows[0][2]["lengths"]
-    head = ["", "seed", *(f"{length}: least depth / mean" for length in lengths)]
+    lengths = sorted({length for _, _, answer in rows for length in answer["lengths"]})
+    head = ["", "seed", "depths x samples", *(f"{length}: worst depth / mean" for length in lengths)]
     cells = [
-        [name, str(seed), *(f"{min(row):.0%} / {sum(row) / len(row):.0%}" for row in needle["exact"])]
-        for name, seed, needle in rows
+        [name, str(seed), f"{len(answer['depths'])} x {answer['samples']}", *(cell(answer, n) for n in lengths)]
+        for name, seed, answer in rows
     ]
     return "Values of hidden lines found, by length of the context:\n\n" + table([head, *cells]) + "\n"
+
+
+def speed_section(name, results):
+    rates = {
+        model: sorted(result["tokens_per_second"] for result in seeds.values())[len(seeds) // 2]
+        for model, seeds in results.trained.items()
+    }
+    cells = [
+        [model, f"{rate:,.0f}", f"{rate / rates[BASE]:.2f}" if BASE in rates else ""] for model, rate in rates.items()
+    ]
+    command = provenance(name, results, "train " + results.all[0]["train"])
+    head = ["", "tokens/s", "over full attention"]
+    return f"## {results.all[0]['text']}\n\n{command}\n\n{table([head, *cells])}\n"
+
+
+def methods_section(plans):
+    """NSA, full attention and the methods by which that was asked, in one table; nothing without methods."""
+    far = parts("by_repeat", lambda low, high: low > 4096)
+    rows = {}
+    if "8k" in plans:
+        for model, seeds in plans["8k"].models.items():
+            evaluations = [result["eval"] for result in seeds.values()]
+            rows[model] = [number(loss(evaluations)), number(loss(evaluations, far))]
+    shown = {name: plans[name] for name in ("recall", "lookups-8k") if name in plans}
+    tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in shown and task in shown["recall"].models]
+    found = list(needles(shown["lookups-8k"])) if "lookups-8k" in shown else []
+    kinds = {"recipe": "nsa", BASE: "full", "window": "window"}
+    methods = {name for name in rows if " by " in name} | {name for name, _, _ in found if " by " in name}
+    for task in tasks:
+        for result in shown["recall"].models[task].values():
+            methods |= {f"{BASE} by {method}" for method in result["answer"].get("methods", [])}
+    if not methods:
+        return ""
+    cells = []
+    for model in [*kinds, *sorted(methods)]:
+        kind = kinds.get(model, model.removeprefix(f"{BASE} by "))
+        row = [model, *rows.get(model, ["", ""])]
+        for task in tasks:
+            answers = [result["answer"] for result in shown["recall"].models[task].values()]
+            values = [answer[kind] for answer in answers if kind in answer]
+            row.append(number(sum(values) / len(values), ".1%") if values else "")
+        exact = [share for name, _, answer in found if name == model for line in answer["exact"] for share in line]
+        cells.append([*row, f"{sum(exact) / len(exact):.0%}" if exact else ""])
+    head = ["", "held-out loss, 8k", "far repeats", *(f"recall {task}" for task in tasks), "needle, 8k"]
+    return f"## Beside other sparse methods\n\n{fill(METHODS)}\n\n{table([head, *cells])}\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------- goals
+
+
+class Measured:
+    """What the goals are about, from the results of all plans: (text, value, seeds), or None where some are missing."""
+
+    def __init__(self, plans):
+        self.plans = plans
+
+    def difference(self, plan, other, of=whole, per_byte=False):
+        """Recipe minus `other`, with the upper end of the interval."""
+        results = self.plans.get(plan)
+        found = results and results.difference("recipe", other, of)
+        if not found:
+            return None
+        if per_byte:
+            one = next(iter(results.models["recipe"].values()))["eval"]
+            scale = one["bits_per_byte"] * math.log(2) / one["loss"]  # tokens per byte, the same of all models
+            found = tuple(None if number is None else number * scale for number in found)
+        return signed(found), found[0] + (found[1] or 0), len(results.pair("recipe", other)[0])
+
+    def beyond(self, plan, other, position):
+        return self.difference(plan, other, parts("by_position", lambda low, high: low >= position))
+
+    def kept(self, beyond):
+        results = self.plans.get("8k")
+        shares = results.kept("recipe").split(" / ") if results else []
+        if len(shares) < 2 or shares[beyond] == "–":
+            return None
+        return shares[beyond], float(shares[beyond]), len(results.models["window"].keys() & results.models[BASE].keys())
+
+    def recall(self, tasks, kind="full"):
+        """Points that full attention is ahead of NSA, the most of the tasks, each the mean of its seeds."""
+        found, count = [], []
+        for task in tasks:
+            seeds = self.plans["recall"].models.get(task, {}) if "recall" in self.plans else {}
+            answers = [result["answer"] for result in seeds.values() if kind in result["answer"]]
+            if not answers:
+                return None
+            found.append(100 * sum(answer[kind] - answer["nsa"] for answer in answers) / len(answers))
+            count.append(len(answers))
+        return f"{max(found):+.1f}".replace("-", "−"), max(found), min(count)
+
+    def needle(self, plan, length, model="recipe"):
+        """Percent of the answers at the worst depth."""
+        answers = needles(self.plans[plan]) if plan in self.plans else ()
+        worst = [
+            100 * min(answer["exact"][answer["lengths"].index(length)])
+            for name, _, answer in answers
+            if name == model and length in answer["lengths"]
+        ]
+        return (f"{min(worst):.1f}", min(worst), len(worst)) if worst else None
+
+    def best_method(self):
+        """Recipe minus the method that is best at far repeats."""
+        far = parts("by_repeat", lambda low, high: low > 4096)
+        methods = [model for model in self.plans["8k"].models if " by " in model] if "8k" in self.plans else []
+        found = {model: self.difference("8k", model, far) for model in methods}
+        found = {model: value for model, value in found.items() if value}
+        if not found:
+            return None
+        worst = max(found, key=lambda model: found[model][1])
+        text, *rest = found[worst]
+        return f"{text} ({worst.removeprefix('full by ')})", *rest
+
+    def best_method_recall(self):
+        tasks = ("16k", "hops-8k")
+        methods = {
+            method
+            for task in tasks
+            for result in (self.plans["recall"].models.get(task, {}) if "recall" in self.plans else {}).values()
+            for method in result["answer"].get("methods", [])
+        }
+        found = {method: self.recall(tasks, method) for method in sorted(methods)}
+        found = {method: value for method, value in found.items() if value}
+        if not found:
+            return None
+        worst = max(found, key=lambda method: found[method][1])
+        text, *rest = found[worst]
+        return f"{text} ({worst})", *rest
+
+    def speed(self):
+        models = self.plans["speed"].trained if "speed" in self.plans else {}
+        if not {"recipe", BASE} <= models.keys():
+            return None
+        ours, theirs = (
+            sum(result["tokens_per_second"] for result in models[name].values()) / len(models[name])
+            for name in ("recipe", BASE)
+        )
+        return f"{ours / theirs:.2f}", ours / theirs, len(models["recipe"].keys() & models[BASE].keys())
+
+
+def goals_section(plans):
+    """Each goal with what was measured of it."""
+    found = Measured(plans)
+    rows = [
+        # What, measured, goal, aim: upper bounds, or lower ones where the aim is above the goal.
+        ["8k, recipe − full", found.difference("8k", BASE), 0, -0.02],
+        ["… − full with a gate", found.difference("8k", "full-gated"), 0.005, 0],
+        ["… − full at equal parameters", found.difference("8k", "full-wide"), 0, -0.015],
+        ["… − full, beyond 4096", found.beyond("8k", BASE, 4096), 0.005, 0],
+        ["pieces, 8k, − full", found.difference("pieces", BASE, per_byte=True), 0.002, -0.01],
+        ["301 million bytes, 8k, − full", found.difference("8k-long", BASE), 0, -0.015],
+        ["32k, 15 minutes each, − full", found.difference("32k-time", BASE), -0.05, -0.15],
+        ["32k, equal tokens, − full", found.difference("32k", BASE), 0, -0.02],
+        ["R, 8k", found.kept(0), 0.97, 1],
+        ["R, 8k, beyond the selected tokens", found.kept(1), 0.95, 1],
+        ["recall, 16k and 64k: full − NSA, points", found.recall(("16k", "64k")), 1, 0],
+        ["needle, 64k, worst depth, percent", found.needle("lookups", 65536), 99, 100],
+        ["hops 3, 8k: full − NSA, points", found.recall(("hops-8k",)), 1, 0],
+        ["far repeats, 8k, − the best of the methods", found.best_method(), 0, -0.02],
+        ["recall, 16k and hops: best method − NSA, points", found.best_method_recall(), 1, 0],
+        ["300 million parameters, 32k: tokens/s over full", found.speed(), 4, 5],
+    ]
+    cells = [["", "measured", "seeds", "goal", "aim", "missed by"]]
+    for what, measured, goal, aim in rows:
+        at_least = aim > goal
+        spelled = [f"{'≥' if at_least else '≤'} {bound:g}".replace("-", "−") for bound in (goal, aim)]
+        if measured is None:
+            cells.append([what, "not yet", "", *spelled, ""])
+            continue
+        text, value, seeds = measured
+        missed = goal - value if at_least else value - goal
+        cells.append([what, text, str(seeds), *spelled, f"{missed:.3g}" if missed > 0 else "met"])
+    return f"## Goals\n\n{fill(GOALS)}\n\n{table(cells)}\n"
 
 
 def curves(plans, image):
@@ -262,9 +456,10 @@ def curves(plans, image):
 
     fig, axes = figure(columns=2, rows=len(plans))
     for (name, results), left, right in zip(plans.items(), axes[::2], axes[1::2], strict=True):
+        models = {model: seeds for model, seeds in results.trained.items() if model in PICTURED[1]}
         kinds = {"recipe": "nsa"}
-        palette = colours([kinds.get(model, model) for model in results.trained])
-        for (model, seeds), colour in zip(results.trained.items(), palette, strict=True):
+        palette = colours([kinds.get(model, model) for model in models])
+        for (model, seeds), colour in zip(models.items(), palette, strict=True):
             for i, result in enumerate(seeds.values()):
                 losses = [point["loss"] for point in result["curve"]]
                 label = model if i == 0 else None
@@ -297,11 +492,14 @@ def main():
             return 0
         raise SystemExit(f"{given.results}: no results: bench/evidence.py makes them")
     image = given.page.parent / "images" / "evidence.png"
-    sections = []
+    sections = list(filter(None, [goals_section(plans), methods_section(plans)]))
     for name, results in plans.items():
-        section = recall_section if "recall" in results.all[0] else plan_section
+        if "recall" in results.all[0]:
+            section = recall_section
+        else:
+            section = plan_section if "eval" in results.all[0] else speed_section
         sections.append("\n".join(filter(None, [section(name, results), needle_section(results)])))
-    drawn = {name: results for name, results in plans.items() if "curve" in results.all[0]}
+    drawn = {name: plans[name] for name in PICTURED[0] if name in plans}
     picture = "![held-out loss](images/evidence.png)\n\n" if drawn else ""
     text = INTRODUCTION + fill(HOW) + "\n\n" + picture + "\n".join(sections)
     if given.check:

@@ -3,9 +3,12 @@
 import importlib.util
 import json
 import math
+import os
+import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ from conftest import PROGRAM, ROOT, nsa
 
 SMALL = (
     "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --batch-size 1 --window-size 32 "
-    "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --held-out-percent 20 --eval-every 8 --threads 2"
+    "--kernel-size 8 --kernel-stride 4 --block-size 16 --topk 4 --held-out-percent 20 --eval-every 8 --threads 1"
 ).split()
 
 
@@ -29,7 +32,8 @@ def page_maker():
 def evidence(folder, corpus, *arguments, options=(), code=0):
     command = [sys.executable, ROOT / "bench" / "evidence.py", *arguments, "--nsa", PROGRAM, "--out", folder / "out"]
     command += ["--results", folder / "results", "--", "--data", corpus, *SMALL, *options]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # these models are too small to share
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == code, done.stderr
     return done
 
@@ -44,9 +48,9 @@ def write_page(folder, *options, code=0):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("evidence")
-    for plan in ("8k", "8k-variants"):  # of one model without methods, in the second plan
+    for plan in ("8k", "ablations"):  # of one model without methods, in the second plan
         models = ["full", "recipe", "window"] if plan == "8k" else ["full", "last-layer-dense"]
-        options = ["--steps", 16, *(["--layers", 8] if plan == "8k-variants" else [])]
+        options = ["--steps", 16, *(["--layers", 8] if plan == "ablations" else [])]
         evidence(folder, corpus, plan, *models, "--seeds", 1, 2, options=options)
     return folder
 
@@ -124,10 +128,57 @@ def test_results_of_other_options_are_not_mixed(measured, tmp_path):
     assert "train: results of one plan differ" in write_page(tmp_path, code=1)
 
 
+# Of each plan: models, and what makes it tiny.
+EVERY_PLAN = {
+    "8k": ("full full-gated full-wide window recipe", "--steps 2"),
+    "32k": ("full recipe", "--steps 2 --context 256"),
+    "32k-time": ("full recipe", "--minutes .01 --context 256"),
+    "pieces": ("full recipe", "--steps 2 --tokenizer bytes"),
+    "lookups": ("full recipe", "--steps 2 --context 256 --document-bytes 1024"),
+    "lookups-8k": ("full", "--steps 2 --document-bytes 1024"),
+    "speed": ("full recipe", "--steps 2 --document-bytes 1024"),
+    "8k-long": ("full recipe", "--steps 2"),
+    "ablations": ("full paper", "--steps 2"),
+    "recall": ("16k 64k hops-8k", "--length 128 --tokens-per-step 256 --pairs 6 --steps 2 --topk 3 --threads 1"),
+}
+
+
+def test_every_plan(tmp_path, corpus):
+    """All of bench/evidence.sh, two runs at a time, and the page with all goals."""
+    environment = {**os.environ, "NSA": str(PROGRAM), "OUT": str(tmp_path / "out"), "GPUS": "0 1", "LIMIT": "0",
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment |= {"RESULTS": str(tmp_path / "results"), "PAGE": str(tmp_path / "evidence.md")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+
+    def run(plan, code=0, **more):
+        models, options = EVERY_PLAN[plan]
+        tiny = [] if plan == "recall" else ["--data", corpus, *SMALL, "--log-every", 1]
+        command = [ROOT / "bench" / "evidence.sh", plan, "--seeds", 1, "--lengths", 64, 128, "--samples", 1, "--"]
+        words = [str(word) for word in [*command, *tiny, *options.split()]]
+        own = {**environment, "MODELS": models, **more}
+        done = subprocess.run(words, text=True, capture_output=True, timeout=300, env=own)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    for plan, (models, _) in EVERY_PLAN.items():
+        run(plan, **({} if plan == "recall" else {"PAGE": ""}))  # the last one writes the page
+        assert {model for model, _ in results(tmp_path, plan)} == set(models.split())
+    page = (tmp_path / "evidence.md").read_text()
+    goals = page[page.index("## Goals") : page.index("## Beside other")].splitlines()
+    too_short_for = ("beyond 4096", "needle, 64k", "far repeats", "R, 8k")
+    assert not [line for line in goals if "not yet" in line and not any(name in line for name in too_short_for)]
+    assert "| full by quest |" in page and "64: worst depth" in page
+    assert "0 results to make" in run("8k").stdout
+    (tmp_path / "results" / "8k.window.1.json").unlink()
+    shutil.rmtree(tmp_path / "out" / "8k.window.1")
+    assert "stopped; the same command goes on" in run("8k", LIMIT="1", code=3).stderr
+
+
 def test_recall(tmp_path):
     command = [sys.executable, ROOT / "bench" / "evidence.py", "recall", "2k", "--nsa", PROGRAM, "--results",
                tmp_path / "results", "--out", tmp_path / "out", "--"]  # fmt: skip
-    command += "--length 128 --pairs 8 --steps 2 --topk 3 --threads 2".split()
+    command += "--length 128 --pairs 8 --steps 2 --topk 3 --threads 1".split()
+    command[4:4] = ["--seeds", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     answer = results(tmp_path, "recall")["2k", "1"]["answer"]
     write_page(tmp_path)
