@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from . import _options
 
+PAPER = NSAConfig()
 MEAN = CompressionWeights("mean")
 
 
@@ -273,7 +274,7 @@ def nsa_attention(
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     names = _names(k_slc="k", v_slc="v", k_swa="k" if k_swa is None else "", v_swa="v" if v_swa is None else "")
-    cfg = NSAConfig() if cfg is None else cfg
+    cfg = PAPER if cfg is None else cfg
     tensors = (q, k_c, v_c, k, v, k if k_swa is None else k_swa, v if v_swa is None else v_swa, gates)
     keep = torch.is_grad_enabled() and needs_gradient(*tensors)
     settings = (cfg.as_list(), softmax_scale, float(noise), _signed(seed))
@@ -369,7 +370,7 @@ def native_sparse_attention(
     """
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     names = branch_names(k_slc, v_slc, k_swa, v_swa)
-    cfg = NSAConfig() if cfg is None else cfg
+    cfg = PAPER if cfg is None else cfg
     at_q, at_k = _positions(q, k, packed, rope)
     keys = (k, k if k_slc is None else k_slc, k if k_swa is None else k_swa)
     turned = rotate_inputs(rope, q, *keys, MEAN if weights_k is None else weights_k, at_q, at_k)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .._arguments import check_offsets, check_type, check_usable
 from .._registration import call, ops
 from ..config import CompressionWeights, NSAConfig
-from ..functional import MEAN, _signed
+from ..functional import MEAN, PAPER, _signed
 from ..rotary import check_positions, rotate, rows_within
 from .exchange import ContextParallel
 from .layout import Chunk, divide
@@ -76,7 +76,7 @@ def native_sparse_attention(
         TypeError: an argument is of another type; on the other ranks ValueError.
         NotImplementedError: in the backward, a backend that has no reduce-scatter, with reduction="reduce_scatter".
     """
-    cfg = NSAConfig() if cfg is None else cfg
+    cfg = PAPER if cfg is None else cfg
     weights_k, weights_v = MEAN if weights_k is None else weights_k, MEAN if weights_v is None else weights_v
     phi = ("k", weights_k), ("v", weights_v)
     branches = {"q": q, "k": k, "v": v, "gates": gates, "k_slc": k_slc, "v_slc": v_slc, "k_swa": k_swa, "v_swa": v_swa}
