@@ -267,7 +267,7 @@ def test_a_folder_of_transformers_is_read(pretrained):
     assert {file: file.read_bytes() for file in pretrained.iterdir()} == before
 
 
-@pytest.mark.parametrize("text", ["", "1 x", "1 40", "-1", "1 2\n3", "99999999999999999999", "1.5"])
+@pytest.mark.parametrize("text", ["", "1 x", "1 40", "-1", "99999999999999999999", "1.5"])
 def test_damaged_ids_are_refused(pretrained, text):
     (pretrained.parent / "ids.txt").write_text(text)
     assert "ids.txt" in refused(*of_pretrained(pretrained))
