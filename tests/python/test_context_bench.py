@@ -43,9 +43,9 @@ def test_times(tmp_path):
     assert first["alone"]["forward_ms"] > 0 and "alone" not in second and "sampled" not in others[0]
     assert first["beside_one"]["within_bounds"] and max(first["beside_one"]["difference"].values()) < 1e-5
     for row in (first, second):
-        whole = row["forward_ms"] + row["backward_ms"]
-        assert row["recomputed_backward_ms"] > 0 and 0 < row["waited_ms"] < whole * 10
-        assert 0 < row["attention_alone"]["forward_ms"] < row["attention_alone"]["backward_ms"]
+        # No time is set against another: both ranks share the machine with other tests.
+        assert row["recomputed_backward_ms"] > 0 and row["waited_ms"] > 0
+        assert row["attention_alone"]["forward_ms"] > 0 and row["attention_alone"]["backward_ms"] > 0
         # Four queries of each of four chunks.
         assert row["sampled"]["rows"] == 16 and row["sampled"]["within_bounds"]
         assert row["sampled"]["difference"].keys() == {"o", "d_q", "d_k", "d_v", "d_gates"}
