@@ -43,4 +43,24 @@ KVCacheView CacheArguments::views() const {
   return cache;
 }
 
+KVCacheView PagedCacheArguments::views() const {
+  KVCacheView cache;
+  cache.k_slc = output(k_slc, "cache.k_slc");
+  cache.v_slc = output(v_slc, "cache.v_slc");
+  cache.k_c = output(k_c, "cache.k_c");
+  cache.v_c = output(v_c, "cache.v_c");
+  cache.k_swa_ring = output(k_swa, "cache.k_swa_ring");
+  cache.v_swa_ring = output(v_swa, "cache.v_swa_ring");
+  cache.k_cmp_ring = output(k_cmp, "cache.k_cmp_ring");
+  cache.v_cmp_ring = output(v_cmp, "cache.v_cmp_ring");
+  cache.overflow = output(overflow, "cache.overflow");
+  cache.cache_seqlens = input(seq_lens, "cache.cache_seqlens");
+  cache.block_table = input(block_table, "cache.block_table");
+  cache.block_table_c = input(block_table_c, "cache.block_table_c");
+  cache.block_table_swa = input(block_table_swa, "cache.block_table_swa");
+  cache.block_table_cmp = input(block_table_cmp, "cache.block_table_cmp");
+  cache.advance = false;
+  return cache;
+}
+
 }  // namespace nsa::python

@@ -78,7 +78,7 @@ Tensors<18> native_sparse_attention_backward(const Tensor& d_o, const BranchArgu
                                              const RotationArguments& rotation, const PackedArguments& packed,
                                              const OptionalTensor& imposed_indices, const Bools& needs);
 
-// decode, prefill and fork change the cache's tensors; decode.cpp has their schemas beside them.
+// decode, prefill, decode_paged and fork change the cache's tensors; decode.cpp has their schemas beside them.
 using Library = torch::stable::detail::StableLibrary;
 void define_decode(Library& m);
 void implement_decode(Library& m);

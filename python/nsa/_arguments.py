@@ -24,7 +24,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     fails, as it does with anything else, so that a good one does not pay for it. Flags are not looked at. Then it also
     looks for what torch has no words for (`check_usable`).
     """
-    hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return" and hint is not bool}
+    hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
+    flags = {name for name, hint in hints.items() if hint is bool}
+    hints = {name: hint for name, hint in hints.items() if name not in flags}
     plain = {name: hint for name, hint in hints.items() if {*_alternatives(hint)} <= {int, float, str, NoneType}}
     names = tuple(inspect.signature(function).parameters)
 
@@ -43,6 +45,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except Exception:
             check(hints, arguments, named)
             for name, value in (*zip(names, arguments, strict=False), *named.items()):
+                if isinstance(value, Tensor) and name in flags:  # which torch may not take for true or false
+                    check_type(name, value, bool)
                 check_usable(name, value)
             raise
 

@@ -58,7 +58,9 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
         if not message.startswith((_REFUSED, _UNSUPPORTED)) and not isinstance(error, ValueError):
             raise
         if names:
-            message = re.sub(r"(?<![.\w])({})\b".format("|".join(names)), lambda found: names[found[0]], message)
+            message = re.sub(
+                r"(?<![.\w])({})\b".format("|".join(map(re.escape, names))), lambda found: names[found[0]], message
+            )
         kind = NotImplementedError if unsupported else ValueError
         raise kind(message.removeprefix(_REFUSED).removeprefix(_UNSUPPORTED)) from None
 
@@ -96,7 +98,7 @@ def _register_views(name: str) -> None:
 
 
 _views = torch.library.Library(NAMESPACE, "IMPL")
-for _name in ("decode", "prefill", "fork"):
+for _name in ("decode", "prefill", "decode_paged", "fork"):
     _register_views(_name)
 
 
@@ -240,6 +242,11 @@ def _(d_o, *rest):
 def _(q, k_cmp, v_cmp, *rest):
     cfg = rest[-6]
     return _o(q, v_cmp), _indices(q, k_cmp, cfg)
+
+
+@_fake("decode_paged")
+def _(q, k_cmp, v_cmp, *rest):
+    return _o(q, v_cmp), _indices(q, k_cmp, rest[-5])
 
 
 @_fake("fork")

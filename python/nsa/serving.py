@@ -22,8 +22,10 @@ from ._registration import call, ops
 from .cache import ROLLBACK, _multiple_of_16
 from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, _step
+from .functional import MEAN, branch_names
+from .rotary import check_positions, rotate_inputs, rows_within
 
-__all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "fork"]
+__all__ = ["LayerCache", "Step", "allocate", "compressed_page_size", "decode_paged", "fork"]
 
 
 @checked
@@ -47,6 +49,8 @@ class LayerCache(NamedTuple):
         k_c, v_c: (num_pages_c, page_size_c, Hkv, Dk or Dv), likewise, of compressed tokens.
         k_swa_ring, v_swa_ring: (num_slots, window_size + 32, Hkv, Dk or Dv).
         k_cmp_ring, v_cmp_ring: (num_slots, kernel_size + 32, Hkv, Dk or Dv).
+
+    `decode_paged` also takes pages in place of the rings, and compressed tokens in pages of page_size / kernel_stride.
     """
 
     k_slc: Tensor
@@ -328,6 +332,110 @@ class Step:
         """Waits for the device. Raises RuntimeError if a request found no room in a layer of this step."""
         if int(self.overflow.item()):
             raise RuntimeError("Step: a request found no room and its tokens were dropped: it needs more pages")
+
+
+@checked
+def decode_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    layer: LayerCache,
+    *,
+    cfg: NSAConfig,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    block_table_c: Tensor | None = None,
+    block_table_swa: Tensor | None = None,
+    block_table_cmp: Tensor | None = None,
+    max_query_len: int = 0,
+    overflow: Tensor | None = None,
+    weights_k: CompressionWeights | None = None,
+    weights_v: CompressionWeights | None = None,
+    k_slc: Tensor | None = None,
+    v_slc: Tensor | None = None,
+    k_swa: Tensor | None = None,
+    v_swa: Tensor | None = None,
+    indices: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    softmax_scale: float | None = None,
+    return_indices: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One layer's step for decodes and chunks together, as one operator on an engine's tensors. CPU only so far.
+
+    T new tokens, packed, of B requests. The caller's lengths and tables say everything; none of them is written. With
+    `block_table` alone for all that has pages, requests that begin alike share full pages without a call of `fork`.
+
+    Args:
+        q, k, v, gates: (T, heads, ...), otherwise as in `nsa.decode`, as the options are.
+        layer: the layer's memory, is changed.
+        cfg: hyperparameters.
+        query_start_loc: int32 (B + 1), from 0 on: request b has rows query_start_loc[b] ... query_start_loc[b + 1] - 1,
+            or none. Rows behind the last are padding: never read, o = 0.
+        seq_lens: int32 (B), tokens of each request with the new ones.
+        block_table: int32 (B, max_pages), pages of `layer.k_slc`; -1: none.
+        block_table_c: int32 (B, max_pages_c), pages of `layer.k_c`. None: `block_table` has them, too, and a page of
+            `layer.k_c` has page_size / kernel_stride entries, entry i in slot i + kernel_size / kernel_stride - 1.
+        block_table_swa: int32 (B, max_pages), pages of `layer.k_swa_ring` (num_pages, page_size, Hkv, D), needed for
+            the last window_size - 1 tokens and the new ones. None: a ring for each request, B slots.
+        block_table_cmp: the same of `layer.k_cmp_ring`, needed for the tokens of blocks that are not complete.
+        max_query_len: at least the most new tokens of a request. 0: T.
+        overflow: int32 (1), set to 1 if a request found no page: it writes nothing then, and o = 0. None: that raises
+            RuntimeError at the end of the step.
+
+    Returns:
+        o (T, H, Dv), or (o, indices) with indices int32 (T, Hkv, topk).
+
+    Raises:
+        ValueError: an argument is not allowed; no memory was changed then.
+        RuntimeError: a request found no page, and `overflow` was not given.
+        NotImplementedError: the backend is CUDA.
+        TypeError: an argument is of another type.
+    """
+    _check_layer(layer)
+    names = branch_names(k_slc, v_slc, k_swa, v_swa) | {f"cache.{name}": f"layer.{name}" for name in layer._fields}
+    names |= {"cache.cache_seqlens": "seq_lens", "cache.overflow": "overflow"}
+    names |= {"prefill": "decode_paged", "decode": "decode_paged"}
+    names |= {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
+    k_slc, k_swa = (k if t is None else t for t in (k_slc, k_swa))
+    v_slc, v_swa = (v if t is None else t for t in (v_slc, v_swa))
+    weights_k, weights_v = (MEAN if w is None else w for w in (weights_k, weights_v))
+    flag = torch.zeros(1, dtype=torch.int32, device=q.device) if overflow is None else overflow
+    at = slice(None) if rope is None else _positions(rope, query_start_loc, seq_lens, q)
+    with torch.no_grad():
+        turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+        o, selected = call(
+            ops.decode_paged,
+            *(turned.q, turned.k, v, turned.k_slc, v_slc, turned.k_swa, v_swa, gates),
+            *(*layer, flag, seq_lens, block_table, block_table_c, block_table_swa, block_table_cmp),
+            *(query_start_loc, max_query_len, *turned.weights_k.as_arguments(), *weights_v.as_arguments()),
+            *(cfg.as_list(), softmax_scale, turned.cos, turned.sin, indices),
+            names=names,
+        )
+    if overflow is None and int(flag.item()):
+        raise RuntimeError("decode_paged: a request found no page and its tokens were dropped: see block_table")
+    return (o, selected) if return_indices else o
+
+
+def _positions(rope: tuple[Tensor, Tensor], starts: Tensor, seq_lens: Tensor, q: Tensor) -> Tensor:
+    """Of packed new tokens, rows of the rotation's tables."""
+    for name, tensor in (("q", q), ("query_start_loc", starts), ("seq_lens", seq_lens)):
+        check_type(name, tensor, Tensor)
+        check_usable(name, tensor)
+    for name, tensor in (("query_start_loc", starts), ("seq_lens", seq_lens)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 1:
+            what = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            raise ValueError(f"{name}: {what}: must be int32 with one dimension")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: on {tensor.device}: expected {q.device} as q")
+    if starts.shape[0] != seq_lens.shape[0] + 1 or starts.shape[0] < 2:
+        raise ValueError(
+            f"query_start_loc: {tuple(starts.shape)}: must be one more than seq_lens {tuple(seq_lens.shape)}"
+        )
+    check_positions(rope, int(seq_lens.max()) if q.device.type == "cpu" else 1, "the longest of seq_lens")
+    rows, sequence = rows_within(starts, q.shape[0] if q.dim() == 3 else 0)
+    return (rows + (seq_lens - starts.diff())[sequence]).clamp(0, rope[0].shape[0] - 1)
 
 
 @checked

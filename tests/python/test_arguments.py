@@ -16,7 +16,8 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
 NAMES = list(calls())
-OPTIONAL = ("cu_seqlens", "num_new", "rope", "indices", "k_slc", "v_slc", "k_swa", "v_swa", "slot_mapping")
+OPTIONAL = ("cu_seqlens", "num_new", "rope", "indices", "k_slc", "v_slc", "k_swa", "v_swa", "slot_mapping", "overflow")
+OPTIONAL += ("block_table_swa", "block_table_cmp")
 NO_TENSORS = {"list": [1.0], "array": np.zeros(3), "str": "x", "None": None, "number": 1.5, "module": torch.nn.ReLU()}
 
 

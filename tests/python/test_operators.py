@@ -87,6 +87,11 @@ def arguments():
     rest = (*plain(*phi), *phi_v, CFG, None, torch.ones(64, dk // 2), torch.zeros(64, dk // 2), None, None)
     yield "decode", (*(t[:, :5] for t in new), *cache.tensors(), *rest)
     yield "prefill", (*new, *cache.tensors(), *rest)
+    pages = [torch.zeros(12, rows, 2, d) for rows in (16, 4, 16, 32) for d in (dk, dv)]
+    table, flag = torch.arange(8, dtype=torch.int32).reshape(2, 4), torch.zeros(1, dtype=torch.int32)
+    tables, starts = (table, None, table + 2, table // 2), torch.tensor([0, 20, 41], dtype=torch.int32)
+    engine = (*pages, flag, torch.tensor([25, 21], dtype=torch.int32), *tables, starts, 30)
+    yield "decode_paged", (*(t[0] for t in new), *engine, *rest[:-2], None)
     yield "fork", (*cache.tensors(), CFG, 0, 1, 0)
 
 
@@ -99,14 +104,14 @@ def test_every_operator_is_checked():
     assert set(names()) == {name for name, _ in arguments()} | without_tensors
 
 
-@pytest.mark.parametrize("index", range(26))
+@pytest.mark.parametrize("index", range(27))
 def test_opcheck(backend, index):
     name, args = list(arguments())[index]
     torch.library.opcheck(getattr(ops, name).default, args)
 
 
 def test_opcheck_runs_all():
-    assert len(list(arguments())) == 26
+    assert len(list(arguments())) == 27
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,12 +1,13 @@
 """nsa.serving: continuous batching gives every request what it has alone, and loses no memory."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
 import nsa
-from nsa.serving import LayerCache, Step, allocate, fork
+from nsa.serving import LayerCache, Step, allocate, decode_paged, fork
 from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
 
 
@@ -224,3 +225,153 @@ def test_a_wrong_fork(parent, child, length, message):
     tables = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         fork(memory(), parent, child, *tables, length, 40, CFG)
+
+
+PAGE = 16
+
+
+class Paged:
+    """Requests in one layer's pages of an engine, which shares full pages of equal beginnings and forgets old ones."""
+
+    def __init__(self, dtype, own_table, window_pages, seed):
+        self.draw, self.own_table, self.window_pages = random.Random(seed), own_table, window_pages
+        torch.manual_seed(seed)
+        rows = PAGE, -(-PAGE // CFG.kernel_stride // 16) * 16 if own_table else PAGE // CFG.kernel_stride, PAGE, PAGE
+        shapes = [(64, n, KV_HEADS, DIM) for n in rows for _ in "kv"]
+        if not window_pages:
+            shapes[4:] = [(4, w + 32, KV_HEADS, DIM) for w in (CFG.window_size, CFG.kernel_size) for _ in "kv"]
+        both = [torch.full((n, 2, *shape), torch.nan, dtype=dtype) for n, *shape in shapes[::2]]
+        self.layer = LayerCache(*(half for pair in both for half in pair.unbind(1)))  # keys and values in one tensor
+        self.free = self.draw.sample(range(64), 64)
+        self.dtype, angles = dtype, torch.arange(200)[:, None] * 0.3 ** torch.arange(DIM // 2)
+        self.options = {"rope": (angles.cos(), angles.sin()), "softmax_scale": 0.4}
+        for name in ("weights_k", "weights_v"):
+            phi = nsa.initial_compression_weights("mlp", CFG.kernel_size, DIM)
+            self.options[name] = nsa.CompressionWeights(
+                "mlp", *(None if t is None else t.to(dtype) for t in vars(phi).values() if not isinstance(t, str))
+            )
+
+    def text(self, shared=None, length=0):
+        """New tokens (q, k, v, gates) of a request of 120, the first ones those of another."""
+        new = [torch.randn(120, *shape).to(self.dtype) for shape in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM))]
+        new.append(torch.rand(120, HEADS, 3).to(self.dtype))
+        for mine, other in zip(new, shared or new, strict=True):
+            mine[:length] = other[:length]
+        return new
+
+    def alone(self, text):
+        """Of every token, by nsa.prefill and nsa.decode."""
+        cache = nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=120, dtype=self.dtype)
+        parts = []
+        for begin in range(0, 120, 8):
+            step = nsa.decode if begin % 16 else nsa.prefill
+            parts.append(step(*(t[None, begin : begin + 8] for t in text), cache, **self.options, return_indices=True))
+        return [torch.cat(part, 1)[0] for part in zip(*parts, strict=True)]
+
+    def step(self, texts, pages, lengths, counts):
+        """Of the requests' next tokens: (o, indices), rows of padding behind them."""
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        packed = []
+        for i in range(4):
+            rows = [text[i][n : n + c] for text, n, c in zip(texts, lengths, counts, strict=True)]
+            packed.append(torch.cat([*rows, torch.full_like(texts[0][i][:3], torch.nan)]))
+        table = torch.full((len(texts), 9), -1, dtype=torch.int32)
+        for r, (mine, n, c) in enumerate(zip(pages, lengths, counts, strict=True)):
+            while c and len(mine) * PAGE < n + c:
+                mine.append(self.free.pop())
+            table[r, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        window, raw = table.clone(), table.clone()
+        for r, n in enumerate(lengths):  # what the engine has no longer
+            window[r, : max(0, n - CFG.window_size + 1) // PAGE] = -1
+            raw[r, : CFG.num_compressed(n) * CFG.kernel_stride // PAGE] = -1
+        seq_lens = torch.tensor([n + c for n, c in zip(lengths, counts, strict=True)], dtype=torch.int32)
+        given = {"block_table_c": table} if self.own_table else {}
+        given |= {"block_table_swa": window, "block_table_cmp": raw} if self.window_pages else {}
+        o, indices = decode_paged(
+            *packed,
+            self.layer,
+            **{"cfg": CFG, "query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, **given},
+            **self.options,
+            max_query_len=max(*counts, 1),
+            return_indices=True,
+        )
+        assert (o[starts[-1] :] == 0).all() and (indices[starts[-1] :] == -1).all()
+        return [(o[a:b], indices[a:b]) for a, b in pairwise(starts.tolist())]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("own_table", "window_pages"), ((False, True), (True, True), (False, False)))
+def test_decode_paged_gives_what_decode_gives(dtype, own_table, window_pages):
+    shares = not own_table and window_pages  # full pages are then all that a beginning needs
+    for seed in range(3):
+        engine = Paged(dtype, own_table, window_pages, seed)
+        begins = [0, *(engine.draw.choice((16, 32, 48)) if shares else 0 for _ in range(3))]
+        first = engine.text()
+        texts = [first, *(engine.text(first, begin) for begin in begins[1:])]
+        expected = [engine.alone(text) for text in texts]
+        got, pages, lengths = [[] for _ in texts], [[] for _ in texts], list(begins)
+
+        def run(counts, engine=engine, texts=texts, pages=pages, lengths=lengths, got=got):
+            for r, part in enumerate(engine.step(texts, pages, lengths, counts)):
+                got[r].append(part)
+                lengths[r] += counts[r]
+
+        run([17, 0, 0, 0])
+        run([0, 0, 0, 0])
+        run([35, 0, 0, 0])
+        for mine, begin in zip(pages[1:], begins[1:], strict=True):
+            mine.extend(pages[0][: begin // PAGE])
+        while min(lengths) < 120:
+            most = engine.draw.choice((1, 4, 30))
+            run([min(engine.draw.randint(0, most), 120 - n) for n in lengths])
+        for parts, truths, begin in zip(got, expected, begins, strict=True):
+            for result, truth in zip(zip(*parts, strict=True), truths, strict=True):
+                assert torch.equal(torch.cat(result), truth[begin:])
+
+
+def test_decode_paged_without_a_page():
+    engine = Paged(torch.float32, False, True, 0)
+    texts, pages = [engine.text(), engine.text()], [[1], [2]]
+    engine.step(texts, pages, [0, 0], [10, 10])
+    before = [t.clone() for t in engine.layer]
+    engine.free = [-1] * 9
+    with pytest.raises(RuntimeError, match="a request found no page and its tokens were dropped"):
+        engine.step(texts, pages, [10, 10], [0, 7])
+    assert all(
+        torch.equal(
+            t,
+            b,
+        )
+        for t, b in zip(map(torch.nan_to_num, engine.layer), map(torch.nan_to_num, before), strict=True)
+    )
+
+
+def test_a_wrong_decode_paged():
+    engine = Paged(torch.float32, False, True, 0)
+    new = [t[:5] for t in engine.text()]
+    table = torch.tensor([[3, -1], [4, -1]], dtype=torch.int32)
+    good = {"query_start_loc": torch.tensor([0, 2, 5], dtype=torch.int32), "block_table": table}
+    good |= {"seq_lens": torch.tensor([2, 3], dtype=torch.int32), "block_table_swa": table, "block_table_cmp": table}
+    decode_paged(*new, engine.layer, cfg=CFG, **good)
+    for message, wrong in {
+        r"block_table_swa\[0, 0\] = 64: must be -1 or below 64": {"block_table_swa": table + 61},
+        r"seq_lens\[1\] = 2: without advance it counts the new tokens too, 3": {
+            "seq_lens": torch.tensor([2, 2], dtype=torch.int32)
+        },
+        r"query_start_loc\[2\] = 6: must not exceed the rows of the tensor, 5": {
+            "query_start_loc": torch.tensor([0, 2, 6], dtype=torch.int32)
+        },
+        "query_start_loc: sequence 1 has 3 new tokens: at most max_query_len = 2": {"max_query_len": 2},
+        r"layer.k_c: float32 \(64, 1, 2, 16\): expected the shape": {
+            "block_table_c": None,
+            "layer": engine.layer._replace(k_c=engine.layer.k_c[:, :1]),
+        },
+        r"k: float32 \(4, 2, 16\): expected the shape \(T = 5": {"k": new[1][:4]},
+        r"seq_lens: int64 \(2,\): must be int32 with one dimension": {
+            "seq_lens": torch.tensor([2, 3]),
+            "rope": engine.options["rope"],
+        },
+    }.items():
+        arguments = dict(zip(("q", "k", "v", "gates"), new, strict=True)) | {"layer": engine.layer, "cfg": CFG}
+        with pytest.raises(ValueError, match=f"^(decode_paged: )?{message}"):
+            decode_paged(**arguments | good | wrong)

@@ -136,12 +136,18 @@ def serving_calls() -> Calls:
     new |= {"gates": torch.rand(18, H, 3), "weights_k": WEIGHTS, "weights_v": WEIGHTS, "rope": (HALF, HALF)}
     shared = {"parent": 0, "child": 1, "block_table": step["block_table"].flip(0)}
     shared |= {"block_table_c": step["block_table_c"].flip(0), "length": 16, "parent_length": 17, "cfg": SMALL}
+    paged = serving.LayerCache(*(torch.zeros(4, rows, HKV, D) for rows in (16, 4, 16, 16) for _ in "kv"))
+    table = step["block_table"]
+    packed = {name: step[name] for name in ("seq_lens", "block_table")} | {"cfg": SMALL, "max_query_len": 17}
+    packed |= {"query_start_loc": torch.tensor([0, 1, 18], dtype=torch.int32), "softmax_scale": 0.5}
+    packed |= {"block_table_swa": table, "block_table_cmp": table, "overflow": torch.zeros(1, dtype=torch.int32)}
     made = {"cfg": SMALL, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 16, **sizes}
     return {
         "serving.allocate": (serving.allocate, made),
         "serving.compressed_page_size": (serving.compressed_page_size, {"cfg": SMALL, "page_size": 32}),
         "serving.Step": (serving.Step, step | engine),
         "serving.attend": (serving.Step(**step, **engine).attend, {"layer": layer, **new}),
+        "serving.decode_paged": (serving.decode_paged, {"layer": paged, **packed, **new}),
         "serving.fork": (serving.fork, {"layer": serving.allocate(SMALL, HKV, D, **sizes), **shared}),
     }
 
