@@ -13,7 +13,7 @@
 #   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
 #   BUDGET=540   scale: seconds after which no step begins or goes on
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
-# Beside $RESULTS the stage bench also writes bench_cuda.json, and hf llama.json.
+# Beside $RESULTS the stage bench also writes bench_cuda.json and bench_minimax_m3.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench decode}
@@ -164,6 +164,11 @@ for step in $steps; do
           --selection random --longest-dense-forward 262144 --no-plain --budget 0.5 ${PEERS:+--peers "$PEERS"} \
           --json "$(dirname "$results")/bench_cuda.json"
         cat "$logs/bench.log"
+        # MiniMax-M3's attention: 16 blocks of 128.
+        run minimax_m3 build-gpu/bin/nsa bench --device cuda --lengths 8192,65536 --heads 64 --kv-heads 4 --head-dim 128 \
+          --block-size 128 --topk 16 --selection random --only selected_attention --budget 0.5 \
+          --json "$(dirname "$results")/bench_minimax_m3.json"
+        cat "$logs/minimax_m3.log"
       fi
       run stages build-gpu/bin/cuda_stages ${LENGTHS:-8192 65536}
       cat "$logs/stages.log"

@@ -25,6 +25,10 @@ class Runner {
     Problem problem(options_.shape, length);
     for (const bool backward : {false, true}) {
       if (backward && (!options_.backward || length > options_.longest_backward)) break;
+      if (!options_.only.empty()) {
+        time_operations(problem, backward, length);
+        continue;
+      }
       Ratio ratio{.pass = backward ? "forward_backward" : "forward", .length = length};
       for (std::size_t i = 0; i < options_.phis.size(); ++i) {
         const auto whole = problem.whole(options_.phis[i], backward);
@@ -35,9 +39,7 @@ class Runner {
         ratio.judged = result.timing.judged;
         ratio.peer = result.peer;
       }
-      if (options_.parts) {
-        for (auto& operation : problem.operations(options_.phis, backward)) time(operation, length);
-      }
+      if (options_.parts) time_operations(problem, backward, length);
       if (options_.plain) time_plain(problem, backward, length, ratio);
       if (length > longest_dense(backward)) {
         extrapolate_dense(backward, length, ratio);
@@ -71,6 +73,12 @@ class Runner {
       result.rates = options_.rates;
     }
     return add(result);
+  }
+
+  void time_operations(Problem& problem, bool backward, std::int64_t length) {
+    for (const auto& operation : problem.operations(options_.phis, backward)) {
+      if (operation.op.find(options_.only) != std::string::npos) time(operation, length);
+    }
   }
 
   void time_stages(const Problem& problem, const Case& whole, CompressionKind phi, std::int64_t length) {

@@ -27,6 +27,7 @@ struct Options {
   bool backward = true;
   bool parts = true;  // the stages of the whole on CUDA, and each operation alone
   bool plain = true;  // dense attention on libnsa's kernels
+  std::string only;   // if it is given, of the operations alone those with this in their names, and nothing else
   TimingOptions timing;
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared

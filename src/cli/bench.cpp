@@ -142,7 +142,8 @@ class BenchCommand {
     command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds")
         ->check(CLI::Range(0.0, 1e6));
     command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
-    command_.add_flag("!--no-parts", options_.parts, "Only the whole, neither its stages nor each operation");
+    auto* const no_parts =
+        command_.add_flag("!--no-parts", options_.parts, "Only the whole, neither its stages nor each operation");
     command_.add_flag("!--no-plain", options_.plain, "Without dense attention on libnsa's own kernels");
     command_
         .add_option(
@@ -171,8 +172,13 @@ class BenchCommand {
     for (const char* of_model : {"--heads", "--kv-heads", "--head-dim", "--v-head-dim", "--phi", "--kernel-size",
                                  "--kernel-stride", "--block-size", "--topk", "--window-size"})
       model->excludes(command_.get_option(of_model));
-    command_.add_flag("--goals", goals_,
-                      "Say which of the project's speed goals are reached; exit code 1 if one is missed");
+    auto* const goals = command_.add_flag(
+        "--goals", goals_, "Say which of the project's speed goals are reached; exit code 1 if one is missed");
+    command_
+        .add_option("--only", options_.only,
+                    "Of the operations alone those with this in their names; neither the whole nor dense attention")
+        ->excludes(no_parts)
+        ->excludes(goals);
     json_.add(command_, "the results");
     command_.callback([this] { run(); });
   }
@@ -212,7 +218,8 @@ class BenchCommand {
     const Table table(shape.device.is_cuda(), !options_.peers.empty());
     table.print_header();
     const auto report = bench::run(options_, [&](const bench::Result& result) { table.print(result); });
-    print_ratios(report);
+    if (report.results.empty()) throw base::Error(fmt::format("--only {}: in no operation's name", options_.only));
+    if (options_.only.empty()) print_ratios(report);
     nlohmann::json json = report;
     json.update(origin());
     json_.write(json);

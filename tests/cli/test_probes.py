@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from conftest import TINY, metrics, nsa, open_checkpoint, refused
+from conftest import ROOT, TINY, metrics, nsa, open_checkpoint, refused
 
 TINY_BENCH = "--lengths 64,96 --heads 2 --head-dim 16 --v-head-dim 16 --repeats 1 --budget 0.01 --threads 2".split()
 
@@ -175,12 +175,35 @@ def test_bench_reports_every_operation(tmp_path):
     assert "bench --lengths 64,96" in out["command"] and re.fullmatch(r"\d{4}-\d\d-\d\d", out["date"])
 
 
+def test_bench_times_some_operations(tmp_path):
+    out, _ = result(tmp_path, "bench", *TINY_BENCH, "--only", "window")
+    found = [(r["op"], r["length"]) for r in out["results"]]
+    ops = ("sliding_window_attention", "sliding_window_attention_backward")
+    assert found == [(op, length) for length in (64, 96) for op in ops]
+    assert "--only dense: in no operation's name" in refused("bench", *TINY_BENCH, "--only", "dense")
+
+
 @pytest.mark.parametrize("selection", ["random", "clustered"])
 def test_bench_attends_to_given_blocks(selection, tmp_path):
     out, _ = result(tmp_path, "bench", *TINY_BENCH, "--selection", selection, "--phi", "mean", "--no-plain")
     assert out["settings"]["selection"] == selection
     assert all(ratio["over_dense"] > 0 and ratio["over_plain"] is None for ratio in out["ratios"])
     assert not any(r["op"].startswith("plain") for r in out["results"])
+
+
+def test_bench_of_minimax_m3(tmp_path):
+    """The command of tools/gpu.sh, on the CPU: 17 blocks of 128, so that the last queries leave one out."""
+    script = (ROOT / "tools" / "gpu.sh").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"run minimax_m3 \S+/nsa (bench .*) --json", script)
+    length = 17 * 128
+    command = command.replace("--device cuda", "--device cpu").replace("--lengths 8192,65536", f"--lengths {length}")
+    out, text = result(tmp_path, *command.split(), "--repeats", 1, "--threads", 2)
+    rows = {r["op"]: r for r in out["results"]}
+    assert [*rows] == ["selected_attention", "selected_attention_backward"] and len(out["results"]) == 2
+    pairs = sum(min(t + 1, 15 * 128 + t % 128 + 1) for t in range(length))
+    assert rows["selected_attention"]["gflop"] == pytest.approx(4e-9 * pairs * 64 * 128)
+    assert rows["selected_attention_backward"]["gflop"] == pytest.approx(10e-9 * pairs * 64 * 128)
+    assert out["ratios"] == [] and "beside dense" not in text
 
 
 def test_bench_refuses_peers_of_other_devices(tmp_path):
@@ -216,6 +239,8 @@ def test_bench_marks_what_it_extrapolates(tmp_path):
         ["--phi", "max"],
         ["--lengths", "x"],
         ["--selection", "all"],
+        ["--only", "selected", "--no-parts"],
+        ["--only", "selected", "--goals"],
     ],
 )
 def test_bench_refuses(arguments):
