@@ -16,6 +16,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F")
 
+_ABSENT = object()
+
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Refuses an argument of another type than annotated: TypeError that names it.
@@ -29,24 +31,26 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     hints = {name: hint for name, hint in hints.items() if name not in flags}
     plain = {name: hint for name, hint in hints.items() if {*_alternatives(hint)} <= {int, float, str, NoneType}}
     names = tuple(inspect.signature(function).parameters)
-
-    def check(hints: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        for name, value in (*zip(names, arguments, strict=False), *named.items()):
-            if name in hints:
-                check_type(name, value, hints[name])
+    looked_at = [(i, name, plain[name], _usual(plain[name])) for i, name in enumerate(names) if name in plain]
 
     @functools.wraps(function)
     def run(*arguments: P.args, **named: P.kwargs) -> R:
-        check(plain, arguments, named)
+        for i, name, hint, usual in looked_at:
+            value = arguments[i] if i < len(arguments) else named.get(name, _ABSENT)
+            if type(value) not in usual and value is not _ABSENT:
+                check_type(name, value, hint)
         try:
             return function(*arguments, **named)
         except ValueError:
             raise
         except Exception:
-            check(hints, arguments, named)
-            for name, value in (*zip(names, arguments, strict=False), *named.items()):
-                if isinstance(value, Tensor) and name in flags:  # which torch may not take for true or false
+            given = (*zip(names, arguments, strict=False), *named.items())
+            for name, value in given:
+                if name in hints:
+                    check_type(name, value, hints[name])
+                elif isinstance(value, Tensor) and name in flags:  # which torch may not take for true or false
                     check_type(name, value, bool)
+            for name, value in given:
                 check_usable(name, value)
             raise
 
@@ -113,6 +117,12 @@ def check_offsets(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _usual(hint: Any) -> tuple[type, ...]:
+    """Types of which every value is allowed for a hint of numbers and strings."""
+    allowed = _alternatives(hint)
+    return (*allowed, int) if float in allowed else allowed
 
 
 def _is(value: Any, kind: Any) -> bool:

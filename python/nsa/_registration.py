@@ -44,7 +44,7 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
 
     What a backend cannot do is a NotImplementedError.
 
-    `names`: what the caller calls arguments of the operator, for the message.
+    `names`: what the caller calls arguments of the operator, for the message; "" the same.
     """
     try:
         if torch.compiler.is_compiling():
@@ -57,6 +57,7 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
         unsupported = message.startswith(_UNSUPPORTED)
         if not message.startswith((_REFUSED, _UNSUPPORTED)) and not isinstance(error, ValueError):
             raise
+        names = {name: own for name, own in names.items() if own}
         if names:
             message = re.sub(
                 r"(?<![.\w])({})\b".format("|".join(map(re.escape, names))), lambda found: names[found[0]], message
@@ -334,7 +335,10 @@ def _function(name: str, forward: Fn, setup_context: Fn, backward: Fn) -> Any:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+    for t in tensors:  # a generator for any() takes three times as long
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 def _below_autograd(operator: Fn) -> Fn:

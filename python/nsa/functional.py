@@ -392,12 +392,19 @@ def branch_names(
     k_slc: Tensor | None, v_slc: Tensor | None, k_swa: Tensor | None, v_swa: Tensor | None
 ) -> dict[str, str]:
     """How the caller named the operators' arguments, where k and v serve the branches that were not given."""
-    given = {"k_slc": k_slc, "v_slc": v_slc, "k_swa": k_swa, "v_swa": v_swa}
-    return _names(k_cmp="k", v_cmp="v", **{name: name[0] if t is None else "" for name, t in given.items()})
+    return _names(
+        k_cmp="k",
+        v_cmp="v",
+        k_slc="k" if k_slc is None else "",
+        v_slc="v" if v_slc is None else "",
+        k_swa="k" if k_swa is None else "",
+        v_swa="v" if v_swa is None else "",
+    )
 
 
 def _names(**names: str) -> dict[str, str]:
-    return {name: own for name, own in names.items() if own} | {"imposed_indices": "indices"}
+    names["imposed_indices"] = "indices"
+    return names
 
 
 def _positions(
