@@ -12,6 +12,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DataCollatorWithFlattening,
     DynamicCache,
     StaticCache,
@@ -56,6 +58,34 @@ def test_saved_and_loaded_by_the_auto_classes_it_gives_the_same_bits(name, dtype
         assert torch.equal(base(ids).last_hidden_state, expected.hidden_states[-1])
     assert type(AutoConfig.from_pretrained(tmp_path)) is SPARSE[name][1]
     assert type(model)._from_config(model.config).config.nsa == model.config.nsa
+
+
+@BOTH
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_classifiers_begin_with_a_language_model(name, side, tmp_path):
+    """A reward for each sequence and classes for each token, in a padded batch as alone; and they learn."""
+    causal = sparse(name)
+    causal.save_pretrained(tmp_path)
+    rows = [tokens(length) for length in (40, 90)]
+    ids, mask = padded(rows, side)
+    for auto, labels in ((AutoModelForSequenceClassification, 1), (AutoModelForTokenClassification, 3)):
+        model = auto.from_pretrained(tmp_path, num_labels=labels).eval()
+        assert all(torch.equal(t, causal.get_parameter(n)) for n, t in model.named_parameters() if "score" not in n)
+        with torch.no_grad():
+            together = model(ids, attention_mask=mask).logits
+            for b, row in enumerate(rows):
+                alone = model(row[None]).logits[0]
+                torch.testing.assert_close(together[b] if labels == 1 else together[b][mask[b].bool()], alone)
+                last = model.score(model.model(row[None]).last_hidden_state)[0]
+                assert torch.equal(alone, last[-1] if labels == 1 else last)
+        target = torch.tensor([[0.5], [-1.0]]) if labels == 1 else torch.where(mask.bool(), ids % labels, -100)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for _ in range(4):
+            losses.append(model(ids, attention_mask=mask, labels=target).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0]
 
 
 @BOTH

@@ -15,15 +15,28 @@ from .attention import nsa_attention_forward, nsa_attention_mask
 from .cache import NsaDynamicLayer, NsaStaticLayer
 from .configuration import NsaLlamaConfig, NsaQwen3Config
 from .conversion import convert
-from .models import NsaLlamaForCausalLM, NsaLlamaModel, NsaQwen3ForCausalLM, NsaQwen3Model
+from .models import (
+    NsaLlamaForCausalLM,
+    NsaLlamaForSequenceClassification,
+    NsaLlamaForTokenClassification,
+    NsaLlamaModel,
+    NsaQwen3ForCausalLM,
+    NsaQwen3ForSequenceClassification,
+    NsaQwen3ForTokenClassification,
+    NsaQwen3Model,
+)
 
 __all__ = [
     "NsaDynamicLayer",
     "NsaLlamaConfig",
     "NsaLlamaForCausalLM",
+    "NsaLlamaForSequenceClassification",
+    "NsaLlamaForTokenClassification",
     "NsaLlamaModel",
     "NsaQwen3Config",
     "NsaQwen3ForCausalLM",
+    "NsaQwen3ForSequenceClassification",
+    "NsaQwen3ForTokenClassification",
     "NsaQwen3Model",
     "NsaStaticLayer",
     "convert",

@@ -9,14 +9,33 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, initialization
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    initialization,
+)
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import ColwiseParallel, ReplicatedWithGradAllReduce
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
+    Qwen3Model,
+    Qwen3PreTrainedModel,
+)
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
@@ -320,6 +339,20 @@ class NsaLlamaForCausalLM(_Sparse, LlamaForCausalLM):
         _add_head(self, NsaLlamaModel(config))
 
 
+class NsaLlamaForSequenceClassification(_Sparse, LlamaForSequenceClassification):
+    """With a head for the last token of each sequence: classes, or a reward (num_labels=1)."""
+
+    config: NsaLlamaConfig
+    config_class = NsaLlamaConfig
+
+
+class NsaLlamaForTokenClassification(_Sparse, LlamaForTokenClassification):
+    """With a head for every token."""
+
+    config: NsaLlamaConfig
+    config_class = NsaLlamaConfig
+
+
 class NsaQwen3Model(_SparseModel, Qwen3Model):
     """The decoder without a head."""
 
@@ -338,6 +371,20 @@ class NsaQwen3ForCausalLM(_Sparse, Qwen3ForCausalLM):
         _add_head(self, NsaQwen3Model(config))
 
 
+class NsaQwen3ForSequenceClassification(_Sparse, Qwen3ForSequenceClassification):
+    """With a head for the last token of each sequence: classes, or a reward (num_labels=1)."""
+
+    config: NsaQwen3Config
+    config_class = NsaQwen3Config
+
+
+class NsaQwen3ForTokenClassification(_Sparse, Qwen3ForTokenClassification):
+    """With a head for every token."""
+
+    config: NsaQwen3Config
+    config_class = NsaQwen3Config
+
+
 def initial_phi(phi: CompressionFunction) -> Iterator[tuple[str, Tensor]]:
     """Names and float32 values of what a phi starts from, drawn from torch's generator."""
     start = initial_compression_weights(phi.kind, phi.kernel_size, phi.head_dim, phi.num_sets, phi.hidden)
@@ -353,10 +400,27 @@ def _add_head(causal: Any, model: Any) -> None:
     causal.post_init()
 
 
-for _config, _model, _causal in (
-    (NsaLlamaConfig, NsaLlamaModel, NsaLlamaForCausalLM),
-    (NsaQwen3Config, NsaQwen3Model, NsaQwen3ForCausalLM),
+for _config, _model, *_with_head in (
+    (
+        NsaLlamaConfig,
+        NsaLlamaModel,
+        NsaLlamaForCausalLM,
+        NsaLlamaForSequenceClassification,
+        NsaLlamaForTokenClassification,
+    ),
+    (
+        NsaQwen3Config,
+        NsaQwen3Model,
+        NsaQwen3ForCausalLM,
+        NsaQwen3ForSequenceClassification,
+        NsaQwen3ForTokenClassification,
+    ),
 ):
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _model)
-    AutoModelForCausalLM.register(_config, _causal)
+    for _auto, _class in zip(
+        (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification),
+        _with_head,
+        strict=True,
+    ):
+        _auto.register(_config, _class)
