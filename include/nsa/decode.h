@@ -17,6 +17,11 @@ inline constexpr int kMaxDecodeTokens = 16;
 /// synchronisation. Selection keys/values and compressed tokens lie in pages; a contiguous cache has one page per
 /// sequence. Window and not yet compressed tokens lie in rings: token u in slot u mod ring size; or, as in a serving
 /// engine's memory, in pages of their own. A page number is only read if the step needs a token of that page.
+///
+/// What attention reads (k_slc, k_c, k_swa_ring and their values) is in q's type, or all of it in kFloat8E4M3 with a
+/// scale for the keys and one for the values of each KV head: stored = x / scale in float32, rounded to nearest even
+/// and saturated to +-448, and read as stored * scale. A step attends to its own new tokens as stored. The raw tokens
+/// of the compression (k_cmp_ring, v_cmp_ring) always are in q's type.
 struct KVCacheView {
   TensorView k_slc, v_slc;  // (num_pages, page_size, Hkv, D), page_size a positive multiple of 16
   TensorView block_table;   // int32 (B, max_pages): page p of a sequence; -1: none
@@ -30,6 +35,9 @@ struct KVCacheView {
   // int32 (B, max_pages), optional: the rings are pages, (num_pages, page_size, Hkv, D) of any number and size. Pages
   // are needed from the first query's window on, or from the first token whose block is not complete.
   TensorView block_table_swa, block_table_cmp;
+  // float32 (Hkv), any stride, positive and finite: of a cache in kFloat8E4M3, else not given. `fork`, which copies
+  // what is stored, does not look at them.
+  TensorView k_scale, v_scale;
   TensorView cache_seqlens;  // int32 (B): lengths before the step; the step adds num_new
   TensorView overflow;       // int32 (1): set to 1 by a step that found no room for a sequence
   /// False: cache_seqlens belongs to the caller. It holds the lengths with the new tokens, and no call writes to it.

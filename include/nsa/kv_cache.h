@@ -18,6 +18,8 @@ struct KVCacheOptions {
   std::int64_t capacity = 0;   // tokens that one sequence may have
   std::int64_t page_size = 0;  // a positive multiple of 16; 0: contiguous, one page per sequence
   std::int64_t num_pages = 0;  // pages for all sequences together; 0: enough for every sequence at capacity
+  // Of each KV head. With them what attention reads is stored in kFloat8E4M3 (KVCacheView), without in `dtype`.
+  std::vector<float> k_scale, v_scale;
 };
 
 /// Pages given out by number, each as often as it is shared.

@@ -13,13 +13,14 @@ enum class DType : std::int8_t {
   kFloat32,
   kBFloat16,
   kFloat16,
-  kFloat64,  // the reference backend only
-  kInt32,    // indices, lengths and tables
+  kFloat64,     // the reference backend only
+  kInt32,       // indices, lengths and tables
+  kFloat8E4M3,  // what a cache of decode, prefill and fork may store, and nothing else
 };
 
 /// Bytes of one element.
 std::size_t size_of(DType dtype);
-/// "float32", "bfloat16", ...
+/// "float32", "bfloat16", ... "float8_e4m3fn"
 const char* name_of(DType dtype);
 
 enum class DeviceType : std::int8_t { kCPU, kCUDA };

@@ -48,6 +48,8 @@ CachedRows::CachedRows(const KVCacheView& cache, const NSAConfig& cfg, std::int6
   if (with_tokens) k_c.first = v_c.first = 1 - cfg.kernel_size / cfg.kernel_stride;
   k_swa = rows(cache.k_swa_ring, cache.block_table_swa), v_swa = rows(cache.v_swa_ring, cache.block_table_swa);
   k_cmp = rows(cache.k_cmp_ring, cache.block_table_cmp), v_cmp = rows(cache.v_cmp_ring, cache.block_table_cmp);
+  k_slc.scale = k_c.scale = k_swa.scale = cache.k_scale;
+  v_slc.scale = v_c.scale = v_swa.scale = cache.v_scale;
 }
 
 std::vector<PagesNeeded> pages_needed(const KVCacheView& cache, const NSAConfig& cfg, std::int64_t before,
@@ -96,7 +98,8 @@ void CacheStep::add_sequence(StepSequence s) {
   if (s.num_new > kRollback && !params_.cache.block_table_swa.defined()) {
     // The append will overwrite tokens that the first queries see: keep them beside the ring.
     const auto window_of = [&](TokenRows& ring, const TensorView& fresh) {
-      TokenBuffer& buffer = windows_.emplace_back(fresh, s.window_begin, s.length - s.window_begin);
+      TokenBuffer& buffer =
+          windows_.emplace_back(fresh, s.window_begin, s.length - s.window_begin, ring.dtype, ring.scale);
       buffer.take(ring, s.window_begin, s.length_before);
       buffer.take(new_rows(fresh, s), s.length_before, s.length);
       ring = buffer.rows();
@@ -121,7 +124,7 @@ Status CacheStep::append(Compress compress, const Context& context) {
     const CachedRows to(params_.cache, params_.cfg, s.batch);  // its window may be beside the ring for now
     const auto write = [&](const TensorView& fresh, const TokenRows& rows) {
       const std::int64_t begin = rows.table ? s.length_before : std::max(s.length_before, s.length - rows.page_size);
-      copy_tokens(new_rows(fresh, s), rows, begin, s.length, fresh.size(-2), row_bytes(fresh));
+      copy_tokens(new_rows(fresh, s), rows, begin, s.length, fresh.size(-2), fresh.size(-1));
     };
     write(params_.k_slc, to.k_slc);
     write(params_.v_slc, to.v_slc);
@@ -151,14 +154,13 @@ Status CacheStep::fold(const TensorView& fresh, TokenRows StepSequence::*raw_row
 
   const std::int64_t total = offsets.back(), heads = fresh.size(-2), dim = fresh.size(-1);
   const TokenBuffer raw(fresh, 0, total), folded(fresh, 0, total / stride);
-  const std::size_t bytes = row_bytes(fresh);
   for (std::size_t n = 0; n < folding.size(); ++n) {
     const StepSequence& s = *folding[n];
     const std::int64_t begin = begin_of(s);
     TokenRows to = raw.rows();
     to.first = begin - offsets[n];
-    copy_tokens(s.*raw_rows, to, begin, s.length_before, heads, bytes);
-    copy_tokens(new_rows(fresh, s), to, std::max(begin, s.length_before), s.length, heads, bytes);
+    copy_tokens(s.*raw_rows, to, begin, s.length_before, heads, dim);
+    copy_tokens(new_rows(fresh, s), to, std::max(begin, s.length_before), s.length, heads, dim);
   }
   CompressParams call;
   call.k = TensorView::contiguous(raw.view().data, fresh.dtype, {total, heads, dim});
@@ -171,13 +173,14 @@ Status CacheStep::fold(const TensorView& fresh, TokenRows StepSequence::*raw_row
   const RotationTable table{params_.rope_cos, params_.rope_sin};
   std::int64_t row = 0;
   for (const StepSequence* s : folding) {
-    for (std::int64_t i = cfg.num_compressed(s->length_before); i < cfg.num_compressed(s->length); ++i, ++row)
-      for (std::int64_t head = 0; head < heads; ++head) {
-        std::byte* target = (s->*compressed).at(i, head);
-        std::memcpy(target, folded.rows().at(row, head), bytes);
-        if (!rotated) continue;
-        table.rotate(TensorView::contiguous(target, fresh.dtype, {dim}), i * stride);
-      }
+    const std::int64_t begin = cfg.num_compressed(s->length_before), end = cfg.num_compressed(s->length);
+    TokenRows made = folded.rows();
+    made.first = begin - row;
+    for (std::int64_t i = begin; rotated && i < end; ++i)
+      for (std::int64_t head = 0; head < heads; ++head)
+        table.rotate(TensorView::contiguous(made.at(i, head), fresh.dtype, {dim}), i * stride);
+    copy_tokens(made, s->*compressed, begin, end, heads, dim);
+    row += end - begin;
   }
   return {};
 }

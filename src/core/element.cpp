@@ -25,6 +25,8 @@ double rounded(double x, DType dtype) {
       return round_to(x, 8, -126, 0x1.FEp127);
     case DType::kFloat16:
       return round_to(x, 11, -14, 65504);
+    case DType::kFloat8E4M3:
+      return std::isnan(x) ? x : round_to(std::clamp(x, -448.0, 448.0), 4, -6, 448);
     default:
       return x;
   }

@@ -44,11 +44,13 @@ inline double get_element(const TensorView& tensor, std::int64_t offset) {
       return tensor.as<const double>()[offset];
     case DType::kInt32:
       return tensor.as<const std::int32_t>()[offset];
+    case DType::kFloat8E4M3:
+      return to_float(tensor.as<const Float8E4M3>()[offset]);
   }
   return 0;
 }
 
-/// x as `dtype` holds it, rounded once to nearest even (float64 and int32: unchanged).
+/// x as `dtype` holds it, rounded once to nearest even (float64 and int32: unchanged; e4m3 saturates).
 double rounded(double x, DType dtype);
 
 inline void set_element(const TensorView& tensor, std::int64_t offset, double value) {
@@ -68,6 +70,9 @@ inline void set_element(const TensorView& tensor, std::int64_t offset, double va
       break;
     case DType::kInt32:
       tensor.as<std::int32_t>()[offset] = static_cast<std::int32_t>(x);
+      break;
+    case DType::kFloat8E4M3:
+      tensor.as<Float8E4M3>()[offset] = to_float8_e4m3(static_cast<float>(x));
       break;
   }
 }

@@ -36,11 +36,10 @@ Status fork_in_host_memory(const ForkParams& params) {
   const CachedRows from(cache, cfg, params.parent), to(cache, cfg, params.child);
   const std::int64_t parent_length = int32_at(cache.cache_seqlens, params.parent);
   const auto copy = [&](TokenRows CachedRows::*rows, const TensorView& tokens, std::int64_t begin, std::int64_t end) {
-    const std::size_t bytes = static_cast<std::size_t>(tokens.size(3)) * size_of(tokens.dtype);
     for (std::int64_t next; begin < end; begin = next) {
       next = std::min(end, begin + (from.*rows).run(begin));
       if ((from.*rows).at(begin, 0) == (to.*rows).at(begin, 0)) continue;  // shared
-      copy_tokens(from.*rows, to.*rows, begin, next, tokens.size(2), bytes);
+      copy_tokens(from.*rows, to.*rows, begin, next, tokens.size(2), tokens.size(3));
     }
   };
   // Of a ring all that it holds, for a rollback; of pages what goes on from here needs.

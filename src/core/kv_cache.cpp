@@ -1,6 +1,7 @@
 #include "nsa/kv_cache.h"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <initializer_list>
 #include <numeric>
@@ -21,6 +22,26 @@ std::size_t bytes_of(std::initializer_list<std::int64_t> shape, DType dtype) {
   return static_cast<std::size_t>(bytes);
 }
 
+/// The type of what attention reads.
+DType stored_type(const KVCacheOptions& options) {
+  return options.k_scale.empty() ? options.dtype : DType::kFloat8E4M3;
+}
+
+Status check_scales(const KVCacheOptions& options) {
+  for (const auto& [name, scales] : {std::pair{"k_scale", &options.k_scale}, {"v_scale", &options.v_scale}}) {
+    if (options.k_scale.empty() && options.v_scale.empty()) return {};
+    if (static_cast<std::int64_t>(scales->size()) != options.num_kv_heads)
+      return Status::invalid_argument(std::string(name) + ": " + std::to_string(scales->size()) +
+                                      " numbers: must be one for each of " + std::to_string(options.num_kv_heads) +
+                                      " KV heads");
+    for (const float scale : *scales)
+      if (!std::isfinite(scale) || scale <= 0)
+        return Status::invalid_argument(std::string(name) + ": " + std::to_string(scale) +
+                                        ": must be positive and finite");
+  }
+  return {};
+}
+
 Status check_options(const KVCacheOptions& options) {
   const auto fail = [](const char* name, std::int64_t value, const char* rule) {
     return Status::invalid_argument(std::string(name) + " = " + std::to_string(value) + ": must be " + rule);
@@ -34,6 +55,9 @@ Status check_options(const KVCacheOptions& options) {
     if (value > INT32_MAX) return fail(name, value, "below 2^31");
   }
   if (options.dtype == DType::kInt32) return Status::invalid_argument("dtype = int32: must be a floating-point type");
+  if (options.dtype == DType::kFloat8E4M3)
+    return Status::invalid_argument("dtype = float8_e4m3fn: must be the type of q; k_scale and v_scale store e4m3");
+  if (Status s = check_scales(options); !s.ok()) return s;
   if (options.capacity < 1 || options.capacity > INT32_MAX)
     return fail("capacity", options.capacity, ">= 1 and below 2^31");
   if (options.page_size < 0 || options.page_size % 16 != 0)
@@ -68,7 +92,7 @@ KVCache::Pages KVCache::make_pages(std::int64_t capacity, std::int64_t page_size
   pages.num_pages = num_pages > 0 ? num_pages : options_.batch * pages.max_pages;
   if (pages.num_pages > INT32_MAX) throw std::length_error("it has 2^31 pages or more");
   const auto bytes = [&](std::int64_t dim) {
-    return bytes_of({pages.num_pages, pages.page_size, options_.num_kv_heads, dim}, options_.dtype);
+    return bytes_of({pages.num_pages, pages.page_size, options_.num_kv_heads, dim}, stored_type(options_));
   };
   pages.keys.resize(bytes(options_.key_dim));
   pages.values.resize(bytes(options_.value_dim));
@@ -87,14 +111,13 @@ Status KVCache::create(const KVCacheOptions& options, KVCache& cache) try {
   const std::int64_t all = made.tokens_.num_pages * made.tokens_.page_size / options.cfg.kernel_stride;
   made.compressed_ =
       made.make_pages(most, options.page_size, options.num_pages > 0 ? made.tokens_.pages_for(all) + options.batch : 0);
-  const auto ring = [&](std::int64_t tokens, std::int64_t dim) {
-    return std::vector<std::byte>(
-        bytes_of({options.batch, tokens + kRollback, options.num_kv_heads, dim}, options.dtype));
+  const auto ring = [&](std::int64_t tokens, std::int64_t dim, DType dtype) {
+    return std::vector<std::byte>(bytes_of({options.batch, tokens + kRollback, options.num_kv_heads, dim}, dtype));
   };
-  made.k_swa_ = ring(options.cfg.window_size, options.key_dim);
-  made.v_swa_ = ring(options.cfg.window_size, options.value_dim);
-  made.k_cmp_ = ring(options.cfg.kernel_size, options.key_dim);
-  made.v_cmp_ = ring(options.cfg.kernel_size, options.value_dim);
+  made.k_swa_ = ring(options.cfg.window_size, options.key_dim, stored_type(options));
+  made.v_swa_ = ring(options.cfg.window_size, options.value_dim, stored_type(options));
+  made.k_cmp_ = ring(options.cfg.kernel_size, options.key_dim, options.dtype);
+  made.v_cmp_ = ring(options.cfg.kernel_size, options.value_dim, options.dtype);
   made.seqlens_.assign(static_cast<std::size_t>(options.batch), 0);
   made.longest_.assign(static_cast<std::size_t>(options.batch), 0);
   cache = std::move(made);
@@ -106,13 +129,13 @@ Status KVCache::create(const KVCacheOptions& options, KVCache& cache) try {
 KVCacheView KVCache::view() {
   const std::int64_t B = options_.batch, Hkv = options_.num_kv_heads, Dk = options_.key_dim, Dv = options_.value_dim;
   const auto pages_of = [&](Pages& pages, std::vector<std::byte>& data, std::int64_t dim) {
-    return TensorView::contiguous(data.data(), options_.dtype, {pages.num_pages, pages.page_size, Hkv, dim});
+    return TensorView::contiguous(data.data(), stored_type(options_), {pages.num_pages, pages.page_size, Hkv, dim});
   };
   const auto table_of = [&](Pages& pages) {
     return TensorView::contiguous(pages.table.data(), DType::kInt32, {B, pages.max_pages});
   };
-  const auto ring_of = [&](std::vector<std::byte>& data, std::int64_t tokens, std::int64_t dim) {
-    return TensorView::contiguous(data.data(), options_.dtype, {B, tokens + kRollback, Hkv, dim});
+  const auto ring_of = [&](std::vector<std::byte>& data, std::int64_t tokens, std::int64_t dim, DType dtype) {
+    return TensorView::contiguous(data.data(), dtype, {B, tokens + kRollback, Hkv, dim});
   };
   KVCacheView view;
   view.k_slc = pages_of(tokens_, tokens_.keys, Dk);
@@ -121,10 +144,14 @@ KVCacheView KVCache::view() {
   view.k_c = pages_of(compressed_, compressed_.keys, Dk);
   view.v_c = pages_of(compressed_, compressed_.values, Dv);
   view.block_table_c = table_of(compressed_);
-  view.k_swa_ring = ring_of(k_swa_, options_.cfg.window_size, Dk);
-  view.v_swa_ring = ring_of(v_swa_, options_.cfg.window_size, Dv);
-  view.k_cmp_ring = ring_of(k_cmp_, options_.cfg.kernel_size, Dk);
-  view.v_cmp_ring = ring_of(v_cmp_, options_.cfg.kernel_size, Dv);
+  view.k_swa_ring = ring_of(k_swa_, options_.cfg.window_size, Dk, stored_type(options_));
+  view.v_swa_ring = ring_of(v_swa_, options_.cfg.window_size, Dv, stored_type(options_));
+  view.k_cmp_ring = ring_of(k_cmp_, options_.cfg.kernel_size, Dk, options_.dtype);
+  view.v_cmp_ring = ring_of(v_cmp_, options_.cfg.kernel_size, Dv, options_.dtype);
+  if (!options_.k_scale.empty()) {
+    view.k_scale = TensorView::contiguous(options_.k_scale.data(), DType::kFloat32, {Hkv});
+    view.v_scale = TensorView::contiguous(options_.v_scale.data(), DType::kFloat32, {Hkv});
+  }
   view.cache_seqlens = TensorView::contiguous(seqlens_.data(), DType::kInt32, {B});
   view.overflow = TensorView::contiguous(&overflow_, DType::kInt32, {1});
   return view;

@@ -12,6 +12,8 @@ std::size_t size_of(DType dtype) {
       return 2;
     case DType::kFloat64:
       return 8;
+    case DType::kFloat8E4M3:
+      return 1;
   }
   return 0;
 }
@@ -28,6 +30,8 @@ const char* name_of(DType dtype) {
       return "float64";
     case DType::kInt32:
       return "int32";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3fn";
   }
   return "unknown";
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/element.h"
+
 namespace nsa {
 namespace {
 
@@ -18,6 +20,10 @@ TensorView batched(TensorView tensor) {
   return tensor;
 }
 
+TensorView row_of(const TokenRows& rows, std::int64_t token, std::int64_t head, std::int64_t dim) {
+  return TensorView::contiguous(rows.at(token, head), rows.dtype, {dim});
+}
+
 }  // namespace
 
 TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int64_t b) {
@@ -29,6 +35,7 @@ TokenRows paged_rows(const TensorView& pages, const TensorView& table, std::int6
   rows.page_size = pages.size(1);
   rows.table = table.as<const std::int32_t>() + b * table.stride[0];
   rows.table_stride = table.stride[1];
+  rows.dtype = pages.dtype;
   return rows;
 }
 
@@ -40,6 +47,7 @@ TokenRows plain_rows(const TensorView& given, std::int64_t b, std::int64_t first
   rows.head_stride = byte_stride(tensor, 2);
   rows.page_size = std::max<std::int64_t>(tensor.size(1), 1);
   rows.first = first;
+  rows.dtype = tensor.dtype;
   return rows;
 }
 
@@ -53,18 +61,35 @@ TensorView slice_rows(const TensorView& tensor, std::int64_t b, std::int64_t beg
 }
 
 void copy_tokens(const TokenRows& from, const TokenRows& to, std::int64_t begin, std::int64_t end, std::int64_t heads,
-                 std::size_t bytes) {
+                 std::int64_t dim) {
+  const std::size_t bytes = static_cast<std::size_t>(dim) * size_of(from.dtype);
   for (std::int64_t token = begin; token < end; ++token)
-    for (std::int64_t head = 0; head < heads; ++head) std::memcpy(to.at(token, head), from.at(token, head), bytes);
+    for (std::int64_t head = 0; head < heads; ++head) {
+      if (from.dtype == to.dtype) {
+        std::memcpy(to.at(token, head), from.at(token, head), bytes);
+        continue;
+      }
+      const TensorView x = row_of(from, token, head, dim), y = row_of(to, token, head, dim);
+      const float stored = from.scale_of(head), scale = to.scale_of(head);
+      for (std::int64_t d = 0; d < dim; ++d)
+        if (to.dtype == DType::kFloat8E4M3) {
+          y.as<Float8E4M3>()[d] = to_float8_e4m3(static_cast<float>(get_element(x, d)) / scale);
+        } else {
+          set_element(y, d, get_element(x, d) * static_cast<double>(stored));
+        }
+    }
 }
 
-TokenBuffer::TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count)
-    : storage_(static_cast<std::size_t>(count * like.size(-2) * like.size(-1)) * size_of(like.dtype)),
-      view_(TensorView::contiguous(storage_.data(), like.dtype, {1, count, like.size(-2), like.size(-1)})),
-      rows_(plain_rows(view_, 0, first)) {}
+TokenBuffer::TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count, DType dtype,
+                         const TensorView& scale)
+    : storage_(static_cast<std::size_t>(count * like.size(-2) * like.size(-1)) * size_of(dtype)),
+      view_(TensorView::contiguous(storage_.data(), dtype, {1, count, like.size(-2), like.size(-1)})),
+      rows_(plain_rows(view_, 0, first)) {
+  rows_.scale = scale;
+}
 
 void TokenBuffer::take(const TokenRows& from, std::int64_t begin, std::int64_t end) {
-  copy_tokens(from, rows_, begin, end, view_.size(2), static_cast<std::size_t>(view_.size(3)) * size_of(view_.dtype));
+  copy_tokens(from, rows_, begin, end, view_.size(2), view_.size(3));
 }
 
 }  // namespace nsa

@@ -1,4 +1,5 @@
-// Where the tokens of one sequence lie: in pages found through a table, in a ring, or one after the other.
+// Where the tokens of one sequence lie: in pages found through a table, in a ring, or one after the other; and in which
+// type.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,12 @@ struct TokenRows {
   const std::int32_t* table = nullptr;                            // page numbers; null: one page, used as a ring
   std::int64_t table_stride = 0;
   std::int64_t first = 0;  // the token in slot 0 of page 0
+  DType dtype = DType::kFloat32;
+  TensorView scale;  // float32 (Hkv) of e4m3: an element is stored as element / scale of its head; not given: 1
+
+  float scale_of(std::int64_t head) const {
+    return scale.defined() ? scale.as<const float>()[head * scale.stride[0]] : 1;
+  }
 
   std::byte* at(std::int64_t token, std::int64_t head) const {
     const std::int64_t page = (token - first) / page_size, slot = (token - first) % page_size;
@@ -41,15 +48,18 @@ TokenRows plain_rows(const TensorView& tensor, std::int64_t b, std::int64_t firs
 /// one.
 TensorView slice_rows(const TensorView& tensor, std::int64_t b, std::int64_t begin, std::int64_t count);
 
-/// Copies `heads` rows of `bytes` for each of the tokens begin ... end - 1.
+/// Copies `heads` rows of `dim` elements for each of the tokens begin ... end - 1. Between a type and e4m3 they are
+/// converted: stored = x / scale in float32, rounded to nearest even, at most 448 in magnitude; x = stored * scale.
 void copy_tokens(const TokenRows& from, const TokenRows& to, std::int64_t begin, std::int64_t end, std::int64_t heads,
-                 std::size_t bytes);
+                 std::int64_t dim);
 
 /// A tensor (1, count, Hkv, D) of its own for the tokens from `first` on.
 class TokenBuffer {
  public:
-  /// Of the type and sizes of `like` (.., .., Hkv, D).
-  TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count);
+  /// Of the sizes of `like` (.., .., Hkv, D) and its type, or a type and scale of its own.
+  TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count)
+      : TokenBuffer(like, first, count, like.dtype, {}) {}
+  TokenBuffer(const TensorView& like, std::int64_t first, std::int64_t count, DType dtype, const TensorView& scale);
 
   const TensorView& view() const { return view_; }
   const TokenRows& rows() const { return rows_; }

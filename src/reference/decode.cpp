@@ -6,10 +6,11 @@
 namespace nsa::reference {
 namespace {
 
-/// Tokens 0 ... count - 1 of a cache, one after the other.
-TokenBuffer gathered(const TensorView& like, const TokenRows& rows, std::int64_t count) {
-  TokenBuffer buffer(like, 0, count);
-  buffer.take(rows, 0, count);
+/// Tokens begin ... end - 1 of a cache, one after the other: what e4m3 stands for in float64, which holds it exactly.
+TokenBuffer gathered(const TensorView& like, const TokenRows& rows, std::int64_t begin, std::int64_t end) {
+  const DType dtype = rows.dtype == DType::kFloat8E4M3 ? DType::kFloat64 : rows.dtype;
+  TokenBuffer buffer(like, begin, end - begin, dtype, {});
+  buffer.take(rows, begin, end);
   return buffer;
 }
 
@@ -21,7 +22,7 @@ void attend(const DecodeParams& p, const StepSequence& s) {
   const Temporary lse(lse_shape, DType::kFloat64), lse_unused(lse_shape, DType::kFloat64);
 
   const std::int64_t blocks = p.cfg.num_compressed(s.length);
-  const TokenBuffer k_c = gathered(p.k_cmp, s.k_c, blocks), v_c = gathered(p.v_cmp, s.v_c, blocks);
+  const TokenBuffer k_c = gathered(p.k_cmp, s.k_c, 0, blocks), v_c = gathered(p.v_cmp, s.v_c, 0, blocks);
   (void)run(CompressedAttentionParams{.q = q,
                                       .k_c = k_c.view(),
                                       .v_c = v_c.view(),
@@ -45,7 +46,7 @@ void attend(const DecodeParams& p, const StepSequence& s) {
   add({own_indices.view()}, step_rows(p.indices));
   const TensorView indices = p.imposed_indices.defined() ? step_rows(p.imposed_indices) : own_indices.view();
 
-  const TokenBuffer k_slc = gathered(p.k_slc, s.k_slc, s.length), v_slc = gathered(p.v_slc, s.v_slc, s.length);
+  const TokenBuffer k_slc = gathered(p.k_slc, s.k_slc, 0, s.length), v_slc = gathered(p.v_slc, s.v_slc, 0, s.length);
   (void)run(SelectedAttentionParams{.q = q,
                                     .k = k_slc.view(),
                                     .v = v_slc.view(),
@@ -56,10 +57,8 @@ void attend(const DecodeParams& p, const StepSequence& s) {
                                     .lse = lse_unused.view()},
             DType::kFloat64);
 
-  TokenBuffer k_swa(p.k_swa, s.window_begin, s.length - s.window_begin),
-      v_swa(p.v_swa, s.window_begin, s.length - s.window_begin);
-  k_swa.take(s.k_swa, s.window_begin, s.length);
-  v_swa.take(s.v_swa, s.window_begin, s.length);
+  const TokenBuffer k_swa = gathered(p.k_swa, s.k_swa, s.window_begin, s.length),
+                    v_swa = gathered(p.v_swa, s.v_swa, s.window_begin, s.length);
   (void)run(SlidingWindowAttentionParams{.q = q,
                                          .k = k_swa.view(),
                                          .v = v_swa.view(),

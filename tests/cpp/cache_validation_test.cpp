@@ -1,6 +1,7 @@
 // What decode, prefill, fork and KVCache refuse, and the message that says why.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
@@ -14,13 +15,15 @@ namespace {
 
 /// A valid call of decode: 2 sequences at lengths 0, a page of 16 tokens each.
 struct Step {
+  explicit Step(const StreamCase& its_case = {}) : c(its_case) { begin(); }
+
   StreamCase c;
   Stream stream{c};
   KVCache cache = make_cache(c);
   Tensor o{DType::kFloat64, {2, 3, 6, 8}}, num_new{DType::kInt32, {2}}, indices{DType::kInt32, {2, 3, 2, 4}};
   DecodeParams params;
 
-  Step() {
+  void begin() {
     EXPECT_TRUE(cache.reserve({16, 16}).ok());
     const auto first = [](const TensorView& t) { return slice(t, 1, 0, 3); };
     params.q = first(stream.q), params.gates = first(stream.gates);
@@ -188,6 +191,66 @@ TEST(CacheRefused, WhatAnEngineGives) {
   EXPECT_EQ(supports_options(call).message(), "");  // what was there before
 }
 
+TEST(CacheRefused, Float8) {
+  StreamCase c;
+  c.k_scale = {0.5f, 2.0f}, c.v_scale = {1.0f, 1.0f};
+  Step step(c);
+  ASSERT_EQ(decode(step.params, {Backend::kReference}).message(), "");
+  Tensor scale(DType::kFloat32, {2}), wide(DType::kFloat64, {2}), ring(DType::kFloat64, {2, 52, 2, 16});
+  const auto scale_of = [&](float x) {
+    return [&scale, x](DecodeParams& p) { scale.set({1}, x), p.cache.k_scale = scale; };
+  };
+  scale.set({0}, 1);
+  struct Refusal {
+    std::function<void(DecodeParams&)> spoil;
+    std::string message;
+  };
+  using P = DecodeParams;
+  const std::vector<Refusal> refusals = {
+      {[](P& p) { p.cache.k_scale = {}; }, "cache.k_scale: not given: expected float32 (Hkv = 2)"},
+      {[](P& p) { p.cache.v_scale = {}; }, "cache.v_scale: not given: expected float32 (Hkv = 2)"},
+      {[](P& p) { p.cache.k_scale = slice(p.cache.k_scale, 0, 0, 1); },
+       "cache.k_scale: float32 (1): expected the shape (Hkv = 2)"},
+      {[&](P& p) { p.cache.v_scale = wide; }, "cache.v_scale: float64 (2): expected float32"},
+      {scale_of(0), "cache.k_scale[1] = 0: must be positive and finite"},
+      {scale_of(-1), "cache.k_scale[1] = -1: must be positive and finite"},
+      {scale_of(INFINITY), "cache.k_scale[1] = inf: must be positive and finite"},
+      {scale_of(NAN), "cache.k_scale[1] = nan: must be positive and finite"},
+      {[&](P& p) { p.cache.k_swa_ring = ring; },
+       "cache.k_swa_ring: float64 (2, 52, 2, 16): expected float8_e4m3fn as cache.k_slc"},
+      {[](P& p) { p.cache.v_c.dtype = DType::kBFloat16; },
+       "cache.v_c: bfloat16 (4, 16, 2, 8): expected float8_e4m3fn as cache.k_slc"},
+      {[](P& p) { p.cache.k_cmp_ring.dtype = DType::kFloat8E4M3; },
+       "cache.k_cmp_ring: float8_e4m3fn (2, 40, 2, 16): expected float64 as q"},
+      {[](P& p) { p.k_slc.dtype = DType::kFloat8E4M3; }, "k_slc: float8_e4m3fn (2, 3, 2, 16): expected float64 as q"},
+      {[](P& p) { p.weights_k.w1.dtype = DType::kFloat8E4M3; },
+       "weights_k.w1: float8_e4m3fn (2, 128, 32): expected float64 as q"},
+  };
+  for (const Refusal& refusal : refusals) {
+    DecodeParams params = step.params;
+    refusal.spoil(params);
+    EXPECT_EQ(decode(params, {Backend::kReference}).message(), "decode: " + refusal.message);
+  }
+  // One scale for all heads is a stride of 0; values on a device are not looked at.
+  DecodeParams params = step.params;
+  params.cache.k_scale = broadcast(scale, 0), params.cache.v_scale = broadcast(scale, 0);
+  EXPECT_EQ(decode(params, {Backend::kReference}).message(), "");
+  // The CUDA backend names the option, of steps and of forks.
+  const std::string option = "backend cuda: cache.k_slc: float8_e4m3fn: the backends in host memory alone take it";
+  Call call, forking;
+  EXPECT_EQ(validate(step.params, call).message(), "");
+  EXPECT_EQ(supports_options(call).message(), option);
+  EXPECT_EQ(call.problem.dtype, DType::kFloat64);
+  EXPECT_EQ(validate(ForkParams{step.cache.view(), c.cfg, 0, 1, 3}, forking).message(), "");
+  EXPECT_EQ(supports_options(forking).message(), option);
+  EXPECT_EQ(forking.problem.dtype, DType::kFloat64);
+
+  Step plain;
+  plain.params.cache.v_scale = scale;
+  EXPECT_EQ(decode(plain.params, {Backend::kReference}).message(),
+            "decode: cache.v_scale: given for a cache in float64: goes with float8_e4m3fn");
+}
+
 TEST(CacheRefused, MoreNewTokensThanAStepTakes) {
   Step step;
   step.params.q = slice(step.stream.q, 1, 0, 17);
@@ -236,6 +299,13 @@ TEST(CacheRefused, Options) {
   EXPECT_EQ(message([](auto& o) { o.key_dim = 0; }), "key_dim = 0: must be >= 1");
   EXPECT_EQ(message([](auto& o) { o.value_dim = -8; }), "value_dim = -8: must be >= 1");
   EXPECT_EQ(message([](auto& o) { o.dtype = DType::kInt32; }), "dtype = int32: must be a floating-point type");
+  EXPECT_EQ(message([](auto& o) { o.dtype = DType::kFloat8E4M3; }),
+            "dtype = float8_e4m3fn: must be the type of q; k_scale and v_scale store e4m3");
+  EXPECT_EQ(message([](auto& o) { o.k_scale = o.v_scale = {0.5f}; }), "");
+  EXPECT_EQ(message([](auto& o) { o.k_scale = {1.0f}; }), "v_scale: 0 numbers: must be one for each of 1 KV heads");
+  EXPECT_EQ(message([](auto& o) { o.v_scale = {1.0f}; }), "k_scale: 0 numbers: must be one for each of 1 KV heads");
+  EXPECT_EQ(message([](auto& o) { o.k_scale = {1.0f}, o.v_scale = {0.0f}; }),
+            "v_scale: 0.000000: must be positive and finite");
   EXPECT_EQ(message([](auto& o) { o.capacity = 0; }), "capacity = 0: must be >= 1 and below 2^31");
   EXPECT_EQ(message([](auto& o) { o.page_size = 24; }),
             "page_size = 24: must be a positive multiple of 16, or 0: contiguous");

@@ -23,6 +23,8 @@ struct StreamCase {
   bool rope = true;
   std::int64_t page_size = 16;  // 0: contiguous
   NSAConfig cfg = {8, 4, 16, 4, 1, 2, 20};
+  std::vector<float> k_scale, v_scale;  // of each KV head: the cache is in e4m3
+  bool float8() const { return !k_scale.empty(); }
 };
 
 inline void PrintTo(const StreamCase& c, std::ostream* out) { *out << name_of(c.backend) << ' ' << name_of(c.dtype); }
@@ -103,6 +105,24 @@ struct Results {
   Tensor o, indices;
 };
 
+/// e4m3 of a tensor (.., .., Hkv, D) by the formula of KVCacheView.
+inline Tensor quantised(const TensorView& x, const std::vector<float>& scales) {
+  Tensor y(DType::kFloat8E4M3, shape_of(x));
+  for_each_index(x, [&](const Index& i) {
+    y.set(i, static_cast<float>(get_element(x, offset_of(x, i))) / scales[static_cast<std::size_t>(i[2])]);
+  });
+  return y;
+}
+/// What it stands for, in float64: not always one of bfloat16's numbers.
+inline Tensor read_again(const TensorView& x, const std::vector<float>& scales) {
+  Tensor y(DType::kFloat64, shape_of(x));
+  for_each_index(x, [&](const Index& i) {
+    y.set(i, get_element(x, offset_of(x, i)) * double{scales[static_cast<std::size_t>(i[2])]});
+  });
+  return y;
+}
+
+/// What steps are to give. From a cache in e4m3 it is what the oracle makes of the keys and values that it stands for.
 struct Forward : Results {
   explicit Forward(const Stream& s) : Results(s.c) {
     const std::int64_t blocks = s.c.cfg.num_compressed(s.c.length);
@@ -123,7 +143,15 @@ struct Forward : Results {
     NsaAttentionParams p;
     p.q = s.q, p.k_c = k_c, p.v_c = v_c, p.k_slc = s.k_slc, p.v_slc = s.v_slc, p.k_swa = s.k_swa, p.v_swa = s.v_swa;
     p.gates = s.gates, p.cfg = s.c.cfg, p.o = o, p.indices = indices;
-    expect_ok(under_test.nsa_attention(p, context));
+    std::vector<Tensor> read;
+    for (TensorView* x : {&p.k_c, &p.v_c, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa}) {
+      if (!s.c.float8()) continue;
+      const bool keys = x == &p.k_c || x == &p.k_slc || x == &p.k_swa;
+      const std::vector<float>& scales = keys ? s.c.k_scale : s.c.v_scale;
+      read.push_back(read_again(quantised(*x, scales), scales));
+      *x = read.back();
+    }
+    expect_ok(s.c.float8() ? reference::run(p, DType::kFloat64) : under_test.nsa_attention(p, context));
   }
 
   static void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
@@ -137,8 +165,8 @@ inline void poison(const TensorView& view) {
 
 inline KVCache make_cache(const StreamCase& c, std::int64_t num_pages = 0) {
   KVCache cache;
-  const Status status =
-      KVCache::create({c.batch, c.kv_heads, c.dk, c.dv, c.dtype, c.cfg, c.length, c.page_size, num_pages}, cache);
+  const Status status = KVCache::create(
+      {c.batch, c.kv_heads, c.dk, c.dv, c.dtype, c.cfg, c.length, c.page_size, num_pages, c.k_scale, c.v_scale}, cache);
   EXPECT_TRUE(status.ok()) << status.message();
   const KVCacheView view = cache.view();
   for (const TensorView& t :

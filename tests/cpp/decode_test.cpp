@@ -1,6 +1,8 @@
 // Decoding with a cache is the forward pass, however the tokens come; rollback and forks leave no trace.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <string>
 
 #include "decode_support.h"
@@ -54,6 +56,11 @@ class Decode : public testing::TestWithParam<StreamCase> {
         return slice(slice(t, 0, page, page + 1), 1, i % page_size, i % page_size + 1);
       };
       const auto computed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, i, i + 1); };
+      if (c.float8()) {
+        EXPECT_TRUE(same_bits(cached(view.k_c), quantised(computed(forward.k_c), c.k_scale))) << "key " << i;
+        EXPECT_TRUE(same_bits(cached(view.v_c), quantised(computed(forward.v_c), c.v_scale))) << "value " << i;
+        continue;
+      }
       if (!under_test.fold_has_the_bits_of_compress()) {
         SCOPED_TRACE("compressed token " + std::to_string(i));
         expect_close(cached(view.k_c), computed(forward.k_c), tolerance_of(c.dtype));
@@ -196,6 +203,24 @@ TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
   expect_close(fed(results.o), fed(forward.o), tolerance_of(c.dtype));
 }
 
+TEST_P(Decode, E4M3KeepsNaNAndSaturates) {
+  if (!c.float8()) GTEST_SKIP() << "e4m3 only";
+  Stream stream(c);
+  const double infinity = std::numeric_limits<double>::infinity();
+  stream.v_swa.set({0, 5, 0, 1}, std::nan(""));
+  stream.v_slc.set({1, 6, 1, 2}, -infinity), stream.k_swa.set({1, 7, 1, 3}, infinity);
+  KVCache cache = make_cache(c);
+  Results results(c);
+  for (const std::int64_t m : {4, 6}) expect_ok(Feed{stream, cache}({m, m}, results));
+  for (const Index& i : {Index{0, 5, 0, 1}, {0, 9, 2, 1}}) EXPECT_TRUE(std::isnan(results.o.get(i)));
+  for (const auto& [b, kv_head] : {std::pair{0, 1}, {1, 0}, {1, 1}})
+    for (std::int64_t d = 0; d < c.dv; ++d) EXPECT_TRUE(std::isfinite(results.o.get({b, 9, kv_head * c.group, d})));
+  const KVCacheView view = cache.view();
+  const std::int64_t page = view.block_table.as<std::int32_t>()[view.block_table.stride[0]];
+  EXPECT_EQ(get_element(view.v_slc, offset_of(view.v_slc, {page, 6, 1, 2})), -448);
+  EXPECT_EQ(get_element(view.k_swa_ring, offset_of(view.k_swa_ring, {1, 7, 1, 3})), 448);
+}
+
 TEST_P(Decode, TheSameBitsWithAnyNumberOfThreads) {
   const Stream stream(c);
   Results one(c), three(c);
@@ -211,7 +236,7 @@ std::string name_of_case(const testing::TestParamInfo<StreamCase>& info) {
   const StreamCase& c = info.param;
   return std::string(name_of(c.backend)) + "_" + name_of(c.dtype) + "_" + name_of(c.kind) + "_g" +
          std::to_string(c.group) + (c.page_size ? "_page" + std::to_string(c.page_size) : "_contiguous") +
-         (c.rope ? "" : "_norope");
+         (c.rope ? "" : "_norope") + (c.float8() ? "_e4m3" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Streams, Decode, testing::ValuesIn(decode_cases()), name_of_case);

@@ -18,7 +18,8 @@ constexpr EngineOptions kAll{"all", true, true, true, true, true};
 /// A cache in memory of an engine: pages in any order, or rings where no pages are asked for.
 class EngineCache {
  public:
-  EngineCache(const StreamCase& c, const EngineOptions& options) : c_(c), options_(options) {
+  EngineCache(const StreamCase& c, const EngineOptions& options)
+      : c_(c), options_(options), stored_(c.float8() ? DType::kFloat8E4M3 : c.dtype) {
     page_size = c.page_size ? c.page_size : (c.length + 15) / 16 * 16;
     pages = (c.length + page_size - 1) / page_size;
     const std::int64_t page_size_c = page_size / c.cfg.kernel_stride;
@@ -27,7 +28,9 @@ class EngineCache {
                       options.compressed_with_tokens ? nullptr : &table_c);
     if (options.compressed_with_tokens) table_c = {};
     swa = options.window_pages ? make(page_size, &table_swa) : make_rings(c.cfg.window_size + kRollback);
+    stored_ = c.dtype;
     cmp = options.raw_pages ? make(page_size, &table_cmp) : make_rings(c.cfg.kernel_size + kRollback);
+    k_scale = c.k_scale, v_scale = c.v_scale;
     lengths = Tensor(DType::kInt32, {c.batch}), overflow = Tensor(DType::kInt32, {1});
     fill_value(lengths, 0), fill_value(overflow, 0);
     tokens.assign(static_cast<std::size_t>(c.batch), 0);
@@ -43,6 +46,9 @@ class EngineCache {
     if (options_.raw_pages) v.block_table_cmp = table_cmp;
     v.cache_seqlens = lengths, v.overflow = overflow;
     v.advance = !options_.caller_lengths;
+    if (!c_.float8()) return v;
+    v.k_scale = TensorView::contiguous(k_scale.data(), DType::kFloat32, {c_.kv_heads});
+    v.v_scale = TensorView::contiguous(v_scale.data(), DType::kFloat32, {c_.kv_heads});
     return v;
   }
 
@@ -124,6 +130,7 @@ class EngineCache {
   std::int64_t page_size = 0, pages = 0;
   Pair slc, compressed, swa, cmp;
   Tensor table, table_c, table_swa, table_cmp, lengths, overflow;
+  std::vector<float> k_scale, v_scale;
   std::vector<std::int64_t> tokens;  // of each sequence; lower them to take tokens back
 
  private:
@@ -147,13 +154,14 @@ class EngineCache {
   }
   Pair make_rings(std::int64_t rows) const { return poisoned(c_.batch, rows); }
   Pair poisoned(std::int64_t first, std::int64_t rows) const {
-    Pair pair{Tensor(c_.dtype, {first, rows, c_.kv_heads, c_.dk}), Tensor(c_.dtype, {first, rows, c_.kv_heads, c_.dv})};
+    Pair pair{Tensor(stored_, {first, rows, c_.kv_heads, c_.dk}), Tensor(stored_, {first, rows, c_.kv_heads, c_.dv})};
     poison(pair.k), poison(pair.v);
     return pair;
   }
 
   StreamCase c_;
   EngineOptions options_;
+  DType stored_;  // of the pages and rings that are made
   std::mt19937 random_{7};
 };
 
@@ -277,7 +285,8 @@ TEST_P(EngineShaped, AForkOfPagesAlone) {
 std::string name_of_case(const testing::TestParamInfo<StreamCase>& info) {
   const StreamCase& c = info.param;
   return std::string(name_of(c.backend)) + "_" + name_of(c.dtype) + "_" + name_of(c.kind) + "_g" +
-         std::to_string(c.group) + "_page" + std::to_string(c.page_size) + (c.rope ? "" : "_norope");
+         std::to_string(c.group) + "_page" + std::to_string(c.page_size) + (c.rope ? "" : "_norope") +
+         (c.float8() ? "_e4m3" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Streams, EngineShaped, testing::ValuesIn(decode_cases()), name_of_case);

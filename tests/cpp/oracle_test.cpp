@@ -58,6 +58,45 @@ TEST(Half, RoundsToNearestEven) {
   EXPECT_TRUE(std::isnan(to_float(to_bfloat16(std::nanf("")))));
 }
 
+TEST(Float8, EveryCode) {
+  // The definition: sign, four bits of exponent with bias 7, three of mantissa; no infinities, one NaN of each sign.
+  for (int code = 0; code < 256; ++code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float x = to_float(Float8E4M3{static_cast<std::uint8_t>(code)});
+    EXPECT_EQ(std::signbit(x), code >= 128);
+    if ((code & 127) == 127) {
+      EXPECT_TRUE(std::isnan(x));
+      EXPECT_EQ(to_float8_e4m3(x).bits, code);
+      continue;
+    }
+    const double magnitude = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    EXPECT_EQ(std::fabs(x), magnitude) << code;
+    EXPECT_EQ(to_float8_e4m3(x).bits, code);
+    EXPECT_EQ(rounded(x, DType::kFloat8E4M3), x);
+  }
+}
+
+TEST(Float8, RoundsToNearestEvenAndSaturates) {
+  // Between two neighbours the middle goes to the even one, the next float on either side to the nearer one.
+  for (int code = 0; code < 126; ++code) {
+    const auto number = [&](int c) { return to_float(Float8E4M3{static_cast<std::uint8_t>(c)}); };
+    const float middle = (number(code) + number(code + 1)) / 2;
+    const int even = code % 2 ? code + 1 : code;
+    for (const auto& [x, expected] :
+         {std::pair{middle, even}, {std::nextafter(middle, 0.0f), code}, {std::nextafter(middle, 500.0f), code + 1}}) {
+      EXPECT_EQ(to_float8_e4m3(x).bits, expected) << x;
+      EXPECT_EQ(to_float8_e4m3(-x).bits, 128 + expected) << x;
+      EXPECT_EQ(rounded(x, DType::kFloat8E4M3), number(expected)) << x;
+    }
+  }
+  for (const float x : {448.0f, 464.0f, 480.0f, 1e30f, std::numeric_limits<float>::infinity()}) {
+    EXPECT_EQ(to_float(to_float8_e4m3(x)), 448) << x;
+    EXPECT_EQ(to_float(to_float8_e4m3(-x)), -448) << x;
+    EXPECT_EQ(rounded(-x, DType::kFloat8E4M3), -448) << x;
+  }
+  EXPECT_TRUE(std::isnan(rounded(std::nan(""), DType::kFloat8E4M3)));
+}
+
 TEST(Oracle, VisibleCompressionBlocks) {
   // Query t sees block i exactly if i*d + l - 1 <= t: with equal keys the lse is the logarithm of their number.
   Problem p({.dtype = DType::kFloat64, .q_lens = {200}, .kv_heads = 1, .group = 1, .dk = 8, .dv = 8});

@@ -398,6 +398,30 @@ TEST(Refused, NsaAttention) {
             "nsa_attention_backward: indices: not given: expected int32 (B = 2, Sq = 40, Hkv = 2, topk = 3)");
 }
 
+TEST(Refused, Float8OutsideOfACache) {
+  // One message per way in: the tensor that decides the type, one that follows it, a weight, a gradient, an output.
+  const Case c = batched_case();
+  const Problem problem(c);
+  const Tensor o = problem.query_rows(c.heads(), c.dv, c.dtype);
+  NsaAttentionParams whole = problem.whole();
+  whole.o = o;
+  using P = NsaAttentionParams;
+  expect_refused<P>(nsa_attention, whole,
+                    {{[](P& p) { p.q.dtype = DType::kFloat8E4M3; },
+                      "nsa_attention: q: float8_e4m3fn (2, 40, 6, 16): expected float32, bfloat16, float16 or float64"},
+                     {[](P& p) { p.k_slc.dtype = DType::kFloat8E4M3; },
+                      "nsa_attention: k_slc: float8_e4m3fn (2, 48, 2, 16): expected float32 as q"},
+                     {[](P& p) { p.gates.dtype = DType::kFloat8E4M3; },
+                      "nsa_attention: gates: float8_e4m3fn (2, 40, 6, 3): expected float32 as q"},
+                     {[](P& p) { p.o.dtype = DType::kFloat8E4M3; },
+                      "nsa_attention: o: float8_e4m3fn (2, 40, 6, 8): expected float32 as q"}});
+  CombineBackwardParams backward;
+  backward.forward = problem.combination(), backward.d_o = o;
+  backward.d_o.dtype = DType::kFloat8E4M3;
+  EXPECT_EQ(combine_backward(backward).message(),
+            "combine_backward: d_o: float8_e4m3fn (2, 40, 6, 8): expected float32 as o_cmp");
+}
+
 TEST(Refused, CompressedCuSeqlens) {
   Tensor offsets(DType::kInt32, {4});
   for (int i = 0; i < 4; ++i) offsets.set({i}, 31 * i + i / 2);  // lengths 31, 32, 31
@@ -493,6 +517,10 @@ TEST(Backends, WhatIsNotSupportedIsAnErrorWithTheReason) {
   const nsa::Problem on_gpu{DType::kFloat32, {DeviceType::kCUDA, 2}, 64, 64};
   EXPECT_EQ(choose_backend(on_gpu, {Backend::kCPU}, chosen).message(),
             "backend cpu: tensors on cuda:2: takes tensors in host memory");
+  for (const Backend backend : {Backend::kReference, Backend::kCPU})
+    EXPECT_EQ(supports(backend, {.dtype = DType::kFloat8E4M3}).message(),
+              std::string("backend ") + name_of(backend) +
+                  ": float8_e4m3fn: a cache may store it, no operation computes in it");
   EXPECT_EQ(choose_backend({}, {Backend::kCUDA}, chosen).message(),
             "backend cuda: tensors on the cpu: takes tensors on a CUDA device");
   if (device_count() == 0) {

@@ -89,8 +89,8 @@ FAULTS = [
     Fault(
         "two gates swapped in nsa_attention",
         KERNELS + "nsa_forward.h",
-        "row % heads)[branch]",
-        "row % heads)[branch == kWindow ? branch : 1 - branch]",
+        "gate[branch]",
+        "gate[branch == kWindow ? branch : 1 - branch]",
     ),
     Fault(
         "two gates swapped in combine",

@@ -34,7 +34,7 @@ struct Place {
   }
 };
 
-bool is_floating(DType dtype) { return dtype != DType::kInt32; }
+bool is_floating(DType dtype) { return dtype != DType::kInt32 && dtype != DType::kFloat8E4M3; }
 
 }  // namespace
 
@@ -122,6 +122,21 @@ void Checker::float32(const std::string& name, const TensorView& view, Access ac
 
 void Checker::int32(const std::string& name, const TensorView& view, Access access, const Shape& shape) {
   check_tensor(name, view, access, DType::kInt32, {}, shape, Strides::kLastContiguous);
+}
+
+void Checker::float8(const std::string& name, const TensorView& view, Access access, const Shape& shape,
+                     const std::string& source) {
+  check_tensor(name, view, access, DType::kFloat8E4M3, source, shape, Strides::kLastContiguous);
+}
+
+void Checker::scales(const std::string& name, const TensorView& view, Dim& n) {
+  check_tensor(name, view, Access::kInput, DType::kFloat32, {}, {&n}, Strides::kAny);
+  const TensorView host = readable(view);
+  if (!host.defined()) return;
+  for (std::int64_t i = 0; i < host.size(0); ++i) {
+    const float scale = host.as<const float>()[i * host.stride[0]];
+    require(std::isfinite(scale) && scale > 0, name, "[", i, "] = ", scale, ": must be positive and finite");
+  }
 }
 
 void Checker::config(const NSAConfig& cfg) {

@@ -46,6 +46,11 @@ class Checker {
   void tensor(const std::string& name, const TensorView& view, Access access, const Shape& shape);
   void float32(const std::string& name, const TensorView& view, Access access, const Shape& shape);
   void int32(const std::string& name, const TensorView& view, Access access, const Shape& shape);
+  /// An e4m3 tensor as `source` is one.
+  void float8(const std::string& name, const TensorView& view, Access access, const Shape& shape,
+              const std::string& source);
+  /// Positive float32 numbers (n), with any stride.
+  void scales(const std::string& name, const TensorView& view, Dim& n);
   /// A gradient from outside: like tensor(), with any strides.
   void incoming_gradient(const std::string& name, const TensorView& view, const Shape& shape);
   /// The same when `view` is given.
@@ -64,7 +69,7 @@ class Checker {
     call_.scalars.push_back({std::move(name), std::move(value)});
   }
 
-  /// What int32 tensor `view` holds, in host memory; undefined if it is on a device and must not be waited for (unless
+  /// What `view` holds, in host memory; undefined if it is on a device and must not be waited for (unless
   /// NSA_VALIDATE is set to something other than 0). Valid as long as the Checker.
   TensorView readable(const TensorView& view);
 

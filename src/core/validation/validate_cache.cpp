@@ -27,6 +27,8 @@ struct Shapes {
   Shape new_tokens(Dim& heads, Dim& dim) { return packed ? Shape{&T, &heads, &dim} : Shape{&B, &m, &heads, &dim}; }
 };
 
+bool is_float8(const KVCacheView& cache) { return cache.k_slc.dtype == DType::kFloat8E4M3; }
+
 /// The call asks for what only the backends in host memory do.
 void host_only(Checker& check, bool asked, const char* option) {
   if (asked && check.call().host_only.empty()) check.call().host_only = option;
@@ -49,13 +51,22 @@ void check_page_size(Checker& check, const char* name, const Dim& page_size) {
                 ": must be a positive multiple of 16");
 }
 
+/// Keys or values of a cache in the type of the call, or in e4m3.
+void check_stored(Checker& check, bool float8, const char* name, const TensorView& tokens, const Shape& shape) {
+  if (float8) {
+    check.float8(name, tokens, Access::kState, shape, "cache.k_slc");
+  } else {
+    check.tensor(name, tokens, Access::kState, shape);
+  }
+}
+
 /// The window or the raw tokens: a ring of a size, or pages of any.
-void check_recent(Checker& check, Shapes& s, const char* k_name, const TensorView& k, const char* v_name,
+void check_recent(Checker& check, Shapes& s, bool float8, const char* k_name, const TensorView& k, const char* v_name,
                   const TensorView& v, Dim& ring, const char* table_name, const TensorView& table) {
   Dim num_pages{"num_pages"}, page_size{"page_size"}, max_pages{"max_pages"};
   Dim &first = table.defined() ? num_pages : s.B, &rows = table.defined() ? page_size : ring;
-  check.tensor(k_name, k, Access::kState, {&first, &rows, &s.Hkv, &s.Dk});
-  check.tensor(v_name, v, Access::kState, {&first, &rows, &s.Hkv, &s.Dv});
+  check_stored(check, float8, k_name, k, {&first, &rows, &s.Hkv, &s.Dk});
+  check_stored(check, float8, v_name, v, {&first, &rows, &s.Hkv, &s.Dv});
   if (!table.defined() || !check.ok()) return;
   check.int32(table_name, table, Access::kInput, {&s.B, &max_pages});
   check_page_size(check, k_name, page_size);
@@ -71,8 +82,8 @@ void check_compressed(Checker& check, Shapes& s, const KVCacheView& cache, const
   check.require(own || s.page_size.value % std::max(1, cfg.kernel_stride) == 0,
                 "cache.k_slc: page_size = ", s.page_size.value,
                 ": without block_table_c kernel_stride = ", cfg.kernel_stride, " must divide it");
-  check.tensor("cache.k_c", cache.k_c, Access::kState, {&num_pages, &page_size, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_c", cache.v_c, Access::kState, {&num_pages, &page_size, &s.Hkv, &s.Dv});
+  check_stored(check, is_float8(cache), "cache.k_c", cache.k_c, {&num_pages, &page_size, &s.Hkv, &s.Dk});
+  check_stored(check, is_float8(cache), "cache.v_c", cache.v_c, {&num_pages, &page_size, &s.Hkv, &s.Dv});
   host_only(check, !own, "cache.block_table_c: not given");
   if (!own) return;
   check.int32("cache.block_table_c", cache.block_table_c, Access::kInput, {&s.B, &s.max_pages_c});
@@ -81,24 +92,36 @@ void check_compressed(Checker& check, Shapes& s, const KVCacheView& cache, const
 }
 
 void check_cache(Checker& check, Shapes& s, const KVCacheView& cache, const NSAConfig& cfg) {
-  check.tensor("cache.k_slc", cache.k_slc, Access::kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dk});
-  check.tensor("cache.v_slc", cache.v_slc, Access::kState, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dv});
+  const bool float8 = is_float8(cache);
+  check_stored(check, float8, "cache.k_slc", cache.k_slc, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dk});
+  check_stored(check, float8, "cache.v_slc", cache.v_slc, {&s.num_pages, &s.page_size, &s.Hkv, &s.Dv});
   check.int32("cache.cache_seqlens", cache.cache_seqlens, Access::kState, {&s.B});
   check.int32("cache.block_table", cache.block_table, Access::kInput, {&s.B, &s.max_pages});
   check_page_size(check, "cache.k_slc", s.page_size);
   check_compressed(check, s, cache, cfg);
-  check_recent(check, s, "cache.k_swa_ring", cache.k_swa_ring, "cache.v_swa_ring", cache.v_swa_ring, s.swa_ring,
+  check_recent(check, s, float8, "cache.k_swa_ring", cache.k_swa_ring, "cache.v_swa_ring", cache.v_swa_ring, s.swa_ring,
                "cache.block_table_swa", cache.block_table_swa);
-  check_recent(check, s, "cache.k_cmp_ring", cache.k_cmp_ring, "cache.v_cmp_ring", cache.v_cmp_ring, s.cmp_ring,
+  check_recent(check, s, false, "cache.k_cmp_ring", cache.k_cmp_ring, "cache.v_cmp_ring", cache.v_cmp_ring, s.cmp_ring,
                "cache.block_table_cmp", cache.block_table_cmp);
   check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
   host_only(check, !cache.advance, "cache.advance = false");
+  host_only(check, float8, "cache.k_slc: float8_e4m3fn");
   if (!cache.advance) check.note("cache.advance", std::int64_t{0});
   const TensorView lengths = check.readable(cache.cache_seqlens);
   if (!lengths.defined()) return;
   for (std::int64_t b = 0; b < s.B.value; ++b)
     check.require(int32_at(lengths, b) >= 0, "cache.cache_seqlens[", b, "] = ", int32_at(lengths, b), ": must be >= 0");
+}
+
+void check_scales(Checker& check, Shapes& s, const KVCacheView& cache) {
+  for (const auto& [name, scale] : {std::pair{"cache.k_scale", cache.k_scale}, {"cache.v_scale", cache.v_scale}})
+    if (is_float8(cache)) {
+      check.scales(name, scale, s.Hkv);
+    } else {
+      check.require(!scale.defined(), name, ": given for a cache in ", name_of(cache.k_slc.dtype), ": goes with ",
+                    name_of(DType::kFloat8E4M3));
+    }
 }
 
 /// Where packed new tokens are.
@@ -158,6 +181,7 @@ Status validate(const DecodeParams& params, Call& call) {
                 ", Hkv = ", s.Hkv.value, ": Hkv must divide H, both >= 1");
   check.require(s.Dk.value > 0 && s.Dv.value > 0, "Dk = ", s.Dk.value, ", Dv = ", s.Dv.value, ": must be >= 1");
   check_cache(check, s, params.cache, params.cfg);
+  check_scales(check, s, params.cache);
   if (s.packed) check_packed(check, s, params);
   check_weights(check, "weights_k.", params.weights_k, params.cfg, s.Hkv, s.Dk);
   check_weights(check, "weights_v.", params.weights_v, params.cfg, s.Hkv, s.Dv);

@@ -1,10 +1,13 @@
-// Keys and values that lie in the pages and rings of a cache.
+// Keys and values that lie in the pages and rings of a cache, in the type of the queries or in e4m3.
 #pragma once
 
 #include <algorithm>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "core/half.h"
 #include "core/token_rows.h"
 #include "cpu/kernels/pack.h"
 #include "cpu/kernels/segments.h"
@@ -20,20 +23,40 @@ struct CachedTokens {
   bool defined() const { return dim > 0; }
 };
 
-/// Tokens before the span's first are not in a ring any more: zeros.
+/// e4m3 as it is stored, without its scale: every number of it is one of In's.
+template <class In>
+void load_stored(const std::byte* row, std::int64_t dim, In* to) {
+  for (std::int64_t d = 0; d < dim; ++d) {
+    const float x = nsa::to_float(Float8E4M3{std::to_integer<std::uint8_t>(row[d])});
+    if constexpr (sizeof(In) == 4) {
+      to[d] = x;
+    } else {
+      to[d].bits = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(x) >> 16);
+    }
+  }
+}
+
+/// Tokens before the span's first are not in a ring any more: zeros. e4m3 comes without its scale.
 template <class In>
 TokenRun<In> run_of(const CachedTokens& tokens, const std::vector<TokenSpan>& spans, std::size_t s, std::int64_t head,
                     std::int64_t token, int count, In* scratch) {
   const TokenRows& rows = tokens.spans[s];
-  const auto data_at = [&](std::int64_t t) { return reinterpret_cast<const In*>(rows.at(t, head)); };
+  const bool float8 = rows.dtype == DType::kFloat8E4M3;
   const std::int64_t end = token + count, begin = std::min(std::max(token, spans[s].first), end);
-  const auto stride = static_cast<std::int64_t>(rows.row_stride / std::int64_t{sizeof(In)});
-  if (begin == token && rows.run(token) >= count) return {data_at(token), stride};
+  if (!float8 && begin == token && rows.run(token) >= count)
+    return {reinterpret_cast<const In*>(rows.at(token, head)), rows.row_stride / std::int64_t{sizeof(In)}};
   std::fill_n(scratch, (begin - token) * tokens.dim, In{});
   for (std::int64_t t = begin; t < end;) {
     const std::int64_t next = std::min(end, t + rows.run(t));
-    const In* row = data_at(t);
-    for (; t < next; ++t, row += stride) std::copy_n(row, tokens.dim, scratch + (t - token) * tokens.dim);
+    const std::byte* row = rows.at(t, head);
+    for (; t < next; ++t, row += rows.row_stride) {
+      In* const to = scratch + (t - token) * tokens.dim;
+      if (float8) {
+        load_stored(row, tokens.dim, to);
+      } else {
+        std::copy_n(reinterpret_cast<const In*>(row), tokens.dim, to);
+      }
+    }
   }
   return {scratch, tokens.dim};
 }

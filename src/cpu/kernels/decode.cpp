@@ -68,7 +68,7 @@ Status run(const DecodeParams& p, const Context& context) {
   for_dtype(p.q.dtype, [&]<class In>() {
     const auto attend = [&]<class Selected>() {
       NsaForward<In, Selected>(attention_of(p), sequences_of(step.sequences(), p.cfg), tokens_of(step.sequences(), p),
-                               context)
+                               context, {.k = p.cache.k_scale, .v = p.cache.v_scale})
           .run(context);
     };
     if (select_most(step.sequences(), p.cfg)) {

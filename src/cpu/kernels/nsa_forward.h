@@ -18,14 +18,25 @@ struct BranchTokens {
   Tokens k_c, v_c, k_slc, v_slc, k_swa, v_swa;
 };
 
+/// Of each KV head, what keys and values are to be multiplied by, float32 (Hkv); not given: 1. Elements are not
+/// touched: the keys' belong to the softmax scale, the values' to the gates.
+struct HeadScales {
+  TensorView k, v;
+
+  static float of(const TensorView& scales, std::int64_t head) {
+    return scales.defined() ? scales.as<const float>()[head * scales.stride[0]] : 1;
+  }
+};
+
 /// `Selected` is the SelectedBranch to use; keys and values are taken from the tokens given, never from the parameters.
 template <class In, class Selected>
 class NsaForward {
  public:
   template <class Tokens>
   NsaForward(const NsaAttentionParams& p, const std::vector<Sequence>& sequences, const BranchTokens<Tokens>& tokens,
-             const Context& context)
+             const Context& context, const HeadScales& scales = {})
       : p_(p),
+        scales_(scales),
         queries_(p.q, tokens.k_slc.size(-2), sequences, p.softmax_scale),
         compressed_(queries_, tokens.k_c, tokens.v_c, p.cfg, context),
         selected_(queries_, tokens.k_slc, tokens.v_slc, p.cfg.block_size, context),
@@ -67,24 +78,25 @@ class NsaForward {
 
   void attend(Worker& worker, const QueryGroup& group) const {
     Rows& attention = worker.attention;
+    const float scale = queries_.scale() * HeadScales::of(scales_.k, group.kv_head);
     std::fill_n(worker.sum.data(), worker.rows * columns_, 0.0f);
 
     queries_.load(group, attention);
     compressed_.list(group, attention);
     attention.compute_scores();
-    attention.softmax(queries_.scale(), /*keep=*/true);
+    attention.softmax(scale, /*keep=*/true);
     attention.compute_outputs();
     add(worker, group, 0, kCompressed, p_.o_cmp, p_.lse_cmp);
     choose_blocks(worker, group);
 
     window_.list(group, attention);
-    attention.attend(queries_.scale());
+    attention.attend(scale);
     add(worker, group, 0, kWindow, p_.o_swa, p_.lse_swa);
 
     for (int a = 0; a < group.count; ++a) {
       const QueryGroup one{.sequence = group.sequence, .kv_head = group.kv_head, .first = group.first + a, .count = 1};
       selected_.list(group, a, blocks(worker, group, a), p_.cfg.topk, worker.scratch, attention);
-      attention.attend(queries_.scale());
+      attention.attend(scale);
       add(worker, one, a, kSelected, p_.o_slc, p_.lse_slc);
     }
 
@@ -103,9 +115,11 @@ class NsaForward {
     store_outputs(queries_, group, worker.attention, o, lse);
     const Sequence& s = queries_.sequence(group);
     const RowView<const In> gates = rows_of<const In>(p_.gates, s.batch, s.q_begin);
+    const float v_scale = HeadScales::of(scales_.v, group.kv_head);
     const int heads = queries_.heads();
     for (int row = 0; row < group.count * heads; ++row) {
-      const Vec g = splat(to_float(gates.at(group.first + row / heads, group.kv_head * heads + row % heads)[branch]));
+      const In* gate = gates.at(group.first + row / heads, group.kv_head * heads + row % heads);
+      const Vec g = splat(to_float(gate[branch]) * v_scale);
       const float* x = worker.attention.output(row);
       float* sum = worker.sum.data() + (query * heads + row) * columns_;
       for (std::int64_t d = 0; d < columns_; d += kWidth) store(sum + d, fma(g, load(x + d), load(sum + d)));
@@ -134,6 +148,7 @@ class NsaForward {
   }
 
   const NsaAttentionParams& p_;
+  HeadScales scales_;
   Queries<In> queries_;
   CompressedBranch<In> compressed_;
   Selected selected_;
