@@ -34,7 +34,10 @@ work() {  # options for every run
   for job in "${jobs[@]}"; do
     read -r name model seed <<<"$job"
     left=$((limit - SECONDS))
-    if ((limit > 0 && left <= 0)); then return 3; fi
+    if ((limit > 0 && left <= 0)); then
+      echo "stopped; the same command goes on" >&2
+      return 3
+    fi
     exec 9>"$out/$name.$model.$seed.lock"
     flock -n 9 || continue
     code=0

@@ -54,8 +54,8 @@ struct RecallCommand {
       options.methods.emplace_back(name, method.attention(model.nsa));
     }
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
-      fmt::print("step {:>5}  {:>3} pairs  loss {:.3f}  accuracy {:.3f}, full attention {:.3f}\n", step.step,
-                 step.pairs, step.loss, step.accuracy, step.full);
+      fmt::print("step {:>5}  {:>3} pairs every {:>3} tokens  loss {:.3f}  accuracy {:.3f}, full attention {:.3f}\n",
+                 step.step, step.pairs, step.slot, step.loss, step.accuracy, step.full);
       std::fflush(stdout);
     });
     const auto line = [](const char* name, double share) { fmt::print("{:<40} {:>6.1f} %\n", name, 100 * share); };

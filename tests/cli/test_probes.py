@@ -116,6 +116,14 @@ def test_recall_of_chains_beyond_the_window(tmp_path):
     assert out["nsa"] > 0.95 and out["window"] < 0.05
 
 
+def test_recall_of_pairs_far_apart(tmp_path):
+    """They begin four tokens apart, and move away as they are learnt."""
+    out, _ = result(tmp_path, "recall", "--pairs", 4, "--length", 200, "--steps", 600, "--threads", 1, timeout=900)
+    slots = [step["slot"] for step in out["history"]]
+    assert out["slot"] == 31 and {4, 31} < {*slots} <= {4, 8, 16, 31} and slots == sorted(slots)
+    assert min(out["nsa"], out["full"]) > 0.95
+
+
 def test_recall_refuses_a_gap_that_windows_can_bridge():
     assert "gap = 5" in refused("recall", "--gap", 5, "--steps", 1)
 

@@ -26,7 +26,7 @@
 namespace nsa::lm {
 namespace {
 
-constexpr int kFirstChains = 4;
+constexpr int kFirstChains = 4, kFirstSlot = 4;
 constexpr double kGrowAt = 0.9, kSuccess = 0.97;  // accuracies
 constexpr double kKeysWeight = 0.1;               // of their loss; more of it, and NSA learns no choice of blocks
 constexpr double kMemory = 0.8;                   // of the running accuracy, per step
@@ -58,17 +58,19 @@ class RecallTrainer {
         optimizer_(model_.parameters(), {.beta1 = 0.9, .beta2 = 0.98, .weight_decay = 0.01, .clip = 1}) {}
 
   struct Plan {
-    int pairs = 0;  // of the sequences
+    int pairs = 0, slot = 0;  // of the sequences
     double lr = 0;
     bool keys_too = false;  // each value is asked for the key before it
   };
 
   /// One step; returns loss and accuracy.
   std::pair<double, double> step(const Plan& plan) {
-    RecallTask shape = options_.task;
+    RecallTask task = options_.task;
+    task.slot = plan.slot;
+    RecallTask shape = task;
     shape.pairs = plan.pairs;
     const auto sequences = std::max<std::int64_t>(1, options_.tokens_per_step / shape.length());
-    const auto data = make_recall_batch(options_.task, plan.pairs, static_cast<int>(sequences),
+    const auto data = make_recall_batch(task, plan.pairs, static_cast<int>(sequences),
                                         base::derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
     const auto logits = logits_at(data.batch, at::cat({data.queries, data.values}), {}).split(data.queries.size(0));
     const auto loss = token_losses(logits[0], data.answers).mean();
@@ -249,26 +251,32 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
   std::vector<RecallTrainer::Plan> plans;  // of each step
   std::int64_t at_full_length = 0;         // steps
   const int first_pairs = std::min(kFirstChains * task.hops, task.pairs);
-  int pairs = first_pairs;
+  int pairs = first_pairs, slot = std::min(kFirstSlot, task.slot);
   double running = 0, running_full = 0;
   std::int64_t left = options.most_steps;
   while (left-- > 0) {
     const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
-    if (pairs == task.pairs) ++at_full_length;
+    const bool whole = pairs == task.pairs && slot == task.slot;
+    if (whole) ++at_full_length;
     const double decay = std::max(0.1, 1 - static_cast<double>(at_full_length) / kDecaySteps);
-    plans.push_back({pairs, options.lr * warmup * decay, pairs == first_pairs});
+    plans.push_back({pairs, slot, options.lr * warmup * decay, pairs == first_pairs});
     const auto [loss, share] = sparse.step(plans.back());
     running = kMemory * running + (1 - kMemory) * share;
     running_full = kMemory * running_full + (1 - kMemory) * full.step(plans.back()).second;
     const double slower = std::min(running, running_full);
     const auto step = static_cast<std::int64_t>(plans.size());
     if (step % kHistoryEvery == 0 || left == 0) {
-      report.history.push_back({.step = step, .pairs = pairs, .loss = loss, .accuracy = running, .full = running_full});
+      report.history.push_back(
+          {.step = step, .pairs = pairs, .slot = slot, .loss = loss, .accuracy = running, .full = running_full});
       on_step(report.history.back());
     }
-    if (pairs < task.pairs) {
+    if (!whole) {
       if (slower < kGrowAt) continue;
-      pairs = std::min(2 * pairs, task.pairs);
+      if (pairs < task.pairs) {
+        pairs = std::min(2 * pairs, task.pairs);
+      } else {
+        slot = std::min(2 * slot, task.slot);
+      }
       running = running_full = 0;
     } else if (slower > kSuccess) {
       left = std::min(left, options.steps_after_success);
@@ -331,6 +339,7 @@ void to_json(nlohmann::json& json, const RecallReport& report) {
   for (const auto& step : report.history) {
     json["history"].push_back({{"step", step.step},
                                {"pairs", step.pairs},
+                               {"slot", step.slot},
                                {"loss", step.loss},
                                {"accuracy", step.accuracy},
                                {"full", step.full}});

@@ -68,7 +68,7 @@ struct RecallOptions {
 
 struct RecallStep {
   std::int64_t step = 0;
-  int pairs = 0;
+  int pairs = 0, slot = 0;        // of the step's sequences
   double loss = 0, accuracy = 0;  // of the NSA model; the accuracy averaged over the last steps
   double full = 0;                // the accuracy with full attention
 };
