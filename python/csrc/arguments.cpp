@@ -43,6 +43,11 @@ KVCacheView CacheArguments::views() const {
   return cache;
 }
 
+void ScaleArguments::give_to(KVCacheView& cache) const {
+  cache.k_scale = input(k_scale, "cache.k_scale");
+  cache.v_scale = input(v_scale, "cache.v_scale");
+}
+
 KVCacheView PagedCacheArguments::views() const {
   KVCacheView cache;
   cache.k_slc = output(k_slc, "cache.k_slc");

@@ -96,6 +96,15 @@ struct CacheArguments {
   KVCacheView views() const;
 };
 
+/// Of a cache in e4m3.
+struct ScaleArguments {
+  OptionalTensor k_scale, v_scale;
+
+  using Members = std::tuple<OptionalTensor, OptionalTensor>;
+  static constexpr const char* kSchema = "Tensor? k_scale, Tensor? v_scale";
+  void give_to(KVCacheView& cache) const;
+};
+
 /// A cache in memory of an engine: seq_lens are lengths after the step, its own.
 struct PagedCacheArguments {
   Tensor k_slc, v_slc, k_c, v_c, k_swa, v_swa, k_cmp, v_cmp, overflow, seq_lens, block_table;

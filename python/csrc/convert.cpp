@@ -32,9 +32,13 @@ DType dtype_of(const Tensor& tensor, const char* name) {
       return DType::kFloat64;
     case ScalarType::Int:
       return DType::kInt32;
+    case ScalarType::Float8_e4m3fn:
+      return DType::kFloat8E4M3;
     default:
-      refuse(std::string(name) + ": dtype " + torch::headeronly::toString(type) +
-             ": must be float32, bfloat16, float16 or float64, and int32 for indices, lengths and tables");
+      refuse(
+          std::string(name) + ": dtype " + torch::headeronly::toString(type) +
+          ": must be float32, bfloat16, float16 or float64, int32 for indices, lengths and tables, or float8_e4m3fn in "
+          "a cache");
   }
 }
 

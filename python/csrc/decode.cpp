@@ -37,9 +37,10 @@ Tensors<2> run_step(Operation operation, DecodeParams params, const BranchArgume
 template <Operation operation>
 Tensors<2> step(const BranchArguments& branches, const CacheArguments& cache, const PhiArguments& weights_k,
                 const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale, const RotationArguments& rotation,
-                const OptionalTensor& num_new, const OptionalTensor& imposed_indices) {
+                const OptionalTensor& num_new, const OptionalTensor& imposed_indices, const ScaleArguments& scales) {
   DecodeParams params;
   params.cache = cache.views();
+  scales.give_to(params.cache);
   params.num_new = input(num_new, "num_new");
   return run_step(operation, params, branches, weights_k, weights_v, cfg, softmax_scale, rotation, imposed_indices);
 }
@@ -47,9 +48,11 @@ Tensors<2> step(const BranchArguments& branches, const CacheArguments& cache, co
 Tensors<2> decode_paged(const BranchArguments& branches, const PagedCacheArguments& cache,
                         const Tensor& query_start_loc, std::int64_t max_query_len, const PhiArguments& weights_k,
                         const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
-                        const RotationArguments& rotation, const OptionalTensor& imposed_indices) {
+                        const RotationArguments& rotation, const OptionalTensor& imposed_indices,
+                        const ScaleArguments& scales) {
   DecodeParams params;
   params.cache = cache.views();
+  scales.give_to(params.cache);
   params.query_start_loc = input(query_start_loc, "query_start_loc");
   params.max_query_len = max_query_len;
   const bool chunks = max_query_len == 0 || max_query_len > kMaxDecodeTokens;
@@ -75,11 +78,12 @@ void define_decode(Library& m) {
   const std::string branches = std::string(BranchArguments::kSchema) + ", ";
   const std::string options = ", " + PhiArguments::schema("_k") + ", " + PhiArguments::schema("_v") +
                               ", int[] cfg, float? softmax_scale, " + RotationArguments::kSchema + ", ";
-  const std::string step = branches + cache + options + "Tensor? num_new, Tensor? imposed_indices";
+  const std::string last = std::string("Tensor? imposed_indices, ") + ScaleArguments::kSchema;
+  const std::string step = branches + cache + options + "Tensor? num_new, " + last;
   m.def(("decode(" + step + ") -> (Tensor, Tensor)").c_str());
   m.def(("prefill(" + step + ") -> (Tensor, Tensor)").c_str());
   m.def(("decode_paged(" + branches + PagedCacheArguments::kSchema + ", Tensor query_start_loc, SymInt max_query_len" +
-         options + "Tensor? imposed_indices) -> (Tensor, Tensor)")
+         options + last + ") -> (Tensor, Tensor)")
             .c_str());
   m.def(("fork(" + cache + ", int[] cfg, int parent, int child, int length) -> ()").c_str());
 }

@@ -39,10 +39,10 @@ class _Cache(NamedTuple):
 def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
     """What the operator `prefill` does with the same arguments in rows that are empty. Others take no tokens."""
     branches, cache, others = arguments[:8], _Cache(*arguments[8:20]), arguments[20:]
-    *layer, num_new, indices = others
+    *layer, num_new, indices, k_scale, v_scale = others
     lengths = cache.cache_seqlens
     # An idle step of one token looks at all arguments but m and num_new, and changes nothing.
-    idle = (torch.zeros_like(lengths), None if indices is None else _first_token(indices))
+    idle = (torch.zeros_like(lengths), None if indices is None else _first_token(indices), k_scale, v_scale)
     call(ops.prefill, *map(_first_token, branches), *cache, *layer, *idle, names=names)
     batch, m = branches[0].shape[:2]
     for name, tensor in zip(_BRANCHES, branches, strict=True):
@@ -53,6 +53,11 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
         num_new = torch.full_like(lengths, m)
     else:
         _check_num_new(num_new, m, lengths)
+    if cache.k_slc.dtype == torch.float8_e4m3fn:  # the chunk attends to itself as it is stored
+        empty = lengths == 0
+        cache.overflow.masked_fill_((~empty & (num_new > 0)).any(), 1)
+        num_new = num_new.where(empty, 0)
+        return call(ops.prefill, *branches, *cache, *layer, num_new, indices, k_scale, v_scale, names=names)
     # In the order of the schema: no noise, nothing packed, nothing kept for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
         ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names

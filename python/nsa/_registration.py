@@ -241,13 +241,13 @@ def _(d_o, *rest):
 @_fake("decode")
 @_fake("prefill")
 def _(q, k_cmp, v_cmp, *rest):
-    cfg = rest[-6]
+    cfg = rest[-8]
     return _o(q, v_cmp), _indices(q, k_cmp, cfg)
 
 
 @_fake("decode_paged")
 def _(q, k_cmp, v_cmp, *rest):
-    return _o(q, v_cmp), _indices(q, k_cmp, rest[-5])
+    return _o(q, v_cmp), _indices(q, k_cmp, rest[-7])
 
 
 @_fake("fork")

@@ -166,7 +166,12 @@ class KVCache:
         page_size: tokens in a page, a positive multiple of 16; None: contiguous.
         num_pages: pages in the pool, default enough for every sequence at max_length. The pool of compressed tokens is
             sized to match.
-        dtype: of keys and values.
+        dtype: of keys and values. With torch.float8_e4m3fn, on a CPU so far, all that attention reads is stored in it,
+            as x / scale, and read as stored * scale.
+        raw_dtype: of the raw tokens that wait for the compression, which is the type of a step's q, k and v; default
+            dtype, or bfloat16 beside torch.float8_e4m3fn.
+        k_scale, v_scale: of torch.float8_e4m3fn, a positive number or one for each KV head; default 1. Numbers beyond
+            448 times their scale are stored as that.
         device: of all tensors of the cache, default torch's default device.
 
     Raises:
@@ -176,7 +181,11 @@ class KVCache:
     Attributes:
         block_table: int32 (B, max_pages), page p of a sequence, -1: none.
         block_table_c: int32 (B, max_pages_c), likewise of its compressed tokens.
+        k_scale, v_scale: float32 (Hkv), or None without torch.float8_e4m3fn.
     """
+
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
     @checked
     def __init__(
@@ -191,6 +200,9 @@ class KVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         dtype: torch.dtype = torch.float32,
+        raw_dtype: torch.dtype | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         cfg = NSAConfig() if cfg is None else cfg
@@ -201,6 +213,7 @@ class KVCache:
             raise ValueError(f"page_size = {page_size}: must be a positive multiple of 16, <= {_LARGEST}")
         if num_pages is not None and page_size is None:
             raise ValueError(f"num_pages = {num_pages}: must be >= 1, and goes with page_size")
+        raw_dtype = _raw_dtype(dtype, raw_dtype)
         self.cfg = cfg
         self.max_length = max_length
         self.contiguous = page_size is None
@@ -221,15 +234,16 @@ class KVCache:
             values = torch.zeros(*shape, v_head_dim, dtype=dtype, device=device)
             return _Pages(name, size, count, batch_size, per_sequence), table, keys, values
 
-        def ring(tokens: int, dim: int) -> Tensor:
+        def ring(tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch_size, tokens + ROLLBACK, num_kv_heads, dim, dtype=dtype, device=device)
 
         self._pages, self.block_table, self.k_slc, self.v_slc = pool("KVCache", max_length, size, num_pages)
         self._pages_c, self.block_table_c, self.k_c, self.v_c = pool(
             "KVCache, compressed", longest_c, size_c, num_pages_c
         )
-        self.k_swa_ring, self.v_swa_ring = ring(cfg.window_size, head_dim), ring(cfg.window_size, v_head_dim)
-        self.k_cmp_ring, self.v_cmp_ring = ring(cfg.kernel_size, head_dim), ring(cfg.kernel_size, v_head_dim)
+        self.k_swa_ring, self.v_swa_ring = (ring(cfg.window_size, dim, dtype) for dim in (head_dim, v_head_dim))
+        self.k_cmp_ring, self.v_cmp_ring = (ring(cfg.kernel_size, dim, raw_dtype) for dim in (head_dim, v_head_dim))
+        self.k_scale, self.v_scale = _scales(self.k_slc, k_scale, v_scale)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
         self._longest = [0] * batch_size  # before the last rollback: the rings have lost what is older than 32 tokens
@@ -237,11 +251,19 @@ class KVCache:
             self.reserve(max_length)
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor], cfg: NSAConfig, max_length: int) -> KVCache:
+    def from_tensors(
+        cls,
+        tensors: Sequence[Tensor],
+        cfg: NSAConfig,
+        max_length: int,
+        *,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+    ) -> KVCache:
         """A cache in memory of the caller: the tensors of another one, in the order of `tensors`.
 
         Pages belong to the sequences as the tables say; the host reads them and the lengths. A cache of one page per
-        sequence and as many pages as sequences is contiguous.
+        sequence and as many pages as sequences is contiguous. `k_scale`, `v_scale`: as in the constructor.
 
         Raises:
             ValueError: a tensor's shape, dtype, device or content does not fit the others, cfg or max_length.
@@ -259,6 +281,7 @@ class KVCache:
         for name, tensor in zip(NAMES, tensors, strict=True):
             setattr(cache, name, tensor)
         cache._check_shapes()
+        cache.k_scale, cache.v_scale = _scales(cache.k_slc, k_scale, v_scale)
         longest_c = max(1, cfg.num_compressed(max_length))
         pools = []
         for name, keys, table, longest in (
@@ -569,6 +592,9 @@ class KVCache:
             if member in NAMES[8:] and tensor.dtype != torch.int32:
                 raise ValueError(f"{name}.{member}: dtype {str(tensor.dtype).removeprefix('torch.')}: must be int32")
             check_usable(f"{name}.{member}", tensor)
+        for member in ("k_scale", "v_scale"):
+            check_type(f"{name}.{member}", getattr(self, member), Tensor | None)
+            check_usable(f"{name}.{member}", getattr(self, member))
 
     def _check_shapes(self) -> None:
         keys, values = self.k_slc, self.v_slc
@@ -587,6 +613,8 @@ class KVCache:
         for i, name in enumerate(NAMES):
             tensor = getattr(self, name)
             dtype = keys.dtype if i < 8 else torch.int32
+            if keys.dtype == torch.float8_e4m3fn and 6 <= i < 8:
+                dtype = self.k_cmp_ring.dtype
             if tensor.shape != shapes.get(name, tensor.shape) or tensor.dtype != dtype or tensor.device != keys.device:
                 what = f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
                 wanted = f"{dtype} {shapes.get(name, tuple(tensor.shape))} on {keys.device}"
@@ -607,6 +635,42 @@ class KVCache:
             raise ValueError(f"length = {length}: must be 0 ... the row's length, {available}")
         if longest - length > ROLLBACK:
             raise ValueError(f"length = {length}: must be at most {ROLLBACK} below the longest it has been, {longest}")
+
+
+def _raw_dtype(dtype: torch.dtype, raw_dtype: torch.dtype | None) -> torch.dtype:
+    """Of the raw tokens in a cache of this dtype."""
+    if dtype != torch.float8_e4m3fn and raw_dtype not in (None, dtype):
+        raise ValueError(f"raw_dtype = {raw_dtype}: another than dtype goes with dtype = torch.float8_e4m3fn")
+    if raw_dtype is None:
+        return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    return raw_dtype
+
+
+def head_scales(name: str, scale: float | Tensor, heads: int, device: torch.device) -> Tensor:
+    """float32 (heads) of a scale that is one number, or one for each head."""
+    check_type(name, scale, float | Tensor)
+    scales = torch.as_tensor(scale, dtype=torch.float32, device=None if isinstance(scale, Tensor) else device)
+    if scales.dim() > 1 or scales.numel() not in (1, heads):
+        raise ValueError(f"{name}: {tuple(scales.shape)}: must be one number, or {heads}, one for each KV head")
+    if scales.device != device:
+        raise ValueError(f"{name}: on {scales.device}: expected {device} as the keys and values")
+    return scales.expand(heads)
+
+
+def _scales(keys: Tensor, *given: float | Tensor | None) -> list[Tensor | None]:
+    """Of the keys and of the values of a cache."""
+    result: list[Tensor | None] = []
+    for name, scale in zip(("k_scale", "v_scale"), given, strict=True):
+        if keys.dtype == torch.float8_e4m3fn:
+            scales = head_scales(name, 1.0 if scale is None else scale, keys.shape[2], keys.device)
+            if scales.device.type == "cpu" and not bool(((scales > 0) & scales.isfinite()).all()):
+                raise ValueError(f"{name}: {scales.tolist()}: must be positive and finite")
+            result.append(scales)
+        elif scale is None:
+            result.append(None)
+        else:
+            raise ValueError(f"{name}: goes with dtype = torch.float8_e4m3fn")
+    return result
 
 
 def _copy_pages(moves: list[tuple[int, int]], *stores: Tensor) -> None:

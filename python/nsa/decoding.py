@@ -221,7 +221,16 @@ def _step(
             *cache.tensors(),
             *turned.weights_k.as_arguments(),
             *weights_v.as_arguments(),
-            *(cache.cfg.as_list(), softmax_scale, turned.cos, turned.sin, num_new, indices),
+            *(
+                cache.cfg.as_list(),
+                softmax_scale,
+                turned.cos,
+                turned.sin,
+                num_new,
+                indices,
+                cache.k_scale,
+                cache.v_scale,
+            ),
             names=names,
         )
     return (o, selected) if return_indices else o

@@ -159,6 +159,8 @@ class NativeSparseAttention(nn.Module):
     def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options: Any) -> KVCache:
         """A KVCache for this layer, on its device; `options` are KVCache's (page_size, num_pages)."""
         weight = self.q_proj.weight
+        if dtype == torch.float8_e4m3fn:
+            options = {"raw_dtype": weight.dtype} | options
         return KVCache(
             *(batch_size, self.num_kv_heads, self.head_dim, self.v_head_dim, self.cfg),
             max_length=max_length,

@@ -19,7 +19,7 @@ from torch import Tensor
 from ._arguments import check_sizes, check_type, check_usable, checked
 from ._first_chunk import prefill_empty_rows
 from ._registration import call, ops
-from .cache import ROLLBACK, _multiple_of_16
+from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, head_scales
 from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, _step
 from .functional import MEAN, branch_names
@@ -81,9 +81,12 @@ def allocate(
     num_pages_c: int,
     num_slots: int,
     dtype: torch.dtype = torch.float32,
+    raw_dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
 ) -> LayerCache:
     """The memory of a layer, zeros. `num_slots`: the most requests that run at a time. The rest as in LayerCache.
+
+    dtype, raw_dtype: as in `nsa.KVCache`.
 
     Raises:
         ValueError: a size is not allowed.
@@ -93,7 +96,9 @@ def allocate(
     if page_size % 16:
         raise ValueError(f"page_size = {page_size}: must be a multiple of 16")
 
-    def both(*shape: int) -> list[Tensor]:
+    raw_dtype = _raw_dtype(dtype, raw_dtype)
+
+    def both(*shape: int, dtype: torch.dtype = dtype) -> list[Tensor]:
         dims = head_dim, head_dim if v_head_dim is None else v_head_dim
         return [torch.zeros(*shape, num_kv_heads, dim, dtype=dtype, device=device) for dim in dims]
 
@@ -101,12 +106,15 @@ def allocate(
         *both(num_pages, page_size),
         *both(num_pages_c, compressed_page_size(cfg, page_size)),
         *both(num_slots, cfg.window_size + ROLLBACK),
-        *both(num_slots, cfg.kernel_size + ROLLBACK),
+        *both(num_slots, cfg.kernel_size + ROLLBACK, dtype=raw_dtype),
     )
 
 
 class _Rows:
     """What a step needs of a cache: the memory of some ring slots that lie side by side, and their tables."""
+
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
     def __init__(self, step: Step, first: int, lengths: Tensor, table: Tensor, table_c: Tensor) -> None:
         self.cfg, self.max_length, self.overflow = step.cfg, step.max_length, step.overflow
@@ -115,9 +123,10 @@ class _Rows:
         self.layer: LayerCache | None = None
         self.cache_seqlens = lengths
 
-    def of(self, layer: LayerCache) -> _Rows:
+    def of(self, layer: LayerCache, k_scale: Tensor | None, v_scale: Tensor | None) -> _Rows:
         """With the memory of a layer. The operators advance the lengths, each layer's own."""
         self.layer, self.cache_seqlens = layer, self.lengths.clone()
+        self.k_scale, self.v_scale = k_scale, v_scale
         return self
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -271,6 +280,8 @@ class Step:
         v_slc: Tensor | None = None,
         k_swa: Tensor | None = None,
         v_swa: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         softmax_scale: float | None = None,
     ) -> Tensor:
@@ -279,6 +290,7 @@ class Step:
         Args:
             layer: the layer's memory, is changed.
             q, k, v, gates: packed, (tokens, heads, ...), otherwise as in `nsa.decode`, as the options are.
+            k_scale, v_scale: of a layer in float8_e4m3fn, as in `decode_paged`.
 
         Returns:
             o: (tokens, H, Dv).
@@ -287,6 +299,7 @@ class Step:
             ValueError: an argument is not allowed; no memory was changed then.
         """
         _check_layer(layer)
+        k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
         for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
             if ring.shape[0] < self.num_slots:
                 raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
@@ -309,7 +322,7 @@ class Step:
             q, k, v, k_slc, v_slc, k_swa, v_swa, gates = tensors
             keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
             options = (weights, None, rope, softmax_scale, num_new, False)
-            return _step(step, q, keys, values, gates, rows.of(layer), *options)  # type: ignore[arg-type, return-value]
+            return _step(step, q, keys, values, gates, rows.of(layer, k_scale, v_scale), *options)  # type: ignore[arg-type, return-value]
 
         o = q.new_empty(self.num_tokens, q.shape[1], v.shape[2])
         if self._decodes is not None:
@@ -358,6 +371,8 @@ def decode_paged(
     k_swa: Tensor | None = None,
     v_swa: Tensor | None = None,
     indices: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
     softmax_scale: float | None = None,
     return_indices: bool = False,
@@ -383,6 +398,8 @@ def decode_paged(
         max_query_len: at least the most new tokens of a request. 0: T.
         overflow: int32 (1), set to 1 if a request found no page: it writes nothing then, and o = 0. None: that raises
             RuntimeError at the end of the step.
+        k_scale, v_scale: float32, one number, or one for each KV head: of a layer whose tensors but the raw tokens are
+            in float8_e4m3fn. x is stored as x / scale, saturated, and read as stored * scale.
 
     Returns:
         o (T, H, Dv), or (o, indices) with indices int32 (T, Hkv, topk).
@@ -397,7 +414,9 @@ def decode_paged(
     names = branch_names(k_slc, v_slc, k_swa, v_swa) | {f"cache.{name}": f"layer.{name}" for name in layer._fields}
     names |= {"cache.cache_seqlens": "seq_lens", "cache.overflow": "overflow"}
     names |= {"prefill": "decode_paged", "decode": "decode_paged"}
+    names |= {f"cache.{name}": name for name in ("k_scale", "v_scale")}
     names |= {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
+    k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
     k_slc, k_swa = (k if t is None else t for t in (k_slc, k_swa))
     v_slc, v_swa = (v if t is None else t for t in (v_slc, v_swa))
     weights_k, weights_v = (MEAN if w is None else w for w in (weights_k, weights_v))
@@ -410,7 +429,7 @@ def decode_paged(
             *(turned.q, turned.k, v, turned.k_slc, v_slc, turned.k_swa, v_swa, gates),
             *(*layer, flag, seq_lens, block_table, block_table_c, block_table_swa, block_table_cmp),
             *(query_start_loc, max_query_len, *turned.weights_k.as_arguments(), *weights_v.as_arguments()),
-            *(cfg.as_list(), softmax_scale, turned.cos, turned.sin, indices),
+            *(cfg.as_list(), softmax_scale, turned.cos, turned.sin, indices, k_scale, v_scale),
             names=names,
         )
     if overflow is None and int(flag.item()):
@@ -497,6 +516,20 @@ def _check_layer(layer: LayerCache) -> None:
         check_type(f"layer.{name}", tensor, Tensor)
         if tensor.dim() != 4:
             raise ValueError(f"layer.{name}: {tuple(tensor.shape)}: must have 4 dimensions, the last two (Hkv, D)")
+
+
+def _scales_of(layer: LayerCache, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As the operators take them, from what engines have: one number for a layer, or one for each KV head."""
+    scales: list[Tensor | None] = []
+    for name, scale in zip(("k_scale", "v_scale"), given, strict=True):
+        check_type(name, scale, Tensor | None)
+        if (scale is not None) != (layer.k_slc.dtype == torch.float8_e4m3fn):
+            which = str(layer.k_slc.dtype).removeprefix("torch.")
+            what = "not given: a layer" if scale is None else "given for a layer"
+            raise ValueError(f"{name}: {what} in {which}: goes with float8_e4m3fn")
+        heads = layer.k_slc.shape[2]
+        scales.append(None if scale is None else head_scales(name, scale, heads, layer.k_slc.device))
+    return tuple(scales)
 
 
 def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:

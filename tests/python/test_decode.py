@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa
-from devices import head_dims
+from devices import head_dims, running
 from problem import SMALL
 
 KINDS = {"contiguous": {}, "paged": {"page_size": 16}, "large pages": {"page_size": 48}}
@@ -345,3 +345,189 @@ def test_cache_refuses(call, message):
 def test_cache_options_refused(options, message):
     with pytest.raises(ValueError, match=message):
         nsa.KVCache(**{"batch_size": 1, "num_kv_heads": 1, "head_dim": 8, "max_length": 32} | options)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def host(request):
+    with running(request.param):
+        yield request.param
+
+
+def fp8_cache(batch, dtype=torch.float32, **options):
+    """Of two KV heads. The last scale is so small that a part of normal values saturates."""
+    scales = {"k_scale": torch.tensor([0.01, 0.7]), "v_scale": torch.tensor([0.3, 0.004])}
+    return nsa.KVCache(batch, 2, 16, 8, SMALL, max_length=LENGTH, dtype=FP8, raw_dtype=dtype, **scales, **options)
+
+
+def codes(x, scale):
+    """By torch what a cache stores of x (..., Hkv, D)."""
+    return (x.float() / scale[:, None]).clamp(-448, 448).to(FP8)
+
+
+def new_tokens(batch, dtype=torch.float32):
+    """q, k, v, gates and the options that have a tensor for each branch."""
+    q, gates = torch.randn(batch, LENGTH, 6, 16), torch.rand(batch, LENGTH, 6, 3)
+    k, v = torch.randn(3, batch, LENGTH, 2, 16), torch.randn(3, batch, LENGTH, 2, 8)
+    q, k, v, gates = (t.to(dtype) for t in (q, k, v, gates))
+    return (q, k[0], v[0], gates), {"k_slc": k[1], "v_slc": v[1], "k_swa": k[2], "v_swa": v[2]}
+
+
+def run_steps(cache, new, branches, steps, **options):
+    cache.reserve(LENGTH)
+    outs, begin = [], 0
+    for m in steps:
+        part = [t[:, begin : begin + m] for t in new], {n: t[:, begin : begin + m] for n, t in branches.items()}
+        outs.append((nsa.decode if m <= 16 else nsa.prefill)(*part[0], cache, **part[1], **options))
+        begin += m
+    cache.check()
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_stores_what_torch_rounds_to(host, dtype):
+    x = torch.randn(1, LENGTH, 2, 16) * torch.randn(LENGTH, 2, 16).mul(4).exp2()
+    x[0, :9, :, 0] = torch.tensor([0.0, -0.0, 448, 464, -1e9, torch.inf, -torch.inf, torch.nan, 2**-10])[:, None]
+    x[0, :64, :, 8:12] = (
+        torch.arange(256, dtype=torch.uint8).view(FP8).float().reshape(64, 1, 4)
+    )  # every number of e4m3
+    x = x.to(dtype)
+    for scale in (1.0, torch.tensor([0.3, 7.0])):
+        cache = nsa.KVCache(
+            1, 2, 16, cfg=SMALL, max_length=LENGTH, dtype=FP8, raw_dtype=dtype, k_scale=scale, v_scale=scale
+        )
+        nsa.prefill(torch.zeros(1, LENGTH, 2, 16, dtype=dtype), x, x, torch.ones(1, LENGTH, 2, 3, dtype=dtype), cache)
+        expected = codes(x[0], cache.k_scale)
+        for stored in (cache.k_slc, cache.v_slc):
+            assert_same_codes(stored[0, :LENGTH], expected)
+        window = torch.arange(LENGTH - 20, LENGTH)
+        assert_same_codes(cache.v_swa_ring[0, window % 52], expected[window])
+
+
+def assert_same_codes(a, b):
+    torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(a.float().signbit(), b.float().signbit())
+
+
+def test_fp8_reads_every_code(host):
+    """With the window's gate alone the first token's output is its value."""
+    every = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    every[every.isnan()] = 1
+    scale = torch.tensor([0.3, 7.0])
+    cache = nsa.KVCache(128, 2, 8, 8, SMALL, max_length=16, dtype=FP8, raw_dtype=torch.float32, v_scale=scale)
+    v = (every.reshape(16, 1, 1, 2, 8) * scale[:, None]).expand(16, 8, 1, 2, 8).reshape(128, 1, 2, 8)
+    q, gates = torch.zeros(128, 1, 2, 8), torch.tensor([0.0, 0.0, 1.0]).expand(128, 1, 2, 3)
+    torch.testing.assert_close(nsa.decode(q, torch.zeros_like(v), v, gates, cache), v, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [LENGTH], [37, 16, 1, 1, 55], [7, 1, 60, 16, 2, 20, 4]])
+def test_fp8_equals_forward_on_what_is_stored(host, kind, steps):
+    new, branches = new_tokens(2)
+    q, k, v, gates = new
+    phi = [nsa.initial_compression_weights("mlp", 8, d, num_sets=2) for d in (16, 8)]
+    cache = fp8_cache(2, **KINDS[kind])
+    o = run_steps(cache, new, branches, steps, weights_k=phi[0], weights_v=phi[1])
+
+    def read(x, scale):
+        return codes(x, scale).float() * scale[:, None]
+
+    compressed = nsa.compress(k, phi[0], SMALL), nsa.compress(v, phi[1], SMALL)
+    every = (*compressed, *branches.values())
+    k_c, v_c, k_slc, v_slc, k_swa, v_swa = (read(x, cache.v_scale if x.shape[3] == 8 else cache.k_scale) for x in every)
+    expected = nsa.nsa_attention(q, k_slc, v_slc, gates, k_c=k_c, v_c=v_c, k_swa=k_swa, v_swa=v_swa, cfg=SMALL)
+    assert_same(o, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_has_the_bits_that_a_sequence_has_alone(kind, dtype):
+    """Beside others, paged anyhow, as a first chunk or a chunk; unused pages hold NaN."""
+    new, branches = new_tokens(2, dtype)
+    alone = fp8_cache(1, dtype)
+    expected = run_steps(alone, [t[1:] for t in new], {n: t[1:] for n, t in branches.items()}, [60, 16, 34])
+    cache = fp8_cache(2, dtype, **KINDS[kind])
+    for tensor in cache.tensors()[:8]:
+        tensor.fill_(torch.nan)
+    cache.reserve(LENGTH)
+    part = [t[:, :60] for t in new], {n: t[:, :60] for n, t in branches.items()}
+    outs = [nsa.prefill(*part[0], cache, **part[1], first_chunk=True)]
+    rest = [t[:, 60:] for t in new], {n: t[:, 60:] for n, t in branches.items()}
+    outs.append(run_steps(cache, *rest, [1, 15, 34]))
+    assert torch.equal(torch.cat(outs, 1)[1:], expected)
+    nsa.prefill(*(t[:, :17] for t in new), cache, first_chunk=True)
+    with pytest.raises(RuntimeError, match="a first chunk one that was not empty"):
+        cache.check()
+    assert cache.cache_seqlens.tolist() == [LENGTH] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_forks_rollbacks_and_choices_of_rows(kind):
+    new, branches = new_tokens(1)
+    cache = fp8_cache(2, **KINDS[kind])
+    rows = [t.expand(2, *t.shape[1:]) for t in new], {n: t.expand(2, *t.shape[1:]) for n, t in branches.items()}
+    expected = run_steps(fp8_cache(2, **KINDS[kind]), *rows, [40, 12, 16, 16])
+
+    def go_on(begin, end, counts):
+        part = [t[:, begin:end] for t in rows[0]], {n: t[:, begin:end] for n, t in rows[1].items()}
+        count = torch.tensor(counts, dtype=torch.int32)
+        return (nsa.prefill if end - begin > 16 else nsa.decode)(*part[0], cache, **part[1], num_new=count)
+
+    cache.reserve(LENGTH)
+    go_on(0, 52, [52, 0])
+    cache.release(1)
+    cache.fork(0, 1, 45)
+    cache.rollback(0, 45)
+    cache.reserve(68)
+    assert torch.equal(go_on(45, 52, [7, 7]), expected[:, 45:52])
+    cache.select([1, 0])
+    cache.grow(200)
+    cache.reserve(84)
+    assert torch.equal(go_on(52, 68, [16, 16]), expected[:, 52:68])
+    cache = nsa.KVCache.from_tensors(cache.tensors(), SMALL, 84, k_scale=cache.k_scale, v_scale=cache.v_scale)
+    assert torch.equal(go_on(68, 84, [16, 16]), expected[:, 68:84])
+
+
+def test_fp8_of_a_layer(layer, host):
+    cache = layer.make_cache(1, LENGTH, dtype=FP8, k_scale=0.02, v_scale=0.02)
+    assert cache.k_cmp_ring.dtype == torch.float32 and cache.k_slc.dtype == FP8
+    x = torch.randn(1, LENGTH, 32)
+    error = feed(layer, cache, x, [60, 16, 16, 16, 2]) - layer(x)
+    assert 0 < error.norm() < 0.1 * layer(x).norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k_scale": 2.0}, "k_scale: goes with dtype = torch.float8_e4m3fn"),
+        ({"raw_dtype": torch.float16}, "raw_dtype = torch.float16: another than dtype goes with"),
+        ({"dtype": FP8, "k_scale": 0}, r"k_scale: \[0.0, 0.0\]: must be positive and finite"),
+        ({"dtype": FP8, "v_scale": [1.0]}, "v_scale: list: must be a number or a dense tensor"),
+        ({"dtype": FP8, "v_scale": torch.tensor([1, torch.nan])}, r"v_scale: \[1.0, nan\]: must be positive"),
+        ({"dtype": FP8, "v_scale": torch.ones(3)}, r"v_scale: \(3,\): must be one number, or 2, one for each KV head"),
+        ({"dtype": FP8, "v_scale": torch.ones(1, 2)}, r"v_scale: \(1, 2\): must be one number, or 2"),
+    ],
+)
+def test_fp8_refused_options(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        nsa.KVCache(1, 2, 16, cfg=SMALL, max_length=40, **options)
+
+
+def test_fp8_refused_steps(host):
+    (q, k, v, gates), _ = new_tokens(1)
+    step = [t[:, :2] for t in (q, k, v, gates)]
+    cache = fp8_cache(1)
+    cache.k_scale = torch.tensor([1.0, -1.0])
+    with pytest.raises(ValueError, match=r"cache.k_scale\[1\] = -1: must be positive and finite"):
+        nsa.decode(*step, cache)
+    cache.k_scale = None
+    with pytest.raises(ValueError, match=r"cache.k_scale: not given: expected float32 \(Hkv = 2\)"):
+        nsa.decode(*step, cache)
+    with pytest.raises(ValueError, match=r"cache.k_cmp_ring: float32 .*: expected bfloat16 as q"):
+        nsa.decode(*(t.bfloat16() for t in step), fp8_cache(1))
+    with pytest.raises(ValueError, match=r"q: float8_e4m3fn .*: expected float32, bfloat16, float16 or float64"):
+        nsa.decode(step[0].to(FP8), *step[1:], fp8_cache(1))
+    with pytest.raises(ValueError, match=r"k: float8_e4m3fn .*: expected float32"):
+        nsa.compress(k.to(FP8).expand(1, LENGTH, 2, 16), nsa.CompressionWeights("mean"), SMALL)

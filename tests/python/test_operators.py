@@ -85,13 +85,14 @@ def arguments():
     new = plain(q, k, v, k, v, k, v, gates)
     phi_v = ("mean", None, None, None, None, None)
     rest = (*plain(*phi), *phi_v, CFG, None, torch.ones(64, dk // 2), torch.zeros(64, dk // 2), None, None)
-    yield "decode", (*(t[:, :5] for t in new), *cache.tensors(), *rest)
-    yield "prefill", (*new, *cache.tensors(), *rest)
+    scales = (None, None)
+    yield "decode", (*(t[:, :5] for t in new), *cache.tensors(), *rest, *scales)
+    yield "prefill", (*new, *cache.tensors(), *rest, *scales)
     pages = [torch.zeros(12, rows, 2, d) for rows in (16, 4, 16, 32) for d in (dk, dv)]
     table, flag = torch.arange(8, dtype=torch.int32).reshape(2, 4), torch.zeros(1, dtype=torch.int32)
     tables, starts = (table, None, table + 2, table // 2), torch.tensor([0, 20, 41], dtype=torch.int32)
     engine = (*pages, flag, torch.tensor([25, 21], dtype=torch.int32), *tables, starts, 30)
-    yield "decode_paged", (*(t[0] for t in new), *engine, *rest[:-2], None)
+    yield "decode_paged", (*(t[0] for t in new), *engine, *rest[:-2], None, *scales)
     yield "fork", (*cache.tensors(), CFG, 0, 1, 0)
 
 

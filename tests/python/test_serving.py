@@ -233,14 +233,19 @@ PAGE = 16
 class Paged:
     """Requests in one layer's pages of an engine, which shares full pages of equal beginnings and forgets old ones."""
 
-    def __init__(self, dtype, own_table, window_pages, seed):
+    def __init__(self, dtype, own_table, window_pages, seed, scales=None):
         self.draw, self.own_table, self.window_pages = random.Random(seed), own_table, window_pages
         torch.manual_seed(seed)
         rows = PAGE, -(-PAGE // CFG.kernel_stride // 16) * 16 if own_table else PAGE // CFG.kernel_stride, PAGE, PAGE
         shapes = [(64, n, KV_HEADS, DIM) for n in rows for _ in "kv"]
         if not window_pages:
             shapes[4:] = [(4, w + 32, KV_HEADS, DIM) for w in (CFG.window_size, CFG.kernel_size) for _ in "kv"]
-        both = [torch.full((n, 2, *shape), torch.nan, dtype=dtype) for n, *shape in shapes[::2]]
+        self.scales = scales or {}
+        stored = torch.float8_e4m3fn if scales else dtype
+        dtypes = stored, stored, stored, dtype
+        both = [
+            torch.full((n, 2, *shape), torch.nan, dtype=t) for (n, *shape), t in zip(shapes[::2], dtypes, strict=True)
+        ]
         self.layer = LayerCache(*(half for pair in both for half in pair.unbind(1)))  # keys and values in one tensor
         self.free = self.draw.sample(range(64), 64)
         self.dtype, angles = dtype, torch.arange(200)[:, None] * 0.3 ** torch.arange(DIM // 2)
@@ -261,7 +266,8 @@ class Paged:
 
     def alone(self, text):
         """Of every token, by nsa.prefill and nsa.decode."""
-        cache = nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=120, dtype=self.dtype)
+        dtypes = {"dtype": self.layer.k_slc.dtype, "raw_dtype": self.dtype, **self.scales}
+        cache = nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=120, **dtypes)
         parts = []
         for begin in range(0, 120, 8):
             step = nsa.decode if begin % 16 else nsa.prefill
@@ -292,6 +298,7 @@ class Paged:
             self.layer,
             **{"cfg": CFG, "query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, **given},
             **self.options,
+            **self.scales,
             max_query_len=max(*counts, 1),
             return_indices=True,
         )
@@ -299,12 +306,19 @@ class Paged:
         return [(o[a:b], indices[a:b]) for a, b in pairwise(starts.tolist())]
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+# As engines have them: for the layer or for each head.
+SCALES = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor([0.5, 0.03])}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    ((torch.float32, None), (torch.bfloat16, None), (torch.float32, SCALES), (torch.bfloat16, SCALES)),
+)
 @pytest.mark.parametrize(("own_table", "window_pages"), ((False, True), (True, True), (False, False)))
-def test_decode_paged_gives_what_decode_gives(dtype, own_table, window_pages):
+def test_decode_paged_gives_what_decode_gives(dtype, scales, own_table, window_pages):
     shares = not own_table and window_pages  # full pages are then all that a beginning needs
     for seed in range(3):
-        engine = Paged(dtype, own_table, window_pages, seed)
+        engine = Paged(dtype, own_table, window_pages, seed, scales)
         begins = [0, *(engine.draw.choice((16, 32, 48)) if shares else 0 for _ in range(3))]
         first = engine.text()
         texts = [first, *(engine.text(first, begin) for begin in begins[1:])]
@@ -327,6 +341,27 @@ def test_decode_paged_gives_what_decode_gives(dtype, own_table, window_pages):
         for parts, truths, begin in zip(got, expected, begins, strict=True):
             for result, truth in zip(zip(*parts, strict=True), truths, strict=True):
                 assert torch.equal(torch.cat(result), truth[begin:])
+
+
+def test_a_step_in_fp8():
+    """A chunk and a decode, as a cache alone has them, with rings of other slots around."""
+    layer = allocate(
+        CFG, KV_HEADS, DIM, page_size=16, num_pages=8, num_pages_c=4, num_slots=3, dtype=torch.float8_e4m3fn
+    )
+    assert layer.k_cmp_ring.dtype == torch.bfloat16
+    layer = layer._replace(k_cmp_ring=layer.k_cmp_ring.float(), v_cmp_ring=layer.v_cmp_ring.float())
+    new = [t[:20] for t in Paged(torch.float32, False, True, 0).text()]
+    options = {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.float32, **SCALES}
+    cache = nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=32, **options)
+    for begin, end in ((0, 17), (17, 20)):
+        tables = [torch.tensor([[5, 2]], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)]
+        lengths = torch.tensor([end], dtype=torch.int32)
+        step = Step([0, end - begin], lengths, *tables, [1], CFG, max_length=32, page_size=16)
+        part = [t[begin:end] for t in new]
+        o = step.attend(layer, *part, **SCALES)
+        assert torch.equal(o, (nsa.prefill if begin == 0 else nsa.decode)(*(t[None] for t in part), cache)[0])
+    with pytest.raises(ValueError, match="k_scale: not given: a layer in float8_e4m3fn"):
+        step.attend(layer, *part)
 
 
 def test_decode_paged_without_a_page():
@@ -353,7 +388,19 @@ def test_a_wrong_decode_paged():
     good = {"query_start_loc": torch.tensor([0, 2, 5], dtype=torch.int32), "block_table": table}
     good |= {"seq_lens": torch.tensor([2, 3], dtype=torch.int32), "block_table_swa": table, "block_table_cmp": table}
     decode_paged(*new, engine.layer, cfg=CFG, **good)
+    stored = engine.layer._replace(
+        **{n: getattr(engine.layer, n).to(torch.float8_e4m3fn) for n in engine.layer._fields[:6]}
+    )
+    one = torch.tensor(1.0)
+    fp8 = {"layer": stored, "k_scale": one, "v_scale": one}
+    decode_paged(**dict(zip(("q", "k", "v", "gates"), new, strict=True)), cfg=CFG, **good, **fp8)
     for message, wrong in {
+        "k_scale: given for a layer in float32: goes with float8_e4m3fn": {"k_scale": one},
+        "v_scale: not given: a layer in float8_e4m3fn: goes with float8_e4m3fn": fp8 | {"v_scale": None},
+        r"k_scale: \(3,\): must be one number, or 2, one for each KV head": fp8 | {"k_scale": torch.ones(3)},
+        r"v_scale\[1\] = 0: must be positive and finite": fp8 | {"v_scale": torch.tensor([1.0, 0.0])},
+        "layer.k_cmp_ring: float8_e4m3fn .*: expected float32 as q": fp8
+        | {"layer": stored._replace(k_cmp_ring=stored.k_slc)},
         r"block_table_swa\[0, 0\] = 64: must be -1 or below 64": {"block_table_swa": table + 61},
         r"seq_lens\[1\] = 2: without advance it counts the new tokens too, 3": {
             "seq_lens": torch.tensor([2, 2], dtype=torch.int32)
