@@ -310,6 +310,9 @@ TEST(CacheRefused, Options) {
   EXPECT_EQ(message([](auto& o) { o.page_size = 24; }),
             "page_size = 24: must be a positive multiple of 16, or 0: contiguous");
   EXPECT_EQ(message([](auto& o) { o.num_pages = -1; }), "num_pages = -1: must be >= 0");
+  EXPECT_EQ(message([](auto& o) { o.page_size = 16, o.num_prefixes = -1; }),
+            "num_prefixes = -1: must be >= 0 and below 2^31");
+  EXPECT_EQ(message([](auto& o) { o.num_prefixes = 1; }), "num_prefixes = 1: must be 0 without page_size");
   EXPECT_EQ(message([](auto& o) { o.cfg.topk = 0; }), "topk = 0: must be >= 1");
   // Sizes whose product does not fit.
   const std::int64_t most = INT32_MAX, beyond = most + 1;
@@ -330,8 +333,7 @@ TEST(CacheRefused, Capacity) {
   const Status beyond = cache.reserve({91, 0});
   EXPECT_EQ(beyond.code(), StatusCode::kOutOfCapacity);
   EXPECT_EQ(beyond.message(), "reserve: sequence 0: 91 tokens: the capacity is 90");
-  EXPECT_EQ(cache.reserve({40, 20}).message(),
-            "reserve: needs 5 pages of tokens and 2 of compressed tokens: free are 4 and 3");
+  EXPECT_EQ(cache.reserve({40, 20}).message(), "KVCache: sequence 1 needs 2 more pages of tokens, 1 are free");
   ASSERT_TRUE(cache.reserve({40, 16}).ok());
   EXPECT_EQ(cache.reserve({40, 17}).code(), StatusCode::kOutOfCapacity);
   cache.release(0);
@@ -355,7 +357,7 @@ TEST(CacheRefused, ForkChangesNothing) {
   ASSERT_TRUE((Feed{stream, cache}({40, 0}, results)).ok());  // three of them, the last one half full
   ASSERT_TRUE(cache.reserve({64, 0}).ok());
   auto before = bookkeeping(cache);
-  EXPECT_EQ(cache.fork(0, 1, 40).message(), "fork: no free page for the child's last tokens");
+  EXPECT_EQ(cache.fork(0, 1, 40).message(), "KVCache: sequence 1 needs 1 more pages of tokens, 0 are free");
   EXPECT_EQ(bookkeeping(cache), before);
   EXPECT_TRUE(cache.fork(0, 1, 32).ok());  // full pages are shared
 
@@ -379,7 +381,7 @@ TEST(CacheRefused, RollbackChangesNothing) {
   ASSERT_TRUE(cache.fork(0, 1, 48).ok());  // all three pages shared
   ASSERT_TRUE(cache.reserve({80, 48}).ok());
   const auto before = bookkeeping(cache);
-  EXPECT_EQ(cache.rollback(0, 40).message(), "rollback: needs 1 pages of tokens in place of shared ones: free are 0");
+  EXPECT_EQ(cache.rollback(0, 40).message(), "KVCache: sequence 0 needs 1 more pages of tokens, 0 are free");
   EXPECT_EQ(bookkeeping(cache), before);
   cache.release(1);
   EXPECT_TRUE(cache.rollback(0, 40).ok());

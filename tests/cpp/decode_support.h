@@ -163,10 +163,11 @@ inline void poison(const TensorView& view) {
   std::memset(view.data, 0xff, static_cast<std::size_t>(view.numel()) * size_of(view.dtype));
 }
 
-inline KVCache make_cache(const StreamCase& c, std::int64_t num_pages = 0) {
+inline KVCache make_cache(const StreamCase& c, std::int64_t num_pages = 0, std::int64_t num_prefixes = 0) {
   KVCache cache;
-  const Status status = KVCache::create(
-      {c.batch, c.kv_heads, c.dk, c.dv, c.dtype, c.cfg, c.length, c.page_size, num_pages, c.k_scale, c.v_scale}, cache);
+  const Status status = KVCache::create({c.batch, c.kv_heads, c.dk, c.dv, c.dtype, c.cfg, c.length, c.page_size,
+                                         num_pages, c.k_scale, c.v_scale, num_prefixes},
+                                        cache);
   EXPECT_TRUE(status.ok()) << status.message();
   const KVCacheView view = cache.view();
   for (const TensorView& t :

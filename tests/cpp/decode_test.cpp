@@ -170,6 +170,42 @@ TEST_P(Decode, ForksOfASharedPrefixDiverge) {
   }
 }
 
+TEST_P(Decode, AKeptPrefixHasTheBitsOfItsTokens) {
+  // The sequence that left the prefix goes back into it, writes something else and is released.
+  if (c.page_size == 0) GTEST_SKIP() << "pages only";
+  const Stream stream(c), other(c, 99);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(c.length));
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(7 * i);
+  for (const std::int64_t behind : {0, 9, 20}) {
+    SCOPED_TRACE(std::to_string(behind) + " tokens behind the prefix");
+    KVCache cache = make_cache(c, 0, 1), alone = make_cache(c);
+    Results results(c), expected(c), ignored(c);
+    const std::int64_t length = 48 / c.page_size * c.page_size;
+    ASSERT_GT(length, 0);
+    expect_ok(Feed{stream, cache}({length + behind, 0}, results));
+    std::int64_t kept = 0, matched = 0;
+    expect_ok(cache.keep_prefix(0, std::span(ids).first(static_cast<std::size_t>(length)), kept));
+    EXPECT_EQ(kept, length);
+    expect_ok(cache.rollback(0, length - 5));
+    for (const std::int64_t m : {16, 2}) expect_ok(Feed{other, cache}({m, 0}, ignored));
+    cache.release(0);
+    expect_ok(Feed{other, cache}({40, 0}, ignored));
+    expect_ok(cache.match_prefix(1, ids, matched));
+    EXPECT_EQ(matched, length);
+    EXPECT_EQ(cache.length(1), length);
+
+    expect_ok(Feed{stream, alone}({0, length + behind}, ignored, {0, 0}));
+    expect_ok(alone.rollback(1, length));
+    for (const std::int64_t m : {5, 16, 3}) {
+      expect_ok(Feed{stream, cache}({0, m}, results, {0, 0}));
+      expect_ok(Feed{stream, alone}({0, m}, expected, {0, 0}));
+    }
+    const auto fed = [&](const TensorView& t) { return slice(slice(t, 0, 1, 2), 1, length, length + 24); };
+    EXPECT_TRUE(same_bits(fed(results.o), fed(expected.o)));
+    EXPECT_TRUE(same_bits(fed(results.indices), fed(expected.indices)));
+  }
+}
+
 TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
   if (c.page_size == 0) GTEST_SKIP() << "pages only";
   const Stream stream(c);
