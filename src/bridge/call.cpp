@@ -20,6 +20,8 @@ DType dtype_of(const at::Tensor& tensor) {
       return DType::kFloat64;
     case at::kInt:
       return DType::kInt32;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3;
     default:
       throw std::runtime_error(std::string("libnsa has no dtype ") + c10::toString(tensor.scalar_type()));
   }

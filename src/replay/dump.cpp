@@ -18,8 +18,9 @@ namespace nsa::replay {
 namespace {
 
 at::ScalarType scalar_type(const DumpedCall& dump, const base::StoredTensor& tensor) {
-  const std::pair<const char*, at::ScalarType> types[] = {
-      {"F32", at::kFloat}, {"BF16", at::kBFloat16}, {"F16", at::kHalf}, {"F64", at::kDouble}, {"I32", at::kInt}};
+  const std::pair<const char*, at::ScalarType> types[] = {{"F32", at::kFloat}, {"BF16", at::kBFloat16},
+                                                          {"F16", at::kHalf},  {"F64", at::kDouble},
+                                                          {"I32", at::kInt},   {"F8_E4M3", at::kFloat8_e4m3fn}};
   for (const auto& [name, type] : types) {
     if (tensor.dtype == name) return type;
   }
@@ -31,7 +32,9 @@ at::ScalarType scalar_type(const DumpedCall& dump, const base::StoredTensor& ten
 constexpr std::int64_t kMostElements = std::int64_t{1} << 28;
 
 /// What is float32 in a call of any type.
-bool is_always_float32(const std::string& name) { return name.starts_with("lse") || name.starts_with("rope"); }
+bool is_always_float32(const std::string& name) {
+  return name.starts_with("lse") || name.starts_with("rope") || name.ends_with("_scale");
+}
 
 }  // namespace
 
@@ -66,7 +69,8 @@ DumpedCall read_dump(const std::string& path) {
 
 CallArguments::CallArguments(const DumpedCall& call, bool exact) : call_(call) {
   for (const auto& [name, tensor] : call.tensors) {
-    const bool data = tensor.is_floating_point() && !is_always_float32(name);
+    const bool stored = tensor.scalar_type() == at::kFloat8_e4m3fn;  // which the oracle reads as it is
+    const bool data = tensor.is_floating_point() && !stored && !is_always_float32(name);
     inputs_[name] = data && exact ? tensor.to(at::kDouble) : tensor;
     if (data) dtype_ = inputs_[name].scalar_type();
   }

@@ -26,7 +26,8 @@ DumpedCall read_dump(const std::string& path);
 /// The tensors of one repetition of a call: its inputs under their dumped names, and fresh outputs.
 class CallArguments {
  public:
-  /// `exact`: in float64, as the reference backend takes it; log-sums, rotations and integers keep their type.
+  /// `exact`: in float64, as the reference backend takes it; log-sums, rotations, integers and what a cache has in
+  /// e4m3 keep their type.
   CallArguments(const DumpedCall& call, bool exact);
 
   /// A tensor of the dump; undefined where the call was made without it.

@@ -77,3 +77,20 @@ def test_the_recipe_is_what_the_program_trains_with(corpus, tmp_path):
 
 def test_generates_what_the_program_generates(trained, tmp_path):
     compare(trained["nsa"], tmp_path)
+
+
+def test_debug_compare_repeats_a_step_in_fp8(tmp_path, monkeypatch):
+    cfg = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
+    cache = nsa.KVCache(1, 2, 16, cfg=cfg, max_length=64, dtype=torch.float8_e4m3fn, k_scale=0.02, v_scale=0.5)
+    new = [torch.randn(1, 40, heads, 16).bfloat16() for heads in (4, 2, 2)] + [torch.rand(1, 40, 4, 3).bfloat16()]
+    monkeypatch.setenv("NSA_DUMP", str(tmp_path))
+    nsa.prefill(*new, cache)
+    nsa.decode(*(t[:, :3] for t in new), cache)
+    monkeypatch.delenv("NSA_DUMP")
+    dumps = sorted(tmp_path.iterdir())
+    assert [path.stem.split("-", 2)[2] for path in dumps] == ["prefill", "decode"]
+    for path in dumps:
+        text = program("debug", "compare", path).text
+        errors = {line.split()[0]: float(line.split()[3]) for line in text.splitlines() if "e-" in line or "e+" in line}
+        assert errors["o"] < 1e-2 and errors["cache.k_slc"] == 0, text
+        assert "not finite" not in text

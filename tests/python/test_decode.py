@@ -531,3 +531,15 @@ def test_fp8_refused_steps(host):
         nsa.decode(step[0].to(FP8), *step[1:], fp8_cache(1))
     with pytest.raises(ValueError, match=r"k: float8_e4m3fn .*: expected float32"):
         nsa.compress(k.to(FP8).expand(1, LENGTH, 2, 16), nsa.CompressionWeights("mean"), SMALL)
+
+
+def test_fp8_compiles():
+    """opcheck itself cannot compare tensors in fp8."""
+    new, branches = new_tokens(2)
+    caches = [fp8_cache(2) for _ in range(2)]
+    compiled = torch.compile(lambda *x, **named: nsa.decode(*x, **named), fullgraph=True, backend="aot_eager")
+    part = [t[:, :9] for t in new], {n: t[:, :9] for n, t in branches.items()}
+    outs = [step(*part[0], cache, **part[1]) for step, cache in zip((nsa.decode, compiled), caches, strict=True)]
+    assert torch.equal(*outs)
+    for name in ("k_slc", "v_c", "v_swa_ring"):
+        assert_same_codes(*(getattr(cache, name) for cache in caches))

@@ -66,6 +66,8 @@ def calls() -> Calls:
         step = {name: t[:, :m] for name, t in (whole | own).items()} | phi | {"rope": (HALF, HALF)}
         step |= {"num_new": torch.tensor([m], dtype=torch.int32), "softmax_scale": 0.5, "cache": make_cache()}
         result[name] = (getattr(nsa, name), step)
+    fp8 = {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.float32, "k_scale": 0.5, "v_scale": torch.ones(HKV)}
+    result["prefill in fp8"] = (nsa.prefill, step | {"cache": make_cache(**fp8)})
     result["first chunk"] = (nsa.prefill, step | {"cache": make_cache(), "first_chunk": True})
     x = torch.randn(1, 2, 32)
     whole |= own | phi | options | {"cfg": SMALL, "rope": (HALF, HALF)}
