@@ -57,6 +57,8 @@ VARIANTS = {
     "last-layer-dense": "--dense-layers 7",
     "noise": "--noise 1",
     "gate-balance": "--gate-balance .1",
+    "selector-loss": "--selector-loss .1",
+    "selector-loss-strong": "--selector-loss 1",
 }
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (

@@ -121,6 +121,8 @@ void add_recall(CLI::App& app) {
   command->add_option("--tokens-per-step", state->options.tokens_per_step, "Tokens of an optimiser step")
       ->check(CLI::Range(1, 1 << 24));
   command->add_option("--lr", state->options.lr, "Learning rate of AdamW")->check(CLI::Range(0.0, 1e6));
+  command->add_option("--selector-loss", state->options.selector_loss, "As of nsa train, for the NSA model")
+      ->check(CLI::Range(0.0, 1e6));
   auto& task = state->options.task;
   const auto count = CLI::Range(1, 1 << 20);
   command->add_option("--pairs", task.pairs, "Key-value pairs")->check(count)->group("Task");

@@ -141,6 +141,8 @@ class TrainCommand {
     option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");
     option("--gate-balance", "gate_balance", config_.train.gate_balance,
            "Weight of the penalty on gates that neglect a branch");
+    option("--selector-loss", "selector_loss", config_.train.selector_loss,
+           "Weight of the loss that teaches the choice of blocks what the selected branch attends to");
   }
 
   void add_length_options() {

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from conftest import PROGRAM, TINY, TINY_NSA, TINY_RUN, metrics, nsa, refused
 
-RUN = [*TINY, "--layers", "2", "--threads", "1"]
+RUN = [*TINY, "--layers", "2", "--threads", "1", "--selector-loss", "0.1"]
 WAIT = 60  # s, for what takes a few
 
 

@@ -16,7 +16,8 @@ from conftest import PROGRAM, TINY, metrics, nsa, refused
 
 # Noise, accumulation and several epochs: everything that could depend on how far the run was. --steps is long enough
 # that a kill at a random moment falls into the training.
-OPTIONS = [*TINY, "--steps", 60, "--accumulate", 2, "--noise", 0.5, "--gate-balance", 0.05, "--save-every", 7]
+OPTIONS = [*TINY, "--steps", 60, "--accumulate", 2, "--noise", 0.5, "--gate-balance", 0.05, "--selector-loss", 0.1]
+OPTIONS += ["--save-every", 7]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
     same_bits(reference, out)
 
 
-def test_a_run_from_before_phi_had_a_rate_of_its_own_goes_on_as_it_was(tmp_path, corpus):
+def test_a_run_from_before_some_options_goes_on_as_it_was(tmp_path, corpus):
     fan_in_256 = [16 if before == "--kernel-size" else option for before, option in pairwise(["", *TINY])]
     options = [*fan_in_256, "--data", corpus, "--steps", 200, "--phi-lr-scale", 1]
     nsa("train", "--out", tmp_path / "reference", *options)
@@ -103,6 +104,7 @@ def test_a_run_from_before_phi_had_a_rate_of_its_own_goes_on_as_it_was(tmp_path,
     assert process.returncode == 128 + signal.SIGINT
     config = json.loads((out / "config.json").read_text())
     assert config["train"].pop("phi_lr_scale") == 1
+    assert config["train"].pop("selector_loss") == 0
     (out / "config.json").write_text(json.dumps(config))
     nsa("train", "--out", out, "--resume")
     same_bits(tmp_path / "reference", out)

@@ -59,7 +59,8 @@ def test_weights_are_readable_from_python_and_counted_right(trained):
     "option", [["--share-kv"], ["--phi", "linear"], ["--phi", "mean"], ["--phi-per-kv-head"], ["--qk-norm"]]
 )
 def test_variants_of_the_model_train(tmp_path, corpus, option):
-    arguments = ["--steps", 2, "--noise", 0.5, "--gate-balance", 0.1, *TINY, "--kv-heads", 2, *option]
+    arguments = ["--steps", 2, "--noise", 0.5, "--gate-balance", 0.1, "--selector-loss", 0.1, *TINY]
+    arguments += ["--kv-heads", 2, *option]
     nsa("train", "--out", tmp_path / "run", "--data", corpus, *arguments)
     weights = load_file(tmp_path / "run" / "model.safetensors")
     counts = json.loads((tmp_path / "run" / "config.json").read_text())["parameters"]
@@ -75,13 +76,14 @@ def test_dense_layers(tmp_path, corpus):
 
     full, dense = train("full", "--attention", "full"), train("dense", "--dense-layers", "0,1")
     assert full.keys() == dense.keys() and all((full[name] == dense[name]).all() for name in full)
-    mixed = train("mixed", "--dense-layers", 1, "--noise", 0.5, "--gate-balance", 0.1)
+    options = ["--dense-layers", 1, "--noise", 0.5, "--gate-balance", 0.1, "--selector-loss", 0.1]
+    mixed = train("mixed", *options)
     counts = json.loads((tmp_path / "mixed" / "config.json").read_text())["parameters"]
     assert sum(array.size for array in mixed.values()) == counts["total"]
     assert sum(array.size for name, array in mixed.items() if ".gate." in name) == counts["gates"]
     assert {name.split(".")[1] for name in mixed if ".gate." in name or ".phi_" in name} == {"0"}
     assert [layer["layer"] for layer in metrics(tmp_path / "mixed", "train")[-1]["layers"]] == [0]
-    recomputed = train("recomputed", "--dense-layers", 1, "--noise", 0.5, "--gate-balance", 0.1, "--recompute")
+    recomputed = train("recomputed", *options, "--recompute")
     assert all((mixed[name] == recomputed[name]).all() for name in mixed)
     report = tmp_path / "inspect.json"
     nsa("inspect", tmp_path / "mixed", "--json", report)
@@ -170,6 +172,23 @@ def test_the_gate_penalty_pulls_the_gates_together(tmp_path, corpus):
     assert imbalance(10) < imbalance(0)
 
 
+@pytest.mark.parametrize("option", [[], ["--dtype", "bfloat16"], ["--share-kv"]], ids=("float32", "bfloat16", "shared"))
+def test_the_selector_loss_is_logged_and_falls(tmp_path, corpus, option):
+    def divergence(weight):
+        arguments = ["--steps", 24, "--lr", 0.01, "--selector-loss", weight, *TINY, "--threads", 1, *option]
+        nsa("train", "--out", tmp_path / str(weight), "--data", corpus, *arguments)
+        return metrics(tmp_path / str(weight), "train")[-1]["layers"][0]["selector_loss"]
+
+    assert divergence(1) < 0.3 * divergence(1e-9)
+
+
+def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
+    nsa("train", "--out", tmp_path / "none", "--data", corpus, "--steps", 24, "--selector-loss", 0, *TINY)
+    usual, none = (load_file(run / "model.safetensors") for run in (trained["nsa"], tmp_path / "none"))
+    assert all((usual[name] == none[name]).all() for name in usual)
+    assert all("selector_loss" not in layer for line in metrics(tmp_path / "none", "train") for layer in line["layers"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -204,7 +223,7 @@ def test_a_finished_run_is_not_overwritten_unasked(trained, corpus):
 def test_recomputed_layers_give_the_same_weights(tmp_path, corpus, attention):
     arguments = ["--attention", attention, "--steps", 3, *TINY]
     if attention == "nsa":
-        arguments += ["--noise", 0.5, "--gate-balance", 0.1]
+        arguments += ["--noise", 0.5, "--gate-balance", 0.1, "--selector-loss", 0.1]
     for name, option in (("kept", []), ("recomputed", ["--recompute"])):
         nsa("train", "--out", tmp_path / name, "--data", corpus, *arguments, *option)
     kept, again = (load_file(tmp_path / name / "model.safetensors") for name in ("kept", "recomputed"))

@@ -8,6 +8,7 @@
 
 #include "base/random.h"
 #include "bridge/attention.h"
+#include "lm/model/selector_loss.h"
 
 namespace nsa::lm {
 namespace {
@@ -52,6 +53,10 @@ at::Tensor sparse_attention(const ModelConfig& config, const bridge::Compression
   const auto outputs = bridge::native_sparse_attention(inputs, config.nsa);
   if (trace) *trace = {gates, outputs.indices};
   if (trace && state.options.trace_keys) trace->q = in.q, trace->k_slc = in.k_slc;
+  if (trace && state.options.selector_queries > 0) {
+    trace->selector_loss = selector_loss(in.q, in.k_cmp, in.k_slc, phi_k, state.table, state.offsets, config.nsa,
+                                         state.options.selector_queries, base::derive_seed({inputs.seed, 1}));
+  }
   return outputs.o;
 }
 

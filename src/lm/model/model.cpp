@@ -1,11 +1,13 @@
 #include "lm/model/model.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -32,6 +34,14 @@ at::Tensor token_positions(const std::vector<std::int64_t>& offsets) {
 }
 
 }  // namespace
+
+at::Tensor selector_loss(const std::vector<LayerTrace>& trace) {
+  at::Tensor sum;
+  for (const LayerTrace& layer : trace) {
+    if (layer.selector_loss.defined()) sum = sum.defined() ? sum + layer.selector_loss : layer.selector_loss;
+  }
+  return sum.defined() ? sum : at::zeros({});
+}
 
 Batch single(const std::vector<std::int64_t>& tokens) { return packed({tokens}); }
 
@@ -110,14 +120,16 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
       const auto out =
           block_forward(block.config(), weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
       if (!traced || !trace.gates.defined()) return {out.x, out.added};
-      if (!state.options.trace_keys) return {out.x, out.added, trace.gates, trace.indices};
-      return {out.x, out.added, trace.gates, trace.indices, trace.q, trace.k_slc};
+      if (state.options.trace_keys) return {out.x, out.added, trace.gates, trace.indices, trace.q, trace.k_slc};
+      if (!trace.selector_loss.defined()) return {out.x, out.added, trace.gates, trace.indices};
+      return {out.x, out.added, trace.gates, trace.indices, trace.selector_loss};
     };
     const auto in = x.added.defined() ? std::vector<at::Tensor>{x.x, x.added} : std::vector<at::Tensor>{x.x};
     const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, in) : layer(in);
     x = {outputs[0], outputs[1]};
     if (outputs.size() > 2) (*options.trace)[i] = {outputs[2], outputs[3]};
-    if (outputs.size() > 4) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
+    if (outputs.size() == 5) (*options.trace)[i].selector_loss = outputs[4];
+    if (outputs.size() == 6) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
   }
   return impl_->logits(x, impl_->head_weights());
 }

@@ -29,7 +29,13 @@ struct LayerTrace {
   at::Tensor gates;     // (total, H, 3) in the order cmp, slc, swa, with its gradient
   at::Tensor indices;   // int32 (total, Hkv, topk)
   at::Tensor q, k_slc;  // (total, H, Dk), (total, Hkv, Dk), rotated; where ForwardOptions::trace_keys asks for them
+  at::Tensor selector_loss;  // scalar, with its gradient; where ForwardOptions::selector_queries asks for it
 };
+/// Their sum over the layers.
+at::Tensor selector_loss(const std::vector<LayerTrace>& trace);
+
+/// Queries of a batch that training asks for the selector loss.
+constexpr std::int64_t kSelectorQueries = 128;
 
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
 using SequenceAttention = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;
@@ -39,7 +45,8 @@ struct ForwardOptions {
   std::uint64_t seed = 0;                        // of the noise; each layer derives its own
   std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
-  bool trace_keys = false;                       // not with `recompute`
+  bool trace_keys = false;                       // not with `recompute` or `selector_queries`
+  std::int64_t selector_queries = 0;             // of a batch, for LayerTrace::selector_loss; drawn by `seed`
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
   SequenceAttention attention;                   // in place of torch's dense one; `full` only
 };

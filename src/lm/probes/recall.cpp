@@ -72,10 +72,19 @@ class RecallTrainer {
     const auto sequences = std::max<std::int64_t>(1, options_.tokens_per_step / shape.length());
     const auto data = make_recall_batch(task, plan.pairs, static_cast<int>(sequences),
                                         base::derive_seed({options_.seed, 1, static_cast<std::uint64_t>(steps_)}));
-    const auto logits = logits_at(data.batch, at::cat({data.queries, data.values}), {}).split(data.queries.size(0));
+    std::vector<LayerTrace> trace;
+    ForwardOptions forward;
+    if (model_.config().attention == AttentionKind::kNsa && options_.selector_loss > 0) {
+      forward.trace = &trace, forward.selector_queries = kSelectorQueries;
+      forward.seed = base::derive_seed({options_.seed, 3, static_cast<std::uint64_t>(steps_)});
+    }
+    const auto logits =
+        logits_at(data.batch, at::cat({data.queries, data.values}), forward).split(data.queries.size(0));
     const auto loss = token_losses(logits[0], data.answers).mean();
     const auto keys = data.batch.tokens.index_select(0, data.values - 1);
-    (plan.keys_too ? loss + kKeysWeight * token_losses(logits[1], keys).mean() : loss).backward();
+    auto whole = plan.keys_too ? loss + kKeysWeight * token_losses(logits[1], keys).mean() : loss;
+    if (forward.trace) whole = whole + options_.selector_loss * selector_loss(trace);
+    whole.backward();
     optimizer_.step(plan.lr);
     ++steps_;
     return {loss.item<float>(), share_of(right_answers(logits[0].detach(), data.answers))};

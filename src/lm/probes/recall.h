@@ -62,6 +62,7 @@ struct RecallOptions {
   std::int64_t most_steps = 1500;
   std::int64_t steps_after_success = 100;
   double lr = 5e-3;
+  double selector_loss = 0;  // weight of the selector loss of NSA
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
 };

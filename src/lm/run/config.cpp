@@ -37,6 +37,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("noise", config.noise);
   visit("noise_until", config.noise_until);
   visit("gate_balance", config.gate_balance);
+  visit("selector_loss", config.selector_loss);
   visit("lookups", config.lookups);
   visit("seed", config.seed);
   visit("device", config.device);
@@ -75,6 +76,7 @@ void TrainConfig::validate() const {
   at_least("noise", noise, 0);
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
+  at_least("selector_loss", selector_loss, 0);
   if (!(lookups >= 0 && lookups <= 0.5)) throw base::Error(fmt::format("lookups = {}: must be 0 ... 0.5", lookups));
   in_range("threads", threads, 0, kMaxThreads);
   in_range("log_every", log_every, 1);
@@ -113,7 +115,7 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
-      if (name == "device" || name == "init" || name == "lookups") return;
+      if (name == "device" || name == "init" || name == "lookups" || name == "selector_loss") return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }
     reader(name.c_str(), value);

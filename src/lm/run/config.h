@@ -29,6 +29,7 @@ struct TrainConfig {
   double noise = 0;          // exploration noise of the selection at the start
   double noise_until = 0.5;  // share of the run after which it is 0, linearly
   double gate_balance = 0;   // weight of sum over layers of KL(uniform || mean gate shares)
+  double selector_loss = 0;  // weight of sum over layers of selector_loss()
   double lookups = 0;        // share of the tokens that are planted lines to be looked up, see plant_lookups()
   std::uint64_t seed = 0;
   std::string device = "cpu";     // cpu or cuda: resuming goes on there

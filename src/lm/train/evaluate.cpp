@@ -79,6 +79,7 @@ std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, 
                       .gate_cmp = gates[0].item<float>(),
                       .gate_slc = gates[1].item<float>(),
                       .gate_swa = gates[2].item<float>()});
+    if (layer.selector_loss.defined()) layers.back().selector_loss = layer.selector_loss.item<float>();
     chosen.push_back(layer.indices.cpu());
   }
   // A GPU waits for this: all threads take part.
@@ -105,6 +106,7 @@ void to_json(nlohmann::json& json, const LayerScalars& scalars) {
           {"unforced_share", scalars.unforced_share},
           {"selection_entropy", scalars.selection_entropy},
           {"neighbour_overlap", scalars.neighbour_overlap}};
+  if (scalars.selector_loss) json["selector_loss"] = *scalars.selector_loss;
 }
 
 LossSum RowLosses::sum() const {

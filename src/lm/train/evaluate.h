@@ -41,6 +41,7 @@ struct LayerScalars {
   int layer = 0;
   double gate_cmp = 0, gate_slc = 0, gate_swa = 0;
   double unforced_share = 0, selection_entropy = 0, neighbour_overlap = 0;
+  std::optional<double> selector_loss;  // where it was computed
 };
 /// Of the layers that are sparse.
 std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, const std::vector<LayerTrace>& trace);

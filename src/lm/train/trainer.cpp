@@ -272,12 +272,16 @@ void Trainer::train_step(double rate) {
     options.noise = noise();
     options.recompute = config_.train.recompute;
     options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
-    if (is_nsa && (log || config_.train.gate_balance > 0)) options.trace = &trace;
+    if (config_.train.selector_loss > 0) options.selector_queries = kSelectorQueries;
+    if (is_nsa && (log || config_.train.gate_balance > 0 || options.selector_queries > 0)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
     auto loss = losses / static_cast<double>(tokens);
+    const double share = static_cast<double>(rows.targets.numel()) / static_cast<double>(tokens);
     if (is_nsa && config_.train.gate_balance > 0) {
-      const double share = static_cast<double>(rows.targets.numel()) / static_cast<double>(tokens);
       loss = loss + gate_imbalance(trace) * (config_.train.gate_balance * share);
+    }
+    if (is_nsa && config_.train.selector_loss > 0) {
+      loss = loss + selector_loss(trace) * (config_.train.selector_loss * share);
     }
     loss.backward();
     loss_sum.add_(losses.detach());

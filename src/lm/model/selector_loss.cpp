@@ -1,0 +1,141 @@
+#include "lm/model/selector_loss.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/floor_divide.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/device.h"
+#include "base/random.h"
+
+namespace nsa::lm {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+at::Tensor range_like(std::int64_t count, const at::Tensor& like) {
+  return at::arange(count, like.options().dtype(at::kLong));
+}
+
+at::Tensor at_least_float(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
+
+/// The attention of each query to the keys (n, Hkv, D), key i being seen from `first[i]` on, summed over the heads of a
+/// group: (T, Hkv, n). 0 where a query sees none.
+at::Tensor group_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& first,
+                           const at::Tensor& positions) {
+  const auto heads = at_least_float(q).unflatten(1, {k.size(1), -1}).transpose(0, 1).flatten(1, 2);  // (Hkv, T G, D)
+  const auto keys = at_least_float(k).permute({1, 2, 0});                                            // (Hkv, D, n)
+  const auto scores = at::matmul(heads, keys).unflatten(1, {q.size(0), -1}) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto hidden = (first > positions.unsqueeze(1)).unsqueeze(1);  // (T, 1, n)
+  const auto none = hidden.all(-1, /*keepdim=*/true);
+  const auto weights = scores.masked_fill(hidden.logical_and(~none), -kInfinity).softmax(-1).masked_fill(hidden, 0);
+  return weights.sum(2).transpose(0, 1);
+}
+
+/// Neither forced nor later than the query: bool (T, 1, blocks).
+at::Tensor eligible(const at::Tensor& positions, std::int64_t num_blocks, const NSAConfig& cfg) {
+  const auto block = range_like(num_blocks, positions);
+  const auto own = at::floor_divide(positions, cfg.block_size).unsqueeze(1);
+  return (block >= cfg.init_blocks).logical_and(block <= own - cfg.local_blocks).unsqueeze(1);
+}
+
+}  // namespace
+
+at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors& phi, const Rotation& table,
+                           const NSAConfig& cfg) {
+  const auto blocks = k.unfold(0, cfg.kernel_size, cfg.kernel_stride).transpose(2, 3);  // (n, Hkv, l, D)
+  // (n, Hkv, in) by (1 or Hkv, in, out).
+  const auto of_heads = [](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    if (weight.size(0) == 1) return at::matmul(x, weight[0]) + bias[0];
+    return (at::matmul(x.transpose(0, 1), weight) + bias.unsqueeze(1)).transpose(0, 1);
+  };
+  at::Tensor keys;
+  if (phi.kind == CompressionKind::kMean) {
+    keys = blocks.mean(2);
+  } else {
+    keys = of_heads((blocks + phi.pe).flatten(2), phi.w1, phi.b1);
+    if (phi.kind == CompressionKind::kMlp) keys = of_heads(at::silu(keys), phi.w2, phi.b2);
+  }
+  keys = at_least_float(keys);
+  const auto halves = keys.chunk(2, 2);
+  const auto rows = range_like(keys.size(0), k) * cfg.kernel_stride;
+  const auto turn = [&](const at::Tensor& t) { return t.index_select(0, rows).unsqueeze(1).to(keys.scalar_type()); };
+  const auto cos = turn(table.cos), sin = turn(table.sin);
+  return at::cat({halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin}, 2);
+}
+
+at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& positions,
+                             std::int64_t num_blocks, const NSAConfig& cfg) {
+  const auto begins = range_like(k_c.size(0), positions) * cfg.kernel_stride;
+  const auto ends = begins + cfg.kernel_size;
+  const auto probabilities = group_attention(q, k_c, ends - 1, positions);
+  // Tokens that a compression block shares with a selection block, over the stride.
+  const auto from = range_like(num_blocks, positions) * cfg.block_size;
+  const auto shared = at::minimum(ends.unsqueeze(1), from + cfg.block_size) - at::maximum(begins.unsqueeze(1), from);
+  const auto weights = shared.clamp_min(0).to(probabilities.scalar_type()) / static_cast<double>(cfg.kernel_stride);
+  return at::matmul(probabilities, weights);
+}
+
+at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& positions,
+                           const NSAConfig& cfg) {
+  const auto attention = group_attention(q, k, range_like(k.size(0), positions), positions);
+  const std::int64_t missing = -k.size(0) % cfg.block_size;
+  const auto whole = at::constant_pad_nd(attention, {0, missing < 0 ? missing + cfg.block_size : 0});
+  return whole.unflatten(-1, {-1, cfg.block_size}).sum(-1);
+}
+
+at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& importances, const at::Tensor& positions,
+                            const NSAConfig& cfg) {
+  const auto allowed = eligible(positions, importances.size(-1), cfg);
+  constexpr double kTiny = 1e-20;
+  const auto shares = [&](const at::Tensor& masses) {
+    const auto kept = masses.masked_fill(~allowed, 0);
+    return (kept / kept.sum(-1, /*keepdim=*/true).clamp_min(kTiny)).clamp_min(kTiny);
+  };
+  const auto target = shares(attention.detach()), ours = shares(importances);
+  return (target * (target.log() - ours.log())).masked_fill(~allowed, 0).sum();
+}
+
+at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at::Tensor& k_slc,
+                         const bridge::CompressionTensors& phi, const Rotation& table,
+                         const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,
+                         std::uint64_t seed) {
+  base::Random random(seed);
+  auto sum = at::zeros({}, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  std::int64_t count = 0;
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    const std::int64_t length = offsets[b + 1] - offsets[b];
+    // The first query that may choose: one place less than its blocks.
+    const std::int64_t first = std::max<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, cfg.kernel_size);
+    if (length <= first) continue;
+    const std::int64_t wanted = std::clamp<std::int64_t>(num_queries * length / offsets.back(), 1, length - first);
+    std::vector<std::int64_t> places;
+    for (std::int64_t i = 0; i < wanted; ++i) {
+      const std::int64_t from = first + i * (length - first) / wanted, to = first + (i + 1) * (length - first) / wanted;
+      places.push_back(from + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(to - from))));
+    }
+    const auto positions = base::upload(at::tensor(c10::ArrayRef<std::int64_t>(places), at::kLong), q.device());
+    const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
+    const auto queries = sequence(q).detach().index_select(0, positions);
+    const auto keys = compressed_keys(sequence(k_cmp), phi, table, cfg);
+    const auto attention = block_attention(queries, sequence(k_slc).detach(), positions, cfg);
+    const auto importances = block_importances(queries, keys, positions, attention.size(-1), cfg);
+    sum = sum + block_divergence(attention, importances, positions, cfg);
+    count += wanted * k_slc.size(1);
+  }
+  return count > 0 ? sum / static_cast<double>(count) : sum;
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,42 @@
+// What teaches the choice of blocks, which has no gradient: how far the importances by which blocks are chosen are from
+// what the selected branch would attend to, had it the whole past.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "bridge/compression.h"
+#include "lm/layers/rope.h"
+#include "nsa/config.h"
+
+namespace nsa::lm {
+
+/// The compressed keys (blocks, Hkv, D) of one sequence's k (S, Hkv, D), which are not rotated; they are, by the rows
+/// of `table` at which the blocks begin. By torch's operations, φ in k's dtype.
+at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors& phi, const Rotation& table,
+                           const NSAConfig& cfg);
+
+/// Of one sequence, float32 or double (T, Hkv, selection blocks), for queries q (T, H, D) at `positions`, int64 (T):
+/// the importance of each block (docs/operations.md) from the compressed keys, and what lies in it of the attention to
+/// the keys k (S, Hkv, D).
+at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& positions,
+                             std::int64_t num_blocks, const NSAConfig& cfg);
+at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& positions, const NSAConfig& cfg);
+
+/// KL(attention || importances) over the blocks that are not forced, both as shares; summed over queries and KV heads.
+/// `attention` gets no gradient.
+at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& importances, const at::Tensor& positions,
+                            const NSAConfig& cfg);
+
+/// Their mean over KV heads and about `num_queries` queries that have a choice, drawn by `seed` evenly over packed
+/// sequences with `offsets`: q (total, H, D) and k_slc (total, Hkv, D) rotated, k_cmp not. Scalar, float32 or double; 0
+/// where no query has a choice. Gradients reach k_cmp and phi alone: q asks both, and one that learnt here would move
+/// what it teaches.
+at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at::Tensor& k_slc,
+                         const bridge::CompressionTensors& phi, const Rotation& table,
+                         const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,
+                         std::uint64_t seed);
+
+}  // namespace nsa::lm
