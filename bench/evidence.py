@@ -73,6 +73,8 @@ RECALLS = {
     "32k": "--length 32768 --tokens-per-step 32768",
     "64k": "--length 65536 --tokens-per-step 65536",
     "hops-8k": "--length 8192 --hops 3",
+    "16k-selector-loss": "--length 16384 --selector-loss 1",
+    "64k-selector-loss": "--length 65536 --tokens-per-step 65536 --selector-loss 1",
 }
 
 
