@@ -63,18 +63,17 @@ VARIANTS = {
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
-    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 2048 --steps 3000"
+    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 2048 --steps 3000 --selector-loss 1"
 )
 RECALLS = {
     "2k": "--length 2048",
     "4k": "--length 4096",
     "8k": "--length 8192",
     "16k": "--length 16384",
-    "32k": "--length 32768 --tokens-per-step 32768",
-    "64k": "--length 65536 --tokens-per-step 65536",
+    "32k": "--length 32768",
+    "64k": "--length 65536",
     "hops-8k": "--length 8192 --hops 3",
-    "16k-selector-loss": "--length 16384 --selector-loss 1",
-    "64k-selector-loss": "--length 65536 --tokens-per-step 65536 --selector-loss 1",
+    "4k-no-selector-loss": "--length 4096 --selector-loss 0",
 }
 
 
