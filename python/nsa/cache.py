@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_sizes, check_type, check_usable, checked
+from ._pages import Copies, PageAllocator, Pool
 from ._registration import call, ops
 from .config import NSAConfig
 
@@ -26,123 +26,6 @@ NAMES = (
     *("cache_seqlens", "overflow", "block_table", "block_table_c"),
 )
 """A cache's tensors in the order in which the operators in torch.ops.nsa take them."""
-
-
-class _Pages:
-    """Which pages of a pool each sequence holds; a page shared by several sequences is counted.
-
-    Rows of the table are written by `flush` alone, so that a copy can try a change that may be refused.
-    """
-
-    def __init__(self, name: str, page_size: int, num_pages: int, batch: int, max_pages: int) -> None:
-        self.name, self.page_size, self.max_pages = name, page_size, max_pages
-        self.owners = [0] * num_pages
-        self.free = list(range(num_pages - 1, -1, -1))
-        self.held: list[list[int]] = [[] for _ in range(batch)]
-        self.changed: set[int] = set()
-
-    def copy(self) -> _Pages:
-        other = copy.copy(self)
-        other.owners, other.free = self.owners.copy(), self.free.copy()
-        other.held, other.changed = [pages.copy() for pages in self.held], self.changed.copy()
-        return other
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def missing(self, sequence: int, tokens: int) -> int:
-        """Pages that the sequence lacks to hold `tokens`."""
-        return max(0, self.pages_for(tokens) - len(self.held[sequence]))
-
-    def require(self, needed: int, max_needed_by_one: int = 0) -> None:
-        if max_needed_by_one > self.max_pages:
-            raise RuntimeError(
-                f"{self.name}: a sequence needs {max_needed_by_one} pages, its table has {self.max_pages}"
-            )
-        if needed > len(self.free):
-            raise RuntimeError(f"{self.name}: {needed} more pages are needed, {len(self.free)} are free")
-
-    def grow(self, sequence: int, tokens: int) -> None:
-        if missing := self.missing(sequence, tokens):
-            self.require(missing)
-            self.held[sequence] += [self._take() for _ in range(missing)]
-            self.changed.add(sequence)
-
-    def share(self, parent: int, child: int, count: int) -> None:
-        """Gives the child the parent's first `count` pages."""
-        for page in self.held[parent][:count]:
-            self.owners[page] += 1
-            self.held[child].append(page)
-        self.changed.add(child)
-
-    def own(self, sequence: int, first_written: int) -> list[tuple[int, int]]:
-        """Replaces the shared pages that hold tokens from `first_written` on; returns (old, new) of each."""
-        replaced = []
-        pages = self.held[sequence]
-        first = first_written // self.page_size
-        self.require(sum(self.owners[page] > 1 for page in pages[first:]))
-        for i in range(first, len(pages)):
-            if self.owners[pages[i]] > 1:
-                old, new = pages[i], self._take()
-                self.owners[old] -= 1
-                pages[i] = new
-                replaced.append((old, new))
-                self.changed.add(sequence)
-        return replaced
-
-    def release(self, sequence: int) -> None:
-        for page in self.held[sequence]:
-            self.owners[page] -= 1
-            if self.owners[page] == 0:
-                self.free.append(page)
-        self.held[sequence] = []
-        self.changed.add(sequence)
-
-    def select(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[_Pages, list[tuple[int, int]]]:
-        """The pages if row b goes on as row rows[b] did with its tokens, and (old, new) of those to copy.
-
-        The first to go on as a row takes its pages; others share the full ones and get a copy of the last.
-        """
-        new = self.copy()
-        new.held, new.changed = [[] for _ in rows], set(range(len(rows)))
-        for dropped in set(range(len(self.held))) - set(rows):
-            for page in self.held[dropped]:
-                new.owners[page] -= 1
-                if new.owners[page] == 0:
-                    new.free.append(page)
-        copies, taken = [], set()
-        for b, row in enumerate(rows):
-            if row not in taken:
-                taken.add(row)
-                new.held[b] = self.held[row].copy()
-                continue
-            for page in self.held[row][: tokens[row] // self.page_size]:
-                new.owners[page] += 1
-                new.held[b].append(page)
-            if tokens[row] % self.page_size:
-                new.require(1)
-                new.held[b].append(new._take())
-                copies.append((self.held[row][len(new.held[b]) - 1], new.held[b][-1]))
-        return new, copies
-
-    def extend(self, num_pages: int, max_pages: int) -> None:
-        """More pages, and longer rows of the table."""
-        self.free = [*range(num_pages - 1, len(self.owners) - 1, -1), *self.free]
-        self.owners += [0] * (num_pages - len(self.owners))
-        self.max_pages = max_pages
-
-    def flush(self, table: Tensor) -> None:
-        """Puts the pages of changed sequences into their rows, behind what the device has to do already."""
-        for sequence in sorted(self.changed):
-            pages = self.held[sequence]
-            row = torch.tensor(pages + [-1] * (self.max_pages - len(pages)), dtype=torch.int32, device="cpu")
-            table[sequence].copy_(row, non_blocking=True)
-        self.changed = set()
-
-    def _take(self) -> int:
-        page = self.free.pop()
-        self.owners[page] = 1
-        return page
 
 
 class KVCache:
@@ -166,6 +49,8 @@ class KVCache:
         page_size: tokens in a page, a positive multiple of 16; None: contiguous.
         num_pages: pages in the pool, default enough for every sequence at max_length. The pool of compressed tokens is
             sized to match.
+        num_prefixes: the most prefixes that `keep_prefix` keeps at a time, each with rings of its own; goes with
+            page_size.
         dtype: of keys and values. With torch.float8_e4m3fn, on a CPU so far, all that attention reads is stored in it,
             as x / scale, and read as stored * scale.
         raw_dtype: of the raw tokens that wait for the compression, which is the type of a step's q, k and v; default
@@ -199,6 +84,7 @@ class KVCache:
         max_length: int,
         page_size: int | None = None,
         num_pages: int | None = None,
+        num_prefixes: int = 0,
         dtype: torch.dtype = torch.float32,
         raw_dtype: torch.dtype | None = None,
         k_scale: float | Tensor | None = None,
@@ -213,6 +99,8 @@ class KVCache:
             raise ValueError(f"page_size = {page_size}: must be a positive multiple of 16, <= {_LARGEST}")
         if num_pages is not None and page_size is None:
             raise ValueError(f"num_pages = {num_pages}: must be >= 1, and goes with page_size")
+        if not 0 <= num_prefixes <= _LARGEST or (num_prefixes and page_size is None):
+            raise ValueError(f"num_prefixes = {num_prefixes}: must be 0 ... {_LARGEST}, and goes with page_size")
         raw_dtype = _raw_dtype(dtype, raw_dtype)
         self.cfg = cfg
         self.max_length = max_length
@@ -225,24 +113,33 @@ class KVCache:
             size_c = min(size_c, _multiple_of_16(-(-page_size // cfg.kernel_stride)))
             num_pages_c = self._compressed_pages(num_pages, size, size_c, batch_size)
 
-        def pool(name: str, longest: int, size: int, count: int | None) -> tuple[_Pages, Tensor, Tensor, Tensor]:
+        def pool(
+            name: str, longest: int, size: int, count: int | None, more: int
+        ) -> tuple[Pool, Tensor, Tensor, Tensor]:
             per_sequence = -(-longest // size)
-            count = batch_size * per_sequence if count is None else count
+            count = (batch_size * per_sequence if count is None else count) + more
             table = torch.full((batch_size, per_sequence), -1, dtype=torch.int32, device=device)
             shape = (count, size, num_kv_heads)
             keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
             values = torch.zeros(*shape, v_head_dim, dtype=dtype, device=device)
-            return _Pages(name, size, count, batch_size, per_sequence), table, keys, values
+            return Pool(name, size, count, batch_size, per_sequence), table, keys, values
 
-        def ring(tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch_size, tokens + ROLLBACK, num_kv_heads, dim, dtype=dtype, device=device)
+        def rings(rows: int) -> list[Tensor]:
+            """Of so many sequences, in the order of NAMES."""
+            return [
+                torch.zeros(rows, tokens + ROLLBACK, num_kv_heads, dim, dtype=kind, device=device)
+                for tokens, kind in ((cfg.window_size, dtype), (cfg.kernel_size, raw_dtype))
+                for dim in (head_dim, v_head_dim)
+            ]
 
-        self._pages, self.block_table, self.k_slc, self.v_slc = pool("KVCache", max_length, size, num_pages)
-        self._pages_c, self.block_table_c, self.k_c, self.v_c = pool(
-            "KVCache, compressed", longest_c, size_c, num_pages_c
+        tokens, self.block_table, self.k_slc, self.v_slc = pool("tokens", max_length, size, num_pages, 0)
+        # A kept prefix may have a page in part.
+        compressed, self.block_table_c, self.k_c, self.v_c = pool(
+            "compressed tokens", longest_c, size_c, num_pages_c, num_prefixes
         )
-        self.k_swa_ring, self.v_swa_ring = (ring(cfg.window_size, dim, dtype) for dim in (head_dim, v_head_dim))
-        self.k_cmp_ring, self.v_cmp_ring = (ring(cfg.kernel_size, dim, raw_dtype) for dim in (head_dim, v_head_dim))
+        self.k_swa_ring, self.v_swa_ring, self.k_cmp_ring, self.v_cmp_ring = rings(batch_size)
+        self._pages = PageAllocator(cfg, tokens, compressed, num_prefixes)
+        self._prefix_rings, self._longest_of_prefix = rings(num_prefixes), [0] * num_prefixes
         self.k_scale, self.v_scale = _scales(self.k_slc, k_scale, v_scale)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
@@ -288,7 +185,7 @@ class KVCache:
             ("block_table", cache.k_slc, cache.block_table, max_length),
             ("block_table_c", cache.k_c, cache.block_table_c, longest_c),
         ):
-            pages = _Pages("KVCache" + ", compressed" * (keys is cache.k_c), keys.shape[1], keys.shape[0], *table.shape)
+            pages = Pool("compressed tokens" if keys is cache.k_c else "tokens", *keys.shape[1::-1], *table.shape)
             if pages.max_pages < pages.pages_for(longest):
                 what = f"{name}: {tuple(table.shape)}: must have {pages.pages_for(longest)} pages per sequence"
                 raise ValueError(f"{what} for max_length = {max_length}")
@@ -297,19 +194,16 @@ class KVCache:
                 if row != held + [-1] * (len(row) - len(held)) or any(page >= keys.shape[0] for page in held):
                     raise ValueError(f"{name}[{b}]: must be pages below {keys.shape[0]}, then -1")
                 pages.held[b] = held
-                for page in held:
-                    pages.owners[page] += 1
-            pages.free = [page for page in range(keys.shape[0] - 1, -1, -1) if not pages.owners[page]]
+                pages.share(held)
+            pages.free = [page for page in range(keys.shape[0] - 1, -1, -1) if not pages.uses[page]]
             pools.append(pages)
-        cache._pages, cache._pages_c = pools
+        cache._pages, cache._prefix_rings, cache._longest_of_prefix = PageAllocator(cfg, pools[0], pools[1]), [], []
         cache._longest = cache.cache_seqlens.tolist()
         for b, length in enumerate(cache._longest):
-            room = min(max_length, len(cache._pages.held[b]) * cache._pages.page_size)
+            room = min(max_length, len(pools[0].held[b]) * pools[0].page_size)
             if not 0 <= length <= room:
                 raise ValueError(f"cache_seqlens[{b}] = {length}: must be 0 ... {room}, what its pages hold")
-        cache.contiguous = all(
-            p.max_pages == 1 and len(p.owners) == len(p.held) and set(p.owners) == {1} for p in pools
-        )
+        cache.contiguous = all(p.max_pages == 1 and len(p.uses) == len(p.held) and set(p.uses) == {1} for p in pools)
         return cache
 
     @property
@@ -319,8 +213,8 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages of selection keys and values that no sequence holds."""
-        return len(self._pages.free)
+        """Pages of selection keys and values that neither a sequence nor a kept prefix holds."""
+        return len(self._pages.tokens.free)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order in which the operators in torch.ops.nsa take them."""
@@ -346,14 +240,8 @@ class KVCache:
         for bound in bounds:
             if not 0 <= bound <= self.max_length:
                 raise ValueError(f"upper_bound = {bound}: must be 0 ... max_length = {self.max_length}")
-        compressed = [self.cfg.num_compressed(bound) for bound in bounds]
-        for pages, tokens in ((self._pages, bounds), (self._pages_c, compressed)):
-            missing = [pages.missing(b, count) for b, count in enumerate(tokens)]
-            pages.require(sum(missing), max(pages.pages_for(count) for count in tokens))
-        for b in range(self.batch_size):
-            self._pages.grow(b, bounds[b])
-            self._pages_c.grow(b, compressed[b])
-        self._set_pages(self._pages, self._pages_c)
+        self._pages.reserve(bounds)
+        self._write_tables()
 
     def check(self) -> None:
         """Waits for the device. Raises RuntimeError if a step since the last check found no room for a sequence."""
@@ -399,13 +287,8 @@ class KVCache:
         self._go_back({row: one for row, one in enumerate(wanted) if one < lengths[row]})
 
     def _go_back(self, lengths: dict[int, int]) -> None:
-        pages, pages_c = self._pages.copy(), self._pages_c.copy()
-        moves = [move for row, length in lengths.items() for move in pages.own(row, length)]
-        counts = {row: self.cfg.num_compressed(length) for row, length in lengths.items()}
-        moves_c = [move for row, count in counts.items() for move in pages_c.own(row, count)]
-        _copy_pages(moves, self.k_slc, self.v_slc)
-        _copy_pages(moves_c, self.k_c, self.v_c)
-        self._set_pages(pages, pages_c)
+        self._copy_pages(self._pages.rollback(lengths))
+        self._write_tables()
         for row, length in lengths.items():
             self.cache_seqlens[row] = length
 
@@ -426,20 +309,16 @@ class KVCache:
         if self._row("child", child) == parent or int(self.cache_seqlens[child]):
             raise ValueError(f"child = {child}: must be an empty row and not the parent")
         if not self.contiguous:
-            plan = ((self._pages.copy(), length), (self._pages_c.copy(), self.cfg.num_compressed(length)))
-            for pages, tokens in plan:
-                pages.release(child)
-                pages.share(parent, child, tokens // pages.page_size)
-                pages.grow(child, tokens)
-            before = self._pages, self._pages_c
-            self._set_pages(plan[0][0], plan[1][0])
+            before = self._pages.copy()
+            self._pages.fork(parent, child, length)
+            self._write_tables()
         try:
             call(ops.fork, *self.tensors(), self.cfg.as_list(), parent, child, length)
         except Exception:
             if not self.contiguous:
-                for pages in before:
-                    pages.changed.add(child)
-                self._set_pages(*before)
+                self._pages = before
+                self._pages.changed.add(child)
+                self._write_tables()
             raise
         self._longest[child] = self._longest[parent]
 
@@ -460,8 +339,73 @@ class KVCache:
             self._longest[row] = 0
             if not self.contiguous:
                 self._pages.release(row)
-                self._pages_c.release(row)
-        self._set_pages(self._pages, self._pages_c)
+        self._write_tables()
+
+    @checked
+    def keep_prefix(self, sequence: int, tokens: Sequence[int] | Tensor) -> int:
+        """Keeps the row's first tokens, up to the last full page, beyond its release. Waits for the device.
+
+        When pages or places run out, the prefix that was used least recently is dropped.
+
+        Args:
+            sequence: the row.
+            tokens: the ids of its first tokens, at most as many as it has.
+
+        Returns:
+            How many tokens are kept: 0 where the last full page ends more than 32 tokens below the longest that the row
+            has been, or where nothing is free for it.
+
+        Raises:
+            ValueError: the row, or more tokens than it has.
+        """
+        length = int(self.cache_seqlens[self._row("sequence", sequence)])
+        ids = _token_ids(tokens)
+        if len(ids) > length:
+            raise ValueError(f"tokens: {len(ids)}: must be at most as many as the row has, {length}")
+        longest = self._longest[sequence] = max(self._longest[sequence], length)
+        size = self._pages.tokens.page_size
+        if self.contiguous or longest - len(ids) // size * size > ROLLBACK:
+            return 0
+        kept = self._pages.keep_prefix(sequence, ids)
+        if kept is None:
+            return 0
+        prefix, copies = kept
+        if copies is not None:
+            self._copy_pages(copies)
+            for ring, stored in zip(self._rings(), self._prefix_rings, strict=True):
+                stored[prefix.slot] = ring[sequence]
+            self._longest_of_prefix[prefix.slot] = longest
+        return len(prefix.tokens)
+
+    @checked
+    def match_prefix(self, sequence: int, tokens: Sequence[int] | Tensor) -> int:
+        """Lets an empty row begin with the longest kept prefix of a prompt that leaves a token to compute.
+
+        What follows has the same bits as after computing those tokens. Waits for the device.
+
+        Args:
+            sequence: the row.
+            tokens: the ids of the prompt.
+
+        Returns:
+            How many tokens the row has now; 0: no prefix fits.
+
+        Raises:
+            ValueError: the row, or one that is not empty.
+        """
+        if int(self.cache_seqlens[self._row("sequence", sequence)]):
+            raise ValueError(f"sequence = {sequence}: must be an empty row")
+        matched = None if self.contiguous else self._pages.match_prefix(sequence, _token_ids(tokens))
+        if matched is None:
+            return 0
+        prefix, copies = matched
+        self._copy_pages(copies)
+        for ring, stored in zip(self._rings(), self._prefix_rings, strict=True):
+            ring[sequence] = stored[prefix.slot]
+        self._write_tables()
+        self._longest[sequence] = self._longest_of_prefix[prefix.slot]
+        self.cache_seqlens[sequence] = len(prefix.tokens)
+        return len(prefix.tokens)
 
     @checked
     def select(self, rows: Sequence[int] | Tensor) -> None:
@@ -491,21 +435,17 @@ class KVCache:
                 if len(rows) == self.batch_size:
                     at = at.new_zeros(at.shape).index_copy_(0, table[:, 0].to(torch.int64), at)
                 else:
-                    pages.held, pages.owners, pages.free = [[b] for b in range(len(rows))], [1] * len(rows), []
-                    pages.changed = set(range(len(rows)))
+                    pages.held, pages.uses, pages.free = [[b] for b in range(len(rows))], [1] * len(rows), []
+                    self._pages.changed = set(range(len(rows)))
                 self._take_rows(names, at)
-            new, new_c = self._pages, self._pages_c
         else:
-            new, moves = self._pages.select(rows, lengths)
-            new_c, moves_c = self._pages_c.select(rows, [self.cfg.num_compressed(length) for length in lengths])
-            _copy_pages(moves, self.k_slc, self.v_slc)
-            _copy_pages(moves_c, self.k_c, self.v_c)
+            self._copy_pages(self._pages.select(rows, lengths))
         self._take_rows(NAMES[4:9], place)
         if len(rows) != len(lengths):
             self.block_table, self.block_table_c = (
                 table.new_full((len(rows), pages.max_pages), -1) for pages, table in self._pools()
             )
-        self._set_pages(new, new_c)
+        self._write_tables()
         self._longest = [max(self._longest[row], lengths[row]) for row in rows]
 
     @checked
@@ -528,26 +468,26 @@ class KVCache:
         check_sizes(_LARGEST, max_length=max_length, num_pages=num_pages)
         if max_length < self.max_length:
             raise ValueError(f"max_length = {max_length}: must be at least what it is, {self.max_length}")
-        if num_pages is not None and (self.contiguous or num_pages < len(self._pages.owners)):
-            rule = (
-                "goes with page_size" if self.contiguous else f"must be at least what it is, {len(self._pages.owners)}"
-            )
+        now, now_c = self._pages.pools
+        if num_pages is not None and (self.contiguous or num_pages < len(now.uses)):
+            rule = "goes with page_size" if self.contiguous else f"must be at least what it is, {len(now.uses)}"
             raise ValueError(f"num_pages = {num_pages}: {rule}")
         longest_c = max(1, self.cfg.num_compressed(max_length))
-        sizes = self._pages.page_size, self._pages_c.page_size
+        sizes = now.page_size, now_c.page_size
         if self.contiguous:
             sizes = _multiple_of_16(max_length), _multiple_of_16(longest_c)
         num_pages_c = None if num_pages is None else self._compressed_pages(num_pages, *sizes, self.batch_size)
-        for (pages, table), names, longest, size, count in zip(
+        for (pages, table), names, longest, size, count, more in zip(
             self._pools(),
             (("block_table", "k_slc", "v_slc"), ("block_table_c", "k_c", "v_c")),
             (max_length, longest_c),
             sizes,
             (num_pages, num_pages_c),
+            (0, len(self._longest_of_prefix)),
             strict=True,
         ):
             per_sequence = -(-longest // size)
-            count = max(len(pages.owners), self.batch_size * per_sequence if count is None else count)
+            count = max(len(pages.uses), (self.batch_size * per_sequence if count is None else count) + more)
             pages.page_size = size
             pages.extend(count, per_sequence)
             wider = per_sequence - table.shape[1]
@@ -559,13 +499,20 @@ class KVCache:
                     getattr(self, name)[: old.shape[0], : old.shape[1]] = old
         self.max_length = max_length
 
-    def _pools(self) -> tuple[tuple[_Pages, Tensor], tuple[_Pages, Tensor]]:
-        return (self._pages, self.block_table), (self._pages_c, self.block_table_c)
+    def _pools(self) -> tuple[tuple[Pool, Tensor], tuple[Pool, Tensor]]:
+        return (self._pages.tokens, self.block_table), (self._pages.compressed, self.block_table_c)
 
-    def _set_pages(self, pages: _Pages, pages_c: _Pages) -> None:
-        self._pages, self._pages_c = pages, pages_c
-        pages.flush(self.block_table)
-        pages_c.flush(self.block_table_c)
+    def _rings(self) -> list[Tensor]:
+        return [getattr(self, name) for name in NAMES[4:8]]
+
+    def _write_tables(self) -> None:
+        self._pages.flush(self.block_table, self.block_table_c)
+
+    def _copy_pages(self, copies: Copies) -> None:
+        for moves, stores in zip(copies, ((self.k_slc, self.v_slc), (self.k_c, self.v_c)), strict=True):
+            for old, new in moves:
+                for store in stores:
+                    store[new] = store[old]
 
     def _take_rows(self, names: Sequence[str], rows: Tensor) -> None:
         """Tensors of these names with their rows replaced: in their own memory, if as many."""
@@ -673,10 +620,15 @@ def _scales(keys: Tensor, *given: float | Tensor | None) -> list[Tensor | None]:
     return result
 
 
-def _copy_pages(moves: list[tuple[int, int]], *stores: Tensor) -> None:
-    for old, new in moves:
-        for store in stores:
-            store[new] = store[old]
+def _token_ids(tokens: Sequence[int] | Tensor) -> tuple[int, ...]:
+    if isinstance(tokens, Tensor):
+        if tokens.dim() != 1 or tokens.is_floating_point() or tokens.is_complex():
+            what = f"{str(tokens.dtype).removeprefix('torch.')} {tuple(tokens.shape)}"
+            raise ValueError(f"tokens: {what}: must be whole numbers (tokens,)")
+        return tuple(tokens.tolist())
+    for i, token in enumerate(tokens):
+        check_type(f"tokens[{i}]", token, int)
+    return tuple(index(token) for token in tokens)
 
 
 def _multiple_of_16(count: int) -> int:

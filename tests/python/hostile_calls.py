@@ -366,8 +366,9 @@ def state(value: Any) -> list[Any]:
     for _, part in [((), value), *places(value)]:
         if isinstance(part, nsa.KVCache):
             found.append(part.max_length)
-            for pages in (part._pages, part._pages_c):
-                found += [pages.owners, pages.free, pages.held, pages.page_size, pages.max_pages, sorted(pages.changed)]
+            found += [sorted(part._pages.changed), part._pages.kept, part._pages.free_slots]
+            for pages in part._pages.pools:
+                found += [pages.uses, pages.free, pages.held, pages.page_size, pages.max_pages]
     return copy.deepcopy(found)
 
 
@@ -393,7 +394,7 @@ DRAWING = ("NativeSparseAttention", "initial weights")
 """Calls that draw from torch's generator, which two threads share."""
 WORDS = (
     *("out of memory", "allocate memory", "bad_alloc", "Storage size calculation overflowed"),
-    *("more pages are needed", "its table has", "no page for", "Inference tensors cannot be saved for backward"),
+    *("more pages of", "no page for", "Inference tensors cannot be saved for backward"),
 )
 """Of the RuntimeErrors that are documented: memory, pages of a pool, and torch's rule for tensors of inference mode."""
 OF_TORCH = (

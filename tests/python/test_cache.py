@@ -37,7 +37,7 @@ def filled(layer, x, kind, max_length=140, **options):
 
 def state(cache):
     """All that a refusal must leave as it is."""
-    pools = [(p.owners, p.free, p.held, p.page_size, p.max_pages) for p in (cache._pages, cache._pages_c)]
+    pools = [(p.uses, p.free, p.held, p.page_size, p.max_pages) for p in cache._pages.pools]
     return [t.clone() for t in cache.tensors()], copy.deepcopy(pools), cache.max_length, list(cache._longest)
 
 
@@ -57,10 +57,10 @@ def test_select_goes_on_as_the_rows(backend, layer, kind, rows):
     cache.reserve(115)
     expected = layer(torch.cat((x[rows], more), 1))[:, 75:]
     assert_same(feed(layer, cache, more, [1, 16, 23]), expected)
-    for pages in (cache._pages, cache._pages_c):
+    for pages in cache._pages.pools:
         held = [page for row in pages.held for page in row]
-        assert sorted({*held, *pages.free}) == list(range(len(pages.owners))) and not {*held} & {*pages.free}
-        assert [held.count(page) for page in range(len(pages.owners))] == pages.owners
+        assert sorted({*held, *pages.free}) == list(range(len(pages.uses))) and not {*held} & {*pages.free}
+        assert [held.count(page) for page in range(len(pages.uses))] == pages.uses
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +110,7 @@ def test_shared_pages_without_a_free_one(device, layer):
     before = state(cache)
     calls = (lambda: cache.crop([59, 33, 0]), lambda: cache.rollback(1, 33), lambda: cache.fork(0, 2, 52))
     for call in (*calls, lambda: cache.select([0, 0, 1, 1]), lambda: cache.repeat(2)):
-        with pytest.raises(RuntimeError, match="1 more pages are needed, 0 are free"):
+        with pytest.raises(RuntimeError, match="needs 1 more pages of tokens, 0 are free"):
             call()
         assert same(before, state(cache))
     cache.crop([59, 48, 0])
@@ -199,9 +199,9 @@ def test_memory_that_does_not_fit(message):
         (lambda c: c.crop([40]), "length: 1 numbers: must be one, or 2"),
         (lambda c: c.select([0, 2]), r"rows\[1\] = 2: must be 0 ... B - 1 = 1"),
         (lambda c: c.select([]), "rows: none: must be at least one"),
-        (lambda c: c.select([0, 0, 1]), "KVCache: 1 more pages are needed, 0 are free"),
+        (lambda c: c.select([0, 0, 1]), "KVCache: sequence 1 needs 1 more pages of tokens, 0 are free"),
         (lambda c: c.repeat(0), "count = 0: must be >= 1"),
-        (lambda c: c.repeat(2), "KVCache: 1 more pages are needed, 0 are free"),
+        (lambda c: c.repeat(2), "KVCache: sequence 1 needs 1 more pages of tokens, 0 are free"),
         (lambda c: c.grow(95), "max_length = 95: must be at least what it is, 96"),
         (lambda c: c.grow(96, num_pages=6), "num_pages = 6: must be at least what it is, 7"),
         (lambda c: c.fork(0, 1, 40), "child = 1: must be an empty row"),
@@ -217,45 +217,143 @@ def test_a_refusal_changes_nothing(call, message):
     assert same(before[:3], state(cache)[:3])
 
 
+@pytest.mark.parametrize("page_size", [16, 48])
+@pytest.mark.parametrize("more", [0, 3, 32])  # tokens behind the last full page
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_kept_prefix_has_the_bits_of_its_tokens(device, page_size, more, dtype):
+    """Whatever became of the row that it was kept of."""
+    if device == "cuda" and dtype != torch.float32:
+        pytest.skip("fp8 on a CPU only")
+    dim = head_dims(16, 16)[0]
+
+    def draw(count):
+        q, *kv = (torch.randn(1, count, heads, dim) for heads in (4, 2, 2))
+        return [q, *kv, torch.rand(1, count, 4, 3)]
+
+    def step(cache, row, inputs):
+        """The outputs of a step of one row, the others idle."""
+        m = inputs[0].shape[1]
+        num_new = torch.zeros(cache.batch_size, dtype=torch.int32)
+        num_new[row] = m
+        given = [t.expand(cache.batch_size, *t.shape[1:]).contiguous() for t in inputs]
+        return (nsa.decode if m <= nsa.MAX_DECODE_TOKENS else nsa.prefill)(*given, cache, num_new=num_new)[row]
+
+    def cached(batch, **options):
+        sizes = {"max_length": 140, "page_size": page_size, "dtype": dtype}
+        return nsa.KVCache(batch, 2, dim, cfg=SMALL, **sizes, raw_dtype=torch.float32, **options)
+
+    prompt, behind, tail, ids = draw(96), draw(more), [draw(m) for m in (1, 16, 13)], list(range(96 + more))
+    alone, cache = cached(1), cached(2, num_prefixes=1)
+    alone.reserve(140)
+    step(alone, 0, prompt)
+    expected = [step(alone, 0, inputs) for inputs in tail]
+
+    cache.reserve([140, 0])
+    step(cache, 0, prompt)
+    if more:
+        step(cache, 0, behind)
+    known = ids[: 96 + min(more, 15)]
+    assert cache.keep_prefix(0, known) == cache.keep_prefix(0, torch.tensor(known)) == 96
+    cache.rollback(0, 96 + more - min(more, 20))
+    step(cache, 0, draw(12))
+    cache.release(0)
+    assert cache.match_prefix(1, ids[:96]) == 0 and cache.match_prefix(1, [*ids[:95], 7, 7]) == 0
+    assert cache.match_prefix(1, [*ids[:96], 7]) == 96 and cache.cache_seqlens.tolist() == [0, 96]
+    cache.reserve([140, 126])
+    step(cache, 0, draw(100))  # the first row's own tokens go elsewhere
+    assert all(torch.equal(step(cache, 1, inputs), o) for inputs, o in zip(tail, expected, strict=True))
+    cache.check()
+
+
+def test_prefixes_give_way_the_least_recently_used_first(device):
+    cache = nsa.KVCache(2, 1, 8, cfg=SMALL, max_length=96, page_size=16, num_pages=7, num_prefixes=3)
+    texts = [[text] * 96 for text in range(4)]
+    for text in texts[:3]:
+        cache.reserve([33, 0])
+        cache.cache_seqlens[0] = 33
+        assert cache.keep_prefix(0, text[:33]) == 32
+        cache.release(0)
+    assert cache.free_pages == 1
+    assert cache.match_prefix(1, texts[0]) == 32  # used now
+    cache.release(1)
+    cache.reserve([48, 0])  # three pages: the second text's two beside the free one
+    assert cache.match_prefix(1, texts[1]) == 0
+    for text in (texts[0], texts[2]):
+        assert cache.match_prefix(1, text) == 32
+        cache.release(1)
+    before = state(cache)
+    with pytest.raises(RuntimeError, match="sequence 1 needs 6 more pages of tokens, 4 are free"):
+        cache.reserve([48, 96])
+    assert same(before, state(cache)) and cache.match_prefix(1, texts[2]) == 32
+
+
+def test_what_a_prefix_cannot_be():
+    with pytest.raises(ValueError, match=r"num_prefixes = 1: must be 0 \.\.\. \d+, and goes with page_size"):
+        nsa.KVCache(1, 1, 8, cfg=SMALL, max_length=96, num_prefixes=1)
+    cache = nsa.KVCache(2, 1, 8, cfg=SMALL, max_length=96, page_size=16, num_prefixes=2)
+    cache.reserve(96)
+    cache.cache_seqlens[0] = 70
+    with pytest.raises(ValueError, match="tokens: 71: must be at most as many as the row has, 70"):
+        cache.keep_prefix(0, range(71))
+    with pytest.raises(ValueError, match="sequence = 0: must be an empty row"):
+        cache.match_prefix(0, [1, 2])
+    with pytest.raises(ValueError, match=r"tokens: float32 \(3,\): must be whole numbers \(tokens,\)"):
+        cache.keep_prefix(0, torch.ones(3))
+    with pytest.raises(TypeError, match=r"tokens\[1\]"):
+        cache.match_prefix(1, [1, 2.5])
+    assert cache.keep_prefix(0, range(15)) == cache.keep_prefix(0, range(37)) == 0  # no full page; 38 tokens back
+    assert cache.keep_prefix(0, range(38)) == 0 and cache.keep_prefix(0, range(48)) == 48
+    assert cache.match_prefix(1, []) == cache.match_prefix(1, range(48)) == 0
+
+
 @pytest.mark.skipif(not shutil.which("g++") or not (ROOT / "build/lib/libnsa.so").exists(), reason="needs g++, libnsa")
 def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(tmp_path):
     """Both keep the pages of their sequences by themselves: here they do the same, refusals included."""
     program, lib = tmp_path / "pages", ROOT / "build" / "lib"
     source = [Path(__file__).with_name("pages.cpp"), f"-I{ROOT / 'include'}", f"-L{lib}", f"-Wl,-rpath,{lib}", "-lnsa"]
     subprocess.run(["g++", "-std=c++20", "-O1", *map(str, source), "-o", program], check=True)
-    rows, longest, page, pages = 5, 160, 16, 16
-    cache = nsa.KVCache(rows, 1, 8, cfg=SMALL, max_length=longest, page_size=page, num_pages=pages)
-    draw, lines, outcomes = random.Random(5), [f"{rows} {longest} {page} {pages}"], []
-    refused = collections.Counter()
+    rows, longest, page, pages, prefixes = 5, 160, 16, 16, 4
+    cache = nsa.KVCache(
+        rows, 1, 8, cfg=SMALL, max_length=longest, page_size=page, num_pages=pages, num_prefixes=prefixes
+    )
+    draw, lines, outcomes = random.Random(5), [f"{rows} {longest} {page} {pages} {prefixes}"], []
+    texts = [[draw.randrange(100) for _ in range(longest)] for _ in range(2)]
+    texts.append(texts[0][:40] + texts[1][40:])
+    refused, found = collections.Counter(), collections.Counter()
     for _ in range(10_000):
         lengths = cache.cache_seqlens.tolist()
         row, empty = draw.randrange(rows), [b for b in range(rows) if not lengths[b]]
         other = draw.choice(empty) if empty else draw.randrange(rows)
-        room = min(longest, len(cache._pages.held[row]) * page, _room_of(cache, row)) - lengths[row]
+        room = min(longest, len(cache._pages.tokens.held[row]) * page, _room_of(cache, row)) - lengths[row]
         operation, numbers = {
             0: ("reserve", [min(longest, n + draw.randrange(40) * (b == row)) for b, n in enumerate(lengths)]),
             1: ("append", [row, draw.randrange(room + 1) if room > 0 else 0]),
             2: ("rollback", [row, max(0, lengths[row] - draw.randrange(40))]),
             3: ("fork", [row, other, max(0, lengths[row] - draw.randrange(36))]),
             4: ("release", [row]),
-        }[draw.choices(range(5), (25, 30, 20, 20, 5))[0]]
+            5: ("keep_prefix", [row, *draw.choice(texts)[: max(0, lengths[row] - draw.randrange(-1, 30))]]),
+            6: ("match_prefix", [other, *draw.choice(texts)[: draw.randrange(longest + 1)]]),
+        }[draw.choices(range(7), (25, 30, 15, 15, 9, 12, 10))[0]]
         lines.append(" ".join(map(str, (operation, *numbers))))
-        done = True
+        done, prefix = True, 0
         try:
             if operation == "reserve":
                 cache.reserve(numbers)
             elif operation == "append":
                 cache.cache_seqlens[row] += numbers[1]
+            elif operation.endswith("prefix"):
+                prefix = getattr(cache, operation)(numbers[0], numbers[1:])
+                found[operation] += prefix > 0
             else:
                 getattr(cache, operation)(*numbers)
         except (ValueError, RuntimeError) as error:
             done = False
             refused[operation, type(error).__name__] += 1
         tables = (cache.cache_seqlens, cache.block_table, cache.block_table_c)
-        outcomes.append(" ".join(map(str, (int(done), *(n for t in tables for n in t.flatten().tolist())))))
-    assert (
-        sum(refused.values()) < 8000 and min(refused[n, "RuntimeError"] for n in ("reserve", "fork", "rollback")) > 20
-    )
+        outcomes.append(" ".join(map(str, (int(done), prefix, *(n for t in tables for n in t.flatten().tolist())))))
+    print(refused, found)
+    assert sum(refused.values()) < 8000 and min(found.values()) > 100
+    assert min(refused[n, "RuntimeError"] for n in ("reserve", "fork", "rollback")) > 10
     done = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True)
     for i, (line, mine, theirs) in enumerate(zip(lines[1:], outcomes, done.stdout.splitlines(), strict=False)):
         assert mine == theirs, f"operation {i}: {line}"
@@ -264,5 +362,6 @@ def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(tmp_path):
 
 def _room_of(cache, row):
     """Tokens whose compressed ones have room."""
-    tokens_c = len(cache._pages_c.held[row]) * cache._pages_c.page_size
+    compressed = cache._pages.compressed
+    tokens_c = len(compressed.held[row]) * compressed.page_size
     return SMALL.kernel_size + tokens_c * SMALL.kernel_stride - 1

@@ -217,7 +217,7 @@ def test_rollback_into_a_shared_page(backend, layer):
 def test_pages_come_back(device):
     cache = nsa.KVCache(3, 1, 8, cfg=SMALL, max_length=64, page_size=16, num_pages=6)
     cache.reserve([64, 32, 0])
-    with pytest.raises(RuntimeError, match="1 more pages are needed, 0 are free"):
+    with pytest.raises(RuntimeError, match="needs 1 more pages of tokens, 0 are free"):
         cache.reserve([64, 32, 1])
     assert cache.block_table.tolist()[2] == [-1] * 4
     cache.release(0)
