@@ -347,6 +347,15 @@ class Step:
             raise RuntimeError("Step: a request found no room and its tokens were dropped: it needs more pages")
 
 
+_PAGED_NAMES = (
+    {f"cache.{name}": f"layer.{name}" for name in LayerCache._fields}
+    | {f"cache.{name}": name for name in ("overflow", "k_scale", "v_scale")}
+    | {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
+    | {"cache.cache_seqlens": "seq_lens", "prefill": "decode_paged", "decode": "decode_paged"}
+)
+"""What callers of `decode_paged` call the operator's arguments."""
+
+
 @checked
 def decode_paged(
     q: Tensor,
@@ -411,11 +420,7 @@ def decode_paged(
         TypeError: an argument is of another type.
     """
     _check_layer(layer)
-    names = branch_names(k_slc, v_slc, k_swa, v_swa) | {f"cache.{name}": f"layer.{name}" for name in layer._fields}
-    names |= {"cache.cache_seqlens": "seq_lens", "cache.overflow": "overflow"}
-    names |= {"prefill": "decode_paged", "decode": "decode_paged"}
-    names |= {f"cache.{name}": name for name in ("k_scale", "v_scale")}
-    names |= {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
+    names = branch_names(k_slc, v_slc, k_swa, v_swa) | _PAGED_NAMES
     k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
     k_slc, k_swa = (k if t is None else t for t in (k_slc, k_swa))
     v_slc, v_swa = (v if t is None else t for t in (v_slc, v_swa))
