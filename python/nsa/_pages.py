@@ -212,15 +212,16 @@ class PageAllocator:
     def match_prefix(self, sequence: int, tokens: tuple[int, ...]) -> tuple[Prefix, Copies] | None:
         """The sequence begins with the longest kept prefix of these tokens that leaves one over; None: none does."""
         hashes = self._hashes(tokens[:-1])
-        found = None
-        for i, prefix in enumerate(self.kept):
+
+        def begins(prefix: Prefix) -> bool:
             count = len(prefix.pages[0])
-            if count <= len(hashes) and prefix.hash == hashes[count - 1]:
-                longer = found is None or count > len(self.kept[found].pages[0])
-                if longer and prefix.tokens == tokens[: len(prefix.tokens)]:
-                    found = i
-        if found is None:
+            known = count <= len(hashes) and prefix.hash == hashes[count - 1]
+            return known and prefix.tokens == tokens[: len(prefix.tokens)]
+
+        fitting = [i for i, prefix in enumerate(self.kept) if begins(prefix)]
+        if not fitting:
             return None
+        found = max(fitting, key=lambda i: len(self.kept[i].tokens))
         prefix = self.kept.pop(found)
         self.kept.append(prefix)
         try:
