@@ -63,7 +63,7 @@ VARIANTS = {
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
-    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 2048 --steps 3000 --selector-loss 1"
+    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 2048 --steps 3000 --selector-loss 1 --dtype bfloat16"
 )
 RECALLS = {
     "2k": "--length 2048",

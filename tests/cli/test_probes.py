@@ -124,9 +124,11 @@ def test_recall_of_pairs_far_apart(tmp_path):
     assert min(out["nsa"], out["full"]) > 0.95
 
 
-def test_recall_with_the_selector_loss(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recall_with_the_selector_loss(dtype, tmp_path):
     """It changes the NSA model and no other."""
-    options = ["recall", "--pairs", 8, "--gap", 100, "--topk", 4, "--steps", 4, "--threads", 1, "--selector-loss"]
+    options = "recall --pairs 8 --gap 100 --topk 4 --steps 4 --threads 1".split()
+    options += ["--dtype", dtype, "--selector-loss"]
     without, taught = (result(tmp_path, *options, weight)[0]["history"][-1] for weight in (0, 10))
     assert without["loss"] != taught["loss"] and without["full"] == taught["full"]
 

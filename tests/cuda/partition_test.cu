@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <tuple>
@@ -155,6 +156,24 @@ TEST(SelectedWindows, EveryQueryOnceAndWithinTheMemory) {
           for (const int times : seen) ASSERT_EQ(times, windows.empty() ? 0 : 1);
         }
       }
+}
+
+TEST(SelectedWindows, OfAnyNumberOfHeads) {
+  const auto counts = [](Geometry g) {
+    std::vector<int> counts;
+    for (const QuerySpan& w : selected_windows(g, selected_ds_row(g, 16, 64), selected_ds_budget(g)))
+      counts.push_back(w.count);
+    return counts;
+  };
+  for (const int length : {1000, 16384, 16385, 65536, 131072}) {
+    Geometry g = geometry_of(16, length, length);
+    const std::vector<int> expected = counts(g);
+    EXPECT_EQ(std::reduce(expected.begin(), expected.end()), length);
+    for (const int kv_heads : {1, 2, 4, 16}) {
+      g.kv_heads = kv_heads, g.heads = 16 * kv_heads;
+      EXPECT_EQ(counts(g), expected) << length << " queries, " << kv_heads << " KV heads";
+    }
+  }
 }
 
 TEST(SelectedDs, EveryElementHasAPlaceWhereItIsLookedFor) {

@@ -59,6 +59,13 @@ inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int
 inline std::int64_t selected_ds_row(const Geometry& g, int topk, int block_size) {
   return std::min<std::int64_t>(topk, ceil_div(g.k_len, block_size)) * block_size * g.heads * 2;
 }
+/// The memory for dS of the selection. Of a batched call as much for each head, so that windows, and with them the
+/// order in which dK and dV are added up, are the same with any number of heads in a call; a packed call is in as few
+/// as can be.
+inline std::int64_t selected_ds_budget(const Geometry& g) {
+  constexpr std::int64_t kPacked = std::int64_t{2} << 30, kHead = std::int64_t{32} << 20;
+  return g.cu_q ? kPacked : g.heads * kHead;
+}
 /// The windows of a call whose dS of the selection is stored: queries of a sequence or of several, rows of a packed
 /// call. About as many in each as there is room for; none where that is too few for the kernels.
 inline std::vector<QuerySpan> selected_windows(const Geometry& g, std::int64_t row_bytes, std::int64_t budget) {

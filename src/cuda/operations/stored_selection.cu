@@ -5,11 +5,10 @@ namespace nsa::cuda {
 StoredSelection::StoredSelection(const Branch& b, const TensorView& d_o, bool queries, const TensorView& d_k,
                                  const TensorView& d_v)
     : whole_(b.geometry) {
-  constexpr std::int64_t kBudget = std::int64_t{2} << 30;
   if (!b.indices || !queries || !(d_k.defined() || d_v.defined())) return;
   if (!hopper_kernels(b, d_o).selected_d_q_of_ds) return;
   const std::int64_t row = selected_ds_row(whole_, to_int(b.indices->size(-1)), b.block_size);
-  windows_ = selected_windows(whole_, row, wanted_d_s_bytes().value_or(kBudget));
+  windows_ = selected_windows(whole_, row, wanted_d_s_bytes().value_or(selected_ds_budget(whole_)));
   const bool several = whole_.cu_q ? windows_.size() > 1 : !windows_.empty() && windows_[0].count < whole_.q_len;
   if (!several) return;
   const std::int64_t width = b.q.size(-1) + b.v.size(-1);

@@ -30,7 +30,7 @@ at::Tensor sparse_attention(const ModelConfig& config, const bridge::Compression
                             const ForwardState& state, int layer, LayerTrace* trace) {
   auto gates = in.gates;
   if (state.options.gate_scale != std::array<double, 3>{1, 1, 1}) {
-    gates = gates * at::tensor(c10::ArrayRef<double>(state.options.gate_scale), gates.options());
+    gates = gates * at::tensor(c10::ArrayRef<double>(state.options.gate_scale), at::kFloat).to(gates.options());
   }
   bridge::NsaInputs inputs{
       .q = in.q,

@@ -86,13 +86,15 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
   SelectedReader<S> reader(control, ring, plan);
   const SelectedDs& stored = args.selected_ds;
   const std::int64_t plane = stored.plane();
-  const int pair = 2 * (lane / 4), number = plan.by_heads.divide(pair);  // the first one's row, its query of the warp's
+  const int pair = 2 * (lane / 4),
+            number = plan.packing.by_heads.divide(pair);  // the first one's row, its query of the warp's
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t phase) {
     const OwnEntries own(args, plan, tile, warp, lane);
     const unsigned of_query = number < plan.together ? own.lanes.mask(number) : 0;
-    const int slice = tile.first_head / plan.heads;
-    const char* first_entry =
-        stored.data + stored.offset(plan.heads, slice, 0, pair - number * plan.heads) + SelectedDs::loaded_piece(lane);
+    const int slice = tile.first_head / plan.packing.heads;
+    const char* first_entry = stored.data +
+                              stored.offset(plan.packing.heads, slice, 0, pair - number * plan.packing.heads) +
+                              SelectedDs::loaded_piece(lane);
     float acc[Dk / 8][4] = {};
     uint4 ds[kPlanes];  // of the tile at `position`
     unsigned position = 0;
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
       const int first = key & -plan.block_size, entry = own.find(first, of_query, plan.topk);
       // Of a key tile behind the sequence's end there is no dS: d_kv has no item for it.
       const bool stored_here = entry >= 0 && key < tile.seq.k_len;
-      const char* from = first_entry + static_cast<std::int64_t>(entry) * (plan.heads * SelectedDs::kRow) +
+      const char* from = first_entry + static_cast<std::int64_t>(entry) * (plan.packing.heads * SelectedDs::kRow) +
                          (key - first) / SelectedDs::kPlaneKeys * plane;
       uint4 next[kPlanes];
 #pragma unroll

@@ -164,8 +164,8 @@ class SelectedLimits {
  public:
   __device__ SelectedLimits(const GatherPlan& p, const SelectedTile& tile, int warp, int lane)
       : position_(tile.seq.position(tile.first_query + warp * p.together)),
-        low_(min(p.by_heads.divide(lane / 4), p.together - 1)),
-        high_(min(p.by_heads.divide(lane / 4 + 8), p.together - 1)) {}
+        low_(min(p.packing.by_heads.divide(lane / 4), p.together - 1)),
+        high_(min(p.packing.by_heads.divide(lane / 4 + 8), p.together - 1)) {}
 
   /// Keys key ... key + limit of a block that `users` of the warp's queries use are visible to row i.
   __device__ int limit(int i, unsigned users, int key) const {

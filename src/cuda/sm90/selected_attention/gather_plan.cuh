@@ -5,6 +5,7 @@
 
 #include "cuda/common/device.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/sm90/common/head_packing.cuh"
 #include "cuda/sm90/common/ptx.cuh"
 #include "cuda/sm90/selected_attention/selected_attention.h"
 
@@ -17,14 +18,14 @@ inline constexpr int kMostEntries = 1024;  // of the lists of a tile, unless six
 /// How a call is cut into tiles, and how shared memory is.
 struct GatherPlan {
   int block_size, topk, tiles_per_block;  // keys of a block; entries of a list; key tiles of a block
-  int heads, slices;                      // heads of a query in sixteen rows; such slices of a group
+  HeadPacking packing;                    // the heads of a query in a warp's sixteen rows; slices of a group
   int together, queries;                  // queries of a warp, of a tile
   int tiles, total;                       // per sequence and slice, an upper bound; in all
   int entries;                            // of the lists of a tile, rounded up to 32
   int table_bits;  // of the builders' hash table: 2^table_bits slots, half of them empty at least
   int slots;       // of the ring
   int memory;      // bytes of shared memory
-  FastDivmod by_heads, by_queries, by_slots;
+  FastDivmod by_queries, by_slots;
   LoopOrder loop_order;  // tiles of those that take the other order are left out
 };
 
@@ -86,18 +87,16 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
   p.block_size = block_size;
   p.topk = topk;
   p.tiles_per_block = block_size / Shape::kKeys;
-  p.heads = std::min(g.group, 16);
-  p.slices = g.group / p.heads;
+  p.packing = HeadPacking(g.group);
   p.together = queries_of_warp(g, topk, kWarps);
   p.queries = kWarps * p.together;
   p.tiles = static_cast<int>(ceil_div(g.q_len, p.queries));
-  p.total = p.tiles * g.kv_heads * p.slices * g.batches;
+  p.total = p.tiles * g.kv_heads * p.packing.slices * g.batches;
   p.entries = static_cast<int>(ceil_div(p.queries * topk, 32)) * 32;
   while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
   const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
   p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMostSlots);
   p.memory = p.slots * Shape::kSlotBytes + fixed;
-  p.by_heads = FastDivmod(p.heads);
   p.by_queries = FastDivmod(p.queries);
   p.by_slots = FastDivmod(p.slots);
   return p;
@@ -112,10 +111,10 @@ struct SelectedTile {
   __device__ SelectedTile(const GatherPlan& p, const Geometry& g, int index) {
     int rest = index / p.tiles;
     first_query = (index - rest * p.tiles) * p.queries;
-    const int lines = g.kv_heads * p.slices, line = rest % lines;
+    const int lines = g.kv_heads * p.packing.slices, line = rest % lines;
     seq = sequence_of(g, rest / lines);
-    kv_head = line / p.slices;
-    first_head = (line - kv_head * p.slices) * p.heads;
+    kv_head = line / p.packing.slices;
+    first_head = (line - kv_head * p.packing.slices) * p.packing.heads;
   }
   __device__ bool empty() const { return first_query >= seq.q_len; }
 };
@@ -128,9 +127,9 @@ struct SelectedRow {
   bool valid;
 
   __device__ SelectedRow(const GatherPlan& p, const Geometry& g, const SelectedTile& tile, int warp, int row) {
-    warp_query = p.by_heads.divide(row);
+    warp_query = p.packing.by_heads.divide(row);
     query = tile.first_query + warp * p.together + warp_query;
-    head = tile.kv_head * g.group + tile.first_head + row - warp_query * p.heads;
+    head = tile.kv_head * g.group + tile.first_head + row - warp_query * p.packing.heads;
     valid = warp_query < p.together && query < tile.seq.q_len;
   }
 };
