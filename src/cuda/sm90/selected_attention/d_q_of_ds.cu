@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(Shape<Dk, kKeys>::kThreads, 1)
   SelectedReader<S> reader(control, ring, plan);
   const SelectedDs& stored = args.selected_ds;
   const std::int64_t plane = stored.plane();
-  const int pair = 2 * (lane / 4),
-            number = plan.packing.by_heads.divide(pair);  // the first one's row, its query of the warp's
   for_tiles(plan, g, [&](const SelectedTile& tile, int index, int buffer, std::uint32_t phase) {
     const OwnEntries own(args, plan, tile, warp, lane);
+    // The pair's first row, its query of the warp's; made here, so that no register holds them between tiles.
+    const int pair = 2 * (again(lane) / 4), number = plan.packing.by_heads.divide(pair);
     const unsigned of_query = number < plan.together ? own.lanes.mask(number) : 0;
     const int slice = tile.first_head / plan.packing.heads;
     const char* first_entry = stored.data +
