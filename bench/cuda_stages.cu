@@ -170,6 +170,10 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
   compress_back.d_weights.w1 = dev.tensor(DType::kBFloat16, {kv, l * dk, 2 * dk});
   compress_back.d_weights.w2 = dev.tensor(DType::kBFloat16, {kv, 2 * dk, dk});
   if (backward) time("compress backward", compress_back, nsa::compress_backward, flush);
+  const CompressParams mean{k_cmp, {CompressionKind::kMean, {}, {}, {}, {}, {}}, cfg, {}, compressed};
+  time("compress (mean, one of k, v)", mean, nsa::compress, flush);
+  const CompressBackwardParams mean_back{mean, compressed, compress_back.d_k, mean.weights};
+  if (backward) time("compress backward (mean)", mean_back, nsa::compress_backward, flush);
 
   NsaAttentionParams whole{};
   whole.q = q, whole.k_c = k_c, whole.v_c = v_c, whole.k_slc = k_slc, whole.v_slc = v_slc, whole.k_swa = k_swa,

@@ -185,6 +185,9 @@ Status run_pair(const Params& p, const Params* second, const MakeArgs& make_args
 Status run(const CompressParams& p, Execution& e) { return compress(p, nullptr, e); }
 
 Status compress(const CompressParams& p, const CompressParams* second, Execution& e) {
+  if (second && p.weights.kind == CompressionKind::kMean && same_shapes(p, *second) &&
+      p.cu_seqlens.data == second->cu_seqlens.data)
+    return compress(p, second, nullptr, 0, e);
   return run_pair(
       p, second, compress_args,
       [&](const sm90::CompressKernels& hopper, sm90::compress::CompressWork& work) {

@@ -262,35 +262,82 @@ __global__ void __launch_bounds__(256) copy_output_gradient(const __grid_constan
       args.first_token[m] < 0 ? from_float<T>(0) : args.d_out.at<T>(args.batch_of(m), args.row_of(m), head)[n];
 }
 
-/// mean: the average of a block's tokens. A warp per compressed row and KV head.
-template <class T>
-__global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ CompressArgs args) {
-  const int m = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-  if (m >= args.rows) return;
-  const std::int64_t first = args.first_token[m];
-  for (int c = lane; c < args.dim; c += 32) {
-    float sum = 0;
+inline constexpr int kMeanTokens = 4;  // of a thread of mean_backward
+
+/// Neighbouring elements that are loaded and stored as Bits, and their sum over rows. Bits is uint4, or T for rows that
+/// do not begin at multiples of sixteen bytes.
+template <class T, class Bits>
+struct Piece {
+  static constexpr int kSize = sizeof(Bits) / sizeof(T);
+  union Elements {
+    Bits bits;
+    T x[kSize];
+    __device__ Elements() {}
+  };
+  float sum[kSize] = {};
+
+  __device__ static Bits load(const T* p) { return *reinterpret_cast<const Bits*>(p); }
+  __device__ void add(const Bits& bits) {
+    Elements row;
+    row.bits = bits;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum[i] += to_float(row.x[i]);
+  }
+  __device__ Bits mean(int count) const {
+    Elements row;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) row.x[i] = from_float<T>(sum[i] / count);
+    return row.bits;
+  }
+};
+
+/// mean: the average of a block's tokens. A thread per piece of a compressed row, pieces and heads of a row side by
+/// side. Grid x: row, z: problem.
+template <class T, class Bits>
+__global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ CompressPair pair) {
+  using P = Piece<T, Bits>;
+  const CompressArgs& args = pair.problem[blockIdx.z];
+  const int pieces = args.dim / P::kSize, i = blockIdx.y * blockDim.x + threadIdx.x;
+  const int m = blockIdx.x, head = i / pieces, c = (i - head * pieces) * P::kSize, l = args.geometry.kernel_size;
+  if (head >= args.geometry.kv_heads) return;
+  const std::int64_t token = static_cast<std::int64_t>(args.row_of(m)) * args.geometry.kernel_stride;
+  const std::int64_t first =
+      args.first_token ? args.first_token[m] : args.batch_of(m) * args.k.batch + token * args.k.row;
+  P piece;
+  if (first >= 0) {
     const T* at = static_cast<const T*>(args.k.data) + first + head * args.k.head + c;
-    if (first >= 0)
-      for (int r = 0; r < args.geometry.kernel_size; ++r) sum += to_float(at[r * args.k.row]);
-    args.out.at<T>(args.batch_of(m), args.row_of(m), head)[c] = from_float<T>(sum / args.geometry.kernel_size);
+#pragma unroll 16
+    for (int r = 0; r < l; ++r) piece.add(P::load(at + r * args.k.row));
   }
+  *reinterpret_cast<Bits*>(args.out.at<T>(args.batch_of(m), args.row_of(m), head) + c) = piece.mean(l);
 }
-/// A warp per token and KV head; grid z: batch.
-template <class T>
+
+/// The d tokens of a group are in the same blocks. A thread per piece of some of their rows. Grid x: group.
+template <class T, class Bits>
 __global__ void __launch_bounds__(256) mean_backward(const __grid_constant__ CompressArgs args) {
+  using P = Piece<T, Bits>;
   const Geometry& p = args.geometry;
-  const DeviceSequence seq = sequence_of(p, blockIdx.z);
-  const int c_begin = compressed_begin(p, blockIdx.z);  // all threads: it has barriers
-  const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-  if (token >= seq.k_len) return;
-  const int l = p.kernel_size, d = p.kernel_stride;
-  const int first = token < l ? 0 : (token - l) / d + 1, last = min(token / d, num_compressed(p, seq.k_len) - 1);
-  for (int c = lane; c < args.dim; c += 32) {
-    float sum = 0;
-    for (int i = first; i <= last; ++i) sum += to_float(args.d_out.at<T>(seq.batch, c_begin + i, head)[c]);
-    args.d_k.at<T>(seq.batch, seq.k_begin + token, head)[c] = from_float<T>(sum / l);
+  const int l = p.kernel_size, d = p.kernel_stride, pieces = args.dim / P::kSize, lines = p.kv_heads * pieces;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x, begin = i / lines * kMeanTokens;
+  const int line = i % lines, head = line / pieces, c = (line - head * pieces) * P::kSize;
+  int4 g;  // as compress_tables has it
+  if (args.group) {
+    g = args.group[blockIdx.x];
+  } else {
+    const int per_batch = (p.k_len + d - 1) / d, b = blockIdx.x / per_batch, j = blockIdx.x - b * per_batch;
+    g = make_int4(b, j, min(p.k_len - j * d, d), b * args.compressed_per_batch);
   }
+  if (begin >= g.z) return;
+  const DeviceSequence seq = sequence_of(p, g.x);
+  const int first = max(g.y - l / d + 1, 0), last = min(g.y, num_compressed(p, seq.k_len) - 1);
+  P piece;
+#pragma unroll 2
+  for (int m = g.w + first; m <= g.w + last; ++m)
+    piece.add(P::load(args.d_out.at<T>(args.batch_of(m), args.row_of(m), head) + c));
+  const Bits mean = piece.mean(l);
+  const std::int64_t token = seq.k_begin + static_cast<std::int64_t>(g.y) * d + begin;
+  T* to = args.d_k.at<T>(seq.batch, token, head) + c;
+  for (int s = 0; s < min(g.z - begin, kMeanTokens); ++s) *reinterpret_cast<Bits*>(to + s * args.d_k.row) = mean;
 }
 
 }  // namespace nsa::cuda::portable

@@ -1,4 +1,7 @@
 // One instance of the kernels that depend on the element type only: compiled with NSA_ELEMENT.
+#include <algorithm>
+#include <initializer_list>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/position_gradient.cuh"
 #include "cuda/portable/combine.cuh"
@@ -74,29 +77,80 @@ int sets_of(const CompressArgs& args) { return args.shared ? 1 : heads_of(args);
 int raw_of(const CompressArgs& args) { return args.geometry.kernel_size * args.dim; }
 int hidden_of(const CompressArgs& args) { return args.hidden; }
 
-/// The tables, and for linear and mlp the constants and the first layer.
-cudaError_t first_layer(const CompressPair& pair, bool mean, cudaStream_t stream) {
+cudaError_t write_tables(const CompressPair& pair, cudaStream_t stream) {
   const CompressArgs& args = pair.problem[0];
   const auto rows = static_cast<std::size_t>(args.rows + 1) * pair.problems;  // the tables follow each other
   cudaError_t error = cudaMemsetAsync(args.first_token, 0xff, rows * sizeof(*args.first_token), stream);
   if (error == cudaSuccess && args.group)
     error = cudaMemsetAsync(args.group, 0, static_cast<std::size_t>(args.groups) * 16, stream);
-  if (error == cudaSuccess)
-    error = launch(compress_tables<T>, dim3(args.geometry.batches, pair.problems), 256, 0, stream, pair);
-  if (error != cudaSuccess || mean) return error;
-  error = run_layer<Constants>(pair, 1, hidden_of, raw_of, sets_of, stream);
   if (error != cudaSuccess) return error;
-  return run_layer<FirstLayer>(pair, args.rows, hidden_of, raw_of, heads_of, stream);
+  return launch(compress_tables<T>, dim3(args.geometry.batches, pair.problems), 256, 0, stream, pair);
+}
+
+/// The tables, the constants and the first layer.
+cudaError_t first_layer(const CompressPair& pair, cudaStream_t stream) {
+  cudaError_t error = write_tables(pair, stream);
+  if (error == cudaSuccess) error = run_layer<Constants>(pair, 1, hidden_of, raw_of, sets_of, stream);
+  if (error != cudaSuccess) return error;
+  return run_layer<FirstLayer>(pair, pair.problem[0].rows, hidden_of, raw_of, heads_of, stream);
+}
+
+/// Whether all rows consist of sixteen bytes that begin at multiples of them.
+bool in_sixteens(const CompressArgs& args) {
+  constexpr int kElements = 16 / sizeof(T);
+  if (args.dim % kElements != 0) return false;
+  return std::ranges::all_of(std::initializer_list<Strided>{args.k, args.out, args.d_out, args.d_k},
+                             [](const Strided& t) {
+                               return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.batch % kElements == 0 &&
+                                      t.row % kElements == 0 && t.head % kElements == 0;
+                             });
+}
+
+/// Without tables where a row's tokens are known from its number.
+cudaError_t run_mean(CompressPair pair, cudaStream_t stream) {
+  const CompressArgs& args = pair.problem[0];
+  if (args.geometry.cu_q || args.completed) {
+    if (const cudaError_t error = write_tables(pair, stream); error != cudaSuccess) return error;
+  } else {
+    for (CompressArgs& problem : pair.problem) problem.first_token = nullptr;
+  }
+  bool sixteens = true;
+  int most = 0;
+  for (int i = 0; i < pair.problems; ++i) {
+    sixteens &= in_sixteens(pair.problem[i]);
+    most = std::max(most, pair.problem[i].dim);
+  }
+  const auto run = [&]<class Bits>(Bits) {
+    const std::int64_t threads = std::int64_t{most} / Piece<T, Bits>::kSize * args.geometry.kv_heads;
+    const auto block = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(threads, 32) * 32, 256));
+    return launch(mean_blocks<T, Bits>, dim3(args.rows, static_cast<unsigned>(ceil_div(threads, block)), pair.problems),
+                  block, 0, stream, pair);
+  };
+  return sixteens ? run(uint4{}) : run(T{});
+}
+
+cudaError_t run_mean_backward(CompressArgs args, cudaStream_t stream) {
+  const Geometry& g = args.geometry;
+  if (!args.d_k.data) return cudaSuccess;
+  if (g.cu_q) {
+    if (const cudaError_t error = write_tables({{args}, 1}, stream); error != cudaSuccess) return error;
+  } else {
+    args.group = nullptr;
+  }
+  const auto run = [&]<class Bits>(Bits) {
+    const std::int64_t threads =
+        ceil_div(g.kernel_stride, kMeanTokens) * g.kv_heads * (args.dim / Piece<T, Bits>::kSize);
+    return launch(mean_backward<T, Bits>, dim3(args.groups, static_cast<unsigned>(ceil_div(threads, 256))), 256, 0,
+                  stream, args);
+  };
+  return in_sixteens(args) ? run(uint4{}) : run(T{});
 }
 
 cudaError_t run_compress(const CompressPair& pair, cudaStream_t stream) {
   const CompressArgs& args = pair.problem[0];
-  const bool mean = !args.w1.data;
   if (args.rows == 0) return cudaSuccess;
-  cudaError_t error = first_layer(pair, mean, stream);
-  const dim3 rows(static_cast<unsigned>(ceil_div(args.rows, 8)), heads_of(args));
-  for (int i = 0; mean && error == cudaSuccess && i < pair.problems; ++i)
-    error = launch(mean_blocks<T>, rows, 256, 0, stream, pair.problem[i]);
+  if (!args.w1.data) return run_mean(pair, stream);
+  const cudaError_t error = first_layer(pair, stream);
   if (error != cudaSuccess || !args.mlp) return error;
   return run_layer<SecondLayer>(
       pair, args.rows, [](const CompressArgs& x) { return x.dim; }, hidden_of, heads_of, stream);
@@ -105,11 +159,10 @@ cudaError_t run_compress(const CompressPair& pair, cudaStream_t stream) {
 cudaError_t run_compress_backward(const CompressArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const int sets = sets_of(args), over = args.shared ? g.kv_heads : 1;
-  if (!args.w1.data)
-    return launch(mean_backward<T>, dim3(static_cast<unsigned>(ceil_div(g.k_len, 8)), g.kv_heads, g.batches), 256, 0,
-                  stream, args);
-  // For linear the first layer's product is not needed: only the tables and constants.
-  cudaError_t error = first_layer({{args}, 1}, !args.mlp, stream);
+  if (!args.w1.data) return run_mean_backward(args, stream);
+  // For linear the first layer's product is not needed.
+  const CompressPair one{{args}, 1};
+  cudaError_t error = args.mlp ? first_layer(one, stream) : write_tables(one, stream);
   if (error == cudaSuccess && args.mlp)
     error = run_gemm<HiddenGradient>(args, args.rows, args.hidden, 1, args.dim, g.kv_heads, stream);
   if (error == cudaSuccess && !args.mlp)
