@@ -1,14 +1,30 @@
 // Kernels that stand in for others: see Fallback in params.h.
 #pragma once
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/params.h"
 
 namespace nsa::cuda {
 
-/// Whether the kernel has anything to do.
+/// Whether the kernel has anything to do. All threads of the block: it waits for the kernel in front.
+__device__ __forceinline__ bool runs(const Fallback& fallback) {
+  if (!fallback.flag) return true;
+  launch_dependents();
+  wait_for_launcher();
+  return *fallback.flag != 0;
+}
 template <class Args>
 __device__ __forceinline__ bool runs(const Args& args) {
-  return !args.fallback.flag || *args.fallback.flag != 0;
+  return runs(args.fallback);
+}
+
+/// launch(), but a kernel that stands in may begin beside the one in front, and the next one of them beside it: they
+/// wait for each other, so that those without work end shortly one after the other.
+template <class... Params, class... Args>
+cudaError_t launch(const Fallback& fallback, void (*kernel)(Params...), dim3 grid, dim3 threads, std::size_t memory,
+                   cudaStream_t stream, const Args&... args) {
+  return fallback.flag ? launch_dependent(kernel, grid, threads, memory, stream, args...)
+                       : launch(kernel, grid, threads, memory, stream, args...);
 }
 
 /// The thread blocks whose work this one does: itself, or its share of a larger grid.
@@ -31,7 +47,7 @@ struct FallbackGrid {
 template <class T, class Args>
 struct FallbackGrid<T, Args, true> {
   __device__ __forceinline__ explicit FallbackGrid(const Args& args) : grid_(args.fallback), index_(blockIdx.x) {}
-  __device__ __forceinline__ bool any() const { return !grid_.flag || (*grid_.flag != 0 && index_ < all()); }
+  __device__ __forceinline__ bool any() const { return runs(grid_) && (!grid_.flag || index_ < all()); }
   __device__ __forceinline__ bool next() {
     __syncthreads();
     index_ += gridDim.x;

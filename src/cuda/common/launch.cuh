@@ -1,6 +1,7 @@
 // Launching kernels.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/common/device.h"
@@ -9,19 +10,58 @@ namespace nsa::cuda {
 
 inline std::int64_t ceil_div(std::int64_t n, std::int64_t size) { return (n + size - 1) / size; }
 
+/// Allows a kernel `memory` bytes of dynamic shared memory.
+inline cudaError_t allow_memory(const void* kernel, std::size_t memory) {
+  if (memory <= 32 * 1024) return cudaSuccess;  // with the static part, which is less than 16 KB, below 48 KB
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
+}
+
 /// Nothing to do for an empty grid. Allows `memory` bytes of dynamic shared memory.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size_t memory, cudaStream_t stream,
                    const Args&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
-  if (memory > 32 * 1024) {  // with the static part, which is less than 16 KB, it may be more than 48 KB
-    const cudaError_t error = cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
-    if (error != cudaSuccess) return error;
-  }
-  trace_launch(reinterpret_cast<const void*>(kernel), grid, threads, memory);
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  if (const cudaError_t error = allow_memory(function, memory); error != cudaSuccess) return error;
+  trace_launch(function, grid, threads, memory);
   kernel<<<grid, threads, memory, stream>>>(args...);
   return cudaGetLastError();
+}
+
+// Programmatic dependent launch, from compute capability 9.0 on. A kernel that was launched so may begin before the one
+// in front of it has ended; it must not read what that one writes, nor write what it reads, before wait_for_launcher(),
+// and every thread block calls it before it ends.
+
+__device__ __forceinline__ void wait_for_launcher() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+/// Lets the next kernel begin once every thread block has called it or has ended.
+__device__ __forceinline__ void launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// launch() of a kernel that calls wait_for_launcher(). Where no code for compute capability 9.0 is compiled it is
+/// launch().
+template <class... Params, class... Args>
+cudaError_t launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size_t memory,
+                             cudaStream_t stream, const Args&... args) {
+  if (std::max({__CUDA_ARCH_LIST__}) < 900) return launch(kernel, grid, threads, memory, stream, args...);
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  if (const cudaError_t error = allow_memory(function, memory); error != cudaSuccess) return error;
+  trace_launch(function, grid, threads, memory);
+  cudaLaunchAttribute programmatic;
+  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  programmatic.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = threads;
+  config.dynamicSmemBytes = memory, config.stream = stream;
+  config.attrs = &programmatic, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 /// A kernel of clusters of `ranks` thread blocks, neighbours in x (sm_90). programmatic: it may begin before the kernel

@@ -7,16 +7,19 @@ namespace nsa::cuda {
 
 namespace {
 
-/// args: of the portable kernel. Where there are others, fast() launches them before.
+/// args: of the portable kernel. Where there are others, fast() launches them, and the portable one comes later.
 template <class Args, class Fast>
 Status launch_with_fallback(const char* name, Args& args, bool any_fast, const Fast& fast,
                             cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
-  if (any_fast) {
-    args.fallback.flag = values.flag();
-    if (Status s = values.look(e); !s.ok()) return s;
-    if (Status s = fast(); !s.ok()) return s;
+  const auto run = [=, stream = e.stream](const Args& these) { return status_of(portable(these, stream), name); };
+  if (!any_fast) {
+    if (Status s = values.stand_in(); !s.ok()) return s;
+    return run(args);
   }
-  return status_of(portable(args, e.stream), name);
+  args.fallback.flag = values.flag();
+  if (Status s = values.look(e); !s.ok()) return s;
+  values.later([=] { return run(args); });
+  return fast();
 }
 
 /// The loop orders of the selected branch on Hopper, and what they need (sm90/selected_attention:
@@ -72,7 +75,7 @@ RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse
 }
 
 template <class Params>
-Status forward(const Params& p, Finiteness& values, Execution& e) {
+Status launch_forward(const Params& p, Finiteness& values, Execution& e) {
   const Branch b = branch_of(p);
   const TensorView &o = p.o, &lse = p.lse;
   const sm90::Kernels hopper = hopper_kernels(b, o);
@@ -103,8 +106,8 @@ Status forward(const Params& p, Finiteness& values, Execution& e) {
       e);
 }
 
-template Status forward(const CompressedAttentionParams&, Finiteness&, Execution&);
-template Status forward(const SelectedAttentionParams&, Finiteness&, Execution&);
-template Status forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
+template Status launch_forward(const CompressedAttentionParams&, Finiteness&, Execution&);
+template Status launch_forward(const SelectedAttentionParams&, Finiteness&, Execution&);
+template Status launch_forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
 
 }  // namespace nsa::cuda

@@ -14,11 +14,19 @@ Status fill_outputs(const TensorView& o, const TensorView& lse, const Packed& pa
 
 RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse);
 
-/// The attention of one branch.
+/// The attention of one branch, but for what stands in for it (values.stand_in()).
 template <class Params>
-Status forward(const Params& p, Finiteness& values, Execution& e);
-extern template Status forward(const CompressedAttentionParams&, Finiteness&, Execution&);
-extern template Status forward(const SelectedAttentionParams&, Finiteness&, Execution&);
-extern template Status forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
+Status launch_forward(const Params& p, Finiteness& values, Execution& e);
+extern template Status launch_forward(const CompressedAttentionParams&, Finiteness&, Execution&);
+extern template Status launch_forward(const SelectedAttentionParams&, Finiteness&, Execution&);
+extern template Status launch_forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
+
+/// All of it. `value`: that of the branch.
+template <class Params>
+Status forward(const Params& p, const TensorView& value, Execution& e) {
+  Finiteness values({value}, e);
+  if (Status s = launch_forward(p, values, e); !s.ok()) return s;
+  return values.stand_in();
+}
 
 }  // namespace nsa::cuda

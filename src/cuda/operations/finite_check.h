@@ -2,7 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <initializer_list>
+#include <utility>
+#include <vector>
 
 #include "core/backend.h"
 #include "cuda/common/nonfinite.h"
@@ -20,7 +23,8 @@ inline Checked checked(const TensorView& t) {
 }
 
 /// For kernels that suppose finite values: a flag that is set where there are others. The first kernel that asks has
-/// the values of all branches looked at.
+/// the values of all branches looked at. The kernels that stand in where the flag is set come behind all that suppose
+/// finite values, one after the other.
 class Finiteness {
  public:
   Finiteness(std::initializer_list<TensorView> values, Execution& e) : dtype_(values.begin()->dtype) {
@@ -41,10 +45,20 @@ class Finiteness {
     return status_of(find_nonfinite(dtype_, inputs_, e.stream), "find_nonfinite");
   }
 
+  /// Has something launched later, by stand_in().
+  void later(std::function<Status()> launch) { later_.push_back(std::move(launch)); }
+  /// Comes before anything that reads results and does not look at the flag.
+  Status stand_in() {
+    for (const auto& launch : std::exchange(later_, {}))
+      if (Status s = launch(); !s.ok()) return s;
+    return {};
+  }
+
  private:
   DType dtype_;
   NonfiniteArgs inputs_{};
   bool looked_ = false;
+  std::vector<std::function<Status()>> later_;
 };
 
 }  // namespace nsa::cuda

@@ -18,12 +18,13 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   const Branch b = branch_of(cmp);
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, p.cfg);
   if (!hopper.compressed_select) {
-    if (Status s = forward(cmp, values, e); !s.ok()) return s;
+    if (Status s = launch_forward(cmp, values, e); !s.ok()) return s;
+    if (Status s = values.stand_in(); !s.ok()) return s;
     return run(p, e);
   }
   SelectArgs select = select_args(p);
   const int count = selecting_blocks(select);
-  // The kernels that stand in come later: they can have the same scratch.
+  // The kernels that stand in come later: they can have the same scratch. Until then the indices may be anything.
   const std::int64_t bytes =
       std::max(sm90::select_blocks::CompressedSelectScratch(b.geometry, b.q.size(-1), select.block_size).bytes(),
                scratch_floats(select, count) * 4);
@@ -49,10 +50,12 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   args.seed = select.seed;
   args.flag = flag;
   args.scratch = scratch;
-  if (Status s = status_of(hopper.compressed_select(args, e.stream), "compressed_select"); !s.ok()) return s;
-  if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
-  return status_of(portable::element_kernels(p.q.dtype)->select_blocks(select, to_int(p.q.size(-1)), count, e.stream),
-                   "select_blocks");
+  values.later([=, attend = kernels_of(b.q, b.v).range_forward, stream = e.stream] {
+    return status_of(attend(range, stream), "range_forward");
+  });
+  values.later([=, choose = portable::element_kernels(p.q.dtype)->select_blocks, key_dim = to_int(p.q.size(-1)),
+                stream = e.stream] { return status_of(choose(select, key_dim, count, stream), "select_blocks"); });
+  return status_of(hopper.compressed_select(args, e.stream), "compressed_select");
 }
 
 /// The sliding window and the sum of the branches by one kernel. swa.o may be undefined.
@@ -72,15 +75,17 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
                                                       .o_slc = strided(sum.o_slc),
                                                       .gates = strided(sum.gates),
                                                       .o = strided(sum.o)};
-  if (Status s = status_of(hopper.window_combine(args, e.stream), "window_combine"); !s.ok()) return s;
   // The kernels that stand in have two steps; what is between them may lie in o itself.
   sum.o_swa = swa.o.defined() ? swa.o : sum.o;
   range.o = strided(sum.o_swa);
-  if (Status s = status_of(kernels_of(b.q, b.v).range_forward(range, e.stream), "range_forward"); !s.ok()) return s;
   CombineArgs combine = combine_args(sum);
   combine.fallback.flag = values.flag();
-  return status_of(portable::element_kernels(sum.o.dtype)->combine(combine, rows_of(sum.o, 2).batches, e.stream),
-                   "combine");
+  values.later([=, attend = kernels_of(b.q, b.v).range_forward, stream = e.stream] {
+    return status_of(attend(range, stream), "range_forward");
+  });
+  values.later([=, add = portable::element_kernels(sum.o.dtype)->combine, batches = rows_of(sum.o, 2).batches,
+                stream = e.stream] { return status_of(add(combine, batches, stream), "combine"); });
+  return status_of(hopper.window_combine(args, e.stream), "window_combine");
 }
 
 }  // namespace
@@ -129,12 +134,14 @@ Status run(const NsaAttentionParams& p, Execution& e) {
   // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
   // alone.
   const bool causal = b.all_selected && hopper_kernels(branch_of(b.causal), p.o).range_forward;
-  if (Status s = causal ? forward(b.causal, values, e) : forward(b.slc, values, e); !s.ok()) return s;
+  if (Status s = causal ? launch_forward(b.causal, values, e) : launch_forward(b.slc, values, e); !s.ok()) return s;
   e.stage_done("selected attention");
   if (hopper.window_combine) {
     if (Status s = window_and_combine(b.swa, sum, hopper, values, e); !s.ok()) return s;
+    if (Status s = values.stand_in(); !s.ok()) return s;
   } else {
-    if (Status s = forward(b.swa, values, e); !s.ok()) return s;
+    if (Status s = launch_forward(b.swa, values, e); !s.ok()) return s;
+    if (Status s = values.stand_in(); !s.ok()) return s;
     if (Status s = run(sum, e); !s.ok()) return s;
   }
   e.stage_done("sliding window, combine");

@@ -3,10 +3,7 @@
 
 namespace nsa::cuda {
 
-Status run(const SlidingWindowAttentionParams& p, Execution& e) {
-  Finiteness values({p.v}, e);
-  return forward(p, values, e);
-}
+Status run(const SlidingWindowAttentionParams& p, Execution& e) { return forward(p, p.v, e); }
 
 Status run(const SlidingWindowAttentionBackwardParams& p, Execution& e) {
   return single_backward(p, p.d_k, p.d_v, nullptr, e);

@@ -26,11 +26,12 @@ Fallback& fallback_of(RangeDqArgs& args) { return args.branch[0].fallback; }
 /// A launch, or one with few blocks for a kernel that stands in (fallback.cuh).
 template <class Args>
 cudaError_t launch_attention(void (*kernel)(Args), dim3 grid, int memory, cudaStream_t stream, Args args) {
-  if (Fallback& fallback = fallback_of(args); fallback.flag) {
+  Fallback& fallback = fallback_of(args);
+  if (fallback.flag) {
     fallback.x = grid.x, fallback.y = grid.y, fallback.z = grid.z;
     grid = grid.x * grid.y * grid.z == 0 ? dim3(0) : dim3(264);
   }
-  return launch(kernel, grid, 128, memory, stream, args);
+  return launch(fallback, kernel, grid, 128, memory, stream, args);
 }
 
 cudaError_t run_range_forward(const RangeArgs& args, cudaStream_t stream) {
@@ -72,7 +73,7 @@ cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {
 cudaError_t run_d_kv(const BackwardArgs& args, cudaStream_t stream) {
   auto kernel = args.compressed() ? d_kv<T, Dk, Dv, true, false> : d_kv<T, Dk, Dv, false, false>;
   if (args.compressed() && !args.ds_buffer.sums) kernel = d_kv<T, Dk, Dv, true, sizeof(T) == 2>;
-  return launch(kernel, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads), 128,
+  return launch(args.fallback, kernel, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads), 128,
                 KeyGradients<T, Dk, Dv>::kMemory, stream, args);
 }
 
@@ -80,8 +81,8 @@ cudaError_t run_sum_partials(const BackwardArgs& all, cudaStream_t stream) {
   if (all.partial_items == 0) return cudaSuccess;
   BackwardArgs args = all;
   if (args.ds_buffer.sums) args.items /= args.chunks, args.chunks = 1;  // first items come first
-  return launch(sum_partials<T>, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads, 4), 128, 0, stream,
-                args, Dk, Dv);
+  return launch(args.fallback, sum_partials<T>, dim3(static_cast<unsigned>(args.items), args.geometry.kv_heads, 4), 128,
+                0, stream, args, Dk, Dv);
 }
 
 }  // namespace

@@ -21,7 +21,8 @@ unsigned row_warps(int batches, int rows, int heads, int threads) {
 
 cudaError_t run_combine(const CombineArgs& args, int batches, cudaStream_t stream) {
   const unsigned blocks = row_warps(batches, args.rows, args.heads, 256);
-  return launch(combine<T>, args.fallback.flag ? std::min(blocks, 264u) : blocks, 256, 0, stream, args, batches);
+  return launch(args.fallback, combine<T>, args.fallback.flag ? std::min(blocks, 264u) : blocks, 256, 0, stream, args,
+                batches);
 }
 
 cudaError_t run_combine_backward(const CombineBackwardArgs& args, int batches, cudaStream_t stream) {
@@ -198,7 +199,8 @@ cudaError_t run_rotate(const RotateArgs& args, cudaStream_t stream) {
 
 cudaError_t run_select_blocks(const SelectArgs& args, int key_dim, int blocks_of_threads, cudaStream_t stream) {
   const auto run = [&]<int Dk>() {
-    return launch(select_blocks<T, Dk, SelectArgs>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory, stream, args);
+    return launch(args.fallback, select_blocks<T, Dk, SelectArgs>, blocks_of_threads, 128, SelectShape<T, Dk>::kMemory,
+                  stream, args);
   };
   return key_dim == 64    ? run.template operator()<64>()
          : key_dim == 128 ? run.template operator()<128>()

@@ -1,4 +1,4 @@
-// Thread blocks of a cluster: each other's shared memory, their barrier, and the kernel launched before.
+// Thread blocks of a cluster: each other's shared memory and their barrier.
 #pragma once
 
 #include <cstdint>
@@ -64,11 +64,5 @@ __device__ __forceinline__ float4 load_remote_float4(std::uint32_t from) {
                : "r"(from));
   return x;
 }
-
-// Programmatic dependent launch. A kernel that was launched so may begin before the one in front of it has ended; it
-// must not read what that one writes before wait_for_launcher(), and every thread block calls it before it ends.
-__device__ __forceinline__ void wait_for_launcher() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-/// Lets the next kernel begin once every thread block has called it or has ended.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 }  // namespace nsa::cuda::sm90
