@@ -87,6 +87,10 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, int column,
                "r"(row), "r"(batch)
                : "memory");
 }
+/// The line with this address into the second-level cache.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -135,6 +139,10 @@ __device__ __forceinline__ uint4 load_uint4(std::uint32_t from) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
   return x;
+}
+/// To global memory. Of a row of such stores nvcc may cut the first one into four.
+__device__ __forceinline__ void store_uint4(void* to, const uint4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 /// Four 8 x 8 matrices; a lane names a row of sixteen bytes, lanes 0 to 7 those of the first matrix and so on.
 __device__ __forceinline__ void stmatrix4(std::uint32_t to, const std::uint32_t (&x)[4]) {

@@ -109,9 +109,10 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
 }
 
 /// Warp 1 of the loading warpgroup.
-template <int Dk, int Dv, bool kSum, int kStages>
-__device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
-                                             std::uint32_t queries) {
+template <class T, int Dk, int Dv, bool kSum, int kStages>
+__device__ __forceinline__ void load_queries(const WindowCombineArgs& call, const Maps& maps,
+                                             Barriers<kStages>& barriers, std::uint32_t queries) {
+  const RangeArgs& args = call.range;
   const HeadPacking packing(args.geometry.group);
   std::uint32_t phase = 0;
   TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries);
@@ -130,6 +131,14 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
       for (int column = 0; kSum && column < Dv; column += 64) {
         tma_prefetch(maps.o_cmp, column, head, row, scheduler.seq.batch);
         tma_prefetch(maps.o_slc, column, head, row, scheduler.seq.batch);
+      }
+      if constexpr (kSum) {
+        const int queries = min(packing.queries, scheduler.seq.q_len - scheduler.first_query - group * packing.queries);
+        for (int i = 0; i < queries; ++i) {
+          const T* const gates = call.gates.at<T>(scheduler.seq.batch, row + i, head);
+          prefetch_line(gates);
+          prefetch_line(gates + (packing.heads - 1) * call.gates.head + kBranches - 1);
+        }
       }
     }
     for (int group = 0; group < kGroups; ++group) {
@@ -151,21 +160,32 @@ __device__ __forceinline__ void load_queries(const RangeArgs& args, const Maps& 
   }
 }
 
-/// `swa`: the lane's pieces (piece_of_row) of a row of the window's branch. Stores them, and the sum of the branches.
+/// What the gated sum of a row takes besides the window's branch: a lane's pieces (piece_of_row), and the gates.
 template <class T, int kPieces>
-__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const uint4 (&swa)[kPieces], int batch,
-                                            int row, int head, int lane) {
-  const T* gates = args.gates.at<T>(batch, row, head);
+struct OtherBranches {
+  uint4 cmp[kPieces], slc[kPieces];
+  T gates[kBranches];
+
+  __device__ __forceinline__ void load(const WindowCombineArgs& args, int batch, int row, int head, int lane) {
+    const T* const from = args.gates.at<T>(batch, row, head);
+#pragma unroll
+    for (int b = 0; b < kBranches; ++b) gates[b] = from[b];
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int column = 32 * j + 8 * (lane & 3);
+      cmp[j] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column);
+      slc[j] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column);
+    }
+  }
+};
+
+/// `swa`: the same pieces of the window's branch. Stores them, and the sum of the branches.
+template <class T, int kPieces>
+__device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const OtherBranches<T, kPieces>& others,
+                                            const uint4 (&swa)[kPieces], int batch, int row, int head, int lane) {
   float gate[kBranches];
 #pragma unroll
-  for (int b = 0; b < kBranches; ++b) gate[b] = to_float(gates[b]);
-  const auto column = [&](int j) { return 32 * j + 8 * (lane & 3); };
-  uint4 cmp[kPieces], slc[kPieces];
-#pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    cmp[j] = *reinterpret_cast<const uint4*>(args.o_cmp.at<T>(batch, row, head) + column(j));
-    slc[j] = *reinterpret_cast<const uint4*>(args.o_slc.at<T>(batch, row, head) + column(j));
-  }
+  for (int b = 0; b < kBranches; ++b) gate[b] = to_float(others.gates[b]);
   const auto sum = [&](std::uint32_t x, std::uint32_t y, std::uint32_t z) {
     const float2 a = unpack(T{}, x), b = unpack(T{}, y), c = unpack(T{}, z);
     return pack(T{}, fmaf(gate[kWindow], c.x, fmaf(gate[kSelected], b.x, gate[kCompressed] * a.x)),
@@ -173,10 +193,12 @@ __device__ __forceinline__ void combine_row(const WindowCombineArgs& args, const
   };
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
-    if (args.range.o.data) *reinterpret_cast<uint4*>(args.range.o.at<T>(batch, row, head) + column(j)) = swa[j];
-    *reinterpret_cast<uint4*>(args.o.at<T>(batch, row, head) + column(j)) =
-        make_uint4(sum(cmp[j].x, slc[j].x, swa[j].x), sum(cmp[j].y, slc[j].y, swa[j].y),
-                   sum(cmp[j].z, slc[j].z, swa[j].z), sum(cmp[j].w, slc[j].w, swa[j].w));
+    const int column = 32 * j + 8 * (lane & 3);
+    const uint4 &cmp = others.cmp[j], &slc = others.slc[j];
+    if (args.range.o.data) store_uint4(args.range.o.at<T>(batch, row, head) + column, swa[j]);
+    store_uint4(args.o.at<T>(batch, row, head) + column,
+                make_uint4(sum(cmp.x, slc.x, swa[j].x), sum(cmp.y, slc.y, swa[j].y), sum(cmp.z, slc.z, swa[j].z),
+                           sum(cmp.w, slc.w, swa[j].w)));
   }
 }
 
@@ -240,6 +262,15 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
       mask(s);
       return softmax.update(s, scale);
     };
+    // Of the two rows; those of the first one come under the last product. Rows without use take the last query's.
+    OtherBranches<T, kSum ? Dv / 32 : 1> others[2];
+    const auto load_others = [&](int i) {
+      if constexpr (kSum) {
+        const int query = HeadPacking::query_of(p, row + 8 * i);
+        others[i].load(call, tile.batch, tile.row + min(query, tile.queries - 1),
+                       tile.head + row + 8 * i - query * packing.heads, lane);
+      }
+    };
     int left = tile.end - tile.begin;
     rings.skip(tile.begin);
     if (left > 0) {
@@ -272,6 +303,7 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
         rings.state.advance();
       }
       barriers.queries().release(group);
+      load_others(0);
       const auto before = rings.state.before();
       rings.values.wait(before);
       gemm_rs<T, Dv, kKeys>(o, probabilities, rings.value_tile(before.stage()));
@@ -279,8 +311,10 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
       rings.release(rings.values, before.stage());
     } else {
       barriers.queries().release(group);
+      others[0] = {};
     }
     rings.skip(tile.key_tiles - max(tile.begin, tile.end));
+    if (tile.queries == 0) continue;
 
     uint4 pieces[2][Dv / 32];
     float lse[2];
@@ -293,17 +327,18 @@ __device__ __forceinline__ void attend(const WindowCombineArgs& call, const Fast
 #pragma unroll
       for (int j = 0; j < Dv / 32; ++j) pieces[i][j] = piece_of_row<T>(o, i, j, inverse, lane);
     }
+    load_others(1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = HeadPacking::query_of(p, row + 8 * i), head = tile.head + row + 8 * i - query * packing.heads;
       if (query >= tile.queries) continue;
       if (lane % 4 == 0) args.lse.at(tile.batch, tile.row + query, head) = lse[i];
       if constexpr (kSum) {
-        combine_row<T>(call, pieces[i], tile.batch, tile.row + query, head, lane);
+        combine_row<T>(call, others[i], pieces[i], tile.batch, tile.row + query, head, lane);
       } else {
         T* to = args.o.template at<T>(tile.batch, tile.row + query, head) + 8 * (lane & 3);
 #pragma unroll
-        for (int j = 0; j < Dv / 32; ++j) *reinterpret_cast<uint4*>(to + 32 * j) = pieces[i][j];
+        for (int j = 0; j < Dv / 32; ++j) store_uint4(to + 32 * j, pieces[i][j]);
       }
     }
   }
@@ -343,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     warpgroup_reg_dealloc<kLoadRegisters>();
     if (threadIdx.x % 32 != 0) return;
     if (warp == kGroups * 4) load_keys<Dk, Dv>(args, maps, barriers, keys, values);
-    if (warp == kGroups * 4 + 1) load_queries<Dk, Dv, kSum>(args, maps, barriers, queries);
+    if (warp == kGroups * 4 + 1) load_queries<T, Dk, Dv, kSum>(call, maps, barriers, queries);
   }
 }
 
