@@ -9,12 +9,14 @@ namespace nsa::cuda::sm90 {
 
 /// The tiles of a persistent thread block: each is `queries` neighbouring queries of a sequence with one slice of the
 /// heads of a KV head. A tile of a sequence, all its slices side by side, then the next tile; tiles from the end and
-/// from the start take turns, so that long and short ones mix in every block. A call's tiles follow each other,
+/// from the start take turns, so that long and short ones mix in every block. Where all are `alike` but for short ones
+/// at the start, those come last: not every thread block gets one of the last tiles. A call's tiles follow each other,
 /// sequence after sequence, and every gridDim.x-th of them is this block's.
 class TileScheduler {
  public:
-  __device__ TileScheduler(const Geometry& geometry, const HeadPacking& packing, int queries)
+  __device__ TileScheduler(const Geometry& geometry, const HeadPacking& packing, int queries, bool alike = false)
       : p_(geometry),
+        alike_(alike),
         queries_(queries),
         slices_(packing.slices),
         item_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
@@ -37,7 +39,9 @@ class TileScheduler {
     }
     const int lines = p_.kv_heads * slices_, grid = static_cast<int>(gridDim.x);
     int y = item_ / lines, line = item_ - y * lines;
-    if (grid % (2 * lines) != 0) {
+    if (alike_) {
+      y = tiles_ - 1 - y;
+    } else if (grid % (2 * lines) != 0) {
       y = y % 2 ? y / 2 : tiles_ - 1 - y / 2;
     } else {  // this block would get tiles of one end only: in every other round of all blocks it takes the other one
       const int round = item_ / grid, from_end = item_ - (round + 1) / 2 * grid;
@@ -52,6 +56,7 @@ class TileScheduler {
 
  private:
   const Geometry& p_;
+  bool alike_;
   int queries_, slices_;
   int sequence_ = 0, tiles_ = 0, items_ = 0;
   int item_;

@@ -75,6 +75,11 @@ struct RowSoftmax : SoftmaxReference {
   }
 };
 
+/// Whether the tiles of queries see equally many keys, but for those at the start of a sequence.
+__device__ __forceinline__ bool alike(const RangeArgs& args) {
+  return args.window > 0 && args.window <= args.geometry.q_len / 2;
+}
+
 /// Warp 0 of the loading warpgroup.
 template <int Dk, int Dv, int kStages>
 __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& maps, Barriers<kStages>& barriers,
@@ -82,7 +87,7 @@ __device__ __forceinline__ void load_keys(const RangeArgs& args, const Maps& map
   using L = Layout<Dk, Dv>;
   const HeadPacking packing(args.geometry.group);
   PipelineState<kStages> state;
-  TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries);
+  TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries, alike(args));
   while (scheduler.next()) {
     const KeyTiles tiles =
         key_tiles<kKeys>(args.geometry, args.window, scheduler.seq, scheduler.first_query, kGroups * packing.queries);
@@ -115,7 +120,7 @@ __device__ __forceinline__ void load_queries(const WindowCombineArgs& call, cons
   const RangeArgs& args = call.range;
   const HeadPacking packing(args.geometry.group);
   std::uint32_t phase = 0;
-  TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries);
+  TileScheduler scheduler(args.geometry, packing, kGroups * packing.queries, alike(args));
   for (bool more = true; more; phase ^= 1) {
     more = scheduler.next();
     KeyTiles tiles;

@@ -13,7 +13,8 @@ namespace nsa::cuda::sm90::selected_attention {
 
 inline constexpr int kBuilders = 96, kProducers = 128;  // threads
 inline constexpr int kFullBarriers = 512, kMostSlots = 32;
-inline constexpr int kMostEntries = 1024;  // of the lists of a tile, unless sixteen rows are one query
+inline constexpr int kSharedBytes = 16 << 20;  // keys and values of all heads that may be in use at once
+inline constexpr int kMostEntries = 1024;      // of the lists of a tile, unless sixteen rows are one query
 
 /// How a call is cut into tiles, and how shared memory is.
 struct GatherPlan {
@@ -21,6 +22,8 @@ struct GatherPlan {
   HeadPacking packing;                    // the heads of a query in a warp's sixteen rows; slices of a group
   int together, queries;                  // queries of a warp, of a tile
   int tiles, total;                       // per sequence and slice, an upper bound; in all
+  bool longest_first;                     // in the order of the tiles: see SelectedTile
+  int inner;                              // tiles that follow each other: of one head, or of all heads
   int entries;                            // of the lists of a tile, rounded up to 32
   int table_bits;  // of the builders' hash table: 2^table_bits slots, half of them empty at least
   int slots;       // of the ring
@@ -91,7 +94,11 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
   p.together = queries_of_warp(g, topk, kWarps);
   p.queries = kWarps * p.together;
   p.tiles = static_cast<int>(ceil_div(g.q_len, p.queries));
-  p.total = p.tiles * g.kv_heads * p.packing.slices * g.batches;
+  const int lines = g.kv_heads * p.packing.slices * g.batches;
+  p.total = p.tiles * lines;
+  const std::int64_t bytes = std::int64_t{g.k_len} * g.kv_heads * g.batches * (Shape::kKeyDim + Shape::kValueDim) * 2;
+  p.longest_first = !g.cu_q && bytes <= kSharedBytes;
+  p.inner = p.longest_first ? lines : p.tiles;
   p.entries = static_cast<int>(ceil_div(p.queries * topk, 32)) * 32;
   while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
   const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
@@ -103,14 +110,17 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
 }
 
 /// A tile: queries first_query ... of a sequence, heads first_head ... of a group. The tiles of one head follow each
-/// other, so that its keys and values stay in the second-level cache.
+/// other, so that its keys and values stay in the second-level cache. Where those of all heads do, the tiles of all
+/// heads go from the ends of the sequences to their starts: the last ones, of which not every thread block gets one,
+/// are those with the fewest blocks.
 struct SelectedTile {
   DeviceSequence seq;
   int kv_head, first_head, first_query;
 
   __device__ SelectedTile(const GatherPlan& p, const Geometry& g, int index) {
-    int rest = index / p.tiles;
-    first_query = (index - rest * p.tiles) * p.queries;
+    const int outer = index / p.inner, inner = index - outer * p.inner;
+    const int rest = p.longest_first ? inner : outer;
+    first_query = (p.longest_first ? p.tiles - 1 - outer : inner) * p.queries;
     const int lines = g.kv_heads * p.packing.slices, line = rest % lines;
     seq = sequence_of(g, rest / lines);
     kv_head = line / p.packing.slices;
