@@ -1,9 +1,9 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
 //   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--kernel-size 32] [--kernel-stride 16] [--block-size 64]
 //               [--forward] [--only TEXT] [length ...]
-// B = 1, values of 128, bfloat16, MLP phi, otherwise default hyperparameters; --forward leaves out the backward, --only
-// all rows without TEXT in their names. Medians of 7 calls in milliseconds, the second-level cache flushed before each;
-// the workspace beside it, and below it the stages that a whole consists of.
+// B = 1, values of 128, bfloat16, MLP phi and the mean, otherwise default hyperparameters; --forward leaves out the
+// backward, --only all rows without TEXT in their names. Medians of 7 calls in milliseconds, the second-level cache
+// flushed before each; the workspace beside it, and below it the stages that a whole consists of.
 #include <cmath>
 #include <functional>
 #include <string>
