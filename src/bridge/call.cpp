@@ -1,6 +1,7 @@
 #include "bridge/call.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <stdexcept>
 #include <string>
@@ -45,9 +46,13 @@ TensorView view_of(const at::Tensor& tensor) {
   return view;
 }
 
+void* current_stream(at::Device device) {
+  return c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
+}
+
 Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory) {
   memory = at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
-  context.stream = nullptr;
+  context.stream = current_stream(device);
   context.workspace = memory.mutable_data_ptr();
   context.workspace_size = bytes;
   return context;

@@ -13,8 +13,10 @@ namespace nsa::bridge {
 /// A view of `tensor`, which must outlive it; an undefined tensor gives an undefined view.
 TensorView view_of(const at::Tensor& tensor);
 
-/// `context` with `bytes` of workspace, which `memory` holds, on torch's default stream: the one the language model
-/// uses everywhere.
+/// The cudaStream_t that torch works on now; null, the default one, unless a c10::StreamGuard says otherwise.
+void* current_stream(at::Device device);
+
+/// `context` with `bytes` of workspace, which `memory` holds, on torch's current stream.
 Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory);
 
 /// Runs an operation of libnsa, e.g. call(nsa::combine, params, device), on tensors of `device`. Throws as check does.

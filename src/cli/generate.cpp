@@ -31,7 +31,7 @@ struct GenerateArguments {
   CheckpointOptions checkpoint;
   std::string prompt, prompt_file, prompts, dtype;
   JsonOption json;
-  bool no_cache = false, ignore_end = false, no_echo = false;
+  bool no_cache = false, no_graph = false, ignore_end = false, no_echo = false;
   lm::GenerateOptions options;
   MachineOptions machine;
 };
@@ -125,6 +125,7 @@ void run(GenerateArguments& arguments) {
   options.sampler.validate();
   fmt::print(stderr, "device: {}\n", device.text);
   options.cached = !arguments.no_cache;
+  options.graph = !arguments.no_graph;
   if (tokenizer && !arguments.ignore_end) options.stop_token = tokenizer->end_of_document();
   TextPrinter printer(prompts, !arguments.no_echo);
   const base::InterruptGuard interrupt;
@@ -152,6 +153,7 @@ void run(GenerateArguments& arguments) {
                         {"checkpoint", arguments.checkpoint.path},
                         {"set", arguments.checkpoint.changes},
                         {"cached", options.cached},
+                        {"graph", result.graph},
                         {"sequences", reports},
                         {"prefill_seconds", result.prefill_seconds},
                         {"decode_seconds", result.decode_seconds}},
@@ -194,6 +196,8 @@ void add_generate(CLI::App& app) {
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
   arguments->machine.add(*command);
   command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
+  command->add_flag("--no-graph", arguments->no_graph,
+                    "On cuda launch each kernel of a step by itself, to compare; attention nsa has one CUDA graph");
   command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");
   command->add_flag("--no-echo", arguments->no_echo, "Print the new text alone, without the prompt");
   arguments->json.add(*command, "tokens, margins of the choices and times");

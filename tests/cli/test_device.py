@@ -148,7 +148,7 @@ PROMPTS = [
     "def value(self): return self in None\n    import",
     "import",
     "class self:\n    value = None\n",
-    "( ) : for in",
+    "( ) : for in" * 16,  # longer than the rings
 ]
 
 
@@ -176,6 +176,22 @@ def test_greedy_text_equals_the_full_forward_and_the_cpu(trained_on_cuda, tmp_pa
                 apart.append((prompt, step, a, b, margins))
                 break
     assert len(apart) <= (1 if attention == "nsa" else 0), apart
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", [["--temperature", 0, "--ignore-end"], ["--temperature", 3, "--seed", 1]])
+def test_a_step_in_one_graph_has_the_same_bits(trained_on_cuda, tmp_path, dtype, options):
+    """Prompts of several lengths side by side, over the edges of blocks and of the window; drawn ones may end."""
+    (tmp_path / "prompts.txt").write_text("".join(f"{prompt!r}\n" for prompt in PROMPTS))
+    reports = []
+    for i, graph in enumerate(([], ["--no-graph"])):
+        path = tmp_path / f"{i}.json"
+        nsa("generate", trained_on_cuda["nsa"], "--prompts", tmp_path / "prompts.txt", "--tokens", 150,
+            "--dtype", dtype, "--device", "cuda", "--json", path, *options, *graph)  # fmt: skip
+        reports.append(json.loads(path.read_text()))
+    assert [report["graph"] for report in reports] == [True, False]
+    assert reports[0]["sequences"] == reports[1]["sequences"]
 
 
 @needs_gpu

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/embedding.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/core.h>
@@ -18,7 +17,9 @@
 namespace nsa::lm {
 namespace {
 
-constexpr std::int64_t kChunk = 4096;  // tokens of a prompt that go through the model together
+// Tokens of a prompt that go through the model together. On a GPU the first of them are a forward pass; what comes
+// behind them is slower.
+constexpr std::size_t kChunkOnCpu = 4096, kChunkOnCuda = 65536;
 
 }  // namespace
 
@@ -30,7 +31,7 @@ struct Decoder::Impl {
   std::vector<std::int64_t> lengths;
   std::vector<bool> ended;
   at::Tensor positions;  // int64 (B) on the device: the lengths
-  at::Tensor num_new;    // int32 (B) on the device: 0 for sequences that have ended, 1 for the others
+  at::Tensor num_new;    // int32 (B) on the device: 1 for sequences that have begun and not ended, 0 for the others
   Rotation rotation;
   std::vector<BlockWeights> weights;
   at::Tensor head;
@@ -61,7 +62,7 @@ struct Decoder::Impl {
     length += static_cast<std::int64_t>(tokens.size());
     positions.narrow(0, sequence, 1).fill_(length);
     const Rotation here{rotation.cos.slice(0, begin, length), rotation.sin.slice(0, begin, length)};
-    return run(base::upload(ids, model.device), here, {.first = sequence, .count = 1});
+    return run(base::upload(ids, model.device), here, {.first = sequence, .count = 1, .fresh = begin == 0});
   }
 };
 
@@ -73,7 +74,7 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   impl_->lengths.assign(static_cast<std::size_t>(sequences), 0);
   impl_->ended.assign(static_cast<std::size_t>(sequences), false);
   impl_->positions = at::zeros({sequences}, on_device.dtype(at::kLong));
-  impl_->num_new = at::ones({sequences}, on_device.dtype(at::kInt));
+  impl_->num_new = at::zeros({sequences}, on_device.dtype(at::kInt));
   impl_->rotation =
       rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
   impl_->head = impl_->model.head_weights();
@@ -93,9 +94,11 @@ std::int64_t Decoder::length(std::int64_t sequence) const {
 at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t> tokens) {
   const at::NoGradGuard no_grad;
   impl_->require_room(sequence, static_cast<std::int64_t>(tokens.size()));
+  impl_->num_new.narrow(0, sequence, 1).fill_(1);
+  const auto most = impl_->model.device.is_cuda() ? kChunkOnCuda : kChunkOnCpu;
   Residual x;
   while (!tokens.empty()) {
-    const auto chunk = tokens.first(std::min<std::size_t>(tokens.size(), kChunk));
+    const auto chunk = tokens.first(std::min(tokens.size(), most));
     x = impl_->append(sequence, chunk);
     tokens = tokens.subspan(chunk.size());
   }
@@ -104,18 +107,31 @@ at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t>
 }
 
 at::Tensor Decoder::step(const at::Tensor& tokens) {
-  const at::NoGradGuard no_grad;
-  const auto sequences = static_cast<std::int64_t>(impl_->lengths.size());
-  for (std::int64_t b = 0; b < sequences; ++b) {
-    if (!impl_->ended[static_cast<std::size_t>(b)]) impl_->require_room(b, 1);
+  count_step();
+  return enqueue_step(tokens);
+}
+
+void Decoder::count_step() {
+  for (std::size_t b = 0; b < impl_->lengths.size(); ++b) {
+    if (impl_->ended[b]) continue;
+    impl_->require_room(static_cast<std::int64_t>(b), 1);
+    ++impl_->lengths[b];
   }
+}
+
+at::Tensor Decoder::enqueue_step(const at::Tensor& tokens) {
+  const at::NoGradGuard no_grad;
   // An ended sequence may be full: it is turned by the last angle, which nobody looks at.
   const auto here = impl_->rotation.at(impl_->positions.clamp_max(impl_->capacity - 1));
-  const auto x =
-      impl_->run(tokens, here, {.first = 0, .count = sequences, .idle = impl_->ended, .num_new = impl_->num_new});
+  const CacheRows rows{.first = 0, .count = tokens.size(0), .idle = impl_->ended, .num_new = impl_->num_new};
+  const auto x = impl_->run(tokens, here, rows);
   impl_->positions.add_(impl_->num_new);
-  for (std::size_t b = 0; b < impl_->lengths.size(); ++b) impl_->lengths[b] += impl_->ended[b] ? 0 : 1;
   return impl_->model.logits(x, impl_->head);
+}
+
+bool Decoder::steps_are_alike() const {
+  return std::ranges::all_of(impl_->model.blocks,
+                             [](const Block& block) { return block.config().attention == AttentionKind::kNsa; });
 }
 
 void Decoder::end(std::int64_t sequence) {

@@ -30,7 +30,14 @@ class Decoder {
   /// room.
   at::Tensor step(const at::Tensor& tokens);
 
-  /// Steps leave the sequence out from now on.
+  /// The two halves of a step. The host's: room and lengths.
+  void count_step();
+  /// And what it puts into the device's stream. Before the first token it may come any number of times, for nothing.
+  at::Tensor enqueue_step(const at::Tensor& tokens);
+  /// Whether that is the same every time, so that a graph can hold it: dense attention takes lengths from the host.
+  bool steps_are_alike() const;
+
+  /// Steps leave the sequence out from now on. Before its prefill they do so, too.
   void end(std::int64_t sequence);
 
   std::int64_t length(std::int64_t sequence) const;

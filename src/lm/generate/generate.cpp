@@ -2,14 +2,19 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <deque>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -18,6 +23,8 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "lm/generate/decoder.h"
+#include "lm/generate/step_graph.h"
+#include "lm/layers/elementwise.h"
 
 namespace nsa::lm {
 namespace {
@@ -27,29 +34,122 @@ using Sequences = std::vector<std::vector<std::int64_t>>;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-/// Where the logits behind each sequence come from, float32 (B, vocab_size) on the device.
-class NextLogits {
+/// The next token of every sequence.
+struct Choice {
+  std::vector<std::int64_t> tokens;
+  std::vector<double> margins;
+  std::vector<bool> finite;  // the logits it was chosen from
+};
+
+/// double (3, B): the most likely tokens, of equals the first, how far the second ones are behind, and whether all
+/// logits are finite.
+at::Tensor most_likely_tokens(const at::Tensor& logits) {
+  if (most_likely_is_fused(logits)) return fused_most_likely(logits);
+  const auto best = std::get<0>(logits.topk(std::min<std::int64_t>(2, logits.size(1)), 1)).to(at::kDouble);
+  const auto second = best.size(1) > 1 ? best.select(1, 1) : at::full_like(best.select(1, 0), -INFINITY);
+  return at::stack(
+      {logits.argmax(1).to(at::kDouble), best.select(1, 0) - second, logits.isfinite().all(1).to(at::kDouble)});
+}
+
+/// A draw for each sequence, by a seed of its own.
+class SequenceSamplers {
  public:
-  NextLogits(const Model& model, const Sequences& prompts, const GenerateOptions& options) : model_(model) {
+  SequenceSamplers(const SamplerConfig& config, std::size_t count) {
+    for (std::size_t b = 0; b < count; ++b) {
+      auto own = config;
+      if (b > 0) own.seed = base::derive_seed({config.seed, b});
+      samplers_.emplace_back(own);
+    }
+  }
+
+  /// logits: float32 (B, vocab_size) in host memory. Sequences that have ended draw nothing.
+  Choice choose(const at::Tensor& logits, const std::vector<bool>& ended) {
+    Choice choice;
+    const auto size = static_cast<std::size_t>(logits.size(1));
+    for (std::size_t b = 0; b < samplers_.size(); ++b) {
+      const std::span<const float> row(logits.const_data_ptr<float>() + b * size, size);
+      const bool finite = std::all_of(row.begin(), row.end(), [](float logit) { return std::isfinite(logit); });
+      choice.tokens.push_back(finite && !ended[b] ? samplers_[b].sample(row) : 0);
+      choice.margins.push_back(margin(row));
+      choice.finite.push_back(finite);
+    }
+    return choice;
+  }
+
+ private:
+  std::vector<Sampler> samplers_;
+};
+
+/// Sequences that go on side by side. The most likely tokens are chosen on the device, as a part of the step; what the
+/// host gets are three numbers a sequence. Draws are made by the host.
+class Continuation {
+ public:
+  Continuation(const Model& model, const Sequences& prompts, const GenerateOptions& options)
+      : model_(model),
+        greedy_(options.sampler.temperature == 0),
+        samplers_(options.sampler, prompts.size()),
+        tokens_(at::zeros({static_cast<std::int64_t>(prompts.size())},
+                          at::TensorOptions(model.device()).dtype(at::kLong))) {
     if (!options.cached) return;
     std::size_t longest = 0;
     for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
-    decoder_.emplace(model, static_cast<std::int64_t>(prompts.size()),
-                     static_cast<std::int64_t>(longest) + options.max_tokens);
+    decoder_.emplace(model, tokens_.size(0), static_cast<std::int64_t>(longest) + options.max_tokens);
+    if (!options.graph || !StepGraph::possible(model.device()) || !decoder_->steps_are_alike()) return;
+    step();  // torch's products take memory at their first call
+    graph_.emplace(model.device(), [this] { step(); });
+    graph_numbers_ = numbers_;
   }
 
-  at::Tensor of_prompts(const Sequences& prompts) {
-    if (!decoder_) return of_all(prompts);
+  bool has_graph() const { return graph_.has_value(); }
+
+  /// Whether a step may begin before the host has seen the tokens that it starts with: on a GPU, which then needs not
+  /// wait. A sequence that has ended has one step too many.
+  bool runs_ahead() const { return greedy_ && decoder_ && model_.device().is_cuda(); }
+
+  /// Begins the choice of the tokens behind the prompts.
+  void begin(const Sequences& prompts) {
+    if (!decoder_) return go_on(prompts);
     std::vector<at::Tensor> rows;
     for (std::size_t b = 0; b < prompts.size(); ++b) {
       rows.push_back(decoder_->prefill(static_cast<std::int64_t>(b), prompts[b]));
     }
-    return at::stack(rows);
+    choose(at::stack(rows));
+    send();
   }
 
-  /// After the last token of each, which is new in those that have not ended; `last`: these tokens on the device.
-  at::Tensor of_next(const Sequences& sequences, const at::Tensor& last) {
-    return decoder_ ? decoder_->step(last) : of_all(sequences);
+  /// And behind the tokens that were chosen last, which end these sequences unless it runs ahead.
+  void go_on(const Sequences& sequences) {
+    if (decoder_) decoder_->count_step();
+    if (graph_) {
+      graph_->replay();
+      numbers_ = graph_numbers_;
+    } else if (decoder_) {
+      step();
+    } else {
+      choose(logits_of(sequences));
+    }
+    send();
+  }
+
+  /// The choice that began first.
+  Choice wait(const std::vector<bool>& ended) {
+    const Sent sent = std::move(sent_.front());
+    sent_.pop_front();
+    if (sent.arrival) sent.arrival->synchronize();
+    if (!greedy_) {
+      Choice choice = samplers_.choose(sent.numbers, ended);
+      tokens_.copy_(base::upload(at::tensor(choice.tokens), tokens_.device()));
+      return choice;
+    }
+    Choice choice;
+    const auto* const values = sent.numbers.const_data_ptr<double>();
+    const auto count = static_cast<std::size_t>(sent.numbers.size(1));
+    for (std::size_t b = 0; b < count; ++b) {
+      choice.tokens.push_back(static_cast<std::int64_t>(values[b]));
+      choice.margins.push_back(values[count + b]);
+      choice.finite.push_back(values[2 * count + b] != 0);
+    }
+    return choice;
   }
 
   void end(std::size_t sequence) {
@@ -57,7 +157,30 @@ class NextLogits {
   }
 
  private:
-  at::Tensor of_all(const Sequences& sequences) const {
+  struct Sent {
+    at::Tensor numbers;  // of most_likely_tokens, or the logits
+    std::optional<c10::Event> arrival;
+  };
+
+  void step() { choose(decoder_->enqueue_step(tokens_)); }
+
+  void choose(const at::Tensor& logits) {
+    numbers_ = logits;
+    if (!greedy_) return;
+    numbers_ = most_likely_tokens(logits);
+    tokens_.copy_(numbers_.select(0, 0));
+  }
+
+  /// Puts the numbers on their way to the host.
+  void send() {
+    if (!model_.device().is_cuda()) return sent_.push_back({numbers_.contiguous(), {}});
+    const auto host = at::empty(numbers_.sizes(), at::TensorOptions(numbers_.scalar_type()).pinned_memory(true));
+    host.copy_(numbers_, /*non_blocking=*/true);
+    sent_.push_back({host, c10::Event(at::kCUDA)});
+    sent_.back().arrival->record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(model_.device()));
+  }
+
+  at::Tensor logits_of(const Sequences& sequences) const {
     std::vector<std::int64_t> last;
     std::int64_t total = 0;
     for (const auto& sequence : sequences) {
@@ -68,66 +191,14 @@ class NextLogits {
   }
 
   const Model& model_;
-  std::optional<Decoder> decoder_;
-};
-
-/// The next token of every sequence.
-struct Choice {
-  at::Tensor on_device;  // int64 (B)
-  std::vector<std::int64_t> tokens;
-  std::vector<double> margins;
-  std::vector<bool> finite;  // the logits it was chosen from
-};
-
-/// The most likely ones, of equals the first. Chosen on the device: what the host gets are three numbers a sequence.
-Choice choose_most_likely(const at::Tensor& logits) {
-  Choice choice{.on_device = logits.argmax(1)};
-  const auto best = std::get<0>(logits.topk(std::min<std::int64_t>(2, logits.size(1)), 1)).to(at::kDouble);
-  const auto second = best.size(1) > 1 ? best.select(1, 1) : at::full_like(best.select(1, 0), -INFINITY);
-  const auto host = at::stack({choice.on_device.to(at::kDouble), best.select(1, 0) - second,
-                               logits.isfinite().all(1).to(at::kDouble)})
-                        .cpu();
-  const auto* const values = host.const_data_ptr<double>();
-  const auto count = static_cast<std::size_t>(logits.size(0));
-  for (std::size_t b = 0; b < count; ++b) {
-    choice.tokens.push_back(static_cast<std::int64_t>(values[b]));
-    choice.margins.push_back(values[count + b]);
-    choice.finite.push_back(values[2 * count + b] != 0);
-  }
-  return choice;
-}
-
-/// A draw for each sequence, by a seed of its own.
-class SequenceSamplers {
- public:
-  SequenceSamplers(const SamplerConfig& config, std::size_t count) : greedy_(config.temperature == 0) {
-    for (std::size_t b = 0; b < count; ++b) {
-      auto own = config;
-      if (b > 0) own.seed = base::derive_seed({config.seed, b});
-      samplers_.emplace_back(own);
-    }
-  }
-
-  /// logits: float32 (B, vocab_size) on the device. Sequences that have ended draw nothing.
-  Choice choose(const at::Tensor& logits, const std::vector<bool>& ended) {
-    if (greedy_) return choose_most_likely(logits);
-    Choice choice;
-    const auto host = logits.cpu().contiguous();
-    const auto size = static_cast<std::size_t>(host.size(1));
-    for (std::size_t b = 0; b < samplers_.size(); ++b) {
-      const std::span<const float> row(host.const_data_ptr<float>() + b * size, size);
-      const bool finite = std::all_of(row.begin(), row.end(), [](float logit) { return std::isfinite(logit); });
-      choice.tokens.push_back(finite && !ended[b] ? samplers_[b].sample(row) : 0);
-      choice.margins.push_back(margin(row));
-      choice.finite.push_back(finite);
-    }
-    choice.on_device = base::upload(at::tensor(choice.tokens), logits.device());
-    return choice;
-  }
-
- private:
   bool greedy_;
-  std::vector<Sampler> samplers_;
+  SequenceSamplers samplers_;
+  at::Tensor tokens_;         // int64 (B) on the device: what the next step starts with
+  at::Tensor numbers_;        // on the device: what the last step came to
+  at::Tensor graph_numbers_;  // where it lies after a replay
+  std::optional<Decoder> decoder_;
+  std::optional<StepGraph> graph_;
+  std::deque<Sent> sent_;
 };
 
 }  // namespace
@@ -139,16 +210,20 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
   Sequences sequences = prompts;
   Generation result;
   result.sequences.resize(prompts.size());
-  SequenceSamplers samplers(options.sampler, prompts.size());
-  NextLogits next(model, prompts, options);
+  const OwnStream stream(model.device());
+  Continuation next(model, prompts, options);
+  result.graph = next.has_graph();
   std::vector<bool> ended(prompts.size(), false);
   std::size_t left = prompts.size();
 
   auto start = Clock::now();
-  auto choice = samplers.choose(next.of_prompts(sequences), ended);
+  next.begin(sequences);
+  auto choice = next.wait(ended);
   result.prefill_seconds = seconds_since(start);
   start = Clock::now();
-  for (bool stopped = false; left > 0 && !stopped;) {
+  for (std::int64_t count = 1;; ++count) {  // tokens of the sequences that have not ended, with these
+    if (next.runs_ahead() && count < options.max_tokens) next.go_on(sequences);
+    bool stopped = false;
     for (std::size_t b = 0; b < sequences.size() && !stopped; ++b) {
       if (ended[b]) continue;
       if (!choice.finite[b]) {
@@ -159,8 +234,7 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
       generated.tokens.push_back(token);
       generated.margins.push_back(choice.margins[b]);
       sequences[b].push_back(token);
-      const bool last =
-          token == options.stop_token || static_cast<std::int64_t>(generated.tokens.size()) == options.max_tokens;
+      const bool last = token == options.stop_token || count == options.max_tokens;
       if (last) {
         ended[b] = true;
         next.end(b);
@@ -168,7 +242,9 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
       }
       stopped = !on_token(b, token, last);
     }
-    if (left > 0 && !stopped) choice = samplers.choose(next.of_next(sequences, choice.on_device), ended);
+    if (left == 0 || stopped) break;
+    if (!next.runs_ahead()) next.go_on(sequences);
+    choice = next.wait(ended);
   }
   result.decode_seconds = seconds_since(start);
   return result;

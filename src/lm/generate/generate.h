@@ -15,6 +15,7 @@ struct GenerateOptions {
   std::int64_t max_tokens = 500;  // of each sequence
   std::int64_t stop_token = -1;   // a sequence ends with it; -1: none
   bool cached = true;             // false: the whole forward again for each token
+  bool graph = true;              // false: a step launches each of its kernels, also where a graph can hold them
   SamplerConfig sampler;          // every sequence's own; the first one's seed is `seed`
 };
 
@@ -26,6 +27,7 @@ struct Generated {
 struct Generation {
   std::vector<Generated> sequences;
   double prefill_seconds = 0, decode_seconds = 0;
+  bool graph = false;  // whether steps were launched as one
 };
 
 /// What is called with each new token of a sequence as soon as it is known; `last`: the sequence has no more. Returning

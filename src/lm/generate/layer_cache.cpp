@@ -45,6 +45,8 @@ class SparseCache : public LayerCache {
   }
 
   at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) override {
+    // On a GPU the forward of training is faster than a prefill. It wants a compressed token.
+    if (rows.fresh && in.q.is_cuda() && cfg_.num_compressed(in.q.size(0)) > 0) return attend_first(weights, in, rows);
     const auto given = [&](const at::Tensor& t) { return bridge::view_of(by_sequence(t, rows)); };
     const auto ours = [&](const at::Tensor& t) { return bridge::view_of(t.narrow(0, rows.first, rows.count)); };
     const auto o = at::empty({in.q.size(0), in.q.size(1), in.v_slc.size(2)}, in.q.options());
@@ -82,6 +84,43 @@ class SparseCache : public LayerCache {
   }
 
  private:
+  /// What attend does, by one forward pass among the new tokens, which then go to the cache.
+  at::Tensor attend_first(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) {
+    const std::int64_t m = in.q.size(0), blocks = cfg_.num_compressed(m);
+    const auto given = [&](const at::Tensor& t) { return bridge::view_of(by_sequence(t, rows)); };
+    const auto ours = [&](const at::Tensor& t) { return t.narrow(0, rows.first, 1); };
+    const auto o = at::empty({m, in.q.size(1), in.v_slc.size(2)}, in.q.options());
+    const NativeSparseAttentionParams params{
+        .k_cmp = given(in.k_cmp),
+        .v_cmp = given(in.v_cmp),
+        .weights_k = weights.phi_k.views(),
+        .weights_v = weights.phi_v.views(),
+        .rope_cos = bridge::view_of(rotation_.cos),
+        .rope_sin = bridge::view_of(rotation_.sin),
+        .attention = {.q = given(in.q),
+                      .k_c = bridge::view_of(ours(k_c_).narrow(1, 0, blocks)),
+                      .v_c = bridge::view_of(ours(v_c_).narrow(1, 0, blocks)),
+                      .k_slc = given(in.k_slc),
+                      .v_slc = given(in.v_slc),
+                      .k_swa = given(in.k_swa),
+                      .v_swa = given(in.v_swa),
+                      .gates = given(in.gates),
+                      .cfg = cfg_,
+                      .o = given(o)},
+    };
+    bridge::call(nsa::native_sparse_attention, params, o.device());
+    ours(k_slc_).squeeze(0).narrow(0, 0, m).copy_(in.k_slc);
+    ours(v_slc_).squeeze(0).narrow(0, 0, m).copy_(in.v_slc);
+    const auto to_ring = [&](const at::Tensor& ring, const at::Tensor& tokens) {
+      const auto last = at::arange(std::max<std::int64_t>(m - ring.size(1), 0), m, ring.options().dtype(at::kLong));
+      ours(ring).squeeze(0).index_copy_(0, last.remainder(ring.size(1)), tokens.slice(0, m - last.size(0)));
+    };
+    to_ring(k_swa_ring_, in.k_swa), to_ring(v_swa_ring_, in.v_swa);
+    to_ring(k_cmp_ring_, in.k_cmp), to_ring(v_cmp_ring_, in.v_cmp);
+    ours(cache_seqlens_).fill_(m);
+    return o;
+  }
+
   NSAConfig cfg_;
   const Rotation& rotation_;
   at::Tensor k_slc_, v_slc_, k_c_, v_c_, k_swa_ring_, v_swa_ring_, k_cmp_ring_, v_cmp_ring_;

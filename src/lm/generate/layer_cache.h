@@ -14,6 +14,7 @@ namespace nsa::lm {
 /// The sequences that a call appends tokens to, equally many to each.
 struct CacheRows {
   std::int64_t first = 0, count = 1;
+  bool fresh = false;           // one sequence, whose first tokens these are
   std::vector<bool> idle = {};  // (count): those that take none and get o = 0; empty: none
   at::Tensor num_new = {};      // the same for libnsa, int32 (count) on the device: 0 or m; undefined: m
 };

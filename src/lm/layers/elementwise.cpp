@@ -6,11 +6,12 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "bridge/call.h"
 #include "lm/layers/elementwise_kernels.h"
 
 namespace nsa::lm {
 
-#ifdef NSA_LM_FUSED
+#ifdef NSA_LM_CUDA
 
 namespace {
 
@@ -19,6 +20,8 @@ using fused::kColumns;
 bool are_multiples(std::initializer_list<std::int64_t> sizes) {
   return std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size % kColumns == 0; });
 }
+
+void* stream_of(const at::Tensor& x) { return bridge::current_stream(x.device()); }
 
 void check(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": CUDA error ", error); }
 
@@ -50,7 +53,7 @@ void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& 
                       static_cast<int>(from.size(2) / 2),
                       direction};
   }
-  check(fused::rotary_copy(args), "rotary_copy");
+  check(fused::rotary_copy(args, stream_of(copies[0].to)), "rotary_copy");
 }
 
 bool swiglu_is_fused(const at::Tensor& x) {
@@ -61,14 +64,15 @@ bool swiglu_is_fused(const at::Tensor& x) {
 at::Tensor fused_swiglu(const at::Tensor& x) {
   const std::int64_t width = x.size(1) / 2;
   const auto y = at::empty({x.size(0), width}, x.options());
-  check(fused::swiglu({x.const_data_ptr(), nullptr, y.mutable_data_ptr(), x.size(0), width}), "swiglu");
+  check(fused::swiglu({x.const_data_ptr(), nullptr, y.mutable_data_ptr(), x.size(0), width}, stream_of(x)), "swiglu");
   return y;
 }
 
 at::Tensor fused_swiglu_backward(const at::Tensor& d_y, const at::Tensor& x) {
   const auto d_x = at::empty(x.sizes(), x.options());
   check(fused::swiglu(
-            {x.const_data_ptr(), d_y.contiguous().const_data_ptr(), d_x.mutable_data_ptr(), x.size(0), x.size(1) / 2}),
+            {x.const_data_ptr(), d_y.contiguous().const_data_ptr(), d_x.mutable_data_ptr(), x.size(0), x.size(1) / 2},
+            stream_of(x)),
         "swiglu_backward");
   return d_x;
 }
@@ -86,7 +90,8 @@ at::Tensor fused_biased_silu(const at::Tensor& x, const at::Tensor& bias) {
                             .bias = bias.const_data_ptr(),
                             .rows = x.size(0),
                             .width = x.size(1),
-                            .y = y.mutable_data_ptr()}),
+                            .y = y.mutable_data_ptr()},
+                           stream_of(x)),
         "biased_silu");
   return y;
 }
@@ -103,7 +108,8 @@ std::pair<at::Tensor, at::Tensor> fused_biased_silu_backward(const at::Tensor& d
                             .width = x.size(1),
                             .d_y = d_rows.const_data_ptr(),
                             .d_x = d_x.mutable_data_ptr(),
-                            .d_biases = d_biases.mutable_data_ptr<float>()}),
+                            .d_biases = d_biases.mutable_data_ptr<float>()},
+                           stream_of(x)),
         "biased_silu_backward");
   return {d_x, d_biases.sum(0).to(bias.scalar_type())};
 }
@@ -127,7 +133,7 @@ FusedNorm fused_norm(const at::Tensor& x, const at::Tensor& added, const at::Ten
     args.added = added.const_data_ptr();
     args.sum = out.sum.mutable_data_ptr<float>();
   }
-  check(fused::norm(args), "norm");
+  check(fused::norm(args, stream_of(x)), "norm");
   return out;
 }
 
@@ -149,8 +155,24 @@ FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& 
                        .d_weights = out.d_weight.mutable_data_ptr<float>()};
   if (d_sum.defined()) args.d_sum = d_sum_rows.const_data_ptr<float>();
   if (wants_d_added) args.d_added = out.d_added.mutable_data_ptr();
-  check(fused::norm(args), "norm_backward");
+  check(fused::norm(args, stream_of(sum)), "norm_backward");
   return {out.d_x, out.d_added, out.d_weight.sum(0)};
+}
+
+bool most_likely_is_fused(const at::Tensor& logits) {
+  return logits.is_cuda() && logits.scalar_type() == at::kFloat && logits.stride(1) == 1;
+}
+
+at::Tensor fused_most_likely(const at::Tensor& logits) {
+  const auto out = at::empty({3, logits.size(0)}, logits.options().dtype(at::kDouble));
+  check(fused::most_likely({.logits = logits.const_data_ptr<float>(),
+                            .row = logits.stride(0),
+                            .rows = logits.size(0),
+                            .columns = static_cast<int>(logits.size(1)),
+                            .out = out.mutable_data_ptr<double>()},
+                           stream_of(logits)),
+        "most_likely");
+  return out;
 }
 
 #else
@@ -171,6 +193,8 @@ FusedNormGradients fused_norm_backward(const at::Tensor&, const at::Tensor&, con
                                        const at::Tensor&, bool) {
   return {};
 }
+bool most_likely_is_fused(const at::Tensor&) { return false; }
+at::Tensor fused_most_likely(const at::Tensor&) { return {}; }
 
 #endif
 

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace nsa::lm::fused {
 namespace {
@@ -204,6 +205,46 @@ __global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const Bias
       args.width, [&](int j, unsigned column) { store(args.d_biases + blockIdx.x * args.width + column, d_bias[j]); });
 }
 
+/// The two highest of some columns; of equals the lower column comes first.
+struct Highest {
+  float first, second;
+  int column;
+  bool finite;
+};
+__device__ Highest merge(const Highest& a, const Highest& b) {
+  const bool a_first = a.first > b.first || (a.first == b.first && a.column < b.column);
+  const Highest &high = a_first ? a : b, &low = a_first ? b : a;
+  return {high.first, fmaxf(high.second, low.first), high.column, a.finite && b.finite};
+}
+__device__ Highest merge_lanes(Highest x) {
+  for (int step = 16; step > 0; step /= 2) {
+    const auto other = [step](auto value) { return __shfl_xor_sync(0xffffffffu, value, step); };
+    x = merge(x, {other(x.first), other(x.second), other(x.column), other(static_cast<int>(x.finite)) != 0});
+  }
+  return x;
+}
+
+constexpr int kRowThreads = 1024;
+
+__global__ void __launch_bounds__(kRowThreads) most_likely_of_rows(const MostLikelyArgs args) {
+  __shared__ Highest parts[kRowThreads / 32];
+  Highest mine{-INFINITY, -INFINITY, args.columns, true};
+  for (int column = static_cast<int>(threadIdx.x); column < args.columns; column += kRowThreads) {
+    const float logit = args.logits[blockIdx.x * args.row + column];
+    mine = merge(mine, {logit, -INFINITY, column, isfinite(logit)});
+  }
+  mine = merge_lanes(mine);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  mine = merge_lanes(parts[threadIdx.x]);
+  if (threadIdx.x > 0) return;
+  double* const out = args.out + blockIdx.x;
+  out[0] = mine.column;
+  out[args.rows] = static_cast<double>(mine.first) - static_cast<double>(mine.second);
+  out[2 * args.rows] = mine.finite ? 1 : 0;
+}
+
 unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
 
 /// Of a thread block that has a row at a time: no more than the row has columns for.
@@ -216,29 +257,31 @@ constexpr std::int64_t kOneGroup = kThreads * kColumns;
 constexpr int kMostGroups = static_cast<int>(kWidest / kOneGroup);
 
 template <class Args>
-int launch_rows(const Args& args, void (*narrow)(Args), void (*wide)(Args)) {
+int launch_rows(const Args& args, void* stream, void (*narrow)(Args), void (*wide)(Args)) {
   if (args.rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(num_partials(args.rows, args.width));
-  (args.width <= kOneGroup ? narrow : wide)<<<blocks, row_threads(args.width)>>>(args);
+  (args.width <= kOneGroup ? narrow
+                           : wide)<<<blocks, row_threads(args.width), 0, static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-int rotary_copy(const RotaryCopyArgs& args) {
+int rotary_copy(const RotaryCopyArgs& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
   RotaryCopyGrid grid{};
   for (int i = 0; i < args.count; ++i) {
     const RotaryCopy& copy = args.copies[i];
     grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * copy.heads * (copy.half / kColumns));
   }
-  rotate_pairs<<<grid.first_block[args.count], kThreads>>>(args, grid);
+  rotate_pairs<<<grid.first_block[args.count], kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, grid);
   return cudaGetLastError();
 }
 
-int swiglu(const SwigluArgs& args) {
+int swiglu(const SwigluArgs& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
-  swiglu_columns<<<blocks_for(args.rows * (args.width / kColumns)), kThreads>>>(args);
+  swiglu_columns<<<blocks_for(args.rows * (args.width / kColumns)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      args);
   return cudaGetLastError();
 }
 
@@ -247,14 +290,20 @@ std::int64_t num_partials(std::int64_t rows, std::int64_t width) {
   return std::min<std::int64_t>(rows, (1 << 17) / row_threads(width));
 }
 
-int norm(const NormArgs& args) {
-  return args.d_y ? launch_rows(args, norm_rows_backward<1>, norm_rows_backward<kMostGroups>)
-                  : launch_rows(args, norm_rows<1>, norm_rows<kMostGroups>);
+int norm(const NormArgs& args, void* stream) {
+  return args.d_y ? launch_rows(args, stream, norm_rows_backward<1>, norm_rows_backward<kMostGroups>)
+                  : launch_rows(args, stream, norm_rows<1>, norm_rows<kMostGroups>);
 }
 
-int biased_silu(const BiasedSiluArgs& args) {
-  return args.d_y ? launch_rows(args, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
-                  : launch_rows(args, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
+int biased_silu(const BiasedSiluArgs& args, void* stream) {
+  return args.d_y ? launch_rows(args, stream, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
+                  : launch_rows(args, stream, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
+}
+
+int most_likely(const MostLikelyArgs& args, void* stream) {
+  if (args.rows == 0) return cudaSuccess;
+  most_likely_of_rows<<<static_cast<unsigned>(args.rows), kRowThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  return cudaGetLastError();
 }
 
 }  // namespace nsa::lm::fused

@@ -1,5 +1,6 @@
 // The kernels behind elementwise.h. Pointers to the device, contiguous but for the strides given (in elements);
-// bfloat16 activations, float32 residual stream and tables. They run on the default stream and return a cudaError_t.
+// bfloat16 activations, float32 residual stream and tables. They run on `stream`, a cudaStream_t, and return a
+// cudaError_t.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ struct RotaryCopyArgs {
   const float *cos, *sin;  // (rows, half of those that rotate)
   std::int64_t rows;
 };
-int rotary_copy(const RotaryCopyArgs& args);
+int rotary_copy(const RotaryCopyArgs& args, void* stream);
 
 struct SwigluArgs {
   const void* x;    // (rows, 2 * width): gate, up
@@ -36,7 +37,7 @@ struct SwigluArgs {
   void* out;        // silu(gate) * up (rows, width); or the gradient of x
   std::int64_t rows, width;
 };
-int swiglu(const SwigluArgs& args);
+int swiglu(const SwigluArgs& args, void* stream);
 
 struct BiasedSiluArgs {
   const void* x;     // (rows, width)
@@ -48,7 +49,7 @@ struct BiasedSiluArgs {
   void* d_x;        // (rows, width)
   float* d_biases;  // (num_partials(rows, width), width), to be summed
 };
-int biased_silu(const BiasedSiluArgs& args);
+int biased_silu(const BiasedSiluArgs& args, void* stream);
 
 /// The norm of x + added. Matrices are (rows, width).
 struct NormArgs {
@@ -64,6 +65,15 @@ struct NormArgs {
   float *d_x, *d_weights;  // of the sum and so of x; (num_partials(rows, width), width), to be summed
   void* d_added;           // d_x once more; null: not wanted
 };
-int norm(const NormArgs& args);
+int norm(const NormArgs& args, void* stream);
+
+struct MostLikelyArgs {
+  const float* logits;  // (rows, columns)
+  std::int64_t row;     // its stride
+  std::int64_t rows;
+  int columns;
+  double* out;  // (3, rows): the column of the highest, by how much it is higher than the second, 1 if all are finite
+};
+int most_likely(const MostLikelyArgs& args, void* stream);
 
 }  // namespace nsa::lm::fused
