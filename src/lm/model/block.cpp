@@ -1,14 +1,13 @@
 #include "lm/model/block.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/linear.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 
-#include "lm/layers/activations.h"
 #include "lm/layers/fused_weights.h"
+#include "lm/layers/products.h"
 
 namespace nsa::lm {
 namespace {
@@ -53,10 +52,10 @@ at::Tensor norm_heads(const at::Tensor& x, const at::Tensor& weight, double eps)
   return rms_norm(rows, weight, eps, x.scalar_type()).view(x.sizes());
 }
 
-/// The normed rows (rows, hidden) projected; `rotation` holds each row's angles.
-AttentionInputs project(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& normed,
-                        const Rotation& rotation) {
-  const std::int64_t rows = normed.size(0), kv_heads = config.num_kv_heads;
+/// The rows projected by in_proj, taken apart; `rotation` holds each row's angles.
+AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weights, const at::Tensor& projected,
+                           const Rotation& rotation) {
+  const std::int64_t rows = projected.size(0), kv_heads = config.num_kv_heads;
   const auto sets = static_cast<std::size_t>(num_kv_sets(config));
   // Keys to compress stay as they are; where there is one set, it serves for those too and is rotated afterwards.
   const bool normed_heads = weights.q_norm.defined();  // they are rotated behind their norms
@@ -64,7 +63,7 @@ AttentionInputs project(const ModelConfig& config, const BlockWeights& weights, 
   for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0 && !normed_heads});
   groups.insert(groups.end(), sets, {kv_heads, config.v_head_dim, false});
   if (weights.gate_out.defined()) groups.push_back({1, weights.gate_bias.size(0), false});
-  auto parts = split_heads(at::linear(normed, weights.in_proj), groups, rotation);
+  auto parts = split_heads(projected, groups, rotation);
   if (normed_heads) {
     parts[0] = rotate(norm_heads(parts[0], weights.q_norm, config.norm_eps), rotation);
     for (std::size_t set = 0; set < sets; ++set) {
@@ -84,9 +83,8 @@ AttentionInputs project(const ModelConfig& config, const BlockWeights& weights, 
   out.k_swa = sets == 1 ? out.k_slc : key(2);
   out.v_swa = value(2);
   if (weights.gate_out.defined()) {
-    const auto hidden = biased_silu(parts.back().squeeze(1), weights.gate_bias);
-    out.gates =
-        at::linear(hidden, weights.gate_out, weights.gate_out_bias).sigmoid().view({rows, config.num_heads, -1});
+    out.gates = gate_product(parts.back().squeeze(1), weights.gate_bias, weights.gate_out, weights.gate_out_bias)
+                    .view({rows, config.num_heads, -1});
   }
   return out;
 }
@@ -161,14 +159,13 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
 
 Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
                        const Rotation& rotation, const Attend& attend) {
-  const auto dtype = weights.in_proj.scalar_type();
-  const auto [x, normed] = add_and_norm(in, weights.attention_norm, config.norm_eps, dtype);
-  const auto inputs = project(config, weights, normed, rotation);
+  const auto [x, projected] = norm_and_product(in, weights.attention_norm, config.norm_eps, weights.in_proj);
+  const auto inputs = take_apart(config, weights, projected, rotation);
   auto o = attend(inputs);
   if (config.gated) o = o * inputs.gates;
-  const Residual attended = {x, at::linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
-  const auto [y, normed_y] = add_and_norm(attended, weights.ffn_norm, config.norm_eps, dtype);
-  return {y, at::linear(swiglu(at::linear(normed_y, weights.ffn_in)), weights.ffn_out)};
+  const Residual attended = {x, product(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
+  const auto [y, hidden] = norm_and_product(attended, weights.ffn_norm, config.norm_eps, weights.ffn_in);
+  return {y, swiglu_and_product(hidden, weights.ffn_out)};
 }
 
 }  // namespace nsa::lm

@@ -5,7 +5,6 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/core.h>
@@ -15,6 +14,7 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "bridge/call.h"
+#include "lm/layers/products.h"
 #include "lm/layers/recompute.h"
 #include "lm/model/attention.h"
 #include "lm/model/block.h"
@@ -141,8 +141,7 @@ at::Tensor Model::Impl::head_weights() const {
 }
 
 at::Tensor Model::Impl::logits(const Residual& x, const at::Tensor& head_weights) const {
-  const auto normed = add_and_norm(x, norm, config.norm_eps, dtype).y;
-  return at::linear(normed, head_weights).narrow(1, 0, config.vocab_size).to(at::kFloat);
+  return norm_and_product(x, norm, config.norm_eps, head_weights).y.narrow(1, 0, config.vocab_size).to(at::kFloat);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {

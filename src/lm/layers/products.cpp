@@ -1,0 +1,97 @@
+#include "lm/layers/products.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <c10/util/Exception.h>
+
+#include "bridge/call.h"
+#include "lm/layers/activations.h"
+#include "lm/layers/elementwise_kernels.h"
+#include "lm/layers/few_rows_kernels.h"
+
+namespace nsa::lm {
+namespace {
+
+#ifdef NSA_LM_CUDA
+
+/// Whether lanes can load eight columns at a time.
+bool are_aligned(const at::Tensor& x) {
+  return x.stride(1) == 1 && x.storage_offset() % fused::kColumns == 0 && x.stride(0) % fused::kColumns == 0;
+}
+
+bool are_few(std::int64_t rows, const at::Tensor& matrix) {
+  const std::int64_t depth = matrix.size(1);
+  return matrix.is_cuda() && matrix.scalar_type() == at::kBFloat16 && matrix.is_contiguous() && are_aligned(matrix) &&
+         !at::GradMode::is_enabled() && rows > 0 && rows <= fused::kMostRows && rows * depth <= fused::kMostElements &&
+         depth % fused::kColumns == 0;
+}
+
+at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const at::Tensor& matrix) {
+  const auto y = at::empty({rows, matrix.size(0)}, matrix.options());
+  args.matrix = matrix.const_data_ptr();
+  args.rows = static_cast<int>(rows);
+  args.depth = static_cast<int>(matrix.size(1));
+  args.columns = static_cast<int>(matrix.size(0));
+  args.y = y.mutable_data_ptr();
+  const int error = fused::few_rows(args, bridge::current_stream(matrix.device()));
+  TORCH_CHECK(error == 0, "few_rows: CUDA error ", error);
+  return y;
+}
+
+at::Tensor few_rows(fused::RowInput input, const at::Tensor& x, const at::Tensor& matrix) {
+  return few_rows({.input = input, .x = x.const_data_ptr(), .x_row = x.stride(0)}, x.size(0), matrix);
+}
+
+#else
+
+bool are_few(std::int64_t, const at::Tensor&) { return false; }
+bool are_aligned(const at::Tensor&) { return false; }
+at::Tensor few_rows(const fused::FewRowsArgs&, std::int64_t, const at::Tensor&) { return {}; }
+at::Tensor few_rows(fused::RowInput, const at::Tensor&, const at::Tensor&) { return {}; }
+
+#endif
+
+}  // namespace
+
+at::Tensor product(const at::Tensor& x, const at::Tensor& matrix) {
+  if (are_few(x.size(0), matrix) && are_aligned(x)) return few_rows(fused::RowInput::kPlain, x, matrix);
+  return at::linear(x, matrix);
+}
+
+NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, double eps, const at::Tensor& matrix) {
+  const std::int64_t rows = in.x.size(0);
+  if (!are_few(rows, matrix) || !are_aligned(in.x) || !in.x.is_contiguous()) {
+    const auto normed = add_and_norm(in, weight, eps, matrix.scalar_type());
+    return {normed.x, at::linear(normed.y, matrix)};
+  }
+  fused::FewRowsArgs args{.input = fused::RowInput::kNorm,
+                          .residual = in.x.const_data_ptr<float>(),
+                          .norm = weight.const_data_ptr<float>(),
+                          .eps = static_cast<float>(eps)};
+  if (!in.added.defined()) return {in.x, few_rows(args, rows, matrix)};
+  const auto added = in.added.contiguous(), sum = at::empty(in.x.sizes(), in.x.options());
+  args.added = added.const_data_ptr();
+  args.sum = sum.mutable_data_ptr<float>();
+  return {sum, few_rows(args, rows, matrix)};
+}
+
+at::Tensor swiglu_and_product(const at::Tensor& x, const at::Tensor& matrix) {
+  if (are_few(x.size(0), matrix) && are_aligned(x)) return few_rows(fused::RowInput::kSwiglu, x, matrix);
+  return at::linear(swiglu(x), matrix);
+}
+
+at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& matrix,
+                        const at::Tensor& gate_bias) {
+  if (are_few(x.size(0), matrix) && are_aligned(x) && bias.storage_offset() % fused::kColumns == 0) {
+    const fused::FewRowsArgs args{.input = fused::RowInput::kSilu,
+                                  .x = x.const_data_ptr(),
+                                  .x_row = x.stride(0),
+                                  .bias = bias.const_data_ptr(),
+                                  .gate_bias = gate_bias.const_data_ptr()};
+    return few_rows(args, x.size(0), matrix);
+  }
+  return at::linear(biased_silu(x, bias), matrix, gate_bias).sigmoid();
+}
+
+}  // namespace nsa::lm

@@ -1,0 +1,28 @@
+// The products of a block with the elementwise steps in front of them. Without gradients, with a few rows of bfloat16
+// on a GPU, as a decode step has them, each is one kernel of our own (docs/log/decoding.md, "A step of the whole
+// model").
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "lm/layers/norm.h"
+
+namespace nsa::lm {
+
+/// x (rows, depth), matrix (columns, depth) -> (rows, columns).
+at::Tensor product(const at::Tensor& x, const at::Tensor& matrix);
+
+/// `in` with its sum made, and the product of its norm.
+struct NormedProduct {
+  at::Tensor x, y;
+};
+NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, double eps, const at::Tensor& matrix);
+
+/// swiglu(x), and its product.
+at::Tensor swiglu_and_product(const at::Tensor& x, const at::Tensor& matrix);
+
+/// sigmoid(biased_silu(x, bias) matrix^T + gate_bias).
+at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& matrix,
+                        const at::Tensor& gate_bias);
+
+}  // namespace nsa::lm
