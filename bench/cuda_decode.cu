@@ -1,20 +1,21 @@
 // Times decode steps on one GPU, through the public API.
 //
 //   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
-//               [--kernels] [--json FILE]
+//               [--cache bfloat16] [--kernels] [--json FILE]
 //
 //   --new        new tokens of a step       --selection  own: the step chooses its blocks. random, clustered: they are
 //   --batch      sequences                               imposed, of neighbouring queries four fifths alike or none
 //   --ragged     lengths between 1024 and twice the context, evenly on a logarithmic scale
 //   --layers     also a graph of so many steps, each with a cache of its own; the time of one
+//   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
 //   --kernels    the kernels of a step: registers, shared memory, clusters that fit
 //
-// H = 64, Hkv = 4, D = 128, bfloat16, MLP φ, default hyperparameters, pages of 128 tokens in shuffled order. Every time
-// is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step, so that one sequence
-// completes a compression block in three of them. Before a step 192 MB are read, so that its cache is not in the
-// second-level cache (writing them would leave 60 MB to be written back during the step); "warm" is without. Beside
-// them the bytes that a step must read (of the blocks of all its queries together; φ's weights where a block is
-// completed), and how long these take at the rate of a copy.
+// H = 64, Hkv = 4, D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in
+// shuffled order. Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step,
+// so that one sequence completes a compression block in three of them. Before a step 192 MB are read, so that its cache
+// is not in the second-level cache (writing them would leave 60 MB to be written back during the step); "warm" is
+// without. Beside them the bytes that a step must read (of the blocks of all its queries together; φ's weights where a
+// block is completed), and how long these take at the rate of a copy.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -38,6 +39,7 @@ constexpr std::size_t kFlush = 192 << 20;
 struct Options {
   std::int64_t context = 65536;
   std::vector<std::int64_t> batches{32, 8, 1}, added{1};
+  std::vector<DType> caches{DType::kBFloat16};
   std::string selection = "own", json;
   int layers = 0;
   bool ragged = false, kernels = false;
@@ -78,6 +80,10 @@ Options options_of(int argc, char** argv) {
       o.batches = numbers(name, value);
     } else if (name == "--new") {
       o.added = numbers(name, value);
+    } else if (name == "--cache" && (value == "bfloat16" || value == "fp8" || value == "bfloat16,fp8")) {
+      o.caches.clear();
+      if (value != "fp8") o.caches.push_back(DType::kBFloat16);
+      if (value != "bfloat16") o.caches.push_back(DType::kFloat8E4M3);
     } else if (name == "--layers") {
       o.layers = static_cast<int>(numbers(name, value)[0]);
     } else if (name == "--json") {
@@ -186,17 +192,20 @@ std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t
 }
 
 /// A cache of sequences of these lengths, random, with room for what the program appends, and one step's arguments.
-DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::int64_t m, const Options& options) {
+DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::int64_t m, DType stored,
+                       const Options& options) {
   DecodeParams p;
   const NSAConfig& cfg = p.cfg;
   const auto batch = static_cast<std::int64_t>(lengths.size());
   const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + (4 * kSteps + 8) * m,
                      pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
-  for (TensorView* t : {&c.k_slc, &c.v_slc}) *t = device.random({batch * pages, kPage, kKvHeads, kDim});
-  for (TensorView* t : {&c.k_c, &c.v_c}) *t = device.random({batch * pages_c, kPage, kKvHeads, kDim}, 0.3f);
+  for (TensorView* t : {&c.k_slc, &c.v_slc}) *t = device.random({batch * pages, kPage, kKvHeads, kDim}, 1, 0, stored);
+  for (TensorView* t : {&c.k_c, &c.v_c}) *t = device.random({batch * pages_c, kPage, kKvHeads, kDim}, 0.3f, 0, stored);
   for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
-    *t = device.random({batch, cfg.window_size + kRollback, kKvHeads, kDim});
+    *t = device.random({batch, cfg.window_size + kRollback, kKvHeads, kDim}, 1, 0, stored);
+  if (stored == DType::kFloat8E4M3)
+    for (TensorView* t : {&c.k_scale, &c.v_scale}) *t = device.floats({1, 1, 1, 1}, {kKvHeads});
   for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring})
     *t = device.random({batch, cfg.kernel_size + kRollback, kKvHeads, kDim});
   c.block_table = page_table(device, batch, pages);
@@ -302,7 +311,7 @@ class Graph {
   cudaGraphExec_t replay_ = nullptr;
 };
 
-void run(std::int64_t batch, std::int64_t m, const Options& options, double rate, cudaStream_t stream,
+void run(std::int64_t batch, std::int64_t m, DType stored, const Options& options, double rate, cudaStream_t stream,
          std::string& json) {
   std::vector<int> lengths;  // sequences complete their blocks at different steps
   for (std::int64_t b = 0; b < batch; ++b) {
@@ -312,7 +321,7 @@ void run(std::int64_t batch, std::int64_t m, const Options& options, double rate
     lengths.push_back(static_cast<int>(length) - static_cast<int>(b * 5 % 16));
   }
   Tensors device;
-  const DecodeParams p = make_step(device, lengths, m, options);
+  const DecodeParams p = make_step(device, lengths, m, stored, options);
   Context context;
   context.stream = stream;
   check(workspace_size(p, context.workspace_size), "workspace_size");
@@ -338,7 +347,7 @@ void run(std::int64_t batch, std::int64_t m, const Options& options, double rate
   if (options.layers) {
     Tensors memory;
     std::vector<DecodeParams> layers;
-    for (int i = 0; i < options.layers; ++i) layers.push_back(make_step(memory, lengths, m, options));
+    for (int i = 0; i < options.layers; ++i) layers.push_back(make_step(memory, lengths, m, stored, options));
     const Graph chain(stream, [&] {
       for (const DecodeParams& layer : layers) check(decode(layer, context), "decode");
     });
@@ -347,7 +356,7 @@ void run(std::int64_t batch, std::int64_t m, const Options& options, double rate
     of_layer = median(times) / options.layers;
   }
 
-  const auto token = static_cast<double>(kKvHeads * kDim * 2 * 2);  // bytes of a key and a value of all heads
+  const auto token = static_cast<double>(kKvHeads * kDim * 2 * size_of(stored));  // a key and a value of all heads
   double known = 0, dense = 0, completes = 1;
   for (const int length : lengths) {
     known += static_cast<double>(p.cfg.num_compressed(length)) + std::min<double>(p.cfg.window_size + m - 1, length);
@@ -358,21 +367,23 @@ void run(std::int64_t batch, std::int64_t m, const Options& options, double rate
   const double bytes = (known + selected_tokens(p)) * token + phi;
   const double mean = std::accumulate(cold.begin(), cold.end(), 0.0) / kSteps;
   const double worst = *std::max_element(cold.begin(), cold.end());
-  std::printf("  %5lld %4lld %9.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch), static_cast<long long>(m),
-              median(cold), mean, worst, median(warm));
+  const char* const cache = stored == DType::kFloat8E4M3 ? "fp8" : "bfloat16";
+  std::printf("  %5lld %4lld %9s %9.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch), static_cast<long long>(m),
+              cache, median(cold), mean, worst, median(warm));
   if (options.layers) std::printf(" %8.1f", of_layer);
   std::printf("   %8.1f %8.1f %10.1f %9zu %9.1f\n", bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
               static_cast<double>(context.workspace_size) / (1 << 20));
   if (options.kernels) step.print_kernels();
   std::fflush(stdout);
   char text[512];
-  std::snprintf(text, sizeof text,
-                R"({"batch": %lld, "new": %lld, "median": %.1f, "mean": %.1f, "worst": %.1f, "warm": %.1f, )"
-                R"("layer": %.1f, "megabytes": %.1f, "floor": %.1f, "dense_floor": %.1f, "launches": %zu, )"
-                R"("workspace_mib": %.1f})",
-                static_cast<long long>(batch), static_cast<long long>(m), median(cold), mean, worst, median(warm),
-                of_layer, bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
-                static_cast<double>(context.workspace_size) / (1 << 20));
+  std::snprintf(
+      text, sizeof text,
+      R"({"batch": %lld, "new": %lld, "cache": "%s", "median": %.1f, "mean": %.1f, "worst": %.1f, "warm": %.1f, )"
+      R"("layer": %.1f, "megabytes": %.1f, "floor": %.1f, "dense_floor": %.1f, "launches": %zu, )"
+      R"("workspace_mib": %.1f})",
+      static_cast<long long>(batch), static_cast<long long>(m), cache, median(cold), mean, worst, median(warm),
+      of_layer, bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
+      static_cast<double>(context.workspace_size) / (1 << 20));
   json += (json.empty() ? "\n  " : ",\n  ") + std::string(text);
 }
 
@@ -388,12 +399,13 @@ int main(int argc, char** argv) {
   std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", properties.name,
               rate / 1e6, static_cast<long long>(options.context), options.ragged ? ", ragged" : "",
               options.selection.c_str());
-  std::printf("  %5s %4s %9s %8s %8s %8s", "batch", "new", "median", "mean", "worst", "warm");
+  std::printf("  %5s %4s %9s %9s %8s %8s %8s", "batch", "new", "cache", "median", "mean", "worst", "warm");
   if (options.layers) std::printf(" %8s", "layer");
   std::printf("   %8s %8s %10s %9s %9s\n", "MB", "floor", "dense", "launches", "MiB");
   std::string json;
   for (const std::int64_t batch : options.batches)
-    for (const std::int64_t m : options.added) run(batch, m, options, rate, stream, json);
+    for (const std::int64_t m : options.added)
+      for (const DType stored : options.caches) run(batch, m, stored, options, rate, stream, json);
   if (!options.json.empty()) {
     std::ofstream file(options.json);
     file << R"({"problem": "H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults, pages of 128", "unit": "us", "context": )"

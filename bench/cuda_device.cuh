@@ -1,6 +1,8 @@
 // What the programs that time the CUDA backend share: checked calls, memory of the device, random tensors.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -32,12 +34,13 @@ __device__ inline unsigned hash(unsigned x) {
   return x ^ (x >> 16);
 }
 /// About normal (sum of four uniforms), deviation as given.
-__global__ inline void fill_normal(cuda::Bf16* p, std::int64_t n, unsigned seed, float deviation, float shift) {
+template <class T>
+__global__ void fill_normal(T* p, std::int64_t n, unsigned seed, float deviation, float shift) {
   for (std::int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) {
     float sum = 0;
     for (unsigned j = 0; j < 4; ++j)
       sum += static_cast<float>(hash(static_cast<unsigned>(i) * 4 + j + seed * 0x9e3779b9u)) * 0x1p-32f;
-    p[i] = __float2bfloat16((sum - 2) * 1.732f * deviation + shift);
+    p[i] = T((sum - 2) * 1.732f * deviation + shift);
   }
 }
 
@@ -60,14 +63,25 @@ struct Tensors {
     t.data = take(static_cast<std::size_t>(t.numel()) * size_of(dtype));
     return t;
   }
-  TensorView random(std::initializer_list<std::int64_t> shape, float deviation = 1, float shift = 0) {
-    const TensorView t = tensor(DType::kBFloat16, shape);
-    fill_normal<<<1024, 256>>>(t.as<cuda::Bf16>(), t.numel(), static_cast<unsigned>(all.size()), deviation, shift);
+  /// Bfloat16, or e4m3.
+  TensorView random(std::initializer_list<std::int64_t> shape, float deviation = 1, float shift = 0,
+                    DType dtype = DType::kBFloat16) {
+    const TensorView t = tensor(dtype, shape);
+    const auto fill = [&](auto* p) {
+      fill_normal<<<1024, 256>>>(p, t.numel(), static_cast<unsigned>(all.size()), deviation, shift);
+    };
+    dtype == DType::kBFloat16 ? fill(t.as<cuda::Bf16>()) : fill(t.as<__nv_fp8_e4m3>());
     return t;
   }
   TensorView integers(const std::vector<int>& values, std::initializer_list<std::int64_t> shape) {
     const TensorView t = tensor(DType::kInt32, shape);
     check(cudaMemcpy(t.data, values.data(), values.size() * sizeof(int), cudaMemcpyHostToDevice), "cudaMemcpy");
+    return t;
+  }
+
+  TensorView floats(const std::vector<float>& values, std::initializer_list<std::int64_t> shape) {
+    const TensorView t = tensor(DType::kFloat32, shape);
+    check(cudaMemcpy(t.data, values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice), "cudaMemcpy");
     return t;
   }
 

@@ -51,8 +51,8 @@ class KVCache:
             sized to match.
         num_prefixes: the most prefixes that `keep_prefix` keeps at a time, each with rings of its own; goes with
             page_size.
-        dtype: of keys and values. With torch.float8_e4m3fn, on a CPU so far, all that attention reads is stored in it,
-            as x / scale, and read as stored * scale.
+        dtype: of keys and values. With torch.float8_e4m3fn all that attention reads is stored in it, as x / scale, and
+            read as stored * scale.
         raw_dtype: of the raw tokens that wait for the compression, which is the type of a step's q, k and v; default
             dtype, or bfloat16 beside torch.float8_e4m3fn.
         k_scale, v_scale: of torch.float8_e4m3fn, a positive number or one for each KV head; default 1. Numbers beyond

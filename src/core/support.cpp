@@ -106,7 +106,8 @@ Status supports_layout(const Call& call) {
     const TensorView& t = argument.view;
     // gates (..., 3) are read one by one; int32, lse (of any branch) and the rotation's angles too.
     const bool one_by_one = argument.name.starts_with("lse") || argument.name.starts_with("rope_");
-    if (t.dtype != call.problem.dtype || t.size(-1) <= 3 || t.numel() == 0 || one_by_one) continue;
+    const bool of_elements = t.dtype == call.problem.dtype || t.dtype == DType::kFloat8E4M3;
+    if (!of_elements || t.size(-1) <= 3 || t.numel() == 0 || one_by_one) continue;
     const auto item = static_cast<std::int64_t>(size_of(t.dtype));
     bool aligned = reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0;
     const bool plain = t.stride[static_cast<std::size_t>(t.rank - 1)] == 1;  // else it is copied first

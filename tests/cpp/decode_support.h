@@ -122,9 +122,14 @@ inline Tensor read_again(const TensorView& x, const std::vector<float>& scales) 
   return y;
 }
 
-/// What steps are to give. From a cache in e4m3 it is what the oracle makes of the keys and values that it stands for.
+/// Compressed tokens of a cache, the first ones of each sequence, over those of a tensor (B, blocks, Hkv, D).
+inline void take_compressed(KVCache& cache, const NSAConfig& cfg, const TensorView& pages, const TensorView& to);
+
+/// What steps are to give. From a cache in e4m3 it is what the oracle makes of the keys and values that it stands for;
+/// compressed tokens are those of `cache`, if it is given: where they are folded by other kernels than those of
+/// compress, both agree within rounding, which e4m3 makes an eighth.
 struct Forward : Results {
-  explicit Forward(const Stream& s) : Results(s.c) {
+  explicit Forward(const Stream& s, KVCache* cache = nullptr) : Results(s.c) {
     const std::int64_t blocks = s.c.cfg.num_compressed(s.c.length);
     k_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dk});
     v_c = Tensor(s.c.dtype, {s.c.batch, blocks, s.c.kv_heads, s.c.dv});
@@ -148,7 +153,10 @@ struct Forward : Results {
       if (!s.c.float8()) continue;
       const bool keys = x == &p.k_c || x == &p.k_slc || x == &p.k_swa;
       const std::vector<float>& scales = keys ? s.c.k_scale : s.c.v_scale;
-      read.push_back(read_again(quantised(*x, scales), scales));
+      const Tensor stored = quantised(*x, scales);
+      if (cache && x == &p.k_c) take_compressed(*cache, s.c.cfg, cache->view().k_c, stored);
+      if (cache && x == &p.v_c) take_compressed(*cache, s.c.cfg, cache->view().v_c, stored);
+      read.push_back(read_again(stored, scales));
       *x = read.back();
     }
     expect_ok(s.c.float8() ? reference::run(p, DType::kFloat64) : under_test.nsa_attention(p, context));
@@ -184,6 +192,15 @@ inline void copy_rows(const TensorView& from, std::int64_t from_row, std::int64_
       std::memcpy(to.as<std::byte>() + offset_of(to, {to_row, to_begin + r, h}) * size_of(to.dtype),
                   from.as<std::byte>() + offset_of(from, {from_row, from_begin + r, h}) * size_of(from.dtype),
                   static_cast<std::size_t>(from.size(3)) * size_of(from.dtype));
+}
+
+inline void take_compressed(KVCache& cache, const NSAConfig& cfg, const TensorView& pages, const TensorView& to) {
+  const TensorView table = cache.view().block_table_c;
+  for (std::int64_t b = 0; b < to.size(0); ++b)
+    for (std::int64_t i = 0; i < cfg.num_compressed(cache.length(b)); ++i) {
+      const std::int64_t page_size = pages.size(1);
+      copy_rows(pages, table.as<std::int32_t>()[b * table.stride[0] + i / page_size], i % page_size, to, b, i, 1);
+    }
 }
 
 /// One call: sequence b takes counts[b] tokens of row rows[b] of the stream, from the sequence's length on.

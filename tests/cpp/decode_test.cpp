@@ -21,7 +21,11 @@ class Decode : public testing::TestWithParam<StreamCase> {
 
   /// Imposed indices: equal to the forward but for rounding. Own indices: equal but for ties within rounding.
   void expect_forward(const Stream& stream, const std::vector<std::vector<std::int64_t>>& steps) {
-    const Forward forward(stream);
+    KVCache filled = make_cache(c);
+    Results ignored(c);
+    if (c.float8())
+      for (const auto& counts : steps) expect_ok(Feed{stream, filled}(counts, ignored));
+    const Forward forward(stream, &filled);
     for (const bool imposed : {true, false}) {
       KVCache cache = make_cache(c);
       Results results(c);
@@ -57,8 +61,15 @@ class Decode : public testing::TestWithParam<StreamCase> {
       };
       const auto computed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, i, i + 1); };
       if (c.float8()) {
-        EXPECT_TRUE(same_bits(cached(view.k_c), quantised(computed(forward.k_c), c.k_scale))) << "key " << i;
-        EXPECT_TRUE(same_bits(cached(view.v_c), quantised(computed(forward.v_c), c.v_scale))) << "value " << i;
+        const Tensor key = quantised(computed(forward.k_c), c.k_scale);
+        const Tensor value = quantised(computed(forward.v_c), c.v_scale);
+        if (under_test.fold_has_the_bits_of_compress()) {
+          EXPECT_TRUE(same_bits(cached(view.k_c), key)) << "key " << i;
+          EXPECT_TRUE(same_bits(cached(view.v_c), value)) << "value " << i;
+        } else {
+          expect_close(cached(view.k_c), key, 0.125);
+          expect_close(cached(view.v_c), value, 0.125);
+        }
         continue;
       }
       if (!under_test.fold_has_the_bits_of_compress()) {
@@ -234,7 +245,7 @@ TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
   expect_ok(cache.check());
   // With room, it goes on as if nothing had been.
   expect_ok(feed({0, 3}, results));
-  const Forward forward(stream);
+  const Forward forward(stream, &cache);
   const auto fed = [&](const TensorView& t) { return slice(t, 1, 0, page + 1); };
   expect_close(fed(results.o), fed(forward.o), tolerance_of(c.dtype));
 }

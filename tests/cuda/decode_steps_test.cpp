@@ -5,6 +5,7 @@
 
 #include "decode_support.h"
 #include "device.h"
+#include "support/environment.h"
 
 namespace nsa::test {
 namespace {
@@ -34,6 +35,13 @@ StreamCase clustered_case(std::int64_t group, DType dtype = DType::kBFloat16) {
   });
 }
 constexpr std::int64_t kClusteredStart = 2200;
+
+/// The same with a cache in e4m3.
+StreamCase in_float8(StreamCase c) {
+  for (std::int64_t h = 0; h < c.kv_heads; ++h)
+    c.k_scale.push_back(h % 2 ? 0.5f : 0.02f), c.v_scale.push_back(h % 2 ? 0.01f : 3.0f);
+  return c;
+}
 
 /// The arguments of steps of m tokens with a cache, all of them on the device. Rows of the stream go in by advance().
 class DeviceSteps {
@@ -165,6 +173,44 @@ TEST(DecodeSteps, ClustersAreTheForward) {
   }
 }
 
+/// By the kernels that serve here and by the portable ones, behind the same tokens.
+void expect_portable(const StreamCase& c, const std::vector<std::int64_t>& sizes) {
+  const Stream stream(c);
+  const KVCache start = filled_cache(stream, kClusteredStart);
+  Results portable(c), results(c), imposed(c);
+  const auto feed = [&](Results& to, const Tensor* blocks) {
+    KVCache cache = start;
+    for (const std::int64_t m : sizes) expect_ok(Feed{stream, cache, blocks}({m, m}, to));
+    return cache.length(0);
+  };
+  {
+    const Environment wish("NSA_CUDA_KERNELS", "portable");
+    feed(portable, nullptr);
+  }
+  const std::int64_t end = feed(results, nullptr);
+  feed(imposed, &portable.indices);
+  const auto fed = [&](const TensorView& t) { return slice(t, 1, kClusteredStart, end); };
+  expect_close(fed(imposed.o), fed(portable.o), 0.01);
+  const std::vector<double> own = values_of(fed(results.indices)), expected = values_of(fed(portable.indices));
+  std::size_t same = 0;
+  for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
+  EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+}
+
+TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
+  for (const std::int64_t group : {1, 3, 16, 20, 32})
+    for (const std::int64_t page_size : {0, 16, 128}) {
+      SCOPED_TRACE("groups of " + std::to_string(group) + ", pages of " + std::to_string(page_size));
+      StreamCase c = in_float8(clustered_case(group));
+      c.page_size = page_size;
+      expect_portable(c, {1, 2, 16, 1, 4, 7, 16, 3, 1});
+    }
+  StreamCase c = in_float8(clustered_case(16));
+  c.dk = c.dv = 128;
+  c.cfg = {32, 16, 64, 12, 1, 2, 512};
+  expect_portable(c, {1, 2, 16, 1, 4, 7, 16, 3, 1});
+}
+
 TEST(DecodeSteps, AChunkMayHaveMoreTokensThanAGridHasRows) {
   StreamCase c = long_case();
   c.batch = c.kv_heads = c.group = 1;
@@ -204,13 +250,13 @@ TEST(DecodeSteps, AQueryHasTheSameBitsInAnyStep) {
     StreamCase c = clustered_case(group);
     if (group == 16) c.kind = CompressionKind::kMlp;
     expect_same_bits_in_any_step(c, kClusteredStart);
+    expect_same_bits_in_any_step(in_float8(c), kClusteredStart);
   }
 }
 
-TEST(DecodeSteps, AQueryHasTheSameBitsBesideOthersAndPagedAnyhow) {
+void expect_same_bits_beside_others(StreamCase c) {
   std::vector<Results> expected;
   for (const std::int64_t page_size : {48, 0, 16, 128}) {
-    StreamCase c = clustered_case(16);
     c.page_size = page_size;
     const Stream stream(c);
     std::size_t n = 0;
@@ -233,6 +279,11 @@ TEST(DecodeSteps, AQueryHasTheSameBitsBesideOthersAndPagedAnyhow) {
       ++n;
     }
   }
+}
+
+TEST(DecodeSteps, AQueryHasTheSameBitsBesideOthersAndPagedAnyhow) {
+  expect_same_bits_beside_others(clustered_case(16));
+  expect_same_bits_beside_others(in_float8(clustered_case(16)));
 }
 
 void expect_replays_as_calls(const StreamCase& c, std::int64_t start) {
@@ -268,6 +319,7 @@ void expect_replays_as_calls(const StreamCase& c, std::int64_t start) {
 TEST(DecodeSteps, GraphReplaysAsLengthsGrow) {
   expect_replays_as_calls(long_case(), 505);
   expect_replays_as_calls(clustered_case(16), kClusteredStart);
+  expect_replays_as_calls(in_float8(clustered_case(16)), kClusteredStart);
 }
 
 TEST(DecodeSteps, SixtyFourStepsRepeatBitForBit) {
@@ -336,11 +388,12 @@ void expect_no_room(const StreamCase& c, std::int64_t length) {
 TEST(DecodeSteps, LengthsAndTablesOutOfBoundsAreNoRoom) {
   expect_no_room(long_case(), 600);
   expect_no_room(clustered_case(16), kClusteredStart);
+  expect_no_room(in_float8(clustered_case(16)), kClusteredStart);
 }
 
 TEST(DecodeSteps, ForkOnTheDeviceIsThatOfTheHost) {
   for (const std::int64_t page_size : {0, 16}) {
-    StreamCase c = long_case();
+    StreamCase c = page_size ? in_float8(long_case()) : long_case();
     c.page_size = page_size;
     const Stream stream(c);
     for (const std::int64_t below : {0, 3, 32}) {

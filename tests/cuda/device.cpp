@@ -68,8 +68,9 @@ void for_views(NativeSparseAttentionParams& p, const F& f) {
 }
 template <class F>
 void for_views(KVCacheView& c, const F& f) {
-  for (TensorView* t : {&c.k_slc, &c.v_slc, &c.block_table, &c.k_c, &c.v_c, &c.block_table_c, &c.k_swa_ring,
-                        &c.v_swa_ring, &c.k_cmp_ring, &c.v_cmp_ring, &c.cache_seqlens, &c.overflow})
+  for (TensorView* t :
+       {&c.k_slc, &c.v_slc, &c.block_table, &c.k_c, &c.v_c, &c.block_table_c, &c.k_swa_ring, &c.v_swa_ring,
+        &c.k_cmp_ring, &c.v_cmp_ring, &c.k_scale, &c.v_scale, &c.cache_seqlens, &c.overflow})
     f(*t);
 }
 template <class F>

@@ -176,6 +176,10 @@ StepDesc step() {
 TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
   const StepKernels k = choose_kernels(step());
   EXPECT_TRUE(k.attend && k.fold);
+  StepDesc d = step();
+  d.float8 = true;
+  const StepKernels float8 = choose_kernels(d);
+  EXPECT_TRUE(float8.attend && float8.attend != k.attend && float8.fold == k.fold);
   const std::string defaults = describe_kernels({});
   EXPECT_NE(defaults.find("decode: sm90 step_fold and step_attend"), std::string::npos) << defaults;
 }

@@ -359,7 +359,8 @@ def host(request):
 def fp8_cache(batch, dtype=torch.float32, **options):
     """Of two KV heads. The last scale is so small that a part of normal values saturates."""
     scales = {"k_scale": torch.tensor([0.01, 0.7]), "v_scale": torch.tensor([0.3, 0.004])}
-    return nsa.KVCache(batch, 2, 16, 8, SMALL, max_length=LENGTH, dtype=FP8, raw_dtype=dtype, **scales, **options)
+    dims = head_dims(16, 8)
+    return nsa.KVCache(batch, 2, *dims, SMALL, max_length=LENGTH, dtype=FP8, raw_dtype=dtype, **scales, **options)
 
 
 def codes(x, scale):
@@ -369,8 +370,9 @@ def codes(x, scale):
 
 def new_tokens(batch, dtype=torch.float32):
     """q, k, v, gates and the options that have a tensor for each branch."""
-    q, gates = torch.randn(batch, LENGTH, 6, 16), torch.rand(batch, LENGTH, 6, 3)
-    k, v = torch.randn(3, batch, LENGTH, 2, 16), torch.randn(3, batch, LENGTH, 2, 8)
+    dk, dv = head_dims(16, 8)
+    q, gates = torch.randn(batch, LENGTH, 6, dk), torch.rand(batch, LENGTH, 6, 3)
+    k, v = torch.randn(3, batch, LENGTH, 2, dk), torch.randn(3, batch, LENGTH, 2, dv)
     q, k, v, gates = (t.to(dtype) for t in (q, k, v, gates))
     return (q, k[0], v[0], gates), {"k_slc": k[1], "v_slc": v[1], "k_swa": k[2], "v_swa": v[2]}
 
@@ -387,8 +389,9 @@ def run_steps(cache, new, branches, steps, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_stores_what_torch_rounds_to(host, dtype):
-    x = torch.randn(1, LENGTH, 2, 16) * torch.randn(LENGTH, 2, 16).mul(4).exp2()
+def test_fp8_stores_what_torch_rounds_to(backend, dtype):
+    dim = head_dims(16, 16)[0]
+    x = torch.randn(1, LENGTH, 2, dim) * torch.randn(LENGTH, 2, dim).mul(4).exp2()
     x[0, :9, :, 0] = torch.tensor([0.0, -0.0, 448, 464, -1e9, torch.inf, -torch.inf, torch.nan, 2**-10])[:, None]
     x[0, :64, :, 8:12] = (
         torch.arange(256, dtype=torch.uint8).view(FP8).float().reshape(64, 1, 4)
@@ -396,9 +399,9 @@ def test_fp8_stores_what_torch_rounds_to(host, dtype):
     x = x.to(dtype)
     for scale in (1.0, torch.tensor([0.3, 7.0])):
         cache = nsa.KVCache(
-            1, 2, 16, cfg=SMALL, max_length=LENGTH, dtype=FP8, raw_dtype=dtype, k_scale=scale, v_scale=scale
+            1, 2, dim, cfg=SMALL, max_length=LENGTH, dtype=FP8, raw_dtype=dtype, k_scale=scale, v_scale=scale
         )
-        nsa.prefill(torch.zeros(1, LENGTH, 2, 16, dtype=dtype), x, x, torch.ones(1, LENGTH, 2, 3, dtype=dtype), cache)
+        nsa.prefill(torch.zeros(1, LENGTH, 2, dim, dtype=dtype), x, x, torch.ones(1, LENGTH, 2, 3, dtype=dtype), cache)
         expected = codes(x[0], cache.k_scale)
         for stored in (cache.k_slc, cache.v_slc):
             assert_same_codes(stored[0, :LENGTH], expected)
@@ -411,23 +414,25 @@ def assert_same_codes(a, b):
     assert torch.equal(a.float().signbit(), b.float().signbit())
 
 
-def test_fp8_reads_every_code(host):
+def test_fp8_reads_every_code(backend):
     """With the window's gate alone the first token's output is its value."""
+    dim = head_dims(8, 8)[0]
+    rows = 128 // dim
     every = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     every[every.isnan()] = 1
     scale = torch.tensor([0.3, 7.0])
-    cache = nsa.KVCache(128, 2, 8, 8, SMALL, max_length=16, dtype=FP8, raw_dtype=torch.float32, v_scale=scale)
-    v = (every.reshape(16, 1, 1, 2, 8) * scale[:, None]).expand(16, 8, 1, 2, 8).reshape(128, 1, 2, 8)
-    q, gates = torch.zeros(128, 1, 2, 8), torch.tensor([0.0, 0.0, 1.0]).expand(128, 1, 2, 3)
+    cache = nsa.KVCache(8 * rows, 2, dim, dim, SMALL, max_length=16, dtype=FP8, raw_dtype=torch.float32, v_scale=scale)
+    v = (every.reshape(rows, 1, 1, 2, dim) * scale[:, None]).expand(rows, 8, 1, 2, dim).reshape(8 * rows, 1, 2, dim)
+    q, gates = torch.zeros(8 * rows, 1, 2, dim), torch.tensor([0.0, 0.0, 1.0]).expand(8 * rows, 1, 2, 3)
     torch.testing.assert_close(nsa.decode(q, torch.zeros_like(v), v, gates, cache), v, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [LENGTH], [37, 16, 1, 1, 55], [7, 1, 60, 16, 2, 20, 4]])
-def test_fp8_equals_forward_on_what_is_stored(host, kind, steps):
+def test_fp8_equals_forward_on_what_is_stored(backend, kind, steps):
     new, branches = new_tokens(2)
     q, k, v, gates = new
-    phi = [nsa.initial_compression_weights("mlp", 8, d, num_sets=2) for d in (16, 8)]
+    phi = [nsa.initial_compression_weights("mlp", 8, d, num_sets=2) for d in head_dims(16, 8)]
     cache = fp8_cache(2, **KINDS[kind])
     o = run_steps(cache, new, branches, steps, weights_k=phi[0], weights_v=phi[1])
 
@@ -436,14 +441,15 @@ def test_fp8_equals_forward_on_what_is_stored(host, kind, steps):
 
     compressed = nsa.compress(k, phi[0], SMALL), nsa.compress(v, phi[1], SMALL)
     every = (*compressed, *branches.values())
-    k_c, v_c, k_slc, v_slc, k_swa, v_swa = (read(x, cache.v_scale if x.shape[3] == 8 else cache.k_scale) for x in every)
+    scales = (cache.k_scale, cache.v_scale) * 3
+    k_c, v_c, k_slc, v_slc, k_swa, v_swa = (read(x, scale) for x, scale in zip(every, scales, strict=True))
     expected = nsa.nsa_attention(q, k_slc, v_slc, gates, k_c=k_c, v_c=v_c, k_swa=k_swa, v_swa=v_swa, cfg=SMALL)
     assert_same(o, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_has_the_bits_that_a_sequence_has_alone(kind, dtype):
+def test_fp8_has_the_bits_that_a_sequence_has_alone(device, kind, dtype):
     """Beside others, paged anyhow, as a first chunk or a chunk; unused pages hold NaN."""
     new, branches = new_tokens(2, dtype)
     alone = fp8_cache(1, dtype)
@@ -464,7 +470,7 @@ def test_fp8_has_the_bits_that_a_sequence_has_alone(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_forks_rollbacks_and_choices_of_rows(kind):
+def test_fp8_forks_rollbacks_and_choices_of_rows(device, kind):
     new, branches = new_tokens(1)
     cache = fp8_cache(2, **KINDS[kind])
     rows = [t.expand(2, *t.shape[1:]) for t in new], {n: t.expand(2, *t.shape[1:]) for n, t in branches.items()}
@@ -490,7 +496,7 @@ def test_fp8_forks_rollbacks_and_choices_of_rows(kind):
     assert torch.equal(go_on(68, 84, [16, 16]), expected[:, 68:84])
 
 
-def test_fp8_of_a_layer(layer, host):
+def test_fp8_of_a_layer(backend, layer):
     cache = layer.make_cache(1, LENGTH, dtype=FP8, k_scale=0.02, v_scale=0.02)
     assert cache.k_cmp_ring.dtype == torch.float32 and cache.k_slc.dtype == FP8
     x = torch.randn(1, LENGTH, 32)
@@ -533,7 +539,7 @@ def test_fp8_refused_steps(host):
         nsa.compress(k.to(FP8).expand(1, LENGTH, 2, 16), nsa.CompressionWeights("mean"), SMALL)
 
 
-def test_fp8_compiles():
+def test_fp8_compiles(device):
     """opcheck itself cannot compare tensors in fp8."""
     new, branches = new_tokens(2)
     caches = [fp8_cache(2) for _ in range(2)]

@@ -106,7 +106,6 @@ void check_cache(Checker& check, Shapes& s, const KVCacheView& cache, const NSAC
   check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
   host_only(check, !cache.advance, "cache.advance = false");
-  host_only(check, float8, "cache.k_slc: float8_e4m3fn");
   if (!cache.advance) check.note("cache.advance", std::int64_t{0});
   const TensorView lengths = check.readable(cache.cache_seqlens);
   if (!lengths.defined()) return;

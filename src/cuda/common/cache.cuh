@@ -1,6 +1,7 @@
 // A key/value cache as kernels see it: what a step does to each sequence, and where tokens lie.
 #pragma once
 
+#include "cuda/common/float8.cuh"
 #include "cuda/common/geometry.cuh"
 
 namespace nsa::cuda {
@@ -62,6 +63,9 @@ struct Slots {
 
 /// Keys or values that queries of a step see.
 struct CachedTokens {
+  template <class T>
+  using Stored = T;
+
   Slots slots;
   Strided fresh;  // (B, m, heads, D): those of the step itself; null data: they are in the slots already
 
@@ -73,14 +77,27 @@ struct CachedTokens {
   }
 };
 
-/// RowStream for them.
-template <class T, int D, int kRows, int kThreads>
+/// The same in e4m3, those of the step too.
+struct Float8Tokens : CachedTokens {
+  template <class T>
+  using Stored = Float8;
+
+  HeadScales scales;
+};
+
+__device__ __forceinline__ float key_scale(const CachedTokens&, int) { return 1; }
+__device__ __forceinline__ float key_scale(const Float8Tokens& keys, int head) { return keys.scales[head]; }
+
+/// RowStream for them. e4m3 comes without its scale.
+template <class T, int D, int kRows, int kThreads, class Tokens>
 class CachedStream {
+  using Element = typename Tokens::template Stored<T>;
+
  public:
-  __device__ CachedStream(const CachedTokens& tokens, const DeviceSequence& s, int head, int thread)
+  __device__ CachedStream(const Tokens& tokens, const DeviceSequence& s, int head, int thread)
       : tokens_(tokens),
-        slots_(tokens.slots.rows.at<T>(0, 0, head)),
-        fresh_(tokens.fresh.at<T>(s.batch, s.q_len - s.k_len, head)),
+        slots_(tokens.slots.rows.template at<Element>(0, 0, head)),
+        fresh_(tokens.fresh.template at<Element>(s.batch, s.q_len - s.k_len, head)),
         table_(tokens.slots.table + s.batch * tokens.slots.table_row),
         before_(tokens.fresh.data ? s.k_len - s.q_len : s.k_len),
         page_mask_(tokens.slots.ring ? 0 : -1),
@@ -91,34 +108,39 @@ class CachedStream {
     const int last = min(first + kRows, end), page = first / tokens_.slots.size,
               slot = first - page * tokens_.slots.size;
     const bool one_page = last <= before_ && slot + last - first <= tokens_.slots.size;
-    const T* row0 = one_page ? in_page(page, slot) : nullptr;
-#pragma unroll(sizeof(T) == 4 ? 1 : kRows)  // float32 has no registers to spare
-    for (int r = thread_ / 8; r < kRows; r += kThreads / 8)
-      Tile<T, D>::load_row(tile, r, thread_,
-                           first + r >= end ? nullptr
-                           : one_page       ? row0 + r * tokens_.slots.rows.row
-                                            : at(first + r));
+    const Element* row0 = one_page ? in_page(page, slot) : nullptr;
+#pragma unroll(sizeof(T) == 4 || sizeof(Element) == 1 ? 1 : kRows)  // neither has registers to spare
+    for (int r = thread_ / 8; r < kRows; r += kThreads / 8) {
+      const Element* const row = first + r >= end ? nullptr
+                                 : one_page       ? row0 + r * tokens_.slots.rows.row
+                                                  : at(first + r);
+      if constexpr (sizeof(Element) == 1) {
+        load_float8_row<T, D>(tile, r, thread_, row);
+      } else {
+        Tile<T, D>::load_row(tile, r, thread_, row);
+      }
+    }
   }
 
  private:
-  __device__ const T* at(int token) const {
+  __device__ const Element* at(int token) const {
     if (token >= before_) return fresh_ + token * tokens_.fresh.row;
     const int page = token / tokens_.slots.size;
     return in_page(page, token - page * tokens_.slots.size);
   }
-  __device__ const T* in_page(int page, int slot) const {
+  __device__ const Element* in_page(int page, int slot) const {
     return slots_ + table_[page & page_mask_] * tokens_.slots.rows.batch + slot * tokens_.slots.rows.row;
   }
 
-  const CachedTokens& tokens_;  // of the kernel's arguments
-  const T *slots_, *fresh_;     // of this head
-  const int* table_;            // of this sequence
+  const Tokens& tokens_;           // of the kernel's arguments
+  const Element *slots_, *fresh_;  // of this head
+  const int* table_;               // of this sequence
   int before_, page_mask_, thread_;
 };
 
-template <class T, int D, int kRows, int kThreads>
-__device__ inline CachedStream<T, D, kRows, kThreads> key_stream(const CachedTokens& t, const DeviceSequence& s, int,
-                                                                 int head, int thread) {
+template <class T, int D, int kRows, int kThreads, class Tokens>
+requires std::is_base_of_v<CachedTokens, Tokens> __device__ inline CachedStream<T, D, kRows, kThreads, Tokens>
+key_stream(const Tokens& t, const DeviceSequence& s, int, int head, int thread) {
   return {t, s, head, thread};
 }
 

@@ -113,6 +113,9 @@ __device__ inline RowStream<T, D, kRows, kThreads> key_stream(const Strided& t, 
   return {t.at<T>(s.batch, begin, head), t.row, thread};
 }
 
+/// What scores of a head's keys are multiplied by beside the softmax scale.
+__device__ __forceinline__ float key_scale(const Strided&, int) { return 1; }
+
 /// Keys [first, last) that a query sees.
 struct KeyRange {
   int first, last;

@@ -28,12 +28,13 @@ class Step {
       return attend_on_hopper();
     }
     if (Status s = plan(); !s.ok()) return s;
+    if (Status s = quantise(); !s.ok()) return s;
     if (Status s = fold(); !s.ok()) return s;
     if (hopper_.attend) {  // reads the new tokens where they are appended
       if (Status s = append_to_rings(nullptr); !s.ok()) return s;
       return attend_on_hopper();
     }
-    if (Status s = attend(); !s.ok()) return s;
+    if (Status s = float8() ? attend<Float8Tokens>() : attend<CachedTokens>(); !s.ok()) return s;
     // Last, as queries see tokens that the new ones replace in the rings.
     return append_to_rings(p_.cache.cache_seqlens.as<int>());
   }
@@ -46,6 +47,10 @@ class Step {
   int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
   int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
   const int* num_new() const { return p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr; }
+  bool float8() const { return p_.cache.k_slc.dtype == DType::kFloat8E4M3; }
+  HeadScales scales_of(const TensorView& scale) const {
+    return scale.defined() ? HeadScales{scale.as<const float>(), scale.stride[0]} : HeadScales{};
+  }
   bool measuring() const { return e_.arena.measuring(); }
   bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
   /// True if blocks are chosen: none are imposed, or the caller wants the indices.
@@ -58,8 +63,10 @@ class Step {
   void describe();
   PlanArgs plan_args() const;
   Status plan();
+  Status quantise();
   Status fold();
   Status fold_on_hopper();
+  template <class Tokens>
   Status attend();
   Status attend_on_hopper();
   Status append_to_rings(int* lengths);
@@ -78,10 +85,21 @@ class Step {
   Splits take_splits(std::int64_t count, std::int64_t size);
   template <class Args>
   Args attention_args(const CachedTokens& k, const CachedTokens& v, const Splits& splits, BranchIndex branch) const;
-  StepRangeArgs range_args(BranchIndex branch) const;
+  template <class Tokens>
+  Tokens tokens_of(const CachedTokens& tokens, const TensorView& scale) const;
+  template <class Tokens>
+  const StepAttentionKernels<Tokens>& attention_kernels() const {
+    return *step_attention_kernels<Tokens>(p_.q.dtype, p_.q.size(3), p_.o.size(3));
+  }
+  template <class Tokens>
+  StepRangeArgs<Tokens> range_args(BranchIndex branch) const;
+  template <class Tokens>
   Status attend_ranges();
+  template <class Tokens>
   Status attend_range(BranchIndex branch);
+  template <class Tokens>
   Status select();
+  template <class Tokens>
   Status attend_selected();
   Status combine();
 
@@ -93,6 +111,7 @@ class Step {
   StepPlan* plan_ = nullptr;
   sm90::StepKernels hopper_;
   Slots k_c_, v_c_, k_slc_, v_slc_;
+  TensorView fresh_k_slc_, fresh_v_slc_, fresh_k_swa_, fresh_v_swa_;  // the step's tokens as the cache stores them
   float scale_ = 0;
   TensorView indices_, attended_;  // own and those attended to
   // What the branches give: in a decode step splits, otherwise rows.
@@ -106,6 +125,7 @@ void Step::describe() {
   const KVCacheView& cache = p_.cache;
   k_c_ = paged(cache.k_c, cache.block_table_c), v_c_ = paged(cache.v_c, cache.block_table_c);
   k_slc_ = paged(cache.k_slc, cache.block_table), v_slc_ = paged(cache.v_slc, cache.block_table);
+  fresh_k_slc_ = p_.k_slc, fresh_v_slc_ = p_.v_slc, fresh_k_swa_ = p_.k_swa, fresh_v_swa_ = p_.v_swa;
   scale_ = static_cast<float>(scale_of(p_.softmax_scale, p_.q));
   const std::int64_t capacity = std::min(cache.block_table.size(1) * cache.k_slc.size(1), kMaxTokens);
   static_cast<Geometry&>(geometry_) = geometry_of(p_.q, kv_heads(), capacity, 0, {}, p_.cfg);
@@ -143,6 +163,24 @@ Status Step::move(const TokenMove* moves, int count, std::int64_t tokens, int* l
   return status_of(launch(move_tokens, grid, 128, 0, e_.stream, args), "move_tokens");
 }
 
+/// New tokens as a cache in e4m3 stores them: what is in q's type until here moves as bytes from here on.
+Status Step::quantise() {
+  if (!float8()) return {};
+  QuantiseArgs args{};
+  args.geometry = geometry_;
+  int count = 0;
+  for (const auto& [fresh, scale] : {std::pair{&fresh_k_slc_, &p_.cache.k_scale},
+                                     {&fresh_v_slc_, &p_.cache.v_scale},
+                                     {&fresh_k_swa_, &p_.cache.k_scale},
+                                     {&fresh_v_swa_, &p_.cache.v_scale}}) {
+    const TensorView from = *fresh;
+    *fresh = take_like(e_.arena, from, DType::kFloat8E4M3);
+    args.tokens[count++] = {strided(from), strided(*fresh), to_int(from.size(3)), scales_of(*scale)};
+  }
+  if (measuring()) return {};
+  return status_of(step_element_kernels(p_.q.dtype)->quantise(args, e_.stream), "quantise_tokens");
+}
+
 /// The tokens of the blocks that the step completes, laid out for compress; the results go to their pages. The tokens
 /// of the selection branch go to theirs on the way.
 Status Step::fold() {
@@ -154,8 +192,8 @@ Status Step::fold() {
   const TensorView k = take({B, blocks, h, Dk}, dtype), v = take({B, blocks, h, Dv}, dtype);
   if (!measuring()) {
     const TokenMove moves[] = {move_of(p_.k_cmp, ring(p_.cache.k_cmp_ring), raw_k),
-                               move_of(p_.v_cmp, ring(p_.cache.v_cmp_ring), raw_v), move_of(p_.k_slc, k_slc_),
-                               move_of(p_.v_slc, v_slc_)};
+                               move_of(p_.v_cmp, ring(p_.cache.v_cmp_ring), raw_v), move_of(fresh_k_slc_, k_slc_),
+                               move_of(fresh_v_slc_, v_slc_)};
     if (Status s = move(moves, 4, std::max(tokens(), raw), nullptr); !s.ok()) return s;
   }
   const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
@@ -168,6 +206,8 @@ Status Step::fold() {
   args.key_slots = k_c_, args.value_slots = v_c_;
   args.key_dim = to_int(Dk), args.value_dim = to_int(Dv);
   args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
+  args.float8 = float8();
+  args.key_scales = scales_of(p_.cache.k_scale), args.value_scales = scales_of(p_.cache.v_scale);
   return status_of(step_element_kernels(dtype)->store_compressed(args, to_int(blocks), e_.stream), "store_compressed");
 }
 
@@ -177,6 +217,7 @@ Splits Step::take_splits(std::int64_t count, std::int64_t size) {
   return {to_int(count), to_int(size), e_.arena.take<float2>(rows), e_.arena.take<float>(rows * p_.o.size(3))};
 }
 
+template <class Tokens>
 Status Step::attend() {
   indices_ = p_.indices.defined() ? p_.indices : take({batches(), tokens(), kv_heads(), p_.cfg.topk}, DType::kInt32);
   attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
@@ -199,12 +240,20 @@ Status Step::attend() {
     lse_ = take({batches(), heads(), tokens()}, DType::kFloat32);
   }
   // The branches of a chunk have the same place for their lse.
-  if (Status s = uses_splits() ? attend_ranges() : attend_range(kCompressed); !s.ok()) return s;
-  if (Status s = select(); !s.ok()) return s;
-  if (Status s = attend_selected(); !s.ok()) return s;
+  if (Status s = uses_splits() ? attend_ranges<Tokens>() : attend_range<Tokens>(kCompressed); !s.ok()) return s;
+  if (Status s = select<Tokens>(); !s.ok()) return s;
+  if (Status s = attend_selected<Tokens>(); !s.ok()) return s;
   if (!uses_splits())
-    if (Status s = attend_range(kWindow); !s.ok()) return s;
+    if (Status s = attend_range<Tokens>(kWindow); !s.ok()) return s;
   return combine();
+}
+
+template <class Tokens>
+Tokens Step::tokens_of(const CachedTokens& tokens, const TensorView& scale) const {
+  Tokens all{};
+  static_cast<CachedTokens&>(all) = tokens;
+  if constexpr (std::is_same_v<Tokens, Float8Tokens>) all.scales = scales_of(scale);
+  return all;
 }
 
 template <class Args>
@@ -213,8 +262,8 @@ Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Sp
   Args args{};
   args.geometry = geometry_;
   args.q = strided(p_.q);
-  args.k = k;
-  args.v = v;
+  args.k = tokens_of<decltype(args.k)>(k, p_.cache.k_scale);
+  args.v = tokens_of<decltype(args.v)>(v, p_.cache.v_scale);
   args.o = strided(o_[branch]);
   args.lse = per_row(lse_);
   args.scale = scale_;
@@ -222,46 +271,48 @@ Args Step::attention_args(const CachedTokens& k, const CachedTokens& v, const Sp
   return args;
 }
 
-StepRangeArgs Step::range_args(BranchIndex branch) const {
-  if (branch == kCompressed)
-    return attention_args<StepRangeArgs>({k_c_, {}}, {v_c_, {}}, splits_[kCompressed], kCompressed);
-  auto args = attention_args<StepRangeArgs>({ring(p_.cache.k_swa_ring), strided(p_.k_swa)},
-                                            {ring(p_.cache.v_swa_ring), strided(p_.v_swa)}, splits_[kWindow], kWindow);
+template <class Tokens>
+StepRangeArgs<Tokens> Step::range_args(BranchIndex branch) const {
+  using Args = StepRangeArgs<Tokens>;
+  if (branch == kCompressed) return attention_args<Args>({k_c_, {}}, {v_c_, {}}, splits_[kCompressed], kCompressed);
+  auto args = attention_args<Args>({ring(p_.cache.k_swa_ring), strided(fresh_k_swa_)},
+                                   {ring(p_.cache.v_swa_ring), strided(fresh_v_swa_)}, splits_[kWindow], kWindow);
   args.window = window();
   return args;
 }
 
+template <class Tokens>
 Status Step::attend_ranges() {
   if (measuring()) return {};
-  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
   const int row_tiles = to_int(ceil_div(tokens() * geometry_.group, kStepRows));
-  return status_of(
-      kernels.ranges({range_args(kCompressed), range_args(kWindow), row_tiles, scores_, score_row()}, e_.stream),
-      "step_ranges");
+  const StepRangesArgs<Tokens> args{range_args<Tokens>(kCompressed), range_args<Tokens>(kWindow), row_tiles, scores_,
+                                    score_row()};
+  return status_of(attention_kernels<Tokens>().ranges(args, e_.stream), "step_ranges");
 }
 
+template <class Tokens>
 Status Step::attend_range(BranchIndex branch) {
   if (measuring()) return {};
-  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
-  return status_of(kernels.range_forward(range_args(branch), e_.stream), "range_forward");
+  return status_of(attention_kernels<Tokens>().range_forward(range_args<Tokens>(branch), e_.stream), "range_forward");
 }
 
+template <class Tokens>
 Status Step::attend_selected() {
   if (measuring()) return {};
-  auto args = attention_args<StepSelectedArgs>({k_slc_, {}}, {v_slc_, {}}, splits_[kSelected], kSelected);
+  auto args = attention_args<StepSelectedArgs<Tokens>>({k_slc_, {}}, {v_slc_, {}}, splits_[kSelected], kSelected);
   args.indices = strided(attended_);
   args.topk = p_.cfg.topk;
   args.block_size = p_.cfg.block_size;
-  const StepAttentionKernels& kernels = *step_attention_kernels(p_.q.dtype, p_.q.size(3), p_.o.size(3));
-  return status_of(kernels.selected_forward(args, e_.stream), "selected_forward");
+  return status_of(attention_kernels<Tokens>().selected_forward(args, e_.stream), "selected_forward");
 }
 
+template <class Tokens>
 Status Step::select() {
   if (!selects()) return {};
-  StepSelectArgs args{};
+  StepSelectArgs<Tokens> args{};
   args.geometry = geometry_;
   args.q = strided(p_.q);
-  args.k = {k_c_, {}};
+  args.k = tokens_of<Tokens>({k_c_, {}}, p_.cache.k_scale);
   args.lse = per_row(lse_);
   args.indices = strided(indices_);
   args.splits = splits_[kCompressed];
@@ -271,7 +322,7 @@ Status Step::select() {
   const std::int64_t rows = uses_splits() ? batches() * kv_heads() * tokens() : count * args.queries;
   args.scratch = e_.arena.take<float>(rows * (args.scratch_keys + args.scratch_blocks));
   if (measuring()) return {};
-  const StepElementKernels& kernels = *step_element_kernels(p_.q.dtype);
+  const StepSelectKernels<Tokens>& kernels = step_element_kernels(p_.q.dtype)->of<Tokens>();
   const int key_dim = to_int(p_.q.size(3));
   return status_of(uses_splits() ? kernels.select_with_splits(args, key_dim, e_.stream)
                                  : kernels.select_blocks(args, key_dim, count, e_.stream),
@@ -288,6 +339,7 @@ Status Step::combine() {
   args.rows.rows = to_int(tokens());
   args.rows.heads = to_int(heads());
   args.rows.dim = to_int(p_.o.size(3));
+  args.value_scales = scales_of(p_.cache.v_scale);
   args.window = window();
   args.indices = strided(p_.indices);
   args.topk = p_.cfg.topk;
@@ -298,8 +350,9 @@ Status Step::combine() {
 Status Step::append_to_rings(int* lengths) {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
-  const TokenMove moves[] = {move_of(p_.k_swa, ring(cache.k_swa_ring)), move_of(p_.v_swa, ring(cache.v_swa_ring)),
-                             move_of(p_.k_cmp, ring(cache.k_cmp_ring)), move_of(p_.v_cmp, ring(cache.v_cmp_ring))};
+  const TokenMove moves[] = {move_of(fresh_k_swa_, ring(cache.k_swa_ring)),
+                             move_of(fresh_v_swa_, ring(cache.v_swa_ring)), move_of(p_.k_cmp, ring(cache.k_cmp_ring)),
+                             move_of(p_.v_cmp, ring(cache.v_cmp_ring))};
   return move(moves, 4, tokens(), lengths);
 }
 
@@ -308,11 +361,14 @@ sm90::StepKernels Step::hopper_kernels() const {
   if (!uses_splits()) return {};
   const KVCacheView& cache = p_.cache;
   sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, geometry_.k_len, p_.cfg};
+  call.float8 = float8();
   for (const TensorView* t :
        {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring}) {
     const Strided rows = strided(*t);
     constexpr std::int64_t kMost = 1 << 30;  // bytes are counted in 32 bits
-    call.tma_compatible &= sm90::tma_compatible(rows) && rows.row < kMost && rows.head < kMost;
+    // Rows in e4m3 begin at multiples of 16 bytes (supports_layout).
+    const bool compatible = t->dtype == DType::kFloat8E4M3 || sm90::tma_compatible(rows);
+    call.tma_compatible &= compatible && rows.row < kMost && rows.head < kMost;
   }
   call.phi_k = p_.weights_k.kind, call.phi_v = p_.weights_v.kind;
   for (const CompressionWeights* w : {&p_.weights_k, &p_.weights_v}) {
@@ -329,14 +385,17 @@ Status Step::fold_on_hopper() {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
   sm90::decode::StepFoldArgs args{plan_args()};
-  const auto append = [&](const TensorView& fresh, const Slots& slots) -> sm90::decode::Append {
-    return {in_bytes(strided(fresh), fresh.dtype), in_bytes(slots, fresh.dtype), pieces_of(fresh)};
+  const HeadScales none, k_scales = scales_of(cache.k_scale), v_scales = scales_of(cache.v_scale);
+  const auto append = [&](const TensorView& fresh, const Slots& slots, const TensorView& to,
+                          const HeadScales& scales) -> sm90::decode::Append {
+    return {in_bytes(strided(fresh), fresh.dtype), in_bytes(slots, to.dtype), pieces_of(fresh), scales};
   };
-  args.appends[0] = append(p_.k_slc, k_slc_), args.appends[1] = append(p_.v_slc, v_slc_);
-  args.appends[2] = append(p_.k_swa, ring(cache.k_swa_ring)),
-  args.appends[3] = append(p_.v_swa, ring(cache.v_swa_ring));
-  args.appends[4] = append(p_.k_cmp, ring(cache.k_cmp_ring)),
-  args.appends[5] = append(p_.v_cmp, ring(cache.v_cmp_ring));
+  args.appends[0] = append(p_.k_slc, k_slc_, cache.k_slc, k_scales);
+  args.appends[1] = append(p_.v_slc, v_slc_, cache.v_slc, v_scales);
+  args.appends[2] = append(p_.k_swa, ring(cache.k_swa_ring), cache.k_swa_ring, k_scales);
+  args.appends[3] = append(p_.v_swa, ring(cache.v_swa_ring), cache.v_swa_ring, v_scales);
+  args.appends[4] = append(p_.k_cmp, ring(cache.k_cmp_ring), cache.k_cmp_ring, none);
+  args.appends[5] = append(p_.v_cmp, ring(cache.v_cmp_ring), cache.v_cmp_ring, none);
   const auto side = [&](const TensorView& fresh, const TensorView& raw, const Slots& out, const CompressionWeights& w) {
     sm90::decode::FoldSide side{};
     side.fresh = strided(fresh), side.ring = ring(raw), side.out = out;
@@ -349,6 +408,7 @@ Status Step::fold_on_hopper() {
   };
   args.sides[0] = side(p_.k_cmp, cache.k_cmp_ring, k_c_, p_.weights_k);
   args.sides[1] = side(p_.v_cmp, cache.v_cmp_ring, v_c_, p_.weights_v);
+  args.sides[0].scales = k_scales, args.sides[1].scales = v_scales;
   args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
   return status_of(hopper_.fold(args, e_.stream), "step_fold");
 }
@@ -361,9 +421,14 @@ Status Step::attend_on_hopper() {
   args.geometry = geometry_;
   args.q = strided(p_.q), args.gates = strided(p_.gates), args.o = strided(p_.o);
   args.imposed = strided(p_.imposed_indices), args.indices = strided(p_.indices);
-  args.cached[kCompressed] = {k_c_, v_c_, to_int(cache.k_c.size(0))};
-  args.cached[kSelected] = {k_slc_, v_slc_, to_int(cache.k_slc.size(0))};
-  args.cached[kWindow] = {ring(cache.k_swa_ring), ring(cache.v_swa_ring), to_int(cache.k_swa_ring.size(0))};
+  const auto cached = [](const Slots& keys, const Slots& values,
+                         const TensorView& pages) -> sm90::decode::CachedBranch {
+    return {in_bytes(keys, pages.dtype), in_bytes(values, pages.dtype), to_int(pages.size(0))};
+  };
+  args.cached[kCompressed] = cached(k_c_, v_c_, cache.k_c);
+  args.cached[kSelected] = cached(k_slc_, v_slc_, cache.k_slc);
+  args.cached[kWindow] = cached(ring(cache.k_swa_ring), ring(cache.v_swa_ring), cache.k_swa_ring);
+  args.key_scales = scales_of(cache.k_scale), args.value_scales = scales_of(cache.v_scale);
   args.window = window();
   args.topk = cfg.topk;
   args.init_blocks = cfg.init_blocks, args.local_blocks = cfg.local_blocks;

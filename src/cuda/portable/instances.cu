@@ -39,10 +39,13 @@ const AttentionKernels* attention_kernels(DType dtype, std::int64_t key_dim, std
   return for_instance(dtype, key_dim, value_dim,
                       [&]<class T, int Dk, int Dv>() { return of(&attention_instance<T, Dk, Dv>); });
 }
-const StepAttentionKernels* step_attention_kernels(DType dtype, std::int64_t key_dim, std::int64_t value_dim) {
+template <class Tokens>
+const StepAttentionKernels<Tokens>* step_attention_kernels(DType dtype, std::int64_t key_dim, std::int64_t value_dim) {
   return for_instance(dtype, key_dim, value_dim,
-                      [&]<class T, int Dk, int Dv>() { return of(&step_attention_instance<T, Dk, Dv>); });
+                      [&]<class T, int Dk, int Dv>() { return of(&step_attention_instance<T, Dk, Dv, Tokens>); });
 }
+template const StepAttentionKernels<CachedTokens>* step_attention_kernels(DType, std::int64_t, std::int64_t);
+template const StepAttentionKernels<Float8Tokens>* step_attention_kernels(DType, std::int64_t, std::int64_t);
 
 const ElementKernels* element_kernels(DType dtype) {
   return for_element(dtype, [&]<class T>() { return of(&element_instance<T>); });

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(128, kHasSplits<Args> && sizeof(T) == 2 ? 2 : 
     };
 
     OnlineSoftmax<Dv> state;
-    const float scale = positive_scale(args.scale);
+    const float scale = positive_scale(args.scale * key_scale(args.k, kv_head));
     if (first_tile < last_tile) load(first_tile);
     for (int tile = first_tile; tile < last_tile; ++tile) {
       if (tile + 1 < last_tile) {

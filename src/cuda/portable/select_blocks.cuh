@@ -112,7 +112,7 @@ __device__ inline void sum_probabilities(const Args& args, const DeviceSequence&
   float* probabilities = reinterpret_cast<float*>(memory + 2 * Shape::kStage);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const Geometry& p = args.geometry;
-  const float scale = positive_scale(args.scale);
+  const float scale = positive_scale(args.scale * key_scale(args.k, kv_head));
   const int all_visible = num_compressed(p, seq.position(first_query) + 1);
   for (int chunk = 0; chunk * 64 < queries * p.group; ++chunk) {
     int visible[2];

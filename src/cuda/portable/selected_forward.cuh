@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
     }
 
     OnlineSoftmax<Dv> state;
-    const float scale = positive_scale(args.scale);
+    const float scale = positive_scale(args.scale * key_scale(args.k, kv_head));
     const auto visible = [&](int, int key) { return key <= position; };
     for_key_steps<T, Shape>(args, seq, kv_head,
                             ListedSteps<kStepKeys>(list, args.block_size, first_block, blocks, warp), position,

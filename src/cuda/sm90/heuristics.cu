@@ -72,24 +72,29 @@ CompressKernels all_kernels(const CompressDesc& call) {
   return {};
 }
 
-template <class T>
+template <class T, bool kFloat8>
 StepKernels step_instances(std::int64_t key_dim, std::int64_t value_dim) {
   const auto with = [](auto attend) { return StepKernels{attend, decode::launch_step_fold<T>}; };
-  if (key_dim == 64 && value_dim == 64) return with(decode::launch_step_attend<T, 64, 64>);
-  if (key_dim == 128 && value_dim == 128) return with(decode::launch_step_attend<T, 128, 128>);
-  if (key_dim == 192 && value_dim == 128) return with(decode::launch_step_attend<T, 192, 128>);
+  if (key_dim == 64 && value_dim == 64) return with(decode::launch_step_attend<T, 64, 64, kFloat8>);
+  if (key_dim == 128 && value_dim == 128) return with(decode::launch_step_attend<T, 128, 128, kFloat8>);
+  if (key_dim == 192 && value_dim == 128) return with(decode::launch_step_attend<T, 192, 128, kFloat8>);
   return {};
 }
+template <class T>
+StepKernels step_instances(const StepDesc& call) {
+  return call.float8 ? step_instances<T, true>(call.key_dim, call.value_dim)
+                     : step_instances<T, false>(call.key_dim, call.value_dim);
+}
 StepKernels all_kernels(const StepDesc& call) {
-  if (call.dtype == DType::kBFloat16) return step_instances<Bf16>(call.key_dim, call.value_dim);
-  if (call.dtype == DType::kFloat16) return step_instances<Half>(call.key_dim, call.value_dim);
+  if (call.dtype == DType::kBFloat16) return step_instances<Bf16>(call);
+  if (call.dtype == DType::kFloat16) return step_instances<Half>(call);
   return {};
 }
 
 bool memory_fits(const StepDesc& call) {
   const NSAConfig& cfg = call.cfg;
   return decode::StepMemory(decode::step_tiles(static_cast<int>(call.group)), decode::BlockKeys(cfg),
-                            static_cast<int>(call.key_dim), static_cast<int>(call.value_dim), cfg.topk,
+                            static_cast<int>(call.key_dim), static_cast<int>(call.value_dim), call.float8, cfg.topk,
                             cfg.num_compressed(call.capacity), call.capacity / cfg.block_size + 1)
       .fits();
 }

@@ -7,6 +7,20 @@
 
 namespace nsa::cuda::portable {
 
+/// Grid x: token of the step, y: kind of tokens, z: sequence.
+template <class T>
+__global__ void __launch_bounds__(128) quantise_tokens(const __grid_constant__ QuantiseArgs args) {
+  const auto& tokens = args.tokens[blockIdx.y];
+  const int b = blockIdx.z, pairs = tokens.dim / 2;
+  for (int token = blockIdx.x; token < args.geometry.q_len; token += gridDim.x)
+    for (int e = threadIdx.x; e < args.geometry.kv_heads * pairs; e += blockDim.x) {
+      const int head = e / pairs, column = e % pairs * 2;
+      const T* const from = tokens.from.at<T>(b, token, head) + column;
+      *reinterpret_cast<unsigned short*>(tokens.to.at<Float8>(b, token, head) + column) =
+          static_cast<unsigned short>(to_float8(to_float(from[0]), to_float(from[1]), tokens.scales[head]));
+    }
+}
+
 /// Grid x: block of the step, y: sequence.
 template <class T>
 __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ StoreArgs args) {
@@ -15,21 +29,26 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
   const int j = blockIdx.x, i = num_compressed(p, s.k_len - s.q_len) + j;
   if (i >= num_compressed(p, s.k_len)) return;
   const int half = args.key_dim / 2;
+  const auto store = [&](const Slots& slots, int head, int column, T x, const HeadScales& scales) {
+    if (args.float8) {
+      const auto stored = static_cast<unsigned char>(to_float8(to_float(x), 0, scales[head]));
+      slots.at<unsigned char>(s.batch, i, head)[column] = stored;
+    } else {
+      slots.at<T>(s.batch, i, head)[column] = x;
+    }
+  };
   const std::int64_t position = static_cast<std::int64_t>(i) * p.kernel_stride;
   for (int e = threadIdx.x; e < p.kv_heads * half; e += blockDim.x) {
     const int head = e / half, column = e % half;
     const T* from = args.keys.at<T>(s.batch, j, head) + column;
-    T* to = args.key_slots.at<T>(s.batch, i, head) + column;
-    if (args.rotation.cos) {
-      rotate_pair(args.rotation, position, column, half, false, from, to);
-    } else {
-      to[0] = from[0];
-      to[half] = from[half];
-    }
+    T pair[2] = {from[0], from[half]};
+    if (args.rotation.cos) rotate_pair(args.rotation, position, column, 1, false, pair, pair);
+    store(args.key_slots, head, column, pair[0], args.key_scales);
+    store(args.key_slots, head, column + half, pair[1], args.key_scales);
   }
   for (int e = threadIdx.x; e < p.kv_heads * args.value_dim; e += blockDim.x) {
     const int head = e / args.value_dim, column = e % args.value_dim;
-    args.value_slots.at<T>(s.batch, i, head)[column] = args.values.at<T>(s.batch, j, head)[column];
+    store(args.value_slots, head, column, args.values.at<T>(s.batch, j, head)[column], args.value_scales);
   }
 }
 
@@ -63,8 +82,9 @@ __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_cons
     __syncthreads();
     if (branch > 0) return;
     const T* gates = args.rows.gates.at<T>(b, r, h);
+    const float value_scale = args.value_scales[h / p.group];
     for (int i = 0; i < kBranches; ++i) {
-      const float gate = to_float(gates[i]);
+      const float gate = to_float(gates[i]) * value_scale;
       const Chunk<T>& y = branches[i][lane];
 #pragma unroll
       for (int j = 0; j < Chunk<T>::kSize; ++j) sum.x[j] += gate * y.x[j];

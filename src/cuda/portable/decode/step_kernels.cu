@@ -10,35 +10,45 @@ namespace {
 using T = NSA_ELEMENT;
 constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
 
-cudaError_t run_range_forward(const StepRangeArgs& args, cudaStream_t stream) {
+template <class Tokens>
+cudaError_t run_range_forward(const StepRangeArgs<Tokens>& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const auto count = static_cast<unsigned>(ceil_div(static_cast<std::int64_t>(g.q_len) * g.group, kRangeRows));
-  return launch(range_forward<T, Dk, Dv, StepRangeArgs>, dim3(count, g.kv_heads, g.batches), 128,
+  return launch(range_forward<T, Dk, Dv, StepRangeArgs<Tokens>>, dim3(count, g.kv_heads, g.batches), 128,
                 2 * kRangeStage<T, Dk, Dv>, stream, args);
 }
 
-cudaError_t run_ranges(const StepRangesArgs& args, cudaStream_t stream) {
+template <class Tokens>
+cudaError_t run_ranges(const StepRangesArgs<Tokens>& args, cudaStream_t stream) {
   const Geometry& g = args.compressed.geometry;
   const auto count =
       static_cast<unsigned>((args.compressed.splits.num_splits + args.window.splits.num_splits) * args.row_tiles);
-  return launch(step_ranges<T, Dk, Dv>, dim3(count, g.kv_heads, g.batches), 128, KeySteps<T, Dk, Dv, Dv>::kMemory,
-                stream, args);
+  return launch(step_ranges<T, Dk, Dv, Tokens>, dim3(count, g.kv_heads, g.batches), 128,
+                KeySteps<T, Dk, Dv, Dv>::kMemory, stream, args);
 }
 
-cudaError_t run_selected_forward(const StepSelectedArgs& args, cudaStream_t stream) {
+template <class Tokens>
+cudaError_t run_selected_forward(const StepSelectedArgs<Tokens>& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const auto count = static_cast<unsigned>(g.q_len * std::max(args.splits.num_splits, 1));
-  return launch(selected_forward<T, Dk, Dv, StepSelectedArgs>,
+  return launch(selected_forward<T, Dk, Dv, StepSelectedArgs<Tokens>>,
                 dim3(count, g.kv_heads * ((g.group + 15) / 16), g.batches), 128,
                 SelectedForward<T, Dk, Dv>::kMemory + list_bytes(args.topk), stream, args);
 }
 
+template <class Tokens>
+constexpr StepAttentionKernels<Tokens> kTable{run_range_forward<Tokens>, run_ranges<Tokens>,
+                                              run_selected_forward<Tokens>};
+
 }  // namespace
 
 template <>
-const StepAttentionKernels& step_attention_instance<T, Dk, Dv>() {
-  static constexpr StepAttentionKernels table{run_range_forward, run_ranges, run_selected_forward};
-  return table;
+const StepAttentionKernels<CachedTokens>& step_attention_instance<T, Dk, Dv, CachedTokens>() {
+  return kTable<CachedTokens>;
+}
+template <>
+const StepAttentionKernels<Float8Tokens>& step_attention_instance<T, Dk, Dv, Float8Tokens>() {
+  return kTable<Float8Tokens>;
 }
 
 }  // namespace nsa::cuda::portable

@@ -6,14 +6,18 @@
 
 namespace nsa::cuda::portable {
 
-struct StepRangeArgs : RangeArgsOf<StepGeometry, CachedTokens> {
+// Tokens: CachedTokens or Float8Tokens.
+
+template <class Tokens>
+struct StepRangeArgs : RangeArgsOf<StepGeometry, Tokens> {
   Splits splits;
 };
 
 /// Both ranges of a decode step, in splits. A thread block has kStepRows rows (query, head) of a KV head.
 inline constexpr int kStepRows = 16;
+template <class Tokens>
 struct StepRangesArgs {
-  StepRangeArgs compressed, window;
+  StepRangeArgs<Tokens> compressed, window;
   int row_tiles;            // of kStepRows for a KV head
   float* scores;            // raw ones of the compressed keys, (B, kv_heads, m * G, scores_row); null: not wanted
   std::int64_t scores_row;  // floats
@@ -22,13 +26,15 @@ struct StepRangesArgs {
 /// memory.
 inline constexpr int kScoredRows = 32;
 
-struct StepSelectedArgs : SelectedArgsOf<StepGeometry, CachedTokens> {
+template <class Tokens>
+struct StepSelectedArgs : SelectedArgsOf<StepGeometry, Tokens> {
   Splits splits;
 };
 
 /// lse is read where `splits`, those of the compressed branch, are none. With splits, scratch holds the sums of every
 /// (sequence, KV head, query), then the importances.
-struct StepSelectArgs : SelectArgsOf<StepGeometry, CachedTokens> {
+template <class Tokens>
+struct StepSelectArgs : SelectArgsOf<StepGeometry, Tokens> {
   Splits splits;
   const float* scores;  // those that the compressed branch has kept (StepRangesArgs), rows of scratch_keys; null: none
 };
@@ -39,6 +45,16 @@ struct TokenMove {
   Slots slots;       // where tokens are appended, or were
   Strided gathered;  // given: there go instead the tokens of the blocks that the step completes, (B, tokens, heads, D)
   int pieces;        // of 16 bytes in a row
+};
+
+/// New tokens in e4m3. Strides in elements.
+struct QuantiseArgs {
+  StepGeometry geometry;
+  struct {
+    Strided from, to;  // (B, m, heads, D)
+    int dim;
+    HeadScales scales;
+  } tokens[4];
 };
 
 struct MoveArgs {
@@ -54,12 +70,15 @@ struct StoreArgs {
   Slots key_slots, value_slots;
   int key_dim, value_dim;
   Rotation rotation;
+  bool float8;  // pages in e4m3
+  HeadScales key_scales, value_scales;
 };
 
 struct StepCombineArgs {
   StepGeometry geometry;
   CombineArgs rows;
   Splits splits[kBranches];  // none: the branch's rows are there
+  HeadScales value_scales;
   int window;
   Strided indices;  // int32, null: not wanted; rows without a query get -1
   int topk;

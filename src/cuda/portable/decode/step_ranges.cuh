@@ -11,16 +11,16 @@ namespace nsa::cuda::portable {
 /// Grid x: splits of the compressed keys, then splits of the window, each for `row_tiles` times sixteen rows; y: KV
 /// head, z: sequence. A row's bits do not depend on the step's other queries: keys lie in steps, steps in warps and
 /// splits by their numbers alone.
-template <class T, int Dk, int Dv>
+template <class T, int Dk, int Dv, class Tokens>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
-    step_ranges(const __grid_constant__ StepRangesArgs branches) {
+    step_ranges(const __grid_constant__ StepRangesArgs<Tokens> branches) {
   using Steps = KeySteps<T, Dk, Dv, Dv>;
   constexpr int kStepKeys = Steps::kStepKeys;
   extern __shared__ __align__(128) char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
   const int compressed = branches.compressed.splits.num_splits * branches.row_tiles;
   const bool in_window = static_cast<int>(blockIdx.x) >= compressed;
-  const StepRangeArgs& args = in_window ? branches.window : branches.compressed;
+  const StepRangeArgs<Tokens>& args = in_window ? branches.window : branches.compressed;
   const int item = blockIdx.x - (in_window ? compressed : 0);
   const int split = item / branches.row_tiles, first_row = item % branches.row_tiles * kStepRows;
   const StepGeometry& p = args.geometry;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
   }
 
   OnlineSoftmax<Dv> state;
-  const float scale = positive_scale(args.scale);
+  const float scale = positive_scale(args.scale * key_scale(args.k, kv_head));
   const auto visible = [&](int i, int key) { return key >= range[i].first && key < range[i].last; };
   for_key_steps<T, Steps>(args, seq, kv_head, RangeSteps<kStepKeys>(begin, first_key, last_key, warp), last_key,
                           tail.last, memory, [&](int key, char* keys, char* values) {

@@ -14,9 +14,9 @@ __device__ inline std::int64_t scratch_row(const Geometry& p, int b, int kv_head
 }
 
 /// Grid x: split, y: KV head, z: (sequence, tile of queries).
-template <class T, int Dk>
+template <class T, int Dk, class Args>
 __global__ void __launch_bounds__(128, sizeof(T) == 4 || (kBeforeHopper && Dk == 128) ? 2 : 3)
-    score_splits(const __grid_constant__ StepSelectArgs args) {
+    score_splits(const __grid_constant__ Args args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(128) char memory[];
   const StepGeometry& p = args.geometry;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_scores(const __grid_constant_
   if (threadIdx.x % kLanes == 0) lse[r] = sees_any ? merged.lse() : INFINITY;
   __syncthreads();
   if (key >= keys) return;
-  const float scale = positive_scale(args.scale);
+  const float scale = positive_scale(args.scale * key_scale(args.k, kv_head));
   const std::int64_t first = scratch_row(p, b, kv_head, 0);
   for (int query = 0; query < seq.q_len; ++query) {
     float sum[4] = {};

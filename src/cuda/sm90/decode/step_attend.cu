@@ -20,16 +20,24 @@ constexpr int kThreads = 32 * kWarps;
 /// The most blocks of its own that a thread block ranks by counting, each thread one or a few of them.
 constexpr int kMostCounted = 512;
 
-template <class T, int Dk, int Dv, int kTiles>
+/// kFloat8: keys and values are in e4m3 and are multiplied in float16.
+template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
 struct Shape {
+  using Element = std::conditional_t<kFloat8, Half, T>;  // of products
+  static constexpr int kItem = kFloat8 ? 1 : 2;          // bytes of a stored element
+  // Rows of keys and values in shared memory, in units of two bytes.
+  using Keys = Tile<Half, Dk * kItem / 2>;
+  using Values = Tile<Half, Dv * kItem / 2>;
+  static constexpr int kAtOnce = units_at_once(kFloat8);
   static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
   static constexpr int kRows = kTiles * kTileRows;
-  static constexpr int kValues = Tile<T, Dk>::bytes(kUnitKeys), kUnit = kValues + Tile<T, Dv>::bytes(kUnitKeys);
-  static constexpr int kStageKeys = kUnitKeys * kWarps, kStage = kUnit * kWarps, kRing = 2 * kStage;
+  static constexpr int kValues = Keys::bytes(kUnitKeys), kUnit = kValues + Values::bytes(kUnitKeys);
+  static constexpr int kUnits = kAtOnce * kUnit;  // of a warp in a stage of the ring
+  static constexpr int kStageKeys = kUnitKeys * kWarps, kStage = kUnits * kWarps, kRing = 2 * kStage;
   static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
   static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
   static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
-  static_assert(kSums <= kUnit && kColumns % kSplits == 0 && kColumns % kRanks == 0);
+  static_assert(kSums <= kUnits && kColumns % kSplits == 0 && kColumns % kRanks == 0);
 };
 
 /// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
@@ -53,6 +61,30 @@ struct ChoiceMemory {
   __device__ int& count() const { return *reinterpret_cast<int*>(candidates() + topk); }
   __device__ int* blocks() const { return &count() + 1; }
 };
+
+/// Fragments of queries from bfloat16 to float16, multiplied by a power of two so that the largest number of a tile has
+/// the exponent 14 (NaN and infinities aside). Returns it. All warps that have the tile get the same.
+template <int kSteps>
+__device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) {
+  unsigned largest = 0;  // exponent
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned low = q[k][i] >> 7 & 0xff, high = q[k][i] >> 23 & 0xff;
+      largest = max(largest, max(low < 0xff ? low : 0, high < 0xff ? high : 0));
+    }
+  largest = max(__reduce_max_sync(0xffffffffu, largest), 15u);
+  const float factor = __uint_as_float((268 - largest) << 23);  // 2^(14 - (largest - 127))
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack(Bf16{}, q[k][i]);
+      q[k][i] = pack(Half{}, x.x * factor, x.y * factor);
+    }
+  return factor;
+}
 
 /// Where a unit of keys lies: a page and the first row in it.
 struct UnitAddress {
@@ -237,10 +269,11 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
   }
 }
 
-template <class T, int Dk, int Dv, int kTiles>
+template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
 __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
     step_attend(const __grid_constant__ StepAttendArgs args) {
-  using S = Shape<T, Dk, Dv, kTiles>;
+  using S = Shape<T, Dk, Dv, kTiles, kFloat8>;
+  using Element = typename S::Element;
   extern __shared__ __align__(128) char memory[];
   const StepGeometry& p = args.geometry;
   const BlockKeys& shape = args.block_keys;
@@ -290,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
   }
   const int position = wish.before + query;
   const int compressed = shape.compressed(p.kernel_size, position + 1);
-  const auto unit_in_ring = [&](int slot, int unit) { return (slot & 1) * S::kStage + unit * S::kUnit; };
+  const auto unit_in_ring = [&](int slot, int unit) { return (slot & 1) * S::kStage + unit * S::kUnits; };
   /// Where a unit of keys lies. Page numbers are read a stage ahead of the copies; they may be anything where the step
   /// finds no room. Keys from `end` on are nowhere.
   const auto address_of = [&](int branch, int key, int end) -> UnitAddress {
@@ -301,18 +334,19 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
     const int page = (cached.table + static_cast<std::int64_t>(b) * cached.table_row)[number];
     return {static_cast<unsigned>(page) < static_cast<unsigned>(cached.pages) ? page : 0, slot};
   };
-  /// Begins the copies of the warp's unit of a stage: keys and values from `key` on. Those that are not begin ... end -
-  /// 1 become zeros.
-  const auto load_unit = [&](int branch, UnitAddress at, int key, int begin, int end, int slot) {
+  /// Begins the copies of a unit to `to`: keys and values from `key` on. Those that are not begin ... end - 1 become
+  /// zeros.
+  const auto load_unit = [&](int branch, UnitAddress at, int key, int begin, int end, std::uint32_t to) {
     const CachedBranch& cached = args.cached[branch];
-    const int row0 = lane / 8, chunk = lane % 8 * 16;
+    constexpr int kKeyBytes = Dk * S::kItem, kValueBytes = Dv * S::kItem;
+    constexpr int kLanes = (kKeyBytes | kValueBytes) % 128 ? 4 : 8;  // of a row
+    const int row0 = lane / kLanes, chunk = lane % kLanes * 16;
     const auto of_page = [&](const CachedRows& rows) {
       return rows.data + at.page * rows.page + (kv_head * rows.head + chunk);
     };
     const char *const keys = of_page(cached.k), *const values = of_page(cached.v);
-    const std::uint32_t to = ring + unit_in_ring(slot, warp);
 #pragma unroll
-    for (int first = 0; first < kUnitKeys; first += 4) {
+    for (int first = 0; first < kUnitKeys; first += 32 / kLanes) {
       const int r = first + row0;
       int row = at.slot + r;
       if (branch == kWindow && row >= cached.size) row -= cached.size;  // beyond the ring's end
@@ -320,10 +354,10 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
       const char* const key_row = keys + static_cast<std::int64_t>(row) * cached.k.row;
       const char* const value_row = values + static_cast<std::int64_t>(row) * cached.v.row;
 #pragma unroll
-      for (int c = 0; c < Dk / 64; ++c) copy16(to + Tile<T, Dk>::at(r, 0, chunk) + c * 128, key_row + c * 128, counts);
+      for (int c = 0; c < kKeyBytes; c += 16 * kLanes) copy16(to + S::Keys::at(r, c, chunk), key_row + c, counts);
 #pragma unroll
-      for (int c = 0; c < Dv / 64; ++c)
-        copy16(to + S::kValues + Tile<T, Dv>::at(r, 0, chunk) + c * 128, value_row + c * 128, counts);
+      for (int c = 0; c < kValueBytes; c += 16 * kLanes)
+        copy16(to + S::kValues + S::Values::at(r, c, chunk), value_row + c, counts);
     }
   };
   /// Before and after a stage is read: a single tile's warps read what they load themselves.
@@ -334,62 +368,119 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
       __syncthreads();
     }
   };
-  const float scale = positive_scale(args.scale);
   std::uint32_t q[Dk / 16][4];
   if (threadIdx.x < S::kRows) {
     const int head = kv_head * p.group + static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int branch = 0; branch < kBranches; ++branch)
       rows.gates[branch][threadIdx.x] =
-          static_cast<int>(threadIdx.x) < p.group ? to_float(args.gates.at<T>(b, query, head)[branch]) : 0;
+          static_cast<int>(threadIdx.x) < p.group
+              ? to_float(args.gates.at<T>(b, query, head)[branch]) * args.value_scales[kv_head]
+              : 0;
   }
   wait_copies<0>();
   __syncthreads();
   const std::uint32_t sign = args.scale < 0 ? 0x80008000u : 0;  // negative queries instead
+  float factor = 1;                                             // of the queries in q
+  if constexpr (kFloat8) {
+    // Four neighbouring channels of a row to a lane, as it has them of a key.
 #pragma unroll
-  for (int k = 0; k < Dk / 16; ++k) {
-    Tile<T, Dk>::load_a(q[k], ring + tile * Tile<T, Dk>::bytes(kTileRows), 0, k, lane);
+    for (int k = 0; k < Dk / 16; ++k)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) q[k][i] ^= sign;
-  }
-  __syncthreads();  // the ring is free
-
-  /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
-  /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
-  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, const auto& keep) {
-    const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
-    constexpr int kChains = kTiles == 1 ? 2 : 1;  // of products, so that they wait less for each other
-    float s[2][4] = {}, other[2][4] = {};
+      for (int i = 0; i < 2; ++i) {
+        const uint2 x = *reinterpret_cast<const uint2*>(memory + tile * Tile<T, Dk>::bytes(kTileRows) +
+                                                        Tile<T, Dk>::at(lane / 4 + 8 * i, k * 32, lane % 4 * 8));
+        q[k][i] = x.x ^ sign, q[k][2 + i] = x.y ^ sign;
+      }
+    if constexpr (!std::is_same_v<T, Half>) factor = to_half_queries(q);
+  } else {
 #pragma unroll
     for (int k = 0; k < Dk / 16; ++k) {
-      std::uint32_t fragment[4];
-      Tile<T, Dk>::load_b(fragment, keys, 0, k, lane);
-      mma(T{}, k % kChains ? other[0] : s[0], q[k], fragment[0], fragment[1]);
-      mma(T{}, k % kChains ? other[1] : s[1], q[k], fragment[2], fragment[3]);
-    }
-    if constexpr (kChains == 2) {
+      Tile<T, Dk>::load_a(q[k], ring + tile * Tile<T, Dk>::bytes(kTileRows), 0, k, lane);
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] += other[n][i];
+      for (int i = 0; i < 4; ++i) q[k][i] ^= sign;
     }
-    if (begin > 0 || end < kUnitKeys) {
+  }
+  const float scale = positive_scale(args.scale * args.key_scales[kv_head] / factor);
+  __syncthreads();  // the ring is free
+
+  /// The warp's tile and the units of a stage that lie at `keys`, of whose keys the query sees begin[u] ... end[u] - 1.
+  /// keep(u, p): takes the probabilities of a unit, relative to state.max. What the query does not see has not been
+  /// loaded, so that values there are 0.
+  using UnitKeys = int[S::kAtOnce];
+  const auto attend = [&](OnlineSoftmax<Dv>& state, std::uint32_t keys, const UnitKeys& begin, const UnitKeys& end,
+                          const auto& keep) {
+    constexpr int kUnits = S::kAtOnce;
+    float s[2 * kUnits][4] = {};
+    if constexpr (kFloat8) {
+#pragma unroll
+      for (int k = 0; k < Dk / 16; k += 2)
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          std::uint32_t fragment[4];  // of eight keys each: (keys, sixteen channels)
+          S::Keys::load_a(fragment, keys + u * S::kUnit, 0, k / 2, lane);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            mma(Element{}, s[2 * u + i % 2], q[k + i / 2], to_half2(fragment[i], false), to_half2(fragment[i], true));
+        }
+    } else {
+      constexpr int kChains = kTiles == 1 ? 2 : 1;  // of products, so that they wait less for each other
+      float other[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < Dk / 16; ++k) {
+        std::uint32_t fragment[4];
+        Tile<T, Dk>::load_b(fragment, keys, 0, k, lane);
+        mma(T{}, k % kChains ? other[0] : s[0], q[k], fragment[0], fragment[1]);
+        mma(T{}, k % kChains ? other[1] : s[1], q[k], fragment[2], fragment[3]);
+      }
+      if constexpr (kChains == 2) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[n][i] += other[n][i];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (begin[u] <= 0 && end[u] >= kUnitKeys) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int k = e / 2 * 8 + 2 * (lane & 3) + e % 2;
-        if (k < begin || k >= end) s[e / 2][e % 2] = s[e / 2][2 + e % 2] = -INFINITY;
+        if (k < begin[u] || k >= end[u]) s[2 * u + e / 2][e % 2] = s[2 * u + e / 2][2 + e % 2] = -INFINITY;
       }
     }
     state.update(s, scale);
-    keep(s);
-    std::uint32_t a[4];
-    operand_a<T>(a, s, 0);
 #pragma unroll
-    for (int n = 0; n < Dv / 16; ++n) {
-      std::uint32_t v[4];
-      Tile<T, Dv>::load_b_rows(v, values, 0, n * 16, lane);
-      mma(T{}, state.acc[2 * n], a, v[0], v[1]);
-      mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
+    for (int u = 0; u < kUnits; ++u) keep(u, s[2 * u], s[2 * u + 1]);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const std::uint32_t values = keys + u * S::kUnit + S::kValues;
+      std::uint32_t a[4];
+      operand_a<Element>(a, s, u);
+      if constexpr (kFloat8) {
+        // Neighbouring channels of a key come together; the even ones go to one tile of columns, the odd ones to the
+        // next.
+#pragma unroll
+        for (int n = 0; n < Dv / 32; ++n) {
+          std::uint32_t v[4];
+          S::Values::load_b_rows(v, values, 0, n * 16, lane);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            mma(Element{}, state.acc[4 * n + 2 * i], a, to_half2(v[2 * i], false), to_half2(v[2 * i + 1], false));
+            mma(Element{}, state.acc[4 * n + 2 * i + 1], a, to_half2(v[2 * i], true), to_half2(v[2 * i + 1], true));
+          }
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < Dv / 16; ++n) {
+          std::uint32_t v[4];
+          Tile<T, Dv>::load_b_rows(v, values, 0, n * 16, lane);
+          mma(T{}, state.acc[2 * n], a, v[0], v[1]);
+          mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
+        }
+      }
     }
   };
 
@@ -401,7 +492,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
   /// Merges what the warps of each tile have of a branch, in the ring's first stage, which nobody reads or fills: each
   /// warp gets its columns, relative to the maximum that is published.
   const auto merge = [&](int branch, const OnlineSoftmax<Dv>& state, OwnSums& sums) {
-    auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnit) + lane;
+    auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnits) + lane;
 #pragma unroll
     for (int n = 0; n < S::kColumns; ++n)
       mine[n * 32] = make_float4(state.acc[n][0], state.acc[n][1], state.acc[n][2], state.acc[n][3]);
@@ -432,7 +523,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
 #pragma unroll
       for (int w = 0; w < S::kSplits; ++w) {
         const float4 x = reinterpret_cast<const float4*>(
-            memory + (tile * S::kSplits + w) * S::kUnit)[(split * S::kOwnColumns + n) * 32 + lane];
+            memory + (tile * S::kSplits + w) * S::kUnits)[(split * S::kOwnColumns + n) * 32 + lane];
         sums[n][0] += x.x * factor[0][w], sums[n][1] += x.y * factor[0][w];
         sums[n][2] += x.z * factor[1][w], sums[n][3] += x.w * factor[1][w];
       }
@@ -480,28 +571,43 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
 
     const BlockWeights weights(shape, 0, lane);
     OnlineSoftmax<Dv> state;
-    UnitAddress next = address_of(branch, key_of(0, warp), end);
+    UnitAddress next[S::kAtOnce];
+    const auto look_up = [&](int stage) {
+#pragma unroll
+      for (int u = 0; u < S::kAtOnce; ++u) next[u] = address_of(branch, key_of(stage + u, warp), end);
+    };
+    look_up(0);
 #pragma unroll 1
-    for (int stage = -1; stage < stages; ++stage) {
-      if (stage + 1 < stages) {
+    for (int stage = -S::kAtOnce; stage < stages; stage += S::kAtOnce) {
+      const int coming = stage + S::kAtOnce, slot = coming / S::kAtOnce;
+      if (coming < stages) {
         // Before the first stage that may have a token of the step, the kernel in front must have ended.
-        if (!selects && key_of(stage + 1, kWarps) > (compresses ? wish.first : wish.before)) wait_for_launcher();
-        load_unit(branch, next, key_of(stage + 1, warp), begin, end, stage + 1);
+        if (!selects && key_of(coming + S::kAtOnce - 1, kWarps) > (compresses ? wish.first : wish.before))
+          wait_for_launcher();
+#pragma unroll
+        for (int u = 0; u < S::kAtOnce; ++u)
+          load_unit(branch, next[u], key_of(coming + u, warp), begin, end,
+                    ring + unit_in_ring(slot, warp) + u * S::kUnit);
       }
       commit_copies();
-      next = address_of(branch, key_of(stage + 2, warp), end);
+      look_up(coming + S::kAtOnce);
       if (stage < 0) continue;
       wait_copies<1>();
       sync_readers();
       // The units that are the warp's.
 #pragma unroll 1
       for (int i = 0; i < kWarps / S::kSplits; ++i) {
-        const int unit = split + i * S::kSplits, key = key_of(stage, unit);
-        attend(state, stage, unit, begin - key, end - key, [&](const float(&probabilities)[2][4]) {
-          if (compresses && chooses && key < compressed)
-            keep_unit({all_kept + (tile * args.kept_units + stage * kWarps + unit) * kept_bytes, shape.blocks()}, shape,
-                      weights, probabilities, state.max, lane);
-        });
+        const int unit = split + i * S::kSplits;
+        int key[S::kAtOnce], first[S::kAtOnce], last[S::kAtOnce];
+#pragma unroll
+        for (int u = 0; u < S::kAtOnce; ++u)
+          key[u] = key_of(stage + u, unit), first[u] = begin - key[u], last[u] = end - key[u];
+        const auto keep = [&](int u, const float(&low)[4], const float(&high)[4]) {
+          if (compresses && chooses && key[u] < compressed)
+            keep_unit({all_kept + (tile * args.kept_units + (stage + u) * kWarps + unit) * kept_bytes, shape.blocks()},
+                      shape, weights, low, high, state.max, lane);
+        };
+        attend(state, ring + unit_in_ring(slot - 1, unit), first, last, keep);
       }
       sync_readers();
     }
@@ -579,36 +685,45 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int head = of_tile * kTileRows + lane / 4 + 8 * i;
-      if (head < p.group)
-        store_pair(args.o.at<T>(b, query, kv_head * p.group + head) + column * 8 + 2 * (lane & 3), room ? o[2 * i] : 0,
-                   room ? o[2 * i + 1] : 0);
+      if (head >= p.group) continue;
+      T* const to = args.o.at<T>(b, query, kv_head * p.group + head);
+      const float x = room ? o[2 * i] : 0, y = room ? o[2 * i + 1] : 0;
+      if constexpr (kFloat8) {  // every other one of sixteen channels
+        T* const mine = to + (column / 2 * 16 + column % 2 + 4 * (lane & 3));
+        mine[0] = from_float<T>(x), mine[2] = from_float<T>(y);
+      } else {
+        store_pair(to + column * 8 + 2 * (lane & 3), x, y);
+      }
     }
   }
   leave_length();
   cluster_sync_reads();  // nobody ends while others read its memory
 }
 
-template <class T, int Dk, int Dv, int kTiles>
+template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
 cudaError_t launch_tiles(StepAttendArgs args, cudaStream_t stream) {
-  using S = Shape<T, Dk, Dv, kTiles>;
+  using S = Shape<T, Dk, Dv, kTiles, kFloat8>;
   const Geometry& g = args.geometry;
   const std::int64_t keys = num_compressed(g, g.k_len);
-  const StepMemory memory(kTiles, args.block_keys, Dk, Dv, args.topk, keys,
+  const StepMemory memory(kTiles, args.block_keys, Dk, Dv, kFloat8, args.topk, keys,
                           (g.k_len >> args.block_keys.log2_block) + 1);
   if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
   args.kept_units = static_cast<int>(StepMemory::kept_units(keys));
   const dim3 grid(g.q_len * kRanks, g.kv_heads, g.batches);
-  return launch_cluster(step_attend<T, Dk, Dv, kTiles>, kRanks, true, grid, kThreads,
+  return launch_cluster(step_attend<T, Dk, Dv, kTiles, kFloat8>, kRanks, true, grid, kThreads,
                         static_cast<std::size_t>(memory.bytes()), stream, args);
 }
 
 }  // namespace
 
-template <class T, int Dk, int Dv>
+template <class T, int Dk, int Dv, bool kFloat8>
 cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream) {
-  return args.geometry.group <= kTileRows ? launch_tiles<T, Dk, Dv, 1>(args, stream)
-                                          : launch_tiles<T, Dk, Dv, 2>(args, stream);
+  return args.geometry.group <= kTileRows ? launch_tiles<T, Dk, Dv, 1, kFloat8>(args, stream)
+                                          : launch_tiles<T, Dk, Dv, 2, kFloat8>(args, stream);
 }
-template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const StepAttendArgs&, cudaStream_t);
+template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, false>(const StepAttendArgs&,
+                                                                                        cudaStream_t);
+template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, true>(const StepAttendArgs&,
+                                                                                       cudaStream_t);
 
 }  // namespace nsa::cuda::sm90::decode

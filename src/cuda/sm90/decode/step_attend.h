@@ -68,7 +68,7 @@ struct PageDivmod {
   }
 };
 
-/// Keys or values of a branch. Strides in bytes; row stands for a slot of a page.
+/// Keys or values of a branch. Strides in bytes, of 32 bits within a page; row stands for a slot of a page.
 struct CachedRows {
   const char* data = nullptr;
   std::int64_t page = 0;
@@ -83,6 +83,7 @@ struct CachedBranch {
   PageDivmod by_size;
 
   CachedBranch() = default;
+  /// Strides of the slots in bytes.
   CachedBranch(const Slots& keys, const Slots& values, int num_pages)
       : k(rows_of(keys)),
         v(rows_of(values)),
@@ -94,8 +95,8 @@ struct CachedBranch {
 
  private:
   static CachedRows rows_of(const Slots& s) {
-    return {static_cast<const char*>(s.rows.data), 2 * s.rows.batch, static_cast<int>(2 * s.rows.row),
-            static_cast<int>(2 * s.rows.head)};
+    return {static_cast<const char*>(s.rows.data), s.rows.batch, static_cast<int>(s.rows.row),
+            static_cast<int>(s.rows.head)};
   }
 };
 
@@ -108,28 +109,35 @@ struct StepAttendArgs {
   int window;
   int topk, init_blocks, local_blocks;
   float scale;
-  int* lengths;        // (B), before the step
-  bool advance;        // the step's end advances the lengths
-  const int* num_new;  // (B); null: m
-  int positions;       // that can be rotated
-  StepPlan* plan;      // of the kernel in front
+  HeadScales key_scales, value_scales;  // of e4m3
+  int* lengths;                         // (B), before the step
+  bool advance;                         // the step's end advances the lengths
+  const int* num_new;                   // (B); null: m
+  int positions;                        // that can be rotated
+  StepPlan* plan;                       // of the kernel in front
   BlockKeys block_keys;
   int kept_units;  // units of which a thread block keeps sums, an upper bound; filled in by the launch
 };
 
+/// Units of keys that a warp multiplies at once: what is once per softmax costs half as much with two, and in e4m3 they
+/// are as many bytes as one of 16 bits.
+constexpr int units_at_once(bool float8) { return float8 ? 2 : 1; }
+
 /// What a thread block has in shared memory, in bytes, in this order.
 struct StepMemory {
-  std::int64_t ring;     // two stages of a unit per warp; between the branches also what the choice is made from
+  std::int64_t
+      ring;  // two stages of units_at_once units per warp; between the branches also what the choice is made from
   std::int64_t kept;     // sums for the choice
   std::int64_t rows;     // softmaxes of the rows
   std::int64_t choice;   // candidates and lists
   std::int64_t scratch;  // of the ring, for the choice
 
   /// keys, blocks: compressed keys and selection blocks of the longest sequence.
-  StepMemory(int tiles, const BlockKeys& block_keys, int key_dim, int value_dim, int topk, std::int64_t keys,
-             std::int64_t blocks) {
+  StepMemory(int tiles, const BlockKeys& block_keys, int key_dim, int value_dim, bool float8, int topk,
+             std::int64_t keys, std::int64_t blocks) {
     const int row_count = tiles * kTileRows;
-    ring = std::int64_t{2} * kWarps * kUnitKeys * (key_dim + value_dim) * 2;
+    const auto row_bytes = [&](int dim) { return !float8 ? 2 * dim : dim % 128 ? dim + 16 : dim; };  // as in a Tile
+    ring = std::int64_t{2} * kWarps * units_at_once(float8) * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
     kept = tiles * kept_units(keys) * block_keys.kept_bytes();
     rows = std::int64_t{8} * (kWarps * kTileRows + 2 * 3 * row_count) + 4 * (kRanks + 3) * row_count;
     choice = 12 * topk + 8;
@@ -149,7 +157,7 @@ struct StepMemory {
 };
 
 /// It may begin before the kernel in front of it has ended, and waits for that one before it reads what the step adds.
-template <class T, int Dk, int Dv>
+template <class T, int Dk, int Dv, bool kFloat8>
 [[gnu::weak]] cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::decode

@@ -63,8 +63,16 @@ __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, in
   if (side == 0 && args.rotation.cos)
     rotate_pair(args.rotation, static_cast<std::int64_t>(block) * args.geometry.kernel_stride, channel, 1, false, pair,
                 turned);
-  T* const to = args.sides[side].out.at<T>(b, block, head) + channel;
-  to[0] = turned[0], to[args.sides[side].dim / 2] = turned[1];
+  const FoldSide& of = args.sides[side];
+  const int half = of.dim / 2;
+  if (of.scales.data) {
+    const std::uint32_t stored = to_float8(to_float(turned[0]), to_float(turned[1]), of.scales[head]);
+    auto* const to = of.out.at<unsigned char>(b, block, head) + channel;
+    to[0] = static_cast<unsigned char>(stored), to[half] = static_cast<unsigned char>(stored >> 8);
+  } else {
+    T* const to = of.out.at<T>(b, block, head) + channel;
+    to[0] = turned[0], to[half] = turned[1];
+  }
 }
 
 /// What the threads of a thread block share beside the dynamic memory.
@@ -375,7 +383,11 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
     if (at.piece >= a.pieces) return;
     char* const to = a.slots.ring ? a.slots.rows.at<char>(b, (wish.before + at.token) % a.slots.size, at.head)
                                   : a.slots.at<char>(b, wish.before + at.token, at.head);
-    reinterpret_cast<uint4*>(to)[at.piece] = x;
+    if (a.scales.data) {
+      reinterpret_cast<uint2*>(to)[at.piece] = to_float8<T>(x, a.scales[at.head]);
+    } else {
+      reinterpret_cast<uint4*>(to)[at.piece] = x;
+    }
   };
   constexpr int kEarly = 2;
   uint4 early[kEarly];

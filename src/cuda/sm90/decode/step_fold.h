@@ -18,9 +18,10 @@ inline constexpr int kFoldStages = 4;
 /// φ of keys or of values, with weights as in CompressArgs. A cluster has one set of weights: that of a KV head, or the
 /// one that all of them share.
 struct FoldSide {
-  Strided fresh;  // (B, m, Hkv, D): the step's raw tokens
-  Slots ring;     // the raw tokens before
-  Slots out;      // compressed tokens
+  Strided fresh;      // (B, m, Hkv, D): the step's raw tokens
+  Slots ring;         // the raw tokens before
+  Slots out;          // compressed tokens
+  HeadScales scales;  // given: these are in e4m3
   Weights pe, w1, b1, w2, b2;
   int dim;     // D
   int hidden;  // columns of w1: E of an MLP, D of a linear φ, 0: the mean
@@ -32,7 +33,8 @@ struct FoldSide {
 struct Append {
   Strided fresh;  // (B, m, Hkv, D)
   Slots slots;
-  int pieces;  // of 16 bytes in a row
+  int pieces;         // of 16 bytes in a row
+  HeadScales scales;  // given: the slots are in e4m3, half as many bytes
 };
 
 struct StepFoldArgs : PlanArgs {
