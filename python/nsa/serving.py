@@ -416,7 +416,6 @@ def decode_paged(
     Raises:
         ValueError: an argument is not allowed; no memory was changed then.
         RuntimeError: a request found no page, and `overflow` was not given.
-        NotImplementedError: the backend is CUDA.
         TypeError: an argument is of another type.
     """
     _check_layer(layer)

@@ -31,7 +31,6 @@ struct Scalar {
 struct Call {
   Problem problem;
   bool packed = false;
-  std::string host_only;          // an option of the call that only the backends in host memory have, if there is one
   std::vector<Argument> tensors;  // those given, in the order of the parameters
   std::vector<Scalar> scalars;
 };

@@ -126,7 +126,6 @@ Status accept(const auto& params, const Context& context, Call& call, Backend& b
   if (Status status = validate(params, call); !status.ok()) return status;
   if (Status status = choose_backend(call.problem, context, backend); !status.ok()) return status;
   if (backend == Backend::kCUDA) {
-    if (Status status = supports_options(call); !status.ok()) return status;
     if (Status status = supports_layout(call); !status.ok()) return status;
   }
   if (context.num_threads < 0 || context.num_threads > kMaxThreads)

@@ -120,11 +120,6 @@ Status supports_layout(const Call& call) {
   return {};
 }
 
-Status supports_options(const Call& call) {
-  if (call.host_only.empty()) return {};
-  return Status::unsupported("backend cuda: " + call.host_only + ": the backends in host memory alone take it");
-}
-
 Status choose_backend(const Problem& problem, const Context& context, Backend& chosen) {
   chosen = context.backend;
   if (chosen == Backend::kAuto)

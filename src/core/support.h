@@ -12,9 +12,6 @@ namespace nsa {
 /// Whether the CUDA backend can read tensors laid out like this: rows of 16-byte pieces. Unsupported names the tensor.
 Status supports_layout(const Call& call);
 
-/// Whether the CUDA backend has the options of the call. Unsupported names one that it has not.
-Status supports_options(const Call& call);
-
 /// The environment variable NSA_CUDA_DS_MIB in bytes, if it is set to a number.
 std::optional<std::int64_t> wanted_d_s_bytes();
 

@@ -34,6 +34,7 @@ struct DecodeOperations {
   Operation<CompressParams> compress;
   Operation<NsaAttentionParams> nsa_attention;
   Operation<DecodeParams> decode, prefill;
+  Operation<ForkParams> fork;
   bool prefill_has_the_bits_of_steps;
   bool (*chunks_fold_as_steps_do)();
   bool (*fold_has_the_bits_of_compress)();

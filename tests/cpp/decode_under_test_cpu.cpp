@@ -2,7 +2,7 @@
 
 namespace nsa::test {
 
-const DecodeOperations under_test{compress,           nsa_attention, decode, prefill, true, [] { return true; },
+const DecodeOperations under_test{compress,           nsa_attention, decode, prefill, fork, true, [] { return true; },
                                   [] { return true; }};
 
 std::vector<StreamCase> decode_cases() {

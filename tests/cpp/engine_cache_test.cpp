@@ -5,6 +5,7 @@
 #include <string>
 
 #include "decode_support.h"
+#include "support/environment.h"
 
 namespace nsa::test {
 namespace {
@@ -168,6 +169,7 @@ class EngineCache {
 class EngineShaped : public testing::TestWithParam<StreamCase> {
  protected:
   StreamCase c = GetParam();
+  const Environment kernels{"NSA_CUDA_KERNELS", "portable"};  // those that serve both caches
 
   static void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
 
@@ -269,7 +271,7 @@ TEST_P(EngineShaped, AForkOfPagesAlone) {
     for (std::int64_t p = 0; p < length / cache.page_size; ++p)  // full pages, of tokens alone
       EngineCache::set(cache.table, 1, p, EngineCache::get(cache.table, 0, p));
     cache.lengths.set({0}, 60);
-    expect_ok(fork({cache.view(), c.cfg, 0, 1, length}, {c.backend, 1}));
+    expect_ok(under_test.fork({cache.view(), c.cfg, 0, 1, length}, {c.backend, 1}));
     cache.tokens[1] = length;
     for (const std::int64_t m : {3, 16}) expect_ok(cache.feed(stream, {m, m}, results));
 

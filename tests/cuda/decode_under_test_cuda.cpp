@@ -22,6 +22,7 @@ const DecodeOperations under_test{run<CompressParams, compress>,
                                   run<NsaAttentionParams, nsa_attention>,
                                   run<DecodeParams, decode>,
                                   run<DecodeParams, prefill>,
+                                  run<ForkParams, fork>,
                                   false,  // a chunk rounds the branches before it adds them
                                   [] { return !hopper_kernels_run(); },
                                   [] { return !hopper_kernels_run(); }};  // nor does compress

@@ -68,15 +68,15 @@ void for_views(NativeSparseAttentionParams& p, const F& f) {
 }
 template <class F>
 void for_views(KVCacheView& c, const F& f) {
-  for (TensorView* t :
-       {&c.k_slc, &c.v_slc, &c.block_table, &c.k_c, &c.v_c, &c.block_table_c, &c.k_swa_ring, &c.v_swa_ring,
-        &c.k_cmp_ring, &c.v_cmp_ring, &c.k_scale, &c.v_scale, &c.cache_seqlens, &c.overflow})
+  for (TensorView* t : {&c.k_slc, &c.v_slc, &c.block_table, &c.k_c, &c.v_c, &c.block_table_c, &c.k_swa_ring,
+                        &c.v_swa_ring, &c.k_cmp_ring, &c.v_cmp_ring, &c.k_scale, &c.v_scale, &c.block_table_swa,
+                        &c.block_table_cmp, &c.cache_seqlens, &c.overflow})
     f(*t);
 }
 template <class F>
 void for_views(DecodeParams& p, const F& f) {
   for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.rope_cos,
-                        &p.rope_sin, &p.num_new, &p.imposed_indices, &p.o, &p.indices})
+                        &p.rope_sin, &p.num_new, &p.query_start_loc, &p.imposed_indices, &p.o, &p.indices})
     f(*t);
   for_views(p.cache, f);
   for_views(p.weights_k, f);

@@ -201,6 +201,7 @@ TEST(Heuristics, EveryStepWithoutThemHasAReason) {
                "compression blocks longer than a selection block and a stride");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.tma_compatible = false; })),
                "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB");
+  EXPECT_STREQ(obstacle(with([](auto& d) { d.rings = false; })), "a cache in memory of an engine");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.capacity = 1 << 24; })), "a cache of too many tokens for a sequence");
   const StepDesc odd = with([](auto& d) { d.hidden_k = 320; });
   EXPECT_EQ(obstacle(odd), nullptr);

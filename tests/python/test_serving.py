@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nsa
+from devices import head_dims, here, on_gpu
 from nsa.serving import LayerCache, Step, allocate, decode_paged, fork
 from scheduler import CFG, DIM, HEADS, KV_HEADS, LAYERS, LONGEST, MAX_LENGTH, Engine, Model
 
@@ -236,10 +237,11 @@ class Paged:
     def __init__(self, dtype, own_table, window_pages, seed, scales=None):
         self.draw, self.own_table, self.window_pages = random.Random(seed), own_table, window_pages
         torch.manual_seed(seed)
+        self.dim = dim = head_dims(DIM, DIM)[0]
         rows = PAGE, -(-PAGE // CFG.kernel_stride // 16) * 16 if own_table else PAGE // CFG.kernel_stride, PAGE, PAGE
-        shapes = [(64, n, KV_HEADS, DIM) for n in rows for _ in "kv"]
+        shapes = [(64, n, KV_HEADS, dim) for n in rows for _ in "kv"]
         if not window_pages:
-            shapes[4:] = [(4, w + 32, KV_HEADS, DIM) for w in (CFG.window_size, CFG.kernel_size) for _ in "kv"]
+            shapes[4:] = [(4, w + 32, KV_HEADS, dim) for w in (CFG.window_size, CFG.kernel_size) for _ in "kv"]
         self.scales = scales or {}
         stored = torch.float8_e4m3fn if scales else dtype
         dtypes = stored, stored, stored, dtype
@@ -248,17 +250,18 @@ class Paged:
         ]
         self.layer = LayerCache(*(half for pair in both for half in pair.unbind(1)))  # keys and values in one tensor
         self.free = self.draw.sample(range(64), 64)
-        self.dtype, angles = dtype, torch.arange(200)[:, None] * 0.3 ** torch.arange(DIM // 2)
+        self.dtype, angles = dtype, torch.arange(200)[:, None] * 0.3 ** torch.arange(dim // 2)
         self.options = {"rope": (angles.cos(), angles.sin()), "softmax_scale": 0.4}
         for name in ("weights_k", "weights_v"):
-            phi = nsa.initial_compression_weights("mlp", CFG.kernel_size, DIM)
+            phi = nsa.initial_compression_weights("mlp", CFG.kernel_size, dim)
             self.options[name] = nsa.CompressionWeights(
                 "mlp", *(None if t is None else t.to(dtype) for t in vars(phi).values() if not isinstance(t, str))
             )
 
     def text(self, shared=None, length=0):
         """New tokens (q, k, v, gates) of a request of 120, the first ones those of another."""
-        new = [torch.randn(120, *shape).to(self.dtype) for shape in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM))]
+        shapes = (HEADS, self.dim), (KV_HEADS, self.dim), (KV_HEADS, self.dim)
+        new = [torch.randn(120, *shape).to(self.dtype) for shape in shapes]
         new.append(torch.rand(120, HEADS, 3).to(self.dtype))
         for mine, other in zip(new, shared or new, strict=True):
             mine[:length] = other[:length]
@@ -267,7 +270,7 @@ class Paged:
     def alone(self, text):
         """Of every token, by nsa.prefill and nsa.decode."""
         dtypes = {"dtype": self.layer.k_slc.dtype, "raw_dtype": self.dtype, **self.scales}
-        cache = nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=120, **dtypes)
+        cache = nsa.KVCache(1, KV_HEADS, self.dim, cfg=CFG, max_length=120, **dtypes)
         parts = []
         for begin in range(0, 120, 8):
             step = nsa.decode if begin % 16 else nsa.prefill
@@ -310,12 +313,25 @@ class Paged:
 SCALES = {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor([0.5, 0.03])}
 
 
+def assert_as_alone(parts, truths):
+    """Of every token (o, indices). On a GPU chunks and steps have kernels of their own, which agree within rounding."""
+    o, indices = (torch.cat(part) for part in zip(*parts, strict=True))
+    if not on_gpu():
+        assert torch.equal(o, truths[0]) and torch.equal(indices, truths[1])
+        return
+    alike = (indices == truths[1]).all(-1).all(-1)
+    assert alike.float().mean() > 0.97
+    tolerance = 1e-4 if o.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(o[alike], truths[0][alike], rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     ("dtype", "scales"),
     ((torch.float32, None), (torch.bfloat16, None), (torch.float32, SCALES), (torch.bfloat16, SCALES)),
 )
 @pytest.mark.parametrize(("own_table", "window_pages"), ((False, True), (True, True), (False, False)))
-def test_decode_paged_gives_what_decode_gives(dtype, scales, own_table, window_pages):
+def test_decode_paged_gives_what_decode_gives(device, dtype, scales, own_table, window_pages):
+    scales = scales and {name: here(scale) for name, scale in scales.items()}
     shares = not own_table and window_pages  # full pages are then all that a beginning needs
     for seed in range(3):
         engine = Paged(dtype, own_table, window_pages, seed, scales)
@@ -339,32 +355,32 @@ def test_decode_paged_gives_what_decode_gives(dtype, scales, own_table, window_p
             most = engine.draw.choice((1, 4, 30))
             run([min(engine.draw.randint(0, most), 120 - n) for n in lengths])
         for parts, truths, begin in zip(got, expected, begins, strict=True):
-            for result, truth in zip(zip(*parts, strict=True), truths, strict=True):
-                assert torch.equal(torch.cat(result), truth[begin:])
+            assert_as_alone(parts, [truth[begin:] for truth in truths])
 
 
-def test_a_step_in_fp8():
+def test_a_step_in_fp8(device):
     """A chunk and a decode, as a cache alone has them, with rings of other slots around."""
+    dim, scales = head_dims(DIM, DIM)[0], {name: here(scale) for name, scale in SCALES.items()}
     layer = allocate(
-        CFG, KV_HEADS, DIM, page_size=16, num_pages=8, num_pages_c=4, num_slots=3, dtype=torch.float8_e4m3fn
+        CFG, KV_HEADS, dim, page_size=16, num_pages=8, num_pages_c=4, num_slots=3, dtype=torch.float8_e4m3fn
     )
     assert layer.k_cmp_ring.dtype == torch.bfloat16
     layer = layer._replace(k_cmp_ring=layer.k_cmp_ring.float(), v_cmp_ring=layer.v_cmp_ring.float())
     new = [t[:20] for t in Paged(torch.float32, False, True, 0).text()]
-    options = {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.float32, **SCALES}
-    cache = nsa.KVCache(1, KV_HEADS, DIM, cfg=CFG, max_length=32, **options)
+    options = {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.float32, **scales}
+    cache = nsa.KVCache(1, KV_HEADS, dim, cfg=CFG, max_length=32, **options)
     for begin, end in ((0, 17), (17, 20)):
         tables = [torch.tensor([[5, 2]], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)]
         lengths = torch.tensor([end], dtype=torch.int32)
         step = Step([0, end - begin], lengths, *tables, [1], CFG, max_length=32, page_size=16)
         part = [t[begin:end] for t in new]
-        o = step.attend(layer, *part, **SCALES)
+        o = step.attend(layer, *part, **scales)
         assert torch.equal(o, (nsa.prefill if begin == 0 else nsa.decode)(*(t[None] for t in part), cache)[0])
     with pytest.raises(ValueError, match="k_scale: not given: a layer in float8_e4m3fn"):
         step.attend(layer, *part)
 
 
-def test_decode_paged_without_a_page():
+def test_decode_paged_without_a_page(device):
     engine = Paged(torch.float32, False, True, 0)
     texts, pages = [engine.text(), engine.text()], [[1], [2]]
     engine.step(texts, pages, [0, 0], [10, 10])

@@ -29,11 +29,6 @@ struct Shapes {
 
 bool is_float8(const KVCacheView& cache) { return cache.k_slc.dtype == DType::kFloat8E4M3; }
 
-/// The call asks for what only the backends in host memory do.
-void host_only(Checker& check, bool asked, const char* option) {
-  if (asked && check.call().host_only.empty()) check.call().host_only = option;
-}
-
 /// Page numbers must exist; -1 is none.
 void check_table(Checker& check, const char* name, const TensorView& given, std::int64_t num_pages) {
   const TensorView table = check.readable(given);
@@ -71,7 +66,6 @@ void check_recent(Checker& check, Shapes& s, bool float8, const char* k_name, co
   check.int32(table_name, table, Access::kInput, {&s.B, &max_pages});
   check_page_size(check, k_name, page_size);
   check_table(check, table_name, table, num_pages.value);
-  host_only(check, true, table_name);
 }
 
 /// Compressed tokens in pages of their own, or with the tokens.
@@ -84,7 +78,6 @@ void check_compressed(Checker& check, Shapes& s, const KVCacheView& cache, const
                 ": without block_table_c kernel_stride = ", cfg.kernel_stride, " must divide it");
   check_stored(check, is_float8(cache), "cache.k_c", cache.k_c, {&num_pages, &page_size, &s.Hkv, &s.Dk});
   check_stored(check, is_float8(cache), "cache.v_c", cache.v_c, {&num_pages, &page_size, &s.Hkv, &s.Dv});
-  host_only(check, !own, "cache.block_table_c: not given");
   if (!own) return;
   check.int32("cache.block_table_c", cache.block_table_c, Access::kInput, {&s.B, &s.max_pages_c});
   check_page_size(check, "cache.k_c", s.page_size_c);
@@ -105,7 +98,6 @@ void check_cache(Checker& check, Shapes& s, const KVCacheView& cache, const NSAC
                "cache.block_table_cmp", cache.block_table_cmp);
   check.int32("cache.overflow", cache.overflow, Access::kState, {&s.one});
   check_table(check, "cache.block_table", cache.block_table, s.num_pages.value);
-  host_only(check, !cache.advance, "cache.advance = false");
   if (!cache.advance) check.note("cache.advance", std::int64_t{0});
   const TensorView lengths = check.readable(cache.cache_seqlens);
   if (!lengths.defined()) return;
@@ -130,7 +122,6 @@ void check_packed(Checker& check, Shapes& s, const DecodeParams& params) {
   check.require(!params.num_new.defined(), "num_new: given beside query_start_loc, which says how many tokens are new");
   check.require(params.max_query_len >= 0, "max_query_len = ", params.max_query_len, ": must be >= 0");
   if (check.ok()) check.offsets("query_start_loc", params.query_start_loc, s.T.value);
-  host_only(check, true, "query_start_loc");
   check.note("max_query_len", params.max_query_len);
   s.m.value = params.max_query_len > 0 ? params.max_query_len : s.T.value;
 }

@@ -13,17 +13,21 @@ struct StepPlan {
   int sequence;   // its number, which is that of its page in a ring
   int completed;  // compression blocks that the new tokens complete
   int served;     // 0; counts clusters that have read the length (sm90/decode)
+  int q_begin;    // row of its first new token
 };
 
 /// q_len and k_len are upper bounds that the host knows: new tokens, capacity.
 struct StepGeometry : Geometry {
   const StepPlan* plan = nullptr;  // (batches)
+  const int* starts = nullptr;     // packed new tokens: (batches + 1) rows where sequences begin; null: a batch
+  int rows = 0;                    // of packed new tokens
+  bool counted = false;            // lengths count the new tokens already
 };
 
 /// Everything that the plan lets through lies within the cache's tables.
 __device__ inline DeviceSequence sequence_of(const StepGeometry& p, int b) {
   const StepPlan step = p.plan[b];
-  return {b, b, 0, step.added, 0, step.before + step.added};
+  return {b, p.starts ? 0 : b, step.q_begin, step.added, 0, step.before + step.added};
 }
 
 __device__ inline int compressed_begin(const StepGeometry&, int) { return 0; }
@@ -42,22 +46,25 @@ struct PlanArgs {
   const int* lengths;  // (B), before the step
   const int* num_new;  // (B); null: m
   int* overflow;       // set to 1 if a sequence has no room
-  PageTable tokens, compressed;
-  int positions;  // that can be rotated
+  PageTable tokens;
+  PageTable compressed, window, raw;  // null: they lie with the tokens; are rings
+  int window_size;                    // tokens
+  int positions;                      // that can be rotated
 };
 
 /// Room for the tokens of sequences: pages found through a table. A ring is the only page of its sequence.
 struct Slots {
   Strided rows;                // (pages, size, heads, D)
   int size = 1;                // slots of a page
+  int first = 0;               // slot of token 0
   bool ring = false;           // every token is in page 0 of the table, in slot token % size
   const int* table = nullptr;  // page numbers
   std::int64_t table_row = 0;  // ints from one sequence's page numbers to the next one's
 
   template <class T>
   __device__ T* at(int b, int token, int head) const {
-    const int page = token / size;
-    return rows.at<T>(table[b * table_row + (ring ? 0 : page)], token - page * size, head);
+    const int at = token + first, page = at / size;
+    return rows.at<T>(table[b * table_row + (ring ? 0 : page)], at - page * size, head);
   }
 };
 
@@ -72,8 +79,8 @@ struct CachedTokens {
   template <class T>
   __device__ T* at(const DeviceSequence& s, int token, int head) const {
     const int before = s.k_len - s.q_len;
-    if (fresh.data && token >= before) return fresh.at<T>(s.batch, token - before, head);
-    return slots.at<T>(s.batch, token, head);
+    if (fresh.data && token >= before) return fresh.at<T>(s.batch, s.q_begin + token - before, head);
+    return slots.at<T>(s.index, token, head);
   }
 };
 
@@ -97,16 +104,16 @@ class CachedStream {
   __device__ CachedStream(const Tokens& tokens, const DeviceSequence& s, int head, int thread)
       : tokens_(tokens),
         slots_(tokens.slots.rows.template at<Element>(0, 0, head)),
-        fresh_(tokens.fresh.template at<Element>(s.batch, s.q_len - s.k_len, head)),
-        table_(tokens.slots.table + s.batch * tokens.slots.table_row),
+        fresh_(tokens.fresh.template at<Element>(s.batch, s.q_begin + s.q_len - s.k_len, head)),
+        table_(tokens.slots.table + s.index * tokens.slots.table_row),
         before_(tokens.fresh.data ? s.k_len - s.q_len : s.k_len),
         page_mask_(tokens.slots.ring ? 0 : -1),
         thread_(thread) {}
 
   /// The tokens first ... first + kRows - 1; zeros from `end` on. Mostly they lie one after the other in one page.
   __device__ void load(std::uint32_t tile, int first, int end) const {
-    const int last = min(first + kRows, end), page = first / tokens_.slots.size,
-              slot = first - page * tokens_.slots.size;
+    const int last = min(first + kRows, end), at_first = first + tokens_.slots.first;
+    const int page = at_first / tokens_.slots.size, slot = at_first - page * tokens_.slots.size;
     const bool one_page = last <= before_ && slot + last - first <= tokens_.slots.size;
     const Element* row0 = one_page ? in_page(page, slot) : nullptr;
 #pragma unroll(sizeof(T) == 4 || sizeof(Element) == 1 ? 1 : kRows)  // neither has registers to spare
@@ -125,11 +132,12 @@ class CachedStream {
  private:
   __device__ const Element* at(int token) const {
     if (token >= before_) return fresh_ + token * tokens_.fresh.row;
-    const int page = token / tokens_.slots.size;
-    return in_page(page, token - page * tokens_.slots.size);
+    const int slot = token + tokens_.slots.first, page = slot / tokens_.slots.size;
+    return in_page(page, slot - page * tokens_.slots.size);
   }
   __device__ const Element* in_page(int page, int slot) const {
-    return slots_ + table_[page & page_mask_] * tokens_.slots.rows.batch + slot * tokens_.slots.rows.row;
+    // Pages that nobody sees may be gone, though their tokens lie in a tile beside others.
+    return slots_ + max(table_[page & page_mask_], 0) * tokens_.slots.rows.batch + slot * tokens_.slots.rows.row;
   }
 
   const Tokens& tokens_;           // of the kernel's arguments

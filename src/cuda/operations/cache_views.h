@@ -7,14 +7,27 @@
 namespace nsa::cuda {
 
 inline Slots paged(const TensorView& pages, const TensorView& table) {
-  return {strided(pages), to_int(pages.size(1)), false, table.as<const int>(), table.stride[0]};
+  return {strided(pages), to_int(pages.size(1)), 0, false, table.as<const int>(), table.stride[0]};
 }
 /// numbers: the sequences' own, `step` ints apart.
 inline Slots ring(const TensorView& tokens, const int* numbers, std::int64_t step) {
-  return {strided(tokens), to_int(tokens.size(1)), true, numbers, step};
+  return {strided(tokens), to_int(tokens.size(1)), 0, true, numbers, step};
+}
+/// The window or the raw tokens: a ring, or pages where there is a table.
+inline Slots recent(const TensorView& tokens, const TensorView& table, const int* numbers, std::int64_t step) {
+  return table.defined() ? paged(tokens, table) : ring(tokens, numbers, step);
+}
+/// Compressed tokens: in pages of their own, or each where its block's last token is.
+inline Slots compressed(const TensorView& pages, const KVCacheView& cache, const NSAConfig& cfg) {
+  if (cache.block_table_c.defined()) return paged(pages, cache.block_table_c);
+  Slots slots = paged(pages, cache.block_table);
+  slots.first = cfg.kernel_size / cfg.kernel_stride - 1;
+  return slots;
 }
 
+/// No table: null pages.
 inline PageTable page_table(const TensorView& pages, const TensorView& table) {
+  if (!table.defined()) return {};
   return {table.as<const int>(), table.stride[0], to_int(table.size(1)), to_int(pages.size(1)), to_int(pages.size(0))};
 }
 

@@ -36,15 +36,19 @@ class Step {
     }
     if (Status s = float8() ? attend<Float8Tokens>() : attend<CachedTokens>(); !s.ok()) return s;
     // Last, as queries see tokens that the new ones replace in the rings.
-    return append_to_rings(p_.cache.cache_seqlens.as<int>());
+    return append_to_rings(p_.cache.advance ? p_.cache.cache_seqlens.as<int>() : nullptr);
   }
 
  private:
-  std::int64_t batches() const { return p_.q.size(0); }
-  std::int64_t tokens() const { return p_.q.size(1); }
+  bool packed() const { return p_.query_start_loc.defined(); }
+  std::int64_t batches() const { return p_.cache.cache_seqlens.size(0); }
+  /// The most new tokens of a sequence.
+  std::int64_t tokens() const {
+    return packed() && p_.max_query_len > 0 ? std::min(p_.max_query_len, p_.q.size(1)) : p_.q.size(1);
+  }
   std::int64_t heads() const { return p_.q.size(2); }
   std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
-  int window() const { return std::min(p_.cfg.window_size, 1 << 30); }
+  int window_size() const { return std::min(p_.cfg.window_size, 1 << 30); }
   int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
   const int* num_new() const { return p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr; }
   bool float8() const { return p_.cache.k_slc.dtype == DType::kFloat8E4M3; }
@@ -78,10 +82,12 @@ class Step {
   }
 
   /// A ring finds its sequences' numbers in the plan.
-  Slots ring(const TensorView& tokens) const {
+  Slots recent(const TensorView& tokens, const TensorView& table) const {
     const int* numbers = geometry_.plan ? &geometry_.plan->sequence : nullptr;
-    return cuda::ring(tokens, numbers, sizeof(StepPlan) / sizeof(int));
+    return cuda::recent(tokens, table, numbers, sizeof(StepPlan) / sizeof(int));
   }
+  Slots window(const TensorView& tokens) const { return recent(tokens, p_.cache.block_table_swa); }
+  Slots raw(const TensorView& tokens) const { return recent(tokens, p_.cache.block_table_cmp); }
   Splits take_splits(std::int64_t count, std::int64_t size);
   template <class Args>
   Args attention_args(const CachedTokens& k, const CachedTokens& v, const Splits& splits, BranchIndex branch) const;
@@ -101,6 +107,8 @@ class Step {
   Status select();
   template <class Tokens>
   Status attend_selected();
+  Status clear();
+  StepCombineArgs combine_args() const;
   Status combine();
 
   sm90::StepKernels hopper_kernels() const;
@@ -123,12 +131,15 @@ class Step {
 /// What all ways of a step need to know. The plan is written by its first kernel.
 void Step::describe() {
   const KVCacheView& cache = p_.cache;
-  k_c_ = paged(cache.k_c, cache.block_table_c), v_c_ = paged(cache.v_c, cache.block_table_c);
+  k_c_ = compressed(cache.k_c, cache, p_.cfg), v_c_ = compressed(cache.v_c, cache, p_.cfg);
   k_slc_ = paged(cache.k_slc, cache.block_table), v_slc_ = paged(cache.v_slc, cache.block_table);
   fresh_k_slc_ = p_.k_slc, fresh_v_slc_ = p_.v_slc, fresh_k_swa_ = p_.k_swa, fresh_v_swa_ = p_.v_swa;
   scale_ = static_cast<float>(scale_of(p_.softmax_scale, p_.q));
   const std::int64_t capacity = std::min(cache.block_table.size(1) * cache.k_slc.size(1), kMaxTokens);
   static_cast<Geometry&>(geometry_) = geometry_of(p_.q, kv_heads(), capacity, 0, {}, p_.cfg);
+  geometry_.batches = to_int(batches()), geometry_.q_len = to_int(tokens());
+  geometry_.counted = !cache.advance;
+  if (packed()) geometry_.starts = p_.query_start_loc.as<const int>(), geometry_.rows = to_int(p_.q.size(1));
   plan_ = e_.arena.take<StepPlan>(batches());
   geometry_.plan = plan_;
   hopper_ = hopper_kernels();
@@ -144,6 +155,9 @@ PlanArgs Step::plan_args() const {
   args.overflow = cache.overflow.as<int>();
   args.tokens = page_table(cache.k_slc, cache.block_table);
   args.compressed = page_table(cache.k_c, cache.block_table_c);
+  args.window = page_table(cache.k_swa_ring, cache.block_table_swa);
+  args.raw = page_table(cache.k_cmp_ring, cache.block_table_cmp);
+  args.window_size = window_size();
   args.positions = positions();
   return args;
 }
@@ -168,6 +182,7 @@ Status Step::quantise() {
   if (!float8()) return {};
   QuantiseArgs args{};
   args.geometry = geometry_;
+  args.geometry.batches = to_int(p_.q.size(0)), args.geometry.q_len = to_int(p_.q.size(1));
   int count = 0;
   for (const auto& [fresh, scale] : {std::pair{&fresh_k_slc_, &p_.cache.k_scale},
                                      {&fresh_v_slc_, &p_.cache.v_scale},
@@ -177,6 +192,7 @@ Status Step::quantise() {
     *fresh = take_like(e_.arena, from, DType::kFloat8E4M3);
     args.tokens[count++] = {strided(from), strided(*fresh), to_int(from.size(3)), scales_of(*scale)};
   }
+  args.kinds = count;
   if (measuring()) return {};
   return status_of(step_element_kernels(p_.q.dtype)->quantise(args, e_.stream), "quantise_tokens");
 }
@@ -185,16 +201,16 @@ Status Step::quantise() {
 /// of the selection branch go to theirs on the way.
 Status Step::fold() {
   const std::int64_t blocks = ceil_div(tokens(), p_.cfg.kernel_stride);  // that a sequence may complete
-  const std::int64_t raw = (blocks - 1) * p_.cfg.kernel_stride + p_.cfg.kernel_size;
+  const std::int64_t raw_tokens = (blocks - 1) * p_.cfg.kernel_stride + p_.cfg.kernel_size;
   const std::int64_t B = batches(), h = kv_heads(), Dk = p_.k_cmp.size(3), Dv = p_.v_cmp.size(3);
   const DType dtype = p_.q.dtype;
-  const TensorView raw_k = take({B, raw, h, Dk}, dtype), raw_v = take({B, raw, h, Dv}, dtype);
+  const TensorView raw_k = take({B, raw_tokens, h, Dk}, dtype), raw_v = take({B, raw_tokens, h, Dv}, dtype);
   const TensorView k = take({B, blocks, h, Dk}, dtype), v = take({B, blocks, h, Dv}, dtype);
   if (!measuring()) {
-    const TokenMove moves[] = {move_of(p_.k_cmp, ring(p_.cache.k_cmp_ring), raw_k),
-                               move_of(p_.v_cmp, ring(p_.cache.v_cmp_ring), raw_v), move_of(fresh_k_slc_, k_slc_),
+    const TokenMove moves[] = {move_of(p_.k_cmp, raw(p_.cache.k_cmp_ring), raw_k),
+                               move_of(p_.v_cmp, raw(p_.cache.v_cmp_ring), raw_v), move_of(fresh_k_slc_, k_slc_),
                                move_of(fresh_v_slc_, v_slc_)};
-    if (Status s = move(moves, 4, std::max(tokens(), raw), nullptr); !s.ok()) return s;
+    if (Status s = move(moves, 4, std::max(tokens(), raw_tokens), nullptr); !s.ok()) return s;
   }
   const int* completed = geometry_.plan ? &geometry_.plan->completed : nullptr;
   constexpr int kStep = sizeof(StepPlan) / sizeof(int);
@@ -219,7 +235,8 @@ Splits Step::take_splits(std::int64_t count, std::int64_t size) {
 
 template <class Tokens>
 Status Step::attend() {
-  indices_ = p_.indices.defined() ? p_.indices : take({batches(), tokens(), kv_heads(), p_.cfg.topk}, DType::kInt32);
+  indices_ =
+      p_.indices.defined() ? p_.indices : take({p_.q.size(0), p_.q.size(1), kv_heads(), p_.cfg.topk}, DType::kInt32);
   attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
   if (uses_splits()) {
     // Splits of the compressed keys grow with the capacity, and with the rows, all of which have sums in every split.
@@ -231,14 +248,15 @@ Status Step::attend() {
     const std::int64_t blocks = std::max<std::int64_t>(kSelectedSplit / p_.cfg.block_size, 1);
     splits_[kSelected] = take_splits(ceil_div(p_.cfg.topk, blocks), blocks);
     // From the window of the first query to the last query, wherever they lie.
-    const std::int64_t seen = std::min<std::int64_t>(window() + tokens() - 1, geometry_.k_len);
+    const std::int64_t seen = std::min<std::int64_t>(window_size() + tokens() - 1, geometry_.k_len);
     splits_[kWindow] = take_splits(ceil_div(seen, kWindowSplit) + 1, kWindowSplit);
     if (selects() && tokens() * geometry_.group <= kScoredRows)
       scores_ = e_.arena.take<float>(batches() * tokens() * heads() * score_row());
   } else {
     for (TensorView& o : o_) o = take_like(e_.arena, p_.o, p_.o.dtype);
-    lse_ = take({batches(), heads(), tokens()}, DType::kFloat32);
+    lse_ = take({p_.q.size(0), heads(), p_.q.size(1)}, DType::kFloat32);
   }
+  if (Status s = clear(); !s.ok()) return s;
   // The branches of a chunk have the same place for their lse.
   if (Status s = uses_splits() ? attend_ranges<Tokens>() : attend_range<Tokens>(kCompressed); !s.ok()) return s;
   if (Status s = select<Tokens>(); !s.ok()) return s;
@@ -275,9 +293,9 @@ template <class Tokens>
 StepRangeArgs<Tokens> Step::range_args(BranchIndex branch) const {
   using Args = StepRangeArgs<Tokens>;
   if (branch == kCompressed) return attention_args<Args>({k_c_, {}}, {v_c_, {}}, splits_[kCompressed], kCompressed);
-  auto args = attention_args<Args>({ring(p_.cache.k_swa_ring), strided(fresh_k_swa_)},
-                                   {ring(p_.cache.v_swa_ring), strided(fresh_v_swa_)}, splits_[kWindow], kWindow);
-  args.window = window();
+  auto args = attention_args<Args>({window(p_.cache.k_swa_ring), strided(fresh_k_swa_)},
+                                   {window(p_.cache.v_swa_ring), strided(fresh_v_swa_)}, splits_[kWindow], kWindow);
+  args.window = window_size();
   return args;
 }
 
@@ -329,8 +347,13 @@ Status Step::select() {
                    "select_blocks");
 }
 
-Status Step::combine() {
-  if (measuring()) return {};
+/// Of the packed rows of o and indices all; those of queries follow.
+Status Step::clear() {
+  if (measuring() || !packed()) return {};
+  return status_of(step_element_kernels(p_.q.dtype)->clear(combine_args(), e_.stream), "clear_rows");
+}
+
+StepCombineArgs Step::combine_args() const {
   StepCombineArgs args{};
   args.geometry = geometry_;
   for (int i = 0; i < kBranches; ++i) args.rows.branch[i] = strided(o_[i]), args.splits[i] = splits_[i];
@@ -340,19 +363,24 @@ Status Step::combine() {
   args.rows.heads = to_int(heads());
   args.rows.dim = to_int(p_.o.size(3));
   args.value_scales = scales_of(p_.cache.v_scale);
-  args.window = window();
+  args.window = window_size();
   args.indices = strided(p_.indices);
   args.topk = p_.cfg.topk;
-  return status_of(step_element_kernels(p_.q.dtype)->combine(args, e_.stream), "combine_step");
+  return args;
+}
+
+Status Step::combine() {
+  if (measuring()) return {};
+  return status_of(step_element_kernels(p_.q.dtype)->combine(combine_args(), e_.stream), "combine_step");
 }
 
 /// Advances the lengths, if they are given.
 Status Step::append_to_rings(int* lengths) {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
-  const TokenMove moves[] = {move_of(fresh_k_swa_, ring(cache.k_swa_ring)),
-                             move_of(fresh_v_swa_, ring(cache.v_swa_ring)), move_of(p_.k_cmp, ring(cache.k_cmp_ring)),
-                             move_of(p_.v_cmp, ring(cache.v_cmp_ring))};
+  const TokenMove moves[] = {move_of(fresh_k_swa_, window(cache.k_swa_ring)),
+                             move_of(fresh_v_swa_, window(cache.v_swa_ring)), move_of(p_.k_cmp, raw(cache.k_cmp_ring)),
+                             move_of(p_.v_cmp, raw(cache.v_cmp_ring))};
   return move(moves, 4, tokens(), lengths);
 }
 
@@ -362,6 +390,8 @@ sm90::StepKernels Step::hopper_kernels() const {
   const KVCacheView& cache = p_.cache;
   sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, geometry_.k_len, p_.cfg};
   call.float8 = float8();
+  call.rings = !packed() && cache.advance && cache.block_table_c.defined() && !cache.block_table_swa.defined() &&
+               !cache.block_table_cmp.defined();
   for (const TensorView* t :
        {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring}) {
     const Strided rows = strided(*t);
@@ -392,13 +422,13 @@ Status Step::fold_on_hopper() {
   };
   args.appends[0] = append(p_.k_slc, k_slc_, cache.k_slc, k_scales);
   args.appends[1] = append(p_.v_slc, v_slc_, cache.v_slc, v_scales);
-  args.appends[2] = append(p_.k_swa, ring(cache.k_swa_ring), cache.k_swa_ring, k_scales);
-  args.appends[3] = append(p_.v_swa, ring(cache.v_swa_ring), cache.v_swa_ring, v_scales);
-  args.appends[4] = append(p_.k_cmp, ring(cache.k_cmp_ring), cache.k_cmp_ring, none);
-  args.appends[5] = append(p_.v_cmp, ring(cache.v_cmp_ring), cache.v_cmp_ring, none);
+  args.appends[2] = append(p_.k_swa, window(cache.k_swa_ring), cache.k_swa_ring, k_scales);
+  args.appends[3] = append(p_.v_swa, window(cache.v_swa_ring), cache.v_swa_ring, v_scales);
+  args.appends[4] = append(p_.k_cmp, raw(cache.k_cmp_ring), cache.k_cmp_ring, none);
+  args.appends[5] = append(p_.v_cmp, raw(cache.v_cmp_ring), cache.v_cmp_ring, none);
   const auto side = [&](const TensorView& fresh, const TensorView& raw, const Slots& out, const CompressionWeights& w) {
     sm90::decode::FoldSide side{};
-    side.fresh = strided(fresh), side.ring = ring(raw), side.out = out;
+    side.fresh = strided(fresh), side.ring = this->raw(raw), side.out = out;
     side.pe = weights_of(w.pe), side.w1 = weights_of(w.w1), side.b1 = weights_of(w.b1);
     side.w2 = weights_of(w.w2), side.b2 = weights_of(w.b2);
     side.dim = to_int(fresh.size(3));
@@ -427,9 +457,9 @@ Status Step::attend_on_hopper() {
   };
   args.cached[kCompressed] = cached(k_c_, v_c_, cache.k_c);
   args.cached[kSelected] = cached(k_slc_, v_slc_, cache.k_slc);
-  args.cached[kWindow] = cached(ring(cache.k_swa_ring), ring(cache.v_swa_ring), cache.k_swa_ring);
+  args.cached[kWindow] = cached(window(cache.k_swa_ring), window(cache.v_swa_ring), cache.k_swa_ring);
   args.key_scales = scales_of(cache.k_scale), args.value_scales = scales_of(cache.v_scale);
-  args.window = window();
+  args.window = window_size();
   args.topk = cfg.topk;
   args.init_blocks = cfg.init_blocks, args.local_blocks = cfg.local_blocks;
   args.scale = scale_;
@@ -444,7 +474,26 @@ Status Step::attend_on_hopper() {
 
 }  // namespace
 
-Status run(const DecodeParams& p, Execution& e) {
+namespace {
+
+/// Packed rows as a batch of one.
+DecodeParams in_batches(DecodeParams p) {
+  if (!p.query_start_loc.defined()) return p;
+  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.imposed_indices,
+                        &p.o, &p.indices}) {
+    if (!t->defined()) continue;
+    t->rank = 4;
+    t->shape = {1, t->shape[0], t->shape[1], t->shape[2]};
+    t->stride = {0, t->stride[0], t->stride[1], t->stride[2]};
+  }
+  return p;
+}
+
+}  // namespace
+
+Status run(const DecodeParams& given, Execution& e) {
+  const DecodeParams p = in_batches(given);
+  if (p.q.numel() == 0) return {};
   if (!e.arena.measuring()) {  // before anything is written
     Execution needed;
     if (Status s = Step(p, needed).run(); !s.ok()) return s;

@@ -8,25 +8,29 @@ namespace {
 using namespace portable;  // all kernels of a cache are
 
 /// Pages of both sequences must be there; a shared page must be full, as the child will write behind it.
-__device__ inline bool can_fork(const ForkArgs& args, const PageTable& t, int tokens) {
-  return all_pages(t, tokens, [&](int page) {
+__device__ inline bool can_fork(const ForkArgs& args, const PageTable& t, int begin, int tokens) {
+  if (!t.pages) return true;
+  const auto good = [&](int page) {
     const bool shared = t.pages[args.child * t.row + page] == t.pages[args.parent * t.row + page];
     const bool full = (page + 1ll) * t.page_size <= tokens;
     return has_page(t, args.parent, page) && has_page(t, args.child, page) && (full || !shared);
-  });
+  };
+  return all_pages(t, tokens, good, begin);
 }
 
 /// One thread block.
 __global__ void __launch_bounds__(256) plan_fork(const __grid_constant__ ForkArgs args) {
   const int length = args.lengths[args.parent];
-  bool good = args.length <= length && length - args.length <= kRollback;
-  good &= can_fork(args, args.tokens, args.length);
-  good &= can_fork(args, args.compressed, args.blocks);
+  bool good = args.length <= length && (!args.rings || length - args.length <= kRollback);
+  good &= can_fork(args, args.tokens, 0, args.length);
+  good &= can_fork(args, args.compressed, 0, args.blocks);
+  good &= can_fork(args, args.window, args.window_begin, args.length);
+  good &= can_fork(args, args.raw, args.raw_begin, args.length);
   for (int b = threadIdx.x; b < args.sequences; b += blockDim.x) args.numbers[b] = b;
   if (threadIdx.x > 0) return;
   *args.parent_length = good ? length : -1;
   if (good) {
-    args.lengths[args.child] = args.length;
+    if (args.advance) args.lengths[args.child] = args.length;
   } else {
     *args.overflow = 1;
   }
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(128) copy_tokens(const __grid_constant__ ForkC
   const int parent_length = *f.parent_length;
   if (parent_length < 0) return;
   // A ring holds the parent's last tokens only.
-  const int first = !copy.slots.ring ? 0 : max(parent_length - copy.slots.size, 0);
+  const int first = !copy.slots.ring ? copy.begin : max(parent_length - copy.slots.size, 0);
   copy_rows(
       copy.tokens - first, f.kv_heads, copy.pieces,
       [&](int token, int head) { return copy.slots.at<char>(f.parent, first + token, head); },
@@ -70,16 +74,24 @@ Status run(const ForkParams& p, Execution& e) {
   f.overflow = cache.overflow.as<int>();
   f.tokens = page_table(cache.k_slc, cache.block_table);
   f.compressed = page_table(cache.k_c, cache.block_table_c);
+  f.window = page_table(cache.k_swa_ring, cache.block_table_swa);
+  f.raw = page_table(cache.k_cmp_ring, cache.block_table_cmp);
+  f.window_begin = std::max(f.length - std::min(p.cfg.window_size, 1 << 30) + 1, 0);
+  f.raw_begin = f.blocks * p.cfg.kernel_stride;
+  f.advance = cache.advance;
+  f.rings = !f.window.pages || !f.raw.pages;
   if (Status s = status_of(launch(plan_fork, 1, 256, 0, e.stream, f), "plan_fork"); !s.ok()) return s;
 
   int count = 0;
-  const auto add = [&](const TensorView& t, const Slots& slots, int tokens) {
-    args.copies[count++] = {in_bytes(slots, t.dtype), tokens, pieces_of(t)};
+  const auto add = [&](const TensorView& t, const Slots& slots, int begin, int tokens) {
+    args.copies[count++] = {in_bytes(slots, t.dtype), begin, tokens, pieces_of(t)};
   };
-  for (const TensorView& t : {cache.k_slc, cache.v_slc}) add(t, paged(t, cache.block_table), f.length);
-  for (const TensorView& t : {cache.k_c, cache.v_c}) add(t, paged(t, cache.block_table_c), f.blocks);
-  for (const TensorView& t : {cache.k_swa_ring, cache.v_swa_ring, cache.k_cmp_ring, cache.v_cmp_ring})
-    add(t, ring(t, f.numbers, 1), f.length);
+  for (const TensorView& t : {cache.k_slc, cache.v_slc}) add(t, paged(t, cache.block_table), 0, f.length);
+  for (const TensorView& t : {cache.k_c, cache.v_c}) add(t, compressed(t, cache, p.cfg), 0, f.blocks);
+  for (const TensorView& t : {cache.k_swa_ring, cache.v_swa_ring})
+    add(t, recent(t, cache.block_table_swa, f.numbers, 1), f.window_begin, f.length);
+  for (const TensorView& t : {cache.k_cmp_ring, cache.v_cmp_ring})
+    add(t, recent(t, cache.block_table_cmp, f.numbers, 1), f.raw_begin, f.length);
   const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(p.length, 1, 1024)), count);
   return status_of(launch(copy_tokens, grid, 128, 0, e.stream, args), "copy_tokens");
 }

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 ? 2 : 0) selected_forward(
                          const int h = kv_head * p.group + first_head + r;
                          if constexpr (kHasSplits<Args>) {
                            if (args.splits.num_splits > 0) {
-                             const std::int64_t to = args.splits.at(p, split, seq.batch, query, h);
+                             const std::int64_t to = args.splits.at(p, split, seq.index, query, h);
                              *reinterpret_cast<float2*>(args.splits.o_accum + to * Dv + column) = make_float2(x, y);
                              if (column == 0)
                                args.splits.softmax[to] = make_float2(max, first_block < blocks ? sum : -1.0f);

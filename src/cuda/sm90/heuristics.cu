@@ -179,6 +179,7 @@ const char* obstacle(const StepDesc& call) {
   const int keys = cfg.block_size / cfg.kernel_stride, strides = cfg.kernel_size / cfg.kernel_stride;
   if (keys < 2 || keys > decode::kUnitKeys) return "blocks of less than 2 or more than 16 compressed keys";
   if (strides > keys + 1) return "compression blocks longer than a selection block and a stride";
+  if (!call.rings) return "a cache in memory of an engine";
   if (!call.tma_compatible)
     return "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB";
   if (!memory_fits(call)) return "a cache of too many tokens for a sequence";

@@ -12,12 +12,10 @@ __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArg
   const StepWish wish(args.geometry, args.lengths, args.num_new, args.positions, b);
   bool room = wish.possible;
   if (room) {
-    room &= all_pages(args.tokens, wish.after(), [&](int page) { return has_page(args.tokens, b, page); });
-    room &= all_pages(args.compressed, wish.first + wish.completed,
-                      [&](int page) { return has_page(args.compressed, b, page); });
+    room = __syncthreads_and(own_room(args, wish, b));
   }
   if (threadIdx.x > 0) return;
-  args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0};
+  args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, wish.q_begin};
   if (wish.added > 0 && !room) *args.overflow = 1;
 }
 
@@ -34,16 +32,16 @@ __global__ void __launch_bounds__(128, 8) move_tokens(const __grid_constant__ Mo
     copy_rows(
         blocks > 0 ? (blocks - 1) * p.kernel_stride + p.kernel_size : 0, p.kv_heads, move.pieces,
         [&](int token, int head) { return tokens.at<char>(s, first * p.kernel_stride + token, head); },
-        [&](int token, int head) { return move.gathered.at<char>(s.batch, token, head); });
+        [&](int token, int head) { return move.gathered.at<char>(s.index, token, head); });
   } else {
     // Of more tokens than a ring has slots the last ones.
     const int skipped = !move.slots.ring ? 0 : max(s.q_len - move.slots.size, 0);
     copy_rows(
         s.q_len - skipped, p.kv_heads, move.pieces,
-        [&](int token, int head) { return move.fresh.at<char>(s.batch, skipped + token, head); },
-        [&](int token, int head) { return move.slots.at<char>(s.batch, before + skipped + token, head); });
+        [&](int token, int head) { return move.fresh.at<char>(s.batch, s.q_begin + skipped + token, head); },
+        [&](int token, int head) { return move.slots.at<char>(s.index, before + skipped + token, head); });
   }
-  if (args.lengths && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) args.lengths[s.batch] = s.k_len;
+  if (args.lengths && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) args.lengths[s.index] = s.k_len;
 }
 
 }  // namespace nsa::cuda::portable

@@ -32,15 +32,15 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
   const auto store = [&](const Slots& slots, int head, int column, T x, const HeadScales& scales) {
     if (args.float8) {
       const auto stored = static_cast<unsigned char>(to_float8(to_float(x), 0, scales[head]));
-      slots.at<unsigned char>(s.batch, i, head)[column] = stored;
+      slots.at<unsigned char>(s.index, i, head)[column] = stored;
     } else {
-      slots.at<T>(s.batch, i, head)[column] = x;
+      slots.at<T>(s.index, i, head)[column] = x;
     }
   };
   const std::int64_t position = static_cast<std::int64_t>(i) * p.kernel_stride;
   for (int e = threadIdx.x; e < p.kv_heads * half; e += blockDim.x) {
     const int head = e / half, column = e % half;
-    const T* from = args.keys.at<T>(s.batch, j, head) + column;
+    const T* from = args.keys.at<T>(s.index, j, head) + column;
     T pair[2] = {from[0], from[half]};
     if (args.rotation.cos) rotate_pair(args.rotation, position, column, 1, false, pair, pair);
     store(args.key_slots, head, column, pair[0], args.key_scales);
@@ -48,18 +48,20 @@ __global__ void __launch_bounds__(128) store_compressed(const __grid_constant__ 
   }
   for (int e = threadIdx.x; e < p.kv_heads * args.value_dim; e += blockDim.x) {
     const int head = e / args.value_dim, column = e % args.value_dim;
-    store(args.value_slots, head, column, args.values.at<T>(s.batch, j, head)[column], args.value_scales);
+    store(args.value_slots, head, column, args.values.at<T>(s.index, j, head)[column], args.value_scales);
   }
 }
 
 /// combine for a step. A thread block per row, of at most 32 chunks, a warp per branch; rows without a query get o = 0
-/// and indices = -1. Grid x: query, y: head, z: sequence.
+/// and indices = -1; packed ones have them already (clear_rows). Grid x: query, y: head, z: sequence.
 template <class T>
 __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_constant__ StepCombineArgs args) {
   const StepGeometry& p = args.geometry;
   const int r = blockIdx.x, h = blockIdx.y, b = blockIdx.z, lane = threadIdx.x % 32, branch = threadIdx.x / 32;
   const DeviceSequence s = sequence_of(p, b);
   const int column = lane * Chunk<T>::kSize;
+  const int row = s.q_begin + r;
+  if (p.starts && r >= s.q_len) return;
   const bool mine = column < args.rows.dim;
   Chunk<T> sum{};
   if (r < s.q_len) {
@@ -76,12 +78,12 @@ __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_cons
         for (int split = range.first; split < range.last; ++split)
           merged.add(softmax(split), splits.o_accum + splits.at(p, split, b, r, h) * args.rows.dim + column, x);
     } else if (mine) {
-      x = Chunk<T>::load(args.rows.branch[branch].at<T>(b, r, h) + column);
+      x = Chunk<T>::load(args.rows.branch[branch].at<T>(s.batch, row, h) + column);
     }
     branches[branch][lane] = x;
     __syncthreads();
     if (branch > 0) return;
-    const T* gates = args.rows.gates.at<T>(b, r, h);
+    const T* gates = args.rows.gates.at<T>(s.batch, row, h);
     const float value_scale = args.value_scales[h / p.group];
     for (int i = 0; i < kBranches; ++i) {
       const float gate = to_float(gates[i]) * value_scale;
@@ -92,9 +94,21 @@ __global__ void __launch_bounds__(32 * kBranches) combine_step(const __grid_cons
   } else if (branch > 0) {
     return;
   } else if (args.indices.data && h < p.kv_heads) {
-    for (int i = lane; i < args.topk; i += 32) args.indices.at<int>(b, r, h)[i] = -1;
+    for (int i = lane; i < args.topk; i += 32) args.indices.at<int>(s.batch, row, h)[i] = -1;
   }
-  if (mine) sum.store(args.rows.o.at<T>(b, r, h) + column);
+  if (mine) sum.store(args.rows.o.at<T>(s.batch, row, h) + column);
+}
+
+/// Packed rows as those of no sequence are left. A thread block per row.
+template <class T>
+__global__ void __launch_bounds__(128) clear_rows(const __grid_constant__ StepCombineArgs args) {
+  const StepGeometry& p = args.geometry;
+  for (int h = 0; h < p.heads; ++h)
+    for (int i = threadIdx.x; i < args.rows.dim / 2; i += blockDim.x)
+      store_pair(args.rows.o.at<T>(0, blockIdx.x, h) + 2 * i, 0, 0);
+  if (args.indices.data)
+    for (int i = threadIdx.x; i < p.kv_heads * args.topk; i += blockDim.x)
+      args.indices.at<int>(0, blockIdx.x, i / args.topk)[i % args.topk] = -1;
 }
 
 }  // namespace nsa::cuda::portable

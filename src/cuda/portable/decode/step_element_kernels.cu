@@ -22,7 +22,7 @@ cudaError_t run_store_compressed(const StoreArgs& args, int blocks, cudaStream_t
 
 cudaError_t run_quantise(const QuantiseArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
-  return launch(quantise_tokens<T>, dim3(std::min(g.q_len, 1024), 4, g.batches), 128, 0, stream, args);
+  return launch(quantise_tokens<T>, dim3(std::min(g.q_len, 1024), args.kinds, g.batches), 128, 0, stream, args);
 }
 
 template <class Tokens>
@@ -50,6 +50,10 @@ cudaError_t run_select_in_splits(const StepSelectArgs<Tokens>& args, int key_dim
   return launch(top_k_step<Args>, dim3(g.q_len, g.kv_heads, g.batches), kTopKThreads, 0, stream, args);
 }
 
+cudaError_t run_clear(const StepCombineArgs& args, cudaStream_t stream) {
+  return launch(clear_rows<T>, dim3(args.geometry.rows), 128, 0, stream, args);
+}
+
 cudaError_t run_combine(const StepCombineArgs& args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   return launch(combine_step<T>, dim3(g.q_len, g.heads, g.batches), 32 * kBranches, 0, stream, args);
@@ -63,6 +67,7 @@ const StepElementKernels& step_element_instance<T>() {
                                             run_store_compressed,
                                             {run_select_blocks<CachedTokens>, run_select_in_splits<CachedTokens>},
                                             {run_select_blocks<Float8Tokens>, run_select_in_splits<Float8Tokens>},
+                                            run_clear,
                                             run_combine};
   return table;
 }

@@ -26,6 +26,7 @@ struct StepElementKernels {
   cudaError_t (*store_compressed)(const StoreArgs&, int blocks, cudaStream_t);
   StepSelectKernels<CachedTokens> select;
   StepSelectKernels<Float8Tokens> select_float8;
+  cudaError_t (*clear)(const StepCombineArgs&, cudaStream_t);  // packed rows
   cudaError_t (*combine)(const StepCombineArgs&, cudaStream_t);
 
   template <class Tokens>

@@ -49,7 +49,8 @@ struct TokenMove {
 
 /// New tokens in e4m3. Strides in elements.
 struct QuantiseArgs {
-  StepGeometry geometry;
+  Geometry geometry;
+  int kinds;
   struct {
     Strided from, to;  // (B, m, heads, D)
     int dim;
@@ -91,17 +92,20 @@ struct ForkArgs {
   int length, blocks;  // tokens and compressed tokens that the child begins with
   int* lengths;
   int* overflow;
-  PageTable tokens, compressed;
-  int* parent_length;  // -1: refused
-  int* numbers;        // (sequences): their own, which are those of their rings
+  bool advance;                               // the child's length is set
+  bool rings;                                 // hold no older tokens than kRollback before the parent's length
+  PageTable tokens, compressed, window, raw;  // null pages: not in pages of their own
+  int window_begin, raw_begin;                // the first tokens that the child needs of them
+  int* parent_length;                         // -1: refused
+  int* numbers;                               // (sequences): their own, which are those of their rings
   int sequences;
 };
 
 /// One kind of tokens of a cache. Strides in bytes.
 struct ForkCopy {
   Slots slots;
-  int tokens;  // of the child, from 0 on
-  int pieces;  // of 16 bytes in a row
+  int begin, tokens;  // of the child: begin ... tokens - 1
+  int pieces;         // of 16 bytes in a row
 };
 
 struct ForkCopyArgs {

@@ -43,12 +43,13 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
     const int query = r / p.group;
     valid[i] = r < first_row + rows;
     range[i] = valid[i] ? visible_keys(p, args.window, seq.position(query)) : KeyRange{0, 0};
-    q_row[i] = valid[i] ? args.q.template at<T>(seq.batch, query, kv_head * p.group + r % p.group) : nullptr;
+    q_row[i] =
+        valid[i] ? args.q.template at<T>(seq.batch, seq.q_begin + query, kv_head * p.group + r % p.group) : nullptr;
   }
   const RowFragments<T, Dk> q(q_row[0], q_row[1], lane, args.scale < 0);
   float* scores = nullptr;  // of row lane / 4
   if (!in_window && branches.scores) {
-    const std::int64_t before = (static_cast<std::int64_t>(seq.batch) * p.kv_heads + kv_head) * p.q_len * p.group;
+    const std::int64_t before = (static_cast<std::int64_t>(seq.index) * p.kv_heads + kv_head) * p.q_len * p.group;
     scores = branches.scores + (before + first_row + lane / 4) * branches.scores_row + 2 * (lane & 3);
   }
 
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(128, sizeof(T) == 4 || Dk > 128 ? 2 : 3)
                           });
   merge_warps<Steps>(state, rows, memory, [&](int r, int column, float x, float y, float max, float sum) {
     const int at = first_row + r;
-    const std::int64_t to = args.splits.at(p, split, seq.batch, at / p.group, kv_head * p.group + at % p.group);
+    const std::int64_t to = args.splits.at(p, split, seq.index, at / p.group, kv_head * p.group + at % p.group);
     *reinterpret_cast<float2*>(args.splits.o_accum + to * Dv + column) = make_float2(x, y);
     if (column == 0) args.splits.softmax[to] = make_float2(max, sum);
   });

@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kTopKThreads) top_k_step(const __grid_constant
                            ? near
                            : args.scratch + rows * args.scratch_keys + row * args.scratch_blocks;
   top_k_blocks<kTopKThreads>(args, seq, seq.position(query), kv_head, args.scratch + row * args.scratch_keys,
-                             importances, args.indices.template at<int>(b, query, kv_head), threadIdx.x);
+                             importances, args.indices.template at<int>(seq.batch, seq.q_begin + query, kv_head),
+                             threadIdx.x);
 }
 
 }  // namespace nsa::cuda::portable

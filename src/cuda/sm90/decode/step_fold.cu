@@ -46,13 +46,7 @@ __device__ __forceinline__ int token_at(int r, int c) { return r * 64 + ((c ^ (r
 
 /// Whether the sequence can take its new tokens: all of its pages exist. All threads of the thread block call it.
 __device__ __forceinline__ bool has_room(const StepFoldArgs& args, const StepWish& wish, int b) {
-  bool all = wish.possible;
-  if (all) {
-    all &= own_pages(args.tokens, wish.after(), [&](int page) { return has_page(args.tokens, b, page); });
-    all &= own_pages(args.compressed, wish.first + wish.completed,
-                     [&](int page) { return has_page(args.compressed, b, page); });
-  }
-  return __syncthreads_and(all);
+  return __syncthreads_and(wish.possible && own_room(args, wish, b));
 }
 
 /// A pair of channels (channel, channel + D / 2) of a compressed token to its page; of keys (side 0) turned.
@@ -398,7 +392,7 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
   }
   const bool room = has_room(args, wish, b);
   if (threadIdx.x == 0) {
-    args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0};
+    args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, 0};
     if (wish.added > 0 && !room) *args.overflow = 1;
   }
   if (!room) return;
