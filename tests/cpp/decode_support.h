@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -209,6 +210,7 @@ struct Feed {
   const Stream& stream;
   KVCache& cache;
   const Tensor* imposed = nullptr;  // indices like Results::indices
+  std::optional<double> softmax_scale = {};
 
   Status operator()(const std::vector<std::int64_t>& counts, Results& results, std::vector<std::int64_t> rows = {},
                     int num_threads = 1, bool reserve = true) const {
@@ -237,6 +239,7 @@ struct Feed {
     p.cache = cache.view();
     p.weights_k = stream.weights_k.view(), p.weights_v = stream.weights_v.view();
     p.cfg = c.cfg;
+    p.softmax_scale = softmax_scale;
     p.rope_cos = stream.rope_cos, p.rope_sin = stream.rope_sin;
     p.num_new = num_new;
     const Tensor o(c.dtype, {c.batch, m, c.kv_heads * c.group, c.dv});

@@ -183,7 +183,7 @@ TEST_P(Decode, ForksOfASharedPrefixDiverge) {
 
 TEST_P(Decode, AKeptPrefixHasTheBitsOfItsTokens) {
   // The sequence that left the prefix goes back into it, writes something else and is released.
-  if (c.page_size == 0) GTEST_SKIP() << "pages only";
+  if (c.page_size == 0 || c.page_size > 48) GTEST_SKIP() << "pages of up to 48 tokens only";
   const Stream stream(c), other(c, 99);
   std::vector<std::int32_t> ids(static_cast<std::size_t>(c.length));
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(7 * i);

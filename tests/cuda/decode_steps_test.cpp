@@ -1,6 +1,7 @@
 // What only a device has: keys cut into parts, graphs that replay a step, lengths and tables that nobody checked.
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <optional>
 
 #include "decode_support.h"
@@ -209,6 +210,22 @@ TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
   c.dk = c.dv = 128;
   c.cfg = {32, 16, 64, 12, 1, 2, 512};
   expect_portable(c, {1, 2, 16, 1, 4, 7, 16, 3, 1});
+}
+
+TEST(DecodeSteps, QueriesOfAnySizeInFloat8) {
+  // Beyond float16, in which they are multiplied: a power of two that the softmax scale takes back changes no bit.
+  const StreamCase c = in_float8(clustered_case(16));
+  std::vector<Results> results;
+  for (const int exponent : {0, 60, -70}) {
+    Stream stream(c);
+    for_each_index(stream.q, [&](const Index& i) { stream.q.set(i, std::ldexp(stream.q.get(i), exponent)); });
+    KVCache cache = make_cache(c);
+    Results& to = results.emplace_back(c);
+    for (const std::int64_t m : {300, 1, 4})
+      expect_ok(Feed{stream, cache, nullptr, std::ldexp(0.125, -exponent)}({m, m}, to));
+    EXPECT_TRUE(same_bits(slice(to.o, 1, 0, 305), slice(results[0].o, 1, 0, 305))) << "2^" << exponent;
+    EXPECT_TRUE(same_bits(slice(to.indices, 1, 0, 305), slice(results[0].indices, 1, 0, 305))) << "2^" << exponent;
+  }
 }
 
 TEST(DecodeSteps, AChunkMayHaveMoreTokensThanAGridHasRows) {

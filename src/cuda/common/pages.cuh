@@ -30,25 +30,16 @@ __device__ inline bool all_pages(const PageTable& t, int tokens, const Good& goo
   return __syncthreads_and(own_pages(t, tokens, good, begin));
 }
 
-/// The first token that the window of a query at position `length` holds, and the first whose block is not complete.
-__device__ inline int window_begin(int window_size, int length) { return max(length - window_size + 1, 0); }
-__device__ inline int open_block_begin(const Geometry& p, int length) {
-  return num_compressed(p, length) * p.kernel_stride;
-}
-
 /// What a step wants to add to a sequence, before its pages are looked at. Lengths come from the device.
 struct StepWish {
   int before, added;     // tokens; 0 added: idle
   int completed, first;  // compression blocks that the new tokens complete, and the first of them
-  int q_begin;           // row of the first new token
   bool possible;         // within the capacity and the rotation's angles
 
-  __device__ StepWish(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b) {
-    q_begin = p.starts ? p.starts[b] : 0;
-    added = p.starts ? p.starts[b + 1] - q_begin : num_new ? min(max(num_new[b], 0), p.q_len) : p.q_len;
-    before = lengths[b] - (p.counted ? added : 0);
+  __device__ StepWish(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b)
+      : StepWish(p, lengths[b], num_new ? min(max(num_new[b], 0), p.q_len) : p.q_len, positions) {}
+  __device__ StepWish(const StepGeometry& p, int length, int count, int positions) : before(length), added(count) {
     possible = added > 0 && before >= 0 && before <= p.k_len - added;
-    if (p.starts) possible &= added <= p.q_len && q_begin >= 0 && q_begin <= p.rows - added;
     const int blocks = possible ? num_compressed(p, after()) : 0;
     first = possible ? num_compressed(p, before) : 0;
     completed = blocks - first;
@@ -56,17 +47,6 @@ struct StepWish {
   }
   __device__ int after() const { return before + added; }
 };
-
-/// Whether this thread's share of the pages exists that a possible wish needs.
-__device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b) {
-  const auto has = [&](const PageTable& t, int begin, int end) {
-    return !t.pages || own_pages(
-                           t, end, [&](int page) { return has_page(t, b, page); }, begin);
-  };
-  return has(args.tokens, 0, wish.after()) && has(args.compressed, 0, wish.first + wish.completed) &&
-         has(args.window, window_begin(args.window_size, wish.before), wish.after()) &&
-         has(args.raw, wish.first * args.geometry.kernel_stride, wish.after());
-}
 
 /// Rows of heads of tokens, in pieces of sixteen bytes: from(token, head) to to(token, head), nothing where that is
 /// null. The grid's x is over tokens.

@@ -39,11 +39,10 @@ struct BlockWeights {
   }
 };
 
-/// Keeps the probabilities of a unit's lower and upper eight keys, relative to `reference` (base 2) of the lane's two
-/// rows, as sums over selection blocks. weights: from block 0 on.
+/// Keeps a unit's probabilities p, relative to `reference` (base 2) of the lane's two rows, as sums over selection
+/// blocks. weights: from block 0 on.
 __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys& shape, const BlockWeights& weights,
-                                          const float (&low_keys)[4], const float (&high_keys)[4],
-                                          const float (&reference)[2], int lane) {
+                                          const float (&p)[2][4], const float (&reference)[2], int lane) {
   const int column = 2 * (lane & 3);  // the lane's, and the next one
   char* const mine = unit.memory + (column * kTileRows * 2 + lane / 4 * 4);
   const auto keep = [&](int block, float low, float high) {
@@ -51,8 +50,7 @@ __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys&
       *reinterpret_cast<std::uint32_t*>(mine + block * kTileRows * 2) = pack(Half{}, low, high);
   };
   std::uint32_t a[4];
-  a[0] = pack(Half{}, low_keys[0], low_keys[1]), a[1] = pack(Half{}, low_keys[2], low_keys[3]);
-  a[2] = pack(Half{}, high_keys[0], high_keys[1]), a[3] = pack(Half{}, high_keys[2], high_keys[3]);
+  operand_a<Half>(a, p, 0);
   float sums[4] = {};
   mma(Half{}, sums, a, weights.b[0], weights.b[1]);
   keep(0, sums[0], sums[2]);

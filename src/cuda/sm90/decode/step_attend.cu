@@ -28,12 +28,12 @@ struct Shape {
   // Rows of keys and values in shared memory, in units of two bytes.
   using Keys = Tile<Half, Dk * kItem / 2>;
   using Values = Tile<Half, Dv * kItem / 2>;
-  static constexpr int kAtOnce = units_at_once(kFloat8);
   static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
   static constexpr int kRows = kTiles * kTileRows;
   static constexpr int kValues = Keys::bytes(kUnitKeys), kUnit = kValues + Values::bytes(kUnitKeys);
-  static constexpr int kUnits = kAtOnce * kUnit;  // of a warp in a stage of the ring
-  static constexpr int kStageKeys = kUnitKeys * kWarps, kStage = kUnits * kWarps, kRing = 2 * kStage;
+  static constexpr int kStageKeys = kUnitKeys * kWarps, kUnits = 2 * kUnit,
+                       kRing = kUnits * kWarps;  // kUnits: a warp's
+  static constexpr int kQueries = kFloat8 ? kTiles * Tile<T, Dk>::bytes(kTileRows) : 0;
   static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
   static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
   static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
@@ -66,15 +66,13 @@ struct ChoiceMemory {
 /// the exponent 14 (NaN and infinities aside). Returns it. All warps that have the tile get the same.
 template <int kSteps>
 __device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) {
-  unsigned largest = 0;  // exponent
+  unsigned exponents = 0;  // two, one more than they are; 0 of what is not finite
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned low = q[k][i] >> 7 & 0xff, high = q[k][i] >> 23 & 0xff;
-      largest = max(largest, max(low < 0xff ? low : 0, high < 0xff ? high : 0));
-    }
-  largest = max(__reduce_max_sync(0xffffffffu, largest), 15u);
+    for (int i = 0; i < 4; ++i) exponents = __vmaxu2(exponents, ((q[k][i] & 0x7f807f80u) + 0x00800080u) & 0x7f807f80u);
+  const unsigned of_lane = max(exponents & 0xffffu, exponents >> 16) >> 7;
+  const unsigned largest = max(__reduce_max_sync(0xffffffffu, of_lane), 16u) - 1;
   const float factor = __uint_as_float((268 - largest) << 23);  // 2^(14 - (largest - 127))
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
@@ -270,8 +268,9 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
 }
 
 template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
-    step_attend(const __grid_constant__ StepAttendArgs args) {
+__global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
+                                            : kFloat8              ? 4
+                                                      : 3) step_attend(const __grid_constant__ StepAttendArgs args) {
   using S = Shape<T, Dk, Dv, kTiles, kFloat8>;
   using Element = typename S::Element;
   extern __shared__ __align__(128) char memory[];
@@ -284,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
   const std::uint32_t ring = shared_address(memory);
 
   const int kept_bytes = shape.kept_bytes();
-  char* const all_kept = memory + S::kRing;
+  char* const queries = memory + S::kRing + tile * (S::kQueries / kTiles) + lane * 16;
+  char* const all_kept = memory + S::kRing + S::kQueries;
   char* const row_memory = all_kept + kTiles * args.kept_units * kept_bytes;
   auto& rows = *reinterpret_cast<RowMemory<S>*>(row_memory);
   const ChoiceMemory choice{row_memory + sizeof(RowMemory<S>), args.topk};
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
   }
   const int position = wish.before + query;
   const int compressed = shape.compressed(p.kernel_size, position + 1);
-  const auto unit_in_ring = [&](int slot, int unit) { return (slot & 1) * S::kStage + unit * S::kUnits; };
+  const auto unit_in_ring = [&](int slot, int unit) { return unit * S::kUnits + (slot & 1) * S::kUnit; };
   /// Where a unit of keys lies. Page numbers are read a stage ahead of the copies; they may be anything where the step
   /// finds no room. Keys from `end` on are nowhere.
   const auto address_of = [&](int branch, int key, int end) -> UnitAddress {
@@ -334,9 +334,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
     const int page = (cached.table + static_cast<std::int64_t>(b) * cached.table_row)[number];
     return {static_cast<unsigned>(page) < static_cast<unsigned>(cached.pages) ? page : 0, slot};
   };
-  /// Begins the copies of a unit to `to`: keys and values from `key` on. Those that are not begin ... end - 1 become
-  /// zeros.
-  const auto load_unit = [&](int branch, UnitAddress at, int key, int begin, int end, std::uint32_t to) {
+  /// Begins the copies of the warp's unit of a stage: keys and values from `key` on. Those that are not begin ... end -
+  /// 1 become zeros.
+  const auto load_unit = [&](int branch, UnitAddress at, int key, int begin, int end, int slot) {
     const CachedBranch& cached = args.cached[branch];
     constexpr int kKeyBytes = Dk * S::kItem, kValueBytes = Dv * S::kItem;
     constexpr int kLanes = (kKeyBytes | kValueBytes) % 128 ? 4 : 8;  // of a row
@@ -345,6 +345,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
       return rows.data + at.page * rows.page + (kv_head * rows.head + chunk);
     };
     const char *const keys = of_page(cached.k), *const values = of_page(cached.v);
+    const std::uint32_t to = ring + unit_in_ring(slot, warp);
 #pragma unroll
     for (int first = 0; first < kUnitKeys; first += 32 / kLanes) {
       const int r = first + row0;
@@ -374,14 +375,15 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
 #pragma unroll
     for (int branch = 0; branch < kBranches; ++branch)
       rows.gates[branch][threadIdx.x] =
-          static_cast<int>(threadIdx.x) < p.group
-              ? to_float(args.gates.at<T>(b, query, head)[branch]) * args.value_scales[kv_head]
-              : 0;
+          static_cast<int>(threadIdx.x) < p.group ? to_float(args.gates.at<T>(b, query, head)[branch]) : 0;
+    if constexpr (kFloat8)
+#pragma unroll
+      for (int branch = 0; branch < kBranches; ++branch) rows.gates[branch][threadIdx.x] *= args.value_scales[kv_head];
   }
   wait_copies<0>();
   __syncthreads();
   const std::uint32_t sign = args.scale < 0 ? 0x80008000u : 0;  // negative queries instead
-  float factor = 1;                                             // of the queries in q
+  float scale = args.scale;
   if constexpr (kFloat8) {
     // Four neighbouring channels of a row to a lane, as it has them of a key.
 #pragma unroll
@@ -392,7 +394,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
                                                         Tile<T, Dk>::at(lane / 4 + 8 * i, k * 32, lane % 4 * 8));
         q[k][i] = x.x ^ sign, q[k][2 + i] = x.y ^ sign;
       }
-    if constexpr (!std::is_same_v<T, Half>) factor = to_half_queries(q);
+    scale *= args.key_scales[kv_head];
+    if constexpr (!std::is_same_v<T, Half>) scale /= to_half_queries(q);
   } else {
 #pragma unroll
     for (int k = 0; k < Dk / 16; ++k) {
@@ -401,28 +404,34 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
       for (int i = 0; i < 4; ++i) q[k][i] ^= sign;
     }
   }
-  const float scale = positive_scale(args.scale * args.key_scales[kv_head] / factor);
+  scale = positive_scale(scale);
+  // Of e4m3 in shared memory, each lane its own: four thread blocks have no registers for them.
+  if constexpr (kFloat8)
+    if (split == 0)
+#pragma unroll
+      for (int k = 0; k < Dk / 16; ++k)
+        *reinterpret_cast<uint4*>(queries + k * 512) = make_uint4(q[k][0], q[k][1], q[k][2], q[k][3]);
   __syncthreads();  // the ring is free
 
-  /// The warp's tile and the units of a stage that lie at `keys`, of whose keys the query sees begin[u] ... end[u] - 1.
-  /// keep(u, p): takes the probabilities of a unit, relative to state.max. What the query does not see has not been
-  /// loaded, so that values there are 0.
-  using UnitKeys = int[S::kAtOnce];
-  const auto attend = [&](OnlineSoftmax<Dv>& state, std::uint32_t keys, const UnitKeys& begin, const UnitKeys& end,
-                          const auto& keep) {
-    constexpr int kUnits = S::kAtOnce;
-    float s[2 * kUnits][4] = {};
+  /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
+  /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
+  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, const auto& keep) {
+    const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
+    float s[2][4] = {};
     if constexpr (kFloat8) {
 #pragma unroll
-      for (int k = 0; k < Dk / 16; k += 2)
+      for (int k = 0; k < Dk / 16; k += 2) {
+        std::uint32_t fragment[4];  // of eight keys each: (keys, sixteen channels)
+        S::Keys::load_a(fragment, keys, 0, k / 2, lane);
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-          std::uint32_t fragment[4];  // of eight keys each: (keys, sixteen channels)
-          S::Keys::load_a(fragment, keys + u * S::kUnit, 0, k / 2, lane);
+        for (int i = 0; i < 2; ++i) {
+          const uint4 x = *reinterpret_cast<const uint4*>(queries + (k + i) * 512);
+          const std::uint32_t a[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            mma(Element{}, s[2 * u + i % 2], q[k + i / 2], to_half2(fragment[i], false), to_half2(fragment[i], true));
+          for (int n = 0; n < 2; ++n)
+            mma(Element{}, s[n], a, to_half2(fragment[2 * i + n], false), to_half2(fragment[2 * i + n], true));
         }
+      }
     } else {
       constexpr int kChains = kTiles == 1 ? 2 : 1;  // of products, so that they wait less for each other
       float other[2][4] = {};
@@ -440,46 +449,39 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
           for (int i = 0; i < 4; ++i) s[n][i] += other[n][i];
       }
     }
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (begin[u] <= 0 && end[u] >= kUnitKeys) continue;
+    if (begin > 0 || end < kUnitKeys) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int k = e / 2 * 8 + 2 * (lane & 3) + e % 2;
-        if (k < begin[u] || k >= end[u]) s[2 * u + e / 2][e % 2] = s[2 * u + e / 2][2 + e % 2] = -INFINITY;
+        if (k < begin || k >= end) s[e / 2][e % 2] = s[e / 2][2 + e % 2] = -INFINITY;
       }
     }
     state.update(s, scale);
+    keep(s);
+    std::uint32_t a[4];
+    operand_a<Element>(a, s, 0);
+    if constexpr (kFloat8) {
+      // Neighbouring channels of a key come together; the even ones go to one tile of columns, the odd ones to the
+      // next.
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) keep(u, s[2 * u], s[2 * u + 1]);
+      for (int n = 0; n < Dv / 32; ++n) {
+        std::uint32_t v[4];
+        S::Values::load_b_rows(v, values, 0, n * 16, lane);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const std::uint32_t values = keys + u * S::kUnit + S::kValues;
-      std::uint32_t a[4];
-      operand_a<Element>(a, s, u);
-      if constexpr (kFloat8) {
-        // Neighbouring channels of a key come together; the even ones go to one tile of columns, the odd ones to the
-        // next.
+        for (int i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
 #pragma unroll
-        for (int n = 0; n < Dv / 32; ++n) {
-          std::uint32_t v[4];
-          S::Values::load_b_rows(v, values, 0, n * 16, lane);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            mma(Element{}, state.acc[4 * n + 2 * i], a, to_half2(v[2 * i], false), to_half2(v[2 * i + 1], false));
-            mma(Element{}, state.acc[4 * n + 2 * i + 1], a, to_half2(v[2 * i], true), to_half2(v[2 * i + 1], true));
-          }
+        for (int i = 0; i < 2; ++i) {
+          mma(Element{}, state.acc[4 * n + 2 * i], a, to_half2(v[2 * i], false), to_half2(v[2 * i + 1], false));
+          mma(Element{}, state.acc[4 * n + 2 * i + 1], a, to_half2(v[2 * i], true), to_half2(v[2 * i + 1], true));
         }
-      } else {
+      }
+    } else {
 #pragma unroll
-        for (int n = 0; n < Dv / 16; ++n) {
-          std::uint32_t v[4];
-          Tile<T, Dv>::load_b_rows(v, values, 0, n * 16, lane);
-          mma(T{}, state.acc[2 * n], a, v[0], v[1]);
-          mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
-        }
+      for (int n = 0; n < Dv / 16; ++n) {
+        std::uint32_t v[4];
+        Tile<T, Dv>::load_b_rows(v, values, 0, n * 16, lane);
+        mma(T{}, state.acc[2 * n], a, v[0], v[1]);
+        mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
       }
     }
   };
@@ -489,8 +491,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
   const auto publish = [&](int branch, int i, float2 softmax) {
     if (split == 0 && (lane & 3) == 0) rows.branches[branch][tile * kTileRows + lane / 4 + 8 * i] = softmax;
   };
-  /// Merges what the warps of each tile have of a branch, in the ring's first stage, which nobody reads or fills: each
-  /// warp gets its columns, relative to the maximum that is published.
+  /// Merges what the warps of each tile have of a branch, in their own units of the ring, which nobody reads or fills:
+  /// each warp gets its columns, relative to the maximum that is published.
   const auto merge = [&](int branch, const OnlineSoftmax<Dv>& state, OwnSums& sums) {
     auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnits) + lane;
 #pragma unroll
@@ -571,43 +573,28 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 && Dk <= 128 ? 3 : 2)
 
     const BlockWeights weights(shape, 0, lane);
     OnlineSoftmax<Dv> state;
-    UnitAddress next[S::kAtOnce];
-    const auto look_up = [&](int stage) {
-#pragma unroll
-      for (int u = 0; u < S::kAtOnce; ++u) next[u] = address_of(branch, key_of(stage + u, warp), end);
-    };
-    look_up(0);
+    UnitAddress next = address_of(branch, key_of(0, warp), end);
 #pragma unroll 1
-    for (int stage = -S::kAtOnce; stage < stages; stage += S::kAtOnce) {
-      const int coming = stage + S::kAtOnce, slot = coming / S::kAtOnce;
-      if (coming < stages) {
+    for (int stage = -1; stage < stages; ++stage) {
+      if (stage + 1 < stages) {
         // Before the first stage that may have a token of the step, the kernel in front must have ended.
-        if (!selects && key_of(coming + S::kAtOnce - 1, kWarps) > (compresses ? wish.first : wish.before))
-          wait_for_launcher();
-#pragma unroll
-        for (int u = 0; u < S::kAtOnce; ++u)
-          load_unit(branch, next[u], key_of(coming + u, warp), begin, end,
-                    ring + unit_in_ring(slot, warp) + u * S::kUnit);
+        if (!selects && key_of(stage + 1, kWarps) > (compresses ? wish.first : wish.before)) wait_for_launcher();
+        load_unit(branch, next, key_of(stage + 1, warp), begin, end, stage + 1);
       }
       commit_copies();
-      look_up(coming + S::kAtOnce);
+      next = address_of(branch, key_of(stage + 2, warp), end);
       if (stage < 0) continue;
       wait_copies<1>();
       sync_readers();
       // The units that are the warp's.
 #pragma unroll 1
       for (int i = 0; i < kWarps / S::kSplits; ++i) {
-        const int unit = split + i * S::kSplits;
-        int key[S::kAtOnce], first[S::kAtOnce], last[S::kAtOnce];
-#pragma unroll
-        for (int u = 0; u < S::kAtOnce; ++u)
-          key[u] = key_of(stage + u, unit), first[u] = begin - key[u], last[u] = end - key[u];
-        const auto keep = [&](int u, const float(&low)[4], const float(&high)[4]) {
-          if (compresses && chooses && key[u] < compressed)
-            keep_unit({all_kept + (tile * args.kept_units + (stage + u) * kWarps + unit) * kept_bytes, shape.blocks()},
-                      shape, weights, low, high, state.max, lane);
-        };
-        attend(state, ring + unit_in_ring(slot - 1, unit), first, last, keep);
+        const int unit = split + i * S::kSplits, key = key_of(stage, unit);
+        attend(state, stage, unit, begin - key, end - key, [&](const float(&probabilities)[2][4]) {
+          if (compresses && chooses && key < compressed)
+            keep_unit({all_kept + (tile * args.kept_units + stage * kWarps + unit) * kept_bytes, shape.blocks()}, shape,
+                      weights, probabilities, state.max, lane);
+        });
       }
       sync_readers();
     }

@@ -119,14 +119,10 @@ struct StepAttendArgs {
   int kept_units;  // units of which a thread block keeps sums, an upper bound; filled in by the launch
 };
 
-/// Units of keys that a warp multiplies at once: what is once per softmax costs half as much with two, and in e4m3 they
-/// are as many bytes as one of 16 bits.
-constexpr int units_at_once(bool float8) { return float8 ? 2 : 1; }
-
 /// What a thread block has in shared memory, in bytes, in this order.
 struct StepMemory {
-  std::int64_t
-      ring;  // two stages of units_at_once units per warp; between the branches also what the choice is made from
+  std::int64_t ring;     // two stages of a unit per warp; between the branches also what the choice is made from
+  std::int64_t queries;  // of e4m3: fragments of them
   std::int64_t kept;     // sums for the choice
   std::int64_t rows;     // softmaxes of the rows
   std::int64_t choice;   // candidates and lists
@@ -137,14 +133,15 @@ struct StepMemory {
              std::int64_t keys, std::int64_t blocks) {
     const int row_count = tiles * kTileRows;
     const auto row_bytes = [&](int dim) { return !float8 ? 2 * dim : dim % 128 ? dim + 16 : dim; };  // as in a Tile
-    ring = std::int64_t{2} * kWarps * units_at_once(float8) * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
+    ring = std::int64_t{2} * kWarps * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
+    queries = float8 ? std::int64_t{row_count} * key_dim * 2 : 0;
     kept = tiles * kept_units(keys) * block_keys.kept_bytes();
     rows = std::int64_t{8} * (kWarps * kTileRows + 2 * 3 * row_count) + 4 * (kRanks + 3) * row_count;
     choice = 12 * topk + 8;
     scratch = std::max({4 * (kept_units(blocks << block_keys.log2_keys) << block_keys.log2_blocks()),
                         std::int64_t{topk} * (kRanks * 8 + 4)});
   }
-  std::int64_t bytes() const { return ring + kept + rows + choice; }
+  std::int64_t bytes() const { return ring + queries + kept + rows + choice; }
   bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
 
   /// The units of `keys` compressed keys of which a thread block keeps sums.

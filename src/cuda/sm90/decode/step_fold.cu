@@ -46,11 +46,17 @@ __device__ __forceinline__ int token_at(int r, int c) { return r * 64 + ((c ^ (r
 
 /// Whether the sequence can take its new tokens: all of its pages exist. All threads of the thread block call it.
 __device__ __forceinline__ bool has_room(const StepFoldArgs& args, const StepWish& wish, int b) {
-  return __syncthreads_and(wish.possible && own_room(args, wish, b));
+  bool all = wish.possible;
+  if (all) {
+    all &= own_pages(args.tokens, wish.after(), [&](int page) { return has_page(args.tokens, b, page); });
+    all &= own_pages(args.compressed, wish.first + wish.completed,
+                     [&](int page) { return has_page(args.compressed, b, page); });
+  }
+  return __syncthreads_and(all);
 }
 
 /// A pair of channels (channel, channel + D / 2) of a compressed token to its page; of keys (side 0) turned.
-template <class T>
+template <bool kFloat8, class T>
 __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, int side, const T (&pair)[2], int b,
                                                     int block, int head, int channel) {
   T turned[2] = {pair[0], pair[1]};
@@ -59,7 +65,7 @@ __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, in
                 turned);
   const FoldSide& of = args.sides[side];
   const int half = of.dim / 2;
-  if (of.scales.data) {
+  if constexpr (kFloat8) {
     const std::uint32_t stored = to_float8(to_float(turned[0]), to_float(turned[1]), of.scales[head]);
     auto* const to = of.out.at<unsigned char>(b, block, head) + channel;
     to[0] = static_cast<unsigned char>(stored), to[half] = static_cast<unsigned char>(stored >> 8);
@@ -82,7 +88,7 @@ struct FoldShared {
 /// φ of `count` rows from number `first` on: completed blocks of the list, for one head each, at most
 /// kEntries. Rows of shared weights are all heads of a block one after the other. kN: columns of the first layer / 64.
 /// The whole cluster.
-template <class T, int kN>
+template <class T, int kN, bool kFloat8>
 __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSide& side, int set, int first, int count,
                                           FoldShared<T>& shared_memory, char* memory) {
   constexpr int kHidden = 64 * kN, kRowBytes = kHidden * 2, kWeightStage = kFoldStageRows * kRowBytes;
@@ -288,14 +294,14 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
     }
     const Entry of_row = entry_of(row);
     const T pair[2] = {from_float<T>(x[0]), from_float<T>(x[1])};
-    store_pair_of_token(args, &side == &args.sides[0] ? 0 : 1, pair, of_row.sequence, of_row.block, head_of(row),
-                        channel);
+    store_pair_of_token<kFloat8>(args, &side == &args.sides[0] ? 0 : 1, pair, of_row.sequence, of_row.block,
+                                 head_of(row), channel);
   }
   cluster_sync_reads();  // nobody fills its memory anew, or ends, while others read it
 }
 
 /// The whole cluster, for its set of weights.
-template <class T, int kN>
+template <class T, int kN, bool kFloat8>
 __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& side, int set,
                                      FoldShared<T>& shared_memory, char* memory) {
   const StepGeometry& p = args.geometry;
@@ -325,13 +331,13 @@ __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& s
     const int rows = all * (side.clusters == 1 ? p.kv_heads : 1);
     for (int row = 0; row < rows; row += kEntries) {
       const int count = min(rows - row, kEntries);
-      fold_rows<T, kN>(args, side, set, row, count, shared_memory, memory);
+      fold_rows<T, kN, kFloat8>(args, side, set, row, count, shared_memory, memory);
     }
   }
 }
 
 /// The mean of the blocks that sequence b completes, all heads.
-template <class T>
+template <class T, bool kFloat8>
 __device__ __forceinline__ void fold_mean(const StepFoldArgs& args, int i, const StepWish& wish, int b) {
   const StepGeometry& p = args.geometry;
   const FoldSide& side = args.sides[i];
@@ -348,11 +354,11 @@ __device__ __forceinline__ void fold_mean(const StepFoldArgs& args, int i, const
     }
     const auto l = static_cast<float>(p.kernel_size);
     const T pair[2] = {from_float<T>(sum[0] / l), from_float<T>(sum[1] / l)};
-    store_pair_of_token(args, i, pair, b, block, head, channel);
+    store_pair_of_token<kFloat8>(args, i, pair, b, block, head, channel);
   }
 }
 
-template <class T>
+template <class T, bool kFloat8>
 __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
   const StepGeometry& p = args.geometry;
   const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
@@ -377,11 +383,13 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
     if (at.piece >= a.pieces) return;
     char* const to = a.slots.ring ? a.slots.rows.at<char>(b, (wish.before + at.token) % a.slots.size, at.head)
                                   : a.slots.at<char>(b, wish.before + at.token, at.head);
-    if (a.scales.data) {
-      reinterpret_cast<uint2*>(to)[at.piece] = to_float8<T>(x, a.scales[at.head]);
-    } else {
-      reinterpret_cast<uint4*>(to)[at.piece] = x;
+    if constexpr (kFloat8) {
+      if (a.scales.data) {
+        reinterpret_cast<uint2*>(to)[at.piece] = to_float8<T>(x, a.scales[at.head]);
+        return;
+      }
     }
+    reinterpret_cast<uint4*>(to)[at.piece] = x;
   };
   constexpr int kEarly = 2;
   uint4 early[kEarly];
@@ -401,17 +409,17 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
     const int e = threadIdx.x + i * kThreads;
     if (e < pieces) write(place_of(e), early[i]);
   }
-#pragma unroll 4
+#pragma unroll(kFloat8 ? 1 : 4)  // a division is many instructions
   for (int e = threadIdx.x + kEarly * kThreads; e < pieces; e += kThreads) {
     const Place at = place_of(e);
     write(at, read(at));
   }
   for (int i = 0; i < 2; ++i)
-    if (args.sides[i].clusters == 0) fold_mean<T>(args, i, wish, b);
+    if (args.sides[i].clusters == 0) fold_mean<T, kFloat8>(args, i, wish, b);
 }
 
 /// kKeys, kValues: columns of the first layer / 64.
-template <class T, int kKeys, int kValues>
+template <class T, int kKeys, int kValues, bool kFloat8>
 __global__ void __launch_bounds__(kThreads, kKeys + kValues > 9 ? 1 : 2)
     step_fold(const __grid_constant__ StepFoldArgs args) {
   extern __shared__ __align__(128) char memory[];
@@ -419,19 +427,17 @@ __global__ void __launch_bounds__(kThreads, kKeys + kValues > 9 ? 1 : 2)
   launch_dependents();  // step_attend begins with what was there before the step
   const int cluster = blockIdx.x / kFoldRanks, of_keys = args.sides[0].clusters, of_values = args.sides[1].clusters;
   if (cluster < of_keys) {
-    fold<T, kKeys>(args, args.sides[0], cluster, shared_memory, memory);
+    fold<T, kKeys, kFloat8>(args, args.sides[0], cluster, shared_memory, memory);
   } else if (cluster < of_keys + of_values) {
-    fold<T, kValues>(args, args.sides[1], cluster - of_keys, shared_memory, memory);
+    fold<T, kValues, kFloat8>(args, args.sides[1], cluster - of_keys, shared_memory, memory);
   } else {
     const int b = blockIdx.x - (of_keys + of_values) * kFoldRanks;
-    if (b < args.geometry.batches) append<T>(args, b);
+    if (b < args.geometry.batches) append<T, kFloat8>(args, b);
   }
 }
 
-}  // namespace
-
-template <class T>
-cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream) {
+template <class T, bool kFloat8>
+cudaError_t launch_stored(const StepFoldArgs& args, cudaStream_t stream) {
   const FoldSide &keys = args.sides[0], &values = args.sides[1];
   const int clusters = keys.clusters + values.clusters + (args.geometry.batches + kFoldRanks - 1) / kFoldRanks;
   const int bytes = std::max(FoldMemory(keys).bytes(), FoldMemory(values).bytes());
@@ -441,24 +447,30 @@ cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream) {
   // A side without a cluster goes with any.
   const int of_keys = (keys.clusters ? keys : values).hidden / 64;
   const int of_values = (values.clusters ? values : keys).hidden / 64;
-  if (of_keys == 6 && of_values == 4) return launch(step_fold<T, 6, 4>);
-  if (of_keys == 3 && of_values == 2) return launch(step_fold<T, 3, 2>);
+  if (of_keys == 6 && of_values == 4) return launch(step_fold<T, 6, 4, kFloat8>);
+  if (of_keys == 3 && of_values == 2) return launch(step_fold<T, 3, 2, kFloat8>);
   if (of_keys != of_values) return cudaErrorInvalidValue;
   switch (of_keys) {
     case 0:
     case 1:
-      return launch(step_fold<T, 1, 1>);
+      return launch(step_fold<T, 1, 1, kFloat8>);
     case 2:
-      return launch(step_fold<T, 2, 2>);
+      return launch(step_fold<T, 2, 2, kFloat8>);
     case 3:
-      return launch(step_fold<T, 3, 3>);
+      return launch(step_fold<T, 3, 3, kFloat8>);
     case 4:
-      return launch(step_fold<T, 4, 4>);
+      return launch(step_fold<T, 4, 4, kFloat8>);
     case 6:
-      return launch(step_fold<T, 6, 6>);
+      return launch(step_fold<T, 6, 6, kFloat8>);
     default:
-      return launch(step_fold<T, 8, 8>);
+      return launch(step_fold<T, 8, 8, kFloat8>);
   }
+}
+}  // namespace
+
+template <class T>
+cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream) {
+  return args.sides[0].scales.data ? launch_stored<T, true>(args, stream) : launch_stored<T, false>(args, stream);
 }
 template cudaError_t launch_step_fold<NSA_ELEMENT>(const StepFoldArgs&, cudaStream_t);
 
