@@ -25,6 +25,9 @@ inline Slots compressed(const TensorView& pages, const KVCacheView& cache, const
   return slots;
 }
 
+/// Tokens that the window sees, few enough to be added to a position.
+inline int window_size(const NSAConfig& cfg) { return std::min(cfg.window_size, 1 << 30); }
+
 /// No table: null pages.
 inline PageTable page_table(const TensorView& pages, const TensorView& table) {
   if (!table.defined()) return {};

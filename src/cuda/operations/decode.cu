@@ -48,7 +48,7 @@ class Step {
   }
   std::int64_t heads() const { return p_.q.size(2); }
   std::int64_t kv_heads() const { return p_.k_cmp.size(2); }
-  int window_size() const { return std::min(p_.cfg.window_size, 1 << 30); }
+  int window_size() const { return cuda::window_size(p_.cfg); }
   int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
   const int* num_new() const { return p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr; }
   bool float8() const { return p_.cache.k_slc.dtype == DType::kFloat8E4M3; }
@@ -471,10 +471,6 @@ Status Step::attend_on_hopper() {
   args.block_keys = sm90::decode::BlockKeys(cfg);
   return status_of(hopper_.attend(args, e_.stream), "step_attend");
 }
-
-}  // namespace
-
-namespace {
 
 /// Packed rows as a batch of one.
 DecodeParams in_batches(DecodeParams p) {

@@ -76,7 +76,7 @@ Status run(const ForkParams& p, Execution& e) {
   f.compressed = page_table(cache.k_c, cache.block_table_c);
   f.window = page_table(cache.k_swa_ring, cache.block_table_swa);
   f.raw = page_table(cache.k_cmp_ring, cache.block_table_cmp);
-  f.window_begin = std::max(f.length - std::min(p.cfg.window_size, 1 << 30) + 1, 0);
+  f.window_begin = std::max(f.length - window_size(p.cfg) + 1, 0);
   f.raw_begin = f.blocks * p.cfg.kernel_stride;
   f.advance = cache.advance;
   f.rings = !f.window.pages || !f.raw.pages;

@@ -106,11 +106,6 @@ at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t>
   return impl_->model.logits({last(x.x), last(x.added)}, impl_->head).squeeze(0);
 }
 
-at::Tensor Decoder::step(const at::Tensor& tokens) {
-  count_step();
-  return enqueue_step(tokens);
-}
-
 void Decoder::count_step() {
   for (std::size_t b = 0; b < impl_->lengths.size(); ++b) {
     if (impl_->ended[b]) continue;

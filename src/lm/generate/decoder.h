@@ -25,14 +25,12 @@ class Decoder {
   /// device. Throws Error when there is no room.
   at::Tensor prefill(std::int64_t sequence, std::span<const std::int64_t> tokens);
 
-  /// Appends a token to every sequence that has not ended: tokens int64 (B) on the device, of which those of ended
-  /// sequences have no meaning. Returns the logits after them, float32 (B, vocab_size). Throws Error when there is no
-  /// room.
-  at::Tensor step(const at::Tensor& tokens);
-
-  /// The two halves of a step. The host's: room and lengths.
+  /// A step appends a token to every sequence that has not ended. The host's half of it: lengths. Throws Error when
+  /// there is no room.
   void count_step();
-  /// And what it puts into the device's stream. Before the first token it may come any number of times, for nothing.
+  /// What it puts into the device's stream: tokens int64 (B) on the device, of which those of ended sequences have no
+  /// meaning, to the logits after them, float32 (B, vocab_size). Before the first token it may come any number of
+  /// times, for nothing.
   at::Tensor enqueue_step(const at::Tensor& tokens);
   /// Whether that is the same every time, so that a graph can hold it: dense attention takes lengths from the host.
   bool steps_are_alike() const;
