@@ -37,7 +37,8 @@ per token: below zero it is better. Behind it stands half of its 95 % interval, 
 rows and over seeds. *Far repeats* are tokens that stood behind the same eight tokens more than 4096 ago, *new* ones
 those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
 / (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
-branch would attend to in all blocks lies in those it chose, beside the best and random ones."""
+branch would attend to in all blocks lies in those it chose, beside the best and random ones.
+Where runs of a table were on different GPUs, tokens/s and losses over time are those of the one with the most."""
 GOALS = """\
 What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or
 in points of right answers. Missed by: from the goal, not the aim."""
@@ -134,14 +135,22 @@ class Results:
             result = json.loads(file.read_text())
             self.models.setdefault(result["model"], {})[result["seed"]] = result
         self.all = [result for seeds in self.models.values() for result in seeds.values()]
-        for field in ("text", "train", "recall", "fingerprint", "gpu"):
+        first = self.all[0]
+        by_time = "recall" not in first and ("eval" not in first or "--minutes" in first["train"])
+        for field in ("text", "train", "recall", "fingerprint", *(["gpu"] if by_time else [])):
             found = {str(result.get(field)) for result in self.all}
             if len(found) > 1:
                 raise SystemExit(f"{files[0].parent}: {field}: results of one plan differ: {sorted(found)}")
+        gpus = [result["gpu"] for result in self.all]
+        self.gpu = max(dict.fromkeys(gpus), key=gpus.count)
         for seed, result in list(self.models.get(BASE, {}).items()):
             for method, evaluation in result.get("eval_by_method", {}).items():
                 self.models.setdefault(f"{BASE} by {method}", {})[seed] = {"eval": evaluation}
         self.trained = {model: seeds for model, seeds in self.models.items() if " by " not in model}
+
+    def timed(self, seeds):
+        """The results whose times stand beside each other: of the GPU that most of the plan ran on."""
+        return [result for result in seeds.values() if result["gpu"] == self.gpu]
 
     def pair(self, model, other):
         """The evaluations of the seeds that both have."""
@@ -209,7 +218,7 @@ def plan_section(name, results):
 
     def about(seeds):
         result = next(iter(seeds.values()))
-        speed = sorted(result["tokens_per_second"] for result in seeds.values())[len(seeds) // 2]
+        speeds = sorted(result["tokens_per_second"] for result in results.timed(seeds))
         gated = signed(results.difference(result["model"], "full-gated"))
         size = f"{result['parameters']['total'] / 1e6:.1f} M"
         return [
@@ -217,7 +226,7 @@ def plan_section(name, results):
             choice(seeds),
             size,
             str(len(seeds)),
-            f"{speed:,.0f}",
+            f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "",
             f"`{result['options']}`".replace("``", ""),
         ]
 
@@ -460,11 +469,17 @@ def curves(plans, image):
         kinds = {"recipe": "nsa"}
         palette = colours([kinds.get(model, model) for model in models])
         for (model, seeds), colour in zip(models.items(), palette, strict=True):
-            for i, result in enumerate(seeds.values()):
-                losses = [point["loss"] for point in result["curve"]]
-                label = model if i == 0 else None
-                left.plot([point["tokens"] / 1e6 for point in result["curve"]], losses, color=colour, label=label)
-                right.plot([point["seconds"] / 60 for point in result["curve"]], losses, color=colour, label=label)
+            for axis, field, unit, shown in (
+                (left, "tokens", 1e6, seeds.values()),
+                (right, "seconds", 60, results.timed(seeds)),
+            ):
+                for i, result in enumerate(shown):
+                    axis.plot(
+                        [point[field] / unit for point in result["curve"]],
+                        [point["loss"] for point in result["curve"]],
+                        color=colour,
+                        label=None if i else model,
+                    )
         left.set(title=name, xlabel="tokens (millions)", ylabel="held-out loss (nats per token)")
         right.set(title=name, xlabel="minutes of training")
         left.legend()

@@ -128,6 +128,25 @@ def test_results_of_other_options_are_not_mixed(measured, tmp_path):
     assert "train: results of one plan differ" in write_page(tmp_path, code=1)
 
 
+def test_results_of_two_gpus(measured, tmp_path):
+    """Losses stand beside each other, times do not."""
+    (tmp_path / "results").mkdir()
+
+    def write(seed, **change):
+        for file in (measured / "results").glob(f"8k.*.{seed}.json"):
+            (tmp_path / "results" / file.name).write_text(json.dumps(json.loads(file.read_text()) | change))
+
+    write(1, gpu="one", tokens_per_second=123456)
+    write(2, gpu="other", tokens_per_second=654321)
+    (tmp_path / "results" / "8k.window.2.json").unlink()
+    write_page(tmp_path)
+    page = (tmp_path / "evidence.md").read_text()
+    assert page.count("123,456") == 3 and "654,321" not in page
+    for seed, gpu in enumerate(("one", "other"), 1):
+        write(seed, gpu=gpu, train="--minutes 1")
+    assert "gpu: results of one plan differ" in write_page(tmp_path, code=1)
+
+
 # Of each plan: models, and what makes it tiny.
 EVERY_PLAN = {
     "8k": ("full full-gated full-wide window recipe", "--steps 2"),
