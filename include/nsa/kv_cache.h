@@ -1,8 +1,10 @@
-// Which sequence has which pages, and a cache that owns its memory beside it. Host memory.
+// Which sequence has which pages, and a cache in memory of its own beside it, on the host or on a device.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -10,6 +12,12 @@
 #include "nsa/decode.h"
 
 namespace nsa {
+
+/// Where a cache gets its memory: of its device, aligned to 256 bytes, in the order of `stream` (KVCacheOptions).
+struct KVCacheAllocator {
+  std::function<void*(std::size_t bytes, void* stream)> allocate;  // null: there is none
+  std::function<void(void* data, std::size_t bytes, void* stream)> release;
+};
 
 struct KVCacheOptions {
   std::int64_t batch = 1;  // sequences
@@ -23,6 +31,9 @@ struct KVCacheOptions {
   // Of each KV head. With them what attention reads is stored in kFloat8E4M3 (KVCacheView), without in `dtype`.
   std::vector<float> k_scale, v_scale;
   std::int64_t num_prefixes = 0;  // prefixes to keep at a time, each with rings of its own; goes with page_size
+  Device device;
+  void* stream = nullptr;      // cudaStream_t of `device`: what the cache does there, between the steps on it
+  KVCacheAllocator allocator;  // both functions, or none: memory of C++, or cudaMallocAsync's
 };
 
 /// Pages whose contents belong into other ones, before anybody writes to these.
@@ -53,6 +64,8 @@ class PageAllocator {
 
   /// Pages for sequences that will have up to these lengths, one entry per sequence.
   Status reserve(std::span<const std::int64_t> lengths);
+  /// Whether the sequence has the pages for this length.
+  bool has_room(std::int64_t sequence, std::int64_t length) const;
   /// The sequence goes on at `length`: pages that it would write to and shares are replaced by copies.
   Status rollback(std::int64_t sequence, std::int64_t length, PageCopies& copies);
   /// The child gets the parent's full pages before `length`, and pages of its own for the rest.
@@ -90,7 +103,7 @@ class PageAllocator {
   std::int32_t* row(const Pool& pool, std::int64_t sequence) {
     return tables_.data() + pool.table + sequence * pool.max_pages;
   }
-  std::int64_t held(const Pool& pool, std::int64_t sequence);
+  std::int64_t held(const Pool& pool, std::int64_t sequence) const;
   const std::vector<std::int32_t>& pages_of(const Kept& kept, const Pool& pool) const {
     return &pool == &tokens_ ? kept.pages : kept.pages_c;
   }
@@ -114,34 +127,51 @@ class PageAllocator {
   std::vector<std::int64_t> free_slots_;
 };
 
+class CacheMemory;
+
 /// Every sequence starts empty. Before a step: reserve(); after it, or once in a while: check(). What is refused
 /// changes nothing.
+///
+/// On a device all calls go to the stream of the options, as the steps should, and return at once: page numbers go
+/// there in one copy from pinned memory, and that only if they have changed; pages, rings and a sequence's length in
+/// one kernel. Only check() waits for the stream, and the end for what it has uploaded. None of this belongs into a
+/// CUDA graph, where those that return a Status are refused; steps do, and find what changed between two replays. Steps
+/// advance the device's lengths, which the host does not read: it knows what appended() was told.
 class KVCache {
  public:
   KVCache() = default;
 
-  /// Invalid argument names the option.
+  /// Invalid argument names the option; unsupported says why there are no kernels for such a cache on its device;
+  /// internal: no memory for it.
   static Status create(const KVCacheOptions& options, KVCache& cache);
 
-  /// What decode and prefill take. Valid as long as the cache lives and is not moved.
+  /// What decode and prefill take, on the device of the options. Valid as long as the cache lives and is not moved.
   KVCacheView view();
 
-  /// Pages for sequences that will have up to these lengths, one entry per sequence.
+  /// Pages for sequences that will have up to these lengths, one entry per sequence. Out of capacity names a sequence,
+  /// the pages that it needs and those that are free.
   Status reserve(const std::vector<std::int64_t>& lengths);
 
-  /// Out of capacity if a step since the last check found no room for a sequence; forgets it then.
+  /// A step that appends so many tokens to each sequence has been put into the stream, one entry per sequence. Out of
+  /// capacity where a sequence has no pages for them. In host memory the step itself has changed length(), and this
+  /// does nothing.
+  Status appended(const std::vector<std::int64_t>& num_new);
+
+  /// Out of capacity if a step since the last check found no room for a sequence; forgets it then. On a device it waits
+  /// for the stream, and length() is then what the device has.
   Status check();
 
-  std::int64_t length(std::int64_t sequence) const { return seqlens_[static_cast<std::size_t>(sequence)]; }
+  std::int64_t length(std::int64_t sequence) const;
 
   /// Forgets the tokens from `length` on, at most kRollback back from the longest the sequence has been.
   Status rollback(std::int64_t sequence, std::int64_t length);
 
   /// The empty sequence `child` continues `parent` at `length`, at most kRollback below the parent's longest. Full
-  /// pages before it are shared, the rest is copied.
+  /// pages before it are shared, the rest is copied. On a device that has fewer tokens than the host was told the next
+  /// check() finds no room for the child.
   Status fork(std::int64_t parent, std::int64_t child, std::int64_t length);
 
-  /// The sequence is empty again, its pages free unless shared.
+  /// The sequence is empty again, its pages free unless shared. Where a device refuses, the next call says so.
   void release(std::int64_t sequence);
 
   /// Keeps the sequence's first tokens, whose ids these are, up to the last full page, beyond its release. `kept`: how
@@ -155,27 +185,52 @@ class KVCache {
   const KVCacheOptions& options() const { return options_; }
 
  private:
-  struct Store {  // of tokens, or of compressed tokens
-    std::int64_t page_size = 0, num_pages = 0, max_pages = 0;
-    std::vector<std::byte> keys, values;
+  /// A copy has memory of its own; std::bad_alloc where there is none.
+  class Memory {
+   public:
+    Memory();
+    explicit Memory(std::unique_ptr<CacheMemory> memory);
+    Memory(const Memory& other);
+    Memory(Memory&&) noexcept;
+    Memory& operator=(Memory other) noexcept;
+    ~Memory();
+    CacheMemory* operator->() const { return memory_.get(); }
+
+   private:
+    std::unique_ptr<CacheMemory> memory_;
+  };
+  /// A part of the memory: rows, of all KV heads, in pages or in rings.
+  struct Rows {
+    std::size_t part = 0;
+    std::int64_t count = 0, tokens = 0, dim = 0;  // pages or rings, tokens in each, channels
+    DType dtype = DType::kFloat32;
+  };
+  struct RingCopy {
+    std::int64_t from = 0, to = 0;
   };
 
-  Store make_store(std::int64_t capacity, std::int64_t num_pages) const;
-  static void copy_pages(Store& store, const std::vector<PageCopies::Copy>& copies);
-  void copy_pages(const PageCopies& copies);
-  void copy_rings(std::int64_t from, std::int64_t to);
-  void upload();
+  Status make();
+  Status add(Rows& rows, std::int64_t count, std::int64_t tokens, std::int64_t dim, DType dtype);
+  TensorView rows_of(const Rows& rows, std::int64_t count) const;
+  std::int32_t* numbers(std::int64_t at) const;  // of state_
+  bool on_device() const { return options_.device.type == DeviceType::kCUDA; }
+  Status upload();
+  Status change(const PageCopies& copies, const RingCopy& rings, std::int64_t sequence = -1, std::int64_t length = 0);
+  Status changeable();
+  Status check_counts(const char* what, const char* name, const std::vector<std::int64_t>& counts) const;
   Status check_sequence(const char* what, std::int64_t sequence) const;
   Status check_going_back(const char* what, std::int64_t sequence, std::int64_t length);
 
   KVCacheOptions options_;
   PageAllocator allocator_;
-  Store tokens_, compressed_;
-  std::vector<std::int32_t> tables_;                      // as PageAllocator has them
-  std::vector<std::byte> k_swa_, v_swa_, k_cmp_, v_cmp_;  // rings of the sequences, then of the kept prefixes
-  std::vector<std::int32_t> seqlens_;
-  std::vector<std::int64_t> longest_;  // since the sequence was empty; then of the kept prefixes
-  std::int32_t overflow_ = 0;
+  Memory memory_;
+  std::array<Rows, 2> tokens_, compressed_, window_, raw_;  // keys and values; rings: of the prefixes behind the others
+  std::int64_t max_pages_ = 0, max_pages_c_ = 0;
+  std::size_t parts_ = 0, state_ = 0;   // how many; the one with tables, lengths, overflow and scales
+  std::vector<std::int32_t> uploaded_;  // the tables there
+  std::vector<std::int64_t> lengths_;   // on a device: what the host was told
+  std::vector<std::int64_t> longest_;   // since the sequence was empty; then of the kept prefixes
+  Status failed_;                       // of a release
 };
 
 }  // namespace nsa

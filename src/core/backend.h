@@ -4,11 +4,13 @@
 // dispatch turns exceptions into Status::internal.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "core/execution.h"
 #include "core/operation_list.h"
 #include "nsa/decode.h"
+#include "nsa/kv_cache.h"
 #include "nsa/operations.h"
 
 namespace nsa {
@@ -69,6 +71,8 @@ Status make_contiguous(TensorView& t, Execution& execution);
 /// undefined: the keys have the offsets of the queries.
 Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
                      Execution& execution);
+/// Memory of a device for a cache with these options, without an allocator by cudaMallocAsync.
+Status make_cache_memory(const KVCacheOptions& options, std::unique_ptr<CacheMemory>& memory);
 
 // The operations run on any GPU from sm_80 on. None of them allocates, synchronises or uses another stream than the
 // execution's.

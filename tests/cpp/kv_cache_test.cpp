@@ -1,85 +1,22 @@
 // KVCache beside a plain model of it: which pages it gives to whom, what they contain, what it refuses.
-#include "nsa/kv_cache.h"
-
-#include <gtest/gtest.h>
+#include "kv_cache_support.h"
 
 #include <algorithm>
-#include <numeric>
+#include <cstdlib>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "support/tensor.h"
+#include "nsa/backend.h"
 
 namespace nsa::test {
 namespace {
 
-using Ids = std::vector<std::int32_t>;
-
-constexpr std::int64_t kPage = 16, kCapacity = 96, kVocabulary = 64, kHeads = 1, kDim = 8;
-const NSAConfig kConfig = {8, 4, 16, 4, 1, 2, 20};
-
-KVCache make(std::int64_t batch, std::int64_t num_pages, std::int64_t num_prefixes) {
-  KVCacheOptions options;
-  options.batch = batch, options.key_dim = options.value_dim = kDim, options.dtype = DType::kFloat32;
-  options.cfg = kConfig, options.capacity = kCapacity, options.page_size = kPage;
-  options.num_pages = num_pages, options.num_prefixes = num_prefixes;
-  KVCache cache;
-  const Status status = KVCache::create(options, cache);
-  EXPECT_TRUE(status.ok()) << status.message();
-  return cache;
-}
-
-/// Queries, keys and values that depend on a token's id alone.
-struct Vocabulary {
-  Vocabulary() {
-    unsigned seed = 0;
-    for (Tensor* t : {&q, &k_cmp, &v_cmp, &k_slc, &v_slc, &k_swa, &v_swa}) {
-      *t = Tensor(DType::kFloat32, {kVocabulary, kDim});
-      fill_normal(*t, ++seed);
-    }
-  }
-
-  /// The sequence takes these tokens, for which it has room; returns what the last one gets.
-  std::vector<double> append(KVCache& cache, std::int64_t sequence, const Ids& ids) const {
-    const std::int64_t batch = cache.options().batch, m = std::ssize(ids);
-    std::vector<Tensor> taken;
-    taken.reserve(8);
-    const auto take = [&](const Tensor& from) {
-      taken.emplace_back(DType::kFloat32, std::vector<std::int64_t>{batch, m, kHeads, kDim});
-      for (std::int64_t r = 0; r < m; ++r)
-        for (std::int64_t d = 0; d < kDim; ++d)
-          taken.back().set({sequence, r, 0, d}, from.get({ids[static_cast<std::size_t>(r)], d}));
-      return taken.back().view();
-    };
-    Tensor num_new(DType::kInt32, {batch}), gates(DType::kFloat32, {batch, m, kHeads, 3});
-    for (std::int64_t b = 0; b < batch; ++b) num_new.set({b}, b == sequence ? static_cast<double>(m) : 0);
-    for_each_index(gates, [&](const Index& i) { gates.set(i, 1); });
-    const Tensor o(DType::kFloat32, {batch, m, kHeads, kDim});
-    DecodeParams p;
-    p.q = take(q), p.gates = gates, p.num_new = num_new, p.o = o;
-    p.k_cmp = take(k_cmp), p.k_slc = take(k_slc), p.k_swa = take(k_swa);
-    p.v_cmp = take(v_cmp), p.v_slc = take(v_slc), p.v_swa = take(v_swa);
-    p.cache = cache.view(), p.cfg = kConfig;
-    p.weights_k = p.weights_v = {CompressionKind::kMean, {}, {}, {}, {}, {}};
-    const Status status = m > kMaxDecodeTokens ? prefill(p, {Backend::kCPU, 1}) : decode(p, {Backend::kCPU, 1});
-    EXPECT_TRUE(status.ok()) << status.message();
-    EXPECT_TRUE(cache.check().ok());
-    return values_of(slice(slice(o, 0, sequence, sequence + 1), 1, m - 1, m));
-  }
-
-  Tensor q, k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa;
-};
-
-Ids numbers(std::int32_t first, std::int64_t count) {
-  Ids ids(static_cast<std::size_t>(count));
-  std::iota(ids.begin(), ids.end(), first);
-  return ids;
-}
-
 /// The pages of each sequence, of tokens or of compressed tokens.
-std::vector<Ids> pages_of(const TensorView& table) {
+std::vector<Ids> pages_of(const TensorView& view) {
+  const Tensor fetched = under_test.fetch(view);
+  const TensorView& table = fetched;
   std::vector<Ids> pages(static_cast<std::size_t>(table.size(0)));
   for (std::int64_t b = 0; b < table.size(0); ++b)
     for (std::int64_t p = 0; p < table.size(1); ++p) {
@@ -112,7 +49,7 @@ class PrefixCache : public testing::Test {
   }
 
   Vocabulary vocabulary;
-  KVCache cache = make(2, 6, 3);
+  KVCache cache = make(options_of(2, 6, 3));
   const Ids a = numbers(0, 32), b = numbers(10, 32), c = numbers(20, 16), d = numbers(30, 16);
 };
 
@@ -329,11 +266,14 @@ class Soak {
 
   void expect_invariants() {
     const KVCacheView view = cache_.view();
+    const Tensor k_slc = under_test.fetch(view.k_slc), v_slc = under_test.fetch(view.v_slc);
+    const Tensor lengths = under_test.fetch(view.cache_seqlens);
     for (const bool compressed : {false, true}) {
       const std::vector<Ids> pages = table(compressed);
       for (std::int64_t b = 0; b < kBatch; ++b) {
         const Ids& own = pages[static_cast<std::size_t>(b)];
         EXPECT_EQ(cache_.length(b), length(b));
+        EXPECT_EQ(lengths.get({b}), length(b));
         EXPECT_GE(std::ssize(own) * kPage, entries(compressed, length(b)));
         EXPECT_EQ(std::set<std::int32_t>(own.begin(), own.end()).size(), own.size()) << "a page twice in a sequence";
         // Where the sequence will write, the page is its own.
@@ -343,11 +283,9 @@ class Soak {
                         !std::ranges::count(pages[static_cast<std::size_t>(other)], own[static_cast<std::size_t>(p)]))
                 << "sequences " << b << " and " << other;
         for (std::int64_t t = 0; !compressed && t < length(b); ++t)
-          for (const auto& [stored, written] :
-               {std::pair{&view.k_slc, &vocabulary_.k_slc}, {&view.v_slc, &vocabulary_.v_slc}})
-            EXPECT_EQ(
-                get_element(*stored, offset_of(*stored, {own[static_cast<std::size_t>(t / kPage)], t % kPage, 0, 1})),
-                written->get({tokens(b)[static_cast<std::size_t>(t)], 1}))
+          for (const auto& [stored, written] : {std::pair{&k_slc, &vocabulary_.k_slc}, {&v_slc, &vocabulary_.v_slc}})
+            EXPECT_EQ(stored->get({own[static_cast<std::size_t>(t / kPage)], t % kPage, 0, 1}),
+                      written->get({tokens(b)[static_cast<std::size_t>(t)], 1}))
                 << "sequence " << b << ", token " << t;
       }
     }
@@ -369,10 +307,110 @@ class Soak {
 
   std::mt19937 generator_{1};
   Vocabulary vocabulary_;
-  KVCache cache_ = make(kBatch, kPages, kPrefixes), alone_ = make(1, 0, 0);
+  KVCache cache_ = make(options_of(kBatch, kPages, kPrefixes)), alone_ = make(options_of(1, 0, 0));
   std::vector<Ids> tokens_ = std::vector<Ids>(kBatch);
   std::vector<std::int64_t> longest_ = std::vector<std::int64_t>(kBatch), document_ = longest_;
 };
+
+/// Allocations that are counted.
+struct Counted {
+  std::set<void*> held;
+  std::size_t bytes = 0, most = SIZE_MAX;
+  KVCacheAllocator allocator() {
+    return {[this](std::size_t size, void*) -> void* {
+              if (bytes + size > most) return nullptr;
+              void* data = std::aligned_alloc(256, (size + 255) / 256 * 256);
+              held.insert(data), bytes += size;
+              return data;
+            },
+            [this](void* data, std::size_t size, void*) {
+              EXPECT_EQ(held.erase(data), 1u);
+              bytes -= size;
+              std::free(data);
+            }};
+  }
+};
+
+TEST(KVCacheMemory, OfTheCallersAllocator) {
+  KVCacheOptions options = options_of(2, 0, 1);
+  options.device = {};
+  Counted counted;
+  options.allocator = counted.allocator();
+  {
+    KVCache cache;
+    ASSERT_TRUE(KVCache::create(options, cache).ok());
+    EXPECT_EQ(counted.held.size(), 9u);
+    EXPECT_TRUE(counted.held.contains(cache.view().k_slc.data));
+    const std::size_t bytes = counted.bytes;
+    ASSERT_TRUE(cache.reserve({40, 0}).ok());
+    KVCache copy = cache;
+    EXPECT_EQ(counted.bytes, 2 * bytes);
+    ASSERT_TRUE(copy.reserve({40, 20}).ok());
+    const auto entry = [](KVCache& of, int i) { return of.view().block_table.as<std::int32_t>()[i]; };
+    EXPECT_EQ(entry(copy, 6), 3);
+    EXPECT_EQ(entry(cache, 6), -1) << "a copy has memory of its own";
+    cache = std::move(copy);
+    EXPECT_EQ(counted.bytes, bytes);
+    EXPECT_EQ(entry(cache, 6), 3);
+    counted.most = bytes;
+    EXPECT_EQ(KVCache::create(options, copy).code(), StatusCode::kInternal);
+    EXPECT_EQ(counted.bytes, bytes) << "nothing is left of what could not be made";
+  }
+  EXPECT_TRUE(counted.held.empty());
+  EXPECT_EQ(counted.bytes, 0u);
+}
+
+TEST(KVCacheMemory, Refused) {
+  const auto message = [](auto&& change) {
+    KVCacheOptions options = options_of(1, 0, 0);
+    options.device = {};
+    change(options);
+    KVCache cache;
+    return KVCache::create(options, cache).message();
+  };
+  int somewhere = 0;
+  EXPECT_EQ(message([&](auto& o) { o.stream = &somewhere; }), "stream: must be null in host memory");
+  EXPECT_EQ(message([](auto& o) { o.allocator.release = [](void*, std::size_t, void*) {}; }),
+            "allocator: no allocate: must have both functions, or none");
+  EXPECT_EQ(message([](auto& o) { o.allocator.allocate = [](std::size_t, void*) -> void* { return nullptr; }; }),
+            "allocator: no release: must have both functions, or none");
+  EXPECT_EQ(message([](auto& o) { o.device = {DeviceType::kCUDA, 4096}; }).substr(0, 14), "backend cuda: ");
+}
+
+TEST(KVCacheMemory, StepsThatAreCounted) {
+  KVCache cache = make(options_of(2, 0, 0));
+  EXPECT_EQ(cache.appended({1}).message(), "appended: 1 numbers: expected one for each of 2 sequences");
+  if (under_test.device.type == DeviceType::kCPU) {
+    EXPECT_TRUE(cache.appended({90, 90}).ok());
+    EXPECT_EQ(cache.length(0), 0) << "the step has changed it already";
+    return;
+  }
+  ASSERT_TRUE(cache.reserve({16, 20}).ok());
+  EXPECT_EQ(cache.appended({-1, 0}).message(), "appended: sequence 0: -1 tokens: must be >= 0");
+  const Status status = cache.appended({16, 40});
+  EXPECT_EQ(status.code(), StatusCode::kOutOfCapacity);
+  EXPECT_EQ(status.message(), "appended: sequence 1: 40 tokens: it has no pages for them: reserve() before the step");
+  EXPECT_EQ(cache.length(0), 0);
+  ASSERT_TRUE(cache.appended({16, 32}).ok());
+  EXPECT_EQ(cache.length(1), 32);
+  ASSERT_TRUE(cache.check().ok());
+  EXPECT_EQ(cache.length(1), 0) << "no step did it";
+}
+
+TEST(KVCacheMemory, AStepWithoutRoom) {
+  KVCache cache = make(options_of(2, 0, 0));
+  const Vocabulary vocabulary;
+  ASSERT_TRUE(cache.reserve({32, 16}).ok());
+  const Vocabulary::Step taken = vocabulary.step(cache, {numbers(0, 10), numbers(0, 16)});
+  for (int i = 0; i < 2; ++i) {
+    const Status status = under_test.step(taken.params);
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+  EXPECT_EQ(cache.check().message(), "a step found no room for a sequence: reserve() before each step");
+  EXPECT_EQ(cache.length(0), 20);
+  EXPECT_EQ(cache.length(1), 16);
+  EXPECT_TRUE(cache.check().ok());
+}
 
 TEST(KVCacheSoak, TenThousandChanges) {
   Soak soak;

@@ -130,7 +130,7 @@ DeviceMemory::DeviceMemory(std::size_t bytes) : bytes(bytes) {
 DeviceMemory::~DeviceMemory() { cudaFree(data); }
 
 void DeviceCopies::move(TensorView& t) {
-  if (!t.defined()) return;
+  if (!t.defined() || t.device.type == DeviceType::kCUDA) return;
   std::int64_t last = 0;  // strides are not negative
   for (int i = 0; i < t.rank; ++i)
     last += std::max<std::int64_t>(t.size(i) - 1, 0) * t.stride[static_cast<std::size_t>(i)];

@@ -1,4 +1,5 @@
-// The operations of the CUDA backend on tensors in host memory: copied to the device, run there, copied back.
+// The operations of the CUDA backend on tensors in host memory: copied to the device, run there, copied back. A cache
+// may be there already.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,7 @@ struct DeviceMemory {
 /// Copies on the device of tensors in host memory, one for each address.
 class DeviceCopies {
  public:
-  /// Copies the tensor, unless there is a copy of it, and lets `view` point there.
+  /// Copies the tensor, unless there is a copy of it or it is on the device already, and lets `view` point there.
   void move(TensorView& view);
   Status status() const;
   /// Waits for the device.

@@ -22,7 +22,7 @@ at::Tensor by_sequence(const at::Tensor& t, const CacheRows& rows) {
 }
 
 /// The memory that nsa::prefill and nsa::decode read, laid out as in nsa::KVCache with one page for all tokens of a
-/// sequence; torch's because that owns only host memory. Its capacity is reserved, so no step overflows.
+/// sequence; in tensors, because torch puts a first chunk there. Its capacity is reserved, so no step overflows.
 class SparseCache : public LayerCache {
  public:
   SparseCache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
