@@ -1,9 +1,10 @@
 // Times every stage of NSA on one GPU, forward and backward, through the public API.
 //   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--kernel-size 32] [--kernel-stride 16] [--block-size 64]
-//               [--forward] [--only TEXT] [length ...]
+//               [--forward] [--idle] [--only TEXT] [length ...]
 // B = 1, values of 128, bfloat16, MLP phi and the mean, otherwise default hyperparameters; --forward leaves out the
 // backward, --only all rows without TEXT in their names. Medians of 7 calls in milliseconds, the second-level cache
-// flushed before each; the workspace beside it, and below it the stages that a whole consists of.
+// flushed before each; with --idle the host waits for that, so that its time until the first launch counts. The
+// workspace beside it, and below it the stages that a whole consists of.
 #include <cmath>
 #include <functional>
 #include <string>
@@ -44,6 +45,8 @@ __global__ void fill_indices(int* p, int length, int heads, int block_size, bool
 
 /// Only rows with this in their names are timed.
 std::string_view only;
+/// Calls begin on an idle device.
+bool idle = false;
 
 /// The time of every stage of a call, by events.
 class Stages {
@@ -115,6 +118,7 @@ void time(const char* name, const Params& params, Status (*operation)(const Para
   std::vector<float> times;
   for (int i = 0; i < 9; ++i) {
     check(cudaMemsetAsync(flush, i, 256 << 20), "flush");
+    if (idle) check(cudaDeviceSynchronize(), "flush");
     stages.start();
     check(operation(params, context), name);
     check(cudaEventRecord(end), "event");
@@ -239,6 +243,8 @@ int main(int argc, char** argv) {
     const std::string_view option = argv[i];
     if (option == "--forward") {
       backward = false;
+    } else if (option == "--idle") {
+      idle = true;
     } else if (option == "--only" && i + 1 < argc) {
       only = argv[++i];
     } else if (option == "--heads" && i + 1 < argc) {

@@ -376,7 +376,7 @@ def relative_difference(out, reference):
     return math.sqrt(different / sum(b.square().sum().item() for _, b in pairs))
 
 
-def measure_length(implementations, problem, length, repeats):
+def measure_length(implementations, problem, length, repeats, only):
     torch.manual_seed(0)
     heads, kv_heads, key_dim, value_dim = problem
     inputs = (leaf(length, heads, key_dim), leaf(length, kv_heads, key_dim), leaf(length, kv_heads, value_dim),
@@ -389,6 +389,8 @@ def measure_length(implementations, problem, length, repeats):
     for implementation in implementations:
         implementation.begin(length)
         for stage, call, differentiated in implementation.stages(inputs, branches, chosen):
+            if only not in stage:
+                continue
             calls.setdefault(stage, {})[implementation.name] = call
             by.setdefault(stage, {})[implementation.name] = differentiated
     print(f"  {'forward / backward, ms':34}" + "".join(f"{i.name:>20}" for i in implementations))
@@ -408,8 +410,9 @@ def measure_length(implementations, problem, length, repeats):
         print(f"  {stage:34}" + "".join(f"{cell(i.name):>20}" for i in implementations), flush=True)
         torch.cuda.empty_cache()
     measured = [(r["difference"], name, stage) for stage, found in stages.items() for name, r in found.items()]
-    worst = max(one for one in measured if one[0] is not None)
-    print(f"  largest difference from ours, relative: {worst[0]:.1e} ({worst[1]}, {worst[2]})")
+    worst = max((one for one in measured if one[0] is not None), default=None)
+    if worst:
+        print(f"  largest difference from ours, relative: {worst[0]:.1e} ({worst[1]}, {worst[2]})")
     return {"shared_by_neighbours": shared, "stages": stages}
 
 
@@ -454,6 +457,7 @@ def main():
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dims", type=dims_of, default="128,128", metavar="DK,DV", help="of keys, of values")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only stages with this in their names")
     parser.add_argument("--longest-dense", type=int, default=131072, help="no dense attention beyond, tokens")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path, help="written anew after every length")
@@ -493,9 +497,10 @@ def main():
     print(f"{gpu}, driver {driver}, torch {torch.__version__}: {about['problem']}")
     lengths = {}
     for length in options.lengths:
-        lengths[length] = measure_length(implementations, problem, length, options.repeats)
+        lengths[length] = measure_length(implementations, problem, length, options.repeats, options.only)
         if options.json:
-            options.json.write_text(json.dumps({**about, "lengths": lengths}, indent=1) + "\n")
+            found = {**about, "lengths": dict(sorted(lengths.items()))}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
