@@ -2,17 +2,17 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/softmax.h>
+#include <ATen/ops/tensor.h>
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <span>
 
+#include "base/device.h"
 #include "base/error.h"
+#include "lm/model/selector_loss.h"
 
 namespace nsa::lm {
 namespace {
@@ -40,28 +40,19 @@ SelectionMap make_map(const std::int32_t* indices, std::int64_t length, const NS
   return map;
 }
 
-/// The mass of each block of l' tokens in the attention of a query at position t, summed over heads.
-std::vector<double> block_masses(const at::Tensor& q, const at::Tensor& k, std::int64_t t, int block_size) {
-  const auto keys = k.slice(0, 0, t + 1).to(at::kFloat);  // (t + 1, Dk)
-  const auto scores = at::matmul(q.to(at::kFloat), keys.t()) / std::sqrt(static_cast<double>(keys.size(1)));
-  const auto mass = at::softmax(scores, -1).sum(0).to(at::kDouble).cpu();
-  std::vector<double> blocks(static_cast<std::size_t>(t / block_size + 1));
-  for (std::int64_t i = 0; i <= t; ++i)
-    blocks[static_cast<std::size_t>(i / block_size)] += mass.const_data_ptr<double>()[i];
-  return blocks;
-}
-
-/// `q` (S, G, Dk) and `k` (S, Dk) of one KV head.
+/// `q` (S, G, Dk) and `k` (S, 1, Dk) of one KV head.
 std::optional<SelectionRecall> selection_recall(const at::Tensor& q, const at::Tensor& k, const SelectionMap& map,
                                                 const NSAConfig& cfg) {
   SelectionRecall sum;
   double all = 0;
+  const auto positions = base::upload(at::tensor(map.query_positions, at::kLong), q.device());
+  const auto attention = block_attention(q.index_select(0, positions), k, positions, cfg).to(at::kDouble).cpu();
   for (std::size_t i = 0; i < map.query_positions.size(); ++i) {
     const std::int64_t t = map.query_positions[i];
-    const auto masses = block_masses(q[t], k, t, cfg.block_size);
+    const double* const masses = attention.const_data_ptr<double>() + static_cast<std::int64_t>(i) * attention.size(2);
     std::vector<double> unforced;
-    for (std::size_t b = 0; b < masses.size(); ++b) {
-      if (!is_forced(static_cast<std::int64_t>(b), t, cfg)) unforced.push_back(masses[b]);
+    for (std::int64_t b = 0; b <= t / cfg.block_size; ++b) {
+      if (!is_forced(b, t, cfg)) unforced.push_back(masses[b]);
     }
     const std::size_t picks = map.blocks[i].size() - map.forced[i].size();
     if (picks >= unforced.size()) continue;
@@ -70,7 +61,7 @@ std::optional<SelectionRecall> selection_recall(const at::Tensor& q, const at::T
     all += total;
     sum.random += total * static_cast<double>(picks) / static_cast<double>(unforced.size());
     for (const auto block : map.blocks[i]) {
-      if (!is_forced(block, t, cfg)) sum.chosen += masses[static_cast<std::size_t>(block)];
+      if (!is_forced(block, t, cfg)) sum.chosen += masses[block];
     }
     std::sort(unforced.begin(), unforced.end(), std::greater<>());
     for (std::size_t b = 0; b < picks; ++b) sum.best += unforced[b];
@@ -114,7 +105,7 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
                                    config.num_kv_heads, head);
       view.map = make_map(indices, length, config.nsa, config.num_kv_heads, head, num_queries);
       view.recall =
-          selection_recall(seen.q.narrow(1, head * group, group), seen.k_slc.select(1, head), view.map, config.nsa);
+          selection_recall(seen.q.narrow(1, head * group, group), seen.k_slc.narrow(1, head, 1), view.map, config.nsa);
     }
   }
   return layers;
