@@ -263,6 +263,7 @@ __global__ void __launch_bounds__(256) copy_output_gradient(const __grid_constan
 }
 
 inline constexpr int kMeanTokens = 4;  // of a thread of mean_backward
+inline constexpr int kMeanRows = 32;   // that a thread of mean_blocks has on their way
 
 /// Neighbouring elements that are loaded and stored as Bits, and their sum over rows. Bits is uint4, or T for rows that
 /// do not begin at multiples of sixteen bytes.
@@ -306,8 +307,22 @@ __global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ Compr
   P piece;
   if (first >= 0) {
     const T* at = static_cast<const T*>(args.k.data) + first + head * args.k.head + c;
+    if constexpr (sizeof(Bits) == 16) {  // through the thread's own shared memory, where all loads are on their way
+      extern __shared__ uint4 own[];
+      for (int begin = 0; begin < l; begin += kMeanRows) {
+        const int rows = min(l - begin, kMeanRows);
+#pragma unroll 8
+        for (int r = 0; r < rows; ++r)
+          copy16(shared_address(own + r * blockDim.x + threadIdx.x), at + (begin + r) * args.k.row, true);
+        commit_copies();
+        wait_copies<0>();
+#pragma unroll 8
+        for (int r = 0; r < rows; ++r) piece.add(own[r * blockDim.x + threadIdx.x]);
+      }
+    } else {
 #pragma unroll 16
-    for (int r = 0; r < l; ++r) piece.add(P::load(at + r * args.k.row));
+      for (int r = 0; r < l; ++r) piece.add(P::load(at + r * args.k.row));
+    }
   }
   *reinterpret_cast<Bits*>(args.out.at<T>(args.batch_of(m), args.row_of(m), head) + c) = piece.mean(l);
 }

@@ -123,9 +123,10 @@ cudaError_t run_mean(CompressPair pair, cudaStream_t stream) {
   }
   const auto run = [&]<class Bits>(Bits) {
     const std::int64_t threads = std::int64_t{most} / Piece<T, Bits>::kSize * args.geometry.kv_heads;
-    const auto block = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(threads, 32) * 32, 256));
+    constexpr bool kAsync = sizeof(Bits) == 16;
+    const auto block = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(threads, 32) * 32, kAsync ? 64 : 256));
     return launch(mean_blocks<T, Bits>, dim3(args.rows, static_cast<unsigned>(ceil_div(threads, block)), pair.problems),
-                  block, 0, stream, pair);
+                  block, kAsync ? block * std::min(args.geometry.kernel_size, kMeanRows) * 16 : 0, stream, pair);
   };
   return sixteens ? run(uint4{}) : run(T{});
 }
