@@ -111,6 +111,13 @@ std::vector<Case> cases() {
   far.name = "far", far.dk = 192, far.dv = 128;
   far.cfg = {.kernel_size = 32, .kernel_stride = 8, .block_size = 16};
   all.push_back(far);
+  // The same with the blocks of the defaults, of which it keeps a half; heads whose keys it takes one after the other.
+  Case filtered{.dtype = DType::kBFloat16, .q_lens = {2}, .k_lens = {54000}, .kv_heads = 3, .group = 16};
+  filtered.name = "filtered", filtered.dk = filtered.dv = 128;
+  filtered.cfg = {.kernel_size = 8, .kernel_stride = 4, .block_size = 16};
+  all.push_back(filtered);
+  filtered.name = "filtered_noise", filtered.kv_heads = 1, filtered.noise = 0.3, filtered.seed = 5;
+  all.push_back(filtered);
   return all;
 }
 

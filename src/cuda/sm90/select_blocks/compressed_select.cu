@@ -141,15 +141,18 @@ __device__ __forceinline__ void load_keys(const CompressedSelectArgs& args, cons
   }
 }
 
-/// Blocks: BlocksOfStrides, or DefaultBlocks. kQuads: for warp tiles of several queries.
-template <class T, int Dk, int Dv, class Tiles, class Blocks, bool kQuads>
+/// How the selector warps choose: query by query, the same with the upper halves of scores in shared memory, or for
+/// warp tiles of several queries.
+enum class Choice { kQuery, kFiltered, kQuads };
+
+/// Blocks: BlocksOfStrides, or DefaultBlocks.
+template <class T, int Dk, int Dv, class Tiles, class Blocks, Choice kChoice>
 __global__ void __launch_bounds__(kThreads, 1)
     compressed_select(const __grid_constant__ Maps maps, const __grid_constant__ CompressedSelectArgs args,
                       const __grid_constant__ FastDivmod by_stride) {
   using L = SelectLayout<Dk, Dv>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ SelectBarriers barriers;
-  const Geometry& p = args.range.geometry;
   if (left_to_fallback(args.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
@@ -181,21 +184,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (helper == 0) {
       load_keys<Dk, Dv, Tiles, Blocks>(args, maps, barriers, queries, keys, values);
     } else {
-      const int blocks = args.keys ? 0 : selection_blocks(p, args.block_size), number = helper - 1;
+      const int number = helper - 1;
       constexpr bool kUsesKeyRing = Blocks::kAddsKeysUp;
       char* own = memory + (values + L::kStages * L::kValueBytes - shared_address(memory)) +
-                  number * L::selector_warp(args.warp_tiles, blocks, args.chunks, kUsesKeyRing);
+                  number * L::selector_warp(args.warp_tiles, args.near_keys, args.chunks, kUsesKeyRing);
       char* key_ring = own + args.chunks * ChunkRing::kChunkBytes;
       uint2* list = reinterpret_cast<uint2*>(key_ring + (kUsesKeyRing ? L::key_ring(args.warp_tiles) : 0));
       SelectorWarp<Tiles, Blocks> selector(args, barriers, {own, barriers.chunk_full[number], args.chunks}, list,
                                            reinterpret_cast<float*>(key_ring), number);
       char* far = args.keys + (blockIdx.x * kSelectorWarps + number) * args.selector_keys;
-      if constexpr (kQuads) {
+      if constexpr (kChoice == Choice::kQuads) {
         selector.choose_by_quad(reinterpret_cast<uint4*>(far));
+      } else if constexpr (kChoice == Choice::kFiltered) {
+        selector.template choose_by_query<true>(reinterpret_cast<unsigned*>(far),
+                                                reinterpret_cast<unsigned short*>(list + kListed));
       } else if (std::is_same_v<Tiles, WarpTilesOfSixteen> || !args.keys) {
-        selector.choose_by_query(reinterpret_cast<unsigned*>(list + kListed));
+        selector.template choose_by_query<false>(reinterpret_cast<unsigned*>(list + kListed));
       } else {
-        selector.choose_by_query(reinterpret_cast<unsigned*>(far));
+        selector.template choose_by_query<false>(reinterpret_cast<unsigned*>(far));
       }
     }
   }
@@ -205,12 +211,22 @@ using Kernel = void (*)(Maps, CompressedSelectArgs, FastDivmod);
 
 bool groups_of_sixteen(const CompressedSelectArgs& args) { return args.range.geometry.group == 16 && !args.keys; }
 
-template <class Tiles, class Blocks, bool kQuads = false>
-constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Tiles, Blocks, kQuads>;
+template <class Tiles, class Blocks, Choice kChoice = Choice::kQuery>
+constexpr Kernel kInstance = compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, Tiles, Blocks, kChoice>;
+
+constexpr bool kFilters = NSA_KEY_DIM == 128;
+
+/// Whether the upper halves of scores that lie in the scratch are in shared memory: with the default blocks.
+bool filters(const CompressedSelectArgs& args) {
+  const Geometry& g = args.range.geometry;
+  return kFilters && args.keys && g.group == 16 && g.kernel_size == 2 * g.kernel_stride &&
+         args.block_size == 4 * g.kernel_stride &&
+         selection_blocks(g, args.block_size) <= 2 * CompressedSelectScratch::most_blocks(NSA_KEY_DIM);
+}
 
 template <class Blocks>
 Kernel instance_of(const CompressedSelectArgs& args) {
-  if (args.warp_tiles.together > 1) return kInstance<WarpTiles, Blocks, true>;
+  if (args.warp_tiles.together > 1) return kInstance<WarpTiles, Blocks, Choice::kQuads>;
   return groups_of_sixteen(args) ? kInstance<WarpTilesOfSixteen, Blocks> : kInstance<WarpTiles, Blocks>;
 }
 
@@ -218,20 +234,20 @@ Kernel instance_for(const CompressedSelectArgs& args) {
   const Geometry& g = args.range.geometry;
   const int strides = args.block_size / g.kernel_stride;
   if (adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size))
-    return args.warp_tiles.together > 1 ? kInstance<WarpTiles, AnyBlocks, true> : kInstance<WarpTiles, AnyBlocks>;
+    return args.warp_tiles.together > 1 ? kInstance<WarpTiles, AnyBlocks, Choice::kQuads>
+                                        : kInstance<WarpTiles, AnyBlocks>;
   if (strides == 1) return instance_of<BlocksOfStrides<1>>(args);
   if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
   if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
   const bool overlap = args.weights.rest > 0;
+  if constexpr (kFilters) {
+    if (filters(args)) return kInstance<WarpTilesOfSixteen, DefaultBlocks, Choice::kFiltered>;
+  }
   return overlap && groups_of_sixteen(args) ? kInstance<WarpTilesOfSixteen, DefaultBlocks>
                                             : instance_of<BlocksOfStrides<4>>(args);
 }
 
-}  // namespace
-
-template <>
-cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const CompressedSelectArgs& call,
-                                                                              cudaStream_t stream) {
+cudaError_t launch_heads(const CompressedSelectArgs& call, cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   using L = SelectLayout<Dk, Dv>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
@@ -254,10 +270,12 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   const int batches = tensor_batches(g);
   const std::int64_t rows = compressed_rows(g);
   args.spread_rows = static_cast<int>(spread_rows(rows));
-  const int blocks = args.keys ? 0 : selection_blocks(g, args.block_size);
+  const int blocks = selection_blocks(g, args.block_size);
+  args.near_keys = !args.keys ? blocks : filters(args) ? (blocks + 1) / 2 : 0;
   args.chunks = kMostChunks;
   const bool key_rings = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
-  while (args.chunks > 1 && L::memory(args.warp_tiles, blocks, args.chunks, key_rings) > kDynamic) --args.chunks;
+  while (args.chunks > 1 && L::memory(args.warp_tiles, args.near_keys, args.chunks, key_rings) > kDynamic)
+    --args.chunks;
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
@@ -270,8 +288,44 @@ cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(co
   if (error == cudaSuccess) error = make_tensor_map(maps.v_row, v, Dv, g.kv_heads, rows, batches, 1, 1);
   if (error != cudaSuccess) return error;
   return launch(instance_for(args), std::min(scratch.thread_blocks, processors), kThreads,
-                L::memory(args.warp_tiles, blocks, args.chunks, key_rings), stream, maps, args,
+                L::memory(args.warp_tiles, args.near_keys, args.chunks, key_rings), stream, maps, args,
                 FastDivmod(g.kernel_stride));
+}
+
+/// A call for one KV head of a call.
+CompressedSelectArgs of_head(CompressedSelectArgs args, int kv_head) {
+  Geometry& g = args.range.geometry;
+  const auto skip = [](Strided& tensor, int head, std::int64_t bytes) {
+    tensor.data = static_cast<char*>(tensor.data) + head * tensor.head * bytes;
+  };
+  skip(args.range.q, kv_head * g.group, sizeof(NSA_ELEMENT)),
+      skip(args.range.o, kv_head * g.group, sizeof(NSA_ELEMENT));
+  skip(args.range.k, kv_head, sizeof(NSA_ELEMENT)), skip(args.range.v, kv_head, sizeof(NSA_ELEMENT));
+  skip(args.indices, kv_head, sizeof(int));
+  args.range.lse.data += kv_head * g.group * args.range.lse.head;
+  g.heads = g.group, g.kv_heads = 1;
+  return args;
+}
+
+/// Whether KV heads are served one after the other: where their keys and values together leave no room for the scratch
+/// in the second-level cache. The noise of a head depends on its number.
+bool heads_in_turn(const CompressedSelectArgs& args) {
+  constexpr std::int64_t kRowBytes = (NSA_KEY_DIM + NSA_VALUE_DIM) * sizeof(NSA_ELEMENT), kTogether = 16 << 20;
+  const Geometry& g = args.range.geometry;
+  return g.kv_heads > 1 && g.batches == 1 && args.noise == 0 &&
+         most_key_tiles(g) * kKeys * kRowBytes * g.kv_heads > kTogether;
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const CompressedSelectArgs& args,
+                                                                              cudaStream_t stream) {
+  if (!heads_in_turn(args)) return launch_heads(args, stream);
+  cudaError_t error = cudaSuccess;
+  for (int head = 0; head < args.range.geometry.kv_heads && error == cudaSuccess; ++head)
+    error = launch_heads(of_head(args, head), stream);
+  return error;
 }
 
 }  // namespace nsa::cuda::sm90::select_blocks

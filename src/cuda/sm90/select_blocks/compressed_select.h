@@ -82,6 +82,7 @@ struct CompressedSelectArgs {
   KeyWeights weights;
   int spread_rows;  // see make_spread_tensor_map
   int chunks;       // of the scratch on their way, for each selector warp
+  int near_keys;    // of a selector warp, in words of shared memory
   char* keys;       // of the selector warps, in the scratch; null: in shared memory
   std::int64_t selector_keys;
 };

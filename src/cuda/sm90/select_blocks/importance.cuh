@@ -100,11 +100,11 @@ class ChunkRing {
 };
 
 /// A warp tile of one query: importances of the 64 / kSums blocks of a chunk, times 2^kAddedExponent, or added to what
-/// is there. A block is kSums sums. Of the chunk's tiles the first `tiles` count, for others they are anything. One
-/// warp.
-template <int kSums>
+/// is there. A block is kSums sums. Of the chunk's tiles the first `tiles` count, for others they are anything. With
+/// kFiltered, for blocks of one sum, the upper halves of them, too. One warp.
+template <int kSums, bool kFiltered = false>
 __device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, const float4& minus_lse, bool add,
-                                          float* importance, int lane) {
+                                          float* importance, int lane, unsigned short* filter = nullptr) {
   // As rows of the first factor: sum 4 r + j of the first two tiles and of the other two in product j, r = 0 .. 7.
   // Columns 2 t and 2 t + 1 of the second factor: high and low parts of tile t.
   const int r = lane / 4, c = lane % 4;
@@ -138,6 +138,12 @@ __device__ __forceinline__ void sum_heads(const ScratchTile* chunk, int tiles, c
       sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
     }
     to = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    if constexpr (kFiltered) {
+      const auto halves = [&](int n) {
+        return __byte_perm(__float_as_uint(sum[n]), __float_as_uint(sum[n + 1]), 0x7632);
+      };
+      *reinterpret_cast<uint2*>(filter + c / 2 * 32 + 4 * r) = make_uint2(halves(0), halves(2));
+    }
   } else {
     float2& to = *reinterpret_cast<float2*>(importance + c / 2 * 16 + 2 * r);
     const float2 before = add ? to : float2{};

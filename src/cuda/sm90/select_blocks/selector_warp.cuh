@@ -61,8 +61,10 @@ class SelectorWarp {
         number_(number),
         lane_(threadIdx.x % 32) {}
 
-  /// Of warp tiles of one query, or slices of one.
-  __device__ __forceinline__ void choose_by_query(unsigned* keys) {
+  /// Of warp tiles of one query, or slices of one. With kFiltered the keys lie in global memory, and `filter` is shared
+  /// memory for their upper halves.
+  template <bool kFiltered>
+  __device__ __forceinline__ void choose_by_query(unsigned* keys, unsigned short* filter = nullptr) {
     const Tiles& warp_tiles = warp_tiles_of<Tiles>(args_);
     for (TileScheduler scheduler = scheduler_of<Tiles>(args_); scheduler.next(); buffer_.advance()) {
       for (int query = number_; query * warp_tiles.slices < kWarpTiles; query += kSelectorWarps) {
@@ -71,7 +73,7 @@ class SelectorWarp {
         for (int slice = 0; slice < min(warp_tiles.slices, kWarpTiles - query * warp_tiles.slices); ++slice) {
           const int warp_tile = query * warp_tiles.slices + slice;
           wait_for(warp_tile);
-          if (own.choice) sum(warp_tile, own, slice > 0, reinterpret_cast<float*>(keys));
+          if (own.choice) sum<kFiltered>(warp_tile, own, slice > 0, reinterpret_cast<float*>(keys), filter);
           consumer_release(warp_tile);
         }
         if (own.count == 0) continue;
@@ -79,10 +81,16 @@ class SelectorWarp {
         write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
         if (args_.noise > 0) {
-          for (int j = args_.init_blocks + lane_; j < own.last; j += 32)
+          for (int j = args_.init_blocks + lane_; j < own.last; j += 32) {
             keys[j] = explore(keys[j], j, own.position, scheduler);
+            if constexpr (kFiltered) filter[j] = static_cast<unsigned short>(keys[j] >> 16);
+          }
         }
-        top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        if constexpr (kFiltered) {
+          top_k_filtered(keys, filter, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        } else {
+          top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+        }
         __syncwarp();
       }
     }
@@ -143,7 +151,9 @@ class SelectorWarp {
   }
 
   /// Importances of blocks before own.last times 2^kAddedExponent; anything to the end of the last chunk.
-  __device__ __forceinline__ void sum(int warp_tile, const Candidates& own, bool add, float* importance) {
+  template <bool kFiltered>
+  __device__ __forceinline__ void sum(int warp_tile, const Candidates& own, bool add, float* importance,
+                                      unsigned short* filter) {
     float4 minus_lse = barriers_.minus_lse[buffer_.stage()][warp_tile][lane_ % 4];
     minus_lse.x += kAddedExponent, minus_lse.y += kAddedExponent;
     minus_lse.z += kAddedExponent, minus_lse.w += kAddedExponent;
@@ -163,7 +173,8 @@ class SelectorWarp {
     } else {
       ring_.read(scratch_of<Blocks>(args_, buffer_.stage(), warp_tile), own.last * Blocks::kSums, lane_,
                  [&](const ScratchTile* chunk, int i, int tiles) {
-                   sum_heads<Blocks::kSums>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks, lane_);
+                   sum_heads<Blocks::kSums, kFiltered>(chunk, tiles, minus_lse, add, importance + i * kChunkBlocks,
+                                                       lane_, filter + i * kChunkBlocks);
                  });
     }
   }

@@ -71,6 +71,27 @@ __device__ __forceinline__ unsigned find_threshold(int places, int& ties, const 
   return threshold;
 }
 
+/// Where a list does not do: with many equal keys, or many places. Of top_k.
+__device__ __forceinline__ void top_k_exactly(const unsigned* key, int first, int last, int places, int* out,
+                                              int lane) {
+  int ties;
+  const unsigned threshold = find_threshold(places, ties, [&](unsigned x) {
+    int n = 0;
+    for (int j = first + lane; j < last; j += 32) n += key[j] >= x;
+    return static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(n)));
+  });
+  for (int begin = first, written = 0; begin < last; begin += 32) {
+    const int j = begin + lane;
+    const unsigned x = j < last ? key[j] : 0;
+    const unsigned tied = __ballot_sync(0xffffffffu, j < last && x == threshold);
+    const bool chosen = j < last && (x > threshold || (x == threshold && before(tied, lane) < ties));
+    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
+    if (chosen) out[written + before(lanes, lane)] = j;
+    written += __popc(lanes);
+    ties -= min(ties, __popc(tied));
+  }
+}
+
 /// Writes the `places` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
 /// are more than `places`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
 /// multiple of 128. One warp.
@@ -106,22 +127,47 @@ __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int pl
     write_best(mine, nth_largest(mine.x, places, lane), places, out, lane);
     return;
   }
-  int ties;
-  const unsigned threshold = find_threshold(places, ties, [&](unsigned x) {
-    int n = 0;
-    for (int j = first + lane; j < last; j += 32) n += key[j] >= x;
-    return static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(n)));
-  });
-  for (int begin = first, written = 0; begin < last; begin += 32) {
-    const int j = begin + lane;
-    const unsigned x = j < last ? key[j] : 0;
-    const unsigned tied = __ballot_sync(0xffffffffu, j < last && x == threshold);
-    const bool chosen = j < last && (x > threshold || (x == threshold && before(tied, lane) < ties));
-    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
-    if (chosen) out[written + before(lanes, lane)] = j;
-    written += __popc(lanes);
-    ties -= min(ties, __popc(tied));
+  top_k_exactly(key, first, last, places, out, lane);
+}
+
+/// The same where the keys lie in global memory: `filter`, in shared memory, has the upper halves of them, of which a
+/// multiple of 256 is read. Who is listed by these is ranked by the keys themselves. Overwrites halves only.
+__device__ __forceinline__ void top_k_filtered(const unsigned* key, unsigned short* filter, int first, int last,
+                                               int places, uint2* list, int* out, int lane) {
+  for (int j = lane; j < first; j += 32) filter[j] = 0;
+  for (int j = last + lane; j < (last + 255) / 256 * 256; j += 32) filter[j] = 0;
+  __syncwarp();
+  const auto* pairs = reinterpret_cast<const unsigned*>(filter);
+  unsigned even = 0, odd = 0;
+  for (int begin = 0; begin < last; begin += 256) {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      const unsigned x = pairs[begin / 2 + 32 * u + lane];
+      even = max(even, x & 0xffff), odd = max(odd, x >> 16);
+    }
   }
+  const unsigned bound = nth_largest(max(even, odd), min(places, 32), lane);
+  int listed = bound > 0 && places <= 32 ? 0 : kListed + 1;
+  for (int begin = 0; begin < last && listed <= kListed; begin += 256) {
+    unsigned x[4];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) x[u] = pairs[begin / 2 + 32 * u + lane];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      const bool takes_even = (x[u] & 0xffff) >= bound, takes_odd = x[u] >> 16 >= bound;
+      if (!__any_sync(0xffffffffu, takes_even || takes_odd)) continue;
+      const unsigned evens = __ballot_sync(0xffffffffu, takes_even), odds = __ballot_sync(0xffffffffu, takes_odd);
+      const int at = listed + before(evens, lane) + before(odds, lane), block = begin + 64 * u + 2 * lane;
+      if (takes_even && at < kListed) list[at].y = static_cast<unsigned>(block);
+      if (takes_odd && at + takes_even < kListed) list[at + takes_even].y = static_cast<unsigned>(block + 1);
+      listed += __popc(evens) + __popc(odds);
+    }
+  }
+  __syncwarp();
+  if (listed > kListed) return top_k_exactly(key, first, last, places, out, lane);
+  const unsigned block = lane < listed ? list[lane].y : 0;
+  const uint2 mine = lane < listed ? make_uint2(key[block], block) : make_uint2(0, 0);
+  write_best(mine, nth_largest(mine.x, places, lane), places, out, lane);
 }
 
 /// Four queries at a time, as of QuadOfQueries: lane 4 r + c has the keys of query c.
