@@ -298,6 +298,52 @@ def operations_alone(name):
 def operations():
     yield "## Operations alone on a GPU"
     yield from operations_alone("cuda_stages.txt")
+    yield "### Groups of query heads"
+    yield from groups()
+
+
+def groups():
+    """The whole by number of KV heads, a row for each run of cuda_stages_groups.txt."""
+    runs = stage_runs("cuda_stages_groups.txt")
+    commands = "\n".join(f"    {heading.split(': ', 1)[0]}" for heading, _ in runs)
+    about = runs[0][0].split(": ", 1)[1]
+    problem = (
+        "B = 1, H = 64, values of 128, bfloat16, defaults, `nsa_attention` without compression. Medians in ms with "
+        "given blocks, random / clustered; G query heads share a KV head. In brackets the workspace in MiB."
+    )
+    yield fill(f"{about}: {problem}") + f"\n\n{commands}"
+    lengths = sorted({length for _, found in runs for length in found})
+    names = {"forward": "nsa_attention", "backward": "nsa_attention backward"}
+    rows = [["", *(f"{title}, {length}" for title in names for length in lengths)]]
+    for heading, found in runs:
+        kv_heads = re.search(r"--kv-heads (\d+)", heading)
+        row = [f"G = {64 // int(kv_heads[1] if kv_heads else 4)}"]
+        if wide := re.search(r"--key-dim (\d+)", heading):
+            row[0] += f", keys of {wide[1]}"
+        for name in names.values():
+            for length in lengths:
+                both = [found.get(length, {}).get(f"{name}, {blocks}") for blocks in ("random", "clustered")]
+                row.append(f"{' / '.join(figure(b[0]) for b in both)} ({both[0][1]:.0f})" if all(both) else "")
+        rows.append(row)
+    yield table(rows)
+
+
+def through_python():
+    result = read("through_python.json")
+    yield "## Through Python beside C++"
+    unit = (
+        f"`nsa.nsa_attention` and its gradients (torch {result['torch']}) beside the same in C++ (`cuda_stages`), "
+        "forward / backward / both in ms. Busy: the device has other work when the call is made, so that no time of "
+        "the host counts. Idle: it has none, and the host's time until the first launch counts; in C++ that of the "
+        "backward, too, which is a call of its own there. Medians, taking turns, the second-level cache flushed."
+    )
+    yield source(gpu_of(result), result, result["problem"], unit)
+    rows = [["length", "the device is", "C++", "Python", "Python / C++, both"]]
+    for length, ways in result["lengths"].items():
+        for way, found in ways.items():
+            cells = (" / ".join(figure(ms) for ms in found[who]) for who in ("cpp", "python"))
+            rows.append([length, way, *cells, f"{found['ratio']:.3f}"])
+    yield table(rows)
 
 
 def portable():
@@ -434,7 +480,7 @@ def llama():
     )
 
 
-SECTIONS = [gpu_whole, peers, operations, decode, training, llama, portable, cpu_whole, cpu_operations]
+SECTIONS = [gpu_whole, peers, operations, through_python, decode, training, llama, portable, cpu_whole, cpu_operations]
 
 
 def ratios():
