@@ -25,6 +25,18 @@ class Pool:
         self.uses = [0] * num_pages
         self.free = list(range(num_pages - 1, -1, -1))
         self.held: list[list[int]] = [[] for _ in range(batch)]
+        self.uploaded = torch.empty(0, dtype=torch.int32, device="cpu")
+
+    def table(self, changed: set[int]) -> Tensor:
+        """int32 (B, max_pages) in host memory, -1: none. Sequences that are not in `changed` have what they had."""
+        shape = len(self.held), self.max_pages
+        if self.uploaded.shape != shape:
+            self.uploaded, changed = torch.empty(shape, dtype=torch.int32, device="cpu"), set(range(len(self.held)))
+        for sequence in changed:
+            pages = self.held[sequence]
+            numbers = torch.tensor(pages + [-1] * (self.max_pages - len(pages)), dtype=torch.int32, device="cpu")
+            self.uploaded[sequence] = numbers
+        return self.uploaded
 
     def copy(self) -> Pool:
         other = copy.copy(self)
@@ -55,7 +67,7 @@ class Pool:
         """More pages, and longer rows of the table."""
         self.free = [*range(num_pages - 1, len(self.uses) - 1, -1), *self.free]
         self.uses += [0] * (num_pages - len(self.uses))
-        self.max_pages = max_pages
+        self.max_pages = max(self.max_pages, max_pages)
 
 
 class Prefix(NamedTuple):
@@ -83,9 +95,9 @@ def _all_or_nothing(method: Method) -> Method:
 class PageAllocator:
     """The pages of sequences and of kept prefixes; with the same calls it takes the same pages as nsa::PageAllocator.
 
-    Whoever has the memory copies pages and rings, and uploads the rows of `changed` sequences (`flush`). A page that
-    several have is full, and nobody writes to it. When pages are short, kept prefixes give way, the least recently used
-    first. A RuntimeError leaves everything as it was.
+    Whoever has the memory copies pages and rings, and uploads the tables if sequences have `changed` (`flush`). A page
+    that several have is full, and nobody writes to it. When pages are short, kept prefixes give way, the least recently
+    used first. A RuntimeError leaves everything as it was.
     """
 
     def __init__(self, cfg: NSAConfig, tokens: Pool, compressed: Pool, num_prefixes: int = 0) -> None:
@@ -240,12 +252,23 @@ class PageAllocator:
         return copies
 
     def flush(self, *tables: Tensor) -> None:
-        """Puts the pages of changed sequences into their rows, behind what the device has to do already."""
-        for pool, table in zip(self.pools, tables, strict=True):
-            for sequence in sorted(self.changed):
-                pages = pool.held[sequence]
-                row = torch.tensor(pages + [-1] * (pool.max_pages - len(pages)), dtype=torch.int32, device="cpu")
-                table[sequence].copy_(row, non_blocking=True)
+        """Uploads the tables if pages have changed, without waiting for the device.
+
+        One copy does both where the second table lies behind the first.
+        """
+        if not self.changed:
+            return
+        numbers = [pool.table(self.changed) for pool in self.pools]
+        pairs = list(zip(tables, numbers, strict=True))
+        first, second = tables
+        shared = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        if shared and second.storage_offset() == first.storage_offset() + first.numel():
+            both = first.as_strided((first.numel() + second.numel(),), (1,))
+            pairs = [(both, torch.cat([rows.flatten() for rows in numbers]))]
+        for table, rows in pairs:
+            if table.is_cuda:  # torch keeps pinned memory until the copy has taken it
+                rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True).copy_(rows)
+            table.copy_(rows, non_blocking=True)
         self.changed = set()
 
     def _hashes(self, tokens: tuple[int, ...]) -> list[int]:

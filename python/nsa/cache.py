@@ -113,16 +113,13 @@ class KVCache:
             size_c = min(size_c, _multiple_of_16(-(-page_size // cfg.kernel_stride)))
             num_pages_c = self._compressed_pages(num_pages, size, size_c, batch_size)
 
-        def pool(
-            name: str, longest: int, size: int, count: int | None, more: int
-        ) -> tuple[Pool, Tensor, Tensor, Tensor]:
+        def pool(name: str, longest: int, size: int, count: int | None, more: int) -> tuple[Pool, Tensor, Tensor]:
             per_sequence = -(-longest // size)
             count = (batch_size * per_sequence if count is None else count) + more
-            table = torch.full((batch_size, per_sequence), -1, dtype=torch.int32, device=device)
             shape = (count, size, num_kv_heads)
             keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
             values = torch.zeros(*shape, v_head_dim, dtype=dtype, device=device)
-            return Pool(name, size, count, batch_size, per_sequence), table, keys, values
+            return Pool(name, size, count, batch_size, per_sequence), keys, values
 
         def rings(rows: int) -> list[Tensor]:
             """Of so many sequences, in the order of NAMES."""
@@ -132,17 +129,16 @@ class KVCache:
                 for dim in (head_dim, v_head_dim)
             ]
 
-        tokens, self.block_table, self.k_slc, self.v_slc = pool("tokens", max_length, size, num_pages, 0)
+        tokens, self.k_slc, self.v_slc = pool("tokens", max_length, size, num_pages, 0)
         # A kept prefix may have a page in part.
-        compressed, self.block_table_c, self.k_c, self.v_c = pool(
-            "compressed tokens", longest_c, size_c, num_pages_c, num_prefixes
-        )
+        compressed, self.k_c, self.v_c = pool("compressed tokens", longest_c, size_c, num_pages_c, num_prefixes)
         self.k_swa_ring, self.v_swa_ring, self.k_cmp_ring, self.v_cmp_ring = rings(batch_size)
         self._pages = PageAllocator(cfg, tokens, compressed, num_prefixes)
         self._prefix_rings, self._longest_of_prefix = rings(num_prefixes), [0] * num_prefixes
         self.k_scale, self.v_scale = _scales(self.k_slc, k_scale, v_scale)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self._new_tables()
         self._longest = [0] * batch_size  # before the last rollback: the rings have lost what is older than 32 tokens
         if self.contiguous:
             self.reserve(max_length)
@@ -442,9 +438,7 @@ class KVCache:
             self._copy_pages(self._pages.select(rows, lengths))
         self._take_rows(NAMES[4:9], place)
         if len(rows) != len(lengths):
-            self.block_table, self.block_table_c = (
-                table.new_full((len(rows), pages.max_pages), -1) for pages, table in self._pools()
-            )
+            self._new_tables()
         self._write_tables()
         self._longest = [max(self._longest[row], lengths[row]) for row in rows]
 
@@ -477,9 +471,9 @@ class KVCache:
         if self.contiguous:
             sizes = _multiple_of_16(max_length), _multiple_of_16(longest_c)
         num_pages_c = None if num_pages is None else self._compressed_pages(num_pages, *sizes, self.batch_size)
-        for (pages, table), names, longest, size, count, more in zip(
-            self._pools(),
-            (("block_table", "k_slc", "v_slc"), ("block_table_c", "k_c", "v_c")),
+        for pages, names, longest, size, count, more in zip(
+            self._pages.pools,
+            (("k_slc", "v_slc"), ("k_c", "v_c")),
             (max_length, longest_c),
             sizes,
             (num_pages, num_pages_c),
@@ -490,14 +484,24 @@ class KVCache:
             count = max(len(pages.uses), (self.batch_size * per_sequence if count is None else count) + more)
             pages.page_size = size
             pages.extend(count, per_sequence)
-            wider = per_sequence - table.shape[1]
-            setattr(self, names[0], torch.nn.functional.pad(table, (0, wider), value=-1) if wider > 0 else table)
-            for name in names[1:]:
+            for name in names:
                 old = getattr(self, name)
                 if (count, size) != old.shape[:2]:
                     setattr(self, name, old.new_zeros(count, size, *old.shape[2:]))
                     getattr(self, name)[: old.shape[0], : old.shape[1]] = old
         self.max_length = max_length
+        if any(table.shape[1] != pages.max_pages for pages, table in self._pools()):
+            self._new_tables()
+            self._pages.changed = set(range(self.batch_size))
+            self._write_tables()
+
+    def _new_tables(self) -> None:
+        """The tables anew, in one tensor, so that one copy uploads both."""
+        shapes = [(len(pages.held), pages.max_pages) for pages in self._pages.pools]
+        sizes = [rows * pages for rows, pages in shapes]
+        both = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self.k_slc.device)
+        parts = zip(both.split(sizes), shapes, strict=True)
+        self.block_table, self.block_table_c = (part.view(shape) for part, shape in parts)
 
     def _pools(self) -> tuple[tuple[Pool, Tensor], tuple[Pool, Tensor]]:
         return (self._pages.tokens, self.block_table), (self._pages.compressed, self.block_table_c)

@@ -1,6 +1,6 @@
 // Reads operations on nsa::KVCache from standard input, one a line, and prints after each whether it was done, the
-// length of a prefix, and which pages every sequence holds. test_cache.py does the same with nsa.KVCache of the Python
-// package.
+// length of a prefix, which pages every sequence holds, and what there was no room for. test_cache.py does the same
+// with nsa.KVCache of the Python package.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -54,6 +54,7 @@ int main() {
     print(view.cache_seqlens);
     print(view.block_table);
     print(view.block_table_c);
+    if (status.code() == nsa::StatusCode::kOutOfCapacity) std::cout << ' ' << status.message();
     std::cout << '\n';
   }
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa
 from devices import head_dims
@@ -304,16 +305,49 @@ def test_what_a_prefix_cannot_be():
     assert cache.match_prefix(1, []) == cache.match_prefix(1, range(48)) == 0
 
 
+class Uploads(TorchDispatchMode):
+    """Sizes of the copies that nobody waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and len(args) > 2 and args[2]:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_copy_uploads_both_tables(device):
+    cache = nsa.KVCache(2, 1, 8, cfg=SMALL, max_length=96, page_size=16)
+    for change in (
+        lambda: cache.reserve([40, 20]),
+        lambda: cache.reserve([40, 33]),
+        lambda: cache.grow(200),
+        lambda: cache.select([1, 0, 1]),
+        lambda: cache.release(0),
+    ):
+        with Uploads() as uploads:
+            change()
+        assert uploads.sizes == [cache.block_table.numel() + cache.block_table_c.numel()]
+        for pages, table in cache._pools():
+            for row, numbers in zip(pages.held, table.tolist(), strict=True):
+                assert numbers == row + [-1] * (len(numbers) - len(row))
+    with Uploads() as uploads:
+        cache.reserve([0, 20, 0])  # nothing new
+    assert not uploads.sizes
+
+
 @pytest.mark.skipif(not shutil.which("g++") or not (ROOT / "build/lib/libnsa.so").exists(), reason="needs g++, libnsa")
-def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(tmp_path):
-    """Both keep the pages of their sequences by themselves: here they do the same, refusals included."""
+@pytest.mark.parametrize("page, longest, pages", [(16, 160, 16), (32, 200, 9)])
+def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(device, tmp_path, page, longest, pages):
+    """Both keep the pages of their sequences by themselves: here they do the same, and refuse in the same words."""
     program, lib = tmp_path / "pages", ROOT / "build" / "lib"
     source = [Path(__file__).with_name("pages.cpp"), f"-I{ROOT / 'include'}", f"-L{lib}", f"-Wl,-rpath,{lib}", "-lnsa"]
     subprocess.run(["g++", "-std=c++20", "-O1", *map(str, source), "-o", program], check=True)
-    rows, longest, page, pages, prefixes = 5, 160, 16, 16, 4
-    cache = nsa.KVCache(
-        rows, 1, 8, cfg=SMALL, max_length=longest, page_size=page, num_pages=pages, num_prefixes=prefixes
-    )
+    rows, prefixes = 5, 4
+    sizes = {"max_length": longest, "page_size": page, "num_pages": pages, "num_prefixes": prefixes}
+    cache = nsa.KVCache(rows, 1, head_dims(8, 8)[0], cfg=SMALL, **sizes)
     draw, lines, outcomes = random.Random(5), [f"{rows} {longest} {page} {pages} {prefixes}"], []
     texts = [[draw.randrange(100) for _ in range(longest)] for _ in range(2)]
     texts.append(texts[0][:40] + texts[1][40:])
@@ -333,7 +367,7 @@ def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(tmp_path):
             6: ("match_prefix", [other, *draw.choice(texts)[: draw.randrange(longest + 1)]]),
         }[draw.choices(range(7), (25, 30, 15, 15, 9, 12, 10))[0]]
         lines.append(" ".join(map(str, (operation, *numbers))))
-        done, prefix = True, 0
+        done, prefix, message = True, 0, []
         try:
             if operation == "reserve":
                 cache.reserve(numbers)
@@ -347,8 +381,10 @@ def test_ten_thousand_operations_give_the_pages_of_the_cpp_cache(tmp_path):
         except (ValueError, RuntimeError) as error:
             done = False
             refused[operation, type(error).__name__] += 1
+            message = [error] if isinstance(error, RuntimeError) else []
         tables = (cache.cache_seqlens, cache.block_table, cache.block_table_c)
-        outcomes.append(" ".join(map(str, (int(done), prefix, *(n for t in tables for n in t.flatten().tolist())))))
+        numbers = [n for t in tables for n in t.flatten().tolist()]
+        outcomes.append(" ".join(map(str, (int(done), prefix, *numbers, *message))))
     print(refused, found)
     assert sum(refused.values()) < 8000 and min(found.values()) > 100
     assert min(refused[n, "RuntimeError"] for n in ("reserve", "fork", "rollback")) > 10
