@@ -66,6 +66,8 @@ class PageAllocator {
   Status reserve(std::span<const std::int64_t> lengths);
   /// Whether the sequence has the pages for this length.
   bool has_room(std::int64_t sequence, std::int64_t length) const;
+  /// Whether every sequence has, so that reserve() has nothing to do.
+  bool has_room(std::span<const std::int64_t> lengths) const;
   /// The sequence goes on at `length`: pages that it would write to and shares are replaced by copies.
   Status rollback(std::int64_t sequence, std::int64_t length, PageCopies& copies);
   /// The child gets the parent's full pages before `length`, and pages of its own for the rest.
@@ -88,6 +90,7 @@ class PageAllocator {
     std::size_t table = 0;  // where its table begins
     std::vector<std::int32_t> free;
     std::vector<std::int32_t> uses;  // of each page, by sequences and by kept prefixes
+    std::vector<std::int64_t> held;  // pages of each sequence
 
     std::int64_t pages_for(std::int64_t tokens) const { return (tokens + page_size - 1) / page_size; }
     std::int32_t take();
@@ -103,7 +106,9 @@ class PageAllocator {
   std::int32_t* row(const Pool& pool, std::int64_t sequence) {
     return tables_.data() + pool.table + sequence * pool.max_pages;
   }
-  std::int64_t held(const Pool& pool, std::int64_t sequence) const;
+  static std::int64_t held(const Pool& pool, std::int64_t sequence) {
+    return pool.held[static_cast<std::size_t>(sequence)];
+  }
   const std::vector<std::int32_t>& pages_of(const Kept& kept, const Pool& pool) const {
     return &pool == &tokens_ ? kept.pages : kept.pages_c;
   }

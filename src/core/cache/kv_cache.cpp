@@ -274,6 +274,7 @@ Status KVCache::reserve(const std::vector<std::int64_t>& lengths) {
                                      " tokens: the capacity is " + std::to_string(options_.capacity));
   }
   if (Status s = changeable(); !s.ok()) return s;
+  if (allocator_.has_room(lengths)) return {};  // most steps
   if (Status s = allocator_.reserve(lengths); !s.ok()) return s;
   return upload();
 }

@@ -13,10 +13,11 @@ PageAllocator::PageAllocator(std::int64_t batch, const NSAConfig& cfg, PoolSizes
                              std::int64_t num_prefixes)
     : batch_(batch), cfg_(cfg), free_slots_(static_cast<std::size_t>(num_prefixes)) {
   const auto make = [&](const char* name, const PoolSizes& sizes) {
-    Pool pool{name, sizes.page_size, sizes.max_pages, tables_.size(), {}, {}};
+    Pool pool{name, sizes.page_size, sizes.max_pages, tables_.size(), {}, {}, {}};
     pool.free.resize(static_cast<std::size_t>(sizes.num_pages));
     std::iota(pool.free.rbegin(), pool.free.rend(), 0);  // page 0 first
     pool.uses.assign(pool.free.size(), 0);
+    pool.held.assign(static_cast<std::size_t>(batch), 0);
     tables_.resize(tables_.size() + static_cast<std::size_t>(batch * sizes.max_pages), -1);
     return pool;
   };
@@ -33,11 +34,6 @@ std::int32_t PageAllocator::Pool::take() {
 
 void PageAllocator::Pool::give_back(std::int32_t page) {
   if (--uses[static_cast<std::size_t>(page)] == 0) free.push_back(page);
-}
-
-std::int64_t PageAllocator::held(const Pool& pool, std::int64_t sequence) const {
-  const std::int32_t* pages = tables_.data() + pool.table + sequence * pool.max_pages;
-  return std::find(pages, pages + pool.max_pages, -1) - pages;
 }
 
 /// The change is made to a copy, which replaces this one if it was done.
@@ -80,7 +76,7 @@ void PageAllocator::drop(std::size_t kept) {
 }
 
 Status PageAllocator::extend(Pool& pool, std::int64_t sequence, std::int64_t tokens) {
-  std::int64_t p = held(pool, sequence);
+  std::int64_t& p = pool.held[static_cast<std::size_t>(sequence)];
   const std::int64_t end = pool.pages_for(tokens);
   if (end > pool.max_pages)
     return Status::out_of_capacity("KVCache: sequence " + std::to_string(sequence) + " needs " + std::to_string(end) +
@@ -95,10 +91,14 @@ bool PageAllocator::has_room(std::int64_t sequence, std::int64_t length) const {
          held(compressed_, sequence) >= compressed_.pages_for(cfg_.num_compressed(length));
 }
 
+bool PageAllocator::has_room(std::span<const std::int64_t> lengths) const {
+  for (std::int64_t b = 0; b < batch_; ++b)
+    if (!has_room(b, lengths[static_cast<std::size_t>(b)])) return false;
+  return true;
+}
+
 Status PageAllocator::reserve(std::span<const std::int64_t> lengths) {
-  bool enough = true;
-  for (std::int64_t b = 0; b < batch_; ++b) enough = enough && has_room(b, lengths[static_cast<std::size_t>(b)]);
-  if (enough) return {};
+  if (has_room(lengths)) return {};
   return all_or_nothing([&](PageAllocator& tried) -> Status {
     for (std::int64_t b = 0; b < batch_; ++b) {
       const std::int64_t length = lengths[static_cast<std::size_t>(b)];
@@ -135,6 +135,7 @@ Status PageAllocator::rollback(std::int64_t sequence, std::int64_t length, PageC
 void PageAllocator::share(Pool& pool, std::int64_t sequence, std::span<const std::int32_t> pages) {
   for (const std::int32_t page : pages) ++pool.uses[static_cast<std::size_t>(page)];
   std::ranges::copy(pages, row(pool, sequence));
+  pool.held[static_cast<std::size_t>(sequence)] = std::ssize(pages);
 }
 
 Status PageAllocator::fork(std::int64_t parent, std::int64_t child, std::int64_t length) {
@@ -156,6 +157,7 @@ void PageAllocator::release(Pool& pool, std::int64_t sequence) {
     pool.give_back(page);
     page = -1;
   }
+  pool.held[static_cast<std::size_t>(sequence)] = 0;
 }
 
 void PageAllocator::release(std::int64_t sequence) {
