@@ -80,6 +80,7 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   impl_->head = impl_->model.head_weights();
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
+    impl_->weights.back().settled = true;  // every pass begins with kernels that wait for the cast
     impl_->caches.push_back(
         make_layer_cache(block.config(), sequences, capacity, on_device.dtype(model.compute_dtype()), impl_->rotation));
   }
@@ -103,7 +104,7 @@ at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t>
     tokens = tokens.subspan(chunk.size());
   }
   const auto last = [](const at::Tensor& rows) { return rows.slice(0, rows.size(0) - 1); };
-  return impl_->model.logits({last(x.x), last(x.added)}, impl_->head).squeeze(0);
+  return impl_->model.logits({last(x.x), last(x.added)}, {impl_->head, true}).squeeze(0);
 }
 
 void Decoder::count_step() {
@@ -121,7 +122,7 @@ at::Tensor Decoder::enqueue_step(const at::Tensor& tokens) {
   const CacheRows rows{.first = 0, .count = tokens.size(0), .idle = impl_->ended, .num_new = impl_->num_new};
   const auto x = impl_->run(tokens, here, rows);
   impl_->positions.add_(impl_->num_new);
-  return impl_->model.logits(x, impl_->head);
+  return impl_->model.logits(x, {impl_->head, true});
 }
 
 bool Decoder::steps_are_alike() const {

@@ -1,4 +1,4 @@
-// What the kernels of the layers share: eight columns of a row at a time, in float32 registers.
+// What the kernels of the layers share: eight columns of a row at a time, in float32 registers, and dependent launches.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,6 +55,39 @@ __device__ inline float block_sum(float x, float* parts) {
   float sum = 0;
   for (unsigned i = 0; i < blockDim.x / 32; ++i) sum += parts[i];
   return sum;
+}
+
+// Programmatic dependent launch, from compute capability 9.0 on. A kernel that was launched so may begin before the one
+// ahead of it has ended: it must not read what that one writes, nor write at all, before wait_for_launcher(), which all
+// of its thread blocks call. So whoever waits for it waits for everything ahead, too.
+
+__device__ inline void wait_for_launcher() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+/// Lets the next kernel begin once every thread block has called it or has ended.
+__device__ inline void launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// Returns a cudaError_t. dependent: as such, where the device has code that waits, which is that for 9.0.
+template <class... Params, class... Args>
+int launch(void (*kernel)(Params...), unsigned blocks, unsigned threads, std::size_t memory, void* stream,
+           bool dependent, const Args&... args) {
+  int device = 0, major = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks, config.blockDim = threads, config.dynamicSmemBytes = memory;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute, config.numAttrs = dependent && major == 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 }  // namespace nsa::lm::fused

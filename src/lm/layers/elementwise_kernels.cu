@@ -20,6 +20,8 @@ struct RotaryCopyGrid {
 
 __global__ void __launch_bounds__(kThreads)
     rotate_pairs(const __grid_constant__ RotaryCopyArgs args, const __grid_constant__ RotaryCopyGrid grid) {
+  launch_dependents();
+  wait_for_launcher();
   int which = 0;
   while (blockIdx.x >= grid.first_block[which + 1]) ++which;
   const RotaryCopy& copy = args.copies[which];
@@ -226,8 +228,7 @@ int rotary_copy(const RotaryCopyArgs& args, void* stream) {
     const RotaryCopy& copy = args.copies[i];
     grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * copy.heads * (copy.half / kColumns));
   }
-  rotate_pairs<<<grid.first_block[args.count], kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, grid);
-  return cudaGetLastError();
+  return launch(rotate_pairs, grid.first_block[args.count], kThreads, 0, stream, true, args, grid);
 }
 
 int swiglu(const SwigluArgs& args, void* stream) {

@@ -1,7 +1,10 @@
-// Reading the matrix is the work: each warp streams rows of it, 16 bytes a lane, and multiplies them with the few rows
-// of the other factor, which lie in shared memory. Weights depend on no kernel: they are on their way to the
-// second-level cache before this one waits for the kernel ahead of it in the stream.
+// Reading the matrix is the work. All of it that a thread block multiplies is under way to its shared memory before the
+// kernel waits for the one ahead of it in the stream, as weights depend on no kernel; so the chain of kernels has the
+// latency of the few rows alone. Products are those of the tensor cores: eight rows of the matrix are the columns of a
+// tile, the few rows its rows. The warps of a thread block share out the columns of the matrix and add up in the end.
 #include "lm/layers/few_rows_kernels.h"
+
+#include <algorithm>
 
 #include "lm/layers/columns.cuh"
 
@@ -9,142 +12,225 @@ namespace nsa::lm::fused {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kAhead = 8;             // loads of a lane that are under way together
-constexpr int kStep = 32 * kColumns;  // columns of the matrix that a warp reads at a time
+constexpr int kTileRows = 8;                // rows of the matrix in a tile
+constexpr int kPiece = 128;                 // columns of a tile that a warp reads at a time
+constexpr int kStep = kWarps * kPiece;      // and all warps
+constexpr int kChunks = kPiece / kColumns;  // pieces of 16 bytes in that
+constexpr int kMostTiles = 3;  // tiles of a thread block, which then has one stage; or stages of its one tile
+static_assert(kMostRows <= kTileRows);
 
-__device__ void wait_for_launcher() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+/// 16 bytes to shared memory; zeros unless `there`.
+__device__ void copy16(uint4* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
 }
-__device__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ uint4 load_weights(const FewRowsArgs& args, int row, int column) {
-  if (row >= args.columns || column >= args.depth) return {};
-  return __ldg(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(args.matrix) +
-                                              std::int64_t{row} * args.depth + column));
-}
-
-/// A row of the matrix into the second-level cache, by a warp.
-__device__ void prefetch_weights(const FewRowsArgs& args, int row) {
-  constexpr int kLine = 64;  // columns
-  if (row >= args.columns) return;
-  const auto* const from = static_cast<const __nv_bfloat16*>(args.matrix) + std::int64_t{row} * args.depth;
-  for (int c = static_cast<int>(threadIdx.x) % 32 * kLine; c < args.depth; c += 32 * kLine) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + c) : "memory");
-  }
+__device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int left>
+__device__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
-/// Writes the rows of the input to shared memory.
-__device__ void prepare(const FewRowsArgs& args, __nv_bfloat16* rows, float* parts) {
-  const int first = static_cast<int>(threadIdx.x) * kColumns;
-  for (int r = 0; r < args.rows; ++r) {
-    __nv_bfloat16* const out = rows + r * args.depth;
-    const std::int64_t x = r * args.x_row, at = std::int64_t{r} * args.depth;
-    if (args.input != RowInput::kNorm) {
-      for (int c = first; c < args.depth; c += kThreads * kColumns) {
-        Eight in = load(args.x, x + c);
-        if (args.input == RowInput::kSwiglu) {
-          const Eight up = load(args.x, x + args.depth + c);
-          in = each([&](int i) { return silu(in.at[i]) * up.at[i]; });
-        } else if (args.input == RowInput::kSilu) {
-          const Eight bias = load(args.bias, c);
-          in = each([&](int i) { return silu(in.at[i] + bias.at[i]); });
-        }
-        store(out, c, in);
-      }
-      continue;
-    }
-    const auto sum = [&](int c) {
-      Eight in = load(args.residual + at + c);
-      if (!args.added) return in;
-      const Eight added = load(args.added, at + c);
-      return each([&](int i) { return in.at[i] + added.at[i]; });
-    };
-    float squares = 0;
-    for (int c = first; c < args.depth; c += kThreads * kColumns) {
-      const Eight in = sum(c);
-      if (args.added && blockIdx.x == 0) store(args.sum + at + c, in);
-      for (const float value : in.at) squares += value * value;
-    }
-    const float scale = rsqrtf(block_sum(squares, parts) / static_cast<float>(args.depth) + args.eps);
-    for (int c = first; c < args.depth; c += kThreads * kColumns) {
-      const Eight in = sum(c), weight = load(args.norm + c);
-      store(out, c, each([&](int i) { return in.at[i] * scale * weight.at[i]; }));
-    }
-  }
+/// sums (16, 8) += a (16, 16) b (8, 16)^T, of a the upper eight rows.
+__device__ void multiply(float (&sums)[4], unsigned a0, unsigned a2, unsigned b0, unsigned b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
+/// Elements from one of the few rows to the next in shared memory: a phase of a load of 16 bytes reads two of them.
+__host__ __device__ constexpr int row_stride(int depth) { return (depth + 63) / 64 * 64 + 32; }
+
+/// Where a thread block keeps a chunk of a row of a tile: neighbours in different banks.
+__device__ int place(int row, int chunk) { return row * kChunks + (chunk ^ ((row & 1) << 2)); }
+
+/// Writes the rows of the input to shared memory, each by the same share of the threads.
 template <int most>
-__global__ void __launch_bounds__(kThreads) few_rows_product(const __grid_constant__ FewRowsArgs args) {
+__device__ void prepare(const FewRowsArgs& args, __nv_bfloat16* rows, float* parts) {
+  constexpr int kTeam = kThreads / most, kStride = kTeam * kColumns;
+  const int r = static_cast<int>(threadIdx.x) / kTeam, first = static_cast<int>(threadIdx.x) % kTeam * kColumns;
+  const bool works = r < args.rows;
+  __nv_bfloat16* const out = rows + r * row_stride(args.depth);
+  if (args.input != RowInput::kNorm) {
+    const auto bits = [](const void* from, std::int64_t element) {
+      return *reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(from) + element);
+    };
+    constexpr int kAtOnce = 2;  // loads that wait together
+    for (int begin = first; works && begin < args.depth; begin += kAtOnce * kStride) {
+      uint4 in[kAtOnce], other[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int c = begin + i * kStride;
+        if (c >= args.depth) break;
+        in[i] = bits(args.x, r * args.x_row + c);
+        if (args.input == RowInput::kSwiglu) other[i] = bits(args.x, r * args.x_row + args.depth + c);
+        if (args.input == RowInput::kSilu) other[i] = bits(args.bias, c);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int c = begin + i * kStride;
+        if (c >= args.depth) break;
+        Eight x = load(&in[i], 0);
+        const Eight y = load(&other[i], 0);
+        if (args.input == RowInput::kSwiglu) x = each([&](int j) { return silu(x.at[j]) * y.at[j]; });
+        if (args.input == RowInput::kSilu) x = each([&](int j) { return silu(x.at[j] + y.at[j]); });
+        store(out, c, x);
+      }
+    }
+    return;
+  }
+  const std::int64_t at = std::int64_t{r} * args.depth;
+  const auto sum = [&](int c) {
+    Eight in = load(args.residual + at + c);
+    if (!args.added) return in;
+    const Eight added = load(args.added, at + c);
+    return each([&](int i) { return in.at[i] + added.at[i]; });
+  };
+  const auto squares_of = [&](int c, const Eight& in) {
+    if (args.added && blockIdx.x == 0) store(args.sum + at + c, in);
+    float squares = 0;
+    for (const float value : in.at) squares += value * value;
+    return squares;
+  };
+  float squares = 0;
+  Eight kept{}, weight{};  // of the first columns, which often are all
+  if (works && first < args.depth) {
+    kept = sum(first), weight = load(args.norm + first);
+    squares = squares_of(first, kept);
+  }
+  for (int c = first + kStride; works && c < args.depth; c += kStride) squares += squares_of(c, sum(c));
+  for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = squares;
+  __syncthreads();
+  squares = 0;
+  for (int i = 0; i < kTeam / 32; ++i) squares += parts[r * (kTeam / 32) + i];
+  const float scale = rsqrtf(squares / static_cast<float>(args.depth) + args.eps);
+  const auto normed = [&](const Eight& in, const Eight& by) {
+    return each([&](int i) { return in.at[i] * scale * by.at[i]; });
+  };
+  if (works && first < args.depth) store(out, first, normed(kept, weight));
+  for (int c = first + kStride; works && c < args.depth; c += kStride)
+    store(out, c, normed(sum(c), load(args.norm + c)));
+}
+
+template <int most, int kTiles>
+__global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
+    few_rows_product(const __grid_constant__ FewRowsArgs args) {
+  constexpr int kStages = kMostTiles / kTiles, kBlockRows = kTiles * kTileRows;
+  constexpr int kChains = kTiles == 1 ? 4 : 2;  // independent sums of a tile: the tensor cores' latency
   extern __shared__ uint4 memory[];
   __shared__ float parts[kWarps];
-  auto* const rows = reinterpret_cast<__nv_bfloat16*>(memory);
-  const int lane = static_cast<int>(threadIdx.x) % 32 * kColumns;
-  const int column = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
-  prefetch_weights(args, column);
-  wait_for_launcher();
-  uint4 weights[kAhead];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) weights[i] = load_weights(args, column, i * kStep + lane);
-  prepare(args, rows, parts);
-  __syncthreads();
-  launch_dependents();
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int steps = (args.depth + kStep - 1) / kStep, stages = min(steps, kStages);
+  uint4* const mine = memory + warp * stages * kBlockRows * kChunks;
+  auto* const rows = reinterpret_cast<__nv_bfloat16*>(memory + kWarps * stages * kBlockRows * kChunks);
+  const int first_row = static_cast<int>(blockIdx.x) * kBlockRows;
 
-  float sums[most] = {};
-  for (int c = lane; c < args.depth; c += kAhead * kStep) {
+  // A lane copies the same columns of every second row.
+  static_assert(kChunks == 16);
+  const int copied = lane % kChunks * kColumns + warp * kPiece;
+  const auto* const from =
+      static_cast<const __nv_bfloat16*>(args.matrix) + std::int64_t{first_row + lane / kChunks} * args.depth + copied;
+  const auto read = [&](int step) {
+    if (step < steps) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int at = c + i * kStep;
-      const uint4 bits = weights[i];
-      weights[i] = load_weights(args, column, at + kAhead * kStep);
-      if (at >= args.depth) continue;
-      const Eight w = load(&bits, 0);
-#pragma unroll
-      for (int r = 0; r < most; ++r) {
-        if (r >= args.rows) break;
-        const Eight x = load(rows, r * args.depth + at);
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) sums[r] += w.at[j] * x.at[j];
+      for (int i = 0; i < kBlockRows / 2; ++i) {
+        const int row = i * 2 + lane / kChunks;
+        const bool there = first_row + row < args.columns && step * kStep + copied < args.depth;
+        copy16(mine + step % kStages * kBlockRows * kChunks + place(row, lane % kChunks),
+               from + step * kStep + i * 2 * args.depth, there);
       }
     }
-  }
+    commit_copies();
+  };
+  launch_dependents();  // the next kernel's weights may come, too
 #pragma unroll
-  for (int r = 0; r < most; ++r) {
-    for (int step = 16; step > 0; step /= 2) sums[r] += __shfl_xor_sync(0xffffffffu, sums[r], step);
+  for (int i = 0; i < kStages; ++i) read(i);
+  wait_for_launcher();
+  prepare<most>(args, rows, parts);
+  __syncthreads();
+
+  const int row = lane / 4, stride = row_stride(args.depth);
+  float sums[kTiles][kChains][4] = {};
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_copies<kStages - 1>();
+    __syncwarp();
+    const uint4* const stage = mine + step % kStages * kBlockRows * kChunks;
+#pragma unroll
+    for (int i = 0; i < kChunks / 4; ++i) {  // columns in an order of their own, the same in both factors
+      const int chunk = i * 4 + lane % 4, at = step * kStep + warp * kPiece + chunk * kColumns;
+      uint4 x{};
+      if (row < args.rows && at < args.depth) x = *reinterpret_cast<const uint4*>(rows + row * stride + at);
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const uint4 w = stage[t * kTileRows * kChunks + place(row, chunk)];
+        multiply(sums[t][2 * i % kChains], x.x, x.y, w.x, w.y);
+        multiply(sums[t][(2 * i + 1) % kChains], x.z, x.w, w.z, w.w);
+      }
+    }
+    if constexpr (kStages > 1) {
+      __syncwarp();
+      read(step + kStages);
+    }
   }
-  if (lane != 0 || column >= args.columns) return;
-  for (int r = 0; r < most; ++r) {
-    if (r >= args.rows) break;
-    float y = sums[r];
-    if (args.gate_bias) y = sigmoid(y + __bfloat162float(static_cast<const __nv_bfloat16*>(args.gate_bias)[column]));
-    static_cast<__nv_bfloat16*>(args.y)[std::int64_t{r} * args.columns + column] = __float2bfloat16_rn(y);
+  wait_copies<0>();
+  __syncwarp();
+  auto* const own = reinterpret_cast<float*>(mine);  // (rows, rows of the matrix)
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = 0;
+#pragma unroll
+      for (int chain = 0; chain < kChains; ++chain) sum += sums[t][chain][i];
+      if (row < args.rows) own[row * kBlockRows + t * kTileRows + lane % 4 * 2 + i] = sum;
+    }
   }
+  __syncthreads();
+  static_assert(kMostRows * kBlockRows <= kThreads);
+  const int result = static_cast<int>(threadIdx.x), column = first_row + result % kBlockRows;
+  if (result >= args.rows * kBlockRows || column >= args.columns) return;
+  float y = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i)
+    y += reinterpret_cast<const float*>(memory + i * stages * kBlockRows * kChunks)[result];
+  if (args.gate_bias) y = sigmoid(y + __bfloat162float(static_cast<const __nv_bfloat16*>(args.gate_bias)[column]));
+  const std::int64_t to = std::int64_t{result / kBlockRows} * args.columns + column;
+  static_cast<__nv_bfloat16*>(args.y)[to] = __float2bfloat16_rn(y);
+}
+
+template <int kTiles>
+auto* kernel_of(int rows) {
+  return rows == 1   ? few_rows_product<1, kTiles>
+         : rows == 2 ? few_rows_product<2, kTiles>
+         : rows <= 4 ? few_rows_product<4, kTiles>
+                     : few_rows_product<kMostRows, kTiles>;
 }
 
 }  // namespace
 
 int few_rows(const FewRowsArgs& args, void* stream) {
-  int device = 0, major = 0;
+  int device = 0, multiprocessors = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>((args.columns + kWarps - 1) / kWarps), config.blockDim = kThreads;
-  config.dynamicSmemBytes = static_cast<std::size_t>(args.rows) * static_cast<std::size_t>(args.depth) * 2;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute, config.numAttrs = major >= 9 ? 1 : 0;
-  auto* const kernel = args.rows == 1   ? few_rows_product<1>
-                       : args.rows == 2 ? few_rows_product<2>
-                       : args.rows <= 4 ? few_rows_product<4>
-                                        : few_rows_product<kMostRows>;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  // Three tiles a thread block where one each would be more than two thread blocks on a multiprocessor.
+  const bool several = args.depth <= kStep && args.columns > 2 * multiprocessors * kTileRows;
+  const int block_rows = several ? kMostTiles * kTileRows : kTileRows;
+  const int stages = std::min((args.depth + kStep - 1) / kStep, several ? 1 : kMostTiles);
+  auto* const kernel = several ? kernel_of<kMostTiles>(args.rows) : kernel_of<1>(args.rows);
+  const int memory = kWarps * stages * block_rows * kPiece * 2 + args.rows * row_stride(args.depth) * 2;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
+  // Thread blocks of several kernels lie on a multiprocessor beside each other.
+  if (error == cudaSuccess)
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  const int blocks = (args.columns + block_rows - 1) / block_rows;
+  return launch(kernel, blocks, kThreads, memory, stream, args.settled, args);
 }
 
 }  // namespace nsa::lm::fused

@@ -30,7 +30,8 @@ struct FewRowsArgs {
   const void* matrix;     // (columns, depth)
   const void* gate_bias;  // (columns): y = sigmoid(product + bias); null: y = product
   int rows, depth, columns;
-  void* y;  // (rows, columns)
+  void* y;       // (rows, columns)
+  bool settled;  // no kernel that may be running yet writes the matrix
 };
 /// Returns a cudaError_t.
 int few_rows(const FewRowsArgs& args, void* stream);

@@ -27,71 +27,73 @@ bool are_few(std::int64_t rows, const at::Tensor& matrix) {
          depth % fused::kColumns == 0;
 }
 
-at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const at::Tensor& matrix) {
+at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const Factor& factor) {
+  const at::Tensor& matrix = factor.matrix;
   const auto y = at::empty({rows, matrix.size(0)}, matrix.options());
   args.matrix = matrix.const_data_ptr();
   args.rows = static_cast<int>(rows);
   args.depth = static_cast<int>(matrix.size(1));
   args.columns = static_cast<int>(matrix.size(0));
   args.y = y.mutable_data_ptr();
+  args.settled = factor.settled;
   const int error = fused::few_rows(args, bridge::current_stream(matrix.device()));
   TORCH_CHECK(error == 0, "few_rows: CUDA error ", error);
   return y;
 }
 
-at::Tensor few_rows(fused::RowInput input, const at::Tensor& x, const at::Tensor& matrix) {
-  return few_rows({.input = input, .x = x.const_data_ptr(), .x_row = x.stride(0)}, x.size(0), matrix);
+at::Tensor few_rows(fused::RowInput input, const at::Tensor& x, const Factor& factor) {
+  return few_rows({.input = input, .x = x.const_data_ptr(), .x_row = x.stride(0)}, x.size(0), factor);
 }
 
 #else
 
 bool are_few(std::int64_t, const at::Tensor&) { return false; }
 bool are_aligned(const at::Tensor&) { return false; }
-at::Tensor few_rows(const fused::FewRowsArgs&, std::int64_t, const at::Tensor&) { return {}; }
-at::Tensor few_rows(fused::RowInput, const at::Tensor&, const at::Tensor&) { return {}; }
+at::Tensor few_rows(const fused::FewRowsArgs&, std::int64_t, const Factor&) { return {}; }
+at::Tensor few_rows(fused::RowInput, const at::Tensor&, const Factor&) { return {}; }
 
 #endif
 
 }  // namespace
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& matrix) {
-  if (are_few(x.size(0), matrix) && are_aligned(x)) return few_rows(fused::RowInput::kPlain, x, matrix);
-  return at::linear(x, matrix);
+at::Tensor product(const at::Tensor& x, const Factor& factor) {
+  if (are_few(x.size(0), factor.matrix) && are_aligned(x)) return few_rows(fused::RowInput::kPlain, x, factor);
+  return at::linear(x, factor.matrix);
 }
 
-NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, double eps, const at::Tensor& matrix) {
+NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, double eps, const Factor& factor) {
   const std::int64_t rows = in.x.size(0);
-  if (!are_few(rows, matrix) || !are_aligned(in.x) || !in.x.is_contiguous()) {
-    const auto normed = add_and_norm(in, weight, eps, matrix.scalar_type());
-    return {normed.x, at::linear(normed.y, matrix)};
+  if (!are_few(rows, factor.matrix) || !are_aligned(in.x) || !in.x.is_contiguous()) {
+    const auto normed = add_and_norm(in, weight, eps, factor.matrix.scalar_type());
+    return {normed.x, at::linear(normed.y, factor.matrix)};
   }
   fused::FewRowsArgs args{.input = fused::RowInput::kNorm,
                           .residual = in.x.const_data_ptr<float>(),
                           .norm = weight.const_data_ptr<float>(),
                           .eps = static_cast<float>(eps)};
-  if (!in.added.defined()) return {in.x, few_rows(args, rows, matrix)};
+  if (!in.added.defined()) return {in.x, few_rows(args, rows, factor)};
   const auto added = in.added.contiguous(), sum = at::empty(in.x.sizes(), in.x.options());
   args.added = added.const_data_ptr();
   args.sum = sum.mutable_data_ptr<float>();
-  return {sum, few_rows(args, rows, matrix)};
+  return {sum, few_rows(args, rows, factor)};
 }
 
-at::Tensor swiglu_and_product(const at::Tensor& x, const at::Tensor& matrix) {
-  if (are_few(x.size(0), matrix) && are_aligned(x)) return few_rows(fused::RowInput::kSwiglu, x, matrix);
-  return at::linear(swiglu(x), matrix);
+at::Tensor swiglu_and_product(const at::Tensor& x, const Factor& factor) {
+  if (are_few(x.size(0), factor.matrix) && are_aligned(x)) return few_rows(fused::RowInput::kSwiglu, x, factor);
+  return at::linear(swiglu(x), factor.matrix);
 }
 
-at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& matrix,
+at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const Factor& factor,
                         const at::Tensor& gate_bias) {
-  if (are_few(x.size(0), matrix) && are_aligned(x) && bias.storage_offset() % fused::kColumns == 0) {
+  if (are_few(x.size(0), factor.matrix) && are_aligned(x) && bias.storage_offset() % fused::kColumns == 0) {
     const fused::FewRowsArgs args{.input = fused::RowInput::kSilu,
                                   .x = x.const_data_ptr(),
                                   .x_row = x.stride(0),
                                   .bias = bias.const_data_ptr(),
                                   .gate_bias = gate_bias.const_data_ptr()};
-    return few_rows(args, x.size(0), matrix);
+    return few_rows(args, x.size(0), factor);
   }
-  return at::linear(biased_silu(x, bias), matrix, gate_bias).sigmoid();
+  return at::linear(biased_silu(x, bias), factor.matrix, gate_bias).sigmoid();
 }
 
 }  // namespace nsa::lm

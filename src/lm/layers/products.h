@@ -9,20 +9,25 @@
 
 namespace nsa::lm {
 
-/// x (rows, depth), matrix (columns, depth) -> (rows, columns).
-at::Tensor product(const at::Tensor& x, const at::Tensor& matrix);
+/// A matrix (columns, depth) of a product.
+struct Factor {
+  at::Tensor matrix;
+  bool settled = false;  // no kernel in the stream may be writing it yet: it may be read ahead
+};
+
+/// x (rows, depth) -> (rows, columns).
+at::Tensor product(const at::Tensor& x, const Factor& factor);
 
 /// `in` with its sum made, and the product of its norm.
 struct NormedProduct {
   at::Tensor x, y;
 };
-NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, double eps, const at::Tensor& matrix);
+NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, double eps, const Factor& factor);
 
 /// swiglu(x), and its product.
-at::Tensor swiglu_and_product(const at::Tensor& x, const at::Tensor& matrix);
+at::Tensor swiglu_and_product(const at::Tensor& x, const Factor& factor);
 
 /// sigmoid(biased_silu(x, bias) matrix^T + gate_bias).
-at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const at::Tensor& matrix,
-                        const at::Tensor& gate_bias);
+at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const Factor& factor, const at::Tensor& gate_bias);
 
 }  // namespace nsa::lm

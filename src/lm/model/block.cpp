@@ -83,7 +83,8 @@ AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weight
   out.k_swa = sets == 1 ? out.k_slc : key(2);
   out.v_swa = value(2);
   if (weights.gate_out.defined()) {
-    out.gates = gate_product(parts.back().squeeze(1), weights.gate_bias, weights.gate_out, weights.gate_out_bias)
+    out.gates = gate_product(parts.back().squeeze(1), weights.gate_bias, {weights.gate_out, weights.settled},
+                             weights.gate_out_bias)
                     .view({rows, config.num_heads, -1});
   }
   return out;
@@ -159,13 +160,14 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
 
 Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
                        const Rotation& rotation, const Attend& attend) {
-  const auto [x, projected] = norm_and_product(in, weights.attention_norm, config.norm_eps, weights.in_proj);
+  const auto factor = [&](const at::Tensor& matrix) { return Factor{matrix, weights.settled}; };
+  const auto [x, projected] = norm_and_product(in, weights.attention_norm, config.norm_eps, factor(weights.in_proj));
   const auto inputs = take_apart(config, weights, projected, rotation);
   auto o = attend(inputs);
   if (config.gated) o = o * inputs.gates;
-  const Residual attended = {x, product(o.reshape({o.size(0), o.size(1) * o.size(2)}), weights.o_proj)};
-  const auto [y, hidden] = norm_and_product(attended, weights.ffn_norm, config.norm_eps, weights.ffn_in);
-  return {y, swiglu_and_product(hidden, weights.ffn_out)};
+  const Residual attended = {x, product(o.reshape({o.size(0), o.size(1) * o.size(2)}), factor(weights.o_proj))};
+  const auto [y, hidden] = norm_and_product(attended, weights.ffn_norm, config.norm_eps, factor(weights.ffn_in));
+  return {y, swiglu_and_product(hidden, factor(weights.ffn_out))};
 }
 
 }  // namespace nsa::lm

@@ -131,7 +131,7 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
     if (outputs.size() == 5) (*options.trace)[i].selector_loss = outputs[4];
     if (outputs.size() == 6) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
   }
-  return impl_->logits(x, impl_->head_weights());
+  return impl_->logits(x, {impl_->head_weights()});
 }
 
 at::Tensor Model::Impl::head_weights() const {
@@ -140,8 +140,8 @@ at::Tensor Model::Impl::head_weights() const {
   return at::constant_pad_nd(head.to(dtype), {0, 0, 0, whole - config.vocab_size});
 }
 
-at::Tensor Model::Impl::logits(const Residual& x, const at::Tensor& head_weights) const {
-  return norm_and_product(x, norm, config.norm_eps, head_weights).y.narrow(1, 0, config.vocab_size).to(at::kFloat);
+at::Tensor Model::Impl::logits(const Residual& x, const Factor& head) const {
+  return norm_and_product(x, norm, config.norm_eps, head).y.narrow(1, 0, config.vocab_size).to(at::kFloat);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "lm/layers/products.h"
 #include "lm/model/block.h"
 #include "lm/model/model.h"
 
@@ -22,7 +23,7 @@ struct Model::Impl {
   /// The head as logits() multiplies by it, in the compute dtype.
   at::Tensor head_weights() const;
   /// The last norm and the head: (rows, hidden) -> float32 (rows, vocab_size).
-  at::Tensor logits(const Residual& x, const at::Tensor& head_weights) const;
+  at::Tensor logits(const Residual& x, const Factor& head) const;
 };
 
 }  // namespace nsa::lm
