@@ -627,6 +627,8 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
       }
       wait_for_launcher();
       room = args.plan[b].added > 0;
+      // The next kernel may read what it does not get from here. Earlier its reads would delay the compressed keys.
+      launch_dependents();
       choose_blocks<S>(args, memory, rows, choice, all_kept, query, position, compressed, chooses, room);
     }
   }

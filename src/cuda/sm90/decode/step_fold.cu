@@ -424,7 +424,8 @@ __global__ void __launch_bounds__(kThreads, kKeys + kValues > 9 ? 1 : 2)
     step_fold(const __grid_constant__ StepFoldArgs args) {
   extern __shared__ __align__(128) char memory[];
   __shared__ FoldShared<T> shared_memory;
-  launch_dependents();  // step_attend begins with what was there before the step
+  wait_for_launcher();
+  launch_dependents();  // step_attend begins with what was there before the step, and with what this kernel waited for
   const int cluster = blockIdx.x / kFoldRanks, of_keys = args.sides[0].clusters, of_values = args.sides[1].clusters;
   if (cluster < of_keys) {
     fold<T, kKeys, kFloat8>(args, args.sides[0], cluster, shared_memory, memory);
@@ -442,7 +443,7 @@ cudaError_t launch_stored(const StepFoldArgs& args, cudaStream_t stream) {
   const int clusters = keys.clusters + values.clusters + (args.geometry.batches + kFoldRanks - 1) / kFoldRanks;
   const int bytes = std::max(FoldMemory(keys).bytes(), FoldMemory(values).bytes());
   const auto launch = [&](auto kernel) {
-    return launch_cluster(kernel, kFoldRanks, false, clusters * kFoldRanks, kThreads, bytes, stream, args);
+    return launch_cluster(kernel, kFoldRanks, true, clusters * kFoldRanks, kThreads, bytes, stream, args);
   };
   // A side without a cluster goes with any.
   const int of_keys = (keys.clusters ? keys : values).hidden / 64;
