@@ -102,8 +102,8 @@ class Continuation {
 
   bool has_graph() const { return graph_.has_value(); }
 
-  /// Whether a step may begin before the host has seen the tokens that it starts with: on a GPU, which then needs not
-  /// wait. A sequence that has ended has one step too many.
+  /// Whether steps may begin before the host has seen the tokens that they start with: on a GPU, which then needs not
+  /// wait. A sequence that has ended has a step or two too many.
   bool runs_ahead() const { return greedy_ && decoder_ && model_.device().is_cuda(); }
 
   /// Begins the choice of the tokens behind the prompts.
@@ -221,8 +221,10 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
   auto choice = next.wait(ended);
   result.prefill_seconds = seconds_since(start);
   start = Clock::now();
+  std::int64_t begun = 0;                   // steps
   for (std::int64_t count = 1;; ++count) {  // tokens of the sequences that have not ended, with these
-    if (next.runs_ahead() && count < options.max_tokens) next.go_on(sequences);
+    // Two steps are on their way: the device has the next one while the host takes the result of the last.
+    for (; next.runs_ahead() && begun < std::min(count + 1, options.max_tokens - 1); ++begun) next.go_on(sequences);
     bool stopped = false;
     for (std::size_t b = 0; b < sequences.size() && !stopped; ++b) {
       if (ended[b]) continue;
