@@ -394,6 +394,7 @@ def decode():
             rows.append([str(context), str(times["batch"]), str(times["new"]), found["selection"], *cells])
     yield "Other lengths, several new tokens at once, and sequences of different lengths:"
     yield table(rows)
+    yield "![time of a decode step over the context, its bytes and those of dense attention](images/decode_time.png)"
 
 
 def training():

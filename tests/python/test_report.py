@@ -256,6 +256,32 @@ def test_a_gpu_has_its_own_picture(gpu_result, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(alone / "cuda_time.png")
 
 
+def decode_result():
+    """As `tools/gpu.sh decode` leaves it: times in proportion to the context."""
+    stages = {}
+    for context in (8192, 65536):
+        steps = [
+            {"batch": batch, "new": 1, "median": 20 + batch * context / 1e4, "floor": 1.5, "dense_floor": context / 100}
+            for batch in (32, 1)
+        ]
+        name = "decode" if context == 65536 else f"decode_{context}"
+        result = {"problem": "H=64", "context": context, "ragged": False, "selection": "own", "steps": steps}
+        stages[name] = {"result": result}
+    return {"gpu": "a GPU", "stages": stages}
+
+
+def test_decode_steps_have_their_picture(tmp_path, capsys):
+    path, out = tmp_path / "decode.json", tmp_path / "out"
+    path.write_text(json.dumps(decode_result()))
+    assert main([str(path), "--out", str(out)]) == 0
+    assert {p.stem for p in out.glob("*.png")} == {"decode_time"}
+    broken = decode_result()
+    broken["stages"]["decode_8192"]["result"]["steps"][1]["floor"] = 0
+    path.write_text(json.dumps(broken))
+    assert main([str(path), "--out", str(out)]) == 2
+    assert "stages.'decode_8192'.result.steps[1].floor = 0: must be at least" in capsys.readouterr().err
+
+
 def test_the_other_runs_are_drawn(runs, capsys, coarse):
     """What is damaged is named in a line of its own and left out; the exit code says so."""
     metrics = (runs / "nsa" / "metrics.jsonl").read_text().splitlines()

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         metavar="PATH",
         help="a run folder of `nsa train` (results lying in it are shown too), or a JSON file of nsa bench, eval, "
-        "needle, inspect or recall",
+        "needle, inspect, recall or tools/gpu.sh decode",
     )
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
     parser.add_argument("--only", metavar="NAME", help="this picture alone, without the page")
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not sources.runs and not any(sources.results.values()):
         return 2
     try:
-        from report import gpu, measurements, training
+        from report import decode, gpu, measurements, training
         from report.page import write_page
     except ImportError as error:
         print(f"report: {error}: pip install matplotlib", file=sys.stderr)
@@ -72,6 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
             "Attention time over length on a GPU",
             "One call of everything, and its stages one upon the other. Both axes are logarithmic: the height of a "
             "layer is not its share.",
+        ),
+        (
+            "decode_time",
+            decode.decode_time,
+            "Decode steps over the context",
+            "One token of every sequence. Both axes are logarithmic.",
         ),
         ("selection_map", measurements.selection_map, "Selection map", "Blocks that the queries of one text selected."),
         ("gates", training.gates, "Gates", "Mean of each branch's gate; a branch near 0 is starved."),

@@ -212,8 +212,24 @@ def _recall(value: dict[str, Any], where: str) -> None:
             raise ReportError(f"by_distance.{model}: {len(row)} items: must be {parts}, between the distances")
 
 
+_step = record(
+    {"batch": whole(1), "new": whole(1), "median": positive, "floor": positive, "dense_floor": positive},
+    {"cache": _text},
+)
+_decode_stage = record(
+    {"problem": _text, "context": whole(1), "ragged": flag, "selection": _text, "steps": items(_step, most=1000)}
+)
+
+
+def _decode(value: dict[str, Any], where: str) -> None:
+    record({"gpu": _text, "stages": record({"decode": record({})})})(value, where)
+    for name, stage in value["stages"].items():
+        record({"result": _decode_stage})(stage, f"stages.{reprlib.repr(name)}")
+
+
 RESULTS: dict[str, Check] = {
     "nsa-bench": _bench,
+    "nsa-decode": _decode,
     "nsa-eval": record({}),  # told from other files, not drawn
     "nsa-needle": _needle,
     "nsa-inspect": _inspect,

@@ -108,6 +108,8 @@ def _read_run(folder: Path) -> Run:
 def _add_result(sources: Sources, file: Path, required: bool) -> None:
     result = _read_json(file)
     kind = result.get("kind")
+    if kind is None and isinstance(result.get("stages"), dict) and "decode" in result["stages"]:
+        kind = "nsa-decode"  # of tools/gpu.sh
     if isinstance(kind, str) and kind in fields.RESULTS:
         _check(fields.RESULTS[kind], result, str(file))
         sources.results[kind].append(result)
