@@ -138,6 +138,26 @@ TEST(Heuristics, LargeGroups) {
   EXPECT_FALSE(choose_kernels(c).compressed_select);
 }
 
+TEST(Heuristics, ChunksBehindACache) {
+  const ChunkDesc good{.attention = call(), .tokens = 8192};
+  EXPECT_EQ(obstacle(good), nullptr);
+  const auto why = [&](const auto& change) {
+    ChunkDesc c = good;
+    change(c);
+    return std::string(obstacle(c) ? obstacle(c) : "");
+  };
+  EXPECT_EQ(why([](ChunkDesc& c) { c.rings = false; }), "a cache in memory of an engine");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.float8 = true; }), "a cache in e4m3");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 127; }), "few new tokens");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 128; }), "");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.attention.dtype = DType::kFloat32; }), "neither bfloat16 nor float16");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.attention.block_size = 16; }), "blocks other than of 32, 64 or 128 tokens");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.attention.selection->kernel_size = 48; }), "");
+  EXPECT_EQ(
+      why([](ChunkDesc& c) { c.attention.selection->kernel_size = 12, c.attention.selection->kernel_stride = 4; }),
+      "a stride of compression below 8");
+}
+
 TEST(Heuristics, Compression) {
   const CompressDesc good{DType::kBFloat16, CompressionKind::kMlp, 128, 256, 1600, true};
   EXPECT_TRUE(choose_kernels(good).compress);
@@ -182,6 +202,7 @@ TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
   EXPECT_TRUE(float8.attend && float8.attend != k.attend && float8.fold == k.fold);
   const std::string defaults = describe_kernels({});
   EXPECT_NE(defaults.find("decode: sm90 step_fold and step_attend"), std::string::npos) << defaults;
+  EXPECT_NE(defaults.find("prefill: sm90 as nsa_attention"), std::string::npos) << defaults;
 }
 
 TEST(Heuristics, EveryStepWithoutThemHasAReason) {

@@ -1,6 +1,7 @@
 // decode and prefill: arguments of kernels, and their launches.
 #include "cuda/operations/cache_views.h"
 #include "cuda/operations/compress.h"
+#include "cuda/operations/prefill.h"
 #include "cuda/operations/select_blocks.h"
 #include "cuda/portable/decode/step.cuh"
 #include "cuda/portable/decode/step_kernels.h"
@@ -34,7 +35,11 @@ class Step {
       if (Status s = append_to_rings(nullptr); !s.ok()) return s;
       return attend_on_hopper();
     }
-    if (Status s = float8() ? attend<Float8Tokens>() : attend<CachedTokens>(); !s.ok()) return s;
+    if (gathers_) {
+      e_.stage_done("append, compress");
+      if (Status s = attend_chunk(p_, geometry_, chunk_tokens(), e_); !s.ok()) return s;
+    } else if (Status s = float8() ? attend<Float8Tokens>() : attend<CachedTokens>(); !s.ok())
+      return s;
     // Last, as queries see tokens that the new ones replace in the rings.
     return append_to_rings(p_.cache.advance ? p_.cache.cache_seqlens.as<int>() : nullptr);
   }
@@ -73,6 +78,7 @@ class Step {
   template <class Tokens>
   Status attend();
   Status attend_on_hopper();
+  ChunkTokens chunk_tokens() const;
   Status append_to_rings(int* lengths);
   Status move(const TokenMove* moves, int count, std::int64_t tokens, int* lengths);
   TokenMove move_of(const TensorView& fresh, const Slots& slots, const TensorView& gathered = {}) const {
@@ -118,6 +124,7 @@ class Step {
   StepGeometry geometry_;
   StepPlan* plan_ = nullptr;
   sm90::StepKernels hopper_;
+  bool gathers_ = false;  // a chunk by the kernels of a forward pass
   Slots k_c_, v_c_, k_slc_, v_slc_;
   TensorView fresh_k_slc_, fresh_v_slc_, fresh_k_swa_, fresh_v_swa_;  // the step's tokens as the cache stores them
   float scale_ = 0;
@@ -143,6 +150,7 @@ void Step::describe() {
   plan_ = e_.arena.take<StepPlan>(batches());
   geometry_.plan = plan_;
   hopper_ = hopper_kernels();
+  gathers_ = !uses_splits() && gathers_chunk(p_, geometry_);
 }
 
 PlanArgs Step::plan_args() const {
@@ -390,8 +398,7 @@ sm90::StepKernels Step::hopper_kernels() const {
   const KVCacheView& cache = p_.cache;
   sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, geometry_.k_len, p_.cfg};
   call.float8 = float8();
-  call.rings = !packed() && cache.advance && cache.block_table_c.defined() && !cache.block_table_swa.defined() &&
-               !cache.block_table_cmp.defined();
+  call.rings = !in_memory_of_an_engine(p_);
   for (const TensorView* t :
        {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring}) {
     const Strided rows = strided(*t);
@@ -470,6 +477,15 @@ Status Step::attend_on_hopper() {
   args.plan = plan_;
   args.block_keys = sm90::decode::BlockKeys(cfg);
   return status_of(hopper_.attend(args, e_.stream), "step_attend");
+}
+
+ChunkTokens Step::chunk_tokens() const {
+  return {.k_slc = {k_slc_, {}},
+          .v_slc = {v_slc_, {}},
+          .k_c = {k_c_, {}},
+          .v_c = {v_c_, {}},
+          .k_swa = {window(p_.cache.k_swa_ring), strided(p_.k_swa)},
+          .v_swa = {window(p_.cache.v_swa_ring), strided(p_.v_swa)}};
 }
 
 /// Packed rows as a batch of one.

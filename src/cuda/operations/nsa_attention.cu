@@ -5,6 +5,7 @@
 #include "cuda/operations/branch_backward.h"
 #include "cuda/operations/branch_forward.h"
 #include "cuda/operations/combine.h"
+#include "cuda/operations/nsa_attention.h"
 #include "cuda/operations/select_blocks.h"
 #include "cuda/operations/stored_selection.h"
 
@@ -91,6 +92,11 @@ Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams
 }  // namespace
 
 Status run(const NsaAttentionParams& p, Execution& e) {
+  Finiteness values({p.v_c, p.v_slc, p.v_swa}, e);
+  return attend_branches(p, p.packed, values, e);
+}
+
+Status attend_branches(const NsaAttentionParams& p, const Packed& window, Finiteness& values, Execution& e) {
   // What the caller does not want to keep lives in the workspace.
   NsaAttentionParams kept = p;
   TensorView lse;
@@ -115,7 +121,8 @@ Status run(const NsaAttentionParams& p, Execution& e) {
     indices.shape[static_cast<std::size_t>(p.q.rank - 1)] = p.cfg.topk;
     kept.indices = take_like(e.arena, indices, DType::kInt32);
   }
-  const Branches b = branches_of(kept);
+  Branches b = branches_of(kept);
+  b.swa.packed = window;
   const SelectBlocksParams select{.q = kept.q,
                                   .k_c = kept.k_c,
                                   .lse = kept.lse_cmp,
@@ -128,7 +135,6 @@ Status run(const NsaAttentionParams& p, Execution& e) {
                                   .indices = kept.indices};
   const CombineParams sum{
       .o_cmp = kept.o_cmp, .o_slc = kept.o_slc, .o_swa = kept.o_swa, .gates = kept.gates, .o = kept.o};
-  Finiteness values({p.v_c, p.v_slc, p.v_swa}, e);
   if (Status s = compressed_and_select(b.cmp, select, values, e); !s.ok()) return s;
   e.stage_done("compressed attention, selection");
   // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or

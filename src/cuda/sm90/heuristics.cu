@@ -47,6 +47,9 @@ void choose_loop_order(Kernels& kernels, int group) {
 /// must lie in a window of keys when the last 64 of them come.
 constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kRingKeys - 64;
 
+/// Of shorter chunks the portable kernels are done sooner, at least those of several sequences.
+constexpr std::int64_t kLeastChunk = 128;
+
 template <class T, int D>
 CompressKernels compress_instances() {
   return {compress::launch_compress<T, D>, compress::launch_compress_hidden<T, D>,
@@ -202,6 +205,15 @@ const char* fold_obstacle(const StepDesc& call) {
   return nullptr;
 }
 
+const char* obstacle(const ChunkDesc& call) {
+  if (!call.rings) return "a cache in memory of an engine";
+  if (call.float8) return "a cache in e4m3";
+  if (const char* why = obstacle(call.attention)) return why;
+  if (const char* why = selected_obstacle(call.attention)) return why;
+  if (const char* why = selection_obstacle(call.attention)) return why;
+  return call.tokens < kLeastChunk ? "few new tokens" : nullptr;
+}
+
 StepKernels choose_kernels(const StepDesc& call) {
   if (obstacle(call)) return {};
   StepKernels kernels = all_kernels(call);
@@ -249,6 +261,9 @@ std::string describe(const KernelQuery& query) {
   line("decode", obstacle(step)        ? portable(obstacle(step))
                  : fold_obstacle(step) ? "sm90 step_attend; compress by " + portable(fold_obstacle(step))
                                        : "sm90 step_fold and step_attend");
+  ChunkDesc chunk{.attention = call, .tokens = kLeastChunk};
+  chunk.attention.selection = query.cfg;
+  line("prefill", obstacle(chunk) ? portable(obstacle(chunk)) : "sm90 as nsa_attention, over what it gathers");
   return text;
 }
 
@@ -286,6 +301,12 @@ StepKernels kernels_for(int index, const StepDesc& call) {
     if (!why) log_portable("compress of a step", fold_obstacle(call));
   }
   return supported ? choose_kernels(call) : StepKernels{};
+}
+
+bool serves(int index, const ChunkDesc& call) {
+  const char* const why = device_supported(index) ? obstacle(call) : kNoDevice;
+  if (logs_details()) log_portable("prefill", why);
+  return !why;
 }
 
 }  // namespace nsa::cuda::sm90

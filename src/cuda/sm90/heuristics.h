@@ -91,6 +91,15 @@ struct StepKernels {
   cudaError_t (*fold)(const decode::StepFoldArgs&, cudaStream_t) = nullptr;  // null: by portable kernels
 };
 
+/// What decides whether a chunk of the prompt behind what a cache holds is attended to by the kernels of a forward
+/// pass.
+struct ChunkDesc {
+  AttentionDesc attention;  // with a selection
+  std::int64_t tokens = 0;  // the most new ones of a sequence
+  bool float8 = false;      // the cache is in e4m3
+  bool rings = true;        // false: a cache in memory of an engine (decode.h)
+};
+
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
 Kernels choose_kernels(const AttentionDesc& call);
 CompressKernels choose_kernels(const CompressDesc& call);
@@ -100,6 +109,7 @@ StepKernels choose_kernels(const StepDesc& call);
 const char* obstacle(const AttentionDesc& call);
 const char* obstacle(const CompressDesc& call);
 const char* obstacle(const StepDesc& call);
+const char* obstacle(const ChunkDesc& call);
 /// Why what a step does before it attends has none, though obstacle() is null.
 const char* fold_obstacle(const StepDesc& call);
 /// Why selected attention has none, or the choice of blocks together with compressed attention, though obstacle() is
@@ -116,5 +126,7 @@ bool device_supported(int index);
 Kernels kernels_for(int index, const AttentionDesc& call);
 CompressKernels kernels_for(int index, const CompressDesc& call);
 StepKernels kernels_for(int index, const StepDesc& call);
+/// Whether there is no obstacle().
+bool serves(int index, const ChunkDesc& call);
 
 }  // namespace nsa::cuda::sm90

@@ -1,0 +1,65 @@
+#include "cuda/sm90/decode/gather_chunk.h"
+
+#include "cuda/common/launch.cuh"
+
+namespace nsa::cuda::sm90::decode {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTogether = 8;  // copies of a thread on their way
+constexpr int kRows = 64;     // of a thread block at a time
+
+/// Grid y: kind of tokens.
+template <class T>
+__global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant__ GatherChunkArgs args) {
+  const Gather& kind = args.kinds[blockIdx.y];
+  const DeviceSequence s = sequence_of(args.geometry, args.sequence);
+  const int before = s.k_len - s.q_len, window_begin = max(before - args.window + 1, 0);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && s.q_len > 0) {
+    args.offsets->q[1] = s.q_len;
+    args.offsets->k[1] = s.k_len;
+    args.offsets->window[1] = s.k_len - window_begin;
+  }
+  const int first = kind.rows == Gather::kWindow ? window_begin : 0;
+  const int tokens = s.q_len == 0                       ? 0
+                     : kind.rows == Gather::kCompressed ? num_compressed(args.geometry, s.k_len)
+                                                        : s.k_len - first;
+  const int rows = tokens + kRowsBehind;
+  const int row_pieces = args.geometry.kv_heads * kind.pieces, columns = min(row_pieces, kThreads);
+  const int column = threadIdx.x % columns, own = threadIdx.x / columns, step = kThreads / columns;
+  if (own >= step) return;
+  std::uint32_t bad = 0;
+  for (int tile = blockIdx.x * kRows; tile < rows; tile += gridDim.x * kRows)
+    for (int piece = column; piece < row_pieces; piece += columns) {
+      const int head = piece / kind.pieces, at = piece - head * kind.pieces, end = min(tile + kRows, rows);
+      for (int row = tile + own; row < end; row += step * kTogether) {
+        uint4 words[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int r = row + i * step;
+          words[i] = r < min(end, tokens) ? reinterpret_cast<const uint4*>(kind.tokens.at<char>(s, first + r, head))[at]
+                                          : uint4{};
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const uint4& w = words[i];
+          const int r = row + i * step;
+          if (r < end) reinterpret_cast<uint4*>(kind.to)[static_cast<std::int64_t>(r) * row_pieces + piece] = w;
+          bad |=
+              nonfinite_bits(T{}, w.x) | nonfinite_bits(T{}, w.y) | nonfinite_bits(T{}, w.z) | nonfinite_bits(T{}, w.w);
+        }
+      }
+    }
+  if (bad && kind.is_finite) args.offsets->nonfinite = 1;
+}
+
+}  // namespace
+
+cudaError_t gather_chunk(DType dtype, const GatherChunkArgs& args, cudaStream_t stream) {
+  const std::int64_t tiles = ceil_div(std::int64_t{args.geometry.k_len} + kRowsBehind, kRows);
+  const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, 1024)), std::size(args.kinds));
+  return dtype == DType::kBFloat16 ? launch(gather_tokens<Bf16>, grid, kThreads, 0, stream, args)
+                                   : launch(gather_tokens<Half>, grid, kThreads, 0, stream, args);
+}
+
+}  // namespace nsa::cuda::sm90::decode

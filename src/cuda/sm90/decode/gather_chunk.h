@@ -1,0 +1,43 @@
+// A chunk of the prompt by the kernels of a forward pass: what a sequence's queries see of the cache, copied side by
+// side.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/cache.cuh"
+#include "nsa/tensor.h"
+
+namespace nsa::cuda::sm90::decode {
+
+/// Rows that a forward kernel may read behind the last key that a query sees: they are zeros.
+inline constexpr int kRowsBehind = 256;
+
+/// One kind of tokens. Strides in bytes.
+struct Gather {
+  enum Rows { kAll, kCompressed, kWindow };
+
+  CachedTokens tokens;
+  Rows rows;
+  char* to;        // (rows, heads, 16 * pieces), with room for kRowsBehind more
+  int pieces;      // of 16 bytes in a row
+  bool is_finite;  // elements that are not are to be reported
+};
+
+/// Where the only sequence of a packed call begins and ends, on the device.
+struct ChunkOffsets {
+  int q[2], k[2];
+  int window[2];  // keys from the first one on that the first query's window holds
+  int nonfinite;  // 1: something is not that is to be
+};
+
+struct GatherChunkArgs {
+  StepGeometry geometry;  // of the step
+  int sequence;
+  int window;             // tokens
+  ChunkOffsets* offsets;  // zeros; no keys and no queries where the step adds nothing to the sequence
+  Gather kinds[6];
+};
+
+cudaError_t gather_chunk(DType dtype, const GatherChunkArgs& args, cudaStream_t stream);
+
+}  // namespace nsa::cuda::sm90::decode
