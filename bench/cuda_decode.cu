@@ -2,6 +2,7 @@
 //
 //   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
 //               [--cache bfloat16] [--kernels] [--json FILE]
+//   cuda_decode --chunk 8192 [--context 65536] [--batch 1]
 //
 //   --new        new tokens of a step       --selection  own: the step chooses its blocks. random, clustered: they are
 //   --batch      sequences                               imposed, of neighbouring queries four fifths alike or none
@@ -9,6 +10,9 @@
 //   --layers     also a graph of so many steps, each with a cache of its own; the time of one
 //   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
 //   --kernels    the kernels of a step: registers, shared memory, clusters that fit
+//   --chunk      instead of steps: prefill of the last so many tokens of the context, and nsa_attention for the same
+//                queries on contiguous tensors of its own, in turn; medians of replays, and the stages of plain calls.
+//                Selected attention depends on what is chosen, which differs between the two
 //
 // H = 64, Hkv = 4, D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in
 // shuffled order. Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step,
@@ -20,9 +24,11 @@
 
 #include <cmath>
 #include <fstream>
+#include <functional>
 #include <numeric>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "cuda_device.cuh"
 #include "nsa/decode.h"
@@ -42,6 +48,7 @@ struct Options {
   std::vector<DType> caches{DType::kBFloat16};
   std::string selection = "own", json;
   int layers = 0;
+  std::int64_t chunk = 0;
   bool ragged = false, kernels = false;
 };
 
@@ -76,6 +83,8 @@ Options options_of(int argc, char** argv) {
     const std::string value = argv[++i];
     if (name == "--context") {
       o.context = numbers(name, value)[0];
+    } else if (name == "--chunk") {
+      o.chunk = numbers(name, value)[0];
     } else if (name == "--batch") {
       o.batches = numbers(name, value);
     } else if (name == "--new") {
@@ -96,6 +105,7 @@ Options options_of(int argc, char** argv) {
   }
   for (const std::int64_t m : o.added)
     if (m > kMaxDecodeTokens) refuse("--new " + std::to_string(m) + ": at most 16");
+  if (o.chunk >= o.context) refuse("--chunk " + std::to_string(o.chunk) + ": less than --context");
   return o;
 }
 
@@ -191,13 +201,13 @@ std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t
   return all;
 }
 
-/// A cache of sequences of these lengths, random, with room for what the program appends, and one step's arguments.
-DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::int64_t m, DType stored,
-                       const Options& options) {
+/// A cache of sequences of these lengths, random, with room for `appended` tokens, and one step's arguments.
+DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::int64_t m, std::int64_t appended,
+                       DType stored, const Options& options) {
   DecodeParams p;
   const NSAConfig& cfg = p.cfg;
   const auto batch = static_cast<std::int64_t>(lengths.size());
-  const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + (4 * kSteps + 8) * m,
+  const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + appended,
                      pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
   for (TensorView* t : {&c.k_slc, &c.v_slc}) *t = device.random({batch * pages, kPage, kKvHeads, kDim}, 1, 0, stored);
@@ -321,7 +331,8 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
     lengths.push_back(static_cast<int>(length) - static_cast<int>(b * 5 % 16));
   }
   Tensors device;
-  const DecodeParams p = make_step(device, lengths, m, stored, options);
+  const std::int64_t appended = (4 * kSteps + 8) * m;
+  const DecodeParams p = make_step(device, lengths, m, appended, stored, options);
   Context context;
   context.stream = stream;
   check(workspace_size(p, context.workspace_size), "workspace_size");
@@ -347,7 +358,7 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   if (options.layers) {
     Tensors memory;
     std::vector<DecodeParams> layers;
-    for (int i = 0; i < options.layers; ++i) layers.push_back(make_step(memory, lengths, m, stored, options));
+    for (int i = 0; i < options.layers; ++i) layers.push_back(make_step(memory, lengths, m, appended, stored, options));
     const Graph chain(stream, [&] {
       for (const DecodeParams& layer : layers) check(decode(layer, context), "decode");
     });
@@ -387,6 +398,103 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   json += (json.empty() ? "\n  " : ",\n  ") + std::string(text);
 }
 
+/// Microseconds of the stages of a call, in order.
+template <class Call>
+std::vector<std::pair<std::string, float>> stages_of(cudaStream_t stream, Context context, const Call& call) {
+  std::vector<std::pair<std::string, cudaEvent_t>> marks;
+  const std::function<void(const char*)> mark = [&](const char* stage) {
+    cudaEvent_t event;
+    check(cudaEventCreate(&event), "event");
+    check(cudaEventRecord(event, stream), "event");
+    marks.emplace_back(stage, event);
+  };
+  context.on_stage = &mark;
+  mark("");
+  check(call(context), "call");
+  mark("the rest");
+  check(cudaStreamSynchronize(stream), "call");
+  std::vector<std::pair<std::string, float>> stages;
+  for (std::size_t i = 1; i < marks.size(); ++i) {
+    float ms;
+    check(cudaEventElapsedTime(&ms, marks[i - 1].second, marks[i].second), "event");
+    stages.emplace_back(marks[i].first, ms * 1000);
+  }
+  for (const auto& [name, event] : marks) cudaEventDestroy(event);
+  return stages;
+}
+void print_stages(const std::vector<std::vector<std::pair<std::string, float>>>& calls) {
+  for (std::size_t i = 0; i < calls[0].size(); ++i) {
+    std::vector<float> times;
+    for (const auto& call : calls) times.push_back(call[i].second);
+    std::printf("      %-32s %9.1f\n", calls[0][i].first.c_str(), median(times));
+  }
+}
+
+void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) {
+  constexpr int kRepeats = 15, kStaged = 5;
+  const std::int64_t m = options.chunk, all = options.context;
+  const std::vector<int> lengths(static_cast<std::size_t>(batch), static_cast<int>(all - m));
+  Tensors device;
+  const DecodeParams p = make_step(device, lengths, m, m, DType::kBFloat16, options);
+  NsaAttentionParams a;
+  a.q = p.q, a.gates = p.gates, a.cfg = p.cfg, a.imposed_indices = p.imposed_indices;
+  for (TensorView* t : {&a.k_slc, &a.v_slc, &a.k_swa, &a.v_swa}) *t = device.random({batch, all, kKvHeads, kDim});
+  for (TensorView* t : {&a.k_c, &a.v_c}) *t = device.random({batch, p.cfg.num_compressed(all), kKvHeads, kDim}, 0.3f);
+  a.o = device.tensor(DType::kBFloat16, {batch, m, kHeads, kDim});
+  Context of_chunk, of_attention;
+  check(workspace_size(p, of_chunk.workspace_size), "workspace_size");
+  check(workspace_size(a, of_attention.workspace_size), "workspace_size");
+  of_chunk.stream = of_attention.stream = stream;
+  of_chunk.workspace = of_attention.workspace =
+      device.take(std::max(of_chunk.workspace_size, of_attention.workspace_size));
+  of_attention.workspace_size = of_chunk.workspace_size =
+      std::max(of_chunk.workspace_size, of_attention.workspace_size);
+  auto* const flush = static_cast<uint4*>(device.take(kFlush));
+  auto* const ignored = static_cast<unsigned*>(device.take(sizeof(unsigned)));
+  check(cudaDeviceSynchronize(), "fill");
+  const auto begin = [&] {  // as if nothing had been appended
+    check(cudaMemcpyAsync(p.cache.cache_seqlens.data, lengths.data(), lengths.size() * sizeof(int),
+                          cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    read_all<<<1024, 256, 0, stream>>>(flush, kFlush / sizeof(uint4), ignored);
+  };
+  const auto chunk = [&](const Context& context) { return prefill(p, context); };
+  const auto attention = [&](const Context& context) { return nsa_attention(a, context); };
+  check(chunk(of_chunk), "prefill");
+  check(attention(of_attention), "nsa_attention");
+  const Graph chunk_graph(stream, [&] { check(chunk(of_chunk), "prefill"); });
+  const Graph attention_graph(stream, [&] { check(attention(of_attention), "nsa_attention"); });
+  const Events events;
+  std::vector<float> chunk_times, attention_times;
+  for (int i = 0; i < kRepeats; ++i) {
+    begin();
+    chunk_times.push_back(events.time(stream, [&] { chunk_graph.launch(stream); }));
+    begin();
+    attention_times.push_back(events.time(stream, [&] { attention_graph.launch(stream); }));
+  }
+  int overflow = 0;
+  check(cudaMemcpy(&overflow, p.cache.overflow.data, sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  if (overflow) std::printf("  a chunk had no room: these times are of nothing\n");
+  std::printf("  %5lld %7lld %10.1f %13.1f %9zu %9.1f\n", static_cast<long long>(batch), static_cast<long long>(m),
+              median(chunk_times), median(attention_times), chunk_graph.size(),
+              static_cast<double>(of_chunk.workspace_size) / (1 << 20));
+  std::vector<std::vector<std::pair<std::string, float>>> chunk_stages, attention_stages;
+  for (int i = 0; i < kStaged; ++i) {
+    begin();
+    chunk_stages.push_back(stages_of(stream, of_chunk, chunk));
+    begin();
+    attention_stages.push_back(stages_of(stream, of_attention, attention));
+  }
+  if (batch == 1) {
+    std::printf("    prefill\n");
+    print_stages(chunk_stages);
+    std::printf("    nsa_attention\n");
+    print_stages(attention_stages);
+  }
+  if (options.kernels) chunk_graph.print_kernels();
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -395,6 +503,13 @@ int main(int argc, char** argv) {
   check(cudaGetDeviceProperties(&properties, 0), "device");
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  if (options.chunk > 0) {
+    std::printf("%s; prefill of the last tokens of %lld, us\n", properties.name,
+                static_cast<long long>(options.context));
+    std::printf("  %5s %7s %10s %13s %9s %9s\n", "batch", "chunk", "prefill", "nsa_attention", "launches", "MiB");
+    for (const std::int64_t batch : options.batches) run_chunk(batch, options, stream);
+    return 0;
+  }
   const double rate = copy_rate(stream);
   std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", properties.name,
               rate / 1e6, static_cast<long long>(options.context), options.ragged ? ", ragged" : "",
