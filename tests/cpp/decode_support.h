@@ -164,7 +164,6 @@ struct Forward : Results {
     expect_ok(s.c.float8() ? reference::run(p, DType::kFloat64) : under_test.nsa_attention(p, context));
   }
 
-  static void expect_ok(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
   Tensor k_c, v_c;
 };
 

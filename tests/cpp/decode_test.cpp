@@ -17,8 +17,6 @@ class Decode : public testing::TestWithParam<StreamCase> {
  protected:
   StreamCase c = GetParam();
 
-  static void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
-
   /// Imposed indices: equal to the forward but for rounding. Own indices: equal but for ties within rounding.
   void expect_forward(const Stream& stream, const std::vector<std::vector<std::int64_t>>& steps) {
     KVCache filled = make_cache(c);

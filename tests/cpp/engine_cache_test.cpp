@@ -171,8 +171,6 @@ class EngineShaped : public testing::TestWithParam<StreamCase> {
   StreamCase c = GetParam();
   const Environment kernels{"NSA_CUDA_KERNELS", "portable"};  // those that serve both caches
 
-  static void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
-
   /// Rows begin ... end - 1 of sequence b have the same bits.
   static void expect_same(const Results& got, const Results& expected, std::int64_t b, std::int64_t begin,
                           std::int64_t end) {

@@ -10,6 +10,7 @@
 
 #include "nsa/kv_cache.h"
 #include "support/tensor.h"
+#include "support/tolerance.h"
 
 namespace nsa::test {
 

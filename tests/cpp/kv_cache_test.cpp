@@ -28,7 +28,6 @@ std::vector<Ids> pages_of(const TensorView& view) {
 
 class PrefixCache : public testing::Test {
  protected:
-  static void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
   /// A prompt of `pages` pages through sequence 0, kept and released.
   void keep(const Ids& prompt) {
     expect_ok(cache.reserve({std::ssize(prompt), 0}));

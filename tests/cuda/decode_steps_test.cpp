@@ -17,17 +17,9 @@ StreamCase long_case(DType dtype = DType::kBFloat16) {
   });
 }
 
-/// Served by the kernels for Hopper where there are any: three stages of compressed keys for each thread block of a
-/// cluster, several for its window.
+/// Three stages of compressed keys for each thread block of a cluster, several for its window.
 StreamCase clustered_case(std::int64_t group, DType dtype = DType::kBFloat16) {
-  return with(Backend::kCUDA, dtype, [&](StreamCase& c) {
-    c.dk = c.dv = 64;
-    c.group = group;
-    c.length = 2300;
-    c.page_size = 48;
-    c.kind = CompressionKind::kLinear;
-    c.cfg = {8, 2, 32, 12, 1, 2, 600};
-  });
+  return hopper_case(group, 2300, {8, 2, 32, 12, 1, 2, 600}, dtype);
 }
 constexpr std::int64_t kClusteredStart = 2200;
 

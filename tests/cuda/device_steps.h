@@ -10,7 +10,18 @@
 
 namespace nsa::test {
 
-inline void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
+/// Served by the kernels for Hopper where there are any.
+inline StreamCase hopper_case(std::int64_t group, std::int64_t length, const NSAConfig& cfg,
+                              DType dtype = DType::kBFloat16) {
+  return with(Backend::kCUDA, dtype, [&](StreamCase& c) {
+    c.dk = c.dv = 64;
+    c.group = group;
+    c.length = length;
+    c.page_size = 48;
+    c.kind = CompressionKind::kLinear;
+    c.cfg = cfg;
+  });
+}
 
 /// The arguments of steps of m tokens with a cache, all of them on the device. Rows of the stream go in by advance().
 class DeviceSteps {

@@ -12,8 +12,6 @@
 namespace nsa::test {
 namespace {
 
-void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
-
 class KVCacheOnDevice : public testing::Test {
  protected:
   void SetUp() override { ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess); }

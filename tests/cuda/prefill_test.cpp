@@ -8,16 +8,8 @@
 namespace nsa::test {
 namespace {
 
-/// Served by the kernels for Hopper where there are any.
 StreamCase chunk_case(std::int64_t group, DType dtype = DType::kBFloat16) {
-  return with(Backend::kCUDA, dtype, [&](StreamCase& c) {
-    c.dk = c.dv = 64;
-    c.group = group;
-    c.length = 1100;
-    c.page_size = 48;
-    c.kind = CompressionKind::kLinear;
-    c.cfg = {16, 8, 32, 6, 1, 2, 200};
-  });
+  return hopper_case(group, 1100, {16, 8, 32, 6, 1, 2, 200}, dtype);
 }
 
 TEST(Prefill, ChunksAreTheForward) {

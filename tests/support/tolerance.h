@@ -39,6 +39,8 @@ using Operation = Status (*)(const Params&, const Context&);
 template <class Params>
 using PlainOperation = Status (*)(const Params&, DType);
 
+inline void expect_ok(const Status& status) { ASSERT_TRUE(status.ok()) << status.message(); }
+
 /// Runs an operation into fresh outputs and returns them; float64 ones if `exact`, otherwise of their own dtype.
 template <class Params, class Run>
 std::vector<Tensor> outputs_of(Params params, const std::vector<Output<Params>>& outputs, bool exact, Run&& run) {
