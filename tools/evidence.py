@@ -152,6 +152,10 @@ class Results:
         """The results whose times stand beside each other: of the GPU that most of the plan ran on."""
         return [result for result in seeds.values() if result["gpu"] == self.gpu]
 
+    def tokens_per_second(self, seeds):
+        speeds = sorted(result["tokens_per_second"] for result in self.timed(seeds))
+        return speeds[len(speeds) // 2] if speeds else None
+
     def pair(self, model, other):
         """The evaluations of the seeds that both have."""
         seeds = sorted(self.models.get(model, {}).keys() & self.models.get(other, {}).keys())
@@ -218,7 +222,6 @@ def plan_section(name, results):
 
     def about(seeds):
         result = next(iter(seeds.values()))
-        speeds = sorted(result["tokens_per_second"] for result in results.timed(seeds))
         gated = signed(results.difference(result["model"], "full-gated"))
         size = f"{result['parameters']['total'] / 1e6:.1f} M"
         return [
@@ -226,7 +229,7 @@ def plan_section(name, results):
             choice(seeds),
             size,
             str(len(seeds)),
-            f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "",
+            number(results.tokens_per_second(seeds), ",.0f"),
             f"`{result['options']}`".replace("``", ""),
         ]
 
@@ -288,10 +291,7 @@ def needle_section(results):
 
 
 def speed_section(name, results):
-    rates = {
-        model: sorted(result["tokens_per_second"] for result in seeds.values())[len(seeds) // 2]
-        for model, seeds in results.trained.items()
-    }
+    rates = {model: results.tokens_per_second(seeds) for model, seeds in results.trained.items()}
     cells = [
         [model, f"{rate:,.0f}", f"{rate / rates[BASE]:.2f}" if BASE in rates else ""] for model, rate in rates.items()
     ]
