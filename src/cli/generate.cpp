@@ -197,7 +197,7 @@ void add_generate(CLI::App& app) {
   arguments->machine.add(*command);
   command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
   command->add_flag("--no-graph", arguments->no_graph,
-                    "On cuda launch each kernel of a step by itself, to compare; attention nsa has one CUDA graph");
+                    "On cuda launch each kernel of a step by itself, to compare with one CUDA graph");
   command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");
   command->add_flag("--no-echo", arguments->no_echo, "Print the new text alone, without the prompt");
   arguments->json.add(*command, "tokens, margins of the choices and times");

@@ -1,6 +1,8 @@
 #include "lm/generate/decoder.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -30,8 +32,9 @@ struct Decoder::Impl {
   std::int64_t capacity;
   std::vector<std::int64_t> lengths;
   std::vector<bool> ended;
-  at::Tensor positions;  // int64 (B) on the device: the lengths
-  at::Tensor num_new;    // int32 (B) on the device: 1 for sequences that have begun and not ended, 0 for the others
+  at::Tensor positions;    // int64 (B) on the device: the lengths
+  at::Tensor num_new;      // int32 (B) on the device: 1 for sequences that have begun and not ended, 0 for the others
+  at::Tensor first_slots;  // int64 (B) on the device; undefined unless a layer has dense attention
   Rotation rotation;
   std::vector<BlockWeights> weights;
   at::Tensor head;
@@ -62,7 +65,7 @@ struct Decoder::Impl {
     length += static_cast<std::int64_t>(tokens.size());
     positions.narrow(0, sequence, 1).fill_(length);
     const Rotation here{rotation.cos.slice(0, begin, length), rotation.sin.slice(0, begin, length)};
-    return run(base::upload(ids, model.device), here, {.first = sequence, .count = 1, .fresh = begin == 0});
+    return run(base::upload(ids, model.device), here, {.first = sequence, .count = 1, .start = begin});
   }
 };
 
@@ -78,6 +81,9 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   impl_->rotation =
       rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
   impl_->head = impl_->model.head_weights();
+  if (config.attention == AttentionKind::kFull || !config.dense_layers.empty()) {
+    impl_->first_slots = at::arange(sequences, on_device.dtype(at::kLong)) * capacity;
+  }
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
     impl_->weights.back().settled = true;  // every pass begins with kernels that wait for the cast
@@ -118,16 +124,20 @@ void Decoder::count_step() {
 at::Tensor Decoder::enqueue_step(const at::Tensor& tokens) {
   const at::NoGradGuard no_grad;
   // An ended sequence may be full: it is turned by the last angle, which nobody looks at.
-  const auto here = impl_->rotation.at(impl_->positions.clamp_max(impl_->capacity - 1));
-  const CacheRows rows{.first = 0, .count = tokens.size(0), .idle = impl_->ended, .num_new = impl_->num_new};
+  const auto places = impl_->positions.clamp_max(impl_->capacity - 1);
+  const auto here = impl_->rotation.at(places);
+  CacheRows rows{.first = 0, .count = tokens.size(0), .idle = impl_->ended, .num_new = impl_->num_new};
+  if (impl_->first_slots.defined()) {
+    rows.slots = places + impl_->first_slots;
+    rows.lengths = (impl_->positions + impl_->num_new).to(at::kInt);
+  }
   const auto x = impl_->run(tokens, here, rows);
   impl_->positions.add_(impl_->num_new);
   return impl_->model.logits(x, {impl_->head, true});
 }
 
 bool Decoder::steps_are_alike() const {
-  return std::ranges::all_of(impl_->model.blocks,
-                             [](const Block& block) { return block.config().attention == AttentionKind::kNsa; });
+  return std::ranges::all_of(impl_->caches, [](const auto& cache) { return cache->steps_are_alike(); });
 }
 
 void Decoder::end(std::int64_t sequence) {

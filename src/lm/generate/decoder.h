@@ -32,7 +32,7 @@ class Decoder {
   /// meaning, to the logits after them, float32 (B, vocab_size). Before the first token it may come any number of
   /// times, for nothing.
   at::Tensor enqueue_step(const at::Tensor& tokens);
-  /// Whether that is the same every time, so that a graph can hold it: dense attention takes lengths from the host.
+  /// Whether that is the same every time, so that a graph can hold it: some dense attention has lengths on the host.
   bool steps_are_alike() const;
 
   /// Steps leave the sequence out from now on. Before its prefill they do so, too.

@@ -1,5 +1,7 @@
 #include "lm/generate/layer_cache.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/le.h>
@@ -7,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <tuple>
 #include <vector>
 
 #include "bridge/attention.h"
@@ -46,7 +49,8 @@ class SparseCache : public LayerCache {
 
   at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) override {
     // On a GPU the forward of training is faster than a prefill. It wants a compressed token.
-    if (rows.fresh && in.q.is_cuda() && cfg_.num_compressed(in.q.size(0)) > 0) return attend_first(weights, in, rows);
+    if (rows.start == 0 && in.q.is_cuda() && cfg_.num_compressed(in.q.size(0)) > 0)
+      return attend_first(weights, in, rows);
     const auto given = [&](const at::Tensor& t) { return bridge::view_of(by_sequence(t, rows)); };
     const auto ours = [&](const at::Tensor& t) { return bridge::view_of(t.narrow(0, rows.first, rows.count)); };
     const auto o = at::empty({in.q.size(0), in.q.size(1), in.v_slc.size(2)}, in.q.options());
@@ -82,6 +86,8 @@ class SparseCache : public LayerCache {
     bridge::call(params.q.size(1) <= kMaxDecodeTokens ? nsa::decode : nsa::prefill, params, o.device());
     return o;
   }
+
+  bool steps_are_alike() const override { return true; }
 
  private:
   /// What attend does, by one forward pass among the new tokens, which then go to the cache.
@@ -134,9 +140,21 @@ class DenseCache : public LayerCache {
       : config_(config),
         k_(at::empty({sequences, capacity, config.num_kv_heads, config.head_dim}, options)),
         v_(at::empty({sequences, capacity, config.num_kv_heads, config.v_head_dim}, options)),
-        lengths_(static_cast<std::size_t>(sequences), 0) {}
+        lengths_(static_cast<std::size_t>(sequences), 0) {
+    if (!steps_are_alike()) return;
+    first_query_ = at::arange(sequences + 1, options.dtype(at::kInt));
+    first_key_ = first_query_ * capacity;
+  }
+
+  bool steps_are_alike() const override {
+    // What torch's FlashAttention-2 takes. It reads lengths on the device, and a key once for all heads of a group.
+    return config_.attention == AttentionKind::kFull && k_.is_cuda() && k_.element_size() == 2 &&
+           config_.head_dim == config_.v_head_dim && config_.head_dim % 8 == 0 && config_.head_dim <= 256;
+  }
 
   at::Tensor attend(const BlockWeights&, const AttentionInputs& in, const CacheRows& rows) override {
+    if (rows.start < 0 && steps_are_alike()) return step(in, rows);
+    if (rows.start >= 0) lengths_[static_cast<std::size_t>(rows.first)] = rows.start;
     const auto q = by_sequence(in.q, rows), k = by_sequence(in.k_slc, rows), v = by_sequence(in.v_slc, rows);
     const std::int64_t m = q.size(1);
     const auto o = at::zeros({rows.count, m, q.size(2), v.size(3)}, q.options());
@@ -156,7 +174,7 @@ class DenseCache : public LayerCache {
       cached(v_, start).copy_(v.slice(0, begin, end));
       const bool is_full = config_.attention == AttentionKind::kFull;
       const auto first = is_full ? 0 : std::max<std::int64_t>(0, start - config_.nsa.window_size + 1);
-      const auto attend = is_full ? full : window;
+      const auto attend = !is_full ? window : start > 0 && steps_are_alike() ? flash : full;
       o.slice(0, begin, end).copy_(attend(q.slice(0, begin, end), cached(k_, first), cached(v_, first), config_));
       for (std::int64_t i = begin; i < end; ++i) length(i) += m;
     }
@@ -164,7 +182,24 @@ class DenseCache : public LayerCache {
   }
 
  private:
-  /// q (B, m, H, Dk), the last of the sequences k (B, S, Hkv, Dk), v (B, S, Hkv, Dv) -> (B, m, H, Dv).
+  /// One token of every sequence, by lengths on the device.
+  at::Tensor step(const AttentionInputs& in, const CacheRows& rows) {
+    const auto keys = k_.flatten(0, 1), values = v_.flatten(0, 1);
+    keys.index_copy_(0, rows.slots, in.k_slc);
+    values.index_copy_(0, rows.slots, in.v_slc);
+    return std::get<0>(at::_flash_attention_forward(in.q, keys, values, first_query_, first_key_, 1, k_.size(1), 0.0,
+                                                    /*is_causal=*/false, /*return_debug_mask=*/false, {}, {}, {},
+                                                    rows.lengths));
+  }
+
+  /// q (B, m, H, Dk), the last of the sequences k (B, S, Hkv, Dk), v (B, S, Hkv, Dv) -> (B, m, H, Dv). FlashAttention-2
+  /// aligns the last query with the last key and needs no mask, which would be m x S.
+  static at::Tensor flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ModelConfig&) {
+    return std::get<0>(at::_flash_attention_forward(q, k, v, {}, {}, q.size(1), k.size(1), 0.0, /*is_causal=*/true,
+                                                    /*return_debug_mask=*/false));
+  }
+
+  /// The same wherever torch has attention.
   static at::Tensor full(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ModelConfig&) {
     const std::int64_t m = q.size(1), length = k.size(1), start = length - m;
     // torch's is_causal aligns the first query with the first key, which is right only for a fresh cache.
@@ -194,7 +229,8 @@ class DenseCache : public LayerCache {
 
   ModelConfig config_;
   at::Tensor k_, v_;
-  std::vector<std::int64_t> lengths_;
+  std::vector<std::int64_t> lengths_;   // steps that are alike do not count here
+  at::Tensor first_query_, first_key_;  // of each sequence in such a step, int32 (B + 1)
 };
 
 }  // namespace

@@ -14,9 +14,12 @@ namespace nsa::lm {
 /// The sequences that a call appends tokens to, equally many to each.
 struct CacheRows {
   std::int64_t first = 0, count = 1;
-  bool fresh = false;           // one sequence, whose first tokens these are
-  std::vector<bool> idle = {};  // (count): those that take none and get o = 0; empty: none
+  std::int64_t start = -1;      // a prompt of one sequence: the tokens ahead; -1: a step of all sequences, m = 1
+  std::vector<bool> idle = {};  // (count): those that take none, whose o is finite and has no meaning; empty: none
   at::Tensor num_new = {};      // the same for libnsa, int32 (count) on the device: 0 or m; undefined: m
+  // A step's, for dense attention on the device; undefined where no layer has it.
+  at::Tensor slots = {};    // int64 (count): where the new token goes, sequence * capacity + its place
+  at::Tensor lengths = {};  // int32 (count): with it
 };
 
 class LayerCache {
@@ -25,6 +28,8 @@ class LayerCache {
   /// Appends m projected tokens to each of the sequences, for which there must be room, and attends. `in`
   /// (count * m, heads, D), sequence by sequence; o (count * m, H, Dv).
   virtual at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) = 0;
+  /// Whether a step is the same kernels every time, which find its lengths on the device.
+  virtual bool steps_are_alike() const = 0;
 };
 
 /// The cache for the model's kind of attention, of keys and values like `options`: room for `capacity` tokens of each
