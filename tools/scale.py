@@ -219,7 +219,8 @@ def predicted_section(model, runs):
         )
     model_of_time = (
         "Time is (a·S + b·S²) / P, with a and b of the least relative error; where several GPUs ran the "
-        "measured collectives come on top. **Measured**, beside what the model says:"
+        "measured collectives come on top. The files are of different commits, and what became faster between them is "
+        "an error here. **Measured**, beside what the model says:"
     )
     errors = "\n".join(model.errors(runs))
     done = {run.gpus for run in runs for row in run.rows() if row["tokens"] == TOKENS}
