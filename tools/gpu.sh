@@ -180,7 +180,14 @@ for step in $steps; do
       decode decode_several --batch 32,1 --new 2,4,16 --selection random
       decode decode_clustered --batch 32,1 --new 2,4,16 --selection clustered
       decode decode_ragged --batch 32 --ragged
-      for context in 8192 16384 32768 131072; do decode "decode_$context" --context "$context" --batch 32,8,1; done
+      for context in 8192 16384 32768 131072 262144; do decode "decode_$context" --context "$context" --batch 32,8,1; done
+      run decode_dense python3 bench/dense_decode.py --json "$logs/decode_dense.json"
+      cat "$logs/decode_dense.log"
+      if [[ -x $NSA_PROGRAM ]]; then
+        rm -rf "$logs/generate" "$logs/generate_speed.json"
+        run generate_speed python3 bench/generate_speed.py "$logs/generate" --data src --batch 1,32 --json "$logs/generate_speed.json"
+        cat "$logs/generate_speed.log"
+      fi
       ;;
     hf)
       if compgen -G "${WHEELS:=$bundle/wheels}/*.whl" >/dev/null; then

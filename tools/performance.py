@@ -386,7 +386,7 @@ def decode():
     rows = [["context", "sequences", "new tokens", "blocks", *names.values()]]
     for stage in stages.values():
         found = stage["result"]
-        if found["layers"] or found is whole:
+        if found.get("layers", True) or found is whole:  # of dense attention there are none
             continue
         context = f"1024 … {2 * found['context']}" if found["ragged"] else found["context"]
         for times in found["steps"]:
@@ -394,7 +394,74 @@ def decode():
             rows.append([str(context), str(times["batch"]), str(times["new"]), found["selection"], *cells])
     yield "Other lengths, several new tokens at once, and sequences of different lengths:"
     yield table(rows)
-    yield "![time of a decode step over the context, its bytes and those of dense attention](images/decode_time.png)"
+    for name in ("decode.json", "decode_h100.json"):
+        result = read(name)
+        if "decode_dense" in result["stages"]:
+            yield from decode_beside_dense(result)
+        if "generate_speed" in result["stages"]:
+            yield from generate_speed(result)
+
+
+def decode_beside_dense(result):
+    stages, dense = result["stages"], result["stages"]["decode_dense"]
+    yield "### Beside dense attention"
+    unit = (
+        "Microseconds of one step of one token, NSA as above and dense attention: the fastest of cuDNN over all keys, "
+        "cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2 with lengths on the device "
+        "(`bench/dense_decode.py`). None copies keys for the heads of a group."
+    )
+    yield source(gpu_of(result), result, dense["result"]["problem"], unit)
+    ours = {}
+    for name, stage in stages.items():
+        found = stage["result"]
+        if name.startswith("decode") and name != "decode_dense" and not found["ragged"] and found["selection"] == "own":
+            for times in found["steps"]:
+                if times["new"] == 1 and times.get("cache", "bfloat16") == "bfloat16":
+                    ours.setdefault((times["batch"], found["context"]), times["median"])
+    theirs = {(step["batch"], step["context"]): step["us"][step["best"]] for step in dense["result"]["steps"]}
+    yield compared(ours, theirs, ("NSA", "dense", "dense / NSA"), lambda nsa, full: full / nsa)
+    yield from noted(dense)
+    yield "![time of a decode step over the context, NSA, dense attention and their bytes](images/decode_time.png)"
+
+
+def generate_speed(result):
+    stage = result["stages"]["generate_speed"]
+    yield "### Generating"
+    unit = (
+        "Tokens/s of `nsa generate`, all sequences together, behind prompts of these lengths. A step is one CUDA graph "
+        "with either attention; full attention is torch's FlashAttention-2."
+    )
+    yield source(
+        gpu_of(result),
+        {**result, "command": stage["command"].replace("; ", "\n    ")},
+        stage["result"]["problem"],
+        unit,
+    )
+    nsa, full = (
+        {(s["batch"], s["context"]): s["tokens_per_second"] for s in stage["result"]["steps"] if s["attention"] == name}
+        for name in ("nsa", "full")
+    )
+    yield compared(nsa, full, ("NSA", "full attention", "NSA / full"), lambda nsa, full: nsa / full)
+    yield from noted(stage)
+    yield "![tokens per second of generating over the context](images/generate_speed.png)"
+
+
+def compared(nsa, full, names, ratio_of):
+    """Figures by (sequences, context), a row each and one of their ratio."""
+    contexts = sorted({context for _, context in [*nsa, *full]})
+    rows = [["sequences", "", *map(str, contexts)]]
+    for batch in sorted({batch for batch, _ in full}, reverse=True):
+        pairs = [(nsa.get((batch, n)), full.get((batch, n))) for n in contexts]
+        rows.append([str(batch), names[0], *(f"{a:.0f}" if a else "" for a, _ in pairs)])
+        rows.append(["", names[1], *(f"{b:.0f}" if b else "" for _, b in pairs)])
+        rows.append(["", names[2], *(f"{ratio_of(a, b):.1f}" if a and b else "" for a, b in pairs)])
+    return table(rows)
+
+
+def noted(stage):
+    """What is odd about a stage's figures."""
+    if "note" in stage:
+        yield fill(stage["note"])
 
 
 def training():

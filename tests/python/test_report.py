@@ -267,19 +267,43 @@ def decode_result():
         name = "decode" if context == 65536 else f"decode_{context}"
         result = {"problem": "H=64", "context": context, "ragged": False, "selection": "own", "steps": steps}
         stages[name] = {"result": result}
+    dense = [
+        {"batch": b, "context": n, "us": {"a": n / 9, "b": None}, "best": "a"} for b in (32, 1) for n in (8192, 65536)
+    ]
+    stages["decode_dense"] = {"result": {"steps": dense}}
+    speeds = [
+        {"attention": attention, "batch": 1, "context": n, "tokens_per_second": 1e6 / n}
+        for attention in ("nsa", "full")
+        for n in (1024, 65536)
+    ]
+    stages["generate_speed"] = {"result": {"problem": "300 million", "steps": speeds}}
     return {"gpu": "a GPU", "stages": stages}
 
 
-def test_decode_steps_have_their_picture(tmp_path, capsys):
+def test_decode_steps_have_their_pictures(tmp_path, capsys):
     path, out = tmp_path / "decode.json", tmp_path / "out"
     path.write_text(json.dumps(decode_result()))
     assert main([str(path), "--out", str(out)]) == 0
+    assert {p.stem for p in out.glob("*.png")} == {"decode_time", "generate_speed"}
+    for stage, field, value, message in (
+        ("decode_8192", "floor", 0, "decode_8192'.result.steps[1].floor = 0: must be at least"),
+        ("decode_dense", "best", "b", "decode_dense'.result.steps[1].us.b = null: must be"),
+        ("generate_speed", "tokens_per_second", 0, "generate_speed'.result.steps[1].tokens_per_second = 0: must be"),
+    ):
+        broken = decode_result()
+        broken["stages"][stage]["result"]["steps"][1][field] = value
+        path.write_text(json.dumps(broken))
+        assert main([str(path), "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_decode_steps_have_a_picture_without_what_is_beside_them(tmp_path):
+    path, out = tmp_path / "decode.json", tmp_path / "out"
+    result = decode_result()
+    del result["stages"]["decode_dense"], result["stages"]["generate_speed"]
+    path.write_text(json.dumps(result))
+    assert main([str(path), "--out", str(out)]) == 0
     assert {p.stem for p in out.glob("*.png")} == {"decode_time"}
-    broken = decode_result()
-    broken["stages"]["decode_8192"]["result"]["steps"][1]["floor"] = 0
-    path.write_text(json.dumps(broken))
-    assert main([str(path), "--out", str(out)]) == 2
-    assert "stages.'decode_8192'.result.steps[1].floor = 0: must be at least" in capsys.readouterr().err
 
 
 def test_the_other_runs_are_drawn(runs, capsys, coarse):

@@ -79,6 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
             "Decode steps over the context",
             "One token of every sequence. Both axes are logarithmic.",
         ),
+        (
+            "generate_speed",
+            decode.generate_speed,
+            "Generating over the context",
+            "Whole models, all sequences together.",
+        ),
         ("selection_map", measurements.selection_map, "Selection map", "Blocks that the queries of one text selected."),
         ("gates", training.gates, "Gates", "Mean of each branch's gate; a branch near 0 is starved."),
         (

@@ -1,4 +1,4 @@
-"""The picture of `tools/gpu.sh decode`: a step's time over the context."""
+"""The pictures of `tools/gpu.sh decode`: a step's time over the context, and tokens/s of `nsa generate`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from .style import ATTENTION_COLOURS, figure, length_axis
 def _steps(result: dict[str, Any]) -> dict[int, dict[int, dict[str, Any]]]:
     """Steps of one token by sequences and context."""
     found: dict[int, dict[int, dict[str, Any]]] = {}
-    for stage in result["stages"].values():
-        part = stage.get("result", {})
-        if part.get("ragged", True) or part["selection"] != "own":
+    for name, stage in result["stages"].items():
+        if not name.startswith("decode") or name == "decode_dense":
+            continue
+        part = stage["result"]
+        if part["ragged"] or part["selection"] != "own":
             continue
         for step in part["steps"]:
             if step["new"] == 1 and step.get("cache", "bfloat16") == "bfloat16":
@@ -24,7 +26,7 @@ def _steps(result: dict[str, Any]) -> dict[int, dict[int, dict[str, Any]]]:
 
 
 def decode_time(sources: Sources) -> Figure | None:
-    """A panel for each number of sequences: the step, its bytes, and those that dense attention would read."""
+    """A panel for each number of sequences: the step and its bytes, beside dense attention, where it was timed."""
     results = sources.of("decode")
     if not results:
         return None
@@ -32,18 +34,45 @@ def decode_time(sources: Sources) -> Figure | None:
     found = _steps(result)
     if not found:
         return None
+    dense = result["stages"].get("decode_dense", {"result": {"steps": []}})["result"]["steps"]
+    nsa, full = ATTENTION_COLOURS["nsa"], ATTENTION_COLOURS["full"]
     fig, axes = figure(columns=len(found), width=4.6, height=4.4)
     for ax, batch in zip(axes, sorted(found, reverse=True), strict=True):
         steps = dict(sorted(found[batch].items()))
         times = {name: [step[name] for step in steps.values()] for name in ("median", "floor", "dense_floor")}
-        nsa, full = ATTENTION_COLOURS["nsa"], ATTENTION_COLOURS["full"]
+        beside = sorted((step["context"], step["us"][step["best"]]) for step in dense if step["batch"] == batch)
+        if beside:
+            ax.plot(*zip(*beside, strict=True), "s-", color=full, ms=5, label="dense attention, torch's fastest way")
         ax.plot(list(steps), times["dense_floor"], ":", color=full, label="a copy of what dense attention reads")
         ax.plot(list(steps), times["median"], "o-", color=nsa, ms=5, label="NSA")
         ax.plot(list(steps), times["floor"], ":", color=nsa, label="a copy of what NSA reads")
-        length_axis(ax, list(steps))
+        length_axis(ax, sorted({*steps, *(context for context, _ in beside)}))
         ax.set(yscale="log", xlabel="context (tokens)", ylabel="time of a step (µs)")
         ax.set_title(f"{batch} sequences" if batch > 1 else "one sequence")
     fig.suptitle(shown(f"{result['stages']['decode']['result']['problem']}; {result['gpu']}"), fontsize=9)
     handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, fontsize=9, ncols=3, loc="outside lower center")
+    fig.legend(handles, labels, fontsize=9, ncols=4, loc="outside lower center")
+    return fig
+
+
+def generate_speed(sources: Sources) -> Figure | None:
+    """Tokens/s of all sequences together, a panel for each number of sequences."""
+    results = [result for result in sources.of("decode") if "generate_speed" in result["stages"]]
+    if not results:
+        return None
+    result = results[0]
+    part = result["stages"]["generate_speed"]["result"]
+    batches = sorted({step["batch"] for step in part["steps"]})
+    fig, axes = figure(columns=len(batches), width=4.8, height=4.2)
+    for ax, batch in zip(axes, batches, strict=True):
+        steps = [step for step in part["steps"] if step["batch"] == batch]
+        for attention, name in (("nsa", "NSA"), ("full", "full attention")):
+            points = sorted((s["context"], s["tokens_per_second"]) for s in steps if s["attention"] == attention)
+            if points:
+                ax.plot(*zip(*points, strict=True), "o-", color=ATTENTION_COLOURS[attention], ms=5, label=name)
+        length_axis(ax, sorted({step["context"] for step in steps}))
+        ax.set(xlabel="context (tokens)", ylabel="tokens/s", ylim=(0, None))
+        ax.set_title(f"{batch} sequences" if batch > 1 else "one sequence")
+        ax.legend(fontsize=9)
+    fig.suptitle(f"{shown(part['problem'])}\n{shown(result['gpu'])}", fontsize=9)
     return fig

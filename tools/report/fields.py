@@ -219,12 +219,24 @@ _step = record(
 _decode_stage = record(
     {"problem": _text, "context": whole(1), "ragged": flag, "selection": _text, "steps": items(_step, most=1000)}
 )
+_dense_step = record({"batch": whole(1), "context": whole(1), "us": record({}), "best": _text})
+_generate_step = record({"attention": _text, "batch": whole(1), "context": whole(1), "tokens_per_second": positive})
 
 
 def _decode(value: dict[str, Any], where: str) -> None:
     record({"gpu": _text, "stages": record({"decode": record({})})})(value, where)
     for name, stage in value["stages"].items():
-        record({"result": _decode_stage})(stage, f"stages.{reprlib.repr(name)}")
+        place = f"stages.{reprlib.repr(name)}"
+        if name == "decode_dense":
+            record({"result": record({"steps": items(_dense_step, most=1000)})})(stage, place)
+            for i, step in enumerate(stage["result"]["steps"]):
+                record({step["best"]: positive})(step["us"], f"{place}.result.steps[{i}].us")
+        elif name == "generate_speed":
+            record({"result": record({"problem": _text, "steps": items(_generate_step, least=1, most=1000)})})(
+                stage, place
+            )
+        elif name.startswith("decode"):
+            record({"result": _decode_stage})(stage, place)
 
 
 RESULTS: dict[str, Check] = {
