@@ -80,26 +80,26 @@ kill+=(--batch-size 1 --eval-every 0 --eval-tokens 2048)
 dp=$((gpus >= 4 ? 2 : 1))
 
 [[ $device == cuda ]] && step topology 30 bash -c 'nvidia-smi topo -m; nvidia-smi nvlink --status --id=0'
-step collectives 75 "${ranks[@]}" bench/collectives.py --sizes "$sizes" --json "$logs/collectives.json"
-step context_parallel 200 env PYTORCH_ALLOC_CONF=expandable_segments:True "${ranks[@]}" bench/context_parallel.py \
+step collectives 75 "${ranks[@]}" bench/scale/collectives.py --sizes "$sizes" --json "$logs/collectives.json"
+step context_parallel 200 env PYTORCH_ALLOC_CONF=expandable_segments:True "${ranks[@]}" bench/scale/context_parallel.py \
   --tokens "$lengths" --seconds 140 --json "$logs/context_parallel.json" "${shape[@]}"
 # Bits, not times: beside each other.
-begin bits 90 "${ranks[@]}" bench/context_parallel.py "${bits[@]}" --seconds 60 --json "$logs/bits.json" "${shape[@]}"
+begin bits 90 "${ranks[@]}" bench/scale/context_parallel.py "${bits[@]}" --seconds 60 --json "$logs/bits.json" "${shape[@]}"
 begin parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py "${tests[@]}"
 settle
 # One GPU each, beside each other.
-begin train_one 100 python3 bench/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \
+begin train_one 100 python3 bench/scale/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \
   --json "$logs/train_one.json" -- "${train[@]}"
 CUDA_VISIBLE_DEVICES=1 begin train_long_one 100 "${one[@]}" examples/train_long.py "${long[@]}" \
   --tokens "$tokens_of_one" --batch 1 --out "$runs/long_one"
 settle
 rm -rf "${runs:?}"/*
-step train_all 75 python3 bench/train_ranks.py speed --ranks "$gpus" --limit 65 --out "$runs/all" \
+step train_all 75 python3 bench/scale/train_ranks.py speed --ranks "$gpus" --limit 65 --out "$runs/all" \
   --json "$logs/train_all.json" -- "${train[@]}"
 step train_long_all 100 "${ranks[@]}" examples/train_long.py "${long[@]}" --tokens "$tokens" --dp "$dp" \
   --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
 rm -rf "${runs:?}"/*
-begin killed 100 python3 bench/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
+begin killed 100 python3 bench/scale/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
   --json "$logs/killed.json" -- "${kill[@]}"
 begin parallel_training 120 python3 -m pytest -q -p no:cacheprovider "${training_tests[@]}"
 begin train_bits 120 python3 -m pytest -q -p no:cacheprovider tests/cli/test_ranks.py -k "$bits_tests"

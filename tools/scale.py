@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench/scale")]
 
 from performance import fill, gpu_of, table  # noqa: E402
 from scale_model import RESULTS, Fabric, Measured, Model  # noqa: E402
@@ -231,7 +231,7 @@ def predicted_section(model, runs):
         f"""\
 ## What to expect of more GPUs
 
-    python bench/scale_model.py --fabric {WITHIN} --fabric {BEYOND}
+    python bench/scale/scale_model.py --fabric {WITHIN} --fabric {BEYOND}
 
 predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1) from what one H200 was
 measured at: its whole forwards and backwards (`bench/results/bench_cuda.json`), and the slowest of eight ranks at a
@@ -245,9 +245,9 @@ million tokens, each rank's calls played by one GPU after the other, one repeat
 {fill(f"**Predicted** for {TOKENS} tokens. {about}")}
 
 `--fabric NAME:LATENCY_us:GB/s[:most GPUs]` takes your fabric, `--collectives FILE` what `torchrun --nproc-per-node 8
-bench/collectives.py --json FILE` measures. forward and backward are without collectives; "all" is both with them,
-nothing overlapped. Calls that are too short to fill a GPU are not in the model, so believe it less where a rank has few
-thousand tokens.
+bench/scale/collectives.py --json FILE` measures. forward and backward are without collectives; "all" is both with
+them, nothing overlapped. Calls that are too short to fill a GPU are not in the model, so believe it less where a rank
+has few thousand tokens.
 
 {predicted}
 
@@ -278,7 +278,7 @@ equal bits, batched and packed, float32, bfloat16 and (by the oracle, as CPUs ha
 `tests/python/test_train_long.py` trains dp, cp, tp and two of them at once on 1, 2 and 4, and goes on with another
 number. On one GPU each of eight ranks' calls ran, one after the other:
 
-    python bench/context_parallel.py --play 8 --tokens 1048576 --json played.json
+    python bench/scale/context_parallel.py --play 8 --tokens 1048576 --json played.json
 """
     ran = {run.gpus for run in runs}
     missing = [str(count) for count in (2, 4, 8) if count not in ran]

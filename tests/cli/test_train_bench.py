@@ -1,4 +1,4 @@
-"""bench/train_ranks.py: the speed of several ranks, and that a run goes on when one of them was killed."""
+"""bench/scale/train_ranks.py: the speed of several ranks, and that a run goes on when one of them was killed."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from conftest import PROGRAM, ROOT, TINY
 
-BENCH = ROOT / "bench" / "train_ranks.py"
+BENCH = ROOT / "bench/scale/train_ranks.py"
 RUN = [*TINY, "--layers", "2", "--threads", "1"]
 LIMIT = 150  # s
 

@@ -1,4 +1,4 @@
-"""bench/context_parallel.py on two gloo processes, and the float64 that it sets beside single queries."""
+"""bench/scale/context_parallel.py on two gloo processes, and the float64 that it sets beside single queries."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ import nsa
 from torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "bench/context_parallel.py"
+BENCH = ROOT / "bench/scale/context_parallel.py"
 SMALL = "--heads 4 --kv-heads 2 --head-dim 16 --device cpu".split()
 
 
@@ -20,7 +20,7 @@ SMALL = "--heads 4 --kv-heads 2 --head-dim 16 --device cpu".split()
 def bench():
     """Imports from the folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "bench"))
+        patch.syspath_prepend(str(ROOT / "bench/scale"))
         yield importlib.import_module
 
 

@@ -1,5 +1,5 @@
-"""bench/scale_model.py recomputes by hand, and refuses what does not fit; bench/collectives.py writes what it reads;
-tools/scale.py makes the guide of it."""
+"""bench/scale/scale_model.py recomputes by hand, and refuses what does not fit; bench/scale/collectives.py writes what
+it reads; tools/scale.py makes the guide of it."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ def model(tmp_path):
     def run(*options, bench=BENCH, played=PLAYED, fabrics=("here:10:100:4", "net:20:10")):
         for name, result in (("bench", bench), ("played", played)):
             (tmp_path / name).write_text(json.dumps(result))
-        command = [sys.executable, str(ROOT / "bench/scale_model.py"), "--bench", str(tmp_path / "bench")]
+        command = [sys.executable, str(ROOT / "bench/scale/scale_model.py"), "--bench", str(tmp_path / "bench")]
         command += ["--played", str(tmp_path / "played"), "--tokens", "800000", *options]
         command += [part for fabric in fabrics for part in ("--fabric", fabric)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -97,7 +97,7 @@ def test_errors(model):
 def test_collectives(model, tmp_path):
     file = tmp_path / "collectives.json"
     printed = torchrun(
-        3, ROOT / "bench/collectives.py", "--sizes", "0.01,0.1", "--ranks", "2", "--repeats", "2", "--json", file
+        3, ROOT / "bench/scale/collectives.py", "--sizes", "0.01,0.1", "--ranks", "2", "--repeats", "2", "--json", file
     )
     found = json.loads(file.read_text())
     assert found["backend"] == "gloo" and found["device_name"] == "CPU"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What `nsa train` does on several ranks: its speed, and what becomes of it when a rank is killed.
 
-    python bench/train_ranks.py speed --ranks 2 --out runs/two --json two.json -- --data text --steps 80 --context 32768
-    python bench/train_ranks.py kill --ranks 2 --out runs/killed --json killed.json -- --data text --steps 400
+    python bench/scale/train_ranks.py speed --ranks 2 --out runs/two --json two.json -- --data text --steps 80
+    python bench/scale/train_ranks.py kill --ranks 2 --out runs/killed --json killed.json -- --data text --steps 400
 
 Behind -- are options of nsa train. The ranks are those of torchrun on this machine; nothing that was started is left
 running.

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Times context parallelism: the ranks of torchrun, or any number of ranks that one device plays one after the other.
 
-    torchrun --nproc-per-node 2 bench/context_parallel.py --tokens 65536,262144,1048576 --json ranks.json
-    torchrun --nproc-per-node 2 bench/context_parallel.py --at-once 4,1,2 --tokens 65536,524288 --json heads.json
-    torchrun --nproc-per-node 2 bench/context_parallel.py --bits 20 --chunks 16 --tokens 65536 --json bits.json
-    python bench/context_parallel.py --play 8 --tokens 1048576 --json played.json
-    python bench/context_parallel.py --play 4 --tokens 4096 --heads 4 --kv-heads 2 --device cpu --dtype float32
+    torchrun --nproc-per-node 2 bench/scale/context_parallel.py --tokens 65536,262144,1048576 --json ranks.json
+    torchrun --nproc-per-node 2 bench/scale/context_parallel.py --at-once 4,1,2 --tokens 65536,524288 --json heads.json
+    torchrun --nproc-per-node 2 bench/scale/context_parallel.py --bits 20 --chunks 16 --tokens 65536 --json bits.json
+    python bench/scale/context_parallel.py --play 8 --tokens 1048576 --json played.json
+    python bench/scale/context_parallel.py --play 4 --tokens 4096 --heads 4 --kv-heads 2 --device cpu --dtype float32
 
 Inputs are random and batch 1; phi is the mean, and all branches have the same keys and values. GPU times are between
 two events, and peak memory is torch's.

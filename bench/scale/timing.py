@@ -1,4 +1,4 @@
-"""What bench/context_parallel.py and bench/context_ranks.py time with, and what they time."""
+"""What bench/scale/context_parallel.py and bench/scale/context_ranks.py time with, and what they time."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Context parallelism on the ranks of torchrun: what bench/context_parallel.py does without --play."""
+"""Context parallelism on the ranks of torchrun: what bench/scale/context_parallel.py does without --play."""
 
 import json
 import os

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Predicts the time of a sequence's attention over 2 ... 1024 GPUs from what one GPU and its fabric were measured at.
 
-    python bench/scale_model.py --fabric NVLink:4:350:8 --fabric network:10:45 --tokens 1048576 --picture scale.png
+    python bench/scale/scale_model.py --fabric NVLink:4:350:8 --fabric network:10:45 --picture scale.png
 
 Attention of S tokens on P GPUs takes (a S + b S^2) / P, as head_tail divides it. a and b fit whole forwards and
-backwards of `nsa bench` (from --from tokens on) and the slowest rank of each `bench/context_parallel.py --play` with
+backwards of `nsa bench` (from --from tokens on) and the slowest rank of each `context_parallel.py --play` with
 the least relative error. A collective takes (P - 1) latencies and the bytes that a rank receives over the bandwidth;
 the forward gathers keys and values, the backward gathers them again and sends or reduces their gradients. Nothing
 is overlapped, and no call is too short to fill its GPU: the first makes it slow, the second fast. A fabric is
-NAME:LATENCY_us:GB/s[:most GPUs]; --collectives takes latency and bandwidth from a result of bench/collectives.py.
+NAME:LATENCY_us:GB/s[:most GPUs]; --collectives takes latency and bandwidth from a result of bench/scale/collectives.py.
 --measured takes results of `tools/gpu.sh scale`: their collectives, and the model's error at each time of their
 context parallelism. tools/scale.py writes docs/guide/scale.md with all that.
 """
@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SETTINGS = {"num_heads": "heads", "num_kv_heads": "kv_heads", "head_dim": "head_dim", "dtype": "dtype"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PASSES = ("forward", "backward")
@@ -61,7 +61,7 @@ class Fabric:
 
     @classmethod
     def measured(cls, result):
-        """Fitted to bench/collectives.py's result."""
+        """Fitted to bench/scale/collectives.py's result."""
         costs = {}
         for name in {row["collective"] for row in result["collectives"]}:
             rows = [row for row in result["collectives"] if row["collective"] == name]

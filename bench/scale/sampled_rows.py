@@ -1,7 +1,7 @@
 """A few queries of a long sequence in float64: their output, their choice of blocks, and every gradient they cause.
 
-What bench/context_ranks.py sets beside a sequence that several GPUs share, where no oracle could compute the whole.
-phi is the mean, and all branches have the same keys and values.
+What bench/scale/context_ranks.py sets beside a sequence that several GPUs share, where no oracle could compute the
+whole. phi is the mean, and all branches have the same keys and values.
 """
 
 from dataclasses import dataclass

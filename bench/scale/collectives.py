@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Times the collectives of context parallelism under torchrun: what bench/scale_model.py --collectives reads.
+"""Times the collectives of context parallelism under torchrun: what bench/scale/scale_model.py --collectives reads.
 
-    torchrun --standalone --nproc-per-node 8 bench/collectives.py --json collectives.json
+    torchrun --standalone --nproc-per-node 8 bench/scale/collectives.py --json collectives.json
 
 NCCL between GPUs, gloo between CPUs. A size is that of all ranks' parts together, of which a rank receives all but its
 own (bytes in the result). all_gather and all_to_all move bytes, reduce_scatter adds float32. A warm-up call comes
