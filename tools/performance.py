@@ -121,6 +121,32 @@ def crossovers(bench, rivals=("dense",)):
     return fill(" ".join(sentences))
 
 
+def gpu_times(bench):
+    """The whole by length, beside dense attention and the fastest other implementation."""
+    phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
+    peers = any(r.get("peer") for pass_name in PASSES for r in bench.results(pass_name, bench.phi).values())
+    rows = [["", "length", *(f"NSA, φ = {phi}" for phi in phis), *DENSE.values()]]
+    rows[0] += ["other NSA", "cuDNN / NSA", "other / NSA"] if peers else ["cuDNN / NSA"]
+    for pass_name, title in PASSES.items():
+        dense = {form: bench.times(f"dense_{pass_name}", form) for form in DENSE}
+        for length, r in bench.results(pass_name, bench.phi).items():
+            nsa, peer = 1e3 * r["seconds"], 1e3 * r["peer_s"] if r.get("peer") else None
+            row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
+            row += [figure(dense[form].get(length)) for form in DENSE]
+            ratios = [ratio(dense["cudnn"].get(length), nsa)]
+            rows.append(
+                [
+                    *row,
+                    *(
+                        [f"{figure(peer)} ({r['peer']})" if peer else "", *ratios, ratio(peer, nsa)]
+                        if peers
+                        else ratios
+                    ),
+                ]
+            )
+    return table(rows)
+
+
 def gpu_whole():
     bench = Bench("bench_cuda.json")
     given, rates = bench.settings["selection"], bench.all["rates"]
@@ -132,24 +158,11 @@ def gpu_whole():
     unit = (
         "Medians in ms, the second-level cache flushed before each call. NSA is everything, compression included, and "
         f"attends to {attends}. Dense attention is torch's; the other NSA is the fastest public implementation of "
-        f"`bench/peers.py`. Limits, both measured: {rates['gflops'] / 1e3:.0f} TFLOP/s (product of large matrices), "
-        f"{rates['bytes_per_s'] / 1e12:.2f} TB/s (copy)."
+        f"`bench/peers.py`. Limits, both measured: {limits(rates)}."
     )
     about = {key: bench.all[key] for key in ("date", "commit", "command")}
     yield source(gpu_of(bench.machine), about, f"{bench.problem()}, defaults", unit)
-    phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
-    rows = [
-        ["", "length", *(f"NSA, φ = {phi}" for phi in phis), *DENSE.values(), "other NSA", "cuDNN / NSA", "other / NSA"]
-    ]
-    for pass_name, title in PASSES.items():
-        dense = {form: bench.times(f"dense_{pass_name}", form) for form in DENSE}
-        for length, r in bench.results(pass_name, bench.phi).items():
-            nsa, peer = 1e3 * r["seconds"], 1e3 * r["peer_s"] if r.get("peer") else None
-            row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
-            row += [figure(dense[form].get(length)) for form in DENSE]
-            row += [f"{figure(peer)} ({r['peer']})" if peer else ""]
-            rows.append([*row, ratio(dense["cudnn"].get(length), nsa), ratio(peer, nsa)])
-    yield table(rows)
+    yield gpu_times(bench)
     yield crossovers(bench)
     yield "### Its stages"
     for pass_name, title in PASSES.items():
@@ -164,6 +177,21 @@ def gpu_whole():
             work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
             rows.append([name, figure(1e3 * r["seconds"]), *work, peer])
         yield table(rows)
+
+
+def limits(rates):
+    products, copies = rates["gflops"] / 1e3, rates["bytes_per_s"] / 1e12
+    return f"{products:.0f} TFLOP/s (product of large matrices), {copies:.2f} TB/s (copy)"
+
+
+def gpu_h100():
+    bench = Bench("bench_h100.json")
+    yield "### On an H100"
+    about = {key: bench.all[key] for key in ("date", "commit", "command")}
+    unit = f"The same on another GPU; its limits: {limits(bench.all['rates'])}."
+    yield source(gpu_of(bench.machine), about, f"{bench.problem()}, defaults", unit)
+    yield gpu_times(bench)
+    yield crossovers(bench)
 
 
 def cpu_whole():
@@ -548,7 +576,19 @@ def llama():
     )
 
 
-SECTIONS = [gpu_whole, peers, operations, through_python, decode, training, llama, portable, cpu_whole, cpu_operations]
+SECTIONS = [
+    gpu_whole,
+    gpu_h100,
+    peers,
+    operations,
+    through_python,
+    decode,
+    training,
+    llama,
+    portable,
+    cpu_whole,
+    cpu_operations,
+]
 
 
 def ratios():
