@@ -140,6 +140,32 @@ INSTANTIATE_TEST_SUITE_P(Every, SelectedBackward,
                                   std::to_string(std::get<2>(info.param));
                          });
 
+/// The forward with more blocks than a thread block has scores of in its shared memory.
+class ManyBlocks : public testing::TestWithParam<DType> {};
+
+TEST_P(ManyBlocks, FewThreadBlocksGiveTheSameBits) {
+  Case c{.dtype = GetParam(), .q_lens = {40}, .kv_heads = 1, .group = 16};
+  c.k_lens = {51500};
+  c.dk = 128, c.dv = 128;
+  c.cfg = {.kernel_size = 8, .kernel_stride = 4, .block_size = 16, .topk = 5, .window_size = 48};
+  const Problem p(c);
+  const auto forward = [&] {
+    return outputs_of(p.whole(), whole_outputs(p), false,
+                      [](const NsaAttentionParams& params) { return under_test.nsa_attention(params, kCpu); });
+  };
+  std::vector<Tensor> few;
+  {
+    const Environment processors("NSA_CUDA_PROCESSORS", "2");
+    few = forward();
+  }
+  if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) return;
+  const std::vector<Tensor> all = forward();
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "output " << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, ManyBlocks, testing::Values(DType::kBFloat16, DType::kFloat16),
+                         [](const auto& info) { return std::string(name_of(info.param)); });
+
 /// phi alone: its kernels differ by the number of hidden units and of rows.
 class Phi : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
 

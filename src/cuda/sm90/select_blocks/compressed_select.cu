@@ -240,9 +240,8 @@ Kernel instance_for(const CompressedSelectArgs& args) {
   if (strides == 2) return instance_of<BlocksOfStrides<2>>(args);
   if (strides == 8) return instance_of<BlocksOfStrides<8>>(args);
   const bool overlap = args.weights.rest > 0;
-  if constexpr (kFilters) {
-    if (filters(args)) return kInstance<WarpTilesOfSixteen, DefaultBlocks, Choice::kFiltered>;
-  }
+  constexpr Choice kFar = kFilters ? Choice::kFiltered : Choice::kQuery;  // else an instance that nothing launches
+  if (filters(args)) return kInstance<WarpTilesOfSixteen, DefaultBlocks, kFar>;
   return overlap && groups_of_sixteen(args) ? kInstance<WarpTilesOfSixteen, DefaultBlocks>
                                             : instance_of<BlocksOfStrides<4>>(args);
 }

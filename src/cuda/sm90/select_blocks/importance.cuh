@@ -64,14 +64,21 @@ class ChunkRing {
 
   __device__ ChunkRing(char* memory, std::uint64_t* full, int chunks) : memory_(memory), full_(full), chunks_(chunks) {}
 
+  /// Sends for the first chunks of what is read next. One warp.
+  __device__ __forceinline__ void begin(const ScratchTile* scratch, int sums, int lane) {
+    const int tiles = (sums + kTileSums - 1) / kTileSums, all = (tiles + kChunkTiles - 1) / kChunkTiles;
+    fence_global_async();
+    for (int i = 0; i < min(all, chunks_); ++i)
+      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
+    begun_ = true;
+  }
   /// use(chunk, its number, how many of its tiles count or more) for all chunks that sums 0 .. `sums` - 1 take. One
   /// warp.
   template <class Use>
   __device__ __forceinline__ void read(const ScratchTile* scratch, int sums, int lane, const Use& use) {
     const int tiles = (sums + kTileSums - 1) / kTileSums, all = (tiles + kChunkTiles - 1) / kChunkTiles;
-    fence_global_async();
-    for (int i = 0; i < min(all, chunks_); ++i)
-      fetch(scratch, i, tiles, stage_ + i < chunks_ ? stage_ + i : stage_ + i - chunks_, lane);
+    if (!begun_) begin(scratch, sums, lane);
+    begun_ = false;
     for (int i = 0; i < all; ++i) {
       mbarrier_wait_warp(shared_address(full_ + stage_), phase_);
       use(chunk(stage_), i, tiles - i * kChunkTiles);
@@ -97,6 +104,7 @@ class ChunkRing {
   std::uint64_t* full_;
   int chunks_, stage_ = 0;
   std::uint32_t phase_ = 0;
+  bool begun_ = false;
 };
 
 /// A warp tile of one query: importances of the 64 / kSums blocks of a chunk, times 2^kAddedExponent, or added to what

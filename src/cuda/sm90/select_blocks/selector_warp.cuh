@@ -80,6 +80,7 @@ class SelectorWarp {
         int* out = indices_of(scheduler, query);
         write_forced(args_, own, out, lane_, 32);
         if (!own.choice || places() == 0) continue;
+        if constexpr (std::is_same_v<Tiles, WarpTilesOfSixteen>) begin_next(scheduler, query + kSelectorWarps);
         if (args_.noise > 0) {
           for (int j = args_.init_blocks + lane_; j < own.last; j += 32) {
             keys[j] = explore(keys[j], j, own.position, scheduler);
@@ -89,7 +90,8 @@ class SelectorWarp {
         if constexpr (kFiltered) {
           top_k_filtered(keys, filter, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
         } else {
-          top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+          top_k<!Blocks::kAddsKeysUp>(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks,
+                                      lane_);
         }
         __syncwarp();
       }
@@ -122,6 +124,14 @@ class SelectorWarp {
   __device__ __forceinline__ int* indices_of(const TileScheduler& scheduler, int query) const {
     return args_.indices.template at<int>(scheduler.seq.batch, scheduler.seq.q_begin + scheduler.first_query + query,
                                           scheduler.kv_head);
+  }
+  /// Sends for the sums of a later query of the tile, while blocks are chosen for another.
+  __device__ __forceinline__ void begin_next(const TileScheduler& scheduler, int query) {
+    if (query >= kWarpTiles) return;
+    const Candidates own(args_, scheduler.seq, scheduler.first_query + query);
+    if (!own.choice) return;
+    wait_for(query);
+    ring_.begin(scratch_of<Blocks>(args_, buffer_.stage(), query), own.last * Blocks::kSums, lane_);
   }
   /// key: of an importance.
   __device__ __forceinline__ unsigned explore(unsigned key, int block, int position,

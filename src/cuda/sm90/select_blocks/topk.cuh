@@ -92,42 +92,69 @@ __device__ __forceinline__ void top_k_exactly(const unsigned* key, int first, in
   }
 }
 
+/// Of 32 u + lane, u < 4, those that reach `bound`, in order, with their keys: onto the list behind `listed` entries.
+__device__ __forceinline__ void list_reaching(const unsigned (&x)[4], int begin, unsigned bound, uint2* list,
+                                              int& listed, int lane) {
+  unsigned lanes[4];
+#pragma unroll
+  for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound);
+#pragma unroll
+  for (int u = 0; u < 4; ++u) {
+    if (lanes[u] == 0) continue;
+    const int at = listed + before(lanes[u], lane);
+    if (x[u] >= bound && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
+    listed += __popc(lanes[u]);
+  }
+}
+
+inline constexpr int kFew = 128;  // blocks, of which a lane has four in registers
+
 /// Writes the `places` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
 /// are more than `places`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
-/// multiple of 128. One warp.
+/// multiple of 128. With kShort, which AnyBlocks has no registers for, few blocks have a way of their own. One warp.
+template <bool kShort>
 __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int places, uint2* list, int* out, int lane) {
-  for (int j = lane; j < first; j += 32) key[j] = 0;
-  for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
+  int listed = kListed + 1;
   __syncwarp();
-  unsigned most = 0;
-#pragma unroll 2
-  for (int begin = 0; begin < last; begin += 128) {
-#pragma unroll
-    for (int u = 0; u < 4; ++u) most = max(most, key[begin + 32 * u + lane]);
-  }
-  const unsigned bound = nth_largest(most, min(places, 32), lane);
-  int listed = bound > 0 && places <= 32 ? 0 : kListed + 1;
-  for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
-    unsigned x[4], lanes[4];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) x[u] = key[begin + 32 * u + lane];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) lanes[u] = __ballot_sync(0xffffffffu, x[u] >= bound);
+  if (kShort && last <= kFew) {
+    unsigned x[4], most[1] = {0};
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
-      if (lanes[u] == 0) continue;
-      const int at = listed + before(lanes[u], lane);
-      if (x[u] >= bound && at < kListed) list[at] = make_uint2(x[u], static_cast<unsigned>(begin + 32 * u + lane));
-      listed += __popc(lanes[u]);
+      const int j = 32 * u + lane;
+      x[u] = j >= first && j < last ? key[j] : 0;
+      most[0] = max(most[0], x[u]);
+    }
+    nth_largest(most, min(places, 32), lane);
+    if (most[0] > 0 && places <= 32) listed = 0, list_reaching(x, 0, most[0], list, listed, lane);
+  } else {
+    for (int j = lane; j < first; j += 32) key[j] = 0;
+    for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
+    __syncwarp();
+    unsigned most = 0;
+#pragma unroll 2
+    for (int begin = 0; begin < last; begin += 128) {
+#pragma unroll
+      for (int u = 0; u < 4; ++u) most = max(most, key[begin + 32 * u + lane]);
+    }
+    const unsigned bound = nth_largest(most, min(places, 32), lane);
+    if (bound > 0 && places <= 32) listed = 0;
+    for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
+      unsigned x[4];
+#pragma unroll
+      for (int u = 0; u < 4; ++u) x[u] = key[begin + 32 * u + lane];
+      list_reaching(x, begin, bound, list, listed, lane);
     }
   }
   __syncwarp();
-  if (listed <= kListed) {
-    const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);
-    write_best(mine, nth_largest(mine.x, places, lane), places, out, lane);
-    return;
+  if (listed > kListed) return top_k_exactly(key, first, last, places, out, lane);
+  const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);
+  unsigned threshold[1] = {mine.x};
+  if constexpr (kShort) {
+    nth_largest(threshold, places, lane);
+  } else {
+    threshold[0] = nth_largest(mine.x, places, lane);
   }
-  top_k_exactly(key, first, last, places, out, lane);
+  write_best(mine, threshold[0], places, out, lane);
 }
 
 /// The same where the keys lie in global memory: `filter`, in shared memory, has the upper halves of them, of which a
