@@ -1,7 +1,7 @@
 // Times decode steps on one GPU, through the public API.
 //
 //   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
-//               [--cache bfloat16] [--kernels] [--json FILE]
+//               [--cache bfloat16] [--heads 64] [--kv-heads 4] [--engine] [--kernels] [--json FILE]
 //   cuda_decode --chunk 8192 [--context 65536] [--batch 1]
 //
 //   --new        new tokens of a step       --selection  own: the step chooses its blocks. random, clustered: they are
@@ -9,12 +9,13 @@
 //   --ragged     lengths between 1024 and twice the context, evenly on a logarithmic scale
 //   --layers     also a graph of so many steps, each with a cache of its own; the time of one
 //   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
+//   --engine     packed new tokens, compressed tokens in the pages of their tokens, window and raw tokens in pages
 //   --kernels    the kernels of a step: registers, shared memory, clusters that fit
 //   --chunk      instead of steps: prefill of the last so many tokens of the context, and nsa_attention for the same
-//                queries on contiguous tensors of its own, in turn; medians of replays, and the stages of plain calls.
-//                Selected attention depends on what is chosen, which differs between the two
+//                queries on contiguous tensors of what the cache holds, in turn; medians of replays, the stages of
+//                plain calls, and how far the results are apart
 //
-// H = 64, Hkv = 4, D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in
+// D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in
 // shuffled order. Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step,
 // so that one sequence completes a compression block in three of them. Before a step 192 MB are read, so that its cache
 // is not in the second-level cache (writing them would leave 60 MB to be written back during the step); "warm" is
@@ -22,12 +23,14 @@
 // block is completed), and how long these take at the rate of a copy.
 #include <cuda_runtime.h>
 
+#include <bit>
 #include <cmath>
 #include <fstream>
 #include <functional>
 #include <numeric>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "cuda_device.cuh"
@@ -38,7 +41,7 @@ namespace {
 using namespace nsa;
 using namespace nsa::bench;
 
-constexpr std::int64_t kHeads = 64, kKvHeads = 4, kDim = 128, kPage = 128;
+constexpr std::int64_t kDim = 128, kPage = 128;
 constexpr int kSteps = 48;
 constexpr std::size_t kFlush = 192 << 20;
 
@@ -48,8 +51,8 @@ struct Options {
   std::vector<DType> caches{DType::kBFloat16};
   std::string selection = "own", json;
   int layers = 0;
-  std::int64_t chunk = 0;
-  bool ragged = false, kernels = false;
+  std::int64_t chunk = 0, heads = 64, kv_heads = 4;
+  bool ragged = false, kernels = false, engine = false;
 };
 
 [[noreturn]] void refuse(const std::string& why) {
@@ -75,6 +78,10 @@ Options options_of(int argc, char** argv) {
       o.ragged = true;
       continue;
     }
+    if (name == "--engine") {
+      o.engine = true;
+      continue;
+    }
     if (name == "--kernels") {
       o.kernels = true;
       continue;
@@ -85,6 +92,10 @@ Options options_of(int argc, char** argv) {
       o.context = numbers(name, value)[0];
     } else if (name == "--chunk") {
       o.chunk = numbers(name, value)[0];
+    } else if (name == "--heads") {
+      o.heads = numbers(name, value)[0];
+    } else if (name == "--kv-heads") {
+      o.kv_heads = numbers(name, value)[0];
     } else if (name == "--batch") {
       o.batches = numbers(name, value);
     } else if (name == "--new") {
@@ -105,6 +116,8 @@ Options options_of(int argc, char** argv) {
   }
   for (const std::int64_t m : o.added)
     if (m > kMaxDecodeTokens) refuse("--new " + std::to_string(m) + ": at most 16");
+  if (o.heads % o.kv_heads) refuse("--kv-heads " + std::to_string(o.kv_heads) + ": no divisor of --heads");
+  if (o.chunk && o.engine) refuse("--engine: of steps alone");
   if (o.chunk >= o.context) refuse("--chunk " + std::to_string(o.chunk) + ": less than --context");
   return o;
 }
@@ -177,28 +190,47 @@ unsigned random_number() {
 }
 
 /// Blocks for every query and KV head: the first one, the last two, and others; `kept` of five of the query before.
-std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t shortest, const NSAConfig& cfg,
-                                unsigned kept) {
+std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t kv_heads, std::int64_t shortest,
+                                const NSAConfig& cfg, unsigned kept) {
   std::vector<int> all;
   const int blocks = static_cast<int>(shortest / cfg.block_size);
-  std::vector<std::set<int>> before(static_cast<std::size_t>(batch * kKvHeads));
-  std::vector<std::vector<int>> rows(static_cast<std::size_t>(batch * m * kKvHeads));
+  std::vector<std::set<int>> before(static_cast<std::size_t>(batch * kv_heads));
+  std::vector<std::vector<int>> rows(static_cast<std::size_t>(batch * m * kv_heads));
   for (std::int64_t b = 0; b < batch; ++b)
     for (std::int64_t r = 0; r < m; ++r)
-      for (std::int64_t h = 0; h < kKvHeads; ++h) {
-        std::set<int>& last = before[static_cast<std::size_t>(b * kKvHeads + h)];
+      for (std::int64_t h = 0; h < kv_heads; ++h) {
+        std::set<int>& last = before[static_cast<std::size_t>(b * kv_heads + h)];
         std::set<int> now{0, blocks - 1, blocks - 2};
         for (const int block : last)
           if (static_cast<int>(now.size()) < cfg.topk && random_number() % 5 < kept) now.insert(block);
         while (static_cast<int>(now.size()) < std::min(cfg.topk, blocks))
           now.insert(static_cast<int>(random_number() % static_cast<unsigned>(blocks)));
         last = now;
-        std::vector<int>& row = rows[static_cast<std::size_t>((b * m + r) * kKvHeads + h)];
+        std::vector<int>& row = rows[static_cast<std::size_t>((b * m + r) * kv_heads + h)];
         row.assign(now.begin(), now.end());
         row.resize(static_cast<std::size_t>(cfg.topk), -1);
       }
   for (const auto& row : rows) all.insert(all.end(), row.begin(), row.end());
   return all;
+}
+
+/// What an engine would have: packed new tokens, compressed ones in the pages of their tokens, all else in pages, too.
+void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_t batch, std::int64_t m, std::int64_t pages,
+                            DType stored, std::int64_t kv_heads) {
+  KVCacheView& c = p.cache;
+  c.block_table_c = {};
+  for (TensorView* t : {&c.k_c, &c.v_c})
+    *t = device.random({batch * pages, kPage / p.cfg.kernel_stride, kv_heads, kDim}, 0.3f, 0, stored);
+  for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
+    *t = device.random({batch * pages, kPage, kv_heads, kDim}, 1, 0, stored);
+  for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring}) *t = device.random({batch * pages, kPage, kv_heads, kDim});
+  c.block_table_swa = page_table(device, batch, pages), c.block_table_cmp = page_table(device, batch, pages);
+  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.o, &p.indices,
+                        &p.imposed_indices})
+    if (t->defined()) *t = TensorView::contiguous(t->data, t->dtype, {batch * m, t->size(2), t->size(3)}, t->device);
+  std::vector<int> starts;
+  for (std::int64_t b = 0; b <= batch; ++b) starts.push_back(static_cast<int>(b * m));
+  p.query_start_loc = device.integers(starts, {batch + 1}), p.max_query_len = m;
 }
 
 /// A cache of sequences of these lengths, random, with room for `appended` tokens, and one step's arguments.
@@ -210,58 +242,61 @@ DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::in
   const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + appended,
                      pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
-  for (TensorView* t : {&c.k_slc, &c.v_slc}) *t = device.random({batch * pages, kPage, kKvHeads, kDim}, 1, 0, stored);
-  for (TensorView* t : {&c.k_c, &c.v_c}) *t = device.random({batch * pages_c, kPage, kKvHeads, kDim}, 0.3f, 0, stored);
+  for (TensorView* t : {&c.k_slc, &c.v_slc})
+    *t = device.random({batch * pages, kPage, options.kv_heads, kDim}, 1, 0, stored);
+  for (TensorView* t : {&c.k_c, &c.v_c})
+    *t = device.random({batch * pages_c, kPage, options.kv_heads, kDim}, 0.3f, 0, stored);
   for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
-    *t = device.random({batch, cfg.window_size + kRollback, kKvHeads, kDim}, 1, 0, stored);
+    *t = device.random({batch, cfg.window_size + kRollback, options.kv_heads, kDim}, 1, 0, stored);
   if (stored == DType::kFloat8E4M3)
-    for (TensorView* t : {&c.k_scale, &c.v_scale}) *t = device.floats({1, 1, 1, 1}, {kKvHeads});
+    for (TensorView* t : {&c.k_scale, &c.v_scale}) *t = device.floats({1, 1, 1, 1}, {options.kv_heads});
   for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring})
-    *t = device.random({batch, cfg.kernel_size + kRollback, kKvHeads, kDim});
+    *t = device.random({batch, cfg.kernel_size + kRollback, options.kv_heads, kDim});
   c.block_table = page_table(device, batch, pages);
   c.block_table_c = page_table(device, batch, pages_c);
   c.cache_seqlens = device.integers(lengths, {batch});
   c.overflow = device.integers({0}, {1});
-  p.q = device.random({batch, m, kHeads, kDim});
+  p.q = device.random({batch, m, options.heads, kDim});
   for (TensorView* t : {&p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa})
-    *t = device.random({batch, m, kKvHeads, kDim});
-  p.gates = device.random({batch, m, kHeads, 3}, 0.1f, 0.5f);
+    *t = device.random({batch, m, options.kv_heads, kDim});
+  p.gates = device.random({batch, m, options.heads, 3}, 0.1f, 0.5f);
   for (CompressionWeights* w : {&p.weights_k, &p.weights_v})
     *w = {CompressionKind::kMlp,
-          device.random({kKvHeads, cfg.kernel_size, kDim}, 0.02f),
-          device.random({kKvHeads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
+          device.random({options.kv_heads, cfg.kernel_size, kDim}, 0.02f),
+          device.random({options.kv_heads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
           {},
-          device.random({kKvHeads, 2 * kDim, kDim}, 0.06f),
+          device.random({options.kv_heads, 2 * kDim, kDim}, 0.06f),
           {}};
-  p.o = device.tensor(DType::kBFloat16, {batch, m, kHeads, kDim});
+  p.o = device.tensor(DType::kBFloat16, {batch, m, options.heads, kDim});
   if (options.selection == "own") {
-    p.indices = device.tensor(DType::kInt32, {batch, m, kKvHeads, cfg.topk});
+    p.indices = device.tensor(DType::kInt32, {batch, m, options.kv_heads, cfg.topk});
   } else {
     const int shortest = *std::min_element(lengths.begin(), lengths.end());
-    p.imposed_indices =
-        device.integers(made_up_blocks(batch, m, shortest, cfg, options.selection == "clustered" ? 4 : 0),
-                        {batch, m, kKvHeads, cfg.topk});
+    p.imposed_indices = device.integers(
+        made_up_blocks(batch, m, options.kv_heads, shortest, cfg, options.selection == "clustered" ? 4 : 0),
+        {batch, m, options.kv_heads, cfg.topk});
   }
+  if (options.engine) to_memory_of_an_engine(device, p, batch, m, pages, stored, options.kv_heads);
   return p;
 }
 
 /// Selected tokens that the queries of a step read together, over all sequences, of one KV head.
-double selected_tokens(const DecodeParams& p) {
+double selected_tokens(const DecodeParams& p, std::int64_t batch, std::int64_t kv_heads) {
   const TensorView& indices = p.imposed_indices.defined() ? p.imposed_indices : p.indices;
   std::vector<int> all(static_cast<std::size_t>(indices.numel()));
   check(cudaMemcpy(all.data(), indices.data, all.size() * sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
-  const std::int64_t batch = indices.size(0), m = indices.size(1), topk = indices.size(3);
+  const std::int64_t topk = indices.size(-1), m = indices.numel() / (batch * kv_heads * topk);
   std::size_t blocks = 0;
   for (std::int64_t b = 0; b < batch; ++b)
-    for (std::int64_t h = 0; h < kKvHeads; ++h) {
+    for (std::int64_t h = 0; h < kv_heads; ++h) {
       std::set<int> any;
       for (std::int64_t r = 0; r < m; ++r)
         for (std::int64_t i = 0; i < topk; ++i)
-          any.insert(all[static_cast<std::size_t>(((b * m + r) * kKvHeads + h) * topk + i)]);
+          any.insert(all[static_cast<std::size_t>(((b * m + r) * kv_heads + h) * topk + i)]);
       any.erase(-1);
       blocks += any.size();
     }
-  return static_cast<double>(blocks * static_cast<std::size_t>(p.cfg.block_size)) / kKvHeads;
+  return static_cast<double>(blocks * static_cast<std::size_t>(p.cfg.block_size)) / kv_heads;
 }
 
 class Graph {
@@ -367,7 +402,8 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
     of_layer = median(times) / options.layers;
   }
 
-  const auto token = static_cast<double>(kKvHeads * kDim * 2 * size_of(stored));  // a key and a value of all heads
+  const auto token =
+      static_cast<double>(options.kv_heads * kDim * 2 * size_of(stored));  // a key and a value of all heads
   double known = 0, dense = 0, completes = 1;
   for (const int length : lengths) {
     known += static_cast<double>(p.cfg.num_compressed(length)) + std::min<double>(p.cfg.window_size + m - 1, length);
@@ -375,7 +411,7 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
     completes *= 1 - std::min(1.0, static_cast<double>(m) / p.cfg.kernel_stride);
   }
   const double phi = 2.0 * static_cast<double>(p.weights_k.w1.numel() + p.weights_k.w2.numel()) * 2 * (1 - completes);
-  const double bytes = (known + selected_tokens(p)) * token + phi;
+  const double bytes = (known + selected_tokens(p, batch, options.kv_heads)) * token + phi;
   const double mean = std::accumulate(cold.begin(), cold.end(), 0.0) / kSteps;
   const double worst = *std::max_element(cold.begin(), cold.end());
   const char* const cache = stored == DType::kFloat8E4M3 ? "fp8" : "bfloat16";
@@ -430,6 +466,45 @@ void print_stages(const std::vector<std::vector<std::pair<std::string, float>>>&
   }
 }
 
+std::vector<int> to_host(const TensorView& integers) {
+  std::vector<int> all(static_cast<std::size_t>(integers.numel()));
+  check(cudaMemcpy(all.data(), integers.data, all.size() * sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return all;
+}
+
+/// Rows [from, from + count) of one batch of a tensor to rows of another, whose rows are alike.
+void copy_rows(const TensorView& t, std::int64_t batch, std::int64_t from, std::int64_t count, const TensorView& to,
+               std::int64_t to_batch, std::int64_t to_row) {
+  const auto at = [](const TensorView& x, std::int64_t b, std::int64_t row) {
+    return x.as<char>() + (b * x.stride[0] + row * x.stride[1]) * static_cast<std::int64_t>(size_of(x.dtype));
+  };
+  const std::size_t bytes = static_cast<std::size_t>(count * t.stride[1]) * size_of(t.dtype);
+  check(cudaMemcpy(at(to, to_batch, to_row), at(t, batch, from), bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+}
+/// The tokens of all sequences side by side.
+void copy_pages(const TensorView& pages, const TensorView& table, const TensorView& to) {
+  const std::vector<int> numbers = to_host(table);
+  for (std::int64_t b = 0; b < to.size(0); ++b)
+    for (std::int64_t row = 0; row < to.size(1); row += kPage)
+      copy_rows(pages, numbers[static_cast<std::size_t>(b * table.size(1) + row / kPage)], 0,
+                std::min(kPage, to.size(1) - row), to, b, row);
+}
+
+/// Of the largest element, and the share of elements with the same bits.
+std::pair<double, double> difference(const TensorView& a, const TensorView& b) {
+  std::vector<std::uint16_t> x(static_cast<std::size_t>(a.numel())), y(x.size());
+  check(cudaMemcpy(x.data(), a.data, x.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  check(cudaMemcpy(y.data(), b.data, y.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  const auto value = [](std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); };
+  float most = 0, apart = 0;
+  std::size_t same = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    most = std::max(most, std::abs(value(y[i]))), apart = std::max(apart, std::abs(value(x[i]) - value(y[i])));
+    same += x[i] == y[i];
+  }
+  return {apart / most, static_cast<double>(same) / static_cast<double>(x.size())};
+}
+
 void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) {
   constexpr int kRepeats = 15, kStaged = 5;
   const std::int64_t m = options.chunk, all = options.context;
@@ -438,12 +513,15 @@ void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) 
   const DecodeParams p = make_step(device, lengths, m, m, DType::kBFloat16, options);
   NsaAttentionParams a;
   a.q = p.q, a.gates = p.gates, a.cfg = p.cfg, a.imposed_indices = p.imposed_indices;
-  for (TensorView* t : {&a.k_slc, &a.v_slc, &a.k_swa, &a.v_swa}) *t = device.random({batch, all, kKvHeads, kDim});
-  for (TensorView* t : {&a.k_c, &a.v_c}) *t = device.random({batch, p.cfg.num_compressed(all), kKvHeads, kDim}, 0.3f);
-  a.o = device.tensor(DType::kBFloat16, {batch, m, kHeads, kDim});
+  for (TensorView* t : {&a.k_slc, &a.v_slc, &a.k_swa, &a.v_swa})
+    *t = device.tensor(DType::kBFloat16, {batch, all, options.kv_heads, kDim});
+  for (TensorView* t : {&a.k_c, &a.v_c})
+    *t = device.tensor(DType::kBFloat16, {batch, p.cfg.num_compressed(all), options.kv_heads, kDim});
+  a.o = device.tensor(DType::kBFloat16, {batch, m, options.heads, kDim});
   Context of_chunk, of_attention;
   check(workspace_size(p, of_chunk.workspace_size), "workspace_size");
   check(workspace_size(a, of_attention.workspace_size), "workspace_size");
+  const std::size_t memory = of_chunk.workspace_size;
   of_chunk.stream = of_attention.stream = stream;
   of_chunk.workspace = of_attention.workspace =
       device.take(std::max(of_chunk.workspace_size, of_attention.workspace_size));
@@ -460,8 +538,24 @@ void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) 
   };
   const auto chunk = [&](const Context& context) { return prefill(p, context); };
   const auto attention = [&](const Context& context) { return nsa_attention(a, context); };
+  // What the cache holds and the chunk adds; of the window what its queries see, zeros before.
+  for (const auto& [ring, fresh, to] :
+       {std::tuple{p.cache.k_swa_ring, p.k_swa, a.k_swa}, std::tuple{p.cache.v_swa_ring, p.v_swa, a.v_swa}}) {
+    check(cudaMemset(to.data, 0, static_cast<std::size_t>(to.numel()) * 2), "cudaMemset");
+    for (std::int64_t b = 0; b < batch; ++b) {
+      for (std::int64_t token = std::max<std::int64_t>(all - m - p.cfg.window_size + 1, 0); token < all - m; ++token)
+        copy_rows(ring, b, token % ring.size(1), 1, to, b, token);
+      copy_rows(fresh, b, 0, m, to, b, all - m);
+    }
+  }
   check(chunk(of_chunk), "prefill");
+  check(cudaStreamSynchronize(stream), "prefill");
+  copy_pages(p.cache.k_slc, p.cache.block_table, a.k_slc), copy_pages(p.cache.v_slc, p.cache.block_table, a.v_slc);
+  copy_pages(p.cache.k_c, p.cache.block_table_c, a.k_c), copy_pages(p.cache.v_c, p.cache.block_table_c, a.v_c);
+  check(cudaDeviceSynchronize(), "copies");
   check(attention(of_attention), "nsa_attention");
+  check(cudaStreamSynchronize(stream), "nsa_attention");
+  const auto [apart, same] = difference(p.o, a.o);
   const Graph chunk_graph(stream, [&] { check(chunk(of_chunk), "prefill"); });
   const Graph attention_graph(stream, [&] { check(attention(of_attention), "nsa_attention"); });
   const Events events;
@@ -475,9 +569,10 @@ void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) 
   int overflow = 0;
   check(cudaMemcpy(&overflow, p.cache.overflow.data, sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (overflow) std::printf("  a chunk had no room: these times are of nothing\n");
-  std::printf("  %5lld %7lld %10.1f %13.1f %9zu %9.1f\n", static_cast<long long>(batch), static_cast<long long>(m),
-              median(chunk_times), median(attention_times), chunk_graph.size(),
-              static_cast<double>(of_chunk.workspace_size) / (1 << 20));
+  std::printf("  %5lld %7lld %10.1f %13.1f %7.3f %9zu %9.1f %9.2g %8.3f\n", static_cast<long long>(batch),
+              static_cast<long long>(m), median(chunk_times), median(attention_times),
+              median(chunk_times) / median(attention_times), chunk_graph.size(),
+              static_cast<double>(memory) / (1 << 20), apart, same);
   std::vector<std::vector<std::pair<std::string, float>>> chunk_stages, attention_stages;
   for (int i = 0; i < kStaged; ++i) {
     begin();
@@ -506,7 +601,8 @@ int main(int argc, char** argv) {
   if (options.chunk > 0) {
     std::printf("%s; prefill of the last tokens of %lld, us\n", properties.name,
                 static_cast<long long>(options.context));
-    std::printf("  %5s %7s %10s %13s %9s %9s\n", "batch", "chunk", "prefill", "nsa_attention", "launches", "MiB");
+    std::printf("  %5s %7s %10s %13s %7s %9s %9s %9s %8s\n", "batch", "chunk", "prefill", "nsa_attention", "ratio",
+                "launches", "MiB", "apart", "same");
     for (const std::int64_t batch : options.batches) run_chunk(batch, options, stream);
     return 0;
   }
