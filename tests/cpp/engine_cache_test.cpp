@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <set>
 #include <string>
+#include <utility>
 
 #include "decode_support.h"
 #include "support/environment.h"
@@ -198,6 +200,37 @@ TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
     for (const auto& counts : steps) expect_ok(cache.feed(stream, counts, results));
     for (std::int64_t b = 0; b < c.batch; ++b) expect_same(results, expected, b, 0, cache.tokens[b]);
     EXPECT_EQ(cache.overflow.get({0}), 0);
+  }
+}
+
+TEST(EngineShapedChunks, TheBitsOfRingsAndPagesOfTheirOwn) {
+  // Long enough for the kernels of a forward pass, which take all of it but packed tokens.
+  std::set<std::pair<std::int64_t, std::int64_t>> seen;
+  for (StreamCase c : decode_cases()) {
+    if (c.dtype != DType::kBFloat16 || c.float8() || !seen.insert({c.dk, c.page_size}).second) continue;
+    SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", pages of " + std::to_string(c.page_size));
+    c.length = 520, c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 40};
+    const Stream stream(c);
+    const std::vector<std::vector<std::int64_t>> steps{{150, 17}, {3, 140}, {200, 1}, {160, 300}};
+    Results expected(c);
+    KVCache rings = make_cache(c);
+    for (const auto& counts : steps) expect_ok(Feed{stream, rings}(counts, expected));
+    for (const EngineOptions& options :
+         {EngineOptions{.name = "lengths of the caller", .caller_lengths = true},
+          EngineOptions{.name = "compressed with tokens", .compressed_with_tokens = true},
+          EngineOptions{.name = "window in pages", .window_pages = true},
+          EngineOptions{.name = "raw tokens in pages", .raw_pages = true}}) {
+      SCOPED_TRACE(options.name);
+      EngineCache cache(c, options);
+      Results results(c);
+      for (const auto& counts : steps) expect_ok(cache.feed(stream, counts, results));
+      for (std::int64_t b = 0; b < c.batch; ++b) {
+        const auto rows = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, 0, cache.tokens[b]); };
+        EXPECT_TRUE(same_bits(rows(results.o), rows(expected.o))) << "sequence " << b;
+        EXPECT_TRUE(same_bits(rows(results.indices), rows(expected.indices))) << "sequence " << b;
+      }
+      EXPECT_EQ(cache.overflow.get({0}), 0);
+    }
   }
 }
 

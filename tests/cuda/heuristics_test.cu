@@ -146,7 +146,7 @@ TEST(Heuristics, ChunksBehindACache) {
     change(c);
     return std::string(obstacle(c) ? obstacle(c) : "");
   };
-  EXPECT_EQ(why([](ChunkDesc& c) { c.rings = false; }), "a cache in memory of an engine");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.packed = true; }), "packed new tokens");
   EXPECT_EQ(why([](ChunkDesc& c) { c.float8 = true; }), "a cache in e4m3");
   EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 127; }), "few new tokens");
   EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 128; }), "");

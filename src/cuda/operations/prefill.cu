@@ -84,7 +84,7 @@ bool gathers_chunk(const DecodeParams& p, const StepGeometry& geometry) {
   attention.selection = p.cfg;
   call.tokens = geometry.q_len;
   call.float8 = p.cache.k_slc.dtype == DType::kFloat8E4M3;
-  call.rings = !in_memory_of_an_engine(p);
+  call.packed = p.query_start_loc.defined();
   return sm90::serves(p.q.device.index, call);
 }
 

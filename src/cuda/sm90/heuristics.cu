@@ -206,7 +206,7 @@ const char* fold_obstacle(const StepDesc& call) {
 }
 
 const char* obstacle(const ChunkDesc& call) {
-  if (!call.rings) return "a cache in memory of an engine";
+  if (call.packed) return "packed new tokens";
   if (call.float8) return "a cache in e4m3";
   if (const char* why = obstacle(call.attention)) return why;
   if (const char* why = selected_obstacle(call.attention)) return why;

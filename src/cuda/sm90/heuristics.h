@@ -97,7 +97,7 @@ struct ChunkDesc {
   AttentionDesc attention;  // with a selection
   std::int64_t tokens = 0;  // the most new ones of a sequence
   bool float8 = false;      // the cache is in e4m3
-  bool rings = true;        // false: a cache in memory of an engine (decode.h)
+  bool packed = false;      // new tokens are
 };
 
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.
