@@ -14,6 +14,7 @@ have different numbers of tokens), and over the seeds. One seed has the first al
 import argparse
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -153,8 +154,8 @@ class Results:
         return [result for result in seeds.values() if result["gpu"] == self.gpu]
 
     def tokens_per_second(self, seeds):
-        speeds = sorted(result["tokens_per_second"] for result in self.timed(seeds))
-        return speeds[len(speeds) // 2] if speeds else None
+        speeds = [result["tokens_per_second"] for result in self.timed(seeds)]
+        return statistics.median_high(speeds) if speeds else None
 
     def pair(self, model, other):
         """The evaluations of the seeds that both have."""

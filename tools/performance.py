@@ -12,6 +12,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from report.fields import cuda_decode_stages, steps_of_one_token
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "performance.md"
@@ -125,26 +127,18 @@ def gpu_times(bench):
     """The whole by length, beside dense attention and the fastest other implementation."""
     phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
     peers = any(r.get("peer") for pass_name in PASSES for r in bench.results(pass_name, bench.phi).values())
-    rows = [["", "length", *(f"NSA, φ = {phi}" for phi in phis), *DENSE.values()]]
-    rows[0] += ["other NSA", "cuDNN / NSA", "other / NSA"] if peers else ["cuDNN / NSA"]
+    rows = [
+        ["", "length", *(f"NSA, φ = {phi}" for phi in phis), *DENSE.values(), "other NSA", "cuDNN / NSA", "other / NSA"]
+    ]
     for pass_name, title in PASSES.items():
         dense = {form: bench.times(f"dense_{pass_name}", form) for form in DENSE}
         for length, r in bench.results(pass_name, bench.phi).items():
             nsa, peer = 1e3 * r["seconds"], 1e3 * r["peer_s"] if r.get("peer") else None
             row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
             row += [figure(dense[form].get(length)) for form in DENSE]
-            ratios = [ratio(dense["cudnn"].get(length), nsa)]
-            rows.append(
-                [
-                    *row,
-                    *(
-                        [f"{figure(peer)} ({r['peer']})" if peer else "", *ratios, ratio(peer, nsa)]
-                        if peers
-                        else ratios
-                    ),
-                ]
-            )
-    return table(rows)
+            row += [f"{figure(peer)} ({r['peer']})" if peer else ""]
+            rows.append([*row, ratio(dense["cudnn"].get(length), nsa), ratio(peer, nsa)])
+    return table(rows if peers else [[*row[:-3], row[-2]] for row in rows])
 
 
 def gpu_whole():
@@ -388,8 +382,8 @@ def portable():
 
 def decode():
     result = read("decode.json")
-    stages = {name: stage for name, stage in result["stages"].items() if name.startswith("decode")}
-    whole = stages["decode"]["result"]
+    stages = cuda_decode_stages(result)
+    whole = stages["decode"]
     about = {"date": result["date"], "commit": result["commit"], "command": result["command"]}
     yield "## Decode steps"
     unit = (
@@ -403,7 +397,7 @@ def decode():
     yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
     names = {"median": "median", "mean": "mean", "worst": "worst", "warm": "warm", "layer": "chained"}
     names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
-    layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["result"]["steps"]}
+    layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["steps"]}
     rows = [["sequences", *names.values(), "kernels", "workspace, MiB"]]
     for times in whole["steps"]:
         times |= {"layer": layers.get(times["batch"])}
@@ -412,9 +406,8 @@ def decode():
     yield table(rows)
     names = {"median": "median", "mean": "mean", "floor": "its bytes", "dense_floor": "dense attention's bytes"}
     rows = [["context", "sequences", "new tokens", "blocks", *names.values()]]
-    for stage in stages.values():
-        found = stage["result"]
-        if found.get("layers", True) or found is whole:  # of dense attention there are none
+    for found in stages.values():
+        if found["layers"] or found is whole:
             continue
         context = f"1024 … {2 * found['context']}" if found["ragged"] else found["context"]
         for times in found["steps"]:
@@ -431,7 +424,7 @@ def decode():
 
 
 def decode_beside_dense(result):
-    stages, dense = result["stages"], result["stages"]["decode_dense"]
+    dense = result["stages"]["decode_dense"]
     yield "### Beside dense attention"
     unit = (
         "Microseconds of one step of one token, NSA as above and dense attention: the fastest of cuDNN over all keys, "
@@ -439,13 +432,7 @@ def decode_beside_dense(result):
         "(`bench/dense_decode.py`). None copies keys for the heads of a group."
     )
     yield source(gpu_of(result), result, dense["result"]["problem"], unit)
-    ours = {}
-    for name, stage in stages.items():
-        found = stage["result"]
-        if name.startswith("decode") and name != "decode_dense" and not found["ragged"] and found["selection"] == "own":
-            for times in found["steps"]:
-                if times["new"] == 1 and times.get("cache", "bfloat16") == "bfloat16":
-                    ours.setdefault((times["batch"], found["context"]), times["median"])
+    ours = {which: step["median"] for which, step in steps_of_one_token(result).items()}
     theirs = {(step["batch"], step["context"]): step["us"][step["best"]] for step in dense["result"]["steps"]}
     yield compared(ours, theirs, ("NSA", "dense", "dense / NSA"), lambda nsa, full: full / nsa)
     yield from noted(dense)

@@ -168,32 +168,21 @@ class EngineCache {
   std::mt19937 random_{7};
 };
 
-class EngineShaped : public testing::TestWithParam<StreamCase> {
- protected:
-  StreamCase c = GetParam();
-  const Environment kernels{"NSA_CUDA_KERNELS", "portable"};  // those that serve both caches
+/// Rows begin ... end - 1 of sequence b have the same bits.
+void expect_same(const Results& got, const Results& expected, std::int64_t b, std::int64_t begin, std::int64_t end) {
+  const auto rows = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, begin, end); };
+  EXPECT_TRUE(same_bits(rows(got.o), rows(expected.o))) << "sequence " << b;
+  EXPECT_TRUE(same_bits(rows(got.indices), rows(expected.indices))) << "sequence " << b;
+}
 
-  /// Rows begin ... end - 1 of sequence b have the same bits.
-  static void expect_same(const Results& got, const Results& expected, std::int64_t b, std::int64_t begin,
-                          std::int64_t end) {
-    const auto rows = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, begin, end); };
-    EXPECT_TRUE(same_bits(rows(got.o), rows(expected.o))) << "sequence " << b;
-    EXPECT_TRUE(same_bits(rows(got.indices), rows(expected.indices))) << "sequence " << b;
-  }
-};
-
-TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
+/// Steps of so many tokens of each sequence have the same bits with the library's own cache and with each of these.
+void expect_bits_of_rings(const StreamCase& c, const std::vector<std::vector<std::int64_t>>& steps,
+                          const std::vector<EngineOptions>& engines) {
   const Stream stream(c);
-  const std::vector<std::vector<std::int64_t>> steps{{0, 40}, {16, 0}, {3, 1},   {0, 0},
-                                                     {0, 7},  {9, 0},  {16, 16}, {40, 2}};
   Results expected(c);
   KVCache rings = make_cache(c);
   for (const auto& counts : steps) expect_ok(Feed{stream, rings}(counts, expected));
-  for (const EngineOptions& options : {EngineOptions{"none"}, EngineOptions{.name = "packed", .packed = true},
-                                       EngineOptions{.name = "lengths of the caller", .caller_lengths = true},
-                                       EngineOptions{.name = "compressed with tokens", .compressed_with_tokens = true},
-                                       EngineOptions{.name = "window in pages", .window_pages = true},
-                                       EngineOptions{.name = "raw tokens in pages", .raw_pages = true}, kAll}) {
+  for (const EngineOptions& options : engines) {
     SCOPED_TRACE(options.name);
     EngineCache cache(c, options);
     Results results(c);
@@ -203,34 +192,32 @@ TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
   }
 }
 
+class EngineShaped : public testing::TestWithParam<StreamCase> {
+ protected:
+  StreamCase c = GetParam();
+  const Environment kernels{"NSA_CUDA_KERNELS", "portable"};  // those that serve both caches
+};
+
+// Each way of an engine by itself; packed tokens have no way through the kernels of a forward pass.
+const std::vector<EngineOptions> kUnpacked{{.name = "lengths of the caller", .caller_lengths = true},
+                                           {.name = "compressed with tokens", .compressed_with_tokens = true},
+                                           {.name = "window in pages", .window_pages = true},
+                                           {.name = "raw tokens in pages", .raw_pages = true}};
+
+TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
+  std::vector<EngineOptions> engines{{"none"}, {.name = "packed", .packed = true}, kAll};
+  engines.insert(engines.end(), kUnpacked.begin(), kUnpacked.end());
+  expect_bits_of_rings(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {0, 7}, {9, 0}, {16, 16}, {40, 2}}, engines);
+}
+
 TEST(EngineShapedChunks, TheBitsOfRingsAndPagesOfTheirOwn) {
-  // Long enough for the kernels of a forward pass, which take all of it but packed tokens.
+  // Long enough for the kernels of a forward pass.
   std::set<std::pair<std::int64_t, std::int64_t>> seen;
   for (StreamCase c : decode_cases()) {
     if (c.dtype != DType::kBFloat16 || c.float8() || !seen.insert({c.dk, c.page_size}).second) continue;
     SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", pages of " + std::to_string(c.page_size));
     c.length = 520, c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 40};
-    const Stream stream(c);
-    const std::vector<std::vector<std::int64_t>> steps{{150, 17}, {3, 140}, {200, 1}, {160, 300}};
-    Results expected(c);
-    KVCache rings = make_cache(c);
-    for (const auto& counts : steps) expect_ok(Feed{stream, rings}(counts, expected));
-    for (const EngineOptions& options :
-         {EngineOptions{.name = "lengths of the caller", .caller_lengths = true},
-          EngineOptions{.name = "compressed with tokens", .compressed_with_tokens = true},
-          EngineOptions{.name = "window in pages", .window_pages = true},
-          EngineOptions{.name = "raw tokens in pages", .raw_pages = true}}) {
-      SCOPED_TRACE(options.name);
-      EngineCache cache(c, options);
-      Results results(c);
-      for (const auto& counts : steps) expect_ok(cache.feed(stream, counts, results));
-      for (std::int64_t b = 0; b < c.batch; ++b) {
-        const auto rows = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, 0, cache.tokens[b]); };
-        EXPECT_TRUE(same_bits(rows(results.o), rows(expected.o))) << "sequence " << b;
-        EXPECT_TRUE(same_bits(rows(results.indices), rows(expected.indices))) << "sequence " << b;
-      }
-      EXPECT_EQ(cache.overflow.get({0}), 0);
-    }
+    expect_bits_of_rings(c, {{150, 17}, {3, 140}, {200, 1}, {160, 300}}, kUnpacked);
   }
 }
 

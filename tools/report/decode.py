@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
+from .fields import steps_of_one_token
 from .sources import Sources, shown
 from .style import ATTENTION_COLOURS, figure, length_axis
-
-
-def _steps(result: dict[str, Any]) -> dict[int, dict[int, dict[str, Any]]]:
-    """Steps of one token by sequences and context."""
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    for name, stage in result["stages"].items():
-        if not name.startswith("decode") or name == "decode_dense":
-            continue
-        part = stage["result"]
-        if part["ragged"] or part["selection"] != "own":
-            continue
-        for step in part["steps"]:
-            if step["new"] == 1 and step.get("cache", "bfloat16") == "bfloat16":
-                found.setdefault(step["batch"], {}).setdefault(part["context"], step)
-    return found
 
 
 def decode_time(sources: Sources) -> Figure | None:
@@ -31,14 +15,15 @@ def decode_time(sources: Sources) -> Figure | None:
     if not results:
         return None
     result = results[0]
-    found = _steps(result)
+    found = steps_of_one_token(result)
     if not found:
         return None
     dense = result["stages"].get("decode_dense", {"result": {"steps": []}})["result"]["steps"]
     nsa, full = ATTENTION_COLOURS["nsa"], ATTENTION_COLOURS["full"]
-    fig, axes = figure(columns=len(found), width=4.6, height=4.4)
-    for ax, batch in zip(axes, sorted(found, reverse=True), strict=True):
-        steps = dict(sorted(found[batch].items()))
+    batches = sorted({batch for batch, _ in found}, reverse=True)
+    fig, axes = figure(columns=len(batches), width=4.6, height=4.4)
+    for ax, batch in zip(axes, batches, strict=True):
+        steps = {context: step for (sequences, context), step in sorted(found.items()) if sequences == batch}
         times = {name: [step[name] for step in steps.values()] for name in ("median", "floor", "dense_floor")}
         beside = sorted((step["context"], step["us"][step["best"]]) for step in dense if step["batch"] == batch)
         if beside:

@@ -223,6 +223,24 @@ _dense_step = record({"batch": whole(1), "context": whole(1), "us": record({}), 
 _generate_step = record({"attention": _text, "batch": whole(1), "context": whole(1), "tokens_per_second": positive})
 
 
+def cuda_decode_stages(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What `cuda_decode` found in a result of `tools/gpu.sh decode`, by stage."""
+    stages = result["stages"].items()
+    return {name: stage["result"] for name, stage in stages if name.startswith("decode") and name != "decode_dense"}
+
+
+def steps_of_one_token(result: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    """Those with the step's own selection and caches in bfloat16, by sequences and context."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for part in cuda_decode_stages(result).values():
+        if part["ragged"] or part["selection"] != "own":
+            continue
+        for step in part["steps"]:
+            if step["new"] == 1 and step.get("cache", "bfloat16") == "bfloat16":
+                found.setdefault((step["batch"], part["context"]), step)
+    return found
+
+
 def _decode(value: dict[str, Any], where: str) -> None:
     record({"gpu": _text, "stages": record({"decode": record({})})})(value, where)
     for name, stage in value["stages"].items():
