@@ -42,7 +42,8 @@ std::vector<StreamCase> decode_cases() {
           with_dims(f16, 64, 64, [](auto& c) { c.page_size = 32, c.group = 3; }),
           with_dims(f32, 192, 128, [](auto& c) { c.page_size = 32; }),
           with_dims(f16, 128, 128, [](auto& c) { c.kind = CompressionKind::kLinear, c.group = 8; }),
-          // Steps by the kernels for Hopper: one and two tiles of a query; blocks of 2, 4, 8 and 16 compressed keys.
+          // Steps by the kernels for Hopper: one and two tiles of a query, two and three clusters; blocks of 2, 4, 8
+          // and 16 compressed keys.
           with_dims(bf16, 128, 128, [](auto& c) { c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 20}; }),
           with_dims(bf16, 64, 64,
                     [](auto& c) { c.page_size = 48, c.group = 3, c.length = 300, c.cfg = {8, 8, 32, 4, 1, 1, 33}; }),
@@ -53,6 +54,9 @@ std::vector<StreamCase> decode_cases() {
           with_dims(bf16, 128, 128,
                     [](auto& c) { c.page_size = 16, c.group = 5, c.length = 400, c.cfg = {32, 16, 128, 2, 0, 1, 48}; }),
           with_dims(bf16, 64, 64, [](auto& c) { c.group = 24, c.length = 200, c.cfg = {32, 16, 32, 4, 1, 1, 512}; }),
+          with_dims(bf16, 128, 128, [](auto& c) { c.group = 48, c.page_size = 32, c.cfg = {16, 8, 32, 2, 1, 1, 20}; }),
+          with_dims(f16, 64, 64, [](auto& c) { c.group = 80, c.page_size = 48, c.cfg = {32, 16, 32, 2, 0, 1, 33}; }),
+          with_dims(bf16, 192, 128, [](auto& c) { c.group = 33, c.cfg = {8, 8, 32, 2, 0, 1, 40}; }),
           // Caches in e4m3: by portable kernels, then by those for Hopper.
           with_dims(f32, 64, 64, e4m3), with_dims(f32, 192, 128, [&](auto& c) { e4m3(c), c.page_size = 0; }),
           with_dims(bf16, 128, 128, [&](auto& c) { e4m3(c), c.page_size = 48, c.kind = CompressionKind::kMean; }),
@@ -65,7 +69,8 @@ std::vector<StreamCase> decode_cases() {
                     }),
           with_dims(bf16, 64, 64, [&](auto& c) { e4m3(c), c.group = 24, c.cfg = {32, 16, 32, 2, 1, 1, 512}; }),
           with_dims(f16, 192, 128,
-                    [&](auto& c) { e4m3(c), c.page_size = 0, c.group = 32, c.cfg = {64, 16, 64, 2, 0, 1, 70}; })};
+                    [&](auto& c) { e4m3(c), c.page_size = 0, c.group = 32, c.cfg = {64, 16, 64, 2, 0, 1, 70}; }),
+          with_dims(bf16, 128, 128, [&](auto& c) { e4m3(c), c.group = 64, c.cfg = {16, 8, 32, 2, 1, 1, 20}; })};
 }
 
 }  // namespace nsa::test

@@ -205,6 +205,21 @@ TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
   EXPECT_NE(defaults.find("prefill: sm90 as nsa_attention"), std::string::npos) << defaults;
 }
 
+TEST(Heuristics, StepsOfEveryGroupHaveThem) {
+  StepDesc d = step();
+  for (d.float8 = false;; d.float8 = true) {
+    for (const int group : {1, 5, 16, 17, 32, 33, 48, 64, 80, 128}) {
+      d.group = group;
+      EXPECT_EQ(obstacle(d), nullptr) << group;
+      const StepKernels k = choose_kernels(d);
+      EXPECT_TRUE(k.attend && k.fold) << group;
+      EXPECT_EQ(decode::step_tiles(group), group > 16 ? 2 : 1);
+      EXPECT_EQ(decode::step_clusters(group), (group + 31) / 32);
+    }
+    if (d.float8) break;
+  }
+}
+
 TEST(Heuristics, EveryStepWithoutThemHasAReason) {
   const auto with = [](auto&& change) {
     StepDesc d = step();
@@ -213,7 +228,6 @@ TEST(Heuristics, EveryStepWithoutThemHasAReason) {
   };
   EXPECT_STREQ(obstacle(with([](auto& d) { d.dtype = DType::kFloat32; })), "neither bfloat16 nor float16");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.key_dim = 80; })), "head dims other than 64/64, 128/128 and 192/128");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.group = 33; })), "more than 32 heads in a group");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.block_size = 48; })), "blocks other than of 32, 64 or 128 tokens");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.topk = 65; })), "more than 64 blocks for a query");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_stride = 64, d.cfg.kernel_size = 64; })),
@@ -222,7 +236,6 @@ TEST(Heuristics, EveryStepWithoutThemHasAReason) {
                "compression blocks longer than a selection block and a stride");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.tma_compatible = false; })),
                "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.rings = false; })), "a cache in memory of an engine");
   EXPECT_STREQ(obstacle(with([](auto& d) { d.capacity = 1 << 24; })), "a cache of too many tokens for a sequence");
   const StepDesc odd = with([](auto& d) { d.hidden_k = 320; });
   EXPECT_EQ(obstacle(odd), nullptr);
@@ -240,6 +253,9 @@ TEST(Heuristics, LargeGroupsWantShorterCaches) {
   EXPECT_GE(longest(16), 1 << 20);
   EXPECT_GE(longest(32), 1 << 19);
   EXPECT_LT(longest(32), longest(16));
+  EXPECT_GE(longest(64), 1 << 18);
+  EXPECT_GE(longest(128), 1 << 17);
+  EXPECT_LT(longest(128), longest(33));
 }
 
 }  // namespace

@@ -39,17 +39,19 @@ struct PageTable {
   int max_pages = 0, page_size = 1, num_pages = 0;
 };
 
+/// The tables of a cache: of all tokens, of compressed ones, of the window, of raw tokens.
+enum TableIndex { kTokenTable, kCompressedTable, kWindowTable, kRawTable, kTables };
+
 /// What the plan of a step is made from.
 struct PlanArgs {
   StepGeometry geometry;
-  StepPlan* plan;      // (B), for the kernels behind
-  const int* lengths;  // (B), before the step
-  const int* num_new;  // (B); null: m
-  int* overflow;       // set to 1 if a sequence has no room
-  PageTable tokens;
-  PageTable compressed, window, raw;  // null: they lie with the tokens; are rings
-  int window_size;                    // tokens
-  int positions;                      // that can be rotated
+  StepPlan* plan;             // (B), for the kernels behind
+  const int* lengths;         // (B), before the step
+  const int* num_new;         // (B); null: m
+  int* overflow;              // set to 1 if a sequence has no room
+  PageTable tables[kTables];  // null pages: compressed tokens lie with the tokens; a ring
+  int window_size;            // tokens
+  int positions;              // that can be rotated
 };
 
 /// Room for the tokens of sequences: pages found through a table. A ring is the only page of its sequence.

@@ -34,12 +34,16 @@ __device__ inline bool all_pages(const PageTable& t, int tokens, const Good& goo
 struct StepWish {
   int before, added;     // tokens; 0 added: idle
   int completed, first;  // compression blocks that the new tokens complete, and the first of them
-  bool possible;         // within the capacity and the rotation's angles
+  int q_begin;           // row of its first new token: in its batch, or of packed ones
+  bool possible;         // within the capacity, the rotation's angles and the packed rows
 
-  __device__ StepWish(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b)
-      : StepWish(p, lengths[b], num_new ? min(max(num_new[b], 0), p.q_len) : p.q_len, positions) {}
-  __device__ StepWish(const StepGeometry& p, int length, int count, int positions) : before(length), added(count) {
+  __device__ StepWish(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b) {
+    before = lengths[b];
+    q_begin = p.starts ? p.starts[b] : 0;
+    added = p.starts ? p.starts[b + 1] - q_begin : num_new ? min(max(num_new[b], 0), p.q_len) : p.q_len;
+    if (p.counted) before -= added;
     possible = added > 0 && before >= 0 && before <= p.k_len - added;
+    if (p.starts) possible &= added <= p.q_len && q_begin >= 0 && q_begin <= p.rows - added;
     const int blocks = possible ? num_compressed(p, after()) : 0;
     first = possible ? num_compressed(p, before) : 0;
     completed = blocks - first;
@@ -47,6 +51,23 @@ struct StepWish {
   }
   __device__ int after() const { return before + added; }
 };
+
+/// Whether this thread's share of the pages exists that a possible wish needs.
+__device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b) {
+  bool all = true;
+#pragma unroll 1
+  for (int i = 0; i < kTables; ++i) {
+    const PageTable& t = args.tables[i];
+    if (!t.pages) continue;
+    const int begin = i == kWindowTable ? max(wish.before - args.window_size + 1, 0)
+                      : i == kRawTable  ? wish.first * args.geometry.kernel_stride
+                                        : 0;
+    const int end = i == kCompressedTable ? wish.first + wish.completed : wish.after();
+    all &= own_pages(
+        t, end, [&](int page) { return has_page(t, b, page); }, begin);
+  }
+  return all;
+}
 
 /// Rows of heads of tokens, in pieces of sixteen bytes: from(token, head) to to(token, head), nothing where that is
 /// null. The grid's x is over tokens.

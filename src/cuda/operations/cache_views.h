@@ -25,13 +25,6 @@ inline Slots compressed(const TensorView& pages, const KVCacheView& cache, const
   return slots;
 }
 
-/// Whether new tokens, lengths or anything of the cache lie as in a serving engine's memory (decode.h).
-inline bool in_memory_of_an_engine(const DecodeParams& p) {
-  const KVCacheView& cache = p.cache;
-  return p.query_start_loc.defined() || !cache.advance || !cache.block_table_c.defined() ||
-         cache.block_table_swa.defined() || cache.block_table_cmp.defined();
-}
-
 /// Tokens that the window sees, few enough to be added to a position.
 inline int window_size(const NSAConfig& cfg) { return std::min(cfg.window_size, 1 << 30); }
 

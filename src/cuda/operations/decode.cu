@@ -32,6 +32,7 @@ class Step {
     if (Status s = quantise(); !s.ok()) return s;
     if (Status s = fold(); !s.ok()) return s;
     if (hopper_.attend) {  // reads the new tokens where they are appended
+      if (Status s = clear(); !s.ok()) return s;
       if (Status s = append_to_rings(nullptr); !s.ok()) return s;
       return attend_on_hopper();
     }
@@ -94,6 +95,13 @@ class Step {
   }
   Slots window(const TensorView& tokens) const { return recent(tokens, p_.cache.block_table_swa); }
   Slots raw(const TensorView& tokens) const { return recent(tokens, p_.cache.block_table_cmp); }
+  /// What Hopper's kernels find tokens by; no table: a ring.
+  static sm90::decode::CachedTensor cached(const Slots& slots, const TensorView& pages, const TensorView& table) {
+    return {in_bytes(slots, pages.dtype), to_int(pages.size(0)), table.defined() ? to_int(table.size(1)) : 0};
+  }
+  const TensorView& compressed_table() const {
+    return p_.cache.block_table_c.defined() ? p_.cache.block_table_c : p_.cache.block_table;
+  }
   Splits take_splits(std::int64_t count, std::int64_t size);
   template <class Args>
   Args attention_args(const CachedTokens& k, const CachedTokens& v, const Splits& splits, BranchIndex branch) const;
@@ -161,10 +169,10 @@ PlanArgs Step::plan_args() const {
   args.lengths = cache.cache_seqlens.as<const int>();
   args.num_new = num_new();
   args.overflow = cache.overflow.as<int>();
-  args.tokens = page_table(cache.k_slc, cache.block_table);
-  args.compressed = page_table(cache.k_c, cache.block_table_c);
-  args.window = page_table(cache.k_swa_ring, cache.block_table_swa);
-  args.raw = page_table(cache.k_cmp_ring, cache.block_table_cmp);
+  args.tables[kTokenTable] = page_table(cache.k_slc, cache.block_table);
+  args.tables[kCompressedTable] = page_table(cache.k_c, cache.block_table_c);
+  args.tables[kWindowTable] = page_table(cache.k_swa_ring, cache.block_table_swa);
+  args.tables[kRawTable] = page_table(cache.k_cmp_ring, cache.block_table_cmp);
   args.window_size = window_size();
   args.positions = positions();
   return args;
@@ -395,14 +403,13 @@ Status Step::append_to_rings(int* lengths) {
 /// The kernels of compute capability 9.0 that can serve this step here.
 sm90::StepKernels Step::hopper_kernels() const {
   if (!uses_splits()) return {};
+  constexpr std::int64_t kMost = 1 << 30;  // bytes are counted in 32 bits
   const KVCacheView& cache = p_.cache;
   sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, geometry_.k_len, p_.cfg};
   call.float8 = float8();
-  call.rings = !in_memory_of_an_engine(p_);
   for (const TensorView* t :
        {&p_.q, &cache.k_c, &cache.v_c, &cache.k_slc, &cache.v_slc, &cache.k_swa_ring, &cache.v_swa_ring}) {
     const Strided rows = strided(*t);
-    constexpr std::int64_t kMost = 1 << 30;  // bytes are counted in 32 bits
     // Rows in e4m3 begin at multiples of 16 bytes (supports_layout).
     const bool compatible = t->dtype == DType::kFloat8E4M3 || sm90::tma_compatible(rows);
     call.tma_compatible &= compatible && rows.row < kMost && rows.head < kMost;
@@ -413,8 +420,10 @@ sm90::StepKernels Step::hopper_kernels() const {
     for (const Weights& t : {weights_of(w->pe), weights_of(w->w1)})
       call.phi_compatible &= sm90::tma_compatible({t.data, t.head, t.row, 0});
   }
-  for (const TensorView* t : {&p_.k_cmp, &p_.v_cmp, &cache.k_cmp_ring, &cache.v_cmp_ring})
-    call.phi_compatible &= sm90::tma_compatible(strided(*t));
+  for (const TensorView* t : {&p_.k_cmp, &p_.v_cmp, &cache.k_cmp_ring, &cache.v_cmp_ring}) {
+    const Strided rows = strided(*t);
+    call.phi_compatible &= sm90::tma_compatible(rows) && rows.row < kMost && rows.head < kMost;
+  }
   return sm90::kernels_for(p_.q.device.index, call);
 }
 
@@ -423,19 +432,20 @@ Status Step::fold_on_hopper() {
   const KVCacheView& cache = p_.cache;
   sm90::decode::StepFoldArgs args{plan_args()};
   const HeadScales none, k_scales = scales_of(cache.k_scale), v_scales = scales_of(cache.v_scale);
-  const auto append = [&](const TensorView& fresh, const Slots& slots, const TensorView& to,
+  const auto append = [&](const TensorView& fresh, const Slots& slots, const TensorView& pages, const TensorView& table,
                           const HeadScales& scales) -> sm90::decode::Append {
-    return {in_bytes(strided(fresh), fresh.dtype), in_bytes(slots, to.dtype), pieces_of(fresh), scales};
+    return {in_bytes(strided(fresh), fresh.dtype), cached(slots, pages, table), pieces_of(fresh), scales};
   };
-  args.appends[0] = append(p_.k_slc, k_slc_, cache.k_slc, k_scales);
-  args.appends[1] = append(p_.v_slc, v_slc_, cache.v_slc, v_scales);
-  args.appends[2] = append(p_.k_swa, window(cache.k_swa_ring), cache.k_swa_ring, k_scales);
-  args.appends[3] = append(p_.v_swa, window(cache.v_swa_ring), cache.v_swa_ring, v_scales);
-  args.appends[4] = append(p_.k_cmp, raw(cache.k_cmp_ring), cache.k_cmp_ring, none);
-  args.appends[5] = append(p_.v_cmp, raw(cache.v_cmp_ring), cache.v_cmp_ring, none);
-  const auto side = [&](const TensorView& fresh, const TensorView& raw, const Slots& out, const CompressionWeights& w) {
+  args.appends[0] = append(p_.k_slc, k_slc_, cache.k_slc, cache.block_table, k_scales);
+  args.appends[1] = append(p_.v_slc, v_slc_, cache.v_slc, cache.block_table, v_scales);
+  args.appends[2] = append(p_.k_swa, window(cache.k_swa_ring), cache.k_swa_ring, cache.block_table_swa, k_scales);
+  args.appends[3] = append(p_.v_swa, window(cache.v_swa_ring), cache.v_swa_ring, cache.block_table_swa, v_scales);
+  args.appends[4] = append(p_.k_cmp, raw(cache.k_cmp_ring), cache.k_cmp_ring, cache.block_table_cmp, none);
+  args.appends[5] = append(p_.v_cmp, raw(cache.v_cmp_ring), cache.v_cmp_ring, cache.block_table_cmp, none);
+  const auto side = [&](const TensorView& fresh, const sm90::decode::CachedTensor& raw, const Slots& out,
+                        const TensorView& pages, const CompressionWeights& w) {
     sm90::decode::FoldSide side{};
-    side.fresh = strided(fresh), side.ring = this->raw(raw), side.out = out;
+    side.fresh = strided(fresh), side.raw = raw, side.out = cached(out, pages, compressed_table());
     side.pe = weights_of(w.pe), side.w1 = weights_of(w.w1), side.b1 = weights_of(w.b1);
     side.w2 = weights_of(w.w2), side.b2 = weights_of(w.b2);
     side.dim = to_int(fresh.size(3));
@@ -443,10 +453,12 @@ Status Step::fold_on_hopper() {
     if (w.w1.defined()) side.hidden = to_int(w.w1.size(2)), side.clusters = to_int(w.w1.size(0));
     return side;
   };
-  args.sides[0] = side(p_.k_cmp, cache.k_cmp_ring, k_c_, p_.weights_k);
-  args.sides[1] = side(p_.v_cmp, cache.v_cmp_ring, v_c_, p_.weights_v);
+  args.sides[0] = side(p_.k_cmp, args.appends[4].to, k_c_, cache.k_c, p_.weights_k);
+  args.sides[1] = side(p_.v_cmp, args.appends[5].to, v_c_, cache.v_c, p_.weights_v);
   args.sides[0].scales = k_scales, args.sides[1].scales = v_scales;
   args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
+  args.o = strided(p_.o), args.indices = strided(p_.indices);
+  args.value_dim = to_int(p_.o.size(3)), args.topk = p_.cfg.topk;
   return status_of(hopper_.fold(args, e_.stream), "step_fold");
 }
 
@@ -458,20 +470,21 @@ Status Step::attend_on_hopper() {
   args.geometry = geometry_;
   args.q = strided(p_.q), args.gates = strided(p_.gates), args.o = strided(p_.o);
   args.imposed = strided(p_.imposed_indices), args.indices = strided(p_.indices);
-  const auto cached = [](const Slots& keys, const Slots& values,
-                         const TensorView& pages) -> sm90::decode::CachedBranch {
-    return {in_bytes(keys, pages.dtype), in_bytes(values, pages.dtype), to_int(pages.size(0))};
+  const auto branch = [](const Slots& keys, const Slots& values, const TensorView& pages,
+                         const TensorView& table) -> sm90::decode::CachedBranch {
+    return {cached(keys, pages, table), cached(values, pages, table)};
   };
-  args.cached[kCompressed] = cached(k_c_, v_c_, cache.k_c);
-  args.cached[kSelected] = cached(k_slc_, v_slc_, cache.k_slc);
-  args.cached[kWindow] = cached(window(cache.k_swa_ring), window(cache.v_swa_ring), cache.k_swa_ring);
+  args.cached[kCompressed] = branch(k_c_, v_c_, cache.k_c, compressed_table());
+  args.cached[kSelected] = branch(k_slc_, v_slc_, cache.k_slc, cache.block_table);
+  args.cached[kWindow] =
+      branch(window(cache.k_swa_ring), window(cache.v_swa_ring), cache.k_swa_ring, cache.block_table_swa);
   args.key_scales = scales_of(cache.k_scale), args.value_scales = scales_of(cache.v_scale);
   args.window = window_size();
   args.topk = cfg.topk;
   args.init_blocks = cfg.init_blocks, args.local_blocks = cfg.local_blocks;
   args.scale = scale_;
   args.lengths = cache.cache_seqlens.as<int>();
-  args.advance = true;
+  args.advance = cache.advance;
   args.num_new = num_new();
   args.positions = positions();
   args.plan = plan_;

@@ -96,9 +96,9 @@ StepKernels all_kernels(const StepDesc& call) {
 
 bool memory_fits(const StepDesc& call) {
   const NSAConfig& cfg = call.cfg;
-  return decode::StepMemory(decode::step_tiles(static_cast<int>(call.group)), decode::BlockKeys(cfg),
-                            static_cast<int>(call.key_dim), static_cast<int>(call.value_dim), call.float8, cfg.topk,
-                            cfg.num_compressed(call.capacity), call.capacity / cfg.block_size + 1)
+  return decode::StepMemory(static_cast<int>(call.group), decode::BlockKeys(cfg), static_cast<int>(call.key_dim),
+                            static_cast<int>(call.value_dim), call.float8, cfg.topk, cfg.num_compressed(call.capacity),
+                            call.capacity / cfg.block_size + 1)
       .fits();
 }
 
@@ -174,7 +174,6 @@ CompressKernels choose_kernels(const CompressDesc& call) {
 const char* obstacle(const StepDesc& call) {
   if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
   if (!all_kernels(call).attend) return "head dims other than 64/64, 128/128 and 192/128";
-  if (call.group < 1 || call.group > decode::kMostTiles * decode::kTileRows) return "more than 32 heads in a group";
   const NSAConfig& cfg = call.cfg;
   if (cfg.block_size != 32 && cfg.block_size != 64 && cfg.block_size != 128)
     return "blocks other than of 32, 64 or 128 tokens";
@@ -182,7 +181,6 @@ const char* obstacle(const StepDesc& call) {
   const int keys = cfg.block_size / cfg.kernel_stride, strides = cfg.kernel_size / cfg.kernel_stride;
   if (keys < 2 || keys > decode::kUnitKeys) return "blocks of less than 2 or more than 16 compressed keys";
   if (strides > keys + 1) return "compression blocks longer than a selection block and a stride";
-  if (!call.rings) return "a cache in memory of an engine";
   if (!call.tma_compatible)
     return "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB";
   if (!memory_fits(call)) return "a cache of too many tokens for a sequence";

@@ -78,7 +78,6 @@ struct StepDesc {
   std::int64_t capacity = 0;  // tokens that a sequence of the cache may have
   NSAConfig cfg;
   bool float8 = false;  // the cache is in e4m3
-  bool rings = true;    // false: a cache in memory of an engine (decode.h)
   bool tma_compatible = true;
   CompressionKind phi_k = CompressionKind::kMlp, phi_v = CompressionKind::kMlp;
   std::int64_t hidden_k = 0, hidden_v = 0;  // columns of φ's first weights, 0 for the mean

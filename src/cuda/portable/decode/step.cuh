@@ -6,30 +6,13 @@
 
 namespace nsa::cuda::portable {
 
-/// Whether this thread's share of the pages exists that a possible wish needs.
-__device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b) {
-  const auto has = [&](const PageTable& t, int begin, int end) {
-    return !t.pages || own_pages(
-                           t, end, [&](int page) { return has_page(t, b, page); }, begin);
-  };
-  return has(args.tokens, 0, wish.after()) && has(args.compressed, 0, wish.first + wish.completed) &&
-         has(args.window, max(wish.before - args.window_size + 1, 0), wish.after()) &&
-         has(args.raw, wish.first * args.geometry.kernel_stride, wish.after());
-}
-
 /// A thread block per sequence.
 __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArgs args) {
   const int b = blockIdx.x;
-  const StepGeometry& p = args.geometry;
-  const int q_begin = p.starts ? p.starts[b] : 0;
-  const int added = p.starts       ? p.starts[b + 1] - q_begin
-                    : args.num_new ? min(max(args.num_new[b], 0), p.q_len)
-                                   : p.q_len;
-  const StepWish wish(p, args.lengths[b] - (p.counted ? added : 0), added, args.positions);
-  bool room = wish.possible && (!p.starts || (added <= p.q_len && q_begin >= 0 && q_begin <= p.rows - added));
-  if (room) room = __syncthreads_and(own_room(args, wish, b));
+  const StepWish wish(args.geometry, args.lengths, args.num_new, args.positions, b);
+  const bool room = wish.possible && __syncthreads_and(own_room(args, wish, b));
   if (threadIdx.x > 0) return;
-  args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, q_begin};
+  args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, wish.q_begin};
   if (wish.added > 0 && !room) *args.overflow = 1;
 }
 

@@ -5,6 +5,9 @@
 // loads it. The warps of a tile share out the units of a stage, and merge their sums when the branch ends. The order of
 // every sum follows from the keys' numbers, not from lengths, other sequences or the step's other queries.
 //
+// A group of more than 32 heads has a cluster for every 32. As all heads choose the blocks together, each multiplies
+// the compressed keys with the other clusters' queries too, before its own.
+//
 //   compressed keys, keeping sums for the choice │ window │ exchange of softmaxes │ own candidates │ exchange │
 //   choice, the same in all thread blocks │ selected blocks │ exchange of outputs, each thread block some columns
 #include "cuda/common/block_list.cuh"
@@ -38,6 +41,13 @@ struct Shape {
   static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
   static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
   static_assert(kSums <= kUnits && kColumns % kSplits == 0 && kColumns % kRanks == 0);
+};
+
+/// Maxima in base-2 units and sums of softmaxes of compressed keys: of a thread block, read by the others, and totals
+/// as in RowMemory. For heads that are another cluster's.
+template <class S>
+struct OtherRows {
+  float2 own[S::kRows], totals[S::kRows];
 };
 
 /// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
@@ -84,11 +94,6 @@ __device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) 
   return factor;
 }
 
-/// Where a unit of keys lies: a page and the first row in it.
-struct UnitAddress {
-  int page, slot;
-};
-
 /// A block's importance for the first `count` rows of a tile: its sums over them, if the unit has any keys, and for a
 /// unit's first block what the keys of the unit before give, which lies in the thread block `rank`. totals: of the
 /// tile's rows.
@@ -130,11 +135,11 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
 }
 
 /// The blocks that the query attends to, the same list in all of the cluster's thread blocks. Works in the ring's
-/// memory, which nobody else uses then.
-template <class S>
-__device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* memory, const RowMemory<S>& rows,
-                                              const ChoiceMemory& choice, char* all_kept, int query, int position,
-                                              int compressed, bool chooses, bool room) {
+/// memory, which nobody else uses then. totals_of(tile): of compressed keys. writes: the list of blocks, too.
+template <class TotalsOf>
+__device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* memory, const TotalsOf& totals_of,
+                                              int tiles, const ChoiceMemory& choice, char* all_kept, int row,
+                                              int position, int compressed, bool chooses, bool room, bool writes) {
   const BlockKeys& shape = args.block_keys;
   const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = cluster_rank();
   const int kv_head = blockIdx.y, b = blockIdx.z, topk = args.topk;
@@ -161,12 +166,12 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
         const UnitPlace before(max(unit - 1, 0));
         float sum = 0;
 #pragma unroll 1
-        for (int tile = 0; tile < S::kRows / kTileRows; ++tile) {
+        for (int tile = 0; tile < tiles; ++tile) {
           char* const of_tile = all_kept + tile * args.kept_units * kept_bytes;
           const KeptUnit here{of_tile + local_unit * kept_bytes, shape.blocks()};
           const KeptUnit there{of_tile + before.local * kept_bytes, shape.blocks()};
-          sum += importance_of(unit < units, here, in_unit, crosses, there, before.rank,
-                               rows.totals[kCompressed] + tile * kTileRows, args.geometry.group - tile * kTileRows);
+          sum += importance_of(unit < units, here, in_unit, crosses, there, before.rank, totals_of(tile),
+                               args.geometry.group - tile * kTileRows);
         }
         key = ordered(sum);
       }
@@ -220,7 +225,7 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
         for (int j = 0; j < count; ++j) place += found[j] < block;
         choice.blocks()[place] = block;
       }
-      if (writes) args.indices.at<int>(b, query, kv_head)[place] = room ? block : -1;
+      if (writes) args.indices.at<int>(b, row, kv_head)[place] = room ? block : -1;
     }
     __syncthreads();
   };
@@ -248,11 +253,11 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
         atomicAdd(&choice.count(), 1);
       }
     }
-    sort(args.indices.data && rank == 0);
+    sort(writes);
   }
   if (args.imposed.data) {
     if (warp == 0) {
-      const int* const given = args.imposed.at<const int>(b, query, kv_head);
+      const int* const given = args.imposed.at<const int>(b, row, kv_head);
       int count = 0;
       for (int first = 0; first < topk; first += 32) {
         const int i = first + lane;
@@ -267,7 +272,8 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
   }
 }
 
-template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
+/// kMany: a query has several clusters.
+template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8>
 __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
                                             : kFloat8              ? 4
                                                       : 3) step_attend(const __grid_constant__ StepAttendArgs args) {
@@ -279,27 +285,40 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   const int lane = threadIdx.x % 32, warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
   const int tile = warp / S::kSplits, split = warp % S::kSplits;
   const int rank = cluster_rank(), kv_head = blockIdx.y, b = blockIdx.z;
-  const int query = static_cast<int>(blockIdx.x) / kRanks;
+  const int clusters = kMany ? args.clusters : 1, number = static_cast<int>(blockIdx.x) / kRanks;
+  const int query = number / clusters, mine = number - query * clusters;  // the cluster's number for this query
+  const int first_head = mine * S::kRows, num_heads = min(p.group - first_head, S::kRows);
   const std::uint32_t ring = shared_address(memory);
 
   const int kept_bytes = shape.kept_bytes();
   char* const queries = memory + S::kRing + tile * (S::kQueries / kTiles) + lane * 16;
   char* const all_kept = memory + S::kRing + S::kQueries;
-  char* const row_memory = all_kept + kTiles * args.kept_units * kept_bytes;
+  char* const row_memory = all_kept + clusters * kTiles * args.kept_units * kept_bytes;
   auto& rows = *reinterpret_cast<RowMemory<S>*>(row_memory);
-  const ChoiceMemory choice{row_memory + sizeof(RowMemory<S>), args.topk};
+  auto* const others = reinterpret_cast<OtherRows<S>*>(row_memory + sizeof(RowMemory<S>));  // own: not used
+  const ChoiceMemory choice{reinterpret_cast<char*>(others + (clusters > 1 ? clusters : 0)), args.topk};
 
   // Queries and gates are inputs of the step: they may be read before the kernel in front has ended, as may the lengths
   // before the step and all keys that were there. Queries come by way of the ring.
+  /// The query's row; somewhere in the packed ones where the step cannot serve it. Read anew, rather than kept.
+  const auto row = [&] { return p.starts ? min(max(p.starts[b] + query, 0), p.rows - 1) : query; };
+  const auto copy_queries = [&](int of_cluster) {
+    const int at = row();
 #pragma unroll
-  for (int i = threadIdx.x; i < S::kRows * (Dk / 8); i += kThreads) {
-    const int r = i / (Dk / 8), chunk = i % (Dk / 8);
-    const T* const from = args.q.at<T>(b, query, kv_head * p.group + min(r, p.group - 1));
-    copy16(ring + r / kTileRows * Tile<T, Dk>::bytes(kTileRows) +
-               Tile<T, Dk>::at(r % kTileRows, chunk / 8 * 128, chunk % 8 * 16),
-           from + chunk * 8, r < p.group);
-  }
-  commit_copies();
+    for (int i = threadIdx.x; i < S::kRows * (Dk / 8); i += kThreads) {
+      const int r = i / (Dk / 8), chunk = i % (Dk / 8), head = of_cluster * S::kRows + r;
+      const T* const from = args.q.at<T>(b, at, kv_head * p.group + min(head, p.group - 1));
+      copy16(ring + r / kTileRows * Tile<T, Dk>::bytes(kTileRows) +
+                 Tile<T, Dk>::at(r % kTileRows, chunk / 8 * 128, chunk % 8 * 16),
+             from + chunk * 8, head < p.group);
+    }
+    commit_copies();
+  };
+  const bool chooses = args.imposed.data == nullptr || args.indices.data != nullptr;
+  // The compressed keys of the others' queries come first, in phases below 0.
+  const int first_phase = kMany && chooses ? 1 - clusters : 0;
+  const auto cluster_of = [&](int phase) { return phase == 0 ? mine : -1 - phase + (-1 - phase >= mine); };
+  copy_queries(cluster_of(first_phase));
   const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
   // Every cluster has read the length before the last one that says so advances it.
   const auto leave_length = [&] {
@@ -307,16 +326,18 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
     if (!args.advance || rank != 0 || threadIdx.x != 0) return;
     StepPlan& plan = args.plan[b];
     const int served = atomicAdd(&plan.served, 1) + 1;
-    if (served == p.q_len * p.kv_heads && plan.added > 0) args.lengths[b] = plan.before + plan.added;
+    if (served == p.q_len * clusters * p.kv_heads && plan.added > 0) args.lengths[b] = plan.before + plan.added;
   };
   if (!wish.possible || query >= wish.added) {  // all thread blocks of the cluster
+    if (!p.starts) {                            // packed rows are cleared by the kernel in front
 #pragma unroll 1
-    for (int head = rank; head < p.group; head += kRanks)
-      for (int i = threadIdx.x; i < Dv / 2; i += kThreads)
-        store_pair(args.o.at<T>(b, query, kv_head * p.group + head) + i * 2, 0, 0);
-    if (args.indices.data && rank == 0)
+      for (int head = rank; head < num_heads; head += kRanks)
+        for (int i = threadIdx.x; i < Dv / 2; i += kThreads)
+          store_pair(args.o.at<T>(b, query, kv_head * p.group + first_head + head) + i * 2, 0, 0);
+      if (args.indices.data && rank == 0 && mine == 0)
 #pragma unroll 1
-      for (int i = threadIdx.x; i < args.topk; i += kThreads) args.indices.at<int>(b, query, kv_head)[i] = -1;
+        for (int i = threadIdx.x; i < args.topk; i += kThreads) args.indices.at<int>(b, query, kv_head)[i] = -1;
+    }
     leave_length();
     wait_copies<0>();
     return;
@@ -324,33 +345,28 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   const int position = wish.before + query;
   const int compressed = shape.compressed(p.kernel_size, position + 1);
   const auto unit_in_ring = [&](int slot, int unit) { return unit * S::kUnits + (slot & 1) * S::kUnit; };
-  /// Where a unit of keys lies. Page numbers are read a stage ahead of the copies; they may be anything where the step
-  /// finds no room. Keys from `end` on are nowhere.
-  const auto address_of = [&](int branch, int key, int end) -> UnitAddress {
-    if (key >= end) return {0, 0};
+  /// The page of a unit of keys; where not all of it is in one, each lane has that of key lane % 16. Page numbers are
+  /// read a stage ahead of the copies; they may be anything where the step finds no room. Keys from `end` on are
+  /// nowhere.
+  const auto page_of = [&](int branch, int key, int end) {
+    if (key >= end) return 0;
     const CachedBranch& cached = args.cached[branch];
-    const int number = cached.by_size.divide(key), slot = key - number * cached.size;
-    if (branch == kWindow) return {b, slot};
-    const int page = (cached.table + static_cast<std::int64_t>(b) * cached.table_row)[number];
-    return {static_cast<unsigned>(page) < static_cast<unsigned>(cached.pages) ? page : 0, slot};
+    const CachedBranch::Place first = cached.place_of(key);
+    return cached.page_of(
+        b, first.row + kUnitKeys <= cached.size ? first.number : cached.place_of(key + lane % kUnitKeys).number);
   };
   /// Begins the copies of the warp's unit of a stage: keys and values from `key` on. Those that are not begin ... end -
-  /// 1 become zeros.
-  const auto load_unit = [&](int branch, UnitAddress at, int key, int begin, int end, int slot) {
+  /// 1 become zeros, as do all values that are not wanted.
+  const auto load_unit = [&](int branch, int page, int key, int begin, int end, int slot, bool wants_values) {
     const CachedBranch& cached = args.cached[branch];
     constexpr int kKeyBytes = Dk * S::kItem, kValueBytes = Dv * S::kItem;
     constexpr int kLanes = (kKeyBytes | kValueBytes) % 128 ? 4 : 8;  // of a row
     const int row0 = lane / kLanes, chunk = lane % kLanes * 16;
-    const auto of_page = [&](const CachedRows& rows) {
-      return rows.data + at.page * rows.page + (kv_head * rows.head + chunk);
+    const auto of_page = [&](const CachedRows& rows, int page) {
+      return rows.data + page * rows.page + (kv_head * rows.head + chunk);
     };
-    const char *const keys = of_page(cached.k), *const values = of_page(cached.v);
     const std::uint32_t to = ring + unit_in_ring(slot, warp);
-#pragma unroll
-    for (int first = 0; first < kUnitKeys; first += 32 / kLanes) {
-      const int r = first + row0;
-      int row = at.slot + r;
-      if (branch == kWindow && row >= cached.size) row -= cached.size;  // beyond the ring's end
+    const auto copy_row = [&](int r, const char* keys, const char* values, int row) {
       const bool counts = static_cast<unsigned>(key + r - begin) < static_cast<unsigned>(end - begin);
       const char* const key_row = keys + static_cast<std::int64_t>(row) * cached.k.row;
       const char* const value_row = values + static_cast<std::int64_t>(row) * cached.v.row;
@@ -358,7 +374,19 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
       for (int c = 0; c < kKeyBytes; c += 16 * kLanes) copy16(to + S::Keys::at(r, c, chunk), key_row + c, counts);
 #pragma unroll
       for (int c = 0; c < kValueBytes; c += 16 * kLanes)
-        copy16(to + S::kValues + S::Values::at(r, c, chunk), value_row + c, counts);
+        copy16(to + S::kValues + S::Values::at(r, c, chunk), value_row + c, counts && wants_values);
+    };
+    const int first = cached.place_of(key).row;
+    if (first + kUnitKeys <= cached.size) {
+      const char *const keys = of_page(cached.k, page), *const values = of_page(cached.v, page);
+#pragma unroll
+      for (int r = 0; r < kUnitKeys; r += 32 / kLanes) copy_row(r + row0, keys, values, first + r + row0);
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < kUnitKeys; r += 32 / kLanes) {
+        const int mine = r + row0, its_page = __shfl_sync(0xffffffffu, page, mine);
+        copy_row(mine, of_page(cached.k, its_page), of_page(cached.v, its_page), cached.place_of(key + mine).row);
+      }
     }
   };
   /// Before and after a stage is read: a single tile's warps read what they load themselves.
@@ -371,51 +399,57 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   };
   std::uint32_t q[Dk / 16][4];
   if (threadIdx.x < S::kRows) {
-    const int head = kv_head * p.group + static_cast<int>(threadIdx.x);
+    const int at = row(), head = kv_head * p.group + first_head + static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int branch = 0; branch < kBranches; ++branch)
       rows.gates[branch][threadIdx.x] =
-          static_cast<int>(threadIdx.x) < p.group ? to_float(args.gates.at<T>(b, query, head)[branch]) : 0;
+          static_cast<int>(threadIdx.x) < num_heads ? to_float(args.gates.at<T>(b, at, head)[branch]) : 0;
     if constexpr (kFloat8)
 #pragma unroll
       for (int branch = 0; branch < kBranches; ++branch) rows.gates[branch][threadIdx.x] *= args.value_scales[kv_head];
   }
-  wait_copies<0>();
-  __syncthreads();
-  const std::uint32_t sign = args.scale < 0 ? 0x80008000u : 0;  // negative queries instead
-  float scale = args.scale;
-  if constexpr (kFloat8) {
-    // Four neighbouring channels of a row to a lane, as it has them of a key.
+  float scale;
+  /// The fragments of what copy_queries has brought, and what their products are multiplied by.
+  const auto read_queries = [&] {
+    wait_copies<0>();
+    __syncthreads();
+    const std::uint32_t sign = args.scale < 0 ? 0x80008000u : 0;  // negative queries instead
+    scale = args.scale;
+    if constexpr (kFloat8) {
+      // Four neighbouring channels of a row to a lane, as it has them of a key.
 #pragma unroll
-    for (int k = 0; k < Dk / 16; ++k)
+      for (int k = 0; k < Dk / 16; ++k)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint2 x = *reinterpret_cast<const uint2*>(memory + tile * Tile<T, Dk>::bytes(kTileRows) +
-                                                        Tile<T, Dk>::at(lane / 4 + 8 * i, k * 32, lane % 4 * 8));
-        q[k][i] = x.x ^ sign, q[k][2 + i] = x.y ^ sign;
+        for (int i = 0; i < 2; ++i) {
+          const uint2 x = *reinterpret_cast<const uint2*>(memory + tile * Tile<T, Dk>::bytes(kTileRows) +
+                                                          Tile<T, Dk>::at(lane / 4 + 8 * i, k * 32, lane % 4 * 8));
+          q[k][i] = x.x ^ sign, q[k][2 + i] = x.y ^ sign;
+        }
+      scale *= args.key_scales[kv_head];
+      if constexpr (!std::is_same_v<T, Half>) scale /= to_half_queries(q);
+    } else {
+#pragma unroll
+      for (int k = 0; k < Dk / 16; ++k) {
+        Tile<T, Dk>::load_a(q[k], ring + tile * Tile<T, Dk>::bytes(kTileRows), 0, k, lane);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[k][i] ^= sign;
       }
-    scale *= args.key_scales[kv_head];
-    if constexpr (!std::is_same_v<T, Half>) scale /= to_half_queries(q);
-  } else {
-#pragma unroll
-    for (int k = 0; k < Dk / 16; ++k) {
-      Tile<T, Dk>::load_a(q[k], ring + tile * Tile<T, Dk>::bytes(kTileRows), 0, k, lane);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) q[k][i] ^= sign;
     }
-  }
-  scale = positive_scale(scale);
-  // Of e4m3 in shared memory, each lane its own: four thread blocks have no registers for them.
-  if constexpr (kFloat8)
-    if (split == 0)
+    scale = positive_scale(scale);
+    // Of e4m3 in shared memory, each lane its own: four thread blocks have no registers for them.
+    if (kFloat8 && split == 0) {
 #pragma unroll
       for (int k = 0; k < Dk / 16; ++k)
         *reinterpret_cast<uint4*>(queries + k * 512) = make_uint4(q[k][0], q[k][1], q[k][2], q[k][3]);
-  __syncthreads();  // the ring is free
+    }
+    __syncthreads();  // the ring is free
+  };
+  read_queries();
 
   /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
   /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
-  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, const auto& keep) {
+  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, bool wants_values,
+                          const auto& keep) {
     const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
     float s[2][4] = {};
     if constexpr (kFloat8) {
@@ -458,6 +492,7 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
     }
     state.update(s, scale);
     keep(s);
+    if (!wants_values) return;
     std::uint32_t a[4];
     operand_a<Element>(a, s, 0);
     if constexpr (kFloat8) {
@@ -487,17 +522,15 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   };
 
   using OwnSums = float[S::kOwnColumns][4];
-  /// A softmax of the thread block's rows, which all of the cluster may read.
-  const auto publish = [&](int branch, int i, float2 softmax) {
-    if (split == 0 && (lane & 3) == 0) rows.branches[branch][tile * kTileRows + lane / 4 + 8 * i] = softmax;
-  };
   /// Merges what the warps of each tile have of a branch, in their own units of the ring, which nobody reads or fills:
-  /// each warp gets its columns, relative to the maximum that is published.
-  const auto merge = [&](int branch, const OnlineSoftmax<Dv>& state, OwnSums& sums) {
-    auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnits) + lane;
+  /// each warp gets its columns, relative to the maximum that goes to `softmaxes`, which all of the cluster may read.
+  const auto merge = [&](float2* softmaxes, const OnlineSoftmax<Dv>& state, OwnSums& sums, bool wants_values) {
+    if (wants_values) {
+      auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnits) + lane;
 #pragma unroll
-    for (int n = 0; n < S::kColumns; ++n)
-      mine[n * 32] = make_float4(state.acc[n][0], state.acc[n][1], state.acc[n][2], state.acc[n][3]);
+      for (int n = 0; n < S::kColumns; ++n)
+        mine[n * 32] = make_float4(state.acc[n][0], state.acc[n][1], state.acc[n][2], state.acc[n][3]);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = row_sum(state.sum[i]);
@@ -517,11 +550,12 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
         factor[i][w] = exp2_fast(of_warp.x - (largest == -INFINITY ? 0 : largest));
         sum += of_warp.y * factor[i][w];
       }
-      publish(branch, i, make_float2(largest, sum));
+      if (split == 0 && (lane & 3) == 0) softmaxes[tile * kTileRows + r] = make_float2(largest, sum);
     }
 #pragma unroll
     for (int n = 0; n < S::kOwnColumns; ++n) {
       sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0;
+      if (!wants_values) continue;
 #pragma unroll
       for (int w = 0; w < S::kSplits; ++w) {
         const float4 x = reinterpret_cast<const float4*>(
@@ -534,8 +568,8 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   };
   /// Totals of a row over the thread blocks of the cluster, by the eight lanes of a group, one for each. Returns what
   /// the lane's thread block counts by.
-  const auto total = [&](int branch, int row) {
-    const float2 of_rank = load_remote_float2(map_to_rank(shared_address(&rows.branches[branch][row]), lane % kRanks));
+  const auto total = [&](const float2& softmax, float2& all) {
+    const float2 of_rank = load_remote_float2(map_to_rank(shared_address(&softmax), lane % kRanks));
     float largest = of_rank.x;
 #pragma unroll
     for (int offset = 1; offset < kRanks; offset *= 2)
@@ -545,16 +579,17 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
 #pragma unroll
     for (int offset = 1; offset < kRanks; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     const float inverse = sum == 0 ? 0 : __frcp_rn(sum);
-    if (lane % kRanks == 0) rows.totals[branch][row] = make_float2(base, inverse);
+    if (lane % kRanks == 0) all = make_float2(base, inverse);
     return factor * inverse;
   };
 
-  const bool chooses = args.imposed.data == nullptr || args.indices.data != nullptr;
   OwnSums known, own;  // of the branches so far, and of the last one
   bool room = true;
 #pragma unroll 1
-  for (int phase = 0; phase < kBranches; ++phase) {
-    const BranchIndex branch = phase == 0 ? kCompressed : phase == 1 ? kWindow : kSelected;
+  for (int phase = first_phase; phase < kBranches; ++phase) {
+    const bool wants_values = !kMany || phase >= 0;
+    const BranchIndex branch = !wants_values || phase == 0 ? kCompressed : phase == 1 ? kWindow : kSelected;
+    const int of_cluster = wants_values ? mine : cluster_of(phase);
     const bool compresses = branch == kCompressed, in_window = branch == kWindow, selects = branch == kSelected;
     // The query sees the keys begin ... end - 1, of the selection those in its blocks.
     const int begin = in_window ? max(position - args.window + 1, 0) : 0, end = compresses ? compressed : position + 1;
@@ -573,16 +608,16 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
 
     const BlockWeights weights(shape, 0, lane);
     OnlineSoftmax<Dv> state;
-    UnitAddress next = address_of(branch, key_of(0, warp), end);
+    int next = page_of(branch, key_of(0, warp), end);
 #pragma unroll 1
     for (int stage = -1; stage < stages; ++stage) {
       if (stage + 1 < stages) {
         // Before the first stage that may have a token of the step, the kernel in front must have ended.
         if (!selects && key_of(stage + 1, kWarps) > (compresses ? wish.first : wish.before)) wait_for_launcher();
-        load_unit(branch, next, key_of(stage + 1, warp), begin, end, stage + 1);
+        load_unit(branch, next, key_of(stage + 1, warp), begin, end, stage + 1, wants_values);
       }
       commit_copies();
-      next = address_of(branch, key_of(stage + 2, warp), end);
+      next = page_of(branch, key_of(stage + 2, warp), end);
       if (stage < 0) continue;
       wait_copies<1>();
       sync_readers();
@@ -590,17 +625,20 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
 #pragma unroll 1
       for (int i = 0; i < kWarps / S::kSplits; ++i) {
         const int unit = split + i * S::kSplits, key = key_of(stage, unit);
-        attend(state, stage, unit, begin - key, end - key, [&](const float(&probabilities)[2][4]) {
+        attend(state, stage, unit, begin - key, end - key, wants_values, [&](const float(&probabilities)[2][4]) {
+          const int place = ((of_cluster * kTiles + tile) * args.kept_units + stage * kWarps + unit) * kept_bytes;
           if (compresses && chooses && key < compressed)
-            keep_unit({all_kept + (tile * args.kept_units + stage * kWarps + unit) * kept_bytes, shape.blocks()}, shape,
-                      weights, probabilities, state.max, lane);
+            keep_unit({all_kept + place, shape.blocks()}, shape, weights, probabilities, state.max, lane);
         });
       }
       sync_readers();
     }
-    merge(branch, state, own);
+    merge(wants_values ? rows.branches[branch] : others[of_cluster].own, state, own, wants_values);
 
-    if (compresses) {
+    if (!wants_values) {
+      copy_queries(cluster_of(phase + 1));
+      read_queries();
+    } else if (compresses) {
 #pragma unroll
       for (int n = 0; n < S::kOwnColumns; ++n)
 #pragma unroll
@@ -608,15 +646,21 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
     } else if (in_window) {
       // Exchange of the softmaxes so far, and both branches as one sum.
       cluster_sync();
-      for (int e = threadIdx.x / kRanks; e < 2 * S::kRows; e += kThreads / kRanks)
-        total(e < S::kRows ? kCompressed : kWindow, e % S::kRows);
+      for (int e = threadIdx.x / kRanks; e < 2 * S::kRows; e += kThreads / kRanks) {
+        const BranchIndex of = e < S::kRows ? kCompressed : kWindow;
+        total(rows.branches[of][e % S::kRows], rows.totals[of][e % S::kRows]);
+      }
+      for (int other = first_phase; other < 0; ++other) {
+        OtherRows<S>& of = others[cluster_of(other)];
+        for (int e = threadIdx.x / kRanks; e < S::kRows; e += kThreads / kRanks) total(of.own[e], of.totals[e]);
+      }
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = tile * kTileRows + lane / 4 + 8 * i;
+        const int r = tile * kTileRows + lane / 4 + 8 * i;
         const auto share = [&](BranchIndex of) {
-          const float2 all = rows.totals[of][row];
-          return rows.gates[of][row] * (exp2_fast(rows.branches[of][row].x - all.x) * all.y);
+          const float2 all = rows.totals[of][r];
+          return rows.gates[of][r] * (exp2_fast(rows.branches[of][r].x - all.x) * all.y);
         };
         const float by_compressed = share(kCompressed), by_window = share(kWindow);
 #pragma unroll
@@ -626,10 +670,15 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
         }
       }
       wait_for_launcher();
-      room = args.plan[b].added > 0;
       // The next kernel may read what it does not get from here. Earlier its reads would delay the compressed keys.
       launch_dependents();
-      choose_blocks<S>(args, memory, rows, choice, all_kept, query, position, compressed, chooses, room);
+      room = args.plan[b].added > 0;
+      const auto totals_of = [&](int of_tile) -> const float2* {
+        const int of = of_tile / kTiles;
+        return (of == mine ? rows.totals[kCompressed] : others[of].totals) + of_tile % kTiles * kTileRows;
+      };
+      choose_blocks(args, memory, totals_of, clusters * kTiles, choice, all_kept, row(), position, compressed, chooses,
+                    room, args.indices.data && rank == 0 && mine == 0);
     }
   }
 
@@ -645,9 +694,10 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
     known_outputs[at] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
     selected_outputs[at] = make_float4(own[n][0] * low, own[n][1] * low, own[n][2] * high, own[n][3] * high);
   }
+  const int at_row = row();
   cluster_sync();
-  for (int row = threadIdx.x / kRanks; row < S::kRows; row += kThreads / kRanks)
-    rows.factors[lane % kRanks][row] = total(kSelected, row);
+  for (int r = threadIdx.x / kRanks; r < S::kRows; r += kThreads / kRanks)
+    rows.factors[lane % kRanks][r] = total(rows.branches[kSelected][r], rows.totals[kSelected][r]);
   __syncthreads();
   constexpr int kMine = S::kColumns / kRanks;  // tiles of eight columns that this thread block writes
 #pragma unroll 1
@@ -674,8 +724,8 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int head = of_tile * kTileRows + lane / 4 + 8 * i;
-      if (head >= p.group) continue;
-      T* const to = args.o.at<T>(b, query, kv_head * p.group + head);
+      if (head >= num_heads) continue;
+      T* const to = args.o.at<T>(b, at_row, kv_head * p.group + first_head + head);
       const float x = room ? o[2 * i] : 0, y = room ? o[2 * i + 1] : 0;
       if constexpr (kFloat8) {  // every other one of sixteen channels
         T* const mine = to + (column / 2 * 16 + column % 2 + 4 * (lane & 3));
@@ -689,17 +739,18 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   cluster_sync_reads();  // nobody ends while others read its memory
 }
 
-template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
+template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8>
 cudaError_t launch_tiles(StepAttendArgs args, cudaStream_t stream) {
   using S = Shape<T, Dk, Dv, kTiles, kFloat8>;
   const Geometry& g = args.geometry;
   const std::int64_t keys = num_compressed(g, g.k_len);
-  const StepMemory memory(kTiles, args.block_keys, Dk, Dv, kFloat8, args.topk, keys,
+  const StepMemory memory(g.group, args.block_keys, Dk, Dv, kFloat8, args.topk, keys,
                           (g.k_len >> args.block_keys.log2_block) + 1);
   if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
   args.kept_units = static_cast<int>(StepMemory::kept_units(keys));
-  const dim3 grid(g.q_len * kRanks, g.kv_heads, g.batches);
-  return launch_cluster(step_attend<T, Dk, Dv, kTiles, kFloat8>, kRanks, true, grid, kThreads,
+  args.clusters = step_clusters(g.group);
+  const dim3 grid(g.q_len * args.clusters * kRanks, g.kv_heads, g.batches);
+  return launch_cluster(step_attend<T, Dk, Dv, kTiles, kMany, kFloat8>, kRanks, true, grid, kThreads,
                         static_cast<std::size_t>(memory.bytes()), stream, args);
 }
 
@@ -707,8 +758,10 @@ cudaError_t launch_tiles(StepAttendArgs args, cudaStream_t stream) {
 
 template <class T, int Dk, int Dv, bool kFloat8>
 cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream) {
-  return args.geometry.group <= kTileRows ? launch_tiles<T, Dk, Dv, 1, kFloat8>(args, stream)
-                                          : launch_tiles<T, Dk, Dv, 2, kFloat8>(args, stream);
+  const int group = args.geometry.group;
+  if (step_clusters(group) > 1) return launch_tiles<T, Dk, Dv, kMostTiles, true, kFloat8>(args, stream);
+  return step_tiles(group) > 1 ? launch_tiles<T, Dk, Dv, kMostTiles, false, kFloat8>(args, stream)
+                               : launch_tiles<T, Dk, Dv, 1, false, kFloat8>(args, stream);
 }
 template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, false>(const StepAttendArgs&,
                                                                                         cudaStream_t);

@@ -1,8 +1,8 @@
 // A decode step's attention on Hopper: compressed keys, choice of blocks, selected blocks, window, gates, by one
 // kernel.
 //
-// A cluster of eight thread blocks serves one query of one KV head. Its rows, the heads of the group, lie in tiles of
-// sixteen, one tensor-core tile each; keys come in units of sixteen. Design: docs/design/decode.md.
+// A cluster of eight thread blocks serves one query of one KV head, or 32 heads of it. Its rows, heads of the group,
+// lie in tiles of sixteen, one tensor-core tile each; keys come in units of sixteen. Design: docs/design/decode.md.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <bit>
 
-#include "cuda/common/cache.cuh"
 #include "cuda/common/params.h"
+#include "cuda/sm90/decode/cached_tokens.h"
 #include "nsa/config.h"
 
 namespace nsa::cuda::sm90::decode {
@@ -20,11 +20,12 @@ inline constexpr int kRanks = 8;      // thread blocks of a cluster
 inline constexpr int kTileRows = 16;  // (query, head)
 inline constexpr int kUnitKeys = 16;
 inline constexpr int kWarps = 4;        // of a thread block
-inline constexpr int kMostTiles = 2;    // of a query
+inline constexpr int kMostTiles = 2;    // of a cluster
 inline constexpr int kMostBlocks = 64;  // n
 
-/// Tiles of a query's rows, one for each head of a KV head's group.
-constexpr int step_tiles(int group) { return (group + kTileRows - 1) / kTileRows; }
+/// Tiles of a cluster, and clusters of a query and KV head: they share out the heads of the group.
+constexpr int step_tiles(int group) { return group > kTileRows ? kMostTiles : 1; }
+constexpr int step_clusters(int group) { return (group + kMostTiles * kTileRows - 1) / (kMostTiles * kTileRows); }
 
 /// What the importance of a selection block is made of. A unit holds whole blocks: 2, 4, 8 or 16 compressed keys each
 /// begin in a block. A key covers `strides` strides of d tokens and so reaches one block further at most.
@@ -52,54 +53,6 @@ struct BlockKeys {
   __host__ __device__ int kept_bytes() const { return (blocks() + 1) * kTileRows * 2 + kTileRows * 4; }
 };
 
-/// Division of a token's number, below 2^31, by the size of a page.
-struct PageDivmod {
-  unsigned factor = 0;
-  int shift = -1;  // -1: pages of one slot
-
-  PageDivmod() = default;
-  explicit PageDivmod(int size) {
-    if (size <= 1) return;
-    shift = std::bit_width(static_cast<unsigned>(size - 1)) - 1;  // 2^shift < size <= 2^(shift + 1)
-    factor = static_cast<unsigned>(((std::uint64_t{1} << (32 + shift)) + size - 1) / size);
-  }
-  __device__ int divide(int x) const {
-    return shift < 0 ? x : static_cast<int>(__umulhi(static_cast<unsigned>(x), factor) >> shift);
-  }
-};
-
-/// Keys or values of a branch. Strides in bytes, of 32 bits within a page; row stands for a slot of a page.
-struct CachedRows {
-  const char* data = nullptr;
-  std::int64_t page = 0;
-  int row = 0, head = 0;
-};
-
-/// The tokens of a branch: keys and values have one table, and as many pages. A ring's page is its sequence's number.
-struct CachedBranch {
-  CachedRows k, v;
-  const int* table = nullptr;
-  int table_row = 0, pages = 0, size = 1;  // size: slots of a page
-  PageDivmod by_size;
-
-  CachedBranch() = default;
-  /// Strides of the slots in bytes.
-  CachedBranch(const Slots& keys, const Slots& values, int num_pages)
-      : k(rows_of(keys)),
-        v(rows_of(values)),
-        table(keys.table),
-        table_row(static_cast<int>(keys.table_row)),
-        pages(num_pages),
-        size(keys.size),
-        by_size(keys.size) {}
-
- private:
-  static CachedRows rows_of(const Slots& s) {
-    return {static_cast<const char*>(s.rows.data), s.rows.batch, static_cast<int>(s.rows.row),
-            static_cast<int>(s.rows.head)};
-  }
-};
-
 struct StepAttendArgs {
   StepGeometry geometry;
   Strided q, gates, o;
@@ -116,7 +69,8 @@ struct StepAttendArgs {
   int positions;                        // that can be rotated
   StepPlan* plan;                       // of the kernel in front
   BlockKeys block_keys;
-  int kept_units;  // units of which a thread block keeps sums, an upper bound; filled in by the launch
+  // Filled in by the launch: units of which a thread block keeps sums, an upper bound; clusters of a query and KV head.
+  int kept_units, clusters;
 };
 
 /// What a thread block has in shared memory, in bytes, in this order.
@@ -125,23 +79,25 @@ struct StepMemory {
   std::int64_t queries;  // of e4m3: fragments of them
   std::int64_t kept;     // sums for the choice
   std::int64_t rows;     // softmaxes of the rows
+  std::int64_t others;   // softmaxes of compressed keys for all heads; none where a query has one cluster
   std::int64_t choice;   // candidates and lists
   std::int64_t scratch;  // of the ring, for the choice
 
   /// keys, blocks: compressed keys and selection blocks of the longest sequence.
-  StepMemory(int tiles, const BlockKeys& block_keys, int key_dim, int value_dim, bool float8, int topk,
+  StepMemory(int group, const BlockKeys& block_keys, int key_dim, int value_dim, bool float8, int topk,
              std::int64_t keys, std::int64_t blocks) {
-    const int row_count = tiles * kTileRows;
+    const int tiles = step_tiles(group), clusters = step_clusters(group), row_count = tiles * kTileRows;
     const auto row_bytes = [&](int dim) { return !float8 ? 2 * dim : dim % 128 ? dim + 16 : dim; };  // as in a Tile
     ring = std::int64_t{2} * kWarps * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
     queries = float8 ? std::int64_t{row_count} * key_dim * 2 : 0;
-    kept = tiles * kept_units(keys) * block_keys.kept_bytes();
+    kept = clusters * tiles * kept_units(keys) * block_keys.kept_bytes();
     rows = std::int64_t{8} * (kWarps * kTileRows + 2 * 3 * row_count) + 4 * (kRanks + 3) * row_count;
     choice = 12 * topk + 8;
+    others = clusters > 1 ? std::int64_t{16} * clusters * row_count : 0;
     scratch = std::max({4 * (kept_units(blocks << block_keys.log2_keys) << block_keys.log2_blocks()),
                         std::int64_t{topk} * (kRanks * 8 + 4)});
   }
-  std::int64_t bytes() const { return ring + queries + kept + rows + choice; }
+  std::int64_t bytes() const { return ring + queries + kept + rows + others + choice; }
   bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
 
   /// The units of `keys` compressed keys of which a thread block keeps sums.

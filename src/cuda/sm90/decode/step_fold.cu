@@ -46,13 +46,7 @@ __device__ __forceinline__ int token_at(int r, int c) { return r * 64 + ((c ^ (r
 
 /// Whether the sequence can take its new tokens: all of its pages exist. All threads of the thread block call it.
 __device__ __forceinline__ bool has_room(const StepFoldArgs& args, const StepWish& wish, int b) {
-  bool all = wish.possible;
-  if (all) {
-    all &= own_pages(args.tokens, wish.after(), [&](int page) { return has_page(args.tokens, b, page); });
-    all &= own_pages(args.compressed, wish.first + wish.completed,
-                     [&](int page) { return has_page(args.compressed, b, page); });
-  }
-  return __syncthreads_and(all);
+  return __syncthreads_and(wish.possible && own_room(args, wish, b));
 }
 
 /// A pair of channels (channel, channel + D / 2) of a compressed token to its page; of keys (side 0) turned.
@@ -67,10 +61,10 @@ __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, in
   const int half = of.dim / 2;
   if constexpr (kFloat8) {
     const std::uint32_t stored = to_float8(to_float(turned[0]), to_float(turned[1]), of.scales[head]);
-    auto* const to = of.out.at<unsigned char>(b, block, head) + channel;
+    auto* const to = reinterpret_cast<unsigned char*>(of.out.at(b, block, head)) + channel;
     to[0] = static_cast<unsigned char>(stored), to[half] = static_cast<unsigned char>(stored >> 8);
   } else {
-    T* const to = of.out.at<T>(b, block, head) + channel;
+    T* const to = reinterpret_cast<T*>(of.out.at(b, block, head)) + channel;
     to[0] = turned[0], to[half] = turned[1];
   }
 }
@@ -93,7 +87,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
                                           FoldShared<T>& shared_memory, char* memory) {
   constexpr int kHidden = 64 * kN, kRowBytes = kHidden * 2, kWeightStage = kFoldStageRows * kRowBytes;
   constexpr int kStage = kWeightStage + kTokenStage;
-  const Geometry& p = args.geometry;
+  const StepGeometry& p = args.geometry;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = cluster_rank();
   const bool shared = side.clusters == 1;
   const int flat = p.kernel_size * side.dim, slice = flat / kFoldRanks, begin = rank * slice;
@@ -125,9 +119,9 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
     if (is_position) {
       from = side.pe.at<T>(weight_head, of_block, channel);
     } else if (is_entry) {
-      const int token = entry.block * p.kernel_stride + of_block;
-      from = (token >= entry.before ? side.fresh.at<T>(entry.sequence, token - entry.before, head)
-                                    : side.ring.rows.at<T>(entry.sequence, token % side.ring.size, head)) +
+      const int token = entry.block * p.kernel_stride + of_block, q_begin = p.starts ? p.starts[entry.sequence] : 0;
+      from = (token >= entry.before ? side.fresh.at<T>(entry.sequence, q_begin + token - entry.before, head)
+                                    : reinterpret_cast<const T*>(side.raw.at(entry.sequence, token, head))) +
              channel;
     }
     copy16(to + kWeightStage + token_at(token_row, token_chunk), from ? from : w, from != nullptr);
@@ -306,6 +300,7 @@ __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& s
                                      FoldShared<T>& shared_memory, char* memory) {
   const StepGeometry& p = args.geometry;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+#pragma unroll 1
   for (int begin = 0; begin < p.batches; begin += kSequences) {
     // The completed blocks of some sequences, in their order.
     int completed = 0, first = 0, before = 0;
@@ -329,6 +324,7 @@ __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& s
     for (int i = 0; i < completed; ++i) shared_memory.entries[place + i] = {begin + thread, first + i, before};
     __syncthreads();
     const int rows = all * (side.clusters == 1 ? p.kv_heads : 1);
+#pragma unroll 1
     for (int row = 0; row < rows; row += kEntries) {
       const int count = min(rows - row, kEntries);
       fold_rows<T, kN, kFloat8>(args, side, set, row, count, shared_memory, memory);
@@ -348,13 +344,39 @@ __device__ __forceinline__ void fold_mean(const StepFoldArgs& args, int i, const
 #pragma unroll 4
     for (int r = 0; r < p.kernel_size; ++r) {
       const int token = block * p.kernel_stride + r;
-      const T* const from = token >= wish.before ? side.fresh.at<T>(b, token - wish.before, head)
-                                                 : side.ring.rows.at<T>(b, token % side.ring.size, head);
+      const T* const from = token >= wish.before ? side.fresh.at<T>(b, wish.q_begin + token - wish.before, head)
+                                                 : reinterpret_cast<const T*>(side.raw.at(b, token, head));
       sum[0] += to_float(from[channel]), sum[1] += to_float(from[channel + half]);
     }
     const auto l = static_cast<float>(p.kernel_size);
     const T pair[2] = {from_float<T>(sum[0] / l), from_float<T>(sum[1] / l)};
     store_pair_of_token<kFloat8>(args, i, pair, b, block, head, channel);
+  }
+}
+
+/// Packed rows that no query of a possible wish has, before step_attend writes the others: no output, no blocks.
+template <class T>
+__device__ __forceinline__ void clear_rows(const StepFoldArgs& args, const StepWish& wish, int b) {
+  const StepGeometry& p = args.geometry;
+  // Those behind all sequences and those in front, by all thread blocks in turn; then the sequence's own.
+#pragma unroll 1
+  for (int i = wish.possible ? 1 : 2; i >= 0; --i) {
+    const int begin = i == 2 ? max(wish.q_begin, 0) : b + (i == 1 ? max(p.starts[p.batches], 0) : 0);
+    const int end = i == 2 ? p.starts[b + 1] : i == 1 ? p.rows : p.starts[0];
+#pragma unroll 1
+    for (int row = begin; row < min(end, p.rows); row += i == 2 ? 1 : p.batches) {
+#pragma unroll 1
+      for (int at = threadIdx.x; at < p.heads * args.value_dim / 2; at += kThreads) {
+        const int head = at / (args.value_dim / 2), pair = at - head * (args.value_dim / 2);
+        store_pair(args.o.at<T>(0, row, head) + 2 * pair, 0, 0);
+      }
+      if (args.indices.data)
+#pragma unroll 1
+        for (int at = threadIdx.x; at < p.kv_heads * args.topk; at += kThreads) {
+          const int head = at / args.topk;
+          args.indices.at<int>(0, row, head)[at - head * args.topk] = -1;
+        }
+    }
   }
 }
 
@@ -364,7 +386,8 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
   const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
   // The six kinds of tokens side by side, so that their copies do not wait for each other, in pieces of 16 bytes; the
   // first ones are read before the room is known.
-  const int rows = max(wish.added, 0) * p.kv_heads, most = max(args.appends[0].pieces, args.appends[1].pieces);
+  const int rows = wish.possible ? wish.added * p.kv_heads : 0,
+            most = max(args.appends[0].pieces, args.appends[1].pieces);
   const int pieces = 6 * rows * most;
   struct Place {
     int kind, token, head, piece;
@@ -375,14 +398,14 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
   };
   const auto read = [&](const Place& at) {
     const Append& a = args.appends[at.kind];
-    return at.piece < a.pieces ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, at.token, at.head))[at.piece]
-                               : uint4{};
+    return at.piece < a.pieces
+               ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, wish.q_begin + at.token, at.head))[at.piece]
+               : uint4{};
   };
   const auto write = [&](const Place& at, const uint4& x) {
     const Append& a = args.appends[at.kind];
     if (at.piece >= a.pieces) return;
-    char* const to = a.slots.ring ? a.slots.rows.at<char>(b, (wish.before + at.token) % a.slots.size, at.head)
-                                  : a.slots.at<char>(b, wish.before + at.token, at.head);
+    char* const to = a.to.at(b, wish.before + at.token, at.head);
     if constexpr (kFloat8) {
       if (a.scales.data) {
         reinterpret_cast<uint2*>(to)[at.piece] = to_float8<T>(x, a.scales[at.head]);
@@ -400,9 +423,10 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
   }
   const bool room = has_room(args, wish, b);
   if (threadIdx.x == 0) {
-    args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, 0};
+    args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, wish.q_begin};
     if (wish.added > 0 && !room) *args.overflow = 1;
   }
+  if (p.starts) clear_rows<T>(args, wish, b);
   if (!room) return;
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {

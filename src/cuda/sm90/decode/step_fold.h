@@ -4,8 +4,8 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/common/cache.cuh"
 #include "cuda/common/params.h"
+#include "cuda/sm90/decode/cached_tokens.h"
 
 namespace nsa::cuda::sm90::decode {
 
@@ -19,8 +19,8 @@ inline constexpr int kFoldStages = 4;
 /// one that all of them share.
 struct FoldSide {
   Strided fresh;      // (B, m, Hkv, D): the step's raw tokens
-  Slots ring;         // the raw tokens before
-  Slots out;          // compressed tokens
+  CachedTensor raw;   // those before
+  CachedTensor out;   // compressed tokens
   HeadScales scales;  // given: these are in e4m3
   Weights pe, w1, b1, w2, b2;
   int dim;     // D
@@ -29,18 +29,20 @@ struct FoldSide {
   int clusters;  // Hkv, 1 for shared weights, 0 for the mean
 };
 
-/// New tokens on their way to pages or a ring. Strides in bytes.
+/// New tokens on their way to pages or a ring.
 struct Append {
-  Strided fresh;  // (B, m, Hkv, D)
-  Slots slots;
+  Strided fresh;  // (B, m, Hkv, D), strides in bytes
+  CachedTensor to;
   int pieces;         // of 16 bytes in a row
-  HeadScales scales;  // given: the slots are in e4m3, half as many bytes
+  HeadScales scales;  // given: they are stored in e4m3, half as many bytes
 };
 
 struct StepFoldArgs : PlanArgs {
-  Append appends[6];  // selection, window, compression; keys and values
-  FoldSide sides[2];  // keys, values
-  Rotation rotation;  // of the keys
+  Append appends[6];   // selection, window, compression; keys and values
+  FoldSide sides[2];   // keys, values
+  Rotation rotation;   // of the keys
+  Strided o, indices;  // of packed queries: rows of nobody are cleared; null indices: not wanted
+  int value_dim, topk;
 };
 
 template <class T>
