@@ -103,7 +103,8 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN,
+        MAIN | {"selector-loss": VARIANTS["selector-loss"]},
+        seeds=(1, 2, 3, 4, 5),
         by_method={"eval": None},
     ),
     "32k": Plan(

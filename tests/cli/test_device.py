@@ -241,9 +241,13 @@ def cached_and_not(run, tmp_path, prompts, *options):
     "attention, dtype, rounding",
     [
         ("nsa", "bfloat16", 0.2),
+        ("nsa", "float16", 0.05),
         ("nsa", "float32", 1e-3),
         ("full", "bfloat16", 0.2),
+        ("full", "float16", 0.05),
         ("full", "float32", 1e-3),
+        ("mixed", "bfloat16", 0.2),
+        ("mixed", "float16", 0.05),
         ("mixed", "float32", 1e-3),
     ],
 )
