@@ -90,8 +90,7 @@ class SelectorWarp {
         if constexpr (kFiltered) {
           top_k_filtered(keys, filter, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
         } else {
-          top_k<!Blocks::kAddsKeysUp>(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks,
-                                      lane_);
+          top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
         }
         __syncwarp();
       }

@@ -1,7 +1,7 @@
 // The choice of blocks from keys that order like their ranks, by selector warps (selector_warp.cuh).
 //
 // Of n places, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
-// are listed, and the list is sorted. Where they are too many the n-th largest key is found bit by bit.
+// are listed, and each counts the larger ones. Where they are too many the n-th largest key is found bit by bit.
 #pragma once
 
 #include "cuda/sm90/common/epilogue.cuh"
@@ -37,15 +37,19 @@ __device__ __forceinline__ void nth_largest(unsigned (&x)[kLists], int n, int la
 #pragma unroll
   for (int i = 0; i < kLists; ++i) x[i] = __shfl_sync(0xffffffffu, x[i], n - 1);
 }
-/// The n-th largest of one list: more instructions, none of which waits for another.
-__device__ __forceinline__ unsigned nth_largest(unsigned x, int n, int lane) {
-  int rank = 0;
+/// The n-th largest of the lanes' keys. All read all of them in shared memory, 128 bytes at a multiple of 16, in turn:
+/// no step waits for another, as those of a sort do.
+__device__ __forceinline__ unsigned nth_largest(unsigned x, int n, unsigned* all, int lane) {
+  all[lane] = x;
+  __syncwarp();
+  int larger = 0;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    const unsigned other = __shfl_sync(0xffffffffu, x, i);
-    rank += other > x || (other == x && i < lane);
+  for (int i = 0; i < 8; ++i) {
+    const uint4 other = reinterpret_cast<const uint4*>(all)[i];
+    larger += other.x > x, larger += other.y > x, larger += other.z > x, larger += other.w > x;
   }
-  return __shfl_sync(0xffffffffu, x, __ffs(__ballot_sync(0xffffffffu, rank == n - 1)) - 1);
+  __syncwarp();
+  return __reduce_min_sync(0xffffffffu, larger < n ? x : 0xffffffffu);
 }
 
 /// Lane i holds entry i, {key, block}, of a list in the order of blocks, or {0, 0} behind the list's end. Writes the
@@ -56,6 +60,30 @@ __device__ __forceinline__ void write_best(uint2 entry, unsigned threshold, int 
   const bool chosen = entry.x > threshold || ((tied >> lane & 1) != 0 && before(tied, lane) < places - __popc(above));
   const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
   if (chosen) out[before(lanes, lane)] = static_cast<int>(entry.y);
+}
+
+/// Writes the `places` blocks of largest key of those on the list, which are at least as many, in order; of equals,
+/// the earlier. There are 32 entries, of which the first `listed` count.
+__device__ __forceinline__ void write_best_listed(uint2* list, int listed, int places, int* out, int lane) {
+  if (lane >= listed) list[lane] = make_uint2(0, 0);
+  __syncwarp();
+  const uint2 mine = list[lane];
+  int larger = 0;
+#pragma unroll 1
+  for (int i = 0; i < listed; i += 8) {
+#pragma unroll
+    for (int u = 0; u < 8; u += 2) {
+      const uint4 two = reinterpret_cast<const uint4*>(list)[(i + u) / 2];
+      larger += two.x > mine.x, larger += two.z > mine.x;
+    }
+  }
+  const bool chosen = lane < listed && larger < places;
+  const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
+  if (__popc(lanes) == places) {
+    if (chosen) out[before(lanes, lane)] = static_cast<int>(mine.y);
+  } else {
+    write_best(mine, __reduce_min_sync(0xffffffffu, chosen ? mine.x : 0xffffffffu), places, out, lane);
+  }
 }
 
 /// The largest threshold that `places` keys reach, bit by bit. reach(x): how many keys reach x. Then: how many of those
@@ -111,21 +139,21 @@ inline constexpr int kFew = 128;  // blocks, of which a lane has four in registe
 
 /// Writes the `places` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
 /// are more than `places`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
-/// multiple of 128. With kShort, which AnyBlocks has no registers for, few blocks have a way of their own. One warp.
-template <bool kShort>
+/// multiple of 128. One warp.
 __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int places, uint2* list, int* out, int lane) {
   int listed = kListed + 1;
+  auto* const maxima = reinterpret_cast<unsigned*>(list);
   __syncwarp();
-  if (kShort && last <= kFew) {
-    unsigned x[4], most[1] = {0};
+  if (last <= kFew) {
+    unsigned x[4], most = 0;
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
       const int j = 32 * u + lane;
       x[u] = j >= first && j < last ? key[j] : 0;
-      most[0] = max(most[0], x[u]);
+      most = max(most, x[u]);
     }
-    nth_largest(most, min(places, 32), lane);
-    if (most[0] > 0 && places <= 32) listed = 0, list_reaching(x, 0, most[0], list, listed, lane);
+    const unsigned bound = nth_largest(most, min(places, 32), maxima, lane);
+    if (bound > 0 && places <= 32) listed = 0, list_reaching(x, 0, bound, list, listed, lane);
   } else {
     for (int j = lane; j < first; j += 32) key[j] = 0;
     for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
@@ -136,7 +164,7 @@ __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int pl
 #pragma unroll
       for (int u = 0; u < 4; ++u) most = max(most, key[begin + 32 * u + lane]);
     }
-    const unsigned bound = nth_largest(most, min(places, 32), lane);
+    const unsigned bound = nth_largest(most, min(places, 32), maxima, lane);
     if (bound > 0 && places <= 32) listed = 0;
     for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
       unsigned x[4];
@@ -145,16 +173,8 @@ __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int pl
       list_reaching(x, begin, bound, list, listed, lane);
     }
   }
-  __syncwarp();
   if (listed > kListed) return top_k_exactly(key, first, last, places, out, lane);
-  const uint2 mine = lane < listed ? list[lane] : make_uint2(0, 0);
-  unsigned threshold[1] = {mine.x};
-  if constexpr (kShort) {
-    nth_largest(threshold, places, lane);
-  } else {
-    threshold[0] = nth_largest(mine.x, places, lane);
-  }
-  write_best(mine, threshold[0], places, out, lane);
+  write_best_listed(list, listed, places, out, lane);
 }
 
 /// The same where the keys lie in global memory: `filter`, in shared memory, has the upper halves of them, of which a
@@ -173,7 +193,7 @@ __device__ __forceinline__ void top_k_filtered(const unsigned* key, unsigned sho
       even = max(even, x & 0xffff), odd = max(odd, x >> 16);
     }
   }
-  const unsigned bound = nth_largest(max(even, odd), min(places, 32), lane);
+  const unsigned bound = nth_largest(max(even, odd), min(places, 32), reinterpret_cast<unsigned*>(list), lane);
   int listed = bound > 0 && places <= 32 ? 0 : kListed + 1;
   for (int begin = 0; begin < last && listed <= kListed; begin += 256) {
     unsigned x[4];
@@ -190,11 +210,10 @@ __device__ __forceinline__ void top_k_filtered(const unsigned* key, unsigned sho
       listed += __popc(evens) + __popc(odds);
     }
   }
-  __syncwarp();
   if (listed > kListed) return top_k_exactly(key, first, last, places, out, lane);
-  const unsigned block = lane < listed ? list[lane].y : 0;
-  const uint2 mine = lane < listed ? make_uint2(key[block], block) : make_uint2(0, 0);
-  write_best(mine, nth_largest(mine.x, places, lane), places, out, lane);
+  __syncwarp();
+  if (lane < listed) list[lane].x = key[list[lane].y];
+  write_best_listed(list, listed, places, out, lane);
 }
 
 /// Four queries at a time, as of QuadOfQueries: lane 4 r + c has the keys of query c.
