@@ -188,6 +188,52 @@ def gpu_h100():
     yield crossovers(bench)
 
 
+def beside_earlier():
+    """An earlier build and today's in turn: the passes, what one pass is more than the other, and the stages."""
+    found = read("beside_64ed625.json")
+    before, runs = found["before"], found["runs"]
+    yield "## Beside an earlier build"
+    yield fill(
+        f"{gpu_of(found)}, {found['date']}: B = 1, H = 64, D = 128, bfloat16, defaults, φ = mean; {before} and the "
+        "commit named above each table in turn in one run. Milliseconds of both, and the ratio: medians over the turns "
+        "of medians, the second-level cache flushed before each call. What was wanted, what limits and what did not "
+        "help: the [log](log/sm90.md#beside-64ed625-again)."
+    )
+
+    def cell(pair):
+        return f"{figure(1e3 * pair[0])} → {figure(1e3 * pair[1])} ({pair[1] / pair[0]:.3f})" if pair else ""
+
+    def times(run, part_of):
+        return {
+            (r["op"], r["length"]): (r["before_s"], r["after_s"]) for r in run["results"] if r["part_of"] == part_of
+        }
+
+    def passes(columns):
+        """Rows of columns, each a run's passes and a length."""
+        rows = [[title, *(cell(whole.get((op, n))) for whole, n in columns)] for op, title in PASSES.items()]
+        both = [(whole.get(("forward", n)), whole.get(("forward_backward", n))) for whole, n in columns]
+        differences = [cell([b - f for f, b in zip(*pair, strict=True)]) if pair[1] else "" for pair in both]
+        return [*rows, ["backward: the difference", *differences]]
+
+    whole = [run for run in runs if "--no-parts" in run["command"]]
+    yield f"Commit {whole[0]['after']}, random blocks, {whole[0]['turns']} turns ({whole[-1]['turns']} beyond 65536):"
+    yield "\n".join(f"    {run['command']}" for run in whole)
+    columns = [(times(run, ""), n) for run in whole for n in sorted({r["length"] for r in run["results"]})]
+    yield table([["", *(str(n) for _, n in columns)], *passes(columns)])
+
+    staged = [run for run in runs if run not in whole]
+    yield f"Commit {staged[0]['after']}, {staged[0]['turns']} turns (one with G = 4); stages of forward and backward:"
+    yield "\n".join(f"    {run['command']}" for run in staged)
+    columns = [(run, n) for n in (8192, 65536) for run in staged if any(r["length"] == n for r in run["results"])]
+    heads = {4: "", 16: ", G = 4"}
+    rows = [["", *(f"{n}, {run['selection']}{heads[run['kv_heads']]}" for run, n in columns)]]
+    rows += passes([(times(run, ""), n) for run, n in columns])
+    stages = [(times(run, "forward_backward"), n) for run, n in columns]
+    for op in dict.fromkeys(op for op, _ in stages[0][0]):
+        rows.append([op.replace("_", " "), *(cell(found.get((op, n))) for found, n in stages)])
+    yield table(rows)
+
+
 def cpu_whole():
     yield "## The whole on a CPU, beside dense attention"
     yield "![attention time over context length on a CPU](images/attention_time.png)"
@@ -566,6 +612,7 @@ def llama():
 SECTIONS = [
     gpu_whole,
     gpu_h100,
+    beside_earlier,
     peers,
     operations,
     through_python,
