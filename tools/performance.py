@@ -368,6 +368,8 @@ def operations():
     yield from operations_alone("cuda_stages.txt")
     yield "### Groups of query heads"
     yield from groups()
+    yield "### Blocks of 128 tokens"
+    yield from minimax()
 
 
 def groups():
@@ -393,6 +395,30 @@ def groups():
                 both = [found.get(length, {}).get(f"{name}, {blocks}") for blocks in ("random", "clustered")]
                 row.append(f"{' / '.join(figure(b[0]) for b in both)} ({both[0][1]:.0f})" if all(both) else "")
         rows.append(row)
+    yield table(rows)
+
+
+def minimax():
+    bench = Bench("bench_minimax_m3.json")
+    s = bench.settings
+    unit = (
+        "`selected_attention` as MiniMax-M3 calls it. Medians in ms, in brackets the share of the limit: "
+        f"{limits(bench.all['rates'])}."
+    )
+    yield source(
+        gpu_of(bench.machine),
+        {key: bench.all[key] for key in ("date", "commit", "command")},
+        f"{bench.problem()}, {s['topk']} {s['selection']} blocks of {s['block_size']}",
+        unit,
+    )
+    passes = {
+        title: bench.results(f"selected_attention{end}", "")
+        for title, end in (("forward", ""), ("backward", "_backward"))
+    }
+    lengths = list(passes["forward"])
+    rows = [["", *map(str, lengths)]]
+    for title, found in passes.items():
+        rows.append([title, *(f"{figure(1e3 * found[n]['seconds'])} ({found[n]['share']:.0%})" for n in lengths)])
     yield table(rows)
 
 
