@@ -10,6 +10,7 @@
 
 #include "bench/cuda_device.cuh"
 #include "reference/reference.h"
+#include "support/environment.h"
 #include "support/tolerance.h"
 
 namespace nsa::test {
@@ -243,6 +244,12 @@ TEST_P(Repeats, TheSameBitsEveryTime) {
     }
   };
   repeat("nsa_attention", repeats, outputs, [&] { return nsa_attention(f, context); });
+  {  // Fewer thread blocks have more tiles each, so that compressed_select serves KV heads in turn where they are many.
+    const Environment processors("NSA_CUDA_PROCESSORS", "16");
+    outputs.clear();
+    bench::check(nsa_attention(f, context), "nsa_attention");
+    EXPECT_EQ(outputs.differences(), 0u) << "with 16 thread blocks";
+  }
   repeat("nsa_attention_backward", std::max(2, repeats / 5), gradients,
          [&] { return nsa_attention_backward(params, context); });
 }

@@ -246,7 +246,7 @@ Kernel instance_for(const CompressedSelectArgs& args) {
                                             : instance_of<BlocksOfStrides<4>>(args);
 }
 
-cudaError_t launch_heads(const CompressedSelectArgs& call, cudaStream_t stream) {
+cudaError_t launch_heads(const CompressedSelectArgs& call, int processors, cudaStream_t stream) {
   constexpr int Dk = NSA_KEY_DIM, Dv = NSA_VALUE_DIM;
   using L = SelectLayout<Dk, Dv>;
   constexpr int kDynamic = kSharedMemory - (static_cast<int>(sizeof(SelectBarriers)) + 1023) / 1024 * 1024;
@@ -264,8 +264,6 @@ cudaError_t launch_heads(const CompressedSelectArgs& call, cudaStream_t stream) 
   args.keys = scratch.selector_keys > 0 ? static_cast<char*>(args.scratch) + scratch.sums : nullptr;
   args.selector_keys = scratch.selector_keys;
   if (query_rows(g) == 0 || g.batches == 0) return cudaSuccess;
-  int processors = 0;
-  cudaError_t error = multiprocessors(processors);
   const int batches = tensor_batches(g);
   const std::int64_t rows = compressed_rows(g);
   args.spread_rows = static_cast<int>(spread_rows(rows));
@@ -278,9 +276,8 @@ cudaError_t launch_heads(const CompressedSelectArgs& call, cudaStream_t stream) 
   // Without a key nothing is read through the maps of keys and values.
   const Strided &k = rows > 0 ? args.range.k : args.range.q, &v = rows > 0 ? args.range.v : args.range.q;
   Maps maps;
-  if (error == cudaSuccess)
-    error = make_tensor_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.warp_tiles.heads,
-                            args.warp_tiles.together * warp_tiles_per_box(args.warp_tiles));
+  cudaError_t error = make_tensor_map(maps.q, args.range.q, Dk, g.heads, query_rows(g), batches, args.warp_tiles.heads,
+                                      args.warp_tiles.together * warp_tiles_per_box(args.warp_tiles));
   if (error == cudaSuccess) error = make_spread_tensor_map(maps.k, k, Dk, g.kv_heads, rows, batches);
   if (error == cudaSuccess) error = make_spread_tensor_map(maps.v, v, Dv, g.kv_heads, rows, batches);
   if (error == cudaSuccess) error = make_tensor_map(maps.k_row, k, Dk, g.kv_heads, rows, batches, 1, 1);
@@ -307,12 +304,15 @@ CompressedSelectArgs of_head(CompressedSelectArgs args, int kv_head) {
 }
 
 /// Whether KV heads are served one after the other: where their keys and values together leave no room for the scratch
-/// in the second-level cache. The noise of a head depends on its number.
-bool heads_in_turn(const CompressedSelectArgs& args) {
+/// in the second-level cache, and each has so many tiles that the last round of them, which few thread blocks have,
+/// does not matter. The noise of a head depends on its number.
+bool heads_in_turn(const CompressedSelectArgs& args, int processors) {
   constexpr std::int64_t kRowBytes = (NSA_KEY_DIM + NSA_VALUE_DIM) * sizeof(NSA_ELEMENT), kTogether = 16 << 20;
+  constexpr int kRounds = 32;
   const Geometry& g = args.range.geometry;
   return g.kv_heads > 1 && g.batches == 1 && args.noise == 0 &&
-         most_key_tiles(g) * kKeys * kRowBytes * g.kv_heads > kTogether;
+         most_key_tiles(g) * kKeys * kRowBytes * g.kv_heads > kTogether &&
+         query_rows(g) / WarpTiles(g.group).queries >= kRounds * processors;
 }
 
 }  // namespace
@@ -320,10 +320,12 @@ bool heads_in_turn(const CompressedSelectArgs& args) {
 template <>
 cudaError_t launch_compressed_select<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const CompressedSelectArgs& args,
                                                                               cudaStream_t stream) {
-  if (!heads_in_turn(args)) return launch_heads(args, stream);
-  cudaError_t error = cudaSuccess;
+  int processors = 0;
+  cudaError_t error = multiprocessors(processors);
+  if (error != cudaSuccess) return error;
+  if (!heads_in_turn(args, processors)) return launch_heads(args, processors, stream);
   for (int head = 0; head < args.range.geometry.kv_heads && error == cudaSuccess; ++head)
-    error = launch_heads(of_head(args, head), stream);
+    error = launch_heads(of_head(args, head), processors, stream);
   return error;
 }
 
