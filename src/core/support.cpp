@@ -40,6 +40,9 @@ Status supports_cuda(const std::string& name, const Problem& problem) {
   const char* value = std::getenv("NSA_CUDA_KERNELS");
   if (const std::string wish = value ? value : ""; !wish.empty() && wish != "auto" && wish != "portable")
     return Status::invalid_argument("NSA_CUDA_KERNELS = '" + wish + "': must be auto or portable");
+  const char* invariant = std::getenv("NSA_BATCH_INVARIANT");
+  if (const std::string wish = invariant ? invariant : ""; !wish.empty() && wish != "0" && wish != "1")
+    return Status::invalid_argument("NSA_BATCH_INVARIANT = '" + wish + "': must be 0 or 1");
   if (const char* mib = std::getenv("NSA_CUDA_DS_MIB"); mib && *mib && !wanted_d_s_bytes())
     return Status::invalid_argument("NSA_CUDA_DS_MIB = '" + std::string(mib) + "': must be a number from 0 to 1048576");
   if (Status status = cuda::usable(problem.device.index); !status.ok()) return status;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "decode_support.h"
+#include "support/environment.h"
 
 namespace nsa::test {
 namespace {
@@ -279,6 +280,7 @@ TEST_P(EngineShaped, OnlyPagesThatAStepNeedsMustBeThere) {
 }
 
 TEST_P(EngineShaped, OffsetsOutOfBoundsAreNoRoom) {
+  const Environment one_shape("NSA_BATCH_INVARIANT", "1");  // steps of three tokens and of four
   const Stream stream(c);
   Results results(c), expected(c);
   EngineCache cache(c, kAll), whole(c, kAll);

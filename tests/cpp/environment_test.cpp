@@ -1,4 +1,4 @@
-// NSA_LOG, NSA_DUMP, NSA_BACKEND, NSA_CUDA_KERNELS and NSA_CUDA_DS_MIB.
+// NSA_LOG, NSA_DUMP, NSA_BACKEND, NSA_CUDA_KERNELS, NSA_CUDA_DS_MIB and NSA_BATCH_INVARIANT.
 #include <gtest/gtest.h>
 
 #include <unistd.h>
@@ -66,6 +66,19 @@ TEST(Backends, KernelsThatThereAreNotAreAnError) {
   const Environment kernels("NSA_CUDA_KERNELS", "fast");
   const Problem problem{.device = {DeviceType::kCUDA, 0}};
   EXPECT_EQ(supports(Backend::kCUDA, problem).message(), "NSA_CUDA_KERNELS = 'fast': must be auto or portable");
+}
+
+TEST(Backends, BatchInvariantIsOneOrNought) {
+  const Problem problem{.device = {DeviceType::kCUDA, 0}};
+  for (const char* value : {"yes", "2", " 1"}) {
+    const Environment invariant("NSA_BATCH_INVARIANT", value);
+    EXPECT_EQ(supports(Backend::kCUDA, problem).message(),
+              "NSA_BATCH_INVARIANT = '" + std::string(value) + "': must be 0 or 1");
+  }
+  for (const char* value : {"", "0", "1"}) {
+    const Environment invariant("NSA_BATCH_INVARIANT", value);
+    EXPECT_EQ(supports(Backend::kCUDA, problem).message().find("NSA_BATCH_INVARIANT"), std::string::npos) << value;
+  }
 }
 
 TEST(Backends, MemoryThatIsNoNumberIsAnError) {

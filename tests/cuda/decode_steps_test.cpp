@@ -1,5 +1,6 @@
 // What only a device has: keys cut into parts, graphs that replay a step, lengths and tables that nobody checked.
 #include <cmath>
+#include <tuple>
 
 #include "device_steps.h"
 #include "support/environment.h"
@@ -44,28 +45,53 @@ TEST(DecodeSteps, ClustersAreTheForward) {
   }
 }
 
-/// By the kernels that serve here and by the portable ones, behind the same tokens.
-void expect_portable(const StreamCase& c, const std::vector<std::int64_t>& sizes) {
+/// Calls body() with so many multiprocessors (cluster_shape() goes by them) that steps of m tokens have clusters of
+/// every shape.
+template <class Body>
+void with_every_shape(const StreamCase& c, std::int64_t m, const Body& body) {
+  const std::int64_t clusters = c.batch * c.kv_heads * m * ((c.group + 31) / 32);
+  for (const double share : {0.5, 1.25, 2.5, 3.75, 5.0, 12.5}) {
+    const std::string processors = std::to_string(std::lround(share * static_cast<double>(clusters)));
+    SCOPED_TRACE(processors + " multiprocessors");
+    const Environment environment("NSA_CUDA_PROCESSORS", processors);
+    body();
+  }
+}
+
+/// By the kernels that serve here and by the portable ones, behind the same tokens. every_shape: the last of the steps
+/// in clusters of every shape.
+void expect_portable(const StreamCase& c, const std::vector<std::int64_t>& sizes, std::int64_t first = kClusteredStart,
+                     bool every_shape = false) {
   const Stream stream(c);
-  const KVCache start = filled_cache(stream, kClusteredStart);
-  Results portable(c), results(c), imposed(c);
+  const KVCache start = filled_cache(stream, first);
+  std::int64_t end = 0;
   const auto feed = [&](Results& to, const Tensor* blocks) {
     KVCache cache = start;
     for (const std::int64_t m : sizes) expect_ok(Feed{stream, cache, blocks}({m, m}, to));
-    return cache.length(0);
+    end = cache.length(0);
   };
+  Results portable(c);
   {
     const Environment wish("NSA_CUDA_KERNELS", "portable");
     feed(portable, nullptr);
   }
-  const std::int64_t end = feed(results, nullptr);
-  feed(imposed, &portable.indices);
-  const auto fed = [&](const TensorView& t) { return slice(t, 1, kClusteredStart, end); };
-  expect_close(fed(imposed.o), fed(portable.o), 0.01);
-  const std::vector<double> own = values_of(fed(results.indices)), expected = values_of(fed(portable.indices));
-  std::size_t same = 0;
-  for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
-  EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+  const auto fed = [&](const TensorView& t) { return slice(t, 1, first, end); };
+  const std::vector<double> expected = values_of(fed(portable.indices));
+  const auto expect_close_here = [&] {
+    Results results(c), imposed(c);
+    feed(results, nullptr);
+    feed(imposed, &portable.indices);
+    expect_close(fed(imposed.o), fed(portable.o), 0.01);
+    const std::vector<double> own = values_of(fed(results.indices));
+    std::size_t same = 0;
+    for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
+    EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+  };
+  if (every_shape) {
+    with_every_shape(c, sizes.back(), expect_close_here);
+  } else {
+    expect_close_here();
+  }
 }
 
 TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
@@ -81,6 +107,62 @@ TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
   c.dk = c.dv = 128;
   c.cfg = {32, 16, 64, 12, 1, 2, 512};
   expect_portable(c, {1, 2, 16, 1, 4, 7, 16, 3, 1});
+}
+
+TEST(DecodeSteps, ClustersOfEveryShapeAreThePortableKernels) {
+  const auto expect = [](const StreamCase& c) {
+    SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", groups of " + std::to_string(c.group));
+    expect_portable(c, {1, 16}, kClusteredStart, true);
+  };
+  for (const std::int64_t group : {3, 16, 20}) {
+    const DType dtype = group == 3 ? DType::kFloat16 : DType::kBFloat16;
+    expect(clustered_case(group, dtype)), expect(in_float8(clustered_case(group, dtype)));
+  }
+  for (const std::int64_t dk : {128, 192}) {
+    StreamCase c = clustered_case(16, dk == 192 ? DType::kFloat16 : DType::kBFloat16);
+    c.dk = dk, c.dv = 128, c.cfg = {32, 16, 64, 12, 1, 2, 512};
+    expect(c), expect(in_float8(c));
+  }
+}
+
+/// Every instance of step_attend on a short text, for the sanitizers.
+class StepInstances : public testing::TestWithParam<std::tuple<DType, std::int64_t, std::int64_t>> {};
+TEST_P(StepInstances, GiveWhatOneShapeGives) {
+  const auto [dtype, dk, group] = GetParam();
+  for (const bool float8 : {false, true}) {
+    StreamCase c = hopper_case(group, 90, {16, 8, 32, 2, 0, 1, 40}, dtype);
+    c.dk = dk, c.dv = dk == 192 ? 128 : dk;
+    if (float8) c = in_float8(c);
+    const Stream stream(c);
+    const KVCache start = filled_cache(stream, 70);
+    const auto feed = [&](const Tensor* blocks, Results& to) {
+      KVCache cache = start;
+      expect_ok(Feed{stream, cache, blocks}({4, 4}, to));
+    };
+    Results expected(c);
+    {
+      const Environment one_shape("NSA_BATCH_INVARIANT", "1");
+      feed(nullptr, expected);
+    }
+    with_every_shape(c, 4, [&] {
+      Results results(c);
+      feed(&expected.indices, results);
+      expect_close(slice(results.o, 1, 70, 74), slice(expected.o, 1, 70, 74), 0.01);
+    });
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Every, StepInstances,
+                         testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
+                                          testing::Values(64, 128, 192), testing::Values(16, 20, 48)));
+
+TEST(DecodeSteps, ManyBlocksAreThePortableKernels) {
+  // More blocks of a thread block than it has threads.
+  for (const bool float8 : {false, true}) {
+    StreamCase c = hopper_case(4, 20100, {16, 8, 32, 16, 1, 2, 512});
+    c.kv_heads = 1;
+    if (float8) c = in_float8(c);
+    expect_portable(c, {1, 16}, 20000, true);
+  }
 }
 
 TEST(DecodeSteps, QueriesOfAnySizeInFloat8) {
@@ -132,6 +214,7 @@ void expect_same_bits_in_any_step(const StreamCase& c, std::int64_t start) {
 }
 
 TEST(DecodeSteps, AQueryHasTheSameBitsInAnyStep) {
+  const Environment one_shape("NSA_BATCH_INVARIANT", "1");
   expect_same_bits_in_any_step(long_case(), 600);
   for (const std::int64_t group : {4, 16, 20}) {
     SCOPED_TRACE("groups of " + std::to_string(group));
@@ -169,7 +252,7 @@ void expect_same_bits_beside_others(StreamCase c) {
   }
 }
 
-TEST(DecodeSteps, AQueryHasTheSameBitsBesideOthersAndPagedAnyhow) {
+TEST(DecodeSteps, AQueryHasTheSameBitsBesideOthersAndPagedAnyhow) {  // of a step of the same shape
   expect_same_bits_beside_others(clustered_case(16));
   expect_same_bits_beside_others(in_float8(clustered_case(16)));
 }

@@ -243,6 +243,44 @@ TEST(Heuristics, EveryStepWithoutThemHasAReason) {
   EXPECT_TRUE(choose_kernels(odd).attend && !choose_kernels(odd).fold);
 }
 
+TEST(Heuristics, ClustersAreSmallerWhereThereAreManyQueries) {
+  using Shape = std::pair<int, int>;  // thread blocks of a cluster, warps
+  const auto shape = [](std::int64_t queries, auto&& change) {
+    StepDesc d = step();
+    d.queries = queries;
+    change(d);
+    EXPECT_EQ(obstacle(d), nullptr);
+    EXPECT_EQ(choose_kernels(d).shape, cluster_shape(d));
+    return Shape(cluster_shape(d).ranks, cluster_shape(d).warps);
+  };
+  const auto of = [&](std::int64_t queries) { return shape(queries, [](auto&) {}); };
+  const Shape invariant(8, 4);
+  EXPECT_EQ(of(1), Shape(8, 8));
+  EXPECT_EQ(of(15), Shape(8, 8));  // as many as an H100 or H200 holds at once
+  EXPECT_EQ(of(16), Shape(4, 8));
+  EXPECT_EQ(of(30), Shape(4, 8));
+  EXPECT_EQ(of(32), Shape(8, 4));
+  EXPECT_EQ(of(45), Shape(8, 4));
+  EXPECT_EQ(of(64), Shape(2, 8));
+  EXPECT_EQ(of(66), Shape(2, 8));
+  for (const std::int64_t queries : {67, 128, 132, 133, 2048}) EXPECT_EQ(of(queries), Shape(1, 8));
+  for (const std::int64_t queries : {1, 4, 32, 128, 2048})
+    EXPECT_EQ(shape(queries, [](auto& d) { d.batch_invariant = true; }), invariant);
+  // Thread blocks of two tiles, and of e4m3, which take half of the memory.
+  const auto pairs = [](auto& d) { d.group = 20; };
+  EXPECT_EQ(shape(4, pairs), invariant);
+  EXPECT_EQ(shape(64, pairs), Shape(2, 8));
+  EXPECT_EQ(shape(128, [](auto& d) { d.float8 = true; }), Shape(2, 8));
+  // What a thread block keeps for the choice leaves no room for smaller clusters.
+  const auto capacity = [&](std::int64_t queries, std::int64_t tokens) {
+    return shape(queries, [&](auto& d) { d.capacity = tokens; });
+  };
+  EXPECT_EQ(capacity(128, 131072), Shape(2, 8));
+  EXPECT_EQ(capacity(128, 262144), Shape(8, 4));
+  EXPECT_EQ(capacity(4, 1 << 20), Shape(8, 4));
+  EXPECT_EQ(shape(4, [](auto& d) { d.processors = 7; }), Shape(1, 8));
+}
+
 TEST(Heuristics, LargeGroupsWantShorterCaches) {
   StepDesc d = step();
   const auto longest = [&](std::int64_t group) {

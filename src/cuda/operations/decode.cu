@@ -424,6 +424,7 @@ sm90::StepKernels Step::hopper_kernels() const {
     const Strided rows = strided(*t);
     call.phi_compatible &= sm90::tma_compatible(rows) && rows.row < kMost && rows.head < kMost;
   }
+  call.queries = batches() * tokens() * kv_heads();
   return sm90::kernels_for(p_.q.device.index, call);
 }
 
@@ -489,6 +490,7 @@ Status Step::attend_on_hopper() {
   args.positions = positions();
   args.plan = plan_;
   args.block_keys = sm90::decode::BlockKeys(cfg);
+  args.shape = hopper_.shape;
   return status_of(hopper_.attend(args, e_.stream), "step_attend");
 }
 

@@ -1,10 +1,12 @@
 #include "cuda/sm90/heuristics.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include "core/log.h"
+#include "cuda/common/device.h"
 
 namespace nsa::cuda::sm90 {
 namespace {
@@ -94,12 +96,31 @@ StepKernels all_kernels(const StepDesc& call) {
   return {};
 }
 
-bool memory_fits(const StepDesc& call) {
+decode::StepMemory step_memory(const StepDesc& call, decode::ClusterShape shape) {
   const NSAConfig& cfg = call.cfg;
-  return decode::StepMemory(static_cast<int>(call.group), decode::BlockKeys(cfg), static_cast<int>(call.key_dim),
-                            static_cast<int>(call.value_dim), call.float8, cfg.topk, cfg.num_compressed(call.capacity),
-                            call.capacity / cfg.block_size + 1)
-      .fits();
+  return {shape,
+          static_cast<int>(call.group),
+          decode::BlockKeys(cfg),
+          static_cast<int>(call.key_dim),
+          static_cast<int>(call.value_dim),
+          call.float8,
+          cfg.topk,
+          cfg.num_compressed(call.capacity),
+          call.capacity / cfg.block_size + 1};
+}
+
+/// Thread blocks of a step's clusters that a multiprocessor holds.
+std::int64_t blocks_at_once(const StepDesc& call, decode::ClusterShape shape) {
+  constexpr std::int64_t kMemory = 228 * 1024, kReserved = 1024;  // of a multiprocessor; for each thread block
+  const int tiles = decode::step_tiles(static_cast<int>(call.group));
+  return std::min<std::int64_t>(decode::blocks_per_processor(shape, tiles, call.key_dim, call.float8),
+                                kMemory / (step_memory(call, shape).bytes() + kReserved));
+}
+
+/// Clusters that a device holds at once: the multiprocessors of one lie close together, which leaves over a tenth of
+/// them.
+std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, int processors) {
+  return blocks * processors * (shape.ranks > 2 ? 10 : 11) / (11 * shape.ranks);
 }
 
 constexpr const char* kNoDevice = "NSA_CUDA_KERNELS=portable, or no GPU of capability 9.0";
@@ -183,7 +204,7 @@ const char* obstacle(const StepDesc& call) {
   if (strides > keys + 1) return "compression blocks longer than a selection block and a stride";
   if (!call.tma_compatible)
     return "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB";
-  if (!memory_fits(call)) return "a cache of too many tokens for a sequence";
+  if (!step_memory(call, {}).fits()) return "a cache of too many tokens for a sequence";
   return nullptr;
 }
 
@@ -212,9 +233,27 @@ const char* obstacle(const ChunkDesc& call) {
   return call.tokens < kLeastChunk ? "few new tokens" : nullptr;
 }
 
+decode::ClusterShape cluster_shape(const StepDesc& call) {
+  decode::ClusterShape best;
+  if (call.batch_invariant) return best;
+  const int group = static_cast<int>(call.group);
+  std::int64_t most = 0, most_blocks = 0;
+  for (const decode::ClusterShape shape : decode::kClusterShapes) {
+    if (!decode::has_kernel(shape, decode::step_tiles(group)) || !step_memory(call, shape).fits()) continue;
+    const std::int64_t blocks = blocks_at_once(call, shape);
+    const std::int64_t clusters = clusters_at_once(shape, blocks, call.processors);
+    if (call.queries * decode::step_clusters(group) <= clusters) return shape;
+    // Of several waves few, and of clusters of others on the same multiprocessor, which work where one waits.
+    if (clusters > most || (clusters == most && blocks > most_blocks))
+      best = shape, most = clusters, most_blocks = blocks;
+  }
+  return best;
+}
+
 StepKernels choose_kernels(const StepDesc& call) {
   if (obstacle(call)) return {};
   StepKernels kernels = all_kernels(call);
+  kernels.shape = cluster_shape(call);
   if (fold_obstacle(call)) kernels.fold = nullptr;
   return kernels;
 }
@@ -276,6 +315,11 @@ bool device_supported(int index) {
   return major == 9 && minor == 0 && !(wish && std::strcmp(wish, "portable") == 0);
 }
 
+bool batch_invariant() {
+  const char* wish = std::getenv("NSA_BATCH_INVARIANT");
+  return wish && std::strcmp(wish, "1") == 0;
+}
+
 Kernels kernels_for(int index, const AttentionDesc& call) {
   const bool supported = device_supported(index);
   if (logs_details()) {
@@ -298,7 +342,11 @@ StepKernels kernels_for(int index, const StepDesc& call) {
     log_portable("decode", why);
     if (!why) log_portable("compress of a step", fold_obstacle(call));
   }
-  return supported ? choose_kernels(call) : StepKernels{};
+  if (!supported) return {};
+  StepDesc here = call;
+  if (multiprocessors(here.processors) != cudaSuccess) cudaGetLastError();
+  here.batch_invariant = batch_invariant();
+  return choose_kernels(here);
 }
 
 bool serves(int index, const ChunkDesc& call) {

@@ -82,12 +82,16 @@ struct StepDesc {
   CompressionKind phi_k = CompressionKind::kMlp, phi_v = CompressionKind::kMlp;
   std::int64_t hidden_k = 0, hidden_v = 0;  // columns of φ's first weights, 0 for the mean
   bool phi_compatible = true;               // tokens and weights of φ: as tma_compatible
+  std::int64_t queries = 1;                 // of all sequences and KV heads
+  int processors = 132;                     // multiprocessors of the device
+  bool batch_invariant = false;             // a query's bits do not depend on how many there are
 };
 
 /// Null: there is none.
 struct StepKernels {
   cudaError_t (*attend)(const decode::StepAttendArgs&, cudaStream_t) = nullptr;
   cudaError_t (*fold)(const decode::StepFoldArgs&, cudaStream_t) = nullptr;  // null: by portable kernels
+  decode::ClusterShape shape;                                                // of attend's clusters
 };
 
 /// What decides whether a chunk of the prompt behind what a cache holds is attended to by the kernels of a forward
@@ -103,6 +107,10 @@ struct ChunkDesc {
 Kernels choose_kernels(const AttentionDesc& call);
 CompressKernels choose_kernels(const CompressDesc& call);
 StepKernels choose_kernels(const StepDesc& call);
+
+/// The clusters that attend to a step's queries: of those with the most warps that a device holds all at once. Which
+/// they are decides in what order sums are taken, and so the last bits.
+decode::ClusterShape cluster_shape(const StepDesc& call);
 
 /// Why a call has none of these kernels: "float32", "head dims 80/80", ... Null: it has.
 const char* obstacle(const AttentionDesc& call);
@@ -121,6 +129,8 @@ std::string describe(const KernelQuery& query);
 
 /// Whether they can be used on the device `index`: it may be another one, or NSA_CUDA_KERNELS=portable forbids them.
 bool device_supported(int index);
+/// Whether NSA_BATCH_INVARIANT=1: a query has the same bits whatever else a step has.
+bool batch_invariant();
 /// choose_kernels(), or none where they do not serve; the log says why.
 Kernels kernels_for(int index, const AttentionDesc& call);
 CompressKernels kernels_for(int index, const CompressDesc& call);

@@ -65,4 +65,21 @@ __device__ __forceinline__ float4 load_remote_float4(std::uint32_t from) {
   return x;
 }
 
+// The same from a pointer to this thread block's shared memory. A single thread block is no cluster and reads its own.
+template <int kRanks>
+__device__ __forceinline__ float2 load_rank(const float2* from, int rank) {
+  if constexpr (kRanks == 1) return *from;
+  return load_remote_float2(map_to_rank(shared_address(from), rank));
+}
+template <int kRanks>
+__device__ __forceinline__ float4 load_rank(const float4* from, int rank) {
+  if constexpr (kRanks == 1) return *from;
+  return load_remote_float4(map_to_rank(shared_address(from), rank));
+}
+template <int kRanks>
+__device__ __forceinline__ uint4 load_rank(const uint4* from, int rank) {
+  if constexpr (kRanks == 1) return *from;
+  return load_remote_uint4(map_to_rank(shared_address(from), rank));
+}
+
 }  // namespace nsa::cuda::sm90

@@ -66,6 +66,7 @@ __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys&
 
 /// Where the units of a cluster lie: stages of kWarps units go to the ranks in turn, and a rank's units follow each
 /// other in its memory.
+template <int kRanks, int kWarps>
 struct UnitPlace {
   int rank, local;
 
@@ -85,27 +86,29 @@ __device__ __forceinline__ int block_of(unsigned long long candidate) {
   return static_cast<int>(0xffffffffu - static_cast<unsigned>(candidate));
 }
 
-/// Puts a list of up to kMostBlocks different numbers in order, the largest first; zeros are none. One warp.
-__device__ __forceinline__ void sort_descending(unsigned long long* list, int count, int lane) {
-  constexpr int kEach = kMostBlocks / 32;
-  unsigned long long mine[kEach];
-  int place[kEach];
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    mine[i] = lane + 32 * i < count ? list[lane + 32 * i] : 0;
-    place[i] = 0;
-    for (int j = 0; j < count; ++j) place[i] += list[j] > mine[i];
-  }
-  __syncwarp();
-  for (int i = lane; i < count; i += 32) list[i] = 0;
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    if (mine[i] != 0) list[place[i]] = mine[i];
+/// How many of the `count` numbers come before number `at`, which is `mine`: larger ones, and equal ones in front of
+/// it. count: a multiple of four.
+__device__ __forceinline__ int place_among(const unsigned* numbers, int count, int at, unsigned mine) {
+  const auto* const four = reinterpret_cast<const uint4*>(numbers);
+  int counts[4] = {};
+  const auto add = [&](int i, unsigned least) {
+    const uint4 k = four[i];
+    counts[0] += k.x >= least, counts[1] += k.y >= least, counts[2] += k.z >= least, counts[3] += k.w >= least;
+  };
+  const int own = at / 4;
+#pragma unroll 4
+  for (int i = 0; i < own; ++i) add(i, mine);
+  const uint4 k = four[own];
+  const int beside = (k.x > mine || (k.x == mine && at % 4 > 0)) + (k.y > mine || (k.y == mine && at % 4 > 1)) +
+                     (k.z > mine || (k.z == mine && at % 4 > 2)) + (k.w > mine);
+  if (mine != 0xffffffffu)
+#pragma unroll 4
+    for (int i = own + 1; i < count / 4; ++i) add(i, mine + 1);
+  return beside + counts[0] + counts[1] + counts[2] + counts[3];
 }
 
 /// How many of the numbers in kRanks descending lists of `count` are larger than `mine`.
+template <int kRanks>
 __device__ __forceinline__ int count_larger(const unsigned long long* lists, int count, unsigned long long mine) {
   int larger[kRanks] = {};
 #pragma unroll 1
@@ -118,38 +121,6 @@ __device__ __forceinline__ int count_larger(const unsigned long long* lists, int
 #pragma unroll
   for (int i = 0; i < kRanks; ++i) sum += larger[i];
   return sum;
-}
-
-/// emit(place, i) for the `places` largest of keys[0] ... keys[count - 1] that are not 0; of equal ones the first. One
-/// warp: finds the largest threshold that at least `places` of the keys reach, bit by bit. For many keys.
-template <class Emit>
-__device__ __forceinline__ void choose_largest(const unsigned* keys, int count, int places, int lane,
-                                               const Emit& emit) {
-  const auto reach = [&](unsigned least) {
-    int n = 0;
-    for (int i = lane; i < count; i += 32) n += keys[i] >= least;
-    return __reduce_add_sync(0xffffffffu, n);
-  };
-  unsigned threshold = 0;
-#pragma unroll 1
-  for (int bit = 31; bit >= 0; --bit) {
-    const unsigned next = threshold | (1u << bit);
-    const int n = reach(next);
-    if (n >= places) threshold = next;
-    if (n == places) break;
-  }
-  const int above = threshold == 0xffffffffu ? 0 : reach(threshold + 1);
-  int ties = threshold == 0 ? 0 : places - above, written = 0;
-  const unsigned before = (1u << lane) - 1;
-  for (int first = 0; first < count; first += 32) {
-    const unsigned key = first + lane < count ? keys[first + lane] : 0;
-    const unsigned tied = __ballot_sync(0xffffffffu, key == threshold);
-    const bool chosen = key > threshold || (key == threshold && __popc(tied & before) < ties);
-    const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
-    if (chosen) emit(written + __popc(lanes & before), first + lane);
-    written += __popc(lanes);
-    ties -= min(ties, __popc(tied));
-  }
 }
 
 /// The candidates of a query at `position`, those that are forced, and the places left for the others.

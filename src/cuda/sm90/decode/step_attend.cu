@@ -1,15 +1,18 @@
 // One instance of step_attend: compiled with NSA_ELEMENT, NSA_KEY_DIM and NSA_VALUE_DIM.
 //
-// A cluster of eight thread blocks has one query of one KV head: one or two tiles of sixteen rows, the heads of the
-// group. Its thread blocks share out the keys of each branch in stages of one unit of sixteen keys per warp, which
-// loads it. The warps of a tile share out the units of a stage, and merge their sums when the branch ends. The order of
-// every sum follows from the keys' numbers, not from lengths, other sequences or the step's other queries.
+// A cluster of thread blocks has one query of one KV head: one or two tiles of sixteen rows, the heads of the group.
+// How many thread blocks and warps (ClusterShape) depends on how many queries a step has. The thread blocks share out
+// the keys of each branch in stages of one unit of sixteen keys per warp, which loads it. The warps of a tile share out
+// the units of a stage, and merge their sums when the branch ends. The order of every sum follows from the shape and
+// the keys' numbers, not from lengths, other sequences or the step's other queries.
 //
 // A group of more than 32 heads has a cluster for every 32. As all heads choose the blocks together, each multiplies
 // the compressed keys with the other clusters' queries too, before its own.
 //
 //   compressed keys, keeping sums for the choice │ window │ exchange of softmaxes │ own candidates │ exchange │
 //   choice, the same in all thread blocks │ selected blocks │ exchange of outputs, each thread block some columns
+#include <iterator>
+
 #include "cuda/common/block_list.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/pages.cuh"
@@ -19,13 +22,17 @@
 namespace nsa::cuda::sm90::decode {
 namespace {
 
-constexpr int kThreads = 32 * kWarps;
-/// The most blocks of its own that a thread block ranks by counting, each thread one or a few of them.
-constexpr int kMostCounted = 512;
-
-/// kFloat8: keys and values are in e4m3 and are multiplied in float16.
-template <class T, int Dk, int Dv, int kTiles, bool kFloat8>
+/// kFloat8: keys and values are in e4m3 and are multiplied in float16. kRanks, kWarps: as in ClusterShape.
+template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps>
 struct Shape {
+  static constexpr int kTiles = kOfTiles;
+  static constexpr bool kFloat8 = kInFloat8;
+  static constexpr ClusterShape kShape{kOfRanks, kOfWarps};
+  static constexpr int kRanks = kOfRanks, kWarps = kOfWarps, kThreads = 32 * kWarps;
+  // Of a multiprocessor: its registers are shared out among so many thread blocks, each of so many threads.
+  static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
+  static constexpr int kRegisterThreads = 32 * warps_per_processor(kTiles, Dk, kFloat8) / kBlocks;
+  using Place = UnitPlace<kRanks, kWarps>;
   using Element = std::conditional_t<kFloat8, Half, T>;  // of products
   static constexpr int kItem = kFloat8 ? 1 : 2;          // bytes of a stored element
   // Rows of keys and values in shared memory, in units of two bytes.
@@ -40,6 +47,12 @@ struct Shape {
   static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
   static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
   static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
+  static __device__ __forceinline__ int rank() { return kRanks == 1 ? 0 : cluster_rank(); }
+  /// Barriers of the cluster.
+  static __device__ __forceinline__ void sync() { kRanks == 1 ? __syncthreads() : cluster_sync(); }
+  static __device__ __forceinline__ void sync_reads() {
+    if constexpr (kRanks > 1) cluster_sync_reads();
+  }
   static_assert(kSums <= kUnits && kColumns % kSplits == 0 && kColumns % kRanks == 0);
 };
 
@@ -53,10 +66,10 @@ struct OtherRows {
 /// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
 template <class S>
 struct RowMemory {
-  float2 warps[kWarps][kTileRows];
+  float2 warps[S::kWarps][kTileRows];
   float2 branches[kBranches][S::kRows];  // of the thread block; read by the others
   float2 totals[kBranches][S::kRows];    // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
-  float factors[kRanks][S::kRows];       // of the thread blocks' shares of the selected branch
+  float factors[S::kRanks][S::kRows];    // of the thread blocks' shares of the selected branch
   float gates[kBranches][S::kRows];
 };
 
@@ -97,10 +110,9 @@ __device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) 
 /// A block's importance for the first `count` rows of a tile: its sums over them, if the unit has any keys, and for a
 /// unit's first block what the keys of the unit before give, which lies in the thread block `rank`. totals: of the
 /// tile's rows.
+template <int kRanks>
 __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int block, bool crosses, KeptUnit before,
                                                int rank, const float2* totals, int count) {
-  const std::uint32_t crossing = map_to_rank(shared_address(before.crossing()), rank);
-  const std::uint32_t reference = map_to_rank(shared_address(before.reference()), rank);
   float sum = 0;
 #pragma unroll 1
   for (int r = 0; r < kTileRows; r += 8) {  // eight places of rows at a time
@@ -113,8 +125,9 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
       high = *reinterpret_cast<const float4*>(unit.reference() + r + 4);
     }
     if (crosses) {
-      crossings = load_remote_uint4(crossing + 2 * r);
-      low_before = load_remote_float4(reference + 4 * r), high_before = load_remote_float4(reference + 4 * r + 16);
+      const auto* const reference = reinterpret_cast<const float4*>(before.reference() + r);
+      crossings = load_rank<kRanks>(reinterpret_cast<const uint4*>(before.crossing() + r), rank);
+      low_before = load_rank<kRanks>(reference, rank), high_before = load_rank<kRanks>(reference + 1, rank);
     }
     const auto add = [&](int i, float x, float reference_of, float y, float reference_before) {
       const int row = KeptUnit::row_of(r + i);
@@ -136,12 +149,13 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
 
 /// The blocks that the query attends to, the same list in all of the cluster's thread blocks. Works in the ring's
 /// memory, which nobody else uses then. totals_of(tile): of compressed keys. writes: the list of blocks, too.
-template <class TotalsOf>
+template <class S, class TotalsOf>
 __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* memory, const TotalsOf& totals_of,
                                               int tiles, const ChoiceMemory& choice, char* all_kept, int row,
                                               int position, int compressed, bool chooses, bool room, bool writes) {
+  constexpr int kRanks = S::kRanks, kWarps = S::kWarps, kThreads = S::kThreads;
   const BlockKeys& shape = args.block_keys;
-  const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = cluster_rank();
+  const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = S::rank();
   const int kv_head = blockIdx.y, b = blockIdx.z, topk = args.topk;
   const Candidates candidates(args, position);
   const bool ranks_blocks = chooses && !candidates.all(args);  // else all of them fit
@@ -150,66 +164,72 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
     const int units = (compressed + kUnitKeys - 1) / kUnitKeys;
     const int all_units = (candidates.count + shape.blocks() - 1) >> log2_blocks;
     const int stages = max((all_units + kWarps * (kRanks - rank) - 1) / (kWarps * kRanks), 0);
-    const int local_blocks = stages * kWarps << log2_blocks;  // in this thread block
-    auto* const keys = reinterpret_cast<unsigned*>(memory);   // their importances
+    const int local_blocks = stages * kWarps << log2_blocks;    // in this thread block
+    const int each = (local_blocks + kThreads - 1) / kThreads;  // neighbouring blocks of a thread
+    auto* const keys = reinterpret_cast<unsigned*>(memory);     // their importances
+    unsigned* const largest = keys + local_blocks;              // of each thread
+    unsigned& threshold = largest[kThreads];
+    int& listed = reinterpret_cast<int&>(largest[kThreads + 1]);
+    auto* const list = reinterpret_cast<unsigned long long*>(largest + kThreads + 4);  // blocks above the threshold
     const auto block_at = [&](int local) {
-      return (UnitPlace::unit_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
+      return (S::Place::unit_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
     };
     for (int i = thread; i < topk; i += kThreads) choice.candidates()[i] = 0;
+    const auto each_own = [&](const auto& body) {
 #pragma unroll 1
-    for (int local = thread; local < local_blocks; local += kThreads) {
+      for (int i = 0; i < each; ++i)  // all lanes leave it together
+        if (const int local = thread * each + i; local < local_blocks) body(local);
+    };
+    each_own([&](int local) {
       const int local_unit = local >> log2_blocks, in_unit = local & (shape.blocks() - 1);
-      const int unit = UnitPlace::unit_of(local_unit, rank), block = block_at(local);
+      const int unit = S::Place::unit_of(local_unit, rank), block = block_at(local);
       unsigned key = 0;
       if (block < candidates.count && !candidates.forced(block)) {
         const bool crosses = in_unit == 0 && unit > 0 && unit <= units && shape.strides > 1;
-        const UnitPlace before(max(unit - 1, 0));
+        const typename S::Place before(max(unit - 1, 0));
         float sum = 0;
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
           char* const of_tile = all_kept + tile * args.kept_units * kept_bytes;
           const KeptUnit here{of_tile + local_unit * kept_bytes, shape.blocks()};
           const KeptUnit there{of_tile + before.local * kept_bytes, shape.blocks()};
-          sum += importance_of(unit < units, here, in_unit, crosses, there, before.rank, totals_of(tile),
-                               args.geometry.group - tile * kTileRows);
+          sum += importance_of<kRanks>(unit < units, here, in_unit, crosses, there, before.rank, totals_of(tile),
+                                       args.geometry.group - tile * kTileRows);
         }
         key = ordered(sum);
       }
       keys[local] = key;
-    }
+    });
+    unsigned mine = 0;
+    each_own([&](int local) { mine = max(mine, keys[local]); });
+    largest[thread] = mine;
+    if (thread == 0) threshold = 1, listed = 0;
     __syncthreads();
-    // The thread block's candidates, the most important first.
-    if (local_blocks <= kMostCounted) {
-      const auto* const four = reinterpret_cast<const uint4*>(keys);
+    // The thread block's candidates, the most important first. They belong to the first threads in the order of largest
+    // importances, and none is below that of the last of these.
+    const int place = mine ? place_among(largest, min(local_blocks, kThreads), thread, mine) : candidates.places;
+    const bool among_first = place < candidates.places;
+    if (each == 1) {
+      if (among_first) choice.candidates()[place] = candidate(mine, block_at(thread));
+    } else {
+      if (place == candidates.places - 1) threshold = mine;
+      __syncthreads();
+      if (among_first)
+        each_own([&](int local) {
+          if (keys[local] >= threshold) list[atomicAdd(&listed, 1)] = candidate(keys[local], block_at(local));
+        });
+      __syncthreads();
+      const int count = listed;
 #pragma unroll 1
-      for (int local = thread; local < local_blocks; local += kThreads) {
-        const unsigned mine = keys[local];
-        if (mine == 0) continue;
-        // How many come before: those that are larger, and equal ones of lower blocks.
-        int counts[4] = {};
-        const auto count = [&](int i, unsigned least) {
-          const uint4 k = four[i];
-          counts[0] += k.x >= least, counts[1] += k.y >= least, counts[2] += k.z >= least, counts[3] += k.w >= least;
-        };
-        const int own = local / 4;
+      for (int i = thread; i < count; i += kThreads) {
+        const unsigned long long candidate = list[i];
+        int larger = 0;
 #pragma unroll 4
-        for (int i = 0; i < own; ++i) count(i, mine);
-        const uint4 k = four[own];
-        int place = (k.x > mine || (k.x == mine && local % 4 > 0)) + (k.y > mine || (k.y == mine && local % 4 > 1)) +
-                    (k.z > mine || (k.z == mine && local % 4 > 2)) + (k.w > mine);
-        if (mine != 0xffffffffu)
-#pragma unroll 4
-          for (int i = own + 1; i < local_blocks / 4; ++i) count(i, mine + 1);
-        place += counts[0] + counts[1] + counts[2] + counts[3];
-        if (place < candidates.places) choice.candidates()[place] = candidate(mine, block_at(local));
+        for (int j = 0; j < count; ++j) larger += list[j] > candidate;
+        if (larger < candidates.places) choice.candidates()[larger] = candidate;
       }
-    } else if (warp == 0) {
-      choose_largest(keys, local_blocks, candidates.places, lane, [&](int place, int local) {
-        choice.candidates()[place] = candidate(keys[local], block_at(local));
-      });
-      sort_descending(choice.candidates(), topk, lane);
     }
-    cluster_sync();
+    S::sync();
   }
   auto* const entries = reinterpret_cast<unsigned long long*>(memory);  // (kRanks, topk)
   int* const found = reinterpret_cast<int*>(entries + kRanks * topk);   // (topk), in any order
@@ -230,7 +250,7 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
     __syncthreads();
   };
   if (chooses) {
-    if (ranks_blocks)
+    if (kRanks > 1 && ranks_blocks)
 #pragma unroll 1
       for (int i = thread; i < kRanks * topk; i += kThreads) {
         const int place = i / kRanks, of_rank = i % kRanks;
@@ -245,9 +265,9 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
       __syncthreads();
 #pragma unroll 1
       for (int i = thread; i < kRanks * topk; i += kThreads) {
-        const unsigned long long mine = entries[i];
+        const unsigned long long mine = kRanks == 1 ? choice.candidates()[i] : entries[i];
         if (mine == 0) continue;
-        const int place = count_larger(entries, topk, mine);
+        const int place = kRanks == 1 ? i : count_larger<kRanks>(entries, topk, mine);
         if (place >= candidates.places) continue;
         found[candidates.num_forced() + place] = block_of(mine);
         atomicAdd(&choice.count(), 1);
@@ -272,19 +292,20 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
   }
 }
 
-/// kMany: a query has several clusters.
-template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8>
-__global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
-                                            : kFloat8              ? 4
-                                                      : 3) step_attend(const __grid_constant__ StepAttendArgs args) {
-  using S = Shape<T, Dk, Dv, kTiles, kFloat8>;
+/// kMany: a query has several clusters. With eight warps a thread block could have 255 registers for a thread; with the
+/// 168 of twelve warps, compilers count in uniform ones what they otherwise count in these.
+template <class S, class T, int Dk, int Dv, bool kMany>
+__global__ void __launch_bounds__(S::kRegisterThreads, S::kBlocks)
+    step_attend(const __grid_constant__ StepAttendArgs args) {
+  constexpr int kRanks = S::kRanks, kWarps = S::kWarps, kThreads = S::kThreads, kTiles = S::kTiles;
+  constexpr bool kFloat8 = S::kFloat8;
   using Element = typename S::Element;
   extern __shared__ __align__(128) char memory[];
   const StepGeometry& p = args.geometry;
   const BlockKeys& shape = args.block_keys;
   const int lane = threadIdx.x % 32, warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
   const int tile = warp / S::kSplits, split = warp % S::kSplits;
-  const int rank = cluster_rank(), kv_head = blockIdx.y, b = blockIdx.z;
+  const int rank = S::rank(), kv_head = blockIdx.y, b = blockIdx.z;
   const int clusters = kMany ? args.clusters : 1, number = static_cast<int>(blockIdx.x) / kRanks;
   const int query = number / clusters, mine = number - query * clusters;  // the cluster's number for this query
   const int first_head = mine * S::kRows, num_heads = min(p.group - first_head, S::kRows);
@@ -566,10 +587,10 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
     }
     __syncthreads();
   };
-  /// Totals of a row over the thread blocks of the cluster, by the eight lanes of a group, one for each. Returns what
+  /// Totals of a row over the thread blocks of the cluster, by as many neighbouring lanes, one for each. Returns what
   /// the lane's thread block counts by.
   const auto total = [&](const float2& softmax, float2& all) {
-    const float2 of_rank = load_remote_float2(map_to_rank(shared_address(&softmax), lane % kRanks));
+    const float2 of_rank = load_rank<kRanks>(&softmax, lane % kRanks);
     float largest = of_rank.x;
 #pragma unroll
     for (int offset = 1; offset < kRanks; offset *= 2)
@@ -645,7 +666,7 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
         for (int i = 0; i < 4; ++i) known[n][i] = own[n][i];
     } else if (in_window) {
       // Exchange of the softmaxes so far, and both branches as one sum.
-      cluster_sync();
+      S::sync();
       for (int e = threadIdx.x / kRanks; e < 2 * S::kRows; e += kThreads / kRanks) {
         const BranchIndex of = e < S::kRows ? kCompressed : kWindow;
         total(rows.branches[of][e % S::kRows], rows.totals[of][e % S::kRows]);
@@ -677,9 +698,44 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
         const int of = of_tile / kTiles;
         return (of == mine ? rows.totals[kCompressed] : others[of].totals) + of_tile % kTiles * kTileRows;
       };
-      choose_blocks(args, memory, totals_of, clusters * kTiles, choice, all_kept, row(), position, compressed, chooses,
-                    room, args.indices.data && rank == 0 && mine == 0);
+      choose_blocks<S>(args, memory, totals_of, clusters * kTiles, choice, all_kept, row(), position, compressed,
+                       chooses, room, args.indices.data && rank == 0 && mine == 0);
     }
+  }
+
+  const int at_row = row();
+  /// Eight columns of a tile that are the lane's: those of two of its rows.
+  const auto write = [&](int of_tile, int column, const float(&o)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = of_tile * kTileRows + lane / 4 + 8 * i;
+      if (head >= num_heads) continue;
+      T* const to = args.o.at<T>(b, at_row, kv_head * p.group + first_head + head);
+      const float x = room ? o[2 * i] : 0, y = room ? o[2 * i + 1] : 0;
+      if constexpr (kFloat8) {  // every other one of sixteen channels
+        T* const mine = to + (column / 2 * 16 + column % 2 + 4 * (lane & 3));
+        mine[0] = from_float<T>(x), mine[2] = from_float<T>(y);
+      } else {
+        store_pair(to + column * 8 + 2 * (lane & 3), x, y);
+      }
+    }
+  };
+  if constexpr (kRanks == 1) {  // each warp has all of its columns
+    float share[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = tile * kTileRows + lane / 4 + 8 * i;
+      const float sum = rows.branches[kSelected][r].y;
+      share[i] = sum == 0 ? 0 : rows.gates[kSelected][r] * __frcp_rn(sum);
+    }
+#pragma unroll
+    for (int n = 0; n < S::kOwnColumns; ++n) {
+      const float o[4] = {known[n][0] + own[n][0] * share[0], known[n][1] + own[n][1] * share[0],
+                          known[n][2] + own[n][2] * share[1], known[n][3] + own[n][3] * share[1]};
+      write(tile, split * S::kOwnColumns + n, o);
+    }
+    leave_length();
+    return;
   }
 
   // Exchange of outputs: each thread block writes Dv / 8 columns, of what all of them have.
@@ -694,8 +750,7 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
     known_outputs[at] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
     selected_outputs[at] = make_float4(own[n][0] * low, own[n][1] * low, own[n][2] * high, own[n][3] * high);
   }
-  const int at_row = row();
-  cluster_sync();
+  S::sync();
   for (int r = threadIdx.x / kRanks; r < S::kRows; r += kThreads / kRanks)
     rows.factors[lane % kRanks][r] = total(rows.branches[kSelected][r], rows.totals[kSelected][r]);
   __syncthreads();
@@ -704,14 +759,14 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
   for (int e = warp; e < kTiles * kMine; e += kWarps) {
     const int of_tile = e / kMine, column = rank * kMine + e % kMine, at = (of_tile * S::kColumns + column) * 32 + lane;
     float o[4] = {};
-    constexpr int kAtOnce = kRanks / 2;  // loads on their way
+    constexpr int kAtOnce = kRanks < 4 ? kRanks : 4;  // loads on their way
 #pragma unroll
     for (int first = 0; first < kRanks; first += kAtOnce) {
       float4 known[kAtOnce], chosen[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        known[i] = load_remote_float4(map_to_rank(shared_address(known_outputs + at), first + i));
-        chosen[i] = load_remote_float4(map_to_rank(shared_address(selected_outputs + at), first + i));
+        known[i] = load_rank<kRanks>(known_outputs + at, first + i);
+        chosen[i] = load_rank<kRanks>(selected_outputs + at, first + i);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -721,37 +776,36 @@ __global__ void __launch_bounds__(kThreads, kTiles > 1 || Dk > 128 ? 2
         o[2] += known[i].z + chosen[i].z * high, o[3] += known[i].w + chosen[i].w * high;
       }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int head = of_tile * kTileRows + lane / 4 + 8 * i;
-      if (head >= num_heads) continue;
-      T* const to = args.o.at<T>(b, at_row, kv_head * p.group + first_head + head);
-      const float x = room ? o[2 * i] : 0, y = room ? o[2 * i + 1] : 0;
-      if constexpr (kFloat8) {  // every other one of sixteen channels
-        T* const mine = to + (column / 2 * 16 + column % 2 + 4 * (lane & 3));
-        mine[0] = from_float<T>(x), mine[2] = from_float<T>(y);
-      } else {
-        store_pair(to + column * 8 + 2 * (lane & 3), x, y);
-      }
-    }
+    write(of_tile, column, o);
   }
   leave_length();
-  cluster_sync_reads();  // nobody ends while others read its memory
+  S::sync_reads();  // nobody ends while others read its memory
 }
 
-template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8>
-cudaError_t launch_tiles(StepAttendArgs args, cudaStream_t stream) {
-  using S = Shape<T, Dk, Dv, kTiles, kFloat8>;
+template <class S, class T, int Dk, int Dv, bool kMany>
+cudaError_t launch_shape(StepAttendArgs args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const std::int64_t keys = num_compressed(g, g.k_len);
-  const StepMemory memory(g.group, args.block_keys, Dk, Dv, kFloat8, args.topk, keys,
+  const StepMemory memory(S::kShape, g.group, args.block_keys, Dk, Dv, S::kFloat8, args.topk, keys,
                           (g.k_len >> args.block_keys.log2_block) + 1);
   if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
-  args.kept_units = static_cast<int>(StepMemory::kept_units(keys));
+  args.kept_units = static_cast<int>(StepMemory::kept_units(S::kShape, keys));
   args.clusters = step_clusters(g.group);
-  const dim3 grid(g.q_len * args.clusters * kRanks, g.kv_heads, g.batches);
-  return launch_cluster(step_attend<T, Dk, Dv, kTiles, kMany, kFloat8>, kRanks, true, grid, kThreads,
+  const dim3 grid(g.q_len * args.clusters * S::kRanks, g.kv_heads, g.batches);
+  return launch_cluster(step_attend<S, T, Dk, Dv, kMany>, S::kRanks, true, grid, S::kThreads,
                         static_cast<std::size_t>(memory.bytes()), stream, args);
+}
+
+/// By the one of kClusterShapes from `at` on that the arguments name.
+template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8, int at = 0>
+cudaError_t launch_tiles(const StepAttendArgs& args, cudaStream_t stream) {
+  constexpr ClusterShape shape = kClusterShapes[at];
+  if constexpr (has_kernel(shape, kTiles))
+    if (args.shape == shape)
+      return launch_shape<Shape<T, Dk, Dv, kTiles, kFloat8, shape.ranks, shape.warps>, T, Dk, Dv, kMany>(args, stream);
+  if constexpr (at + 1 < static_cast<int>(std::size(kClusterShapes)))
+    return launch_tiles<T, Dk, Dv, kTiles, kMany, kFloat8, at + 1>(args, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace

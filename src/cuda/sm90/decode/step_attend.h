@@ -1,8 +1,9 @@
 // A decode step's attention on Hopper: compressed keys, choice of blocks, selected blocks, window, gates, by one
 // kernel.
 //
-// A cluster of eight thread blocks serves one query of one KV head, or 32 heads of it. Its rows, heads of the group,
-// lie in tiles of sixteen, one tensor-core tile each; keys come in units of sixteen. Design: docs/design/decode.md.
+// A cluster of up to eight thread blocks serves one query of one KV head, or 32 heads of it. Its rows, heads of the
+// group, lie in tiles of sixteen, one tensor-core tile each; keys come in units of sixteen. Design:
+// docs/design/decode.md.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,16 +17,37 @@
 
 namespace nsa::cuda::sm90::decode {
 
-inline constexpr int kRanks = 8;      // thread blocks of a cluster
 inline constexpr int kTileRows = 16;  // (query, head)
 inline constexpr int kUnitKeys = 16;
-inline constexpr int kWarps = 4;        // of a thread block
 inline constexpr int kMostTiles = 2;    // of a cluster
 inline constexpr int kMostBlocks = 64;  // n
+
+/// Thread blocks of a cluster, and warps of a thread block. By default those of steps whose bits depend on no other
+/// query.
+struct ClusterShape {
+  int ranks = 8, warps = 4;
+  constexpr bool operator==(const ClusterShape&) const = default;
+};
+
+/// The most warps for a query first.
+inline constexpr ClusterShape kClusterShapes[] = {{8, 8}, {4, 8}, {8, 4}, {2, 8}, {1, 8}};
 
 /// Tiles of a cluster, and clusters of a query and KV head: they share out the heads of the group.
 constexpr int step_tiles(int group) { return group > kTileRows ? kMostTiles : 1; }
 constexpr int step_clusters(int group) { return (group + kMostTiles * kTileRows - 1) / (kMostTiles * kTileRows); }
+
+/// The shapes that have kernels: of clusters with two tiles two of them.
+constexpr bool has_kernel(ClusterShape shape, int tiles) {
+  return tiles == 1 || shape == ClusterShape{} || shape == ClusterShape{2, 8};
+}
+
+/// Warps of a multiprocessor that share out its registers, and the thread blocks that these are.
+constexpr int warps_per_processor(int tiles, std::int64_t key_dim, bool float8) {
+  return tiles > 1 || key_dim > 128 ? 8 : float8 ? 16 : 12;
+}
+constexpr int blocks_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
+  return warps_per_processor(tiles, key_dim, float8) / shape.warps;
+}
 
 /// What the importance of a selection block is made of. A unit holds whole blocks: 2, 4, 8 or 16 compressed keys each
 /// begin in a block. A key covers `strides` strides of d tokens and so reaches one block further at most.
@@ -69,6 +91,7 @@ struct StepAttendArgs {
   int positions;                        // that can be rotated
   StepPlan* plan;                       // of the kernel in front
   BlockKeys block_keys;
+  ClusterShape shape;
   // Filled in by the launch: units of which a thread block keeps sums, an upper bound; clusters of a query and KV head.
   int kept_units, clusters;
 };
@@ -84,26 +107,29 @@ struct StepMemory {
   std::int64_t scratch;  // of the ring, for the choice
 
   /// keys, blocks: compressed keys and selection blocks of the longest sequence.
-  StepMemory(int group, const BlockKeys& block_keys, int key_dim, int value_dim, bool float8, int topk,
-             std::int64_t keys, std::int64_t blocks) {
+  StepMemory(ClusterShape shape, int group, const BlockKeys& block_keys, int key_dim, int value_dim, bool float8,
+             int topk, std::int64_t keys, std::int64_t blocks) {
     const int tiles = step_tiles(group), clusters = step_clusters(group), row_count = tiles * kTileRows;
     const auto row_bytes = [&](int dim) { return !float8 ? 2 * dim : dim % 128 ? dim + 16 : dim; };  // as in a Tile
-    ring = std::int64_t{2} * kWarps * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
+    ring = std::int64_t{2} * shape.warps * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
     queries = float8 ? std::int64_t{row_count} * key_dim * 2 : 0;
-    kept = clusters * tiles * kept_units(keys) * block_keys.kept_bytes();
-    rows = std::int64_t{8} * (kWarps * kTileRows + 2 * 3 * row_count) + 4 * (kRanks + 3) * row_count;
+    kept = clusters * tiles * kept_units(shape, keys) * block_keys.kept_bytes();
+    rows = std::int64_t{8} * (shape.warps * kTileRows + 2 * 3 * row_count) + 4 * (shape.ranks + 3) * row_count;
     choice = 12 * topk + 8;
     others = clusters > 1 ? std::int64_t{16} * clusters * row_count : 0;
-    scratch = std::max({4 * (kept_units(blocks << block_keys.log2_keys) << block_keys.log2_blocks()),
-                        std::int64_t{topk} * (kRanks * 8 + 4)});
+    const std::int64_t threads = 32 * shape.warps;
+    const std::int64_t local = kept_units(shape, blocks << block_keys.log2_keys) << block_keys.log2_blocks();
+    const std::int64_t each = (local + threads - 1) / threads;
+    scratch = std::max(16 + 4 * threads + 4 * local + 8 * std::min(local, topk * each),
+                       std::int64_t{topk} * (shape.ranks * 8 + 4));
   }
   std::int64_t bytes() const { return ring + queries + kept + rows + others + choice; }
   bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
 
   /// The units of `keys` compressed keys of which a thread block keeps sums.
-  static std::int64_t kept_units(std::int64_t keys) {
-    const std::int64_t stages = (keys + kUnitKeys * kWarps - 1) / (kUnitKeys * kWarps);
-    return (stages + kRanks - 1) / kRanks * kWarps;
+  static std::int64_t kept_units(ClusterShape shape, std::int64_t keys) {
+    const std::int64_t stages = (keys + kUnitKeys * shape.warps - 1) / (kUnitKeys * shape.warps);
+    return (stages + shape.ranks - 1) / shape.ranks * shape.warps;
   }
 
   static constexpr std::int64_t kMostBytes = 227 * 1024;
