@@ -487,12 +487,10 @@ def decode():
             rows.append([str(context), str(times["batch"]), str(times["new"]), found["selection"], *cells])
     yield "Other lengths, several new tokens at once, and sequences of different lengths:"
     yield table(rows)
-    for name in ("decode.json", "decode_h100.json"):
-        result = read(name)
-        if "decode_dense" in result["stages"]:
-            yield from decode_beside_dense(result)
-        if "generate_speed" in result["stages"]:
-            yield from generate_speed(result)
+    results = [read(name) for name in ("decode.json", "decode_h100.json")]
+    for stage, text in (("decode_dense", decode_beside_dense), ("generate_speed", generate_speed)):
+        if found := [result for result in results if stage in result["stages"]]:
+            yield from text(found[0])
 
 
 def decode_beside_dense(result):
