@@ -2,7 +2,7 @@
 //
 //   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
 //               [--cache bfloat16] [--heads 64] [--kv-heads 4] [--engine] [--kernels] [--json FILE]
-//   cuda_decode --chunk 8192 [--context 65536] [--batch 1]
+//   cuda_decode --chunk 8192 [--context 65536] [--batch 1] [--cache bfloat16]
 //
 //   --new        new tokens of a step       --selection  own: the step chooses its blocks. random, clustered: they are
 //   --batch      sequences                               imposed, of neighbouring queries four fifths alike or none
@@ -12,8 +12,8 @@
 //   --engine     packed new tokens, compressed tokens in the pages of their tokens, window and raw tokens in pages
 //   --kernels    the kernels of a step: registers, shared memory, clusters that fit
 //   --chunk      instead of steps: prefill of the last so many tokens of the context, and nsa_attention for the same
-//                queries on contiguous tensors of what the cache holds, in turn; medians of replays, the stages of
-//                plain calls, and how far the results are apart
+//                queries on contiguous tensors of what the cache holds, in bfloat16, in turn; medians of replays, the
+//                stages of plain calls, and how far the results are apart
 //
 // D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in
 // shuffled order. Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step,
@@ -121,6 +121,8 @@ Options options_of(int argc, char** argv) {
   if (o.chunk >= o.context) refuse("--chunk " + std::to_string(o.chunk) + ": less than --context");
   return o;
 }
+
+const char* name_of_cache(DType stored) { return stored == DType::kFloat8E4M3 ? "fp8" : "bfloat16"; }
 
 double median(std::vector<float> times) {
   std::sort(times.begin(), times.end());
@@ -414,7 +416,7 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   const double bytes = (known + selected_tokens(p, batch, options.kv_heads)) * token + phi;
   const double mean = std::accumulate(cold.begin(), cold.end(), 0.0) / kSteps;
   const double worst = *std::max_element(cold.begin(), cold.end());
-  const char* const cache = stored == DType::kFloat8E4M3 ? "fp8" : "bfloat16";
+  const char* const cache = name_of_cache(stored);
   std::printf("  %5lld %4lld %9s %9.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch), static_cast<long long>(m),
               cache, median(cold), mean, worst, median(warm));
   if (options.layers) std::printf(" %8.1f", of_layer);
@@ -472,14 +474,25 @@ std::vector<int> to_host(const TensorView& integers) {
   return all;
 }
 
-/// Rows [from, from + count) of one batch of a tensor to rows of another, whose rows are alike.
+__global__ void widen(const __nv_fp8_e4m3* from, __nv_bfloat16* to, std::size_t count) {
+  for (std::size_t i = blockIdx.x * 256ull + threadIdx.x; i < count; i += gridDim.x * 256ull)
+    to[i] = __float2bfloat16(static_cast<float>(from[i]));
+}
+
+/// Rows [from, from + count) of one batch of a tensor to rows of another, whose rows are alike; e4m3 becomes bfloat16.
 void copy_rows(const TensorView& t, std::int64_t batch, std::int64_t from, std::int64_t count, const TensorView& to,
                std::int64_t to_batch, std::int64_t to_row) {
   const auto at = [](const TensorView& x, std::int64_t b, std::int64_t row) {
     return x.as<char>() + (b * x.stride[0] + row * x.stride[1]) * static_cast<std::int64_t>(size_of(x.dtype));
   };
-  const std::size_t bytes = static_cast<std::size_t>(count * t.stride[1]) * size_of(t.dtype);
-  check(cudaMemcpy(at(to, to_batch, to_row), at(t, batch, from), bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy");
+  const auto elements = static_cast<std::size_t>(count * t.stride[1]);
+  char *const source = at(t, batch, from), *const target = at(to, to_batch, to_row);
+  if (t.dtype == to.dtype) {
+    check(cudaMemcpy(target, source, elements * size_of(t.dtype), cudaMemcpyDeviceToDevice), "cudaMemcpy");
+  } else {
+    widen<<<256, 256>>>(reinterpret_cast<const __nv_fp8_e4m3*>(source), reinterpret_cast<__nv_bfloat16*>(target),
+                        elements);
+  }
 }
 /// The tokens of all sequences side by side.
 void copy_pages(const TensorView& pages, const TensorView& table, const TensorView& to) {
@@ -505,12 +518,15 @@ std::pair<double, double> difference(const TensorView& a, const TensorView& b) {
   return {apart / most, static_cast<double>(same) / static_cast<double>(x.size())};
 }
 
-void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) {
+void run_chunk(std::int64_t batch, DType stored, const Options& options, cudaStream_t stream) {
   constexpr int kRepeats = 15, kStaged = 5;
   const std::int64_t m = options.chunk, all = options.context;
   const std::vector<int> lengths(static_cast<std::size_t>(batch), static_cast<int>(all - m));
   Tensors device;
-  const DecodeParams p = make_step(device, lengths, m, m, DType::kBFloat16, options);
+  const DecodeParams p = make_step(device, lengths, m, m, stored, options);
+  if (stored == DType::kFloat8E4M3)  // what the chunk adds to the window: numbers that e4m3 has
+    for (const TensorView* t : {&p.k_swa, &p.v_swa})
+      copy_rows(device.random({1, batch * m, options.kv_heads, kDim}, 1, 0, stored), 0, 0, batch * m, *t, 0, 0);
   NsaAttentionParams a;
   a.q = p.q, a.gates = p.gates, a.cfg = p.cfg, a.imposed_indices = p.imposed_indices;
   for (TensorView* t : {&a.k_slc, &a.v_slc, &a.k_swa, &a.v_swa})
@@ -569,8 +585,8 @@ void run_chunk(std::int64_t batch, const Options& options, cudaStream_t stream) 
   int overflow = 0;
   check(cudaMemcpy(&overflow, p.cache.overflow.data, sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (overflow) std::printf("  a chunk had no room: these times are of nothing\n");
-  std::printf("  %5lld %7lld %10.1f %13.1f %7.3f %9zu %9.1f %9.2g %8.3f\n", static_cast<long long>(batch),
-              static_cast<long long>(m), median(chunk_times), median(attention_times),
+  std::printf("  %5lld %7lld %9s %10.1f %13.1f %7.3f %9zu %9.1f %9.2g %8.3f\n", static_cast<long long>(batch),
+              static_cast<long long>(m), name_of_cache(stored), median(chunk_times), median(attention_times),
               median(chunk_times) / median(attention_times), chunk_graph.size(),
               static_cast<double>(memory) / (1 << 20), apart, same);
   std::vector<std::vector<std::pair<std::string, float>>> chunk_stages, attention_stages;
@@ -601,9 +617,10 @@ int main(int argc, char** argv) {
   if (options.chunk > 0) {
     std::printf("%s; prefill of the last tokens of %lld, us\n", properties.name,
                 static_cast<long long>(options.context));
-    std::printf("  %5s %7s %10s %13s %7s %9s %9s %9s %8s\n", "batch", "chunk", "prefill", "nsa_attention", "ratio",
-                "launches", "MiB", "apart", "same");
-    for (const std::int64_t batch : options.batches) run_chunk(batch, options, stream);
+    std::printf("  %5s %7s %9s %10s %13s %7s %9s %9s %9s %8s\n", "batch", "chunk", "cache", "prefill", "nsa_attention",
+                "ratio", "launches", "MiB", "apart", "same");
+    for (const std::int64_t batch : options.batches)
+      for (const DType stored : options.caches) run_chunk(batch, stored, options, stream);
     return 0;
   }
   const double rate = copy_rate(stream);

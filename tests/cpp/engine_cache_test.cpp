@@ -4,6 +4,7 @@
 #include <numeric>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "decode_support.h"
@@ -213,10 +214,11 @@ TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
 
 TEST(EngineShapedChunks, TheBitsOfRingsAndPagesOfTheirOwn) {
   // Long enough for the kernels of a forward pass.
-  std::set<std::pair<std::int64_t, std::int64_t>> seen;
+  std::set<std::tuple<std::int64_t, std::int64_t, bool>> seen;
   for (StreamCase c : decode_cases()) {
-    if (c.dtype != DType::kBFloat16 || c.float8() || !seen.insert({c.dk, c.page_size}).second) continue;
-    SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", pages of " + std::to_string(c.page_size));
+    if (c.dtype != DType::kBFloat16 || !seen.insert({c.dk, c.page_size, c.float8()}).second) continue;
+    SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", pages of " + std::to_string(c.page_size) +
+                 (c.float8() ? ", e4m3" : ""));
     c.length = 520, c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 40};
     expect_bits_of_rings(c, {{150, 17}, {3, 140}, {200, 1}, {160, 300}}, kUnpacked);
   }

@@ -24,13 +24,6 @@ StreamCase clustered_case(std::int64_t group, DType dtype = DType::kBFloat16) {
 }
 constexpr std::int64_t kClusteredStart = 2200;
 
-/// The same with a cache in e4m3.
-StreamCase in_float8(StreamCase c) {
-  for (std::int64_t h = 0; h < c.kv_heads; ++h)
-    c.k_scale.push_back(h % 2 ? 0.5f : 0.02f), c.v_scale.push_back(h % 2 ? 0.01f : 3.0f);
-  return c;
-}
-
 TEST(DecodeSteps, PartsAreTheForward) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
     expect_forward(long_case(dtype), 600, {1, 2, 16, 1, 7, 16, 16, 1});
@@ -58,42 +51,6 @@ void with_every_shape(const StreamCase& c, std::int64_t m, const Body& body) {
   }
 }
 
-/// By the kernels that serve here and by the portable ones, behind the same tokens. every_shape: the last of the steps
-/// in clusters of every shape.
-void expect_portable(const StreamCase& c, const std::vector<std::int64_t>& sizes, std::int64_t first = kClusteredStart,
-                     bool every_shape = false) {
-  const Stream stream(c);
-  const KVCache start = filled_cache(stream, first);
-  std::int64_t end = 0;
-  const auto feed = [&](Results& to, const Tensor* blocks) {
-    KVCache cache = start;
-    for (const std::int64_t m : sizes) expect_ok(Feed{stream, cache, blocks}({m, m}, to));
-    end = cache.length(0);
-  };
-  Results portable(c);
-  {
-    const Environment wish("NSA_CUDA_KERNELS", "portable");
-    feed(portable, nullptr);
-  }
-  const auto fed = [&](const TensorView& t) { return slice(t, 1, first, end); };
-  const std::vector<double> expected = values_of(fed(portable.indices));
-  const auto expect_close_here = [&] {
-    Results results(c), imposed(c);
-    feed(results, nullptr);
-    feed(imposed, &portable.indices);
-    expect_close(fed(imposed.o), fed(portable.o), 0.01);
-    const std::vector<double> own = values_of(fed(results.indices));
-    std::size_t same = 0;
-    for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
-    EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
-  };
-  if (every_shape) {
-    with_every_shape(c, sizes.back(), expect_close_here);
-  } else {
-    expect_close_here();
-  }
-}
-
 TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
   for (const std::int64_t group : {1, 3, 16, 20, 32, 48})
     for (const std::int64_t page_size : {0, 16, 128}) {
@@ -101,18 +58,18 @@ TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
       SCOPED_TRACE("groups of " + std::to_string(group) + ", pages of " + std::to_string(page_size));
       StreamCase c = in_float8(clustered_case(group));
       c.page_size = page_size;
-      expect_portable(c, {1, 2, 16, 1, 4, 7, 16, 3, 1});
+      expect_portable(c, kClusteredStart, {1, 2, 16, 1, 4, 7, 16, 3, 1});
     }
   StreamCase c = in_float8(clustered_case(16));
   c.dk = c.dv = 128;
   c.cfg = {32, 16, 64, 12, 1, 2, 512};
-  expect_portable(c, {1, 2, 16, 1, 4, 7, 16, 3, 1});
+  expect_portable(c, kClusteredStart, {1, 2, 16, 1, 4, 7, 16, 3, 1});
 }
 
 TEST(DecodeSteps, ClustersOfEveryShapeAreThePortableKernels) {
   const auto expect = [](const StreamCase& c) {
     SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", groups of " + std::to_string(c.group));
-    expect_portable(c, {1, 16}, kClusteredStart, true);
+    expect_portable(c, kClusteredStart, {1, 16}, [&](const auto& body) { with_every_shape(c, 16, body); });
   };
   for (const std::int64_t group : {3, 16, 20}) {
     const DType dtype = group == 3 ? DType::kFloat16 : DType::kBFloat16;
@@ -161,7 +118,7 @@ TEST(DecodeSteps, ManyBlocksAreThePortableKernels) {
     StreamCase c = hopper_case(4, 20100, {16, 8, 32, 16, 1, 2, 512});
     c.kv_heads = 1;
     if (float8) c = in_float8(c);
-    expect_portable(c, {1, 16}, 20000, true);
+    expect_portable(c, 20000, {1, 16}, [&](const auto& body) { with_every_shape(c, 16, body); });
   }
 }
 

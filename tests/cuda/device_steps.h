@@ -3,10 +3,12 @@
 
 #include <cuda_runtime.h>
 
+#include <functional>
 #include <optional>
 
 #include "decode_support.h"
 #include "device.h"
+#include "support/environment.h"
 
 namespace nsa::test {
 
@@ -21,6 +23,13 @@ inline StreamCase hopper_case(std::int64_t group, std::int64_t length, const NSA
     c.kind = CompressionKind::kLinear;
     c.cfg = cfg;
   });
+}
+
+/// The same with a cache in e4m3.
+inline StreamCase in_float8(StreamCase c) {
+  for (std::int64_t h = 0; h < c.kv_heads; ++h)
+    c.k_scale.push_back(h % 2 ? 0.5f : 0.02f), c.v_scale.push_back(h % 2 ? 0.01f : 3.0f);
+  return c;
 }
 
 /// The arguments of steps of m tokens with a cache, all of them on the device. Rows of the stream go in by advance().
@@ -119,6 +128,14 @@ inline void expect_same_cache(KVCache& a, KVCache& b) {
   EXPECT_TRUE(same_bits(x.cache_seqlens, y.cache_seqlens));
 }
 
+/// The same blocks but for ties within rounding.
+inline void expect_alike(const TensorView& indices, const TensorView& expected) {
+  const std::vector<double> own = values_of(indices), other = values_of(expected);
+  std::size_t same = 0;
+  for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == other[i];
+  EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+}
+
 /// Steps of these sizes behind `start` tokens give what one forward gives: with its blocks imposed but for rounding,
 /// with their own choice the same blocks but for ties within rounding.
 inline void expect_forward(const StreamCase& c, std::int64_t start, const std::vector<std::int64_t>& sizes) {
@@ -132,11 +149,37 @@ inline void expect_forward(const StreamCase& c, std::int64_t start, const std::v
     for (const std::int64_t m : sizes) expect_ok(feed({m, m}, results));
     const auto fed = [&](const TensorView& t) { return slice(t, 1, start, cache.length(0)); };
     if (imposed) expect_close(fed(results.o), fed(forward.o), tolerance);
-    const std::vector<double> own = values_of(fed(results.indices)), expected = values_of(fed(forward.indices));
-    std::size_t same = 0;
-    for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == expected[i];
-    EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+    expect_alike(fed(results.indices), fed(forward.indices));
   }
+}
+
+/// Steps of these sizes behind `start` tokens by the kernels that serve here and by the portable ones. each_way(body)
+/// calls body() for each way of the former.
+inline void expect_portable(
+    const StreamCase& c, std::int64_t start, const std::vector<std::int64_t>& sizes,
+    const std::function<void(const std::function<void()>&)>& each_way = [](const auto& body) { body(); }) {
+  const Stream stream(c);
+  const KVCache filled = filled_cache(stream, start);
+  std::int64_t end = 0;
+  const auto feed = [&](Results& to, const Tensor* blocks) {
+    KVCache cache = filled;
+    for (const std::int64_t m : sizes) expect_ok(Feed{stream, cache, blocks}({m, m}, to));
+    end = cache.length(0);
+  };
+  Results portable(c);
+  {
+    const Environment wish("NSA_CUDA_KERNELS", "portable");
+    feed(portable, nullptr);
+  }
+  const auto fed = [&](const TensorView& t) { return slice(t, 1, start, end); };
+  each_way([&] {
+    Results results(c), imposed(c);
+    feed(results, nullptr);
+    feed(imposed, &portable.indices);
+    expect_close(fed(imposed.o), fed(portable.o), 0.01);
+    expect_alike(fed(results.indices), fed(portable.indices));
+    EXPECT_NE(same_bits(fed(imposed.o), fed(portable.o)), hopper_kernels_run()) << "are other kernels";
+  });
 }
 
 /// One graph of a step of m tokens, replayed until there are `grown` more.

@@ -147,7 +147,6 @@ TEST(Heuristics, ChunksBehindACache) {
     return std::string(obstacle(c) ? obstacle(c) : "");
   };
   EXPECT_EQ(why([](ChunkDesc& c) { c.packed = true; }), "packed new tokens");
-  EXPECT_EQ(why([](ChunkDesc& c) { c.float8 = true; }), "a cache in e4m3");
   EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 127; }), "few new tokens");
   EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 128; }), "");
   EXPECT_EQ(why([](ChunkDesc& c) { c.attention.dtype = DType::kFloat32; }), "neither bfloat16 nor float16");

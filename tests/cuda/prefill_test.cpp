@@ -3,7 +3,6 @@
 #include <string>
 
 #include "device_steps.h"
-#include "support/environment.h"
 
 namespace nsa::test {
 namespace {
@@ -28,6 +27,41 @@ TEST(Prefill, ChunksAreTheForward) {
   }
 }
 
+TEST(Prefill, ChunksInFloat8AreThePortableKernels) {
+  for (const std::int64_t group : {1, 4, 32}) {
+    SCOPED_TRACE("groups of " + std::to_string(group));
+    const DType dtype = group == 4 ? DType::kFloat16 : DType::kBFloat16;
+    expect_portable(in_float8(chunk_case(group, dtype)), 0, {300, 17, 500, 64, 201});
+  }
+  expect_portable(in_float8(chunk_case(16)), 333, {500, 1, 200});  // a step between chunks
+}
+
+TEST(Prefill, WideChunksInFloat8AreThePortableKernels) {
+  StreamCase c = in_float8(chunk_case(8));
+  c.dv = 128, c.cfg = {32, 16, 64, 5, 1, 2, 512};
+  for (const std::int64_t page_size : {0, 16}) {
+    c.page_size = page_size, c.dk = page_size == 16 ? 192 : 128;
+    expect_portable(c, 0, {140, 611, 300});
+  }
+}
+
+TEST(Prefill, ChunksInFloat8AreTheOracle) {
+  StreamCase c = in_float8(chunk_case(2));
+  c.batch = 1, c.length = 700;
+  const Stream stream(c);
+  const auto feed = [&](KVCache& cache, Results& results, const Tensor* imposed) {
+    for (const std::int64_t m : {300, 17, 200, 150}) expect_ok(Feed{stream, cache, imposed}({m}, results));
+  };
+  KVCache own = make_cache(c), cache = make_cache(c);
+  Results results(c), imposed(c);
+  feed(own, results, nullptr);
+  const Forward forward(stream, &own);
+  feed(cache, imposed, &forward.indices);
+  const auto fed = [](const TensorView& t) { return slice(t, 1, 0, 667); };
+  expect_close(fed(imposed.o), fed(forward.o), 0.01);
+  expect_alike(fed(results.indices), fed(forward.indices));
+}
+
 TEST(Prefill, AChunkMayHaveMoreTokensThanAGridHasRows) {
   StreamCase c = chunk_case(1);
   c.batch = c.kv_heads = 1;
@@ -48,8 +82,8 @@ void feed_chunks(const Stream& stream, KVCache& cache, Results& results,
 }
 
 TEST(Prefill, TheCacheHasTheBitsOfThePortableKernels) {
-  for (const std::int64_t page_size : {48, 0}) {
-    StreamCase c = chunk_case(16);
+  for (const std::int64_t page_size : {48, 0, 16}) {
+    StreamCase c = page_size == 16 ? in_float8(chunk_case(16)) : chunk_case(16);
     c.page_size = page_size;
     const Stream stream(c);
     const std::vector<std::vector<std::int64_t>> chunks{{130, 17}, {0, 300}, {513, 64}, {20, 140}};
@@ -63,17 +97,13 @@ TEST(Prefill, TheCacheHasTheBitsOfThePortableKernels) {
     expect_same_cache(cache, portable);
     for (std::int64_t b = 0; b < 2; ++b) {
       const auto fed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, 0, cache.length(b)); };
-      const std::vector<double> own = values_of(fed(results.indices)), other = values_of(fed(expected.indices));
-      std::size_t same = 0;
-      for (std::size_t i = 0; i < own.size(); ++i) same += own[i] == other[i];
-      EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
+      expect_alike(fed(results.indices), fed(expected.indices));
     }
   }
 }
 
 TEST(Prefill, TheSameBitsBesideOthersPagedAnyhowAndAgain) {
-  for (const std::int64_t group : {4, 16}) {
-    StreamCase c = chunk_case(group);
+  for (StreamCase c : {chunk_case(4), chunk_case(16), in_float8(chunk_case(16))}) {
     std::optional<Results> expected;
     for (const std::int64_t page_size : {48, 0, 16, 128})
       for (const std::int64_t beside : {0, 17, 300, 300}) {  // the last twice
@@ -111,14 +141,13 @@ TEST(Prefill, AfterARollbackTheSameBits) {
   EXPECT_TRUE(same_bits(fed(expected.indices), fed(results.indices)));
 }
 
-TEST(Prefill, ValuesThatAreNotFiniteStayWhereTheyAreSeen) {
-  const StreamCase c = chunk_case(16);
+void expect_not_finite_where_seen(const StreamCase& c) {
   const Stream clean(c);
   Stream stream(c);
-  const double infinity = std::numeric_limits<double>::infinity();
+  const double bad = c.float8() ? std::nan("") : std::numeric_limits<double>::infinity();  // e4m3 has no infinity
   stream.v_swa.set({1, 390, 0, 3}, std::nan(""));
-  stream.v_slc.set({1, 700, 1, 5}, infinity);
-  stream.v_cmp.set({1, 702, 1, 5}, -infinity);
+  stream.v_slc.set({1, 700, 1, 5}, bad);
+  stream.v_cmp.set({1, 702, 1, 5}, -bad);
   const std::vector<std::vector<std::int64_t>> chunks{{300, 300}, {200, 200}, {400, 400}};
   const Forward forward(clean);
   KVCache cache = make_cache(c), sound = make_cache(c);
@@ -138,8 +167,12 @@ TEST(Prefill, ValuesThatAreNotFiniteStayWhereTheyAreSeen) {
   EXPECT_FALSE(std::isfinite(results.o.get({1, 700, c.group, 5})));
 }
 
-void expect_no_room_of_one(DType dtype) {
-  const StreamCase c = chunk_case(16, dtype);
+TEST(Prefill, ValuesThatAreNotFiniteStayWhereTheyAreSeen) {
+  expect_not_finite_where_seen(chunk_case(16));
+  expect_not_finite_where_seen(in_float8(chunk_case(16)));
+}
+
+void expect_no_room_of_one(const StreamCase& c) {
   const Stream stream(c);
   KVCache cache = make_cache(c), alone = make_cache(c);
   Results results(c), expected(c);
@@ -157,8 +190,8 @@ void expect_no_room_of_one(DType dtype) {
 }
 
 TEST(Prefill, ASequenceWithoutRoomLeavesTheOthersAlone) {
-  expect_no_room_of_one(DType::kBFloat16);
-  expect_no_room_of_one(DType::kFloat16);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
+    for (const StreamCase& c : {chunk_case(16, dtype), in_float8(chunk_case(16, dtype))}) expect_no_room_of_one(c);
 }
 
 TEST(Prefill, LengthsAndTablesOutOfBoundsAreNoRoom) { expect_no_room(chunk_case(16), 600, 130); }
@@ -166,6 +199,7 @@ TEST(Prefill, LengthsAndTablesOutOfBoundsAreNoRoom) { expect_no_room(chunk_case(
 TEST(Prefill, GraphReplaysAsLengthsGrow) {
   expect_replays_as_calls(chunk_case(16), 405, 520, {130});
   expect_replays_as_calls(chunk_case(4), 405, 520, {260});
+  expect_replays_as_calls(in_float8(chunk_case(16)), 405, 520, {130});
 }
 
 }  // namespace

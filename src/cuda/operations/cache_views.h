@@ -34,6 +34,11 @@ inline PageTable page_table(const TensorView& pages, const TensorView& table) {
   return {table.as<const int>(), table.stride[0], to_int(table.size(1)), to_int(pages.size(1)), to_int(pages.size(0))};
 }
 
+/// Undefined: 1.
+inline HeadScales scales_of(const TensorView& scale) {
+  return scale.defined() ? HeadScales{scale.as<const float>(), scale.stride[0]} : HeadScales{};
+}
+
 /// The same with strides in bytes.
 inline Strided in_bytes(Strided t, DType dtype) {
   const auto item = static_cast<std::int64_t>(size_of(dtype));

@@ -58,9 +58,6 @@ class Step {
   int positions() const { return to_int(p_.rope_cos.defined() ? p_.rope_cos.size(0) : kMaxTokens); }
   const int* num_new() const { return p_.num_new.defined() ? p_.num_new.as<const int>() : nullptr; }
   bool float8() const { return p_.cache.k_slc.dtype == DType::kFloat8E4M3; }
-  HeadScales scales_of(const TensorView& scale) const {
-    return scale.defined() ? HeadScales{scale.as<const float>(), scale.stride[0]} : HeadScales{};
-  }
   bool measuring() const { return e_.arena.measuring(); }
   bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
   /// True if blocks are chosen: none are imposed, or the caller wants the indices.
@@ -499,8 +496,8 @@ ChunkTokens Step::chunk_tokens() const {
           .v_slc = {v_slc_, {}},
           .k_c = {k_c_, {}},
           .v_c = {v_c_, {}},
-          .k_swa = {window(p_.cache.k_swa_ring), strided(p_.k_swa)},
-          .v_swa = {window(p_.cache.v_swa_ring), strided(p_.v_swa)}};
+          .k_swa = {window(p_.cache.k_swa_ring), strided(fresh_k_swa_)},
+          .v_swa = {window(p_.cache.v_swa_ring), strided(fresh_v_swa_)}};
 }
 
 /// Packed rows as a batch of one.

@@ -21,12 +21,15 @@ TensorView sequence_of(const TensorView& t, std::int64_t b) {
   return rows;
 }
 
-Gather gather(const CachedTokens& tokens, Gather::Rows rows, const TensorView& to, bool is_finite) {
-  return {.tokens = {in_bytes(tokens.slots, to.dtype), in_bytes(tokens.fresh, to.dtype)},
+Gather gather(const KVCacheView& cache, const CachedTokens& tokens, Gather::Rows rows, const TensorView& to,
+              bool are_values) {
+  const DType stored = cache.k_slc.dtype;
+  return {.tokens = {in_bytes(tokens.slots, stored), in_bytes(tokens.fresh, stored)},
           .rows = rows,
           .to = to.as<char>(),
           .pieces = pieces_of(to),
-          .is_finite = is_finite};
+          .is_finite = are_values,
+          .scales = scales_of(are_values ? cache.v_scale : cache.k_scale)};
 }
 
 /// Packed attention of one sequence. `offsets` are zeros.
@@ -52,16 +55,17 @@ Status attend_sequence(const DecodeParams& p, const StepGeometry& g, const Chunk
   a.imposed_indices = sequence_of(p.imposed_indices, b);
   a.o = sequence_of(p.o, b), a.indices = sequence_of(p.indices, b);
   if (!e.arena.measuring()) {
-    const sm90::decode::GatherChunkArgs args{
-        .geometry = g,
-        .sequence = to_int(b),
-        .window = window,
-        .offsets = offsets,
-        .kinds = {gather(tokens.k_slc, Gather::kAll, a.k_slc, false), gather(tokens.v_slc, Gather::kAll, a.v_slc, true),
-                  gather(tokens.k_c, Gather::kCompressed, a.k_c, false),
-                  gather(tokens.v_c, Gather::kCompressed, a.v_c, true),
-                  gather(tokens.k_swa, Gather::kWindow, a.k_swa, false),
-                  gather(tokens.v_swa, Gather::kWindow, a.v_swa, true)}};
+    const sm90::decode::GatherChunkArgs args{.geometry = g,
+                                             .sequence = to_int(b),
+                                             .window = window,
+                                             .offsets = offsets,
+                                             .float8 = p.cache.k_slc.dtype == DType::kFloat8E4M3,
+                                             .kinds = {gather(p.cache, tokens.k_slc, Gather::kAll, a.k_slc, false),
+                                                       gather(p.cache, tokens.v_slc, Gather::kAll, a.v_slc, true),
+                                                       gather(p.cache, tokens.k_c, Gather::kCompressed, a.k_c, false),
+                                                       gather(p.cache, tokens.v_c, Gather::kCompressed, a.v_c, true),
+                                                       gather(p.cache, tokens.k_swa, Gather::kWindow, a.k_swa, false),
+                                                       gather(p.cache, tokens.v_swa, Gather::kWindow, a.v_swa, true)}};
     if (Status s = status_of(sm90::decode::gather_chunk(p.q.dtype, args, e.stream), "gather_chunk"); !s.ok()) return s;
     e.stage_done("gather");
   }
@@ -83,7 +87,6 @@ bool gathers_chunk(const DecodeParams& p, const StepGeometry& geometry) {
   for (const TensorView* t : {&p.q, &p.o}) attention.tma_compatible &= sm90::tma_compatible(strided(*t));
   attention.selection = p.cfg;
   call.tokens = geometry.q_len;
-  call.float8 = p.cache.k_slc.dtype == DType::kFloat8E4M3;
   call.packed = p.query_start_loc.defined();
   return sm90::serves(p.q.device.index, call);
 }

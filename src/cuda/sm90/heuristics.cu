@@ -226,7 +226,6 @@ const char* fold_obstacle(const StepDesc& call) {
 
 const char* obstacle(const ChunkDesc& call) {
   if (call.packed) return "packed new tokens";
-  if (call.float8) return "a cache in e4m3";
   if (const char* why = obstacle(call.attention)) return why;
   if (const char* why = selected_obstacle(call.attention)) return why;
   if (const char* why = selection_obstacle(call.attention)) return why;

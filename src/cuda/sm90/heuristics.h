@@ -99,7 +99,6 @@ struct StepKernels {
 struct ChunkDesc {
   AttentionDesc attention;  // with a selection
   std::int64_t tokens = 0;  // the most new ones of a sequence
-  bool float8 = false;      // the cache is in e4m3
   bool packed = false;      // new tokens are
 };
 

@@ -9,9 +9,29 @@ constexpr int kThreads = 256;
 constexpr int kTogether = 8;  // copies of a thread on their way
 constexpr int kRows = 64;     // of a thread block at a time
 
-/// Grid y: kind of tokens.
+/// What sixteen bytes of T are stored as: themselves, or eight elements of e4m3.
+template <class T, bool kFloat8>
+struct Piece {
+  uint4 words;
+  __device__ uint4 read(float) const { return words; }
+};
 template <class T>
+struct Piece<T, true> {
+  uint2 words;
+  /// In T, as x was before it was stored: so what T holds of x is enough for what is read of it.
+  __device__ uint4 read(float scale) const {
+    const auto pair = [&](std::uint32_t word, bool upper) {
+      const float2 x = unpack(Half{}, to_half2(word, upper));
+      return pack(T{}, x.x * scale, x.y * scale);
+    };
+    return {pair(words.x, false), pair(words.x, true), pair(words.y, false), pair(words.y, true)};
+  }
+};
+
+/// Grid y: kind of tokens.
+template <class T, bool kFloat8>
 __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant__ GatherChunkArgs args) {
+  using Stored = Piece<T, kFloat8>;
   const Gather& kind = args.kinds[blockIdx.y];
   const DeviceSequence s = sequence_of(args.geometry, args.sequence);
   const int before = s.k_len - s.q_len, window_begin = max(before - args.window + 1, 0);
@@ -32,17 +52,19 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
   for (int tile = blockIdx.x * kRows; tile < rows; tile += gridDim.x * kRows)
     for (int piece = column; piece < row_pieces; piece += columns) {
       const int head = piece / kind.pieces, at = piece - head * kind.pieces, end = min(tile + kRows, rows);
+      const float scale = kFloat8 ? kind.scales[head] : 1;
       for (int row = tile + own; row < end; row += step * kTogether) {
-        uint4 words[kTogether];
+        Stored stored[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const int r = row + i * step;
-          words[i] = r < min(end, tokens) ? reinterpret_cast<const uint4*>(kind.tokens.at<char>(s, first + r, head))[at]
-                                          : uint4{};
+          stored[i] = r < min(end, tokens)
+                          ? reinterpret_cast<const Stored*>(kind.tokens.at<char>(s, first + r, head))[at]
+                          : Stored{};
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const uint4& w = words[i];
+          const uint4 w = stored[i].read(scale);
           const int r = row + i * step;
           if (r < end) reinterpret_cast<uint4*>(kind.to)[static_cast<std::int64_t>(r) * row_pieces + piece] = w;
           bad |=
@@ -58,8 +80,9 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
 cudaError_t gather_chunk(DType dtype, const GatherChunkArgs& args, cudaStream_t stream) {
   const std::int64_t tiles = ceil_div(std::int64_t{args.geometry.k_len} + kRowsBehind, kRows);
   const dim3 grid(static_cast<unsigned>(std::min<std::int64_t>(tiles, 1024)), std::size(args.kinds));
-  return dtype == DType::kBFloat16 ? launch(gather_tokens<Bf16>, grid, kThreads, 0, stream, args)
-                                   : launch(gather_tokens<Half>, grid, kThreads, 0, stream, args);
+  const auto start = [&](auto* kernel) { return launch(kernel, grid, kThreads, 0, stream, args); };
+  if (dtype == DType::kBFloat16) return start(args.float8 ? gather_tokens<Bf16, true> : gather_tokens<Bf16, false>);
+  return start(args.float8 ? gather_tokens<Half, true> : gather_tokens<Half, false>);
 }
 
 }  // namespace nsa::cuda::sm90::decode

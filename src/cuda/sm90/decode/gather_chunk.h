@@ -1,5 +1,5 @@
 // A chunk of the prompt by the kernels of a forward pass: what a sequence's queries see of the cache, copied side by
-// side.
+// side in the type of the queries.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,15 +12,16 @@ namespace nsa::cuda::sm90::decode {
 /// Rows that a forward kernel may read behind the last key that a query sees: they are zeros.
 inline constexpr int kRowsBehind = 256;
 
-/// One kind of tokens. Strides in bytes.
+/// One kind of tokens. Strides in bytes of what is stored.
 struct Gather {
   enum Rows { kAll, kCompressed, kWindow };
 
   CachedTokens tokens;
   Rows rows;
   char* to;        // (rows, heads, 16 * pieces), with room for kRowsBehind more
-  int pieces;      // of 16 bytes in a row
+  int pieces;      // of 16 bytes in a row of `to`
   bool is_finite;  // elements that are not are to be reported
+  HeadScales scales;
 };
 
 /// Where the only sequence of a packed call begins and ends, on the device.
@@ -35,9 +36,11 @@ struct GatherChunkArgs {
   int sequence;
   int window;             // tokens
   ChunkOffsets* offsets;  // zeros; no keys and no queries where the step adds nothing to the sequence
+  bool float8;            // stored in e4m3, otherwise in the type of the queries
   Gather kinds[6];
 };
 
+/// dtype: of the queries.
 cudaError_t gather_chunk(DType dtype, const GatherChunkArgs& args, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::decode
