@@ -111,6 +111,9 @@ void for_views(Params& p, const F& f) {
   }
 }
 
+/// Memory that nobody in this thread has, by its size: to get some from the driver takes longer than most calls.
+thread_local std::multimap<std::size_t, void*> unused;
+
 Status failed(const char* what, cudaError_t error) {
   return Status::internal(std::string(what) + ": " + cudaGetErrorString(error));
 }
@@ -123,11 +126,17 @@ bool hopper_kernels_run() {
 }
 
 DeviceMemory::DeviceMemory(std::size_t bytes) : bytes(bytes) {
-  error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
+  if (const auto block = unused.extract(bytes)) {
+    data = block.mapped();
+  } else {
+    error = cudaMalloc(&data, std::max<std::size_t>(bytes, 1));
+  }
   if (error == cudaSuccess) error = cudaMemset(data, 0xff, bytes);
 }
 
-DeviceMemory::~DeviceMemory() { cudaFree(data); }
+DeviceMemory::~DeviceMemory() {
+  if (data) unused.emplace(bytes, data);
+}
 
 void DeviceCopies::move(TensorView& t) {
   if (!t.defined() || t.device.type == DeviceType::kCUDA) return;
