@@ -2,7 +2,7 @@
 //
 //   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
 //               [--cache bfloat16] [--heads 64] [--kv-heads 4] [--engine] [--kernels] [--json FILE]
-//   cuda_decode --chunk 8192 [--context 65536] [--batch 1] [--cache bfloat16]
+//   cuda_decode --chunk 8192 [--context 65536] [--batch 1] [--cache bfloat16] [--engine] [--mixed]
 //
 //   --new        new tokens of a step       --selection  own: the step chooses its blocks. random, clustered: they are
 //   --batch      sequences                               imposed, of neighbouring queries four fifths alike or none
@@ -13,7 +13,8 @@
 //   --kernels    the kernels of a step: registers, shared memory, clusters that fit
 //   --chunk      instead of steps: prefill of the last so many tokens of the context, and nsa_attention for the same
 //                queries on contiguous tensors of what the cache holds, in bfloat16, in turn; medians of replays, the
-//                stages of plain calls, and how far the results are apart
+//                stages of plain calls, and how far the results are apart. With --engine the packed call alone
+//   --mixed      with them: the last sequence has the whole chunk, the others one token each
 //
 // D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in
 // shuffled order. Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step,
@@ -52,7 +53,7 @@ struct Options {
   std::string selection = "own", json;
   int layers = 0;
   std::int64_t chunk = 0, heads = 64, kv_heads = 4;
-  bool ragged = false, kernels = false, engine = false;
+  bool ragged = false, kernels = false, engine = false, mixed = false;
 };
 
 [[noreturn]] void refuse(const std::string& why) {
@@ -80,6 +81,10 @@ Options options_of(int argc, char** argv) {
     }
     if (name == "--engine") {
       o.engine = true;
+      continue;
+    }
+    if (name == "--mixed") {
+      o.mixed = true;
       continue;
     }
     if (name == "--kernels") {
@@ -117,7 +122,7 @@ Options options_of(int argc, char** argv) {
   for (const std::int64_t m : o.added)
     if (m > kMaxDecodeTokens) refuse("--new " + std::to_string(m) + ": at most 16");
   if (o.heads % o.kv_heads) refuse("--kv-heads " + std::to_string(o.kv_heads) + ": no divisor of --heads");
-  if (o.chunk && o.engine) refuse("--engine: of steps alone");
+  if (o.mixed && !(o.chunk && o.engine)) refuse("--mixed: with --chunk and --engine");
   if (o.chunk >= o.context) refuse("--chunk " + std::to_string(o.chunk) + ": less than --context");
   return o;
 }
@@ -218,8 +223,12 @@ std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t
 
 /// What an engine would have: packed new tokens, compressed ones in the pages of their tokens, all else in pages, too.
 void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_t batch, std::int64_t m, std::int64_t pages,
-                            DType stored, std::int64_t kv_heads) {
+                            DType stored, const Options& options) {
   KVCacheView& c = p.cache;
+  const std::int64_t kv_heads = options.kv_heads;
+  std::vector<int> starts{0};
+  for (std::int64_t b = 0; b < batch; ++b)
+    starts.push_back(starts.back() + static_cast<int>(options.mixed && b + 1 < batch ? 1 : m));
   c.block_table_c = {};
   for (TensorView* t : {&c.k_c, &c.v_c})
     *t = device.random({batch * pages, kPage / p.cfg.kernel_stride, kv_heads, kDim}, 0.3f, 0, stored);
@@ -229,9 +238,8 @@ void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_t batch
   c.block_table_swa = page_table(device, batch, pages), c.block_table_cmp = page_table(device, batch, pages);
   for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.o, &p.indices,
                         &p.imposed_indices})
-    if (t->defined()) *t = TensorView::contiguous(t->data, t->dtype, {batch * m, t->size(2), t->size(3)}, t->device);
-  std::vector<int> starts;
-  for (std::int64_t b = 0; b <= batch; ++b) starts.push_back(static_cast<int>(b * m));
+    if (t->defined())
+      *t = TensorView::contiguous(t->data, t->dtype, {starts.back(), t->size(2), t->size(3)}, t->device);
   p.query_start_loc = device.integers(starts, {batch + 1}), p.max_query_len = m;
 }
 
@@ -278,7 +286,7 @@ DecodeParams make_step(Tensors& device, const std::vector<int>& lengths, std::in
         made_up_blocks(batch, m, options.kv_heads, shortest, cfg, options.selection == "clustered" ? 4 : 0),
         {batch, m, options.kv_heads, cfg.topk});
   }
-  if (options.engine) to_memory_of_an_engine(device, p, batch, m, pages, stored, options.kv_heads);
+  if (options.engine) to_memory_of_an_engine(device, p, batch, m, pages, stored, options);
   return p;
 }
 
@@ -606,6 +614,33 @@ void run_chunk(std::int64_t batch, DType stored, const Options& options, cudaStr
   std::fflush(stdout);
 }
 
+/// Packed new tokens in memory of an engine.
+void run_packed_chunk(std::int64_t batch, DType stored, const Options& options, cudaStream_t stream) {
+  const std::int64_t m = options.chunk;
+  const std::vector<int> lengths(static_cast<std::size_t>(batch), static_cast<int>(options.context - m));
+  Tensors device;
+  const DecodeParams p = make_step(device, lengths, m, m, stored, options);
+  Context context;
+  check(workspace_size(p, context.workspace_size), "workspace_size");
+  context.stream = stream;
+  context.workspace = device.take(context.workspace_size);
+  check(cudaDeviceSynchronize(), "fill");
+  check(prefill(p, context), "prefill");
+  const Graph graph(stream, [&] { check(prefill(p, context), "prefill"); });
+  const Events events;
+  std::vector<float> times;
+  for (int i = 0; i < 9; ++i) {
+    check(cudaMemcpyAsync(p.cache.cache_seqlens.data, lengths.data(), lengths.size() * sizeof(int),
+                          cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    times.push_back(events.time(stream, [&] { graph.launch(stream); }));
+  }
+  std::printf("  %5lld %7lld %9s %10.1f %31zu %9.1f\n", static_cast<long long>(batch), static_cast<long long>(m),
+              name_of_cache(stored), median(times), graph.size(),
+              static_cast<double>(context.workspace_size) / (1 << 20));
+  std::fflush(stdout);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -620,7 +655,8 @@ int main(int argc, char** argv) {
     std::printf("  %5s %7s %9s %10s %13s %7s %9s %9s %9s %8s\n", "batch", "chunk", "cache", "prefill", "nsa_attention",
                 "ratio", "launches", "MiB", "apart", "same");
     for (const std::int64_t batch : options.batches)
-      for (const DType stored : options.caches) run_chunk(batch, stored, options, stream);
+      for (const DType stored : options.caches)
+        (options.engine ? run_packed_chunk : run_chunk)(batch, stored, options, stream);
     return 0;
   }
   const double rate = copy_rate(stream);

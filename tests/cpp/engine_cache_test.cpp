@@ -200,7 +200,7 @@ class EngineShaped : public testing::TestWithParam<StreamCase> {
   StreamCase c = GetParam();
 };
 
-// Each way of an engine by itself; packed tokens have no way through the kernels of a forward pass.
+// Each way of an engine by itself but packed tokens, of which the kernels of a forward pass serve longer chunks alone.
 const std::vector<EngineOptions> kUnpacked{{.name = "lengths of the caller", .caller_lengths = true},
                                            {.name = "compressed with tokens", .compressed_with_tokens = true},
                                            {.name = "window in pages", .window_pages = true},
@@ -212,15 +212,71 @@ TEST_P(EngineShaped, TheBitsOfRingsAndPagesOfTheirOwn) {
   expect_bits_of_rings(c, {{0, 40}, {16, 0}, {3, 1}, {0, 0}, {0, 7}, {9, 0}, {16, 16}, {40, 2}}, engines);
 }
 
-TEST(EngineShapedChunks, TheBitsOfRingsAndPagesOfTheirOwn) {
-  // Long enough for the kernels of a forward pass.
+/// A case for each head dim, size of pages and type of cache, long enough for the kernels of a forward pass.
+std::vector<StreamCase> chunk_cases(std::int64_t batch, std::int64_t length) {
   std::set<std::tuple<std::int64_t, std::int64_t, bool>> seen;
+  std::vector<StreamCase> cases;
   for (StreamCase c : decode_cases()) {
     if (c.dtype != DType::kBFloat16 || !seen.insert({c.dk, c.page_size, c.float8()}).second) continue;
-    SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", pages of " + std::to_string(c.page_size) +
-                 (c.float8() ? ", e4m3" : ""));
-    c.length = 520, c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 40};
+    c.batch = batch, c.length = length, c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 40};
+    cases.push_back(c);
+  }
+  return cases;
+}
+std::string name_of(const StreamCase& c) {
+  return "head dim " + std::to_string(c.dk) + ", pages of " + std::to_string(c.page_size) +
+         (c.float8() ? ", e4m3" : "");
+}
+
+TEST(EngineShapedChunks, TheBitsOfRingsAndPagesOfTheirOwn) {
+  for (const StreamCase& c : chunk_cases(2, 520)) {
+    SCOPED_TRACE(name_of(c));
     expect_bits_of_rings(c, {{150, 17}, {3, 140}, {200, 1}, {160, 300}}, kUnpacked);
+  }
+}
+
+const std::vector<EngineOptions> kPacked{{.name = "packed", .packed = true}, kAll};
+
+TEST(EngineShapedChunks, PackedTokensOfOneSequence) {
+  for (const StreamCase& c : chunk_cases(1, 520)) {
+    SCOPED_TRACE(name_of(c));
+    expect_bits_of_rings(c, {{150}, {3}, {140}, {17}, {200}}, kPacked);
+  }
+}
+
+TEST(EngineShapedChunks, PackedTokensOfSeveral) {
+  // The last step has too few of each for the kernels of a forward pass.
+  for (const StreamCase& c : chunk_cases(2, 1140)) {
+    if (c.page_size == 0) continue;
+    SCOPED_TRACE(name_of(c));
+    expect_bits_of_rings(c, {{600, 500}, {522, 522}, {0, 60}}, kPacked);
+    expect_bits_of_rings(c, {{10, 1050}, {1030, 1}, {17, 17}}, kPacked);
+  }
+}
+
+TEST(EngineShapedChunks, APackedSequenceWithoutRoomLeavesTheOthersAlone) {
+  for (const StreamCase& c : chunk_cases(3, 560)) {
+    if (c.page_size != 16) continue;
+    SCOPED_TRACE(name_of(c));
+    const Stream stream(c);
+    Results expected(c);
+    KVCache rings = make_cache(c);
+    for (const std::int64_t m : {20, 520}) expect_ok(Feed{stream, rings}({m, m, m}, expected));
+    for (std::int64_t lost = 0; lost < c.batch; ++lost) {
+      SCOPED_TRACE("without room: sequence " + std::to_string(lost));
+      EngineCache cache(c, kAll);
+      Results results(c);
+      const std::vector<std::int64_t> rows{0, 1, 2};
+      expect_ok(cache.feed(stream, {20, 20, 20}, results, rows));
+      EngineCache::set(cache.table, lost, cache.pages - 2, -1);
+      expect_ok(cache.feed(stream, {520, 520, 520}, results, rows));
+      EXPECT_EQ(cache.overflow.get({0}), 1);
+      const auto fed = [&](const TensorView& t) { return slice(slice(t, 0, lost, lost + 1), 1, 20, 540); };
+      for (std::int64_t b = 0; b < c.batch; ++b)
+        if (b != lost) expect_same(results, expected, b, 0, 540);
+      for (const double x : values_of(fed(results.o))) ASSERT_EQ(x, 0);
+      for (const double x : values_of(fed(results.indices))) ASSERT_EQ(x, -1);
+    }
   }
 }
 

@@ -146,7 +146,11 @@ TEST(Heuristics, ChunksBehindACache) {
     change(c);
     return std::string(obstacle(c) ? obstacle(c) : "");
   };
-  EXPECT_EQ(why([](ChunkDesc& c) { c.packed = true; }), "packed new tokens");
+  const std::string few = "few packed new tokens for so many sequences";
+  EXPECT_EQ(why([](ChunkDesc& c) { c.sequences = 64; }), "");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.packed_rows = 200, c.tokens = 200; }), "");
+  EXPECT_EQ(why([](ChunkDesc& c) { c.packed_rows = 8192, c.sequences = 16; }), "");
+  EXPECT_EQ(why([&](ChunkDesc& c) { c.packed_rows = 8192, c.sequences = 17; }), few);
   EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 127; }), "few new tokens");
   EXPECT_EQ(why([](ChunkDesc& c) { c.tokens = 128; }), "");
   EXPECT_EQ(why([](ChunkDesc& c) { c.attention.dtype = DType::kFloat32; }), "neither bfloat16 nor float16");

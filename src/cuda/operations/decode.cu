@@ -38,6 +38,7 @@ class Step {
     }
     if (gathers_) {
       e_.stage_done("append, compress");
+      if (Status s = clear(); !s.ok()) return s;
       if (Status s = attend_chunk(p_, geometry_, chunk_tokens(), e_); !s.ok()) return s;
     } else if (Status s = float8() ? attend<Float8Tokens>() : attend<CachedTokens>(); !s.ok())
       return s;

@@ -46,14 +46,15 @@ Status attend_sequence(const DecodeParams& p, const StepGeometry& g, const Chunk
                      like.dtype);
   };
   NsaAttentionParams a;
-  a.q = sequence_of(p.q, b), a.gates = sequence_of(p.gates, b);
+  const std::int64_t row = g.starts ? 0 : b;  // of all tensors of the step: packed ones are a batch of one
+  a.q = sequence_of(p.q, row), a.gates = sequence_of(p.gates, row);
   a.k_slc = take(g.k_len, p.k_slc), a.v_slc = take(g.k_len, p.v_slc);
   a.k_c = take(blocks, p.k_cmp), a.v_c = take(blocks, p.v_cmp);
   a.k_swa = take(seen, p.k_swa), a.v_swa = take(seen, p.v_swa);
   a.cfg = p.cfg;
   a.softmax_scale = p.softmax_scale;
-  a.imposed_indices = sequence_of(p.imposed_indices, b);
-  a.o = sequence_of(p.o, b), a.indices = sequence_of(p.indices, b);
+  a.imposed_indices = sequence_of(p.imposed_indices, row);
+  a.o = sequence_of(p.o, row), a.indices = sequence_of(p.indices, row);
   if (!e.arena.measuring()) {
     const sm90::decode::GatherChunkArgs args{.geometry = g,
                                              .sequence = to_int(b),
@@ -87,7 +88,8 @@ bool gathers_chunk(const DecodeParams& p, const StepGeometry& geometry) {
   for (const TensorView* t : {&p.q, &p.o}) attention.tma_compatible &= sm90::tma_compatible(strided(*t));
   attention.selection = p.cfg;
   call.tokens = geometry.q_len;
-  call.packed = p.query_start_loc.defined();
+  call.sequences = geometry.batches;
+  call.packed_rows = geometry.rows;
   return sm90::serves(p.q.device.index, call);
 }
 
@@ -100,6 +102,7 @@ Status attend_chunk(const DecodeParams& p, const StepGeometry& geometry, const C
   const std::size_t bytes = static_cast<std::size_t>(geometry.batches) * sizeof(ChunkOffsets);
   if (Status s = status_of(cudaMemsetAsync(offsets, 0, bytes, e.stream), "cudaMemsetAsync"); !s.ok()) return s;
   const Arena rest = e.arena;
+  // In order: a call fills the packed rows behind its sequence's.
   for (int b = 0; b < geometry.batches; ++b) {
     e.arena = rest;
     if (Status s = attend_sequence(p, geometry, tokens, b, offsets + b, e); !s.ok()) return s;

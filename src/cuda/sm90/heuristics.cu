@@ -51,6 +51,8 @@ constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectSc
 
 /// Of shorter chunks the portable kernels are done sooner, at least those of several sequences.
 constexpr std::int64_t kLeastChunk = 128;
+/// Of packed ones, for each sequence: the calls of the short ones fill the rows of all behind them.
+constexpr std::int64_t kLeastPackedChunk = 512;
 
 template <class T, int D>
 CompressKernels compress_instances() {
@@ -225,11 +227,14 @@ const char* fold_obstacle(const StepDesc& call) {
 }
 
 const char* obstacle(const ChunkDesc& call) {
-  if (call.packed) return "packed new tokens";
   if (const char* why = obstacle(call.attention)) return why;
   if (const char* why = selected_obstacle(call.attention)) return why;
   if (const char* why = selection_obstacle(call.attention)) return why;
-  return call.tokens < kLeastChunk ? "few new tokens" : nullptr;
+  if (call.tokens < kLeastChunk) return "few new tokens";
+  // Which sequences are long is not known here, and each costs as much as some hundred tokens.
+  if (call.packed_rows > 0 && call.sequences > 1 && call.packed_rows < kLeastPackedChunk * call.sequences)
+    return "few packed new tokens for so many sequences";
+  return nullptr;
 }
 
 decode::ClusterShape cluster_shape(const StepDesc& call) {

@@ -99,7 +99,8 @@ struct StepKernels {
 struct ChunkDesc {
   AttentionDesc attention;  // with a selection
   std::int64_t tokens = 0;  // the most new ones of a sequence
-  bool packed = false;      // new tokens are
+  std::int64_t sequences = 1;
+  std::int64_t packed_rows = 0;  // of new tokens, 0: they are not packed
 };
 
 /// The kernels that serve a call on a GPU of compute capability 9.0. Which they are depends on the arguments alone.

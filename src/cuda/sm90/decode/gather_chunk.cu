@@ -35,10 +35,12 @@ __global__ void __launch_bounds__(kThreads) gather_tokens(const __grid_constant_
   const Gather& kind = args.kinds[blockIdx.y];
   const DeviceSequence s = sequence_of(args.geometry, args.sequence);
   const int before = s.k_len - s.q_len, window_begin = max(before - args.window + 1, 0);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && s.q_len > 0) {
-    args.offsets->q[1] = s.q_len;
-    args.offsets->k[1] = s.k_len;
-    args.offsets->window[1] = s.k_len - window_begin;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+    ChunkOffsets& to = *args.offsets;
+    // Rows behind q[1] are filled: of packed ones, none that are another sequence's already.
+    to.q[0] = s.q_len > 0 || !args.geometry.starts ? s.q_begin : args.geometry.rows;
+    to.q[1] = to.q[0] + s.q_len;
+    if (s.q_len > 0) to.k[1] = s.k_len, to.window[1] = s.k_len - window_begin;
   }
   const int first = kind.rows == Gather::kWindow ? window_begin : 0;
   const int tokens = s.q_len == 0                       ? 0

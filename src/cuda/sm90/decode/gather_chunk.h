@@ -24,7 +24,8 @@ struct Gather {
   HeadScales scales;
 };
 
-/// Where the only sequence of a packed call begins and ends, on the device.
+/// Where the only sequence of a packed call begins and ends, on the device. No keys and no queries where the step adds
+/// nothing to it.
 struct ChunkOffsets {
   int q[2], k[2];
   int window[2];  // keys from the first one on that the first query's window holds
@@ -35,7 +36,7 @@ struct GatherChunkArgs {
   StepGeometry geometry;  // of the step
   int sequence;
   int window;             // tokens
-  ChunkOffsets* offsets;  // zeros; no keys and no queries where the step adds nothing to the sequence
+  ChunkOffsets* offsets;  // zeros
   bool float8;            // stored in e4m3, otherwise in the type of the queries
   Gather kinds[6];
 };
