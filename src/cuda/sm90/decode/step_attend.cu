@@ -13,77 +13,14 @@
 //   choice, the same in all thread blocks │ selected blocks │ exchange of outputs, each thread block some columns
 #include <iterator>
 
-#include "cuda/common/block_list.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/pages.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/decode/block_choice.cuh"
+#include "cuda/sm90/decode/step_shape.cuh"
 
 namespace nsa::cuda::sm90::decode {
 namespace {
-
-/// kFloat8: keys and values are in e4m3 and are multiplied in float16. kRanks, kWarps: as in ClusterShape.
-template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps>
-struct Shape {
-  static constexpr int kTiles = kOfTiles;
-  static constexpr bool kFloat8 = kInFloat8;
-  static constexpr ClusterShape kShape{kOfRanks, kOfWarps};
-  static constexpr int kRanks = kOfRanks, kWarps = kOfWarps, kThreads = 32 * kWarps;
-  // Of a multiprocessor: its registers are shared out among so many thread blocks, each of so many threads.
-  static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
-  static constexpr int kRegisterThreads = 32 * warps_per_processor(kTiles, Dk, kFloat8) / kBlocks;
-  using Place = UnitPlace<kRanks, kWarps>;
-  using Element = std::conditional_t<kFloat8, Half, T>;  // of products
-  static constexpr int kItem = kFloat8 ? 1 : 2;          // bytes of a stored element
-  // Rows of keys and values in shared memory, in units of two bytes.
-  using Keys = Tile<Half, Dk * kItem / 2>;
-  using Values = Tile<Half, Dv * kItem / 2>;
-  static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
-  static constexpr int kRows = kTiles * kTileRows;
-  static constexpr int kValues = Keys::bytes(kUnitKeys), kUnit = kValues + Values::bytes(kUnitKeys);
-  static constexpr int kStageKeys = kUnitKeys * kWarps, kUnits = 2 * kUnit,
-                       kRing = kUnits * kWarps;  // kUnits: a warp's
-  static constexpr int kQueries = kFloat8 ? kTiles * Tile<T, Dk>::bytes(kTileRows) : 0;
-  static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
-  static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
-  static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
-  static __device__ __forceinline__ int rank() { return kRanks == 1 ? 0 : cluster_rank(); }
-  /// Barriers of the cluster.
-  static __device__ __forceinline__ void sync() { kRanks == 1 ? __syncthreads() : cluster_sync(); }
-  static __device__ __forceinline__ void sync_reads() {
-    if constexpr (kRanks > 1) cluster_sync_reads();
-  }
-  static_assert(kSums <= kUnits && kColumns % kSplits == 0 && kColumns % kRanks == 0);
-};
-
-/// Maxima in base-2 units and sums of softmaxes of compressed keys: of a thread block, read by the others, and totals
-/// as in RowMemory. For heads that are another cluster's.
-template <class S>
-struct OtherRows {
-  float2 own[S::kRows], totals[S::kRows];
-};
-
-/// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
-template <class S>
-struct RowMemory {
-  float2 warps[S::kWarps][kTileRows];
-  float2 branches[kBranches][S::kRows];  // of the thread block; read by the others
-  float2 totals[kBranches][S::kRows];    // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
-  float factors[S::kRanks][S::kRows];    // of the thread blocks' shares of the selected branch
-  float gates[kBranches][S::kRows];
-};
-
-/// What the choice is made from, in shared memory (StepMemory::choice).
-struct ChoiceMemory {
-  char* memory;
-  int topk;
-
-  /// (topk), 0: none; read by the others.
-  __device__ unsigned long long* candidates() const { return reinterpret_cast<unsigned long long*>(memory); }
-  /// Of the blocks that are chosen, and these, ascending.
-  __device__ int& count() const { return *reinterpret_cast<int*>(candidates() + topk); }
-  __device__ int* blocks() const { return &count() + 1; }
-};
 
 /// Fragments of queries from bfloat16 to float16, multiplied by a power of two so that the largest number of a tile has
 /// the exponent 14 (NaN and infinities aside). Returns it. All warps that have the tile get the same.
@@ -105,191 +42,6 @@ __device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) 
       q[k][i] = pack(Half{}, x.x * factor, x.y * factor);
     }
   return factor;
-}
-
-/// A block's importance for the first `count` rows of a tile: its sums over them, if the unit has any keys, and for a
-/// unit's first block what the keys of the unit before give, which lies in the thread block `rank`. totals: of the
-/// tile's rows.
-template <int kRanks>
-__device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int block, bool crosses, KeptUnit before,
-                                               int rank, const float2* totals, int count) {
-  float sum = 0;
-#pragma unroll 1
-  for (int r = 0; r < kTileRows; r += 8) {  // eight places of rows at a time
-    uint4 sums{}, crossings{};
-    constexpr float kNone = -INFINITY;
-    float4 low{kNone, kNone, kNone, kNone}, high = low, low_before = low, high_before = low;
-    if (has_keys) {
-      sums = *reinterpret_cast<const uint4*>(unit.sums(block) + r);
-      low = *reinterpret_cast<const float4*>(unit.reference() + r);
-      high = *reinterpret_cast<const float4*>(unit.reference() + r + 4);
-    }
-    if (crosses) {
-      const auto* const reference = reinterpret_cast<const float4*>(before.reference() + r);
-      crossings = load_rank<kRanks>(reinterpret_cast<const uint4*>(before.crossing() + r), rank);
-      low_before = load_rank<kRanks>(reference, rank), high_before = load_rank<kRanks>(reference + 1, rank);
-    }
-    const auto add = [&](int i, float x, float reference_of, float y, float reference_before) {
-      const int row = KeptUnit::row_of(r + i);
-      const float2 all = totals[row];
-      const float share = x * exp2_fast(reference_of - all.x) + y * exp2_fast(reference_before - all.x);
-      sum += row < count ? share * all.y : 0;
-    };
-    const auto add_pair = [&](int i, std::uint32_t x, float2 of, std::uint32_t y, float2 of_before) {
-      const float2 a = unpack(Half{}, x), c = unpack(Half{}, y);
-      add(i, a.x, of.x, c.x, of_before.x), add(i + 1, a.y, of.y, c.y, of_before.y);
-    };
-    add_pair(0, sums.x, {low.x, low.y}, crossings.x, {low_before.x, low_before.y});
-    add_pair(2, sums.y, {low.z, low.w}, crossings.y, {low_before.z, low_before.w});
-    add_pair(4, sums.z, {high.x, high.y}, crossings.z, {high_before.x, high_before.y});
-    add_pair(6, sums.w, {high.z, high.w}, crossings.w, {high_before.z, high_before.w});
-  }
-  return sum;
-}
-
-/// The blocks that the query attends to, the same list in all of the cluster's thread blocks. Works in the ring's
-/// memory, which nobody else uses then. totals_of(tile): of compressed keys. writes: the list of blocks, too.
-template <class S, class TotalsOf>
-__device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* memory, const TotalsOf& totals_of,
-                                              int tiles, const ChoiceMemory& choice, char* all_kept, int row,
-                                              int position, int compressed, bool chooses, bool room, bool writes) {
-  constexpr int kRanks = S::kRanks, kWarps = S::kWarps, kThreads = S::kThreads;
-  const BlockKeys& shape = args.block_keys;
-  const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = S::rank();
-  const int kv_head = blockIdx.y, b = blockIdx.z, topk = args.topk;
-  const Candidates candidates(args, position);
-  const bool ranks_blocks = chooses && !candidates.all(args);  // else all of them fit
-  if (ranks_blocks) {
-    const int kept_bytes = shape.kept_bytes(), log2_blocks = shape.log2_blocks();
-    const int units = (compressed + kUnitKeys - 1) / kUnitKeys;
-    const int all_units = (candidates.count + shape.blocks() - 1) >> log2_blocks;
-    const int stages = max((all_units + kWarps * (kRanks - rank) - 1) / (kWarps * kRanks), 0);
-    const int local_blocks = stages * kWarps << log2_blocks;    // in this thread block
-    const int each = (local_blocks + kThreads - 1) / kThreads;  // neighbouring blocks of a thread
-    auto* const keys = reinterpret_cast<unsigned*>(memory);     // their importances
-    unsigned* const largest = keys + local_blocks;              // of each thread
-    unsigned& threshold = largest[kThreads];
-    int& listed = reinterpret_cast<int&>(largest[kThreads + 1]);
-    auto* const list = reinterpret_cast<unsigned long long*>(largest + kThreads + 4);  // blocks above the threshold
-    const auto block_at = [&](int local) {
-      return (S::Place::unit_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
-    };
-    for (int i = thread; i < topk; i += kThreads) choice.candidates()[i] = 0;
-    const auto each_own = [&](const auto& body) {
-#pragma unroll 1
-      for (int i = 0; i < each; ++i)  // all lanes leave it together
-        if (const int local = thread * each + i; local < local_blocks) body(local);
-    };
-    each_own([&](int local) {
-      const int local_unit = local >> log2_blocks, in_unit = local & (shape.blocks() - 1);
-      const int unit = S::Place::unit_of(local_unit, rank), block = block_at(local);
-      unsigned key = 0;
-      if (block < candidates.count && !candidates.forced(block)) {
-        const bool crosses = in_unit == 0 && unit > 0 && unit <= units && shape.strides > 1;
-        const typename S::Place before(max(unit - 1, 0));
-        float sum = 0;
-#pragma unroll 1
-        for (int tile = 0; tile < tiles; ++tile) {
-          char* const of_tile = all_kept + tile * args.kept_units * kept_bytes;
-          const KeptUnit here{of_tile + local_unit * kept_bytes, shape.blocks()};
-          const KeptUnit there{of_tile + before.local * kept_bytes, shape.blocks()};
-          sum += importance_of<kRanks>(unit < units, here, in_unit, crosses, there, before.rank, totals_of(tile),
-                                       args.geometry.group - tile * kTileRows);
-        }
-        key = ordered(sum);
-      }
-      keys[local] = key;
-    });
-    unsigned mine = 0;
-    each_own([&](int local) { mine = max(mine, keys[local]); });
-    largest[thread] = mine;
-    if (thread == 0) threshold = 1, listed = 0;
-    __syncthreads();
-    // The thread block's candidates, the most important first. They belong to the first threads in the order of largest
-    // importances, and none is below that of the last of these.
-    const int place = mine ? place_among(largest, min(local_blocks, kThreads), thread, mine) : candidates.places;
-    const bool among_first = place < candidates.places;
-    if (each == 1) {
-      if (among_first) choice.candidates()[place] = candidate(mine, block_at(thread));
-    } else {
-      if (place == candidates.places - 1) threshold = mine;
-      __syncthreads();
-      if (among_first)
-        each_own([&](int local) {
-          if (keys[local] >= threshold) list[atomicAdd(&listed, 1)] = candidate(keys[local], block_at(local));
-        });
-      __syncthreads();
-      const int count = listed;
-#pragma unroll 1
-      for (int i = thread; i < count; i += kThreads) {
-        const unsigned long long candidate = list[i];
-        int larger = 0;
-#pragma unroll 4
-        for (int j = 0; j < count; ++j) larger += list[j] > candidate;
-        if (larger < candidates.places) choice.candidates()[larger] = candidate;
-      }
-    }
-    S::sync();
-  }
-  auto* const entries = reinterpret_cast<unsigned long long*>(memory);  // (kRanks, topk)
-  int* const found = reinterpret_cast<int*>(entries + kRanks * topk);   // (topk), in any order
-  /// Found blocks to the query's list, ascending.
-  const auto sort = [&](bool writes) {
-    __syncthreads();
-    for (int i = thread; i < topk; i += kThreads) {
-      const int count = choice.count(), block = i < count ? found[i] : -1;
-      int place = i;
-      if (i < count) {
-        place = 0;
-#pragma unroll 4
-        for (int j = 0; j < count; ++j) place += found[j] < block;
-        choice.blocks()[place] = block;
-      }
-      if (writes) args.indices.at<int>(b, row, kv_head)[place] = room ? block : -1;
-    }
-    __syncthreads();
-  };
-  if (chooses) {
-    if (kRanks > 1 && ranks_blocks)
-#pragma unroll 1
-      for (int i = thread; i < kRanks * topk; i += kThreads) {
-        const int place = i / kRanks, of_rank = i % kRanks;
-        const uint2 x = load_remote_uint2(map_to_rank(shared_address(choice.candidates() + place), of_rank));
-        entries[of_rank * topk + place] = static_cast<unsigned long long>(x.y) << 32 | x.x;
-      }
-    const bool all = candidates.all(args);
-    for (int i = thread; i < topk; i += kThreads)
-      found[i] = all ? i : i < candidates.num_forced() ? candidates.forced_block(i) : 0;
-    if (thread == 0) choice.count() = all ? candidates.count : candidates.num_forced();
-    if (ranks_blocks) {
-      __syncthreads();
-#pragma unroll 1
-      for (int i = thread; i < kRanks * topk; i += kThreads) {
-        const unsigned long long mine = kRanks == 1 ? choice.candidates()[i] : entries[i];
-        if (mine == 0) continue;
-        const int place = kRanks == 1 ? i : count_larger<kRanks>(entries, topk, mine);
-        if (place >= candidates.places) continue;
-        found[candidates.num_forced() + place] = block_of(mine);
-        atomicAdd(&choice.count(), 1);
-      }
-    }
-    sort(writes);
-  }
-  if (args.imposed.data) {
-    if (warp == 0) {
-      const int* const given = args.imposed.at<const int>(b, row, kv_head);
-      int count = 0;
-      for (int first = 0; first < topk; first += 32) {
-        const int i = first + lane;
-        const bool good = i < topk && counts(given, i, position, 1 << shape.log2_block);
-        const unsigned lanes = __ballot_sync(0xffffffffu, good);
-        if (good) found[count + __popc(lanes & ((1u << lane) - 1))] = given[i];
-        count += __popc(lanes);
-      }
-      if (lane == 0) choice.count() = count;
-    }
-    sort(false);
-  }
 }
 
 /// kMany: a query has several clusters. With eight warps a thread block could have 255 registers for a thread; with the
@@ -802,7 +554,8 @@ cudaError_t launch_tiles(const StepAttendArgs& args, cudaStream_t stream) {
   constexpr ClusterShape shape = kClusterShapes[at];
   if constexpr (has_kernel(shape, kTiles))
     if (args.shape == shape)
-      return launch_shape<Shape<T, Dk, Dv, kTiles, kFloat8, shape.ranks, shape.warps>, T, Dk, Dv, kMany>(args, stream);
+      return launch_shape<StepShape<T, Dk, Dv, kTiles, kFloat8, shape.ranks, shape.warps>, T, Dk, Dv, kMany>(args,
+                                                                                                             stream);
   if constexpr (at + 1 < static_cast<int>(std::size(kClusterShapes)))
     return launch_tiles<T, Dk, Dv, kTiles, kMany, kFloat8, at + 1>(args, stream);
   return cudaErrorInvalidValue;

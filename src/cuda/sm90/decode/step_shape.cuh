@@ -1,0 +1,61 @@
+// What an instance of step_attend is compiled for, and how its shared memory is laid out.
+#pragma once
+
+#include "cuda/common/tile.cuh"
+#include "cuda/sm90/common/cluster.cuh"
+#include "cuda/sm90/decode/block_choice.cuh"
+
+namespace nsa::cuda::sm90::decode {
+
+/// kFloat8: keys and values are in e4m3 and are multiplied in float16. kRanks, kWarps: as in ClusterShape.
+template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps>
+struct StepShape {
+  static constexpr int kTiles = kOfTiles;
+  static constexpr bool kFloat8 = kInFloat8;
+  static constexpr ClusterShape kShape{kOfRanks, kOfWarps};
+  static constexpr int kRanks = kOfRanks, kWarps = kOfWarps, kThreads = 32 * kWarps;
+  // Of a multiprocessor: its registers are shared out among so many thread blocks, each of so many threads.
+  static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
+  static constexpr int kRegisterThreads = 32 * warps_per_processor(kTiles, Dk, kFloat8) / kBlocks;
+  using Place = UnitPlace<kRanks, kWarps>;
+  using Element = std::conditional_t<kFloat8, Half, T>;  // of products
+  static constexpr int kItem = kFloat8 ? 1 : 2;          // bytes of a stored element
+  // Rows of keys and values in shared memory, in units of two bytes.
+  using Keys = Tile<Half, Dk * kItem / 2>;
+  using Values = Tile<Half, Dv * kItem / 2>;
+  static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
+  static constexpr int kRows = kTiles * kTileRows;
+  static constexpr int kValues = Keys::bytes(kUnitKeys), kUnit = kValues + Values::bytes(kUnitKeys);
+  static constexpr int kStageKeys = kUnitKeys * kWarps, kUnits = 2 * kUnit,
+                       kRing = kUnits * kWarps;  // kUnits: a warp's
+  static constexpr int kQueries = kFloat8 ? kTiles * Tile<T, Dk>::bytes(kTileRows) : 0;
+  static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
+  static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
+  static constexpr int kSums = kColumns * 512;            // bytes of a tile's sums, 16 bytes a lane for eight columns
+  static __device__ __forceinline__ int rank() { return kRanks == 1 ? 0 : cluster_rank(); }
+  /// Barriers of the cluster.
+  static __device__ __forceinline__ void sync() { kRanks == 1 ? __syncthreads() : cluster_sync(); }
+  static __device__ __forceinline__ void sync_reads() {
+    if constexpr (kRanks > 1) cluster_sync_reads();
+  }
+  static_assert(kSums <= kUnits && kColumns % kSplits == 0 && kColumns % kRanks == 0);
+};
+
+/// Maxima in base-2 units and sums of softmaxes of compressed keys: of a thread block, read by the others, and totals
+/// as in RowMemory. For heads that are another cluster's.
+template <class S>
+struct OtherRows {
+  float2 own[S::kRows], totals[S::kRows];
+};
+
+/// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
+template <class S>
+struct RowMemory {
+  float2 warps[S::kWarps][kTileRows];
+  float2 branches[kBranches][S::kRows];  // of the thread block; read by the others
+  float2 totals[kBranches][S::kRows];    // of the cluster: maximum and 1 / sum, {0, 0}: sees nothing
+  float factors[S::kRanks][S::kRows];    // of the thread blocks' shares of the selected branch
+  float gates[kBranches][S::kRows];
+};
+
+}  // namespace nsa::cuda::sm90::decode
