@@ -1,0 +1,320 @@
+// What the programs that time calls with a KV cache share: their common options, the cache and the arguments of a call,
+// replays of graphs.
+//
+//   --context    tokens of context          --batch      sequences          --heads, --kv-heads
+//   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
+//   --selection  own: the call chooses its blocks. random, clustered: they are imposed, of neighbouring queries four
+//                fifths alike or none
+//   --engine     packed new tokens, compressed tokens in the pages of their tokens, window and raw tokens in pages
+//   --kernels    the kernels of a call: registers, shared memory, clusters that fit
+//
+// D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in shuffled order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cerrno>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "cuda_device.cuh"
+#include "nsa/decode.h"
+
+namespace nsa::bench {
+
+constexpr std::int64_t kDim = 128, kPage = 128;
+
+/// Options that the programs have in common.
+struct CommonOptions {
+  std::int64_t context = 65536, heads = 64, kv_heads = 4;
+  std::vector<std::int64_t> batches{32, 8, 1};
+  std::vector<DType> caches{DType::kBFloat16};
+  std::string selection = "own";
+  bool engine = false, kernels = false;
+  bool mixed = false;  // with engine: the last sequence has all new tokens of a call, the others one each
+};
+
+[[noreturn]] inline void refuse(const std::string& why) {
+  std::fprintf(stderr, "%s: %s\n", program_invocation_short_name, why.c_str());
+  std::exit(2);
+}
+inline std::vector<std::int64_t> numbers(const std::string& name, const std::string& text) {
+  std::vector<std::int64_t> all;
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::size_t end = std::min(text.find(',', at), text.size());
+    char* rest = nullptr;
+    all.push_back(std::strtoll(text.substr(at, end - at).c_str(), &rest, 10));
+    if (*rest || all.back() < 1) refuse(name + " " + text + ": numbers from 1 on, with commas");
+    at = end + 1;
+  }
+  return all;
+}
+/// Reads the common options, `flags`, and others by `take`, which says whether it knows them.
+inline void read_options(int argc, char** argv, CommonOptions& options, std::map<std::string, bool*> flags,
+                         const std::function<bool(const std::string& name, const std::string& value)>& take) {
+  flags.insert({{"--engine", &options.engine}, {"--kernels", &options.kernels}});
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (const auto flag = flags.find(name); flag != flags.end()) {
+      *flag->second = true;
+      continue;
+    }
+    if (i + 1 == argc) refuse(name + ": unknown, or without a value");
+    const std::string value = argv[++i];
+    if (name == "--context") {
+      options.context = numbers(name, value)[0];
+    } else if (name == "--heads") {
+      options.heads = numbers(name, value)[0];
+    } else if (name == "--kv-heads") {
+      options.kv_heads = numbers(name, value)[0];
+    } else if (name == "--batch") {
+      options.batches = numbers(name, value);
+    } else if (name == "--cache" && (value == "bfloat16" || value == "fp8" || value == "bfloat16,fp8")) {
+      options.caches.clear();
+      if (value != "fp8") options.caches.push_back(DType::kBFloat16);
+      if (value != "bfloat16") options.caches.push_back(DType::kFloat8E4M3);
+    } else if (name == "--selection" && (value == "own" || value == "random" || value == "clustered")) {
+      options.selection = value;
+    } else if (!take(name, value)) {
+      refuse(name + " " + value + ": not an option");
+    }
+  }
+  if (options.heads % options.kv_heads)
+    refuse("--kv-heads " + std::to_string(options.kv_heads) + ": no divisor of --heads");
+}
+
+inline const char* name_of_cache(DType stored) { return stored == DType::kFloat8E4M3 ? "fp8" : "bfloat16"; }
+
+inline double median(std::vector<float> times) {
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+struct Events {
+  Events() {
+    check(cudaEventCreate(&begin), "event");
+    check(cudaEventCreate(&end), "event");
+  }
+  Events(const Events&) = delete;
+  ~Events() {
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+  }
+  /// Microseconds of run().
+  template <class Run>
+  float time(cudaStream_t stream, const Run& run) const {
+    check(cudaEventRecord(begin, stream), "event");
+    run();
+    check(cudaEventRecord(end, stream), "event");
+    check(cudaEventSynchronize(end), "event");
+    float ms;
+    check(cudaEventElapsedTime(&ms, begin, end), "event");
+    return ms * 1000;
+  }
+  cudaEvent_t begin, end;
+};
+
+static __global__ void read_all(const uint4* p, std::size_t count, unsigned* out) {
+  unsigned x = 0;
+  for (std::size_t i = blockIdx.x * 256ull + threadIdx.x; i < count; i += gridDim.x * 256ull) {
+    const uint4 y = p[i];
+    x ^= y.x ^ y.y ^ y.z ^ y.w;
+  }
+  if (x == 0x5eed) *out = x;
+}
+
+/// Memory that is read before a call, so that the call's is not in the second-level cache (writing it would leave 60 MB
+/// to be written back during the call).
+class Flush {
+ public:
+  explicit Flush(Tensors& device)
+      : memory_(static_cast<uint4*>(device.take(kBytes))),
+        ignored_(static_cast<unsigned*>(device.take(sizeof(unsigned)))) {}
+  void read(cudaStream_t stream) const {
+    read_all<<<1024, 256, 0, stream>>>(memory_, kBytes / sizeof(uint4), ignored_);
+  }
+
+ private:
+  static constexpr std::size_t kBytes = 192 << 20;
+  uint4* memory_;
+  unsigned* ignored_;
+};
+
+class Graph {
+ public:
+  template <class Body>
+  Graph(cudaStream_t stream, const Body& body) {
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+    body();
+    check(cudaStreamEndCapture(stream, &graph_), "capture");
+    check(cudaGraphInstantiate(&replay_, graph_, 0), "graph");
+  }
+  Graph(const Graph&) = delete;
+  ~Graph() {
+    cudaGraphExecDestroy(replay_);
+    cudaGraphDestroy(graph_);
+  }
+  void launch(cudaStream_t stream) const { check(cudaGraphLaunch(replay_, stream), "replay"); }
+  std::size_t size() const {
+    std::size_t count = 0;
+    check(cudaGraphGetNodes(graph_, nullptr, &count), "nodes");
+    return count;
+  }
+  /// A line for each kernel.
+  void print_kernels() const {
+    std::size_t count = size();
+    std::vector<cudaGraphNode_t> nodes(count);
+    check(cudaGraphGetNodes(graph_, nodes.data(), &count), "nodes");
+    for (const cudaGraphNode_t node : nodes) {
+      cudaKernelNodeParams params{};
+      if (cudaGraphKernelNodeGetParams(node, &params) != cudaSuccess) continue;
+      cudaFuncAttributes about{};
+      const char* name = "";
+      check(cudaFuncGetAttributes(&about, params.func), "attributes");
+      check(cudaFuncGetName(&name, params.func), "name");
+      cudaLaunchAttributeValue cluster{};
+      check(cudaGraphKernelNodeGetAttribute(node, cudaLaunchAttributeClusterDimension, &cluster), "cluster");
+      std::printf("    %.60s: %u x %u x %u blocks of %u threads, %d registers, %zu + %u bytes of shared memory", name,
+                  params.gridDim.x, params.gridDim.y, params.gridDim.z, params.blockDim.x, about.numRegs,
+                  about.sharedSizeBytes, params.sharedMemBytes);
+      if (cluster.clusterDim.x > 1) {
+        cudaLaunchAttribute attribute;
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val = cluster;
+        cudaLaunchConfig_t config{};
+        config.gridDim = params.gridDim, config.blockDim = params.blockDim;
+        config.dynamicSmemBytes = params.sharedMemBytes, config.attrs = &attribute, config.numAttrs = 1;
+        int fit = 0;
+        check(cudaOccupancyMaxActiveClusters(&fit, params.func, &config), "clusters");
+        std::printf(", %d clusters of %u fit", fit, cluster.clusterDim.x);
+      }
+      std::printf("\n");
+    }
+  }
+
+ private:
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t replay_ = nullptr;
+};
+
+inline std::vector<int> to_host(const TensorView& integers) {
+  std::vector<int> all(static_cast<std::size_t>(integers.numel()));
+  check(cudaMemcpy(all.data(), integers.data, all.size() * sizeof(int), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return all;
+}
+
+/// Pages of one kind for every sequence, in shuffled order.
+inline TensorView page_table(Tensors& device, std::int64_t batch, std::int64_t pages) {
+  const std::int64_t count = batch * pages;
+  std::int64_t step = count * 5 / 8 + 1;
+  while (std::gcd(step, count) != 1) ++step;
+  std::vector<int> table;
+  for (std::int64_t i = 0; i < count; ++i) table.push_back(static_cast<int>(i * step % count));
+  return device.integers(table, {batch, pages});
+}
+
+inline unsigned random_number() {
+  static unsigned x = 1;
+  x = x * 1664525u + 1013904223u;
+  return x >> 8;
+}
+
+/// Blocks for every query and KV head: the first one, the last two, and others; `kept` of five of the query before.
+inline std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::int64_t kv_heads, std::int64_t shortest,
+                                       const NSAConfig& cfg, unsigned kept) {
+  std::vector<int> all;
+  const int blocks = static_cast<int>(shortest / cfg.block_size);
+  std::vector<std::set<int>> before(static_cast<std::size_t>(batch * kv_heads));
+  std::vector<std::vector<int>> rows(static_cast<std::size_t>(batch * m * kv_heads));
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t r = 0; r < m; ++r)
+      for (std::int64_t h = 0; h < kv_heads; ++h) {
+        std::set<int>& last = before[static_cast<std::size_t>(b * kv_heads + h)];
+        std::set<int> now{0, blocks - 1, blocks - 2};
+        for (const int block : last)
+          if (static_cast<int>(now.size()) < cfg.topk && random_number() % 5 < kept) now.insert(block);
+        while (static_cast<int>(now.size()) < std::min(cfg.topk, blocks))
+          now.insert(static_cast<int>(random_number() % static_cast<unsigned>(blocks)));
+        last = now;
+        std::vector<int>& row = rows[static_cast<std::size_t>((b * m + r) * kv_heads + h)];
+        row.assign(now.begin(), now.end());
+        row.resize(static_cast<std::size_t>(cfg.topk), -1);
+      }
+  for (const auto& row : rows) all.insert(all.end(), row.begin(), row.end());
+  return all;
+}
+
+/// What an engine would have: packed new tokens, compressed ones in the pages of their tokens, all else in pages, too.
+inline void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_t batch, std::int64_t m,
+                                   std::int64_t pages, DType stored, const CommonOptions& options) {
+  KVCacheView& c = p.cache;
+  const std::int64_t kv_heads = options.kv_heads;
+  std::vector<int> starts{0};
+  for (std::int64_t b = 0; b < batch; ++b)
+    starts.push_back(starts.back() + static_cast<int>(options.mixed && b + 1 < batch ? 1 : m));
+  c.block_table_c = {};
+  for (TensorView* t : {&c.k_c, &c.v_c})
+    *t = device.random({batch * pages, kPage / p.cfg.kernel_stride, kv_heads, kDim}, 0.3f, 0, stored);
+  for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
+    *t = device.random({batch * pages, kPage, kv_heads, kDim}, 1, 0, stored);
+  for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring}) *t = device.random({batch * pages, kPage, kv_heads, kDim});
+  c.block_table_swa = page_table(device, batch, pages), c.block_table_cmp = page_table(device, batch, pages);
+  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.o, &p.indices,
+                        &p.imposed_indices})
+    if (t->defined())
+      *t = TensorView::contiguous(t->data, t->dtype, {starts.back(), t->size(2), t->size(3)}, t->device);
+  p.query_start_loc = device.integers(starts, {batch + 1}), p.max_query_len = m;
+}
+
+/// A cache of sequences of these lengths, random, with room for `appended` tokens, and one call's arguments.
+inline DecodeParams make_params(Tensors& device, const std::vector<int>& lengths, std::int64_t m, std::int64_t appended,
+                                DType stored, const CommonOptions& options) {
+  DecodeParams p;
+  const NSAConfig& cfg = p.cfg;
+  const auto batch = static_cast<std::int64_t>(lengths.size());
+  const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + appended,
+                     pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
+  KVCacheView& c = p.cache;
+  for (TensorView* t : {&c.k_slc, &c.v_slc})
+    *t = device.random({batch * pages, kPage, options.kv_heads, kDim}, 1, 0, stored);
+  for (TensorView* t : {&c.k_c, &c.v_c})
+    *t = device.random({batch * pages_c, kPage, options.kv_heads, kDim}, 0.3f, 0, stored);
+  for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
+    *t = device.random({batch, cfg.window_size + kRollback, options.kv_heads, kDim}, 1, 0, stored);
+  if (stored == DType::kFloat8E4M3)
+    for (TensorView* t : {&c.k_scale, &c.v_scale}) *t = device.floats({1, 1, 1, 1}, {options.kv_heads});
+  for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring})
+    *t = device.random({batch, cfg.kernel_size + kRollback, options.kv_heads, kDim});
+  c.block_table = page_table(device, batch, pages);
+  c.block_table_c = page_table(device, batch, pages_c);
+  c.cache_seqlens = device.integers(lengths, {batch});
+  c.overflow = device.integers({0}, {1});
+  p.q = device.random({batch, m, options.heads, kDim});
+  for (TensorView* t : {&p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa})
+    *t = device.random({batch, m, options.kv_heads, kDim});
+  p.gates = device.random({batch, m, options.heads, 3}, 0.1f, 0.5f);
+  for (CompressionWeights* w : {&p.weights_k, &p.weights_v})
+    *w = {CompressionKind::kMlp,
+          device.random({options.kv_heads, cfg.kernel_size, kDim}, 0.02f),
+          device.random({options.kv_heads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
+          {},
+          device.random({options.kv_heads, 2 * kDim, kDim}, 0.06f),
+          {}};
+  p.o = device.tensor(DType::kBFloat16, {batch, m, options.heads, kDim});
+  if (options.selection == "own") {
+    p.indices = device.tensor(DType::kInt32, {batch, m, options.kv_heads, cfg.topk});
+  } else {
+    const int shortest = *std::min_element(lengths.begin(), lengths.end());
+    p.imposed_indices = device.integers(
+        made_up_blocks(batch, m, options.kv_heads, shortest, cfg, options.selection == "clustered" ? 4 : 0),
+        {batch, m, options.kv_heads, cfg.topk});
+  }
+  if (options.engine) to_memory_of_an_engine(device, p, batch, m, pages, stored, options);
+  return p;
+}
+
+}  // namespace nsa::bench
