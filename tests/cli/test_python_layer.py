@@ -80,7 +80,7 @@ def test_generates_what_the_program_generates(trained, tmp_path):
 
 
 def test_debug_compare_repeats_a_step_in_fp8(tmp_path, monkeypatch):
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # with others a compressed number between two of e4m3 may be rounded to either
     cfg = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
     cache = nsa.KVCache(1, 2, 16, cfg=cfg, max_length=64, dtype=torch.float8_e4m3fn, k_scale=0.02, v_scale=0.5)
     new = [torch.randn(1, 40, heads, 16).bfloat16() for heads in (4, 2, 2)] + [torch.rand(1, 40, 4, 3).bfloat16()]
@@ -93,6 +93,5 @@ def test_debug_compare_repeats_a_step_in_fp8(tmp_path, monkeypatch):
     for path in dumps:
         text = program("debug", "compare", path).text
         errors = {line.split()[0]: float(line.split()[3]) for line in text.splitlines() if "e-" in line or "e+" in line}
-        # A compressed number between two of e4m3 may be rounded to either, which are an eighth apart at most.
-        assert errors["o"] < 5e-2 and errors["cache.k_slc"] == 0, text
+        assert errors["o"] < 1e-2 and errors["cache.k_slc"] == 0, text
         assert "not finite" not in text
