@@ -209,18 +209,16 @@ TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
 }
 
 TEST(Heuristics, StepsOfEveryGroupHaveThem) {
-  StepDesc d = step();
-  for (d.float8 = false;; d.float8 = true) {
+  for (const bool float8 : {false, true})
     for (const int group : {1, 5, 16, 17, 32, 33, 48, 64, 80, 128}) {
-      d.group = group;
+      StepDesc d = step();
+      d.float8 = float8, d.group = group;
       EXPECT_EQ(obstacle(d), nullptr) << group;
       const StepKernels k = choose_kernels(d);
       EXPECT_TRUE(k.attend && k.fold) << group;
       EXPECT_EQ(decode::step_tiles(group), group > 16 ? 2 : 1);
       EXPECT_EQ(decode::step_clusters(group), (group + 31) / 32);
     }
-    if (d.float8) break;
-  }
 }
 
 TEST(Heuristics, EveryStepWithoutThemHasAReason) {
