@@ -164,21 +164,17 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
 
 int main(int argc, char** argv) {
   const Options options = options_of(argc, argv);
-  cudaDeviceProp properties;
-  check(cudaGetDeviceProperties(&properties, 0), "device");
-  cudaStream_t stream;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  const double rate = copy_rate(stream);
-  std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", properties.name,
-              rate / 1e6, static_cast<long long>(options.context), options.ragged ? ", ragged" : "",
-              options.selection.c_str());
+  const TimedDevice device;
+  const double rate = copy_rate(device.stream);
+  std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", device.name(), rate / 1e6,
+              static_cast<long long>(options.context), options.ragged ? ", ragged" : "", options.selection.c_str());
   std::printf("  %5s %4s %9s %9s %8s %8s %8s", "batch", "new", "cache", "median", "mean", "worst", "warm");
   if (options.layers) std::printf(" %8s", "layer");
   std::printf("   %8s %8s %10s %9s %9s\n", "MB", "floor", "dense", "launches", "MiB");
   std::string json;
   for (const std::int64_t batch : options.batches)
     for (const std::int64_t m : options.added)
-      for (const DType stored : options.caches) run(batch, m, stored, options, rate, stream, json);
+      for (const DType stored : options.caches) run(batch, m, stored, options, rate, device.stream, json);
   if (!options.json.empty()) {
     std::ofstream file(options.json);
     file << R"({"problem": "H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults, pages of 128", "unit": "us", "context": )"
@@ -187,6 +183,5 @@ int main(int argc, char** argv) {
          << R"(, "steps": [)" << json << "\n ]}\n";
     if (!file.flush()) refuse("--json " + options.json + ": cannot be written");
   }
-  cudaStreamDestroy(stream);
   return 0;
 }

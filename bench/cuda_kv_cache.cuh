@@ -94,6 +94,19 @@ inline double median(std::vector<float> times) {
   return times[times.size() / 2];
 }
 
+/// The device's name, and the stream that everything timed runs on.
+struct TimedDevice {
+  TimedDevice() {
+    check(cudaGetDeviceProperties(&properties, 0), "device");
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  }
+  TimedDevice(const TimedDevice&) = delete;
+  ~TimedDevice() { cudaStreamDestroy(stream); }
+  const char* name() const { return properties.name; }
+  cudaDeviceProp properties;
+  cudaStream_t stream;
+};
+
 struct Events {
   Events() {
     check(cudaEventCreate(&begin), "event");

@@ -236,16 +236,12 @@ void run_packed_chunk(std::int64_t batch, DType stored, const Options& options, 
 
 int main(int argc, char** argv) {
   const Options options = options_of(argc, argv);
-  cudaDeviceProp properties;
-  check(cudaGetDeviceProperties(&properties, 0), "device");
-  cudaStream_t stream;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  std::printf("%s; prefill of the last tokens of %lld, us\n", properties.name, static_cast<long long>(options.context));
+  const TimedDevice device;
+  std::printf("%s; prefill of the last tokens of %lld, us\n", device.name(), static_cast<long long>(options.context));
   std::printf("  %5s %7s %9s %10s %13s %7s %9s %9s %9s %8s\n", "batch", "chunk", "cache", "prefill", "nsa_attention",
               "ratio", "launches", "MiB", "apart", "same");
   for (const std::int64_t batch : options.batches)
     for (const DType stored : options.caches)
-      (options.engine ? run_packed_chunk : run_chunk)(batch, stored, options, stream);
-  cudaStreamDestroy(stream);
+      (options.engine ? run_packed_chunk : run_chunk)(batch, stored, options, device.stream);
   return 0;
 }
