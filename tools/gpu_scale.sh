@@ -53,27 +53,28 @@ if [[ $device == cuda ]]; then
   lengths=65536,262144,524288,1048576 shape=() bits=(--tokens 65536 --bits 20 --chunks 16) sizes=1,4,16,64,256,1024,2048
   tests=() training_tests=(tests/python/test_distributed.py tests/python/test_train_long.py) bits_tests=each_gpu
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-  batches=$((96 / gpus))
+  # From four GPUs on, about two minutes for each program that trains on all of them.
+  steps_of_one=$((96 / gpus)) steps=$((gpus >= 4 ? 220 : 96 / gpus)) long_steps=$((gpus >= 4 ? 26 : 6))
   train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
   train+=(--kv-heads 1 --head-dim 128 --ffn-size 3072)
   # Steps that keep the GPU busy longer than the host.
   kill=("${train[@]:0:7}" --hidden-size 512 --layers 4 --heads 8 --kv-heads 1 --head-dim 64 --steps 200 --log-every 10)
   kill+=(--save-every 40)
   at=80
-  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128 --steps 6)
+  long=(--bfloat16 --recompute --width 1024 --heads 16 --kv-heads 1 --head-dim 128)
   tokens=1048576 tokens_of_one=262144
 else
   lengths=1024,2048 shape=(--heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --device cpu --alone 1024) sizes=0.01,0.1
   bits=(--tokens 1024 --bits 3 --chunks 8)
   tests=(-k "bits_of_one_process and 2-float32")
   training_tests=(tests/python/test_distributed.py -k "fsdp and not head") bits_tests="each_rank and whole-2"
-  batches=20
+  steps_of_one=20 steps=20 long_steps=3
   train=(--data python --context 128 --hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --threads 1)
   kill=("${train[@]}" --steps 300 --log-every 4 --save-every 20)
   at=40
-  long=(--steps 3) tokens=1024 tokens_of_one=512
+  long=() tokens=1024 tokens_of_one=512
 fi
-train+=(--batch-size 1 --seed 1 --accumulate "$gpus" --steps "$batches" --log-every $((batches / 10)) --save-every 0)
+train+=(--batch-size 1 --seed 1 --accumulate "$gpus" --log-every $((steps_of_one / 10)) --save-every 0)
 train+=(--eval-every 0 --eval-tokens 32768)
 kill+=(--batch-size 1 --eval-every 0 --eval-tokens 2048)
 # Several sequences where there are GPUs for it.
@@ -89,15 +90,15 @@ begin parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/test_pa
 settle
 # One GPU each, beside each other.
 begin train_one 100 python3 bench/scale/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \
-  --json "$logs/train_one.json" -- "${train[@]}"
+  --json "$logs/train_one.json" -- "${train[@]}" --steps "$steps_of_one"
 CUDA_VISIBLE_DEVICES=1 begin train_long_one 100 "${one[@]}" examples/train_long.py "${long[@]}" \
-  --tokens "$tokens_of_one" --batch 1 --out "$runs/long_one"
+  --steps 6 --tokens "$tokens_of_one" --batch 1 --out "$runs/long_one"
 settle
 rm -rf "${runs:?}"/*
-step train_all 75 python3 bench/scale/train_ranks.py speed --ranks "$gpus" --limit 65 --out "$runs/all" \
-  --json "$logs/train_all.json" -- "${train[@]}"
-step train_long_all 100 "${ranks[@]}" examples/train_long.py "${long[@]}" --tokens "$tokens" --dp "$dp" \
-  --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
+step train_all 140 python3 bench/scale/train_ranks.py speed --ranks "$gpus" --limit 130 --out "$runs/all" \
+  --json "$logs/train_all.json" -- "${train[@]}" --steps "$steps"
+step train_long_all 130 "${ranks[@]}" examples/train_long.py "${long[@]}" --steps "$long_steps" --tokens "$tokens" \
+  --dp "$dp" --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
 rm -rf "${runs:?}"/*
 begin killed 100 python3 bench/scale/train_ranks.py kill --ranks "$gpus" --at "$at" --limit 45 --out "$runs/killed" \
   --json "$logs/killed.json" -- "${kill[@]}"

@@ -135,22 +135,27 @@ def collectives_table(run):
     return table(rows)
 
 
+def beside_one(one, all_of_them):
+    """Whether a training on several GPUs became what it did on one."""
+    if one["steps"] != all_of_them["steps"]:
+        return f"medians over {one['steps']} and {all_of_them['steps']} steps"
+    if one["weights_sha256"] == all_of_them["weights_sha256"]:
+        return f"the same bits of weights after {one['steps']} steps"
+    apart = max(abs(b / a - 1) for a, b in zip(one["losses"], all_of_them["losses"], strict=True))
+    return f"other weights after {one['steps']} steps, losses apart by at most {apart:.1e} of their size"
+
+
 def training_lines(run):
     """Of `nsa train` and examples/train_long.py."""
     lines = []
     one, all_of_them = run.of("train_one"), run.of("train_all")
     if one and all_of_them:
         ratio = all_of_them["tokens_per_second"] / one["tokens_per_second"]
-        same = f"the same bits of weights after {one['steps']} steps"
-        if one["weights_sha256"] != all_of_them["weights_sha256"]:
-            pairs = zip(one["losses"], all_of_them["losses"], strict=True)
-            apart = max(abs(b / a - 1) for a, b in pairs)
-            same = f"other weights after {one['steps']} steps, losses apart by at most {apart:.1e} of their size"
         lines.append(
             f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
             f"{one['accumulate']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
-            f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: efficiency {ratio / run.gpus:.3f}, "
-            f"{same}."
+            f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: {ratio:.2f} times as many, efficiency "
+            f"{ratio / run.gpus:.3f}, {beside_one(one, all_of_them)}."
         )
     for name in ("train_long_one", "train_long_all"):
         found = run.of(name)

@@ -259,7 +259,7 @@ def test_the_guide_is_written(page, tmp_path):
         "32 sampled queries of all lengths",
         "65536 tokens in 16 chunks, head_tail, float16: the same bits in 20 runs; as on one rank: o, d_k.",
         "2097152 tokens, head_tail, 4 KV heads at once: not run, 150.0 s were over.",
-        "194,000 on 2: efficiency 0.970, the same bits of weights after 80 steps.",
+        "194,000 on 2: 1.94 times as many, efficiency 0.970, the same bits of weights after 80 steps.",
         "`train_long.py --cp 2` on 2: 300,000 tokens/s, 5.500 nats per byte in step 1, 4.250 in step 2.",
         "Rank 0 of 2 killed: another one said so after 6.2 s, torchrun ended after 7.5 s; `--resume` went on to its",
         "Rank 1 of 2 killed: another one said nothing, torchrun ended after 31.0 s; `--resume` failed.",
@@ -289,6 +289,8 @@ def test_both_passes_of_a_rank_together(page):
     prose = " ".join(text.split())
     assert "For both, the two passes are those of one rank together, the slowest." in prose
     assert "other weights after 80 steps, losses apart by at most 1.0e-02 of their size." in prose
+    found["stages"]["train_all"]["result"] |= {"steps": 200}
+    assert "medians over 80 and 200 steps." in " ".join(page(scale_x2=found)[1].split())
 
 
 def test_the_guide_of_a_run_that_was_cut_off(page):
