@@ -54,7 +54,7 @@ if [[ $device == cuda ]]; then
   tests=() training_tests=(tests/python/test_distributed.py tests/python/test_train_long.py) bits_tests=each_gpu
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   # From four GPUs on, about two minutes for each program that trains on all of them.
-  steps_of_one=$((96 / gpus)) steps=$((gpus >= 4 ? 220 : 96 / gpus)) long_steps=$((gpus >= 4 ? 26 : 6))
+  steps_of_one=$((96 / gpus)) steps_of_all=$((gpus >= 4 ? 220 : 96 / gpus)) long_steps=$((gpus >= 4 ? 26 : 6))
   train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
   train+=(--kv-heads 1 --head-dim 128 --ffn-size 3072)
   # Steps that keep the GPU busy longer than the host.
@@ -68,7 +68,7 @@ else
   bits=(--tokens 1024 --bits 3 --chunks 8)
   tests=(-k "bits_of_one_process and 2-float32")
   training_tests=(tests/python/test_distributed.py -k "fsdp and not head") bits_tests="each_rank and whole-2"
-  steps_of_one=20 steps=20 long_steps=3
+  steps_of_one=20 steps_of_all=20 long_steps=3
   train=(--data python --context 128 --hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --threads 1)
   kill=("${train[@]}" --steps 300 --log-every 4 --save-every 20)
   at=40
@@ -96,7 +96,7 @@ CUDA_VISIBLE_DEVICES=1 begin train_long_one 100 "${one[@]}" examples/train_long.
 settle
 rm -rf "${runs:?}"/*
 step train_all 140 python3 bench/scale/train_ranks.py speed --ranks "$gpus" --limit 130 --out "$runs/all" \
-  --json "$logs/train_all.json" -- "${train[@]}" --steps "$steps"
+  --json "$logs/train_all.json" -- "${train[@]}" --steps "$steps_of_all"
 step train_long_all 130 "${ranks[@]}" examples/train_long.py "${long[@]}" --steps "$long_steps" --tokens "$tokens" \
   --dp "$dp" --cp $((gpus / dp)) --batch "$dp" --out "$runs/long_all"
 rm -rf "${runs:?}"/*
