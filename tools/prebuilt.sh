@@ -3,7 +3,7 @@
 # that GPU, the same torch and no time to compile: PREBUILT=FOLDER tools/gpu.sh ... takes them there.
 #   tools/prebuilt.sh FOLDER
 #   ARCHITECTURE=90   INSTANCES="Bf16;Half;float"   HEAD_DIMS="64x64;128x128"   PYTHON=.venv/bin/python   JOBS=1
-# Without SentencePiece: besides torch it wants the libraries of C, C++ and OpenMP alone.
+# Besides torch it wants the libraries of C, C++ and OpenMP alone; SentencePiece's comes along, if it is here.
 # about.json says of what all that was built. Should it not load there, tools/gpu.sh builds, the program only with the
 # headers of `make bundle`: if they are here, they come along.
 set -euo pipefail
@@ -14,12 +14,13 @@ build=${BUILD:-build-prebuilt}
 instances=${INSTANCES:-Bf16;Half;float} dims=${HEAD_DIMS:-64x64;128x128} architecture=${ARCHITECTURE:-90}
 cmake -S . -B "$build" -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM=ON -DNSA_BUILD_TESTS=OFF \
   -DNSA_PYTHON="$python" -DCMAKE_CUDA_ARCHITECTURES="$architecture-real" -DNSA_CUDA_INSTANCES="$instances" \
-  -DNSA_CUDA_HEAD_DIMS="$dims" -DNSA_CPU_ISAS="${ISAS:-avx2}" -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON -DNSA_SENTENCEPIECE_LIBRARY=OFF >/dev/null
+  -DNSA_CUDA_HEAD_DIMS="$dims" -DNSA_CPU_ISAS="${ISAS:-avx2}" -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON >/dev/null
 ninja -C "$build" -j "${JOBS:-1}"
 rm -rf "$out"
 mkdir -p "$out"/{lib,bin}
 cp "$build"/lib/libnsa.so.0 "$build"/lib/libnsa_program.so python/nsa/_C.so "$out/lib/"
 cp "$build/bin/nsa" "$out/bin/"
+ldd "$build/lib/libnsa_program.so" | awk '$1 ~ /^libsentencepiece/ {print $3}' | xargs -r cp -L -t "$out/lib"
 strip --strip-unneeded "$out"/lib/* "$out/bin/nsa"
 if [[ -d bundle/usr ]]; then
   cp -r bundle "$out/"

@@ -1,5 +1,6 @@
 #include "lm/data/corpus.h"
 
+#include <ATen/Parallel.h>
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -16,18 +17,27 @@
 namespace nsa::lm {
 
 Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer) {
+  auto texts = read_texts(config);
+  std::vector<Document> documents(texts.size());
+  std::vector<std::uint64_t> hashes(texts.size());
+  const auto count = static_cast<std::int64_t>(texts.size());
+  at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+      hashes[i] = base::hash(texts[i].text);
+      documents[i] = {std::move(texts[i].name), {tokenizer.start_of_document()}};
+      auto& tokens = documents[i].tokens;
+      const auto encoded = tokenizer.encode(texts[i].text);
+      tokens.insert(tokens.end(), encoded.begin(), encoded.end());
+      tokens.push_back(tokenizer.end_of_document());
+    }
+  });
   Corpus corpus;
   corpus.fingerprint = base::mix(static_cast<std::uint64_t>(config.held_out_percent));
-  for (auto& [name, text] : read_texts(config)) {
-    const std::uint64_t text_hash = base::hash(text);
-    corpus.fingerprint = base::mix(corpus.fingerprint ^ text_hash);
-    corpus.bytes += static_cast<std::int64_t>(text.size());
-    Document document{std::move(name), {tokenizer.start_of_document()}};
-    const auto tokens = tokenizer.encode(text);
-    document.tokens.insert(document.tokens.end(), tokens.begin(), tokens.end());
-    document.tokens.push_back(tokenizer.end_of_document());
-    const bool held_out = text_hash % 100 < static_cast<std::uint64_t>(config.held_out_percent);
-    (held_out ? corpus.held_out : corpus.train).push_back(std::move(document));
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    corpus.fingerprint = base::mix(corpus.fingerprint ^ hashes[i]);
+    corpus.bytes += static_cast<std::int64_t>(texts[i].text.size());
+    const bool held_out = hashes[i] % 100 < static_cast<std::uint64_t>(config.held_out_percent);
+    (held_out ? corpus.held_out : corpus.train).push_back(std::move(documents[i]));
   }
   return corpus;
 }

@@ -21,8 +21,8 @@ struct Corpus {
   std::int64_t bytes = 0;         // of text
 };
 
-/// Reads, splits and tokenizes. The side of a document depends on its text alone, so duplicates stay together. Throws
-/// Error when a path cannot be read or nothing is found.
+/// Reads, splits and tokenizes, the latter by torch's threads. The side of a document depends on its text alone, so
+/// duplicates stay together. Throws Error when a path cannot be read or nothing is found.
 Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer);
 
 /// A document from each line that is not blank: tokens as decimal numbers with spaces between them, taken as they are.

@@ -9,6 +9,7 @@
 
 namespace nsa::lm {
 
+/// Several threads may use one.
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
