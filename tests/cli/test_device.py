@@ -1,5 +1,6 @@
 """--device: what is chosen is said, what cannot be had is refused; on a GPU training, resuming and generating."""
 
+import functools
 import itertools
 import json
 import os
@@ -66,21 +67,25 @@ def test_unknown_devices_are_refused(trained):
 
 @pytest.fixture(scope="module")
 def trained_on_cuda(tmp_path_factory, corpus):
-    """A run of each attention, and one whose second layer is dense: bfloat16, which is the default on a GPU."""
-    runs = {}
-    for attention in ("nsa", "full", "window", "mixed"):
-        runs[attention] = tmp_path_factory.mktemp("cuda") / attention
+    """The run of an attention, trained once a test asks for it; mixed: its second layer is dense. In bfloat16, which
+    is the default on a GPU."""
+
+    @functools.cache
+    def run(attention):
+        out = tmp_path_factory.mktemp("cuda") / attention
         kind = ["--dense-layers", 1] if attention == "mixed" else ["--attention", attention]
         arguments = ["--data", corpus, *kind, "--steps", 60, "--lr", 0.01, "--device", "cuda"]
-        text = nsa("train", "--out", runs[attention], *arguments, *SMALL).text
+        text = nsa("train", "--out", out, *arguments, *SMALL).text
         assert chosen(text).startswith("cuda:0 ")
-    return runs
+        return out
+
+    return run
 
 
 @needs_gpu
 @pytest.mark.parametrize("attention", ["nsa", "full", "window"])
 def test_the_loss_falls(trained_on_cuda, attention):
-    run = trained_on_cuda[attention]
+    run = trained_on_cuda(attention)
     losses = [line["loss"] for line in metrics(run, "train")]
     assert losses[-1] < 0.6 * losses[0]
     assert metrics(run, "eval")[-1]["loss"] < losses[0]
@@ -141,7 +146,7 @@ def test_a_checkpoint_is_the_same_model_on_both_devices(trained_on_cuda, tmp_pat
     losses = {}
     for device in ("cpu", "cuda"):
         path = tmp_path / f"{device}.json"
-        nsa("eval", trained_on_cuda[attention], "--tokens", 0, "--device", device, "--json", path)
+        nsa("eval", trained_on_cuda(attention), "--tokens", 0, "--device", device, "--json", path)
         losses[device] = json.loads(path.read_text())["loss"]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
@@ -165,7 +170,7 @@ def test_greedy_text_equals_the_full_forward_and_the_cpu(trained_on_cuda, tmp_pa
         results = []
         for i, options in enumerate((["--device", "cuda"], other)):
             path = tmp_path / f"{i}.json"
-            nsa("generate", trained_on_cuda[attention], "--prompt", prompt, "--temperature", 0, "--tokens", 80,
+            nsa("generate", trained_on_cuda(attention), "--prompt", prompt, "--temperature", 0, "--tokens", 80,
                 "--ignore-end", "--dtype", "float32", "--json", path, *options)  # fmt: skip
             results.append(json.loads(path.read_text())["sequences"])
         assert len(results[0][0]["tokens"]) == 80
@@ -201,7 +206,7 @@ def test_a_step_in_one_graph_has_the_same_bits(trained_on_cuda, tmp_path, attent
     reports = []
     for i, graph in enumerate(([], ["--no-graph"])):
         path = tmp_path / f"{i}.json"
-        nsa("generate", trained_on_cuda[attention], "--prompts", tmp_path / "prompts.txt", "--tokens", 150,
+        nsa("generate", trained_on_cuda(attention), "--prompts", tmp_path / "prompts.txt", "--tokens", 150,
             "--dtype", dtype, "--device", "cuda", "--json", path, *options, *graph)  # fmt: skip
         reports.append(json.loads(path.read_text()))
     assert [report["graph"] for report in reports] == [True, False]
@@ -254,7 +259,7 @@ def cached_and_not(run, tmp_path, prompts, *options):
 def test_32_texts_side_by_side_are_those_of_the_forward(trained_on_cuda, tmp_path, attention, dtype, rounding):
     """Of unlike lengths. So many rows go to cuBLAS; a text or two may have blocks that are as good as others."""
     prompts = ["".join(PROMPTS)[i : 9 * i + 1] for i in range(32)]
-    reports = cached_and_not(trained_on_cuda[attention], tmp_path, prompts, "--tokens", 40, "--dtype", dtype)
+    reports = cached_and_not(trained_on_cuda(attention), tmp_path, prompts, "--tokens", 40, "--dtype", dtype)
     assert texts_apart(*reports, rounding) <= (0 if attention == "full" else 2)
 
 
@@ -263,7 +268,7 @@ def test_32_texts_side_by_side_are_those_of_the_forward(trained_on_cuda, tmp_pat
 def test_full_attention_reads_a_prompt_of_two_chunks(trained_on_cuda, tmp_path, dtype, rounding):
     """65536 tokens go through the model together; those behind them, one in the second text, see them in the cache."""
     text = "".join(random.Random(3).choices("selfinmport ():=", k=65536 + 777))
-    reports = cached_and_not(trained_on_cuda["full"], tmp_path, [text, text[:65534]], "--tokens", 4, "--dtype", dtype)
+    reports = cached_and_not(trained_on_cuda("full"), tmp_path, [text, text[:65534]], "--tokens", 4, "--dtype", dtype)
     assert texts_apart(*reports, rounding) == 0
 
 
@@ -271,7 +276,7 @@ def test_full_attention_reads_a_prompt_of_two_chunks(trained_on_cuda, tmp_path, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_generation_runs(trained_on_cuda, tmp_path, dtype):
     path = tmp_path / "out.json"
-    nsa("generate", trained_on_cuda["nsa"], "--tokens", 80, "--ignore-end", "--device", "cuda", "--dtype", dtype,
+    nsa("generate", trained_on_cuda("nsa"), "--tokens", 80, "--ignore-end", "--device", "cuda", "--dtype", dtype,
         "--json", path)  # fmt: skip
     assert len(json.loads(path.read_text())["sequences"][0]["tokens"]) == 80
 
@@ -303,7 +308,7 @@ def stop_after(out, step, arguments):
 
 @needs_gpu
 def test_inspect_needle_and_recall_run_on_cuda(trained_on_cuda, tmp_path):
-    run, path = trained_on_cuda["nsa"], tmp_path / "out.json"
+    run, path = trained_on_cuda("nsa"), tmp_path / "out.json"
     nsa("inspect", run, "--device", "cuda", "--json", path)
     (tmp_path / "cpu").mkdir()
     nsa("inspect", run, "--device", "cpu", "--json", tmp_path / "cpu" / "out.json")
