@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from performance import fill, table  # noqa: E402
+from tables.text import fill, table  # noqa: E402
 
 # 97.5 % of Student's t with 1, 2, ... degrees of freedom.
 STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)

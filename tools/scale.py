@@ -17,8 +17,8 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "bench/scale")]
 
-from performance import fill, gpu_of, table  # noqa: E402
 from scale_model import RESULTS, Fabric, Measured, Model  # noqa: E402
+from tables.text import fill, gpu_of, table  # noqa: E402
 
 MARK = "<!-- From here on written by tools/scale.py from bench/results. -->\n"
 TOKENS, GPUS = 2**20, [2**i for i in range(1, 11)]

@@ -1,0 +1,95 @@
+"""Decode steps and generating: `tools/gpu.sh decode`."""
+
+from report.fields import cuda_decode_stages, steps_of_one_token
+from tables.text import gpu_of, noted, read, source, table
+
+
+def decode():
+    result = read("decode.json")
+    stages = cuda_decode_stages(result)
+    whole = stages["decode"]
+    about = {"date": result["date"], "commit": result["commit"], "command": result["command"]}
+    yield "## Decode steps"
+    unit = (
+        f"Microseconds of one step at {whole['context']} tokens of context, replays of a graph while lengths grow, the "
+        "second-level cache flushed before each: median, mean and worst of 48, of which some complete compression "
+        "blocks; warm: without flushing; chained: one of 32 steps in a graph, each with a cache of its own. Beside "
+        "them the time of a copy of the bytes that the step has to read, and of those that dense attention would have "
+        "to read."
+    )
+    yield source(gpu_of(result), about, whole["problem"], unit)
+    yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
+    names = {"median": "median", "mean": "mean", "worst": "worst", "warm": "warm", "layer": "chained"}
+    names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
+    layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["steps"]}
+    rows = [["sequences", *names.values(), "kernels", "workspace, MiB"]]
+    for times in whole["steps"]:
+        times |= {"layer": layers.get(times["batch"])}
+        cells = ("" if times[name] is None else f"{times[name]:.0f}" for name in names)
+        rows.append([str(times["batch"]), *cells, str(times["launches"]), f"{times['workspace_mib']:.1f}"])
+    yield table(rows)
+    names = {"median": "median", "mean": "mean", "floor": "its bytes", "dense_floor": "dense attention's bytes"}
+    rows = [["context", "sequences", "new tokens", "blocks", *names.values()]]
+    for found in stages.values():
+        if found["layers"] or found is whole:
+            continue
+        context = f"1024 … {2 * found['context']}" if found["ragged"] else found["context"]
+        for times in found["steps"]:
+            cells = (f"{times[name]:.0f}" for name in names)
+            rows.append([str(context), str(times["batch"]), str(times["new"]), found["selection"], *cells])
+    yield "Other lengths, several new tokens at once, and sequences of different lengths:"
+    yield table(rows)
+    results = [read(name) for name in ("decode.json", "decode_h100.json")]
+    for stage, text in (("decode_dense", decode_beside_dense), ("generate_speed", generate_speed)):
+        if found := [result for result in results if stage in result["stages"]]:
+            yield from text(found[0])
+
+
+def decode_beside_dense(result):
+    dense = result["stages"]["decode_dense"]
+    yield "### Beside dense attention"
+    unit = (
+        "Microseconds of one step of one token, NSA as above and dense attention: the fastest of cuDNN over all keys, "
+        "cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2 with lengths on the device "
+        "(`bench/dense_decode.py`). None copies keys for the heads of a group."
+    )
+    yield source(gpu_of(result), result, dense["result"]["problem"], unit)
+    ours = {which: step["median"] for which, step in steps_of_one_token(result).items()}
+    theirs = {(step["batch"], step["context"]): step["us"][step["best"]] for step in dense["result"]["steps"]}
+    yield compared(ours, theirs, ("NSA", "dense", "dense / NSA"), lambda nsa, full: full / nsa)
+    yield from noted(dense)
+    yield "![time of a decode step over the context, NSA, dense attention and their bytes](images/decode_time.png)"
+
+
+def generate_speed(result):
+    stage = result["stages"]["generate_speed"]
+    yield "### Generating"
+    unit = (
+        "Tokens/s of `nsa generate`, all sequences together, behind prompts of these lengths. A step is one CUDA graph "
+        "with either attention; full attention is torch's FlashAttention-2."
+    )
+    yield source(
+        gpu_of(result),
+        {**result, "command": stage["command"].replace("; ", "\n    ")},
+        stage["result"]["problem"],
+        unit,
+    )
+    nsa, full = (
+        {(s["batch"], s["context"]): s["tokens_per_second"] for s in stage["result"]["steps"] if s["attention"] == name}
+        for name in ("nsa", "full")
+    )
+    yield compared(nsa, full, ("NSA", "full attention", "NSA / full"), lambda nsa, full: nsa / full)
+    yield from noted(stage)
+    yield "![tokens per second of generating over the context](images/generate_speed.png)"
+
+
+def compared(nsa, full, names, ratio_of):
+    """Figures by (sequences, context), a row each and one of their ratio."""
+    contexts = sorted({context for _, context in [*nsa, *full]})
+    rows = [["sequences", "", *map(str, contexts)]]
+    for batch in sorted({batch for batch, _ in full}, reverse=True):
+        pairs = [(nsa.get((batch, n)), full.get((batch, n))) for n in contexts]
+        rows.append([str(batch), names[0], *(f"{a:.0f}" if a else "" for a, _ in pairs)])
+        rows.append(["", names[1], *(f"{b:.0f}" if b else "" for _, b in pairs)])
+        rows.append(["", names[2], *(f"{ratio_of(a, b):.1f}" if a and b else "" for a, b in pairs)])
+    return table(rows)

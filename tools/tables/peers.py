@@ -1,0 +1,48 @@
+"""Other implementations: bench/peers.py."""
+
+from tables.text import fill, gpu_of, pair, read, source, table
+
+NAMES = {"nsa": "this", "xunhaolai": "XunhaoLai", "flash_nsa": "flash_nsa"}
+NAMES |= {"cudnn": "dense: cuDNN", "flash2": "dense: FlashAttention-2"}
+
+
+def peers_about(result):
+    commits = ", ".join(f"{NAMES.get(name, name)} {commit}" for name, commit in result["commits"].items())
+    versions = f"torch {result['torch']}, triton {result['triton']}, {commits}"
+    unit = f"Forward / backward in ms, medians, taking turns ({versions})."
+    about = {"date": result["date"], "commit": result["commits"]["nsa"], "command": result["command"]}
+    return source(gpu_of(result), about, result["problem"], unit)
+
+
+def peers_table(result, wanted):
+    """A row per length and stage whose name `wanted` accepts."""
+    stages = [(length, name, found) for length, of in result["lengths"].items() for name, found in of["stages"].items()]
+    stages = [(length, name, found) for length, name, found in stages if wanted(length, name)]
+    shown = [name for name in NAMES if any(name in found for _, _, found in stages)]
+    rows = [["length", "stage", *(NAMES[name] for name in shown)]]
+    rows += [[length, name, *(pair(found.get(one)) for one in shown)] for length, name, found in stages]
+    return table(rows)
+
+
+def whole_or_dense(_, name):
+    return name.startswith(("whole", "dense"))
+
+
+def peers():
+    result = read("peers.json")
+    yield "## Beside other implementations of NSA"
+    yield peers_about(result)
+    yield table_with_dense(result)
+    yield fill(
+        "Stage by stage, each as a call of its own. In our whole the choice of blocks is part of the compressed "
+        "attention and the gated sum part of the window's, so the whole takes less than the sum of these."
+    )
+    yield peers_table(result, lambda length, name: length == "65536" and not whole_or_dense(length, name))
+    wide = read("peers_192.json")
+    yield "Keys of 192 channels, values of 128:"
+    yield peers_about(wide)
+    yield table_with_dense(wide)
+
+
+def table_with_dense(result):
+    return peers_table(result, whole_or_dense)
