@@ -59,6 +59,7 @@ VARIANTS = {
     "gate-balance": "--gate-balance .1",
     "selector-loss": "--selector-loss .1",
     "selector-loss-strong": "--selector-loss 1",
+    "topk-64": "--topk 64",
 }
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
@@ -162,6 +163,12 @@ PLANS = {
     "ablations": Plan(
         "bytes, 8192 of context, 1500 steps (49 million bytes)",
         "--steps 1500",
+        MAIN | VARIANTS,
+        seeds=(1,),
+    ),
+    "ablations-pieces": Plan(
+        "pieces (BPE, 4000), 8192 of context, 1500 steps (49 million pieces)",
+        "--steps 1500 --tokenizer {tokenizer}",
         MAIN | VARIANTS,
         seeds=(1,),
     ),
