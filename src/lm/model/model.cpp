@@ -56,7 +56,7 @@ Batch packed(const std::vector<std::vector<std::int64_t>>& sequences) {
           at::tensor(c10::ArrayRef<std::int32_t>(offsets), at::kInt)};
 }
 
-Model::Model(const ModelConfig& config, std::uint64_t seed) : impl_(std::make_unique<Impl>()) {
+Model::Model(const ModelConfig& config, std::optional<std::uint64_t> seed) : impl_(std::make_unique<Impl>()) {
   config.validate();
   impl_->config = config;
   ParameterStore store(impl_->parameters, seed);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "lm/model/config.h"
@@ -53,8 +54,9 @@ struct ForwardOptions {
 
 class Model {
  public:
-  /// Fresh weights from `seed`, the same for every device, in host memory. Throws Error when `config` is invalid.
-  Model(const ModelConfig& config, std::uint64_t seed);
+  /// Fresh weights from `seed`, the same for every device, in host memory. Without one their values are whatever the
+  /// memory holds, for a checkpoint that has them all. Throws Error when `config` is invalid.
+  Model(const ModelConfig& config, std::optional<std::uint64_t> seed);
   ~Model();
   Model(Model&&) noexcept;
   Model& operator=(Model&&) noexcept;

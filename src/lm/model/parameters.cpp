@@ -8,8 +8,9 @@
 
 namespace nsa::lm {
 
-ParameterStore::ParameterStore(NamedTensors& list, std::uint64_t seed)
-    : list_(list), generator_(at::detail::createCPUGenerator(seed)) {}
+ParameterStore::ParameterStore(NamedTensors& list, std::optional<std::uint64_t> seed) : list_(list) {
+  if (seed) generator_ = at::detail::createCPUGenerator(*seed);
+}
 
 at::Tensor ParameterStore::add(const std::string& name, at::Tensor value) {
   value.requires_grad_(true);
@@ -18,7 +19,8 @@ at::Tensor ParameterStore::add(const std::string& name, at::Tensor value) {
 }
 
 at::Tensor ParameterStore::normal(const std::string& name, at::IntArrayRef shape, double deviation) {
-  return add(name, at::empty(shape).normal_(0, deviation, generator_));
+  auto values = at::empty(shape);
+  return add(name, generator_ ? values.normal_(0, deviation, generator_) : values);
 }
 
 at::Tensor ParameterStore::matrix(const std::string& name, std::int64_t rows, std::int64_t columns, double scale) {

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,7 +17,8 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 /// Makes parameters, in order and with their initial values.
 class ParameterStore {
  public:
-  ParameterStore(NamedTensors& list, std::uint64_t seed);
+  /// Without a seed nothing is drawn, and what normal() makes has no values yet.
+  ParameterStore(NamedTensors& list, std::optional<std::uint64_t> seed);
   at::Tensor normal(const std::string& name, at::IntArrayRef shape, double deviation);
   /// The weight of a linear layer, which starts with outputs `scale` times as large as its inputs, whatever the width.
   at::Tensor matrix(const std::string& name, std::int64_t rows, std::int64_t columns, double scale = 1);
@@ -25,7 +27,7 @@ class ParameterStore {
 
  private:
   NamedTensors& list_;
-  at::Generator generator_;
+  std::optional<at::Generator> generator_;
 };
 
 }  // namespace nsa::lm

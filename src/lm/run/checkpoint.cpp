@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/error.h"
 #include "lm/model/parameter_counts.h"
@@ -134,7 +135,7 @@ LoadedModel load_model(const std::string& path, const std::vector<std::string>& 
     }
   }
   refuse_oversized(file_path.string(), file, model);
-  LoadedModel loaded{.model = Model(model, 0),
+  LoadedModel loaded{.model = Model(model, std::nullopt),
                      .tokenizer = config.data.tokenizer,
                      .pretrained = !config.train.init.empty(),
                      .context = config.train.context};
