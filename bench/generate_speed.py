@@ -22,7 +22,7 @@ MODEL = "--layers 18 --hidden-size 1024 --heads 16 --kv-heads 1 --head-dim 128 -
 PROBLEM = (
     "18 layers, hidden 1024, 16 heads, one KV head of 128, bfloat16; 304 million parameters, 250 with full attention"
 )
-TRAINING = "--preset paper --context 1024 --batch-size 1 --steps 1".split()
+TRAINING = "--preset paper --context 1024 --batch-size 1 --steps 1 --eval-tokens 1024".split()
 
 
 def numbers(text):
