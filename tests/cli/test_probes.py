@@ -142,6 +142,7 @@ def test_recall_refuses_what_cannot_be_asked():
     assert "length = 64: must be at least 249" in refused("recall", "--steps", 1, "--lengths", "512,64")
     assert "hops = 5: must be at most pairs = 4" in refused("recall", "--pairs", 4, "--hops", 5)
     refused("recall", "--length", 512, "--slot", 4)
+    assert "selector_loss" in refused("recall", "--selector-loss", 1, "--share-kv", "--phi", "mean")
 
 
 def test_recall_of_chains_step_by_step(tmp_path):

@@ -182,6 +182,19 @@ def test_the_selector_loss_is_logged_and_falls(tmp_path, corpus, option):
     assert divergence(1) < 0.3 * divergence(1e-9)
 
 
+def test_the_selector_loss_leaves_shared_keys_to_the_text(tmp_path, corpus):
+    """The first step with it moves φ of the keys to other weights, and nothing else."""
+
+    def weights(weight):
+        arguments = ["--steps", 1, "--clip", 0, "--selector-loss", weight, *TINY, "--threads", 1, "--share-kv"]
+        nsa("train", "--out", tmp_path / str(weight), "--data", corpus, *arguments)
+        return load_file(tmp_path / str(weight) / "model.safetensors")
+
+    without, taught = weights(0), weights(10)
+    moved = {name for name in without if (without[name] != taught[name]).any()}
+    assert moved and all(".phi_k." in name for name in moved), moved
+
+
 def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
     nsa("train", "--out", tmp_path / "none", "--data", corpus, "--steps", 24, "--selector-loss", 0, *TINY)
     usual, none = (load_file(run / "model.safetensors") for run in (trained["nsa"], tmp_path / "none"))
@@ -196,6 +209,7 @@ def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
         (["--steps", "3", "--minutes", "1"], "exactly one of steps, tokens and minutes"),
         (["--attention", "sparse"], "attention = 'sparse': must be nsa, full or window"),
         (["--phi", "max"], "phi = 'max': must be mean, linear or mlp"),
+        (["--selector-loss", ".1", "--share-kv", "--phi", "mean"], "selector_loss = 0.1: must be 0 with share_kv"),
         (["--kernel-stride", "7"], "kernel_stride"),
         (["--topk", "2"], "topk"),
         (["--heads", "3", "--kv-heads", "2"], "num_kv_heads = 2: must divide num_heads = 3"),

@@ -54,7 +54,9 @@ at::Tensor sparse_attention(const ModelConfig& config, const bridge::Compression
   if (trace) *trace = {gates, outputs.indices};
   if (trace && state.options.trace_keys) trace->q = in.q, trace->k_slc = in.k_slc;
   if (trace && state.options.selector_queries > 0) {
-    trace->selector_loss = selector_loss(in.q, in.k_cmp, in.k_slc, phi_k, state.table, state.offsets, config.nsa,
+    // Keys that the selected branch shares teach, as the queries do: they would move what they teach.
+    const auto k_cmp = config.share_kv ? in.k_cmp.detach() : in.k_cmp;
+    trace->selector_loss = selector_loss(in.q, k_cmp, in.k_slc, phi_k, state.table, state.offsets, config.nsa,
                                          state.options.selector_queries, base::derive_seed({inputs.seed, 1}));
   }
   return outputs.o;

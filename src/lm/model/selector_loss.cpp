@@ -13,11 +13,14 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "base/device.h"
+#include "base/error.h"
 #include "base/random.h"
 
 namespace nsa::lm {
@@ -52,6 +55,15 @@ at::Tensor eligible(const at::Tensor& positions, std::int64_t num_blocks, const 
 }
 
 }  // namespace
+
+void require_a_selector(const ModelConfig& config, double weight) {
+  if (config.attention != AttentionKind::kNsa || !config.share_kv || config.phi != CompressionKind::kMean) return;
+  if (weight == 0) return;
+  throw base::Error(
+      fmt::format("selector_loss = {}: must be 0 with share_kv and phi = mean, where the choice has no "
+                  "weights of its own to learn by",
+                  weight));
+}
 
 at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors& phi, const Rotation& table,
                            const NSAConfig& cfg) {

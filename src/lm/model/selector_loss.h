@@ -9,9 +9,13 @@
 
 #include "bridge/compression.h"
 #include "lm/layers/rope.h"
+#include "lm/model/config.h"
 #include "nsa/config.h"
 
 namespace nsa::lm {
+
+/// Throws Error where a selector loss of this weight has nothing to teach: shared keys and a φ without weights.
+void require_a_selector(const ModelConfig& config, double weight);
 
 /// The compressed keys (blocks, Hkv, D) of one sequence's k (S, Hkv, D), which are not rotated; they are, by the rows
 /// of `table` at which the blocks begin. By torch's operations, φ in k's dtype.
@@ -32,8 +36,8 @@ at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& impor
 
 /// Their mean over KV heads and about `num_queries` queries that have a choice, drawn by `seed` evenly over packed
 /// sequences with `offsets`: q (total, H, D) and k_slc (total, Hkv, D) rotated, k_cmp not. Scalar, float32 or double; 0
-/// where no query has a choice. Gradients reach k_cmp and phi alone: q asks both, and one that learnt here would move
-/// what it teaches.
+/// where no query has a choice. Gradients reach phi and k_cmp alone (detach a k_cmp that k_slc is made from): q asks
+/// both, and one that learnt here would move what it teaches.
 at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at::Tensor& k_slc,
                          const bridge::CompressionTensors& phi, const Rotation& table,
                          const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,

@@ -20,6 +20,7 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "base/random.h"
+#include "lm/model/selector_loss.h"
 #include "lm/train/evaluate.h"
 #include "lm/train/optimizer.h"
 
@@ -253,6 +254,7 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
     throw base::Error(fmt::format("gap = {}: must be more than layers * (window_size - 1) = {}", task.gap, reach));
   }
   for (const int length : options.lengths) task.stretched(length);  // refuses before the work begins
+  require_a_selector(options.model, options.selector_loss);
   const auto start = std::chrono::steady_clock::now();
   RecallReport report;
   report.options = options;

@@ -26,6 +26,7 @@
 #include "lm/data/lookups.h"
 #include "lm/model/flops.h"
 #include "lm/model/parameter_counts.h"
+#include "lm/model/selector_loss.h"
 #include "lm/run/folder.h"
 #include "lm/run/pretrained.h"
 #include "lm/run/state.h"
@@ -486,6 +487,7 @@ TrainResult train(TrainRequest request) {
   if (config.train.init.empty()) config.model.vocab_size = tokenizer->vocab_size();
   config.model.validate();
   config.train.validate();
+  require_a_selector(config.model, config.train.selector_loss);
   require_batches_for_all(config.train, ranks);
   config.train.threads = base::set_threads(static_cast<int>(config.train.threads));
   std::optional<RunFolder> folder;
