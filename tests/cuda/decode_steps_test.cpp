@@ -66,21 +66,19 @@ TEST(DecodeSteps, ClustersInFloat8AreThePortableKernels) {
   expect_portable(c, kClusteredStart, {1, 2, 16, 1, 4, 7, 16, 3, 1});
 }
 
-TEST(DecodeSteps, ClustersOfEveryShapeAreThePortableKernels) {
-  const auto expect = [](const StreamCase& c) {
-    SCOPED_TRACE("head dim " + std::to_string(c.dk) + ", groups of " + std::to_string(c.group));
-    expect_portable(c, kClusteredStart, {1, 16}, [&](const auto& body) { with_every_shape(c, 16, body); });
-  };
-  for (const std::int64_t group : {3, 16, 20}) {
-    const DType dtype = group == 3 ? DType::kFloat16 : DType::kBFloat16;
-    expect(clustered_case(group, dtype)), expect(in_float8(clustered_case(group, dtype)));
-  }
-  for (const std::int64_t dk : {128, 192}) {
-    StreamCase c = clustered_case(16, dk == 192 ? DType::kFloat16 : DType::kBFloat16);
-    c.dk = dk, c.dv = 128, c.cfg = {32, 16, 64, 12, 1, 2, 512};
-    expect(c), expect(in_float8(c));
-  }
+/// Head dim of the keys, group, whether the cache is in e4m3.
+class StepShapes : public testing::TestWithParam<std::tuple<std::tuple<std::int64_t, std::int64_t>, bool>> {};
+TEST_P(StepShapes, AreThePortableKernels) {
+  const auto [dk, group] = std::get<0>(GetParam());
+  StreamCase c = clustered_case(group, group == 3 || dk == 192 ? DType::kFloat16 : DType::kBFloat16);
+  if (dk > 64) c.dk = dk, c.dv = 128, c.cfg = {32, 16, 64, 12, 1, 2, 512};
+  if (std::get<1>(GetParam())) c = in_float8(c);
+  expect_portable(c, kClusteredStart, {1, 16}, [&](const auto& body) { with_every_shape(c, 16, body); });
 }
+INSTANTIATE_TEST_SUITE_P(Every, StepShapes,
+                         testing::Combine(testing::Values(std::tuple{64, 3}, std::tuple{64, 16}, std::tuple{64, 20},
+                                                          std::tuple{128, 16}, std::tuple{192, 16}),
+                                          testing::Bool()));
 
 /// Every instance of step_attend on a short text, for the sanitizers.
 class StepInstances : public testing::TestWithParam<std::tuple<DType, std::int64_t, std::int64_t>> {};
@@ -112,15 +110,15 @@ INSTANTIATE_TEST_SUITE_P(Every, StepInstances,
                          testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
                                           testing::Values(64, 128, 192), testing::Values(16, 20, 48)));
 
-TEST(DecodeSteps, ManyBlocksAreThePortableKernels) {
-  // More blocks of a thread block than it has threads.
-  for (const bool float8 : {false, true}) {
-    StreamCase c = hopper_case(4, 20100, {16, 8, 32, 16, 1, 2, 512});
-    c.kv_heads = 1;
-    if (float8) c = in_float8(c);
-    expect_portable(c, 20000, {1, 16}, [&](const auto& body) { with_every_shape(c, 16, body); });
-  }
+/// More blocks of a thread block than it has threads; whether the cache is in e4m3.
+class StepsOfManyBlocks : public testing::TestWithParam<bool> {};
+TEST_P(StepsOfManyBlocks, AreThePortableKernels) {
+  StreamCase c = hopper_case(4, 20100, {16, 8, 32, 16, 1, 2, 512});
+  c.kv_heads = 1;
+  if (GetParam()) c = in_float8(c);
+  expect_portable(c, 20000, {1, 16}, [&](const auto& body) { with_every_shape(c, 16, body); });
 }
+INSTANTIATE_TEST_SUITE_P(Every, StepsOfManyBlocks, testing::Bool());
 
 TEST(DecodeSteps, QueriesOfAnySizeInFloat8) {
   // Beyond float16, in which they are multiplied: a power of two that the softmax scale takes back changes no bit.
