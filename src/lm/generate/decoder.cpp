@@ -14,6 +14,7 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "lm/generate/layer_cache.h"
+#include "lm/generate/step_ends.h"
 #include "lm/model/model_impl.h"
 
 namespace nsa::lm {
@@ -32,9 +33,7 @@ struct Decoder::Impl {
   std::int64_t capacity;
   std::vector<std::int64_t> lengths;
   std::vector<bool> ended;
-  at::Tensor positions;    // int64 (B) on the device: the lengths
-  at::Tensor num_new;      // int32 (B) on the device: 1 for sequences that have begun and not ended, 0 for the others
-  at::Tensor first_slots;  // int64 (B) on the device; undefined unless a layer has dense attention
+  StepPlaces places;  // num_new is 1 for sequences that have begun and not ended; slots are dense attention's
   Rotation rotation;
   std::vector<BlockWeights> weights;
   at::Tensor head;
@@ -48,8 +47,8 @@ struct Decoder::Impl {
   }
 
   /// The residual stream after the last layer, (rows, hidden).
-  Residual run(const at::Tensor& tokens, const Rotation& here, const CacheRows& rows) {
-    Residual x{at::embedding(model.embedding, tokens), {}};
+  Residual run(const at::Tensor& embedded, const Rotation& here, const CacheRows& rows) {
+    Residual x{embedded, {}};
     for (std::size_t i = 0; i < weights.size(); ++i) {
       x = block_forward(model.blocks[i].config(), weights[i], x, here, [&](const AttentionInputs& projected) {
         return caches[i]->attend(weights[i], projected, rows);
@@ -63,9 +62,10 @@ struct Decoder::Impl {
     const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
     const auto begin = length;
     length += static_cast<std::int64_t>(tokens.size());
-    positions.narrow(0, sequence, 1).fill_(length);
+    places.positions.narrow(0, sequence, 1).fill_(length);
     const Rotation here{rotation.cos.slice(0, begin, length), rotation.sin.slice(0, begin, length)};
-    return run(base::upload(ids, model.device), here, {.first = sequence, .count = 1, .start = begin});
+    return run(at::embedding(model.embedding, base::upload(ids, model.device)), here,
+               {.first = sequence, .count = 1, .start = begin});
   }
 };
 
@@ -76,13 +76,13 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   const auto on_device = at::TensorOptions(model.device());
   impl_->lengths.assign(static_cast<std::size_t>(sequences), 0);
   impl_->ended.assign(static_cast<std::size_t>(sequences), false);
-  impl_->positions = at::zeros({sequences}, on_device.dtype(at::kLong));
-  impl_->num_new = at::zeros({sequences}, on_device.dtype(at::kInt));
+  impl_->places.positions = at::zeros({sequences}, on_device.dtype(at::kLong));
+  impl_->places.num_new = at::zeros({sequences}, on_device.dtype(at::kInt));
   impl_->rotation =
       rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
   impl_->head = impl_->model.head_weights();
   if (config.attention == AttentionKind::kFull || !config.dense_layers.empty()) {
-    impl_->first_slots = at::arange(sequences, on_device.dtype(at::kLong)) * capacity;
+    impl_->places.first_slots = at::arange(sequences, on_device.dtype(at::kLong)) * capacity;
   }
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
@@ -101,7 +101,7 @@ std::int64_t Decoder::length(std::int64_t sequence) const {
 at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t> tokens) {
   const at::NoGradGuard no_grad;
   impl_->require_room(sequence, static_cast<std::int64_t>(tokens.size()));
-  impl_->num_new.narrow(0, sequence, 1).fill_(1);
+  impl_->places.num_new.narrow(0, sequence, 1).fill_(1);
   const auto most = impl_->model.device.is_cuda() ? kChunkOnCuda : kChunkOnCpu;
   Residual x;
   while (!tokens.empty()) {
@@ -124,16 +124,14 @@ void Decoder::count_step() {
 at::Tensor Decoder::enqueue_step(const at::Tensor& tokens) {
   const at::NoGradGuard no_grad;
   // An ended sequence may be full: it is turned by the last angle, which nobody looks at.
-  const auto places = impl_->positions.clamp_max(impl_->capacity - 1);
-  const auto here = impl_->rotation.at(places);
-  CacheRows rows{.first = 0, .count = tokens.size(0), .idle = impl_->ended, .num_new = impl_->num_new};
-  if (impl_->first_slots.defined()) {
-    rows.slots = places + impl_->first_slots;
-    rows.lengths = (impl_->positions + impl_->num_new).to(at::kInt);
-  }
-  const auto x = impl_->run(tokens, here, rows);
-  impl_->positions.add_(impl_->num_new);
-  return impl_->model.logits(x, {impl_->head, true});
+  const auto in = step_inputs(tokens, impl_->model.embedding, impl_->rotation, impl_->places);
+  const CacheRows rows{.first = 0,
+                       .count = tokens.size(0),
+                       .idle = impl_->ended,
+                       .num_new = impl_->places.num_new,
+                       .slots = in.slots,
+                       .lengths = in.lengths};
+  return impl_->model.logits(impl_->run(in.x, in.rotation, rows), {impl_->head, true});
 }
 
 bool Decoder::steps_are_alike() const {
@@ -142,7 +140,7 @@ bool Decoder::steps_are_alike() const {
 
 void Decoder::end(std::int64_t sequence) {
   impl_->ended.at(static_cast<std::size_t>(sequence)) = true;
-  impl_->num_new.narrow(0, sequence, 1).fill_(0);
+  impl_->places.num_new.narrow(0, sequence, 1).fill_(0);
 }
 
 }  // namespace nsa::lm

@@ -21,16 +21,16 @@ class Decoder {
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  /// Appends at least one token to a sequence; returns the logits after the last one, float32 (vocab_size), on the
-  /// device. Throws Error when there is no room.
+  /// Appends at least one token to a sequence; returns the logits after the last one, (vocab_size) in the compute
+  /// dtype, on the device. Throws Error when there is no room.
   at::Tensor prefill(std::int64_t sequence, std::span<const std::int64_t> tokens);
 
   /// A step appends a token to every sequence that has not ended. The host's half of it: lengths. Throws Error when
   /// there is no room.
   void count_step();
   /// What it puts into the device's stream: tokens int64 (B) on the device, of which those of ended sequences have no
-  /// meaning, to the logits after them, float32 (B, vocab_size). Before the first token it may come any number of
-  /// times, for nothing.
+  /// meaning, to the logits after them, (B, vocab_size) in the compute dtype. Before the first token it may come any
+  /// number of times, for nothing.
   at::Tensor enqueue_step(const at::Tensor& tokens);
   /// Whether that is the same every time, so that a graph can hold it: some dense attention has lengths on the host.
   bool steps_are_alike() const;

@@ -3,7 +3,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -17,14 +16,13 @@
 #include <deque>
 #include <optional>
 #include <span>
-#include <tuple>
 
 #include "base/device.h"
 #include "base/error.h"
 #include "base/random.h"
 #include "lm/generate/decoder.h"
+#include "lm/generate/step_ends.h"
 #include "lm/generate/step_graph.h"
-#include "lm/layers/elementwise.h"
 
 namespace nsa::lm {
 namespace {
@@ -40,16 +38,6 @@ struct Choice {
   std::vector<double> margins;
   std::vector<bool> finite;  // the logits it was chosen from
 };
-
-/// double (3, B): the most likely tokens, of equals the first, how far the second ones are behind, and whether all
-/// logits are finite.
-at::Tensor most_likely_tokens(const at::Tensor& logits) {
-  if (most_likely_is_fused(logits)) return fused_most_likely(logits);
-  const auto best = std::get<0>(logits.topk(std::min<std::int64_t>(2, logits.size(1)), 1)).to(at::kDouble);
-  const auto second = best.size(1) > 1 ? best.select(1, 1) : at::full_like(best.select(1, 0), -INFINITY);
-  return at::stack(
-      {logits.argmax(1).to(at::kDouble), best.select(1, 0) - second, logits.isfinite().all(1).to(at::kDouble)});
-}
 
 /// A draw for each sequence, by a seed of its own.
 class SequenceSamplers {
@@ -165,10 +153,7 @@ class Continuation {
   void step() { choose(decoder_->enqueue_step(tokens_)); }
 
   void choose(const at::Tensor& logits) {
-    numbers_ = logits;
-    if (!greedy_) return;
-    numbers_ = most_likely_tokens(logits);
-    tokens_.copy_(numbers_.select(0, 0));
+    numbers_ = greedy_ ? most_likely_tokens(logits, tokens_) : logits.to(at::kFloat);
   }
 
   /// Puts the numbers on their way to the host.

@@ -75,8 +75,8 @@ __device__ inline void launch_dependents() {
 
 /// Returns a cudaError_t. dependent: as such, where the device has code that waits, which is that for 9.0.
 template <class... Params, class... Args>
-int launch(void (*kernel)(Params...), unsigned blocks, unsigned threads, std::size_t memory, void* stream,
-           bool dependent, const Args&... args) {
+int launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, std::size_t memory, void* stream, bool dependent,
+           const Args&... args) {
   int device = 0, major = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

@@ -159,22 +159,6 @@ FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& 
   return {out.d_x, out.d_added, out.d_weight.sum(0)};
 }
 
-bool most_likely_is_fused(const at::Tensor& logits) {
-  return logits.is_cuda() && logits.scalar_type() == at::kFloat && logits.stride(1) == 1;
-}
-
-at::Tensor fused_most_likely(const at::Tensor& logits) {
-  const auto out = at::empty({3, logits.size(0)}, logits.options().dtype(at::kDouble));
-  check(fused::most_likely({.logits = logits.const_data_ptr<float>(),
-                            .row = logits.stride(0),
-                            .rows = logits.size(0),
-                            .columns = static_cast<int>(logits.size(1)),
-                            .out = out.mutable_data_ptr<double>()},
-                           stream_of(logits)),
-        "most_likely");
-  return out;
-}
-
 #else
 
 bool is_fused(const RotaryCopy&) { return false; }
@@ -193,8 +177,6 @@ FusedNormGradients fused_norm_backward(const at::Tensor&, const at::Tensor&, con
                                        const at::Tensor&, bool) {
   return {};
 }
-bool most_likely_is_fused(const at::Tensor&) { return false; }
-at::Tensor fused_most_likely(const at::Tensor&) { return {}; }
 
 #endif
 

@@ -47,9 +47,4 @@ struct FusedNormGradients {
 FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& d_sum, const at::Tensor& sum,
                                        const at::Tensor& weight, const at::Tensor& scale, bool wants_d_added);
 
-bool most_likely_is_fused(const at::Tensor& logits);
-/// Of float32 (rows, columns): double (3, rows), the column of the highest, of equals the first, by how much it is
-/// higher than the second, and 1 where all are finite, else 0.
-at::Tensor fused_most_likely(const at::Tensor& logits);
-
 }  // namespace nsa::lm

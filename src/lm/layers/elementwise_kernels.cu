@@ -159,46 +159,6 @@ __global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const Bias
       args.width, [&](int j, unsigned column) { store(args.d_biases + blockIdx.x * args.width + column, d_bias[j]); });
 }
 
-/// The two highest of some columns; of equals the lower column comes first.
-struct Highest {
-  float first, second;
-  int column;
-  bool finite;
-};
-__device__ Highest merge(const Highest& a, const Highest& b) {
-  const bool a_first = a.first > b.first || (a.first == b.first && a.column < b.column);
-  const Highest &high = a_first ? a : b, &low = a_first ? b : a;
-  return {high.first, fmaxf(high.second, low.first), high.column, a.finite && b.finite};
-}
-__device__ Highest merge_lanes(Highest x) {
-  for (int step = 16; step > 0; step /= 2) {
-    const auto other = [step](auto value) { return __shfl_xor_sync(0xffffffffu, value, step); };
-    x = merge(x, {other(x.first), other(x.second), other(x.column), other(static_cast<int>(x.finite)) != 0});
-  }
-  return x;
-}
-
-constexpr int kRowThreads = 1024;
-
-__global__ void __launch_bounds__(kRowThreads) most_likely_of_rows(const MostLikelyArgs args) {
-  __shared__ Highest parts[kRowThreads / 32];
-  Highest mine{-INFINITY, -INFINITY, args.columns, true};
-  for (int column = static_cast<int>(threadIdx.x); column < args.columns; column += kRowThreads) {
-    const float logit = args.logits[blockIdx.x * args.row + column];
-    mine = merge(mine, {logit, -INFINITY, column, isfinite(logit)});
-  }
-  mine = merge_lanes(mine);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  mine = merge_lanes(parts[threadIdx.x]);
-  if (threadIdx.x > 0) return;
-  double* const out = args.out + blockIdx.x;
-  out[0] = mine.column;
-  out[args.rows] = static_cast<double>(mine.first) - static_cast<double>(mine.second);
-  out[2 * args.rows] = mine.finite ? 1 : 0;
-}
-
 unsigned blocks_for(std::int64_t items) { return static_cast<unsigned>((items + kThreads - 1) / kThreads); }
 
 /// Of a thread block that has a row at a time: no more than the row has columns for.
@@ -251,12 +211,6 @@ int norm(const NormArgs& args, void* stream) {
 int biased_silu(const BiasedSiluArgs& args, void* stream) {
   return args.d_y ? launch_rows(args, stream, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
                   : launch_rows(args, stream, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
-}
-
-int most_likely(const MostLikelyArgs& args, void* stream) {
-  if (args.rows == 0) return cudaSuccess;
-  most_likely_of_rows<<<static_cast<unsigned>(args.rows), kRowThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  return cudaGetLastError();
 }
 
 }  // namespace nsa::lm::fused

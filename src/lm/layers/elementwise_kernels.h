@@ -67,13 +67,4 @@ struct NormArgs {
 };
 int norm(const NormArgs& args, void* stream);
 
-struct MostLikelyArgs {
-  const float* logits;  // (rows, columns)
-  std::int64_t row;     // its stride
-  std::int64_t rows;
-  int columns;
-  double* out;  // (3, rows): the column of the highest, by how much it is higher than the second, 1 if all are finite
-};
-int most_likely(const MostLikelyArgs& args, void* stream);
-
 }  // namespace nsa::lm::fused

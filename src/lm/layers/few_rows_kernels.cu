@@ -47,12 +47,13 @@ __host__ __device__ constexpr int row_stride(int depth) { return (depth + 63) / 
 /// Where a thread block keeps a chunk of a row of a tile: neighbours in different banks.
 __device__ int place(int row, int chunk) { return row * kChunks + (chunk ^ ((row & 1) << 2)); }
 
-/// Writes the rows of the input to shared memory, each by the same share of the threads.
+/// Writes `count` rows of the input to shared memory, each by the same share of the threads.
 template <int most>
-__device__ void prepare(const FewRowsArgs& args, __nv_bfloat16* rows, float* parts) {
+__device__ void prepare(const FewRowsArgs& args, int first_row, int count, __nv_bfloat16* rows, float* parts) {
   constexpr int kTeam = kThreads / most, kStride = kTeam * kColumns;
   const int r = static_cast<int>(threadIdx.x) / kTeam, first = static_cast<int>(threadIdx.x) % kTeam * kColumns;
-  const bool works = r < args.rows;
+  const bool works = r < count;
+  const std::int64_t in_row = first_row + r;
   __nv_bfloat16* const out = rows + r * row_stride(args.depth);
   if (args.input != RowInput::kNorm) {
     const auto bits = [](const void* from, std::int64_t element) {
@@ -65,8 +66,8 @@ __device__ void prepare(const FewRowsArgs& args, __nv_bfloat16* rows, float* par
       for (int i = 0; i < kAtOnce; ++i) {
         const int c = begin + i * kStride;
         if (c >= args.depth) break;
-        in[i] = bits(args.x, r * args.x_row + c);
-        if (args.input == RowInput::kSwiglu) other[i] = bits(args.x, r * args.x_row + args.depth + c);
+        in[i] = bits(args.x, in_row * args.x_row + c);
+        if (args.input == RowInput::kSwiglu) other[i] = bits(args.x, in_row * args.x_row + args.depth + c);
         if (args.input == RowInput::kSilu) other[i] = bits(args.bias, c);
       }
 #pragma unroll
@@ -82,7 +83,7 @@ __device__ void prepare(const FewRowsArgs& args, __nv_bfloat16* rows, float* par
     }
     return;
   }
-  const std::int64_t at = std::int64_t{r} * args.depth;
+  const std::int64_t at = in_row * args.depth;
   const auto sum = [&](int c) {
     Eight in = load(args.residual + at + c);
     if (!args.added) return in;
@@ -128,6 +129,9 @@ __global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
   uint4* const mine = memory + warp * stages * kBlockRows * kChunks;
   auto* const rows = reinterpret_cast<__nv_bfloat16*>(memory + kWarps * stages * kBlockRows * kChunks);
   const int first_row = static_cast<int>(blockIdx.x) * kBlockRows;
+  // The few rows that the thread block has of args.rows.
+  const int first_input = most == kMostRows ? static_cast<int>(blockIdx.y) * kMostRows : 0;
+  const int count = most == kMostRows ? min(args.rows - first_input, kMostRows) : args.rows;
 
   // A lane copies the same columns of every second row.
   static_assert(kChunks == 16);
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
 #pragma unroll
   for (int i = 0; i < kStages; ++i) read(i);
   wait_for_launcher();
-  prepare<most>(args, rows, parts);
+  prepare<most>(args, first_input, count, rows, parts);
   __syncthreads();
 
   const int row = lane / 4, stride = row_stride(args.depth);
@@ -164,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
     for (int i = 0; i < kChunks / 4; ++i) {  // columns in an order of their own, the same in both factors
       const int chunk = i * 4 + lane % 4, at = step * kStep + warp * kPiece + chunk * kColumns;
       uint4 x{};
-      if (row < args.rows && at < args.depth) x = *reinterpret_cast<const uint4*>(rows + row * stride + at);
+      if (row < count && at < args.depth) x = *reinterpret_cast<const uint4*>(rows + row * stride + at);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const uint4 w = stage[t * kTileRows * kChunks + place(row, chunk)];
@@ -187,19 +191,19 @@ __global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
       float sum = 0;
 #pragma unroll
       for (int chain = 0; chain < kChains; ++chain) sum += sums[t][chain][i];
-      if (row < args.rows) own[row * kBlockRows + t * kTileRows + lane % 4 * 2 + i] = sum;
+      if (row < count) own[row * kBlockRows + t * kTileRows + lane % 4 * 2 + i] = sum;
     }
   }
   __syncthreads();
   static_assert(kMostRows * kBlockRows <= kThreads);
   const int result = static_cast<int>(threadIdx.x), column = first_row + result % kBlockRows;
-  if (result >= args.rows * kBlockRows || column >= args.columns) return;
+  if (result >= count * kBlockRows || column >= args.columns) return;
   float y = 0;
 #pragma unroll
   for (int i = 0; i < kWarps; ++i)
     y += reinterpret_cast<const float*>(memory + i * stages * kBlockRows * kChunks)[result];
   if (args.gate_bias) y = sigmoid(y + __bfloat162float(static_cast<const __nv_bfloat16*>(args.gate_bias)[column]));
-  const std::int64_t to = std::int64_t{result / kBlockRows} * args.columns + column;
+  const std::int64_t to = std::int64_t{first_input + result / kBlockRows} * args.columns + column;
   static_cast<__nv_bfloat16*>(args.y)[to] = __float2bfloat16_rn(y);
 }
 
@@ -222,14 +226,16 @@ int few_rows(const FewRowsArgs& args, void* stream) {
   const int block_rows = several ? kMostTiles * kTileRows : kTileRows;
   const int stages = std::min((args.depth + kStep - 1) / kStep, several ? 1 : kMostTiles);
   auto* const kernel = several ? kernel_of<kMostTiles>(args.rows) : kernel_of<1>(args.rows);
-  const int memory = kWarps * stages * block_rows * kPiece * 2 + args.rows * row_stride(args.depth) * 2;
+  const int in_memory = std::min(args.rows, kMostRows);
+  const int memory = kWarps * stages * block_rows * kPiece * 2 + in_memory * row_stride(args.depth) * 2;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
   // Thread blocks of several kernels lie on a multiprocessor beside each other.
   if (error == cudaSuccess)
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  const int blocks = (args.columns + block_rows - 1) / block_rows;
+  const dim3 blocks(static_cast<unsigned>((args.columns + block_rows - 1) / block_rows),
+                    static_cast<unsigned>((args.rows + kMostRows - 1) / kMostRows));
   return launch(kernel, blocks, kThreads, memory, stream, args.settled, args);
 }
 

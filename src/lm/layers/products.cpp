@@ -5,6 +5,8 @@
 #include <ATen/ops/linear.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "bridge/call.h"
 #include "lm/layers/activations.h"
 #include "lm/layers/elementwise_kernels.h"
@@ -21,9 +23,10 @@ bool are_aligned(const at::Tensor& x) {
 }
 
 bool are_few(std::int64_t rows, const at::Tensor& matrix) {
-  const std::int64_t depth = matrix.size(1);
+  const std::int64_t depth = matrix.size(1), group = std::min<std::int64_t>(rows, fused::kMostRows);
+  const int most = matrix.numel() <= fused::kMostRepeated ? fused::kMostGroupedRows : fused::kMostRows;
   return matrix.is_cuda() && matrix.scalar_type() == at::kBFloat16 && matrix.is_contiguous() && are_aligned(matrix) &&
-         !at::GradMode::is_enabled() && rows > 0 && rows <= fused::kMostRows && rows * depth <= fused::kMostElements &&
+         !at::GradMode::is_enabled() && rows > 0 && rows <= most && group * depth <= fused::kMostElements &&
          depth % fused::kColumns == 0;
 }
 

@@ -131,7 +131,7 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
     if (outputs.size() == 5) (*options.trace)[i].selector_loss = outputs[4];
     if (outputs.size() == 6) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
   }
-  return impl_->logits(x, {impl_->head_weights()});
+  return impl_->logits(x, {impl_->head_weights()}).to(at::kFloat);
 }
 
 at::Tensor Model::Impl::head_weights() const {
@@ -141,7 +141,7 @@ at::Tensor Model::Impl::head_weights() const {
 }
 
 at::Tensor Model::Impl::logits(const Residual& x, const Factor& head) const {
-  return norm_and_product(x, norm, config.norm_eps, head).y.narrow(1, 0, config.vocab_size).to(at::kFloat);
+  return norm_and_product(x, norm, config.norm_eps, head).y.narrow(1, 0, config.vocab_size);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {

@@ -22,7 +22,7 @@ struct Model::Impl {
   const Rotation& rotation(std::int64_t positions);
   /// The head as logits() multiplies by it, in the compute dtype.
   at::Tensor head_weights() const;
-  /// The last norm and the head: (rows, hidden) -> float32 (rows, vocab_size).
+  /// The last norm and the head: (rows, hidden) -> (rows, vocab_size) in the compute dtype.
   at::Tensor logits(const Residual& x, const Factor& head) const;
 };
 

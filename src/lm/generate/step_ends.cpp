@@ -1,0 +1,111 @@
+#include "lm/generate/step_ends.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/stack.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include "bridge/call.h"
+#include "lm/generate/step_kernels.h"
+
+namespace nsa::lm {
+namespace {
+
+StepInputs inputs_by_torch(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
+                           const StepPlaces& places) {
+  const auto at = places.positions.clamp_max(table.cos.size(0) - 1);
+  StepInputs in{.x = at::embedding(embedding, tokens), .rotation = table.at(at), .slots = {}, .lengths = {}};
+  if (places.first_slots.defined()) in.slots = at + places.first_slots;
+  places.positions.add_(places.num_new);
+  if (places.first_slots.defined()) in.lengths = places.positions.to(at::kInt);
+  return in;
+}
+
+at::Tensor most_likely_by_torch(const at::Tensor& logits, const at::Tensor& tokens) {
+  const auto best = std::get<0>(logits.topk(std::min<std::int64_t>(2, logits.size(1)), 1)).to(at::kDouble);
+  const auto second = best.size(1) > 1 ? best.select(1, 1) : at::full_like(best.select(1, 0), -INFINITY);
+  tokens.copy_(logits.argmax(1));
+  return at::stack({tokens.to(at::kDouble), best.select(1, 0) - second, logits.isfinite().all(1).to(at::kDouble)});
+}
+
+}  // namespace
+
+#ifdef NSA_LM_CUDA
+
+namespace {
+
+void check(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": CUDA error ", error); }
+
+}  // namespace
+
+StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
+                       const StepPlaces& places) {
+  if (!tokens.is_cuda()) return inputs_by_torch(tokens, embedding, table, places);
+  const std::int64_t rows = tokens.size(0), width = embedding.size(1), half = table.cos.size(1);
+  StepInputs in{
+      .x = at::empty({rows, width}, embedding.options()),
+      .rotation = {at::empty({rows, half}, table.cos.options()), at::empty({rows, half}, table.sin.options())},
+      .slots = {},
+      .lengths = {}};
+  fused::StepInputsArgs args{.tokens = tokens.const_data_ptr<std::int64_t>(),
+                             .num_new = places.num_new.const_data_ptr<int>(),
+                             .positions = places.positions.mutable_data_ptr<std::int64_t>(),
+                             .capacity = table.cos.size(0),
+                             .embedding = embedding.const_data_ptr<float>(),
+                             .cos = table.cos.const_data_ptr<float>(),
+                             .sin = table.sin.const_data_ptr<float>(),
+                             .rows = static_cast<int>(rows),
+                             .width = static_cast<int>(width),
+                             .half = static_cast<int>(half),
+                             .x = in.x.mutable_data_ptr<float>(),
+                             .turned_cos = in.rotation.cos.mutable_data_ptr<float>(),
+                             .turned_sin = in.rotation.sin.mutable_data_ptr<float>()};
+  if (places.first_slots.defined()) {
+    in.slots = at::empty({rows}, places.positions.options());
+    in.lengths = at::empty({rows}, places.num_new.options());
+    args.first_slots = places.first_slots.const_data_ptr<std::int64_t>();
+    args.slots = in.slots.mutable_data_ptr<std::int64_t>();
+    args.lengths = in.lengths.mutable_data_ptr<int>();
+  }
+  check(fused::step_inputs(args, bridge::current_stream(tokens.device())), "step_inputs");
+  return in;
+}
+
+at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens) {
+  if (!logits.is_cuda() || logits.stride(1) != 1) return most_likely_by_torch(logits, tokens);
+  const auto out = at::empty({3, logits.size(0)}, logits.options().dtype(at::kDouble));
+  const auto type = logits.scalar_type();
+  check(fused::most_likely({.logits = logits.const_data_ptr(),
+                            .type = type == at::kBFloat16 ? fused::LogitType::kBf16
+                                    : type == at::kHalf   ? fused::LogitType::kHalf
+                                                          : fused::LogitType::kFloat,
+                            .row = logits.stride(0),
+                            .rows = logits.size(0),
+                            .columns = static_cast<int>(logits.size(1)),
+                            .out = out.mutable_data_ptr<double>(),
+                            .tokens = tokens.mutable_data_ptr<std::int64_t>()},
+                           bridge::current_stream(logits.device())),
+        "most_likely");
+  return out;
+}
+
+#else
+
+StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
+                       const StepPlaces& places) {
+  return inputs_by_torch(tokens, embedding, table, places);
+}
+
+at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens) {
+  return most_likely_by_torch(logits, tokens);
+}
+
+#endif
+
+}  // namespace nsa::lm
