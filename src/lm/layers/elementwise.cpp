@@ -35,7 +35,8 @@ bool is_fused(const RotaryCopy& copy) {
   return fits(copy.from) && fits(copy.to) && copy.from.size(2) % (2 * kColumns) == 0;
 }
 
-void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& cos, const at::Tensor& sin) {
+fused::RotaryCopyArgs rotary_copy_args(const std::vector<RotaryCopy>& copies, const at::Tensor& cos,
+                                       const at::Tensor& sin) {
   TORCH_CHECK(copies.size() <= fused::kMostRotaryCopies, "fused_rotary_copy: ", copies.size(), " copies");
   fused::RotaryCopyArgs args{.count = static_cast<int>(copies.size()),
                              .cos = cos.const_data_ptr<float>(),
@@ -53,7 +54,11 @@ void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& 
                       static_cast<int>(from.size(2) / 2),
                       direction};
   }
-  check(fused::rotary_copy(args, stream_of(copies[0].to)), "rotary_copy");
+  return args;
+}
+
+void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& cos, const at::Tensor& sin) {
+  check(fused::rotary_copy(rotary_copy_args(copies, cos, sin), stream_of(copies[0].to)), "rotary_copy");
 }
 
 bool swiglu_is_fused(const at::Tensor& x) {

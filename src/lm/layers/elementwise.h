@@ -18,6 +18,12 @@ struct RotaryCopy {
 bool is_fused(const RotaryCopy& copy);
 /// Up to eight in one pass; the angles are those of cos, sin (rows, D / 2).
 void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& cos, const at::Tensor& sin);
+namespace fused {
+struct RotaryCopyArgs;
+}
+/// The same for another kernel that does it beside its own work.
+fused::RotaryCopyArgs rotary_copy_args(const std::vector<RotaryCopy>& copies, const at::Tensor& cos,
+                                       const at::Tensor& sin);
 
 bool swiglu_is_fused(const at::Tensor& x);
 /// silu(gate) * up of x = (gate, up), (rows, 2 * width) -> (rows, width).

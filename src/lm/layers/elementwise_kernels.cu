@@ -1,10 +1,11 @@
-// Everything here is limited by the memory's bandwidth: threads load and store 16 bytes of bfloat16 at a time.
+// Everything here is limited by the memory's bandwidth: threads load and store 16 bytes of bfloat16 at a time. All are
+// dependent launches, for the few rows of a step.
 #include "lm/layers/elementwise_kernels.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "lm/layers/columns.cuh"
+#include "lm/layers/rotary_copy.cuh"
 
 namespace nsa::lm::fused {
 namespace {
@@ -13,34 +14,13 @@ constexpr int kThreads = 256;
 
 __device__ std::int64_t own_index() { return std::int64_t{blockIdx.x} * kThreads + threadIdx.x; }
 
-/// The copies' thread blocks one after the other; first_block[i] is where copy i starts.
-struct RotaryCopyGrid {
-  unsigned first_block[kMostRotaryCopies + 1];
-};
+static_assert(kThreads == kRotaryThreads);
 
 __global__ void __launch_bounds__(kThreads)
-    rotate_pairs(const __grid_constant__ RotaryCopyArgs args, const __grid_constant__ RotaryCopyGrid grid) {
+    rotate_heads(const __grid_constant__ RotaryCopyArgs args, const __grid_constant__ RotaryCopyGrid grid) {
   launch_dependents();
   wait_for_launcher();
-  int which = 0;
-  while (blockIdx.x >= grid.first_block[which + 1]) ++which;
-  const RotaryCopy& copy = args.copies[which];
-  const std::int64_t index = std::int64_t{blockIdx.x - grid.first_block[which]} * kThreads + threadIdx.x;
-  const int per_head = copy.half / kColumns;
-  const std::int64_t pair = index / per_head, row = pair / copy.heads;  // pair of a row and a head
-  if (row >= args.rows) return;
-  const std::int64_t head = pair - row * copy.heads, column = (index - pair * per_head) * kColumns;
-  const std::int64_t from = row * copy.from_row + head * copy.from_head + column;
-  const std::int64_t to = row * copy.to_row + head * copy.to_head + column;
-  Eight low = load(copy.from, from), high = load(copy.from, from + copy.half);
-  if (copy.direction != 0) {
-    const Eight c = load(args.cos + row * copy.half + column), s = load(args.sin + row * copy.half + column);
-    const Eight first = low;
-    low = each([&](int i) { return low.at[i] * c.at[i] - high.at[i] * copy.direction * s.at[i]; });
-    high = each([&](int i) { return high.at[i] * c.at[i] + first.at[i] * copy.direction * s.at[i]; });
-  }
-  store(copy.to, to, low);
-  store(copy.to, to + copy.half, high);
+  rotate_pairs(args, grid, blockIdx.x);
 }
 
 /// The derivative of silu.
@@ -50,6 +30,7 @@ __device__ float silu_slope(float x) {
 }
 
 __global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args) {
+  wait_for_launcher();
   const std::int64_t per_row = args.width / kColumns, row = own_index() / per_row;
   if (row >= args.rows) return;
   const std::int64_t column = own_index() % per_row * kColumns, from = row * 2 * args.width + column;
@@ -75,6 +56,7 @@ __device__ void for_columns(std::int64_t width, const F& f) {
 
 template <int groups>
 __global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
+  wait_for_launcher();
   __shared__ float parts[kThreads / 32];
   const float per_column = 1 / static_cast<float>(args.width);
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -102,6 +84,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
 /// dx = s (w dy) - x s^3 mean(x w dy) + dsum, dw = sum over rows of dy x s, with s the row's scale.
 template <int groups>
 __global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs args) {
+  wait_for_launcher();
   __shared__ float parts[kThreads / 32];
   const float per_column = 1 / static_cast<float>(args.width);
   Eight d_weight[groups] = {};
@@ -135,6 +118,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs ar
 
 template <int groups>
 __global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArgs args) {
+  wait_for_launcher();
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     for_columns<groups>(args.width, [&](int, unsigned column) {
       const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
@@ -145,6 +129,7 @@ __global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArg
 
 template <int groups>
 __global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const BiasedSiluArgs args) {
+  wait_for_launcher();
   Eight d_bias[groups] = {};
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     for_columns<groups>(args.width, [&](int j, unsigned column) {
@@ -174,28 +159,20 @@ template <class Args>
 int launch_rows(const Args& args, void* stream, void (*narrow)(Args), void (*wide)(Args)) {
   if (args.rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(num_partials(args.rows, args.width));
-  (args.width <= kOneGroup ? narrow
-                           : wide)<<<blocks, row_threads(args.width), 0, static_cast<cudaStream_t>(stream)>>>(args);
-  return cudaGetLastError();
+  return launch(args.width <= kOneGroup ? narrow : wide, blocks, row_threads(args.width), 0, stream, true, args);
 }
 
 }  // namespace
 
 int rotary_copy(const RotaryCopyArgs& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
-  RotaryCopyGrid grid{};
-  for (int i = 0; i < args.count; ++i) {
-    const RotaryCopy& copy = args.copies[i];
-    grid.first_block[i + 1] = grid.first_block[i] + blocks_for(args.rows * copy.heads * (copy.half / kColumns));
-  }
-  return launch(rotate_pairs, grid.first_block[args.count], kThreads, 0, stream, true, args, grid);
+  const RotaryCopyGrid grid(args);
+  return launch(rotate_heads, grid.blocks(args), kThreads, 0, stream, true, args, grid);
 }
 
 int swiglu(const SwigluArgs& args, void* stream) {
   if (args.rows == 0) return cudaSuccess;
-  swiglu_columns<<<blocks_for(args.rows * (args.width / kColumns)), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      args);
-  return cudaGetLastError();
+  return launch(swiglu_columns, blocks_for(args.rows * (args.width / kColumns)), kThreads, 0, stream, true, args);
 }
 
 // Enough for every multiprocessor, and the same number on every device.

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "lm/layers/columns.cuh"
+#include "lm/layers/rotary_copy.cuh"
 
 namespace nsa::lm::fused {
 namespace {
@@ -17,7 +17,10 @@ constexpr int kPiece = 128;                 // columns of a tile that a warp rea
 constexpr int kStep = kWarps * kPiece;      // and all warps
 constexpr int kChunks = kPiece / kColumns;  // pieces of 16 bytes in that
 constexpr int kMostTiles = 3;  // tiles of a thread block, which then has one stage; or stages of its one tile
-static_assert(kMostRows <= kTileRows);
+static_assert(kMostRows <= kTileRows && kThreads == kRotaryThreads);
+
+/// Thread blocks that share the columns of the matrix.
+__host__ __device__ constexpr int groups_of(const FewRowsArgs& args) { return (args.rows + kMostRows - 1) / kMostRows; }
 
 /// 16 bytes to shared memory; zeros unless `there`.
 __device__ void copy16(uint4* to, const void* from, bool there) {
@@ -117,9 +120,9 @@ __device__ void prepare(const FewRowsArgs& args, int first_row, int count, __nv_
     store(out, c, normed(sum(c), load(args.norm + c)));
 }
 
+/// The product of a thread block: `block` of the columns, of the rows `group`.
 template <int most, int kTiles>
-__global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
-    few_rows_product(const __grid_constant__ FewRowsArgs args) {
+__device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group) {
   constexpr int kStages = kMostTiles / kTiles, kBlockRows = kTiles * kTileRows;
   constexpr int kChains = kTiles == 1 ? 4 : 2;  // independent sums of a tile: the tensor cores' latency
   extern __shared__ uint4 memory[];
@@ -128,9 +131,9 @@ __global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
   const int steps = (args.depth + kStep - 1) / kStep, stages = min(steps, kStages);
   uint4* const mine = memory + warp * stages * kBlockRows * kChunks;
   auto* const rows = reinterpret_cast<__nv_bfloat16*>(memory + kWarps * stages * kBlockRows * kChunks);
-  const int first_row = static_cast<int>(blockIdx.x) * kBlockRows;
+  const int first_row = block * kBlockRows;
   // The few rows that the thread block has of args.rows.
-  const int first_input = most == kMostRows ? static_cast<int>(blockIdx.y) * kMostRows : 0;
+  const int first_input = most == kMostRows ? group * kMostRows : 0;
   const int count = most == kMostRows ? min(args.rows - first_input, kMostRows) : args.rows;
 
   // A lane copies the same columns of every second row.
@@ -207,12 +210,59 @@ __global__ void __launch_bounds__(kThreads, most <= 2 ? 4 : 2)
   static_cast<__nv_bfloat16*>(args.y)[to] = __float2bfloat16_rn(y);
 }
 
+constexpr int blocks_per_multiprocessor(int most) { return most <= 2 ? 4 : 2; }
+
+template <int most, int kTiles>
+__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
+    few_rows_product(const __grid_constant__ FewRowsArgs args) {
+  multiply_few_rows<most, kTiles>(args, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
+}
+
+template <int most>
+__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
+    few_rows_product_and_rotation(const __grid_constant__ FewRowsArgs args,
+                                  const __grid_constant__ RotaryCopyArgs copies,
+                                  const __grid_constant__ RotaryCopyGrid grid, unsigned product_blocks) {
+  const unsigned blocks = product_blocks / static_cast<unsigned>(groups_of(args));
+  if (blockIdx.x < product_blocks)
+    return multiply_few_rows<most, 1>(args, static_cast<int>(blockIdx.x % blocks),
+                                      static_cast<int>(blockIdx.x / blocks));
+  launch_dependents();
+  wait_for_launcher();
+  rotate_pairs(copies, grid, blockIdx.x - product_blocks);
+}
+
 template <int kTiles>
 auto* kernel_of(int rows) {
   return rows == 1   ? few_rows_product<1, kTiles>
          : rows == 2 ? few_rows_product<2, kTiles>
          : rows <= 4 ? few_rows_product<4, kTiles>
                      : few_rows_product<kMostRows, kTiles>;
+}
+
+auto* kernel_with_rotation_of(int rows) {
+  return rows == 1   ? few_rows_product_and_rotation<1>
+         : rows == 2 ? few_rows_product_and_rotation<2>
+         : rows <= 4 ? few_rows_product_and_rotation<4>
+                     : few_rows_product_and_rotation<kMostRows>;
+}
+
+int column_blocks(const FewRowsArgs& args, int block_rows) { return (args.columns + block_rows - 1) / block_rows; }
+
+/// A kernel whose thread blocks have `block_rows` columns, in up to `most_stages` stages.
+template <class... Params, class... More>
+int launch_product(void (*kernel)(Params...), const FewRowsArgs& args, int block_rows, int most_stages, dim3 blocks,
+                   void* stream, const More&... more) {
+  const int stages = std::min((args.depth + kStep - 1) / kStep, most_stages);
+  const int rows = std::min(args.rows, kMostRows);
+  const int memory = kWarps * stages * block_rows * kPiece * 2 + rows * row_stride(args.depth) * 2;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
+  // Thread blocks of several kernels lie on a multiprocessor beside each other.
+  if (error == cudaSuccess)
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, blocks, kThreads, static_cast<std::size_t>(memory), stream, args.settled, args, more...);
 }
 
 }  // namespace
@@ -224,19 +274,16 @@ int few_rows(const FewRowsArgs& args, void* stream) {
   // Three tiles a thread block where one each would be more than two thread blocks on a multiprocessor.
   const bool several = args.depth <= kStep && args.columns > 2 * multiprocessors * kTileRows;
   const int block_rows = several ? kMostTiles * kTileRows : kTileRows;
-  const int stages = std::min((args.depth + kStep - 1) / kStep, several ? 1 : kMostTiles);
   auto* const kernel = several ? kernel_of<kMostTiles>(args.rows) : kernel_of<1>(args.rows);
-  const int in_memory = std::min(args.rows, kMostRows);
-  const int memory = kWarps * stages * block_rows * kPiece * 2 + in_memory * row_stride(args.depth) * 2;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
-  // Thread blocks of several kernels lie on a multiprocessor beside each other.
-  if (error == cudaSuccess)
-    error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
-  const dim3 blocks(static_cast<unsigned>((args.columns + block_rows - 1) / block_rows),
-                    static_cast<unsigned>((args.rows + kMostRows - 1) / kMostRows));
-  return launch(kernel, blocks, kThreads, memory, stream, args.settled, args);
+  const dim3 blocks(static_cast<unsigned>(column_blocks(args, block_rows)), static_cast<unsigned>(groups_of(args)));
+  return launch_product(kernel, args, block_rows, several ? 1 : kMostTiles, blocks, stream);
+}
+
+int few_rows_and_rotary_copy(const FewRowsArgs& args, const RotaryCopyArgs& copies, void* stream) {
+  const RotaryCopyGrid grid(copies);
+  const auto product_blocks = static_cast<unsigned>(column_blocks(args, kTileRows) * groups_of(args));
+  return launch_product(kernel_with_rotation_of(args.rows), args, kTileRows, kMostTiles,
+                        dim3(product_blocks + grid.blocks(copies)), stream, copies, grid, product_blocks);
 }
 
 }  // namespace nsa::lm::fused

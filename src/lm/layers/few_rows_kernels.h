@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "lm/layers/elementwise_kernels.h"
+
 namespace nsa::lm::fused {
 
 inline constexpr int kMostRows = 8;
@@ -38,5 +40,7 @@ struct FewRowsArgs {
 };
 /// Returns a cudaError_t.
 int few_rows(const FewRowsArgs& args, void* stream);
+/// Beside the product of columns that fit into few thread blocks, what depends on the same kernel ahead.
+int few_rows_and_rotary_copy(const FewRowsArgs& args, const RotaryCopyArgs& copies, void* stream);
 
 }  // namespace nsa::lm::fused

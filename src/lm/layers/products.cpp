@@ -6,9 +6,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "bridge/call.h"
 #include "lm/layers/activations.h"
+#include "lm/layers/elementwise.h"
 #include "lm/layers/elementwise_kernels.h"
 #include "lm/layers/few_rows_kernels.h"
 
@@ -30,7 +32,9 @@ bool are_few(std::int64_t rows, const at::Tensor& matrix) {
          depth % fused::kColumns == 0;
 }
 
-at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const Factor& factor) {
+/// With `copies`, if there are any, in the same kernel.
+at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const Factor& factor,
+                    const fused::RotaryCopyArgs& copies = {}) {
   const at::Tensor& matrix = factor.matrix;
   const auto y = at::empty({rows, matrix.size(0)}, matrix.options());
   args.matrix = matrix.const_data_ptr();
@@ -39,7 +43,9 @@ at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const Factor& fa
   args.columns = static_cast<int>(matrix.size(0));
   args.y = y.mutable_data_ptr();
   args.settled = factor.settled;
-  const int error = fused::few_rows(args, bridge::current_stream(matrix.device()));
+  void* const stream = bridge::current_stream(matrix.device());
+  const int error =
+      copies.count > 0 ? fused::few_rows_and_rotary_copy(args, copies, stream) : fused::few_rows(args, stream);
   TORCH_CHECK(error == 0, "few_rows: CUDA error ", error);
   return y;
 }
@@ -86,17 +92,27 @@ at::Tensor swiglu_and_product(const at::Tensor& x, const Factor& factor) {
   return at::linear(swiglu(x), factor.matrix);
 }
 
-at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const Factor& factor,
-                        const at::Tensor& gate_bias) {
+HeadsAndGates split_heads_and_gates(const at::Tensor& x, const std::vector<HeadGroup>& groups, const Rotation& rotation,
+                                    const at::Tensor& bias, const Factor& factor, const at::Tensor& gate_bias) {
+#ifdef NSA_LM_CUDA
   if (are_few(x.size(0), factor.matrix) && are_aligned(x) && bias.storage_offset() % fused::kColumns == 0) {
-    const fused::FewRowsArgs args{.input = fused::RowInput::kSilu,
-                                  .x = x.const_data_ptr(),
-                                  .x_row = x.stride(0),
-                                  .bias = bias.const_data_ptr(),
-                                  .gate_bias = gate_bias.const_data_ptr()};
-    return few_rows(args, x.size(0), factor);
+    auto [heads, copies] = unturned_heads(x, groups);
+    const auto last = heads.back().squeeze(1);
+    if (are_aligned(last) && std::ranges::all_of(copies, is_fused)) {
+      const auto cos = rotation.cos.contiguous(), sin = rotation.sin.contiguous();
+      const auto gates = few_rows({.input = fused::RowInput::kSilu,
+                                   .x = last.const_data_ptr(),
+                                   .x_row = last.stride(0),
+                                   .bias = bias.const_data_ptr(),
+                                   .gate_bias = gate_bias.const_data_ptr()},
+                                  x.size(0), factor, rotary_copy_args(copies, cos, sin));
+      return {heads, gates};
+    }
   }
-  return at::linear(biased_silu(x, bias), factor.matrix, gate_bias).sigmoid();
+#endif
+  auto heads = split_heads(x, groups, rotation);
+  const auto gates = at::linear(biased_silu(heads.back().squeeze(1), bias), factor.matrix, gate_bias).sigmoid();
+  return {std::move(heads), gates};
 }
 
 }  // namespace nsa::lm

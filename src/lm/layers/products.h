@@ -1,11 +1,14 @@
 // The products of a block with the elementwise steps in front of them. Without gradients, with a few rows of bfloat16
-// on a GPU, as a decode step has them, each is one kernel of our own (docs/log/decoding.md, "A step of the whole
+// on a GPU, as a decode step has them, each is one kernel of our own (docs/log/generate.md, "A step of the whole
 // model").
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "lm/layers/norm.h"
+#include "lm/layers/rope.h"
 
 namespace nsa::lm {
 
@@ -27,7 +30,13 @@ NormedProduct norm_and_product(const Residual& in, const at::Tensor& weight, dou
 /// swiglu(x), and its product.
 at::Tensor swiglu_and_product(const at::Tensor& x, const Factor& factor);
 
-/// sigmoid(biased_silu(x, bias) matrix^T + gate_bias).
-at::Tensor gate_product(const at::Tensor& x, const at::Tensor& bias, const Factor& factor, const at::Tensor& gate_bias);
+/// split_heads(x, groups, rotation), of whose last group, one head, come gates: sigmoid(biased_silu(last, bias)
+/// matrix^T + gate_bias), (rows, columns).
+struct HeadsAndGates {
+  std::vector<at::Tensor> heads;
+  at::Tensor gates;
+};
+HeadsAndGates split_heads_and_gates(const at::Tensor& x, const std::vector<HeadGroup>& groups, const Rotation& rotation,
+                                    const at::Tensor& bias, const Factor& factor, const at::Tensor& gate_bias);
 
 }  // namespace nsa::lm

@@ -85,20 +85,19 @@ class Rotate : public Function<Rotate> {
   }
 };
 
+/// The next heads * dim columns of x (n, width) from `column` on, which moves on, as (n, heads, dim).
+at::Tensor columns_of(const at::Tensor& x, std::int64_t& column, std::int64_t heads, std::int64_t dim) {
+  column += heads * dim;
+  return x.narrow(1, column - heads * dim, heads * dim).view({x.size(0), heads, dim});
+}
+
 class SplitHeads : public Function<SplitHeads> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                                const std::vector<HeadGroup>& groups) {
-    variable_list outputs;
-    std::vector<RotaryCopy> copies;
+    const auto [outputs, copies] = unturned_heads(x.detach(), groups);
     std::vector<std::int64_t> rotated;
-    std::int64_t column = 0;
-    for (const HeadGroup& group : groups) {
-      const auto columns = columns_of(x.detach(), column, group.heads, group.dim);
-      outputs.push_back(group.rotated ? at::empty(columns.sizes(), columns.options()) : columns);
-      if (group.rotated) copies.push_back({columns, outputs.back(), 1});
-      rotated.push_back(group.rotated ? 1 : 0);
-    }
+    for (const HeadGroup& group : groups) rotated.push_back(group.rotated ? 1 : 0);
     rotate_all(copies, cos, sin);
     ctx->save_for_backward({cos, sin});
     ctx->saved_data["rotated"] = rotated;
@@ -118,13 +117,6 @@ class SplitHeads : public Function<SplitHeads> {
     }
     rotate_all(copies, saved[0], saved[1]);
     return {d_x, {}, {}, {}};
-  }
-
- private:
-  /// The next heads * dim columns of x (n, width) from `column` on, which moves on, as (n, heads, dim).
-  static at::Tensor columns_of(const at::Tensor& x, std::int64_t& column, std::int64_t heads, std::int64_t dim) {
-    column += heads * dim;
-    return x.narrow(1, column - heads * dim, heads * dim).view({x.size(0), heads, dim});
   }
 };
 
@@ -151,6 +143,17 @@ Rotation rotation_table(std::int64_t max_positions, const std::vector<double>& f
 
 at::Tensor rotate(const at::Tensor& x, const Rotation& rotation) {
   return Rotate::apply(x, rotation.cos, rotation.sin);
+}
+
+UnturnedHeads unturned_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups) {
+  UnturnedHeads out;
+  std::int64_t column = 0;
+  for (const HeadGroup& group : groups) {
+    const auto columns = columns_of(x, column, group.heads, group.dim);
+    out.heads.push_back(group.rotated ? at::empty(columns.sizes(), columns.options()) : columns);
+    if (group.rotated) out.copies.push_back({columns, out.heads.back(), 1});
+  }
+  return out;
 }
 
 std::vector<at::Tensor> split_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups,

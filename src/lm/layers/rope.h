@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "lm/layers/elementwise.h"
+
 namespace nsa::lm {
 
 /// Cosines and sines, float32 (rows, D/2).
@@ -32,5 +34,12 @@ struct HeadGroup {
 /// gradient is written in one pass.
 std::vector<at::Tensor> split_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups,
                                     const Rotation& rotation);
+
+/// The same without a gradient, with the rotations left to the caller.
+struct UnturnedHeads {
+  std::vector<at::Tensor> heads;   // of each group
+  std::vector<RotaryCopy> copies;  // that write the rotated ones
+};
+UnturnedHeads unturned_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups);
 
 }  // namespace nsa::lm

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <utility>
 
 #include "lm/layers/fused_weights.h"
 #include "lm/layers/products.h"
@@ -62,8 +63,17 @@ AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weight
   std::vector<HeadGroup> groups = {{config.num_heads, config.head_dim, !normed_heads}};
   for (std::size_t set = 0; set < sets; ++set) groups.push_back({kv_heads, config.head_dim, set > 0 && !normed_heads});
   groups.insert(groups.end(), sets, {kv_heads, config.v_head_dim, false});
-  if (weights.gate_out.defined()) groups.push_back({1, weights.gate_bias.size(0), false});
-  auto parts = split_heads(projected, groups, rotation);
+  AttentionInputs out;
+  std::vector<at::Tensor> parts;
+  if (weights.gate_out.defined()) {
+    groups.push_back({1, weights.gate_bias.size(0), false});
+    auto split = split_heads_and_gates(projected, groups, rotation, weights.gate_bias,
+                                       {weights.gate_out, weights.settled}, weights.gate_out_bias);
+    parts = std::move(split.heads);
+    out.gates = split.gates.view({rows, config.num_heads, -1});
+  } else {
+    parts = split_heads(projected, groups, rotation);
+  }
   if (normed_heads) {
     parts[0] = rotate(norm_heads(parts[0], weights.q_norm, config.norm_eps), rotation);
     for (std::size_t set = 0; set < sets; ++set) {
@@ -74,7 +84,6 @@ AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weight
   const auto key = [&](std::size_t set) { return parts[1 + set]; };
   const auto value = [&](std::size_t set) { return parts[1 + sets + std::min(set, sets - 1)]; };
 
-  AttentionInputs out;
   out.q = parts[0];
   out.k_cmp = key(0);
   out.v_cmp = value(0);
@@ -82,11 +91,6 @@ AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weight
   out.v_slc = value(1);
   out.k_swa = sets == 1 ? out.k_slc : key(2);
   out.v_swa = value(2);
-  if (weights.gate_out.defined()) {
-    out.gates = gate_product(parts.back().squeeze(1), weights.gate_bias, {weights.gate_out, weights.settled},
-                             weights.gate_out_bias)
-                    .view({rows, config.num_heads, -1});
-  }
   return out;
 }
 
