@@ -73,6 +73,14 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
+/// Brings what no kernel writes into the second-level cache: ahead of wait_for_launcher(), since weights of one layer
+/// are no longer there when the next token comes.
+__device__ inline void prefetch(const void* from, std::int64_t bytes) {
+  constexpr std::int64_t kLine = 128;
+  for (std::int64_t at = threadIdx.x * kLine; at < bytes; at += blockDim.x * kLine)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at));
+}
+
 /// Returns a cudaError_t. dependent: as such, where the device has code that waits, which is that for 9.0.
 template <class... Params, class... Args>
 int launch(void (*kernel)(Params...), dim3 blocks, unsigned threads, std::size_t memory, void* stream, bool dependent,

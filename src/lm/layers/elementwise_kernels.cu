@@ -56,6 +56,7 @@ __device__ void for_columns(std::int64_t width, const F& f) {
 
 template <int groups>
 __global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
+  prefetch(args.weight, args.width * std::int64_t{sizeof(float)});
   wait_for_launcher();
   __shared__ float parts[kThreads / 32];
   const float per_column = 1 / static_cast<float>(args.width);

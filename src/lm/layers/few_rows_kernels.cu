@@ -156,6 +156,9 @@ __device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group)
   launch_dependents();  // the next kernel's weights may come, too
 #pragma unroll
   for (int i = 0; i < kStages; ++i) read(i);
+  if (args.input == RowInput::kNorm) prefetch(args.norm, args.depth * std::int64_t{sizeof(float)});
+  if (args.input == RowInput::kSilu) prefetch(args.bias, args.depth * std::int64_t{sizeof(__nv_bfloat16)});
+  if (args.gate_bias) prefetch(args.gate_bias, args.columns * std::int64_t{sizeof(__nv_bfloat16)});
   wait_for_launcher();
   prepare<most>(args, first_input, count, rows, parts);
   __syncthreads();
