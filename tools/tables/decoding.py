@@ -40,9 +40,13 @@ def decode():
     yield "Other lengths, several new tokens at once, and sequences of different lengths:"
     yield table(rows)
     results = [read(name) for name in ("decode.json", "decode_h100.json")]
-    for stage, text in (("decode_dense", decode_beside_dense), ("generate_speed", generate_speed)):
-        if found := [result for result in results if stage in result["stages"]]:
-            yield from text(found[0])
+    if found := [result for result in results if "decode_dense" in result["stages"]]:
+        yield from decode_beside_dense(found[0])
+    yield "### Generating"
+    for result in results:
+        if "generate_speed" in result["stages"]:
+            yield from generate_speed(result)
+    yield "![tokens per second of generating over the context](images/generate_speed.png)"
 
 
 def decode_beside_dense(result):
@@ -63,24 +67,19 @@ def decode_beside_dense(result):
 
 def generate_speed(result):
     stage = result["stages"]["generate_speed"]
-    yield "### Generating"
     unit = (
         "Tokens/s of `nsa generate`, all sequences together, behind prompts of these lengths. A step is one CUDA graph "
         "with either attention; full attention is torch's FlashAttention-2."
     )
-    yield source(
-        gpu_of(result),
-        {**result, "command": stage["command"].replace("; ", "\n    ")},
-        stage["result"]["problem"],
-        unit,
-    )
+    about = {"date": stage["date"], "commit": stage.get("commit", result["commit"])}
+    about |= {"command": stage["command"].replace("; ", "\n    ")}
+    yield source(gpu_of(result), about, stage["result"]["problem"], unit)
     nsa, full = (
         {(s["batch"], s["context"]): s["tokens_per_second"] for s in stage["result"]["steps"] if s["attention"] == name}
         for name in ("nsa", "full")
     )
     yield compared(nsa, full, ("NSA", "full attention", "NSA / full"), lambda nsa, full: nsa / full)
     yield from noted(stage)
-    yield "![tokens per second of generating over the context](images/generate_speed.png)"
 
 
 def compared(nsa, full, names, ratio_of):
