@@ -38,9 +38,10 @@ at::Tensor at_least_float(const at::Tensor& x) { return x.scalar_type() == at::k
 /// group: (T, Hkv, n). 0 where a query sees none.
 at::Tensor group_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& first,
                            const at::Tensor& positions) {
-  const auto heads = at_least_float(q).unflatten(1, {k.size(1), -1}).transpose(0, 1).flatten(1, 2);  // (Hkv, T G, D)
-  const auto keys = at_least_float(k).permute({1, 2, 0});                                            // (Hkv, D, n)
-  const auto scores = at::matmul(heads, keys).unflatten(1, {q.size(0), -1}) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto scaled = at_least_float(q) / std::sqrt(static_cast<double>(q.size(2)));
+  const auto heads = scaled.unflatten(1, {k.size(1), -1}).transpose(0, 1).flatten(1, 2);  // (Hkv, T G, D)
+  const auto keys = at_least_float(k).permute({1, 2, 0});                                 // (Hkv, D, n)
+  const auto scores = at::matmul(heads, keys).unflatten(1, {q.size(0), -1});
   const auto hidden = (first > positions.unsqueeze(1)).unsqueeze(1);  // (T, 1, n)
   const auto none = hidden.all(-1, /*keepdim=*/true);
   const auto weights = scores.masked_fill(hidden.logical_and(~none), -kInfinity).softmax(-1).masked_fill(hidden, 0);
@@ -124,30 +125,31 @@ at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at:
                          const bridge::CompressionTensors& phi, const Rotation& table,
                          const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,
                          std::uint64_t seed) {
+  // The first query that may choose: one place less than its blocks.
+  const std::int64_t first = std::max<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, cfg.kernel_size);
+  const auto choices = [&](std::size_t b) { return std::max<std::int64_t>(0, offsets[b + 1] - offsets[b] - first); };
+  std::int64_t all = 0;
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) all += choices(b);
+  if (all == 0) return at::zeros({}, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+
   base::Random random(seed);
-  auto sum = at::zeros({}, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
-  std::int64_t count = 0;
-  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
-    const std::int64_t length = offsets[b + 1] - offsets[b];
-    // The first query that may choose: one place less than its blocks.
-    const std::int64_t first = std::max<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, cfg.kernel_size);
-    if (length <= first) continue;
-    const std::int64_t wanted = std::clamp<std::int64_t>(num_queries * length / offsets.back(), 1, length - first);
-    std::vector<std::int64_t> places;
-    for (std::int64_t i = 0; i < wanted; ++i) {
-      const std::int64_t from = first + i * (length - first) / wanted, to = first + (i + 1) * (length - first) / wanted;
-      places.push_back(from + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(to - from))));
-    }
-    const auto positions = base::upload(at::tensor(c10::ArrayRef<std::int64_t>(places), at::kLong), q.device());
-    const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
-    const auto queries = sequence(q).detach().index_select(0, positions);
-    const auto keys = compressed_keys(sequence(k_cmp), phi, table, cfg);
-    const auto attention = block_attention(queries, sequence(k_slc).detach(), positions, cfg);
-    const auto importances = block_importances(queries, keys, positions, attention.size(-1), cfg);
-    sum = sum + block_divergence(attention, importances, positions, cfg);
-    count += wanted * k_slc.size(1);
+  std::size_t b = 0;
+  for (auto ticket = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(all))); ticket >= choices(b);) {
+    ticket -= choices(b++);
   }
-  return count > 0 ? sum / static_cast<double>(count) : sum;
+  const std::int64_t wanted = std::min(num_queries, choices(b));
+  std::vector<std::int64_t> places;
+  for (std::int64_t i = 0; i < wanted; ++i) {
+    const std::int64_t from = i * choices(b) / wanted, to = (i + 1) * choices(b) / wanted;
+    places.push_back(first + from + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(to - from))));
+  }
+  const auto positions = base::upload(at::tensor(c10::ArrayRef<std::int64_t>(places), at::kLong), q.device());
+  const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
+  const auto queries = sequence(q).detach().index_select(0, positions);
+  const auto keys = compressed_keys(sequence(k_cmp), phi, table, cfg);
+  const auto attention = block_attention(queries, sequence(k_slc).detach(), positions, cfg);
+  const auto importances = block_importances(queries, keys, positions, attention.size(-1), cfg);
+  return block_divergence(attention, importances, positions, cfg) / static_cast<double>(wanted * k_slc.size(1));
 }
 
 }  // namespace nsa::lm

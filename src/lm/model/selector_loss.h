@@ -34,10 +34,11 @@ at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& importances, const at::Tensor& positions,
                             const NSAConfig& cfg);
 
-/// Their mean over KV heads and about `num_queries` queries that have a choice, drawn by `seed` evenly over packed
-/// sequences with `offsets`: q (total, H, D) and k_slc (total, Hkv, D) rotated, k_cmp not. Scalar, float32 or double; 0
-/// where no query has a choice. Gradients reach phi and k_cmp alone (detach a k_cmp that k_slc is made from): q asks
-/// both, and one that learnt here would move what it teaches.
+/// Their mean over KV heads and up to `num_queries` queries that have a choice, of one of the packed sequences with
+/// `offsets`. `seed` draws it, by how many such queries it has, and them, evenly over it; one sequence, since a GPU
+/// waits for the host in all that is done for each. q (total, H, D) and k_slc (total, Hkv, D) rotated, k_cmp not.
+/// Scalar, float32 or double; 0 where no query has a choice. Gradients reach phi and k_cmp alone (detach a k_cmp that
+/// k_slc is made from): q asks both, and one that learnt here would move what it teaches.
 at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at::Tensor& k_slc,
                          const bridge::CompressionTensors& phi, const Rotation& table,
                          const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,
