@@ -4,7 +4,7 @@
 # of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench] [decode]      all of them without arguments
-#   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu_scale.sh); to scale_xN.json beside $RESULTS' default
+#   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu/scale.sh); to scale_xN.json beside $RESULTS' default
 #   tools/gpu.sh hf      a Llama through transformers (bench/llama.py), with transformers from WHEELS=bundle/wheels, if it is there
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
@@ -61,7 +61,7 @@ run() {
   finish
 }
 record() {  # what was found so far
-  python3 tools/gpu_results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}" || failed+=(results)
+  python3 tools/gpu/results.py "$logs" "$results" "tools/gpu.sh $steps" "${stages[@]}" || failed+=(results)
   [[ -n ${OUT:-} ]] || return 0
   mkdir -p "$OUT"
   [[ $results -ef $OUT/${results##*/} ]] || cp "$results" "$OUT/"
@@ -85,7 +85,7 @@ build() {
 take_prebuilt() {
   export NSA_PROGRAM=$PREBUILT/bin/nsa
   cp "$PREBUILT/lib/_C.so" "$PREBUILT/lib/libnsa.so.0" python/nsa/
-  LIMIT=120 run prebuilt python3 tools/check_prebuilt.py "$PREBUILT"
+  LIMIT=120 run prebuilt python3 tools/gpu/check_prebuilt.py "$PREBUILT"
   cat "$logs/prebuilt.log"
   [[ $(head -1 "$logs/prebuilt.end") != 0 ]] || return 0
   echo "PREBUILT=$PREBUILT does not load here: building, without tests"
@@ -200,7 +200,7 @@ for step in $steps; do
       cat "$logs/llama.log"
       ;;
     scale)
-      source tools/gpu_scale.sh
+      source tools/gpu/scale.sh
       ;;
   esac
 done

@@ -31,7 +31,7 @@ HEADERS = {
 # needs them.
 OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "sentencepiece": "/usr/bin/spm_train"}
 # What `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run want besides;
-# tools/requirements-*.txt have the rest.
+# tools/requirements/*.txt have the rest.
 EXTRA = {
     "cuda": {},
     "docs": {},
@@ -135,8 +135,9 @@ def install_optional_packages(offline, sudo):
 
 
 def read_requirements(torch, purpose):
-    lines = (ROOT / "tools" / "requirements.txt").read_text().splitlines()
-    more = ROOT / "tools" / f"requirements-{purpose}.txt"
+    folder = ROOT / "tools" / "requirements"
+    lines = (folder / "default.txt").read_text().splitlines()
+    more = folder / f"{purpose}.txt"
     if more.exists():
         lines += more.read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#")]

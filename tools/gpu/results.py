@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the stages of tools/gpu.sh found, as one JSON: gpu_results.py LOGS JSON COMMAND [NAME CODE SECONDS COMMAND]...
+"""What the stages of tools/gpu.sh found, as one JSON: results.py LOGS JSON COMMAND [NAME CODE SECONDS COMMAND]...
 
 A file that tells of the same commit, GPU and driver keeps its other stages.
 """
