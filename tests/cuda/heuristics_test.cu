@@ -282,6 +282,53 @@ TEST(Heuristics, ClustersAreSmallerWhereThereAreManyQueries) {
   EXPECT_EQ(shape(4, [](auto& d) { d.processors = 7; }), Shape(1, 8));
 }
 
+TEST(Heuristics, LongSequencesAreFirstWhereClustersWait) {
+  StepDesc d = step();
+  const auto longest_first = [&](std::int64_t queries, std::int64_t capacity) {
+    d.queries = queries, d.capacity = capacity;
+    return choose_kernels(d).longest_first;
+  };
+  EXPECT_FALSE(longest_first(1, 65536));
+  EXPECT_FALSE(longest_first(132, 65536));
+  EXPECT_TRUE(longest_first(133, 65536));
+  EXPECT_TRUE(longest_first(128, 131072));  // clusters of two thread blocks, of which 66 are there at once
+}
+
+TEST(Heuristics, KernelsWithoutAnOrderGetTheSameArguments) {
+  decode::StepAttendArgs args{};
+  args.geometry.group = 16, args.window = 512, args.topk = 7, args.scale = 0.25f, args.positions = 99;
+  args.block_keys.log2_block = 5, args.shape = {4, 8, 1}, args.longest_first = true;
+  const decode::StepArgs<false> other = decode::kernel_args<false>(args);
+  EXPECT_EQ(other.geometry.group, 16);
+  EXPECT_EQ(other.window, 512);
+  EXPECT_EQ(other.topk, 7);
+  EXPECT_EQ(other.scale, 0.25f);
+  EXPECT_EQ(other.positions, 99);
+  EXPECT_EQ(other.block_keys.log2_block, 5);
+  EXPECT_EQ(other.shape, args.shape);
+  EXPECT_EQ(other.kept_units, 0);
+  EXPECT_TRUE(decode::kernel_args<true>(args).longest_first);
+}
+
+TEST(Heuristics, TwoUnitsAtOnceWhereTheyAreFaster) {
+  StepDesc d = step();
+  const auto units = [&](std::int64_t queries) {
+    d.queries = queries;
+    return choose_kernels(d).shape.units;
+  };
+  EXPECT_EQ(units(1), 2);
+  EXPECT_EQ(units(32), 1);   // 8 x 4
+  EXPECT_EQ(units(66), 2);   // 2 x 8
+  EXPECT_EQ(units(132), 1);  // 1 x 8, all at once
+  EXPECT_EQ(units(133), 2);
+  d.float8 = true;
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
+  d.float8 = false, d.key_dim = 192;
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
+  d.key_dim = 128, d.group = 20;
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
+}
+
 TEST(Heuristics, LargeGroupsWantShorterCaches) {
   StepDesc d = step();
   const auto longest = [&](std::int64_t group) {

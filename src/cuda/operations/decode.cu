@@ -488,7 +488,7 @@ Status Step::attend_on_hopper() {
   args.positions = positions();
   args.plan = plan_;
   args.block_keys = sm90::decode::BlockKeys(cfg);
-  args.shape = hopper_.shape;
+  args.shape = hopper_.shape, args.longest_first = hopper_.longest_first;
   return status_of(hopper_.attend(args, e_.stream), "step_attend");
 }
 

@@ -243,12 +243,14 @@ decode::ClusterShape cluster_shape(const StepDesc& call) {
   const int group = static_cast<int>(call.group);
   std::int64_t most = 0, most_blocks = 0;
   for (const decode::ClusterShape shape : decode::kClusterShapes) {
-    if (!decode::has_kernel(shape, decode::step_tiles(group)) || !step_memory(call, shape).fits()) continue;
+    if (!decode::has_kernel(shape, decode::step_tiles(group), call.key_dim, call.float8) ||
+        !step_memory(call, shape).fits())
+      continue;
     const std::int64_t blocks = blocks_at_once(call, shape);
     const std::int64_t clusters = clusters_at_once(shape, blocks, call.processors);
     if (call.queries * decode::step_clusters(group) <= clusters) return shape;
     // Of several waves few, and of clusters of others on the same multiprocessor, which work where one waits.
-    if (clusters > most || (clusters == most && blocks > most_blocks))
+    if (clusters > most || (clusters == most && blocks >= most_blocks))
       best = shape, most = clusters, most_blocks = blocks;
   }
   return best;
@@ -258,6 +260,9 @@ StepKernels choose_kernels(const StepDesc& call) {
   if (obstacle(call)) return {};
   StepKernels kernels = all_kernels(call);
   kernels.shape = cluster_shape(call);
+  const std::int64_t clusters = call.queries * decode::step_clusters(static_cast<int>(call.group));
+  kernels.longest_first =
+      clusters > clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.processors);
   if (fold_obstacle(call)) kernels.fold = nullptr;
   return kernels;
 }

@@ -92,6 +92,7 @@ struct StepKernels {
   cudaError_t (*attend)(const decode::StepAttendArgs&, cudaStream_t) = nullptr;
   cudaError_t (*fold)(const decode::StepFoldArgs&, cudaStream_t) = nullptr;  // null: by portable kernels
   decode::ClusterShape shape;                                                // of attend's clusters
+  bool longest_first = false;  // there are more clusters than a device holds
 };
 
 /// What decides whether a chunk of the prompt behind what a cache holds is attended to by the kernels of a forward

@@ -39,10 +39,12 @@ struct BlockWeights {
   }
 };
 
-/// Keeps a unit's probabilities p, relative to `reference` (base 2) of the lane's two rows, as sums over selection
-/// blocks. weights: from block 0 on.
+/// Keeps the probabilities p of one of kAtOnce units, relative to `reference` (base 2) of the lane's two rows, as sums
+/// over selection blocks. weights: from block 0 on.
+template <int kAtOnce>
 __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys& shape, const BlockWeights& weights,
-                                          const float (&p)[2][4], const float (&reference)[2], int lane) {
+                                          const float (&p)[2 * kAtOnce][4], int which, const float (&reference)[2],
+                                          int lane) {
   const int column = 2 * (lane & 3);  // the lane's, and the next one
   char* const mine = unit.memory + (column * kTileRows * 2 + lane / 4 * 4);
   const auto keep = [&](int block, float low, float high) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys&
       *reinterpret_cast<std::uint32_t*>(mine + block * kTileRows * 2) = pack(Half{}, low, high);
   };
   std::uint32_t a[4];
-  operand_a<Half>(a, p, 0);
+  operand_a<Half>(a, p, which);
   float sums[4] = {};
   mma(Half{}, sums, a, weights.b[0], weights.b[1]);
   keep(0, sums[0], sums[2]);
@@ -64,16 +66,16 @@ __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys&
   if (column == 0) reinterpret_cast<float2*>(unit.reference())[lane / 4] = make_float2(reference[0], reference[1]);
 }
 
-/// Where the units of a cluster lie: stages of kWarps units go to the ranks in turn, and a rank's units follow each
-/// other in its memory.
-template <int kRanks, int kWarps>
+/// Where the units of a cluster lie: stages of kStageUnits units go to the ranks in turn, and a rank's units follow
+/// each other in its memory.
+template <int kRanks, int kStageUnits>
 struct UnitPlace {
   int rank, local;
 
   __device__ explicit UnitPlace(int unit)
-      : rank(unit / kWarps % kRanks), local(unit / kWarps / kRanks * kWarps + unit % kWarps) {}
+      : rank(unit / kStageUnits % kRanks), local(unit / kStageUnits / kRanks * kStageUnits + unit % kStageUnits) {}
   __device__ static int unit_of(int local, int rank) {
-    return (local / kWarps * kRanks + rank) * kWarps + local % kWarps;
+    return (local / kStageUnits * kRanks + rank) * kStageUnits + local % kStageUnits;
   }
 };
 
@@ -127,13 +129,17 @@ __device__ __forceinline__ int count_larger(const unsigned long long* lists, int
 struct Candidates {
   int count, init, first_local, places;
 
-  __device__ Candidates(const StepAttendArgs& args, int position) {
+  template <class Args>
+  __device__ Candidates(const Args& args, int position) {
     count = (position >> args.block_keys.log2_block) + 1;
     init = min(args.init_blocks, count);
     first_local = max(max(count - args.local_blocks, 0), init);
     places = args.topk - init - (count - first_local);
   }
-  __device__ bool all(const StepAttendArgs& args) const { return count <= args.topk; }
+  template <class Args>
+  __device__ bool all(const Args& args) const {
+    return count <= args.topk;
+  }
   __device__ bool forced(int block) const { return block < init || block >= first_local; }
   __device__ int num_forced() const { return init + count - first_local; }
   /// i < num_forced(), ascending.
@@ -196,21 +202,22 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
 /// memory, which nobody else uses then. S: a StepShape. totals_of(tile): of compressed keys. writes: the list of
 /// blocks, too.
 template <class S, class TotalsOf>
-__device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* memory, const TotalsOf& totals_of,
-                                              int tiles, const ChoiceMemory& choice, char* all_kept, int row,
-                                              int position, int compressed, bool chooses, bool room, bool writes) {
-  constexpr int kRanks = S::kRanks, kWarps = S::kWarps, kThreads = S::kThreads;
+__device__ __forceinline__ void choose_blocks(const typename S::Args& args, int b, char* memory,
+                                              const TotalsOf& totals_of, int tiles, const ChoiceMemory& choice,
+                                              char* all_kept, int row, int position, int compressed, bool chooses,
+                                              bool room, bool writes) {
+  constexpr int kRanks = S::kRanks, kUnits = S::kStageUnits, kThreads = S::kThreads;
   const BlockKeys& shape = args.block_keys;
   const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = S::rank();
-  const int kv_head = blockIdx.y, b = blockIdx.z, topk = args.topk;
+  const int kv_head = blockIdx.y, topk = args.topk;
   const Candidates candidates(args, position);
   const bool ranks_blocks = chooses && !candidates.all(args);  // else all of them fit
   if (ranks_blocks) {
     const int kept_bytes = shape.kept_bytes(), log2_blocks = shape.log2_blocks();
     const int units = (compressed + kUnitKeys - 1) / kUnitKeys;
     const int all_units = (candidates.count + shape.blocks() - 1) >> log2_blocks;
-    const int stages = max((all_units + kWarps * (kRanks - rank) - 1) / (kWarps * kRanks), 0);
-    const int local_blocks = stages * kWarps << log2_blocks;    // in this thread block
+    const int stages = max((all_units + kUnits * (kRanks - rank) - 1) / (kUnits * kRanks), 0);
+    const int local_blocks = stages * kUnits << log2_blocks;    // in this thread block
     const int each = (local_blocks + kThreads - 1) / kThreads;  // neighbouring blocks of a thread
     auto* const keys = reinterpret_cast<unsigned*>(memory);     // their importances
     unsigned* const largest = keys + local_blocks;              // of each thread
@@ -291,7 +298,7 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
         for (int j = 0; j < count; ++j) place += found[j] < block;
         choice.blocks()[place] = block;
       }
-      if (writes) args.indices.at<int>(b, row, kv_head)[place] = room ? block : -1;
+      if (writes) args.indices.template at<int>(b, row, kv_head)[place] = room ? block : -1;
     }
     __syncthreads();
   };
@@ -323,7 +330,7 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, char* 
   }
   if (args.imposed.data) {
     if (warp == 0) {
-      const int* const given = args.imposed.at<const int>(b, row, kv_head);
+      const int* const given = args.imposed.template at<const int>(b, row, kv_head);
       int count = 0;
       for (int first = 0; first < topk; first += 32) {
         const int i = first + lane;

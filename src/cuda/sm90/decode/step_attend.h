@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
+#include <type_traits>
 
 #include "cuda/common/params.h"
 #include "cuda/sm90/decode/cached_tokens.h"
@@ -19,34 +21,40 @@ namespace nsa::cuda::sm90::decode {
 
 inline constexpr int kTileRows = 16;  // (query, head)
 inline constexpr int kUnitKeys = 16;
-inline constexpr int kMostTiles = 2;    // of a cluster
-inline constexpr int kMostBlocks = 64;  // n
+inline constexpr int kMostTiles = 2;      // of a cluster
+inline constexpr int kMostBlocks = 64;    // n
+inline constexpr int kMostOrdered = 128;  // sequences that are served by their lengths
 
-/// Thread blocks of a cluster, and warps of a thread block. By default those of steps whose bits depend on no other
-/// query.
+/// Thread blocks of a cluster, warps of a thread block, and units of keys that a warp multiplies at once. By default
+/// those of steps whose bits depend on no other query.
 struct ClusterShape {
-  int ranks = 8, warps = 4;
+  std::int16_t ranks = 8, warps = 4;
+  int units = 1;
   constexpr bool operator==(const ClusterShape&) const = default;
 };
 
-/// The most warps for a query first.
-inline constexpr ClusterShape kClusterShapes[] = {{8, 8}, {4, 8}, {8, 4}, {2, 8}, {1, 8}};
+/// The most warps for a query first. Two units at once last of 1 x 8: where clusters come one after another.
+inline constexpr ClusterShape kClusterShapes[] = {{8, 8, 2}, {8, 8}, {4, 8, 2}, {4, 8},   {8, 4},
+                                                  {2, 8, 2}, {2, 8}, {1, 8},    {1, 8, 2}};
 
 /// Tiles of a cluster, and clusters of a query and KV head: they share out the heads of the group.
 constexpr int step_tiles(int group) { return group > kTileRows ? kMostTiles : 1; }
 constexpr int step_clusters(int group) { return (group + kMostTiles * kTileRows - 1) / (kMostTiles * kTileRows); }
 
-/// The shapes that have kernels: of clusters with two tiles two of them.
-constexpr bool has_kernel(ClusterShape shape, int tiles) {
-  return tiles == 1 || shape == ClusterShape{} || shape == ClusterShape{2, 8};
+/// The shapes that have kernels: of clusters with two tiles two of them; two units at once where registers allow, and
+/// then, but for 1 x 8 with keys of 128, only that.
+constexpr bool has_kernel(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
+  if (tiles > 1) return shape == ClusterShape{} || shape == ClusterShape{2, 8};
+  const bool pairs = shape.warps == 8 && key_dim <= 128 && !float8;
+  return shape.units == 2 ? pairs : !pairs || (shape.ranks == 1 && key_dim == 128);
 }
 
 /// Warps of a multiprocessor that share out its registers, and the thread blocks that these are.
-constexpr int warps_per_processor(int tiles, std::int64_t key_dim, bool float8) {
-  return tiles > 1 || key_dim > 128 ? 8 : float8 ? 16 : 12;
+constexpr int warps_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
+  return tiles > 1 || key_dim > 128 || shape.units == 2 ? 8 : float8 ? 16 : 12;
 }
 constexpr int blocks_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
-  return warps_per_processor(tiles, key_dim, float8) / shape.warps;
+  return warps_per_processor(shape, tiles, key_dim, float8) / shape.warps;
 }
 
 /// What the importance of a selection block is made of. A unit holds whole blocks: 2, 4, 8 or 16 compressed keys each
@@ -75,7 +83,14 @@ struct BlockKeys {
   __host__ __device__ int kept_bytes() const { return (blocks() + 1) * kTileRows * 2 + kTileRows * 4; }
 };
 
-struct StepAttendArgs {
+struct Unordered {
+  __host__ __device__ constexpr operator bool() const { return false; }
+};
+
+/// kOrders: of kernels that can begin with the longest sequence; the other ones' arguments lie as if there were no such
+/// field.
+template <bool kOrders>
+struct StepArgs {
   StepGeometry geometry;
   Strided q, gates, o;
   Strided imposed;                 // int32: blocks to attend to; null data: the own choice
@@ -92,13 +107,30 @@ struct StepAttendArgs {
   StepPlan* plan;                       // of the kernel in front
   BlockKeys block_keys;
   ClusterShape shape;
+  // The longest sequence has the first clusters, where the kernel can do so.
+  [[no_unique_address]] std::conditional_t<kOrders, bool, Unordered> longest_first;
   // Filled in by the launch: units of which a thread block keeps sums, an upper bound; clusters of a query and KV head.
   int kept_units, clusters;
 };
+using StepAttendArgs = StepArgs<true>;
+
+/// The arguments of a kernel that can, or cannot, begin with the longest sequence.
+template <bool kOrders>
+StepArgs<kOrders> kernel_args(const StepAttendArgs& args) {
+  if constexpr (kOrders) {
+    return args;
+  } else {
+    static_assert(std::is_trivially_copyable_v<StepArgs<false>>);
+    StepArgs<false> to{};  // what is in front of longest_first lies alike in both
+    std::memcpy(static_cast<void*>(&to), &args,
+                reinterpret_cast<const char*>(&args.longest_first) - reinterpret_cast<const char*>(&args));
+    return to;
+  }
+}
 
 /// What a thread block has in shared memory, in bytes, in this order.
 struct StepMemory {
-  std::int64_t ring;     // two stages of a unit per warp; between the branches also what the choice is made from
+  std::int64_t ring;     // two units per warp; between the branches also what the choice is made from
   std::int64_t queries;  // of e4m3: fragments of them
   std::int64_t kept;     // sums for the choice
   std::int64_t rows;     // softmaxes of the rows
@@ -113,12 +145,14 @@ struct StepMemory {
     const auto row_bytes = [&](int dim) { return !float8 ? 2 * dim : dim % 128 ? dim + 16 : dim; };  // as in a Tile
     ring = std::int64_t{2} * shape.warps * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
     queries = float8 ? std::int64_t{row_count} * key_dim * 2 : 0;
-    kept = clusters * tiles * kept_units(shape, keys) * block_keys.kept_bytes();
+    const int stage_units = shape.warps * shape.units;
+    kept = clusters * tiles * kept_units(shape.ranks, stage_units, keys) * block_keys.kept_bytes();
     rows = std::int64_t{8} * (shape.warps * kTileRows + 2 * 3 * row_count) + 4 * (shape.ranks + 3) * row_count;
     choice = 12 * topk + 8;
     others = clusters > 1 ? std::int64_t{16} * clusters * row_count : 0;
     const std::int64_t threads = 32 * shape.warps;
-    const std::int64_t local = kept_units(shape, blocks << block_keys.log2_keys) << block_keys.log2_blocks();
+    const std::int64_t local = kept_units(shape.ranks, stage_units, blocks << block_keys.log2_keys)
+                               << block_keys.log2_blocks();
     const std::int64_t each = (local + threads - 1) / threads;
     scratch = std::max(16 + 4 * threads + 4 * local + 8 * std::min(local, topk * each),
                        std::int64_t{topk} * (shape.ranks * 8 + 4));
@@ -127,13 +161,17 @@ struct StepMemory {
   bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
 
   /// The units of `keys` compressed keys of which a thread block keeps sums.
-  static std::int64_t kept_units(ClusterShape shape, std::int64_t keys) {
-    const std::int64_t stages = (keys + kUnitKeys * shape.warps - 1) / (kUnitKeys * shape.warps);
-    return (stages + shape.ranks - 1) / shape.ranks * shape.warps;
+  static std::int64_t kept_units(int ranks, int stage_units, std::int64_t keys) {
+    const std::int64_t stages = (keys + kUnitKeys * stage_units - 1) / (kUnitKeys * stage_units);
+    return (stages + ranks - 1) / ranks * stage_units;
   }
 
   static constexpr std::int64_t kMostBytes = 227 * 1024;
 };
+
+/// By kernels that multiply two units at once.
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_step_pairs(const StepAttendArgs& args, cudaStream_t stream);
 
 /// It may begin before the kernel in front of it has ended, and waits for that one before it reads what the step adds.
 template <class T, int Dk, int Dv, bool kFloat8>

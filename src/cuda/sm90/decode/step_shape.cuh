@@ -8,16 +8,20 @@
 namespace nsa::cuda::sm90::decode {
 
 /// kFloat8: keys and values are in e4m3 and are multiplied in float16. kRanks, kWarps: as in ClusterShape.
-template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps>
+template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps, int kOfUnits>
 struct StepShape {
   static constexpr int kTiles = kOfTiles;
   static constexpr bool kFloat8 = kInFloat8;
-  static constexpr ClusterShape kShape{kOfRanks, kOfWarps};
+  static constexpr ClusterShape kShape{kOfRanks, kOfWarps, kOfUnits};
   static constexpr int kRanks = kOfRanks, kWarps = kOfWarps, kThreads = 32 * kWarps;
   // Of a multiprocessor: its registers are shared out among so many thread blocks, each of so many threads.
   static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
-  static constexpr int kRegisterThreads = 32 * warps_per_processor(kTiles, Dk, kFloat8) / kBlocks;
-  using Place = UnitPlace<kRanks, kWarps>;
+  static constexpr int kAtOnce = kOfUnits;
+  static constexpr int kRegisterThreads = 32 * warps_per_processor(kShape, kTiles, Dk, kFloat8) / kBlocks;
+  using Args = StepArgs<kAtOnce == 2>;
+  static constexpr int kLoadKeys = kUnitKeys * kAtOnce;
+  static constexpr int kStageUnits = kWarps * kAtOnce;
+  using Place = UnitPlace<kRanks, kStageUnits>;
   using Element = std::conditional_t<kFloat8, Half, T>;  // of products
   static constexpr int kItem = kFloat8 ? 1 : 2;          // bytes of a stored element
   // Rows of keys and values in shared memory, in units of two bytes.
@@ -26,7 +30,7 @@ struct StepShape {
   static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
   static constexpr int kRows = kTiles * kTileRows;
   static constexpr int kValues = Keys::bytes(kUnitKeys), kUnit = kValues + Values::bytes(kUnitKeys);
-  static constexpr int kStageKeys = kUnitKeys * kWarps, kUnits = 2 * kUnit,
+  static constexpr int kStageKeys = kUnitKeys * kStageUnits, kUnits = 2 * kUnit,
                        kRing = kUnits * kWarps;  // kUnits: a warp's
   static constexpr int kQueries = kFloat8 ? kTiles * Tile<T, Dk>::bytes(kTileRows) : 0;
   static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
