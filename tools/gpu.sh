@@ -194,7 +194,7 @@ for step in $steps; do
         run wheels python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$logs/site" "$WHEELS"/*.whl
         export PYTHONPATH=$PWD/$logs/site:$PYTHONPATH
       fi
-      run first_chunk "${pytest[@]}" tests/python/test_decode.py -k 'first_chunk and cuda'
+      run first_chunk "${pytest[@]}" tests/python/decoding/test_decode.py -k 'first_chunk and cuda'
       run llama python3 bench/llama.py --json "$(dirname "$results")/llama.json"
       tail -5 "$logs/first_chunk.log"
       cat "$logs/llama.log"

@@ -5,8 +5,8 @@ set -u
 cd "$(dirname "$0")/.."
 export NSA_HOSTILE=1 OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 verdict=0
-for test in tests/cli/test_faults.py tests/cli/test_hostile.py tests/python/test_out_of_memory.py \
-  tests/python/test_fuzz.py tests/cli/test_fuzz_readers.py; do
+for test in tests/cli/test_faults.py tests/cli/test_hostile.py tests/python/bad_input/test_out_of_memory.py \
+  tests/python/bad_input/test_fuzz.py tests/cli/test_fuzz_readers.py; do
   echo "== $test"
   python -m pytest -q -p no:cacheprovider --durations=5 "$test" </dev/null || verdict=1
 done

@@ -278,10 +278,10 @@ def page_end(model, runs):
     assumed, fabrics, predicted = predicted_section(model, runs)
     text += predicted + "\n## What was run without several GPUs\n\n"
     text += """\
-`tests/python/test_parallel.py` runs 8 chunks on one process and, under torchrun with gloo, on 2 and 4 CPU processes:
-equal bits, batched and packed, float32, bfloat16 and (by the oracle, as CPUs have no kernels for it) float16.
-`tests/python/test_train_long.py` trains dp, cp, tp and two of them at once on 1, 2 and 4, and goes on with another
-number. On one GPU each of eight ranks' calls ran, one after the other:
+Of `tests/python/parallel`, `test_parallel.py` runs 8 chunks on one process and, under torchrun with gloo, on 2 and 4
+CPU processes: equal bits, batched and packed, float32, bfloat16 and (by the oracle, as CPUs have no kernels for it)
+float16. `test_train_long.py` trains dp, cp, tp and two of them at once on 1, 2 and 4, and goes on with another number.
+On one GPU each of eight ranks' calls ran, one after the other:
 
     python bench/scale/context_parallel.py --play 8 --tokens 1048576 --json played.json
 """

@@ -250,3 +250,19 @@ def assert_within_bound(
     largest = truth.abs().max().item()
     allowed = 2 * luck * (plain.double() - truth).abs().max().item() + (1e-5 * largest if largest else floor)
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def feed(layer, cache, x, steps, **options):
+    """The layer's outputs over x (B, S, hidden), given in chunks of the given sizes."""
+    outs, begin = [], 0
+    for m in steps:
+        outs.append(layer(x[:, begin : begin + m], cache=cache, **options))
+        begin += m
+    assert begin == x.shape[1]
+    cache.check()
+    return torch.cat(outs, 1)
+
+
+def assert_same(actual, expected):
+    """But for rounding in float32."""
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -61,7 +61,7 @@ def test_fsdp():
 
 
 def test_each_has_a_test():
-    tests = "".join(test.read_text(encoding="utf-8") for test in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(test.read_text(encoding="utf-8") for test in Path(__file__).parent.rglob("test_*.py"))
     calls = ('run("{}"', 'EXAMPLES / "{}"')
     assert [e.name for e in EXAMPLES if not any(call.format(e.name) in tests for call in calls)] == []
 

@@ -5,8 +5,7 @@ import torch
 
 import nsa
 from devices import BACKENDS, head_dims, running
-from problem import OPERATIONS, SMALL, Problem
-from test_decode import assert_same, feed
+from problem import OPERATIONS, SMALL, Problem, assert_same, feed
 from test_reference import check
 
 pytest.importorskip("hypothesis")

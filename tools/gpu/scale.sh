@@ -51,7 +51,7 @@ step() {
 
 if [[ $device == cuda ]]; then
   lengths=65536,262144,524288,1048576 shape=() bits=(--tokens 65536 --bits 20 --chunks 16) sizes=1,4,16,64,256,1024,2048
-  tests=() training_tests=(tests/python/test_distributed.py tests/python/test_train_long.py) bits_tests=each_gpu
+  tests=() training_tests=(tests/python/parallel/test_distributed.py tests/python/parallel/test_train_long.py) bits_tests=each_gpu
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   # From four GPUs on, about two minutes for each program that trains on all of them.
   steps_of_one=$((96 / gpus)) steps_of_all=$((gpus >= 4 ? 220 : 96 / gpus)) long_steps=$((gpus >= 4 ? 26 : 6))
@@ -67,7 +67,7 @@ else
   lengths=1024,2048 shape=(--heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --device cpu --alone 1024) sizes=0.01,0.1
   bits=(--tokens 1024 --bits 3 --chunks 8)
   tests=(-k "bits_of_one_process and 2-float32")
-  training_tests=(tests/python/test_distributed.py -k "fsdp and not head") bits_tests="each_rank and whole-2"
+  training_tests=(tests/python/parallel/test_distributed.py -k "fsdp and not head") bits_tests="each_rank and whole-2"
   steps_of_one=20 steps_of_all=20 long_steps=3
   train=(--data python --context 128 --hidden-size 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --threads 1)
   kill=("${train[@]}" --steps 300 --log-every 4 --save-every 20)
@@ -86,7 +86,7 @@ step context_parallel 200 env PYTORCH_ALLOC_CONF=expandable_segments:True "${ran
   --tokens "$lengths" --seconds 140 --json "$logs/context_parallel.json" "${shape[@]}"
 # Bits, not times: beside each other.
 begin bits 90 "${ranks[@]}" bench/scale/context_parallel.py "${bits[@]}" --seconds 60 --json "$logs/bits.json" "${shape[@]}"
-begin parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/test_parallel.py "${tests[@]}"
+begin parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/parallel/test_parallel.py "${tests[@]}"
 settle
 # One GPU each, beside each other.
 begin train_one 100 python3 bench/scale/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \

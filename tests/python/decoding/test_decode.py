@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nsa
 from devices import head_dims, running
-from problem import SMALL
+from problem import SMALL, assert_same, feed
 
 KINDS = {"contiguous": {}, "paged": {"page_size": 16}, "large pages": {"page_size": 48}}
 LENGTH = 110
@@ -20,21 +20,6 @@ def layer():
     layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 24), SMALL).eval().requires_grad_(False)
     torch.nn.init.normal_(layer.gate[2].weight)
     return layer
-
-
-def feed(layer, cache, x, steps, **options):
-    """The layer's outputs over x (B, S, hidden), given in chunks of the given sizes."""
-    outs, begin = [], 0
-    for m in steps:
-        outs.append(layer(x[:, begin : begin + m], cache=cache, **options))
-        begin += m
-    assert begin == x.shape[1]
-    cache.check()
-    return torch.cat(outs, 1)
-
-
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

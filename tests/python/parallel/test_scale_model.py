@@ -12,7 +12,7 @@ import pytest
 
 from torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A forward of S tokens takes A S + B S^2, the backward three times that.
 A, B = 1e-6, 4e-12
 SETTINGS = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "v_head_dim": 64}

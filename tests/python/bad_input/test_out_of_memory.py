@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_operators import arguments, ops
-
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # of the process of its own
+
+from test_operators import arguments, ops  # noqa: E402
+
 SOME = 8  # allocations of each operator
 
 
@@ -81,5 +83,4 @@ def main(library):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
     main(sys.argv[1])

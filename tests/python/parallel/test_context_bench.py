@@ -11,7 +11,7 @@ import torch
 import nsa
 from torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench/scale/context_parallel.py"
 SMALL = "--heads 4 --kv-heads 2 --head-dim 16 --device cpu".split()
 

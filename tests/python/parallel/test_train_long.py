@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchrun import BACKENDS, DEVICE, RANKS, torchrun
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 COMMON = f"--steps 4 --save-every 2 --tokens 1536 --head-dim {16 if DEVICE == 'cpu' else 64}".split()
 # For a number of processes: name, options, and the run whose second step it goes on from.
 RUNS = {

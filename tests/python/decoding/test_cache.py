@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa
 from devices import head_dims
-from problem import SMALL
-from test_decode import KINDS, assert_same, feed
+from problem import SMALL, assert_same, feed
+from test_decode import KINDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

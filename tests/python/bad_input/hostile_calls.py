@@ -2,7 +2,7 @@
 
 A case is {"call": NAME, "changes": [[PLACE, KIND, NUMBER], ...], "threads": 1 or 2}: one of the valid calls below with
 some arguments, or parts of them, replaced. The worker reads one case a line and answers with one line, [OUTCOME, TEXT]:
-"taken", "refused", or "wrong" with what is wrong. One case again: echo CASE | python tests/python/hostile_calls.py
+"taken", "refused", or "wrong" with what is wrong. One case again: echo CASE | python hostile_calls.py
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import nsa
-import test_operators
 from nsa.cache import NAMES
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of a worker
+
+import test_operators
 from valid_calls import HOSTILE, calls
 
 MEMORY = 3 << 30  # bytes that a case may allocate

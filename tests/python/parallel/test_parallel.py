@@ -392,7 +392,7 @@ def test_the_order_of_megatron(ranks):
 
 
 def test_the_guides_module_for_megatron():
-    guide = (Path(__file__).parents[2] / "docs/guide/scale.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[3] / "docs/guide/scale.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(class Megatron.*?)```", guide, re.DOTALL)
     names = {"torch": torch, "nsa": nsa}
     exec(code, names)
