@@ -121,7 +121,7 @@ PLANS = {
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        MAIN,
+        MAIN | {"selector-loss": VARIANTS["selector-loss"]},
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
