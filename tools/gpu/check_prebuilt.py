@@ -33,7 +33,7 @@ def main():
             o = nsa.native_sparse_attention(q, k, v, gates)
             o.sum().backward()
             expected = nsa.reference.native_sparse_attention(*(t.detach().double() for t in (q, k, v, gates)))
-            error = float((o.double() - expected).norm() / expected.norm())
+            error = float((o.detach().double() - expected).norm() / expected.norm())
             print(f"cuda:{device} {torch.cuda.get_device_name(device)} {dtype}: relative error of o {error:.1e}")
             if not error < 0.02 or not torch.isfinite(q.grad).all():
                 sys.exit("o or its gradient is wrong")

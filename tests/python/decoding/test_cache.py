@@ -20,14 +20,6 @@ from test_decode import KINDS
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def layer():
-    torch.manual_seed(1)
-    layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 24), SMALL).eval().requires_grad_(False)
-    torch.nn.init.normal_(layer.gate[2].weight)
-    return layer
-
-
 def filled(layer, x, kind, max_length=140, **options):
     """A cache of the rows x, all appended."""
     cache = layer.make_cache(x.shape[0], max_length, **KINDS[kind], **options)

@@ -14,14 +14,6 @@ KINDS = {"contiguous": {}, "paged": {"page_size": 16}, "large pages": {"page_siz
 LENGTH = 110
 
 
-@pytest.fixture
-def layer():
-    torch.manual_seed(1)
-    layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 24), SMALL).eval().requires_grad_(False)
-    torch.nn.init.normal_(layer.gate[2].weight)
-    return layer
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [16] * 6 + [14], [LENGTH], [7, 1, 60, 16, 2, 20, 1, 1, 2], [37, 73]])
 def test_equals_forward(backend, layer, kind, steps):
