@@ -50,6 +50,8 @@ void* current_stream(at::Device device) {
   return c10::impl::getDeviceGuardImpl(device.type())->getStream(device).native_handle();
 }
 
+void check_launch(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": CUDA error ", error); }
+
 Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory) {
   memory = at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions(device).dtype(at::kByte));
   context.stream = current_stream(device);

@@ -16,6 +16,9 @@ TensorView view_of(const at::Tensor& tensor);
 /// The cudaStream_t that torch works on now; null, the default one, unless a c10::StreamGuard says otherwise.
 void* current_stream(at::Device device);
 
+/// Throws where `error`, the cudaError_t of the launch of a kernel of that name, is one.
+void check_launch(int error, const char* kernel);
+
 /// `context` with `bytes` of workspace, which `memory` holds, on torch's current stream.
 Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory);
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/stack.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
@@ -38,12 +37,6 @@ at::Tensor most_likely_by_torch(const at::Tensor& logits, const at::Tensor& toke
 
 #ifdef NSA_LM_CUDA
 
-namespace {
-
-void check(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": CUDA error ", error); }
-
-}  // namespace
-
 StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
                        const StepPlaces& places) {
   if (!tokens.is_cuda()) return inputs_by_torch(tokens, embedding, table, places);
@@ -73,7 +66,7 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
     args.slots = in.slots.mutable_data_ptr<std::int64_t>();
     args.lengths = in.lengths.mutable_data_ptr<int>();
   }
-  check(fused::step_inputs(args, bridge::current_stream(tokens.device())), "step_inputs");
+  bridge::check_launch(fused::step_inputs(args, bridge::current_stream(tokens.device())), "step_inputs");
   return in;
 }
 
@@ -81,17 +74,17 @@ at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens
   if (!logits.is_cuda() || logits.stride(1) != 1) return most_likely_by_torch(logits, tokens);
   const auto out = at::empty({3, logits.size(0)}, logits.options().dtype(at::kDouble));
   const auto type = logits.scalar_type();
-  check(fused::most_likely({.logits = logits.const_data_ptr(),
-                            .type = type == at::kBFloat16 ? fused::LogitType::kBf16
-                                    : type == at::kHalf   ? fused::LogitType::kHalf
-                                                          : fused::LogitType::kFloat,
-                            .row = logits.stride(0),
-                            .rows = logits.size(0),
-                            .columns = static_cast<int>(logits.size(1)),
-                            .out = out.mutable_data_ptr<double>(),
-                            .tokens = tokens.mutable_data_ptr<std::int64_t>()},
-                           bridge::current_stream(logits.device())),
-        "most_likely");
+  bridge::check_launch(fused::most_likely({.logits = logits.const_data_ptr(),
+                                           .type = type == at::kBFloat16 ? fused::LogitType::kBf16
+                                                   : type == at::kHalf   ? fused::LogitType::kHalf
+                                                                         : fused::LogitType::kFloat,
+                                           .row = logits.stride(0),
+                                           .rows = logits.size(0),
+                                           .columns = static_cast<int>(logits.size(1)),
+                                           .out = out.mutable_data_ptr<double>(),
+                                           .tokens = tokens.mutable_data_ptr<std::int64_t>()},
+                                          bridge::current_stream(logits.device())),
+                       "most_likely");
   return out;
 }
 

@@ -23,8 +23,6 @@ bool are_multiples(std::initializer_list<std::int64_t> sizes) {
 
 void* stream_of(const at::Tensor& x) { return bridge::current_stream(x.device()); }
 
-void check(int error, const char* kernel) { TORCH_CHECK(error == 0, kernel, ": CUDA error ", error); }
-
 }  // namespace
 
 bool is_fused(const RotaryCopy& copy) {
@@ -58,7 +56,7 @@ fused::RotaryCopyArgs rotary_copy_args(const std::vector<RotaryCopy>& copies, co
 }
 
 void fused_rotary_copy(const std::vector<RotaryCopy>& copies, const at::Tensor& cos, const at::Tensor& sin) {
-  check(fused::rotary_copy(rotary_copy_args(copies, cos, sin), stream_of(copies[0].to)), "rotary_copy");
+  bridge::check_launch(fused::rotary_copy(rotary_copy_args(copies, cos, sin), stream_of(copies[0].to)), "rotary_copy");
 }
 
 bool swiglu_is_fused(const at::Tensor& x) {
@@ -69,16 +67,17 @@ bool swiglu_is_fused(const at::Tensor& x) {
 at::Tensor fused_swiglu(const at::Tensor& x) {
   const std::int64_t width = x.size(1) / 2;
   const auto y = at::empty({x.size(0), width}, x.options());
-  check(fused::swiglu({x.const_data_ptr(), nullptr, y.mutable_data_ptr(), x.size(0), width}, stream_of(x)), "swiglu");
+  bridge::check_launch(
+      fused::swiglu({x.const_data_ptr(), nullptr, y.mutable_data_ptr(), x.size(0), width}, stream_of(x)), "swiglu");
   return y;
 }
 
 at::Tensor fused_swiglu_backward(const at::Tensor& d_y, const at::Tensor& x) {
   const auto d_x = at::empty(x.sizes(), x.options());
-  check(fused::swiglu(
-            {x.const_data_ptr(), d_y.contiguous().const_data_ptr(), d_x.mutable_data_ptr(), x.size(0), x.size(1) / 2},
-            stream_of(x)),
-        "swiglu_backward");
+  bridge::check_launch(fused::swiglu({x.const_data_ptr(), d_y.contiguous().const_data_ptr(), d_x.mutable_data_ptr(),
+                                      x.size(0), x.size(1) / 2},
+                                     stream_of(x)),
+                       "swiglu_backward");
   return d_x;
 }
 
@@ -90,14 +89,14 @@ bool biased_silu_is_fused(const at::Tensor& x, const at::Tensor& bias) {
 
 at::Tensor fused_biased_silu(const at::Tensor& x, const at::Tensor& bias) {
   const auto y = at::empty(x.sizes(), x.options());
-  check(fused::biased_silu({.x = x.const_data_ptr(),
-                            .row = x.stride(0),
-                            .bias = bias.const_data_ptr(),
-                            .rows = x.size(0),
-                            .width = x.size(1),
-                            .y = y.mutable_data_ptr()},
-                           stream_of(x)),
-        "biased_silu");
+  bridge::check_launch(fused::biased_silu({.x = x.const_data_ptr(),
+                                           .row = x.stride(0),
+                                           .bias = bias.const_data_ptr(),
+                                           .rows = x.size(0),
+                                           .width = x.size(1),
+                                           .y = y.mutable_data_ptr()},
+                                          stream_of(x)),
+                       "biased_silu");
   return y;
 }
 
@@ -106,16 +105,16 @@ std::pair<at::Tensor, at::Tensor> fused_biased_silu_backward(const at::Tensor& d
   const auto d_rows = d_y.contiguous(), d_x = at::empty(x.sizes(), x.options());
   const auto d_biases =
       at::empty({fused::num_partials(x.size(0), x.size(1)), x.size(1)}, x.options().dtype(at::kFloat));
-  check(fused::biased_silu({.x = x.const_data_ptr(),
-                            .row = x.stride(0),
-                            .bias = bias.const_data_ptr(),
-                            .rows = x.size(0),
-                            .width = x.size(1),
-                            .d_y = d_rows.const_data_ptr(),
-                            .d_x = d_x.mutable_data_ptr(),
-                            .d_biases = d_biases.mutable_data_ptr<float>()},
-                           stream_of(x)),
-        "biased_silu_backward");
+  bridge::check_launch(fused::biased_silu({.x = x.const_data_ptr(),
+                                           .row = x.stride(0),
+                                           .bias = bias.const_data_ptr(),
+                                           .rows = x.size(0),
+                                           .width = x.size(1),
+                                           .d_y = d_rows.const_data_ptr(),
+                                           .d_x = d_x.mutable_data_ptr(),
+                                           .d_biases = d_biases.mutable_data_ptr<float>()},
+                                          stream_of(x)),
+                       "biased_silu_backward");
   return {d_x, d_biases.sum(0).to(bias.scalar_type())};
 }
 
@@ -138,7 +137,7 @@ FusedNorm fused_norm(const at::Tensor& x, const at::Tensor& added, const at::Ten
     args.added = added.const_data_ptr();
     args.sum = out.sum.mutable_data_ptr<float>();
   }
-  check(fused::norm(args, stream_of(x)), "norm");
+  bridge::check_launch(fused::norm(args, stream_of(x)), "norm");
   return out;
 }
 
@@ -160,7 +159,7 @@ FusedNormGradients fused_norm_backward(const at::Tensor& d_y, const at::Tensor& 
                        .d_weights = out.d_weight.mutable_data_ptr<float>()};
   if (d_sum.defined()) args.d_sum = d_sum_rows.const_data_ptr<float>();
   if (wants_d_added) args.d_added = out.d_added.mutable_data_ptr();
-  check(fused::norm(args, stream_of(sum)), "norm_backward");
+  bridge::check_launch(fused::norm(args, stream_of(sum)), "norm_backward");
   return {out.d_x, out.d_added, out.d_weight.sum(0)};
 }
 

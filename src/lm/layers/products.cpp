@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
@@ -46,7 +45,7 @@ at::Tensor few_rows(fused::FewRowsArgs args, std::int64_t rows, const Factor& fa
   void* const stream = bridge::current_stream(matrix.device());
   const int error =
       copies.count > 0 ? fused::few_rows_and_rotary_copy(args, copies, stream) : fused::few_rows(args, stream);
-  TORCH_CHECK(error == 0, "few_rows: CUDA error ", error);
+  bridge::check_launch(error, "few_rows");
   return y;
 }
 
