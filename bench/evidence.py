@@ -58,6 +58,7 @@ VARIANTS = {
     "noise": "--noise 1",
     "gate-balance": "--gate-balance .1",
     "selector-loss": "--selector-loss .1",
+    "selector-loss-weak": "--selector-loss .03",
     "selector-loss-strong": "--selector-loss 1",
     "topk-64": "--topk 64",
 }
@@ -111,7 +112,7 @@ PLANS = {
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
-        MAIN,
+        MAIN | {"selector-loss": VARIANTS["selector-loss"]},
     ),
     "32k-time": Plan(
         "bytes, 32768 of context, 15 minutes",
