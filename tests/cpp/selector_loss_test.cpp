@@ -53,7 +53,13 @@ struct Inputs {
   }
 
   at::Tensor loss(std::int64_t num_queries = kAll, std::uint64_t seed = 1) const {
-    return selector_loss(q, k_cmp, k_slc, phi, table, offsets, kConfig, num_queries, seed);
+    const auto sample = draw_queries(offsets, kConfig, num_queries, seed, at::kCPU);
+    if (!sample) return at::zeros({1});
+    const auto sequence = [&](const at::Tensor& t) { return t.slice(0, sample->begin, sample->end); };
+    const SelectorInputs one = {sequence(q).index_select(0, sample->positions), sequence(k_cmp), sequence(k_slc), phi};
+    const auto losses = selector_losses({one, one}, sample->positions, table, kConfig);
+    EXPECT_EQ(losses[0].item<double>(), losses[1].item<double>());
+    return losses[0];
   }
 };
 

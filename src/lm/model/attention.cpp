@@ -8,7 +8,6 @@
 
 #include "base/random.h"
 #include "bridge/attention.h"
-#include "lm/model/selector_loss.h"
 
 namespace nsa::lm {
 namespace {
@@ -52,12 +51,13 @@ at::Tensor sparse_attention(const ModelConfig& config, const bridge::Compression
   };
   const auto outputs = bridge::native_sparse_attention(inputs, config.nsa);
   if (trace) *trace = {gates, outputs.indices};
-  if (trace && state.options.trace_keys) trace->q = in.q, trace->k_slc = in.k_slc;
-  if (trace && state.options.selector_queries > 0) {
+  if (trace && state.options.trace_keys) trace->q = in.q, trace->k_cmp = in.k_cmp, trace->k_slc = in.k_slc;
+  if (trace && state.sample) {
+    const auto sequence = [&](const at::Tensor& t) { return t.slice(0, state.sample->begin, state.sample->end); };
+    trace->q = sequence(in.q.detach()).index_select(0, state.sample->positions);
     // Keys that the selected branch shares teach, as the queries do: they would move what they teach.
-    const auto k_cmp = config.share_kv ? in.k_cmp.detach() : in.k_cmp;
-    trace->selector_loss = selector_loss(in.q, k_cmp, in.k_slc, phi_k, state.table, state.offsets, config.nsa,
-                                         state.options.selector_queries, base::derive_seed({inputs.seed, 1}));
+    trace->k_cmp = sequence(config.share_kv ? in.k_cmp.detach() : in.k_cmp);
+    trace->k_slc = sequence(in.k_slc.detach());
   }
   return outputs.o;
 }

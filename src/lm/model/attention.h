@@ -4,12 +4,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "bridge/compression.h"
 #include "lm/layers/rope.h"
 #include "lm/model/config.h"
 #include "lm/model/model.h"
+#include "lm/model/selector_loss.h"
 
 namespace nsa::lm {
 
@@ -28,6 +30,7 @@ struct ForwardState {
   Rotation rotation;                  // at each token's position in its sequence
   Rotation table;                     // of every position
   ForwardOptions options;
+  std::optional<SelectorSample> sample;  // of the selector loss, where it is asked for and a query has a choice
 };
 
 /// Attention within packed sequences; `layer` is the layer's number, `trace` may be null.

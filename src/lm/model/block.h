@@ -39,6 +39,8 @@ class Block {
   BlockWeights weights(at::ScalarType dtype) const;
   /// Of this layer: ModelConfig::of_layer.
   const ModelConfig& config() const { return config_; }
+  /// φ of keys: the parameters.
+  const bridge::CompressionTensors& phi_k() const { return phi_k_; }
 
  private:
   ModelConfig config_;

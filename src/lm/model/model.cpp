@@ -5,6 +5,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/core.h>
@@ -13,6 +14,7 @@
 
 #include "base/device.h"
 #include "base/error.h"
+#include "base/random.h"
 #include "bridge/call.h"
 #include "lm/layers/products.h"
 #include "lm/layers/recompute.h"
@@ -36,11 +38,11 @@ at::Tensor token_positions(const std::vector<std::int64_t>& offsets) {
 }  // namespace
 
 at::Tensor selector_loss(const std::vector<LayerTrace>& trace) {
-  at::Tensor sum;
+  std::vector<at::Tensor> losses;
   for (const LayerTrace& layer : trace) {
-    if (layer.selector_loss.defined()) sum = sum.defined() ? sum + layer.selector_loss : layer.selector_loss;
+    if (layer.selector_loss.defined()) losses.push_back(layer.selector_loss);
   }
-  return sum.defined() ? sum : at::zeros({});
+  return losses.empty() ? at::zeros({}) : at::stack(losses).sum();
 }
 
 Batch single(const std::vector<std::int64_t>& tokens) { return packed({tokens}); }
@@ -105,6 +107,10 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   state.rotation = state.table.at(on_device(token_positions(state.offsets)));
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
+  if (options.selector_queries > 0) {
+    state.sample = draw_queries(state.offsets, impl_->config.nsa, options.selector_queries,
+                                base::derive_seed({options.seed, impl_->blocks.size()}), impl_->device);
+  }
 
   Residual x{at::embedding(impl_->embedding, on_device(batch.tokens)), {}};
   for (std::size_t i = 0; i < impl_->blocks.size(); ++i) {
@@ -120,18 +126,34 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
       const auto out =
           block_forward(block.config(), weights, {in[0], in.size() > 1 ? in[1] : at::Tensor()}, state.rotation, attend);
       if (!traced || !trace.gates.defined()) return {out.x, out.added};
-      if (state.options.trace_keys) return {out.x, out.added, trace.gates, trace.indices, trace.q, trace.k_slc};
-      if (!trace.selector_loss.defined()) return {out.x, out.added, trace.gates, trace.indices};
-      return {out.x, out.added, trace.gates, trace.indices, trace.selector_loss};
+      if (!trace.q.defined()) return {out.x, out.added, trace.gates, trace.indices};
+      return {out.x, out.added, trace.gates, trace.indices, trace.q, trace.k_cmp, trace.k_slc};
     };
     const auto in = x.added.defined() ? std::vector<at::Tensor>{x.x, x.added} : std::vector<at::Tensor>{x.x};
     const auto outputs = options.recompute && at::GradMode::is_enabled() ? recomputed(layer, in) : layer(in);
     x = {outputs[0], outputs[1]};
     if (outputs.size() > 2) (*options.trace)[i] = {outputs[2], outputs[3]};
-    if (outputs.size() == 5) (*options.trace)[i].selector_loss = outputs[4];
-    if (outputs.size() == 6) (*options.trace)[i].q = outputs[4], (*options.trace)[i].k_slc = outputs[5];
+    if (outputs.size() > 4) {
+      LayerTrace& trace = (*options.trace)[i];
+      trace.q = outputs[4], trace.k_cmp = outputs[5], trace.k_slc = outputs[6];
+    }
   }
+  if (state.sample) impl_->ask_selectors(*options.trace, *state.sample, state.table);
   return impl_->logits(x, {impl_->head_weights()}).to(at::kFloat);
+}
+
+void Model::Impl::ask_selectors(std::vector<LayerTrace>& trace, const SelectorSample& sample,
+                                const Rotation& rotations) const {
+  std::vector<SelectorInputs> asked;
+  for (std::size_t i = 0; i < trace.size(); ++i) {
+    if (trace[i].q.defined()) asked.push_back({trace[i].q, trace[i].k_cmp, trace[i].k_slc, blocks[i].phi_k()});
+  }
+  if (asked.empty()) return;
+  const auto losses = selector_losses(asked, sample.positions, rotations, config.nsa).unbind();
+  auto loss = losses.begin();
+  for (LayerTrace& layer : trace) {
+    if (layer.q.defined()) layer = {.gates = layer.gates, .indices = layer.indices, .selector_loss = *loss++};
+  }
 }
 
 at::Tensor Model::Impl::head_weights() const {

@@ -27,9 +27,10 @@ Batch packed(const std::vector<std::vector<std::int64_t>>& sequences);
 
 /// What one layer of attention `nsa` did; nothing is defined of a dense layer.
 struct LayerTrace {
-  at::Tensor gates;     // (total, H, 3) in the order cmp, slc, swa, with its gradient
-  at::Tensor indices;   // int32 (total, Hkv, topk)
-  at::Tensor q, k_slc;  // (total, H, Dk), (total, Hkv, Dk), rotated; where ForwardOptions::trace_keys asks for them
+  at::Tensor gates;          // (total, H, 3) in the order cmp, slc, swa, with its gradient
+  at::Tensor indices;        // int32 (total, Hkv, topk)
+  at::Tensor q;              // (total, H, Dk), rotated; where ForwardOptions::trace_keys asks for it, as the keys:
+  at::Tensor k_cmp, k_slc;   // (total, Hkv, Dk), the latter rotated
   at::Tensor selector_loss;  // scalar, with its gradient; where ForwardOptions::selector_queries asks for it
 };
 /// Their sum over the layers.
@@ -46,7 +47,7 @@ struct ForwardOptions {
   std::uint64_t seed = 0;                        // of the noise; each layer derives its own
   std::array<double, 3> gate_scale = {1, 1, 1};  // multiplies g_cmp, g_slc, g_swa: 0 takes a branch out
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
-  bool trace_keys = false;                       // not with `recompute` or `selector_queries`
+  bool trace_keys = false;                       // not with `selector_queries`
   std::int64_t selector_queries = 0;             // of a batch, for LayerTrace::selector_loss; drawn by `seed`
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
   SequenceAttention attention;                   // in place of torch's dense one; `full` only

@@ -6,6 +6,7 @@
 #include "lm/layers/products.h"
 #include "lm/model/block.h"
 #include "lm/model/model.h"
+#include "lm/model/selector_loss.h"
 
 namespace nsa::lm {
 
@@ -20,6 +21,8 @@ struct Model::Impl {
   Rotation table;  // grows on demand
 
   const Rotation& rotation(std::int64_t positions);
+  /// The selector losses of the layers that left what their queries of the sample and their keys are.
+  void ask_selectors(std::vector<LayerTrace>& trace, const SelectorSample& sample, const Rotation& rotations) const;
   /// The head as logits() multiplies by it, in the compute dtype.
   at::Tensor head_weights() const;
   /// The last norm and the head: (rows, hidden) -> (rows, vocab_size) in the compute dtype.

@@ -3,9 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/ops/addcmul.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/floor_divide.h>
@@ -13,14 +11,15 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros.h>
 
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <span>
 
 #include "base/device.h"
 #include "base/error.h"
@@ -41,10 +40,10 @@ at::Tensor at_least_float(const at::Tensor& x) { return x.scalar_type() == at::k
 /// (Hkv, T, G, n). NaN where a query sees none.
 at::Tensor group_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& first,
                            const at::Tensor& positions) {
-  const auto scaled = at_least_float(q) / std::sqrt(static_cast<double>(q.size(2)));
-  const auto heads = scaled.unflatten(1, {k.size(1), -1}).transpose(0, 1).flatten(1, 2);  // (Hkv, T G, D)
-  const auto keys = at_least_float(k).permute({1, 2, 0});                                 // (Hkv, D, n)
-  const auto scores = at::matmul(heads, keys).unflatten(1, {q.size(0), -1});
+  const auto scaled = at_least_float(q) / std::sqrt(static_cast<double>(q.size(-1)));
+  const auto heads = scaled.unflatten(-2, {k.size(-2), -1}).transpose(-4, -3).flatten(-3, -2);  // (Hkv, T G, D)
+  const auto keys = at_least_float(k).transpose(-3, -2).transpose(-2, -1);                      // (Hkv, D, n)
+  const auto scores = at::matmul(heads, keys).unflatten(-2, {q.size(-3), -1});
   return scores.masked_fill((first > positions.unsqueeze(1)).unsqueeze(1), -kInfinity).softmax(-1);
 }
 
@@ -53,7 +52,7 @@ at::Tensor group_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 at::Tensor sum_over_blocks(const at::Tensor& attention, std::int64_t size, std::int64_t blocks) {
   const std::int64_t behind = blocks * size - attention.size(-1);
   const auto whole = behind == 0 ? attention : at::constant_pad_nd(attention, {0, behind});
-  return whole.unflatten(-1, {-1, size}).sum({2, 4}).transpose(0, 1);
+  return whole.unflatten(-1, {-1, size}).sum({-3, -1}).transpose(-3, -2);
 }
 
 /// Neither forced nor later than the query: bool (T, 1, blocks).
@@ -76,35 +75,37 @@ void require_a_selector(const ModelConfig& config, double weight) {
 
 at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors& phi, const Rotation& table,
                            const NSAConfig& cfg) {
-  const auto blocks = k.unfold(0, cfg.kernel_size, cfg.kernel_stride).permute({1, 0, 3, 2});  // (Hkv, n, l, D)
-  // (Hkv, n, in) by (1 or Hkv, in, out), which all heads share or each has its own.
-  const auto layer = [](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-    if (weight.size(0) == 1) return at::addmm(bias, x.flatten(0, 1), weight[0]).unflatten(0, {x.size(0), -1});
-    return at::baddbmm(bias.unsqueeze(1), x, weight);
-  };
-  at::Tensor keys;
+  const auto blocks = k.unfold(-3, cfg.kernel_size, cfg.kernel_stride).transpose(-4, -3).transpose(-2, -1);
+  at::Tensor keys;  // (Hkv, n, D), of blocks (Hkv, n, l, D)
   if (phi.kind == CompressionKind::kMean) {
-    keys = blocks.mean(2);
+    keys = blocks.mean(-2);
   } else {
-    keys = layer((blocks + phi.pe.unsqueeze(1)).flatten(2), phi.w1, phi.b1);
+    const std::int64_t sets = phi.w1.size(-3), num_blocks = blocks.size(-3);
+    const auto layer = [](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+      return at::matmul(x, weight).add_(bias.unsqueeze(-2));
+    };
+    // Heads with the same weights are rows of one product.
+    const auto x = (blocks + phi.pe.unsqueeze(-3)).flatten(-2).unflatten(-3, {sets, -1}).flatten(-3, -2);
+    keys = layer(x, phi.w1, phi.b1);
     if (phi.kind == CompressionKind::kMlp) keys = layer(at::silu(keys), phi.w2, phi.b2);
+    keys = keys.unflatten(-2, {-1, num_blocks}).flatten(-4, -3);
   }
   keys = at_least_float(keys);
-  const auto halves = keys.chunk(2, 2);
+  const auto halves = keys.chunk(2, -1);
   const auto turn = [&](const at::Tensor& t) {  // the rows at which blocks begin
-    return t.slice(0, 0, (keys.size(1) - 1) * cfg.kernel_stride + 1, cfg.kernel_stride).to(keys.scalar_type());
+    return t.slice(0, 0, (keys.size(-2) - 1) * cfg.kernel_stride + 1, cfg.kernel_stride).to(keys.scalar_type());
   };
   const auto cos = turn(table.cos), sin = turn(table.sin);
   const auto turned = at::cat({at::addcmul(halves[0] * cos, halves[1], sin, -1),  //
                                at::addcmul(halves[1] * cos, halves[0], sin)},
-                              2);
-  return turned.transpose(0, 1);
+                              -1);
+  return turned.transpose(-3, -2);
 }
 
 at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& positions,
                              std::int64_t num_blocks, const NSAConfig& cfg) {
   const std::int64_t stride = cfg.kernel_stride, strides = cfg.kernel_size / stride;
-  const auto ends = range_like(k_c.size(0), positions) * stride + (cfg.kernel_size - 1);
+  const auto ends = range_like(k_c.size(-3), positions) * stride + (cfg.kernel_size - 1);
   const auto attention = group_attention(q, k_c, ends, positions);
   // A compression block gives a share to each of the strides that it covers.
   at::Tensor covered = attention;
@@ -117,8 +118,8 @@ at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const a
 
 at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& positions,
                            const NSAConfig& cfg) {
-  const std::int64_t blocks = (k.size(0) - 1) / cfg.block_size + 1;
-  return sum_over_blocks(group_attention(q, k, range_like(k.size(0), positions), positions), cfg.block_size, blocks);
+  const std::int64_t blocks = (k.size(-3) - 1) / cfg.block_size + 1;
+  return sum_over_blocks(group_attention(q, k, range_like(k.size(-3), positions), positions), cfg.block_size, blocks);
 }
 
 at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& importances, const at::Tensor& positions,
@@ -129,20 +130,18 @@ at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& impor
     const auto kept = masses.masked_fill(hidden, 0);
     return kept / kept.sum(-1, /*keepdim=*/true).clamp_min(kTiny);
   };
-  // 0 log 0 = 0
-  return at::kl_div(shares(importances).clamp_min(kTiny).log(), shares(attention.detach()), at::Reduction::Sum);
+  const auto target = shares(attention.detach());  // 0 log 0 = 0
+  return at::kl_div(shares(importances).clamp_min(kTiny).log(), target, at::Reduction::None).sum({-3, -2, -1});
 }
 
-at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at::Tensor& k_slc,
-                         const bridge::CompressionTensors& phi, const Rotation& table,
-                         const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,
-                         std::uint64_t seed) {
+std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
+                                           std::int64_t num_queries, std::uint64_t seed, at::Device device) {
   // The first query that may choose: one place less than its blocks.
   const std::int64_t first = std::max<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, cfg.kernel_size);
   const auto choices = [&](std::size_t b) { return std::max<std::int64_t>(0, offsets[b + 1] - offsets[b] - first); };
   std::int64_t all = 0;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) all += choices(b);
-  if (all == 0) return at::zeros({}, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  if (all == 0) return std::nullopt;
 
   base::Random random(seed);
   std::size_t b = 0;
@@ -155,13 +154,42 @@ at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at:
     const std::int64_t from = i * choices(b) / wanted, to = (i + 1) * choices(b) / wanted;
     places.push_back(first + from + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(to - from))));
   }
-  const auto positions = base::upload(at::tensor(c10::ArrayRef<std::int64_t>(places), at::kLong), q.device());
-  const auto sequence = [&](const at::Tensor& t) { return t.slice(0, offsets[b], offsets[b + 1]); };
-  const auto queries = sequence(q).detach().index_select(0, positions);
-  const auto keys = compressed_keys(sequence(k_cmp), phi, table, cfg);
-  const auto attention = block_attention(queries, sequence(k_slc).detach(), positions, cfg);
-  const auto importances = block_importances(queries, keys, positions, attention.size(-1), cfg);
-  return block_divergence(attention, importances, positions, cfg) / static_cast<double>(wanted * k_slc.size(1));
+  return SelectorSample{offsets[b], offsets[b + 1],
+                        base::upload(at::tensor(c10::ArrayRef<std::int64_t>(places), at::kLong), device)};
+}
+
+at::Tensor selector_losses(const std::vector<SelectorInputs>& layers, const at::Tensor& positions,
+                           const Rotation& table, const NSAConfig& cfg) {
+  constexpr std::int64_t kScores = std::int64_t{1} << 26;  // at once: 256 MiB of them, several times
+  const SelectorInputs& one = layers[0];
+  const std::int64_t scores = positions.numel() * one.q.size(1) * one.k_slc.size(0);
+  const auto together = static_cast<std::size_t>(std::max<std::int64_t>(1, kScores / scores));
+  std::vector<at::Tensor> losses;
+  for (std::size_t begin = 0; begin < layers.size(); begin += together) {
+    const auto some = std::span(layers).subspan(begin, std::min(together, layers.size() - begin));
+    const auto stacked = [&](const auto& of) {
+      if (!of(one).defined()) return at::Tensor();
+      std::vector<at::Tensor> parts;
+      for (const SelectorInputs& layer : some) parts.push_back(of(layer));
+      return at::stack(parts);
+    };
+    const auto weight = [&](at::Tensor bridge::CompressionTensors::*which) {
+      const auto all = stacked([&](const SelectorInputs& layer) { return layer.phi.*which; });
+      return all.defined() ? all.to(one.k_cmp.scalar_type()) : all;
+    };
+    using Phi = bridge::CompressionTensors;
+    const Phi phi = {one.phi.kind,     weight(&Phi::pe), weight(&Phi::w1),
+                     weight(&Phi::b1), weight(&Phi::w2), weight(&Phi::b2)};
+    const auto q = stacked([](const SelectorInputs& layer) { return layer.q.detach(); });
+    const auto k_slc = stacked([](const SelectorInputs& layer) { return layer.k_slc.detach(); });
+    const auto k_cmp = stacked([](const SelectorInputs& layer) { return layer.k_cmp; });
+    const auto attention = block_attention(q, k_slc, positions, cfg);
+    const auto importances =
+        block_importances(q, compressed_keys(k_cmp, phi, table, cfg), positions, attention.size(-1), cfg);
+    losses.push_back(block_divergence(attention, importances, positions, cfg) /
+                     static_cast<double>(positions.numel() * k_slc.size(-2)));
+  }
+  return losses.size() == 1 ? losses[0] : at::cat(losses);
 }
 
 }  // namespace nsa::lm

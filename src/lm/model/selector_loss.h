@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "bridge/compression.h"
@@ -17,14 +18,16 @@ namespace nsa::lm {
 /// Throws Error where a selector loss of this weight has nothing to teach: shared keys and a φ without weights.
 void require_a_selector(const ModelConfig& config, double weight);
 
+// What follows takes one layer, or several of the same shape as a first dimension of every tensor but `positions`.
+
 /// The compressed keys (blocks, Hkv, D) of one sequence's k (S, Hkv, D), which are not rotated; they are, by the rows
 /// of `table` at which the blocks begin. By torch's operations, φ in k's dtype.
 at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors& phi, const Rotation& table,
                            const NSAConfig& cfg);
 
 /// Of one sequence, float32 or double (T, Hkv, selection blocks), for queries q (T, H, D) at `positions`, int64 (T):
-/// the importance of each block (docs/operations.md) from the compressed keys, and what lies in it of the attention to
-/// the keys k (S, Hkv, D).
+/// the importance of each block (docs/operations.md) from the compressed keys, NaN of a query that sees none, and what
+/// lies in it of the attention to the keys k (S, Hkv, D).
 at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& positions,
                              std::int64_t num_blocks, const NSAConfig& cfg);
 at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& positions, const NSAConfig& cfg);
@@ -34,14 +37,27 @@ at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& importances, const at::Tensor& positions,
                             const NSAConfig& cfg);
 
-/// Their mean over KV heads and up to `num_queries` queries that have a choice, of one of the packed sequences with
-/// `offsets`. `seed` draws it, by how many such queries it has, and them, evenly over it; one sequence, since a GPU
-/// waits for the host in all that is done for each. q (total, H, D) and k_slc (total, Hkv, D) rotated, k_cmp not.
-/// Scalar, float32 or double; 0 where no query has a choice. Gradients reach phi and k_cmp alone (detach a k_cmp that
-/// k_slc is made from): q asks both, and one that learnt here would move what it teaches.
-at::Tensor selector_loss(const at::Tensor& q, const at::Tensor& k_cmp, const at::Tensor& k_slc,
-                         const bridge::CompressionTensors& phi, const Rotation& table,
-                         const std::vector<std::int64_t>& offsets, const NSAConfig& cfg, std::int64_t num_queries,
-                         std::uint64_t seed);
+/// Queries of one of a batch's packed sequences.
+struct SelectorSample {
+  std::int64_t begin = 0, end = 0;  // rows of the sequence
+  at::Tensor positions;             // int64 (T) in the sequence, on the device
+};
+/// The sequence is drawn by how many queries with a choice it has, up to `num_queries` of these evenly over it. Nothing
+/// where no query has a choice.
+std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
+                                           std::int64_t num_queries, std::uint64_t seed, at::Device device);
+
+/// What a layer is asked: the queries (T, H, D) of a sample, rotated, its sequence's keys (S, Hkv, D), of which those
+/// of the selected branch are rotated, and φ of keys, in any dtype.
+struct SelectorInputs {
+  at::Tensor q, k_cmp, k_slc;
+  bridge::CompressionTensors phi;
+};
+/// The divergence of each layer, a mean over queries and KV heads: float32 or double (layers). Layers are asked
+/// together as far as memory allows, since a GPU would wait for the host in each small operation. Gradients reach φ and
+/// k_cmp alone (detach a k_cmp that k_slc is made from): q asks both, and one that learnt here would move what it
+/// teaches.
+at::Tensor selector_losses(const std::vector<SelectorInputs>& layers, const at::Tensor& positions,
+                           const Rotation& table, const NSAConfig& cfg);
 
 }  // namespace nsa::lm
