@@ -1,7 +1,7 @@
 // Times decode steps on one GPU, through the public API.
 //
 //   cuda_decode [--context 65536] [--batch 32,8,1] [--new 1] [--selection own|random|clustered] [--ragged] [--layers 0]
-//               [--cache bfloat16] [--heads 64] [--kv-heads 4] [--engine] [--kernels] [--json FILE]
+//               [--cache bfloat16] [--heads 64] [--kv-heads 4] [--key-dim 128] [--engine] [--kernels] [--json FILE]
 //
 //   --new        new tokens of a step
 //   --ragged     lengths between 1024 and twice the context, evenly on a logarithmic scale
@@ -10,8 +10,9 @@
 //
 // Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step, so that one
 // sequence completes a compression block in three of them. Before a step 192 MB are read, so that its cache is not in
-// the second-level cache; "warm" is without. Beside them the bytes that a step must read (of the blocks of all its
-// queries together; φ's weights where a block is completed), and how long these take at the rate of a copy.
+// the second-level cache; "warm" is without, "folding" the median of those in which a block is completed. Beside them
+// the bytes that a step must read (of the blocks of all its queries together; φ's weights where a block is completed),
+// and how long these take at the rate of a copy.
 #include <cmath>
 #include <fstream>
 #include <numeric>
@@ -106,10 +107,14 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   check(decode(p, context), "decode");
   const Graph step(stream, [&] { check(decode(p, context), "decode"); });
   const Events events;
-  std::vector<float> cold, warm;
+  std::vector<float> cold, warm, completing;
   for (int i = 0; i < kSteps; ++i) {
     flush.read(stream);
     cold.push_back(events.time(stream, [&] { step.launch(stream); }));
+    if (std::any_of(lengths.begin(), lengths.end(), [&](int length) {
+          return p.cfg.num_compressed(length + (i + 2) * m) > p.cfg.num_compressed(length + (i + 1) * m);
+        }))
+      completing.push_back(cold.back());
   }
   for (int i = 0; i < kSteps; ++i) warm.push_back(events.time(stream, [&] { step.launch(stream); }));
   if (to_host(p.cache.overflow)[0]) std::printf("  a step had no room: these times are of nothing\n");
@@ -128,21 +133,24 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
     of_layer = median(times) / options.layers;
   }
 
-  const auto token =
-      static_cast<double>(options.kv_heads * kDim * 2 * size_of(stored));  // a key and a value of all heads
+  // A key and a value of all heads.
+  const auto token = static_cast<double>(options.kv_heads * (options.key_dim + kDim) * size_of(stored));
   double known = 0, dense = 0, completes = 1;
   for (const int length : lengths) {
     known += static_cast<double>(p.cfg.num_compressed(length)) + std::min<double>(p.cfg.window_size + m - 1, length);
     dense += length;
     completes *= 1 - std::min(1.0, static_cast<double>(m) / p.cfg.kernel_stride);
   }
-  const double phi = 2.0 * static_cast<double>(p.weights_k.w1.numel() + p.weights_k.w2.numel()) * 2 * (1 - completes);
+  double phi = 0;
+  for (const CompressionWeights* w : {&p.weights_k, &p.weights_v})
+    phi += 2.0 * static_cast<double>(w->w1.numel() + w->w2.numel()) * (1 - completes);
   const double bytes = (known + selected_tokens(p, batch, options.kv_heads)) * token + phi;
   const double mean = std::accumulate(cold.begin(), cold.end(), 0.0) / kSteps;
   const double worst = *std::max_element(cold.begin(), cold.end());
+  const double folding = completing.empty() ? 0 : median(completing);
   const char* const cache = name_of_cache(stored);
-  std::printf("  %5lld %4lld %9s %9.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch), static_cast<long long>(m),
-              cache, median(cold), mean, worst, median(warm));
+  std::printf("  %5lld %4lld %9s %9.1f %8.1f %8.1f %8.1f %8.1f", static_cast<long long>(batch),
+              static_cast<long long>(m), cache, median(cold), mean, worst, folding, median(warm));
   if (options.layers) std::printf(" %8.1f", of_layer);
   std::printf("   %8.1f %8.1f %10.1f %9zu %9.1f\n", bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
               static_cast<double>(context.workspace_size) / (1 << 20));
@@ -151,10 +159,10 @@ void run(std::int64_t batch, std::int64_t m, DType stored, const Options& option
   char text[512];
   std::snprintf(
       text, sizeof text,
-      R"({"batch": %lld, "new": %lld, "cache": "%s", "median": %.1f, "mean": %.1f, "worst": %.1f, "warm": %.1f, )"
-      R"("layer": %.1f, "megabytes": %.1f, "floor": %.1f, "dense_floor": %.1f, "launches": %zu, )"
+      R"({"batch": %lld, "new": %lld, "cache": "%s", "median": %.1f, "mean": %.1f, "worst": %.1f, "folding": %.1f, )"
+      R"("warm": %.1f, "layer": %.1f, "megabytes": %.1f, "floor": %.1f, "dense_floor": %.1f, "launches": %zu, )"
       R"("workspace_mib": %.1f})",
-      static_cast<long long>(batch), static_cast<long long>(m), cache, median(cold), mean, worst, median(warm),
+      static_cast<long long>(batch), static_cast<long long>(m), cache, median(cold), mean, worst, folding, median(warm),
       of_layer, bytes / 1e6, bytes / rate, dense * token / rate, step.size(),
       static_cast<double>(context.workspace_size) / (1 << 20));
   json += (json.empty() ? "\n  " : ",\n  ") + std::string(text);
@@ -168,7 +176,8 @@ int main(int argc, char** argv) {
   const double rate = copy_rate(device.stream);
   std::printf("%s, copies %.2f TB/s; a step at %lld tokens of context%s, %s selection, us\n", device.name(), rate / 1e6,
               static_cast<long long>(options.context), options.ragged ? ", ragged" : "", options.selection.c_str());
-  std::printf("  %5s %4s %9s %9s %8s %8s %8s", "batch", "new", "cache", "median", "mean", "worst", "warm");
+  std::printf("  %5s %4s %9s %9s %8s %8s %8s %8s", "batch", "new", "cache", "median", "mean", "worst", "folding",
+              "warm");
   if (options.layers) std::printf(" %8s", "layer");
   std::printf("   %8s %8s %10s %9s %9s\n", "MB", "floor", "dense", "launches", "MiB");
   std::string json;
@@ -177,10 +186,12 @@ int main(int argc, char** argv) {
       for (const DType stored : options.caches) run(batch, m, stored, options, rate, device.stream, json);
   if (!options.json.empty()) {
     std::ofstream file(options.json);
-    file << R"({"problem": "H=64 Hkv=4 D=128 bfloat16, MLP phi, defaults, pages of 128", "unit": "us", "context": )"
-         << options.context << R"(, "ragged": )" << (options.ragged ? "true" : "false") << R"(, "selection": ")"
-         << options.selection << R"(", "layers": )" << options.layers << R"(, "bytes_per_us": )" << rate
-         << R"(, "steps": [)" << json << "\n ]}\n";
+    const std::string dims = options.key_dim == kDim ? "" : std::to_string(options.key_dim) + "/";
+    file << R"({"problem": "H=)" << options.heads << " Hkv=" << options.kv_heads << " D=" << dims << kDim
+         << R"( bfloat16, MLP phi, defaults, pages of 128", "unit": "us", "context": )" << options.context
+         << R"(, "ragged": )" << (options.ragged ? "true" : "false") << R"(, "selection": ")" << options.selection
+         << R"(", "layers": )" << options.layers << R"(, "bytes_per_us": )" << rate << R"(, "steps": [)" << json
+         << "\n ]}\n";
     if (!file.flush()) refuse("--json " + options.json + ": cannot be written");
   }
   return 0;

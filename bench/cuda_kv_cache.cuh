@@ -2,17 +2,19 @@
 // replays of graphs.
 //
 //   --context    tokens of context          --batch      sequences          --heads, --kv-heads
+//   --key-dim    of queries and keys (128); values have 128
 //   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
 //   --selection  own: the call chooses its blocks. random, clustered: they are imposed, of neighbouring queries four
 //                fifths alike or none
 //   --engine     packed new tokens, compressed tokens in the pages of their tokens, window and raw tokens in pages
 //   --kernels    the kernels of a call: registers, shared memory, clusters that fit
 //
-// D = 128, bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in shuffled order.
+// bfloat16 (the cache: --cache), MLP φ, default hyperparameters, pages of 128 tokens in shuffled order.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cerrno>
 #include <functional>
 #include <map>
@@ -26,11 +28,11 @@
 
 namespace nsa::bench {
 
-constexpr std::int64_t kDim = 128, kPage = 128;
+constexpr std::int64_t kDim = 128, kPage = 128;  // of values
 
 /// Options that the programs have in common.
 struct CommonOptions {
-  std::int64_t context = 65536, heads = 64, kv_heads = 4;
+  std::int64_t context = 65536, heads = 64, kv_heads = 4, key_dim = kDim;
   std::vector<std::int64_t> batches{32, 8, 1};
   std::vector<DType> caches{DType::kBFloat16};
   std::string selection = "own";
@@ -71,6 +73,8 @@ inline void read_options(int argc, char** argv, CommonOptions& options, std::map
       options.heads = numbers(name, value)[0];
     } else if (name == "--kv-heads") {
       options.kv_heads = numbers(name, value)[0];
+    } else if (name == "--key-dim") {
+      options.key_dim = numbers(name, value)[0];
     } else if (name == "--batch") {
       options.batches = numbers(name, value);
     } else if (name == "--cache" && (value == "bfloat16" || value == "fp8" || value == "bfloat16,fp8")) {
@@ -261,6 +265,14 @@ inline std::vector<int> made_up_blocks(std::int64_t batch, std::int64_t m, std::
   return all;
 }
 
+/// Random ones.
+inline void keys_and_values(Tensors& device, TensorView& k, TensorView& v, const std::array<std::int64_t, 3>& shape,
+                            std::int64_t key_dim, float deviation = 1, DType dtype = DType::kBFloat16) {
+  const auto [first, second, kv_heads] = shape;
+  k = device.random({first, second, kv_heads, key_dim}, deviation, 0, dtype);
+  v = device.random({first, second, kv_heads, kDim}, deviation, 0, dtype);
+}
+
 /// What an engine would have: packed new tokens, compressed ones in the pages of their tokens, all else in pages, too.
 inline void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_t batch, std::int64_t m,
                                    std::int64_t pages, DType stored, const CommonOptions& options) {
@@ -270,11 +282,10 @@ inline void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_
   for (std::int64_t b = 0; b < batch; ++b)
     starts.push_back(starts.back() + static_cast<int>(options.mixed && b + 1 < batch ? 1 : m));
   c.block_table_c = {};
-  for (TensorView* t : {&c.k_c, &c.v_c})
-    *t = device.random({batch * pages, kPage / p.cfg.kernel_stride, kv_heads, kDim}, 0.3f, 0, stored);
-  for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
-    *t = device.random({batch * pages, kPage, kv_heads, kDim}, 1, 0, stored);
-  for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring}) *t = device.random({batch * pages, kPage, kv_heads, kDim});
+  const std::int64_t all = batch * pages, key_dim = options.key_dim;
+  keys_and_values(device, c.k_c, c.v_c, {all, kPage / p.cfg.kernel_stride, kv_heads}, key_dim, 0.3f, stored);
+  keys_and_values(device, c.k_swa_ring, c.v_swa_ring, {all, kPage, kv_heads}, key_dim, 1, stored);
+  keys_and_values(device, c.k_cmp_ring, c.v_cmp_ring, {all, kPage, kv_heads}, key_dim);
   c.block_table_swa = page_table(device, batch, pages), c.block_table_cmp = page_table(device, batch, pages);
   for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.o, &p.indices,
                         &p.imposed_indices})
@@ -292,30 +303,28 @@ inline DecodeParams make_params(Tensors& device, const std::vector<int>& lengths
   const std::int64_t room = *std::max_element(lengths.begin(), lengths.end()) + appended,
                      pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
-  for (TensorView* t : {&c.k_slc, &c.v_slc})
-    *t = device.random({batch * pages, kPage, options.kv_heads, kDim}, 1, 0, stored);
-  for (TensorView* t : {&c.k_c, &c.v_c})
-    *t = device.random({batch * pages_c, kPage, options.kv_heads, kDim}, 0.3f, 0, stored);
-  for (TensorView* t : {&c.k_swa_ring, &c.v_swa_ring})
-    *t = device.random({batch, cfg.window_size + kRollback, options.kv_heads, kDim}, 1, 0, stored);
+  const std::int64_t kv_heads = options.kv_heads, key_dim = options.key_dim;
+  keys_and_values(device, c.k_slc, c.v_slc, {batch * pages, kPage, kv_heads}, key_dim, 1, stored);
+  keys_and_values(device, c.k_c, c.v_c, {batch * pages_c, kPage, kv_heads}, key_dim, 0.3f, stored);
+  keys_and_values(device, c.k_swa_ring, c.v_swa_ring, {batch, cfg.window_size + kRollback, kv_heads}, key_dim, 1,
+                  stored);
   if (stored == DType::kFloat8E4M3)
     for (TensorView* t : {&c.k_scale, &c.v_scale}) *t = device.floats({1, 1, 1, 1}, {options.kv_heads});
-  for (TensorView* t : {&c.k_cmp_ring, &c.v_cmp_ring})
-    *t = device.random({batch, cfg.kernel_size + kRollback, options.kv_heads, kDim});
+  keys_and_values(device, c.k_cmp_ring, c.v_cmp_ring, {batch, cfg.kernel_size + kRollback, kv_heads}, key_dim);
   c.block_table = page_table(device, batch, pages);
   c.block_table_c = page_table(device, batch, pages_c);
   c.cache_seqlens = device.integers(lengths, {batch});
   c.overflow = device.integers({0}, {1});
-  p.q = device.random({batch, m, options.heads, kDim});
-  for (TensorView* t : {&p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa})
-    *t = device.random({batch, m, options.kv_heads, kDim});
+  p.q = device.random({batch, m, options.heads, key_dim});
+  for (const auto& [k, v] : {std::pair{&p.k_cmp, &p.v_cmp}, {&p.k_slc, &p.v_slc}, {&p.k_swa, &p.v_swa}})
+    keys_and_values(device, *k, *v, {batch, m, kv_heads}, key_dim);
   p.gates = device.random({batch, m, options.heads, 3}, 0.1f, 0.5f);
-  for (CompressionWeights* w : {&p.weights_k, &p.weights_v})
+  for (const auto& [w, dim] : {std::pair{&p.weights_k, key_dim}, {&p.weights_v, kDim}})
     *w = {CompressionKind::kMlp,
-          device.random({options.kv_heads, cfg.kernel_size, kDim}, 0.02f),
-          device.random({options.kv_heads, cfg.kernel_size * kDim, 2 * kDim}, 0.016f),
+          device.random({kv_heads, cfg.kernel_size, dim}, 0.02f),
+          device.random({kv_heads, cfg.kernel_size * dim, 2 * dim}, 0.016f),
           {},
-          device.random({options.kv_heads, 2 * kDim, kDim}, 0.06f),
+          device.random({kv_heads, 2 * dim, dim}, 0.06f),
           {}};
   p.o = device.tensor(DType::kBFloat16, {batch, m, options.heads, kDim});
   if (options.selection == "own") {

@@ -132,13 +132,14 @@ void run_chunk(std::int64_t batch, DType stored, const Options& options, cudaStr
   const DecodeParams p = make_params(device, lengths, m, m, stored, options);
   if (stored == DType::kFloat8E4M3)  // what the chunk adds to the window: numbers that e4m3 has
     for (const TensorView* t : {&p.k_swa, &p.v_swa})
-      copy_rows(device.random({1, batch * m, options.kv_heads, kDim}, 1, 0, stored), 0, 0, batch * m, *t, 0, 0);
+      copy_rows(device.random({1, batch * m, options.kv_heads, t->size(-1)}, 1, 0, stored), 0, 0, batch * m, *t, 0, 0);
   NsaAttentionParams a;
   a.q = p.q, a.gates = p.gates, a.cfg = p.cfg, a.imposed_indices = p.imposed_indices;
-  for (TensorView* t : {&a.k_slc, &a.v_slc, &a.k_swa, &a.v_swa})
-    *t = device.tensor(DType::kBFloat16, {batch, all, options.kv_heads, kDim});
-  for (TensorView* t : {&a.k_c, &a.v_c})
-    *t = device.tensor(DType::kBFloat16, {batch, p.cfg.num_compressed(all), options.kv_heads, kDim});
+  const auto whole = [&](std::int64_t tokens, TensorView& k, TensorView& v) {
+    k = device.tensor(DType::kBFloat16, {batch, tokens, options.kv_heads, options.key_dim});
+    v = device.tensor(DType::kBFloat16, {batch, tokens, options.kv_heads, kDim});
+  };
+  whole(all, a.k_slc, a.v_slc), whole(all, a.k_swa, a.v_swa), whole(p.cfg.num_compressed(all), a.k_c, a.v_c);
   a.o = device.tensor(DType::kBFloat16, {batch, m, options.heads, kDim});
   Context of_chunk, of_attention;
   check(workspace_size(p, of_chunk.workspace_size), "workspace_size");
