@@ -180,6 +180,8 @@ for step in $steps; do
       decode decode_several --batch 32,1 --new 2,4,16 --selection random
       decode decode_clustered --batch 32,1 --new 2,4,16 --selection clustered
       decode decode_ragged --batch 32 --ragged
+      decode decode_fp8 --batch 32,8,1 --cache fp8
+      decode decode_keys192 --batch 32,8,1 --key-dim 192
       for context in 8192 16384 32768 131072 262144; do decode "decode_$context" --context "$context" --batch 32,8,1; done
       run decode_dense python3 bench/dense_decode.py --json "$logs/decode_dense.json"
       cat "$logs/decode_dense.log"

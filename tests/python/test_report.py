@@ -9,6 +9,7 @@ import re
 import pytest
 
 from report.__main__ import main
+from report.fields import steps_of_one_token
 from report.sources import read_sources
 from report.training import gates, selection_health
 
@@ -295,6 +296,16 @@ def test_decode_steps_have_their_pictures(tmp_path, capsys):
         path.write_text(json.dumps(broken))
         assert main([str(path), "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_steps_of_another_problem_are_not_those_of_the_first():
+    result = decode_result()
+    expected = steps_of_one_token(result)
+    other = json.loads(json.dumps(result["stages"]["decode"]["result"]))
+    other |= {"problem": "H=64 D=192/128", "context": 4096}
+    result["stages"]["decode_keys192"] = {"result": other}
+    assert steps_of_one_token(result) == expected
+    assert set(expected) == {(batch, n) for batch in (32, 1) for n in (8192, 65536)}
 
 
 def test_decode_steps_have_a_picture_without_what_is_beside_them(tmp_path):

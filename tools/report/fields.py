@@ -230,10 +230,11 @@ def cuda_decode_stages(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def steps_of_one_token(result: Mapping[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Those with the step's own selection and caches in bfloat16, by sequences and context."""
+    """Those of the first problem, with the step's own selection and caches in bfloat16, by sequences and context."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
-    for part in cuda_decode_stages(result).values():
-        if part["ragged"] or part["selection"] != "own":
+    stages = cuda_decode_stages(result)
+    for part in stages.values():
+        if part["ragged"] or part["selection"] != "own" or part["problem"] != stages["decode"]["problem"]:
             continue
         for step in part["steps"]:
             if step["new"] == 1 and step.get("cache", "bfloat16") == "bfloat16":

@@ -1,47 +1,23 @@
 """Decode steps and generating: `tools/gpu.sh decode`."""
 
+import re
+
 from report.fields import cuda_decode_stages, steps_of_one_token
 from tables.text import gpu_of, noted, read, source, table
 
 
 def decode():
-    result = read("decode.json")
-    stages = cuda_decode_stages(result)
-    whole = stages["decode"]
-    about = {"date": result["date"], "commit": result["commit"], "command": result["command"]}
-    yield "## Decode steps"
-    unit = (
-        f"Microseconds of one step at {whole['context']} tokens of context, replays of a graph while lengths grow, the "
-        "second-level cache flushed before each: median, mean and worst of 48, of which some complete compression "
-        "blocks; warm: without flushing; chained: one of 32 steps in a graph, each with a cache of its own. Beside "
-        "them the time of a copy of the bytes that the step has to read, and of those that dense attention would have "
-        "to read."
-    )
-    yield source(gpu_of(result), about, whole["problem"], unit)
-    yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
-    names = {"median": "median", "mean": "mean", "worst": "worst", "warm": "warm", "layer": "chained"}
-    names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
-    layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["steps"]}
-    rows = [["sequences", *names.values(), "kernels", "workspace, MiB"]]
-    for times in whole["steps"]:
-        times |= {"layer": layers.get(times["batch"])}
-        cells = ("" if times[name] is None else f"{times[name]:.0f}" for name in names)
-        rows.append([str(times["batch"]), *cells, str(times["launches"]), f"{times['workspace_mib']:.1f}"])
-    yield table(rows)
-    names = {"median": "median", "mean": "mean", "floor": "its bytes", "dense_floor": "dense attention's bytes"}
-    rows = [["context", "sequences", "new tokens", "blocks", *names.values()]]
-    for found in stages.values():
-        if found["layers"] or found is whole:
-            continue
-        context = f"1024 … {2 * found['context']}" if found["ragged"] else found["context"]
-        for times in found["steps"]:
-            cells = (f"{times[name]:.0f}" for name in names)
-            rows.append([str(context), str(times["batch"]), str(times["new"]), found["selection"], *cells])
-    yield "Other lengths, several new tokens at once, and sequences of different lengths:"
-    yield table(rows)
     results = [read(name) for name in ("decode.json", "decode_h100.json")]
-    if found := [result for result in results if "decode_dense" in result["stages"]]:
-        yield from decode_beside_dense(found[0])
+    yield "## Decode steps"
+    yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
+    for result in results:
+        yield from decode_steps(result)
+    for stage, title, compared_with in (("decode_dense", "### Beside dense attention", decode_beside_dense),):
+        if found := [result for result in results if stage in result["stages"]]:
+            yield title
+            for result in found:
+                yield from compared_with(result)
+    yield "![time of a decode step over the context, NSA, dense attention and their bytes](images/decode_time.png)"
     yield "### Generating"
     for result in results:
         if "generate_speed" in result["stages"]:
@@ -49,9 +25,46 @@ def decode():
     yield "![tokens per second of generating over the context](images/generate_speed.png)"
 
 
+def decode_steps(result):
+    stages = cuda_decode_stages(result)
+    whole = stages["decode"]
+    about = {"date": result["date"], "commit": result["commit"], "command": result["command"]}
+    unit = (
+        f"Microseconds of one step at {whole['context']} tokens of context, replays of a graph while lengths grow, the "
+        "second-level cache flushed before each: median, mean and worst of 48, and the median of those in which a "
+        "sequence completes a compression block; warm: without flushing; chained: one of 32 steps in a graph, each "
+        "with a cache of its own. Beside them the time of a copy of the bytes that the step has to read, and of those "
+        "that dense attention would have to read."
+    )
+    yield source(gpu_of(result), about, whole["problem"], unit)
+    yield from noted(result["stages"]["decode"])
+    names = {"median": "median", "mean": "mean", "worst": "worst", "folding": "completing a block"}
+    names |= {"warm": "warm", "layer": "chained"}
+    names |= {"floor": "its bytes", "dense_floor": "dense attention's bytes"}
+    layers = {times["batch"]: times["layer"] for times in stages["decode_layers"]["steps"]}
+    rows = [["sequences", *names.values(), "kernels", "workspace, MiB"]]
+    for times in whole["steps"]:
+        times |= {"layer": layers.get(times["batch"])}
+        cells = ("" if times.get(name) is None else f"{times[name]:.0f}" for name in names)
+        rows.append([str(times["batch"]), *cells, str(times["launches"]), f"{times['workspace_mib']:.1f}"])
+    yield table(rows)
+    names = {"median": "median", "mean": "mean", "floor": "its bytes", "dense_floor": "dense attention's bytes"}
+    rows = [["context", "sequences", "new tokens", "blocks", "cache", *names.values()]]
+    for found in stages.values():
+        if found["layers"] or found is whole:
+            continue
+        context = f"1024 … {2 * found['context']}" if found["ragged"] else found["context"]
+        dims = re.search(r" (D=\S+)", found["problem"])[1]
+        other = "" if dims in whole["problem"].split() else f", {dims}"
+        for times in found["steps"]:
+            case = [str(times["batch"]), str(times["new"]), found["selection"], times["cache"] + other]
+            rows.append([str(context), *case, *(f"{times[name]:.0f}" for name in names)])
+    yield "Other lengths, several new tokens at once, sequences of different lengths, other caches:"
+    yield table(rows)
+
+
 def decode_beside_dense(result):
     dense = result["stages"]["decode_dense"]
-    yield "### Beside dense attention"
     unit = (
         "Microseconds of one step of one token, NSA as above and dense attention: the fastest of cuDNN over all keys, "
         "cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2 with lengths on the device "
@@ -62,7 +75,6 @@ def decode_beside_dense(result):
     theirs = {(step["batch"], step["context"]): step["us"][step["best"]] for step in dense["result"]["steps"]}
     yield compared(ours, theirs, ("NSA", "dense", "dense / NSA"), lambda nsa, full: full / nsa)
     yield from noted(dense)
-    yield "![time of a decode step over the context, NSA, dense attention and their bytes](images/decode_time.png)"
 
 
 def generate_speed(result):
