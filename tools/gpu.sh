@@ -13,6 +13,7 @@
 #   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
 #   BUDGET=540   scale: seconds after which no step begins or goes on
 #   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
+#   FLASH_NSA=FOLDER   decode: what bench/peer_decode.py times beside
 # Beside $RESULTS the stage bench also writes bench_cuda.json and bench_minimax_m3.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -185,6 +186,10 @@ for step in $steps; do
       for context in 8192 16384 32768 131072 262144; do decode "decode_$context" --context "$context" --batch 32,8,1; done
       run decode_dense python3 bench/dense_decode.py --json "$logs/decode_dense.json"
       cat "$logs/decode_dense.log"
+      if [[ -n ${FLASH_NSA:-} ]]; then
+        run peer_decode python3 bench/peer_decode.py "$FLASH_NSA" --json "$logs/peer_decode.json"
+        cat "$logs/peer_decode.log"
+      fi
       if [[ -x $NSA_PROGRAM ]]; then
         rm -rf "$logs/generate" "$logs/generate_speed.json"
         run generate_speed python3 bench/generate_speed.py "$logs/generate" --data src --batch 1,32 --json "$logs/generate_speed.json"

@@ -12,7 +12,10 @@ def decode():
     yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
     for result in results:
         yield from decode_steps(result)
-    for stage, title, compared_with in (("decode_dense", "### Beside dense attention", decode_beside_dense),):
+    for stage, title, compared_with in (
+        ("decode_dense", "### Beside dense attention", decode_beside_dense),
+        ("peer_decode", "### Beside flash_nsa", decode_beside_peer),
+    ):
         if found := [result for result in results if stage in result["stages"]]:
             yield title
             for result in found:
@@ -75,6 +78,20 @@ def decode_beside_dense(result):
     theirs = {(step["batch"], step["context"]): step["us"][step["best"]] for step in dense["result"]["steps"]}
     yield compared(ours, theirs, ("NSA", "dense", "dense / NSA"), lambda nsa, full: full / nsa)
     yield from noted(dense)
+
+
+def decode_beside_peer(result):
+    stage = result["stages"]["peer_decode"]
+    found = stage["result"]
+    unit = (
+        "Microseconds of one step of one token, NSA as above, with an MLP φ, and flash_nsa "
+        f"({found['flash_nsa'][:7]}), which takes means (`bench/peer_decode.py`, torch {found['torch']})."
+    )
+    yield source(gpu_of(result), result, found["problem"], unit)
+    theirs = {(step["batch"], step["context"]): step["us"] for step in found["steps"]}
+    ours = {which: step["median"] for which, step in steps_of_one_token(result).items() if which in theirs}
+    yield compared(ours, theirs, ("NSA", "flash_nsa", "flash_nsa / NSA"), lambda nsa, other: other / nsa)
+    yield from noted(stage)
 
 
 def generate_speed(result):
