@@ -39,11 +39,11 @@ TEST(DecodeSteps, ClustersAreTheForward) {
 }
 
 /// Calls body() with so many multiprocessors (cluster_shape() goes by them) that steps of m tokens have clusters of
-/// every shape.
+/// every shape, and thread blocks that share what several queries read.
 template <class Body>
 void with_every_shape(const StreamCase& c, std::int64_t m, const Body& body) {
   const std::int64_t clusters = c.batch * c.kv_heads * m * ((c.group + 31) / 32);
-  for (const double share : {0.5, 1.25, 2.5, 3.75, 5.0, 12.5}) {
+  for (const double share : {0.06, 0.5, 1.25, 2.5, 3.75, 5.0, 12.5}) {
     const std::string processors = std::to_string(std::lround(share * static_cast<double>(clusters)));
     SCOPED_TRACE(processors + " multiprocessors");
     const Environment environment("NSA_CUDA_PROCESSORS", processors);
@@ -149,12 +149,12 @@ TEST(DecodeSteps, AChunkMayHaveMoreTokensThanAGridHasRows) {
   expect_close(last(results.o), last(forward.o), 0.01);
 }
 
-/// One by one, several at once, beside another sequence or an idle one.
-void expect_same_bits_in_any_step(const StreamCase& c, std::int64_t start) {
+/// Few by few, several at once, beside another sequence or an idle one.
+void expect_same_bits_in_any_step(const StreamCase& c, std::int64_t start, std::int64_t few = 1) {
   const Stream stream(c);
   KVCache one = filled_cache(stream, start), many = filled_cache(stream, start), idle = filled_cache(stream, start);
   Results by_one(c), by_many(c), by_idle(c);
-  for (int i = 0; i < 32; ++i) expect_ok(Feed{stream, one}({1, 1}, by_one));
+  for (std::int64_t i = 0; i < 32; i += few) expect_ok(Feed{stream, one}({few, few}, by_one));
   for (const std::int64_t m : {16, 3, 13}) {
     expect_ok(Feed{stream, many}({m, m}, by_many));
     expect_ok(Feed{stream, idle}({m, 0}, by_idle));
@@ -178,6 +178,65 @@ TEST(DecodeSteps, AQueryHasTheSameBitsInAnyStep) {
     expect_same_bits_in_any_step(c, kClusteredStart);
     expect_same_bits_in_any_step(in_float8(c), kClusteredStart);
   }
+}
+
+/// Four queries of a sequence in a thread block (of a device so small that it has many).
+struct SharedQueries : testing::Test {
+  const Environment processors{"NSA_CUDA_PROCESSORS", "1"};
+};
+
+TEST_F(SharedQueries, HaveTheSameBitsInAnyStep) {
+  expect_same_bits_in_any_step(clustered_case(4), kClusteredStart, 4);
+  StreamCase c = clustered_case(16, DType::kFloat16);
+  c.dk = c.dv = 128, c.cfg = {32, 16, 64, 12, 1, 2, 512};
+  expect_same_bits_in_any_step(c, kClusteredStart, 4);
+}
+
+/// Results of a step of eight tokens; blocks: imposed.
+Results after_eight(const Stream& stream, const Tensor* blocks = nullptr) {
+  KVCache cache = filled_cache(stream, kClusteredStart);
+  Results results(stream.c);
+  expect_ok(Feed{stream, cache, blocks}({8, 8}, results));
+  return results;
+}
+
+TEST_F(SharedQueries, DoNotSeeWhatTheOthersSee) {
+  const StreamCase c = clustered_case(16);
+  Stream stream(c);
+  const auto rows = [&](const Results& results, std::int64_t first, std::int64_t last) {
+    return slice(results.o, 1, kClusteredStart + first, kClusteredStart + last);
+  };
+  const auto value = [&](const Results& results, std::int64_t row) {
+    return results.o.get({0, kClusteredStart + row, 0, 0});
+  };
+  const Results clean = after_eight(stream);
+  // A token of the step, behind all queries but the last one.
+  const Index token{0, kClusteredStart + 7, 0, 3};
+  const double before = stream.v_swa.get(token);
+  stream.v_swa.set(token, std::nan(""));
+  const Results with_token = after_eight(stream);
+  EXPECT_TRUE(same_bits(rows(with_token, 0, 7), rows(clean, 0, 7)));
+  EXPECT_TRUE(std::isnan(with_token.o.get({0, kClusteredStart + 7, 0, 3})));
+  EXPECT_TRUE(std::isfinite(value(with_token, 7)));
+  stream.v_swa.set(token, before);
+  // A block that one query alone has chosen.
+  constexpr int kBlock = 20;
+  Results chosen = after_eight(stream);
+  for_each_index(chosen.indices, [&](const Index& i) {
+    if (chosen.indices.get(i) == kBlock) chosen.indices.set(i, -1);
+  });
+  chosen.indices.set({0, kClusteredStart + 1, 0, 0}, kBlock);
+  const Results imposed = after_eight(stream, &chosen.indices);
+  stream.v_slc.set({0, kBlock * 32 + 5, 0, 0}, INFINITY);
+  const Results with_block = after_eight(stream, &chosen.indices);
+  EXPECT_TRUE(same_bits(rows(with_block, 0, 1), rows(imposed, 0, 1)));
+  EXPECT_TRUE(same_bits(rows(with_block, 2, 8), rows(imposed, 2, 8)));
+  EXPECT_FALSE(std::isfinite(value(with_block, 1)));
+}
+
+TEST_F(SharedQueries, ReplayedOrWithoutRoom) {
+  expect_replays_as_calls(clustered_case(16), kClusteredStart, 40, {4});
+  expect_no_room(clustered_case(16), kClusteredStart, 4);
 }
 
 void expect_same_bits_beside_others(StreamCase c) {

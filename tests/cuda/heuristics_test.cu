@@ -329,6 +329,43 @@ TEST(Heuristics, TwoUnitsAtOnceWhereTheyAreFaster) {
   for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
 }
 
+TEST(Heuristics, QueriesShareWhatTheyReadWhereThereAreMany) {
+  const auto shares = [](std::int64_t queries, std::int64_t tokens, auto&& change) {
+    StepDesc d = step();
+    d.queries = queries, d.tokens = tokens, d.chooses = false;
+    change(d);
+    EXPECT_EQ(obstacle(d), nullptr);
+    EXPECT_EQ(choose_kernels(d).shape, cluster_shape(d));
+    return cluster_shape(d) == decode::kSharedQueries;
+  };
+  const auto of = [&](std::int64_t queries, std::int64_t tokens) { return shares(queries, tokens, [](auto&) {}); };
+  const auto with = [&](auto&& change) { return shares(2048, 16, change); };
+  EXPECT_TRUE(of(2048, 16));
+  EXPECT_TRUE(of(512, 4));
+  EXPECT_FALSE(of(512, 2));  // half of the rows would be idle
+  EXPECT_FALSE(of(512, 1));
+  EXPECT_TRUE(of(268, 4));
+  EXPECT_FALSE(of(264, 4));  // the thread blocks of single queries are done sooner
+  const auto choosing = [](auto& d) { d.chooses = true; };
+  EXPECT_TRUE(shares(2048, 16, choosing));
+  EXPECT_FALSE(shares(1320, 16, choosing));  // the compressed keys are multiplied twice
+  EXPECT_TRUE(with([](auto& d) { d.key_dim = d.value_dim = 64; }));
+  EXPECT_TRUE(with([](auto& d) { d.group = 1; }));
+  EXPECT_TRUE(with([](auto& d) { d.capacity = 131072; }));
+  EXPECT_FALSE(with([](auto& d) { d.capacity = 262144; }));
+  EXPECT_FALSE(with([](auto& d) { d.group = 17; }));
+  EXPECT_FALSE(with([](auto& d) { d.key_dim = 192; }));
+  EXPECT_FALSE(with([](auto& d) { d.float8 = true; }));
+  EXPECT_FALSE(with([](auto& d) { d.batch_invariant = true; }));
+  StepDesc d = step();
+  d.chooses = false, d.queries = 512, d.tokens = 4;  // 128 thread blocks
+  EXPECT_FALSE(choose_kernels(d).longest_first);
+  d.tokens = 16;
+  EXPECT_FALSE(choose_kernels(d).longest_first);
+  d.tokens = 5;  // two thread blocks for the five queries of a sequence
+  EXPECT_TRUE(choose_kernels(d).longest_first);
+}
+
 TEST(Heuristics, LargeGroupsWantShorterCaches) {
   StepDesc d = step();
   const auto longest = [&](std::int64_t group) {

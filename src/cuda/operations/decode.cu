@@ -422,7 +422,7 @@ sm90::StepKernels Step::hopper_kernels() const {
     const Strided rows = strided(*t);
     call.phi_compatible &= sm90::tma_compatible(rows) && rows.row < kMost && rows.head < kMost;
   }
-  call.queries = batches() * tokens() * kv_heads();
+  call.queries = batches() * tokens() * kv_heads(), call.tokens = tokens(), call.chooses = selects();
   return sm90::kernels_for(p_.q.device.index, call);
 }
 

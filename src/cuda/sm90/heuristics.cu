@@ -125,6 +125,26 @@ std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, i
   return blocks * processors * (shape.ranks > 2 ? 10 : 11) / (11 * shape.ranks);
 }
 
+/// Of fewer new tokens, or fewer queries for a multiprocessor, each query has a cluster to itself. A choice of blocks
+/// goes over the compressed keys twice: with 4 queries for each it took 6 % longer (four new tokens), with 15 7 % less.
+constexpr std::int64_t kLeastSharedTokens = 3, kSharedPerProcessor = 2, kSharedChoosingPerProcessor = 10;
+
+/// Whether thread blocks of four queries serve the step: each takes as long as several clusters of one query.
+bool shares_queries(const StepDesc& call) {
+  if (call.key_dim != call.value_dim || call.key_dim > 128 || call.float8 || call.group > decode::kTileRows)
+    return false;
+  const decode::QueriesMemory memory(decode::BlockKeys(call.cfg), static_cast<int>(call.key_dim), call.cfg.topk,
+                                     call.capacity / call.cfg.block_size + 1);
+  const std::int64_t least = call.chooses ? kSharedChoosingPerProcessor : kSharedPerProcessor;
+  return memory.fits() && call.tokens >= kLeastSharedTokens && call.queries > least * call.processors;
+}
+
+/// Clusters of a step.
+std::int64_t clusters_of(const StepDesc& call, decode::ClusterShape shape) {
+  const std::int64_t tiles = (call.tokens + shape.queries - 1) / shape.queries;
+  return call.queries / call.tokens * tiles * decode::step_clusters(static_cast<int>(call.group));
+}
+
 constexpr const char* kNoDevice = "NSA_CUDA_KERNELS=portable, or no GPU of capability 9.0";
 
 /// The log's line where the portable kernels serve. why null: they don't.
@@ -240,6 +260,7 @@ const char* obstacle(const ChunkDesc& call) {
 decode::ClusterShape cluster_shape(const StepDesc& call) {
   decode::ClusterShape best;
   if (call.batch_invariant) return best;
+  if (shares_queries(call)) return decode::kSharedQueries;
   const int group = static_cast<int>(call.group);
   std::int64_t most = 0, most_blocks = 0;
   for (const decode::ClusterShape shape : decode::kClusterShapes) {
@@ -260,9 +281,11 @@ StepKernels choose_kernels(const StepDesc& call) {
   if (obstacle(call)) return {};
   StepKernels kernels = all_kernels(call);
   kernels.shape = cluster_shape(call);
-  const std::int64_t clusters = call.queries * decode::step_clusters(static_cast<int>(call.group));
-  kernels.longest_first =
-      clusters > clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.processors);
+  const std::int64_t at_once =
+      kernels.shape == decode::kSharedQueries
+          ? call.processors
+          : clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.processors);
+  kernels.longest_first = clusters_of(call, kernels.shape) > at_once;
   if (fold_obstacle(call)) kernels.fold = nullptr;
   return kernels;
 }

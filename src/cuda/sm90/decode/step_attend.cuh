@@ -21,6 +21,7 @@
 #include "cuda/common/pages.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm90/decode/block_choice.cuh"
+#include "cuda/sm90/decode/sequence_order.cuh"
 #include "cuda/sm90/decode/step_shape.cuh"
 
 namespace nsa::cuda::sm90::decode {
@@ -46,25 +47,6 @@ __device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) 
       q[k][i] = pack(Half{}, x.x * factor, x.y * factor);
     }
   return factor;
-}
-
-/// The sequence that as many others are longer than (of equal ones, in front of it) as there are thread blocks in front
-/// of this one. Long ones come first, as the last clusters of a device have nobody beside them. lengths: in shared
-/// memory.
-template <class Args>
-__device__ __forceinline__ int longest_sequence(const Args& args, int* lengths) {
-  const int count = args.geometry.batches, thread = threadIdx.x;
-  if (thread < count) lengths[thread] = args.lengths[thread];
-  __syncthreads();
-  if (thread < count) {
-    const int mine = lengths[thread];
-    int place = 0;
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) place += lengths[i] > mine || (lengths[i] == mine && i < thread);
-    if (place == static_cast<int>(blockIdx.z)) lengths[count] = thread;
-  }
-  __syncthreads();
-  return warp_uniform(lengths[count]);
 }
 
 /// kMany: a query has several clusters. With eight warps a thread block could have 255 registers for a thread; with the

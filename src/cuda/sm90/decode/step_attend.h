@@ -25,17 +25,18 @@ inline constexpr int kMostTiles = 2;      // of a cluster
 inline constexpr int kMostBlocks = 64;    // n
 inline constexpr int kMostOrdered = 128;  // sequences that are served by their lengths
 
-/// Thread blocks of a cluster, warps of a thread block, and units of keys that a warp multiplies at once. By default
-/// those of steps whose bits depend on no other query.
+/// Thread blocks of a cluster, warps of a thread block, units of keys that a warp multiplies at once, and neighbouring
+/// queries that share what is loaded. By default those of steps whose bits depend on no other query.
 struct ClusterShape {
-  std::int16_t ranks = 8, warps = 4;
-  int units = 1;
+  std::int16_t ranks = 8, warps = 4, units = 1, queries = 1;
   constexpr bool operator==(const ClusterShape&) const = default;
 };
 
 /// The most warps for a query first. Two units at once last of 1 x 8: where clusters come one after another.
 inline constexpr ClusterShape kClusterShapes[] = {{8, 8, 2}, {8, 8}, {4, 8, 2}, {4, 8},   {8, 4},
                                                   {2, 8, 2}, {2, 8}, {1, 8},    {1, 8, 2}};
+/// For many steps of several new tokens: step_attend_queries.cu.
+inline constexpr ClusterShape kSharedQueries{1, 8, 4, 4};
 
 /// Tiles of a cluster, and clusters of a query and KV head: they share out the heads of the group.
 constexpr int step_tiles(int group) { return group > kTileRows ? kMostTiles : 1; }
@@ -169,9 +170,45 @@ struct StepMemory {
   static constexpr std::int64_t kMostBytes = 227 * 1024;
 };
 
+/// What a thread block of kSharedQueries has in shared memory, in bytes, in this order.
+struct QueriesMemory {
+  static constexpr int kKeys = 64, kStages = 2, kGroups = 2, kQueries = kSharedQueries.queries;
+  std::int64_t ring;      // of keys and values, for each warpgroup; for the choice what it is made from
+  std::int64_t exchange;  // half of the columns of each warp's sums
+  std::int64_t rows;      // softmaxes and gates of the rows
+  std::int64_t lists;     // blocks of each query, and of the queries of each warpgroup
+  std::int64_t sums;      // importances of blocks, of each query
+  std::int64_t scratch;   // of a query's part of the ring, for the choice
+
+  /// blocks: selection blocks of the longest sequence.
+  QueriesMemory(const BlockKeys& block_keys, int dim, int topk, std::int64_t blocks)
+      : ring(std::int64_t{kGroups} * kStages * kKeys * 2 * dim * 2),
+        exchange(std::int64_t{kGroups} * kQueries * kTileRows * dim * 2),
+        rows((2 * kGroups * 8 + kBranches * 4) * kQueries * kTileRows),
+        lists((kQueries + kGroups) * list_bytes(topk)),
+        sums(4 * kQueries * (sums_of(block_keys, blocks) + units_of(block_keys, blocks))),
+        scratch(12 * blocks + 4 * 64 + 24) {}
+  std::int64_t bytes() const { return ring + exchange + rows + lists + sums; }
+  bool fits() const { return kQueries * scratch <= ring && bytes() <= StepMemory::kMostBytes; }
+
+  /// A count and twice topk numbers.
+  __host__ __device__ static constexpr int list_bytes(int topk) { return 4 * (1 + 2 * topk); }
+  /// Units that `blocks` blocks reach into, and one, and blocks of these.
+  static std::int64_t units_of(const BlockKeys& block_keys, std::int64_t blocks) {
+    return ((blocks - 1) >> block_keys.log2_blocks()) + 2;
+  }
+  static std::int64_t sums_of(const BlockKeys& block_keys, std::int64_t blocks) {
+    return units_of(block_keys, blocks) << block_keys.log2_blocks();
+  }
+};
+
 /// By kernels that multiply two units at once.
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_step_pairs(const StepAttendArgs& args, cudaStream_t stream);
+
+/// By the kernel whose thread blocks have several queries.
+template <class T, int Dk, int Dv>
+[[gnu::weak]] cudaError_t launch_step_queries(const StepAttendArgs& args, cudaStream_t stream);
 
 /// It may begin before the kernel in front of it has ended, and waits for that one before it reads what the step adds.
 template <class T, int Dk, int Dv, bool kFloat8>
