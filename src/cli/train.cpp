@@ -141,8 +141,10 @@ class TrainCommand {
     option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");
     option("--gate-balance", "gate_balance", config_.train.gate_balance,
            "Weight of the penalty on gates that neglect a branch");
-    option("--selector-loss", "selector_loss", config_.train.selector_loss,
-           "Weight of the loss that teaches the choice of blocks what the selected branch attends to");
+    selector_loss_ = option("--selector-loss", "selector_loss", config_.train.selector_loss,
+                            "Weight of the loss that teaches the choice of blocks what the selected branch attends to; "
+                            "default with --preset recipe, --share-kv and a phi that learns 0.1, else 0");
+    selector_loss_->default_str("");
   }
 
   void add_length_options() {
@@ -232,6 +234,9 @@ class TrainCommand {
     if (v_head_dim_->count() == 0) model.v_head_dim = model.head_dim;
     if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
     auto& train = config_.train;
+    const bool taught = model.attention == AttentionKind::kNsa && preset_ == "recipe" && train.init.empty() &&
+                        model.share_kv && model.phi != CompressionKind::kMean;
+    if (selector_loss_->count() == 0 && taught) train.selector_loss = 0.1;
     if (accumulate_->count() == 0) train.accumulate = execution_.ranks.size();
     if (train.steps == 0 && train.tokens == 0 && train.minutes == 0) train.minutes = 3;
     if (equal_parameters_) model.ffn_size = equal_ffn_size(model);
@@ -306,6 +311,7 @@ class TrainCommand {
   DeviceOption device_;
   CLI::Option* accumulate_ = nullptr;
   CLI::Option* preset_option_ = nullptr;
+  CLI::Option* selector_loss_ = nullptr;
   CLI::Option* tokenizer_ = nullptr;
   CLI::Option* v_head_dim_ = nullptr;
   CLI::Option* ffn_size_ = nullptr;

@@ -111,17 +111,23 @@ PAPER = {"kernel_size": 32, "kernel_stride": 16, "block_size": 64, "topk": 16, "
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "expected", "selector_loss"),
     [
-        ([], RECIPE),
-        (["--preset", "paper"], PAPER),
-        (["--preset", "paper", "--share-kv", "--topk", 4], PAPER | {"share_kv": True, "topk": 4}),
-        (["--separate-kv", "--rope-theta", 1e4], RECIPE | {"share_kv": False, "rope_theta": 1e4}),
+        ([], RECIPE, 0.1),
+        (["--selector-loss", 0.2], RECIPE, 0.2),
+        (["--selector-loss", 0], RECIPE, 0),
+        (["--phi", "mean"], RECIPE, 0),
+        (["--attention", "full"], RECIPE, 0),
+        (["--preset", "paper"], PAPER, 0),
+        (["--preset", "paper", "--share-kv", "--topk", 4], PAPER | {"share_kv": True, "topk": 4}, 0),
+        (["--separate-kv", "--rope-theta", 1e4], RECIPE | {"share_kv": False, "rope_theta": 1e4}, 0),
     ],
 )
-def test_presets(options, expected, tmp_path, corpus):
+def test_presets(options, expected, selector_loss, tmp_path, corpus):
     nsa("train", "--out", tmp_path / "run", "--data", corpus, *SMALL, *options)
-    model = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    model = config["model"]
+    assert config["train"]["selector_loss"] == selector_loss
     assert {name: model[name] for name in expected} == expected
     assert model["num_layers"] == 1 and model["window_size"] == 512
 

@@ -36,7 +36,7 @@ struct LayerTrace {
 /// Their sum over the layers.
 at::Tensor selector_loss(const std::vector<LayerTrace>& trace);
 
-/// Queries of a batch that training asks for the selector loss.
+/// Queries of a batch that training asks for the selector loss, at most.
 constexpr std::int64_t kSelectorQueries = 128;
 
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
