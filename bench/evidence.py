@@ -39,6 +39,7 @@ MAIN = {
     "full-wide": "--attention full --equal-parameters",
     "window": "--attention window",
     "recipe": "",
+    "no-selector-loss": "--selector-loss 0",
 }
 # The recipe with one thing changed.
 VARIANTS = {
@@ -57,7 +58,6 @@ VARIANTS = {
     "last-layer-dense": "--dense-layers 7",
     "noise": "--noise 1",
     "gate-balance": "--gate-balance .1",
-    "selector-loss": "--selector-loss .1",
     "selector-loss-weak": "--selector-loss .03",
     "selector-loss-strong": "--selector-loss 1",
     "topk-64": "--topk 64",
@@ -105,24 +105,24 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN | {"selector-loss": VARIANTS["selector-loss"]},
+        MAIN,
         seeds=(1, 2, 3, 4, 5),
         by_method={"eval": None},
     ),
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
-        MAIN | {"selector-loss": VARIANTS["selector-loss"]},
+        MAIN,
     ),
     "32k-time": Plan(
         "bytes, 32768 of context, 15 minutes",
         "--minutes 15 --context 32768 --batch-size 1",
-        {name: MAIN[name] for name in ("full", "full-gated", "recipe")},
+        {name: MAIN[name] for name in ("full", "full-gated", "recipe", "no-selector-loss")},
     ),
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        MAIN | {"selector-loss": VARIANTS["selector-loss"]},
+        MAIN,
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
@@ -151,7 +151,7 @@ PLANS = {
         "--steps 12 --context 32768 --batch-size 1 --hidden-size 1024 --layers 18 --heads 16 --kv-heads 1 "
         "--head-dim 128 --ffn-size 3072 --join --document-bytes 65536 --log-every 3 --eval-every 0 "
         "--eval-tokens 32768 --save-every 0",
-        {name: MAIN[name] for name in ("full", "full-gated", "recipe")},
+        {name: MAIN[name] for name in ("full", "full-gated", "recipe", "no-selector-loss")},
         seeds=(1,),
         questions=(),
     ),

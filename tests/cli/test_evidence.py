@@ -157,7 +157,7 @@ EVERY_PLAN = {
     "lookups-8k": ("full", "--steps 2 --document-bytes 1024"),
     "speed": ("full recipe", "--steps 2 --document-bytes 1024"),
     "8k-long": ("full recipe", "--steps 2"),
-    "ablations": ("full paper selector-loss", "--steps 2"),
+    "ablations": ("full paper selector-loss-strong", "--steps 2"),
     "recall": (
         "16k 64k hops-8k 4k-no-selector-loss",
         "--length 128 --tokens-per-step 256 --pairs 6 --steps 2 --topk 3 --threads 1",
