@@ -48,6 +48,7 @@ The model of full attention asked by methods that read as many tokens as NSA and
 trained so. Losses are nats per token, the rest right answers, means over seeds, lengths and depths."""
 BASE = "full"
 PICTURED = (("8k", "32k"), (BASE, "full-gated", "recipe"))  # plans and models
+WITHOUT = "no-selector-loss"  # in the picture of a plan whose recipe has not run
 
 
 def student(freedom):
@@ -467,7 +468,9 @@ def curves(plans, image):
     fig, axes = figure(columns=2, rows=len(plans))
     for (name, results), left, right in zip(plans.items(), axes[::2], axes[1::2], strict=True):
         models = {model: seeds for model, seeds in results.trained.items() if model in PICTURED[1]}
-        kinds = {"recipe": "nsa"}
+        if "recipe" not in models and WITHOUT in results.trained:
+            models[WITHOUT] = results.trained[WITHOUT]
+        kinds = {"recipe": "nsa", WITHOUT: "nsa"}
         palette = colours([kinds.get(model, model) for model in models])
         for (model, seeds), colour in zip(models.items(), palette, strict=True):
             for axis, field, unit, shown in (
