@@ -22,6 +22,7 @@ from .functional import (
 from .layer import NativeSparseAttention
 from .optimizer import parameter_groups
 from .rotary import rotary_tables, rotate
+from .selector import selector_loss
 
 __version__: str = _ops.version()
 
@@ -53,6 +54,7 @@ __all__ = [
     "rotate",
     "select_blocks",
     "selected_attention",
+    "selector_loss",
     "serving",
     "sliding_window_attention",
     "use_backend",

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from ._arguments import check_offsets, check_sizes, checked
 from .cache import KVCache
 from .compression import CompressionFunction
-from .config import NSAConfig
+from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, decode, prefill
-from .functional import native_sparse_attention
+from .functional import compress, native_sparse_attention
 from .parallel.attention import native_sparse_attention as context_parallel_attention
 from .parallel.exchange import ContextParallel
 from .rotary import FLOATS, check_rotation, rotary_tables
+from .selector import Rope, sampled_divergence
 
 BRANCHES = ("cmp", "slc", "swa")
 
@@ -37,6 +38,11 @@ class NativeSparseAttention(nn.Module):
         context_parallel: an `nsa.parallel.ContextParallel`, whose ranks share the sequences: `forward` then takes this
             rank's rows of x, and the cu_seqlens of the whole; compressed tokens are always recomputed in the backward.
             None: every sequence is here whole.
+        selector_loss: what the last forward left for `nsa.selector_loss`: a scalar, float32 (float64 of such a layer),
+            the mean over `selector_queries` queries of one sequence and over KV heads of KL(attention || importances)
+            over the blocks that are not forced, both as shares. The attention is what the selected branch would give
+            each block, had it the whole past. 0 where all sequences are too short for a choice; None after a forward
+            that was not asked: with selector_queries = 0, in evaluation, without gradients or with a cache.
 
     Args:
         hidden_size: width of x.
@@ -58,9 +64,14 @@ class NativeSparseAttention(nn.Module):
         noise: exploration noise of the selection while training, see `select_blocks`; the attribute may be changed.
         seed: of phi's initial units beyond the mean.
         recompute_compressed: as in `native_sparse_attention`; the attribute may be changed.
+        selector_queries: how many queries of a sequence a forward in training asks for `selector_loss`; `nsa train`
+            has one for every 256 tokens of a batch, 16 to 128. The sequence is drawn by how many queries with a choice
+            it has, they evenly over these, by torch's generator of x's device. 0: none, at no cost; the attribute may
+            be changed.
 
     Raises:
-        ValueError: num_kv_heads does not divide num_heads, or a size is not allowed.
+        ValueError: num_kv_heads does not divide num_heads, a size is not allowed, or selector_queries where there is
+            nothing to teach: phi = "mean" with share_kv.
         TypeError: an argument is of another type.
     """
 
@@ -88,6 +99,7 @@ class NativeSparseAttention(nn.Module):
         noise: float = 0.0,
         seed: int = 0,
         recompute_compressed: bool = False,
+        selector_queries: int = 0,
     ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -133,6 +145,12 @@ class NativeSparseAttention(nn.Module):
         self.rope_theta, self.rope = rope_theta, rope
         self.context_parallel: ContextParallel | None = None
         self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
+        self.selector_queries = selector_queries
+        self.selector_loss: Tensor | None = None
+        self._check_selector_queries()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy or a file has no graph
+        return {**self.__dict__, "selector_loss": None}
 
     def reset_parameters(self) -> None:
         """Gives the parameters, wherever they are now, new initial values, as a new layer's with torch's random state.
@@ -202,7 +220,8 @@ class NativeSparseAttention(nn.Module):
             Like x; or (that, indices int32 (B, S, Hkv, topk) or (total, Hkv, topk)).
 
         Raises:
-            ValueError: arguments that do not go together, or that an operation refuses.
+            ValueError: arguments that do not go together, or that an operation refuses; selector_queries where there is
+                nothing to teach, or with context_parallel.
             TypeError: an argument of another type.
         """
         if cache is not None and cu_seqlens is not None:
@@ -229,6 +248,7 @@ class NativeSparseAttention(nn.Module):
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
         self._check_dtype(x)
+        self.selector_loss = None
         q = self._heads(self.q_proj(x), self.num_heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k, v = self._branches(self.k_proj, self.k_norm, x), self._branches(self.v_proj, None, x)
@@ -271,8 +291,42 @@ class NativeSparseAttention(nn.Module):
                 o, selected = context_parallel_attention(
                     *(q, k["cmp"], v["cmp"], gates, cp), **arguments, cu_seqlens=cu_seqlens
                 )
+            self._ask_selector(q, k, arguments["weights_k"], arguments["rope"], cu_seqlens, max_seqlen)
         o = self.o_proj(o.flatten(-2))
         return (o, selected) if return_indices else o
+
+    def _ask_selector(
+        self,
+        q: Tensor,
+        k: dict[str, Tensor],
+        weights: CompressionWeights,
+        rope: Rope | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        lengths: Tensor | None = None,
+    ) -> None:
+        """Leaves `selector_loss`; the arguments as of `sampled_divergence`."""
+        if not (self.selector_queries and self.training and torch.is_grad_enabled()):
+            return
+        self._check_selector_queries()
+        # Shared keys teach: a gradient of the loss would move what they say.
+        k_cmp = k["cmp"] if isinstance(self.k_proj, nn.ModuleDict) else k["cmp"].detach()
+        self.selector_loss = sampled_divergence(
+            *(q, k_cmp, k["slc"], weights, self.cfg, rope, self.selector_queries),
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            lengths=lengths,
+            compress=self._compress,
+        )
+
+    def _check_selector_queries(self) -> None:
+        given = f"selector_queries = {self.selector_queries}"
+        if self.selector_queries < 0:
+            raise ValueError(f"{given}: must be >= 0")
+        if self.selector_queries and self.phi_k.kind == "mean" and not isinstance(self.k_proj, nn.ModuleDict):
+            raise ValueError(f"{given}: must be 0 with share_kv and phi = mean, which leave the choice no weights")
+        if self.selector_queries and self.context_parallel is not None:
+            raise ValueError(f"{given}: must be 0 with context_parallel")
 
     def _check_dtype(self, x: Tensor) -> None:
         weight, kind = self.q_proj.weight.dtype, x.device.type
@@ -284,7 +338,8 @@ class NativeSparseAttention(nn.Module):
             came, expected = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, weight))
             raise ValueError(f"x: dtype {came}: must be {expected} as q_proj.weight, or floating-point in an autocast")
 
-    _attend: Callable[..., Any] = staticmethod(native_sparse_attention)  # nsa.reference has another
+    _attend: Callable[..., Any] = staticmethod(native_sparse_attention)  # nsa.reference has others
+    _compress: Callable[..., Tensor] = staticmethod(compress)
 
     @staticmethod
     def _heads(x: Tensor, heads: int) -> Tensor:

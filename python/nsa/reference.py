@@ -255,6 +255,7 @@ class NativeSparseAttention(layer.NativeSparseAttention):
     """`nsa.NativeSparseAttention` on the operations of this module; with a cache it runs as that one does."""
 
     _attend = staticmethod(native_sparse_attention)
+    _compress = staticmethod(compress)
 
 
 def importance(q: Tensor, k_c: Tensor, cfg: NSAConfig, seqlen_k: int, softmax_scale: float | None = None) -> Tensor:

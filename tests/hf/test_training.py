@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from models import VOCABULARY, sparse, tokens
+import nsa
+from models import VOCABULARY, padded, sparse, tokens
 
 HERE = Path(__file__).parent
 
 
-def trainer(model, folder, steps=30, **options):
+def trainer(model, folder, steps=30, kind=Trainer, **options):
     draw = torch.Generator().manual_seed(3)
     text = torch.randint(1, VOCABULARY, (8, 100), generator=draw)
     rows = [{"input_ids": row, "labels": row} for row in text]
@@ -33,7 +34,7 @@ def trainer(model, folder, steps=30, **options):
         disable_tqdm=True,
         **options,
     )
-    return Trainer(model=model, args=arguments, train_dataset=rows)
+    return kind(model=model, args=arguments, train_dataset=rows)
 
 
 def losses(run):
@@ -63,6 +64,52 @@ def test_under_autocast(tmp_path):
     run.train()
     assert all(p.dtype == torch.float32 for p in run.model.parameters())
     assert losses(run)[-1] < 0.8 * losses(run)[0]
+
+
+def asked(model, queries):
+    """The model in training, its sparse layers asked for the selector loss."""
+    for module in model.modules():
+        if isinstance(module, nsa.NativeSparseAttention):
+            module.selector_queries = queries
+    return model.train()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_selector_loss_asks_tokens_only(name):
+    model = asked(sparse(name, nsa={"share_kv": True}), 1 << 20)
+    rows = [tokens(20), tokens(180)]  # the first is too short for a choice, its padding would not be
+    model(rows[1][None])
+    alone = nsa.selector_loss(model)
+    assert alone > 0.001
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    for _ in range(6):
+        for side in ("left", "right"):
+            ids, mask = padded(rows, side)
+            model(ids, attention_mask=mask)
+            torch.testing.assert_close(nsa.selector_loss(model), alone, rtol=1e-3, atol=0)
+        model(torch.cat(rows)[None], position_ids=positions[None])
+        torch.testing.assert_close(nsa.selector_loss(model), alone, rtol=1e-3, atol=0)
+    with pytest.raises(ValueError, match=r"^model: model.layers.0.self_attn has no selector loss"):
+        model(rows[1][None], use_cache=True)
+        nsa.selector_loss(model)
+    model.model.layers[1].self_attn.num_heads *= 2  # as where another rank has the other half
+    with pytest.raises(ValueError, match=r"^selector_queries = 1048576: must be 0 with tensor parallelism"):
+        model(rows[1][None])
+
+
+def test_selector_loss_in_trainer(tmp_path):
+    told = []
+
+    class Taught(Trainer):
+        def compute_loss(self, *arguments, **options):
+            loss = super().compute_loss(*arguments, **options)
+            told.append(nsa.selector_loss(self.model))
+            return 0 * loss + told[-1]
+
+    model = asked(sparse("llama", nsa={"share_kv": True}, dense_layers=[1]), 16)
+    model.gradient_checkpointing_enable()
+    trainer(model, tmp_path, 20, Taught, save_strategy="no").train()
+    assert sum(told[-5:]) < 0.8 * sum(told[:5])
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
     "page, count",
     [
         ("README.md", 1),
-        ("docs/guide/python.md", 5),
+        ("docs/guide/python.md", 6),
         ("docs/guide/migration.md", 3),
         ("docs/guide/serving.md", 1),
         ("docs/guide/transformers.md", 3),

@@ -97,6 +97,7 @@ class NsaAttention(NativeSparseAttention):
     ) -> tuple[Tensor, None]:
         """hidden_states: (B, S, hidden_size), as the result."""
         rows, cu_seqlens = layout.rows, layout.cu_seqlens
+        self.selector_loss = None
         x = hidden_states if rows is None else rows.front(hidden_states)
         if cache is None and (rows is not None or cu_seqlens is not None):
             cu_seqlens = cu_seqlens if rows is None else rows.offsets()
@@ -116,6 +117,15 @@ class NsaAttention(NativeSparseAttention):
             eager = self.config._attn_implementation == "eager"
             attend = reference.native_sparse_attention if eager else native_sparse_attention
             o = attend(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, **inputs)
+            if self.selector_queries:
+                if q.shape[-2] < self.num_heads:
+                    given = f"selector_queries = {self.selector_queries}"
+                    raise ValueError(f"{given}: must be 0 with tensor parallelism, where a rank has some of the heads")
+                where = (cu_seqlens, layout.max_seqlen)
+                if rows is not None and cu_seqlens is not None:  # every other sequence is padding
+                    where = (cu_seqlens[::2], layout.max_seqlen)
+                lengths = None if rows is None else rows.count
+                self._ask_selector(q, k, inputs["weights_k"], layout.tables, *where, lengths=lengths)
         else:
             held: Any = cache.layers[self.layer_idx]
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)

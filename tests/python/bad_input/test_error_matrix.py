@@ -60,7 +60,7 @@ CASES = [
     if change not in TAKEN.get((name, argument), ())
 ]
 WITHOUT_TENSORS = {"Backend", "NSAConfig", "backends", "describe_backends", "device_count", "use_backend"}
-OTHERS = {"CompressionFunction", "parameter_groups", "parallel", "reference", "serving", "LayerCache"}
+OTHERS = {"CompressionFunction", "parameter_groups", "selector_loss", "parallel", "reference", "serving", "LayerCache"}
 """Modules, and what takes a module or gives one that the layer's tests look at."""
 
 
