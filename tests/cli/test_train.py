@@ -201,6 +201,14 @@ def test_the_selector_loss_leaves_shared_keys_to_the_text(tmp_path, corpus):
     assert moved and all(".phi_k." in name for name in moved), moved
 
 
+def test_the_selector_loss_is_nothing_to_full_attention(tmp_path, corpus):
+    for weight in (0, 0.1):
+        options = ["--attention", "full", "--steps", 2, "--selector-loss", weight, *TINY, "--threads", 1]
+        nsa("train", "--out", tmp_path / str(weight), "--data", corpus, *options)
+    without, asked = (load_file(tmp_path / weight / "model.safetensors") for weight in ("0", "0.1"))
+    assert all((without[name] == asked[name]).all() for name in without)
+
+
 def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
     nsa("train", "--out", tmp_path / "none", "--data", corpus, "--steps", 24, "--selector-loss", 0, *TINY)
     usual, none = (load_file(run / "model.safetensors") for run in (trained["nsa"], tmp_path / "none"))

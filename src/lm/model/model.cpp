@@ -107,7 +107,7 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   state.rotation = state.table.at(on_device(token_positions(state.offsets)));
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
-  if (options.selector_queries > 0) {
+  if (options.trace && options.selector_queries > 0) {
     state.sample = draw_queries(state.offsets, impl_->config.nsa, options.selector_queries,
                                 base::derive_seed({options.seed, impl_->blocks.size()}), impl_->device);
   }

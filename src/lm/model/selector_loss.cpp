@@ -106,14 +106,12 @@ at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const a
                              std::int64_t num_blocks, const NSAConfig& cfg) {
   const std::int64_t stride = cfg.kernel_stride, strides = cfg.kernel_size / stride;
   const auto ends = range_like(k_c.size(-3), positions) * stride + (cfg.kernel_size - 1);
-  const auto attention = group_attention(q, k_c, ends, positions);
+  auto attention = group_attention(q, k_c, ends, positions);
   // A compression block gives a share to each of the strides that it covers.
-  at::Tensor covered = attention;
-  for (std::int64_t behind = 1; behind < strides; ++behind) {
-    const auto moved = at::constant_pad_nd(attention, {behind, strides - 1 - behind});
-    covered = behind == 1 ? moved + at::constant_pad_nd(attention, {0, strides - 1}) : covered + moved;
+  if (const std::int64_t behind = strides - 1; behind > 0) {
+    attention = at::constant_pad_nd(attention, {behind, behind}).unfold(-1, strides, 1).sum(-1);
   }
-  return sum_over_blocks(covered, cfg.block_size / stride, num_blocks);
+  return sum_over_blocks(attention, cfg.block_size / stride, num_blocks);
 }
 
 at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& positions,

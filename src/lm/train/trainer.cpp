@@ -263,6 +263,7 @@ double Trainer::noise() const {
 void Trainer::train_step(double rate) {
   const bool log = (state_.step + 1) % config_.train.log_every == 0;
   const bool is_nsa = config_.model.attention == AttentionKind::kNsa;
+  const bool teaches = is_nsa && config_.train.selector_loss > 0;
   begin_on_device();
   std::int64_t tokens = 0;
   const auto batches = next_batches(tokens);
@@ -273,17 +274,17 @@ void Trainer::train_step(double rate) {
     options.noise = noise();
     options.recompute = config_.train.recompute;
     options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
-    if (config_.train.selector_loss > 0) {  // one of 256 tokens: a part of a step that does not depend on its size
+    if (teaches) {  // one of 256 tokens: a part of a step that does not depend on its size
       options.selector_queries = std::clamp<std::int64_t>(rows.targets.numel() / 256, 16, kSelectorQueries);
     }
-    if (is_nsa && (log || config_.train.gate_balance > 0 || options.selector_queries > 0)) options.trace = &trace;
+    if (is_nsa && (log || config_.train.gate_balance > 0 || teaches)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
     auto loss = losses / static_cast<double>(tokens);
     const double share = static_cast<double>(rows.targets.numel()) / static_cast<double>(tokens);
     if (is_nsa && config_.train.gate_balance > 0) {
       loss = loss + gate_imbalance(trace) * (config_.train.gate_balance * share);
     }
-    if (is_nsa && config_.train.selector_loss > 0) {
+    if (teaches) {
       loss = loss + selector_loss(trace) * (config_.train.selector_loss * share);
     }
     loss.backward();
