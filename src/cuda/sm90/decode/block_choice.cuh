@@ -125,6 +125,36 @@ __device__ __forceinline__ int count_larger(const unsigned long long* lists, int
   return sum;
 }
 
+/// How many numbers of a list in any order are larger than `mine`.
+__device__ __forceinline__ int count_larger(const unsigned long long* list, int count, unsigned long long mine) {
+  int larger = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) larger += list[i] > mine;
+  return larger;
+}
+
+/// How many blocks of a list in any order come before `block`.
+__device__ __forceinline__ int count_before(const int* blocks, int count, int block) {
+  int before = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) before += blocks[i] < block;
+  return before;
+}
+
+/// Of the `topk` blocks that are given to a query those that count, to `found` in any order; their number. One warp.
+__device__ __forceinline__ int read_imposed(const int* given, int topk, int position, int block_size, int* found,
+                                            int lane) {
+  int count = 0;
+  for (int first = 0; first < topk; first += 32) {
+    const int i = first + lane;
+    const bool good = i < topk && counts(given, i, position, block_size);
+    const unsigned lanes = __ballot_sync(0xffffffffu, good);
+    if (good) found[count + __popc(lanes & ((1u << lane) - 1))] = given[i];
+    count += __popc(lanes);
+  }
+  return count;
+}
+
 /// The candidates of a query at `position`, those that are forced, and the places left for the others.
 struct Candidates {
   int count, init, first_local, places;
@@ -276,9 +306,7 @@ __device__ __forceinline__ void choose_blocks(const typename S::Args& args, int 
 #pragma unroll 1
       for (int i = thread; i < count; i += kThreads) {
         const unsigned long long candidate = list[i];
-        int larger = 0;
-#pragma unroll 4
-        for (int j = 0; j < count; ++j) larger += list[j] > candidate;
+        const int larger = count_larger(list, count, candidate);
         if (larger < candidates.places) choice.candidates()[larger] = candidate;
       }
     }
@@ -293,9 +321,7 @@ __device__ __forceinline__ void choose_blocks(const typename S::Args& args, int 
       const int count = choice.count(), block = i < count ? found[i] : -1;
       int place = i;
       if (i < count) {
-        place = 0;
-#pragma unroll 4
-        for (int j = 0; j < count; ++j) place += found[j] < block;
+        place = count_before(found, count, block);
         choice.blocks()[place] = block;
       }
       if (writes) args.indices.template at<int>(b, row, kv_head)[place] = room ? block : -1;
@@ -331,14 +357,7 @@ __device__ __forceinline__ void choose_blocks(const typename S::Args& args, int 
   if (args.imposed.data) {
     if (warp == 0) {
       const int* const given = args.imposed.template at<const int>(b, row, kv_head);
-      int count = 0;
-      for (int first = 0; first < topk; first += 32) {
-        const int i = first + lane;
-        const bool good = i < topk && counts(given, i, position, 1 << shape.log2_block);
-        const unsigned lanes = __ballot_sync(0xffffffffu, good);
-        if (good) found[count + __popc(lanes & ((1u << lane) - 1))] = given[i];
-        count += __popc(lanes);
-      }
+      const int count = read_imposed(given, topk, position, 1 << shape.log2_block, found, lane);
       if (lane == 0) choice.count() = count;
     }
     sort(false);

@@ -19,10 +19,7 @@ struct BlockList {
     const int all = count();
     for (int i = thread; i < all; i += threads) {
       const int block = found()[i];
-      int place = 0;
-#pragma unroll 4
-      for (int j = 0; j < all; ++j) place += found()[j] < block;
-      blocks()[place] = block;
+      blocks()[count_before(found(), all, block)] = block;
     }
   }
 };
@@ -109,9 +106,7 @@ __device__ __forceinline__ void find_blocks(const Args& args, char* memory, cons
 #pragma unroll 1
     for (int i = thread; i < others; i += kThreads) {
       const unsigned long long block = found_blocks[i];
-      int larger = 0;
-#pragma unroll 4
-      for (int j = 0; j < others; ++j) larger += found_blocks[j] > block;
+      const int larger = count_larger(found_blocks, others, block);
       if (larger < candidates.places) list.found()[known + larger] = block_of(block);
     }
     if (thread == 0) list.count() = known + min(others, max(candidates.places, 0));

@@ -366,14 +366,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       if (args.imposed.data == nullptr) return;
       if (group == 0 && active) {
         const int* const given = args.imposed.template at<const int>(b, row_of(query), kv_head);
-        int count = 0;
-        for (int from = 0; from < topk; from += 32) {
-          const int i = from + lane;
-          const bool good = i < topk && counts(given, i, position, 1 << shape.log2_block);
-          const unsigned lanes = __ballot_sync(0xffffffffu, good);
-          if (good) list.found()[count + __popc(lanes & ((1u << lane) - 1))] = given[i];
-          count += __popc(lanes);
-        }
+        const int count = read_imposed(given, topk, position, 1 << shape.log2_block, list.found(), lane);
         if (lane == 0) list.count() = count;
         __syncwarp();
         list.sort(lane, 32);
