@@ -132,11 +132,11 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 2500 steps of 65536, a twentieth of them look-ups",
-        "--steps 2500 --context 65536 " + LOOKUPS,
+        "bytes, 65536 of context, 1600 steps of 65536, a twentieth of them look-ups",
+        "--steps 1600 --context 65536 " + LOOKUPS,
         {name: MAIN[name] for name in ("recipe", "window", "full")},
         seeds=(1,),
-        needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 100),
+        needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 50),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768, a twentieth of them look-ups",

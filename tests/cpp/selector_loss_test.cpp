@@ -14,6 +14,7 @@
 
 #include "bridge/attention.h"
 #include "lm/layers/rope_frequencies.h"
+#include "lm/model/model.h"
 #include "lm/model/selection_stats.h"
 #include "lm/model/selector_loss.h"
 
@@ -286,6 +287,15 @@ TEST(SelectorLoss, DrawsItsQueriesBySeed) {
   Inputs short_ones = in;
   short_ones.offsets = {0, 80, 160, 240};
   EXPECT_EQ(short_ones.loss().item<double>(), 0);  // no query has a choice
+}
+
+TEST(SelectorLoss, LongerContextsAreAskedByFewerQueries) {
+  EXPECT_EQ(default_selector_queries(8192, 4096), 32);
+  EXPECT_EQ(default_selector_queries(32768, 8192), 128);
+  EXPECT_EQ(default_selector_queries(1 << 20, 4096), 128);
+  EXPECT_EQ(default_selector_queries(32768, 32768), 32);
+  EXPECT_EQ(default_selector_queries(1 << 20, 1 << 20), 16);
+  EXPECT_EQ(default_selector_queries(256, 256), 16);
 }
 
 }  // namespace

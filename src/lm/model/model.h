@@ -36,8 +36,11 @@ struct LayerTrace {
 /// Their sum over the layers.
 at::Tensor selector_loss(const std::vector<LayerTrace>& trace);
 
-/// Queries of a batch that training asks for the selector loss, at most.
 constexpr std::int64_t kSelectorQueries = 128;
+/// How many queries of a batch training asks for the selector loss: one of 256 tokens, so that its part of a step does
+/// not depend on the batch, and beyond 8192 tokens of context fewer, as each is compared with all that is before it. 16
+/// ... kSelectorQueries.
+std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t context);
 
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
 using SequenceAttention = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;

@@ -274,8 +274,8 @@ void Trainer::train_step(double rate) {
     options.noise = noise();
     options.recompute = config_.train.recompute;
     options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
-    if (teaches) {  // one of 256 tokens: a part of a step that does not depend on its size
-      options.selector_queries = std::clamp<std::int64_t>(rows.targets.numel() / 256, 16, kSelectorQueries);
+    if (teaches) {
+      options.selector_queries = default_selector_queries(rows.targets.numel(), config_.train.context);
     }
     if (is_nsa && (log || config_.train.gate_balance > 0 || teaches)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
