@@ -27,7 +27,7 @@ TrainingBatch dots() {
   return make_batch(documents, {{{0, 0, 4000}}, {{0, 0, 12}, {0, 5, 2000}}});
 }
 
-TEST(PlantLookups, WritesEachLineTwiceIntoASequence) {
+TEST(PlantLookups, WritesEachLineEightTimesIntoASequence) {
   const auto tokenizer = make_tokenizer("bytes");
   auto batch = dots();
   plant_lookups(batch, 0.2, *tokenizer, 1);
@@ -47,14 +47,36 @@ TEST(PlantLookups, WritesEachLineTwiceIntoASequence) {
       found[(*match)[1]].push_back((*match)[2]);
     }
     for (const auto& [key, values] : found) {
-      EXPECT_EQ(values.size(), 2u);
-      EXPECT_EQ(values.front(), values.back());
+      EXPECT_EQ(values, std::vector(8, values.front()));
       EXPECT_TRUE(seen.insert(key).second) << "in two sequences";
     }
-    EXPECT_NEAR(static_cast<double>(found.size()), 0.2 * static_cast<double>(text.size()) / 36, 1);
+    EXPECT_NEAR(static_cast<double>(found.size()), 0.2 * static_cast<double>(text.size()) / 144, 1);
     const auto rest = std::regex_replace(text, line, "");
     EXPECT_EQ(rest, std::string(rest.size(), '.'));
   }
+}
+
+TEST(PlantLookups, DistancesAreEvenByTheirLogarithm) {
+  const auto tokenizer = make_tokenizer("bytes");
+  const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(65537, '.')}};
+  auto batch = make_batch(documents, {{{0, 0, 65536}}});
+  plant_lookups(batch, 0.05, *tokenizer, 1);
+  const auto tokens = numbers(batch.batch.tokens);
+  const std::string text(tokens.begin(), tokens.end());
+  std::map<std::string, std::vector<std::ptrdiff_t>> places;
+  const std::regex line("[A-Z]{8}");
+  for (std::sregex_iterator match(text.begin(), text.end(), line), end; match != end; ++match) {
+    places[match->str()].push_back(match->position());
+  }
+  double near = 0, far = 0, all = 0;
+  for (const auto& [key, at] : places) {
+    for (std::size_t i = 1; i < at.size(); ++i, ++all) {
+      near += at[i] - at[i - 1]<512, far += at[i] - at[0]> 8192;
+    }
+  }
+  EXPECT_GT(all, 100);
+  EXPECT_GT(near / all, .3);  // evenly over the sequence: .06
+  EXPECT_GT(far / all, .2);
 }
 
 TEST(PlantLookups, IsAFunctionOfTheSeed) {

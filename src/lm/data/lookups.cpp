@@ -1,10 +1,30 @@
 #include "lm/data/lookups.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <numeric>
 #include <vector>
 
 namespace nsa::lm {
+namespace {
+
+constexpr std::size_t kPlaces = 8;  // of a line
+
+/// A cell some way from `first`, evenly by the logarithm of the distance, or the free one next to it.
+std::size_t further_place(std::size_t first, const std::vector<bool>& taken, base::Random& random) {
+  const std::size_t behind = taken.size() - 1 - first, reach = std::max(first, behind);
+  const auto most = static_cast<double>(reach + 1);
+  const auto distance = std::min(static_cast<std::size_t>(std::pow(most, random.uniform())), reach);
+  const bool ahead = distance <= behind && (distance > first || random.below(2) == 1);
+  const std::size_t place = ahead ? first + distance : first - distance;
+  for (std::size_t i = 0;; ++i) {
+    if (place + i < taken.size() && !taken[place + i]) return place + i;
+    if (place >= i && !taken[place - i]) return place - i;
+  }
+}
+
+}  // namespace
 
 Lookup random_lookup(base::Random& random) {
   Lookup lookup;
@@ -30,12 +50,22 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     std::vector<std::size_t> cells((length - 1) / cell);
     std::iota(cells.begin(), cells.end(), 0);
     base::shuffle(cells, random.next());
-    const double wanted = share * static_cast<double>(length) / static_cast<double>(2 * (cell - 8));
-    const auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / 2);
-    for (std::size_t i = 0; i < count; ++i) {
+    const double wanted = share * static_cast<double>(length) / static_cast<double>(kPlaces * (cell - 8));
+    auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / kPlaces);
+    std::vector<bool> taken(cells.size());
+    for (const std::size_t first : cells) {
+      if (count == 0) break;
+      if (taken[first]) continue;
+      --count;
+      taken[first] = true;
+      std::array<std::size_t, kPlaces> places = {first};
+      for (std::size_t i = 1; i < kPlaces; ++i) {
+        places[i] = further_place(first, taken, random);
+        taken[places[i]] = true;
+      }
       auto line = next_line();
       line.resize(std::min(line.size(), cell));
-      for (const std::size_t place : {cells[2 * i], cells[2 * i + 1]}) {
+      for (const std::size_t place : places) {
         const auto at = static_cast<std::size_t>(offsets[b]) + 1 + place * cell;
         std::copy(line.begin(), line.end(), tokens + at);
         std::copy(line.begin(), line.end(), targets + at - 1);
