@@ -25,6 +25,7 @@ struct StreamCase {
   std::int64_t page_size = 16;  // 0: contiguous
   NSAConfig cfg = {8, 4, 16, 4, 1, 2, 20};
   std::vector<float> k_scale, v_scale;  // of each KV head: the cache is in e4m3
+  std::int64_t oracle_from = -1;        // a forward pass is the oracle's, from this token on
   bool float8() const { return !k_scale.empty(); }
 };
 
@@ -150,6 +151,8 @@ struct Forward : Results {
     NsaAttentionParams p;
     p.q = s.q, p.k_c = k_c, p.v_c = v_c, p.k_slc = s.k_slc, p.v_slc = s.v_slc, p.k_swa = s.k_swa, p.v_swa = s.v_swa;
     p.gates = s.gates, p.cfg = s.c.cfg, p.o = o, p.indices = indices;
+    if (s.c.oracle_from >= 0)
+      for (TensorView* x : {&p.q, &p.gates, &p.o, &p.indices}) *x = slice(*x, 1, s.c.oracle_from, s.c.length);
     std::vector<Tensor> read;
     for (TensorView* x : {&p.k_c, &p.v_c, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa}) {
       if (!s.c.float8()) continue;
@@ -161,7 +164,8 @@ struct Forward : Results {
       read.push_back(read_again(stored, scales));
       *x = read.back();
     }
-    expect_ok(s.c.float8() ? reference::run(p, DType::kFloat64) : under_test.nsa_attention(p, context));
+    const bool oracle = s.c.oracle_from >= 0 || s.c.float8();
+    expect_ok(oracle ? reference::run(p, DType::kFloat64) : under_test.nsa_attention(p, context));
   }
 
   Tensor k_c, v_c;

@@ -185,6 +185,26 @@ struct SharedQueries : testing::Test {
   const Environment processors{"NSA_CUDA_PROCESSORS", "1"};
 };
 
+TEST_F(SharedQueries, AreTheOracle) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
+    for (const std::int64_t dim : {64, 128}) {
+      SCOPED_TRACE(std::string(name_of(dtype)) + ", heads of " + std::to_string(dim));
+      StreamCase c = hopper_case(dim == 64 ? 3 : 16, 700, {32, 16, 64, 6, 1, 2, 150}, dtype);
+      c.dk = c.dv = dim, c.oracle_from = 620;
+      expect_forward(c, c.oracle_from, {4, 16, 3, 13, 16, 7, 16});
+    }
+}
+
+TEST_F(SharedQueries, OfALongTextAreTheOracle) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    SCOPED_TRACE(name_of(dtype));
+    StreamCase c = hopper_case(4, 65536, {}, dtype);
+    c.batch = 1, c.dk = c.dv = dtype == DType::kFloat16 ? 64 : 128;
+    c.page_size = 128, c.kind = CompressionKind::kMean, c.oracle_from = c.length - 16;
+    expect_forward(c, c.oracle_from, {16});
+  }
+}
+
 TEST_F(SharedQueries, HaveTheSameBitsInAnyStep) {
   expect_same_bits_in_any_step(clustered_case(4), kClusteredStart, 4);
   StreamCase c = clustered_case(16, DType::kFloat16);
