@@ -294,22 +294,6 @@ TEST(Heuristics, LongSequencesAreFirstWhereClustersWait) {
   EXPECT_TRUE(longest_first(128, 131072));  // clusters of two thread blocks, of which 66 are there at once
 }
 
-TEST(Heuristics, KernelsWithoutAnOrderGetTheSameArguments) {
-  decode::StepAttendArgs args{};
-  args.geometry.group = 16, args.window = 512, args.topk = 7, args.scale = 0.25f, args.positions = 99;
-  args.block_keys.log2_block = 5, args.shape = {4, 8, 1}, args.longest_first = true;
-  const decode::StepArgs<false> other = decode::kernel_args<false>(args);
-  EXPECT_EQ(other.geometry.group, 16);
-  EXPECT_EQ(other.window, 512);
-  EXPECT_EQ(other.topk, 7);
-  EXPECT_EQ(other.scale, 0.25f);
-  EXPECT_EQ(other.positions, 99);
-  EXPECT_EQ(other.block_keys.log2_block, 5);
-  EXPECT_EQ(other.shape, args.shape);
-  EXPECT_EQ(other.kept_units, 0);
-  EXPECT_TRUE(decode::kernel_args<true>(args).longest_first);
-}
-
 TEST(Heuristics, TwoUnitsAtOnceWhereTheyAreFaster) {
   StepDesc d = step();
   const auto units = [&](std::int64_t queries) {

@@ -488,7 +488,9 @@ Status Step::attend_on_hopper() {
   args.positions = positions();
   args.plan = plan_;
   args.block_keys = sm90::decode::BlockKeys(cfg);
-  args.shape = hopper_.shape, args.longest_first = hopper_.longest_first;
+  args.shape = hopper_.shape;
+  const std::int64_t sequences = args.geometry.batches;
+  args.longest_first = hopper_.longest_first && sequences > 1 && sequences <= sm90::decode::kMostOrdered;
   return status_of(hopper_.attend(args, e_.stream), "step_attend");
 }
 

@@ -159,17 +159,13 @@ __device__ __forceinline__ int read_imposed(const int* given, int topk, int posi
 struct Candidates {
   int count, init, first_local, places;
 
-  template <class Args>
-  __device__ Candidates(const Args& args, int position) {
+  __device__ Candidates(const StepAttendArgs& args, int position) {
     count = (position >> args.block_keys.log2_block) + 1;
     init = min(args.init_blocks, count);
     first_local = max(max(count - args.local_blocks, 0), init);
     places = args.topk - init - (count - first_local);
   }
-  template <class Args>
-  __device__ bool all(const Args& args) const {
-    return count <= args.topk;
-  }
+  __device__ bool all(const StepAttendArgs& args) const { return count <= args.topk; }
   __device__ bool forced(int block) const { return block < init || block >= first_local; }
   __device__ int num_forced() const { return init + count - first_local; }
   /// i < num_forced(), ascending.
@@ -232,7 +228,7 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
 /// memory, which nobody else uses then. S: a StepShape. totals_of(tile): of compressed keys. writes: the list of
 /// blocks, too.
 template <class S, class TotalsOf>
-__device__ __forceinline__ void choose_blocks(const typename S::Args& args, int b, char* memory,
+__device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b, char* memory,
                                               const TotalsOf& totals_of, int tiles, const ChoiceMemory& choice,
                                               char* all_kept, int row, int position, int compressed, bool chooses,
                                               bool room, bool writes) {

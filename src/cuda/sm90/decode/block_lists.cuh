@@ -66,8 +66,7 @@ struct Importances {
 
 /// Finds the blocks of a query at `position` that is `active`, by 64 threads; others do the same for other queries, and
 /// all of them meet at the barriers. memory: of the query.
-template <class Args>
-__device__ __forceinline__ void find_blocks(const Args& args, char* memory, const Importances& importances,
+__device__ __forceinline__ void find_blocks(const StepAttendArgs& args, char* memory, const Importances& importances,
                                             const BlockList& list, int position, bool active, int thread) {
   constexpr int kThreads = 64;
   const Candidates candidates(args, position);

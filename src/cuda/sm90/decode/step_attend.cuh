@@ -52,7 +52,7 @@ __device__ __forceinline__ float to_half_queries(std::uint32_t (&q)[kSteps][4]) 
 /// kMany: a query has several clusters. With eight warps a thread block could have 255 registers for a thread; with the
 /// 168 of twelve warps, compilers count in uniform ones what they otherwise count in these.
 template <class S, class T, int Dk, int Dv, bool kMany>
-__global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ typename S::Args args) {
+__global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAttendArgs args) {
   constexpr int kRanks = S::kRanks, kWarps = S::kWarps, kThreads = S::kThreads, kTiles = S::kTiles;
   constexpr bool kFloat8 = S::kFloat8;
   using Element = typename S::Element;
@@ -75,7 +75,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ typename 
   auto* const others = reinterpret_cast<OtherRows<S>*>(row_memory + sizeof(RowMemory<S>));  // own: not used
   const ChoiceMemory choice{reinterpret_cast<char*>(others + (clusters > 1 ? clusters : 0)), args.topk};
 
-  const bool longest_first = kTiles == 1 && args.longest_first;
+  const bool longest_first = S::kAtOnce == 2 && args.longest_first;
   const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(all_kept)) : blockIdx.z;
 
   // Queries and gates are inputs of the step: they may be read before the kernel in front has ended, as may the lengths
@@ -100,23 +100,9 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ typename 
   const auto cluster_of = [&](int phase) { return phase == 0 ? mine : -1 - phase + (-1 - phase >= mine); };
   copy_queries(cluster_of(first_phase));
   const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
-  // Every cluster has read the length before the last one that says so advances it; all lengths, where they decide who
-  // has which sequence.
   const auto leave_length = [&] {
     wait_for_launcher();
-    if (!args.advance || rank != 0 || threadIdx.x != 0) return;
-    if constexpr (S::kAtOnce == 2) {
-      const int first = longest_first ? 0 : b, sequences = longest_first ? p.batches : 1;
-      const int served = atomicAdd(&args.plan[first].served, 1) + 1;
-      if (served != p.q_len * clusters * p.kv_heads * sequences) return;
-#pragma unroll 4
-      for (int i = first; i < first + sequences; ++i)
-        if (const StepPlan& plan = args.plan[i]; plan.added > 0) args.lengths[i] = plan.before + plan.added;
-    } else {
-      StepPlan& plan = args.plan[b];
-      const int served = atomicAdd(&plan.served, 1) + 1;
-      if (served == p.q_len * clusters * p.kv_heads && plan.added > 0) args.lengths[b] = plan.before + plan.added;
-    }
+    if (rank == 0 && threadIdx.x == 0) advance_lengths(args, longest_first, b, p.q_len * clusters * p.kv_heads);
   };
   if (!wish.possible || query >= wish.added) {  // all thread blocks of the cluster
     if (!p.starts) {                            // packed rows are cleared by the kernel in front
@@ -697,8 +683,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ typename 
 }
 
 template <class S, class T, int Dk, int Dv, bool kMany>
-cudaError_t launch_shape(const StepAttendArgs& of_step, cudaStream_t stream) {
-  typename S::Args args = kernel_args<S::kAtOnce == 2>(of_step);
+cudaError_t launch_shape(StepAttendArgs args, cudaStream_t stream) {
   const Geometry& g = args.geometry;
   const std::int64_t keys = num_compressed(g, g.k_len);
   const StepMemory memory(S::kShape, g.group, args.block_keys, Dk, Dv, S::kFloat8, args.topk, keys,
@@ -706,8 +691,6 @@ cudaError_t launch_shape(const StepAttendArgs& of_step, cudaStream_t stream) {
   if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
   args.kept_units = static_cast<int>(StepMemory::kept_units(S::kRanks, S::kStageUnits, keys));
   args.clusters = step_clusters(g.group);
-  if constexpr (S::kAtOnce == 2)
-    args.longest_first = of_step.longest_first && g.batches > 1 && g.batches <= kMostOrdered;
   const dim3 grid(g.q_len * args.clusters * S::kRanks, g.kv_heads, g.batches);
   return launch_cluster(step_attend<S, T, Dk, Dv, kMany>, S::kRanks, true, grid, S::kThreads,
                         static_cast<std::size_t>(memory.bytes()), stream, args);

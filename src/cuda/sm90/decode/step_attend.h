@@ -10,8 +10,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <type_traits>
 
 #include "cuda/common/params.h"
 #include "cuda/sm90/decode/cached_tokens.h"
@@ -84,14 +82,7 @@ struct BlockKeys {
   __host__ __device__ int kept_bytes() const { return (blocks() + 1) * kTileRows * 2 + kTileRows * 4; }
 };
 
-struct Unordered {
-  __host__ __device__ constexpr operator bool() const { return false; }
-};
-
-/// kOrders: of kernels that can begin with the longest sequence; the other ones' arguments lie as if there were no such
-/// field.
-template <bool kOrders>
-struct StepArgs {
+struct StepAttendArgs {
   StepGeometry geometry;
   Strided q, gates, o;
   Strided imposed;                 // int32: blocks to attend to; null data: the own choice
@@ -108,26 +99,10 @@ struct StepArgs {
   StepPlan* plan;                       // of the kernel in front
   BlockKeys block_keys;
   ClusterShape shape;
-  // The longest sequence has the first clusters, where the kernel can do so.
-  [[no_unique_address]] std::conditional_t<kOrders, bool, Unordered> longest_first;
   // Filled in by the launch: units of which a thread block keeps sums, an upper bound; clusters of a query and KV head.
   int kept_units, clusters;
+  bool longest_first;  // has the first clusters, of kernels that can begin with it
 };
-using StepAttendArgs = StepArgs<true>;
-
-/// The arguments of a kernel that can, or cannot, begin with the longest sequence.
-template <bool kOrders>
-StepArgs<kOrders> kernel_args(const StepAttendArgs& args) {
-  if constexpr (kOrders) {
-    return args;
-  } else {
-    static_assert(std::is_trivially_copyable_v<StepArgs<false>>);
-    StepArgs<false> to{};  // what is in front of longest_first lies alike in both
-    std::memcpy(static_cast<void*>(&to), &args,
-                reinterpret_cast<const char*>(&args.longest_first) - reinterpret_cast<const char*>(&args));
-    return to;
-  }
-}
 
 /// What a thread block has in shared memory, in bytes, in this order.
 struct StepMemory {

@@ -81,16 +81,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     if (args.indices.data && group == 0)
       for (int i = lane; i < topk; i += 32) args.indices.template at<int>(b, query, kv_head)[i] = -1;
   }
-  // Every thread block has read the lengths before the last one that says so advances them.
   const auto leave_length = [&] {
     wait_for_launcher();
-    if (!args.advance || threadIdx.x != 0) return;
-    const int first = longest_first ? 0 : b, sequences = longest_first ? p.batches : 1;
-    const int served = atomicAdd(&args.plan[first].served, 1) + 1;
-    if (served != static_cast<int>(gridDim.x) * p.kv_heads * sequences) return;
-#pragma unroll 4
-    for (int i = first; i < first + sequences; ++i)
-      if (const StepPlan& plan = args.plan[i]; plan.added > 0) args.lengths[i] = plan.before + plan.added;
+    if (threadIdx.x == 0) advance_lengths(args, longest_first, b, static_cast<int>(gridDim.x) * p.kv_heads);
   };
   if (here <= 0) {
     leave_length();
@@ -533,7 +526,6 @@ cudaError_t launch_step_queries(const StepAttendArgs& of_step, cudaStream_t stre
       return cudaErrorInvalidValue;
     args.kept_units = static_cast<int>(QueriesMemory::units_of(args.block_keys, blocks));
     args.clusters = 1;
-    args.longest_first = of_step.longest_first && g.batches > 1 && g.batches <= kMostOrdered;
     const dim3 grid((g.q_len + S::kQueries - 1) / S::kQueries, g.kv_heads, g.batches);
     return launch_dependent(step_attend_queries<S, T, Dk>, grid, dim3(S::kThreads),
                             static_cast<std::size_t>(memory.bytes()), stream, args);

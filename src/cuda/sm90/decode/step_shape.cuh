@@ -1,6 +1,8 @@
 // What an instance of step_attend is compiled for, and how its shared memory is laid out.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/tile.cuh"
 #include "cuda/sm90/common/cluster.cuh"
 #include "cuda/sm90/decode/block_choice.cuh"
@@ -18,7 +20,6 @@ struct StepShape {
   static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
   static constexpr int kAtOnce = kOfUnits;
   static constexpr int kRegisterThreads = 32 * warps_per_processor(kShape, kTiles, Dk, kFloat8) / kBlocks;
-  using Args = StepArgs<kAtOnce == 2>;
   static constexpr int kLoadKeys = kUnitKeys * kAtOnce;
   static constexpr int kStageUnits = kWarps * kAtOnce;
   using Place = UnitPlace<kRanks, kStageUnits>;
