@@ -42,7 +42,9 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     const auto [key, value] = random_lookup(random);
     return tokenizer.encode("\n" + key + " = " + value + "\n");
   };
-  const std::size_t cell = next_line().size() + 8;  // tokens; lines of pieces differ a little
+  // Tokens of a line, and some within which it is moved: else how far back a line stands would tell what it says. Lines
+  // of pieces differ a little.
+  const std::size_t width = next_line().size(), cell = width + 14;
   for (std::int64_t b = 0; b + 1 < batch.batch.cu_seqlens.numel(); ++b) {
     const auto length = static_cast<std::size_t>(offsets[b + 1] - offsets[b]);
     if (length < cell) continue;
@@ -50,7 +52,7 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     std::vector<std::size_t> cells((length - 1) / cell);
     std::iota(cells.begin(), cells.end(), 0);
     base::shuffle(cells, random.next());
-    const double wanted = share * static_cast<double>(length) / static_cast<double>(kPlaces * (cell - 8));
+    const double wanted = share * static_cast<double>(length) / static_cast<double>(kPlaces * width);
     auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / kPlaces);
     std::vector<bool> taken(cells.size());
     for (const std::size_t first : cells) {
@@ -66,7 +68,8 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
       auto line = next_line();
       line.resize(std::min(line.size(), cell));
       for (const std::size_t place : places) {
-        const auto at = static_cast<std::size_t>(offsets[b]) + 1 + place * cell;
+        const auto within = random.below(cell - line.size() + 1);
+        const auto at = static_cast<std::size_t>(offsets[b]) + 1 + place * cell + within;
         std::copy(line.begin(), line.end(), tokens + at);
         std::copy(line.begin(), line.end(), targets + at - 1);
       }
