@@ -132,8 +132,8 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 1000 steps of 65536, a fifth of them look-ups",
-        "--steps 1000 --context 65536 " + LOOKUPS,
+        "bytes, 65536 of context, 1800 steps of 65536, a fifth of them look-ups",
+        "--steps 1800 --context 65536 " + LOOKUPS,
         {name: MAIN[name] for name in ("recipe", "window", "full")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
