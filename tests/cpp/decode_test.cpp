@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include "decode_support.h"
 
@@ -13,9 +15,11 @@ namespace {
 /// Rounding between two ways of computing the same thing.
 double tolerance_of(DType dtype) { return dtype == DType::kFloat64 ? 1e-12 : dtype == DType::kFloat32 ? 1e-5 : 0.01; }
 
-class Decode : public testing::TestWithParam<StreamCase> {
+class Steps : public testing::Test {
  protected:
-  StreamCase c = GetParam();
+  explicit Steps(StreamCase of) : c(std::move(of)) {}
+
+  StreamCase c;
 
   /// Imposed indices: equal to the forward but for rounding. Own indices: equal but for ties within rounding.
   void expect_forward(const Stream& stream, const std::vector<std::vector<std::int64_t>>& steps) {
@@ -82,14 +86,28 @@ class Decode : public testing::TestWithParam<StreamCase> {
   }
 };
 
+class Decode : public Steps, public testing::WithParamInterface<StreamCase> {
+ protected:
+  Decode() : Steps(GetParam()) {}
+};
+
 TEST_P(Decode, TokenByToken) {
   const Stream stream(c);
   expect_forward(stream, std::vector<std::vector<std::int64_t>>(c.length, {1, 1}));
 }
 
-TEST_P(Decode, EverySplitOfPrefillAndSteps) {
+/// A share of the splits: on a GPU those of a long text take minutes.
+constexpr int kShares = 4;
+class EverySplit : public Steps, public testing::WithParamInterface<std::tuple<StreamCase, int>> {
+ protected:
+  EverySplit() : Steps(std::get<0>(GetParam())) {}
+};
+
+TEST_P(EverySplit, OfPrefillAndSteps) {
   const Stream stream(c);
+  int number = 0;
   for (std::int64_t split = 1; split < c.length; split += 1 + split % 5) {
+    if (number++ % kShares != std::get<1>(GetParam())) continue;
     SCOPED_TRACE("split " + std::to_string(split));
     std::vector<std::vector<std::int64_t>> steps{{split, split}};
     for (std::int64_t at = split, m = 1; at < c.length; at += m, m = m % kMaxDecodeTokens + 5) {
@@ -277,14 +295,20 @@ TEST_P(Decode, TheSameBitsWithAnyNumberOfThreads) {
   EXPECT_TRUE(same_bits(slice(one.o, 1, 0, 70), slice(three.o, 1, 0, 70)));
 }
 
-std::string name_of_case(const testing::TestParamInfo<StreamCase>& info) {
-  const StreamCase& c = info.param;
+std::string name_of_case(const StreamCase& c) {
   return std::string(name_of(c.backend)) + "_" + name_of(c.dtype) + "_" + name_of(c.kind) + "_g" +
          std::to_string(c.group) + (c.page_size ? "_page" + std::to_string(c.page_size) : "_contiguous") +
          (c.rope ? "" : "_norope") + (c.float8() ? "_e4m3" : "");
 }
 
-INSTANTIATE_TEST_SUITE_P(Streams, Decode, testing::ValuesIn(decode_cases()), name_of_case);
+INSTANTIATE_TEST_SUITE_P(Streams, Decode, testing::ValuesIn(decode_cases()),
+                         [](const auto& info) { return name_of_case(info.param); });
+INSTANTIATE_TEST_SUITE_P(Streams, EverySplit,
+                         testing::Combine(testing::ValuesIn(decode_cases()), testing::Range(0, kShares)),
+                         [](const auto& info) {
+                           return name_of_case(std::get<0>(info.param)) + "_share" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
 
 }  // namespace
 }  // namespace nsa::test
