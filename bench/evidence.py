@@ -62,6 +62,7 @@ VARIANTS = {
     "selector-loss-strong": "--selector-loss 1",
     "topk-64": "--topk 64",
 }
+NARROW = {"window-128": VARIANTS["window-128"]}
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
@@ -105,7 +106,7 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN,
+        MAIN | NARROW,
         seeds=(1, 2, 3, 4, 5),
         by_method={"eval": None},
     ),
@@ -122,7 +123,7 @@ PLANS = {
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        MAIN,
+        MAIN | NARROW,
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
