@@ -21,6 +21,7 @@ struct StreamCase {
   DType dtype = DType::kFloat64;
   std::int64_t batch = 2, length = 90, kv_heads = 2, group = 3, dk = 16, dv = 8;
   CompressionKind kind = CompressionKind::kMlp;
+  std::int64_t hidden = 0;  // of the MLP; 0: twice the head dim
   bool rope = true;
   std::int64_t page_size = 16;  // 0: contiguous
   NSAConfig cfg = {8, 4, 16, 4, 1, 2, 20};
@@ -84,7 +85,7 @@ struct Stream {
 
   Weights make_weights(std::int64_t width, unsigned seed) const {
     Weights w{{}, {}, c.kind};
-    const std::int64_t flat = c.cfg.kernel_size * width, hidden = 2 * width;
+    const std::int64_t flat = c.cfg.kernel_size * width, hidden = c.hidden ? c.hidden : 2 * width;
     if (c.kind == CompressionKind::kMean) return w;
     const bool mlp = c.kind == CompressionKind::kMlp;
     w.w1 = Tensor(c.dtype, {c.kv_heads, flat, mlp ? hidden : width});

@@ -110,6 +110,22 @@ INSTANTIATE_TEST_SUITE_P(Every, StepInstances,
                          testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
                                           testing::Values(64, 128, 192), testing::Values(16, 20, 48)));
 
+/// Every instance of step_fold: by hidden units, 0 for twice the head dims where these differ.
+class FoldInstances : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
+TEST_P(FoldInstances, AreThePortableKernels) {
+  const auto [dtype, hidden] = GetParam();
+  for (const bool float8 : {false, true}) {
+    SCOPED_TRACE(float8 ? "e4m3" : name_of(dtype));
+    StreamCase c = hopper_case(4, 200, {16, 8, 32, 4, 1, 2, 40}, dtype);
+    c.kind = CompressionKind::kMlp, c.hidden = hidden;
+    if (hidden == 0) c.dk = 192, c.dv = 128;
+    expect_portable(float8 ? in_float8(c) : c, 100, {16, 1, 7, 16, 3});
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Every, FoldInstances,
+                         testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
+                                          testing::Values(0, 64, 128, 192, 256, 384, 512)));
+
 /// More blocks of a thread block than it has threads; whether the cache is in e4m3.
 class StepsOfManyBlocks : public testing::TestWithParam<bool> {};
 TEST_P(StepsOfManyBlocks, AreThePortableKernels) {
