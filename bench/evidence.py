@@ -117,7 +117,7 @@ PLANS = {
     ),
     "32k-time": Plan(
         "bytes, 32768 of context, 15 minutes",
-        "--minutes 15 --context 32768 --batch-size 1",
+        "--minutes 15 --context 32768 --batch-size 1 --eval-every 500",  # evaluations are not in the 15
         {name: MAIN[name] for name in ("full", "full-gated", "recipe", "no-selector-loss")},
     ),
     "pieces": Plan(
