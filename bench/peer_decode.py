@@ -25,6 +25,7 @@ from peers import BLOCK, INIT, KERNEL, LOCAL, STRIDE, TOPN, WINDOW, FlashNsa, Pr
 PROBLEM = Problem(64, 4, 128, 128)
 PAGE = 128
 REPLAYS = 48
+CONTEXTS = (65536, 32768, 8192, 16384, 131072, 262144)
 CHECKED = 2, 2048  # sequences, tokens
 BOUND = 5e-3  # of the relative error of bfloat16 and of scores in float16
 
@@ -146,8 +147,8 @@ def main():
     parser.add_argument(
         "--steps",
         type=sizes,
-        default="32x65536,1x65536,8x65536,32x32768,32x8192,1x8192",
-        help="SEQUENCESxTOKENS, with commas",
+        default=",".join(f"{batch}x{context}" for context in CONTEXTS for batch in (32, 1, 8)),
+        help="SEQUENCESxTOKENS, with commas (default: 32, 1 and 8 of 8192 ... 262144)",
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from .style import ATTENTION_COLOURS, figure, length_axis
 
 
 def decode_time(sources: Sources) -> Figure | None:
-    """A panel for each number of sequences: the step and its bytes, beside dense attention, where it was timed."""
+    """A panel for each number of sequences: the step and its bytes, beside those of dense attention and flash_nsa."""
     results = sources.of("decode")
     if not results:
         return None
@@ -19,6 +19,7 @@ def decode_time(sources: Sources) -> Figure | None:
     if not found:
         return None
     dense = result["stages"].get("decode_dense", {"result": {"steps": []}})["result"]["steps"]
+    peer = result["stages"].get("peer_decode", {"result": {"steps": []}})["result"]["steps"]
     nsa, full = ATTENTION_COLOURS["nsa"], ATTENTION_COLOURS["full"]
     batches = sorted({batch for batch, _ in found}, reverse=True)
     fig, axes = figure(columns=len(batches), width=4.6, height=4.4)
@@ -29,6 +30,9 @@ def decode_time(sources: Sources) -> Figure | None:
         if beside:
             ax.plot(*zip(*beside, strict=True), "s-", color=full, ms=5, label="dense attention, torch's fastest way")
         ax.plot(list(steps), times["dense_floor"], ":", color=full, label="a copy of what dense attention reads")
+        others = sorted((step["context"], step["us"]) for step in peer if step["batch"] == batch)
+        if others:
+            ax.plot(*zip(*others, strict=True), "^--", color="0.4", ms=5, label="flash_nsa")
         ax.plot(list(steps), times["median"], "o-", color=nsa, ms=5, label="NSA")
         ax.plot(list(steps), times["floor"], ":", color=nsa, label="a copy of what NSA reads")
         length_axis(ax, sorted({*steps, *(context for context, _ in beside)}))
@@ -36,7 +40,7 @@ def decode_time(sources: Sources) -> Figure | None:
         ax.set_title(f"{batch} sequences" if batch > 1 else "one sequence")
     fig.suptitle(shown(f"{result['stages']['decode']['result']['problem']}; {result['gpu']}"), fontsize=9)
     handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, fontsize=9, ncols=4, loc="outside lower center")
+    fig.legend(handles, labels, fontsize=9, ncols=5, loc="outside lower center")
     return fig
 
 

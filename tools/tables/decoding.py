@@ -20,7 +20,7 @@ def decode():
             yield title
             for result in found:
                 yield from compared_with(result)
-    yield "![time of a decode step over the context, NSA, dense attention and their bytes](images/decode_time.png)"
+    yield "![time of a decode step over the context, NSA, flash_nsa, dense attention and bytes](images/decode_time.png)"
     yield "### Generating"
     for result in results:
         if "generate_speed" in result["stages"]:
