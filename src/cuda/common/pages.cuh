@@ -52,20 +52,22 @@ struct StepWish {
   __device__ int after() const { return before + added; }
 };
 
-/// Whether this thread's share of the pages exists that a possible wish needs.
+/// Whether this thread's share of the pages of one table exists that a possible wish needs.
+__device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b, int table) {
+  const PageTable& t = args.tables[table];
+  if (!t.pages) return true;
+  const int begin = table == kWindowTable ? max(wish.before - args.window_size + 1, 0)
+                    : table == kRawTable  ? wish.first * args.geometry.kernel_stride
+                                          : 0;
+  const int end = table == kCompressedTable ? wish.first + wish.completed : wish.after();
+  return own_pages(
+      t, end, [&](int page) { return has_page(t, b, page); }, begin);
+}
+/// The same of all tables.
 __device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b) {
   bool all = true;
 #pragma unroll 1
-  for (int i = 0; i < kTables; ++i) {
-    const PageTable& t = args.tables[i];
-    if (!t.pages) continue;
-    const int begin = i == kWindowTable ? max(wish.before - args.window_size + 1, 0)
-                      : i == kRawTable  ? wish.first * args.geometry.kernel_stride
-                                        : 0;
-    const int end = i == kCompressedTable ? wish.first + wish.completed : wish.after();
-    all &= own_pages(
-        t, end, [&](int page) { return has_page(t, b, page); }, begin);
-  }
+  for (int table = 0; table < kTables; ++table) all &= own_room(args, wish, b, table);
   return all;
 }
 

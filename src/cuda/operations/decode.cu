@@ -415,7 +415,7 @@ sm90::StepKernels Step::hopper_kernels() const {
   call.phi_k = p_.weights_k.kind, call.phi_v = p_.weights_v.kind;
   for (const CompressionWeights* w : {&p_.weights_k, &p_.weights_v}) {
     if (w->w1.defined()) (w == &p_.weights_k ? call.hidden_k : call.hidden_v) = w->w1.size(2);
-    for (const Weights& t : {weights_of(w->pe), weights_of(w->w1)})
+    for (const Weights& t : {weights_of(w->pe), weights_of(w->w1), weights_of(w->w2)})
       call.phi_compatible &= sm90::tma_compatible({t.data, t.head, t.row, 0});
   }
   for (const TensorView* t : {&p_.k_cmp, &p_.v_cmp, &cache.k_cmp_ring, &cache.v_cmp_ring}) {

@@ -6,11 +6,15 @@
 // hold more tokens than anybody reads, so nothing has to wait until old tokens have been read.
 //
 //   W1 and tokens in stages │ exchange: z, SiLU │ second layer, shared out by its rows │ exchange: rotation, pages
+//
+// Nearly all of this is executed once, from cold caches: it takes as long as its instructions, rather than as its
+// bytes. So there are few of them, and what is needed last is asked for first.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/pages.cuh"
 #include "cuda/common/rotate.cuh"
 #include "cuda/common/tile.cuh"
 #include "cuda/sm90/common/cluster.cuh"
+#include "cuda/sm90/common/ptx.cuh"
 #include "cuda/sm90/decode/step_fold.h"
 
 namespace nsa::cuda::sm90::decode {
@@ -20,6 +24,9 @@ constexpr int kThreads = 32 * kFoldWarps;
 constexpr int kRows = 16 * kFoldTiles, kEntries = kRows - 1;  // rows 1 ... of a pass are completed blocks
 constexpr int kSequences = 64;                                // whose blocks are listed at a time
 constexpr int kMostCompleted = 16;                            // of a sequence in a step
+constexpr int kMostGroups = 2;                                // of sixteen hidden units, of a thread block
+constexpr int kMostPairs = 192 / 2 / kFoldRanks;              // of channels, of a thread block
+constexpr int kMostBiases = 16 * kMostGroups;                 // of the first layer, of a thread block
 constexpr int kTokenStage = kRows * kFoldStageRows * 2;       // bytes of raw tokens in a stage
 
 /// A completed block: its sequence and its number; length before the step.
@@ -43,6 +50,16 @@ __device__ __forceinline__ int weight_at(int r, int c, int row_bytes) {
 }
 /// The same of raw tokens, whose rows are half lines.
 __device__ __forceinline__ int token_at(int r, int c) { return r * 64 + ((c ^ (r >> 1)) & 3) * 16; }
+
+/// The thread's number, of which compilers know that it is not negative.
+__device__ __forceinline__ int thread_of_block() { return static_cast<int>(threadIdx.x % kThreads); }
+
+/// The sum over kFoldRanks neighbouring lanes.
+__device__ __forceinline__ float sum_of_ranks(float x) {
+#pragma unroll
+  for (int offset = kFoldRanks / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
 
 /// Whether the sequence can take its new tokens: all of its pages exist. All threads of the thread block call it.
 __device__ __forceinline__ bool has_room(const StepFoldArgs& args, const StepWish& wish, int b) {
@@ -72,82 +89,126 @@ __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, in
 /// What the threads of a thread block share beside the dynamic memory.
 template <class T>
 struct FoldShared {
-  Entry entries[kSequences * kMostCompleted];
+  unsigned short entries[kSequences * kMostCompleted];  // kMostCompleted times the sequence's place, and which block
+  int first[kSequences], before[kSequences];            // of the sequences: first block, length before the step
   int warp_counts[kFoldWarps];
-  int room[kRows / kFoldRanks];  // of some rows; read by the cluster
-  __align__(16) float constants[16];
-  __align__(16) T hidden[kRows * 16];
+  int room[kRows * kTables / kFoldRanks];      // of some rows, in some tables; read by the cluster
+  float biases[kMostBiases + 2 * kMostPairs];  // of both layers
+  __align__(16) float sums[kRows * 16];
+  __align__(16) T hidden[kRows * 16], w2[kMostGroups][16 * 192];
 };
 
-/// φ of `count` rows from number `first` on: completed blocks of the list, for one head each, at most
-/// kEntries. Rows of shared weights are all heads of a block one after the other. kN: columns of the first layer / 64.
-/// The whole cluster.
+/// φ of `count` rows from number `first` on: completed blocks of the list, for one head each, at most kEntries.
+/// sequence0: whose place in it is 0. Rows of shared weights are all heads of a block one after the other. kN: columns
+/// of the first layer / 64. The whole cluster.
 template <class T, int kN, bool kFloat8>
-__device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSide& side, int set, int first, int count,
-                                          FoldShared<T>& shared_memory, char* memory) {
+__device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSide& side, int set, int sequence0,
+                                          int first, int count, FoldShared<T>& shared_memory, char* memory) {
   constexpr int kHidden = 64 * kN, kRowBytes = kHidden * 2, kWeightStage = kFoldStageRows * kRowBytes;
   constexpr int kStage = kWeightStage + kTokenStage;
   const StepGeometry& p = args.geometry;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = cluster_rank();
+  const int thread = thread_of_block(), lane = thread % 32, warp = thread / 32, rank = cluster_rank();
   const bool shared = side.clusters == 1;
   const int flat = p.kernel_size * side.dim, slice = flat / kFoldRanks, begin = rank * slice;
   const int stages = slice / kFoldStageRows, tiles = (count + 1 + 15) / 16;
   const int weight_head = side.clusters > 1 ? set : 0;
   const auto entry_of = [&](int row) {
-    return shared_memory.entries[shared ? (first + row) / p.kv_heads : first + row];
+    const int at = shared_memory.entries[shared ? (first + row) / p.kv_heads : first + row];
+    const int place = at / kMostCompleted;
+    return Entry{sequence0 + place, shared_memory.first[place] + at % kMostCompleted, shared_memory.before[place]};
   };
   const auto head_of = [&](int row) { return shared ? (first + row) % p.kv_heads : set; };
 
-  // The first threads load sixteen bytes of one row of raw tokens each, for every stage.
+  // Of a stage each thread copies some columns of a row of W1; the first ones also sixteen bytes of a row of raw
+  // tokens, of which a stage has a part of one for each block. Rows behind the last are not loaded: nobody reads their
+  // sums.
+  static_assert(kThreads == kFoldStageRows * 8);
+  const char* weights_from =
+      reinterpret_cast<const char*>(side.w1.at<T>(weight_head, begin + thread / 8, 0)) + thread % 8 * 16;
+  const std::uint32_t ring = shared_address(memory), weights_to = ring + weight_at(thread / 8, thread % 8, kRowBytes);
+  const std::int64_t stage_bytes = side.w1.row * (kFoldStageRows * 2);
   const int token_row = thread / 4, token_chunk = thread % 4;
-  const bool is_entry = token_row > 0 && token_row <= count, is_position = token_row == 0 && side.pe.data;
-  const Entry entry = is_entry ? entry_of(token_row - 1) : Entry{0, 0, 0};
-  const int head = is_entry ? head_of(token_row - 1) : 0;
+  const bool loads_tokens = token_row <= count, has_tokens = token_row > 0 || side.pe.data;
+  const Entry entry = token_row > 0 && loads_tokens ? entry_of(token_row - 1) : Entry{0, 0, 0};
+  const int head = token_row > 0 && loads_tokens ? head_of(token_row - 1) : 0;
+  int of_block = rank * p.kernel_size / kFoldRanks, channel = begin - of_block * side.dim;  // of the next stage
+  const T* tokens_from = nullptr;                                                           // channel 0 of the token
   const auto load = [&](int stage) {
     if (stage >= stages) return;
-    const std::uint32_t to = shared_address(memory) + stage % kFoldStages * kStage;
-    const int row0 = begin + stage * kFoldStageRows;
-    const T* const w = side.w1.at<T>(weight_head, row0, 0);
+    const int place = stage % kFoldStages * kStage;
 #pragma unroll
-    for (int i = thread; i < kFoldStageRows * kN * 8; i += kThreads) {
-      const int r = i / (kN * 8), c = i % (kN * 8);
-      copy16(to + weight_at(r, c, kRowBytes), w + r * side.w1.row + c * 8, true);
+    for (int j = 0; j < kN; ++j) copy16(weights_to + place + j * 128, weights_from + j * 128, true);
+    weights_from += stage_bytes;
+    if (!loads_tokens) return;
+    if (stage == 0 || channel == 0) {
+      const int token = entry.block * p.kernel_stride + of_block;
+      if (token_row == 0)
+        tokens_from = has_tokens ? side.pe.at<T>(weight_head, of_block, 0) : side.w1.at<T>(weight_head, 0, 0);
+      else if (token >= entry.before)
+        tokens_from =
+            side.fresh.at<T>(entry.sequence, (p.starts ? p.starts[entry.sequence] : 0) + token - entry.before, head);
+      else
+        tokens_from = reinterpret_cast<const T*>(side.raw.at(entry.sequence, token, head));
     }
-    if (token_row >= kRows) return;
-    const int at = row0 + token_chunk * 8, of_block = at / side.dim, channel = at - of_block * side.dim;
-    const T* from = nullptr;
-    if (is_position) {
-      from = side.pe.at<T>(weight_head, of_block, channel);
-    } else if (is_entry) {
-      const int token = entry.block * p.kernel_stride + of_block, q_begin = p.starts ? p.starts[entry.sequence] : 0;
-      from = (token >= entry.before ? side.fresh.at<T>(entry.sequence, q_begin + token - entry.before, head)
-                                    : reinterpret_cast<const T*>(side.raw.at(entry.sequence, token, head))) +
-             channel;
-    }
-    copy16(to + kWeightStage + token_at(token_row, token_chunk), from ? from : w, from != nullptr);
+    copy16(ring + place + kWeightStage + token_at(token_row, token_chunk), tokens_from + channel + token_chunk * 8,
+           has_tokens);
+    channel += kFoldStageRows;
+    if (channel == side.dim) channel = 0, ++of_block;
   };
 
-  float acc[kFoldTiles][kN][4] = {};
+  // The second layer's weights of this thread block's hidden units, sixteen at a time, come with the first stage.
+  constexpr int kGroups = (kN * 4 + kFoldRanks - 1) / kFoldRanks;
+  static_assert(kGroups <= kMostGroups && kThreads == 16 * 16);
+  if (side.mlp)
 #pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int unit = (rank + g * kFoldRanks) * 16, r = thread / 16, c = thread % 16;
+      const T* const from = side.w2.at<T>(weight_head, unit + r, c * 8);
+      const std::uint32_t to = shared_address(shared_memory.w2[g]) + weight_at(r, c, side.dim * 2);
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (unit < kHidden && (c + 16 * j) * 8 < side.dim) copy16(to + j * 256, from + j * 128, true);
+    }
+#pragma unroll 1
   for (int i = 0; i < kFoldStages - 1; ++i) {
     load(i);
     commit_copies();
   }
-  // Each thread block looks at the room of some rows.
-#pragma unroll 1
-  for (int row = rank; row < count; row += kFoldRanks) {
-    const int b = entry_of(row).sequence;
-    const bool room = has_room(args, StepWish(args.geometry, args.lengths, args.num_new, args.positions, b), b);
-    if (thread == 0) shared_memory.room[row / kFoldRanks] = room;
+  // Biases of what this thread block works out, and the angles of its keys.
+  const int half = side.dim / 2, pairs = half / kFoldRanks;
+  float bias = 0;
+  const auto read_bias = [&](const Weights& biases, int at) {
+    if (biases.data) bias = to_float(*biases.at<T>(weight_head, 0, at));
+  };
+  if (thread < kMostBiases) {
+    const int unit = (rank + thread / 16 * kFoldRanks) * 16 + thread % 16;
+    if (side.mlp && unit < kHidden) read_bias(side.b1, unit);
+  } else if (const int i = thread - kMostBiases; i < 2 * pairs) {
+    const int which = i >= pairs;
+    read_bias(side.mlp ? side.b2 : side.b1, rank * pairs + i - which * pairs + which * half);
+  } else if (const int row = thread - 64; row >= 0 && row < count && &side == &args.sides[0] && args.rotation.cos) {
+    const std::int64_t at =
+        std::min<std::int64_t>(std::int64_t{entry_of(row).block} * p.kernel_stride, args.rotation.positions - 1);
+    prefetch_line(args.rotation.cos + at * args.rotation.cos_row + rank * pairs);
+    prefetch_line(args.rotation.sin + at * args.rotation.sin_row + rank * pairs);
   }
+  // Each thread block looks at the room of some rows in a table.
+#pragma unroll 1
+  for (int look = rank; look < count * kTables; look += kFoldRanks) {
+    const int b = entry_of(look / kTables).sequence;
+    const StepWish wish(args.geometry, args.lengths, args.num_new, args.positions, b);
+    const bool room = __syncthreads_and(own_room(args, wish, b, look % kTables));
+    if (thread == 0) shared_memory.room[look / kFoldRanks] = room;
+  }
+  if (thread < kMostBiases + 2 * pairs) shared_memory.biases[thread] = bias;
+  float acc[kFoldTiles][kN][4] = {};
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     wait_copies<kFoldStages - 2>();
     __syncthreads();
     load(stage + kFoldStages - 1);
     commit_copies();
-    const std::uint32_t weights = shared_address(memory) + stage % kFoldStages * kStage,
-                        tokens = weights + kWeightStage;
+    const std::uint32_t weights = ring + stage % kFoldStages * kStage, tokens = weights + kWeightStage;
 #pragma unroll
     for (int k = 0; k < kFoldStageRows / 16; ++k) {
       std::uint32_t a[kFoldTiles][4];
@@ -182,73 +243,58 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
         *reinterpret_cast<float2*>(z + (m * 16 + lane / 4 + 8 * i) * kHidden + (warp * kN + n) * 8 + 2 * (lane & 3)) =
             make_float2(acc[m][n][2 * i], acc[m][n][2 * i + 1]);
   }
-  // The second layer's weights of this thread block's hidden units, sixteen at a time: B operands of the warp's
-  // columns.
-  constexpr int kGroups = (kN * 4 + kFoldRanks - 1) / kFoldRanks;
-  const int columns = side.dim / 64;  // tiles of eight columns for a warp
-  std::uint32_t w2[kGroups][3][2];
-  if (side.mlp) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g)
-#pragma unroll
-      for (int n = 0; n < 3; ++n) {
-        const int unit = (rank + g * kFoldRanks) * 16 + 2 * (lane & 3), column = (warp * columns + n) * 8 + lane / 4;
-        const auto pair = [&](int k) {
-          if (k >= kHidden || n >= columns) return 0u;
-          const T low = *side.w2.at<T>(weight_head, k, column), high = *side.w2.at<T>(weight_head, k + 1, column);
-          return static_cast<std::uint32_t>(reinterpret_cast<const unsigned short&>(low)) |
-                 static_cast<std::uint32_t>(reinterpret_cast<const unsigned short&>(high)) << 16;
-        };
-        w2[g][n][0] = pair(unit), w2[g][n][1] = pair(unit + 8);
-      }
-  }
   cluster_sync();
+  const int columns = side.dim / 64;  // tiles of eight columns for a warp, of the second layer
   if (side.mlp) {
     float out[kFoldTiles][3][4] = {};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int unit = (rank + g * kFoldRanks) * 16;
       if (unit >= kHidden) break;
-      // Four hidden units of a row for each thread.
-      const int row = thread / 4, four = thread % 4 * 4;
-      float4 sum{};
-      if (row <= count) {
-        const std::uint32_t mine = shared_address(z + row * kHidden + unit + four);
-#pragma unroll 8
-        for (int from = 0; from < kFoldRanks; ++from) {
-          const float4 x = load_remote_float4(map_to_rank(mine, from));
-          sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        // Sums over the thread blocks, four hidden units of a row at a time: sixteen neighbouring lanes have a thread
+        // block each.
+#pragma unroll 1
+      for (int e = thread / kFoldRanks; e < 4 * (count + 1); e += kThreads / kFoldRanks) {
+        float4 sum =
+            load_remote_float4(map_to_rank(shared_address(z + e / 4 * kHidden + unit + e % 4 * 4), lane % kFoldRanks));
+        sum.x = sum_of_ranks(sum.x), sum.y = sum_of_ranks(sum.y);
+        sum.z = sum_of_ranks(sum.z), sum.w = sum_of_ranks(sum.w);
+        if (lane % kFoldRanks == 0) reinterpret_cast<float4*>(shared_memory.sums)[e] = sum;
+      }
+      __syncthreads();
+      // Rows of sixteen hidden units, as an A operand has them. What row 0, the position encoding, gives is added to
+      // each.
+      static_assert(kThreads == 8 * kRows);
+      {
+        const int row = thread / 8, pair = thread % 8 * 2;
+        const auto silu = [&](int i) {
+          const float y = shared_memory.sums[row * 16 + pair + i] +
+                          (shared_memory.sums[pair + i] + shared_memory.biases[g * 16 + pair + i]);
+          return __fdividef(y, 1 + exp2_fast(-y * kLog2e));
+        };
+        reinterpret_cast<std::uint32_t*>(shared_memory.hidden)[thread] =
+            row > 0 && row <= count ? pack(T{}, silu(0), silu(1)) : 0;
+      }
+      __syncthreads();
+      std::uint32_t a[kFoldTiles][4];
+#pragma unroll
+      for (int m = 0; m < kFoldTiles; ++m)
+        if (m < tiles)
+          ldmatrix4(a[m], shared_address(shared_memory.hidden + (m * 16 + (lane & 15)) * 16 + lane / 16 * 8));
+#pragma unroll
+      for (int n = 0; n < 3; n += 2) {
+        if (n >= columns) break;
+        std::uint32_t b[4];
+        const int chunk = warp * columns + n + (n + 1 < columns ? lane / 16 : 0);
+        ldmatrix4_transposed(b, shared_address(shared_memory.w2[g]) + weight_at(lane & 15, chunk, side.dim * 2));
+#pragma unroll
+        for (int m = 0; m < kFoldTiles; ++m) {
+          if (m >= tiles) break;
+          mma(T{}, out[m][n], a[m], b[0], b[1]);
+          if (n + 1 < columns) mma(T{}, out[m][(n + 1) % 3], a[m], b[2], b[3]);
         }
       }
-      if (row == 0) {
-        const auto bias = [&](int i) {
-          return side.b1.data ? to_float(*side.b1.at<T>(weight_head, 0, unit + four + i)) : 0.0f;
-        };
-        *reinterpret_cast<float4*>(shared_memory.constants + four) =
-            make_float4(sum.x + bias(0), sum.y + bias(1), sum.z + bias(2), sum.w + bias(3));
-      }
-      __syncthreads();
-      const auto silu = [&](float x, int i) {
-        const float y = x + shared_memory.constants[four + i];
-        return y / (1 + exp2_fast(-y * kLog2e));
-      };
-      // Rows of sixteen hidden units, as an A operand has them.
-      if (row < kRows)
-        *reinterpret_cast<uint2*>(shared_memory.hidden + row * 16 + four) =
-            row > 0 && row <= count
-                ? uint2{pack(T{}, silu(sum.x, 0), silu(sum.y, 1)), pack(T{}, silu(sum.z, 2), silu(sum.w, 3))}
-                : uint2{0, 0};
-      __syncthreads();
-#pragma unroll
-      for (int m = 0; m < kFoldTiles; ++m) {
-        if (m >= tiles) break;
-        std::uint32_t a[4];
-        ldmatrix4(a, shared_address(shared_memory.hidden + (m * 16 + (lane & 15)) * 16 + lane / 16 * 8));
-#pragma unroll
-        for (int n = 0; n < 3; ++n)
-          if (n < columns) mma(T{}, out[m][n], a, w2[g][n][0], w2[g][n][1]);
-      }
-      __syncthreads();  // the tile and the constants are free
+      if (g + 1 < kGroups) __syncthreads();  // the rows and sums are free
     }
 #pragma unroll
     for (int m = 0; m < kFoldTiles; ++m) {
@@ -266,26 +312,24 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
   }
   // Pairs of channels (j, j + D / 2), which a rotation turns.
   const float* const sums = side.mlp ? second : z;
-  const int half = side.dim / 2, pairs = half / kFoldRanks;
-  for (int e = thread; e < count * pairs; e += kThreads) {
-    const int row = e / pairs, channel = rank * pairs + e % pairs;
-    if (!load_remote_int(map_to_rank(shared_address(shared_memory.room + row / kFoldRanks), row % kFoldRanks)))
-      continue;
+#pragma unroll 1
+  for (int e = thread / kFoldRanks; e < count * pairs; e += kThreads / kFoldRanks) {
+    const int row = e / pairs, of_pairs = e - row * pairs, channel = rank * pairs + of_pairs, from = lane % kFoldRanks;
+    const int look = row * kTables + from % kTables;
+    const bool room =
+        load_remote_int(map_to_rank(shared_address(shared_memory.room + look / kFoldRanks), look % kFoldRanks));
     float x[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int at = channel + i * half;
-      float sum = 0, constant = 0;
-      const std::uint32_t mine = shared_address(sums + (row + 1) * side.dim + at), position = shared_address(sums + at);
-#pragma unroll 8
-      for (int from = 0; from < kFoldRanks; ++from) {
-        sum += load_remote_float(map_to_rank(mine, from));
-        if (!side.mlp) constant += load_remote_float(map_to_rank(position, from));
-      }
-      const Weights& bias = side.mlp ? side.b2 : side.b1;
-      if (bias.data) constant += to_float(*bias.at<T>(weight_head, 0, at));
-      x[i] = sum + constant;
+      const float* const mine = sums + channel + i * half;
+      x[i] = load_remote_float(map_to_rank(shared_address(mine + (row + 1) * side.dim), from));
+      if (!side.mlp) x[i] += load_remote_float(map_to_rank(shared_address(mine), from));
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) x[i] = sum_of_ranks(x[i]) + shared_memory.biases[kMostBiases + i * pairs + of_pairs];
+    static_assert(kFoldRanks == 16 && kTables <= kFoldRanks);
+    const unsigned full = __ballot_sync(0xffffffffu, !room) >> (lane & 16) & 0xffff;  // tables, of these lanes
+    if (full || from != 0) continue;
     const Entry of_row = entry_of(row);
     const T pair[2] = {from_float<T>(x[0]), from_float<T>(x[1])};
     store_pair_of_token<kFloat8>(args, &side == &args.sides[0] ? 0 : 1, pair, of_row.sequence, of_row.block,
@@ -299,7 +343,7 @@ template <class T, int kN, bool kFloat8>
 __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& side, int set,
                                      FoldShared<T>& shared_memory, char* memory) {
   const StepGeometry& p = args.geometry;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int thread = thread_of_block(), lane = thread % 32, warp = thread / 32;
 #pragma unroll 1
   for (int begin = 0; begin < p.batches; begin += kSequences) {
     // The completed blocks of some sequences, in their order.
@@ -317,17 +361,21 @@ __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& s
     if (lane == 31) shared_memory.warp_counts[warp] = place;
     __syncthreads();
     int all = 0;
+#pragma unroll
     for (int w = 0; w < kFoldWarps; ++w) {
       if (w == warp) place += all - completed;
       all += shared_memory.warp_counts[w];
     }
-    for (int i = 0; i < completed; ++i) shared_memory.entries[place + i] = {begin + thread, first + i, before};
+#pragma unroll 1
+    for (int i = 0; i < completed; ++i)
+      shared_memory.entries[place + i] = static_cast<unsigned short>(thread * kMostCompleted + i);
+    if (thread < kSequences) shared_memory.first[thread] = first, shared_memory.before[thread] = before;
     __syncthreads();
     const int rows = all * (side.clusters == 1 ? p.kv_heads : 1);
 #pragma unroll 1
     for (int row = 0; row < rows; row += kEntries) {
       const int count = min(rows - row, kEntries);
-      fold_rows<T, kN, kFloat8>(args, side, set, row, count, shared_memory, memory);
+      fold_rows<T, kN, kFloat8>(args, side, set, begin, row, count, shared_memory, memory);
     }
   }
 }
