@@ -306,8 +306,11 @@ TEST(Heuristics, TwoUnitsAtOnceWhereTheyAreFaster) {
   EXPECT_EQ(units(132), 1);  // 1 x 8, all at once
   EXPECT_EQ(units(133), 2);
   d.float8 = true;
-  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
-  d.float8 = false, d.key_dim = 192;
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 2);  // clusters
+  d.capacity = 8192;
+  EXPECT_EQ(units(133), 1);  // 1 x 8, two thread blocks on a multiprocessor
+  d = step();
+  d.key_dim = 192;
   for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
   d.key_dim = 128, d.group = 20;
   for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);

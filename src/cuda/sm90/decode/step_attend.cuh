@@ -1,6 +1,5 @@
-// step_attend, for two files: one with the kernels that multiply a unit of keys at a time, one with those that multiply
-// two. They say by NSA_STEP_REGISTERS how many registers a thread may have, as an attribute cannot depend on a
-// template's arguments.
+// step_attend, for two files: one with the kernels that multiply two units of keys at once in 16 bits, one with the
+// others. They say by NSA_STEP_REGISTERS how many registers a thread may have.
 //
 // A cluster of thread blocks has one query of one KV head: one or two tiles of sixteen rows, the heads of the group.
 // How many thread blocks and warps (ClusterShape) depends on how many queries a step has. The thread blocks share out
@@ -20,6 +19,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/pages.cuh"
 #include "cuda/common/softmax.cuh"
+#include "cuda/sm90/common/ptx.cuh"
 #include "cuda/sm90/decode/block_choice.cuh"
 #include "cuda/sm90/decode/sequence_order.cuh"
 #include "cuda/sm90/decode/step_shape.cuh"
@@ -176,13 +176,25 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     const bool in_one = place.row + S::kLoadKeys <= cached.size;
     return Load{key, cached.page_of(b, in_one ? place.number : cached.place_of(key + lane).number), place.row};
   };
-  /// Begins the copies of its keys, or its values, to a tile at `to`, of this lane's chunks to `lane_to` in it; as
-  /// load_unit. from: the lane's chunk of row lane / kLanes in page 0.
-  const auto load_rows = [&](auto tile_of_rows, const CachedBranch& cached, const CachedRows& rows, const char* from,
-                             std::uint32_t to, const Load& load, int begin, int end) {
+  /// A lane's chunk of row lane / kLanes: in page 0, and in a tile.
+  struct LaneChunk {
+    const char* from;
+    std::uint32_t to;
+  };
+  const auto chunk_of = [&](auto tile_of_rows, const CachedRows& rows, std::uint32_t tile, int lane) {
+    constexpr int kLanes = decltype(tile_of_rows)::kRow % 128 ? 4 : 8;
+    const int row = lane / kLanes, chunk = lane % kLanes * 16;
+    return LaneChunk{rows.data + (kv_head * rows.head + chunk) + static_cast<std::int64_t>(row) * rows.row,
+                     tile + decltype(tile_of_rows)::at(row, 0, chunk)};
+  };
+  /// Begins the copies of its keys, or its values, to a tile; as load_unit.
+  const auto load_rows = [&](auto tile_of_rows, const CachedBranch& cached, const CachedRows& rows, LaneChunk chunk,
+                             const Load& load, int begin, int end) {
     using Rows = decltype(tile_of_rows);
     constexpr int kLanes = Rows::kRow % 128 ? 4 : 8, kTogether = 32 / kLanes;  // lanes of a row; rows at a time
     const int row0 = lane / kLanes;
+    const char* from = chunk.from;
+    const std::uint32_t to = chunk.to;
     const auto copy_row = [&](int r, const char* from) {
       const bool counts = static_cast<unsigned>(load.key + r + row0 - begin) < static_cast<unsigned>(end - begin);
       const std::uint32_t at = (Rows::kSwizzled && r & 4 ? to ^ 64 : to) + r * Rows::kPitch;
@@ -201,15 +213,6 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
         copy_row(r, from + its_page * rows.page + static_cast<std::int64_t>(row) * rows.row);
       }
     }
-  };
-  /// The lane's chunk of row lane / kLanes: in page 0, and in a tile.
-  const auto lane_from = [&](auto tile_of_rows, const CachedRows& rows) {
-    constexpr int kLanes = decltype(tile_of_rows)::kRow % 128 ? 4 : 8;
-    return rows.data + (kv_head * rows.head + lane % kLanes * 16) + static_cast<std::int64_t>(lane / kLanes) * rows.row;
-  };
-  const auto lane_to = [&](auto tile_of_rows) {
-    constexpr int kLanes = decltype(tile_of_rows)::kRow % 128 ? 4 : 8;
-    return decltype(tile_of_rows)::at(lane / kLanes, 0, lane % kLanes * 16);
   };
   /// Before and after a stage is read: a single tile's warps read what they load themselves.
   const auto sync_readers = [] {
@@ -268,93 +271,37 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   };
   read_queries();
 
-  /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
-  /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
-  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, bool wants_values,
-                          const auto& keep) {
-    const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
-    float s[2][4] = {};
+  using Scores = float[2 * S::kAtOnce][4];
+  /// The scores of the warp's tile and the units whose keys lie at `keys`.
+  const auto multiply_keys = [&](Scores& s, std::uint32_t keys) {
     if constexpr (kFloat8) {
 #pragma unroll
       for (int k = 0; k < Dk / 16; k += 2) {
-        std::uint32_t fragment[4];  // of eight keys each: (keys, sixteen channels)
-        S::Keys::load_a(fragment, keys, 0, k / 2, lane);
+        std::uint32_t fragment[S::kAtOnce][4];  // of eight keys each: (keys, sixteen channels)
+#pragma unroll
+        for (int u = 0; u < S::kAtOnce; ++u) S::Keys::load_a(fragment[u], keys, u * kUnitKeys, k / 2, lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint4 x = *reinterpret_cast<const uint4*>(queries + (k + i) * 512);
           const std::uint32_t a[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-          for (int n = 0; n < 2; ++n)
-            mma(Element{}, s[n], a, to_half2(fragment[2 * i + n], false), to_half2(fragment[2 * i + n], true));
-        }
-      }
-    } else {
-      constexpr int kChains = kTiles == 1 ? 2 : 1;  // of products, so that they wait less for each other
-      float other[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < Dk / 16; ++k) {
-        std::uint32_t fragment[4];
-        Tile<T, Dk>::load_b(fragment, keys, 0, k, lane);
-        mma(T{}, k % kChains ? other[0] : s[0], q[k], fragment[0], fragment[1]);
-        mma(T{}, k % kChains ? other[1] : s[1], q[k], fragment[2], fragment[3]);
-      }
-      if constexpr (kChains == 2) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) s[n][i] += other[n][i];
-      }
-    }
-    if (begin > 0 || end < kUnitKeys) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int k = e / 2 * 8 + 2 * (lane & 3) + e % 2;
-        if (k < begin || k >= end) s[e / 2][e % 2] = s[e / 2][2 + e % 2] = -INFINITY;
-      }
-    }
-    state.update(s, scale);
-    keep(s);
-    if (!wants_values) return;
-    std::uint32_t a[4];
-    operand_a<Element>(a, s, 0);
-    if constexpr (kFloat8) {
-      // Neighbouring channels of a key come together; the even ones go to one tile of columns, the odd ones to the
-      // next.
-#pragma unroll
-      for (int n = 0; n < Dv / 32; ++n) {
-        std::uint32_t v[4];
-        S::Values::load_b_rows(v, values, 0, n * 16, lane);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          mma(Element{}, state.acc[4 * n + 2 * i], a, to_half2(v[2 * i], false), to_half2(v[2 * i + 1], false));
-          mma(Element{}, state.acc[4 * n + 2 * i + 1], a, to_half2(v[2 * i], true), to_half2(v[2 * i + 1], true));
+          for (int n = 0; n < 2 * S::kAtOnce; ++n) {
+            const std::uint32_t word = fragment[n / 2][2 * i + n % 2];
+            mma(Element{}, s[n], a, to_half2(word, false), to_half2(word, true));
+          }
         }
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < Dv / 16; ++n) {
-        std::uint32_t v[4];
-        Tile<T, Dv>::load_b_rows(v, values, 0, n * 16, lane);
-        mma(T{}, state.acc[2 * n], a, v[0], v[1]);
-        mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
-      }
+      for (int k = 0; k < Dk / 16; ++k)
+#pragma unroll
+        for (int u = 0; u < S::kAtOnce; ++u) {
+          std::uint32_t fragment[4];
+          Tile<T, Dk>::load_b(fragment, keys, u * kUnitKeys, k, lane);
+          mma(T{}, s[2 * u], q[k], fragment[0], fragment[1]);
+          mma(T{}, s[2 * u + 1], q[k], fragment[2], fragment[3]);
+        }
     }
-  };
-
-  using Scores = float[2 * S::kAtOnce][4];
-  /// The scores of the warp's tile and the units whose keys lie at `keys`.
-  const auto multiply_keys = [&](Scores& s, std::uint32_t keys) {
-#pragma unroll
-    for (int k = 0; k < Dk / 16; ++k)
-#pragma unroll
-      for (int u = 0; u < S::kAtOnce; ++u) {
-        std::uint32_t fragment[4];
-        Tile<T, Dk>::load_b(fragment, keys, u * kUnitKeys, k, lane);
-        mma(T{}, s[2 * u], q[k], fragment[0], fragment[1]);
-        mma(T{}, s[2 * u + 1], q[k], fragment[2], fragment[3]);
-      }
   };
   /// Scores to probabilities, relative to state.max; of the units' keys the query sees begin ... end - 1.
   const auto update = [&](OnlineSoftmax<Dv>& state, Scores& s, int begin, int end) {
@@ -372,15 +319,62 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 #pragma unroll
     for (int u = 0; u < S::kAtOnce; ++u) {
       std::uint32_t a[4];
-      operand_a<T>(a, p, u);
+      operand_a<Element>(a, p, u);
+      if constexpr (kFloat8) {
+        // Neighbouring channels of a key come together; the even ones go to one tile of columns, the odd ones to the
+        // next.
 #pragma unroll
-      for (int n = 0; n < Dv / 16; ++n) {
-        std::uint32_t v[4];
-        Tile<T, Dv>::load_b_rows(v, values, u * kUnitKeys, n * 16, lane);
-        mma(T{}, state.acc[2 * n], a, v[0], v[1]);
-        mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
+        for (int n = 0; n < Dv / 32; ++n) {
+          std::uint32_t v[4];
+          S::Values::load_b_rows(v, values, u * kUnitKeys, n * 16, lane);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            mma(Element{}, state.acc[4 * n + 2 * i], a, to_half2(v[2 * i], false), to_half2(v[2 * i + 1], false));
+            mma(Element{}, state.acc[4 * n + 2 * i + 1], a, to_half2(v[2 * i], true), to_half2(v[2 * i + 1], true));
+          }
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < Dv / 16; ++n) {
+          std::uint32_t v[4];
+          Tile<T, Dv>::load_b_rows(v, values, u * kUnitKeys, n * 16, lane);
+          mma(T{}, state.acc[2 * n], a, v[0], v[1]);
+          mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
+        }
       }
     }
+  };
+
+  /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
+  /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
+  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, bool wants_values,
+                          const auto& keep) {
+    const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
+    Scores s = {};
+    if constexpr (kFloat8) {
+      multiply_keys(s, keys);
+    } else {
+      constexpr int kChains = kTiles == 1 ? 2 : 1;  // of products, so that they wait less for each other
+      float other[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < Dk / 16; ++k) {
+        std::uint32_t fragment[4];
+        Tile<T, Dk>::load_b(fragment, keys, 0, k, lane);
+        mma(T{}, k % kChains ? other[0] : s[0], q[k], fragment[0], fragment[1]);
+        mma(T{}, k % kChains ? other[1] : s[1], q[k], fragment[2], fragment[3]);
+      }
+      if constexpr (kChains == 2) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[n][i] += other[n][i];
+      }
+    }
+    update(state, s, begin, end);
+    keep(s);
+    if (wants_values) add_values(state, s, values);
   };
 
   using OwnSums = float[S::kOwnColumns][4];
@@ -477,18 +471,19 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
       const std::uint32_t here = ring + warp * S::kUnits, values_here = here + S::Keys::bytes(S::kLoadKeys);
       constexpr int kEvery = kRanks * kWarps;
       const int loads = ((keys + S::kLoadKeys - 1) / S::kLoadKeys - (turn * kWarps + warp) + kEvery - 1) / kEvery;
-      const char* const keys_from = lane_from(typename S::Keys{}, cached.k);
-      const char* const values_from = lane_from(typename S::Values{}, cached.v);
-      const std::uint32_t keys_to = here + lane_to(typename S::Keys{});
-      const std::uint32_t values_to = values_here + lane_to(typename S::Values{});
+      // Of e4m3 there are no registers to keep these: they are worked out again.
+      const auto key_chunk = [&](int lane) { return chunk_of(typename S::Keys{}, cached.k, here, lane); };
+      const auto value_chunk = [&](int lane) { return chunk_of(typename S::Values{}, cached.v, values_here, lane); };
+      const LaneChunk kept_keys = key_chunk(lane), kept_values = value_chunk(lane);
       const auto load_keys = [&](const Load& load) {
         // Before the first that may have a token of the step, the kernel in front must have ended.
         if (!selects && load.key + S::kLoadKeys > (compresses ? wish.first : wish.before)) wait_for_launcher();
-        load_rows(typename S::Keys{}, cached, cached.k, keys_from, keys_to, load, begin, end);
+        load_rows(typename S::Keys{}, cached, cached.k, kFloat8 ? key_chunk(again(lane)) : kept_keys, load, begin, end);
         commit_copies();
       };
       const auto load_values = [&](const Load& load) {
-        load_rows(typename S::Values{}, cached, cached.v, values_from, values_to, load, begin, end);
+        load_rows(typename S::Values{}, cached, cached.v, kFloat8 ? value_chunk(again(lane)) : kept_values, load, begin,
+                  end);
         commit_copies();
       };
       const bool keeps = compresses && chooses;
@@ -604,6 +599,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   }
 
   const int at_row = row();
+  if constexpr (kFloat8 && S::kAtOnce == 2) room = args.plan[b].added > 0;  // again: there is no register to keep it
   /// Eight columns of a tile that are the lane's: those of two of its rows.
   const auto write = [&](int of_tile, int column, const float(&o)[4]) {
 #pragma unroll
