@@ -65,9 +65,11 @@ struct Importances {
 };
 
 /// Finds the blocks of a query at `position` that is `active`, by 64 threads; others do the same for other queries, and
-/// all of them meet at the barriers. memory: of the query.
+/// all of them meet at sync(). memory: of the query.
+template <class Sync>
 __device__ __forceinline__ void find_blocks(const StepAttendArgs& args, char* memory, const Importances& importances,
-                                            const BlockList& list, int position, bool active, int thread) {
+                                            const BlockList& list, int position, bool active, int thread,
+                                            const Sync& sync) {
   constexpr int kThreads = 64;
   const Candidates candidates(args, position);
   const bool all = candidates.all(args);
@@ -88,17 +90,17 @@ __device__ __forceinline__ void find_blocks(const StepAttendArgs& args, char* me
   }
   largest[thread] = mine;
   if (thread == 0) threshold = 1, listed = 0;
-  __syncthreads();
+  sync();
   // The places belong to blocks of the first threads in the order of largest importances, and none is below that of the
   // last of these.
   const int place = mine ? place_among(largest, kThreads, thread, mine) : candidates.places;
   if (place == candidates.places - 1) threshold = mine;
-  __syncthreads();
+  sync();
   if (place < candidates.places)
 #pragma unroll 1
     for (int block = first; block < last; ++block)
       if (keys[block] >= threshold) found_blocks[atomicAdd(&listed, 1)] = candidate(keys[block], block);
-  __syncthreads();
+  sync();
   if (active) {
     const int known = all ? candidates.count : candidates.num_forced(), others = ranks_blocks ? listed : 0;
     for (int i = thread; i < known; i += kThreads) list.found()[i] = all ? i : candidates.forced_block(i);
@@ -110,9 +112,9 @@ __device__ __forceinline__ void find_blocks(const StepAttendArgs& args, char* me
     }
     if (thread == 0) list.count() = known + min(others, max(candidates.places, 0));
   }
-  __syncthreads();
+  sync();
   if (active) list.sort(thread, kThreads);
-  __syncthreads();
+  sync();
 }
 
 }  // namespace nsa::cuda::sm90::decode

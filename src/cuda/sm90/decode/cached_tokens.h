@@ -67,8 +67,15 @@ struct TokenPages {
   /// A page of sequence b; 0 where there is none, as may be while it is not known whether there is room.
   __device__ int page_of(int b, int number) const {
     if (!table) return b;
-    const int page = table[static_cast<std::int64_t>(b) * table_row + min(number, table_pages - 1)];
+    const int page = listed_page(b, number);
     return static_cast<unsigned>(page) < static_cast<unsigned>(pages) ? page : 0;
+  }
+  /// The same in two steps, where the page is not to be waited for yet.
+  __device__ int listed_page(int b, int number) const {
+    return table ? table[static_cast<std::int64_t>(b) * table_row + min(number, table_pages - 1)] : b;
+  }
+  __device__ int checked(int page) const {
+    return !table || static_cast<unsigned>(page) < static_cast<unsigned>(pages) ? page : 0;
   }
 };
 

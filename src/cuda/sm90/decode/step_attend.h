@@ -147,23 +147,22 @@ struct StepMemory {
 
 /// What a thread block of kSharedQueries has in shared memory, in bytes, in this order.
 struct QueriesMemory {
-  static constexpr int kKeys = 64, kStages = 2, kGroups = 2, kQueries = kSharedQueries.queries;
-  std::int64_t ring;      // of keys and values, for each warpgroup; for the choice what it is made from
-  std::int64_t exchange;  // half of the columns of each warp's sums
-  std::int64_t rows;      // softmaxes and gates of the rows
-  std::int64_t lists;     // blocks of each query, and of the queries of each warpgroup
-  std::int64_t sums;      // importances of blocks, of each query
-  std::int64_t scratch;   // of a query's part of the ring, for the choice
+  static constexpr int kKeys = 64, kSlots = 5, kGroups = 2, kQueries = kSharedQueries.queries;
+  std::int64_t ring;     // of tiles of keys or values, for each warpgroup; for the choice what it is made from
+  std::int64_t rows;     // softmaxes and gates of the rows, barriers of the rings
+  std::int64_t lists;    // blocks of each query, and of the queries of each warpgroup
+  std::int64_t shared;   // half of the columns of each warp's sums; for the choice importances of blocks, of each query
+  std::int64_t scratch;  // of a query's part of the ring, for the choice
 
   /// blocks: selection blocks of the longest sequence.
   QueriesMemory(const BlockKeys& block_keys, int dim, int topk, std::int64_t blocks)
-      : ring(std::int64_t{kGroups} * kStages * kKeys * 2 * dim * 2),
-        exchange(std::int64_t{kGroups} * kQueries * kTileRows * dim * 2),
-        rows((2 * kGroups * 8 + kBranches * 4) * kQueries * kTileRows),
-        lists((kQueries + kGroups) * list_bytes(topk)),
-        sums(4 * kQueries * (sums_of(block_keys, blocks) + units_of(block_keys, blocks))),
+      : ring(std::int64_t{kGroups} * kSlots * kKeys * dim * 2),
+        rows((2 * kGroups * 8 + kBranches * 4) * kQueries * kTileRows + kGroups * 2 * kSlots * 8),
+        lists(((kQueries + kGroups) * list_bytes(topk) + 15) / 16 * 16),
+        shared(std::max(std::int64_t{kGroups} * kQueries * kTileRows * dim * 2,
+                        4 * kQueries * (sums_of(block_keys, blocks) + units_of(block_keys, blocks)))),
         scratch(12 * blocks + 4 * 64 + 24) {}
-  std::int64_t bytes() const { return ring + exchange + rows + lists + sums; }
+  std::int64_t bytes() const { return ring + rows + lists + shared; }
   bool fits() const { return kQueries * scratch <= ring && bytes() <= StepMemory::kMostBytes; }
 
   /// A count and twice topk numbers.

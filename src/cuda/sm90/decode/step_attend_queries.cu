@@ -12,39 +12,41 @@
 //
 // Zero times a value that is not finite would leak to other queries: where an output is not finite, each query is
 // served again by itself, and nothing is loaded that it does not see.
-#include "cuda/common/launch.cuh"
-#include "cuda/common/pages.cuh"
 #include "cuda/sm90/common/forward_pipeline.cuh"
-#include "cuda/sm90/decode/block_lists.cuh"
+#include "cuda/sm90/decode/query_tiles.cuh"
 #include "cuda/sm90/decode/sequence_order.cuh"
 
 namespace nsa::cuda::sm90::decode {
 namespace {
 
-enum class QueriesBarrier { kGroup = 1 };  // of a warpgroup
-
 template <class T, int D>
 struct QueriesTile {
   static constexpr int kQueries = QueriesMemory::kQueries, kGroups = QueriesMemory::kGroups;
-  static constexpr int kKeys = QueriesMemory::kKeys, kStages = QueriesMemory::kStages;
-  static constexpr int kGroupThreads = 128, kThreads = kGroups * kGroupThreads, kRows = kQueries * kTileRows;
-  static constexpr int kPanel = kKeys * 128, kTile = kKeys * D * 2;  // bytes, of keys or values
-  static constexpr int kGroupRing = 2 * kStages * kTile, kRing = kGroups * kGroupRing;
-  static constexpr int kLanes = D / 8;                      // of a row that is copied
-  static constexpr int kTogether = kGroupThreads / kLanes;  // rows that a warpgroup copies at once
-  static constexpr int kWarpRows = 32 / kLanes;             // of these a warp
-  static constexpr int kCopies = kKeys / kTogether;         // of a lane for a tile
-  static constexpr int kHalf = D / 16;                      // tiles of eight columns of half of the columns
-  static constexpr int kExchange = kHalf * 512;             // bytes of a warp
-  static_assert(kTogether % 8 == 0 && kCopies * kWarpRows == 16);
+  static constexpr int kKeys = QueriesMemory::kKeys, kSlots = QueriesMemory::kSlots;
+  static constexpr int kCopiers = 2;  // warps that copy for a warpgroup
+  static constexpr int kComputing = kGroups * 128, kThreads = kComputing + 128, kRows = kQueries * kTileRows;
+  static constexpr int kComputeRegisters = 216, kCopyRegisters = 72;  // 2 * 216 + 72 = 3 * 168
+  static constexpr int kPanel = kKeys * 128, kTile = kKeys * D * 2;   // bytes, of keys or values
+  static constexpr int kGroupRing = kSlots * kTile, kRing = kGroups * kGroupRing;
+  static constexpr int kHalf = D / 16;           // tiles of eight columns of half of the columns
+  static constexpr int kExchange = kHalf * 512;  // bytes of a warp
 };
 
-/// Maxima in base-2 units and sums of softmaxes of each warpgroup, and gates.
+/// Maxima in base-2 units and sums of softmaxes of each warpgroup, gates, and barriers of the rings.
 template <class S>
 struct QueriesRows {
   float2 softmaxes[2][S::kGroups][S::kRows];
   float gates[kBranches][S::kRows];
+  std::uint64_t barriers[S::kGroups][Pipeline<S::kSlots>::kBarriers];
 };
+
+/// Of four numbers of each of four neighbouring lanes: the i-th lane has the sum of the i-th ones.
+__device__ __forceinline__ float quad_sums(const float (&x)[4], int lane) {
+  const auto add = [](bool upper, float low, float high, int distance) {
+    return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+  };
+  return add(lane & 2, add(lane & 1, x[0], x[1], 1), add(lane & 1, x[2], x[3], 1), 2);
+}
 
 template <class S, class T, int D>
 __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __grid_constant__ StepAttendArgs args) {
@@ -52,29 +54,32 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   const StepGeometry& p = args.geometry;
   const BlockKeys& shape = args.block_keys;
   const int lane = threadIdx.x % 32, warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
-  const int group = warp / S::kQueries, mine = warp % S::kQueries;  // the warp's query of the tile
+  const bool computes = warp < S::kComputing / 32;
+  // The warpgroup that the warp is of or copies for; of a computing one, its query of the tile.
+  const int group = computes ? warp / S::kQueries : (warp - S::kComputing / 32) / S::kCopiers;
+  const int mine = warp % S::kQueries;
   const int kv_head = blockIdx.y, first_query = blockIdx.x * S::kQueries, query = first_query + mine;
   const int topk = args.topk;
-  const bool owner = mine / 2 == group;  // of the query's sums of selected blocks
 
-  char* const exchange = memory + S::kRing;
-  auto& rows = *reinterpret_cast<QueriesRows<S>*>(exchange + 2 * S::kQueries * S::kExchange);
+  auto& rows = *reinterpret_cast<QueriesRows<S>*>(memory + S::kRing);
   char* const lists = reinterpret_cast<char*>(&rows + 1);
   const auto list_at = [&](int i) { return BlockList{lists + i * QueriesMemory::list_bytes(topk), topk}; };
-  const BlockList list = list_at(mine), together = list_at(S::kQueries + group);
-  auto* const sums = reinterpret_cast<float*>(lists + (S::kQueries + S::kGroups) * QueriesMemory::list_bytes(topk));
-  const int all_units = args.kept_units, all_blocks = all_units << shape.log2_blocks();
-  const Importances importances{sums + mine * all_blocks, sums + S::kQueries * all_blocks + mine * all_units};
+  const BlockList together = list_at(S::kQueries + group);
+  char* const exchange = lists + ((S::kQueries + S::kGroups) * QueriesMemory::list_bytes(topk) + 15) / 16 * 16;
+  const std::uint32_t ring = shared_address(memory) + group * S::kGroupRing;
+  const Pipeline<S::kSlots> barriers{shared_address(rows.barriers[group])};
 
   const bool longest_first = args.longest_first;
   const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(exchange)) : blockIdx.z;
   const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
-  const int here = wish.possible ? min(wish.added - first_query, S::kQueries) : 0;  // queries of the tile
-  const bool chooses = args.imposed.data == nullptr || args.indices.data != nullptr;
+  const int here = warp_uniform(wish.possible ? min(wish.added - first_query, S::kQueries) : 0);  // queries of the tile
+  const auto chooses = [&] { return args.imposed.data == nullptr || args.indices.data != nullptr; };
+  // Whether a query there does not take all blocks.
+  const auto weighs = [&](int position) { return chooses() && !Candidates(args, position).all(args); };
   const auto row_of = [&](int query) { return p.starts ? min(max(p.starts[b] + query, 0), p.rows - 1) : query; };
 
   // Queries that are idle.
-  if (!p.starts && mine >= here && query < p.q_len) {
+  if (computes && !p.starts && mine >= here && query < p.q_len) {
     for (int head = group; head < p.group; head += S::kGroups)
       for (int i = lane; i < D / 2; i += 32)
         store_pair(args.o.template at<T>(b, query, kv_head * p.group + head) + i * 2, 0, 0);
@@ -89,6 +94,58 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     leave_length();
     return;
   }
+
+  // All queries in turn 0, and where an output is not finite each by itself.
+  const auto is_last = [&](int turn, bool all_finite, bool room) {
+    return turn > 0 ? turn == here : all_finite || !room || here == 1;
+  };
+  if (threadIdx.x < S::kGroups) {
+    Pipeline<S::kSlots>{shared_address(rows.barriers[threadIdx.x])}.init(S::kCopiers * 32, S::kQueries);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (!computes) {
+    warpgroup_reg_dealloc<S::kCopyRegisters>();
+    TileCopier<S> copier(ring, barriers, warp % S::kCopiers, lane);
+    const int first_position = wish.before + first_query;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+      const int first = turn == 0 ? 0 : turn - 1, last = turn == 0 ? here - 1 : turn - 1;
+      // Compressed keys, window, compressed keys again, selected blocks.
+#pragma unroll 1
+      for (int pass = 0; pass < 4; ++pass) {
+        if (pass == 2 && !weighs(first_position + last)) continue;
+        if (pass == 3) {
+          named_barrier_sync(QueriesBarrier::kLists, S::kThreads);
+          wait_for_launcher();
+        }
+        const auto copy = [&](auto branch, bool values, int first_added) {
+          const BranchTiles tiles(args, branch, first_position + first, first_position + last, group, together);
+          copy_branch<branch>(copier, args, tiles, values, first_added, b, kv_head);
+        };
+        if (pass == 1) {
+          copy(std::integral_constant<int, kWindow>{}, true, wish.before);
+        } else if (pass == 3) {
+          copy(std::integral_constant<int, kSelected>{}, true, 0);
+        } else {
+          copy(std::integral_constant<int, kCompressed>{}, pass == 0, wish.first);
+        }
+      }
+      const bool all_finite = named_barrier_and(QueriesBarrier::kTurn, S::kThreads, true);
+      if (is_last(turn, all_finite, args.plan[b].added > 0)) break;
+    }
+    leave_length();
+    return;
+  }
+  warpgroup_reg_alloc<S::kComputeRegisters>();
+  const auto sync = [] { named_barrier_sync(QueriesBarrier::kComputing, S::kComputing); };
+  const int thread = threadIdx.x;
+  const bool owner = mine / 2 == group;  // of the query's sums of selected blocks
+  const BlockList list = list_at(mine);
+  auto* const sums = reinterpret_cast<float*>(exchange);
+  const int all_units = args.kept_units, all_blocks = all_units << shape.log2_blocks();
+  const Importances importances{sums + mine * all_blocks, sums + S::kQueries * all_blocks + mine * all_units};
 
   // Queries and gates are inputs of the step, as are keys that were there before it.
   const int position = wish.before + query, compressed = shape.compressed(p.kernel_size, position + 1);
@@ -111,241 +168,183 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     }
   }
 
-  const std::uint32_t ring = shared_address(memory) + group * S::kGroupRing;
-  const auto keys_at = [&](int stage) { return ring + stage * (2 * S::kTile); };
-  const auto sync_group = [&] { named_barrier_sync(QueriesBarrier::kGroup, S::kGroupThreads, group); };
-  // The lane's row and chunk of a copy.
-  const int copied_row = mine * S::kWarpRows + lane / S::kLanes, chunk = lane % S::kLanes;
-  const std::uint32_t lane_to = chunk / 8 * S::kPanel + copied_row * 128 + ((chunk % 8) ^ (copied_row % 8)) * 16;
-  const int looked_row = lane % 16 / S::kWarpRows * S::kTogether + mine * S::kWarpRows + lane % 16 % S::kWarpRows;
-
-  bool room = true, again = false;
+  SlotState<S::kSlots> filled;
+  /// The next slot, once it is filled; before products read it: fence_async().
+  const auto take = [&] {
+    barriers.wait(filled);
+    const int slot = filled.stage();
+    filled.advance();
+    return slot;
+  };
+  const auto release = [&](int slot) {
+    if (lane == 0) barriers.release(slot);
+  };
+  bool room = true;
 #pragma unroll 1
-  for (int turn = 0; turn == 0 || (again && turn <= here); ++turn) {
+  for (int turn = 0;; ++turn) {
     // The active queries, first to last.
     const int first = turn == 0 ? 0 : turn - 1, last = turn == 0 ? here - 1 : turn - 1;
     const bool active = mine >= first && mine <= last;
-    const int last_position = wish.before + first_query + last;
-    const bool weighs = chooses && !Candidates(args, last_position).all(args);
+    const int first_position = wish.before + first_query + first, last_position = wish.before + first_query + last;
 
-    int branch = kCompressed;
-    int begin, end;                        // of the keys that the query sees
-    int load_begin, load_end, log2_tiles;  // of keys that are loaded; of tiles of a block
-    int first_tile, tiles;                 // of the warpgroup
-    const auto set_branch = [&](int to) {
-      branch = to;
-      begin = to == kWindow ? max(position - args.window + 1, 0) : 0;
-      end = !active ? 0 : to == kCompressed ? compressed : position + 1;
-      load_begin = to == kWindow ? max(wish.before + first_query + first - args.window + 1, 0) : 0;
-      load_end = to == kCompressed ? shape.compressed(p.kernel_size, last_position + 1) : last_position + 1;
-      log2_tiles = max(shape.log2_block - 6, 0);
-      if (to == kSelected) {
-        tiles = together.count() << log2_tiles;
-        return;
-      }
-      first_tile = load_begin / S::kKeys;
-      first_tile += (first_tile & 1) != group;
-      tiles = max(((load_end + S::kKeys - 1) / S::kKeys - first_tile + 1) / 2, 0);
-    };
-    const auto key_of = [&](int tile) {
-      if (branch != kSelected) return (first_tile + 2 * tile) * S::kKeys;
-      return (together.blocks()[tile >> log2_tiles] >> 2 << shape.log2_block) +
-             (tile & ((1 << log2_tiles) - 1)) * S::kKeys;
-    };
-    /// Of a tile, where in all pages the lane's row lies: of lanes below 16 that of keys, of the other ones that of
-    /// values. Below 0: it is not loaded. whole: all rows are, from one page.
-    struct Look {
-      int key;
-      bool whole;
-      long long row;
-    };
-    const auto look = [&](int tile) {
-      Look found{0, false, -1};
-      if (tile >= tiles) return found;
-      found.key = key_of(tile);
-      const int behind = branch == kSelected ? min(load_end, found.key + (1 << shape.log2_block)) : load_end;
-      const CachedBranch& cached = args.cached[branch];
-      CachedBranch::Place place = cached.place_of(found.key);
-      found.whole = found.key >= load_begin && found.key + S::kKeys <= behind && place.row + S::kKeys <= cached.size;
-      if (found.whole) {
-        place.row += looked_row;
-      } else {
-        const int token = found.key + looked_row;
-        if (token < load_begin || token >= behind) return found;
-        place = cached.place_of(token);
-      }
-      const CachedRows& of = lane < 16 ? cached.k : cached.v;
-      found.row = cached.page_of(b, place.number) * of.page + static_cast<std::int64_t>(place.row) * of.row;
-      return found;
-    };
-    const auto copy = [&](const CachedRows& from, const Look& found, int lanes, std::uint32_t to) {
-      const char* mine_from = from.data + (kv_head * from.head + chunk * 16);
-      to += lane_to;
-      if (found.whole) {
-        mine_from += __shfl_sync(0xffffffffu, found.row, lanes + lane / S::kLanes);
-#pragma unroll
-        for (int i = 0; i < S::kCopies; ++i, mine_from += static_cast<std::int64_t>(S::kTogether) * from.row)
-          copy16(to + i * (S::kTogether * 128), mine_from, true);
-        return;
-      }
-#pragma unroll
-      for (int i = 0; i < S::kCopies; ++i) {
-        const long long row = __shfl_sync(0xffffffffu, found.row, lanes + i * S::kWarpRows + lane / S::kLanes);
-        copy16(to + i * (S::kTogether * 128), mine_from + max(row, 0ll), row >= 0);
-      }
-    };
-    const auto load_keys = [&](int tile, const Look& found, std::uint32_t to) {
-      if (tile < tiles) {
-        // Before the first that may have a token of the step, the kernel in front must have ended.
-        if (branch != kSelected && found.key + S::kKeys > (branch == kCompressed ? wish.first : wish.before))
-          wait_for_launcher();
-        copy(args.cached[branch].k, found, 0, to);
-      }
-      commit_copies();
-    };
-    const auto load_values = [&](int tile, const Look& found, std::uint32_t to) {
-      if (tile < tiles) copy(args.cached[branch].v, found, 16, to);
-      commit_copies();
-    };
-    const auto arrived = [&] {
-      wait_copies<2 * S::kStages - 2>();
-      fence_async();
-      sync_group();
-    };
     float s[S::kKeys / 2];
-    const auto multiply_keys = [&](std::uint32_t keys) {
-      const std::uint32_t k_tile = descriptor(keys, 16);
+    const auto multiply_keys = [&](int slot) {
+      const std::uint32_t k_tile = descriptor(ring + slot * S::kTile, 16);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < D / 16; ++k)
         wgmma<T, S::kKeys, false>(s, q[k], full_descriptor(k_tile + k / 4 * (S::kPanel / 16) + k % 4 * 2), k != 0);
       wgmma_commit();
     };
-    /// Masks the scores of keys at `key` of which the query sees begin ... end - 1.
-    const auto mask = [&](int key, int end, float masked) {
-      if (begin <= key && end >= key + S::kKeys) return;
+    int begin, end;  // of the keys that the query sees
+    /// Whether there are keys of the tile at `key` that the query does not see: it sees begin ... end - 1.
+    const auto partly = [&](int key, int end) {
+      return __any_sync(0xffffffffu, begin > key || end < key + S::kKeys) != 0;
+    };
+    const auto mask = [&](int key, int end) {
+      const int low = begin - key - 2 * (lane & 3), high = end - key - 2 * (lane & 3);
 #pragma unroll
       for (int e = 0; e < S::kKeys / 4; ++e) {
-        const int at = key + e / 2 * 8 + 2 * (lane & 3) + e % 2, i = e / 2 * 4 + e % 2;
-        if (at < begin || at >= end) s[i] = s[i + 2] = masked;
+        const int at = e / 2 * 8 + e % 2, i = e / 2 * 4 + e % 2;
+        if (at < low || at >= high) s[i] = s[i + 2] = -INFINITY;
       }
     };
 
-    Look next{};
-    const auto begin_branch = [&](int to) {
-      set_branch(to);
-      sync_group();
-      static_assert(S::kStages == 2);
-      const Look now = look(0);
-      next = look(1);
-      load_keys(0, now, keys_at(0));
-      load_values(0, now, keys_at(0) + S::kTile);
-      load_keys(1, next, keys_at(1));
-    };
     SoftmaxReference reference;
     float sum[2], acc[D / 2];
-    const auto attend = [&] {
+    const auto attend = [&](int branch) {
+      const BranchTiles tiles(args, branch, first_position, last_position, group, together);
+      begin = branch == kWindow ? max(position - args.window + 1, 0) : 0;
+      end = !active ? 0 : branch == kCompressed ? compressed : position + 1;
       reference.max[0] = reference.max[1] = -INFINITY, sum[0] = sum[1] = 0;
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) acc[i] = 0;
+      if (tiles.count == 0) return;
+      /// What the query sees of a tile.
+      struct Seen {
+        int key, end;
+        bool partial;
+      };
+      const auto see = [&](int tile) {
+        const int entry = branch == kSelected ? tiles.entry(tile) : 0,
+                  key = tiles.key_of(tile, entry, shape.log2_block);
+        int seen = end;
+        if (branch == kSelected)
+          seen = owner && (entry >> (mine & 1) & 1) ? min(end, key + (1 << shape.log2_block)) : 0;
+        return Seen{key, seen, partly(key, seen)};
+      };
+      // Sums before it are to be scaled where it returns true.
+      const auto softmax = [&](const Seen& seen) {
+        if (seen.partial) mask(seen.key, seen.end);
+        float maxima[2];
+        row_maxima<S::kKeys>(s, scale, maxima);
+        const bool grown = reference.follow(maxima, [&](int i) { sum[i] *= reference.factor[i]; });
+        const float shifts[2] = {reference.shift(0), reference.shift(1)};
+#pragma unroll
+        for (int i = 0; i < S::kKeys / 2; ++i) {
+          s[i] = exp2_fast(fmaf(s[i], scale, shifts[i / 2 % 2]));
+          sum[i / 2 % 2] += s[i];
+        }
+        return grown;
+      };
+      std::uint32_t probabilities[S::kKeys / 4];
+      const int first_slot = take();
+      fence_async();
+      multiply_keys(first_slot);
+      wgmma_wait<0>();
+      release(first_slot);
+      softmax(see(0));
+      pack_rows<T, S::kKeys>(probabilities, s);
+      const auto add_values = [&](int slot) {
+        gemm_rs<T, D, S::kKeys>(acc, probabilities, descriptor(ring + slot * S::kTile, S::kPanel));
+      };
 #pragma unroll 1
-      for (int tile = 0; tile < tiles; ++tile) {
-        const int stage = tile % S::kStages;
-        const std::uint32_t keys = keys_at(stage);
-        arrived();
-        multiply_keys(keys);
-        load_values(tile + S::kStages - 1, next, keys_at(stage ^ 1) + S::kTile);
-        next = look(tile + S::kStages);
-        const int key = key_of(tile);
-        int see_end = end;
-        if (branch == kSelected) {
-          const int wants = together.blocks()[tile >> log2_tiles] >> (mine & 1) & 1;
-          see_end = owner && wants ? min(end, key + (1 << shape.log2_block)) : 0;
-        }
-        std::uint32_t probabilities[S::kKeys / 4];
+      for (int tile = 1; tile < tiles.count; ++tile) {
+        const Seen seen = see(tile);
+        const int values_slot = take(), keys_slot = take();
+        fence_async();
+        multiply_keys(keys_slot);
+        add_values(values_slot);
+        wgmma_wait<1>();
+        release(keys_slot);
+        const bool grown = softmax(seen);
         wgmma_wait<0>();
-        if (see_end > key && begin < key + S::kKeys) {
-          mask(key, see_end, -INFINITY);
-          float maxima[2];
-          row_maxima<S::kKeys>(s, scale, maxima);
-          if (reference.follow(maxima, [&](int i) { sum[i] *= reference.factor[i]; })) {
+        release(values_slot);
+        if (grown) {
 #pragma unroll
-            for (int i = 0; i < D / 2; ++i) acc[i] *= reference.factor[i / 2 % 2];
-          }
-          const float shifts[2] = {reference.shift(0), reference.shift(1)};
-#pragma unroll
-          for (int i = 0; i < S::kKeys / 2; ++i) {
-            s[i] = exp2_fast(fmaf(s[i], scale, shifts[i / 2 % 2]));
-            sum[i / 2 % 2] += s[i];
-          }
-          pack_rows<T, S::kKeys>(probabilities, s);
-        } else {
-#pragma unroll
-          for (int i = 0; i < S::kKeys / 4; ++i) probabilities[i] = 0;
+          for (int i = 0; i < D / 2; ++i) acc[i] *= reference.factor[i / 2 % 2];
         }
-        arrived();
-        gemm_rs<T, D, S::kKeys>(acc, probabilities, descriptor(keys + S::kTile, S::kPanel));
-        load_keys(tile + S::kStages, next, keys);
-        wgmma_wait<0>();
+        pack_rows<T, S::kKeys>(probabilities, s);
       }
-      wait_copies<0>();
+      const int last_slot = take();
+      fence_async();
+      add_values(last_slot);
+      wgmma_wait<0>();
+      release(last_slot);
     };
 
-    // The compressed keys once more: importances from what they share of each head's softmax. Keys and values' room is
-    // room for keys.
-    constexpr int kKeySlots = 2 * S::kStages;
-    const auto slot_at = [&](int tile) { return ring + tile % kKeySlots * S::kTile; };
-    const auto begin_weights = [&] {
-      set_branch(kCompressed);
-      sync_group();
-#pragma unroll
-      for (int tile = 0; tile < kKeySlots - 1; ++tile) load_keys(tile, look(tile), slot_at(tile));
-      next = look(kKeySlots - 1);
-    };
-    /// logarithms: of the rows' softmaxes, base 2. Probabilities are made larger by 2^14, so that float16 has them all.
+    /// The compressed keys once more: importances from what they share of each head's softmax. logarithms: of the rows'
+    /// softmaxes, base 2. Probabilities are made larger by 2^14, so that float16 has them all.
     const auto weigh = [&](const float(&logarithms)[2]) {
+      const BranchTiles tiles(args, kCompressed, first_position, last_position, group, together);
+      const int lane = lane_id();  // nothing of this is to be kept in registers before
       const BlockWeights first_blocks(shape, 0, lane), beyond(shape, 8, lane);
       const std::uint32_t weights[4] = {first_blocks.b[0], beyond.b[0], first_blocks.b[1], beyond.b[1]};
       const float shifts[2] = {14 - logarithms[0], 14 - logarithms[1]};
-      const bool counts[2] = {lane / 4 < p.group, lane / 4 + 8 < p.group};
-#pragma unroll 1
-      for (int tile = 0; tile < tiles; ++tile) {
-        arrived();
-        multiply_keys(slot_at(tile));
-        load_keys(tile + kKeySlots - 1, next, slot_at(tile + kKeySlots - 1));
-        next = look(tile + kKeySlots);
-        const int key = key_of(tile);
+      const std::uint32_t counted[2] = {lane / 4 < p.group ? ~0u : 0, lane / 4 + 8 < p.group ? ~0u : 0};
+      begin = 0, end = active ? compressed : 0;
+      const auto next_scores = [&] {
+        const int slot = take();
+        fence_async();
+        multiply_keys(slot);
+        return slot;
+      };
+      if (tiles.count == 0) return;
+      /// Beside the next tile's scores, if there is one.
+      const auto weigh_tile = [&](int tile, int& slot, auto has_next) {
+        const int key = tiles.key_of(tile, 0, 0);
+        const bool partial = partly(key, end);
         wgmma_wait<0>();
-        if (end <= key) continue;
-        mask(key, end, -INFINITY);
+        release(slot);
+        if (partial) mask(key, end);
+        std::uint32_t shares[S::kKeys / 4];
 #pragma unroll
-        for (int i = 0; i < S::kKeys / 2; ++i)
-          s[i] = counts[i / 2 % 2] ? exp2_fast(fmaf(s[i], scale, shifts[i / 2 % 2])) : 0;
+        for (int i = 0; i < S::kKeys / 2; ++i) s[i] = exp2_fast(fmaf(s[i], scale, shifts[i / 2 % 2]));
+        pack_rows<Half, S::kKeys>(shares, s);
+        if constexpr (has_next) slot = next_scores();
 #pragma unroll
-        for (int u = 0; u < S::kKeys / kUnitKeys; ++u) {
+        for (int i = 0; i < S::kKeys / 4; ++i) shares[i] &= counted[i % 2];
+        // Of each unit what its blocks have of the lane's rows, and what the next one's first block has; then lane 4 r
+        // + u has block r of unit u.
+        static_assert(S::kKeys / kUnitKeys == 4);
+        float low[4], high[4];
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
           float of_blocks[4] = {};
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            mma(Half{}, of_blocks, weights, pack(Half{}, s[8 * u + 2 * i], s[8 * u + 2 * i + 1]),
-                pack(Half{}, s[8 * u + 4 + 2 * i], s[8 * u + 5 + 2 * i]));
-          const float low = row_sum(of_blocks[0] + of_blocks[1]), high = row_sum(of_blocks[2] + of_blocks[3]);
-          const int unit = key / kUnitKeys + u, block = lane / 4;
-          if ((lane & 3) == 0 && unit * kUnitKeys < end) {
-            if (block < shape.blocks()) importances.blocks[(unit << shape.log2_blocks()) + block] = low;
-            if (block == (shape.blocks() & 7)) importances.crossings[unit] = shape.blocks() == 8 ? high : low;
-          }
+          for (int i = 0; i < 2; ++i) mma(Half{}, of_blocks, weights, shares[4 * u + i], shares[4 * u + 2 + i]);
+          low[u] = of_blocks[0] + of_blocks[1], high[u] = of_blocks[2] + of_blocks[3];
         }
-      }
-      wait_copies<0>();
+        const int unit = key / kUnitKeys + (lane & 3), block = lane / 4;
+        const float of_block = quad_sums(low, lane),
+                    beyond_all = shape.blocks() == 8 ? quad_sums(high, lane) : of_block;
+        if (unit * kUnitKeys < end) {
+          if (block < shape.blocks()) importances.blocks[(unit << shape.log2_blocks()) + block] = of_block;
+          if (block == (shape.blocks() & 7)) importances.crossings[unit] = beyond_all;
+        }
+      };
+      int slot = next_scores();
+#pragma unroll 1
+      for (int tile = 0; tile < tiles.count - 1; ++tile) weigh_tile(tile, slot, std::true_type{});
+      weigh_tile(tiles.count - 1, slot, std::false_type{});
     };
-
-    if (weighs) {
+    const auto clear_sums = [&] {
       const int used = (Candidates(args, last_position).count >> shape.log2_blocks()) + 1;
-      for (int i = threadIdx.x; i < S::kQueries * all_units; i += S::kThreads)
+      for (int i = thread; i < S::kQueries * all_units; i += S::kComputing)
         if (i % all_units < used) sums[S::kQueries * all_blocks + i] = 0;
-      for (int i = threadIdx.x; i < S::kQueries * all_blocks; i += S::kThreads)
+      for (int i = thread; i < S::kQueries * all_blocks; i += S::kComputing)
         if (i % all_blocks >> shape.log2_blocks() < used) sums[i] = 0;
-    }
+    };
     const auto unite_lists = [&] {
       if (mine == 0) {
         const BlockList of[2] = {list_at(2 * group), list_at(2 * group + 1)};
@@ -353,20 +352,21 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
         const int counts[2] = {count(0), count(1)};
         unite(together, of, counts, lane);
       }
-      __syncthreads();
+      sync();
+      named_barrier_arrive(QueriesBarrier::kLists, S::kThreads);
     };
     const auto take_imposed = [&] {
       if (args.imposed.data == nullptr) return;
       if (group == 0 && active) {
-        const int* const given = args.imposed.template at<const int>(b, row_of(query), kv_head);
+        const int* const given = args.imposed.template at<const int>(b, row_of(again(query)), kv_head);
         const int count = read_imposed(given, topk, position, 1 << shape.log2_block, list.found(), lane);
         if (lane == 0) list.count() = count;
         __syncwarp();
         list.sort(lane, 32);
       }
-      __syncthreads();
+      sync();
     };
-    if (!chooses) {
+    if (!chooses()) {
       take_imposed();
       unite_lists();
     }
@@ -375,6 +375,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     float logarithms[2] = {0, 0};  // of the softmaxes of compressed keys
     /// The warpgroups' sums of a branch together, each warp half of the columns of its query.
     const auto merge = [&](int branch) {
+      const int lane = lane_id();
       const auto& softmaxes = rows.softmaxes[branch == kWindow];
       float share[2];
 #pragma unroll
@@ -398,7 +399,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
           there[n * 32] = make_float4(x[0] * share[0], x[1] * share[0], x[2] * share[1], x[3] * share[1]);
         }
       }
-      __syncthreads();
+      sync();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (half != group) continue;
@@ -425,51 +426,47 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       }
     };
 
-    begin_branch(kCompressed);
 #pragma unroll 1
-    for (int done = kCompressed;; done = kWindow) {
-      attend();
+    for (int pass = 0;; ++pass) {
+      const int branch = pass == 0 ? kCompressed : pass == 1 ? kWindow : kSelected;
+      attend(branch);
       if (branch == kSelected) break;
-      leave_softmax(done);
-      // What comes next is on its way while sums are merged, if it is known.
-      if (done == kCompressed) {
-        begin_branch(kWindow);
-      } else {
+      leave_softmax(branch);
+      if (branch == kWindow) {
         wait_for_launcher();
         launch_dependents();
-        room = args.plan[b].added > 0;
-        if (weighs)
-          begin_weights();
-        else if (!chooses)
-          begin_branch(kSelected);
+        room = warp_uniform(args.plan[b].added > 0);
       }
-      __syncthreads();
-      merge(done);
-      if (done == kCompressed) continue;
-      if (!chooses) continue;
-      if (weighs) weigh(logarithms);
-      __syncthreads();
+      sync();
+      merge(branch);
+      if (branch == kCompressed || !chooses()) continue;
+      sync();
+      if (warp_uniform(weighs(last_position))) {
+        clear_sums();
+        sync();
+        weigh(logarithms);
+        sync();
+      }
       find_blocks(args, memory + mine * (S::kRing / S::kQueries), importances, list, position, active,
-                  group * 32 + lane);
+                  group * 32 + lane, sync);
       if (args.indices.data && active && group == 0)
         for (int i = lane; i < topk; i += 32)
-          args.indices.template at<int>(b, row_of(query), kv_head)[i] =
+          args.indices.template at<int>(b, row_of(again(query)), kv_head)[i] =
               room && i < list.count() ? list.blocks()[i] : -1;
-      if (args.imposed.data) __syncthreads();
+      if (args.imposed.data) sync();
       take_imposed();
       unite_lists();
-      begin_branch(kSelected);
     }
 
     auto* const others = reinterpret_cast<float4*>(exchange + warp * S::kExchange) + lane;
     const auto* const from = reinterpret_cast<const float4*>(exchange + (warp ^ S::kQueries) * S::kExchange) + lane;
-    __syncthreads();  // the exchange is free
+    sync();  // the exchange is free
     if (!owner) {
 #pragma unroll
       for (int n = 0; n < S::kHalf; ++n)
         others[n * 32] = make_float4(known[n][0], known[n][1], known[n][2], known[n][3]);
     }
-    __syncthreads();
+    sync();
     bool finite = true;
     if (owner && active) {
       float share[2];
@@ -478,7 +475,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
         const float all = row_sum(sum[i]);
         share[i] = all == 0 ? 0 : rows.gates[kSelected][mine * kTileRows + lane / 4 + 8 * i] * __frcp_rn(all);
       }
-      const int at = row_of(query);
+      const int at = row_of(again(query));
       T* outputs[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -504,8 +501,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
               store_pair(outputs[i] + (half * S::kHalf + n) * 8, room ? o[2 * i] : 0, room ? o[2 * i + 1] : 0);
         }
     }
-    const bool all_finite = __syncthreads_and(finite);
-    if (turn == 0) again = !all_finite && room && here > 1;
+    const bool all_finite = named_barrier_and(QueriesBarrier::kTurn, S::kThreads, finite);
+    if (is_last(turn, all_finite, room)) break;
   }
   leave_length();
 }
