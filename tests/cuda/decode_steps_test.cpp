@@ -43,7 +43,7 @@ TEST(DecodeSteps, ClustersAreTheForward) {
 template <class Body>
 void with_every_shape(const StreamCase& c, std::int64_t m, const Body& body) {
   const std::int64_t clusters = c.batch * c.kv_heads * m * ((c.group + 31) / 32);
-  for (const double share : {0.06, 0.5, 1.25, 2.5, 3.75, 5.0, 12.5}) {
+  for (const double share : {0.06, 0.7, 1.25, 2.5, 3.75, 5.0, 12.5}) {
     const std::string processors = std::to_string(std::lround(share * static_cast<double>(clusters)));
     SCOPED_TRACE(processors + " multiprocessors");
     const Environment environment("NSA_CUDA_PROCESSORS", processors);

@@ -331,11 +331,12 @@ TEST(Heuristics, QueriesShareWhatTheyReadWhereThereAreMany) {
   EXPECT_TRUE(of(512, 4));
   EXPECT_FALSE(of(512, 2));  // half of the rows would be idle
   EXPECT_FALSE(of(512, 1));
-  EXPECT_TRUE(of(268, 4));
-  EXPECT_FALSE(of(264, 4));  // the thread blocks of single queries are done sooner
+  EXPECT_TRUE(of(200, 4));
+  EXPECT_FALSE(of(198, 4));  // the thread blocks of single queries are done sooner
   const auto choosing = [](auto& d) { d.chooses = true; };
   EXPECT_TRUE(shares(2048, 16, choosing));
-  EXPECT_FALSE(shares(1320, 16, choosing));  // the compressed keys are multiplied twice
+  EXPECT_TRUE(shares(332, 4, choosing));
+  EXPECT_FALSE(shares(330, 4, choosing));  // the compressed keys are multiplied twice
   EXPECT_TRUE(with([](auto& d) { d.key_dim = d.value_dim = 64; }));
   EXPECT_TRUE(with([](auto& d) { d.group = 1; }));
   EXPECT_TRUE(with([](auto& d) { d.capacity = 131072; }));

@@ -125,9 +125,10 @@ std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, i
   return blocks * processors * (shape.ranks > 2 ? 10 : 11) / (11 * shape.ranks);
 }
 
-/// Of fewer new tokens, or fewer queries for a multiprocessor, each query has a cluster to itself. A choice of blocks
-/// goes over the compressed keys twice: with 4 queries for each it took 6 % longer (four new tokens), with 15 7 % less.
-constexpr std::int64_t kLeastSharedTokens = 3, kSharedPerProcessor = 2, kSharedChoosingPerProcessor = 10;
+/// Of fewer new tokens, or fewer queries for two multiprocessors, each query has a cluster to itself. A choice of
+/// blocks goes over the compressed keys twice. At 64k tokens 2.9 queries took as long, 3.9 took 7 % less; with a
+/// choice 3.9 took 10 % longer, 5.8 took 3 to 13 % less.
+constexpr std::int64_t kLeastSharedTokens = 3, kSharedPerTwoProcessors = 3, kSharedChoosingPerTwoProcessors = 5;
 
 /// Whether thread blocks of four queries serve the step: each takes as long as several clusters of one query.
 bool shares_queries(const StepDesc& call) {
@@ -135,8 +136,8 @@ bool shares_queries(const StepDesc& call) {
     return false;
   const decode::QueriesMemory memory(decode::BlockKeys(call.cfg), static_cast<int>(call.key_dim), call.cfg.topk,
                                      call.capacity / call.cfg.block_size + 1);
-  const std::int64_t least = call.chooses ? kSharedChoosingPerProcessor : kSharedPerProcessor;
-  return memory.fits() && call.tokens >= kLeastSharedTokens && call.queries > least * call.processors;
+  const std::int64_t least = call.chooses ? kSharedChoosingPerTwoProcessors : kSharedPerTwoProcessors;
+  return memory.fits() && call.tokens >= kLeastSharedTokens && 2 * call.queries > least * call.processors;
 }
 
 /// Clusters of a step.
