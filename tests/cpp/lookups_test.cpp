@@ -2,6 +2,7 @@
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <regex>
 #include <set>
@@ -53,6 +54,18 @@ TEST(PlantLookups, WritesEachLineEightTimesIntoASequence) {
     EXPECT_NEAR(static_cast<double>(found.size()), 0.2 * static_cast<double>(text.size()) / 144, 1);
     const auto rest = std::regex_replace(text, line, "");
     EXPECT_EQ(rest, std::string(rest.size(), '.'));
+  }
+}
+
+TEST(PlantLookups, ShortSequencesHaveFewerCopies) {
+  const auto tokenizer = make_tokenizer("bytes");
+  const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(101, '.')}};
+  for (const auto& [length, copies] : {std::pair(100, 3), std::pair(66, 2), std::pair(60, 0)}) {
+    auto batch = make_batch(documents, {{{0, 0, length}}});
+    plant_lookups(batch, 0.5, *tokenizer, 1);
+    const auto tokens = numbers(batch.batch.tokens);
+    const auto equals = std::count(tokens.begin(), tokens.end(), '=');
+    EXPECT_EQ(equals, copies) << length;
   }
 }
 

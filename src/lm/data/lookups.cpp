@@ -1,7 +1,6 @@
 #include "lm/data/lookups.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numeric>
 #include <vector>
@@ -9,7 +8,7 @@
 namespace nsa::lm {
 namespace {
 
-constexpr std::size_t kPlaces = 8;  // of a line
+constexpr std::size_t kPlaces = 8;  // of a line, at most
 
 /// A cell some way from `first`, evenly by the logarithm of the distance, or the free one next to it.
 std::size_t further_place(std::size_t first, const std::vector<bool>& taken, base::Random& random) {
@@ -52,18 +51,20 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     std::vector<std::size_t> cells((length - 1) / cell);
     std::iota(cells.begin(), cells.end(), 0);
     base::shuffle(cells, random.next());
-    const double wanted = share * static_cast<double>(length) / static_cast<double>(kPlaces * width);
-    auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / kPlaces);
+    const std::size_t copies = std::min(kPlaces, cells.size());  // of a line
+    if (copies < 2) continue;
+    const double wanted = share * static_cast<double>(length) / static_cast<double>(copies * width);
+    auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / copies);
     std::vector<bool> taken(cells.size());
     for (const std::size_t first : cells) {
       if (count == 0) break;
       if (taken[first]) continue;
       --count;
       taken[first] = true;
-      std::array<std::size_t, kPlaces> places = {first};
-      for (std::size_t i = 1; i < kPlaces; ++i) {
-        places[i] = further_place(first, taken, random);
-        taken[places[i]] = true;
+      std::vector<std::size_t> places = {first};
+      while (places.size() < copies) {
+        places.push_back(further_place(first, taken, random));
+        taken[places.back()] = true;
       }
       auto line = next_line();
       line.resize(std::min(line.size(), cell));

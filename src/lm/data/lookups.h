@@ -18,9 +18,9 @@ struct Lookup {
 /// A name of eight letters and a number of five digits.
 Lookup random_lookup(base::Random& random);
 
-/// Writes such lines over about `share` of the tokens of each sequence, each at eight places of it. How far the others
-/// are from one of them is drawn evenly by its logarithm: near ones, by which a model learns what a look-up is, and far
-/// ones.
+/// Writes such lines over about `share` of the tokens of each sequence, each at eight places of it, or as many as there
+/// is room for. How far the others are from one of them is drawn evenly by its logarithm: near ones, by which a model
+/// learns what a look-up is, and far ones.
 void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed);
 
 }  // namespace nsa::lm
