@@ -84,7 +84,8 @@ TEST(PlantLookups, DistancesAreEvenByTheirLogarithm) {
   double near = 0, far = 0, all = 0;
   for (const auto& [key, at] : places) {
     for (std::size_t i = 1; i < at.size(); ++i, ++all) {
-      near += at[i] - at[i - 1]<512, far += at[i] - at[0]> 8192;
+      near += at[i] - at[i - 1] < 512 ? 1 : 0;
+      far += at[i] - at[0] > 8192 ? 1 : 0;
     }
   }
   EXPECT_GT(all, 100);

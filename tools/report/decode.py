@@ -18,8 +18,10 @@ def decode_time(sources: Sources) -> Figure | None:
     found = steps_of_one_token(result)
     if not found:
         return None
-    dense = result["stages"].get("decode_dense", {"result": {"steps": []}})["result"]["steps"]
-    peer = result["stages"].get("peer_decode", {"result": {"steps": []}})["result"]["steps"]
+    dense, peer = (
+        result["stages"].get(stage, {"result": {"steps": []}})["result"]["steps"]
+        for stage in ("decode_dense", "peer_decode")
+    )
     nsa, full = ATTENTION_COLOURS["nsa"], ATTENTION_COLOURS["full"]
     batches = sorted({batch for batch, _ in found}, reverse=True)
     fig, axes = figure(columns=len(batches), width=4.6, height=4.4)
