@@ -126,6 +126,28 @@ def test_other_options_are_refused_by_name(uninterrupted, option, expected):
     assert expected in refused("train", "--out", uninterrupted[0], "--resume", *option)
 
 
+def test_other_intervals_are_taken_over(tmp_path, corpus, uninterrupted):
+    """How often a run logs, evaluates and saves changes what it tells, not what it learns."""
+    out, options = tmp_path / "run", [*OPTIONS, "--log-every", 1]
+    process = subprocess.Popen([PROGRAM, "train", "--out", out, "--data", corpus, *map(str, options)],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    stopped = metrics(out, "end")[-1]["step"]
+    before = (out / "config.json").read_text()
+    assert "eval_every = -1: must be" in refused("train", "--out", out, "--resume", "--eval-every", -1)
+    assert (out / "config.json").read_text() == before and stopped < 50
+    nsa("train", "--out", out, "--resume", "--eval-every", 25, "--save-every", 0, "--log-every", 30)
+    train = json.loads((out / "config.json").read_text())["train"]
+    assert (train["eval_every"], train["save_every"], train["log_every"]) == (25, 0, 30)
+    assert [line["step"] for line in metrics(out, "eval")][-2:] == [50, 60]
+    assert [line["step"] for line in metrics(out, "train") if line["step"] > stopped] == [30, 60][stopped >= 30 :]
+    assert all(np.array_equal(x, load_file(out / "model.safetensors")[name])
+               for name, x in load_file(uninterrupted[0] / "model.safetensors").items())  # fmt: skip
+    nsa("train", "--out", out, "--resume", "--save-every", 5)  # the checkpoint has another one
+
+
 def test_equal_parameters_are_those_of_the_run(tmp_path, corpus):
     """--equal-parameters asks for what the run's own model makes of it, not this command line's defaults."""
     out = tmp_path / "run"

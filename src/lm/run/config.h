@@ -71,6 +71,9 @@ std::string text_of(const RunConfig& config);
 /// Is it a config.json of this program, sound or not?
 bool is_run_config(const std::string& text);
 
+/// Does the field of `train` only tell how often a run logs, evaluates or saves? It may go on with another value.
+bool is_interval(const std::string& field);
+
 /// The first field in which they differ, as "train.lr = 0.003, was 0.001"; empty when they agree.
 std::string first_difference(const nlohmann::json& now, const nlohmann::json& before);
 

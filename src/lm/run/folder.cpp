@@ -102,8 +102,10 @@ void RunFolder::refuse_foreign(bool overwrite) const {
 
 RunConfig RunFolder::config() const { return read_run_config(file(kConfig)); }
 
+void RunFolder::update(const RunConfig& config) const { base::replace_file(file(kConfig), text_of(config)); }
+
 void RunFolder::begin(const RunConfig& config) const {
-  base::replace_file(file(kConfig), text_of(config));
+  update(config);
   base::remove_file(file(kMetrics));
   remove_leftovers("");
   base::remove_file(file(kModel));
@@ -151,8 +153,12 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     return {};
   }
   const auto checkpoint = base::SafetensorsFile::open(path);
-  const auto trained = trained_config(path, checkpoint);
-  const std::string difference = first_difference(nlohmann::json(config), nlohmann::json(trained));
+  const nlohmann::json now = config;
+  nlohmann::json trained = trained_config(path, checkpoint);
+  for (const auto& [name, value] : now["train"].items()) {
+    if (is_interval(name)) trained["train"][name] = value;
+  }
+  const std::string difference = first_difference(now, trained);
   if (!difference.empty()) throw base::Error(fmt::format("{}: config.json changed: {}", path_, difference));
   const auto state = parse_train_state(metadata_of(path, checkpoint, "state"), path + ": state", config.train);
   const std::string name = metadata_of(path, checkpoint, "optimizer");

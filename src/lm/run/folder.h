@@ -30,6 +30,9 @@ class RunFolder {
   /// Makes it the folder of this run. The one that it held stays whole until the new configuration is there, then goes.
   void begin(const RunConfig& config) const;
 
+  /// Gives the run that it holds another configuration, with other intervals.
+  void update(const RunConfig& config) const;
+
   /// Adds a line to metrics.jsonl.
   void log(const nlohmann::json& line) const;
 
@@ -40,7 +43,8 @@ class RunFolder {
             const NamedTensors& optimizer) const;
 
   /// Copies the checkpoint into the tensors, and cuts metrics.jsonl to what it knows of. Nothing for a run that ended
-  /// before its first checkpoint. Throws Error when it is no checkpoint of this configuration, or is lost.
+  /// before its first checkpoint. Throws Error when it is no checkpoint of this configuration, whatever its
+  /// intervals, or is lost.
   std::optional<TrainState> load(const RunConfig& config, const NamedTensors& parameters,
                                  const NamedTensors& optimizer) const;
 

@@ -511,19 +511,25 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
   const Ranks& ranks = execution.ranks;
   std::optional<RunFolder> folder;
   if (ranks.first()) folder.emplace(RunFolder::of_run(out));
-  const auto config = parse_run_config(ranks.broadcast(folder ? text_of(folder->config()) : ""), out + "/config.json");
+  auto config = parse_run_config(ranks.broadcast(folder ? text_of(folder->config()) : ""), out + "/config.json");
   const nlohmann::json stored = config;
+  nlohmann::json now = stored;
   const auto shown = [](const nlohmann::json& value) {  // whatever bytes it has
     return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   };
   for (const auto& [name, value] : given.items()) {
     for (const char* section : {"model", "train", "data"}) {
-      if (stored[section].contains(name) && stored[section][name] != value) {
+      if (!stored[section].contains(name) || stored[section][name] == value) continue;
+      if (!is_interval(name)) {
         throw base::Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name,
                                       shown(value), shown(stored[section][name])));
       }
+      now[section][name] = value;
     }
   }
+  config = now.get<RunConfig>();
+  config.train.validate();
+  require_same(config, ranks);
   require_batches_for_all(config.train, ranks);
   const auto device = base::choose_device(config.train.device);
   base::set_threads(static_cast<int>(config.train.threads));
@@ -533,6 +539,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
     throw base::Error(fmt::format("{}: cannot resume: the data changed: fingerprint = {}, was {}", out,
                                   hex(corpus.fingerprint), config.fingerprint));
   }
+  if (folder && now != stored) folder->update(config);
   Trainer trainer(std::move(folder), config, *tokenizer, std::move(corpus), device.device, execution);
   if (ranks.first()) trainer.print_summary(device);
   trainer.load();

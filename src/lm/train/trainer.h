@@ -35,8 +35,8 @@ struct TrainResult {
 TrainResult train(TrainRequest request);
 
 /// Goes on, on the kind of device that the run began on; with as many ranks bitwise as if never interrupted. `given`
-/// holds the options given anew, by the name of their field in config.json's sections; a value that differs is refused
-/// by name, and so are changed data.
+/// holds the options given anew, by the name of their field in config.json's sections; an interval is taken over,
+/// another value that differs is refused by name, and so are changed data.
 TrainResult resume(const std::string& out, const nlohmann::json& given, const Execution& execution);
 
 }  // namespace nsa::lm
