@@ -2,24 +2,25 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
 namespace nsa::lm {
 namespace {
 
-constexpr std::size_t kPlaces = 8;  // of a line, at most
+/// 1 ... most, evenly by its logarithm.
+std::size_t log_even(std::size_t most, base::Random& random) {
+  const auto drawn = std::pow(static_cast<double>(most) + 1, random.uniform());
+  return std::clamp<std::size_t>(static_cast<std::size_t>(drawn), 1, most);
+}
 
-/// A cell some way from `first`, evenly by the logarithm of the distance, or the free one next to it.
-std::size_t further_place(std::size_t first, const std::vector<bool>& taken, base::Random& random) {
-  const std::size_t behind = taken.size() - 1 - first, reach = std::max(first, behind);
-  const auto most = static_cast<double>(reach + 1);
-  const auto distance = std::min(static_cast<std::size_t>(std::pow(most, random.uniform())), reach);
-  const bool ahead = distance <= behind && (distance > first || random.below(2) == 1);
-  const std::size_t place = ahead ? first + distance : first - distance;
+/// Takes the free cell that is next to `wanted`. There is one.
+std::size_t take_near(std::size_t wanted, std::vector<bool>& taken) {
   for (std::size_t i = 0;; ++i) {
-    if (place + i < taken.size() && !taken[place + i]) return place + i;
-    if (place >= i && !taken[place - i]) return place - i;
+    for (const std::size_t place : {wanted + i, wanted - i}) {  // beyond either end: too large
+      if (place >= taken.size() || taken[place]) continue;
+      taken[place] = true;
+      return place;
+    }
   }
 }
 
@@ -45,34 +46,22 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
   // of pieces differ a little.
   const std::size_t width = next_line().size(), cell = width + 14;
   for (std::int64_t b = 0; b + 1 < batch.batch.cu_seqlens.numel(); ++b) {
-    const auto length = static_cast<std::size_t>(offsets[b + 1] - offsets[b]);
-    if (length < cell) continue;
-    // The sequence from its second token on in cells, of which each holds one line at most.
-    std::vector<std::size_t> cells((length - 1) / cell);
-    std::iota(cells.begin(), cells.end(), 0);
-    base::shuffle(cells, random.next());
-    const std::size_t copies = std::min(kPlaces, cells.size());  // of a line
-    if (copies < 2) continue;
-    const double wanted = share * static_cast<double>(length) / static_cast<double>(copies * width);
-    auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), cells.size() / copies);
-    std::vector<bool> taken(cells.size());
-    for (const std::size_t first : cells) {
-      if (count == 0) break;
-      if (taken[first]) continue;
-      --count;
-      taken[first] = true;
-      std::vector<std::size_t> places = {first};
-      while (places.size() < copies) {
-        places.push_back(further_place(first, taken, random));
-        taken[places.back()] = true;
-      }
+    const auto begin = static_cast<std::size_t>(offsets[b]);
+    const auto length = static_cast<std::size_t>(offsets[b + 1]) - begin;
+    std::vector<bool> taken(length / cell);  // each cell holds one line at most
+    const double wanted = share * static_cast<double>(length) / static_cast<double>(2 * width);
+    const auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), taken.size() / 2);
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t distance = log_even(taken.size() - 1, random), starts = taken.size() - distance;
+      const std::size_t first = random.below(8) == 0 ? log_even(starts, random) - 1 : random.below(starts);
       auto line = next_line();
       line.resize(std::min(line.size(), cell));
-      for (const std::size_t place : places) {
+      for (const std::size_t place : {first, first + distance}) {
         const auto within = random.below(cell - line.size() + 1);
-        const auto at = static_cast<std::size_t>(offsets[b]) + 1 + place * cell + within;
+        const auto at = begin + take_near(place, taken) * cell + within;
         std::copy(line.begin(), line.end(), tokens + at);
-        std::copy(line.begin(), line.end(), targets + at - 1);
+        if (at > begin) targets[at - 1] = line.front();
+        std::copy(line.begin() + 1, line.end(), targets + at);
       }
     }
   }
