@@ -13,6 +13,14 @@ std::size_t log_even(std::size_t most, base::Random& random) {
   return std::clamp<std::size_t>(static_cast<std::size_t>(drawn), 1, most);
 }
 
+/// One of `count` places, but not `first`: how far away is drawn evenly by its logarithm.
+std::size_t away_from(std::size_t first, std::size_t count, base::Random& random) {
+  const std::size_t behind = count - 1 - first;
+  const std::size_t distance = log_even(std::max(first, behind), random);
+  const bool ahead = distance <= behind && (distance > first || random.below(2) == 1);
+  return ahead ? first + distance : first - distance;
+}
+
 /// Takes the free cell that is next to `wanted`. There is one.
 std::size_t take_near(std::size_t wanted, std::vector<bool>& taken) {
   for (std::size_t i = 0;; ++i) {
@@ -49,16 +57,17 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     const auto begin = static_cast<std::size_t>(offsets[b]);
     const auto length = static_cast<std::size_t>(offsets[b + 1]) - begin;
     std::vector<bool> taken(length / cell);  // each cell holds one line at most
-    const double wanted = share * static_cast<double>(length) / static_cast<double>(2 * width);
-    const auto count = std::min(static_cast<std::size_t>(wanted + random.uniform()), taken.size() / 2);
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::size_t distance = log_even(taken.size() - 1, random), starts = taken.size() - distance;
-      const std::size_t first = random.below(8) == 0 ? log_even(starts, random) - 1 : random.below(starts);
+    const double wanted = share * static_cast<double>(length) / static_cast<double>(width);
+    auto left = std::min(static_cast<std::size_t>(wanted + random.uniform()), taken.size());
+    while (left > 1) {
+      const std::size_t copies = std::min<std::size_t>(2 << random.below(3), left);
+      left -= copies;
+      const std::size_t first = random.below(8) == 0 ? log_even(taken.size(), random) - 1 : random.below(taken.size());
       auto line = next_line();
       line.resize(std::min(line.size(), cell));
-      for (const std::size_t place : {first, first + distance}) {
-        const auto within = random.below(cell - line.size() + 1);
-        const auto at = begin + take_near(place, taken) * cell + within;
+      for (std::size_t i = 0; i < copies; ++i) {
+        const std::size_t place = take_near(i == 0 ? first : away_from(first, taken.size(), random), taken);
+        const auto at = begin + place * cell + random.below(cell - line.size() + 1);
         std::copy(line.begin(), line.end(), tokens + at);
         if (at > begin) targets[at - 1] = line.front();
         std::copy(line.begin() + 1, line.end(), targets + at);

@@ -1,4 +1,4 @@
-// Lines "NAME = VALUE" that stand twice in a text: who reads the name again can know the value by looking it up
+// Lines "NAME = VALUE" that stand several times in a text: who reads the name again can know the value by looking it up
 // alone.
 #pragma once
 
@@ -18,9 +18,10 @@ struct Lookup {
 /// A name of eight letters and a number of five digits.
 Lookup random_lookup(base::Random& random);
 
-/// Writes such lines over about `share` of the tokens of each sequence, each at two places. How far these are from each
-/// other is drawn evenly by its logarithm: near ones, by which a model learns what a look-up is, and far ones. One line
-/// of eight begins near the start of the sequence, evenly by the logarithm, too: few would stand there otherwise.
+/// Writes such lines over about `share` of the tokens of each sequence, each at two to eight places. How far the
+/// others are from one of them is drawn evenly by its logarithm: near ones, by which a model learns what a look-up is,
+/// and far ones. That one is near the start of the sequence, evenly by the logarithm, too, for a line of eight: few
+/// would stand there otherwise.
 void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed);
 
 }  // namespace nsa::lm
