@@ -135,7 +135,7 @@ PLANS = {
     "lookups": Plan(
         "bytes, 65536 of context, 1800 steps of 65536, a fifth of them look-ups",
         "--steps 1800 --context 65536 " + LOOKUPS,
-        {name: MAIN[name] for name in ("recipe", "window", "full")} | NARROW,
+        {name: MAIN[name] for name in ("recipe", "window", "full")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
