@@ -77,7 +77,7 @@ TEST(PlantLookups, ShortSequencesHaveWhatFits) {
   }
 }
 
-TEST(PlantLookups, DistancesAreEvenByTheirLogarithm) {
+TEST(PlantLookups, StandNearAndFar) {
   const auto tokenizer = make_tokenizer("bytes");
   const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(65537, '.')}};
   const std::regex line("[A-Z]{8}");
@@ -100,10 +100,10 @@ TEST(PlantLookups, DistancesAreEvenByTheirLogarithm) {
     at_the_start += text.substr(0, 32).find('=') != std::string::npos ? 1 : 0;
   }
   for (const std::size_t often : {2, 4, 8}) EXPECT_NEAR(copies[often] / lines, .33, .08) << often;
-  EXPECT_NEAR(near / pairs, .36, .1);
-  EXPECT_NEAR(far / pairs, .18, .08);
-  EXPECT_GT(early / lines, .07);  // evenly over the sequence: .04
-  EXPECT_GT(at_the_start, 3);
+  EXPECT_NEAR(near / pairs, .19, .08);  // anywhere: .02
+  EXPECT_NEAR(far / pairs, .37, .1);    // evenly by their logarithm: .18
+  EXPECT_GT(early / lines, .07);        // evenly over the sequence: .04
+  EXPECT_GE(at_the_start, 3);           // evenly: .9
 }
 
 TEST(PlantLookups, IsAFunctionOfTheSeed) {
