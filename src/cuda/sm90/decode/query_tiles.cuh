@@ -12,20 +12,34 @@ namespace nsa::cuda::sm90::decode {
 enum class QueriesBarrier {
   kComputing = 1,  // all computing warps
   kLists = 2,      // lists of blocks are made: all warps
-  kTurn = 3,       // the end of a turn: all warps
 };
 
-/// Whether `good` holds for all `threads` threads, whose warps may come from different instructions, as those of
-/// __syncthreads_and() may not.
-__device__ __forceinline__ bool named_barrier_and(QueriesBarrier barrier, int threads, bool good) {
-  std::uint32_t all;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.red.and.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}\n"
-      : "=r"(all)
-      : "r"(static_cast<std::uint32_t>(good)), "r"(static_cast<int>(barrier)), "r"(threads)
-      : "memory");
-  return all != 0;
-}
+/// The end of a turn, where all threads meet: an mbarrier, as computing and copying warps come from two instructions,
+/// which synccheck refuses of a BAR.RED, and a word, by its address of 32 bits, as a pointer would spill registers.
+struct TurnBarrier {
+  std::uint32_t barrier;
+
+  /// One thread; fence_mbarrier_init() is to follow.
+  __device__ __forceinline__ void init(int threads) const {
+    mbarrier_init(barrier, threads);
+    store(0);
+  }
+  /// An output of turn 0 is not finite.
+  __device__ __forceinline__ void report() const { store(1); }
+  /// Whether all outputs of turn 0 are finite.
+  __device__ __forceinline__ bool wait(int turn) const {
+    mbarrier_arrive(barrier);
+    mbarrier_wait_warp(barrier, turn & 1);
+    int reported;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(reported) : "r"(barrier + 8) : "memory");
+    return reported == 0;
+  }
+
+ private:
+  __device__ __forceinline__ void store(int reported) const {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(barrier + 8), "r"(reported) : "memory");
+  }
+};
 
 /// What queries of a thread block, at first_position ... last_position, see of a branch, and the tiles of it that a
 /// warpgroup has.

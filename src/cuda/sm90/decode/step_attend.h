@@ -149,7 +149,7 @@ struct StepMemory {
 struct QueriesMemory {
   static constexpr int kKeys = 64, kSlots = 5, kGroups = 2, kQueries = kSharedQueries.queries;
   std::int64_t ring;     // of tiles of keys or values, for each warpgroup; for the choice what it is made from
-  std::int64_t rows;     // softmaxes and gates of the rows, barriers of the rings
+  std::int64_t rows;     // softmaxes and gates of the rows, barriers of the rings and of turns
   std::int64_t lists;    // blocks of each query, and of the queries of each warpgroup
   std::int64_t shared;   // half of the columns of each warp's sums; for the choice importances of blocks, of each query
   std::int64_t scratch;  // of a query's part of the ring, for the choice
@@ -157,7 +157,7 @@ struct QueriesMemory {
   /// blocks: selection blocks of the longest sequence.
   QueriesMemory(const BlockKeys& block_keys, int dim, int topk, std::int64_t blocks)
       : ring(std::int64_t{kGroups} * kSlots * kKeys * dim * 2),
-        rows((2 * kGroups * 8 + kBranches * 4) * kQueries * kTileRows + kGroups * 2 * kSlots * 8),
+        rows((2 * kGroups * 8 + kBranches * 4) * kQueries * kTileRows + kGroups * 2 * kSlots * 8 + 16),
         lists(((kQueries + kGroups) * list_bytes(topk) + 15) / 16 * 16),
         shared(std::max(std::int64_t{kGroups} * kQueries * kTileRows * dim * 2,
                         4 * kQueries * (sums_of(block_keys, blocks) + units_of(block_keys, blocks)))),

@@ -32,12 +32,12 @@ struct QueriesTile {
   static constexpr int kExchange = kHalf * 512;  // bytes of a warp
 };
 
-/// Maxima in base-2 units and sums of softmaxes of each warpgroup, gates, and barriers of the rings.
+/// Maxima in base-2 units and sums of softmaxes of each warpgroup, gates, barriers of the rings and of turns.
 template <class S>
 struct QueriesRows {
   float2 softmaxes[2][S::kGroups][S::kRows];
   float gates[kBranches][S::kRows];
-  std::uint64_t barriers[S::kGroups][Pipeline<S::kSlots>::kBarriers];
+  std::uint64_t barriers[S::kGroups][Pipeline<S::kSlots>::kBarriers], turn[2];
 };
 
 /// Of four numbers of each of four neighbouring lanes: the i-th lane has the sum of the i-th ones.
@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   char* const exchange = lists + ((S::kQueries + S::kGroups) * QueriesMemory::list_bytes(topk) + 15) / 16 * 16;
   const std::uint32_t ring = shared_address(memory) + group * S::kGroupRing;
   const Pipeline<S::kSlots> barriers{shared_address(rows.barriers[group])};
+  const TurnBarrier turn_barrier{shared_address(rows.turn)};
 
   const bool longest_first = args.longest_first;
   const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(exchange)) : blockIdx.z;
@@ -101,6 +102,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   };
   if (threadIdx.x < S::kGroups) {
     Pipeline<S::kSlots>{shared_address(rows.barriers[threadIdx.x])}.init(S::kCopiers * 32, S::kQueries);
+    if (threadIdx.x == 0) turn_barrier.init(S::kThreads);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -132,8 +134,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
           copy(std::integral_constant<int, kCompressed>{}, pass == 0, wish.first);
         }
       }
-      const bool all_finite = named_barrier_and(QueriesBarrier::kTurn, S::kThreads, true);
-      if (is_last(turn, all_finite, args.plan[b].added > 0)) break;
+      if (is_last(turn, turn_barrier.wait(turn), args.plan[b].added > 0)) break;
     }
     leave_length();
     return;
@@ -501,8 +502,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
               store_pair(outputs[i] + (half * S::kHalf + n) * 8, room ? o[2 * i] : 0, room ? o[2 * i + 1] : 0);
         }
     }
-    const bool all_finite = named_barrier_and(QueriesBarrier::kTurn, S::kThreads, finite);
-    if (is_last(turn, all_finite, room)) break;
+    if (turn == 0 && !finite) turn_barrier.report();
+    if (is_last(turn, turn_barrier.wait(turn), room)) break;
   }
   leave_length();
 }
