@@ -172,11 +172,13 @@ __device__ __forceinline__ void copy_branch(TileCopier<S>& copier, const StepAtt
     if (kBranch != kSelected && tiles.key_of(tile, 0, 0) + S::kKeys > first_added) wait_for_launcher();
     return copier.place(args, cached, tiles, tile, b);
   };
-  auto next = look(0);
+  // The first page is loaded in the loop, too: else the compiler lets each tile wait for the load of the next one's.
+  typename TileCopier<S>::Place next{};
 #pragma unroll 1
-  for (int tile = 0; tile < tiles.count; ++tile) {
+  for (int tile = -1; tile < tiles.count; ++tile) {
     const auto now = next;
     next = look(tile + 1);
+    if (tile < 0) continue;
     copier.copy(cached, cached.k, now, kv_head);
     if (values) copier.copy(cached, cached.v, now, kv_head);
   }
