@@ -64,7 +64,8 @@ struct TokenPages {
     const int slot = token + first, number = by_size.divide(slot);
     return {number, slot - number * size};
   }
-  /// A page of sequence b; 0 where there is none, as may be while it is not known whether there is room.
+  /// A page of sequence b; 0 where there is none, as may be while it is not known whether there is room. Written out:
+  /// as calls of the two below it is more instructions of every kernel.
   __device__ int page_of(int b, int number) const {
     if (!table) return b;
     const int page = listed_page(b, number);
