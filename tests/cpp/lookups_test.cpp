@@ -50,7 +50,7 @@ TEST(PlantLookups, WritesEachLineSeveralTimesIntoASequence) {
     }
     for (const auto& [key, values] : found) {
       EXPECT_EQ(values, std::vector(values.size(), values.front()));
-      EXPECT_TRUE(values.size() >= 2 && values.size() <= 8) << values.size();
+      EXPECT_TRUE(values.size() >= 2 && values.size() <= 16) << values.size();
       lines += static_cast<double>(values.size());
       EXPECT_TRUE(seen.insert(key).second) << "in two sequences";
     }
@@ -81,9 +81,8 @@ TEST(PlantLookups, StandNearAndFar) {
   const auto tokenizer = make_tokenizer("bytes");
   const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(65537, '.')}};
   const std::regex line("[A-Z]{8}");
-  double near = 0, far = 0, pairs = 0, early = 0, lines = 0, at_the_start = 0;
-  std::map<std::size_t, int> copies;
-  for (std::uint64_t seed = 1; seed <= 10; ++seed) {
+  double near = 0, far = 0, all = 0, names = 0, at_the_start = 0;
+  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
     auto batch = make_batch(documents, {{{0, 0, 65536}}});
     plant_lookups(batch, 0.05, *tokenizer, seed);
     const auto tokens = numbers(batch.batch.tokens);
@@ -93,17 +92,18 @@ TEST(PlantLookups, StandNearAndFar) {
       places[match->str()].push_back(match->position());
     }
     for (const auto& [key, at] : places) {
-      ++lines, ++copies[at.size()];
-      early += at[0] < 1024 ? 1 : 0;
-      if (at.size() == 2) ++pairs, near += at[1] - at[0] < 512 ? 1 : 0, far += at[1] - at[0] > 16384 ? 1 : 0;
+      ++names;
+      for (std::size_t i = 1; i < at.size(); ++i, ++all) {
+        near += at[i] - at[i - 1] < 512 ? 1 : 0;
+        far += at[i] - at[0] > 8192 ? 1 : 0;
+      }
     }
     at_the_start += text.substr(0, 32).find('=') != std::string::npos ? 1 : 0;
   }
-  for (const std::size_t often : {2, 4, 8}) EXPECT_NEAR(copies[often] / lines, .33, .08) << often;
-  EXPECT_NEAR(near / pairs, .19, .08);  // anywhere: .02
-  EXPECT_NEAR(far / pairs, .37, .1);    // evenly by their logarithm: .18
-  EXPECT_GT(early / lines, .07);        // evenly over the sequence: .04
-  EXPECT_GE(at_the_start, 3);           // evenly: .9
+  EXPECT_NEAR(names, 40 * 182 / 16, 40);
+  EXPECT_GT(near / all, .4);  // evenly over the sequence: .11
+  EXPECT_GT(far / all, .2);
+  EXPECT_GT(at_the_start, 8);  // evenly: 3.6
 }
 
 TEST(PlantLookups, IsAFunctionOfTheSeed) {

@@ -13,9 +13,10 @@ std::size_t log_even(std::size_t most, base::Random& random) {
   return std::clamp<std::size_t>(static_cast<std::size_t>(drawn), 1, most);
 }
 
-/// One of `count` places: half of the time any, else one whose distance from `first` is drawn evenly by its logarithm.
-std::size_t further_place(std::size_t first, std::size_t count, base::Random& random) {
-  if (random.below(2) == 0) return random.below(count);
+constexpr std::size_t kCopies = 16;  // of a line: few of them teach a model late, or not at all what a look-up is
+
+/// One of `count` places, but not `first`: how far away is drawn evenly by its logarithm.
+std::size_t away_from(std::size_t first, std::size_t count, base::Random& random) {
   const std::size_t behind = count - 1 - first;
   const std::size_t distance = log_even(std::max(first, behind), random);
   const bool ahead = distance <= behind && (distance > first || random.below(2) == 1);
@@ -61,13 +62,13 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     const double wanted = share * static_cast<double>(length) / static_cast<double>(width);
     auto left = std::min(static_cast<std::size_t>(wanted + random.uniform()), taken.size());
     while (left > 1) {
-      const std::size_t copies = std::min<std::size_t>(2 << random.below(3), left);
+      const std::size_t copies = std::min(kCopies, left);
       left -= copies;
       const std::size_t first = random.below(8) == 0 ? log_even(taken.size(), random) - 1 : random.below(taken.size());
       auto line = next_line();
       line.resize(std::min(line.size(), cell));
       for (std::size_t i = 0; i < copies; ++i) {
-        const std::size_t place = take_near(i == 0 ? first : further_place(first, taken.size(), random), taken);
+        const std::size_t place = take_near(i == 0 ? first : away_from(first, taken.size(), random), taken);
         const auto at = begin + place * cell + random.below(cell - line.size() + 1);
         std::copy(line.begin(), line.end(), tokens + at);
         if (at > begin) targets[at - 1] = line.front();

@@ -18,9 +18,9 @@ struct Lookup {
 /// A name of eight letters and a number of five digits.
 Lookup random_lookup(base::Random& random);
 
-/// Writes such lines over about `share` of the tokens of each sequence, each at two to eight places. Half of
-/// the others stand anywhere, half at distances from one of them that are drawn evenly by their logarithm: near ones,
-/// by which a model learns what a look-up is. That one is near the start of the sequence, evenly by the logarithm, too,
+/// Writes such lines over about `share` of the tokens of each sequence, each at sixteen places, or as many as there is
+/// room for. How far the others are from one of them is drawn evenly by its logarithm: near ones, by which a model
+/// learns what a look-up is, and far ones. That one is near the start of the sequence, evenly by the logarithm, too,
 /// for a line of eight: few would stand there otherwise.
 void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed);
 
