@@ -7,13 +7,13 @@
 namespace nsa::lm {
 namespace {
 
+constexpr std::size_t kCopies = 16;  // of a line: with few a model learns late what a look-up is, or not at all
+
 /// 1 ... most, evenly by its logarithm.
 std::size_t log_even(std::size_t most, base::Random& random) {
   const auto drawn = std::pow(static_cast<double>(most) + 1, random.uniform());
   return std::clamp<std::size_t>(static_cast<std::size_t>(drawn), 1, most);
 }
-
-constexpr std::size_t kCopies = 16;  // of a line: few of them teach a model late, or not at all what a look-up is
 
 /// One of `count` places, but not `first`: how far away is drawn evenly by its logarithm.
 std::size_t away_from(std::size_t first, std::size_t count, base::Random& random) {

@@ -511,8 +511,8 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
   const Ranks& ranks = execution.ranks;
   std::optional<RunFolder> folder;
   if (ranks.first()) folder.emplace(RunFolder::of_run(out));
-  auto config = parse_run_config(ranks.broadcast(folder ? text_of(folder->config()) : ""), out + "/config.json");
-  const nlohmann::json stored = config;
+  const nlohmann::json stored =
+      parse_run_config(ranks.broadcast(folder ? text_of(folder->config()) : ""), out + "/config.json");
   nlohmann::json now = stored;
   const auto shown = [](const nlohmann::json& value) {  // whatever bytes it has
     return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -527,7 +527,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
       now[section][name] = value;
     }
   }
-  config = now.get<RunConfig>();
+  const auto config = now.get<RunConfig>();
   config.train.validate();
   require_same(config, ranks);
   require_batches_for_all(config.train, ranks);
