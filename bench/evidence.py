@@ -100,7 +100,7 @@ class Plan(NamedTuple):
     command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
 
 
-LOOKUPS = "--batch-size 1 --lookups .2 --join --document-bytes 65536"
+LOOKUPS = "--batch-size 1 --lookups .5 --join --document-bytes 65536"
 DEPTHS = "0,.1,.2,.3,.4,.5,.6,.7,.8,.9,1"
 PLANS = {
     "8k": Plan(
@@ -133,14 +133,14 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 1800 steps of 65536, a fifth of them look-ups",
-        "--steps 1800 --context 65536 " + LOOKUPS,
+        "bytes, 65536 of context, 4600 steps of 65536, half of them look-ups",
+        "--steps 4600 --context 65536 " + LOOKUPS,
         {name: MAIN[name] for name in ("recipe", "window", "full")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
-        "bytes, 8192 of context, 5000 steps of 32768, a fifth of them look-ups",
+        "bytes, 8192 of context, 5000 steps of 32768, half of them look-ups",
         "--steps 5000 --batch-size 4 " + LOOKUPS.removeprefix("--batch-size 1 "),
         {name: MAIN[name] for name in ("recipe", "window", "full")},
         seeds=(1,),

@@ -87,9 +87,10 @@ class TrainCommand {
     option("--held-out-percent", "held_out_percent", data.held_out_percent,
            "Documents kept for evaluation, by hash, percent")
         ->check(CLI::Range(0, 100));
-    option("--lookups", "lookups", config_.train.lookups,
-           "Share of the training tokens that are lines NAME = VALUE, each at two places of a sequence, to be looked "
-           "up: what nsa needle asks for");
+    option(
+        "--lookups", "lookups", config_.train.lookups,
+        "Share of the training tokens that are lines NAME = VALUE, each at several places of a sequence, to be looked "
+        "up: what nsa needle asks for");
     tokenizer_ = option("--tokenizer", "tokenizer", data.tokenizer, "bytes, or the path of a SentencePiece model");
   }
 

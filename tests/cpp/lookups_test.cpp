@@ -31,7 +31,7 @@ TrainingBatch dots() {
 TEST(PlantLookups, WritesEachLineSixteenTimesIntoASequence) {
   const auto tokenizer = make_tokenizer("bytes");
   auto batch = dots();
-  plant_lookups(batch, 0.2, *tokenizer, 1);
+  plant_lookups(batch, 0.2, 0, *tokenizer, 1);
   const auto tokens = numbers(batch.batch.tokens), targets = numbers(batch.targets);
   ASSERT_EQ(tokens.size(), 6012u);
   const std::vector<std::size_t> offsets = {0, 4000, 4012, 6012};
@@ -70,7 +70,7 @@ TEST(PlantLookups, ShortSequencesHaveWhatFits) {
     std::int64_t seen = 0;
     for (std::uint64_t seed = 1; seed <= 20; ++seed) {
       auto batch = make_batch(documents, {{{0, 0, length}}});
-      plant_lookups(batch, 0.5, *tokenizer, seed);
+      plant_lookups(batch, 0.5, 0, *tokenizer, seed);
       const auto tokens = numbers(batch.batch.tokens);
       const auto lines = std::count(tokens.begin(), tokens.end(), '=');
       EXPECT_NE(lines, 1) << "nothing to look up";
@@ -80,14 +80,20 @@ TEST(PlantLookups, ShortSequencesHaveWhatFits) {
   }
 }
 
-TEST(PlantLookups, StandNearAndFar) {
+/// Of the lines that plant_lookups() writes into 40 sequences of 65536.
+struct Placed {
+  double names = 0, pairs = 0, repeats = 0;    // `repeats`: lines that stood before
+  double near = 0, far = 0, at_the_start = 0;  // repeats within 512 of the last, beyond 8192 of the first; sequences
+};
+
+Placed place_lookups(double share, double pairs) {
   const auto tokenizer = make_tokenizer("bytes");
   const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(65537, '.')}};
   const std::regex line("[A-Z]{8}");
-  double near = 0, far = 0, all = 0, names = 0, at_the_start = 0;
+  Placed placed;
   for (std::uint64_t seed = 1; seed <= 40; ++seed) {
     auto batch = make_batch(documents, {{{0, 0, 65536}}});
-    plant_lookups(batch, 0.05, *tokenizer, seed);
+    plant_lookups(batch, share, pairs, *tokenizer, seed);
     const auto tokens = numbers(batch.batch.tokens);
     const std::string text(tokens.begin(), tokens.end());
     std::map<std::string, std::vector<std::ptrdiff_t>> places;
@@ -95,25 +101,44 @@ TEST(PlantLookups, StandNearAndFar) {
       places[match->str()].push_back(match->position());
     }
     for (const auto& [key, at] : places) {
-      ++names;
-      for (std::size_t i = 1; i < at.size(); ++i, ++all) {
-        near += at[i] - at[i - 1] < 512 ? 1 : 0;
-        far += at[i] - at[0] > 8192 ? 1 : 0;
+      ++placed.names;
+      placed.pairs += at.size() == 2 ? 1 : 0;
+      for (std::size_t i = 1; i < at.size(); ++i, ++placed.repeats) {
+        placed.near += at[i] - at[i - 1] < 512 ? 1 : 0;
+        placed.far += at[i] - at[0] > 8192 ? 1 : 0;
       }
     }
-    at_the_start += text.substr(0, 32).find('=') != std::string::npos ? 1 : 0;
+    placed.at_the_start += text.substr(0, 32).find('=') != std::string::npos ? 1 : 0;
   }
-  EXPECT_NEAR(names, 40 * 182 / 16, 40);
-  EXPECT_GT(near / all, .4);  // evenly over the sequence: .11
-  EXPECT_GT(far / all, .2);
-  EXPECT_GT(at_the_start, 8);  // evenly: 3.6
+  return placed;
+}
+
+TEST(PlantLookups, StandNearAndFar) {
+  const auto placed = place_lookups(0.05, 0);
+  EXPECT_NEAR(placed.names, 40 * 182 / 16, 40);
+  EXPECT_GT(placed.near / placed.repeats, .4);  // evenly over the sequence: .11
+  EXPECT_GT(placed.far / placed.repeats, .2);
+  EXPECT_GT(placed.at_the_start, 8);  // evenly: 3.6
+}
+
+TEST(PlantLookups, PairsStandAnywhere) {
+  const auto placed = place_lookups(0.05, 1);
+  EXPECT_NEAR(placed.names, 40 * 182 / 2, 40);
+  EXPECT_GE(placed.pairs, placed.names - 40) << "but for one of a sequence, with what is left";
+  EXPECT_LT(placed.near / placed.repeats, .03);  // evenly over the sequence: .016
+  EXPECT_GT(placed.far / placed.repeats, .7);    // .77
+}
+
+TEST(PlantLookups, PairsAreAShareOfTheTokens) {
+  const auto placed = place_lookups(0.05, 0.5);
+  EXPECT_NEAR(2 * placed.pairs, 40 * 182 / 2, 40 * 182 / 10);
 }
 
 TEST(PlantLookups, IsAFunctionOfTheSeed) {
   const auto tokenizer = make_tokenizer("bytes");
   const auto planted = [&](double share, std::uint64_t seed) {
     auto batch = dots();
-    plant_lookups(batch, share, *tokenizer, seed);
+    plant_lookups(batch, share, 0.5, *tokenizer, seed);
     return numbers(batch.batch.tokens);
   };
   EXPECT_EQ(planted(0.1, 1), planted(0.1, 1));

@@ -43,8 +43,10 @@ Lookup random_lookup(base::Random& random) {
   return lookup;
 }
 
-void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenizer, std::uint64_t seed) {
+void plant_lookups(TrainingBatch& batch, double share, double pairs, const Tokenizer& tokenizer, std::uint64_t seed) {
   base::Random random(seed);
+  // Of the lines: a line of many places has as many tokens as several of two.
+  const double are_pairs = kCopies * pairs / (kCopies * pairs + 2 * (1 - pairs));
   const auto* const offsets = batch.batch.cu_seqlens.const_data_ptr<std::int32_t>();
   auto* const tokens = batch.batch.tokens.mutable_data_ptr<std::int64_t>();
   auto* const targets = batch.targets.mutable_data_ptr<std::int64_t>();
@@ -62,13 +64,15 @@ void plant_lookups(TrainingBatch& batch, double share, const Tokenizer& tokenize
     const double wanted = share * static_cast<double>(length) / static_cast<double>(width);
     auto left = std::min(static_cast<std::size_t>(wanted + random.uniform()), taken.size());
     while (left > 1) {
-      const std::size_t copies = std::min(kCopies, left);
+      const bool is_pair = random.uniform() < are_pairs;
+      const std::size_t copies = std::min(is_pair ? 2 : kCopies, left);
       left -= copies;
       const std::size_t first = random.below(8) == 0 ? log_even(taken.size(), random) - 1 : random.below(taken.size());
       auto line = next_line();
       line.resize(std::min(line.size(), cell));
       for (std::size_t i = 0; i < copies; ++i) {
-        const std::size_t place = take_near(i == 0 ? first : away_from(first, taken.size(), random), taken);
+        const std::size_t other = is_pair ? random.below(taken.size()) : away_from(first, taken.size(), random);
+        const std::size_t place = take_near(i == 0 ? first : other, taken);
         const auto at = begin + place * cell + random.below(cell - line.size() + 1);
         std::copy(line.begin(), line.end(), tokens + at);
         if (at > begin) targets[at - 1] = line.front();

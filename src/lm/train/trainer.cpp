@@ -46,6 +46,10 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
 
+// Shares of the run between which look-ups become pairs.
+constexpr double kPairsFrom = 0.3;
+constexpr double kPairsAlone = 0.6;
+
 // A run waits this long for a device after a signal to stop, and twice the longest of the last steps besides. torchrun
 // kills after 30 s.
 constexpr std::chrono::seconds kPatience{5};
@@ -136,6 +140,7 @@ class Trainer {
   void evaluate_now();
   void save();
   double noise() const;
+  double lookup_pairs() const;
   std::string lost(const std::string& why) const;
   void begin_on_device();
   void end_on_device() {
@@ -194,7 +199,7 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
     batches.push_back({make_batch(corpus_.train, rows), static_cast<std::uint64_t>(i)});
     if (train.lookups == 0) continue;
     const auto seed = base::derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
-    plant_lookups(batches.back().rows, train.lookups, tokenizer_, seed);
+    plant_lookups(batches.back().rows, train.lookups, lookup_pairs(), tokenizer_, seed);
   }
   return batches;
 }
@@ -251,6 +256,13 @@ at::Tensor Trainer::sum_over_ranks(const at::Tensor& loss_sum) {
     begin += gradient.numel();
   }
   return ranks_.sum(loss_sum.reshape({1}))[0];
+}
+
+/// See plant_lookups(): none in the first part of the run, all in the last.
+double Trainer::lookup_pairs() const {
+  if (state_.planned_steps == 0) return 0;
+  const double done = static_cast<double>(state_.step) / static_cast<double>(state_.planned_steps);
+  return std::clamp((done - kPairsFrom) / (kPairsAlone - kPairsFrom), 0.0, 1.0);
 }
 
 double Trainer::noise() const {
