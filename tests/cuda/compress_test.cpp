@@ -45,6 +45,34 @@ TEST(Compress, LengthsDoNotShowInBits) {
   }
 }
 
+/// Nothing is read a stride of one batch or one head apart, so that these need not be multiples of 16 bytes, as torch's
+/// often are not.
+TEST(Compress, StridesOfOneEntryDoNotMatter) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    SCOPED_TRACE(name_of(dtype));
+    const Problem p({.dtype = dtype, .q_lens = {200}, .kv_heads = 1, .group = 1});
+    const auto odd = [](TensorView t) {
+      t.stride[0] = 12345, t.stride[2] = 77;
+      return t;
+    };
+    CompressParams f = p.compress_keys();
+    const Tensor expected = std::move(compressed(p, f)[0]);
+    const Tensor out = p.compressed_rows(p.c.dk, dtype);
+    f.k = odd(f.k), f.out = odd(out);
+    ASSERT_TRUE(under_test.compress(f, kCpu).ok());
+    EXPECT_TRUE(same_bits(out, expected));
+
+    const Tensor d_out = p.random_compressed_rows(p.c.dk, 77), d_k = p.key_rows(p.c.dk, dtype);
+    CompressBackwardParams b{p.compress_keys(), d_out, {}, {}};
+    const std::vector<Tensor> gradient =
+        outputs_of(b, compress_backward_outputs(p, b.forward), false,
+                   [](const CompressBackwardParams& params) { return under_test.compress_backward(params, kCpu); });
+    b.forward.k = f.k, b.d_out = odd(d_out), b.d_k = odd(d_k);
+    ASSERT_TRUE(under_test.compress_backward(b, kCpu).ok());
+    EXPECT_TRUE(same_bits(d_k, gradient[0]));
+  }
+}
+
 /// The outputs of both by one call, through the function of the backend.
 template <class Params>
 std::vector<Tensor> together(Params first, Params second, const std::vector<Output<Params>>& of_first,

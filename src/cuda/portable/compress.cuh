@@ -265,26 +265,26 @@ __global__ void __launch_bounds__(256) copy_output_gradient(const __grid_constan
 inline constexpr int kMeanTokens = 4;  // of a thread of mean_backward
 inline constexpr int kMeanRows = 32;   // that a thread of mean_blocks has on their way
 
-/// Neighbouring elements that are loaded and stored as Bits, and their sum over rows. Bits is uint4, or T for rows that
-/// do not begin at multiples of sixteen bytes.
-template <class T, class Bits>
+/// Neighbouring elements that are loaded and stored at once, and their sum over rows: sixteen bytes, at multiples of
+/// which every row begins (supports_layout).
+template <class T>
 struct Piece {
-  static constexpr int kSize = sizeof(Bits) / sizeof(T);
+  static constexpr int kSize = sizeof(uint4) / sizeof(T);
   union Elements {
-    Bits bits;
+    uint4 bits;
     T x[kSize];
     __device__ Elements() {}
   };
   float sum[kSize] = {};
 
-  __device__ static Bits load(const T* p) { return *reinterpret_cast<const Bits*>(p); }
-  __device__ void add(const Bits& bits) {
+  __device__ static uint4 load(const T* p) { return *reinterpret_cast<const uint4*>(p); }
+  __device__ void add(const uint4& bits) {
     Elements row;
     row.bits = bits;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum[i] += to_float(row.x[i]);
   }
-  __device__ Bits mean(int count) const {
+  __device__ uint4 mean(int count) const {
     Elements row;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) row.x[i] = from_float<T>(sum[i] / count);
@@ -293,10 +293,10 @@ struct Piece {
 };
 
 /// mean: the average of a block's tokens. A thread per piece of a compressed row, pieces and heads of a row side by
-/// side. Grid x: row, z: problem.
-template <class T, class Bits>
+/// side, through the thread's own shared memory, where all loads are on their way. Grid x: row, z: problem.
+template <class T>
 __global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ CompressPair pair) {
-  using P = Piece<T, Bits>;
+  using P = Piece<T>;
   const CompressArgs& args = pair.problem[blockIdx.z];
   const int pieces = args.dim / P::kSize, i = blockIdx.y * blockDim.x + threadIdx.x;
   const int m = blockIdx.x, head = i / pieces, c = (i - head * pieces) * P::kSize, l = args.geometry.kernel_size;
@@ -307,30 +307,25 @@ __global__ void __launch_bounds__(256) mean_blocks(const __grid_constant__ Compr
   P piece;
   if (first >= 0) {
     const T* at = static_cast<const T*>(args.k.data) + first + head * args.k.head + c;
-    if constexpr (sizeof(Bits) == 16) {  // through the thread's own shared memory, where all loads are on their way
-      extern __shared__ uint4 own[];
-      for (int begin = 0; begin < l; begin += kMeanRows) {
-        const int rows = min(l - begin, kMeanRows);
+    extern __shared__ uint4 own[];
+    for (int begin = 0; begin < l; begin += kMeanRows) {
+      const int rows = min(l - begin, kMeanRows);
 #pragma unroll 8
-        for (int r = 0; r < rows; ++r)
-          copy16(shared_address(own + r * blockDim.x + threadIdx.x), at + (begin + r) * args.k.row, true);
-        commit_copies();
-        wait_copies<0>();
+      for (int r = 0; r < rows; ++r)
+        copy16(shared_address(own + r * blockDim.x + threadIdx.x), at + (begin + r) * args.k.row, true);
+      commit_copies();
+      wait_copies<0>();
 #pragma unroll 8
-        for (int r = 0; r < rows; ++r) piece.add(own[r * blockDim.x + threadIdx.x]);
-      }
-    } else {
-#pragma unroll 16
-      for (int r = 0; r < l; ++r) piece.add(P::load(at + r * args.k.row));
+      for (int r = 0; r < rows; ++r) piece.add(own[r * blockDim.x + threadIdx.x]);
     }
   }
-  *reinterpret_cast<Bits*>(args.out.at<T>(args.batch_of(m), args.row_of(m), head) + c) = piece.mean(l);
+  *reinterpret_cast<uint4*>(args.out.at<T>(args.batch_of(m), args.row_of(m), head) + c) = piece.mean(l);
 }
 
 /// The d tokens of a group are in the same blocks. A thread per piece of some of their rows. Grid x: group.
-template <class T, class Bits>
+template <class T>
 __global__ void __launch_bounds__(256) mean_backward(const __grid_constant__ CompressArgs args) {
-  using P = Piece<T, Bits>;
+  using P = Piece<T>;
   const Geometry& p = args.geometry;
   const int l = p.kernel_size, d = p.kernel_stride, pieces = args.dim / P::kSize, lines = p.kv_heads * pieces;
   const int i = blockIdx.y * blockDim.x + threadIdx.x, begin = i / lines * kMeanTokens;
@@ -349,10 +344,10 @@ __global__ void __launch_bounds__(256) mean_backward(const __grid_constant__ Com
 #pragma unroll 2
   for (int m = g.w + first; m <= g.w + last; ++m)
     piece.add(P::load(args.d_out.at<T>(args.batch_of(m), args.row_of(m), head) + c));
-  const Bits mean = piece.mean(l);
+  const uint4 mean = piece.mean(l);
   const std::int64_t token = seq.k_begin + static_cast<std::int64_t>(g.y) * d + begin;
   T* to = args.d_k.at<T>(seq.batch, token, head) + c;
-  for (int s = 0; s < min(g.z - begin, kMeanTokens); ++s) *reinterpret_cast<Bits*>(to + s * args.d_k.row) = mean;
+  for (int s = 0; s < min(g.z - begin, kMeanTokens); ++s) *reinterpret_cast<uint4*>(to + s * args.d_k.row) = mean;
 }
 
 }  // namespace nsa::cuda::portable

@@ -1,6 +1,5 @@
 // One instance of the kernels that depend on the element type only: compiled with NSA_ELEMENT.
 #include <algorithm>
-#include <initializer_list>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/position_gradient.cuh"
@@ -96,17 +95,6 @@ cudaError_t first_layer(const CompressPair& pair, cudaStream_t stream) {
   return run_layer<FirstLayer>(pair, pair.problem[0].rows, hidden_of, raw_of, heads_of, stream);
 }
 
-/// Whether all rows consist of sixteen bytes that begin at multiples of them.
-bool in_sixteens(const CompressArgs& args) {
-  constexpr int kElements = 16 / sizeof(T);
-  if (args.dim % kElements != 0) return false;
-  return std::ranges::all_of(std::initializer_list<Strided>{args.k, args.out, args.d_out, args.d_k},
-                             [](const Strided& t) {
-                               return reinterpret_cast<std::uintptr_t>(t.data) % 16 == 0 && t.batch % kElements == 0 &&
-                                      t.row % kElements == 0 && t.head % kElements == 0;
-                             });
-}
-
 /// Without tables where a row's tokens are known from its number.
 cudaError_t run_mean(CompressPair pair, cudaStream_t stream) {
   const CompressArgs& args = pair.problem[0];
@@ -115,20 +103,12 @@ cudaError_t run_mean(CompressPair pair, cudaStream_t stream) {
   } else {
     for (CompressArgs& problem : pair.problem) problem.first_token = nullptr;
   }
-  bool sixteens = true;
   int most = 0;
-  for (int i = 0; i < pair.problems; ++i) {
-    sixteens &= in_sixteens(pair.problem[i]);
-    most = std::max(most, pair.problem[i].dim);
-  }
-  const auto run = [&]<class Bits>(Bits) {
-    const std::int64_t threads = std::int64_t{most} / Piece<T, Bits>::kSize * args.geometry.kv_heads;
-    constexpr bool kAsync = sizeof(Bits) == 16;
-    const auto block = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(threads, 32) * 32, kAsync ? 64 : 256));
-    return launch(mean_blocks<T, Bits>, dim3(args.rows, static_cast<unsigned>(ceil_div(threads, block)), pair.problems),
-                  block, kAsync ? block * std::min(args.geometry.kernel_size, kMeanRows) * 16 : 0, stream, pair);
-  };
-  return sixteens ? run(uint4{}) : run(T{});
+  for (int i = 0; i < pair.problems; ++i) most = std::max(most, pair.problem[i].dim);
+  const std::int64_t threads = std::int64_t{most} / Piece<T>::kSize * args.geometry.kv_heads;
+  const int block = threads > 32 ? 64 : 32;
+  return launch(mean_blocks<T>, dim3(args.rows, static_cast<unsigned>(ceil_div(threads, block)), pair.problems), block,
+                block * std::min(args.geometry.kernel_size, kMeanRows) * 16, stream, pair);
 }
 
 cudaError_t run_mean_backward(CompressArgs args, cudaStream_t stream) {
@@ -139,13 +119,9 @@ cudaError_t run_mean_backward(CompressArgs args, cudaStream_t stream) {
   } else {
     args.group = nullptr;
   }
-  const auto run = [&]<class Bits>(Bits) {
-    const std::int64_t threads =
-        ceil_div(g.kernel_stride, kMeanTokens) * g.kv_heads * (args.dim / Piece<T, Bits>::kSize);
-    return launch(mean_backward<T, Bits>, dim3(args.groups, static_cast<unsigned>(ceil_div(threads, 256))), 256, 0,
-                  stream, args);
-  };
-  return in_sixteens(args) ? run(uint4{}) : run(T{});
+  const std::int64_t threads = ceil_div(g.kernel_stride, kMeanTokens) * g.kv_heads * (args.dim / Piece<T>::kSize);
+  return launch(mean_backward<T>, dim3(args.groups, static_cast<unsigned>(ceil_div(threads, 256))), 256, 0, stream,
+                args);
 }
 
 cudaError_t run_compress(const CompressPair& pair, cudaStream_t stream) {
