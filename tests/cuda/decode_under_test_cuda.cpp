@@ -59,6 +59,8 @@ std::vector<StreamCase> decode_cases() {
           with_dims(bf16, 192, 128, [](auto& c) { c.group = 33, c.cfg = {8, 8, 32, 2, 0, 1, 40}; }),
           // Caches in e4m3: by portable kernels, then by those for Hopper.
           with_dims(f32, 64, 64, e4m3), with_dims(f32, 192, 128, [&](auto& c) { e4m3(c), c.page_size = 0; }),
+          with_dims(f32, 128, 128,
+                    [&](auto& c) { e4m3(c), c.page_size = 48, c.group = 4, c.kind = CompressionKind::kLinear; }),
           with_dims(bf16, 128, 128, [&](auto& c) { e4m3(c), c.page_size = 48, c.kind = CompressionKind::kMean; }),
           with_dims(f16, 64, 64, [&](auto& c) { e4m3(c), c.group = 8; }),
           with_dims(bf16, 128, 128, [&](auto& c) { e4m3(c), c.group = 16, c.cfg = {16, 8, 32, 5, 1, 2, 20}; }),
