@@ -47,7 +47,7 @@ constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
 
 // Shares of the run between which look-ups become pairs.
-constexpr double kPairsFrom = 0.3;
+constexpr double kPairsFrom = 0.35;
 constexpr double kPairsAlone = 0.6;
 
 // A run waits this long for a device after a signal to stop, and twice the longest of the last steps besides. torchrun
