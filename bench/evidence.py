@@ -134,8 +134,8 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 4600 steps of 65536, a quarter of them look-ups",
-        "--steps 4600 --context 65536 --eval-every 500 " + LOOKUPS,
+        "bytes, 65536 of context, 1024 at first, 4600 steps of 65536, a quarter of them look-ups",
+        "--steps 4600 --context 65536 --first-context 1024 --eval-every 500 " + LOOKUPS,
         {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "qk-norm")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),

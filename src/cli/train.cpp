@@ -163,6 +163,9 @@ class TrainCommand {
     group_ = "Training";
     device_.add(command_);
     option("--context", "context", train.context, "Longest sequence, tokens", cuda.train.context);
+    option("--first-context", "first_context", train.first_context,
+           "Longest sequence at the start of the run, tokens: it doubles until it is --context, in the second half; 0: "
+           "--context all the time. Needs --steps or --tokens");
     option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time", cuda.train.batch_size);
     accumulate_ = option("--accumulate", "accumulate", train.accumulate,
                          "Batches to a step, of all ranks together; default one for each rank");

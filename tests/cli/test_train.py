@@ -167,6 +167,22 @@ def test_gradients_accumulate_to_the_same_step(tmp_path, corpus):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_sequences_are_short_first(tmp_path, corpus):
+    """The same tokens in shorter sequences; of the context's own length they are those of a run without the option."""
+
+    def run(*options):
+        out = tmp_path / "-".join(map(str, ["run", *options]))
+        nsa("train", "--out", out, "--data", corpus, "--steps", 4, *TINY, *options)
+        return load_file(out / "model.safetensors")["embedding.weight"], metrics(out, "end")[0]["tokens"]
+
+    usual, tokens = run()
+    context = json.loads((tmp_path / "run" / "config.json").read_text())["train"]["context"]
+    full, full_tokens = run("--first-context", context)
+    short, short_tokens = run("--first-context", context // 4)
+    assert tokens == full_tokens == short_tokens
+    assert (usual == full).all() and (usual != short).any()
+
+
 def test_the_gate_penalty_pulls_the_gates_together(tmp_path, corpus):
     def imbalance(weight):
         out = tmp_path / str(weight)
@@ -221,6 +237,8 @@ def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
     [
         (["--steps", "0", "--tokens", "-1"], "tokens"),
         (["--steps", "3", "--minutes", "1"], "exactly one of steps, tokens and minutes"),
+        (["--first-context", "65", "--context", "64", "--steps", "3"], "first_context = 65: must be 0 ... 64"),
+        (["--first-context", "16", "--minutes", "1"], "first_context = 16: needs steps or tokens, not minutes"),
         (["--attention", "sparse"], "attention = 'sparse': must be nsa, full or window"),
         (["--phi", "max"], "phi = 'max': must be mean, linear or mlp"),
         (["--selector-loss", ".1", "--share-kv", "--phi", "mean"], "selector_loss = 0.1: must be 0 with share_kv"),

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 namespace nsa::lm {
 
@@ -29,6 +30,19 @@ std::vector<PackedSequence> pack_documents(const std::vector<Document>& document
   }
   full.insert(full.end(), std::make_move_iterator(shared.begin()), std::make_move_iterator(shared.end()));
   return full;
+}
+
+std::vector<PackedSequence> cut_spans(std::vector<PackedSequence> rows, std::int64_t longest) {
+  for (PackedSequence& row : rows) {
+    PackedSequence cut;
+    for (const Span& span : row) {
+      for (std::int64_t at = 0; at < span.length; at += longest) {
+        cut.push_back({span.document, span.begin + at, std::min(longest, span.length - at)});
+      }
+    }
+    row = std::move(cut);
+  }
+  return rows;
 }
 
 TrainingBatch make_batch(const std::vector<Document>& documents, const std::vector<PackedSequence>& rows) {

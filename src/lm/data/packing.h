@@ -22,6 +22,9 @@ using PackedSequence = std::vector<Span>;
 /// share rows of at most `context` tokens.
 std::vector<PackedSequence> pack_documents(const std::vector<Document>& documents, std::int64_t context);
 
+/// The rows with spans of at most `longest` tokens: longer ones are cut.
+std::vector<PackedSequence> cut_spans(std::vector<PackedSequence> rows, std::int64_t longest);
+
 /// Rows packed for the model, in host memory, each span a sequence, with the tokens to predict.
 struct TrainingBatch {
   Batch batch;

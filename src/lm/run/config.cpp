@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/error.h"
@@ -21,6 +22,7 @@ template <class Config, class Visit>
 void for_each_field(Config& config, Visit&& visit) {
   visit("init", config.init);
   visit("context", config.context);
+  visit("first_context", config.first_context);
   visit("batch_size", config.batch_size);
   visit("accumulate", config.accumulate);
   visit("steps", config.steps);
@@ -62,6 +64,7 @@ void in_range(const char* name, std::int64_t value, std::int64_t low, std::int64
 
 void TrainConfig::validate() const {
   in_range("context", context, 1, std::int64_t{1} << 30);
+  in_range("first_context", first_context, 0, context);
   in_range("batch_size", batch_size, 1);
   in_range("accumulate", accumulate, 1, 1 << 20);
   in_range("steps", steps, 0);
@@ -100,10 +103,20 @@ void TrainConfig::validate() const {
   if ((steps > 0) + (tokens > 0) + (minutes > 0) != 1) {
     throw base::Error("exactly one of steps, tokens and minutes must say how long to train");
   }
+  if (first_context > 0 && minutes > 0) {
+    throw base::Error(fmt::format("first_context = {}: needs steps or tokens, not minutes", first_context));
+  }
 }
 
 std::int64_t TrainConfig::planned_steps() const {
   return steps > 0 ? steps : (tokens + tokens_per_step() - 1) / tokens_per_step();
+}
+
+std::int64_t TrainConfig::sequence_limit(std::int64_t step, std::int64_t planned) const {
+  if (first_context == 0 || 2 * step >= planned) return context;
+  std::int64_t doublings = 0;
+  while (first_context << doublings < context) ++doublings;
+  return std::min(context, first_context << (2 * step * doublings / planned));
 }
 
 void to_json(nlohmann::json& json, const TrainConfig& config) {
@@ -115,7 +128,8 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
-      if (name == "device" || name == "init" || name == "lookups" || name == "selector_loss") return;
+      if (name == "device" || name == "init" || name == "lookups" || name == "selector_loss" || name == "first_context")
+        return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }
     reader(name.c_str(), value);
