@@ -3,9 +3,9 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-#include "base/error.h"
 #include "lm/data/packing.h"
 #include "lm/run/config.h"
 

@@ -186,10 +186,10 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
   const auto& train = config_.train;
   std::vector<NextBatch> batches;
   tokens = 0;
+  const auto longest = train.sequence_limit(state_.step, state_.planned_steps);
   for (std::int64_t i = 0; i < train.accumulate; ++i) {
     const auto first = (state_.step * train.accumulate + i) * train.batch_size;
-    const auto limit = train.sequence_limit(state_.step, state_.planned_steps);
-    const auto rows = cut_spans(rows_.rows(first, train.batch_size), limit);
+    const auto rows = cut_spans(rows_.rows(first, train.batch_size), longest);
     for (const PackedSequence& row : rows) {
       for (const Span& span : row) {
         tokens += span.length;
