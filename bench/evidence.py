@@ -63,7 +63,9 @@ VARIANTS = {
     "topk-64": "--topk 64",
 }
 # What was close enough there to be trained as long as the recipe.
-CLOSE = {name: VARIANTS[name] for name in ("window-128", "qk-norm")} | {"full-qk-norm": "--attention full --qk-norm"}
+CLOSE = {name: VARIANTS[name] for name in ("window-128", "qk-norm", "blocks-16-8-32-32")} | {
+    "full-qk-norm": "--attention full --qk-norm"
+}
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
@@ -134,16 +136,16 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 1024 at first, 4600 steps of 65536, a quarter of them look-ups",
-        "--steps 4600 --context 65536 --first-context 1024 --eval-every 500 " + LOOKUPS,
+        "bytes, 65536 of context, 1024 at first, 4000 steps of 65536, a quarter of them look-ups",
+        "--steps 4000 --context 65536 --first-context 1024 --eval-every 1000 " + LOOKUPS,
         {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "qk-norm")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
-        "bytes, 8192 of context, 5000 steps of 32768, a quarter of them look-ups",
-        "--steps 5000 --batch-size 4 " + LOOKUPS.removeprefix("--batch-size 1 "),
-        {name: MAIN[name] for name in ("recipe", "window", "full")},
+        "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
+        "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 " + LOOKUPS.removeprefix("--batch-size 1 "),
+        {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "selector-loss-strong")},
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
