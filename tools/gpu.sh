@@ -84,7 +84,9 @@ build() {
 }
 # The libraries in PREBUILT, if they load here and find the GPUs.
 take_prebuilt() {
-  export NSA_PROGRAM=$PREBUILT/bin/nsa
+  export NSA_PROGRAM=$PREBUILT/bin/nsa LD_LIBRARY_PATH
+  # Where the program was built torch lay elsewhere.
+  LD_LIBRARY_PATH=$(python3 -c 'import torch; print(torch.__path__[0])')/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   cp "$PREBUILT/lib/_C.so" "$PREBUILT/lib/libnsa.so.0" python/nsa/
   LIMIT=120 run prebuilt python3 tools/gpu/check_prebuilt.py "$PREBUILT"
   cat "$logs/prebuilt.log"

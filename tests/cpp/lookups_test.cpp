@@ -202,6 +202,25 @@ TEST(RecallTask, StretchesToALength) {
   EXPECT_THROW((RecallTask{.pairs = 64, .gap = 1023}.stretched(1200)), base::Error);
 }
 
+TEST(NeedlePlace, SpreadsTheSamplesOfADepth) {
+  for (const double depth : {0., .1, .5, 1.}) {
+    std::set<std::int64_t> within;  // a block of 64
+    for (std::uint64_t draw = 0; draw < 640; ++draw) {
+      const std::int64_t place = needle_place(depth, 8157, draw);
+      EXPECT_GE(place, 0);
+      EXPECT_LE(place, 8157);
+      EXPECT_NEAR(static_cast<double>(place), depth * 8157, 64);
+      within.insert(place % 64);
+    }
+    EXPECT_EQ(within.size(), 64);
+  }
+  EXPECT_EQ(needle_place(0, 8157, 64), 0);
+  EXPECT_EQ(needle_place(1, 8157, 63), 8157);
+  // Little room.
+  EXPECT_EQ(needle_place(.5, 0, 12345), 0);
+  for (std::uint64_t draw = 0; draw < 10; ++draw) EXPECT_LE(needle_place(1, 4, draw), 4);
+}
+
 TEST(WilsonInterval, IsWilsons) {
   const auto near = [](std::array<double, 2> interval, double low, double high) {
     EXPECT_NEAR(interval[0], low, 5e-4);

@@ -20,6 +20,7 @@ def main():
     from nsa.train import load_program
 
     load_program()
+    subprocess.run([folder / "bin" / "nsa", "--version"], check=True)
     print(f"torch {torch.__version__}, nsa {nsa.__version__} and its program load; {nsa.device_count()} GPUs")
     if nsa.device_count() != torch.cuda.device_count():
         sys.exit(f"nsa finds {nsa.device_count()} GPUs, torch {torch.cuda.device_count()}")

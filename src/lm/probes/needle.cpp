@@ -71,6 +71,12 @@ Answer ask(const Model& model, const ForwardOptions& forward, Tokens context, co
 
 }  // namespace
 
+std::int64_t needle_place(double depth, std::int64_t room, std::uint64_t draw) {
+  const std::int64_t spread = std::min<std::int64_t>(64, room + 1);
+  const auto moved = static_cast<std::int64_t>(draw % static_cast<std::uint64_t>(spread));
+  return std::llround(depth * static_cast<double>(room + 1 - spread)) + moved;
+}
+
 std::array<double, 2> wilson_interval(int count, int samples) {
   constexpr double z = 1.959964;  // of the normal distribution
   const double n = samples, share = count / n;
@@ -99,12 +105,13 @@ std::vector<std::vector<NeedleCell>> run_needle(
       const auto room = length - static_cast<std::int64_t>(needle.size() + question.size() + answer.size());
       if (room < 0) throw base::Error(fmt::format("length {}: too short for needle, question and answer", length));
       const auto hay = haystack.stretch(room + static_cast<std::int64_t>(needle.size()), random);
+      const auto draw = random.next();
 
       auto without = hay;
       without.insert(without.end(), question.begin(), question.end());
       const double guess = ask(opened.model(), options.forward, without, answer).loss;
       for (std::size_t d = 0; d < options.depths.size(); ++d) {
-        const auto place = static_cast<std::ptrdiff_t>(std::llround(options.depths[d] * static_cast<double>(room)));
+        const auto place = static_cast<std::ptrdiff_t>(needle_place(options.depths[d], room, draw));
         Tokens context(hay.begin(), hay.begin() + place);
         context.insert(context.end(), needle.begin(), needle.end());
         context.insert(context.end(), hay.begin() + place, hay.begin() + room);

@@ -16,7 +16,7 @@ namespace nsa::lm {
 /// the model is to end. {key} and {value} stand for a name of letters and a number, drawn anew for each sample.
 struct NeedleOptions {
   std::vector<std::int64_t> lengths;  // tokens, question and answer included
-  // Where the needle lies: 0 at the start, 1 right before the question.
+  // Where the needle lies: 0 at the start, 1 right before the question. See needle_place().
   std::vector<double> depths = {0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1};
   int samples = 10;
   std::uint64_t seed = 1;
@@ -32,6 +32,10 @@ struct NeedleCell {
   double loss = 0;          // nats per token of the answer
   double loss_without = 0;  // the same loss when the needle is not in the context: what guessing costs
 };
+
+/// The token at which a needle begins that has `room` tokens around it. `draw`: of the sample, the same at all depths:
+/// those of a depth are spread over 64 tokens, so that it is no single place within blocks that attention selects.
+std::int64_t needle_place(double depth, std::int64_t room, std::uint64_t draw);
 
 /// The 95 % interval of a share by Wilson's score, from `count` of `samples`.
 std::array<double, 2> wilson_interval(int count, int samples);
