@@ -62,7 +62,7 @@ VARIANTS = {
     "selector-loss-strong": "--selector-loss 1",
     "topk-64": "--topk 64",
 }
-# What was close enough there to be trained as long as the recipe.
+# Of these, what is trained as long as the recipe.
 CLOSE = {name: VARIANTS[name] for name in ("window-128", "qk-norm", "blocks-16-8-32-32")} | {
     "full-qk-norm": "--attention full --qk-norm"
 }

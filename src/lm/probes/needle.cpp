@@ -111,7 +111,7 @@ std::vector<std::vector<NeedleCell>> run_needle(
       without.insert(without.end(), question.begin(), question.end());
       const double guess = ask(opened.model(), options.forward, without, answer).loss;
       for (std::size_t d = 0; d < options.depths.size(); ++d) {
-        const auto place = static_cast<std::ptrdiff_t>(needle_place(options.depths[d], room, draw));
+        const auto place = needle_place(options.depths[d], room, draw);
         Tokens context(hay.begin(), hay.begin() + place);
         context.insert(context.end(), needle.begin(), needle.end());
         context.insert(context.end(), hay.begin() + place, hay.begin() + room);
