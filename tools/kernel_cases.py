@@ -16,8 +16,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-# What is to be seen by the sanitizers whatever it launches: offsets on the device that are none.
-ALWAYS = "Packed.OffsetsThatAreNoneLeadNowhere"
+# What is to be seen by the sanitizers whatever it launches: offsets on the device that are none, and warps that wait for
+# the count of copies.
+ALWAYS = {
+    "auto": re.compile(r"Packed\.OffsetsThatAreNoneLeadNowhere|/Ahead\."),
+    "portable": re.compile(r"Packed\.OffsetsThatAreNoneLeadNowhere"),
+}
 # Thousands of launches, or long sequences: hours under a sanitizer.
 TOO_LONG = re.compile(
     r"EverySplit|TokenByToken|ChunkedPrefill|Ragged|Rollback|StoredInParts|EveryKernel|ManyCandidates"
@@ -54,7 +58,7 @@ def choose(folder, library):
     """A greedy cover of all kernels."""
     kernels, times = built(library), seconds(folder)
     wanted = {case: names & kernels for case, names in traces(folder).items() if not TOO_LONG.search(case[2])}
-    chosen = [case for case in wanted if case[2] == ALWAYS]
+    chosen = [case for case in wanted if ALWAYS[case[1]].search(case[2])]
     open_ = set().union(*wanted.values())
     while open_:
         best = max(wanted, key=lambda case: len(wanted[case] & open_) / (0.02 + times.get(case, 1)))

@@ -95,14 +95,17 @@ TEST_P(Instances, FewThreadBlocksGiveTheSameBits) {
 INSTANTIATE_TEST_SUITE_P(Every, Instances, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
-/// The backward of the selection.
-std::vector<Tensor> selected_gradients(const Problem& p) {
+/// The selection, forward and backward.
+std::vector<Tensor> selected_results(const Problem& p) {
   const auto run = [](const SelectedAttentionParams& params) { return under_test.selected_attention(params, kCpu); };
-  const std::vector<Tensor> outputs = outputs_of(p.selected(), selected_outputs(p), false, run);
-  const auto b = backward_of(p.selected(), views_of(outputs), p.d_o);
-  return outputs_of(b, selected_backward_outputs(p), false, [](const SelectedAttentionBackwardParams& params) {
-    return under_test.selected_attention_backward(params, kCpu);
-  });
+  std::vector<Tensor> results = outputs_of(p.selected(), selected_outputs(p), false, run);
+  const auto b = backward_of(p.selected(), views_of(results), p.d_o);
+  for (Tensor& gradient :
+       outputs_of(b, selected_backward_outputs(p), false, [](const SelectedAttentionBackwardParams& params) {
+         return under_test.selected_attention_backward(params, kCpu);
+       }))
+    results.push_back(std::move(gradient));
+  return results;
 }
 
 /// Its kernels differ by whether dS is stored, which they do where there is memory for it, and by blocks.
@@ -123,11 +126,11 @@ TEST_P(SelectedBackward, FewThreadBlocksGiveTheSameBits) {
     std::vector<Tensor> few;
     {
       const Environment processors("NSA_CUDA_PROCESSORS", "2");
-      few = selected_gradients(problem);
+      few = selected_results(problem);
     }
     if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) continue;
-    const std::vector<Tensor> all = selected_gradients(problem);
-    for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "gradient " << i;
+    const std::vector<Tensor> all = selected_results(problem);
+    for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "result " << i;
   }
 }
 
@@ -139,6 +142,41 @@ INSTANTIATE_TEST_SUITE_P(Every, SelectedBackward,
                                   std::to_string(std::get<1>(info.param)) + "_b" +
                                   std::to_string(std::get<2>(info.param));
                          });
+
+/// Where a warp's queries choose next to nothing it is, from the second tile of a thread block on, further ahead of the
+/// copies than they have barriers.
+class Ahead : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
+
+TEST_P(Ahead, OneThreadBlockGivesTheSameBits) {
+  constexpr std::int64_t kQueries = 40, kBlocks = 1024;
+  const auto [dtype, key_dim] = GetParam();
+  Case c{.dtype = dtype, .q_lens = {kQueries}, .kv_heads = 1, .group = 16};
+  c.cfg = {.kernel_size = 64, .kernel_stride = 32, .block_size = 32, .topk = 64, .window_size = 48};
+  c.k_lens = {kBlocks * c.cfg.block_size + kQueries};  // of which every query sees all but the last ones
+  c.dk = key_dim, c.dv = std::min<std::int64_t>(key_dim, 128);
+  Problem p(c);
+  // A warp has one query. Those that may be the first of a tile of 8, 12 or 16 choose one block, the others of a tile
+  // all different ones.
+  for (std::int64_t query = 0; query < kQueries; ++query)
+    for (std::int64_t rank = 0; rank < c.cfg.topk; ++rank) {
+      const bool left_out = rank > 0 && (query % 8 == 0 || query % 12 == 0);
+      p.indices.set({0, query, 0, rank}, left_out ? -1 : static_cast<double>((query * c.cfg.topk + rank) % kBlocks));
+    }
+  std::vector<Tensor> one;
+  {
+    const Environment processors("NSA_CUDA_PROCESSORS", "1");
+    one = selected_results(p);
+  }
+  if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) return;
+  const std::vector<Tensor> all = selected_results(p);
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(one[i], all[i])) << "result " << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Every, Ahead, testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16), testing::Values(64, 128, 192)),
+    [](const auto& info) {
+      return std::string(name_of(std::get<0>(info.param))) + "_" + std::to_string(std::get<1>(info.param));
+    });
 
 /// The forward with more blocks than a thread block has scores of in its shared memory.
 class ManyBlocks : public testing::TestWithParam<DType> {};

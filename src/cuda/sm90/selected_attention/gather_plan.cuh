@@ -150,14 +150,18 @@ __device__ __forceinline__ unsigned users_of_warp(const GatherPlan& p, uint2 use
   return static_cast<unsigned>(all >> (warp * p.together)) & ((1u << p.together) - 1);
 }
 
-/// The number of issued fills, from the copier to the consumers.
+/// The number of issued fills, from the copier to the consumers. A store and loads would do, but racecheck takes them
+/// for a race.
 __device__ __forceinline__ void publish(unsigned* count, unsigned x) {
-  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(count)), "r"(x) : "memory");
+  asm volatile(
+      "{\n.reg .u32 before;\natom.release.cta.shared::cta.exch.b32 before, [%0], %1;\n}\n" ::"r"(shared_address(count)),
+      "r"(x)
+      : "memory");
 }
-__device__ __forceinline__ unsigned published(const unsigned* count) {
+__device__ __forceinline__ unsigned published(unsigned* count) {
   unsigned x;
-  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(x) : "r"(shared_address(count)) : "memory");
-  return x;
+  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;" : "=r"(x) : "r"(shared_address(count)) : "memory");
+  return warp_uniform(x);  // without it ptxas takes the number for one that differs by lane, and spills
 }
 
 /// Walks the tiles of this thread block: body(tile, its number, buffer, phase of its `union_full`).
