@@ -45,9 +45,9 @@ at::Tensor selector_loss(const std::vector<LayerTrace>& trace) {
   return losses.empty() ? at::zeros({}) : at::stack(losses).sum();
 }
 
-std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t context) {
+std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t longest) {
   constexpr std::int64_t kPairs = kSelectorQueries * 8192;  // of a query and a key
-  return std::clamp<std::int64_t>(std::min(tokens / 256, kPairs / context), 16, kSelectorQueries);
+  return std::clamp<std::int64_t>(std::min(tokens / 256, kPairs / longest), 16, kSelectorQueries);
 }
 
 Batch single(const std::vector<std::int64_t>& tokens) { return packed({tokens}); }

@@ -38,9 +38,9 @@ at::Tensor selector_loss(const std::vector<LayerTrace>& trace);
 
 constexpr std::int64_t kSelectorQueries = 128;
 /// How many queries of a batch training asks for the selector loss: one of 256 tokens, so that its part of a step does
-/// not depend on the batch, and beyond 8192 tokens of context fewer, as each is compared with all that is before it. 16
-/// ... kSelectorQueries.
-std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t context);
+/// not depend on the batch, and where sequences are longer than 8192 tokens fewer, as each is compared with all that is
+/// before it. 16 ... kSelectorQueries.
+std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t longest);
 
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
 using SequenceAttention = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;
