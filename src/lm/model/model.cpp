@@ -45,9 +45,9 @@ at::Tensor selector_loss(const std::vector<LayerTrace>& trace) {
   return losses.empty() ? at::zeros({}) : at::stack(losses).sum();
 }
 
-std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t longest) {
+std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t context) {
   constexpr std::int64_t kPairs = kSelectorQueries * 8192;  // of a query and a key
-  return std::clamp<std::int64_t>(std::min(tokens / 256, kPairs / longest), 16, kSelectorQueries);
+  return std::clamp<std::int64_t>(std::min(tokens / 256, kPairs / context), 16, kSelectorQueries);
 }
 
 Batch single(const std::vector<std::int64_t>& tokens) { return packed({tokens}); }
@@ -113,8 +113,9 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
   if (options.trace && options.selector_queries > 0) {
-    state.sample = draw_queries(state.offsets, impl_->config.nsa, options.selector_queries,
-                                base::derive_seed({options.seed, impl_->blocks.size()}), impl_->device);
+    state.sample =
+        draw_queries(state.offsets, impl_->config.nsa, options.selector_queries,
+                     base::derive_seed({options.seed, impl_->blocks.size()}), impl_->device, options.telling_queries);
   }
 
   Residual x{at::embedding(impl_->embedding, on_device(batch.tokens)), {}};

@@ -38,12 +38,16 @@ at::Tensor selector_loss(const std::vector<LayerTrace>& trace);
 
 constexpr std::int64_t kSelectorQueries = 128;
 /// How many queries of a batch training asks for the selector loss: one of 256 tokens, so that its part of a step does
-/// not depend on the batch, and where sequences are longer than 8192 tokens fewer, as each is compared with all that is
-/// before it. 16 ... kSelectorQueries.
-std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t longest);
+/// not depend on the batch, and beyond 8192 tokens of context fewer, as each is compared with all that is before it. 16
+/// ... kSelectorQueries.
+std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t context);
 
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
 using SequenceAttention = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;
+
+/// Of the sequence that lies in these rows of a batch: queries from which the choice of blocks has more to learn than
+/// from others, positions in ascending order.
+using TellingQueries = std::function<std::vector<std::int64_t>(std::int64_t begin, std::int64_t end)>;
 
 struct ForwardOptions {
   double noise = 0;                              // exploration noise of the selection
@@ -52,6 +56,7 @@ struct ForwardOptions {
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
   bool trace_keys = false;                       // not with `selector_queries`
   std::int64_t selector_queries = 0;             // of a batch, for LayerTrace::selector_loss; drawn by `seed`
+  TellingQueries telling_queries;                // half of them, if there are as many
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
   SequenceAttention attention;                   // in place of torch's dense one; `full` only
 };
