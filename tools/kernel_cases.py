@@ -16,8 +16,8 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-# What is to be seen by the sanitizers whatever it launches: offsets on the device that are none, and warps that wait for
-# the count of copies.
+# What is to be seen by the sanitizers whatever it launches: offsets on the device that are none, and warps that wait
+# for the count of copies.
 ALWAYS = {
     "auto": re.compile(r"Packed\.OffsetsThatAreNoneLeadNowhere|/Ahead\."),
     "portable": re.compile(r"Packed\.OffsetsThatAreNoneLeadNowhere"),
