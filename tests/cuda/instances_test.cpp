@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <iterator>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -95,17 +96,33 @@ TEST_P(Instances, FewThreadBlocksGiveTheSameBits) {
 INSTANTIATE_TEST_SUITE_P(Every, Instances, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
+/// What `run` gives, with thread blocks for so many processors and with all.
+template <class Run>
+void expect_the_same_bits(const char* processors, const Run& run) {
+  std::vector<Tensor> few;
+  {
+    const Environment environment("NSA_CUDA_PROCESSORS", processors);
+    few = run();
+  }
+  if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) return;
+  const std::vector<Tensor> all = run();
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "result " << i;
+}
+
+std::vector<Tensor> joined(std::vector<Tensor> outputs, std::vector<Tensor> gradients) {
+  std::move(gradients.begin(), gradients.end(), std::back_inserter(outputs));
+  return outputs;
+}
+
 /// The selection, forward and backward.
 std::vector<Tensor> selected_results(const Problem& p) {
   const auto run = [](const SelectedAttentionParams& params) { return under_test.selected_attention(params, kCpu); };
-  std::vector<Tensor> results = outputs_of(p.selected(), selected_outputs(p), false, run);
-  const auto b = backward_of(p.selected(), views_of(results), p.d_o);
-  for (Tensor& gradient :
-       outputs_of(b, selected_backward_outputs(p), false, [](const SelectedAttentionBackwardParams& params) {
-         return under_test.selected_attention_backward(params, kCpu);
-       }))
-    results.push_back(std::move(gradient));
-  return results;
+  std::vector<Tensor> outputs = outputs_of(p.selected(), selected_outputs(p), false, run);
+  const auto b = backward_of(p.selected(), views_of(outputs), p.d_o);
+  return joined(std::move(outputs),
+                outputs_of(b, selected_backward_outputs(p), false, [](const SelectedAttentionBackwardParams& params) {
+                  return under_test.selected_attention_backward(params, kCpu);
+                }));
 }
 
 /// Its kernels differ by whether dS is stored, which they do where there is memory for it, and by blocks.
@@ -123,14 +140,7 @@ TEST_P(SelectedBackward, FewThreadBlocksGiveTheSameBits) {
   for (const auto& [problem, mib] : {std::pair(Problem(c), "0"), {Problem(c), ""}, {Problem(windows), "2"}}) {
     SCOPED_TRACE(std::string("NSA_CUDA_DS_MIB=") + mib);
     const Environment memory("NSA_CUDA_DS_MIB", mib);
-    std::vector<Tensor> few;
-    {
-      const Environment processors("NSA_CUDA_PROCESSORS", "2");
-      few = selected_results(problem);
-    }
-    if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) continue;
-    const std::vector<Tensor> all = selected_results(problem);
-    for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "result " << i;
+    expect_the_same_bits("2", [&p = problem] { return selected_results(p); });
   }
 }
 
@@ -162,14 +172,7 @@ TEST_P(Ahead, OneThreadBlockGivesTheSameBits) {
       const bool left_out = rank > 0 && (query % 8 == 0 || query % 12 == 0);
       p.indices.set({0, query, 0, rank}, left_out ? -1 : static_cast<double>((query * c.cfg.topk + rank) % kBlocks));
     }
-  std::vector<Tensor> one;
-  {
-    const Environment processors("NSA_CUDA_PROCESSORS", "1");
-    one = selected_results(p);
-  }
-  if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) return;
-  const std::vector<Tensor> all = selected_results(p);
-  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(one[i], all[i])) << "result " << i;
+  expect_the_same_bits("1", [&] { return selected_results(p); });
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -187,18 +190,10 @@ TEST_P(ManyBlocks, FewThreadBlocksGiveTheSameBits) {
   c.dk = 128, c.dv = 128;
   c.cfg = {.kernel_size = 8, .kernel_stride = 4, .block_size = 16, .topk = 5, .window_size = 48};
   const Problem p(c);
-  const auto forward = [&] {
+  expect_the_same_bits("2", [&] {
     return outputs_of(p.whole(), whole_outputs(p), false,
                       [](const NsaAttentionParams& params) { return under_test.nsa_attention(params, kCpu); });
-  };
-  std::vector<Tensor> few;
-  {
-    const Environment processors("NSA_CUDA_PROCESSORS", "2");
-    few = forward();
-  }
-  if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) return;
-  const std::vector<Tensor> all = forward();
-  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "output " << i;
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Every, ManyBlocks, testing::Values(DType::kBFloat16, DType::kFloat16),
@@ -210,15 +205,12 @@ class Phi : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
 TEST_P(Phi, FewThreadBlocksGiveTheSameBits) {
   const auto compressed = [](const Problem& p) {
     const CompressParams f = p.compress_keys();
-    std::vector<Tensor> results = outputs_of(f, compress_outputs(p, f), false, [](const CompressParams& params) {
-      return under_test.compress(params, kCpu);
-    });
     const CompressBackwardParams b{f, p.d_k_c, {}, {}};
-    for (Tensor& gradient :
-         outputs_of(b, compress_backward_outputs(p, f), false,
-                    [](const CompressBackwardParams& params) { return under_test.compress_backward(params, kCpu); }))
-      results.push_back(std::move(gradient));
-    return results;
+    return joined(outputs_of(f, compress_outputs(p, f), false,
+                             [](const CompressParams& params) { return under_test.compress(params, kCpu); }),
+                  outputs_of(b, compress_backward_outputs(p, f), false, [](const CompressBackwardParams& params) {
+                    return under_test.compress_backward(params, kCpu);
+                  }));
   };
   const auto [dtype, dim] = GetParam();
   for (const std::int64_t hidden : {0, 64, 192, 256, 384, 512})
@@ -228,14 +220,7 @@ TEST_P(Phi, FewThreadBlocksGiveTheSameBits) {
       c.cfg = {.kernel_size = 8, .kernel_stride = 4, .block_size = 32, .topk = 4, .window_size = 16};
       c.kind = hidden > 0 ? CompressionKind::kMlp : CompressionKind::kLinear, c.hidden = hidden;
       const Problem p(c);
-      std::vector<Tensor> few;
-      {
-        const Environment processors("NSA_CUDA_PROCESSORS", "2");
-        few = compressed(p);
-      }
-      if (std::getenv("NSA_CUDA_INSTANCES_ONCE")) continue;
-      const std::vector<Tensor> all = compressed(p);
-      for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "output " << i;
+      expect_the_same_bits("2", [&] { return compressed(p); });
     }
 }
 
