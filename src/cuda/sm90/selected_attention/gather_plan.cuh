@@ -153,10 +153,7 @@ __device__ __forceinline__ unsigned users_of_warp(const GatherPlan& p, uint2 use
 /// The number of issued fills, from the copier to the consumers. A store and loads would do, but racecheck takes them
 /// for a race.
 __device__ __forceinline__ void publish(unsigned* count, unsigned x) {
-  asm volatile(
-      "{\n.reg .u32 before;\natom.release.cta.shared::cta.exch.b32 before, [%0], %1;\n}\n" ::"r"(shared_address(count)),
-      "r"(x)
-      : "memory");
+  asm volatile("atom.release.cta.shared::cta.exch.b32 _, [%0], %1;" ::"r"(shared_address(count)), "r"(x) : "memory");
 }
 __device__ __forceinline__ unsigned published(unsigned* count) {
   unsigned x;
