@@ -43,6 +43,6 @@ std::vector<std::int64_t> before_far_repeats(std::span<const std::int32_t> token
   return positions;
 }
 
-std::int64_t repeat_match(const Tokenizer& tokenizer) { return tokenizer.is_byte_level() ? 8 : 3; }
+std::int64_t repeat_match(const Tokenizer* tokenizer) { return tokenizer && !tokenizer->is_byte_level() ? 3 : 8; }
 
 }  // namespace nsa::lm

@@ -16,7 +16,8 @@ std::vector<std::int64_t> repeat_distances(std::span<const std::int32_t> tokens,
 std::vector<std::int64_t> before_far_repeats(std::span<const std::int32_t> tokens, std::int64_t match,
                                              std::int64_t distance);
 
-/// How many tokens before one make what stands behind them a repeat: eight bytes, three pieces.
-std::int64_t repeat_match(const Tokenizer& tokenizer);
+/// How many tokens before one make what stands behind them a repeat: three pieces, eight bytes (or where nothing is
+/// known of the tokens).
+std::int64_t repeat_match(const Tokenizer* tokenizer);
 
 }  // namespace nsa::lm

@@ -293,7 +293,7 @@ void Trainer::train_step(double rate) {
       // What a text repeats from beyond the window has to come through the choice.
       options.telling_queries = [&tokens = rows.batch.tokens, this](std::int64_t begin, std::int64_t end) {
         const auto* all = tokens.const_data_ptr<std::int64_t>();
-        return before_far_repeats(std::vector<std::int32_t>(all + begin, all + end), repeat_match(tokenizer_),
+        return before_far_repeats(std::vector<std::int32_t>(all + begin, all + end), repeat_match(&tokenizer_),
                                   config_.model.nsa.window_size);
       };
     }
