@@ -1,8 +1,9 @@
 """The selector loss: teaches the choice of blocks, which has no gradient.
 
 It is the divergence KL(attention || importances) over the selection blocks that a query may choose, neither forced nor
-later, both as shares. The importances are those by which blocks are chosen; the attention is what the selected branch
-would give each block, had it the whole past. As in the program `nsa` (`nsa train --selector-loss`).
+later, both as shares; a mean over queries, each weighed by how much of its attention goes to these blocks. The
+importances are those by which blocks are chosen; the attention is what the selected branch would give each block, had
+it the whole past. As in the program `nsa` (`nsa train --selector-loss`).
 """
 
 from __future__ import annotations
@@ -106,16 +107,19 @@ def sampled_divergence(
         cos, sin = (table[:longest] for table in rope)
         q, k_slc = rotate(q, cos[positions], sin[positions]), rotate(k_slc, cos, sin)
     k_c = compress(k_cmp[None], weights, cfg)[0]
-    return (divergence(q, k_c, k_slc, positions, cfg, rope) * shares.to(_wide(q.dtype))).sum()
+    return divergence(q, k_c, k_slc, positions, shares.to(_wide(q.dtype)), cfg, rope)
 
 
-def divergence(q: Tensor, k_c: Tensor, k_slc: Tensor, positions: Tensor, cfg: NSAConfig, rope: Rope | None) -> Tensor:
-    """KL(attention || importances) of each query, a mean over KV heads: float32 or float64 (T).
+def divergence(
+    q: Tensor, k_c: Tensor, k_slc: Tensor, positions: Tensor, shares: Tensor, cfg: NSAConfig, rope: Rope | None
+) -> Tensor:
+    """KL(attention || importances), a mean over queries and KV heads: float32 or float64, a scalar.
 
     Args:
         q: (T, H, D) at int64 `positions` (T), each of which has a choice; rotated, and detached by the caller.
         k_c: (n, Hkv, D), compressed keys of the sequence, not rotated; they learn.
         k_slc: (S, Hkv, D), keys of the sequence, rotated.
+        shares: (T), what each query counts, beside how much of its attention goes to blocks that are not forced.
         rope: cosines and sines (S, R / 2).
     """
     stride, blocks = cfg.kernel_stride, -(-k_slc.shape[0] // cfg.block_size)
@@ -136,12 +140,12 @@ def divergence(q: Tensor, k_c: Tensor, k_slc: Tensor, positions: Tensor, cfg: NS
         own = (positions // cfg.block_size)[:, None]
         hidden = (block < cfg.init_blocks) | (block > own - cfg.local_blocks)  # forced or later
 
-        def shares(masses: Tensor) -> Tensor:
-            kept = masses.masked_fill(hidden, 0)
-            return kept / kept.sum(-1, keepdim=True).clamp_min(_TINY)
-
-        found = shares(importances).clamp_min(_TINY).log()
-        return kl_div(found, shares(attention), reduction="none").sum(-1).mean(0)
+        attention, importances = (masses.masked_fill(hidden, 0) for masses in (attention, importances))
+        mass, whole = (masses.sum(-1, keepdim=True).clamp_min(_TINY) for masses in (attention, importances))
+        found = (importances / whole).clamp_min(_TINY).log()
+        each = kl_div(found, attention / mass, reduction="none").sum(-1)  # (Hkv, T)
+        weights = shares * mass.squeeze(-1)
+        return (each * weights / weights.sum(-1, keepdim=True).clamp_min(_TINY)).sum(-1).mean()
 
 
 def _draw(begins: Tensor, lengths: Tensor, first: int, longest: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -126,11 +126,11 @@ const std::int64_t kFirstChoice = kConfig.topk * kConfig.block_size;
 /// The mean divergence over the queries of a sequence that have a choice, one after the other.
 double rendering(const Inputs& in, std::size_t b) {
   const std::int64_t l = kConfig.kernel_size, d = kConfig.kernel_stride, size = kConfig.block_size;
-  double sum = 0;
-  std::int64_t count = 0;
+  double mean = 0;
   const std::int64_t start = in.offsets[b], length = in.offsets[b + 1] - start;
   for (std::int64_t head = 0; head < kKvHeads; ++head) {
     std::vector<Vector> compressed, keys;
+    double sum = 0, masses = 0;
     for (std::int64_t t = 0; t < length; ++t) {
       keys.push_back(values(in.k_slc[start + t][head]));
       if (t + 1 >= l && (t + 1 - l) % d == 0) compressed.push_back(compressed_key(in, start, (t + 1 - l) / d, head));
@@ -155,10 +155,11 @@ double rendering(const Inputs& in, std::size_t b) {
         const double share = attention[j] / all_attention;
         if (free(j)) divergence += share * std::log(share / (importance[j] / all));
       }
-      sum += divergence, ++count;
+      sum += all_attention * divergence, masses += all_attention;
     }
+    mean += sum / masses / kKvHeads;
   }
-  return sum / static_cast<double>(count);
+  return mean;
 }
 
 struct Kind {

@@ -60,8 +60,9 @@ def rendering(layer, x):
         hidden = (rows + w.pe[own]).flatten() @ w.w1[own] + w.b1[own]
         return hidden if w.kind == "linear" else torch.nn.functional.silu(hidden) @ w.w2[own] + w.b2[own]
 
-    total, count = 0, 0
+    mean = 0
     for kv in range(2):
+        total, masses = 0, 0
         k_c = [turned(compressed(kv, i), i * stride) for i in range(CFG.num_compressed(length))]
         keys = [turned(k_slc[u, kv], u) for u in range(length)]
         for t in range(FIRST, length):
@@ -78,9 +79,10 @@ def rendering(layer, x):
             free = [j for j in range(blocks) if j >= CFG.init_blocks and j <= t // block - CFG.local_blocks]
             target = torch.stack([attention[j] for j in free])
             found = torch.stack([importance[j] for j in free])
-            target, found = target / target.sum(), found / found.sum()
-            total, count = total + (target * (target / found).log()).sum(), count + 1
-    return total / count
+            mass, found = target.sum(), found / found.sum()
+            total, masses = total + (target * (target / mass / found).log()).sum(), masses + mass
+        mean += total / masses / 2
+    return mean
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -104,7 +106,8 @@ def test_gradient_is_finite_differences():
     q, k_slc = torch.randn(3, 4, 6, dtype=torch.float64), torch.randn(90, 2, 6, dtype=torch.float64)
     k_c = torch.randn(CFG.num_compressed(90), 2, 6, dtype=torch.float64, requires_grad=True)
     positions, rope = torch.tensor([64, 77, 89]), nsa.rotary_tables(torch.arange(90), 6)
-    assert torch.autograd.gradcheck(lambda k_c: divergence(q, k_c, k_slc, positions, CFG, rope), (k_c,))
+    shares = torch.tensor([0.5, 0.5, 0])
+    assert torch.autograd.gradcheck(lambda k_c: divergence(q, k_c, k_slc, positions, shares, CFG, rope), (k_c,))
 
 
 @pytest.mark.parametrize("name, moved", [("shared", ("phi_k",)), ("own keys", ("phi_k", "k_proj.cmp"))])
@@ -220,7 +223,7 @@ def test_autocast(device):
     assert nsa.selector_loss(layer).dtype == torch.float32
     torch.testing.assert_close(nsa.selector_loss(layer), exact, rtol=0.05, atol=0)
     q, k_c, k_slc = (torch.randn(n, heads, 16) for n, heads in ((3, 4), (18, 2), (77, 2)))
-    arguments = q, k_c, k_slc, torch.tensor([64, 70, 76]), CFG, None
+    arguments = q, k_c, k_slc, torch.tensor([64, 70, 76]), torch.ones(3) / 3, CFG, None
     with torch.autocast(device, torch.bfloat16):
         inside = divergence(*arguments)
     assert torch.equal(inside, divergence(*arguments))

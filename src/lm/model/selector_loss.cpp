@@ -124,12 +124,12 @@ at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& impor
                             const NSAConfig& cfg) {
   const auto hidden = eligible(positions, importances.size(-1), cfg).logical_not();
   constexpr double kTiny = 1e-20;
-  const auto shares = [&](const at::Tensor& masses) {
-    const auto kept = masses.masked_fill(hidden, 0);
-    return kept / kept.sum(-1, /*keepdim=*/true).clamp_min(kTiny);
-  };
-  const auto target = shares(attention.detach());  // 0 log 0 = 0
-  return at::kl_div(shares(importances).clamp_min(kTiny).log(), target, at::Reduction::None).sum({-3, -2, -1});
+  const auto kept = importances.masked_fill(hidden, 0), target = attention.detach().masked_fill(hidden, 0);
+  const auto sum = [](const at::Tensor& masses) { return masses.sum(-1, /*keepdim=*/true).clamp_min(kTiny); };
+  const auto mass = sum(target);
+  // 0 log 0 = 0
+  const auto terms = at::kl_div((kept / sum(kept)).clamp_min(kTiny).log(), target / mass, at::Reduction::None);
+  return ((mass / mass.sum(-3, /*keepdim=*/true)) * terms).sum({-3, -1}).mean(-1);
 }
 
 std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
@@ -194,8 +194,7 @@ at::Tensor selector_losses(const std::vector<SelectorInputs>& layers, const at::
     const auto attention = block_attention(q, k_slc, positions, cfg);
     const auto importances =
         block_importances(q, compressed_keys(k_cmp, phi, table, cfg), positions, attention.size(-1), cfg);
-    losses.push_back(block_divergence(attention, importances, positions, cfg) /
-                     static_cast<double>(positions.numel() * k_slc.size(-2)));
+    losses.push_back(block_divergence(attention, importances, positions, cfg));
   }
   return losses.size() == 1 ? losses[0] : at::cat(losses);
 }

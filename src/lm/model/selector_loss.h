@@ -33,8 +33,8 @@ at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const a
                              std::int64_t num_blocks, const NSAConfig& cfg);
 at::Tensor block_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& positions, const NSAConfig& cfg);
 
-/// KL(attention || importances) over the blocks that are not forced, both as shares; summed over queries and KV heads.
-/// `attention` gets no gradient.
+/// KL(attention || importances) over the blocks that are not forced, both as shares: a mean over queries, each weighed
+/// by how much of its attention goes to these blocks, and over KV heads. `attention` gets no gradient.
 at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& importances, const at::Tensor& positions,
                             const NSAConfig& cfg);
 
@@ -55,10 +55,9 @@ struct SelectorInputs {
   at::Tensor q, k_cmp, k_slc;
   bridge::CompressionTensors phi;
 };
-/// The divergence of each layer, a mean over queries and KV heads: float32 or double (layers). Layers are asked
-/// together as far as memory allows, since a GPU would wait for the host in each small operation. Gradients reach φ and
-/// k_cmp alone (detach a k_cmp that k_slc is made from): q asks both, and one that learnt here would move what it
-/// teaches.
+/// The divergence of each layer: float32 or double (layers). Layers are asked together as far as memory allows, since a
+/// GPU would wait for the host in each small operation. Gradients reach φ and k_cmp alone (detach a k_cmp that k_slc is
+/// made from): q asks both, and one that learnt here would move what it teaches.
 at::Tensor selector_losses(const std::vector<SelectorInputs>& layers, const at::Tensor& positions,
                            const Rotation& table, const NSAConfig& cfg);
 
