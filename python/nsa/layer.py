@@ -65,9 +65,9 @@ class NativeSparseAttention(nn.Module):
         seed: of phi's initial units beyond the mean.
         recompute_compressed: as in `native_sparse_attention`; the attribute may be changed.
         selector_queries: how many queries of a sequence a forward in training asks for `selector_loss`; `nsa train`
-            has one for every 256 tokens of a batch, 16 to 128, at most 2 ** 20 / context, and chooses half of them by
-            the text. Here the sequence is drawn by how many queries with a choice it has, they evenly over these, by
-            torch's generator of x's device. 0: none, at no cost; the attribute may be changed.
+            has one for every 256 tokens of a batch, 16 to 128, at most 2 ** 20 / context. The sequence is drawn by how
+            many queries with a choice it has, they evenly over these, by torch's generator of x's device. 0: none, at
+            no cost; the attribute may be changed.
 
     Raises:
         ValueError: num_kv_heads does not divide num_heads, a size is not allowed, or selector_queries where there is

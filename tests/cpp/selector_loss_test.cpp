@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "bridge/attention.h"
-#include "lm/data/repeats.h"
 #include "lm/layers/rope_frequencies.h"
 #include "lm/model/model.h"
 #include "lm/model/selection_stats.h"
@@ -289,47 +288,6 @@ TEST(SelectorLoss, DrawsItsQueriesBySeed) {
   Inputs short_ones = in;
   short_ones.offsets = {0, 80, 160, 240};
   EXPECT_EQ(short_ones.loss().item<double>(), 0);  // no query has a choice
-}
-
-TEST(SelectorLoss, UpToHalfOfTheQueriesAreTellingOnes) {
-  const std::vector<std::int64_t> offsets = {0, 150, 190, 300},
-                                  telling = {3, 79, 85, 90, 95, 109};  // four have a choice
-  const auto places = [&](std::int64_t queries, std::uint64_t seed, const TellingQueries& some) {
-    const auto sample = draw_queries(offsets, kConfig, queries, seed, at::kCPU, some);
-    const auto drawn = values(sample->positions);
-    return std::vector<std::int64_t>(drawn.begin(), drawn.end());
-  };
-  for (std::uint64_t seed = 0; seed < 50; ++seed) {
-    const auto count = [&](const std::vector<std::int64_t>& drawn) {
-      return std::count_if(drawn.begin(), drawn.end(), [&](std::int64_t t) {
-        return std::find(telling.begin(), telling.end(), t) != telling.end();
-      });
-    };
-    const auto those = [&](std::int64_t begin, std::int64_t end) {
-      EXPECT_EQ(end - begin, begin == 0 ? 150 : 110);
-      return telling;
-    };
-    const auto plain = places(20, seed, {}), all = places(20, seed, those), some = places(6, seed, those);
-    ASSERT_EQ(all.size(), 20u);
-    EXPECT_GE(count(all), 4);
-    EXPECT_GE(count(some), 3);
-    for (std::size_t i = 0; i < plain.size(); ++i) {
-      EXPECT_GE(all[i], kFirstChoice);
-      if (i % 2 == 0 && i < 8) continue;  // four gave way
-      EXPECT_EQ(all[i], plain[i]);
-    }
-    EXPECT_EQ(places(20, seed, [](auto, auto) { return std::vector<std::int64_t>{7}; }), plain);
-  }
-}
-
-TEST(SelectorLoss, FarRepeatsAreTelling) {
-  std::vector<std::int32_t> tokens;
-  for (std::int32_t i = 0; i < 60; ++i) tokens.push_back(i);
-  std::copy_n(tokens.begin() + 10, 6, tokens.begin() + 30);  // 20 tokens on
-  std::copy_n(tokens.begin() + 10, 5, tokens.begin() + 40);  // 10 tokens after the last time
-  EXPECT_EQ(before_far_repeats(tokens, 3, 10), (std::vector<std::int64_t>{32, 33, 34}));
-  EXPECT_EQ(before_far_repeats(tokens, 3, 9), (std::vector<std::int64_t>{32, 33, 34, 42, 43}));
-  EXPECT_EQ(before_far_repeats(tokens, 3, 20), std::vector<std::int64_t>{});
 }
 
 TEST(SelectorLoss, LongerContextsAreAskedByFewerQueries) {

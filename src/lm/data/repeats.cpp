@@ -33,16 +33,4 @@ std::vector<std::int64_t> repeat_distances(std::span<const std::int32_t> tokens,
   return distances;
 }
 
-std::vector<std::int64_t> before_far_repeats(std::span<const std::int32_t> tokens, std::int64_t match,
-                                             std::int64_t distance) {
-  std::vector<std::int64_t> positions;
-  const auto distances = repeat_distances(tokens, match);
-  for (std::size_t i = 0; i < distances.size(); ++i) {
-    if (distances[i] > distance) positions.push_back(static_cast<std::int64_t>(i));
-  }
-  return positions;
-}
-
-std::int64_t repeat_match(const Tokenizer* tokenizer) { return tokenizer && !tokenizer->is_byte_level() ? 3 : 8; }
-
 }  // namespace nsa::lm

@@ -113,9 +113,8 @@ at::Tensor Model::forward(const Batch& batch, const ForwardOptions& options) con
   state.options = options;
   if (options.trace) options.trace->assign(impl_->blocks.size(), {});
   if (options.trace && options.selector_queries > 0) {
-    state.sample =
-        draw_queries(state.offsets, impl_->config.nsa, options.selector_queries,
-                     base::derive_seed({options.seed, impl_->blocks.size()}), impl_->device, options.telling_queries);
+    state.sample = draw_queries(state.offsets, impl_->config.nsa, options.selector_queries,
+                                base::derive_seed({options.seed, impl_->blocks.size()}), impl_->device);
   }
 
   Residual x{at::embedding(impl_->embedding, on_device(batch.tokens)), {}};

@@ -45,10 +45,6 @@ std::int64_t default_selector_queries(std::int64_t tokens, std::int64_t context)
 /// Causal attention of one sequence: q (S, H, Dk) and k (S, Hkv, Dk), rotated, v (S, Hkv, Dv) -> (S, H, Dv).
 using SequenceAttention = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;
 
-/// Of the sequence that lies in these rows of a batch: queries from which the choice of blocks has more to learn than
-/// from others, positions in ascending order.
-using TellingQueries = std::function<std::vector<std::int64_t>(std::int64_t begin, std::int64_t end)>;
-
 struct ForwardOptions {
   double noise = 0;                              // exploration noise of the selection
   std::uint64_t seed = 0;                        // of the noise; each layer derives its own
@@ -56,7 +52,6 @@ struct ForwardOptions {
   std::vector<LayerTrace>* trace = nullptr;      // filled with one entry per layer; `nsa` only
   bool trace_keys = false;                       // not with `selector_queries`
   std::int64_t selector_queries = 0;             // of a batch, for LayerTrace::selector_loss; drawn by `seed`
-  TellingQueries telling_queries;                // half of them, if there are as many
   bool recompute = false;                        // layers keep their inputs alone for the backward, and run again in it
   SequenceAttention attention;                   // in place of torch's dense one; `full` only
 };

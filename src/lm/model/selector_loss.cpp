@@ -133,8 +133,7 @@ at::Tensor block_divergence(const at::Tensor& attention, const at::Tensor& impor
 }
 
 std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
-                                           std::int64_t num_queries, std::uint64_t seed, at::Device device,
-                                           const TellingQueries& telling) {
+                                           std::int64_t num_queries, std::uint64_t seed, at::Device device) {
   // The first query that may choose: one place less than its blocks.
   const std::int64_t first = std::max<std::int64_t>(std::int64_t{cfg.topk} * cfg.block_size, cfg.kernel_size);
   const auto choices = [&](std::size_t b) { return std::max<std::int64_t>(0, offsets[b + 1] - offsets[b] - first); };
@@ -152,15 +151,6 @@ std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offs
   for (std::int64_t i = 0; i < wanted; ++i) {
     const std::int64_t from = i * choices(b) / wanted, to = (i + 1) * choices(b) / wanted;
     places.push_back(first + from + static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(to - from))));
-  }
-  if (telling) {
-    auto some = telling(offsets[b], offsets[b + 1]);
-    some.erase(some.begin(), std::lower_bound(some.begin(), some.end(), first));
-    const std::size_t count = std::min(places.size() / 2, some.size());
-    for (std::size_t i = 0; i < count; ++i) {
-      std::swap(some[i], some[i + random.below(some.size() - i)]);
-      places[2 * i] = some[i];
-    }
   }
   return SelectorSample{offsets[b], offsets[b + 1],
                         base::upload(at::tensor(c10::ArrayRef<std::int64_t>(places), at::kLong), device)};

@@ -11,7 +11,6 @@
 #include "bridge/compression.h"
 #include "lm/layers/rope.h"
 #include "lm/model/config.h"
-#include "lm/model/model.h"
 #include "nsa/config.h"
 
 namespace nsa::lm {
@@ -43,11 +42,10 @@ struct SelectorSample {
   std::int64_t begin = 0, end = 0;  // rows of the sequence
   at::Tensor positions;             // int64 (T) in the sequence, on the device
 };
-/// The sequence is drawn by how many queries with a choice it has, up to `num_queries` of these evenly over it; then up
-/// to half of them give way to telling ones. Nothing where no query has a choice.
+/// The sequence is drawn by how many queries with a choice it has, up to `num_queries` of these evenly over it. Nothing
+/// where no query has a choice.
 std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
-                                           std::int64_t num_queries, std::uint64_t seed, at::Device device,
-                                           const TellingQueries& telling = {});
+                                           std::int64_t num_queries, std::uint64_t seed, at::Device device);
 
 /// What a layer is asked: the queries (T, H, D) of a sample, rotated, its sequence's keys (S, Hkv, D), of which those
 /// of the selected branch are rotated, and φ of keys, in any dtype.

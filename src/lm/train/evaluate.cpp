@@ -173,7 +173,7 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
   result.by_position = parts_between(edges);
   result.by_repeat = parts_between(kRepeatEdges);
   result.by_repeat.push_back({});
-  result.repeat_match = repeat_match(tokenizer);
+  result.repeat_match = tokenizer && !tokenizer->is_byte_level() ? 3 : 8;
   std::int64_t bytes = 0;
   std::vector<LayerTrace> trace;
   for (const PackedSequence& row : rows) {

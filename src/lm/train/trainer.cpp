@@ -24,7 +24,6 @@
 #include "bridge/compression.h"
 #include "lm/data/loader.h"
 #include "lm/data/lookups.h"
-#include "lm/data/repeats.h"
 #include "lm/model/flops.h"
 #include "lm/model/parameter_counts.h"
 #include "lm/model/selector_loss.h"
@@ -290,12 +289,6 @@ void Trainer::train_step(double rate) {
     options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
     if (teaches) {
       options.selector_queries = default_selector_queries(rows.targets.numel(), config_.train.context);
-      // What a text repeats from beyond the window has to come through the choice.
-      options.telling_queries = [&tokens = rows.batch.tokens, this](std::int64_t begin, std::int64_t end) {
-        const auto* all = tokens.const_data_ptr<std::int64_t>();
-        return before_far_repeats(std::vector<std::int32_t>(all + begin, all + end), repeat_match(&tokenizer_),
-                                  config_.model.nsa.window_size);
-      };
     }
     if (is_nsa && (log || config_.train.gate_balance > 0 || teaches)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
