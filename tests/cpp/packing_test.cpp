@@ -1,11 +1,15 @@
-// Documents cut into spans, and the length that spans have in the course of a run.
+// Documents, cut into spans, and the length that spans have in the course of a run.
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
 #include <utility>
 #include <vector>
 
+#include "lm/data/corpus.h"
 #include "lm/data/packing.h"
 #include "lm/run/config.h"
 
@@ -18,6 +22,28 @@ Spans spans(const PackedSequence& row) {
   Spans out;
   for (const Span& span : row) out.push_back({span.document, span.begin, span.length});
   return out;
+}
+
+TEST(LoadHeldOut, IsTheCorpusWithoutItsDocumentsToTrainOn) {
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "held_out";
+  std::filesystem::create_directories(folder);
+  for (int i = 0; i < 100; ++i) std::ofstream(folder / fmt::format("{}.txt", i)) << "the text of " << i * i;
+  DataConfig data;
+  data.paths = {folder.string()};
+  data.held_out_percent = 20;
+  const auto tokenizer = make_tokenizer("bytes");
+  const auto corpus = load_corpus(data, *tokenizer), held_out = load_held_out(data, *tokenizer);
+  std::filesystem::remove_all(folder);
+  EXPECT_EQ(corpus.train.size() + corpus.held_out.size(), 100u);
+  EXPECT_EQ(held_out.fingerprint, corpus.fingerprint);
+  EXPECT_EQ(held_out.bytes, corpus.bytes);
+  EXPECT_TRUE(held_out.train.empty());
+  ASSERT_GT(corpus.held_out.size(), 5u);
+  ASSERT_EQ(held_out.held_out.size(), corpus.held_out.size());
+  for (std::size_t i = 0; i < corpus.held_out.size(); ++i) {
+    EXPECT_EQ(held_out.held_out[i].name, corpus.held_out[i].name);
+    EXPECT_EQ(held_out.held_out[i].tokens, corpus.held_out[i].tokens);
+  }
 }
 
 TEST(PackDocuments, FullSpansHaveRowsOfTheirOwn) {

@@ -8,10 +8,13 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "base/random.h"
 #include "bridge/attention.h"
 #include "lm/layers/rope_frequencies.h"
 #include "lm/model/model.h"
@@ -288,6 +291,38 @@ TEST(SelectorLoss, DrawsItsQueriesBySeed) {
   Inputs short_ones = in;
   short_ones.offsets = {0, 80, 160, 240};
   EXPECT_EQ(short_ones.loss().item<double>(), 0);  // no query has a choice
+}
+
+TEST(SelectionStats, AreWhatCountingOneByOneGives) {
+  const std::vector<std::int32_t> offsets = {0, 150, 190, 300};
+  const int head = 1;
+  base::Random random(5);
+  std::vector<std::int32_t> indices(static_cast<std::size_t>(offsets.back() * kKvHeads * kConfig.topk), -1);
+  const auto row = [&](std::int64_t token) {
+    return std::span(indices).subspan(static_cast<std::size_t>((token * kKvHeads + head) * kConfig.topk),
+                                      static_cast<std::size_t>(kConfig.topk));
+  };
+  std::int64_t picks = 0, unforced = 0, chosen = 0, shared = 0;
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    for (std::int64_t t = 0; t < offsets[b + 1] - offsets[b]; ++t) {
+      std::vector<std::int32_t> blocks(static_cast<std::size_t>(t / kConfig.block_size + 1));
+      std::iota(blocks.begin(), blocks.end(), 0);
+      const bool choice = blocks.size() > static_cast<std::size_t>(kConfig.topk);
+      for (std::size_t i = 0; i < std::min(blocks.size(), row(0).size()); ++i) {
+        std::swap(blocks[i], blocks[i + random.below(blocks.size() - i)]);
+        row(offsets[b] + t)[i] = blocks[i];
+        ++picks, unforced += !is_forced(blocks[i], t, kConfig);
+        if (!choice) continue;
+        const auto before = row(offsets[b] + t - 1);
+        ++chosen, shared += std::count(before.begin(), before.end(), blocks[i]);
+      }
+    }
+  }
+  const auto stats = selection_stats(indices, offsets, kConfig, kKvHeads, head);
+  EXPECT_DOUBLE_EQ(stats.unforced_share, static_cast<double>(unforced) / static_cast<double>(picks));
+  EXPECT_DOUBLE_EQ(stats.neighbour_overlap, static_cast<double>(shared) / static_cast<double>(chosen));
+  EXPECT_GT(shared, 0);
+  EXPECT_LT(shared, chosen);
 }
 
 TEST(SelectorLoss, LongerContextsAreAskedByFewerQueries) {

@@ -16,14 +16,20 @@
 
 namespace nsa::lm {
 
-Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer) {
+namespace {
+
+Corpus load(const DataConfig& config, const Tokenizer& tokenizer, bool train) {
   auto texts = read_texts(config);
   std::vector<Document> documents(texts.size());
   std::vector<std::uint64_t> hashes(texts.size());
+  const auto held_out = [&](std::size_t i) {
+    return hashes[i] % 100 < static_cast<std::uint64_t>(config.held_out_percent);
+  };
   const auto count = static_cast<std::int64_t>(texts.size());
   at::parallel_for(0, count, 1, [&](std::int64_t begin, std::int64_t end) {
     for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
       hashes[i] = base::hash(texts[i].text);
+      if (!train && !held_out(i)) continue;
       documents[i] = {std::move(texts[i].name), {tokenizer.start_of_document()}};
       auto& tokens = documents[i].tokens;
       const auto encoded = tokenizer.encode(texts[i].text);
@@ -36,11 +42,19 @@ Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer) {
   for (std::size_t i = 0; i < texts.size(); ++i) {
     corpus.fingerprint = base::mix(corpus.fingerprint ^ hashes[i]);
     corpus.bytes += static_cast<std::int64_t>(texts[i].text.size());
-    const bool held_out = hashes[i] % 100 < static_cast<std::uint64_t>(config.held_out_percent);
-    (held_out ? corpus.held_out : corpus.train).push_back(std::move(documents[i]));
+    if (held_out(i)) {
+      corpus.held_out.push_back(std::move(documents[i]));
+    } else if (train) {
+      corpus.train.push_back(std::move(documents[i]));
+    }
   }
   return corpus;
 }
+
+}  // namespace
+
+Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer) { return load(config, tokenizer, true); }
+Corpus load_held_out(const DataConfig& config, const Tokenizer& tokenizer) { return load(config, tokenizer, false); }
 
 std::vector<Document> load_ids(const std::string& path, int vocab_size) {
   std::vector<Document> documents;

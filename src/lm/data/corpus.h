@@ -24,6 +24,8 @@ struct Corpus {
 /// Reads, splits and tokenizes, the latter by torch's threads. The side of a document depends on its text alone, so
 /// duplicates stay together. Throws Error when a path cannot be read or nothing is found.
 Corpus load_corpus(const DataConfig& config, const Tokenizer& tokenizer);
+/// The same without the documents to train on, which are read but not tokenized.
+Corpus load_held_out(const DataConfig& config, const Tokenizer& tokenizer);
 
 /// A document from each line that is not blank: tokens as decimal numbers with spaces between them, taken as they are.
 /// Throws Error naming the line that holds anything else than numbers 0 ... vocab_size - 1, or when there is none.

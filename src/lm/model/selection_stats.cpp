@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 namespace nsa::lm {
@@ -29,22 +30,23 @@ SelectionStats selection_stats(std::span<const std::int32_t> indices, std::span<
   };
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const std::int64_t length = offsets[b + 1] - offsets[b];
-    std::vector<std::int64_t> counts(static_cast<std::size_t>(length / cfg.block_size + 1));
+    std::vector<std::int64_t> counts(static_cast<std::size_t>(length / cfg.block_size + 1)), last(counts.size(), -1);
     std::int64_t unforced_here = 0;
     for (std::int64_t t = 0; t < length; ++t) {
       const auto row = row_of(offsets[b] + t);
       const bool choice = t / cfg.block_size + 1 > cfg.topk;
       for (const std::int32_t block : row) {
         if (block < 0) continue;
+        const auto at = static_cast<std::size_t>(block);
         ++picks;
         if (!is_forced(block, t, cfg)) {
           ++unforced_here;
-          ++counts[static_cast<std::size_t>(block)];
+          ++counts[at];
         }
+        const std::int64_t chosen_last = std::exchange(last[at], t);
         if (!choice || t == 0) continue;
         ++chosen;
-        const auto before = row_of(offsets[b] + t - 1);
-        shared += std::find(before.begin(), before.end(), block) != before.end();
+        shared += chosen_last == t - 1;
       }
     }
     if (unforced_here == 0) continue;

@@ -28,7 +28,7 @@ OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::str
     DataConfig data;
     data.paths = paths;
     data.held_out_percent = 100;
-    return {load_corpus(data, tokenizer).held_out, fmt::format("{}", fmt::join(paths, ", "))};
+    return {load_held_out(data, tokenizer).held_out, fmt::format("{}", fmt::join(paths, ", "))};
   }
   if (is_pretrained(checkpoint)) {
     throw base::Error(
@@ -38,7 +38,7 @@ OpenedTexts open_texts(const std::string& checkpoint, const std::vector<std::str
   const auto folder = std::filesystem::is_directory(given) ? given : given.parent_path();
   const std::string file = (folder / "config.json").string();
   const auto config = read_run_config(file);
-  auto corpus = load_corpus(config.data, tokenizer);
+  auto corpus = load_held_out(config.data, tokenizer);
   const auto fingerprint = fmt::format("{:016x}", corpus.fingerprint);
   if (fingerprint != config.fingerprint) {
     throw base::Error(fmt::format("{}: the data changed: fingerprint = {}, was {}; name the texts with --data", file,
