@@ -450,9 +450,11 @@ TrainResult Trainer::run_steps() {
     plan();
     agree();
     const bool last = state_.step == state_.planned_steps;
-    if (last || (train.eval_every > 0 && state_.step % train.eval_every == 0)) evaluate_now();
-    if (last || signal_ != 0 || (train.save_every > 0 && state_.step % train.save_every == 0)) save();
-    step_start_ = Clock::now();
+    const auto due = [&](std::int64_t every) { return last || (every > 0 && state_.step % every == 0); };
+    const bool evaluates = due(train.eval_every), saves = signal_ != 0 || due(train.save_every);
+    if (evaluates) evaluate_now();
+    if (saves) save();
+    if (evaluates || saves) step_start_ = Clock::now();  // neither is a part of the next step
     if (signal_ != 0 && !last) break;
   }
   const bool finished = state_.step == state_.planned_steps;
