@@ -39,7 +39,9 @@ rows and over seeds. *Far repeats* are tokens that stood behind the same eight t
 those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
 / (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
 branch would attend to in all blocks lies in those it chose, beside the best and random ones.
-Where runs of a table were on different GPUs, tokens/s and losses over time are those of the one with the most."""
+Where runs of a table were on different GPUs, tokens/s and losses over time are those of the one with the most. Up to
+2026-11-27 the seconds leave out [what NSA noted of its choice](log/training.md#what-a-run-costs-beside-its-steps), so
+that its tokens/s and losses over time are too good by it."""
 GOALS = """\
 What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or
 in points of right answers. Missed by: from the goal, not the aim."""

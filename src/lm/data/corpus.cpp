@@ -15,7 +15,6 @@
 #include "lm/data/sources.h"
 
 namespace nsa::lm {
-
 namespace {
 
 Corpus load(const DataConfig& config, const Tokenizer& tokenizer, bool train) {

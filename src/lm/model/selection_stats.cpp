@@ -24,18 +24,15 @@ SelectionStats selection_stats(std::span<const std::int32_t> indices, std::span<
                                const NSAConfig& cfg, int num_kv_heads, int kv_head) {
   std::int64_t picks = 0, unforced = 0, chosen = 0, shared = 0;
   SelectionStats stats;
-  const auto row_of = [&](std::int64_t token) {
-    const auto topk = static_cast<std::size_t>(cfg.topk);
-    return indices.subspan(static_cast<std::size_t>(token * num_kv_heads + kv_head) * topk, topk);
-  };
+  const auto topk = static_cast<std::size_t>(cfg.topk);
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const std::int64_t length = offsets[b + 1] - offsets[b];
     std::vector<std::int64_t> counts(static_cast<std::size_t>(length / cfg.block_size + 1)), last(counts.size(), -1);
     std::int64_t unforced_here = 0;
     for (std::int64_t t = 0; t < length; ++t) {
-      const auto row = row_of(offsets[b] + t);
+      const auto row = static_cast<std::size_t>((offsets[b] + t) * num_kv_heads + kv_head);
       const bool choice = t / cfg.block_size + 1 > cfg.topk;
-      for (const std::int32_t block : row) {
+      for (const std::int32_t block : indices.subspan(row * topk, topk)) {
         if (block < 0) continue;
         const auto at = static_cast<std::size_t>(block);
         ++picks;
