@@ -193,7 +193,8 @@ class TrainCommand {
     option("--eval-every", "eval_every", train.eval_every, "Steps between evaluations; 0: at the end alone");
     option("--eval-tokens", "eval_tokens", train.eval_tokens, "Held-out tokens of an evaluation; 0: all",
            cuda.train.eval_tokens);
-    option("--save-every", "save_every", train.save_every, "Steps between checkpoints; 0: at the end alone");
+    option("--save-every", "save_every", train.save_every, "Steps between checkpoints; 0: at the end alone",
+           cuda.train.save_every);
   }
 
   /// Takes model and tokenizer from --init.

@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <numeric>
 #include <set>
 #include <span>
@@ -295,34 +296,57 @@ TEST(SelectorLoss, DrawsItsQueriesBySeed) {
 
 TEST(SelectionStats, AreWhatCountingOneByOneGives) {
   const std::vector<std::int32_t> offsets = {0, 150, 190, 300};
-  const int head = 1;
   base::Random random(5);
-  std::vector<std::int32_t> indices(static_cast<std::size_t>(offsets.back() * kKvHeads * kConfig.topk), -1);
-  const auto row = [&](std::int64_t token) {
-    return std::span(indices).subspan(static_cast<std::size_t>((token * kKvHeads + head) * kConfig.topk),
-                                      static_cast<std::size_t>(kConfig.topk));
+  const auto indices = at::full({offsets.back(), kKvHeads, kConfig.topk}, -1, at::kInt);
+  const auto row = [&](std::int64_t token, std::int64_t head) {
+    return std::span(indices.data_ptr<std::int32_t>() + (token * kKvHeads + head) * kConfig.topk,
+                     static_cast<std::size_t>(kConfig.topk));
   };
-  std::int64_t picks = 0, unforced = 0, chosen = 0, shared = 0;
-  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
-    for (std::int64_t t = 0; t < offsets[b + 1] - offsets[b]; ++t) {
-      std::vector<std::int32_t> blocks(static_cast<std::size_t>(t / kConfig.block_size + 1));
-      std::iota(blocks.begin(), blocks.end(), 0);
-      const bool choice = blocks.size() > static_cast<std::size_t>(kConfig.topk);
-      for (std::size_t i = 0; i < std::min(blocks.size(), row(0).size()); ++i) {
-        std::swap(blocks[i], blocks[i + random.below(blocks.size() - i)]);
-        row(offsets[b] + t)[i] = blocks[i];
-        ++picks, unforced += !is_forced(blocks[i], t, kConfig);
-        if (!choice) continue;
-        const auto before = row(offsets[b] + t - 1);
-        ++chosen, shared += std::count(before.begin(), before.end(), blocks[i]);
+  std::vector<SelectionStats> expected;
+  for (std::int64_t head = 0; head < kKvHeads; ++head) {
+    std::int64_t picks = 0, unforced = 0, chosen = 0, shared = 0;
+    SelectionStats stats;
+    for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+      std::map<std::int32_t, double> counts;  // of the sequence's unforced picks
+      double here = 0;
+      const std::int64_t length = offsets[b + 1] - offsets[b];
+      for (std::int64_t t = 0; t < length; ++t) {
+        std::vector<std::int32_t> blocks(static_cast<std::size_t>(t / kConfig.block_size + 1));
+        std::iota(blocks.begin(), blocks.end(), 0);
+        const bool choice = blocks.size() > static_cast<std::size_t>(kConfig.topk);
+        const auto picked = row(offsets[b] + t, head);
+        const auto count = std::min(blocks.size(), picked.size());
+        for (std::size_t i = 0; i < count; ++i) {
+          std::swap(blocks[i], blocks[i + random.below(blocks.size() - i)]);
+          picked[i] = blocks[i];
+          ++picks;
+          if (!is_forced(blocks[i], t, kConfig)) ++unforced, ++here, ++counts[blocks[i]];
+          if (!choice) continue;
+          const auto before = row(offsets[b] + t - 1, head);
+          ++chosen, shared += std::count(before.begin(), before.end(), blocks[i]);
+        }
+        std::sort(picked.begin(), picked.begin() + static_cast<std::ptrdiff_t>(count));
       }
+      for (const auto& [block, n] : counts) stats.entropy -= n * std::log(n / here);
+      const auto own = static_cast<double>((length - 1) / kConfig.block_size + 1);
+      stats.entropy_max += here * std::log(std::max(1., own - kConfig.init_blocks - kConfig.local_blocks));
     }
+    EXPECT_GT(shared, 0);
+    EXPECT_LT(shared, chosen);
+    stats.entropy /= static_cast<double>(unforced);
+    stats.entropy_max /= static_cast<double>(unforced);
+    stats.unforced_share = static_cast<double>(unforced) / static_cast<double>(picks);
+    stats.neighbour_overlap = static_cast<double>(shared) / static_cast<double>(chosen);
+    expected.push_back(stats);
   }
-  const auto stats = selection_stats(indices, offsets, kConfig, kKvHeads, head);
-  EXPECT_DOUBLE_EQ(stats.unforced_share, static_cast<double>(unforced) / static_cast<double>(picks));
-  EXPECT_DOUBLE_EQ(stats.neighbour_overlap, static_cast<double>(shared) / static_cast<double>(chosen));
-  EXPECT_GT(shared, 0);
-  EXPECT_LT(shared, chosen);
+  const auto all = selection_stats(indices, offsets, kConfig);
+  ASSERT_EQ(all.size(), expected.size());
+  for (std::size_t head = 0; head < all.size(); ++head) {
+    EXPECT_DOUBLE_EQ(all[head].unforced_share, expected[head].unforced_share);
+    EXPECT_DOUBLE_EQ(all[head].neighbour_overlap, expected[head].neighbour_overlap);
+    EXPECT_NEAR(all[head].entropy, expected[head].entropy, 1e-12);
+    EXPECT_NEAR(all[head].entropy_max, expected[head].entropy_max, 1e-12);
+  }
 }
 
 TEST(SelectorLoss, LongerContextsAreAskedByFewerQueries) {

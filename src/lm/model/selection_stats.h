@@ -1,8 +1,11 @@
 // Scalars that show whether the selection works or has collapsed.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "nsa/config.h"
 
@@ -20,9 +23,10 @@ inline bool is_forced(std::int64_t block, std::int64_t t, const NSAConfig& cfg) 
   return block < cfg.init_blocks || block > t / cfg.block_size - cfg.local_blocks;
 }
 
-/// `indices` (total, Hkv, topk) as select_blocks writes them, `offsets` the B + 1 starts of the sequences. Entropies
-/// are means over the sequences, weighted by their unforced picks; all zero where nothing could be chosen.
-SelectionStats selection_stats(std::span<const std::int32_t> indices, std::span<const std::int32_t> offsets,
-                               const NSAConfig& cfg, int num_kv_heads, int kv_head);
+/// Of each KV head. `indices` int32 (total, Hkv, topk) as select_blocks writes them, on any device, which counts them;
+/// `offsets` the B + 1 starts of the sequences. Entropies are means over the sequences, weighted by their unforced
+/// picks; all zero where nothing could be chosen.
+std::vector<SelectionStats> selection_stats(const at::Tensor& indices, std::span<const std::int32_t> offsets,
+                                            const NSAConfig& cfg);
 
 }  // namespace nsa::lm

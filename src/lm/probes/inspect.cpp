@@ -96,13 +96,13 @@ std::vector<LayerView> inspect(const Model& model, const std::vector<std::int64_
     const auto gates = seen.gates.to(at::kFloat).mean(0).cpu();  // (H, 3)
     layer.gates = three(gates.mean(0));
     for (std::int64_t h = 0; h < gates.size(0); ++h) layer.gates_by_head.push_back(three(gates[h]));
+    const auto stats = selection_stats(seen.indices, offsets, config.nsa);
     const auto chosen = seen.indices.cpu();
     const auto* const indices = chosen.const_data_ptr<std::int32_t>();
     const std::int64_t group = config.num_heads / config.num_kv_heads;
     for (int head = 0; head < config.num_kv_heads; ++head) {
       auto& view = layer.kv_heads.emplace_back();
-      view.stats = selection_stats({indices, static_cast<std::size_t>(chosen.numel())}, offsets, config.nsa,
-                                   config.num_kv_heads, head);
+      view.stats = stats[static_cast<std::size_t>(head)];
       view.map = make_map(indices, length, config.nsa, config.num_kv_heads, head, num_queries);
       view.recall =
           selection_recall(seen.q.narrow(1, head * group, group), seen.k_slc.narrow(1, head, 1), view.map, config.nsa);

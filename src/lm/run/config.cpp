@@ -194,6 +194,7 @@ RunConfig default_run_config(const std::string& device) {
   train.lr = 1e-3;
   train.warmup_steps = 50;
   train.eval_tokens = 262144;
+  train.save_every = 500;
   return config;
 }
 

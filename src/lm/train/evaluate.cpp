@@ -1,6 +1,5 @@
 #include "lm/train/evaluate.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
 
@@ -70,31 +69,21 @@ std::vector<LayerScalars> layer_scalars(const Model& model, const Batch& batch, 
   const std::span<const std::int32_t> offsets(batch.cu_seqlens.const_data_ptr<std::int32_t>(),
                                               static_cast<std::size_t>(batch.cu_seqlens.numel()));
   std::vector<LayerScalars> layers;
-  std::vector<at::Tensor> chosen;
   for (std::size_t number = 0; number < trace.size(); ++number) {
     const LayerTrace& layer = trace[number];
     if (!layer.gates.defined()) continue;
     const auto gates = layer.gates.detach().to(at::kFloat).mean(at::IntArrayRef{0, 1}).cpu();
-    layers.push_back({.layer = static_cast<int>(number),
-                      .gate_cmp = gates[0].item<float>(),
-                      .gate_slc = gates[1].item<float>(),
-                      .gate_swa = gates[2].item<float>()});
-    if (layer.selector_loss.defined()) layers.back().selector_loss = layer.selector_loss.item<float>();
-    chosen.push_back(layer.indices.cpu());
-  }
-  // A GPU waits for this: all threads take part.
-  at::parallel_for(0, static_cast<std::int64_t>(layers.size()), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
-      const std::span<const std::int32_t> indices(chosen[i].const_data_ptr<std::int32_t>(),
-                                                  static_cast<std::size_t>(chosen[i].numel()));
-      for (int head = 0; head < config.num_kv_heads; ++head) {
-        const auto stats = selection_stats(indices, offsets, config.nsa, config.num_kv_heads, head);
-        layers[i].unforced_share += stats.unforced_share / config.num_kv_heads;
-        layers[i].selection_entropy += stats.entropy / config.num_kv_heads;
-        layers[i].neighbour_overlap += stats.neighbour_overlap / config.num_kv_heads;
-      }
+    LayerScalars& scalars = layers.emplace_back(LayerScalars{.layer = static_cast<int>(number),
+                                                             .gate_cmp = gates[0].item<float>(),
+                                                             .gate_slc = gates[1].item<float>(),
+                                                             .gate_swa = gates[2].item<float>()});
+    if (layer.selector_loss.defined()) scalars.selector_loss = layer.selector_loss.item<float>();
+    for (const SelectionStats& stats : selection_stats(layer.indices, offsets, config.nsa)) {
+      scalars.unforced_share += stats.unforced_share / config.num_kv_heads;
+      scalars.selection_entropy += stats.entropy / config.num_kv_heads;
+      scalars.neighbour_overlap += stats.neighbour_overlap / config.num_kv_heads;
     }
-  });
+  }
   return layers;
 }
 
