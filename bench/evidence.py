@@ -103,7 +103,7 @@ class Plan(NamedTuple):
     command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
 
 
-LOOKUPS = "--batch-size 1 --lookups .25 --join --document-bytes 65536"
+LOOKUPS = "--join --document-bytes 65536"
 DEPTHS = "0,.1,.2,.3,.4,.5,.6,.7,.8,.9,1"
 PLANS = {
     "8k": Plan(
@@ -136,15 +136,15 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 1024 at first, 4000 steps of 65536, a quarter of them look-ups",
-        "--steps 4000 --context 65536 --first-context 1024 --eval-every 1000 " + LOOKUPS,
-        {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "qk-norm")},
+        "bytes, 65536 of context, 1024 at first, 6000 steps of 65536, half of them look-ups",
+        "--steps 6000 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 " + LOOKUPS,
+        {name: MAIN[name] for name in ("recipe", "window")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
-        "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 " + LOOKUPS.removeprefix("--batch-size 1 "),
+        "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + LOOKUPS,
         {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "selector-loss-strong")},
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
@@ -168,13 +168,13 @@ PLANS = {
     "ablations": Plan(
         "bytes, 8192 of context, 1500 steps (49 million bytes)",
         "--steps 1500",
-        MAIN | VARIANTS,
+        {name: MAIN[name] for name in ("full", "recipe", "no-selector-loss")} | VARIANTS,
         seeds=(1,),
     ),
     "ablations-pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 1500 steps (49 million pieces)",
         "--steps 1500 --tokenizer {tokenizer}",
-        MAIN | VARIANTS,
+        {name: MAIN[name] for name in ("full", "recipe", "no-selector-loss")},
         seeds=(1,),
     ),
 }

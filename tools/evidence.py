@@ -39,9 +39,10 @@ rows and over seeds. *Far repeats* are tokens that stood behind the same eight t
 those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
 / (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
 branch would attend to in all blocks lies in those it chose, beside the best and random ones.
-Where runs of a table were on different GPUs, tokens/s and losses over time are those of the one with the most. Up to
-2026-11-27 the seconds leave out [what NSA noted of its choice](log/training.md#what-a-run-costs-beside-its-steps), so
-that its tokens/s and losses over time are too good by it."""
+tokens/s are the median of a run's, by which its losses stand over time; of runs on different GPUs they are those of the one with
+the most. Those of
+NSA before b96b740 (2026-11-27) [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
+above what the same runs give with it since."""
 GOALS = """\
 What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or
 in points of right answers. Missed by: from the goal, not the aim."""
@@ -475,19 +476,19 @@ def curves(plans, image):
         kinds = {"recipe": "nsa", WITHOUT: "nsa"}
         palette = colours([kinds.get(model, model) for model in models])
         for (model, seeds), colour in zip(models.items(), palette, strict=True):
-            for axis, field, unit, shown in (
-                (left, "tokens", 1e6, seeds.values()),
-                (right, "seconds", 60, results.timed(seeds)),
+            for axis, unit, shown in (
+                (left, lambda _: 1e6, seeds.values()),
+                (right, lambda result: 60 * result["tokens_per_second"], results.timed(seeds)),
             ):
                 for i, result in enumerate(shown):
                     axis.plot(
-                        [point[field] / unit for point in result["curve"]],
+                        [point["tokens"] / unit(result) for point in result["curve"]],
                         [point["loss"] for point in result["curve"]],
                         color=colour,
                         label=None if i else model,
                     )
         left.set(title=name, xlabel="tokens (millions)", ylabel="held-out loss (nats per token)")
-        right.set(title=name, xlabel="minutes of training")
+        right.set(title=name, xlabel="minutes of training, at the median speed")
         left.legend()
     image.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(image)

@@ -315,6 +315,9 @@ def test_inspect_needle_and_recall_run_on_cuda(trained_on_cuda, tmp_path):
     here, there = (json.loads(p.read_text())["layers"] for p in (path, tmp_path / "cpu" / "out.json"))
     for a, b in zip(here, there, strict=True):
         assert a["gates"] == pytest.approx(b["gates"], abs=1e-4)
+        for stat in ("unforced_share", "entropy", "entropy_max", "neighbour_overlap"):
+            counts = [[head[stat] for head in layer["kv_heads"]] for layer in (a, b)]
+            assert counts[0] == pytest.approx(counts[1], abs=0.02)
         rows = [layer["kv_heads"][0]["map"]["blocks"] for layer in (a, b)]
         assert sum(x == y for x, y in zip(*rows, strict=True)) >= 0.95 * len(rows[0])
     nsa("needle", run, "--device", "cuda", "--lengths", 128, "--samples", 1)

@@ -75,8 +75,8 @@ std::vector<SelectionStats> selection_stats(const at::Tensor& indices, std::span
   std::vector<SelectionStats> all(static_cast<std::size_t>(heads));
   for (std::int64_t h = 0; h < heads; ++h) {
     SelectionStats& stats = all[static_cast<std::size_t>(h)];
-    const std::span<const std::int64_t> counts = all_counts.subspan(
-        static_cast<std::size_t>(h * counted.size(1)), static_cast<std::size_t>(counted.size(1)));
+    const std::span<const std::int64_t> counts =
+        all_counts.subspan(static_cast<std::size_t>(h * counted.size(1)), static_cast<std::size_t>(counted.size(1)));
     std::int64_t unforced_picks = 0;
     for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
       const auto blocks =
