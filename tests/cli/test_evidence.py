@@ -153,7 +153,7 @@ EVERY_PLAN = {
     "32k": ("full recipe", "--steps 2 --context 256"),
     "32k-time": ("full recipe", "--minutes .01 --context 256"),
     "pieces": ("full recipe", "--steps 2 --tokenizer bytes"),
-    "lookups": ("full recipe", "--steps 2 --context 256 --first-context 64 --document-bytes 1024"),
+    "lookups": ("window recipe", "--steps 2 --context 256 --first-context 64 --document-bytes 1024"),
     "lookups-8k": ("full", "--steps 2 --first-context 64 --document-bytes 1024"),
     "speed": ("full recipe", "--steps 2 --document-bytes 1024"),
     "8k-long": ("full recipe", "--steps 2"),
