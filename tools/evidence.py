@@ -39,9 +39,9 @@ rows and over seeds. *Far repeats* are tokens that stood behind the same eight t
 those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
 / (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
 branch would attend to in all blocks lies in those it chose, beside the best and random ones.
-tokens/s are the median of a run's, by which its losses stand over time; of runs on different GPUs they are those of the one with
-the most. Those of
-NSA before b96b740 (2026-11-27) [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
+tokens/s are the median of a run's, by which its losses stand over time; of runs on different GPUs they are those of
+the one with the most. Those of NSA before b96b740 (2026-11-27)
+[leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
 above what the same runs give with it since."""
 GOALS = """\
 What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or

@@ -146,6 +146,8 @@ class TrainCommand {
                             "Weight of the loss that teaches the choice of blocks what the selected branch attends to; "
                             "default with --preset recipe, --share-kv and a phi that learns 0.1, else 0");
     selector_loss_->default_str("");
+    option("--selector-queries", "selector_queries", config_.train.selector_queries,
+           "Queries of a batch that it asks in each layer; 0: one of 256 tokens, 16 to 128, fewer in long contexts");
   }
 
   void add_length_options() {

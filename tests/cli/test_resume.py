@@ -105,6 +105,7 @@ def test_a_run_from_before_some_options_goes_on_as_it_was(tmp_path, corpus):
     config = json.loads((out / "config.json").read_text())
     assert config["train"].pop("phi_lr_scale") == 1
     assert config["train"].pop("selector_loss") == 0
+    assert config["train"].pop("selector_queries") == 0
     assert config["train"].pop("first_context") == 0
     (out / "config.json").write_text(json.dumps(config))
     nsa("train", "--out", out, "--resume")

@@ -204,6 +204,19 @@ def test_the_selector_loss_is_logged_and_falls(tmp_path, corpus, option):
     assert divergence(1) < 0.3 * divergence(1e-9)
 
 
+def test_the_queries_of_the_selector_loss(tmp_path, corpus):
+    def divergence(*options):
+        out = tmp_path / "_".join(map(str, ("run", *options)))
+        nsa("train", "--out", out, "--data", corpus, "--steps", 4, "--selector-loss", 1, *TINY, *options)
+        return metrics(out, "train")[-1]["layers"][0]["selector_loss"]
+
+    asked = divergence()
+    assert asked == divergence("--selector-queries", 16)  # of 256 tokens
+    assert asked != divergence("--selector-queries", 100)
+    message = refused("train", "--out", tmp_path / "refused", "--data", corpus, "--selector-queries", 4, *TINY)
+    assert "selector_queries = 4: needs a selector_loss above 0" in message
+
+
 def test_the_selector_loss_leaves_shared_keys_to_the_text(tmp_path, corpus):
     """The first step with it moves φ of the keys to other weights, and nothing else."""
 

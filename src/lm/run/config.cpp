@@ -40,6 +40,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("noise_until", config.noise_until);
   visit("gate_balance", config.gate_balance);
   visit("selector_loss", config.selector_loss);
+  visit("selector_queries", config.selector_queries);
   visit("lookups", config.lookups);
   visit("seed", config.seed);
   visit("device", config.device);
@@ -80,6 +81,7 @@ void TrainConfig::validate() const {
   at_least("noise_until", noise_until, 0);
   at_least("gate_balance", gate_balance, 0);
   at_least("selector_loss", selector_loss, 0);
+  in_range("selector_queries", selector_queries, 0, 1 << 16);
   if (!(lookups >= 0 && lookups <= 0.5)) throw base::Error(fmt::format("lookups = {}: must be 0 ... 0.5", lookups));
   in_range("threads", threads, 0, kMaxThreads);
   in_range("log_every", log_every, 1);
@@ -102,6 +104,9 @@ void TrainConfig::validate() const {
   }
   if ((steps > 0) + (tokens > 0) + (minutes > 0) != 1) {
     throw base::Error("exactly one of steps, tokens and minutes must say how long to train");
+  }
+  if (selector_queries > 0 && selector_loss == 0) {
+    throw base::Error(fmt::format("selector_queries = {}: needs a selector_loss above 0", selector_queries));
   }
   if (first_context > 0 && minutes > 0) {
     throw base::Error(fmt::format("first_context = {}: needs steps or tokens, not minutes", first_context));
@@ -128,7 +133,8 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
-      if (name == "device" || name == "init" || name == "lookups" || name == "selector_loss" || name == "first_context")
+      if (name == "device" || name == "init" || name == "lookups" || name == "selector_loss" ||
+          name == "selector_queries" || name == "first_context")
         return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }

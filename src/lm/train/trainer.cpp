@@ -288,7 +288,9 @@ void Trainer::train_step(double rate) {
     options.recompute = config_.train.recompute;
     options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
     if (teaches) {
-      options.selector_queries = default_selector_queries(rows.targets.numel(), config_.train.context);
+      const auto wanted = config_.train.selector_queries;
+      options.selector_queries =
+          wanted > 0 ? wanted : default_selector_queries(rows.targets.numel(), config_.train.context);
     }
     if (is_nsa && (log || config_.train.gate_balance > 0 || teaches)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
