@@ -103,7 +103,7 @@ class Plan(NamedTuple):
     command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
 
 
-LOOKUPS = "--join --document-bytes 65536"
+JOINED = "--join --document-bytes 65536"
 DEPTHS = "0,.1,.2,.3,.4,.5,.6,.7,.8,.9,1"
 PLANS = {
     "8k": Plan(
@@ -137,14 +137,14 @@ PLANS = {
     ),
     "lookups": Plan(
         "bytes, 65536 of context, 1024 at first, 6000 steps of 65536, half of them look-ups",
-        "--steps 6000 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 " + LOOKUPS,
+        "--steps 6000 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 " + JOINED,
         {name: MAIN[name] for name in ("recipe", "window")},
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
-        "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + LOOKUPS,
+        "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
         {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "selector-loss-strong")},
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
@@ -153,7 +153,7 @@ PLANS = {
     "speed": Plan(
         "300 million parameters, bytes, 32768 of context, 12 steps",
         "--steps 12 --context 32768 --batch-size 1 --hidden-size 1024 --layers 18 --heads 16 --kv-heads 1 "
-        "--head-dim 128 --ffn-size 3072 --join --document-bytes 65536 --log-every 3 --eval-every 0 "
+        f"--head-dim 128 --ffn-size 3072 {JOINED} --log-every 3 --eval-every 0 "
         "--eval-tokens 32768 --save-every 0",
         {name: MAIN[name] for name in ("full", "full-gated", "recipe", "no-selector-loss")},
         seeds=(1,),

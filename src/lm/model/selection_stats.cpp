@@ -40,6 +40,11 @@ at::Tensor in_the_row_before(const at::Tensor& indices) {
 
 }  // namespace
 
+at::Tensor is_eligible(const at::Tensor& block, const at::Tensor& t, const NSAConfig& cfg) {
+  const auto last = at::floor_divide(t, cfg.block_size) - cfg.local_blocks;
+  return (block >= cfg.init_blocks).logical_and(block <= last);
+}
+
 std::vector<SelectionStats> selection_stats(const at::Tensor& indices, std::span<const std::int32_t> offsets,
                                             const NSAConfig& cfg) {
   const std::int64_t total = indices.size(0), heads = indices.size(1);
@@ -57,10 +62,9 @@ std::vector<SelectionStats> selection_stats(const at::Tensor& indices, std::span
   const std::int64_t counters = first.back() + 1;
   const auto of_token = base::upload(host, indices.device());
   const auto t = of_token[0].view({-1, 1, 1}), start = of_token[1].view({-1, 1, 1});
-  const auto own = at::floor_divide(t, cfg.block_size);
   const auto picked = indices >= 0;
-  const auto unforced = picked.logical_and(indices >= cfg.init_blocks).logical_and(indices <= own - cfg.local_blocks);
-  const auto choice = picked.logical_and(own >= cfg.topk).logical_and(t > 0);
+  const auto unforced = picked.logical_and(is_eligible(indices, t, cfg));
+  const auto choice = picked.logical_and(t >= std::int64_t{cfg.topk} * cfg.block_size);  // more blocks than it takes
   const auto head = at::arange(heads, indices.options()).view({-1, 1}) * counters;
   const auto counter = at::where(unforced, indices + start, counters - 1) + head;
   const auto shared = choice.slice(0, 1).logical_and(in_the_row_before(indices));

@@ -23,6 +23,9 @@ inline bool is_forced(std::int64_t block, std::int64_t t, const NSAConfig& cfg) 
   return block < cfg.init_blocks || block > t / cfg.block_size - cfg.local_blocks;
 }
 
+/// The same of tensors that broadcast, `block` and `t` of integers, and the other way round: is it one to be chosen?
+at::Tensor is_eligible(const at::Tensor& block, const at::Tensor& t, const NSAConfig& cfg);
+
 /// Of each KV head. `indices` int32 (total, Hkv, topk) as select_blocks writes them, on any device, which counts them;
 /// `offsets` the B + 1 starts of the sequences. Entropies are means over the sequences, weighted by their unforced
 /// picks; all zero where nothing could be chosen.

@@ -6,7 +6,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/floor_divide.h>
 #include <ATen/ops/kl_div.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/silu.h>
@@ -24,6 +23,7 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "base/random.h"
+#include "lm/model/selection_stats.h"
 
 namespace nsa::lm {
 namespace {
@@ -55,11 +55,9 @@ at::Tensor sum_over_blocks(const at::Tensor& attention, std::int64_t size, std::
   return whole.unflatten(-1, {-1, size}).sum({-3, -1}).transpose(-3, -2);
 }
 
-/// Neither forced nor later than the query: bool (T, 1, blocks).
+/// bool (T, 1, blocks)
 at::Tensor eligible(const at::Tensor& positions, std::int64_t num_blocks, const NSAConfig& cfg) {
-  const auto block = range_like(num_blocks, positions);
-  const auto own = at::floor_divide(positions, cfg.block_size).unsqueeze(1);
-  return (block >= cfg.init_blocks).logical_and(block <= own - cfg.local_blocks).unsqueeze(1);
+  return is_eligible(range_like(num_blocks, positions), positions.unsqueeze(1), cfg).unsqueeze(1);
 }
 
 }  // namespace
