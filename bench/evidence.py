@@ -62,10 +62,6 @@ VARIANTS = {
     "selector-loss-strong": "--selector-loss 1",
     "topk-64": "--topk 64",
 }
-# Of these, what is trained as long as the recipe.
-CLOSE = {name: VARIANTS[name] for name in ("window-128", "qk-norm", "blocks-16-8-32-32")} | {
-    "full-qk-norm": "--attention full --qk-norm"
-}
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
@@ -96,11 +92,19 @@ class Plan(NamedTuple):
     train: str
     models: dict[str, str]
     seeds: tuple[int, ...] = (1, 2, 3)
+    once: tuple[str, ...] = ()  # models that have the first seed alone
     questions: tuple[str, ...] = ("eval", "inspect")  # to every model
     needle: Needle | None = None
     # Of `eval` and `needle`, what full attention is asked by every method, too; of a recall plan, the models.
     by_method: Mapping[str, Needle | None] = MappingProxyType({})
     command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
+
+    def seeds_of(self, model: str) -> tuple[int, ...]:
+        return self.seeds[:1] if model in self.once else self.seeds
+
+
+def some(*names: str) -> dict[str, str]:
+    return {name: (MAIN | VARIANTS)[name] for name in names}
 
 
 JOINED = "--join --document-bytes 65536"
@@ -109,43 +113,46 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN | CLOSE,
-        seeds=(1, 2, 3, 4, 5),
+        MAIN | some("window-128", "blocks-16-8-32-32"),
+        once=("window-128", "blocks-16-8-32-32"),
         by_method={"eval": None},
     ),
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
-        MAIN,
+        some("full", "recipe", "no-selector-loss"),
+        once=("no-selector-loss",),
     ),
     "32k-time": Plan(
         "bytes, 32768 of context, 15 minutes",
         "--minutes 15 --context 32768 --batch-size 1 --eval-every 500",  # evaluations are not in the 15
-        {name: MAIN[name] for name in ("full", "full-gated", "recipe", "no-selector-loss")},
+        some("full", "recipe"),
     ),
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        MAIN | CLOSE,
+        some("full", "recipe", "no-selector-loss", "window-128", "qk-norm"),
+        once=("no-selector-loss", "window-128", "qk-norm"),
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
         RECALL,
         RECALLS,
+        once=("2k", "4k", "8k", "32k", "4k-no-selector-loss"),
         by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
         command="recall",
     ),
     "lookups": Plan(
         "bytes, 65536 of context, 1024 at first, 6000 steps of 65536, half of them look-ups",
         "--steps 6000 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 " + JOINED,
-        {name: MAIN[name] for name in ("recipe", "window")},
+        some("recipe"),
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
         "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
-        {name: (MAIN | VARIANTS)[name] for name in ("recipe", "window", "full", "selector-loss-strong")},
+        some("recipe", "window", "full", "selector-loss-strong"),
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
@@ -155,26 +162,26 @@ PLANS = {
         "--steps 12 --context 32768 --batch-size 1 --hidden-size 1024 --layers 18 --heads 16 --kv-heads 1 "
         f"--head-dim 128 --ffn-size 3072 {JOINED} --log-every 3 --eval-every 0 "
         "--eval-tokens 32768 --save-every 0",
-        {name: MAIN[name] for name in ("full", "full-gated", "recipe", "no-selector-loss")},
+        some("full", "full-gated", "recipe", "no-selector-loss"),
         seeds=(1,),
         questions=(),
     ),
     "8k-long": Plan(
         "bytes, 8192 of context, 9200 steps (301 million bytes)",
         "--steps 9200",
-        MAIN,
+        some("full", "recipe"),
         seeds=(1,),
     ),
     "ablations": Plan(
         "bytes, 8192 of context, 1500 steps (49 million bytes)",
         "--steps 1500",
-        {name: MAIN[name] for name in ("full", "recipe", "no-selector-loss")} | VARIANTS,
+        some("full", "recipe", "no-selector-loss") | VARIANTS,
         seeds=(1,),
     ),
     "ablations-pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 1500 steps (49 million pieces)",
         "--steps 1500 --tokenizer {tokenizer}",
-        {name: MAIN[name] for name in ("full", "recipe", "no-selector-loss")},
+        some("full", "recipe", "no-selector-loss"),
         seeds=(1,),
     ),
 }
@@ -404,7 +411,7 @@ def main() -> int:
             (seed, place, f"{name} {model} {seed}")
             for place, (name, plan) in enumerate(PLANS.items())
             for model in plan.models
-            for seed in given.seeds or plan.seeds
+            for seed in given.seeds or plan.seeds_of(model)
             if given.plan in (None, name) and (not given.models or model in given.models)
             if not complete(given.results / f"{name}.{model}.{seed}.json", plan, model)
         ]
@@ -435,6 +442,7 @@ def main() -> int:
         given.results / f"{given.plan}.{model}.{seed}.json": (given.plan, plan, model, seed)
         for seed in given.seeds or plan.seeds
         for model in given.models or plan.models
+        if given.seeds or seed in plan.seeds_of(model)
     }
     try:
         for file, which in wanted.items():

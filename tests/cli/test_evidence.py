@@ -153,7 +153,7 @@ EVERY_PLAN = {
     "32k": ("full recipe", "--steps 2 --context 256"),
     "32k-time": ("full recipe", "--minutes .01 --context 256"),
     "pieces": ("full recipe", "--steps 2 --tokenizer bytes"),
-    "lookups": ("window recipe", "--steps 2 --context 256 --first-context 64 --document-bytes 1024"),
+    "lookups": ("recipe", "--steps 2 --context 256 --first-context 64 --document-bytes 1024"),
     "lookups-8k": ("full", "--steps 2 --first-context 64 --document-bytes 1024"),
     "speed": ("full recipe", "--steps 2 --document-bytes 1024"),
     "8k-long": ("full recipe", "--steps 2"),
@@ -205,6 +205,18 @@ def test_recall(tmp_path):
     answer = results(tmp_path, "recall")["2k", "1"]["answer"]
     write_page(tmp_path)
     assert f"| 2k | 1 | `--length 2048` | {answer['nsa']:.1%} |" in (tmp_path / "evidence.md").read_text()
+
+
+def test_what_is_missing(tmp_path):
+    command = [sys.executable, ROOT / "bench" / "evidence.py", "32k", "--missing", "--results", tmp_path]
+    (tmp_path / "32k.full.2.json").write_text("{}")
+
+    def missing(*seeds):
+        return subprocess.run([*command, *seeds], check=True, capture_output=True, text=True).stdout.splitlines()
+
+    others = ["32k recipe 2", "32k full 3", "32k recipe 3"]  # no-selector-loss has one seed
+    assert missing() == ["32k full 1", "32k recipe 1", "32k no-selector-loss 1", *others]
+    assert missing("--seeds", "4") == ["32k full 4", "32k recipe 4", "32k no-selector-loss 4"]
 
 
 def test_models_that_a_plan_does_not_have():
