@@ -143,8 +143,9 @@ PLANS = {
         command="recall",
     ),
     "lookups": Plan(
-        "bytes, 65536 of context, 1024 at first, 6000 steps of 65536, half of them look-ups",
-        "--steps 6000 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 " + JOINED,
+        "bytes, 65536 of context, 1024 at first, 3600 steps of 65536, half of them look-ups, rotary base 1 million",
+        "--steps 3600 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 "
+        f"--selector-queries 128 --rope-theta 1000000 {JOINED}",
         some("recipe"),
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
