@@ -92,7 +92,7 @@ class Plan(NamedTuple):
     train: str
     models: dict[str, str]
     seeds: tuple[int, ...] = (1, 2, 3)
-    once: tuple[str, ...] = ()  # models that have the first seed alone
+    fewer: Mapping[str, int] = MappingProxyType({})  # models that have only so many of the seeds
     questions: tuple[str, ...] = ("eval", "inspect")  # to every model
     needle: Needle | None = None
     # Of `eval` and `needle`, what full attention is asked by every method, too; of a recall plan, the models.
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
     command: str = "train"  # recall: which trains and asks NSA, full attention and the window by itself
 
     def seeds_of(self, model: str) -> tuple[int, ...]:
-        return self.seeds[:1] if model in self.once else self.seeds
+        return self.seeds[: self.fewer.get(model)]
 
 
 def some(*names: str) -> dict[str, str]:
@@ -114,14 +114,15 @@ PLANS = {
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
         MAIN | some("window-128", "blocks-16-8-32-32"),
-        once=("window-128", "blocks-16-8-32-32"),
+        seeds=(1, 2, 3, 4, 5),
+        fewer={"full-gated": 3, "window": 3, "window-128": 1, "blocks-16-8-32-32": 1},
         by_method={"eval": None},
     ),
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
         some("full", "recipe", "no-selector-loss"),
-        once=("no-selector-loss",),
+        fewer={"no-selector-loss": 1},
     ),
     "32k-time": Plan(
         "bytes, 32768 of context, 15 minutes",
@@ -132,13 +133,13 @@ PLANS = {
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
         some("full", "recipe", "no-selector-loss", "window-128", "qk-norm"),
-        once=("no-selector-loss", "window-128", "qk-norm"),
+        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm"), 1),
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
         RECALL,
         RECALLS,
-        once=("2k", "4k", "8k", "32k", "4k-no-selector-loss"),
+        fewer=dict.fromkeys(("2k", "4k", "8k", "32k", "4k-no-selector-loss"), 1),
         by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
         command="recall",
     ),
