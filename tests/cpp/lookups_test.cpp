@@ -84,6 +84,7 @@ TEST(PlantLookups, ShortSequencesHaveWhatFits) {
 struct Placed {
   double names = 0, pairs = 0, repeats = 0;    // `repeats`: lines that stood before
   double near = 0, far = 0, at_the_start = 0;  // repeats within 512 of the last, beyond 8192 of the first; sequences
+  std::vector<double> phases = std::vector<double>(64);  // lines by where they begin, modulo 64
 };
 
 Placed place_lookups(double share, double pairs) {
@@ -103,6 +104,7 @@ Placed place_lookups(double share, double pairs) {
     for (const auto& [key, at] : places) {
       ++placed.names;
       placed.pairs += at.size() == 2 ? 1 : 0;
+      for (const auto begin : at) ++placed.phases[begin % 64];
       for (std::size_t i = 1; i < at.size(); ++i, ++placed.repeats) {
         placed.near += at[i] - at[i - 1] < 512 ? 1 : 0;
         placed.far += at[i] - at[0] > 8192 ? 1 : 0;
@@ -127,6 +129,13 @@ TEST(PlantLookups, PairsStandAnywhere) {
   EXPECT_GE(placed.pairs, placed.names - 40) << "but for one of a sequence, with what is left";
   EXPECT_LT(placed.near / placed.repeats, .03);  // evenly over the sequence: .016
   EXPECT_GT(placed.far / placed.repeats, .7);    // .77
+}
+
+TEST(PlantLookups, StandAtEveryPlaceOfABlock) {
+  const auto placed = place_lookups(0.2, 0.5);
+  const double even = (placed.names + placed.repeats) / 64;
+  EXPECT_GT(even, 400);
+  for (std::size_t phase = 0; phase < 64; ++phase) EXPECT_NEAR(placed.phases[phase], even, even / 4) << phase;
 }
 
 TEST(PlantLookups, PairsAreAShareOfTheTokens) {
