@@ -80,6 +80,9 @@ def parts(name, chosen):
     return of
 
 
+far_repeats = parts("by_repeat", lambda low, high: low > 4096)
+
+
 def loss(evaluations, of=whole):
     """Nats per token, the mean over the seeds; None where there are no such tokens."""
     sums = [[sum(column) for column in zip(*of(evaluation), strict=True)] for evaluation in evaluations]
@@ -200,14 +203,13 @@ def provenance(name, results, command):
 def losses_table(results, models, tail=lambda seeds: []):
     context = results.all[0]["context"]
     far_position = parts("by_position", lambda low, high: low >= context // 2)
-    far_repeat = parts("by_repeat", lambda low, high: low > 4096)
     new = parts("by_repeat", lambda low, high: high == 0)
     for model, seeds in models.items():
         yield [
             model,
             number(loss([result["eval"] for result in seeds.values()])),
             signed(results.difference(model, BASE)),
-            *(signed(results.difference(model, BASE, of)) for of in (far_position, far_repeat, new)),
+            *(signed(results.difference(model, BASE, of)) for of in (far_position, far_repeats, new)),
             results.kept(model),
             *tail(seeds),
         ]
@@ -307,12 +309,11 @@ def speed_section(name, results):
 
 def methods_section(plans):
     """NSA, full attention and the methods by which that was asked, in one table; nothing without methods."""
-    far = parts("by_repeat", lambda low, high: low > 4096)
     rows = {}
     if "8k" in plans:
         for model, seeds in plans["8k"].models.items():
             evaluations = [result["eval"] for result in seeds.values()]
-            rows[model] = [number(loss(evaluations)), number(loss(evaluations, far))]
+            rows[model] = [number(loss(evaluations)), number(loss(evaluations, far_repeats))]
     shown = {name: plans[name] for name in ("recall", "lookups-8k") if name in plans}
     tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in shown and task in shown["recall"].models]
     found = list(needles(shown["lookups-8k"])) if "lookups-8k" in shown else []
@@ -429,7 +430,6 @@ def goals_section(plans):
     """Each goal with what was measured of it."""
     found = Measured(plans)
     beyond = parts("by_position", lambda low, high: low >= 4096)
-    far = parts("by_repeat", lambda low, high: low > 4096)
     rows = [
         # What, measured, goal, aim: upper bounds, or lower ones where the aim is above the goal.
         ["8k, recipe − full", found.difference("8k", BASE), 0, -0.02],
@@ -446,7 +446,7 @@ def goals_section(plans):
         ["needle, 64k, worst depth, percent", found.needle("lookups", 65536), 99, 100],
         ["hops 3, 8k: full − NSA, points", found.recall(("hops-8k",)), 1, 0],
         ["beyond 4096, 8k, − the best of the methods", found.best_method(beyond), 0, -0.02],
-        ["far repeats, 8k, − the best of the methods", found.best_method(far), 0, -0.02],
+        ["far repeats, 8k, − the best of the methods", found.best_method(far_repeats), 0, -0.02],
         ["recall, 16k and hops: best method − NSA, points", found.best_method_recall(), 1, 0],
         ["300 million parameters, 32k: tokens/s over full", found.speed(), 4, 5],
     ]
