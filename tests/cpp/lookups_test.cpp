@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <regex>
 #include <set>
@@ -84,7 +85,7 @@ TEST(PlantLookups, ShortSequencesHaveWhatFits) {
 struct Placed {
   double names = 0, pairs = 0, repeats = 0;    // `repeats`: lines that stood before
   double near = 0, far = 0, at_the_start = 0;  // repeats within 512 of the last, beyond 8192 of the first; sequences
-  std::vector<double> phases = std::vector<double>(64);  // lines by where they begin, modulo 64
+  std::array<double, 64> phases{};             // lines by where they begin, modulo 64
 };
 
 Placed place_lookups(double share, double pairs) {
@@ -104,7 +105,7 @@ Placed place_lookups(double share, double pairs) {
     for (const auto& [key, at] : places) {
       ++placed.names;
       placed.pairs += at.size() == 2 ? 1 : 0;
-      for (const auto begin : at) ++placed.phases[begin % 64];
+      for (const auto begin : at) ++placed.phases[static_cast<std::size_t>(begin) % 64];
       for (std::size_t i = 1; i < at.size(); ++i, ++placed.repeats) {
         placed.near += at[i] - at[i - 1] < 512 ? 1 : 0;
         placed.far += at[i] - at[0] > 8192 ? 1 : 0;
@@ -135,7 +136,8 @@ TEST(PlantLookups, StandAtEveryPlaceOfABlock) {
   const auto placed = place_lookups(0.2, 0.5);
   const double even = (placed.names + placed.repeats) / 64;
   EXPECT_GT(even, 400);
-  for (std::size_t phase = 0; phase < 64; ++phase) EXPECT_NEAR(placed.phases[phase], even, even / 4) << phase;
+  for (std::size_t phase = 0; phase < placed.phases.size(); ++phase)
+    EXPECT_NEAR(placed.phases[phase], even, even / 4) << phase;
 }
 
 TEST(PlantLookups, PairsAreAShareOfTheTokens) {

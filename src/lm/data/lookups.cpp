@@ -55,7 +55,7 @@ void plant_lookups(TrainingBatch& batch, double share, double pairs, const Token
     return tokenizer.encode("\n" + key + " = " + value + "\n");
   };
   // Tokens of a line, and some within which it is moved: else how far back a line stands would tell what it says. Lines
-  // of pieces differ a little. Odd, so that lines stand at every place of a selection block and across its edges.
+  // of pieces differ a little. A cell is odd: so lines stand at every place of a block, and across its edges.
   const std::size_t width = next_line().size(), cell = (width + 13) | 1;
   for (std::int64_t b = 0; b + 1 < batch.batch.cu_seqlens.numel(); ++b) {
     const auto begin = static_cast<std::size_t>(offsets[b]);
