@@ -45,6 +45,7 @@ MAIN = {
 VARIANTS = {
     "blocks-32-16-64-16": "--kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16",
     "blocks-16-8-32-32": "--kernel-size 16 --kernel-stride 8",
+    "blocks-8-4-32-32": "--kernel-stride 4",
     "blocks-8-8-64-16": "--block-size 64 --topk 16",
     "separate-kv": "--separate-kv",
     "paper-blocks-and-kv": "--preset paper --rope-theta 500000",
@@ -113,9 +114,10 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN | some("window-128", "blocks-16-8-32-32"),
+        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32"),
         seeds=(1, 2, 3, 4, 5),
-        fewer={"full-gated": 3, "window": 3, "window-128": 1, "blocks-16-8-32-32": 1},
+        fewer={"full-gated": 3, "window": 3}
+        | dict.fromkeys(("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32"), 1),
         by_method={"eval": None},
     ),
     "32k": Plan(
@@ -132,8 +134,8 @@ PLANS = {
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        some("full", "recipe", "no-selector-loss", "window-128", "qk-norm"),
-        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm"), 1),
+        some("full", "recipe", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32"),
+        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32"), 1),
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
@@ -147,14 +149,14 @@ PLANS = {
         "bytes, 65536 of context, 1024 at first, 3600 steps of 65536, half of them look-ups, rotary base 1 million",
         "--steps 3600 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 "
         f"--selector-queries 128 --rope-theta 1000000 {JOINED}",
-        some("recipe"),
+        some("recipe", "blocks-8-4-32-32"),
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
         "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
-        some("recipe", "window", "full", "selector-loss-strong"),
+        some("recipe", "blocks-8-4-32-32", "window", "full"),
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token

@@ -40,7 +40,7 @@ those that did not within the context. R is the share kept of what attention bey
 / (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
 branch would attend to in all blocks lies in those it chose, beside the best and random ones.
 tokens/s are the median of a run's, by which its losses stand over time; of runs on different GPUs they are those of
-the one with the most. Those of NSA before b96b740 (2026-11-27)
+the one that most of the recipe's were on. Those of NSA before b96b740 (2026-11-27)
 [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
 above what the same runs give with it since."""
 GOALS = """\
@@ -51,6 +51,7 @@ The model of full attention asked by methods that read as many tokens as NSA and
 trained so. Losses are nats per token, the rest right answers, means over seeds, lengths and depths."""
 BASE = "full"
 PICTURED = (("8k", "32k"), (BASE, "full-gated", "recipe"))  # plans and models
+FINE = "blocks-8-4-32-32"  # the recipe's blocks with compressed keys that overlap
 WITHOUT = "no-selector-loss"  # in the picture of a plan whose recipe has not run
 
 
@@ -149,7 +150,7 @@ class Results:
             found = {str(result.get(field)) for result in self.all}
             if len(found) > 1:
                 raise SystemExit(f"{files[0].parent}: {field}: results of one plan differ: {sorted(found)}")
-        gpus = [result["gpu"] for result in self.all]
+        gpus = [result["gpu"] for result in self.models.get("recipe", {}).values() or self.all]
         self.gpu = max(dict.fromkeys(gpus), key=gpus.count)
         for seed, result in list(self.models.get(BASE, {}).items()):
             for method, evaluation in result.get("eval_by_method", {}).items():
@@ -157,7 +158,7 @@ class Results:
         self.trained = {model: seeds for model, seeds in self.models.items() if " by " not in model}
 
     def timed(self, seeds):
-        """The results whose times stand beside each other: of the GPU that most of the plan ran on."""
+        """The results whose times stand beside each other: of the GPU that most of the recipe's ran on."""
         return [result for result in seeds.values() if result["gpu"] == self.gpu]
 
     def tokens_per_second(self, seeds):
@@ -317,7 +318,7 @@ def methods_section(plans):
     shown = {name: plans[name] for name in ("recall", "lookups-8k") if name in plans}
     tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in shown and task in shown["recall"].models]
     found = list(needles(shown["lookups-8k"])) if "lookups-8k" in shown else []
-    kinds = {"recipe": "nsa", BASE: "full", "window": "window"}
+    kinds = {"recipe": "nsa", FINE: "", BASE: "full", "window": "window"}
     methods = {name for name in rows if " by " in name} | {name for name, _, _ in found if " by " in name}
     for task in tasks:
         for result in shown["recall"].models[task].values():
@@ -444,6 +445,7 @@ def goals_section(plans):
         ["R, 8k, beyond the selected tokens", found.kept(1), 0.95, 1],
         ["recall, 16k and 64k: full − NSA, points", found.recall(("16k", "64k")), 1, 0],
         ["needle, 64k, worst depth, percent", found.needle("lookups", 65536), 99, 100],
+        [f"needle, 64k, the same by {FINE}", found.needle("lookups", 65536, FINE), 99, 100],
         ["hops 3, 8k: full − NSA, points", found.recall(("hops-8k",)), 1, 0],
         ["beyond 4096, 8k, − the best of the methods", found.best_method(beyond), 0, -0.02],
         ["far repeats, 8k, − the best of the methods", found.best_method(far_repeats), 0, -0.02],
