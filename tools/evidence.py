@@ -158,7 +158,7 @@ class Results:
         self.trained = {model: seeds for model, seeds in self.models.items() if " by " not in model}
 
     def timed(self, seeds):
-        """The results whose times stand beside each other: of the GPU that most of the recipe's ran on."""
+        """The results whose times stand beside each other: of the GPU of most of the recipe's, or of all without it."""
         return [result for result in seeds.values() if result["gpu"] == self.gpu]
 
     def tokens_per_second(self, seeds):
@@ -318,7 +318,6 @@ def methods_section(plans):
     shown = {name: plans[name] for name in ("recall", "lookups-8k") if name in plans}
     tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in shown and task in shown["recall"].models]
     found = list(needles(shown["lookups-8k"])) if "lookups-8k" in shown else []
-    kinds = {"recipe": "nsa", FINE: "", BASE: "full", "window": "window"}
     methods = {name for name in rows if " by " in name} | {name for name, _, _ in found if " by " in name}
     for task in tasks:
         for result in shown["recall"].models[task].values():
@@ -326,8 +325,8 @@ def methods_section(plans):
     if not methods:
         return ""
     cells = []
-    for model in [*kinds, *sorted(methods)]:
-        kind = kinds.get(model, model.removeprefix(f"{BASE} by "))
+    for model in ["recipe", FINE, BASE, "window", *sorted(methods)]:
+        kind = "nsa" if model == "recipe" else model.removeprefix(f"{BASE} by ")
         row = [model, *rows.get(model, ["", ""])]
         for task in tasks:
             answers = [result["answer"] for result in shown["recall"].models[task].values()]
