@@ -14,6 +14,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 
 #include "base/device.h"
 #include "base/error.h"
@@ -45,6 +46,9 @@ using Clock = std::chrono::steady_clock;
 // kTimedSteps, and this share of the time.
 constexpr std::size_t kTimedSteps = 10;
 constexpr double kTimedShare = 0.1;
+
+// The speed shown is that of so many steps.
+constexpr std::size_t kShownSteps = 20;
 
 // Shares of the run between which look-ups become pairs.
 constexpr double kPairsFrom = 0.35;
@@ -125,6 +129,9 @@ class Trainer {
     TrainingBatch rows;
     std::uint64_t number = 0;  // in the step
   };
+  struct StepTime {
+    double seconds = 0, tokens = 0;
+  };
   std::vector<NextBatch> next_batches(std::int64_t& tokens);
   TrainResult run_steps();
   void share_weights();
@@ -132,6 +139,8 @@ class Trainer {
   void agree();
   at::Tensor sum_over_ranks(const at::Tensor& loss_sum);
   void train_step(double rate);
+  StepTime mean_of_last(std::size_t count) const;
+  void show_progress();
   void sync();
   void log(const nlohmann::json& line) const {
     if (folder_) folder_->log(line);
@@ -164,9 +173,9 @@ class Trainer {
   std::vector<LayerScalars> layers_;
   base::Progress progress_{0};
   Clock::time_point step_start_;
-  std::vector<double> step_seconds_;  // of this process's steps
-  int signal_ = 0;                    // that came to a rank
-  std::int64_t saved_step_ = -1;      // of the last checkpoint
+  std::vector<StepTime> timed_;   // this process's steps
+  int signal_ = 0;                // that came to a rank
+  std::int64_t saved_step_ = -1;  // of the last checkpoint
   std::string out_;
   std::optional<StallWatch> watch_;  // of several ranks
 };
@@ -213,10 +222,9 @@ void Trainer::plan() {
     state_.planned_steps = train.planned_steps();
   } else {
     const double budget = train.minutes * 60;
-    if (step_seconds_.size() < kTimedSteps || state_.seconds < kTimedShare * budget) return;
-    const auto median = step_seconds_.begin() + static_cast<std::ptrdiff_t>(step_seconds_.size() / 2);
-    std::nth_element(step_seconds_.begin(), median, step_seconds_.end());
-    const auto more = static_cast<std::int64_t>(std::max(0.0, budget - state_.seconds) / *median);
+    if (timed_.size() < kTimedSteps || state_.seconds < kTimedShare * budget) return;
+    const auto seconds = mean_of_last(timed_.size() / 2).seconds;  // the first ones are slow
+    const auto more = static_cast<std::int64_t>(std::max(0.0, budget - state_.seconds) / seconds);
     state_.planned_steps = state_.step + std::max<std::int64_t>(1, more);
   }
 }
@@ -316,19 +324,31 @@ void Trainer::train_step(double rate) {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - step_start_).count();
   step_start_ = now;
-  step_seconds_.push_back(seconds);
+  timed_.push_back({seconds, static_cast<double>(tokens)});
   state_.seconds += seconds;
-  const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * seconds
-                                               : config_.train.minutes * 60 - state_.seconds;
-  if (folder_) {
-    progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, static_cast<double>(tokens) / seconds),
-                     left);
-  }
+  if (folder_) show_progress();
   if (log) {
     if (is_nsa && folder_) layers_ = layer_scalars(model_, batches.back().rows.batch, trace);
     log_step(rate, norm.item<double>());
   }
   end_on_device();
+}
+
+/// Of the last `count` steps. On a GPU, where one is queued behind the other, a single one's time says little.
+Trainer::StepTime Trainer::mean_of_last(std::size_t count) const {
+  StepTime mean;
+  for (const StepTime& step : std::span(timed_).last(count)) {
+    mean.seconds += step.seconds / static_cast<double>(count);
+    mean.tokens += step.tokens / static_cast<double>(count);
+  }
+  return mean;
+}
+
+void Trainer::show_progress() {
+  const auto step = mean_of_last(std::min(timed_.size(), kShownSteps));
+  const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * step.seconds
+                                               : config_.train.minutes * 60 - state_.seconds;
+  progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, step.tokens / step.seconds), left);
 }
 
 /// Waits for the steps so far and looks at what they left on the device.
