@@ -117,13 +117,15 @@ PLANS = {
         MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32"),
         seeds=(1, 2, 3, 4, 5),
         fewer={"full-gated": 3, "window": 3}
-        | dict.fromkeys(("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32"), 1),
+        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
+        | {"blocks-8-4-32-32": 3},
         by_method={"eval": None},
     ),
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
         some("full", "recipe", "no-selector-loss"),
+        seeds=(1, 2, 3, 4, 5),
         fewer={"no-selector-loss": 1},
     ),
     "32k-time": Plan(
@@ -135,7 +137,8 @@ PLANS = {
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
         some("full", "recipe", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32"),
-        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32"), 1),
+        seeds=(1, 2, 3, 4, 5),
+        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm"), 1) | {"blocks-8-4-32-32": 3},
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",

@@ -214,9 +214,9 @@ def test_what_is_missing(tmp_path):
     def missing(*seeds):
         return subprocess.run([*command, *seeds], check=True, capture_output=True, text=True).stdout.splitlines()
 
-    others = ["32k recipe 2", "32k full 3", "32k recipe 3"]  # no-selector-loss has one seed
-    assert missing() == ["32k full 1", "32k recipe 1", "32k no-selector-loss 1", *others]
-    assert missing("--seeds", "4") == ["32k full 4", "32k recipe 4", "32k no-selector-loss 4"]
+    others = [f"32k {model} {seed}" for seed in (3, 4, 5) for model in ("full", "recipe")]  # the third has one seed
+    assert missing() == ["32k full 1", "32k recipe 1", "32k no-selector-loss 1", "32k recipe 2", *others]
+    assert missing("--seeds", "6") == ["32k full 6", "32k recipe 6", "32k no-selector-loss 6"]
 
 
 def test_models_that_a_plan_does_not_have():
