@@ -14,7 +14,6 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <span>
 
 #include "base/device.h"
 #include "base/error.h"
@@ -34,6 +33,7 @@
 #include "lm/train/deferred_metrics.h"
 #include "lm/train/evaluate.h"
 #include "lm/train/optimizer.h"
+#include "lm/train/pace.h"
 #include "lm/train/stall_watch.h"
 #include "lm/train/throttle.h"
 
@@ -41,11 +41,6 @@ namespace nsa::lm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// A run whose length is given in minutes settles its number of steps by the speed of its first steps: at least
-// kTimedSteps, and this share of the time.
-constexpr std::size_t kTimedSteps = 10;
-constexpr double kTimedShare = 0.1;
 
 // The speed shown is that of so many steps.
 constexpr std::size_t kShownSteps = 20;
@@ -129,9 +124,6 @@ class Trainer {
     TrainingBatch rows;
     std::uint64_t number = 0;  // in the step
   };
-  struct StepTime {
-    double seconds = 0, tokens = 0;
-  };
   std::vector<NextBatch> next_batches(std::int64_t& tokens);
   TrainResult run_steps();
   void share_weights();
@@ -139,7 +131,6 @@ class Trainer {
   void agree();
   at::Tensor sum_over_ranks(const at::Tensor& loss_sum);
   void train_step(double rate);
-  StepTime mean_of_last(std::size_t count) const;
   void show_progress();
   void sync();
   void log(const nlohmann::json& line) const {
@@ -173,7 +164,7 @@ class Trainer {
   std::vector<LayerScalars> layers_;
   base::Progress progress_{0};
   Clock::time_point step_start_;
-  std::vector<StepTime> timed_;   // this process's steps
+  Pace pace_;                     // of this process's steps
   int signal_ = 0;                // that came to a rank
   std::int64_t saved_step_ = -1;  // of the last checkpoint
   std::string out_;
@@ -221,11 +212,8 @@ void Trainer::plan() {
   if (train.minutes == 0) {
     state_.planned_steps = train.planned_steps();
   } else {
-    const double budget = train.minutes * 60;
-    if (timed_.size() < kTimedSteps || state_.seconds < kTimedShare * budget) return;
-    const auto seconds = mean_of_last(timed_.size() / 2).seconds;  // the first ones are slow
-    const auto more = static_cast<std::int64_t>(std::max(0.0, budget - state_.seconds) / seconds);
-    state_.planned_steps = state_.step + std::max<std::int64_t>(1, more);
+    const auto left = pace_.steps_left(train.minutes * 60, state_.seconds);
+    if (left) state_.planned_steps = state_.step + *left;
   }
 }
 
@@ -324,7 +312,7 @@ void Trainer::train_step(double rate) {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - step_start_).count();
   step_start_ = now;
-  timed_.push_back({seconds, static_cast<double>(tokens)});
+  pace_.add(seconds, tokens);
   state_.seconds += seconds;
   if (folder_) show_progress();
   if (log) {
@@ -334,18 +322,8 @@ void Trainer::train_step(double rate) {
   end_on_device();
 }
 
-/// Of the last `count` steps. On a GPU, where one is queued behind the other, a single one's time says little.
-Trainer::StepTime Trainer::mean_of_last(std::size_t count) const {
-  StepTime mean;
-  for (const StepTime& step : std::span(timed_).last(count)) {
-    mean.seconds += step.seconds / static_cast<double>(count);
-    mean.tokens += step.tokens / static_cast<double>(count);
-  }
-  return mean;
-}
-
 void Trainer::show_progress() {
-  const auto step = mean_of_last(std::min(timed_.size(), kShownSteps));
+  const auto step = pace_.mean_of_last(kShownSteps);
   const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * step.seconds
                                                : config_.train.minutes * 60 - state_.seconds;
   progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, step.tokens / step.seconds), left);
