@@ -42,8 +42,8 @@ branch would attend to in all blocks lies in those it chose, beside the best and
 tokens/s are the median of a run's, by which its losses stand over time; of runs on different GPUs they are those of
 the one that most of the recipe's were on. Those of NSA before b96b740 (2026-11-27)
 [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
-above what the same runs give with it since. Runs of 15 minutes before 035abfc (2026-11-28)
-[ended early](log/training.md#what-a-run-costs-beside-its-steps): with full attention after 836 s, with NSA after 866."""
+above what the same runs give with it since. Runs of 15 minutes before 035abfc (2026-11-28) ended
+[early](log/training.md#what-a-run-costs-beside-its-steps): with full attention after 836 s, with NSA after 866."""
 GOALS = """\
 What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or
 in points of right answers. Missed by: from the goal, not the aim."""
