@@ -116,9 +116,8 @@ PLANS = {
         "--steps 5000",
         MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32"),
         seeds=(1, 2, 3, 4, 5),
-        fewer={"full-gated": 3, "window": 3}
-        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
-        | {"blocks-8-4-32-32": 3},
+        fewer=dict.fromkeys(("full-gated", "window", "blocks-8-4-32-32"), 3)
+        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1),
         by_method={"eval": None},
     ),
     "32k": Plan(
