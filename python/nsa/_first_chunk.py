@@ -7,6 +7,7 @@ the same value goes anyway.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +56,23 @@ def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tenso
         _check_num_new(num_new, m, lengths)
     if cache.k_slc.dtype == torch.float8_e4m3fn:  # the chunk attends to itself as it is stored
         empty = lengths == 0
-        cache.overflow.masked_fill_((~empty & (num_new > 0)).any(), 1)
+        with _writing():
+            cache.overflow.masked_fill_((~empty & (num_new > 0)).any(), 1)
         num_new = num_new.where(empty, 0)
         return call(ops.prefill, *branches, *cache, *layer, num_new, indices, k_scale, v_scale, names=names)
     # In the order of the schema: no noise, nothing packed, nothing kept for a backward but compressed keys and values.
     o, selected, k_c, v_c, *_ = call(
         ops.native_sparse_attention, *branches, *layer, 0.0, 0, None, None, 0, 0, indices, False, True, names=names
     )
-    taken = _append(cache, branches[1:7], (k_c, v_c), num_new.clamp(0, m), NSAConfig(*layer[-4]))
+    with _writing():
+        taken = _append(cache, branches[1:7], (k_c, v_c), num_new.clamp(0, m), NSAConfig(*layer[-4]))
     behind = (torch.arange(m, device=lengths.device) >= taken[:, None])[..., None, None]
     return o.masked_fill_(behind, 0.0), selected.masked_fill_(behind, -1)
+
+
+def _writing() -> AbstractContextManager[Any]:
+    """A cache may have been made in inference mode, whose tensors can be written only there."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
 
 
 def _check_num_new(num_new: Tensor, m: int, lengths: Tensor) -> None:

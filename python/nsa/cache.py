@@ -73,6 +73,7 @@ class KVCache:
     v_scale: Tensor | None
 
     @checked
+    @torch.inference_mode(False)  # tensors of that mode could be written only in it
     def __init__(
         self,
         batch_size: int,

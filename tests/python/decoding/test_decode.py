@@ -70,6 +70,28 @@ def test_a_first_chunk_is_a_chunk(backend, layer, kind, counts):
         same(*(layer(after, cache=cache) for cache in caches))
 
 
+def test_a_cache_of_inference_mode_is_used_outside(backend, layer):
+    """One made there, and one whose tensors were."""
+    x, expected = torch.randn(2, 60, 32), None
+    for made, within in ((True, True), (True, False), (False, False)):
+        with torch.inference_mode(made):
+            cache = layer.make_cache(2, 80)
+        if not made:
+            with torch.inference_mode():
+                tensors = [tensor.clone() for tensor in cache.tensors()]
+            cache = nsa.KVCache.from_tensors(tensors, layer.cfg, 80)
+        with torch.inference_mode(within), torch.no_grad():
+            found = [layer(x[:, :40], cache=cache, first_chunk=True), layer(x[:, 40:], cache=cache)]
+            if made:
+                cache.rollback(0, 50)
+                cache.rollback(1, 50)
+                assert_same(layer(x[:, 50:], cache=cache), found[1][:, 10:])
+        found = [tensor.clone() for tensor in found]
+        expected = expected or found
+        for here, there in zip(found, expected, strict=True):
+            assert_same(here, there)
+
+
 def test_a_first_chunk_takes_empty_rows_with_room_alone(backend, layer):
     x, cache = torch.randn(3, 40, 32), layer.make_cache(3, 80, page_size=16)
     cache.reserve([80, 32, 48])
