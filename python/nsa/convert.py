@@ -307,6 +307,9 @@ def _rope_parameters(model: dict[str, Any]) -> dict[str, Any]:
     rope = {"rope_type": model.get("rope_type", "default"), "rope_theta": model["rope_theta"]}
     if rope["rope_type"] != "default":
         rope["factor"] = model["rope_factor"]
+    partial = model.get("partial_rotary_factor", 1.0)
+    if partial != 1:
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": partial}
     if rope["rope_type"] == "llama3":
         rope["original_max_position_embeddings"] = model["rope_original_context"]
         rope |= {name: model[f"rope_{name}"] for name in ("low_freq_factor", "high_freq_factor")}

@@ -55,6 +55,7 @@ class NativeSparseAttention(nn.Module):
         phi_hidden: E of the mlp; 0: 2 * D.
         phi_per_kv_head: own weights of phi for each KV head instead of one set for all.
         rope_theta: base of the rotation; None: no rotation.
+        partial_rotary_factor: share of the channel pairs that turn by it, the fastest ones, as in `rotary_tables`.
         rope: instead of rope_theta, cosines and sines as in `native_sparse_attention`, float32 (max_positions, R / 2)
             each, or a function that gives those of int64 positions (n), (n, R / 2) each.
         qkv_bias, out_bias: biases of the projections.
@@ -90,6 +91,7 @@ class NativeSparseAttention(nn.Module):
         phi_hidden: int = 0,
         phi_per_kv_head: bool = False,
         rope_theta: float | None = 10000.0,
+        partial_rotary_factor: float = 1.0,
         rope: tuple[Tensor, Tensor] | Callable | None = None,  # type: ignore[type-arg]  # the bare type is checked
         qkv_bias: bool = False,
         out_bias: bool = False,
@@ -141,8 +143,8 @@ class NativeSparseAttention(nn.Module):
         if rope is not None:
             rope_theta = None
         if rope_theta is not None:
-            check_rotation(head_dim, "rope_theta", rope_theta)
-        self.rope_theta, self.rope = rope_theta, rope
+            check_rotation(head_dim, "rope_theta", rope_theta, partial_rotary_factor)
+        self.rope_theta, self.partial_rotary_factor, self.rope = rope_theta, partial_rotary_factor, rope
         self.context_parallel: ContextParallel | None = None
         self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
         self.selector_queries = selector_queries
@@ -368,7 +370,8 @@ class NativeSparseAttention(nn.Module):
             return self.rope(torch.arange(length, device=device))
         if self.rope_theta is None:
             return None
-        return rotary_tables(torch.arange(length, device=device), self.head_dim, self.rope_theta)
+        positions = torch.arange(length, device=device)
+        return rotary_tables(positions, self.head_dim, self.rope_theta, self.partial_rotary_factor)
 
     def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines of every position in the cache."""

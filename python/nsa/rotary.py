@@ -16,26 +16,35 @@ _POSITIONS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.
 
 
 @checked
-def rotary_tables(positions: Tensor, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float = 10000.0, partial_rotary_factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions (...), integers or floating-point numbers, each float32 (..., head_dim / 2).
 
+    Below 1, partial_rotary_factor is the share of the pairs that turn, rounded down: the fastest ones (2410.06205; the
+    rope_type "proportional" of transformers). Those of the others are 1 and 0.
+
     Raises:
-        ValueError: head_dim is not even, positive and below 2^31, theta not positive and finite, or positions of a
-            dtype that is neither a signed integer, uint8 nor floating-point.
+        ValueError: head_dim is not even, positive and below 2^31, theta not positive and finite, partial_rotary_factor
+            not 0 ... 1, or positions of a dtype that is neither a signed integer, uint8 nor floating-point.
         TypeError: an argument of another type.
     """
-    check_rotation(head_dim, "theta", theta)
+    check_rotation(head_dim, "theta", theta, partial_rotary_factor)
     check_type("positions", positions, Tensor)
     if positions.dtype not in _POSITIONS:
         what = str(positions.dtype).removeprefix("torch.")
         raise ValueError(f"positions: dtype {what}: must be a signed integer or floating-point type, or uint8")
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions[..., None] * float(theta) ** (-pairs / head_dim)
+    frequencies = float(theta) ** (-pairs / head_dim)
+    frequencies[int(partial_rotary_factor * head_dim / 2) :] = 0
+    angles = positions[..., None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
 
-def check_rotation(head_dim: int, name: str, theta: float) -> None:
+def check_rotation(head_dim: int, name: str, theta: float, partial_rotary_factor: float) -> None:
     """Raises ValueError unless channels can turn in pairs by angles from `theta`, which the caller calls `name`."""
+    if not 0 <= partial_rotary_factor <= 1:
+        raise ValueError(f"partial_rotary_factor = {partial_rotary_factor}: must be 0 ... 1")
     if not 2 <= head_dim < 2**31 or head_dim % 2:
         raise ValueError(f"head_dim = {head_dim}: must be even and 2 ... 2^31 - 2 to be rotated")
     try:

@@ -167,6 +167,11 @@ void add_recall(CLI::App& app) {
   command->add_option("--rope-theta", model.rope_theta, "Base of the rotary frequencies")
       ->check(CLI::Range(1.0, 1e12))
       ->group("Model");
+  command
+      ->add_option("--partial-rotary-factor", model.rope.partial_rotary_factor,
+                   "Share of the channel pairs that turn, the fastest ones")
+      ->check(CLI::Range(0.0, 1.0))
+      ->group("Model");
   command->add_option("--phi", state->phi, "Compression function: mean, linear or mlp")->group("Model");
   command->add_flag("--share-kv", model.share_kv, "One key and one value projection for the three branches")
       ->group("Model");

@@ -113,6 +113,8 @@ class TrainCommand {
     ffn_size_->default_str("");
     flag("--qk-norm", "qk_norm", model.qk_norm, "RMSNorm of each head's queries and keys, before the rotation");
     option("--rope-theta", "rope_theta", model.rope_theta, "Base of the rotary frequencies");
+    option("--partial-rotary-factor", "partial_rotary_factor", model.rope.partial_rotary_factor,
+           "Share of the channel pairs that turn, the fastest ones; the others say nothing of positions");
     option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
     group_ = "Sparse attention";
     preset_option_ =

@@ -299,6 +299,8 @@ ROPE = PRETRAINED["rope_parameters"]
      ({**PRETRAINED, "rope_parameters": {**ROPE, "factor": None}}, "factor"),
      ({**PRETRAINED, "rope_parameters": {**ROPE, "factor": 0.5}}, "rope_factor = 0.5"),
      ({**PRETRAINED, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+     ({**PRETRAINED, "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 2}},
+      "partial_rotary_factor = 2: must be 0 ... 1"),
      ({**PRETRAINED, "rope_parameters": 7}, "rope_parameters"),
      ({**without("rope_parameters"), "rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope'"),
      ({**PRETRAINED, "max_position_embeddings": 0}, "max_position_embeddings"),

@@ -28,7 +28,8 @@ class Model:
             layer = nsa.NativeSparseAttention(
                 *(config[name] for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")),
                 nsa.NSAConfig(**{name: config[name] for name in names}),
-                **{name: config[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head", "rope_theta")},
+                **{name: config[name] for name in ("share_kv", "phi", "phi_hidden", "phi_per_kv_head")},
+                **{name: config[name] for name in ("rope_theta", "partial_rotary_factor")},
             )
             prefix = f"layers.{i}.attention."
             mine = {n.removeprefix(prefix): t for n, t in self.weights.items() if n.startswith(prefix)}
@@ -77,6 +78,17 @@ def test_the_recipe_is_what_the_program_trains_with(corpus, tmp_path):
 
 def test_generates_what_the_program_generates(trained, tmp_path):
     compare(trained["nsa"], tmp_path)
+
+
+def test_half_of_the_rotation(corpus, tmp_path):
+    options = ["--partial-rotary-factor", 0.5, "--share-kv", "--steps", 20, *TINY_MODEL, *TINY_RUN]
+    program("train", "--out", tmp_path / "run", "--data", corpus, *options)
+    compare(tmp_path / "run", tmp_path)
+    losses = []
+    for factor in (0.5, 1, 0):
+        program("eval", tmp_path / "run", "--set", f"partial_rotary_factor={factor}", "--json", tmp_path / "out.json")
+        losses.append(json.loads((tmp_path / "out.json").read_text())["loss"])
+    assert len(set(losses)) == 3
 
 
 def test_debug_compare_repeats_a_step_in_fp8(tmp_path, monkeypatch):

@@ -182,6 +182,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins(run, trained):
 MODEL_CHANGES = {
     "rope_theta": 5000.0, "norm_eps": 0.1, "topk": 5, "window_size": 16, "block_size": 32, "kernel_stride": 8,
     "init_blocks": 0, "local_blocks": 1, "attention": "full", "phi": "mean", "num_heads": 1, "share_kv": True,
+    "partial_rotary_factor": 0.5,
 }  # fmt: skip
 
 
@@ -217,6 +218,7 @@ def test_a_deliberate_change_changes_the_result(run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [("topk=2", "topk = 2"), ("topk", "topk"), ("tokens=3", "FIELD one of"), ("topk=x", "topk"), ("=", "FIELD one of"),
+     ("partial_rotary_factor=1.5", "partial_rotary_factor = 1.5: must be 0 ... 1"),
      ("rope_theta=inf", "rope_theta"), ("hidden_size=64", "tensor"), ("attention=none", "attention = 'none'")],
 )  # fmt: skip
 def test_changes_are_checked(run, change, expected):

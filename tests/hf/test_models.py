@@ -136,11 +136,12 @@ def test_an_attention_layer_is_native_sparse_attention(name, share_kv):
 
 
 @BOTH
-@pytest.mark.parametrize("rope", ["default", "linear", "dynamic", "yarn", "longrope", "llama3"])
+@pytest.mark.parametrize("rope", ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"])
 def test_eager_is_the_reference_for_every_rotation(name, rope):
     parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     parameters |= {"longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}.get(rope, {})
     parameters |= {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}.get(rope, {})
+    parameters |= {"proportional": {"partial_rotary_factor": 0.5}}.get(rope, {})
     model = sparse(name, rope_parameters=parameters, max_position_embeddings=256, dense_layers=[1])
     rows = [tokens(n) for n in (60, 200)]
     ids, mask = padded(rows, "left")

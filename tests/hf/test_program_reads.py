@@ -24,6 +24,8 @@ THETA = {"rope_theta": 20000.0}
 ROPES = {
     "default": {"rope_type": "default", **THETA},
     "linear": {"rope_type": "linear", "factor": 4.0, **THETA},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5, **THETA},
+    "proportional, scaled": {"rope_type": "proportional", "partial_rotary_factor": 0.75, "factor": 4.0, **THETA},
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -83,7 +85,8 @@ def test_dense_models(name, tied, options, rope, tmp_path):
     ],
 )
 def test_sparse_models(name, nsa_options, dense_layers, tmp_path):
-    model = sparse(name, nsa=nsa_options, dense_layers=dense_layers, rope_parameters=ROPES["llama3"])
+    rope = ROPES["proportional" if dense_layers else "llama3"]
+    model = sparse(name, nsa=nsa_options, dense_layers=dense_layers, rope_parameters=rope)
     model.save_pretrained(tmp_path / "model")
     assert_agree(tmp_path / "model", model, tokens(1, 150), tmp_path)
 
@@ -131,8 +134,9 @@ def test_the_older_spelling_of_the_rotation(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", [dense, sparse, partial(sparse, dense_layers=[1])])
-def test_a_run_starts_from_a_folder_and_comes_back(kind, name, tmp_path):
-    model = kind(name, vocab_size=257, tie_word_embeddings=False, rope_parameters=ROPES["llama3"])
+@pytest.mark.parametrize("rope", ["llama3", "proportional, scaled"])
+def test_a_run_starts_from_a_folder_and_comes_back(rope, kind, name, tmp_path):
+    model = kind(name, vocab_size=257, tie_word_embeddings=False, rope_parameters=ROPES[rope])
     folder, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "out"
     model.save_pretrained(folder)
     (tmp_path / "text.txt").write_text("def value(self): return self in None\n" * 30)

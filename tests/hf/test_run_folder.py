@@ -34,7 +34,17 @@ def test_gates_that_transformers_does_not_have_are_refused(tmp_path, capsys):
     assert "gated = true" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", ["nsa", "nsa --dense-layers 0", "full", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "nsa",
+        "nsa --dense-layers 0",
+        "full",
+        "window",
+        "nsa --partial-rotary-factor .5",
+        "full --partial-rotary-factor .5",
+    ],
+)
 def test_a_run_generates_in_transformers_what_the_program_generates(options, tmp_path):
     corpus, run, out = tmp_path / "corpus", tmp_path / "run", tmp_path / "out"
     write_corpus(corpus)

@@ -1,5 +1,7 @@
 """The layer against the functional operations, its parameters and their initial values."""
 
+import math
+
 import pytest
 import torch
 
@@ -63,7 +65,14 @@ def test_too_few_hidden_units_warn():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"share_kv": True}, {"phi_per_kv_head": True, "v_head_dim": 24}, {"rope_theta": None}]
+    "options",
+    [
+        {},
+        {"share_kv": True},
+        {"phi_per_kv_head": True, "v_head_dim": 24},
+        {"rope_theta": None},
+        {"rope_theta": 50.0, "partial_rotary_factor": 0.7},
+    ],
 )
 def test_layer_is_its_operations(backend, options):
     layer = layer_of(cfg=SMALL, **options)
@@ -80,7 +89,9 @@ def test_layer_is_its_operations(backend, options):
         if layer.rope_theta is None:
             return t
         pairs = layer.head_dim // 2
-        angles = positions[:, None, None] * layer.rope_theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+        numbers = torch.arange(pairs, dtype=torch.float64)
+        turning = numbers < math.floor(layer.partial_rotary_factor * pairs)
+        angles = positions[:, None, None] * layer.rope_theta ** (-numbers / pairs) * turning
         half = torch.view_as_complex(torch.stack((t[..., :pairs], t[..., pairs:]), -1).double())
         out = torch.view_as_real(half * torch.polar(torch.ones_like(angles), angles))
         return torch.cat((out[..., 0], out[..., 1]), -1).float()

@@ -42,10 +42,11 @@ RopeType rope_type(const std::string& name) {
 }
 
 std::vector<double> rope_frequencies(std::int64_t head_dim, double theta, const RopeScaling& scaling) {
-  std::vector<double> frequencies;
-  for (std::int64_t j = 0; j < head_dim / 2; ++j) {
+  std::vector<double> frequencies(static_cast<std::size_t>(head_dim / 2), 0);
+  const auto turning = static_cast<std::int64_t>(scaling.partial_rotary_factor * static_cast<double>(head_dim) / 2);
+  for (std::int64_t j = 0; j < turning; ++j) {
     const double exponent = -2.0 * static_cast<double>(j) / static_cast<double>(head_dim);
-    frequencies.push_back(scaled(scaling, std::pow(theta, exponent)));
+    frequencies[static_cast<std::size_t>(j)] = scaled(scaling, std::pow(theta, exponent));
   }
   return frequencies;
 }

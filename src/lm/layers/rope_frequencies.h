@@ -23,10 +23,11 @@ struct RopeScaling {
   double factor = 1;
   double low_freq_factor = 1, high_freq_factor = 4;  // llama3: turns over the original context
   int original_context = 8192;                       // llama3: tokens
+  double partial_rotary_factor = 1;                  // share of the pairs that turn, the fastest ones (2410.06205)
   bool operator==(const RopeScaling&) const = default;
 };
 
-/// Of the head_dim / 2 pairs, radians per token: theta^(-2j / head_dim), scaled.
+/// Of the head_dim / 2 pairs, radians per token: theta^(-2j / head_dim), scaled; 0 for those that do not turn.
 std::vector<double> rope_frequencies(std::int64_t head_dim, double theta, const RopeScaling& scaling);
 
 }  // namespace nsa::lm

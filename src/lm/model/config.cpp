@@ -50,6 +50,7 @@ void for_each_later_field(Config& config, Visit&& visit) {
   visit("rope_low_freq_factor", config.rope.low_freq_factor);
   visit("rope_high_freq_factor", config.rope.high_freq_factor);
   visit("rope_original_context", config.rope.original_context);
+  visit("partial_rotary_factor", config.rope.partial_rotary_factor);
 }
 
 void require(bool condition, const std::string& message) {
@@ -108,6 +109,10 @@ void ModelConfig::validate() const {
           fmt::format("rope_high_freq_factor = {}: must be > rope_low_freq_factor = {}, finite", rope.high_freq_factor,
                       rope.low_freq_factor));
   in_range("rope_original_context", rope.original_context, 1, 1 << 30);
+  require(rope.partial_rotary_factor >= 0 && rope.partial_rotary_factor <= 1,
+          fmt::format("partial_rotary_factor = {}: must be 0 ... 1", rope.partial_rotary_factor));
+  require(rope.partial_rotary_factor == 1 || rope.type != RopeType::kLlama3,
+          fmt::format("partial_rotary_factor = {}: must be 1 with rope_type llama3", rope.partial_rotary_factor));
   require(norm_eps > 0 && std::isfinite(norm_eps), fmt::format("norm_eps = {}: must be > 0, finite", norm_eps));
   if (const Status status = nsa.validate(); !status.ok()) throw base::Error(status.message());
   require(dense_layers.empty() || attention == AttentionKind::kNsa,

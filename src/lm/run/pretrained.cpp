@@ -92,13 +92,19 @@ void read_rope(Fields& fields, const std::string& where, ModelConfig& config) {
   if (object.is_null()) return;
   Fields rope(object, fmt::format("{}: {}", where, name));
   rope.optional("rope_theta", config.rope_theta);
-  rope.only("partial_rotary_factor", 1.0);
   std::string type = "default";
   rope.optional(rope.has("rope_type") ? "rope_type" : "type", type);
+  if (type == "proportional") {
+    rope.optional("partial_rotary_factor", config.rope.partial_rotary_factor);
+    rope.optional("factor", config.rope.factor);
+    config.rope.type = config.rope.factor == 1 ? RopeType::kDefault : RopeType::kLinear;
+    return;
+  }
+  rope.only("partial_rotary_factor", 1.0);
   try {
     config.rope.type = rope_type(type);
   } catch (const base::Error& error) {
-    throw base::Error(fmt::format("{}: {}: {}", where, name, error.what()));
+    throw base::Error(fmt::format("{}: {}: {}, or proportional", where, name, error.what()));
   }
   if (config.rope.type == RopeType::kDefault) return;
   rope.required("factor", config.rope.factor);

@@ -183,6 +183,16 @@ def test_base_of_the_rotation(theta):
         nsa.rotary_tables(torch.arange(3), 8, theta)
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
+def test_share_of_the_rotation(share):
+    for call in (
+        lambda: nsa.NativeSparseAttention(32, 2, 1, 8, partial_rotary_factor=share),
+        lambda: nsa.rotary_tables(torch.arange(3), 8, partial_rotary_factor=share),
+    ):
+        with pytest.raises(ValueError, match=r"^partial_rotary_factor = .*: must be 0 \.\.\. 1"):
+            call()
+
+
 def test_tables_that_are_no_matrices():
     x, gates = torch.randn(S, 1, D), torch.rand(S, 1, 3)
     offsets = torch.tensor([0, 8, S], dtype=torch.int32)

@@ -59,7 +59,10 @@ def calls() -> Calls:
             {**whole, **own, **phi, **options, "cfg": SMALL, "rope": (HALF, HALF)},
         ),
         "layer": (LAYER, {"x": torch.randn(S, 32), "cu_seqlens": cu, "max_seqlen": S, "seed": 1}),
-        "rotary_tables": (nsa.rotary_tables, {"positions": torch.arange(9), "head_dim": D, "theta": 100.0}),
+        "rotary_tables": (
+            nsa.rotary_tables,
+            {"positions": torch.arange(9), "head_dim": D, "theta": 100.0, "partial_rotary_factor": 0.5},
+        ),
         "rotate": (nsa.rotate, {"x": q, "cos": HALF[:S], "sin": HALF[:S]}),
     }
     for name, m in (("decode", 2), ("prefill", S)):
@@ -84,7 +87,7 @@ def calls() -> Calls:
     sizes = {"batch_size": 1, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "cfg": SMALL, "max_length": 64}
     result["KVCache"] = (nsa.KVCache, {**sizes, "page_size": 16, "num_pages": 4, "num_prefixes": 1})
     sizes = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "cfg": SMALL, "rope_theta": 10.0}
-    result["NativeSparseAttention"] = (nsa.NativeSparseAttention, sizes)
+    result["NativeSparseAttention"] = (nsa.NativeSparseAttention, {**sizes, "partial_rotary_factor": 0.5})
     result["CompressionWeights"] = (nsa.CompressionWeights, vars(WEIGHTS))
     result["initial weights"] = (
         nsa.initial_compression_weights,
