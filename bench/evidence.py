@@ -56,6 +56,8 @@ VARIANTS = {
     "window-128": "--window-size 128",
     "window-256": "--window-size 256",
     "qk-norm": "--qk-norm",
+    "partial-rotary": "--partial-rotary-factor .5",
+    "full-partial-rotary": "--attention full --partial-rotary-factor .5",
     "last-layer-dense": "--dense-layers 7",
     "noise": "--noise 1",
     "gate-balance": "--gate-balance .1",
@@ -114,10 +116,11 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32"),
+        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "partial-rotary", "full-partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
-        fewer=dict.fromkeys(("full-gated", "window", "blocks-8-4-32-32"), 3)
-        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1),
+        fewer=dict.fromkeys(("full-gated", "window", "partial-rotary", "full-partial-rotary"), 3)
+        | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
+        | {"blocks-8-4-32-32": 4},
         by_method={"eval": None},
     ),
     "32k": Plan(
@@ -135,9 +138,11 @@ PLANS = {
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        some("full", "recipe", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32"),
+        some("full", "recipe", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32")
+        | some("partial-rotary", "full-partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
-        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm"), 1) | {"blocks-8-4-32-32": 3},
+        fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "full-partial-rotary"), 1)
+        | dict.fromkeys(("blocks-8-4-32-32", "partial-rotary"), 3),
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
@@ -151,7 +156,7 @@ PLANS = {
         "bytes, 65536 of context, 1024 at first, 3600 steps of 65536, half of them look-ups, rotary base 1 million",
         "--steps 3600 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 "
         f"--selector-queries 128 --rope-theta 1000000 {JOINED}",
-        some("recipe", "blocks-8-4-32-32"),
+        some("recipe", "blocks-8-4-32-32", "partial-rotary"),
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
