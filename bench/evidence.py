@@ -118,7 +118,7 @@ PLANS = {
         "--steps 5000",
         MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "partial-rotary", "full-partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
-        fewer=dict.fromkeys(("full-gated", "window", "partial-rotary", "full-partial-rotary"), 3)
+        fewer=dict.fromkeys(("full-gated", "window", "full-partial-rotary"), 3)
         | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
         | {"blocks-8-4-32-32": 4},
         by_method={"eval": None},
@@ -126,7 +126,7 @@ PLANS = {
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
-        some("full", "recipe", "no-selector-loss"),
+        some("full", "recipe", "no-selector-loss", "partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
         fewer={"no-selector-loss": 1},
     ),
@@ -142,7 +142,7 @@ PLANS = {
         | some("partial-rotary", "full-partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "full-partial-rotary"), 1)
-        | dict.fromkeys(("blocks-8-4-32-32", "partial-rotary"), 3),
+        | {"blocks-8-4-32-32": 3},
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",

@@ -147,6 +147,28 @@ def test_results_of_two_gpus(measured, tmp_path):
     assert "gpu: results of one plan differ" in write_page(tmp_path, code=1)
 
 
+def test_what_the_recipe_misses_by_other_settings(measured, tmp_path):
+    """A model that is better at every row than full attention stands beside a recipe that is worse."""
+    (tmp_path / "results").mkdir()
+    full = json.loads((measured / "results" / "8k.full.1.json").read_text())
+
+    def write(model, shift):
+        rows = [row | {"loss": row["loss"] + shift * row["tokens"]} for row in full["eval"]["rows"]]
+        result = full | {"model": model, "eval": full["eval"] | {"rows": rows}}
+        (tmp_path / "results" / f"8k.{model}.1.json").write_text(json.dumps(result))
+
+    write("full", 0)
+    write("recipe", 0.25)
+    write("partial-rotary", -0.5)
+    write_page(tmp_path)
+    goals = (tmp_path / "evidence.md").read_text().split("## Goals")[1].split("\n## ")[0]
+    assert "| 8k, recipe − full | +0.2500 ± 0.0000 | 1 | ≤ 0 | ≤ −0.02 | 0.25 |" in goals
+    assert "| 8k, recipe − full |  |  |  | −0.5000 ± 0.0000 | 1 | met |" in goals
+    write("recipe", -0.25)
+    write_page(tmp_path)
+    assert "`partial-rotary` | seeds" not in (tmp_path / "evidence.md").read_text()
+
+
 # Of each plan: models, and what makes it tiny.
 EVERY_PLAN = {
     "8k": ("full full-gated full-wide window recipe", "--steps 2"),
