@@ -56,7 +56,7 @@ The model of full attention asked by methods that read as many tokens as NSA and
 trained so. Losses are nats per token, the rest right answers, means over seeds, lengths and depths."""
 BASE = "full"
 PICTURED = (("8k", "32k"), (BASE, "full-gated", "recipe"))  # plans and models
-OTHERS = ("blocks-8-4-32-32", "partial-rotary")  # what misses fewer of the goals than the recipe, at a price
+OTHERS = ("blocks-8-4-32-32", "partial-rotary")  # options beside the recipe that miss some goals by less
 WITHOUT = "no-selector-loss"  # in the picture of a plan whose recipe has not run
 
 
