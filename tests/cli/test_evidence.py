@@ -230,7 +230,8 @@ def test_recall(tmp_path):
 
 
 def test_what_is_missing(tmp_path):
-    command = [sys.executable, ROOT / "bench" / "evidence.py", "32k", "--missing", "--results", tmp_path]
+    models = ["full", "recipe", "no-selector-loss"]
+    command = [sys.executable, ROOT / "bench" / "evidence.py", "32k", *models, "--missing", "--results", tmp_path]
     (tmp_path / "32k.full.2.json").write_text("{}")
 
     def missing(*seeds):
