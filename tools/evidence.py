@@ -170,20 +170,23 @@ class Results:
         speeds = [result["tokens_per_second"] for result in self.timed(seeds)]
         return statistics.median_high(speeds) if speeds else None
 
-    def pair(self, model, other):
-        """The evaluations of the seeds that both have."""
-        seeds = sorted(self.models.get(model, {}).keys() & self.models.get(other, {}).keys())
-        return [[self.models[name][seed]["eval"] for seed in seeds] for name in (model, other)]
+    def common(self, *models):
+        """The seeds that all of the models have."""
+        return sorted(set.intersection(*(set(self.models.get(name, {})) for name in models)))
+
+    def evaluations(self, *models):
+        """Of these seeds, a list for each model."""
+        return [[self.models[name][seed]["eval"] for seed in self.common(*models)] for name in models]
 
     def difference(self, model, other, of=whole):
-        ours, theirs = self.pair(model, other)
+        ours, theirs = self.evaluations(model, other)
         return None if model == other or not ours else difference(ours, theirs, of)
 
     def kept(self, model):
-        seeds = set.intersection(*(set(self.models.get(name, {})) for name in (model, BASE, "window")))
+        seeds = self.common(model, BASE, "window")
         if not seeds or model in (BASE, "window"):
             return ""
-        evaluations = [[self.models[name][seed]["eval"] for seed in seeds] for name in (model, BASE, "window")]
+        evaluations = self.evaluations(model, BASE, "window")
         selected = self.models["window"][min(seeds)]["selected_tokens"]
         beyond = parts("by_position", lambda low, high: low >= selected)
         shares = [share_kept(*evaluations), share_kept(*evaluations, beyond)]
@@ -363,23 +366,22 @@ class Measured:
             one = next(iter(results.models[self.model].values()))["eval"]
             scale = one["bits_per_byte"] * math.log(2) / one["loss"]  # tokens per byte, the same of all models
             found = tuple(None if number is None else number * scale for number in found)
-        return signed(found), found[0] + (found[1] or 0), len(results.pair(self.model, other)[0])
+        return signed(found), found[0] + (found[1] or 0), len(results.common(self.model, other))
 
     def kept(self, beyond):
         results = self.plans.get("8k")
         shares = results.kept(self.model).split(" / ") if results else []
         if len(shares) < 2 or shares[beyond] == "–":
             return None
-        seeds = set.intersection(*(set(results.models[name]) for name in (self.model, BASE, "window")))
-        return shares[beyond], float(shares[beyond]), len(seeds)
+        return shares[beyond], float(shares[beyond]), len(results.common(self.model, BASE, "window"))
 
     def recall(self, tasks, kind="full"):
         """Points that full attention is ahead of NSA, the most of the tasks, each the mean of its seeds."""
+        if self.model != "recipe":  # the plan's models are tasks
+            return None
         found, count = [], []
         for task in tasks:
             seeds = self.plans["recall"].models.get(task, {}) if "recall" in self.plans else {}
-            if self.model != "recipe":  # the plan's models are tasks
-                return None
             answers = [result["answer"] for result in seeds.values() if kind in result["answer"]]
             if not answers:
                 return None
@@ -432,7 +434,7 @@ class Measured:
             sum(result["tokens_per_second"] for result in models[name].values()) / len(models[name])
             for name in (self.model, BASE)
         )
-        return f"{ours / theirs:.2f}", ours / theirs, len(models[self.model].keys() & models[BASE].keys())
+        return f"{ours / theirs:.2f}", ours / theirs, len(self.plans["speed"].common(self.model, BASE))
 
 
 class Goal(NamedTuple):
@@ -446,9 +448,12 @@ class Goal(NamedTuple):
         value = self.measured[1]
         return self.goal - value if self.aim > self.goal else value - self.goal
 
-    def verdict(self):
-        missed = self.missed()
-        return f"{missed:.3g}" if missed > 0 else "met"
+    def cells(self, unknown=""):
+        """What was measured, the seeds, by how much it is missed."""
+        if self.measured is None:
+            return [unknown, "", ""]
+        text, _, seeds = self.measured
+        return [text, str(seeds), f"{self.missed():.3g}" if self.missed() > 0 else "met"]
 
 
 def goals_of(plans, model):
@@ -482,19 +487,20 @@ def goals_section(plans):
     for each in goals:
         relation = "≥" if each.aim > each.goal else "≤"
         spelled = [f"{relation} {bound:g}".replace("-", "−") for bound in (each.goal, each.aim)]
-        text, _, seeds = each.measured or ("not yet", 0, "")
-        cells.append([each.what, text, str(seeds), *spelled, each.verdict() if each.measured else ""])
+        measured, seeds, missed = each.cells("not yet")
+        cells.append([each.what, measured, seeds, *spelled, missed])
     text = f"## Goals\n\n{fill(GOALS)}\n\n{table(cells)}\n"
-    missed = [i for i, each in enumerate(goals) if each.measured and each.missed() > 0]
-    others = {model: goals_of(plans, model) for model in OTHERS}
-    if not any(found[i].measured for found in others.values() for i in missed):
+    goals_of_others = zip(*(goals_of(plans, model) for model in OTHERS), strict=True)
+    missed = [
+        (each.what, others)
+        for each, others in zip(goals, goals_of_others, strict=True)
+        if each.measured and each.missed() > 0
+    ]
+    if not any(other.measured for _, others in missed for other in others):
         return text
-    rows = [["", *(cell for model in others for cell in (f"`{model}`", "seeds", "missed by"))]]
-    for i in missed:
-        found = [row[i] for row in others.values()]
-        parts_of_row = [[e.measured[0], str(e.measured[2]), e.verdict()] if e.measured else ["", "", ""] for e in found]
-        rows.append([goals[i].what, *(cell for part in parts_of_row for cell in part)])
-    return f"{text}\n{fill(MISSED)}\n\n{table(rows)}\n"
+    head = ["", *(cell for model in OTHERS for cell in (f"`{model}`", "seeds", "missed by"))]
+    rows = [[what, *(cell for other in others for cell in other.cells())] for what, others in missed]
+    return f"{text}\n{fill(MISSED)}\n\n{table([head, *rows])}\n"
 
 
 def curves(plans, image):
