@@ -120,7 +120,7 @@ PLANS = {
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("full-gated", "window", "full-partial-rotary"), 3)
         | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
-        | {"blocks-8-4-32-32": 4},
+        | dict.fromkeys(("blocks-8-4-32-32", "partial-rotary"), 4),
         by_method={"eval": None},
     ),
     "32k": Plan(
