@@ -59,6 +59,12 @@ struct RecallCommand {
       std::fflush(stdout);
     });
     const auto line = [](const char* name, double share) { fmt::print("{:<40} {:>6.1f} %\n", name, 100 * share); };
+    if (const auto& last = report.history.back(); last.pairs < task.pairs || last.slot < task.slot) {
+      fmt::print(
+          "\nthe steps ended before the sequences had grown: NSA had {:.0f} % right of {} pairs every {} tokens, full "
+          "attention {:.0f} %, and they grow when both have {:.0f} %\n",
+          100 * last.accuracy, last.pairs, last.slot, 100 * last.full, 100 * lm::kRecallGrowsAt);
+    }
     fmt::print("\nright answers on fresh sequences, after {:.0f} s\n", report.seconds);
     line("NSA", report.nsa.exact);
     line("NSA, window gate alone", report.nsa_window_alone);

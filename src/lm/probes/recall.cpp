@@ -28,9 +28,9 @@ namespace nsa::lm {
 namespace {
 
 constexpr int kFirstChains = 4, kFirstSlot = 4;
-constexpr double kGrowAt = 0.9, kSuccess = 0.97;  // accuracies
-constexpr double kKeysWeight = 0.1;               // of their loss; more of it, and NSA learns no choice of blocks
-constexpr double kMemory = 0.8;                   // of the running accuracy, per step
+constexpr double kSuccess = 0.97;    // accuracy
+constexpr double kKeysWeight = 0.1;  // of their loss; more of it, and NSA learns no choice of blocks
+constexpr double kMemory = 0.8;      // of the running accuracy, per step
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
 constexpr std::int64_t kDecaySteps = 400;  // at the full length, down to a tenth of the learning rate
 constexpr int kEvaluationSequences = 32;
@@ -282,7 +282,7 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
       on_step(report.history.back());
     }
     if (!whole) {
-      if (slower < kGrowAt) continue;
+      if (slower < kRecallGrowsAt) continue;
       if (pairs < task.pairs) {
         pairs = std::min(2 * pairs, task.pairs);
       } else {

@@ -67,6 +67,9 @@ struct RecallOptions {
   at::ScalarType dtype = at::kFloat;
 };
 
+/// Sequences grow when NSA and full attention have this share of answers right.
+constexpr double kRecallGrowsAt = 0.9;
+
 struct RecallStep {
   std::int64_t step = 0;
   int pairs = 0, slot = 0;        // of the step's sequences
@@ -100,9 +103,9 @@ struct RecallReport {
 };
 
 /// Trains an NSA model and one with full attention on sequences that grow (4 chains, then twice as many whenever both
-/// answer nine of ten), then one with the window alone on the same steps, and evaluates all three. Before they grow
-/// each value is asked for the key before it, too: attention to the token before is half of a look-up, and is learnt
-/// late from the answers alone.
+/// have `kRecallGrowsAt` right), then one with the window alone on the same steps, and evaluates all three. Before they
+/// grow each value is asked for the key before it, too: attention to the token before is half of a look-up, and is
+/// learnt late from the answers alone.
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step);
 
 void to_json(nlohmann::json& json, const RecallReport& report);
