@@ -38,10 +38,13 @@ in the same order, and are evaluated on the same held-out rows. A difference is 
 per token: below zero it is better. Behind it stands half of its 95 % interval, the wider one of those over held-out
 rows and over seeds. *Far repeats* are tokens that stood behind the same eight tokens more than 4096 ago, *new* ones
 those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
-/ (window − full): of all positions, and of those beyond n · l'. Recall of the choice is how much of what the selected
-branch would attend to in all blocks lies in those it chose, beside the best and random ones.
-tokens/s are the median of a run's, by which its losses stand over time; of runs on different GPUs they are those of
-the one that most of the recipe's were on. Those of NSA before b96b740 (2026-11-27)
+/ (window − full): of all positions, and of those beyond n · l' (`topk` · `block_size`, the tokens that the selected
+branch reads). Recall of the choice: of the attention of the selected branch, were it to read all blocks, the share that
+falls on the chosen ones; beside it that of the best blocks, and of random ones.
+tokens/s are the median of a run's, by which its losses stand over time; where runs of a model were on different GPUs, of
+those on the GPU that most of the recipe's were on. The recipe is the [default of nsa
+train](guide/training.md#which-model); the other methods and chains of look-ups (hops) are told of in
+[measuring](guide/measuring.md#other-sparse-methods). Those of NSA before b96b740 (2026-11-27)
 [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
 above what the same runs give with it since. Runs of 15 minutes before 035abfc (2026-11-28) ended
 [early](log/training.md#what-a-run-costs-beside-its-steps): with full attention after 836 s, with NSA after 866."""

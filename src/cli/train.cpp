@@ -117,13 +117,12 @@ class TrainCommand {
            "Share of the channel pairs that turn, the fastest ones; the others say nothing of positions");
     option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
     group_ = "Sparse attention";
-    preset_option_ =
-        command_
-            .add_option("--preset", preset_,
-                        "Defaults of the next four, of --topk, --share-kv and --rope-theta: recipe, or paper "
-                        "(32, 16, 64, 16, own keys and values for each branch, 10000)")
-            ->group(group_)
-            ->take_last();
+    preset_option_ = command_
+                         .add_option("--preset", preset_,
+                                     "Defaults of the next four, --share-kv and --rope-theta: recipe, or paper "
+                                     "(32, 16, 64, 16, own keys and values for each branch, 10000)")
+                         ->group(group_)
+                         ->take_last();
     option("--kernel-size", "kernel_size", model.nsa.kernel_size, "l: tokens in a compression block");
     option("--kernel-stride", "kernel_stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
     option("--block-size", "block_size", model.nsa.block_size, "l': tokens in a selection block");

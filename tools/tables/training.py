@@ -7,9 +7,11 @@ def training():
     yield "## Training"
     for name, model in (
         ("training_speed.json", "A model of 300 million parameters"),
-        ("loss_curves.json", "The default model of a GPU with `--preset paper`"),
+        ("loss_curves.json", "The default model of a GPU"),
     ):
         result = read(name)
+        preset = "paper" if "--preset paper" in result["command"] else "recipe"
+        model = f"{model} with `--preset {preset}`" + (f" ({result['note']})" if "note" in result else "")
         unit = "Thousand tokens/s by tokens of context; in brackets the TFLOP/s that the model needs (`model_tflops`)."
         yield source(gpu_of(result), result, model, unit)
         speed = result["speed"]
@@ -26,6 +28,7 @@ def training():
         rows.append([model, *cells])
     yield f"After {result['minutes']:.0f} minutes of training at {result['context']} bytes of context:"
     yield table(rows)
+    yield fill("With the recipe, the speed of 300 million parameters, and losses: [evidence](evidence.md).")
     yield "![held-out loss over tokens and over time](images/loss_curves.png)"
     yield "![tokens per second over the context, 300 million parameters](images/training_speed.png)"
 
