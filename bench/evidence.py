@@ -13,7 +13,7 @@ then asked by `nsa eval` (and `needle`, where the plan says so). A result is a f
 written when its run has ended and has been measured; runs are kept in --out until then, and stay there. When all models
 are measured, full attention is asked by the other sparse methods, too, if its runs are there. What follows `--` goes to
 every `nsa train` (or `recall`), later options overriding the plan's: results that differ in it cannot stand beside each
-other, so choose other --results.
+other, so choose other --results, and another --out, as a run there that was trained with other options is refused.
 """
 
 import argparse
@@ -148,7 +148,7 @@ PLANS = {
         "64 pairs of a key and a value beyond the window",
         RECALL,
         RECALLS,
-        fewer=dict.fromkeys(("2k", "4k", "8k", "32k", "4k-no-selector-loss"), 1),
+        fewer=dict.fromkeys(("2k", "8k", "32k"), 2) | dict.fromkeys(("4k", "4k-no-selector-loss"), 1),
         by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
         command="recall",
     ),
@@ -264,13 +264,22 @@ class Runs:
             raise SystemExit(f"nsa {shlex.join(map(str, arguments))}: exit code {code}")
 
     def train(self, plan: Plan, model: str, seed: int, folder: Path) -> None:
+        options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
+        wanted = shlex.join(options) + "\n"
+        trained_with = folder.with_name(f"{folder.name}.options")
+        begun = (folder / "model.safetensors").exists()
+        if begun and (found := trained_with.read_text() if trained_with.exists() else "?\n") != wanted:
+            raise SystemExit(
+                f"{folder} was trained with other options: delete it, or choose another --out\n"
+                f"  it has {found}  wanted {wanted}".rstrip()
+            )
         if finished(folder):
             return
         spare = self.given.spare
-        if (folder / "model.safetensors").exists():
+        if begun:
             self.nsa("train", "--resume", "--out", folder, spare=spare)
         else:
-            options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
+            trained_with.write_text(wanted)
             if "{tokenizer}" in options:
                 options[options.index("{tokenizer}")] = str(make_tokenizer(self.given.out))
             self.nsa("train", "--out", folder, "--overwrite", "--seed", seed, *options, spare=spare)
@@ -319,8 +328,12 @@ class Runs:
             return result | {"answer": json.loads((folder / "recall.json").read_text())}
         self.train(plan, model, seed, folder)
         config = json.loads((folder / "config.json").read_text())
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics(folder)
         steps = [line for line in lines if line["kind"] == "train"]
+        if not steps:
+            raise SystemExit(
+                f"{folder}: no step was logged: --log-every must be at most the steps, and metrics.jsonl whole"
+            )
         fields = ("step", "tokens", "seconds", "loss")
         result |= {
             "fingerprint": config["fingerprint"],
@@ -353,12 +366,17 @@ class Runs:
         }
 
 
+def metrics(folder: Path) -> list[dict]:
+    """The lines of a run's metrics, but one at the end that a kill has torn."""
+    file = folder / "metrics.jsonl"
+    return (
+        [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
+    )
+
+
 def finished(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
-        return False
-    last = json.loads(metrics.read_text().splitlines()[-1])
-    return last["kind"] == "end" and last["reason"] == "finished"
+    lines = metrics(folder)
+    return bool(lines) and lines[-1]["kind"] == "end" and lines[-1]["reason"] == "finished"
 
 
 def complete(file: Path, plan: Plan, model: str) -> bool:

@@ -36,8 +36,9 @@ HOW = """\
 a table see the same rows
 in the same order, and are evaluated on the same held-out rows. A difference is this model minus full attention, in nats
 per token: below zero it is better. Behind it stands half of its 95 % interval, the wider one of those over held-out
-rows and over seeds. *Far repeats* are tokens that stood behind the same eight tokens more than 4096 ago, *new* ones
-those that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
+rows and over seeds. A loss is the mean over a model's own seeds, a difference over those that both models have.
+*Far repeats* are tokens that stood behind the same eight tokens (pieces: three) more than 4096 ago, *new* ones those
+that did not within the context. R is the share kept of what attention beyond the window is worth, (window − this)
 / (window − full): of all positions, and of those beyond n · l' (`topk` · `block_size`, the tokens that the selected
 branch reads). Recall of the choice: of the attention of the selected branch, were it to read all blocks, the share that
 falls on the chosen ones; beside it that of the best blocks, and of random ones.
@@ -49,14 +50,16 @@ train](guide/training.md#which-model); the other methods and chains of look-ups 
 above what the same runs give with it since. Runs of 15 minutes before 035abfc (2026-11-28) ended
 [early](log/training.md#what-a-run-costs-beside-its-steps): with full attention after 836 s, with NSA after 866."""
 GOALS = """\
-What these comparisons are to show. A difference counts with the upper end of its interval; it is in nats per byte, or
-in points of right answers. Missed by: from the goal, not the aim."""
+What these comparisons are to show. A difference of losses, in nats per byte, counts with the upper end of its interval;
+right answers in points, R and speed count as measured, with the least and the most of a seed in brackets. Missed by:
+from the goal, not the aim."""
 MISSED = """\
 What the recipe misses, by settings that differ from it in one thing: compression blocks every 4 tokens, or half of
 the channel pairs turning. Why they are [options](guide/training.md#options-beyond-the-recipe), not the recipe."""
 METHODS = """\
 The model of full attention asked by methods that read as many tokens as NSA and need no training, beside NSA, which is
-trained so. Losses are nats per token, the rest right answers, means over seeds, lengths and depths."""
+trained so. Losses are nats per token, the rest right answers: means over a row's own seeds, and of hidden lines over
+the depths at which all rows were asked (by a method fewer at each: the samples stand below)."""
 BASE = "full"
 PICTURED = (("8k", "32k"), (BASE, "full-gated", "recipe"))  # plans and models
 OTHERS = ("blocks-8-4-32-32", "partial-rotary")  # options beside the recipe that miss some goals by less
@@ -329,6 +332,7 @@ def methods_section(plans):
     shown = {name: plans[name] for name in ("recall", "lookups-8k") if name in plans}
     tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in shown and task in shown["recall"].models]
     found = list(needles(shown["lookups-8k"])) if "lookups-8k" in shown else []
+    depths = set.intersection(*(set(answer["depths"]) for _, _, answer in found)) if found else set()
     methods = {name for name in rows if " by " in name} | {name for name, _, _ in found if " by " in name}
     for task in tasks:
         for result in shown["recall"].models[task].values():
@@ -343,7 +347,14 @@ def methods_section(plans):
             answers = [result["answer"] for result in shown["recall"].models[task].values()]
             values = [answer[kind] for answer in answers if kind in answer]
             row.append(number(sum(values) / len(values), ".1%") if values else "")
-        exact = [share for name, _, answer in found if name == model for line in answer["exact"] for share in line]
+        exact = [
+            share
+            for name, _, answer in found
+            if name == model
+            for line in answer["exact"]
+            for depth, share in zip(answer["depths"], line, strict=True)
+            if depth in depths
+        ]
         cells.append([*row, f"{sum(exact) / len(exact):.0%}" if exact else ""])
     head = ["", "held-out loss, 8k", "far repeats", *(f"recall {task}" for task in tasks), "needle, 8k"]
     return f"## Beside other sparse methods\n\n{fill(METHODS)}\n\n{table([head, *cells])}\n"
@@ -382,15 +393,17 @@ class Measured:
         """Points that full attention is ahead of NSA, the most of the tasks, each the mean of its seeds."""
         if self.model != "recipe":  # the plan's models are tasks
             return None
-        found, count = [], []
+        found = []
         for task in tasks:
             seeds = self.plans["recall"].models.get(task, {}) if "recall" in self.plans else {}
             answers = [result["answer"] for result in seeds.values() if kind in result["answer"]]
             if not answers:
                 return None
-            found.append(100 * sum(answer[kind] - answer["nsa"] for answer in answers) / len(answers))
-            count.append(len(answers))
-        return f"{max(found):+.1f}".replace("-", "−"), max(found), min(count)
+            found.append([100 * (answer[kind] - answer["nsa"]) for answer in answers])
+        worst = max(found, key=statistics.mean)
+        mean = statistics.mean(worst)
+        text = f"{mean:+.1f}" + (f" ({min(worst):+.1f} to {max(worst):+.1f})" if len(worst) > 1 else "")
+        return text.replace("-", "−"), mean, min(map(len, found))
 
     def needle(self, plan, length):
         """Percent of the answers at the worst depth."""
@@ -427,7 +440,7 @@ class Measured:
             return None
         worst = max(found, key=lambda method: found[method][1])
         text, *rest = found[worst]
-        return f"{text} ({worst})", *rest
+        return f"{text}, {worst}", *rest
 
     def speed(self):
         models = self.plans["speed"].trained if "speed" in self.plans else {}

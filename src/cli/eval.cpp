@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -22,6 +23,8 @@
 namespace nsa::cli {
 namespace {
 
+constexpr const char *kAgainst = "--against", *kWindow = "--window";
+
 std::string interval(const lm::Difference& difference) {
   if (!difference.half_width) return fmt::format("{:+.4f}", difference.mean);
   return fmt::format("{:+.4f} +- {:.4f}", difference.mean, *difference.half_width);
@@ -37,9 +40,13 @@ struct EvalCommand {
   MachineOptions machine;
 
   /// Another run on the same rows.
-  lm::Evaluation evaluate(const std::string& path, const char* option, const lm::OpenedCheckpoint& first,
+  lm::Evaluation evaluate(const std::string& path, std::string_view option, const lm::OpenedCheckpoint& first,
                           const lm::OpenedTexts& texts, const std::vector<lm::PackedSequence>& rows) const {
     const auto other = lm::open_checkpoint(path, {}, first.model().device(), checkpoint.ids.empty());
+    const auto attention = other.model().config().attention;
+    if (option == kWindow && attention != lm::AttentionKind::kWindow) {
+      throw base::Error(fmt::format("{} {}: attention {}: must be window", option, path, lm::name_of(attention)));
+    }
     const auto expected = first.loaded.tokenizer, found = other.loaded.tokenizer;
     const int vocab = first.model().config().vocab_size;
     if (found != expected || other.model().config().vocab_size != vocab) {
@@ -60,6 +67,7 @@ struct EvalCommand {
     const auto texts = checkpoint.texts(opened, data);
     const auto length = context > 0 ? context : opened.loaded.context;
     const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);
+    if (rows.empty()) throw base::Error(fmt::format("{}: no text of two tokens or more to predict", texts.source));
     const auto result = lm::evaluate(opened.model(), texts.documents, rows, opened.tokenizer.get(), attention);
     nlohmann::json out = {{"kind", "nsa-eval"},   {"checkpoint", checkpoint.path},       {"set", checkpoint.changes},
                           {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
@@ -76,7 +84,7 @@ struct EvalCommand {
     fmt::print("\n");
     std::optional<lm::Comparison> difference;
     if (!against.empty()) {
-      const auto theirs = evaluate(against, "--against", opened, texts, rows);
+      const auto theirs = evaluate(against, kAgainst, opened, texts, rows);
       difference = lm::compare(result, theirs);
       out["against"] = *difference;
       out["against"].update({{"checkpoint", against}, {"loss", theirs.loss}});
@@ -85,7 +93,7 @@ struct EvalCommand {
       if (!window.empty()) {
         const auto& nsa = opened.model().config().nsa;
         const std::int64_t selected = std::int64_t{nsa.topk} * nsa.block_size;
-        const auto floor = evaluate(window, "--window", opened, texts, rows);
+        const auto floor = evaluate(window, kWindow, opened, texts, rows);
         nlohmann::json kept = {{"checkpoint", window}, {"loss", floor.loss}};
         fmt::print("{}: {:.4f}; R, share kept of what attention beyond the window is worth: ", window, floor.loss);
         for (const auto& [name, text, from] : {std::tuple{"kept", "", std::int64_t{0}},
@@ -132,9 +140,9 @@ void add_eval(CLI::App& app) {
       ->check(CLI::Range(0, 1 << 24));
   command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 50));
-  command->add_option("--against", state->against,
+  command->add_option(kAgainst, state->against,
                       "Another run: its loss on the same rows, and the difference with its 95 % interval");
-  command->add_option("--window", state->window,
+  command->add_option(kWindow, state->window,
                       "A run of window attention: R, the share kept of what --against gains over it");
   state->method.add(*command);
   state->machine.add(*command);

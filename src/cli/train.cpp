@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -83,7 +84,8 @@ class TrainCommand {
     flag("--join", "join", data.join,
          "Join the files of each first-level folder into documents (the default data are)");
     option("--document-bytes", "document_bytes", data.document_bytes,
-           "A joined document ends with the file that reaches this size, bytes");
+           "A joined document ends with the file that reaches this size, bytes")
+        ->check(CLI::Range(1, std::numeric_limits<int>::max()));
     option("--held-out-percent", "held_out_percent", data.held_out_percent,
            "Documents kept for evaluation, by hash, percent")
         ->check(CLI::Range(0, 100));

@@ -97,6 +97,10 @@ def test_repeats_are_told_from_the_rest(trained, tmp_path):
 
 def test_what_cannot_be_compared_is_refused(trained, tmp_path, corpus):
     assert "--against" in refused("eval", trained["nsa"], "--window", trained["window"])
+    swapped = ["--against", trained["window"], "--window", trained["full"]]
+    assert f"--window {trained['full']}: attention full: must be window" in refused("eval", trained["nsa"], *swapped)
+    (tmp_path / "ids").write_text("7\n")
+    assert "no text of two tokens or more" in refused("eval", trained["nsa"], "--ids", tmp_path / "ids")
     nsa("train", "--out", tmp_path / "run", "--data", corpus, "--attention", "full", "--steps", 1, *TINY)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["model"]["vocab_size"] = 300

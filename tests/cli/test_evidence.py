@@ -109,6 +109,45 @@ def test_what_is_done_is_not_done_again(measured, corpus):
     assert before == {file: file.stat().st_mtime_ns for file in (measured / "results").iterdir()}
 
 
+def test_a_run_of_other_options_is_not_taken(measured, corpus, tmp_path):
+    """Neither one that has ended nor one to be resumed."""
+    shutil.copytree(measured / "out" / "8k.recipe.1", tmp_path / "out" / "8k.recipe.1")
+    assert "8k.recipe.1 was trained with other options" in evidence(tmp_path, corpus, "8k", "recipe", code=1).stderr
+    shutil.copy(measured / "out" / "8k.recipe.1.options", tmp_path / "out")
+    assert (
+        "was trained with other options"
+        in evidence(tmp_path, corpus, "8k", "recipe", "--seeds", 1, options=["--steps", 17], code=1).stderr
+    )
+    assert not list((tmp_path / "results").iterdir())
+    evidence(tmp_path, corpus, "8k", "recipe", "--seeds", 1, options=["--steps", 16])
+    assert results(tmp_path)["recipe", "1"]["eval"] == results(measured)["recipe", "1"]["eval"]
+
+
+def test_a_torn_line_of_a_run_that_was_killed(measured, corpus, tmp_path):
+    """It goes on where the program goes on."""
+    shutil.copytree(measured / "out", tmp_path / "out")
+    metrics = tmp_path / "out" / "8k.recipe.1" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole[:-20])
+    evidence(tmp_path, corpus, "8k", "recipe", "--seeds", 1, options=["--steps", 16])
+    assert metrics.read_text().splitlines()[:-1] == whole.splitlines()[:-1]
+    (tmp_path / "results" / "8k.recipe.1.json").unlink()
+    metrics.write_text("")
+    done = evidence(tmp_path, corpus, "8k", "recipe", "--seeds", 1, options=["--steps", 16], code=1)
+    assert "no step was logged" in done.stderr
+
+
+def test_the_results_are_those_of_the_plans():
+    listed = subprocess.run(
+        [sys.executable, ROOT / "bench" / "evidence.py", "--missing", "--results", "/nowhere"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    planned = {line.replace(" ", ".") + ".json" for line in listed.stdout.splitlines()}
+    assert {file.name for file in (ROOT / "bench" / "results" / "evidence").iterdir()} <= planned
+
+
 def test_a_limit_stops_and_the_next_call_goes_on(tmp_path, corpus):
     limit, steps = ["8k-long", "recipe", "--limit", 2, "--spare", 0], []
     for _ in range(2):

@@ -96,7 +96,9 @@ def test_look_ups_in_the_training_text(corpus, tmp_path):
 
 
 def test_needle_refuses_a_context_longer_than_the_texts(trained):
-    assert "too few" in refused("needle", trained["nsa"], "--lengths", 10_000_000)
+    out = nsa("needle", trained["nsa"], "--lengths", "64,10000000", "--samples", 1, code=2)
+    assert b"length 10000000: the texts have" in out.stderr and b"too few" in out.stderr
+    assert " 64 " not in out.stdout.decode()  # refused before the work begins
 
 
 def test_recall_beyond_the_window(tmp_path):
@@ -123,6 +125,15 @@ def test_recall_of_pairs_far_apart(tmp_path):
     assert out["slot"] == 31 and {4, 31} < {*slots} <= {4, 8, 16, 31} and slots == sorted(slots)
     assert min(out["nsa"], out["full"]) > 0.95
     assert "ended before" not in text
+
+
+def test_the_accuracy_of_recall_is_a_mean_from_the_first_step_on(tmp_path):
+    """One answer a step, so that after one step it is right or wrong."""
+    options = "recall --pairs 1 --slot 2 --values 1 --tokens-per-step 12 --steps 1 --threads 1 --seed".split()
+    found = {
+        result(tmp_path, *options, seed)[0]["history"][0][who] for seed in range(6) for who in ("accuracy", "full")
+    }
+    assert found == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -169,6 +169,23 @@ def test_a_changed_config_is_refused_by_name(tmp_path, uninterrupted):
     assert "train.lr" in refused("train", "--out", tmp_path / "run", "--resume")
 
 
+def test_a_run_is_opened_from_any_folder(tmp_path, corpus, monkeypatch):
+    """It knows its data by their whole path, and takes a relative one for the same."""
+    out = tmp_path / "run"
+    monkeypatch.chdir(corpus.parent)
+    nsa("train", "--out", out, "--data", corpus.name, "--steps", 1, *TINY)
+    nsa("train", "--out", out, "--resume", "--data", corpus.name)
+    monkeypatch.chdir(tmp_path)
+    nsa("eval", out)
+    nsa("train", "--out", out, "--resume")
+    assert "data.paths" in refused("train", "--out", out, "--resume", "--data", corpus.name)
+
+
+def test_texts_that_are_not_found_are_told_with_their_extensions(tmp_path, corpus):
+    message = refused("train", "--out", tmp_path / "run", "--data", corpus, "--extension", "py", "--steps", 1)
+    assert f"no text found in {corpus} with the extensions py" in message
+
+
 def test_changed_data_are_refused(tmp_path, corpus):
     data = tmp_path / "data"
     shutil.copytree(corpus, data)

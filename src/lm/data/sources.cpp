@@ -1,6 +1,7 @@
 #include "lm/data/sources.h"
 
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -118,7 +119,11 @@ std::vector<Text> read_texts(const DataConfig& config) {
       open_group = file.group;
     }
   }
-  if (texts.empty()) throw base::Error("data: no text found");
+  if (texts.empty())
+    throw base::Error(fmt::format(
+        "data: no text found in {}{}", fmt::join(paths, ", "),
+        extensions.empty() ? ""
+                           : fmt::format(" with the extensions {} (with their dot)", fmt::join(extensions, ", "))));
   return texts;
 }
 

@@ -41,10 +41,13 @@ class Haystack {
     }
   }
 
+  /// Throws if a context of so many tokens may not fit.
+  void require(std::int64_t length) const {
+    if (length <= static_cast<std::int64_t>(tokens_.size())) return;
+    throw base::Error(fmt::format("length {}: the texts have {} tokens, too few", length, tokens_.size()));
+  }
+
   Tokens stretch(std::int64_t length, base::Random& random) const {
-    if (length > static_cast<std::int64_t>(tokens_.size())) {
-      throw base::Error(fmt::format("the texts have {} tokens: too few for a context with {}", tokens_.size(), length));
-    }
     const auto start = random.below(tokens_.size() - static_cast<std::size_t>(length) + 1);
     const auto begin = tokens_.begin() + static_cast<std::ptrdiff_t>(start);
     return {begin, begin + length};
@@ -93,6 +96,7 @@ std::vector<std::vector<NeedleCell>> run_needle(
   const Haystack haystack(texts);
   const auto& tokenizer = *opened.tokenizer;
   std::vector<std::vector<NeedleCell>> rows;
+  for (const auto length : options.lengths) haystack.require(length);  // before the work begins
   for (const auto length : options.lengths) {
     auto& row = rows.emplace_back(options.depths.size());
     for (int sample = 0; sample < options.samples; ++sample) {

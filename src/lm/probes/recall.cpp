@@ -263,7 +263,8 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
   std::int64_t at_full_length = 0;         // steps
   const int first_pairs = std::min(kFirstChains * task.hops, task.pairs);
   int pairs = first_pairs, slot = std::min(kFirstSlot, task.slot);
-  double running = 0, running_full = 0;
+  double running = 0, running_full = 0;  // mean accuracies since the last change of size, of which they begin at 0
+  double weight = 0;                     // of what they have taken in
   std::int64_t left = options.most_steps;
   while (left-- > 0) {
     const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
@@ -274,11 +275,16 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
     const auto [loss, share] = sparse.step(plans.back());
     running = kMemory * running + (1 - kMemory) * share;
     running_full = kMemory * running_full + (1 - kMemory) * full.step(plans.back()).second;
+    weight = kMemory * weight + (1 - kMemory);
     const double slower = std::min(running, running_full);
     const auto step = static_cast<std::int64_t>(plans.size());
     if (step % kHistoryEvery == 0 || left == 0) {
-      report.history.push_back(
-          {.step = step, .pairs = pairs, .slot = slot, .loss = loss, .accuracy = running, .full = running_full});
+      report.history.push_back({.step = step,
+                                .pairs = pairs,
+                                .slot = slot,
+                                .loss = loss,
+                                .accuracy = running / weight,
+                                .full = running_full / weight});
       on_step(report.history.back());
     }
     if (!whole) {
@@ -288,7 +294,7 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
       } else {
         slot = std::min(2 * slot, task.slot);
       }
-      running = running_full = 0;
+      running = running_full = weight = 0;
     } else if (slower > kSuccess) {
       left = std::min(left, options.steps_after_success);
     }

@@ -186,7 +186,7 @@ RunConfig default_run_config(const std::string& device) {
   RunConfig config;
   config.model = with_preset(config.model, "recipe");
   if (device != "cuda") return config;
-  auto& model = config.model;  // 31 million parameters
+  auto& model = config.model;  // 26 million parameters
   model.num_layers = 8;
   model.hidden_size = 512;
   model.num_heads = 8;

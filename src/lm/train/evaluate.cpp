@@ -126,6 +126,7 @@ void to_json(nlohmann::json& json, const Evaluation& evaluation) {
   if (evaluation.bits_per_byte) json["bits_per_byte"] = *evaluation.bits_per_byte;
   json["loss_by_position"] = evaluation.by_position;
   json["loss_by_repeat"] = evaluation.by_repeat;
+  json["repeat_match"] = evaluation.repeat_match;
   if (!evaluation.layers.empty()) json["layers"] = evaluation.layers;
 }
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -493,6 +494,17 @@ void require_same(const RunConfig& config, const Ranks& ranks) {
   if (!difference.empty()) throw base::Error(fmt::format("not as on the first rank: {}", difference));
 }
 
+/// A path, or a list of them, as it is found from any folder; no path: `bytes`, the tokenizer.
+nlohmann::json absolute(const nlohmann::json& value) {
+  if (value == "bytes") return value;
+  if (value.is_string()) return std::filesystem::absolute(value.get<std::string>()).string();
+  auto paths = nlohmann::json::array();
+  for (const auto& path : value) paths.push_back(absolute(path));
+  return paths;
+}
+
+bool is_path(const std::string& field) { return field == "paths" || field == "tokenizer"; }
+
 std::string hex(std::uint64_t value) { return fmt::format("{:016x}", value); }
 
 }  // namespace
@@ -501,6 +513,8 @@ TrainResult train(TrainRequest request) {
   auto& config = request.config;
   const Ranks& ranks = request.execution.ranks;
   config.train.device = request.device.kind();
+  config.data.paths = absolute(config.data.paths);
+  config.data.tokenizer = absolute(config.data.tokenizer);
   const auto tokenizer = tokenizer_of(config);
   if (config.train.init.empty()) config.model.vocab_size = tokenizer->vocab_size();
   config.model.validate();
@@ -535,6 +549,7 @@ TrainResult resume(const std::string& out, const nlohmann::json& given, const Ex
   for (const auto& [name, value] : given.items()) {
     for (const char* section : {"model", "train", "data"}) {
       if (!stored[section].contains(name) || stored[section][name] == value) continue;
+      if (is_path(name) && absolute(stored[section][name]) == absolute(value)) continue;
       if (!is_interval(name)) {
         throw base::Error(fmt::format("{}: cannot resume with another {}.{}: {}, was {}", out, section, name,
                                       shown(value), shown(stored[section][name])));
