@@ -42,8 +42,8 @@ that did not within the context. R is the share kept of what attention beyond th
 / (window − full): of all positions, and of those beyond n · l' (`topk` · `block_size`, the tokens that the selected
 branch reads). Recall of the choice: of the attention of the selected branch, were it to read all blocks, the share that
 falls on the chosen ones; beside it that of the best blocks, and of random ones.
-tokens/s are the median of a run's, by which its losses stand over time; where runs of a model were on different GPUs, of
-those on the GPU that most of the recipe's were on. The recipe is the [default of nsa
+tokens/s are the median of a run's, by which its losses stand over time; where runs of a model were on different GPUs,
+of those on the GPU that most of the recipe's were on. The recipe is the [default of nsa
 train](guide/training.md#which-model); the other methods and chains of look-ups (hops) are told of in
 [measuring](guide/measuring.md#other-sparse-methods). Those of NSA before b96b740 (2026-11-27)
 [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent

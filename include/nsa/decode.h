@@ -58,8 +58,10 @@ struct DecodeParams {
   CompressionWeights weights_k, weights_v;
   NSAConfig cfg;
   std::optional<double> softmax_scale;
-  TensorView rope_cos, rope_sin;  // float32 (max_positions, Dk / 2), optional: rotates compressed key i at i * d
-  TensorView num_new;             // int32 (B), 0 ... m, optional: default m; 0 is an idle slot, o = 0
+  // float32 (max_positions, Dk / 2), optional: rotates compressed key i at i * d. On a device nothing looks whether
+  // they reach as far as a sequence gets: to the end of its last page at most.
+  TensorView rope_cos, rope_sin;
+  TensorView num_new;  // int32 (B), 0 ... m, optional: default m; 0 is an idle slot, o = 0
   // int32 (B + 1), optional, in place of num_new: the new tokens are packed. All that is (B, m, ...) here is (T, ...)
   // then, sequence b in rows query_start_loc[b] ... query_start_loc[b + 1] - 1; o = 0 in rows behind the last.
   TensorView query_start_loc;

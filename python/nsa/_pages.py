@@ -31,7 +31,9 @@ class Pool:
         """int32 (B, max_pages) in host memory, -1: none. Sequences that are not in `changed` have what they had."""
         shape = len(self.held), self.max_pages
         if self.uploaded.shape != shape:
-            self.uploaded, changed = torch.empty(shape, dtype=torch.int32, device="cpu"), set(range(len(self.held)))
+            changed = set(range(len(self.held)))
+            with torch.inference_mode(False):
+                self.uploaded = torch.empty(shape, dtype=torch.int32, device="cpu")
         for sequence in changed:
             pages = self.held[sequence]
             numbers = torch.tensor(pages + [-1] * (self.max_pages - len(pages)), dtype=torch.int32, device="cpu")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._arguments import check_offsets
 from .config import NSAConfig
@@ -316,7 +317,10 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     once = _function(f"nsa_{name}_backward", _below_autograd(backward_op), lambda *_: None, _no_second_derivative)
 
     def run(*arguments: Any) -> Any:
-        if torch.is_grad_enabled() and needs_gradient(*[arguments[i] for i in positions]):
+        # An autograd.Function without a jvp refuses forward-mode differentiation; the bare kernels would lose it.
+        if (
+            torch.is_grad_enabled() and needs_gradient(*[arguments[i] for i in positions])
+        ) or forward_ad._current_level >= 0:
             return function.apply(*arguments)
         return bare(*arguments)
 

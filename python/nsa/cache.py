@@ -404,6 +404,12 @@ class KVCache:
         self.cache_seqlens[sequence] = len(prefix.tokens)
         return len(prefix.tokens)
 
+    @property
+    def max_positions(self) -> int:
+        """max_length in whole pages, to whose end a sequence may get: as many positions must `rope` have."""
+        size = int(self.k_slc.shape[1])
+        return -(-self.max_length // size) * size
+
     @checked
     def select(self, rows: Sequence[int] | Tensor) -> None:
         """Row b goes on as row rows[b] did (beam search); as many rows as there are numbers. Waits for the device.
@@ -488,14 +494,17 @@ class KVCache:
             for name in names:
                 old = getattr(self, name)
                 if (count, size) != old.shape[:2]:
-                    setattr(self, name, old.new_zeros(count, size, *old.shape[2:]))
-                    getattr(self, name)[: old.shape[0], : old.shape[1]] = old
+                    with torch.inference_mode(False):
+                        larger = old.new_zeros(count, size, *old.shape[2:])
+                    larger[: old.shape[0], : old.shape[1]] = old
+                    setattr(self, name, larger)
         self.max_length = max_length
         if any(table.shape[1] != pages.max_pages for pages, table in self._pools()):
             self._new_tables()
             self._pages.changed = set(range(self.batch_size))
             self._write_tables()
 
+    @torch.inference_mode(False)
     def _new_tables(self) -> None:
         """The tables anew, in one tensor, so that one copy uploads both."""
         shapes = [(len(pages.held), pages.max_pages) for pages in self._pages.pools]
@@ -523,7 +532,8 @@ class KVCache:
         """Tensors of these names with their rows replaced: in their own memory, if as many."""
         for name in names:
             old = getattr(self, name)
-            chosen = old[rows]
+            with torch.inference_mode(False):
+                chosen = old[rows]
             if chosen.shape == old.shape:
                 old.copy_(chosen)
             else:

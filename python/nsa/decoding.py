@@ -98,7 +98,7 @@ def decode(
         weights_k, weights_v: of the compression function, as in `compress`; default the mean.
         k_slc, v_slc, k_swa, v_swa: of the selected branch and of the window.
         indices: int32 (B, m, Hkv, topk), the blocks to attend to, instead of those that the importance selects.
-        rope: as in `native_sparse_attention`: q and keys come unrotated. At least the cache's max_length positions.
+        rope: as in `native_sparse_attention`: q and keys come unrotated. At least the cache's `max_positions`.
         softmax_scale: default 1 / sqrt(Dk).
         num_new: int32 (B), 0 ... m; 0 is an idle row, for which nothing is read or written and o = 0. Default m.
         return_indices: also return the blocks that the importance selects, int32 (B, m, Hkv, topk).
@@ -211,9 +211,9 @@ def _step(
     weights_k, weights_v = (MEAN if w is None else w for w in weights)
     at: Tensor | slice = slice(None)
     if rope is not None and q.dim() == 4:  # else the operator refuses q
-        check_positions(rope, cache.max_length, "the cache's max_length")
+        check_positions(rope, cache.max_positions, "the cache's max_length in whole pages")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
-        at = rows.clamp(max=cache.max_length - 1)  # idle rows and those without room
+        at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those without room
     with torch.no_grad():
         turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = step(

@@ -437,6 +437,8 @@ def _packed(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if value is not None and cu_seqlens_q is None:
+            raise ValueError(f"{name} = {value}: must be given with cu_seqlens_q only")
         if value is not None and not 0 <= value <= 2**63 - 1:
             raise ValueError(f"{name} = {value}: must be 0 ... 2^63 - 1, or None for the total")
     return cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,8 @@ class NativeSparseAttention(nn.Module):
             check_rotation(head_dim, "rope_theta", rope_theta, partial_rotary_factor)
         self.rope_theta, self.partial_rotary_factor, self.rope = rope_theta, partial_rotary_factor, rope
         self.context_parallel: ContextParallel | None = None
-        self._fold_tables: tuple[Tensor, Tensor] | None = None  # for the compressed keys of a cache
+        # For the compressed keys of a cache: of which rope_theta, partial_rotary_factor and rope.
+        self._fold_tables: tuple[Any, Any, Any, tuple[Tensor, Tensor] | None] = None, None, None, None
         self.selector_queries = selector_queries
         self.selector_loss: Tensor | None = None
         self._check_selector_queries()
@@ -209,8 +210,8 @@ class NativeSparseAttention(nn.Module):
             x: (B, S, hidden_size); or packed (total, hidden_size) with cu_seqlens.
             cu_seqlens: int32 (batch + 1).
             max_seqlen: upper bound of the lengths in tokens, default the total.
-            cache: x are the next S tokens per row, appended to it; no gradient. Up to 16 run as `decode`, more as
-                `prefill`. Room must have been reserved.
+            cache: x are the next S tokens per row, appended to it; a backward through the step raises RuntimeError. Up
+                to 16 run as `decode`, more as `prefill`. Room must have been reserved.
             num_new: int32 (B), with a cache: how many of the S tokens of each row count, default all.
             first_chunk: with a cache: its rows are empty, as `prefill` takes it.
             indices: the blocks to attend to, as `native_sparse_attention` takes them.
@@ -232,6 +233,10 @@ class NativeSparseAttention(nn.Module):
             raise ValueError("cache: must not be given to a layer with context_parallel")
         if self.context_parallel is not None and self._attend is not native_sparse_attention:
             raise ValueError("context_parallel: must be None in the layer of nsa.reference")
+        if cache is not None and cache.cfg != self.cfg:
+            raise ValueError(f"cache: of {cache.cfg}: must be of the layer's {self.cfg}")
+        if max_seqlen is not None and cu_seqlens is None:
+            raise ValueError(f"max_seqlen = {max_seqlen}: must be given with cu_seqlens only")
         for name, given in (("num_new", num_new is not None), ("first_chunk", first_chunk)):
             if given and cache is None:
                 raise ValueError(f"{name}: must be given with a cache only")
@@ -270,6 +275,7 @@ class NativeSparseAttention(nn.Module):
                 num_new=num_new,
                 return_indices=True,
             )
+            o = without_gradient(o, q)
         else:
             cp = self.context_parallel
             rows = x.shape[-2] * (1 if cp is None else cp.size)
@@ -374,8 +380,26 @@ class NativeSparseAttention(nn.Module):
         return rotary_tables(positions, self.head_dim, self.rope_theta, self.partial_rotary_factor)
 
     def _tables_for(self, cache: KVCache) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of every position in the cache."""
-        tables, device = self._fold_tables, cache.cache_seqlens.device
-        if tables is None or tables[0].shape[0] < cache.max_length or tables[0].device != device:
-            tables = self._fold_tables = self._tables(cache.max_length, device)
+        """Cosines and sines of every position in the cache; kept as long as the rotation is the same."""
+        device = cache.cache_seqlens.device
+        rope_theta, factor, rope, tables = self._fold_tables
+        same = rope_theta == self.rope_theta and factor == self.partial_rotary_factor and rope is self.rope
+        if not same or tables is None or tables[0].shape[0] < cache.max_positions or tables[0].device != device:
+            tables = self._tables(cache.max_positions, device)
+            self._fold_tables = self.rope_theta, self.partial_rotary_factor, self.rope, tables
         return tables
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, _: Tensor) -> Tensor:
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> NoReturn:
+        raise RuntimeError("cache: a step with a cache has no gradient; train without one (use_cache=False)")
+
+
+def without_gradient(o: Tensor, x: Tensor) -> Tensor:
+    """What a step with a cache made of x: a gradient that is asked for is refused, not lost."""
+    return _WithoutGradient.apply(o, x) if torch.is_grad_enabled() and x.requires_grad else o  # type: ignore[no-untyped-call]

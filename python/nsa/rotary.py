@@ -129,6 +129,8 @@ def rotate_inputs(
     if rope is None:
         return Rotated(q, k, k_slc, k_swa, weights_k, None, None)
     cos, sin = rope
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        raise ValueError("rope: requires a gradient: must not, as none comes from the compressed keys")
     # What the operators refuse is left to them: they name it.
     if q.dim() < 3 or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
         return Rotated(q, k, k_slc, k_swa, weights_k, cos, sin)

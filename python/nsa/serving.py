@@ -117,7 +117,7 @@ class _Rows:
     v_scale: Tensor | None
 
     def __init__(self, step: Step, first: int, lengths: Tensor, table: Tensor, table_c: Tensor) -> None:
-        self.cfg, self.max_length, self.overflow = step.cfg, step.max_length, step.overflow
+        self.cfg, self.max_positions, self.overflow = step.cfg, step.max_length, step.overflow
         self.slots = slice(first, first + lengths.shape[0])
         self.lengths, self.tables = lengths, (table, table_c)
         self.layer: LayerCache | None = None
@@ -386,7 +386,7 @@ def decode_paged(
     softmax_scale: float | None = None,
     return_indices: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One layer's step for decodes and chunks together, as one operator on an engine's tensors. CPU only so far.
+    """One layer's step for decodes and chunks together, as one operator on an engine's tensors.
 
     T new tokens, packed, of B requests. The caller's lengths and tables say everything; none of them is written. With
     `block_table` alone for all that has pages, requests that begin alike share full pages without a call of `fork`.

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import DataCollatorWithFlattening, StaticCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DataCollatorWithFlattening, StaticCache
 
 import nsa.hf  # noqa: F401
 from models import dense, error, gradients, padded, tokens
@@ -86,6 +86,68 @@ def test_a_packed_sequence_is_the_sequence_alone(name, offsets):
     for use_cache in (False, True):  # a cache, the default, hides from transformers' own masks that this is packed
         logits = model(**batch, use_cache=use_cache).logits[0]
         check_rows(model, rows, logits.split(LENGTHS))
+
+
+HIDDEN = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**HIDDEN, "intermediate_size": 96}
+GPT = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt_bigcode", {**GPT, "bos_token_id": 1, "eos_token_id": 2}),
+        ("persimmon", WIDE),
+        ("ctrl", {**GPT, "dff": 96}),
+        ("recurrent_gemma", {**WIDE, "num_hidden_layers": 3, "num_key_value_heads": 2, "attention_window_size": 8}),
+    ],
+)
+def test_documents_by_the_mask_alone(name, sizes, batch):
+    """Models that do not hand position_ids to the attention function."""
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes), attn_implementation="nsa").eval()
+    ids, one, two = tokens(batch, 60), torch.arange(60), torch.cat((torch.arange(40), torch.arange(20)))
+    given = {"position_ids": torch.stack((two, one)[:batch]), "use_cache": False}
+    with torch.no_grad():
+        logits = model(ids, **given).logits
+        if name != "recurrent_gemma":  # whose convolutions go over the edges of documents
+            assert error(logits[:1, 40:], model(ids[:1, 40:], use_cache=False).logits) < 1e-5
+        model.set_attn_implementation("eager")
+        assert error(logits, model(ids, **given).logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("bloom", {"vocab_size": 97, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+        ("xglm", {"vocab_size": 97, "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
+        ("big_bird", {**WIDE, "is_decoder": True, "attention_type": "original_full"}),
+        ("rembert", {**WIDE, "is_decoder": True, "input_embedding_size": 32, "output_embedding_size": 32}),
+        ("gpt_neox_japanese", HIDDEN),
+    ],
+)
+def test_models_that_do_not_ask_for_the_attention_function_are_refused(name, sizes):
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes), attn_implementation="nsa").eval()
+    with pytest.raises(ValueError, match=f"^attn_implementation = 'nsa': must be 'eager' for '{name}', whose"):
+        model(tokens(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt2", {**GPT, "n_layer": 1}),
+        ("gemma3_text", {**WIDE, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}),
+        ("stablelm", {**WIDE, "num_key_value_heads": 4}),  # says nothing of attention backends
+    ],
+)
+def test_models_that_ask_for_it_are_not_refused(name, sizes):
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes), attn_implementation="nsa").eval()
+    with torch.no_grad():
+        ids, logits = tokens(2, 30), []
+        for implementation in ("eager", "nsa"):
+            model.set_attn_implementation(implementation)
+            logits.append(model(ids).logits)
+    assert error(logits[1], logits[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", CAUSAL)

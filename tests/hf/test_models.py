@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+import re
 
 import pytest
 import torch
@@ -113,6 +115,11 @@ def test_a_configuration_is_checked():
             config(**SIZES, nsa=nsa_)
     with pytest.raises(ValueError, match=r"^dense_layers: 2: must be 0 \.\.\. 1"):
         config(**SIZES, dense_layers=[2])
+    for rope in ("dynamic", "longrope"):
+        parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+        parameters |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope == "longrope" else {}
+        with pytest.raises(ValueError, match=f"^rope_parameters: rope_type = '{rope}': must be default, linear, "):
+            config(**SIZES, rope_parameters=parameters)
     assert config().nsa_config() == nsa.NSAConfig()
     with pytest.raises(ValueError, match=r"^attn_implementation = 'sdpa': must be 'nsa' or 'eager'"):
         SPARSE["llama"][0]._from_config(config(**SIZES), attn_implementation="sdpa")
@@ -136,10 +143,9 @@ def test_an_attention_layer_is_native_sparse_attention(name, share_kv):
 
 
 @BOTH
-@pytest.mark.parametrize("rope", ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"])
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3", "proportional"])
 def test_eager_is_the_reference_for_every_rotation(name, rope):
     parameters = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-    parameters |= {"longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}.get(rope, {})
     parameters |= {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}.get(rope, {})
     parameters |= {"proportional": {"partial_rotary_factor": 0.5}}.get(rope, {})
     model = sparse(name, rope_parameters=parameters, max_position_embeddings=256, dense_layers=[1])
@@ -160,8 +166,37 @@ def test_eager_is_the_reference_for_every_rotation(name, rope):
     with torch.no_grad():  # positions do not turn otherwise because a text became longer
         cache = model(ids[:, :150], attention_mask=mask[:, :150], use_cache=True).cache
         last = model(ids[:, 150:], attention_mask=mask, cache=cache, use_cache=True).logits
-    if rope not in ("dynamic", "longrope"):  # transformers' own dense layer turns them otherwise
-        assert error(last[1], out.logits[1, 150:]) < 1e-4
+    assert error(last[1], out.logits[1, 150:]) < 1e-4
+
+
+def test_tables_of_the_rotation_are_as_long_as_needed():
+    model = sparse("llama", num_hidden_layers=1).model
+
+    def positions_after(*lengths, cache=None):
+        model._tables = None
+        for length in lengths:
+            model(tokens(1, length), cache=cache, use_cache=cache is not None)
+        return model._tables[0].shape[0]
+
+    with torch.no_grad():
+        assert [positions_after(n) for n in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
+        for size, positions in ((60, 64), (128, 128), (129, 256)):
+            assert positions_after(30, 1, cache=StaticCache(config=model.config, max_cache_len=size)) == positions
+        for length in (1, 31, 32, 33, 127, 128, 129, 190):  # a cache has more room than tokens
+            cache = DynamicCache(config=model.config)
+            assert positions_after(length, *[1] * 70, length, cache=cache) < 4 * cache.layers[0].cache.max_length
+        offsets = torch.tensor([0, 120], dtype=torch.int32)
+        model._tables = None  # a sequence that goes over two rows
+        assert model(tokens(2, 60), cu_seq_lens_q=offsets, use_cache=False).last_hidden_state.isfinite().all()
+        assert pickle.loads(pickle.dumps(model))._tables is None and model._tables is not None
+
+
+def test_trained_after_a_forward_in_inference_mode():
+    model, ids = sparse("llama", dense_layers=[1]), tokens(1, 50)
+    with torch.inference_mode():
+        model(ids)
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 # Generation
@@ -429,6 +464,19 @@ def test_calls_that_cannot_be_are_refused():
     ids = tokens(1, 20)
     with pytest.raises(ValueError, match=r"^attention_mask: \(1, 1, 20, 20\): must be \(B, S\) or None"):
         model(ids, attention_mask=torch.zeros(1, 1, 20, 20))
+    for shape in ((2, 20), (1, 21), (1, 19)):
+        with pytest.raises(ValueError, match=rf"^attention_mask: {re.escape(str(shape))}: must be \(1, 20\): "):
+            model(ids, attention_mask=torch.ones(shape))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).cache
+        with pytest.raises(ValueError, match=r"^attention_mask: \(1, 20\): must be \(1, 40\): rows, tokens seen and "):
+            model(ids, attention_mask=torch.ones(1, 20), cache=cache)
+        static = StaticCache(config=model.config, max_cache_len=64)
+        for _ in range(2):  # before the first step it tells the tokens seen as a number, then as a tensor
+            for shape in ((2, 40), (1, 19)):
+                with pytest.raises(ValueError, match=r"^attention_mask: \(., ..\): must be \(1, 20 or more\): "):
+                    model(ids, attention_mask=torch.ones(shape), cache=static)
+            model(ids, attention_mask=torch.ones(1, 64), cache=static)
     with pytest.raises(ValueError, match=r"^output_attentions = True: must be False in a sparse model"):
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match=r"^cache: must be made for the model"):

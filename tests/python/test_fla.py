@@ -103,6 +103,8 @@ def test_definition(device, name):
         ({"g_cmp": True, "window_size": 8}, "g_swa: not given: must be with window_size = 8"),
         ({"g_cmp": True, "block_counts": 2}, "block_counts = 2: must be >= 3"),
         ({"g_cmp": True, "block_size": 24}, "block_size = 24: must be a positive multiple of 16"),
+        ({"g_cmp": True, "g_slc": torch.rand(1, 20, 1)}, r"g_slc: \(1, 20, 1\): must be \(1, 20, 2\)"),
+        ({"g_cmp": True, "block_counts": torch.full((1, 20), 3)}, r"block_counts: \(1, 20\): must be \(1, 20, 2\)"),
         ({"batch": 2, "cu_seqlens": torch.tensor([0, 20])}, "must have a batch of 1 with cu_seqlens"),
     ],
 )

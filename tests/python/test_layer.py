@@ -1,5 +1,6 @@
 """The layer against the functional operations, its parameters and their initial values."""
 
+import dataclasses
 import math
 
 import pytest
@@ -184,6 +185,21 @@ def test_arguments_that_do_not_go_together():
         layer(torch.randn(4, 32), torch.tensor([0, 4], dtype=torch.int32), cache=layer.make_cache(1, 8))
     with pytest.raises(ValueError, match="num_new: must be given with a cache only"):
         layer(torch.randn(1, 4, 32), num_new=torch.tensor([2], dtype=torch.int32))
+    with pytest.raises(ValueError, match="max_seqlen = 4: must be given with cu_seqlens only"):
+        layer(torch.randn(1, 4, 32), max_seqlen=4)
+    other = layer_of(cfg=dataclasses.replace(SMALL, window_size=SMALL.window_size + 1))
+    with pytest.raises(ValueError, match=r"^cache: of NSAConfig\(.*\): must be of the layer's NSAConfig\("):
+        layer(torch.randn(1, 4, 32), cache=other.make_cache(1, 8))
+
+
+def test_a_rotation_that_is_changed_changes_steps():
+    torch.manual_seed(5)
+    layer, x = layer_of(cfg=SMALL), torch.randn(1, 40, 32)
+    with torch.no_grad():
+        for rope_theta in (1e4, 50.0):
+            layer.rope_theta = rope_theta
+            cache = layer.make_cache(1, 40)
+            torch.testing.assert_close(layer(x, cache=cache), layer(x), rtol=1e-4, atol=1e-4)
 
 
 OPTIONS = {
@@ -235,7 +251,9 @@ def test_tables_that_end_early():
     with pytest.raises(ValueError, match="rope: 30 positions"):
         layer(torch.randn(40, 32), torch.tensor([0, 31, 40], dtype=torch.int32))
     layer(torch.randn(60, 32), torch.tensor([0, 30, 60], dtype=torch.int32))
-    with pytest.raises(ValueError, match="rope: 30 positions: must be at least 31, the cache's max_length"):
+    with pytest.raises(
+        ValueError, match="rope: 30 positions: must be at least 32, the cache's max_length in whole pages"
+    ):
         layer(torch.randn(1, 1, 32), cache=layer.make_cache(1, 31))
 
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import nsa
 from devices import head_dims
@@ -195,6 +196,25 @@ def test_second_derivatives_are_refused(backend):
     (d_q,) = torch.autograd.grad(problem.by_library("combine", inputs).out.sum(), [inputs["gates"]], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
         d_q.sum().backward()
+
+
+def test_forward_mode_derivatives_are_refused():
+    q, k = torch.randn(1, 20, 2, 16), torch.randn(1, 20, 1, 16)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        nsa.sliding_window_attention(forward_ad.make_dual(q, q), k, k, 4)
+    with forward_ad.dual_level():
+        nsa.sliding_window_attention(q, k, k, 4)
+
+
+def test_what_would_be_ignored_is_refused():
+    q, k, gates = torch.randn(1, 20, 2, 16), torch.randn(1, 20, 1, 16), torch.rand(1, 20, 2, 3)
+    with pytest.raises(ValueError, match="max_seqlen_q = 10: must be given with cu_seqlens_q only"):
+        nsa.native_sparse_attention(q, k, k, gates, cfg=SMALL, max_seqlen_q=10)
+    rope = tuple(table.requires_grad_() for table in nsa.rotary_tables(torch.arange(20), 16))
+    with pytest.raises(ValueError, match=r"^rope: requires a gradient: must not"):
+        nsa.native_sparse_attention(q, k, k, gates, cfg=SMALL, rope=rope)
+    with torch.no_grad():
+        nsa.native_sparse_attention(q, k, k, gates, cfg=SMALL, rope=rope)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -63,6 +63,14 @@ def parallel_nsa(
     Raises:
         ValueError: arguments that do not go together, or that an operation refuses.
     """
+    for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
+        if gate is not None and q.dim() == 4 and gate.shape != q.shape[:3]:
+            raise ValueError(f"{name}: {tuple(gate.shape)}: must be {tuple(q.shape[:3])}, (B, Sq, H)")
+    if isinstance(block_counts, Tensor) and q.dim() == k.dim() == 4:
+        expected = (*q.shape[:2], k.shape[2])
+        if block_counts.shape != expected:
+            given = tuple(block_counts.shape)
+            raise ValueError(f"block_counts: {given}: must be {expected}, (B, Sq, Hkv), or a number")
     packed: dict[str, Any] = {}
     batched = cu_seqlens is None
     if cu_seqlens is not None:

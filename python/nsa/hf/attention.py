@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..functional import selected_attention, sliding_window_attention
@@ -34,13 +34,17 @@ def nsa_attention_mask(
     device: torch.device | str = "cpu",
     **_: object,
 ) -> Tensor | None:
-    """What `nsa_attention_forward` must know of padding: None, or int8 (B, kv_length).
+    """What `nsa_attention_forward` must know of padding and of documents: None, or a tensor (B, kv_length).
 
-    1 where a key is a token, 0 where it is padding, -1 behind the last query, in a cache of fixed size.
+    Of padding, int8: 1 where a key is a token, 0 where it is padding, -1 behind the last query, in a cache of fixed
+    size. Of a padding-free batch, int32: the number of the document that a token belongs to.
 
     Raises:
-        ValueError: the model asks for a pattern that is neither causal nor a sliding window.
+        ValueError: the model's attention is its own, or asks for a pattern that is neither causal nor a sliding window.
     """
+    if not _hands_over(type(config)):
+        model = getattr(config, "model_type", None)
+        raise ValueError(f"attn_implementation = 'nsa': must be 'eager' for {model!r}, whose attention is its own code")
     if use_vmap:
         raise ValueError("or_mask_function, and_mask_function: must be None with attn_implementation='nsa'")
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
@@ -50,6 +54,10 @@ def nsa_attention_mask(
         batch = torch.arange(batch_size, device=device)[:, None]
         if bool(torch.as_tensor(mask_function(batch, 0, rows, rows + 1)).any()):
             raise ValueError("is_causal = False: attn_implementation='nsa' has causal attention only")
+        if attention_mask is None and kv_length == q_length and local_size != 1:
+            starts = ~torch.as_tensor(mask_function(batch, 0, rows + 1, rows)).expand(batch_size, -1)
+            if bool(starts.any()):
+                return torch.nn.functional.pad(starts.cumsum(1, dtype=torch.int32), (1, 0))
     full = not isinstance(q_offset, Tensor) and kv_length + kv_offset == q_offset + q_length
     if full and attention_mask is None:
         return None
@@ -61,6 +69,18 @@ def nsa_attention_mask(
         return None if bool(mask.all()) else mask
     slots = torch.arange(kv_offset, kv_offset + kv_length, device=device)
     return torch.where(slots < q_offset + q_length, mask, -1)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _hands_over(config: type) -> bool:
+    """Whether the model of a configuration calls the attention function that it is told; True if it is not known."""
+    try:
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None) or MODEL_MAPPING.get(config, None)
+    except ValueError:  # the table names a class that is not there
+        return True
+    if not hasattr(model, "_can_set_attn_implementation"):
+        return True
+    return bool(model._supports_attention_backend or model._can_set_attn_implementation())
 
 
 def nsa_attention_forward(
@@ -91,7 +111,7 @@ def nsa_attention_forward(
     Args:
         query: (B, H, Sq, D).
         key, value: (B, Hkv, Sk, D and Dv); query i stands at i + Sk - Sq.
-        attention_mask: what `nsa_attention_mask` made.
+        attention_mask: what `nsa_attention_mask` made; int32 are numbers of documents, each a sequence.
         sliding_window: the last tokens that a query sees, itself included; None: all.
         block_indices: int (B, Hkv, Sq, n), the blocks of `module.indexer.block_size` keys that a query sees, in any
             order, padded with -1.
@@ -134,6 +154,9 @@ def nsa_attention_forward(
         window = longest if sliding_window is None else sliding_window
         return sliding_window_attention(q, k, v, max(1, window), scaling, **packed)[0]
 
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        slots = torch.arange(q.shape[1], device=attention_mask.device)
+        position_ids, attention_mask = attention_mask + slots, None  # they skip one where a document starts
     if attention_mask is not None:
         return _padded(attend, q, k, v, indices, attention_mask), None
     if cu_seq_lens_q is None and position_ids is not None and q.shape[1] == k.shape[1] > 1:

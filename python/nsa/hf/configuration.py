@@ -59,6 +59,10 @@ class _Sparse(Mixin):
             raise ValueError(f"attention_dropout = {self.attention_dropout}: must be 0")
         if self.head_dim % 8:
             raise ValueError(f"head_dim = {self.head_dim}: must be a multiple of 8")
+        rope = (self.rope_parameters or {}).get("rope_type")
+        if rope in ("dynamic", "longrope"):  # keys of a cache and other rows of the batch would turn otherwise
+            allowed = "default, linear, yarn, llama3 or proportional, whose angles do not depend on a text's length"
+            raise ValueError(f"rope_parameters: rope_type = {rope!r}: must be {allowed}")
         layers = sorted(set(self.dense_layers or []))
         for layer in layers:
             if not 0 <= layer < self.num_hidden_layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from .. import reference
 from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
 from ..functional import native_sparse_attention
-from ..layer import NativeSparseAttention
+from ..layer import NativeSparseAttention, without_gradient
 from .configuration import COLWISE, LAYER_TYPE, PHI, Mixin, NsaLlamaConfig, NsaQwen3Config
 from .packing import Rows, offsets_of_restarts
 
@@ -129,8 +129,7 @@ class NsaAttention(NativeSparseAttention):
         else:
             held: Any = cache.layers[self.layer_idx]
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)
-            if torch.is_grad_enabled() and hidden_states.requires_grad:
-                o = _WithoutGradient.apply(o, hidden_states)
+            o = without_gradient(o, q)
         o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
         return o if rows is None else rows.back(o), None
 
@@ -184,18 +183,6 @@ class SomeColwise(ColwiseParallel):
 _styles: Any = ALL_PARALLEL_STYLES  # declared for functions
 _styles.register(PHI, PhiParallel())
 _styles.register(COLWISE, SomeColwise())
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """A step with a cache in code that records gradients: refused when the gradient is asked for, not lost."""
-
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, _: Tensor) -> Tensor:
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> NoReturn:
-        raise RuntimeError("cache: a step with a cache has no gradient; train with use_cache=False")
 
 
 class _Sparse(Mixin):
@@ -300,8 +287,19 @@ class _SparseModel(_Sparse):
         batch, length = x.shape[:2]
         seen = 0 if cache is None else cache.get_seq_length()
         fixed = -1 if cache is None else cache.get_max_length()
-        layout = Layout(self._rotation(fixed if fixed > 0 else seen + length, x.device))
+        if fixed > 0:
+            positions = fixed
+        elif cache is not None:  # room that a growing cache may have, tokens taken back included
+            positions = 3 * (seen + length) // 2 + 127
+        else:  # given offsets may lead over several rows
+            positions = length if kwargs.get("cu_seq_lens_q") is None else batch * length
+        layout = Layout(self._rotation(positions, x.device))
         if attention_mask is not None:
+            shape = tuple(attention_mask.shape)
+            least = length if isinstance(seen, Tensor) else seen + length
+            if shape[0] != batch or shape[1] < least or (shape[1] > least and fixed <= 0):
+                expected = f"({batch}, {least}{' or more' if fixed > 0 else ''})"
+                raise ValueError(f"attention_mask: {shape}: must be {expected}: rows, tokens seen and these")
             new = torch.arange(length, device=x.device) + seen
             tokens = attention_mask.to(x.device).bool().index_select(1, new)
             if isinstance(seen, Tensor) or not bool(tokens.all()):
@@ -317,18 +315,20 @@ class _SparseModel(_Sparse):
                 layout.max_seqlen = None if longest is None else int(longest)
         return layout
 
+    @torch.inference_mode(False)  # tensors that are kept must do for training, too
     @torch.no_grad()
     def _rotation(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of at least `positions` tokens; kept, so that a step computes none."""
         tables = self._tables
         if tables is None or tables[0].shape[0] < positions or tables[0].device != device:
-            length = 1 << (2 * positions + 127).bit_length()
-            if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # else the angles would change with the length
-                length = max(length, self.config.max_position_embeddings)
+            length = max(64, 1 << (positions - 1).bit_length())  # whole pages of a cache, too
             like = torch.empty(0, dtype=torch.float32, device=device)
             both = self.rotary_emb(like, position_ids=torch.arange(length, device=device)[None])
             tables = self._tables = tuple(t[0, :, : t.shape[-1] // 2].contiguous() for t in both)
         return tables
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": None}  # what is computed anew need not be pickled
 
 
 class NsaLlamaModel(_SparseModel, LlamaModel):

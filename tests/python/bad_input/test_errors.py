@@ -262,7 +262,7 @@ def test_memory_between_two_elements(shift):
 def test_integers_above_64_bits():
     x = torch.randn(1, 5, 1, 16)
     with pytest.raises(ValueError, match=r"^max_seqlen_k = 1.*: must be 0 \.\.\. 2\^63 - 1"):
-        nsa.sliding_window_attention(x, x, x, 4, max_seqlen_k=10**30)
+        nsa.sliding_window_attention(x, x, x, 4, max_seqlen_k=10**30, cu_seqlens_q=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match=r"^window_size = 1.*: must fit into 64 bits"):
         nsa.sliding_window_attention(x, x, x, 10**30)
     gates = torch.rand(1, 5, 1, 3)

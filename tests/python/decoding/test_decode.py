@@ -92,6 +92,55 @@ def test_a_cache_of_inference_mode_is_used_outside(backend, layer):
             assert_same(here, there)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", ["grow", "select"])
+def test_a_cache_that_inference_mode_changed_is_used_outside(layer, kind, change):
+    """What replaces its tensors is no tensor of that mode."""
+    x, found = torch.randn(2, 60, 32), []
+    options = KINDS[kind] | ({"num_pages": 40} if KINDS[kind] else {})
+    for mode in (True, False):
+        cache = layer.make_cache(2, 64, **options)
+        cache.reserve(40)
+        with torch.no_grad():
+            layer(x[:, :40], cache=cache, first_chunk=True)
+        with torch.inference_mode(mode):
+            cache.grow(256) if change == "grow" else cache.select([1, 0, 1])
+        cache.rollback(0, 39)
+        cache.select([1, 0])
+        cache.reserve(60)
+        with torch.no_grad():
+            found.append(layer(x[:, 40:], cache=cache))
+        cache.check()
+        cache.release(0)
+        assert not any(tensor.is_inference() for tensor in cache.tensors())
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_up_to_the_end_of_a_page(backend, layer, kind):
+    """A sequence has room to the end of its last page, also beyond max_length, and turns there as everywhere. (Large
+    pages have room for more tokens than for what becomes of them.)"""
+    x, cache = torch.randn(1, 96, 32), layer.make_cache(1, 49, **KINDS[kind])
+    cache.reserve(49)
+    assert cache.max_positions == (96 if kind == "large pages" else 64)
+    with torch.no_grad():
+        steps = [layer(x[:, t : t + 1], cache=cache) for t in range(64)]
+        assert_same(torch.cat(steps, 1), layer(x[:, :64]))
+    cache.check()
+
+
+def test_a_backward_through_a_step_is_refused(layer):
+    """Not lost: only what stands behind the step could have its gradient."""
+    x, cache = torch.randn(1, 20, 32, requires_grad=True), layer.make_cache(1, 40)
+    out = layer(x, cache=cache, first_chunk=True)
+    with pytest.raises(RuntimeError, match=r"^cache: a step with a cache has no gradient"):
+        out.sum().backward()
+    layer.requires_grad_(False)
+    layer.o_proj.requires_grad_(True)
+    layer(x.detach(), cache=cache).sum().backward()
+    assert layer.o_proj.weight.grad is not None
+
+
 def test_a_first_chunk_takes_empty_rows_with_room_alone(backend, layer):
     x, cache = torch.randn(3, 40, 32), layer.make_cache(3, 80, page_size=16)
     cache.reserve([80, 32, 48])
