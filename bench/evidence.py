@@ -267,11 +267,12 @@ class Runs:
         options = merged(plan.train.split(), plan.models[model].split(), self.given.options)
         wanted = shlex.join(options) + "\n"
         trained_with = folder.with_name(f"{folder.name}.options")
+        found = trained_with.read_text() if trained_with.exists() else "nobody knows which\n"
         begun = (folder / "model.safetensors").exists()
-        if begun and (found := trained_with.read_text() if trained_with.exists() else "?\n") != wanted:
+        if begun and found != wanted:
             raise SystemExit(
                 f"{folder} was trained with other options: delete it, or choose another --out\n"
-                f"  it has {found}  wanted {wanted}".rstrip()
+                f"  it has: {found}  wanted: {wanted.rstrip()}"
             )
         if finished(folder):
             return
@@ -369,9 +370,8 @@ class Runs:
 def metrics(folder: Path) -> list[dict]:
     """The lines of a run's metrics, but one at the end that a kill has torn."""
     file = folder / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
-    )
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def finished(folder: Path) -> bool:

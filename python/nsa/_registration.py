@@ -317,10 +317,9 @@ def _differentiable(name: str, *inputs: str, saved: Sequence[str] = ()) -> None:
     once = _function(f"nsa_{name}_backward", _below_autograd(backward_op), lambda *_: None, _no_second_derivative)
 
     def run(*arguments: Any) -> Any:
-        # An autograd.Function without a jvp refuses forward-mode differentiation; the bare kernels would lose it.
-        if (
-            torch.is_grad_enabled() and needs_gradient(*[arguments[i] for i in positions])
-        ) or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() and needs_gradient(*[arguments[i] for i in positions]):
+            return function.apply(*arguments)
+        if forward_ad._current_level >= 0:  # refused, as the function has no jvp; the bare kernels would lose tangents
             return function.apply(*arguments)
         return bare(*arguments)
 

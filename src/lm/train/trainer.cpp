@@ -496,10 +496,12 @@ void require_same(const RunConfig& config, const Ranks& ranks) {
 
 /// A path, or a list of them, as it is found from any folder; no path: `bytes`, the tokenizer.
 nlohmann::json absolute(const nlohmann::json& value) {
-  if (value == "bytes") return value;
-  if (value.is_string()) return std::filesystem::absolute(value.get<std::string>()).string();
+  const auto of = [](const nlohmann::json& path) {
+    return std::filesystem::absolute(path.get<std::string>()).string();
+  };
+  if (value.is_string()) return value == "bytes" ? value : nlohmann::json(of(value));
   auto paths = nlohmann::json::array();
-  for (const auto& path : value) paths.push_back(absolute(path));
+  for (const auto& path : value) paths.push_back(of(path));
   return paths;
 }
 
