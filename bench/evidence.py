@@ -120,7 +120,7 @@ PLANS = {
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("full-gated", "window", "full-partial-rotary"), 3)
         | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
-        | dict.fromkeys(("blocks-8-4-32-32", "partial-rotary"), 4),
+        | {"blocks-8-4-32-32": 4},
         by_method={"eval": None},
     ),
     "32k": Plan(
@@ -186,7 +186,7 @@ PLANS = {
     "ablations": Plan(
         "bytes, 8192 of context, 1500 steps (49 million bytes)",
         "--steps 1500",
-        some("full", "recipe", "no-selector-loss") | VARIANTS,
+        some("full", "recipe", "window", "no-selector-loss") | VARIANTS,
         seeds=(1,),
     ),
     "ablations-pieces": Plan(
