@@ -406,7 +406,7 @@ class KVCache:
 
     @property
     def max_positions(self) -> int:
-        """max_length in whole pages, to whose end a sequence may get: as many positions must `rope` have."""
+        """How many tokens a sequence may get, max_length in whole pages; `rope` must have as many positions."""
         size = int(self.k_slc.shape[1])
         return -(-self.max_length // size) * size
 
