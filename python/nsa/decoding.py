@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._arguments import checked
 from ._first_chunk import prefill_empty_rows
-from ._registration import call, ops
+from ._registration import NAMESPACE, call, ops
 from .cache import KVCache
 from .config import CompressionWeights
 from .functional import MEAN, branch_names
@@ -88,7 +88,7 @@ def decode(
     """Appends m = 1 ... 16 new tokens per sequence, compresses the blocks that they complete, and attends.
 
     Query r of a sequence stands at cache_seqlens + r; the step then adds num_new to cache_seqlens. Room must have been
-    reserved (`KVCache.reserve`). No gradient. Hyperparameters are the cache's.
+    reserved (`KVCache.reserve`). No gradient: a backward through o raises. Hyperparameters are the cache's.
 
     Args:
         q: (B, m, H, Dk).
@@ -214,6 +214,7 @@ def _step(
         check_positions(rope, cache.max_positions, "the cache's max_length in whole pages")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
         at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those without room
+    inputs = (q, k, v, k_slc, v_slc, k_swa, v_swa, gates, *weights_k.as_arguments(), *weights_v.as_arguments())
     with torch.no_grad():
         turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = step(
@@ -233,4 +234,33 @@ def _step(
             ),
             names=names,
         )
+    o = _without_gradient(o, inputs)
     return (o, selected) if return_indices else o
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[None, Tensor]:
+        return None, _refuse_gradient(d_o, *ctx.saved_tensors)
+
+
+# An operator, as torch.compile traces a backward when it compiles the forward.
+@torch.library.custom_op(f"{NAMESPACE}::gradient_of_step", mutates_args=(), schema="(Tensor d_o, Tensor x) -> Tensor")
+def _refuse_gradient(d_o: Tensor, x: Tensor) -> Tensor:
+    raise RuntimeError("cache: a step with a cache has no gradient; train without one (use_cache=False)")
+
+
+@_refuse_gradient.register_fake
+def _(d_o: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _without_gradient(o: Tensor, inputs: tuple[object, ...]) -> Tensor:
+    """o, made of `inputs`: a gradient that is asked for is refused, not lost."""
+    learnt = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
+    return _WithoutGradient.apply(o, learnt[0]) if learnt else o  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -275,7 +275,6 @@ class NativeSparseAttention(nn.Module):
                 num_new=num_new,
                 return_indices=True,
             )
-            o = without_gradient(o, q)
         else:
             cp = self.context_parallel
             rows = x.shape[-2] * (1 if cp is None else cp.size)
@@ -388,18 +387,3 @@ class NativeSparseAttention(nn.Module):
             tables = self._tables(cache.max_positions, device)
             self._fold_tables = self.rope_theta, self.partial_rotary_factor, self.rope, tables
         return tables
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, _: Tensor) -> Tensor:
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> NoReturn:
-        raise RuntimeError("cache: a step with a cache has no gradient; train without one (use_cache=False)")
-
-
-def without_gradient(o: Tensor, x: Tensor) -> Tensor:
-    """What a step with a cache made of x: a gradient that is asked for is refused, not lost."""
-    return _WithoutGradient.apply(o, x) if torch.is_grad_enabled() and x.requires_grad else o  # type: ignore[no-untyped-call]

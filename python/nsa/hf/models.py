@@ -43,7 +43,7 @@ from .. import reference
 from ..compression import CompressionFunction, initial_compression_weights
 from ..config import CompressionWeights
 from ..functional import native_sparse_attention
-from ..layer import NativeSparseAttention, without_gradient
+from ..layer import NativeSparseAttention
 from .configuration import COLWISE, LAYER_TYPE, PHI, Mixin, NsaLlamaConfig, NsaQwen3Config
 from .packing import Rows, offsets_of_restarts
 
@@ -129,7 +129,6 @@ class NsaAttention(NativeSparseAttention):
         else:
             held: Any = cache.layers[self.layer_idx]
             o = held.step(q, k["cmp"], v["cmp"], gates, cfg=self.cfg, tokens=layout.tokens, **inputs)
-            o = without_gradient(o, q)
         o = self.o_proj(o.flatten(-2)).view(hidden_states.shape)
         return o if rows is None else rows.back(o), None
 

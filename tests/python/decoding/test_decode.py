@@ -1,6 +1,7 @@
 """Decoding and prefill with a cache against one forward pass; rollback, forks, idle rows, capacity."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -129,15 +130,37 @@ def test_up_to_the_end_of_a_page(backend, layer, kind):
     cache.check()
 
 
-def test_a_backward_through_a_step_is_refused(layer):
+@pytest.mark.parametrize("learnt", ["q", "v", "k_swa", "gates", "weights_k"])
+@pytest.mark.parametrize("way", [nsa.decode, nsa.prefill, partial(nsa.prefill, first_chunk=True)])
+def test_a_gradient_of_a_step_is_refused(layer, way, learnt):
+    inputs = {"q": torch.randn(1, 3, 4, 16), "gates": torch.rand(1, 3, 4, 3)}
+    inputs |= {"k": torch.randn(1, 3, 2, 16), "v": torch.randn(1, 3, 2, 24), "k_swa": torch.randn(1, 3, 2, 16)}
+    weights = layer.phi_k(torch.float32)
+    inputs["weights_k"] = nsa.CompressionWeights(weights.kind, *(w.detach() for w in weights.as_arguments()[1:]))
+
+    def step():
+        return way(**inputs, cache=layer.make_cache(1, 40))
+
+    assert not step().requires_grad
+    (inputs["weights_k"].w2 if learnt == "weights_k" else inputs[learnt]).requires_grad_()
+    with torch.no_grad():
+        assert not step().requires_grad
+    with pytest.raises(RuntimeError, match=r"^cache: a step with a cache has no gradient"):
+        step().sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_through_a_layer_with_a_cache_is_refused(layer, compiled):
     """Not lost: only what stands behind the step could have its gradient."""
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     x, cache = torch.randn(1, 20, 32, requires_grad=True), layer.make_cache(1, 40)
-    out = layer(x, cache=cache, first_chunk=True)
+    out = run(x, cache=cache, first_chunk=True)
     with pytest.raises(RuntimeError, match=r"^cache: a step with a cache has no gradient"):
         out.sum().backward()
     layer.requires_grad_(False)
     layer.o_proj.requires_grad_(True)
-    layer(x.detach(), cache=cache).sum().backward()
+    run(x.detach(), cache=cache).sum().backward()
     assert layer.o_proj.weight.grad is not None
 
 
