@@ -54,16 +54,21 @@ struct RecallCommand {
       options.methods.emplace_back(name, method.attention(model.nsa));
     }
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
-      fmt::print("step {:>5}  {:>3} pairs every {:>3} tokens  loss {:.3f}  accuracy {:.3f}, full attention {:.3f}\n",
-                 step.step, step.pairs, step.slot, step.loss, step.accuracy, step.full);
+      fmt::print("step {:>5}", step.step);
+      print_model("NSA", step.nsa);
+      print_model("full attention", step.full);
+      fmt::print("\n");
       std::fflush(stdout);
     });
     const auto line = [](const char* name, double share) { fmt::print("{:<40} {:>6.1f} %\n", name, 100 * share); };
-    if (const auto& last = report.history.back(); last.pairs < task.pairs || last.slot < task.slot) {
+    const auto& last = report.history.back();
+    for (const auto& [name, model] : {std::pair{"NSA", last.nsa}, {"full attention", last.full}}) {
+      if (model.pairs == task.pairs && model.slot == task.slot) continue;
       fmt::print(
-          "\nthe steps ended before the sequences had grown: NSA had {:.0f} % right of {} pairs every {} tokens, full "
-          "attention {:.0f} %, and they grow when both have {:.0f} %\n",
-          100 * last.accuracy, last.pairs, last.slot, 100 * last.full, 100 * lm::kRecallGrowsAt);
+          "\nthe steps ended before the sequences of {} had grown: it had {:.0f} % right of {} pairs every {} tokens, "
+          "and "
+          "they grow when it has {:.0f} %\n",
+          name, 100 * model.accuracy, model.pairs, model.slot, 100 * lm::kRecallGrowsAt);
     }
     fmt::print("\nright answers on fresh sequences, after {:.0f} s\n", report.seconds);
     line("NSA", report.nsa.exact);
@@ -89,9 +94,15 @@ struct RecallCommand {
     }
     json.write(out);
     if (check && !report.as_expected()) {
-      fmt::print("not as expected: NSA and full attention at least 95 %, the window alone at chance\n");
+      fmt::print(
+          "not as expected: NSA at least 95 % and at most a point behind full attention, the window alone at chance\n");
       throw Exit{1};
     }
+  }
+
+  static void print_model(const char* name, const lm::RecallStep::Model& model) {
+    fmt::print("  {} {:>3} pairs every {:>3} tokens: loss {:.3f} accuracy {:.3f}", name, model.pairs, model.slot,
+               model.loss, model.accuracy);
   }
 
   /// Percent; a row for each model.
@@ -126,7 +137,8 @@ void add_recall(CLI::App& app) {
       ->check(CLI::Range(1, 1000000));
   command->add_option("--tokens-per-step", state->options.tokens_per_step, "Tokens of an optimiser step")
       ->check(CLI::Range(1, 1 << 24));
-  command->add_option("--lr", state->options.lr, "Learning rate of AdamW")->check(CLI::Range(0.0, 1e6));
+  auto* const lr = command->add_option("--lr", state->options.lr, "Learning rate of AdamW");
+  state->machine.on_cuda(lr->check(CLI::Range(0.0, 1e6)), state->options.lr, 3e-3);  // full attention's wider heads
   command->add_option("--selector-loss", state->options.selector_loss, "As of nsa train, for the NSA model")
       ->check(CLI::Range(0.0, 1e6));
   auto& task = state->options.task;
@@ -187,8 +199,9 @@ void add_recall(CLI::App& app) {
              "Evaluate the model with full attention by these methods, too, which read fewer tokens")
       ->delimiter(',');
   state->machine.add(*command);
-  command->add_flag("--check", state->check,
-                    "Exit code 1 unless NSA and full attention reach 95 % and the window stays at chance");
+  command->add_flag(
+      "--check", state->check,
+      "Exit code 1 unless NSA reaches 95 %, at most a point behind full attention, and the window stays at chance");
   state->json.add(*command, "the results");
   command->callback([] { state->run(); });
 }

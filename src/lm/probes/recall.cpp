@@ -152,6 +152,49 @@ class RecallTrainer {
   std::int64_t steps_ = 0;
 };
 
+/// A model whose sequences grow as it learns: first in number of pairs, then in their distance.
+struct Learner {
+  const RecallOptions& options;
+  RecallTrainer trainer;
+  std::vector<RecallTrainer::Plan> plans = {};  // of each step
+  int first_pairs = std::min(kFirstChains * options.task.hops, options.task.pairs);
+  int pairs = first_pairs, slot = std::min(kFirstSlot, options.task.slot);
+  double running = 0;  // mean accuracy since the last change of size, of which it begins at 0
+  double weight = 0;   // of what it has taken in
+  std::int64_t at_full_length = 0, left = options.most_steps;
+  RecallStep::Model last = {};
+
+  Learner(const RecallOptions& of, AttentionKind attention) : options(of), trainer(of, attention) {}
+
+  bool done() const { return left <= 0; }
+
+  /// One step, unless it is done.
+  void learn() {
+    if (done()) return;
+    --left;
+    const auto& task = options.task;
+    const bool whole = pairs == task.pairs && slot == task.slot;
+    if (whole) ++at_full_length;
+    const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
+    const double decay = std::max(0.1, 1 - static_cast<double>(at_full_length) / kDecaySteps);
+    plans.push_back({pairs, slot, options.lr * warmup * decay, pairs == first_pairs});
+    const auto [loss, share] = trainer.step(plans.back());
+    running = kMemory * running + (1 - kMemory) * share;
+    weight = kMemory * weight + (1 - kMemory);
+    last = {.pairs = pairs, .slot = slot, .loss = loss, .accuracy = running / weight};
+    if (whole) {
+      if (running > kSuccess) left = std::min(left, options.steps_after_success);
+    } else if (running >= kRecallGrowsAt) {
+      if (pairs < task.pairs) {
+        pairs = std::min(2 * pairs, task.pairs);
+      } else {
+        slot = std::min(2 * slot, task.slot);
+      }
+      running = weight = 0;
+    }
+  }
+};
+
 }  // namespace
 
 RecallTask RecallTask::stretched(int tokens) const {
@@ -241,7 +284,8 @@ ModelConfig recall_model(at::Device device) {
 
 bool RecallReport::as_expected() const {
   const double chance = options.task.chance();
-  return nsa.exact >= 0.95 && full.exact >= 0.95 && window.exact <= 2 * chance && nsa_window_alone <= 2 * chance;
+  return nsa.exact >= 0.95 && nsa.exact >= full.exact - 0.01 && window.exact <= 2 * chance &&
+         nsa_window_alone <= 2 * chance;
 }
 
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step) {
@@ -258,67 +302,33 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
   const auto start = std::chrono::steady_clock::now();
   RecallReport report;
   report.options = options;
-  RecallTrainer sparse(options, AttentionKind::kNsa), full(options, AttentionKind::kFull);
-  std::vector<RecallTrainer::Plan> plans;  // of each step
-  std::int64_t at_full_length = 0;         // steps
-  const int first_pairs = std::min(kFirstChains * task.hops, task.pairs);
-  int pairs = first_pairs, slot = std::min(kFirstSlot, task.slot);
-  double running = 0, running_full = 0;  // mean accuracies since the last change of size, of which they begin at 0
-  double weight = 0;                     // of what they have taken in
-  std::int64_t left = options.most_steps;
-  while (left-- > 0) {
-    const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
-    const bool whole = pairs == task.pairs && slot == task.slot;
-    if (whole) ++at_full_length;
-    const double decay = std::max(0.1, 1 - static_cast<double>(at_full_length) / kDecaySteps);
-    plans.push_back({pairs, slot, options.lr * warmup * decay, pairs == first_pairs});
-    const auto [loss, share] = sparse.step(plans.back());
-    running = kMemory * running + (1 - kMemory) * share;
-    running_full = kMemory * running_full + (1 - kMemory) * full.step(plans.back()).second;
-    weight = kMemory * weight + (1 - kMemory);
-    const double slower = std::min(running, running_full);
-    const auto step = static_cast<std::int64_t>(plans.size());
-    if (step % kHistoryEvery == 0 || left == 0) {
-      report.history.push_back({.step = step,
-                                .pairs = pairs,
-                                .slot = slot,
-                                .loss = loss,
-                                .accuracy = running / weight,
-                                .full = running_full / weight});
-      on_step(report.history.back());
-    }
-    if (!whole) {
-      if (slower < kRecallGrowsAt) continue;
-      if (pairs < task.pairs) {
-        pairs = std::min(2 * pairs, task.pairs);
-      } else {
-        slot = std::min(2 * slot, task.slot);
-      }
-      running = running_full = weight = 0;
-    } else if (slower > kSuccess) {
-      left = std::min(left, options.steps_after_success);
-    }
+  Learner sparse(options, AttentionKind::kNsa), full(options, AttentionKind::kFull);
+  for (std::int64_t step = 1; !sparse.done() || !full.done(); ++step) {
+    sparse.learn(), full.learn();
+    if (step % kHistoryEvery != 0 && !(sparse.done() && full.done())) continue;
+    report.history.push_back({.step = step, .nsa = sparse.last, .full = full.last});
+    on_step(report.history.back());
   }
   report.distances = distance_edges(task);
-  report.nsa = sparse.evaluate_all();
+  report.nsa = sparse.trainer.evaluate_all();
   const auto with_gates = [&](std::array<double, 3> scale) {
     ForwardOptions forward;
     forward.gate_scale = scale;
-    return sparse.evaluate(task, forward).exact;
+    return sparse.trainer.evaluate(task, forward).exact;
   };
   report.nsa_window_alone = with_gates({0, 0, 1});
   report.nsa_without_cmp = with_gates({0, 1, 1});
   report.nsa_without_slc = with_gates({1, 0, 1});
 
-  report.full = full.evaluate_all();
+  report.full = full.trainer.evaluate_all();
   for (const auto& [name, method] : options.methods) {
     ForwardOptions forward;
     forward.attention = method;
-    report.methods.push_back(full.evaluate_all(forward));
+    report.methods.push_back(full.trainer.evaluate_all(forward));
   }
 
   RecallTrainer window(options, AttentionKind::kWindow);
-  for (const auto& plan : plans) window.step(plan);
+  for (const auto& plan : sparse.plans) window.step(plan);
   report.window = window.evaluate_all();
   report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return report;
@@ -355,11 +365,13 @@ void to_json(nlohmann::json& json, const RecallReport& report) {
   }
   for (const auto& step : report.history) {
     json["history"].push_back({{"step", step.step},
-                               {"pairs", step.pairs},
-                               {"slot", step.slot},
-                               {"loss", step.loss},
-                               {"accuracy", step.accuracy},
-                               {"full", step.full}});
+                               {"pairs", step.nsa.pairs},
+                               {"slot", step.nsa.slot},
+                               {"loss", step.nsa.loss},
+                               {"accuracy", step.nsa.accuracy},
+                               {"full_pairs", step.full.pairs},
+                               {"full_slot", step.full.slot},
+                               {"full", step.full.accuracy}});
   }
 }
 
