@@ -134,6 +134,10 @@ def share_kept(ours, full, window, of=whole):
 # ----------------------------------------------------------------------------------------------------------------- page
 
 
+def share_text(share):
+    return "–" if share is None else f"{share:.3f}".replace("-", "−")
+
+
 def signed(value):
     if value is None:
         return ""
@@ -189,14 +193,14 @@ class Results:
         return None if model == other or not ours else difference(ours, theirs, of)
 
     def kept(self, model):
+        """R of all positions, and of those beyond the selected tokens; () where a model that it takes has not run."""
         seeds = self.common(model, BASE, "window")
         if not seeds or model in (BASE, "window"):
-            return ""
+            return ()
         evaluations = self.evaluations(model, BASE, "window")
         selected = self.models["window"][min(seeds)]["selected_tokens"]
         beyond = parts("by_position", lambda low, high: low >= selected)
-        shares = [share_kept(*evaluations), share_kept(*evaluations, beyond)]
-        return " / ".join("–" if share is None else f"{share:.3f}" for share in shares)
+        return share_kept(*evaluations), share_kept(*evaluations, beyond)
 
 
 def choice(seeds):
@@ -225,7 +229,7 @@ def losses_table(results, models, tail=lambda seeds: []):
             number(loss([result["eval"] for result in seeds.values()])),
             signed(results.difference(model, BASE)),
             *(signed(results.difference(model, BASE, of)) for of in (far_position, far_repeats, new)),
-            results.kept(model),
+            " / ".join(map(share_text, results.kept(model))),
             *tail(seeds),
         ]
 
@@ -384,10 +388,10 @@ class Measured:
 
     def kept(self, beyond):
         results = self.plans.get("8k")
-        shares = results.kept(self.model).split(" / ") if results else []
-        if len(shares) < 2 or shares[beyond] == "–":
+        shares = results.kept(self.model) if results else ()
+        if not shares or shares[beyond] is None:
             return None
-        return shares[beyond], float(shares[beyond]), len(results.common(self.model, BASE, "window"))
+        return share_text(shares[beyond]), shares[beyond], len(results.common(self.model, BASE, "window"))
 
     def recall(self, tasks, kind="full"):
         """Points that full attention is ahead of NSA, the most of the tasks, each the mean of its seeds."""
