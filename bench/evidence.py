@@ -148,7 +148,10 @@ PLANS = {
         "64 pairs of a key and a value beyond the window",
         RECALL,
         RECALLS,
-        fewer=dict.fromkeys(("2k", "8k", "32k"), 2) | dict.fromkeys(("4k", "4k-no-selector-loss"), 1),
+        seeds=(1, 2, 3, 4, 5),
+        fewer=dict.fromkeys(("16k", "64k"), 3)
+        | dict.fromkeys(("2k", "8k", "32k"), 2)
+        | dict.fromkeys(("4k", "4k-no-selector-loss"), 1),
         by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
         command="recall",
     ),

@@ -79,7 +79,7 @@ def test_recall_by_methods(tmp_path):
     assert (out["methods"], out["budget"]) == (["quest", "infllm"], 100)
     for model in ("NSA", "full attention"):
         assert f"ended before the sequences of {model} had grown: it had" in text
-    assert text.count("of 4 pairs every 4 tokens") == 2
+    assert text.count("of 4 pairs every 5 tokens") == 2
     for method in ("quest", "infllm"):
         assert out[method] == out["full"] and f"... by {method}" in text
         assert out["by_length"][method] == out["by_length"]["full"]

@@ -27,7 +27,8 @@
 namespace nsa::lm {
 namespace {
 
-constexpr int kFirstChains = 4, kFirstSlot = 4;
+constexpr int kFirstChains = 4;
+constexpr int kFirstSlot = 5;  // with 4, NSA may guess which of the two pairs of a compression block is meant, for good
 constexpr double kSuccess = 0.97;    // accuracy
 constexpr double kKeysWeight = 0.1;  // of their loss; more of it, and NSA learns no choice of blocks
 constexpr double kMemory = 0.8;      // of the running accuracy, per step
