@@ -214,7 +214,6 @@ def _step(
         check_positions(rope, cache.max_positions, "the cache's max_length in whole pages")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
         at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those without room
-    inputs = (q, k, v, k_slc, v_slc, k_swa, v_swa, gates, *weights_k.as_arguments(), *weights_v.as_arguments())
     with torch.no_grad():
         turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = step(
@@ -234,7 +233,9 @@ def _step(
             ),
             names=names,
         )
-    o = _without_gradient(o, inputs)
+    if torch.is_grad_enabled():
+        branches = (q, k, v, k_slc, v_slc, k_swa, v_swa, gates)
+        o = _without_gradient(o, *branches, *weights_k.as_arguments(), *weights_v.as_arguments())
     return (o, selected) if return_indices else o
 
 
@@ -260,7 +261,7 @@ def _(d_o: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def _without_gradient(o: Tensor, inputs: tuple[object, ...]) -> Tensor:
+def _without_gradient(o: Tensor, *inputs: object) -> Tensor:
     """o, made of `inputs`: a gradient that is asked for is refused, not lost."""
-    learnt = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
+    learnt = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     return _WithoutGradient.apply(o, learnt[0]) if learnt else o  # type: ignore[no-untyped-call]

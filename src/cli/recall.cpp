@@ -66,8 +66,7 @@ struct RecallCommand {
       if (model.pairs == task.pairs && model.slot == task.slot) continue;
       fmt::print(
           "\nthe steps ended before the sequences of {} had grown: it had {:.0f} % right of {} pairs every {} tokens, "
-          "and "
-          "they grow when it has {:.0f} %\n",
+          "and they grow when it has {:.0f} %\n",
           name, 100 * model.accuracy, model.pairs, model.slot, 100 * lm::kRecallGrowsAt);
     }
     fmt::print("\nright answers on fresh sequences, after {:.0f} s\n", report.seconds);
