@@ -68,7 +68,7 @@ VARIANTS = {
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
-    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 2048 --steps 3000 --selector-loss 1 --dtype bfloat16"
+    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 16384 --steps 2000 --selector-loss 1 --dtype bfloat16"
 )
 RECALLS = {
     "2k": "--length 2048",
@@ -166,7 +166,7 @@ PLANS = {
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
         "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
-        some("recipe", "blocks-8-4-32-32", "window", "full"),
+        some("recipe", "blocks-8-4-32-32", "partial-rotary", "window", "full"),
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
@@ -183,7 +183,7 @@ PLANS = {
     "8k-long": Plan(
         "bytes, 8192 of context, 9200 steps (301 million bytes)",
         "--steps 9200",
-        some("full", "recipe"),
+        some("full", "recipe", "partial-rotary"),
         seeds=(1,),
     ),
     "ablations": Plan(

@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kFirstChains = 4;
 constexpr int kFirstSlot = 5;  // with 4, NSA may guess which of the two pairs of a compression block is meant, for good
-constexpr double kSuccess = 0.97;    // accuracy
+constexpr double kSuccess = 0.97;    // of the chains
 constexpr double kKeysWeight = 0.1;  // of their loss; more of it, and NSA learns no choice of blocks
 constexpr double kMemory = 0.8;      // of the running accuracy, per step
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
@@ -40,6 +40,8 @@ constexpr int kDistances = 8;  // parts of the map
 at::Tensor right_answers(const at::Tensor& logits, const at::Tensor& answers) {
   return logits.argmax(-1).cpu().eq(answers).to(at::kFloat);
 }
+
+at::Tensor whole_chains(const at::Tensor& right, int hops) { return right.view({-1, hops}).prod(1); }
 
 double share_of(const at::Tensor& right) { return right.mean().item<float>(); }
 
@@ -65,8 +67,11 @@ class RecallTrainer {
     bool keys_too = false;  // each value is asked for the key before it
   };
 
-  /// One step; returns loss and accuracy.
-  std::pair<double, double> step(const Plan& plan) {
+  struct Result {
+    double loss = 0, accuracy = 0, exact = 0;  // the share of right answers, and of chains without a wrong one
+  };
+
+  Result step(const Plan& plan) {
     RecallTask task = options_.task;
     task.slot = plan.slot;
     RecallTask shape = task;
@@ -89,7 +94,8 @@ class RecallTrainer {
     whole.backward();
     optimizer_.step(plan.lr);
     ++steps_;
-    return {loss.item<float>(), share_of(right_answers(logits[0].detach(), data.answers))};
+    const auto right = right_answers(logits[0].detach(), data.answers);
+    return {loss.item<float>(), share_of(right), share_of(whole_chains(right, task.hops))};
   }
 
   /// On fresh sequences of the task; `forward` as the model is to be run.
@@ -107,14 +113,16 @@ class RecallTrainer {
       const auto answers = data.answers.slice(0, first * asked, end * asked);
       parts.push_back(right_answers(logits_at(batch, queries, forward), answers));
     }
-    const auto right = at::cat(parts).view({-1, task.hops});  // (chains, hops)
+    const auto right = at::cat(parts);
     RecallScore score;
-    score.exact = share_of(right.prod(1));
-    for (int hop = 0; hop < task.hops; ++hop) score.by_hop.push_back(share_of(right.select(1, hop)));
+    score.exact = share_of(whole_chains(right, task.hops));
+    for (int hop = 0; hop < task.hops; ++hop) {
+      score.by_hop.push_back(share_of(right.view({-1, task.hops}).select(1, hop)));
+    }
     const auto edges = distance_edges(task);
     for (std::size_t i = 0; i + 1 < edges.size(); ++i) {
       const auto there = data.distances.ge(edges[i]).logical_and(data.distances.lt(edges[i + 1]));
-      score.by_distance.push_back(share_of(right.view({-1}).masked_select(there)));
+      score.by_distance.push_back(share_of(right.masked_select(there)));
     }
     return score;
   }
@@ -160,8 +168,8 @@ struct Learner {
   std::vector<RecallTrainer::Plan> plans = {};  // of each step
   int first_pairs = std::min(kFirstChains * options.task.hops, options.task.pairs);
   int pairs = first_pairs, slot = std::min(kFirstSlot, options.task.slot);
-  double running = 0;  // mean accuracy since the last change of size, of which it begins at 0
-  double weight = 0;   // of what it has taken in
+  double running = 0, running_exact = 0;  // means since the last change of size, of which they begin at 0
+  double weight = 0;                      // of what they have taken in
   std::int64_t at_full_length = 0, left = options.most_steps;
   RecallStep::Model last = {};
 
@@ -179,19 +187,20 @@ struct Learner {
     const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
     const double decay = std::max(0.1, 1 - static_cast<double>(at_full_length) / kDecaySteps);
     plans.push_back({pairs, slot, options.lr * warmup * decay, pairs == first_pairs});
-    const auto [loss, share] = trainer.step(plans.back());
-    running = kMemory * running + (1 - kMemory) * share;
+    const auto [loss, accuracy, exact] = trainer.step(plans.back());
+    running = kMemory * running + (1 - kMemory) * accuracy;
+    running_exact = kMemory * running_exact + (1 - kMemory) * exact;
     weight = kMemory * weight + (1 - kMemory);
     last = {.pairs = pairs, .slot = slot, .loss = loss, .accuracy = running / weight};
     if (whole) {
-      if (running > kSuccess) left = std::min(left, options.steps_after_success);
+      if (running_exact > kSuccess) left = std::min(left, options.steps_after_success);
     } else if (running >= kRecallGrowsAt) {
       if (pairs < task.pairs) {
         pairs = std::min(2 * pairs, task.pairs);
       } else {
         slot = std::min(2 * slot, task.slot);
       }
-      running = weight = 0;
+      running = running_exact = weight = 0;
     }
   }
 };
