@@ -79,6 +79,9 @@ RECALLS = {
     "64k": "--length 65536",
     "hops-8k": "--length 8192 --hops 3",
     "4k-no-selector-loss": "--length 4096 --selector-loss 0",
+    "16k-partial-rotary": "--length 16384 --partial-rotary-factor .5",
+    "64k-partial-rotary": "--length 65536 --partial-rotary-factor .5",
+    "hops-8k-partial-rotary": "--length 8192 --hops 3 --partial-rotary-factor .5",
 }
 
 
@@ -149,7 +152,7 @@ PLANS = {
         RECALL,
         RECALLS,
         seeds=(1, 2, 3, 4, 5),
-        fewer=dict.fromkeys(("16k", "64k"), 3)
+        fewer=dict.fromkeys(("16k", "64k", "16k-partial-rotary", "64k-partial-rotary"), 3)
         | dict.fromkeys(("2k", "8k", "32k"), 2)
         | dict.fromkeys(("4k", "4k-no-selector-loss"), 1),
         by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
@@ -166,7 +169,7 @@ PLANS = {
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
         "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
-        some("recipe", "blocks-8-4-32-32", "partial-rotary", "window", "full"),
+        some("recipe", "blocks-8-4-32-32", "window", "full"),
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
@@ -183,7 +186,7 @@ PLANS = {
     "8k-long": Plan(
         "bytes, 8192 of context, 9200 steps (301 million bytes)",
         "--steps 9200",
-        some("full", "recipe", "partial-rotary"),
+        some("full", "recipe"),
         seeds=(1,),
     ),
     "ablations": Plan(

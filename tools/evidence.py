@@ -49,8 +49,9 @@ train](guide/training.md#which-model); the other methods and chains of look-ups 
 [leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
 above what the same runs give with it since. Runs of 15 minutes before 035abfc (2026-11-28) ended
 [early](log/training.md#what-a-run-costs-beside-its-steps): with full attention after 836 s, with NSA after 866.
-Look-ups alone before 6c82e64 (2026-11-28) grew when both models were ready; of chains two more seeds, which NSA was
-[not ready for](log/training.md#look-ups-each-model-at-its-own-pace), are not in the table."""
+Look-ups alone: sequences grow as a model learns, NSA's and full attention's each [at its own
+pace](log/training.md#look-ups-each-model-at-its-own-pace); full attention of seed 2 did not get to all of 65536 tokens
+in its 2000 steps."""
 GOALS = """\
 What these comparisons are to show. A difference of losses, in nats per byte, counts with the upper end of its interval;
 right answers in points, R and speed count as measured, with the least and the most of a seed in brackets. Missed by:
