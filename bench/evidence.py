@@ -33,42 +33,44 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 METHODS = ("streaming", "h2o", "quest", "infllm", "clusterkv", "exact")
+WHOLE = "--partial-rotary-factor 1"
 MAIN = {
     "full": "--attention full",
     "full-gated": "--attention full --gated",
     "full-wide": "--attention full --equal-parameters",
     "window": "--attention window",
     "recipe": "",
-    "no-selector-loss": "--selector-loss 0",
+    "whole-rotary": WHOLE,
+    "no-selector-loss": f"{WHOLE} --selector-loss 0",
 }
-# The recipe with one thing changed.
+# The recipe with the whole rotation, which was the default before half of it, and one thing changed.
 VARIANTS = {
-    "blocks-32-16-64-16": "--kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16",
-    "blocks-16-8-32-32": "--kernel-size 16 --kernel-stride 8",
-    "blocks-8-4-32-32": "--kernel-stride 4",
-    "blocks-8-8-64-16": "--block-size 64 --topk 16",
-    "separate-kv": "--separate-kv",
+    "blocks-32-16-64-16": f"{WHOLE} --kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16",
+    "blocks-16-8-32-32": f"{WHOLE} --kernel-size 16 --kernel-stride 8",
+    "blocks-8-4-32-32": f"{WHOLE} --kernel-stride 4",
+    "blocks-8-8-64-16": f"{WHOLE} --block-size 64 --topk 16",
+    "separate-kv": f"{WHOLE} --separate-kv",
     "paper-blocks-and-kv": "--preset paper --rope-theta 500000",
     "paper": "--preset paper",
-    "phi-mean": "--phi mean",
-    "phi-linear": "--phi linear",
-    "phi-common-rate": "--phi-lr-scale 1",
-    "window-128": "--window-size 128",
-    "window-256": "--window-size 256",
-    "qk-norm": "--qk-norm",
-    "partial-rotary": "--partial-rotary-factor .5",
+    "phi-mean": f"{WHOLE} --phi mean",
+    "phi-linear": f"{WHOLE} --phi linear",
+    "phi-common-rate": f"{WHOLE} --phi-lr-scale 1",
+    "window-128": f"{WHOLE} --window-size 128",
+    "window-256": f"{WHOLE} --window-size 256",
+    "qk-norm": f"{WHOLE} --qk-norm",
     "full-partial-rotary": "--attention full --partial-rotary-factor .5",
-    "last-layer-dense": "--dense-layers 7",
-    "noise": "--noise 1",
-    "gate-balance": "--gate-balance .1",
-    "selector-loss-weak": "--selector-loss .03",
-    "selector-loss-strong": "--selector-loss 1",
-    "topk-64": "--topk 64",
+    "last-layer-dense": f"{WHOLE} --dense-layers 7",
+    "noise": f"{WHOLE} --noise 1",
+    "gate-balance": f"{WHOLE} --gate-balance .1",
+    "selector-loss-weak": f"{WHOLE} --selector-loss .03",
+    "selector-loss-strong": f"{WHOLE} --selector-loss 1",
+    "topk-64": f"{WHOLE} --topk 64",
 }
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
     "--kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --share-kv --rope-theta 500000 --pairs 64 "
-    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 16384 --steps 2000 --selector-loss 1 --dtype bfloat16"
+    "--head-dim 64 --kv-heads 2 --lr .003 --tokens-per-step 16384 --steps 2000 --selector-loss 1 "
+    "--partial-rotary-factor .5 --dtype bfloat16"
 )
 RECALLS = {
     "2k": "--length 2048",
@@ -79,9 +81,9 @@ RECALLS = {
     "64k": "--length 65536",
     "hops-8k": "--length 8192 --hops 3",
     "4k-no-selector-loss": "--length 4096 --selector-loss 0",
-    "16k-partial-rotary": "--length 16384 --partial-rotary-factor .5",
-    "64k-partial-rotary": "--length 65536 --partial-rotary-factor .5",
-    "hops-8k-partial-rotary": "--length 8192 --hops 3 --partial-rotary-factor .5",
+    "16k-whole-rotary": f"--length 16384 {WHOLE}",
+    "64k-whole-rotary": f"--length 65536 {WHOLE}",
+    "hops-8k-whole-rotary": f"--length 8192 --hops 3 {WHOLE}",
 }
 
 
@@ -119,7 +121,7 @@ PLANS = {
     "8k": Plan(
         "bytes, 8192 of context, 5000 steps of 32768 (164 million bytes)",
         "--steps 5000",
-        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "partial-rotary", "full-partial-rotary"),
+        MAIN | some("window-128", "blocks-16-8-32-32", "blocks-8-4-32-32", "full-partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("full-gated", "window", "full-partial-rotary"), 3)
         | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
@@ -129,20 +131,20 @@ PLANS = {
     "32k": Plan(
         "bytes, 32768 of context, 3000 steps of 32768 (98 million bytes)",
         "--steps 3000 --context 32768 --batch-size 1",
-        some("full", "recipe", "no-selector-loss", "partial-rotary"),
+        some("full", "recipe", "whole-rotary", "no-selector-loss"),
         seeds=(1, 2, 3, 4, 5),
         fewer={"no-selector-loss": 1},
     ),
     "32k-time": Plan(
         "bytes, 32768 of context, 15 minutes",
         "--minutes 15 --context 32768 --batch-size 1 --eval-every 500",  # evaluations are not in the 15
-        some("full", "recipe"),
+        some("full", "recipe", "whole-rotary"),
     ),
     "pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 5000 steps of 32768 (164 million pieces)",
         "--steps 5000 --tokenizer {tokenizer}",
-        some("full", "recipe", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32")
-        | some("partial-rotary", "full-partial-rotary"),
+        some("full", "recipe", "whole-rotary", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32")
+        | some("full-partial-rotary"),
         seeds=(1, 2, 3, 4, 5),
         fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "full-partial-rotary"), 1)
         | {"blocks-8-4-32-32": 3},
@@ -152,7 +154,7 @@ PLANS = {
         RECALL,
         RECALLS,
         seeds=(1, 2, 3, 4, 5),
-        fewer=dict.fromkeys(("16k", "64k", "16k-partial-rotary", "64k-partial-rotary"), 3)
+        fewer=dict.fromkeys(("16k", "64k", "16k-whole-rotary", "64k-whole-rotary"), 3)
         | dict.fromkeys(("2k", "8k", "32k"), 2)
         | dict.fromkeys(("4k", "4k-no-selector-loss"), 1),
         by_method=dict.fromkeys(("2k", "16k", "hops-8k")),
@@ -162,14 +164,14 @@ PLANS = {
         "bytes, 65536 of context, 1024 at first, 3600 steps of 65536, half of them look-ups, rotary base 1 million",
         "--steps 3600 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 "
         f"--selector-queries 128 --rope-theta 1000000 {JOINED}",
-        some("recipe", "blocks-8-4-32-32", "partial-rotary"),
+        some("recipe", "whole-rotary", "blocks-8-4-32-32"),
         seeds=(1,),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
         "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
-        some("recipe", "blocks-8-4-32-32", "window", "full"),
+        some("recipe", "whole-rotary", "blocks-8-4-32-32", "window", "full"),
         seeds=(1,),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
@@ -179,26 +181,26 @@ PLANS = {
         "--steps 12 --context 32768 --batch-size 1 --hidden-size 1024 --layers 18 --heads 16 --kv-heads 1 "
         f"--head-dim 128 --ffn-size 3072 {JOINED} --log-every 3 --eval-every 0 "
         "--eval-tokens 32768 --save-every 0",
-        some("full", "full-gated", "recipe", "no-selector-loss"),
+        some("full", "full-gated", "recipe", "whole-rotary", "no-selector-loss"),
         seeds=(1,),
         questions=(),
     ),
     "8k-long": Plan(
         "bytes, 8192 of context, 9200 steps (301 million bytes)",
         "--steps 9200",
-        some("full", "recipe"),
+        some("full", "recipe", "whole-rotary"),
         seeds=(1,),
     ),
     "ablations": Plan(
         "bytes, 8192 of context, 1500 steps (49 million bytes)",
         "--steps 1500",
-        some("full", "recipe", "window", "no-selector-loss") | VARIANTS,
+        some("full", "recipe", "whole-rotary", "window", "no-selector-loss") | VARIANTS,
         seeds=(1,),
     ),
     "ablations-pieces": Plan(
         "pieces (BPE, 4000), 8192 of context, 1500 steps (49 million pieces)",
         "--steps 1500 --tokenizer {tokenizer}",
-        some("full", "recipe", "no-selector-loss"),
+        some("full", "recipe", "whole-rotary", "no-selector-loss"),
         seeds=(1,),
     ),
 }

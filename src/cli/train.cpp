@@ -116,13 +116,14 @@ class TrainCommand {
     flag("--qk-norm", "qk_norm", model.qk_norm, "RMSNorm of each head's queries and keys, before the rotation");
     option("--rope-theta", "rope_theta", model.rope_theta, "Base of the rotary frequencies");
     option("--partial-rotary-factor", "partial_rotary_factor", model.rope.partial_rotary_factor,
-           "Share of the channel pairs that turn, the fastest ones; the others say nothing of positions");
+           "Share of the channel pairs that turn, the fastest ones; the others say nothing of positions; default with "
+           "--preset recipe and NSA 0.5, else 1");
     option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
     group_ = "Sparse attention";
     preset_option_ = command_
                          .add_option("--preset", preset_,
-                                     "Defaults of the next four, --share-kv and --rope-theta: recipe, or paper "
-                                     "(32, 16, 64, 16, own keys and values for each branch, 10000)")
+                                     "Defaults of the next four, --share-kv, --rope-theta and --partial-rotary-factor: recipe, "
+                                     "or paper (32, 16, 64, 16, own keys and values for each branch, 10000, 1)")
                          ->group(group_)
                          ->take_last();
     option("--kernel-size", "kernel_size", model.nsa.kernel_size, "l: tokens in a compression block");

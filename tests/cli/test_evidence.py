@@ -198,14 +198,14 @@ def test_what_the_recipe_misses_by_other_settings(measured, tmp_path):
 
     write("full", 0)
     write("recipe", 0.25)
-    write("partial-rotary", -0.5)
+    write("whole-rotary", -0.5)
     write_page(tmp_path)
     goals = (tmp_path / "evidence.md").read_text().split("## Goals")[1].split("\n## ")[0].replace("\u2212", "-")
     assert "| 8k, recipe - full | +0.2500 ± 0.0000 | 1 | ≤ 0 | ≤ -0.02 | 0.25 |" in goals
     assert "| 8k, recipe - full |  |  |  | -0.5000 ± 0.0000 | 1 | met |" in goals
     write("recipe", -0.25)
     write_page(tmp_path)
-    assert "`partial-rotary` | seeds" not in (tmp_path / "evidence.md").read_text()
+    assert "`whole-rotary` | seeds" not in (tmp_path / "evidence.md").read_text()
 
 
 # Of each plan: models, and what makes it tiny.

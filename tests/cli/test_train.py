@@ -107,7 +107,9 @@ def test_dense_layers_that_are_refused(options, expected, tmp_path, corpus):
 
 SMALL = "--layers 1 --hidden-size 32 --heads 2 --kv-heads 1 --head-dim 16 --context 256 --steps 1 --threads 2".split()
 RECIPE = {"kernel_size": 8, "kernel_stride": 8, "block_size": 32, "topk": 32, "share_kv": True, "rope_theta": 5e5}
+RECIPE |= {"partial_rotary_factor": 0.5}
 PAPER = {"kernel_size": 32, "kernel_stride": 16, "block_size": 64, "topk": 16, "share_kv": False, "rope_theta": 1e4}
+PAPER |= {"partial_rotary_factor": 1}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,8 @@ PAPER = {"kernel_size": 32, "kernel_stride": 16, "block_size": 64, "topk": 16, "
         (["--selector-loss", 0.2], RECIPE, 0.2),
         (["--selector-loss", 0], RECIPE, 0),
         (["--phi", "mean"], RECIPE, 0),
-        (["--attention", "full"], RECIPE, 0),
+        (["--attention", "full"], RECIPE | {"partial_rotary_factor": 1}, 0),
+        (["--partial-rotary-factor", 1], RECIPE | {"partial_rotary_factor": 1}, 0.1),
         (["--preset", "paper"], PAPER, 0),
         (["--preset", "paper", "--share-kv", "--topk", 4], PAPER | {"share_kv": True, "topk": 4}, 0),
         (["--separate-kv", "--rope-theta", 1e4], RECIPE | {"share_kv": False, "rope_theta": 1e4}, 0),
