@@ -519,9 +519,9 @@ def goals_section(plans):
     missed = [
         (each.what, others)
         for each, others in zip(goals, goals_of_others, strict=True)
-        if not each.measured or each.missed() > 0
+        if (not each.measured or each.missed() > 0) and any(other.measured for other in others)
     ]
-    if not any(other.measured for _, others in missed for other in others):
+    if not missed:
         return text
     head = ["", *(cell for model in OTHERS for cell in (f"`{model}`", "seeds", "missed by"))]
     rows = [[what, *(cell for other in others for cell in other.cells())] for what, others in missed]

@@ -120,12 +120,13 @@ class TrainCommand {
            "--preset recipe and NSA 0.5, else 1");
     option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
     group_ = "Sparse attention";
-    preset_option_ = command_
-                         .add_option("--preset", preset_,
-                                     "Defaults of the next four, --share-kv, --rope-theta and --partial-rotary-factor: recipe, "
-                                     "or paper (32, 16, 64, 16, own keys and values for each branch, 10000, 1)")
-                         ->group(group_)
-                         ->take_last();
+    preset_option_ =
+        command_
+            .add_option("--preset", preset_,
+                        "Defaults of the next four, --share-kv, --rope-theta and --partial-rotary-factor: recipe, "
+                        "or paper (32, 16, 64, 16, own keys and values for each branch, 10000, 1)")
+            ->group(group_)
+            ->take_last();
     option("--kernel-size", "kernel_size", model.nsa.kernel_size, "l: tokens in a compression block");
     option("--kernel-stride", "kernel_stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
     option("--block-size", "block_size", model.nsa.block_size, "l': tokens in a selection block");

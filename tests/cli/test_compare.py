@@ -146,6 +146,7 @@ def test_the_recall_of_the_choice(trained, tmp_path):
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config["norm_eps"]) * weights["layers.0.attention_norm.weight"]
     width = config["head_dim"]
     angles = np.arange(len(tokens))[:, None] * config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+    angles[:, int(config["partial_rotary_factor"] * width / 2) :] = 0
 
     def rotated(name, heads):
         y = (x @ weights[f"layers.0.attention.{name}.weight"].T).reshape(len(tokens), heads, width)

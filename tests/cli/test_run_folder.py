@@ -182,7 +182,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins(run, trained):
 MODEL_CHANGES = {
     "rope_theta": 5000.0, "norm_eps": 0.1, "topk": 5, "window_size": 16, "block_size": 32, "kernel_stride": 8,
     "init_blocks": 0, "local_blocks": 1, "attention": "full", "phi": "mean", "num_heads": 1, "share_kv": True,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 1,
 }  # fmt: skip
 
 

@@ -74,7 +74,8 @@ def test_dense_layers(tmp_path, corpus):
         nsa("train", "--out", tmp_path / name, "--data", corpus, "--steps", 4, *TINY, "--layers", 2, *options)
         return load_file(tmp_path / name / "model.safetensors")
 
-    full, dense = train("full", "--attention", "full"), train("dense", "--dense-layers", "0,1")
+    full = train("full", "--attention", "full", "--partial-rotary-factor", 0.5)  # as NSA has by default
+    dense = train("dense", "--dense-layers", "0,1")
     assert full.keys() == dense.keys() and all((full[name] == dense[name]).all() for name in full)
     options = ["--dense-layers", 1, "--noise", 0.5, "--gate-balance", 0.1, "--selector-loss", 0.1]
     mixed = train("mixed", *options)
