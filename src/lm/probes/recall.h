@@ -60,7 +60,7 @@ struct RecallOptions {
   std::uint64_t seed = 1;
   std::int64_t tokens_per_step = 1024;
   std::int64_t most_steps = 1500;
-  std::int64_t steps_after_success = 100;
+  std::int64_t steps_after_success = 100;  // success: 97 % of the chains right at the whole length
   double lr = 5e-3;
   double selector_loss = 0;  // weight of the selector loss of NSA
   at::Device device = at::kCPU;
