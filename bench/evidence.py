@@ -43,28 +43,32 @@ MAIN = {
     "whole-rotary": WHOLE,
     "no-selector-loss": f"{WHOLE} --selector-loss 0",
 }
-# The recipe with the whole rotation, which was the default before half of it, and one thing changed.
+# `whole-rotary`, the recipe before half of the rotation, with one thing changed; then what differs in more.
 VARIANTS = {
-    "blocks-32-16-64-16": f"{WHOLE} --kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16",
-    "blocks-16-8-32-32": f"{WHOLE} --kernel-size 16 --kernel-stride 8",
-    "blocks-8-4-32-32": f"{WHOLE} --kernel-stride 4",
-    "blocks-8-8-64-16": f"{WHOLE} --block-size 64 --topk 16",
-    "separate-kv": f"{WHOLE} --separate-kv",
+    name: f"{WHOLE} {change}"
+    for name, change in {
+        "blocks-32-16-64-16": "--kernel-size 32 --kernel-stride 16 --block-size 64 --topk 16",
+        "blocks-16-8-32-32": "--kernel-size 16 --kernel-stride 8",
+        "blocks-8-4-32-32": "--kernel-stride 4",
+        "blocks-8-8-64-16": "--block-size 64 --topk 16",
+        "separate-kv": "--separate-kv",
+        "phi-mean": "--phi mean",
+        "phi-linear": "--phi linear",
+        "phi-common-rate": "--phi-lr-scale 1",
+        "window-128": "--window-size 128",
+        "window-256": "--window-size 256",
+        "qk-norm": "--qk-norm",
+        "last-layer-dense": "--dense-layers 7",
+        "noise": "--noise 1",
+        "gate-balance": "--gate-balance .1",
+        "selector-loss-weak": "--selector-loss .03",
+        "selector-loss-strong": "--selector-loss 1",
+        "topk-64": "--topk 64",
+    }.items()
+} | {
     "paper-blocks-and-kv": "--preset paper --rope-theta 500000",
     "paper": "--preset paper",
-    "phi-mean": f"{WHOLE} --phi mean",
-    "phi-linear": f"{WHOLE} --phi linear",
-    "phi-common-rate": f"{WHOLE} --phi-lr-scale 1",
-    "window-128": f"{WHOLE} --window-size 128",
-    "window-256": f"{WHOLE} --window-size 256",
-    "qk-norm": f"{WHOLE} --qk-norm",
     "full-partial-rotary": "--attention full --partial-rotary-factor .5",
-    "last-layer-dense": f"{WHOLE} --dense-layers 7",
-    "noise": f"{WHOLE} --noise 1",
-    "gate-balance": f"{WHOLE} --gate-balance .1",
-    "selector-loss-weak": f"{WHOLE} --selector-loss .03",
-    "selector-loss-strong": f"{WHOLE} --selector-loss 1",
-    "topk-64": f"{WHOLE} --topk 64",
 }
 # Look-ups beyond the window in the blocks of the recipe; the models are trained for it.
 RECALL = (
@@ -81,10 +85,8 @@ RECALLS = {
     "64k": "--length 65536",
     "hops-8k": "--length 8192 --hops 3",
     "4k-no-selector-loss": "--length 4096 --selector-loss 0",
-    "16k-whole-rotary": f"--length 16384 {WHOLE}",
-    "64k-whole-rotary": f"--length 65536 {WHOLE}",
-    "hops-8k-whole-rotary": f"--length 8192 --hops 3 {WHOLE}",
 }
+RECALLS |= {f"{name}-whole-rotary": f"{RECALLS[name]} {WHOLE}" for name in ("16k", "64k", "hops-8k")}
 
 
 class Needle(NamedTuple):

@@ -96,7 +96,8 @@ def test_the_page(measured):
     page = (measured / "evidence.md").read_text()
     found = results(measured)
     mean = statistics.mean(found["recipe", seed]["eval"]["loss"] for seed in "12")
-    assert f"| recipe | {mean:.4f} |" in page and "| full by quest |" in page and "--dense-layers 7`" in page
+    assert f"| recipe | {mean:.4f} |" in page and "| full by quest |" in page
+    assert "`--partial-rotary-factor 1 --dense-layers 7`" in page
     assert (measured / "images" / "evidence.png").stat().st_size > 10000
     assert write_page(measured, "--check") == ""
     (measured / "evidence.md").write_text(page.replace("recipe", "receipt"))
