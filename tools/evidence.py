@@ -58,7 +58,7 @@ What these comparisons are to show. A difference of losses, in nats per byte, co
 right answers in points, R and speed count as measured, with the least and the most of a seed in brackets. Missed by:
 from the goal, not the aim."""
 MISSED = """\
-What the recipe misses or was not measured for, by two other settings: all channel pairs turning, which was the default
+What the recipe misses, by two other settings: all channel pairs turning, which was the default
 [before](log/training.md#half-of-the-rotation), and with that compression blocks every 4 tokens
 ([why these are options](guide/training.md#options-beyond-the-recipe))."""
 METHODS = """\
@@ -331,6 +331,18 @@ def speed_section(name, results):
     return f"## {results.all[0]['text']}\n\n{command}\n\n{table([head, *cells])}\n"
 
 
+def lines_found(plans):
+    """The share of hidden lines found, by model and method of `lookups-8k`, over the depths at which all were asked."""
+    found = list(needles(plans["lookups-8k"])) if "lookups-8k" in plans else []
+    depths = set.intersection(*(set(answer["depths"]) for _, _, answer in found)) if found else set()
+    shares = {}
+    for name, _, answer in found:
+        for line in answer["exact"]:
+            asked = [share for depth, share in zip(answer["depths"], line, strict=True) if depth in depths]
+            shares.setdefault(name, []).extend(asked)
+    return {name: statistics.mean(values) for name, values in shares.items() if values}
+
+
 def methods_section(plans):
     """NSA, full attention and the methods by which that was asked, in one table; nothing without methods."""
     rows = {}
@@ -338,13 +350,11 @@ def methods_section(plans):
         for model, seeds in plans["8k"].models.items():
             evaluations = [result["eval"] for result in seeds.values()]
             rows[model] = [number(loss(evaluations)), number(loss(evaluations, far_repeats))]
-    shown = {name: plans[name] for name in ("recall", "lookups-8k") if name in plans}
-    tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in shown and task in shown["recall"].models]
-    found = list(needles(shown["lookups-8k"])) if "lookups-8k" in shown else []
-    depths = set.intersection(*(set(answer["depths"]) for _, _, answer in found)) if found else set()
-    methods = {name for name in rows if " by " in name} | {name for name, _, _ in found if " by " in name}
+    tasks = [task for task in ("2k", "16k", "hops-8k") if "recall" in plans and task in plans["recall"].models]
+    found = lines_found(plans)
+    methods = {name for name in (*rows, *found) if " by " in name}
     for task in tasks:
-        for result in shown["recall"].models[task].values():
+        for result in plans["recall"].models[task].values():
             methods |= {f"{BASE} by {method}" for method in result["answer"].get("methods", [])}
     if not methods:
         return ""
@@ -353,18 +363,10 @@ def methods_section(plans):
         kind = "nsa" if model == "recipe" else model.removeprefix(f"{BASE} by ")
         row = [model, *rows.get(model, ["", ""])]
         for task in tasks:
-            answers = [result["answer"] for result in shown["recall"].models[task].values()]
+            answers = [result["answer"] for result in plans["recall"].models[task].values()]
             values = [answer[kind] for answer in answers if kind in answer]
             row.append(number(sum(values) / len(values), ".1%") if values else "")
-        exact = [
-            share
-            for name, _, answer in found
-            if name == model
-            for line in answer["exact"]
-            for depth, share in zip(answer["depths"], line, strict=True)
-            if depth in depths
-        ]
-        cells.append([*row, f"{sum(exact) / len(exact):.0%}" if exact else ""])
+        cells.append([*row, number(found.get(model), ".0%")])
     head = ["", "held-out loss, 8k", "far repeats", *(f"recall {task}" for task in tasks), "needle, 8k"]
     return f"## Beside other sparse methods\n\n{fill(METHODS)}\n\n{table([head, *cells])}\n"
 
@@ -451,6 +453,16 @@ class Measured:
         text, *rest = found[worst]
         return f"{text}, {worst}", *rest
 
+    def best_method_needle(self):
+        found = lines_found(self.plans)
+        methods = [name for name in found if " by " in name]
+        if self.model not in found or not methods:
+            return None
+        best = max(methods, key=found.get)
+        behind = 100 * (found[best] - found[self.model])
+        seeds = len(self.plans["lookups-8k"].common(self.model, BASE))
+        return f"{behind:+.1f}, {best.removeprefix('full by ')}".replace("-", "−"), behind, seeds
+
     def speed(self):
         models = self.plans["speed"].trained if "speed" in self.plans else {}
         if not {self.model, BASE} <= models.keys():
@@ -501,6 +513,7 @@ def goals_of(plans, model):
         Goal("beyond 4096, 8k, − the best of the methods", found.best_method(beyond), 0, -0.02),
         Goal("far repeats, 8k, − the best of the methods", found.best_method(far_repeats), 0, -0.02),
         Goal("recall, 16k and hops: best method − NSA, points", found.best_method_recall(), 1, 0),
+        Goal("needle, 8k: best method − NSA, points", found.best_method_needle(), 1, 0),
         Goal("300 million parameters, 32k: tokens/s over full", found.speed(), 4, 5),
     ]
 
