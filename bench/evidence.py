@@ -167,14 +167,14 @@ PLANS = {
         "--steps 3600 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 "
         f"--selector-queries 128 --rope-theta 1000000 {JOINED}",
         some("recipe", "whole-rotary", "blocks-8-4-32-32"),
-        seeds=(1,),
+        fewer=dict.fromkeys(("whole-rotary", "blocks-8-4-32-32"), 1),
         needle=Needle((8192, 16384, 32768, 65536), DEPTHS, 25),
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
         "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
         some("recipe", "whole-rotary", "blocks-8-4-32-32", "window", "full"),
-        seeds=(1,),
+        fewer=dict.fromkeys(("whole-rotary", "blocks-8-4-32-32", "window"), 1),
         needle=Needle((8192,), DEPTHS, 100),
         by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O goes token by token
     ),
