@@ -58,7 +58,7 @@ What these comparisons are to show. A difference of losses, in nats per byte, co
 right answers in points, R and speed count as measured, with the least and the most of a seed in brackets. Missed by:
 from the goal, not the aim."""
 MISSED = """\
-What the recipe misses, by two other settings: all channel pairs turning, which was the default
+What the recipe has not met, by two other settings: all channel pairs turning, which was the default
 [before](log/training.md#half-of-the-rotation), and with that compression blocks every 4 tokens
 ([why these are options](guide/training.md#options-beyond-the-recipe))."""
 METHODS = """\
@@ -374,6 +374,12 @@ def methods_section(plans):
 # ---------------------------------------------------------------------------------------------------------------- goals
 
 
+def furthest_ahead(found):
+    """(name, measured) of the method by which a model is furthest behind; None where none was measured."""
+    measured = {name: value for name, value in found.items() if value}
+    return max(measured.items(), key=lambda item: item[1][1], default=None)
+
+
 class Measured:
     """What the goals ask of a model, from the results of all plans: (text, value, seeds), or None where some are
     missing."""
@@ -429,13 +435,11 @@ class Measured:
     def best_method(self, of):
         """The model minus the method that is best at some of the tokens."""
         methods = [model for model in self.plans["8k"].models if " by " in model] if "8k" in self.plans else []
-        found = {model: self.difference("8k", model, of) for model in methods}
-        found = {model: value for model, value in found.items() if value}
-        if not found:
+        best = furthest_ahead({model: self.difference("8k", model, of) for model in methods})
+        if best is None:
             return None
-        worst = max(found, key=lambda model: found[model][1])
-        text, *rest = found[worst]
-        return f"{text} ({worst.removeprefix('full by ')})", *rest
+        name, (text, *rest) = best
+        return f"{text} ({name.removeprefix('full by ')})", *rest
 
     def best_method_recall(self):
         tasks = ("16k", "hops-8k")
@@ -445,13 +449,11 @@ class Measured:
             for result in (self.plans["recall"].models.get(task, {}) if "recall" in self.plans else {}).values()
             for method in result["answer"].get("methods", [])
         }
-        found = {method: self.recall(tasks, method) for method in sorted(methods)}
-        found = {method: value for method, value in found.items() if value}
-        if not found:
+        best = furthest_ahead({method: self.recall(tasks, method) for method in sorted(methods)})
+        if best is None:
             return None
-        worst = max(found, key=lambda method: found[method][1])
-        text, *rest = found[worst]
-        return f"{text}, {worst}", *rest
+        name, (text, *rest) = best
+        return f"{text}, {name}", *rest
 
     def best_method_needle(self):
         found = lines_found(self.plans)

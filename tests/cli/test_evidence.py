@@ -209,22 +209,22 @@ def test_what_the_recipe_misses_by_other_settings(measured, tmp_path):
     assert "`whole-rotary` | seeds" not in (tmp_path / "evidence.md").read_text()
 
 
-# Of each plan: models, and what makes it tiny.
-def test_lines_found_beside_the_methods(page_maker):
+def test_lines_found_beside_the_methods(page_maker, tmp_path):
     """Over the depths at which the model and each method were asked."""
     asked = {"depths": [0, 0.5, 1], "lengths": [64], "samples": 20, "exact": [[1, 0, 0.9]]}
     fewer = {"depths": [0, 1], "lengths": [64], "samples": 5}
     by_method = {"quest": fewer | {"exact": [[1, 1]]}, "h2o": fewer | {"exact": [[0.2, 1]]}}
-    trained = {"recipe": {1: {"needle": asked}}, "full": {1: {"needle": asked, "needle_by_method": by_method}}}
-    plan = page_maker.Results.__new__(page_maker.Results)
-    plan.models = plan.trained = trained
-    plans = {"lookups-8k": plan}
+    for model, answers in {"recipe": {}, "full": {"needle_by_method": by_method}}.items():
+        result = {"model": model, "seed": 1, "gpu": None, "needle": asked} | answers
+        (tmp_path / f"lookups-8k.{model}.1.json").write_text(json.dumps(result))
+    plans = page_maker.read(tmp_path)
     found = {"recipe": 0.95, "full": 0.95, "full by quest": 1, "full by h2o": 0.6}
     assert page_maker.lines_found(plans) == pytest.approx(found)
     text, value, seeds = page_maker.Measured(plans, "recipe").best_method_needle()
     assert (text, seeds) == ("+5.0, quest", 1) and value == pytest.approx(5)
 
 
+# Of each plan: models, and what makes it tiny.
 EVERY_PLAN = {
     "8k": ("full full-gated full-wide window recipe", "--steps 2"),
     "32k": ("full recipe", "--steps 2 --context 256"),

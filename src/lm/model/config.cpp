@@ -163,7 +163,8 @@ ModelConfig with_preset(ModelConfig config, const std::string& name) {
   const ModelConfig paper;
   config.share_kv = recipe;
   config.rope_theta = recipe ? 500000 : paper.rope_theta;
-  config.rope.partial_rotary_factor = recipe && config.attention == AttentionKind::kNsa ? 0.5 : 1;
+  config.rope.partial_rotary_factor =
+      recipe && config.attention == AttentionKind::kNsa ? 0.5 : paper.rope.partial_rotary_factor;
   config.nsa.kernel_size = recipe ? 8 : paper.nsa.kernel_size;
   config.nsa.kernel_stride = recipe ? 8 : paper.nsa.kernel_stride;
   config.nsa.block_size = recipe ? 32 : paper.nsa.block_size;
