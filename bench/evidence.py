@@ -147,9 +147,9 @@ PLANS = {
         "--steps 5000 --tokenizer {tokenizer}",
         some("full", "recipe", "whole-rotary", "no-selector-loss", "window-128", "qk-norm", "blocks-8-4-32-32")
         | some("full-partial-rotary"),
-        seeds=(1, 2, 3, 4, 5),
+        seeds=tuple(range(1, 10)),
         fewer=dict.fromkeys(("no-selector-loss", "window-128", "qk-norm", "full-partial-rotary"), 1)
-        | {"blocks-8-4-32-32": 3},
+        | {"whole-rotary": 5, "blocks-8-4-32-32": 3},
     ),
     "recall": Plan(
         "64 pairs of a key and a value beyond the window",
