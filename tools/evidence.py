@@ -331,9 +331,11 @@ def speed_section(name, results):
     return f"## {results.all[0]['text']}\n\n{command}\n\n{table([head, *cells])}\n"
 
 
-def lines_found(plans):
-    """The share of hidden lines found, by model and method of `lookups-8k`, over the depths at which all were asked."""
+def lines_found(plans, seeds=None):
+    """The share of hidden lines found, by model and method of `lookups-8k`, over the depths at which all were asked;
+    of these seeds, if they are given."""
     found = list(needles(plans["lookups-8k"])) if "lookups-8k" in plans else []
+    found = [answered for answered in found if seeds is None or answered[1] in seeds]
     depths = set.intersection(*(set(answer["depths"]) for _, _, answer in found)) if found else set()
     shares = {}
     for name, _, answer in found:
@@ -456,14 +458,14 @@ class Measured:
         return f"{text}, {name}", *rest
 
     def best_method_needle(self):
-        found = lines_found(self.plans)
+        seeds = self.plans["lookups-8k"].common(self.model, BASE) if "lookups-8k" in self.plans else []
+        found = lines_found(self.plans, seeds)
         methods = [name for name in found if " by " in name]
         if self.model not in found or not methods:
             return None
         best = max(methods, key=found.get)
         behind = 100 * (found[best] - found[self.model])
-        seeds = len(self.plans["lookups-8k"].common(self.model, BASE))
-        return f"{behind:+.1f}, {best.removeprefix('full by ')}".replace("-", "−"), behind, seeds
+        return f"{behind:+.1f}, {best.removeprefix('full by ')}".replace("-", "−"), behind, len(seeds)
 
     def speed(self):
         models = self.plans["speed"].trained if "speed" in self.plans else {}

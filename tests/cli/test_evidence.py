@@ -210,7 +210,7 @@ def test_what_the_recipe_misses_by_other_settings(measured, tmp_path):
 
 
 def test_lines_found_beside_the_methods(page_maker, tmp_path):
-    """Over the depths at which the model and each method were asked."""
+    """Over the depths at which the model and each method were asked, for the goal of the seeds that both have."""
     asked = {"depths": [0, 0.5, 1], "lengths": [64], "samples": 20, "exact": [[1, 0, 0.9]]}
     fewer = {"depths": [0, 1], "lengths": [64], "samples": 5}
     by_method = {"quest": fewer | {"exact": [[1, 1]]}, "h2o": fewer | {"exact": [[0.2, 1]]}}
@@ -222,6 +222,12 @@ def test_lines_found_beside_the_methods(page_maker, tmp_path):
     assert page_maker.lines_found(plans) == pytest.approx(found)
     text, value, seeds = page_maker.Measured(plans, "recipe").best_method_needle()
     assert (text, seeds) == ("+5.0, quest", 1) and value == pytest.approx(5)
+    second = {"model": "full", "seed": 2, "gpu": None, "needle": asked}
+    second["needle_by_method"] = {method: fewer | {"exact": [[0, 0]]} for method in by_method}
+    (tmp_path / "lookups-8k.full.2.json").write_text(json.dumps(second))
+    plans = page_maker.read(tmp_path)
+    assert page_maker.lines_found(plans)["full by quest"] == pytest.approx(0.5)
+    assert page_maker.Measured(plans, "recipe").best_method_needle() == (text, value, 1)
 
 
 # Of each plan: models, and what makes it tiny.
