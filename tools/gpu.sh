@@ -5,15 +5,15 @@
 # archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench] [decode]      all of them without arguments
 #   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu/scale.sh); to scale_xN.json beside $RESULTS' default
-#   tools/gpu.sh hf      a Llama through transformers (bench/llama.py), with transformers from WHEELS=bundle/wheels, if it is there
+#   tools/gpu.sh hf      a Llama through transformers (bench/models/llama.py), with transformers from WHEELS=bundle/wheels, if it is there
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
 #   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
 #   BUDGET=540   scale: seconds after which no step begins or goes on
-#   PEERS=FILE   bench: a result of bench/peers.py on this GPU, for the table of `nsa bench`
-#   FLASH_NSA=FOLDER   decode: what bench/peer_decode.py times beside
+#   PEERS=FILE   bench: a result of bench/peers/peers.py on this GPU, for the table of `nsa bench`
+#   FLASH_NSA=FOLDER   decode: what bench/peers/peer_decode.py times beside
 # Beside $RESULTS the stage bench also writes bench_cuda.json and bench_minimax_m3.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -186,15 +186,15 @@ for step in $steps; do
       decode decode_fp8 --batch 32,8,1 --cache fp8
       decode decode_keys192 --batch 32,8,1 --key-dim 192
       for context in 8192 16384 32768 131072 262144; do decode "decode_$context" --context "$context" --batch 32,8,1; done
-      run decode_dense python3 bench/dense_decode.py --json "$logs/decode_dense.json"
+      run decode_dense python3 bench/peers/dense_decode.py --json "$logs/decode_dense.json"
       cat "$logs/decode_dense.log"
       if [[ -n ${FLASH_NSA:-} ]]; then
-        run peer_decode python3 bench/peer_decode.py "$FLASH_NSA" --json "$logs/peer_decode.json"
+        run peer_decode python3 bench/peers/peer_decode.py "$FLASH_NSA" --json "$logs/peer_decode.json"
         cat "$logs/peer_decode.log"
       fi
       if [[ -x $NSA_PROGRAM ]]; then
         rm -rf "$logs/generate" "$logs/generate_speed.json"
-        run generate_speed python3 bench/generate_speed.py "$logs/generate" --data src --batch 1,32 --json "$logs/generate_speed.json"
+        run generate_speed python3 bench/models/generate_speed.py "$logs/generate" --data src --batch 1,32 --json "$logs/generate_speed.json"
         cat "$logs/generate_speed.log"
       fi
       ;;
@@ -204,7 +204,7 @@ for step in $steps; do
         export PYTHONPATH=$PWD/$logs/site:$PYTHONPATH
       fi
       run first_chunk "${pytest[@]}" tests/python/decoding/test_decode.py -k 'first_chunk and cuda'
-      run llama python3 bench/llama.py --json "$(dirname "$results")/llama.json"
+      run llama python3 bench/models/llama.py --json "$(dirname "$results")/llama.json"
       tail -5 "$logs/first_chunk.log"
       cat "$logs/llama.log"
       ;;

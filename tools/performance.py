@@ -12,10 +12,10 @@ from tables.bench import PASSES, Bench
 from tables.cpu import cpu_operations, cpu_whole
 from tables.decoding import decode
 from tables.gpu import beside_earlier, gpu_h100, gpu_whole
+from tables.llama import llama
 from tables.operations import operations, portable, through_python
 from tables.peers import peers
 from tables.text import ROOT, table
-from tables.training import llama, training
 
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
@@ -25,7 +25,8 @@ INTRODUCTION = """\
 # Performance
 
 Every table names its GPU or CPU, its day, its commit and its command. What is counted and how it is timed stands in
-[measuring](guide/measuring.md), how to renew the tables too. Single experiments are in the [log](log/README.md).
+[measuring](guide/measuring.md), how to renew the tables too. Speed and quality in training: [evidence](evidence.md).
+Single experiments are in the [log](log/README.md).
 """
 
 SECTIONS = [
@@ -36,7 +37,6 @@ SECTIONS = [
     operations,
     through_python,
     decode,
-    training,
     llama,
     portable,
     cpu_whole,

@@ -4,7 +4,7 @@ more of them are predicted to take, and what has not run.
 
     tools/scale.py [--check] [--results FOLDER] [--page FILE]
 
-Reads bench_cuda.json and played_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many as
+Reads bench_cuda.json and simulated_ranks.json (one GPU) and scale_xN.json of `tools/gpu.sh scale` (N GPUs), as many as
 there are. With --check it writes nothing; the exit code is 1 where the page is not what the results make.
 """
 
@@ -241,7 +241,7 @@ def predicted_section(model, runs):
 predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1) from what one H200 was
 measured at: its whole forwards and backwards (`bench/results/bench_cuda.json`), and the slowest of eight ranks at a
 million tokens, each rank's calls played by one GPU after the other, one repeat
-(`bench/results/played_ranks.json`: its command, commit and day).
+(`bench/results/simulated_ranks.json`: its command, commit and day).
 
 {fill(model_of_time)}
 
@@ -304,7 +304,7 @@ def main():
     runs = [Measured(json.loads(file.read_text())) for file in files]
     model = Model(
         *(json.loads((given.results / name).read_text()) for name in ("bench_cuda.json",)),
-        [json.loads((given.results / "played_ranks.json").read_text())],
+        [json.loads((given.results / "simulated_ranks.json").read_text())],
         16384,
     )
     try:

@@ -255,7 +255,7 @@ def main():
     """Prints the errors, and a table for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="of nsa bench --json")
-    parser.add_argument("--played", type=Path, nargs="*", default=[RESULTS / "played_ranks.json"])
+    parser.add_argument("--played", type=Path, nargs="*", default=[RESULTS / "simulated_ranks.json"])
     parser.add_argument("--collectives", type=Path, nargs="*", default=[])
     parser.add_argument("--measured", type=Path, nargs="*", default=[])
     parser.add_argument("--fabric", type=Fabric.given, action="append", default=[])

@@ -11,7 +11,7 @@
 namespace nsa::bench {
 namespace {
 
-/// What an op consists of in bench/peers.py: stages, and passes of each.
+/// What an op consists of in bench/peers/peers.py: stages, and passes of each.
 struct Parts {
   std::vector<std::string> stages, passes;
 };
@@ -70,9 +70,9 @@ Peers::Peers(const std::string& path, const Dims& dims, const std::string& gpu) 
     }
   }
 } catch (const nlohmann::json::exception& error) {
-  throw base::Error(fmt::format("{}: not a result of bench/peers.py: {}", path, error.what()));
+  throw base::Error(fmt::format("{}: not a result of bench/peers/peers.py: {}", path, error.what()));
 } catch (const std::logic_error& error) {  // stoll
-  throw base::Error(fmt::format("{}: not a result of bench/peers.py: {}", path, error.what()));
+  throw base::Error(fmt::format("{}: not a result of bench/peers/peers.py: {}", path, error.what()));
 }
 
 std::optional<PeerTime> Peers::best(const std::string& op, std::int64_t length, Selection selection) const {

@@ -1,4 +1,4 @@
-// Other implementations' times, as bench/peers.py measured them, for the table of the benchmark.
+// Other implementations' times, as bench/peers/peers.py measured them, for the table of the benchmark.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class Peers {
  public:
   /// Nobody.
   Peers() = default;
-  /// Throws Error for a file that is not one of bench/peers.py, or is about another GPU or another problem.
+  /// Throws Error for a file that is not one of bench/peers/peers.py, or is about another GPU or another problem.
   Peers(const std::string& path, const Dims& dims, const std::string& gpu);
 
   bool empty() const { return times_.empty(); }

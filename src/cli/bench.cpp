@@ -150,7 +150,7 @@ class BenchCommand {
             "--selection", selection_,
             "Blocks to attend to: own, or given ones (random, clustered) while the choice of its own still runs")
         ->check(CLI::IsMember({"own", "random", "clustered"}));
-    command_.add_option("--peers", peers_, "Times of other implementations by bench/peers.py, for the table");
+    command_.add_option("--peers", peers_, "Times of other implementations by bench/peers/peers.py, for the table");
     command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens")
         ->check(length_range);
     option("--longest-dense-forward", options_.longest_dense_forward,

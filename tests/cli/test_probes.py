@@ -243,7 +243,7 @@ def test_bench_refuses_peers_of_other_devices(tmp_path):
     path.write_text(json.dumps({"gpu": "a GPU", "settings": settings, "lengths": {}}))
     assert "measured on a GPU, not on this device" in refused("bench", *TINY_BENCH, "--peers", path)
     path.write_text("[]")
-    assert "not a result of bench/peers.py" in refused("bench", *TINY_BENCH, "--peers", path)
+    assert "not a result of bench/peers/peers.py" in refused("bench", *TINY_BENCH, "--peers", path)
     assert "cannot be read" in refused("bench", *TINY_BENCH, "--peers", tmp_path / "nowhere")
 
 

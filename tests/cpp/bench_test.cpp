@@ -229,7 +229,7 @@ TEST_F(BenchPeersTest, RefusesWhatIsNotAboutTheSame) {
   EXPECT_NE(refusal({}, "another").find("measured on GPU, not on this device"), std::string::npos);
   EXPECT_NE(refusal({.num_kv_heads = 4}, "GPU").find("num_kv_heads = 1, here it is 4"), std::string::npos);
   std::ofstream(path_) << "{}";
-  EXPECT_NE(refusal({}, "GPU").find("not a result of bench/peers.py"), std::string::npos);
+  EXPECT_NE(refusal({}, "GPU").find("not a result of bench/peers/peers.py"), std::string::npos);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <ostream>
 #include <string>
 
-#include "bench/cuda_device.cuh"
+#include "bench/gpu/cuda_device.cuh"
 #include "reference/reference.h"
 #include "support/environment.h"
 #include "support/tolerance.h"

@@ -1,4 +1,4 @@
-"""bench/llama.py, at sizes for a CPU."""
+"""bench/models/llama.py, at sizes for a CPU."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import pytest
 
 import nsa
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "llama.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "models" / "llama.py"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_its_figures(llama, tmp_path):
     assert run(llama, "--lengths", "40,150", "--repeats", "1", "--json", file) == 0
     found = json.loads(file.read_text())
     assert found["commit"] and found["date"] and "--json" not in found["command"]
-    assert found["command"].startswith("python bench/llama.py --device cpu --shape tiny --lengths 40,150")
+    assert found["command"].startswith("python bench/models/llama.py --device cpu --shape tiny --lengths 40,150")
     assert set(found["prefill"]) == set(found["train"]) == {"40", "150"}
     assert set(found["decode"]) == {"40x1", "40x8", "150x1", "150x8"}
     for part in ("prefill", "train", "decode"):

@@ -36,7 +36,7 @@ def tests(path):
 
 
 def timings(text):
-    """The times in the output of bench/cuda_stages.cu."""
+    """The times in the output of bench/gpu/cuda_stages.cu."""
     lengths, now = {}, None
     for line in text.splitlines():
         if found := re.match(r"S = (\d+)", line):

@@ -71,7 +71,7 @@ def decode_beside_dense(result):
     unit = (
         "Microseconds of one step of one token, NSA as above and dense attention: the fastest of cuDNN over all keys, "
         "cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2 with lengths on the device "
-        "(`bench/dense_decode.py`). None copies keys for the heads of a group."
+        "(`bench/peers/dense_decode.py`). None copies keys for the heads of a group."
     )
     yield source(gpu_of(result), result, dense["result"]["problem"], unit)
     ours = {which: step["median"] for which, step in steps_of_one_token(result).items()}
@@ -85,7 +85,7 @@ def decode_beside_peer(result):
     found = stage["result"]
     unit = (
         "Microseconds of one step of one token, NSA as above, with an MLP φ, and flash_nsa "
-        f"({found['flash_nsa'][:7]}), which takes means (`bench/peer_decode.py`, torch {found['torch']})."
+        f"({found['flash_nsa'][:7]}), which takes means (`bench/peers/peer_decode.py`, torch {found['torch']})."
     )
     yield source(gpu_of(result), result, found["problem"], unit)
     theirs = {(step["batch"], step["context"]): step["us"] for step in found["steps"]}

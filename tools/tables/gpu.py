@@ -33,7 +33,7 @@ def gpu_whole():
     unit = (
         "Medians in ms, the second-level cache flushed before each call. NSA is everything, compression included, and "
         f"attends to {attends}. Dense attention is torch's; the other NSA is the fastest public implementation of "
-        f"`bench/peers.py`. Limits, both measured: {limits(rates)}."
+        f"`bench/peers/peers.py`. Limits, both measured: {limits(rates)}."
     )
     about = {key: bench.all[key] for key in ("date", "commit", "command")}
     yield source(gpu_of(bench.machine), about, f"{bench.problem()}, defaults", unit)
@@ -66,7 +66,7 @@ def gpu_h100():
 
 def beside_earlier():
     """An earlier build and today's in turn: the passes, what one pass is more than the other, and the stages."""
-    found = read("beside_64ed625.json")
+    found = read("regression_64ed625.json")
     before, runs = found["before"], found["runs"]
     yield "## Beside an earlier build"
     yield fill(

@@ -1,4 +1,4 @@
-"""Single operations on a GPU: bench/cuda_stages.cu, and calls through Python."""
+"""Single operations on a GPU: bench/gpu/cuda_stages.cu, and calls through Python."""
 
 import re
 
@@ -10,7 +10,7 @@ PROBLEM = "B = 1, H = 64, Hkv = 4, bfloat16, φ = mlp, defaults"
 
 
 def stage_runs(name):
-    """A text of bench/cuda_stages.cu: (heading, {length: {stage: (ms, MiB)}}) for each run in it."""
+    """A text of bench/gpu/cuda_stages.cu: (heading, {length: {stage: (ms, MiB)}}) for each run in it."""
     runs = []
     for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
         if re.match(r"(\w+=\S+ )*cuda_stages ", line):

@@ -1,4 +1,4 @@
-"""Other implementations: bench/peers.py."""
+"""Other implementations: bench/peers/peers.py."""
 
 from tables.text import fill, gpu_of, pair, read, source, table
 

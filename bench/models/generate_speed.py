@@ -1,6 +1,6 @@
 """Times `nsa generate` on a GPU over the context: tokens/s of the steps, NSA and full attention.
 
-    python bench/generate_speed.py WORK --data SOURCES --contexts 1024,8192,65536,262144 --batch 1,32 --json FILE
+    python bench/models/generate_speed.py WORK --data SOURCES --contexts 1024,8192,65536,262144 --batch 1,32 --json FILE
 
 Two models over bytes (18 layers, hidden 1024, 16 heads, one KV head of 128: 304 million parameters, with full attention
 250) are trained for a step in WORK where they are not there yet. A step's time does not depend on what is in the

@@ -1,6 +1,6 @@
-"""Times one token of dense attention by torch on a GPU, beside bench/cuda_decode.cu.
+"""Times one token of dense attention by torch on a GPU, beside bench/gpu/cuda_decode.cu.
 
-    python bench/dense_decode.py --contexts 8192,65536 --batch 32,8,1 --json FILE
+    python bench/peers/dense_decode.py --contexts 8192,65536 --batch 32,8,1 --json FILE
 
 H = 64, Hkv = 4, D = 128, bfloat16. Keys and values of a sequence are contiguous, which pages are not, and not copied
 for the heads of a group: these are rows of one tile. Medians of replays of a graph in microseconds. Caches take turns

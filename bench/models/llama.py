@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A Llama of 1.2 billion parameters through transformers: dense by sdpa, and converted to Native Sparse Attention.
 
-    python bench/llama.py --json bench/results/llama.json
+    python bench/models/llama.py --json bench/results/llama.json
 
 Three models of the same random weights in bfloat16, in the shape of Llama 3.2 1B: `dense`, LlamaForCausalLM with
 attn_implementation="sdpa"; `nsa`, what nsa.hf.convert makes of it; `layers`, the same sparse layers without
@@ -46,7 +46,7 @@ import nsa
 import nsa.hf
 import nsa.hf.models
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "1b": {
         "vocab_size": 128256,
@@ -426,7 +426,7 @@ def about(options):
     else:
         name, driver = platform.processor() or platform.machine(), ""
     return {
-        "command": shlex.join(["python", "bench/llama.py", *options.given]),
+        "command": shlex.join(["python", "bench/models/llama.py", *options.given]),
         "gpu": name,
         "driver": driver,
         "date": date.today().isoformat(),

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Attention through Python beside the same through C++, one GPU: what the way from Python costs.
 
-    python bench/through_python.py --stages build-gpu/bin/cuda_stages --json bench/results/through_python.json
+    python bench/python/through_python.py --stages build-gpu/bin/cuda_stages --json bench/results/through_python.json
 
-`nsa.nsa_attention` and its gradients beside the whole of bench/cuda_stages.cu: B = 1, H = 64, Hkv = 4, D = 128,
+`nsa.nsa_attention` and its gradients beside the whole of bench/gpu/cuda_stages.cu: B = 1, H = 64, Hkv = 4, D = 128,
 bfloat16, defaults, given random blocks. Two ways, both after the second-level cache was written over: `busy`, where
 the device has more than a millisecond of other work when the call is made, so that no time of the host counts; `idle`,
 where the host waits for the device before the call, so that its time until the first launch counts. Medians between two
@@ -23,9 +23,12 @@ from pathlib import Path
 import torch
 
 import nsa
-from peers import chosen_blocks, commit_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench" / "peers"))
+
+from peers import chosen_blocks, commit_of  # noqa: E402
+
 HEADS, KV_HEADS, DIM = 64, 4, 128
 WAYS = ("busy", "idle")
 
@@ -85,7 +88,7 @@ def through_cpp(program, lengths, way):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=Path, required=True, metavar="PROGRAM", help="bench/cuda_stages.cu, built")
+    parser.add_argument("--stages", type=Path, required=True, metavar="PROGRAM", help="bench/gpu/cuda_stages.cu, built")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default="4096,8192,65536")
     parser.add_argument("--repeats", type=int, default=15, help="calls through Python in a turn")
     parser.add_argument("--turns", type=int, default=3)

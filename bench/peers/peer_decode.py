@@ -1,6 +1,6 @@
-"""Times flash_nsa's decode step on a GPU, beside bench/cuda_decode.cu.
+"""Times flash_nsa's decode step on a GPU, beside bench/gpu/cuda_decode.cu.
 
-    python bench/peer_decode.py FOLDER --steps 32x65536,1x65536 --json FILE
+    python bench/peers/peer_decode.py FOLDER --steps 32x65536,1x65536 --json FILE
 
 FOLDER holds github.com/mdy666/Scalable-Flash-Native-Sparse-Attention. Packages that it wants besides triton: einops.
 

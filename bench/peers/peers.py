@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Public implementations of Native Sparse Attention beside this one: one GPU, one problem, one run.
 
-    python bench/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json bench/results/peers.json
+    python bench/peers/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json bench/results/peers.json
 
 The folders hold github.com/XunhaoLai/native-sparse-attention-triton and
 github.com/mdy666/Scalable-Flash-Native-Sparse-Attention; what is not there or does not load is skipped. Packages that
@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
 # A block's score is drawn anew after as many queries as stand here, at a moment of its own.
 PATTERNS = {"random": 1, "clustered": 3}
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Problem(NamedTuple):

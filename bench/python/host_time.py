@@ -1,6 +1,6 @@
 """Microseconds of host time from a Python call to the backend's first work, by layer of the way, on the CPU.
 
-    python bench/host_time.py [--repeats 40] [--calls 200] [--json FILE]
+    python bench/python/host_time.py [--repeats 40] [--calls 200] [--json FILE]
 
 Sequences have no tokens: the library validates a call, chooses the backend and returns, so that nothing is computed
 (a decode step has one token). Each row is the way from there inwards; the difference to the row below is what its layer
@@ -125,7 +125,10 @@ def main():
     if options.json:
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
         commit = os.environ.get("COMMIT") or subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        about = {"command": f"bench/host_time.py --repeats {options.repeats} --calls {options.calls}", "commit": commit}
+        about = {
+            "command": f"bench/python/host_time.py --repeats {options.repeats} --calls {options.calls}",
+            "commit": commit,
+        }
         about |= {"date": f"{datetime.date.today()}", "torch": torch.__version__, "python": platform.python_version()}
         options.json.write_text(json.dumps(about | {"unit": "microseconds", "times": times}, indent=1) + "\n")
 

@@ -1,37 +1,6 @@
-"""Training, and a Llama of transformers: bench/loss_curves.sh, bench/llama.py."""
+"""A Llama of transformers: bench/models/llama.py."""
 
 from tables.text import figure, fill, gpu_of, ratio, read, source, table
-
-
-def training():
-    yield "## Training"
-    for name, model in (
-        ("training_speed.json", "A model of 300 million parameters"),
-        ("loss_curves.json", "The default model of a GPU"),
-    ):
-        result = read(name)
-        preset = "paper" if "--preset paper" in result["command"] else "recipe"
-        model = f"{model} with `--preset {preset}`" + (f" ({result['note']})" if "note" in result else "")
-        unit = "Thousand tokens/s by tokens of context; in brackets the TFLOP/s that the model needs (`model_tflops`)."
-        yield source(gpu_of(result), result, model, unit)
-        speed = result["speed"]
-        models = sorted({model for rates in speed.values() for model in rates}, key=lambda m: (m != "nsa", m))
-        rows = [["", *speed]]
-        for model in models:
-            rates = [speed[context].get(model) for context in speed]
-            cells = (f"{r['tokens_per_second'] / 1e3:.3g} ({r['model_tflops']:.0f})" if r else "" for r in rates)
-            rows.append([model.replace("-", " "), *cells])
-        yield table(rows)
-    rows = [["", "parameters", "tokens", "held-out loss, nats per byte"]]
-    for model, run in result["runs"].items():
-        cells = [f"{run['parameters'] / 1e6:.1f} million", f"{run['tokens'] / 1e6:.0f} million", f"{run['loss']:.3f}"]
-        rows.append([model, *cells])
-    yield f"After {result['minutes']:.0f} minutes of training at {result['context']} bytes of context:"
-    yield table(rows)
-    yield fill("With the recipe, the speed of 300 million parameters, and losses: [evidence](evidence.md).")
-    yield "![held-out loss over tokens and over time](images/loss_curves.png)"
-    yield "![tokens per second over the context, 300 million parameters](images/training_speed.png)"
-
 
 LLAMA_PARTS = {
     "prefill": "a prompt into a new cache",
