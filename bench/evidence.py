@@ -117,7 +117,7 @@ def some(*names: str) -> dict[str, str]:
     return {name: (MAIN | VARIANTS)[name] for name in names}
 
 
-JOINED = "--join --document-bytes 65536"
+JOINED = "--concat-by-folder --document-bytes 65536"
 DEPTHS = "0,.1,.2,.3,.4,.5,.6,.7,.8,.9,1"
 PLANS = {
     "8k": Plan(
@@ -164,7 +164,7 @@ PLANS = {
     ),
     "lookups": Plan(
         "bytes, 65536 of context, 1024 at first, 3600 steps of 65536, half of them look-ups, rotary base 1 million",
-        "--steps 3600 --batch-size 1 --context 65536 --first-context 1024 --eval-every 1000 --lookups .5 "
+        "--steps 3600 --batch-size 1 --context 65536 --context-warmup 1024 --eval-every 1000 --retrieval-fraction .5 "
         f"--selector-queries 128 --rope-theta 1000000 {JOINED}",
         some("recipe", "whole-rotary", "blocks-8-4-32-32"),
         fewer=dict.fromkeys(("whole-rotary", "blocks-8-4-32-32"), 1),
@@ -172,7 +172,7 @@ PLANS = {
     ),
     "lookups-8k": Plan(
         "bytes, 8192 of context, 1024 at first, 5000 steps of 32768, a quarter of them look-ups",
-        "--steps 5000 --batch-size 4 --first-context 1024 --eval-every 500 --lookups .25 " + JOINED,
+        "--steps 5000 --batch-size 4 --context-warmup 1024 --eval-every 500 --retrieval-fraction .25 " + JOINED,
         some("recipe", "whole-rotary", "blocks-8-4-32-32", "window", "full"),
         fewer=dict.fromkeys(("whole-rotary", "blocks-8-4-32-32", "window"), 1),
         needle=Needle((8192,), DEPTHS, 100),

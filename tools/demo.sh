@@ -19,7 +19,7 @@ step() { printf '\n== %s\n' "$*"; }
 # Documents are joined files of about 64 KiB.
 if [[ $device == cuda ]]; then
   minutes=${MINUTES:-3}
-  training=(--minutes "$minutes" --lookups 0.02 --overwrite)  # and the defaults of nsa train on cuda
+  training=(--minutes "$minutes" --retrieval-fraction 0.02 --overwrite)  # and the defaults of nsa train on cuda
   bench=(--lengths 8192,16384,32768,65536)
 else
   # Context 4096; topk * block_size = 8 * 64 = 512, an eighth of it. What a model of so few minutes lacks is steps, hence

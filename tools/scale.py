@@ -153,7 +153,7 @@ def training_lines(run):
         ratio = all_of_them["tokens_per_second"] / one["tokens_per_second"]
         lines.append(
             f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
-            f"{one['accumulate']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
+            f"{one['grad_accum']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
             f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: {ratio:.2f} times as many, efficiency "
             f"{ratio / run.gpus:.3f}, {beside_one(one, all_of_them)}."
         )

@@ -9,7 +9,7 @@ running.
 
 speed: tokens a second and model TFLOP/s, medians over the lines of metrics.jsonl but the first; the losses; and a hash
 of the weights at the end, by which runs of other numbers of ranks can be compared (they must have the same
---accumulate).
+--grad-accum).
 
 kill: for the first and for the last rank a run in which that one gets SIGKILL once step --at is logged. Both at the
 same time, on the same GPUs. What counts are the seconds from there until another rank has said what happened, and until
@@ -134,7 +134,7 @@ def speed(options):
     }
     found |= {"losses": [line["loss"] for line in lines], "steps": lines[-1]["step"], "tokens": lines[-1]["tokens"]}
     found |= {"parameters": config["parameters"]["total"], "context": config["train"]["context"]}
-    found |= {"accumulate": config["train"]["accumulate"], "weights_sha256": weights_hash(options.out)}
+    found |= {"grad_accum": config["train"]["grad_accum"], "weights_sha256": weights_hash(options.out)}
     return found | {"seconds_of_all": time.monotonic() - run.begin}
 
 

@@ -81,18 +81,18 @@ class TrainCommand {
     option("--data", "paths", data.paths,
            "Text files or folders; without it the Python sources of this machine's Python and its packages");
     option("--extension", "extensions", data.extensions, "Of the files taken from folders, e.g. .py; without it all");
-    flag("--join", "join", data.join,
-         "Join the files of each first-level folder into documents (the default data are)");
+    flag("--concat-by-folder", "concat_by_folder", data.concat_by_folder,
+         "Concatenate the files of each first-level folder into documents; always done with the default data");
     option("--document-bytes", "document_bytes", data.document_bytes,
-           "A joined document ends with the file that reaches this size, bytes")
+           "Size at which a concatenated document ends, after the file that reaches it, bytes")
         ->check(CLI::Range(1, std::numeric_limits<int>::max()));
     option("--held-out-percent", "held_out_percent", data.held_out_percent,
            "Documents kept for evaluation, by hash, percent")
         ->check(CLI::Range(0, 100));
     option(
-        "--lookups", "lookups", config_.train.lookups,
-        "Share of the training tokens that are lines NAME = VALUE, each at several places of a sequence, to be looked "
-        "up: what nsa needle asks for");
+        "--retrieval-fraction", "retrieval_fraction", config_.train.retrieval_fraction,
+        "Fraction of the training tokens in key-value lines for associative recall (NAME = VALUE), 0 to 0.5. Each line "
+        "is repeated within its sequence. nsa needle evaluates this skill");
     tokenizer_ = option("--tokenizer", "tokenizer", data.tokenizer, "bytes, or the path of a SentencePiece model");
   }
 
@@ -170,12 +170,12 @@ class TrainCommand {
     group_ = "Training";
     device_.add(command_);
     option("--context", "context", train.context, "Longest sequence, tokens", cuda.train.context);
-    option("--first-context", "first_context", train.first_context,
-           "Longest sequence at the start of the run, tokens: it doubles until it is --context, in the second half; 0: "
-           "--context all the time. Needs --steps or --tokens");
+    option("--context-warmup", "context_warmup", train.context_warmup,
+           "Initial sequence length, tokens. It doubles until it reaches --context halfway through the run. 0: always "
+           "--context. Needs --steps or --tokens");
     option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time", cuda.train.batch_size);
-    accumulate_ = option("--accumulate", "accumulate", train.accumulate,
-                         "Batches to a step, of all ranks together; default one for each rank");
+    grad_accum_ = option("--grad-accum", "grad_accum", train.grad_accum,
+                         "Gradient accumulation: batches per step over all ranks; default one per rank");
     option("--lr", "lr", train.lr, "Peak learning rate of AdamW", cuda.train.lr);
     option("--min-lr-ratio", "min_lr_ratio", train.min_lr_ratio, "The cosine ends at --lr times this");
     option("--warmup-steps", "warmup_steps", train.warmup_steps, "Steps of linear warm-up", cuda.train.warmup_steps);
@@ -249,7 +249,7 @@ class TrainCommand {
     const bool taught = model.attention == AttentionKind::kNsa && preset_ == "recipe" && train.init.empty() &&
                         model.share_kv && model.phi != CompressionKind::kMean;
     if (selector_loss_->count() == 0 && taught) train.selector_loss = 0.1;
-    if (accumulate_->count() == 0) train.accumulate = execution_.ranks.size();
+    if (grad_accum_->count() == 0) train.grad_accum = execution_.ranks.size();
     if (train.steps == 0 && train.tokens == 0 && train.minutes == 0) train.minutes = 3;
     if (equal_parameters_) model.ffn_size = equal_ffn_size(model);
   }
@@ -321,7 +321,7 @@ class TrainCommand {
   lm::RunConfig config_ = lm::default_run_config("cpu");
   lm::Execution execution_;
   DeviceOption device_;
-  CLI::Option* accumulate_ = nullptr;
+  CLI::Option* grad_accum_ = nullptr;
   CLI::Option* preset_option_ = nullptr;
   CLI::Option* selector_loss_ = nullptr;
   CLI::Option* tokenizer_ = nullptr;

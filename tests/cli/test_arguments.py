@@ -53,7 +53,7 @@ def test_a_subcommand_is_needed(arguments):
         (["train", "--out", "x", "--seed", 2**64], "must be an integer"),
         (["train", "--out", "x", "--lr", "nan"], "must be a finite number"),
         (["train", "--out", "x", "--rope-theta", "inf"], "must be a finite number"),
-        (["train", "--out", "x", "--accumulate", 2**40], "accumulate"),
+        (["train", "--out", "x", "--grad-accum", 2**40], "grad_accum"),
         (["train", "--out", "x", "--document-bytes", 0], "--document-bytes"),
         (["generate", "x", "--seed", -1], "must be an integer"),
         (["generate", "x", "--temperature", "inf"], "must be a finite number"),

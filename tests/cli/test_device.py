@@ -286,7 +286,7 @@ def test_16_bit_generation_runs(trained_on_cuda, tmp_path, dtype):
 def test_resuming_on_cuda_is_bitwise(tmp_path, corpus, attention):
     """The checkpoint in the middle lies between two lines of the log."""
     arguments = ["--data", corpus, "--attention", attention, "--device", "cuda", "--noise", 0.5, *SMALL]
-    arguments += ["--steps", 30, "--accumulate", 2, "--save-every", 7]
+    arguments += ["--steps", 30, "--grad-accum", 2, "--save-every", 7]
     if attention == "nsa":
         arguments += ["--gate-balance", 0.05]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

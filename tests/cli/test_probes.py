@@ -87,12 +87,12 @@ def test_look_ups_in_the_training_text(corpus, tmp_path):
         (last,) = metrics(tmp_path / name, "eval")
         return tensors["embedding.weight"].tolist(), last["eval_tokens"]
 
-    once, tokens = run("once", "--lookups", 0.3)
-    assert run("again", "--lookups", 0.3) == (once, tokens)
+    once, tokens = run("once", "--retrieval-fraction", 0.3)
+    assert run("again", "--retrieval-fraction", 0.3) == (once, tokens)
     without, same_tokens = run("without")
     assert without != once and same_tokens == tokens
-    assert "lookups = 0.7: must be 0 ... 0.5" in refused("train", "--out", tmp_path / "x", "--lookups", 0.7)
-    assert "train.lookups" in refused("train", "--out", tmp_path / "once", "--resume", "--lookups", 0.1)
+    assert "retrieval_fraction = 0.7: must be 0 ... 0.5" in refused("train", "--out", tmp_path / "x", "--retrieval-fraction", 0.7)
+    assert "train.retrieval_fraction" in refused("train", "--out", tmp_path / "once", "--resume", "--retrieval-fraction", 0.1)
 
 
 def test_needle_refuses_a_context_longer_than_the_texts(trained):

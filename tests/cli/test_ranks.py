@@ -62,7 +62,7 @@ def alone(corpus, tmp_path_factory):
     """Runs of one process with that many batches to a step."""
     out = tmp_path_factory.mktemp("alone")
     for number in (2, 4):
-        nsa("train", "--out", out / str(number), "--data", corpus, "--steps", 24, "--accumulate", number, *RUN)
+        nsa("train", "--out", out / str(number), "--data", corpus, "--steps", 24, "--grad-accum", number, *RUN)
     return out
 
 
@@ -84,7 +84,7 @@ def test_a_batch_for_each_rank(number, option, corpus, alone, tmp_path):
 def test_a_batch_for_each_gpu(option, corpus, tmp_path):
     """The bits of one process over NCCL, too, in bfloat16, where the norm of the gradients is above --clip."""
     model = "--layers 2 --hidden-size 64 --heads 4 --kv-heads 1 --head-dim 64".split()
-    given = ["--data", corpus, "--steps", 24, "--accumulate", 2, "--clip", 0.01, *model, *TINY_NSA, *TINY_RUN]
+    given = ["--data", corpus, "--steps", 24, "--grad-accum", 2, "--clip", 0.01, *model, *TINY_NSA, *TINY_RUN]
     out, expected = tmp_path / "run", tmp_path / "one"
     nsa("train", "--out", expected, *given, device="cuda")
     end(ranks(2, "--out", out, *given, *option, NSA_DEVICE="cuda"), timeout=4 * WAIT)
@@ -94,7 +94,7 @@ def test_a_batch_for_each_gpu(option, corpus, tmp_path):
 
 def test_two_batches_for_each_rank(corpus, alone, tmp_path):
     out = tmp_path / "run"
-    end(ranks(2, "--out", out, "--data", corpus, "--steps", 24, "--accumulate", 4, "--gate-balance", 0.01, *RUN))
+    end(ranks(2, "--out", out, "--data", corpus, "--steps", 24, "--grad-accum", 4, "--gate-balance", 0.01, *RUN))
     nsa(
         "train",
         "--out",
@@ -103,7 +103,7 @@ def test_two_batches_for_each_rank(corpus, alone, tmp_path):
         corpus,
         "--steps",
         24,
-        "--accumulate",
+        "--grad-accum",
         4,
         "--gate-balance",
         0.01,
@@ -130,7 +130,7 @@ def test_from_a_folder_of_transformers(kind, corpus, tmp_path):
         model = NsaQwen3ForCausalLM(NsaQwen3Config(**sizes, nsa=sparse))
     folder, run, expected = tmp_path / "model", tmp_path / "run", tmp_path / "one"
     model.save_pretrained(folder)
-    given = ["--init", folder, "--data", corpus, "--steps", 12, "--accumulate", 2, "--dtype", "float32", "--threads", 1]
+    given = ["--init", folder, "--data", corpus, "--steps", 12, "--grad-accum", 2, "--dtype", "float32", "--threads", 1]
     given += ["--context", 128, "--batch-size", 1, "--held-out-percent", 20, "--log-every", 4, "--eval-every", 0]
     nsa("train", "--out", expected, *given)
     end(ranks(2, "--out", run, *given))
@@ -143,7 +143,7 @@ def long(corpus, tmp_path_factory):
     """Arguments of a run that takes seconds, and its end without an interruption."""
     arguments = ["--data", corpus, "--steps", 400, "--save-every", 20, *RUN, "--eval-every", 0]
     out = tmp_path_factory.mktemp("long") / "run"
-    nsa("train", "--out", out, "--accumulate", 2, *arguments)
+    nsa("train", "--out", out, "--grad-accum", 2, *arguments)
     return arguments, out
 
 
@@ -218,7 +218,7 @@ def test_refusals(corpus, tmp_path):
     """By every rank, without a wait for the others."""
     common = ["--out", tmp_path / "run", "--data", corpus, "--steps", 4, *RUN]
     for arguments, message in (
-        (("--accumulate", 3), "accumulate = 3: must be a multiple of the 2 ranks"),
+        (("--grad-accum", 3), "grad_accum = 3: must be a multiple of the 2 ranks"),
         (("--lr", "x"), "--lr: x: must be a finite number"),
     ):
         for rank, told in enumerate(end(ranks(2, *common, *arguments), code=2)):

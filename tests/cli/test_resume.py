@@ -16,7 +16,7 @@ from conftest import PROGRAM, TINY, metrics, nsa, refused
 
 # Noise, accumulation and several epochs: everything that could depend on how far the run was. --steps is long enough
 # that a kill at a random moment falls into the training.
-OPTIONS = [*TINY, "--steps", 60, "--accumulate", 2, "--noise", 0.5, "--gate-balance", 0.05, "--selector-loss", 0.1]
+OPTIONS = [*TINY, "--steps", 60, "--grad-accum", 2, "--noise", 0.5, "--gate-balance", 0.05, "--selector-loss", 0.1]
 OPTIONS += ["--save-every", 7]
 
 
@@ -106,7 +106,7 @@ def test_a_run_from_before_some_options_goes_on_as_it_was(tmp_path, corpus):
     assert config["train"].pop("phi_lr_scale") == 1
     assert config["train"].pop("selector_loss") == 0
     assert config["train"].pop("selector_queries") == 0
-    assert config["train"].pop("first_context") == 0
+    assert config["train"].pop("context_warmup") == 0
     (out / "config.json").write_text(json.dumps(config))
     nsa("train", "--out", out, "--resume")
     same_bits(tmp_path / "reference", out)

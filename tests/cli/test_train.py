@@ -161,7 +161,7 @@ def test_equal_parameters_widens_the_full_model(tmp_path, corpus, trained):
 def test_gradients_accumulate_to_the_same_step(tmp_path, corpus):
     """Two rows at once and two rows one after the other are the same step up to rounding."""
     weights = []
-    for name, shape in (("wide", ["--batch-size", 2]), ("deep", ["--batch-size", 1, "--accumulate", 2])):
+    for name, shape in (("wide", ["--batch-size", 2]), ("deep", ["--batch-size", 1, "--grad-accum", 2])):
         out = tmp_path / name
         nsa("train", "--out", out, "--data", corpus, "--steps", 1, *TINY, *shape)
         weights.append(load_file(out / "model.safetensors"))
@@ -181,8 +181,8 @@ def test_sequences_are_short_first(tmp_path, corpus):
 
     usual, tokens = run()
     context = json.loads((tmp_path / "run" / "config.json").read_text())["train"]["context"]
-    full, full_tokens = run("--first-context", context)
-    short, short_tokens = run("--first-context", context // 4)
+    full, full_tokens = run("--context-warmup", context)
+    short, short_tokens = run("--context-warmup", context // 4)
     assert tokens == full_tokens == short_tokens
     assert (usual == full).all() and (usual != short).any()
 
@@ -254,8 +254,8 @@ def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
     [
         (["--steps", "0", "--tokens", "-1"], "tokens"),
         (["--steps", "3", "--minutes", "1"], "exactly one of steps, tokens and minutes"),
-        (["--first-context", "65", "--context", "64", "--steps", "3"], "first_context = 65: must be 0 ... 64"),
-        (["--first-context", "16", "--minutes", "1"], "first_context = 16: needs steps or tokens, not minutes"),
+        (["--context-warmup", "65", "--context", "64", "--steps", "3"], "context_warmup = 65: must be 0 ... 64"),
+        (["--context-warmup", "16", "--minutes", "1"], "context_warmup = 16: needs steps or tokens, not minutes"),
         (["--attention", "sparse"], "attention = 'sparse': must be nsa, full or window"),
         (["--phi", "max"], "phi = 'max': must be mean, linear or mlp"),
         (["--selector-loss", ".1", "--share-kv", "--phi", "mean"], "selector_loss = 0.1: must be 0 with share_kv"),

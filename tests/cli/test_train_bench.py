@@ -26,14 +26,14 @@ def test_speed(corpus, tmp_path):
     found = []
     for ranks in (1, 2):
         file = tmp_path / f"{ranks}.json"
-        train = ["--data", corpus, "--steps", 24, "--accumulate", 2, *RUN]
+        train = ["--data", corpus, "--steps", 24, "--grad-accum", 2, *RUN]
         done = bench("speed", "--ranks", ranks, "--out", tmp_path / str(ranks), "--json", file, "--", *train)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(json.loads(file.read_text()))
     assert [run["ranks"] for run in found] == [1, 2]
     for run in found:
         assert (
-            run["steps"] == 24 and run["accumulate"] == 2 and len(run["losses"]) == 6 and run["tokens_per_second"] > 0
+            run["steps"] == 24 and run["grad_accum"] == 2 and len(run["losses"]) == 6 and run["tokens_per_second"] > 0
         )
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
 

@@ -66,7 +66,7 @@ TEST(CutSpans, LosesNoToken) {
 
 TEST(SequenceLimit, DoublesUntilHalfOfTheRun) {
   TrainConfig config;
-  config.context = 8192, config.first_context = 1024;  // three doublings in 500 of 1000 steps
+  config.context = 8192, config.context_warmup = 1024;  // three doublings in 500 of 1000 steps
   for (const auto& [step, longest] : {std::pair(0, 1024),
                                       {166, 1024},
                                       {167, 2048},
@@ -81,9 +81,9 @@ TEST(SequenceLimit, DoublesUntilHalfOfTheRun) {
   EXPECT_EQ(config.sequence_limit(0, 1000), 1024);
   EXPECT_EQ(config.sequence_limit(250, 1000), 2048);
   EXPECT_EQ(config.sequence_limit(500, 1000), 3000);
-  config.first_context = 3000;
+  config.context_warmup = 3000;
   EXPECT_EQ(config.sequence_limit(0, 1000), 3000);
-  config.first_context = 0;
+  config.context_warmup = 0;
   EXPECT_EQ(config.sequence_limit(0, 1000), 3000);
 }
 

@@ -55,7 +55,7 @@ if [[ $device == cuda ]]; then
   data=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
   # From four GPUs on, about two minutes for each program that trains on all of them.
   steps_of_one=$((96 / gpus)) steps_of_all=$((gpus >= 4 ? 220 : 96 / gpus)) long_steps=$((gpus >= 4 ? 26 : 6))
-  train=(--data "$data" --join --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
+  train=(--data "$data" --concat-by-folder --document-bytes 65536 --context 32768 --hidden-size 1024 --layers 18 --heads 16)
   train+=(--kv-heads 1 --head-dim 128 --ffn-size 3072)
   # Steps that keep the GPU busy longer than the host.
   kill=("${train[@]:0:7}" --hidden-size 512 --layers 4 --heads 8 --kv-heads 1 --head-dim 64 --steps 200 --log-every 10)
@@ -74,7 +74,7 @@ else
   at=40
   long=() tokens=1024 tokens_of_one=512
 fi
-train+=(--batch-size 1 --seed 1 --accumulate "$gpus" --log-every $((steps_of_one / 10)) --save-every 0)
+train+=(--batch-size 1 --seed 1 --grad-accum "$gpus" --log-every $((steps_of_one / 10)) --save-every 0)
 train+=(--eval-every 0 --eval-tokens 32768)
 kill+=(--batch-size 1 --eval-every 0 --eval-tokens 2048)
 # Several sequences where there are GPUs for it.

@@ -9,7 +9,7 @@ template <class Config, class Visit>
 void for_each_field(Config& config, Visit&& visit) {
   visit("paths", config.paths);
   visit("extensions", config.extensions);
-  visit("join", config.join);
+  visit("concat_by_folder", config.concat_by_folder);
   visit("document_bytes", config.document_bytes);
   visit("held_out_percent", config.held_out_percent);
   visit("tokenizer", config.tokenizer);

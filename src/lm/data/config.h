@@ -10,8 +10,8 @@ namespace nsa::lm {
 struct DataConfig {
   std::vector<std::string> paths;       // files or folders; empty: the Python sources of this machine
   std::vector<std::string> extensions;  // of files in folders, e.g. ".py"; empty: all files
-  bool join = false;                    // one document from the files of each first-level folder
-  int document_bytes = 65536;           // with `join`: a document ends after the file with which it reaches this size
+  bool concat_by_folder = false;        // concatenate the files of each first-level folder into documents
+  int document_bytes = 65536;           // with `concat_by_folder`: a document ends with the file that reaches this size
   int held_out_percent = 5;             // of the documents, by their hash
   std::string tokenizer = "bytes";
 

@@ -92,7 +92,7 @@ std::vector<Text> read_texts(const DataConfig& config) {
   const bool standard = config.paths.empty();
   const auto paths = standard ? python_source_folders() : config.paths;
   const auto extensions = standard ? std::vector<std::string>{".py"} : config.extensions;
-  const bool join = standard || config.join;
+  const bool concat = standard || config.concat_by_folder;
 
   std::vector<FoundFile> files;
   for (const std::string& path : paths) {
@@ -111,11 +111,11 @@ std::vector<Text> read_texts(const DataConfig& config) {
   for (const auto& file : files) {
     std::string text = base::read_text(file.path.string());
     if (text.empty() || is_binary(text)) continue;
-    if (join && file.group == open_group &&
+    if (concat && file.group == open_group &&
         texts.back().text.size() < static_cast<std::size_t>(config.document_bytes)) {
       texts.back().text += "\n# " + file.name + "\n" + text;
     } else {
-      texts.push_back({file.path.string(), join ? "# " + file.name + "\n" + text : std::move(text)});
+      texts.push_back({file.path.string(), concat ? "# " + file.name + "\n" + text : std::move(text)});
       open_group = file.group;
     }
   }

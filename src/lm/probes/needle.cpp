@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "base/random.h"
-#include "lm/data/lookups.h"
+#include "lm/data/key_value_lines.h"
 #include "lm/train/evaluate.h"
 
 namespace nsa::lm {
@@ -102,7 +102,7 @@ std::vector<std::vector<NeedleCell>> run_needle(
     for (int sample = 0; sample < options.samples; ++sample) {
       base::Random random(
           base::derive_seed({options.seed, static_cast<std::uint64_t>(length), static_cast<std::uint64_t>(sample)}));
-      const auto [key, value] = random_lookup(random);
+      const auto [key, value] = random_key_value(random);
       const auto needle = encode(tokenizer, fill(options.needle, key, value));
       const auto question = encode(tokenizer, fill(options.question, key, value));
       const auto answer = encode(tokenizer, value);

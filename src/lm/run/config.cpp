@@ -22,9 +22,9 @@ template <class Config, class Visit>
 void for_each_field(Config& config, Visit&& visit) {
   visit("init", config.init);
   visit("context", config.context);
-  visit("first_context", config.first_context);
+  visit("context_warmup", config.context_warmup);
   visit("batch_size", config.batch_size);
-  visit("accumulate", config.accumulate);
+  visit("grad_accum", config.grad_accum);
   visit("steps", config.steps);
   visit("tokens", config.tokens);
   visit("minutes", config.minutes);
@@ -41,7 +41,7 @@ void for_each_field(Config& config, Visit&& visit) {
   visit("gate_balance", config.gate_balance);
   visit("selector_loss", config.selector_loss);
   visit("selector_queries", config.selector_queries);
-  visit("lookups", config.lookups);
+  visit("retrieval_fraction", config.retrieval_fraction);
   visit("seed", config.seed);
   visit("device", config.device);
   visit("dtype", config.dtype);
@@ -65,9 +65,9 @@ void in_range(const char* name, std::int64_t value, std::int64_t low, std::int64
 
 void TrainConfig::validate() const {
   in_range("context", context, 1, std::int64_t{1} << 30);
-  in_range("first_context", first_context, 0, context);
+  in_range("context_warmup", context_warmup, 0, context);
   in_range("batch_size", batch_size, 1);
-  in_range("accumulate", accumulate, 1, 1 << 20);
+  in_range("grad_accum", grad_accum, 1, 1 << 20);
   in_range("steps", steps, 0);
   in_range("tokens", tokens, 0);
   at_least("minutes", minutes, 0);
@@ -82,7 +82,8 @@ void TrainConfig::validate() const {
   at_least("gate_balance", gate_balance, 0);
   at_least("selector_loss", selector_loss, 0);
   in_range("selector_queries", selector_queries, 0, 1 << 16);
-  if (!(lookups >= 0 && lookups <= 0.5)) throw base::Error(fmt::format("lookups = {}: must be 0 ... 0.5", lookups));
+  if (!(retrieval_fraction >= 0 && retrieval_fraction <= 0.5))
+    throw base::Error(fmt::format("retrieval_fraction = {}: must be 0 ... 0.5", retrieval_fraction));
   in_range("threads", threads, 0, kMaxThreads);
   in_range("log_every", log_every, 1);
   in_range("eval_every", eval_every, 0);
@@ -100,7 +101,7 @@ void TrainConfig::validate() const {
   }
   if (minutes > 1e7) throw base::Error(fmt::format("minutes = {}: must be <= 1e7", minutes));
   if (static_cast<double>(steps) * static_cast<double>(tokens_per_step()) > 0x1p62) {
-    throw base::Error(fmt::format("steps = {}: steps * accumulate * batch_size * context must be <= 2^62", steps));
+    throw base::Error(fmt::format("steps = {}: steps * grad_accum * batch_size * context must be <= 2^62", steps));
   }
   if ((steps > 0) + (tokens > 0) + (minutes > 0) != 1) {
     throw base::Error("exactly one of steps, tokens and minutes must say how long to train");
@@ -108,8 +109,8 @@ void TrainConfig::validate() const {
   if (selector_queries > 0 && selector_loss == 0) {
     throw base::Error(fmt::format("selector_queries = {}: needs a selector_loss above 0", selector_queries));
   }
-  if (first_context > 0 && minutes > 0) {
-    throw base::Error(fmt::format("first_context = {}: needs steps or tokens, not minutes", first_context));
+  if (context_warmup > 0 && minutes > 0) {
+    throw base::Error(fmt::format("context_warmup = {}: needs steps or tokens, not minutes", context_warmup));
   }
 }
 
@@ -118,10 +119,10 @@ std::int64_t TrainConfig::planned_steps() const {
 }
 
 std::int64_t TrainConfig::sequence_limit(std::int64_t step, std::int64_t planned) const {
-  if (first_context == 0 || 2 * step >= planned) return context;
+  if (context_warmup == 0 || 2 * step >= planned) return context;
   std::int64_t doublings = 0;
-  while (first_context << doublings < context) ++doublings;
-  return std::min(context, first_context << (2 * step * doublings / planned));
+  while (context_warmup << doublings < context) ++doublings;
+  return std::min(context, context_warmup << (2 * step * doublings / planned));
 }
 
 void to_json(nlohmann::json& json, const TrainConfig& config) {
@@ -133,8 +134,8 @@ void from_json(const nlohmann::json& json, TrainConfig& config) {
   base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
     if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
-      if (name == "device" || name == "init" || name == "lookups" || name == "selector_loss" ||
-          name == "selector_queries" || name == "first_context")
+      if (name == "device" || name == "init" || name == "retrieval_fraction" || name == "selector_loss" ||
+          name == "selector_queries" || name == "context_warmup")
         return;
       if (name == "phi_lr_scale") return void(config.phi_lr_scale = 1);
     }

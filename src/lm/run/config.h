@@ -11,16 +11,16 @@
 namespace nsa::lm {
 
 struct TrainConfig {
-  std::string init;                // folder of transformers that the weights came from; empty: they are random
-  std::int64_t context = 4096;     // tokens
-  std::int64_t first_context = 0;  // longest sequence at the start, see sequence_limit(); 0: context
-  std::int64_t batch_size = 2;     // rows of `context` tokens that go through the model together
-  std::int64_t accumulate = 1;     // batches whose gradients make one step
-  std::int64_t steps = 0;          // one of steps, tokens and minutes says how long the run is
-  std::int64_t tokens = 0;         // 0: not given
-  double minutes = 0;              // of training; the number of steps follows from the speed of the first tenth
-  double lr = 3e-3;                // peak
-  double min_lr_ratio = 0.1;       // the cosine ends at lr * min_lr_ratio
+  std::string init;                 // folder of transformers that the weights came from; empty: they are random
+  std::int64_t context = 4096;      // tokens
+  std::int64_t context_warmup = 0;  // longest sequence at the start, see sequence_limit(); 0: context
+  std::int64_t batch_size = 2;      // rows of `context` tokens that go through the model together
+  std::int64_t grad_accum = 1;      // batches whose gradients make one step
+  std::int64_t steps = 0;           // one of steps, tokens and minutes says how long the run is
+  std::int64_t tokens = 0;          // 0: not given
+  double minutes = 0;               // of training; the number of steps follows from the speed of the first tenth
+  double lr = 3e-3;                 // peak
+  double min_lr_ratio = 0.1;        // the cosine ends at lr * min_lr_ratio
   std::int64_t warmup_steps = 20;
   double weight_decay = 0.1;
   double beta1 = 0.9;
@@ -32,7 +32,7 @@ struct TrainConfig {
   double gate_balance = 0;            // weight of sum over layers of KL(uniform || mean gate shares)
   double selector_loss = 0;           // weight of sum over layers of selector_loss()
   std::int64_t selector_queries = 0;  // that it asks of a batch; 0: default_selector_queries()
-  double lookups = 0;                 // share of the tokens that are planted lines to be looked up, see plant_lookups()
+  double retrieval_fraction = 0;      // fraction of the tokens in key-value lines, see insert_key_value_lines()
   std::uint64_t seed = 0;
   std::string device = "cpu";     // cpu or cuda: resuming goes on there
   std::string dtype = "auto";     // auto, float32, bfloat16
@@ -46,10 +46,10 @@ struct TrainConfig {
   void validate() const;
   /// What `steps` or `tokens` come to; 0 where `minutes` says how long.
   std::int64_t planned_steps() const;
-  /// The longest sequence that step `step` of a run of `planned` steps trains on: from first_context on it doubles, in
+  /// The longest sequence that step `step` of a run of `planned` steps trains on: from context_warmup on it doubles, in
   /// steps of equal length, until it is `context` for the second half of the run.
   std::int64_t sequence_limit(std::int64_t step, std::int64_t planned) const;
-  std::int64_t tokens_per_step() const { return context * batch_size * accumulate; }  // at most
+  std::int64_t tokens_per_step() const { return context * batch_size * grad_accum; }  // at most
 };
 void to_json(nlohmann::json& json, const TrainConfig& config);
 void from_json(const nlohmann::json& json, TrainConfig& config);

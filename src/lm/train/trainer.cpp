@@ -23,8 +23,8 @@
 #include "base/progress.h"
 #include "base/random.h"
 #include "bridge/compression.h"
+#include "lm/data/key_value_lines.h"
 #include "lm/data/loader.h"
-#include "lm/data/lookups.h"
 #include "lm/model/flops.h"
 #include "lm/model/parameter_counts.h"
 #include "lm/model/selector_loss.h"
@@ -46,7 +46,7 @@ using Clock = std::chrono::steady_clock;
 // The speed shown is that of so many steps.
 constexpr std::size_t kShownSteps = 20;
 
-// Shares of the run between which look-ups become pairs.
+// Fractions of the run between which key-value lines become pairs.
 constexpr double kPairsFrom = 0.35;
 constexpr double kPairsAlone = 0.6;
 
@@ -141,7 +141,7 @@ class Trainer {
   void evaluate_now();
   void save();
   double noise() const;
-  double lookup_pairs() const;
+  double pair_fraction() const;
   std::string lost(const std::string& why) const;
   void begin_on_device();
   void end_on_device() {
@@ -188,8 +188,8 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
   std::vector<NextBatch> batches;
   tokens = 0;
   const auto longest = train.sequence_limit(state_.step, state_.planned_steps);
-  for (std::int64_t i = 0; i < train.accumulate; ++i) {
-    const auto first = (state_.step * train.accumulate + i) * train.batch_size;
+  for (std::int64_t i = 0; i < train.grad_accum; ++i) {
+    const auto first = (state_.step * train.grad_accum + i) * train.batch_size;
     const auto rows = cut_spans(rows_.rows(first, train.batch_size), longest);
     for (const PackedSequence& row : rows) {
       for (const Span& span : row) {
@@ -199,9 +199,9 @@ std::vector<Trainer::NextBatch> Trainer::next_batches(std::int64_t& tokens) {
     }
     if (i % ranks_.size() != ranks_.rank()) continue;
     batches.push_back({make_batch(corpus_.train, rows), static_cast<std::uint64_t>(i)});
-    if (train.lookups == 0) continue;
+    if (train.retrieval_fraction == 0) continue;
     const auto seed = base::derive_seed({train.seed, 3, static_cast<std::uint64_t>(first)});
-    plant_lookups(batches.back().rows, train.lookups, lookup_pairs(), tokenizer_, seed);
+    insert_key_value_lines(batches.back().rows, train.retrieval_fraction, pair_fraction(), tokenizer_, seed);
   }
   return batches;
 }
@@ -256,8 +256,8 @@ at::Tensor Trainer::sum_over_ranks(const at::Tensor& loss_sum) {
   return ranks_.sum(loss_sum.reshape({1}))[0];
 }
 
-/// See plant_lookups(): none in the first part of the run, all in the last.
-double Trainer::lookup_pairs() const {
+/// `pairs` of insert_key_value_lines(): 0 in the first part of the run, 1 in the last.
+double Trainer::pair_fraction() const {
   if (state_.planned_steps == 0) return 0;
   const double done = static_cast<double>(state_.step) / static_cast<double>(state_.planned_steps);
   return std::clamp((done - kPairsFrom) / (kPairsAlone - kPairsFrom), 0.0, 1.0);
@@ -481,10 +481,10 @@ std::unique_ptr<Tokenizer> tokenizer_of(const RunConfig& config) {
 }
 
 void require_batches_for_all(const TrainConfig& config, const Ranks& ranks) {
-  if (config.accumulate % ranks.size() == 0) return;
+  if (config.grad_accum % ranks.size() == 0) return;
   throw base::Error(
-      fmt::format("accumulate = {}: must be a multiple of the {} ranks, which share the batches of a step",
-                  config.accumulate, ranks.size()));
+      fmt::format("grad_accum = {}: must be a multiple of the {} ranks, which share the batches of a step",
+                  config.grad_accum, ranks.size()));
 }
 
 /// Throws where a rank was given other options or has other data than the first.

@@ -13,7 +13,7 @@ namespace nsa::lm {
 
 /// Who computes a run: what it computes does not depend on it, but for the order of sums over ranks.
 struct Execution {
-  Ranks ranks;                   // batches of a step: `accumulate` of all ranks together, rank r takes r, r + size, ...
+  Ranks ranks;                   // batches of a step: `grad_accum` of all ranks together, rank r takes r, r + size, ...
   bool shard_optimizer = false;  // see AdamW
 };
 

@@ -184,7 +184,7 @@ def result():
     train = {
         "parameters": 3e8,
         "context": 32768,
-        "accumulate": 2,
+        "grad_accum": 2,
         "steps": 80,
         "weights_sha256": "a",
         "losses": [2.0, 1.0],

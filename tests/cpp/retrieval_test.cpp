@@ -1,4 +1,4 @@
-// What models are asked to look up: planted lines, key-value pairs, chains of them; and the intervals of their scores.
+// Retrieval tasks: key-value lines, associative recall with one and several hops, needle positions; score intervals.
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "lm/data/lookups.h"
+#include "lm/data/key_value_lines.h"
 #include "lm/probes/needle.h"
 #include "lm/probes/recall.h"
 
@@ -29,10 +29,10 @@ TrainingBatch dots() {
   return make_batch(documents, {{{0, 0, 4000}}, {{0, 0, 12}, {0, 5, 2000}}});
 }
 
-TEST(PlantLookups, WritesEachLineSixteenTimesIntoASequence) {
+TEST(KeyValueLines, EachLineHasSixteenCopiesInItsSequence) {
   const auto tokenizer = make_tokenizer("bytes");
   auto batch = dots();
-  plant_lookups(batch, 0.2, 0, *tokenizer, 1);
+  insert_key_value_lines(batch, 0.2, 0, *tokenizer, 1);
   const auto tokens = numbers(batch.batch.tokens), targets = numbers(batch.targets);
   ASSERT_EQ(tokens.size(), 6012u);
   const std::vector<std::size_t> offsets = {0, 4000, 4012, 6012};
@@ -64,38 +64,39 @@ TEST(PlantLookups, WritesEachLineSixteenTimesIntoASequence) {
   }
 }
 
-TEST(PlantLookups, ShortSequencesHaveWhatFits) {
+TEST(KeyValueLines, ShortSequencesHoldAsManyCopiesAsFit) {
   const auto tokenizer = make_tokenizer("bytes");
   const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(131, '.')}};
   for (const auto& [length, most] : {std::pair(130, 4), std::pair(100, 3), std::pair(66, 2), std::pair(60, 0)}) {
     std::int64_t seen = 0;
     for (std::uint64_t seed = 1; seed <= 20; ++seed) {
       auto batch = make_batch(documents, {{{0, 0, length}}});
-      plant_lookups(batch, 0.5, 0, *tokenizer, seed);
+      insert_key_value_lines(batch, 0.5, 0, *tokenizer, seed);
       const auto tokens = numbers(batch.batch.tokens);
       const auto lines = std::count(tokens.begin(), tokens.end(), '=');
-      EXPECT_NE(lines, 1) << "nothing to look up";
+      EXPECT_NE(lines, 1) << "a single copy cannot be recalled";
       seen = std::max(seen, lines);
     }
     EXPECT_EQ(seen, most) << length;
   }
 }
 
-/// Of the lines that plant_lookups() writes into 40 sequences of 65536.
-struct Placed {
-  double names = 0, pairs = 0, repeats = 0;    // `repeats`: lines that stood before
-  double near = 0, far = 0, at_the_start = 0;  // repeats within 512 of the last, beyond 8192 of the first; sequences
-  std::array<double, 64> phases{};             // lines by where they begin, modulo 64
+/// Statistics of the lines that insert_key_value_lines() writes into 40 sequences of 65536.
+struct Placement {
+  double names = 0, pairs = 0, repeats = 0;  // `repeats`: copies after the first
+  double near = 0, far = 0,
+         at_the_start = 0;          // repeats within 512 of the last copy, beyond 8192 of the first; sequences
+  std::array<double, 64> phases{};  // lines by where they begin, modulo 64
 };
 
-Placed place_lookups(double share, double pairs) {
+Placement insert_into_sequences(double fraction, double pairs) {
   const auto tokenizer = make_tokenizer("bytes");
   const std::vector<Document> documents = {{"dots", std::vector<std::int32_t>(65537, '.')}};
   const std::regex line("[A-Z]{8}");
-  Placed placed;
+  Placement placed;
   for (std::uint64_t seed = 1; seed <= 40; ++seed) {
     auto batch = make_batch(documents, {{{0, 0, 65536}}});
-    plant_lookups(batch, share, pairs, *tokenizer, seed);
+    insert_key_value_lines(batch, fraction, pairs, *tokenizer, seed);
     const auto tokens = numbers(batch.batch.tokens);
     const std::string text(tokens.begin(), tokens.end());
     std::map<std::string, std::vector<std::ptrdiff_t>> places;
@@ -116,48 +117,48 @@ Placed place_lookups(double share, double pairs) {
   return placed;
 }
 
-TEST(PlantLookups, StandNearAndFar) {
-  const auto placed = place_lookups(0.05, 0);
+TEST(KeyValueLines, CopiesAreNearAndFar) {
+  const auto placed = insert_into_sequences(0.05, 0);
   EXPECT_NEAR(placed.names, 40 * 182 / 16, 40);
   EXPECT_GT(placed.near / placed.repeats, .4);  // evenly over the sequence: .11
   EXPECT_GT(placed.far / placed.repeats, .2);
   EXPECT_GT(placed.at_the_start, 8);  // evenly: 3.6
 }
 
-TEST(PlantLookups, PairsStandAnywhere) {
-  const auto placed = place_lookups(0.05, 1);
+TEST(KeyValueLines, PairPositionsAreUniform) {
+  const auto placed = insert_into_sequences(0.05, 1);
   EXPECT_NEAR(placed.names, 40 * 182 / 2, 40);
   EXPECT_GE(placed.pairs, placed.names - 40) << "but for one of a sequence, with what is left";
   EXPECT_LT(placed.near / placed.repeats, .03);  // evenly over the sequence: .016
   EXPECT_GT(placed.far / placed.repeats, .7);    // .77
 }
 
-TEST(PlantLookups, StandAtEveryPlaceOfABlock) {
-  const auto placed = place_lookups(0.2, 0.5);
+TEST(KeyValueLines, StartAtEveryOffsetOfABlock) {
+  const auto placed = insert_into_sequences(0.2, 0.5);
   const double even = (placed.names + placed.repeats) / 64;
   EXPECT_GT(even, 400);
   for (std::size_t phase = 0; phase < placed.phases.size(); ++phase)
     EXPECT_NEAR(placed.phases[phase], even, even / 4) << phase;
 }
 
-TEST(PlantLookups, PairsAreAShareOfTheTokens) {
-  const auto placed = place_lookups(0.05, 0.5);
+TEST(KeyValueLines, PairsTakeTheGivenFractionOfTokens) {
+  const auto placed = insert_into_sequences(0.05, 0.5);
   EXPECT_NEAR(2 * placed.pairs, 40 * 182 / 2, 40 * 182 / 10);
 }
 
-TEST(PlantLookups, IsAFunctionOfTheSeed) {
+TEST(KeyValueLines, DependOnTheSeedAlone) {
   const auto tokenizer = make_tokenizer("bytes");
-  const auto planted = [&](double share, std::uint64_t seed) {
+  const auto inserted = [&](double fraction, std::uint64_t seed) {
     auto batch = dots();
-    plant_lookups(batch, share, 0.5, *tokenizer, seed);
+    insert_key_value_lines(batch, fraction, 0.5, *tokenizer, seed);
     return numbers(batch.batch.tokens);
   };
-  EXPECT_EQ(planted(0.1, 1), planted(0.1, 1));
-  EXPECT_NE(planted(0.1, 1), planted(0.1, 2));
-  EXPECT_EQ(planted(0, 1), numbers(dots().batch.tokens));
+  EXPECT_EQ(inserted(0.1, 1), inserted(0.1, 1));
+  EXPECT_NE(inserted(0.1, 1), inserted(0.1, 2));
+  EXPECT_EQ(inserted(0, 1), numbers(dots().batch.tokens));
 }
 
-/// What a reader who looks every key up answers, and where: in plain loops over the tokens.
+/// Checks answers and their positions against plain loops over the tokens.
 void check_recall(const RecallTask& task, int pairs) {
   const auto data = make_recall_batch(task, pairs, 3, 5);
   RecallTask shape = task;
@@ -188,12 +189,12 @@ void check_recall(const RecallTask& task, int pairs) {
   }
 }
 
-TEST(RecallBatch, AsksForWhatIsThere) {
+TEST(RecallBatch, AnswersAreInTheContext) {
   check_recall({.pairs = 9, .slot = 4, .gap = 20, .num_values = 5}, 9);
   check_recall({.pairs = 9, .slot = 3, .gap = 20, .num_values = 5}, 4);
 }
 
-TEST(RecallBatch, ChainsLeadFromKeyToKey) {
+TEST(RecallBatch, EachHopsValueIsTheNextKey) {
   check_recall({.pairs = 12, .hops = 3, .slot = 4, .gap = 20, .num_values = 5}, 12);
   check_recall({.pairs = 11, .hops = 3, .slot = 2, .gap = 20, .num_values = 5}, 7);  // two pairs, one pair left over
 }
@@ -207,13 +208,13 @@ TEST(RecallTask, StretchesToALength) {
       EXPECT_GE(longer.gap, task.gap);
       auto next = longer;
       next.slot += 1, next.gap = task.gap;
-      EXPECT_GT(next.length(), length) << "the slots are the longest that fit";
+      EXPECT_GT(next.length(), length) << "a longer slot fits as well";
     }
   }
   EXPECT_THROW((RecallTask{.pairs = 64, .gap = 1023}.stretched(1200)), base::Error);
 }
 
-TEST(NeedlePlace, SpreadsTheSamplesOfADepth) {
+TEST(NeedlePosition, SamplesOfADepthCoverEveryOffsetOfABlock) {
   for (const double depth : {0., .1, .5, 1.}) {
     std::set<std::int64_t> within;  // a block of 64
     for (std::uint64_t draw = 0; draw < 640; ++draw) {
@@ -232,7 +233,7 @@ TEST(NeedlePlace, SpreadsTheSamplesOfADepth) {
   for (std::uint64_t draw = 0; draw < 10; ++draw) EXPECT_LE(needle_place(1, 4, draw), 4);
 }
 
-TEST(WilsonInterval, IsWilsons) {
+TEST(WilsonInterval, MatchesClosedForms) {
   const auto near = [](std::array<double, 2> interval, double low, double high) {
     EXPECT_NEAR(interval[0], low, 5e-4);
     EXPECT_NEAR(interval[1], high, 5e-4);

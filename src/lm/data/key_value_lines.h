@@ -1,0 +1,29 @@
+// Associative recall as training data: key-value lines "NAME = VALUE", each repeated within a sequence. When a key
+// recurs, its value can be predicted only from an earlier copy of the line.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/random.h"
+#include "lm/data/packing.h"
+#include "lm/data/tokenizer.h"
+
+namespace nsa::lm {
+
+struct KeyValue {
+  std::string key, value;
+};
+
+/// A key of eight letters and a value of five digits.
+KeyValue random_key_value(base::Random& random);
+
+/// Overwrites about `fraction` of the tokens of each sequence with such lines. A fraction `pairs` of these tokens holds
+/// lines with two copies, both at uniform positions. The others hold lines with 16 copies, or as many as fit: distances
+/// from the first copy are log-uniform. Near copies teach associative recall at all; pairs teach it at any distance.
+/// For one line in eight the first copy's distance from the start of the sequence is log-uniform: few would be there
+/// otherwise.
+void insert_key_value_lines(TrainingBatch& batch, double fraction, double pairs, const Tokenizer& tokenizer,
+                            std::uint64_t seed);
+
+}  // namespace nsa::lm
