@@ -4,10 +4,11 @@
 Checked are the Markdown files that git tracks:
 
 - every relative link leads to a file, and its anchor to a heading there;
-- every path, file name, identifier and option in backticks is in the tree. The log, the changelog and generated pages
-  are left out: they tell of other days;
+- every path, file name, identifier and option in backticks is in the tree. Findings, the changelog and generated pages
+  are left out: they name earlier commits;
 - src/README.md has a paragraph for every folder of src, and no other;
-- README.md has at most 120 lines.
+- README.md has at most 120 lines, each finding at most 40;
+- findings, and all other Markdown, keep their limits of words (the bars and rules of tables are not words).
 """
 
 import fnmatch
@@ -34,6 +35,9 @@ FOREIGN |= {
     "FullAttentionSpec",
     "AttentionImpl",
 }
+FINDING_LINES = 40  # of a file in a folder of docs/findings
+FINDINGS_WORDS = 20000
+DOCUMENTS_WORDS = 62000  # of the Markdown outside docs/findings
 FOREIGN |= {"attention_registry.py", "base_attn_backend.py", "forward_decode", "forward_extend"}
 
 
@@ -44,6 +48,11 @@ def anchors(text):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
         slugs.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
     return slugs
+
+
+def count_words(text):
+    """Bars and rules of tables do not count."""
+    return sum(not re.fullmatch(r"[|:-]+", word) for word in text.split())
 
 
 def broken_links(page, text):
@@ -117,20 +126,28 @@ def folders_of_src(tree, text):
 
 def main():
     tree, found = Tree(), 0
+    words = {True: 0, False: 0}  # in docs/findings or not
     for name in tree.pages:
         page = ROOT / name
         text = page.read_text(encoding="utf-8")
         complaints = list(broken_links(page, text))
-        if name != "CHANGELOG.md" and not name.startswith("docs/log/") and "Do not edit" not in text[:200]:
+        if name != "CHANGELOG.md" and not name.startswith("docs/findings/") and "Do not edit" not in text[:200]:
             codes = dict.fromkeys(CODE.findall(FENCE.sub("", text)))
             complaints += filter(None, (tree.complaint(code, Path(name).parent) for code in codes))
         if name == "src/README.md":
             complaints += folders_of_src(tree, text)
         if name == "README.md" and text.count("\n") > 120:
             complaints.append(f"{text.count(chr(10))} lines: at most 120")
+        if fnmatch.fnmatch(name, "docs/findings/*/*.md") and text.count("\n") > FINDING_LINES:
+            complaints.append(f"{text.count(chr(10))} lines: at most {FINDING_LINES}")
+        words[name.startswith("docs/findings/")] += count_words(text)
         for complaint in complaints:
             print(f"{name}: {complaint}")
         found += len(complaints)
+    for where, is_finding, limit in (("in", True, FINDINGS_WORDS), ("outside", False, DOCUMENTS_WORDS)):
+        if words[is_finding] > limit:
+            print(f"Markdown {where} docs/findings: {words[is_finding]} words, at most {limit}")
+            found += 1
     return 1 if found else 0
 
 

@@ -46,12 +46,12 @@ tokens/s are the median of a run's, by which its losses stand over time; where r
 of those on the GPU that most of the recipe's were on. The recipe is the [default of nsa
 train](guide/training.md#which-model); the other methods and chains of look-ups (hops) are told of in
 [measuring](guide/measuring.md#other-sparse-methods). Those of NSA before b96b740 (2026-11-27)
-[leave out what it noted of its choice](log/training.md#what-a-run-costs-beside-its-steps); they are 2 to 4 percent
+[leave out what it noted of its choice](findings/training/run_overheads.md); they are 2 to 4 percent
 above what the same runs give with it since. Runs of 15 minutes before 035abfc (2026-11-28) ended
-[early](log/training.md#what-a-run-costs-beside-its-steps): with full attention after 836 s, with NSA after 866.
+[early](findings/training/run_overheads.md): with full attention after 836 s, with NSA after 866.
 Until 2026-11-28 all channel pairs turned by default; options stand here as they would be given since.
 Look-ups alone: sequences grow as a model learns, NSA's and full attention's each [at its own
-pace](log/training.md#look-ups-each-model-at-its-own-pace); full attention of seed 2 did not get to all of 65536 tokens
+pace](findings/recall/mqar_pace.md); full attention of seed 2 did not get to all of 65536 tokens
 in its 2000 steps."""
 GOALS = """\
 What these comparisons are to show. A difference of losses, in nats per byte, counts with the upper end of its interval;
@@ -59,7 +59,7 @@ right answers in points, R and speed count as measured, with the least and the m
 from the goal, not the aim."""
 MISSED = """\
 What the recipe has not met, by two other settings: all channel pairs turning, which was the default
-[before](log/training.md#half-of-the-rotation), and with that compression blocks every 4 tokens
+[before](findings/training/partial_rope.md), and with that compression blocks every 4 tokens
 ([why these are options](guide/training.md#options-beyond-the-recipe))."""
 METHODS = """\
 The model of full attention asked by methods that read as many tokens as NSA and need no training, beside NSA, which is

@@ -26,7 +26,7 @@ INTRODUCTION = """\
 
 Every table names its GPU or CPU, its day, its commit and its command. What is counted and how it is timed stands in
 [measuring](guide/measuring.md), how to renew the tables too. Speed and quality in training: [evidence](evidence.md).
-Single experiments are in the [log](log/README.md).
+Single experiments are in the [findings](findings/README.md).
 """
 
 SECTIONS = [

@@ -2,7 +2,7 @@
 """Do the C++ tests notice planted faults?
 
 Copies the sources to a scratch folder, checks that the tests pass there, then plants one fault at a time in the CPU
-backend, rebuilds and runs the tests: each fault must make them fail. Writes docs/log/planted_faults.md.
+backend, rebuilds and runs the tests: each fault must make them fail. Writes docs/findings/reliability/mutants.md.
 
     tests/mutation/run.py [--keep] [--only NAME] [--check]
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = ROOT / "docs" / "log" / "planted_faults.md"
+REPORT = ROOT / "docs" / "findings" / "reliability" / "mutants.md"
 KERNELS = "src/cpu/kernels/"
 # The programs that check what the CPU backend computes, the quickest first.
 TESTS = ["selection_test", "inputs_test", "isolation_test", "grid_test"]

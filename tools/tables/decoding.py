@@ -9,7 +9,7 @@ from tables.text import gpu_of, noted, read, source, table
 def decode():
     results = [read(name) for name in ("decode.json", "decode_h100.json")]
     yield "## Decode steps"
-    yield "What the time goes to, and what it was before: the [log](log/decoding.md)."
+    yield "What the time goes to, and what it was before: the [findings](findings/decoding/two_kernels.md)."
     for result in results:
         yield from decode_steps(result)
     for stage, title, compared_with in (

@@ -73,7 +73,7 @@ def beside_earlier():
         f"{gpu_of(found)}, {found['date']}: B = 1, H = 64, D = 128, bfloat16, defaults, φ = mean; {before} and the "
         "commit named above each table in turn in one run. Milliseconds of both, and the ratio: medians over the turns "
         "of medians, the second-level cache flushed before each call. What was wanted, what limits and what did not "
-        "help: the [log](log/sm90.md#beside-64ed625-again)."
+        "help: the [findings](findings/kernels/hopper_regression_64ed625.md)."
     )
 
     def cell(pair):

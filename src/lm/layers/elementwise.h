@@ -1,6 +1,6 @@
 // The elementwise steps of a block on a GPU, in one pass each instead of torch's several. There are kernels in builds
 // with CUDA, for bfloat16 activations of widths that are multiples of 8; for anything else the caller uses torch's
-// operations. A step of training at 32768 tokens took 10 ms of 219 more by torch's: docs/log/training.md, "Speed".
+// operations. A step of training at 32768 tokens took 10 ms of 219 more by torch's: docs/findings/training/speed.md.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
 // RMSNorm in one pass over memory each way, and the residual stream that it reads. torch's takes three to six times as
-// long on a CPU: docs/log/training.md, "Elementwise steps".
+// long on a CPU: docs/findings/training/speed.md.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,6 +1,5 @@
 // The products of a block with the elementwise steps in front of them. Without gradients, with a few rows of bfloat16
-// on a GPU, as a decode step has them, each is one kernel of our own (docs/log/generate.md, "A step of the whole
-// model").
+// on a GPU, as a decode step has them, each is one kernel of our own (docs/findings/decoding/generate_step.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>
