@@ -87,7 +87,7 @@ class Tree:
         self.names = {Path(name).name for name in self.files}
         self.words = set()
         for name in self.files:
-            if name.startswith(("docs/", "bench/results/")) or name.endswith((".md", ".png")):
+            if name.startswith(("docs/", "bench/results/", "evidence/results/")) or name.endswith((".md", ".png")):
                 continue
             self.words |= set(re.findall(r"\w+|--[a-z][a-z-]*", (ROOT / name).read_text(encoding="utf-8")))
 

@@ -12,7 +12,7 @@ python3 tools/check_folders.py || failed=1
 python3 tests/mutation/run.py --check || failed=1
 python3 tools/check_docs.py || failed=1
 python3 tools/performance.py --check || failed=1
-python3 tools/evidence.py --check || failed=1
+python3 -m evidence.page --check || failed=1
 python3 tools/scale.py --check || failed=1
 python3 tools/draw_branches.py --check || failed=1
 git ls-files -z 'src/core/*.cpp' 'src/reference/*.cpp' |

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/performance.md, and the table of ratios in README.md, from the files in bench/results.
+"""Writes docs/performance.md, and the table of ratios in README.md, from the files in bench/results
+and evidence/results.
 
 With --check it writes nothing; the exit code is 1 where a text is not what the files make. Every file there is read by
 tools/tables, and names what was measured, where, when and by which command.
@@ -7,6 +8,13 @@ tools/tables, and names what was measured, where, when and by which command.
 
 import argparse
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from evidence.plans import BASE, RECIPE
+from evidence.results import RESULTS as EVIDENCE
+from evidence.results import read_all
 
 from tables.bench import PASSES, Bench
 from tables.cpu import cpu_operations, cpu_whole
@@ -48,7 +56,7 @@ def ratios():
     """How many times as long as NSA the others take, at a few lengths."""
     lengths = (4096, 8192, 16384, 32768, 65536, 131072)
     bench = Bench("bench_cuda.json")
-    rows = [["time of the others over ours, by tokens", *map(str, lengths)]]
+    rows = [["speedup over other implementations, by tokens", *map(str, lengths)]]
     for pass_name, title in PASSES.items():
         whole, dense = bench.results(pass_name, bench.phi), bench.times(f"dense_{pass_name}", "cudnn")
         ours = {length: 1e3 * r["seconds"] for length, r in whole.items()}
@@ -56,6 +64,7 @@ def ratios():
         for name, other in (("dense attention, cuDNN", dense), ("fastest other NSA", peer)):
             cells = (f"{other[n] / ours[n]:.1f}" if n in other and n in ours else "" for n in lengths)
             rows.append([f"H200, {title}: {name}", *cells])
+    rows.append(["H200, training step of the recipe (300 million parameters): full attention", *training(lengths)])
     cpu = Bench("bench_bfloat16.json")
     for pass_name, title in PASSES.items():
         found = {r["length"]: r for r in cpu.all["ratios"] if r["pass"] == pass_name}
@@ -65,6 +74,13 @@ def ratios():
         rows.append([f"CPU, 2 threads, {title}: dense attention, torch", *cells])
     note = "GPU: 64 query heads, 4 KV heads. CPU: 16 and 1. All: 128 channels, bfloat16, the paper's parameters."
     return f"{table(rows)}\n\n{note} \\* extrapolated."
+
+
+def training(lengths):
+    """The same of a training step, at the context that the evidence measured it at."""
+    speed = read_all(EVIDENCE)["speed"]
+    ratio = speed.tokens_per_second(RECIPE) / speed.tokens_per_second(BASE)
+    return [f"{ratio:.1f}" if length == speed.shared["context"] else "" for length in lengths]
 
 
 def update(path, text, check):

@@ -91,8 +91,12 @@ def test_look_ups_in_the_training_text(corpus, tmp_path):
     assert run("again", "--retrieval-fraction", 0.3) == (once, tokens)
     without, same_tokens = run("without")
     assert without != once and same_tokens == tokens
-    assert "retrieval_fraction = 0.7: must be 0 ... 0.5" in refused("train", "--out", tmp_path / "x", "--retrieval-fraction", 0.7)
-    assert "train.retrieval_fraction" in refused("train", "--out", tmp_path / "once", "--resume", "--retrieval-fraction", 0.1)
+    assert "retrieval_fraction = 0.7: must be 0 ... 0.5" in refused(
+        "train", "--out", tmp_path / "x", "--retrieval-fraction", 0.7
+    )
+    assert "train.retrieval_fraction" in refused(
+        "train", "--out", tmp_path / "once", "--resume", "--retrieval-fraction", 0.1
+    )
 
 
 def test_needle_refuses_a_context_longer_than_the_texts(trained):
