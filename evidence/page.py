@@ -481,7 +481,7 @@ def draw(plans, image):
     axes[0].set(ylabel="NSA − full attention, nats per token")
     axes[0].legend(loc="lower right")
     image.parent.mkdir(parents=True, exist_ok=True)
-    save(fig, image, dpi=200)
+    save(fig, image, dpi=160)
 
 
 # -------------------------------------------------------------------------------------------------------------- main

@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from report import decode, gpu, measurements, training
         from report.page import write_page
+        from report.style import save
     except ImportError as error:
         print(f"report: {error}: pip install matplotlib", file=sys.stderr)
         return 1
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             picture = draw(sources)
             if picture is not None:
                 file = options.out / f"{name}.png"
-                picture.savefig(file)
+                save(picture, file)
                 pictures.append((title, text, file))
         if options.only:
             for _, _, file in pictures:
