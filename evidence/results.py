@@ -33,24 +33,21 @@ def compact_eval(answer):
     """(What the rows share, what they have) of the JSON of `nsa eval`."""
     rows = answer["rows"]
     positions = octaves([(part["from"], part["to"]) for part in answer["loss_by_position"]])
-    recurrences = [(part["from"], part["to"], [i]) for i, part in enumerate(answer["loss_by_repeat"])]
+    recurrences = [(part["from"], part["to"], [i]) for i, part in enumerate(answer["loss_by_recurrence"])]
     shared = {"tokens": [row["tokens"] for row in rows]}
     own = {"loss": answer["loss"], "bits_per_byte": answer["bits_per_byte"], "nats": [row["loss"] for row in rows]}
-    for name, given, found in (
-        ("by_position", "by_position", positions),
-        ("by_recurrence", "by_repeat", recurrences),
-    ):
+    for name, found in (("by_position", positions), ("by_recurrence", recurrences)):
         shared[name] = {
             "bounds": [[low, high] for low, high, _ in found],
-            "tokens": [[sum(row[given]["tokens"][i] for i in places) for _, _, places in found] for row in rows],
+            "tokens": [[sum(row[name]["tokens"][i] for i in places) for _, _, places in found] for row in rows],
         }
-        own[name] = [[sum(row[given]["loss"][i] for i in places) for _, _, places in found] for row in rows]
+        own[name] = [[sum(row[name]["loss"][i] for i in places) for _, _, places in found] for row in rows]
     return shared, own
 
 
 def compact_selection(layers):
-    """Selection recall by layer and KV head: of the blocks selected, of the best ones, of random ones."""
-    kinds = ("chosen", "best", "random")
+    """Selection recall by layer and KV head: of the selected blocks, of the oracle, of random ones."""
+    kinds = ("selected", "oracle", "random")
     return [[[round(head[kind], 4) for kind in kinds] if head else [] for head in layer] for layer in layers]
 
 
@@ -62,14 +59,7 @@ def compact_needle(answer):
 
 def compact_recall(answer):
     """Of the JSON of `nsa recall`: the scores of each model, and how it was trained."""
-    ablated = {name: answer[name] for name in answer if name.startswith("nsa_")}
-    models = ["nsa", "full", "window", *answer.get("methods", [])]
-    fields = ("by_hop", "by_distance", "by_length")
-    scores = {
-        model: {"accuracy": answer[model]} | {field: answer[field][model] for field in fields} for model in models
-    }
-    kept = {name: answer[name] for name in ("steps", "seconds", "chance", "distances", "lengths")}
-    return kept | {"scores": scores | {name: {"accuracy": value} for name, value in ablated.items()}}
+    return {name: answer[name] for name in ("steps", "seconds", "chance", "distances", "lengths", "scores")}
 
 
 def rounded(value):

@@ -159,7 +159,7 @@ class Runs:
         if plan.command == "recall":
             folder.mkdir(parents=True, exist_ok=True)
             options = merged(plan.options.split(), plan.models[model].split(), self.given.options)
-            methods = ["--method", ",".join(METHODS)] if model in plan.by_method else []
+            methods = ["--baseline", ",".join(METHODS)] if model in plan.by_method else []
             self.nsa("recall", "--seed", seed, *options, *methods, "--json", folder / "recall.json")
             return shared, result | stored.compact_recall(json.loads((folder / "recall.json").read_text()))
         self.train(plan, model, seed, folder)
@@ -181,7 +181,7 @@ class Runs:
             shared["rows"], result["eval"] = stored.compact_eval(self.evaluate(folder, "eval"))
         if "inspect" in plan.evaluations and config["model"]["attention"] == "nsa":
             layers = self.evaluate(folder, "inspect")["layers"]
-            heads = [[head["recall"] for head in layer["kv_heads"]] for layer in layers]
+            heads = [[head["selection_recall"] for head in layer["kv_heads"]] for layer in layers]
             result["selection_recall"] = stored.compact_selection(heads)
         if plan.needle:
             result["needle"] = self.needle(folder, plan.needle)
@@ -192,9 +192,9 @@ class Runs:
         folder = self.given.out / f"{name}.{model}.{seed}"
         return {
             f"{evaluation}_by_method": {
-                method: self.needle(folder, needle, "--method", method)
+                method: self.needle(folder, needle, "--baseline", method)
                 if needle
-                else stored.compact_eval(self.evaluate(folder, evaluation, "--method", method))[1]
+                else stored.compact_eval(self.evaluate(folder, evaluation, "--baseline", method))[1]
                 for method in METHODS
             }
             for evaluation, needle in plan.by_method.items()

@@ -19,7 +19,7 @@ PROGRAM = ["base", "bridge"]
 ARROWS = {
     "base": [],
     "bridge": ["base"],
-    "lm/methods": PROGRAM,
+    "lm/baselines": PROGRAM,
     "lm/layers": PROGRAM,
     "lm/model": [*PROGRAM, *LM[:1]],
     "lm/data": [*PROGRAM, *LM[:2]],
@@ -29,7 +29,7 @@ ARROWS = {
     "lm/probes": [*PROGRAM, *LM[:6]],
     "bench": PROGRAM,
     "replay": PROGRAM,
-    "cli": [*PROGRAM, *LM, "lm/methods", "bench", "replay"],
+    "cli": [*PROGRAM, *LM, "lm/baselines", "bench", "replay"],
     "core": [],
     "reference": ["core"],
     "cpu": ["core"],

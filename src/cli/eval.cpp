@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "cli/baseline.h"
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
-#include "cli/method.h"
 #include "cli/output.h"
 #include "lm/data/packing.h"
 #include "lm/train/compare.h"
@@ -36,7 +36,7 @@ struct EvalCommand {
   std::vector<std::string> data;
   std::string against, window;
   std::int64_t context = 0, tokens = 262144;
-  MethodOptions method;
+  BaselineOptions baseline;
   MachineOptions machine;
 
   /// Another run on the same rows.
@@ -58,12 +58,12 @@ struct EvalCommand {
 
   void run() {
     if (!window.empty() && against.empty()) {
-      throw base::Error("--window: needs --against, a run of full attention, to say which share of its lead is kept");
+      throw base::Error("--window: needs --against, a run with full attention");
     }
     json.open();
     const auto device = machine.choose();
     const auto opened = checkpoint.open(device.device);
-    const auto attention = method.of(opened.model().config());
+    const auto attention = baseline.of(opened.model().config());
     const auto texts = checkpoint.texts(opened, data);
     const auto length = context > 0 ? context : opened.loaded.context;
     const auto rows = lm::choose_rows(lm::pack_documents(texts.documents, length), tokens);
@@ -72,13 +72,13 @@ struct EvalCommand {
     nlohmann::json out = {{"kind", "nsa-eval"},   {"checkpoint", checkpoint.path},       {"set", checkpoint.changes},
                           {"data", texts.source}, {"documents", texts.documents.size()}, {"tokens", result.tokens},
                           {"context", length}};
-    method.describe(out, opened.model().config().nsa, {length});
+    baseline.describe(out, opened.model().config().nsa, {length});
     out.update(nlohmann::json(result));
     out["rows"] = result.rows;
 
     fmt::print("device: {}\n", device.text);
     fmt::print("{}: {} tokens of {}, context {}\n", checkpoint.path, result.tokens, texts.source, length);
-    method.print(opened.model().config().nsa, length);
+    baseline.print(opened.model().config().nsa, length);
     fmt::print("loss {:.4f} nats/token", result.loss);
     if (result.bits_per_byte) fmt::print(", {:.4f} bits/byte", *result.bits_per_byte);
     fmt::print("\n");
@@ -94,17 +94,18 @@ struct EvalCommand {
         const auto& nsa = opened.model().config().nsa;
         const std::int64_t selected = std::int64_t{nsa.topk} * nsa.block_size;
         const auto floor = evaluate(window, kWindow, opened, texts, rows);
-        nlohmann::json kept = {{"checkpoint", window}, {"loss", floor.loss}};
-        fmt::print("{}: {:.4f}; R, share kept of what attention beyond the window is worth: ", window, floor.loss);
-        for (const auto& [name, text, from] : {std::tuple{"kept", "", std::int64_t{0}},
-                                               std::tuple{"kept_beyond", "; beyond the selected tokens ", selected}}) {
-          const auto share = lm::share_kept(result, theirs, floor, from);
-          kept[name] = nullptr;
-          if (share) kept[name] = *share;
+        nlohmann::json retained = {{"checkpoint", window}, {"loss", floor.loss}};
+        fmt::print("{}: {:.4f}; retained long-range gain: ", window, floor.loss);
+        for (const auto& [name, text, from] :
+             {std::tuple{"retained_gain", "", std::int64_t{0}},
+              std::tuple{"retained_gain_beyond_selected", "; beyond the selected tokens ", selected}}) {
+          const auto share = lm::retained_gain(result, theirs, floor, from);
+          retained[name] = nullptr;
+          if (share) retained[name] = *share;
           fmt::print("{}{}", text, share ? fmt::format("{:.3f}", *share) : "-");
         }
         fmt::print("\n");
-        out["window"] = kept;
+        out["window"] = retained;
       }
     }
     const auto print = [&](const char* what, const std::vector<lm::LossPart>& parts,
@@ -120,8 +121,9 @@ struct EvalCommand {
       }
     };
     print("position", result.by_position, &lm::Comparison::by_position);
-    fmt::print("\nTokens that stood behind the same {} tokens before, by how long ago:\n", result.repeat_match);
-    print("distance", result.by_repeat, &lm::Comparison::by_repeat);
+    fmt::print("\nRecurring tokens (after the same {} tokens as before), by distance to the previous occurrence:\n",
+               result.recurrence_match);
+    print("distance", result.by_recurrence, &lm::Comparison::by_recurrence);
     json.write(out);
   }
 };
@@ -142,9 +144,10 @@ void add_eval(CLI::App& app) {
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 50));
   command->add_option(kAgainst, state->against,
                       "Another run: its loss on the same rows, and the difference with its 95 % interval");
-  command->add_option(kWindow, state->window,
-                      "A run of window attention: R, the share kept of what --against gains over it");
-  state->method.add(*command);
+  command->add_option(
+      kWindow, state->window,
+      "Run with window attention: report the retained long-range gain, (L_window - L) / (L_window - L_against)");
+  state->baseline.add(*command);
   state->machine.add(*command);
   state->json.add(*command, "the results");
   command->callback([] { state->run(); });

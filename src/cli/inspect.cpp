@@ -57,17 +57,17 @@ struct InspectCommand {
   }
 
   static void print_table(const std::vector<lm::LayerView>& layers) {
-    fmt::print("{:>5} {:>7}  {:>21}  {:>8}  {:>15}  {:>9}  {:>21}\n", "", "", "mean gate", "not", "entropy of them",
-               "shared with", "recall of the choice");
-    fmt::print("{:>5} {:>7}  {:>6} {:>6} {:>7}  {:>8}  {:>7} {:>7}  {:>9}  {:>6} {:>6} {:>7}\n", "layer", "KV head",
-               "cmp", "slc", "swa", "forced", "nats", "of most", "neighbour", "chosen", "best", "random");
+    fmt::print("{:>5} {:>7}  {:>21}  {:>8}  {:>15}  {:>9}  {:>23}\n", "", "", "mean gate", "not", "entropy of them",
+               "shared with", "selection recall");
+    fmt::print("{:>5} {:>7}  {:>6} {:>6} {:>7}  {:>8}  {:>7} {:>7}  {:>9}  {:>8} {:>6} {:>7}\n", "layer", "KV head",
+               "cmp", "slc", "swa", "forced", "nats", "of most", "neighbour", "selected", "oracle", "random");
     for (const auto& layer : layers) {
       const std::size_t group = layer.gates_by_head.size() / layer.kv_heads.size();
       for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
         const auto& [stats, recall, map] = layer.kv_heads[head];
         const auto shares =
-            recall ? fmt::format("{:>6.3f} {:>6.3f} {:>7.3f}", recall->chosen, recall->best, recall->random)
-                   : fmt::format("{:>6} {:>6} {:>7}", "-", "-", "-");
+            recall ? fmt::format("{:>8.3f} {:>6.3f} {:>7.3f}", recall->selected, recall->oracle, recall->random)
+                   : fmt::format("{:>8} {:>6} {:>7}", "-", "-", "-");
         std::array<double, 3> gates{};
         for (std::size_t h = head * group; h < (head + 1) * group; ++h) {
           for (std::size_t b = 0; b < 3; ++b) gates[b] += layer.gates_by_head[h][b] / static_cast<double>(group);
@@ -79,11 +79,11 @@ struct InspectCommand {
     }
   }
 
-  /// A line per query, a column per block: '#' chosen, '.' forced.
+  /// A line per query, a column per block: '#' selected, '.' forced.
   static void print_maps(const std::vector<lm::LayerView>& layers, int block_size) {
     for (const auto& layer : layers) {
       for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
-        fmt::print("\nlayer {}, KV head {}: a line per query, a column per block of {} tokens; # chosen, . forced\n",
+        fmt::print("\nlayer {}, KV head {}: a line per query, a column per block of {} tokens; # selected, . forced\n",
                    layer.layer, head, block_size);
         const auto& map = layer.kv_heads[head].map;
         for (std::size_t q = 0; q < map.blocks.size(); ++q) {

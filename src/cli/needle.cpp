@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "cli/baseline.h"
 #include "cli/checkpoint.h"
 #include "cli/commands.h"
 #include "cli/machine.h"
-#include "cli/method.h"
 #include "cli/output.h"
 #include "lm/probes/needle.h"
 
@@ -23,7 +23,7 @@ struct NeedleCommand {
   JsonOption json;
   std::vector<std::string> data;
   lm::NeedleOptions options;
-  MethodOptions method;
+  BaselineOptions baseline;
   std::string dtype = "float32";
   MachineOptions machine;
 
@@ -32,14 +32,14 @@ struct NeedleCommand {
     const auto device = machine.choose();
     auto opened = lm::open_checkpoint(checkpoint.path, checkpoint.changes, device.device);
     if (dtype == "bfloat16") opened.loaded.model.place(device.device, at::kBFloat16);
-    options.forward.attention = method.of(opened.model().config());
+    options.forward.attention = baseline.of(opened.model().config());
     const auto texts = lm::open_texts(checkpoint.path, data, *opened.tokenizer);
     if (options.lengths.empty()) {
       const auto context = opened.loaded.context;
       for (const auto part : {8, 4, 2, 1}) options.lengths.push_back(std::max<std::int64_t>(64, context / part));
     }
     fmt::print("device: {}\n", device.text);
-    for (const auto length : options.lengths) method.print(opened.model().config().nsa, length);
+    for (const auto length : options.lengths) baseline.print(opened.model().config().nsa, length);
     fmt::print("{} samples each; exact: the whole answer, with its 95 % interval; gain: nats per token by the needle\n",
                options.samples);
     fmt::print("{:>9} {:>6} {:>14} {:>14} {:>13} {:>6}\n", "length", "depth", "exact", "", "tokens right", "gain");
@@ -66,7 +66,7 @@ struct NeedleCommand {
   nlohmann::json to_json(const std::vector<std::vector<lm::NeedleCell>>& cells, const NSAConfig& nsa) const {
     nlohmann::json out = {{"kind", "nsa-needle"},       {"checkpoint", checkpoint.path}, {"set", checkpoint.changes},
                           {"lengths", options.lengths}, {"depths", options.depths},      {"samples", options.samples}};
-    method.describe(out, nsa, options.lengths);
+    baseline.describe(out, nsa, options.lengths);
     for (const auto& row : cells) {
       std::map<std::string, nlohmann::json> lines;
       for (const auto& cell : row) {
@@ -106,7 +106,7 @@ void add_needle(CLI::App& app) {
   command->add_option("--question", options.question, "What is asked at the end; the answer is {value}")
       ->default_str("'\\n{key} = '");
   command->add_option("--seed", options.seed, "Of places, keys and values");
-  state->method.add(*command);
+  state->baseline.add(*command);
   command->add_option("--dtype", state->dtype, "Of matrix products and attention: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
   state->machine.add(*command);

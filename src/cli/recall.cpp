@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/names.h"
+#include "cli/baseline.h"
 #include "cli/commands.h"
 #include "cli/exit.h"
 #include "cli/machine.h"
-#include "cli/method.h"
 #include "cli/output.h"
 #include "lm/probes/recall.h"
 
@@ -29,7 +29,7 @@ struct RecallCommand {
   CLI::Option* gap = nullptr;
   bool check = false;
   std::string dtype = "float32";
-  std::vector<std::string> methods;
+  std::vector<std::string> baselines;
   std::int64_t budget = 0;
   MachineOptions machine;
 
@@ -45,13 +45,13 @@ struct RecallCommand {
     model.phi = base::compression_kind(phi);
     model.v_head_dim = model.head_dim;
     fmt::print("device: {}\n", device.text);
-    if (task.hops > 1) fmt::print("chains of {} look-ups, written out step by step\n", task.hops);
+    if (task.hops > 1) fmt::print("multi-hop recall: {} hops, each written out\n", task.hops);
     fmt::print("{} key-value pairs in sequences of {} tokens, window {}, {} selected tokens\n", task.pairs,
                task.length(), model.nsa.window_size, model.nsa.topk * model.nsa.block_size);
-    for (const std::string& name : methods) {
-      const MethodOptions method{name, budget};
-      method.print(model.nsa, task.length());
-      options.methods.emplace_back(name, method.attention(model.nsa));
+    for (const std::string& name : baselines) {
+      const BaselineOptions baseline{name, budget};
+      baseline.print(model.nsa, task.length());
+      options.baselines.emplace_back(name, baseline.attention(model.nsa));
     }
     const auto report = lm::run_recall(options, [](const lm::RecallStep& step) {
       fmt::print("step {:>5}", step.step);
@@ -70,13 +70,14 @@ struct RecallCommand {
           name, 100 * model.accuracy, model.pairs, model.slot, 100 * lm::kRecallGrowsAt);
     }
     fmt::print("\nright answers on fresh sequences, after {:.0f} s\n", report.seconds);
-    line("NSA", report.nsa.exact);
-    line("NSA, window gate alone", report.nsa_window_alone);
+    line("NSA", report.nsa.accuracy);
+    line("NSA, window gate alone", report.nsa_window_gate_only);
     line("NSA without the compressed branch", report.nsa_without_cmp);
     line("NSA without the selected branch", report.nsa_without_slc);
-    line("full attention", report.full.exact);
-    for (std::size_t i = 0; i < methods.size(); ++i) line(("... by " + methods[i]).c_str(), report.methods[i].exact);
-    line("window model", report.window.exact);
+    line("full attention", report.full.accuracy);
+    for (std::size_t i = 0; i < baselines.size(); ++i)
+      line(("full + " + baselines[i]).c_str(), report.baselines[i].accuracy);
+    line("window model", report.window.accuracy);
     line("chance", task.chance());
     std::vector<std::int64_t> hops(static_cast<std::size_t>(task.hops));
     std::iota(hops.begin(), hops.end(), 1);
@@ -87,9 +88,9 @@ struct RecallCommand {
       print_table(report, "length", {options.lengths.begin(), options.lengths.end()}, &lm::RecallScore::by_length);
     }
     nlohmann::json out = report;
-    if (!methods.empty()) {
-      out["methods"] = methods;
-      out["budget"] = MethodOptions{"", budget}.tokens(model.nsa, task.length());
+    if (!baselines.empty()) {
+      out["baselines"] = baselines;
+      out["budget"] = BaselineOptions{"", budget}.tokens(model.nsa, task.length());
     }
     json.write(out);
     if (check && !report.as_expected()) {
@@ -112,8 +113,8 @@ struct RecallCommand {
     fmt::print("\n");
     std::vector<std::pair<std::string, const lm::RecallScore*>> rows = {{"NSA", &report.nsa},
                                                                         {"full attention", &report.full}};
-    for (std::size_t i = 0; i < report.methods.size(); ++i) {
-      rows.emplace_back("... by " + report.options.methods[i].first, &report.methods[i]);
+    for (std::size_t i = 0; i < report.baselines.size(); ++i) {
+      rows.emplace_back("full + " + report.options.baselines[i].first, &report.baselines[i]);
     }
     rows.emplace_back("window model", &report.window);
     for (const auto& [name, score] : rows) {
@@ -143,7 +144,7 @@ void add_recall(CLI::App& app) {
   auto& task = state->options.task;
   const auto count = CLI::Range(1, 1 << 20);
   command->add_option("--pairs", task.pairs, "Key-value pairs")->check(count)->group("Task");
-  command->add_option("--hops", task.hops, "Look-ups to a question: a value is the next one's key, and is written out")
+  command->add_option("--hops", task.hops, "Hops per question: the value of each hop is the key of the next")
       ->check(CLI::Range(1, 64))
       ->group("Task");
   auto* const slot = command->add_option("--slot", task.slot, "Tokens from a key to the next")
@@ -194,8 +195,8 @@ void add_recall(CLI::App& app) {
       ->group("Model");
   command->add_option("--dtype", state->dtype, "Of matrix products and attention: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
-  add_method(*command, state->methods, state->budget,
-             "Evaluate the model with full attention by these methods, too, which read fewer tokens")
+  add_baseline(*command, state->baselines, state->budget,
+               "Training-free sparse attention with which to evaluate the full-attention model as well, a list")
       ->delimiter(',');
   state->machine.add(*command);
   command->add_flag(

@@ -1,4 +1,4 @@
-"""nsa eval of one run beside others: repeats apart from the rest, paired differences, the share that is kept."""
+"""nsa eval against other runs: recurring tokens, paired differences, retained long-range gain; selection recall."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_the_difference_is_paired_by_rows(compared, trained, tmp_path):
 
 def test_rows_are_the_sums_of_their_parts(trained, tmp_path):
     out = evaluated(tmp_path, trained["nsa"])
-    for name in ("by_position", "by_repeat"):
+    for name in ("by_position", "by_recurrence"):
         for row in out["rows"]:
             assert sum(row[name]["tokens"]) == row["tokens"] and sum(row[name]["loss"]) == pytest.approx(row["loss"])
         for i, part in enumerate(out[f"loss_{name}"]):
@@ -67,30 +67,32 @@ def test_a_run_does_not_differ_from_itself(trained, tmp_path):
     assert out["difference"] == 0 and out["half_width"] == 0
 
 
-def test_the_share_that_is_kept(compared, trained, tmp_path):
+def test_retained_long_range_gain(compared, trained, tmp_path):
     out, text = compared
     full, window = (evaluated(tmp_path, trained[name], "--tokens", 0) for name in ("full", "window"))
     beyond = [
         sum(p["loss"] * p["tokens"] for p in one["loss_by_position"] if p["from"] >= 64) for one in (out, full, window)
     ]
-    for name, (ours, best, worst) in {"kept": [x["loss"] for x in (out, full, window)], "kept_beyond": beyond}.items():
+    everywhere = [x["loss"] for x in (out, full, window)]
+    gains = {"retained_gain": everywhere, "retained_gain_beyond_selected": beyond}
+    for name, (ours, best, worst) in gains.items():
         if worst > best:
             assert out["window"][name] == pytest.approx((worst - ours) / (worst - best), rel=1e-3, abs=1e-4)
-        else:  # nothing to keep
+        else:  # no gain to retain
             assert out["window"][name] is None
-    assert "R, share kept" in text
+    assert "retained long-range gain" in text
 
 
-def test_repeats_are_told_from_the_rest(trained, tmp_path):
+def test_recurring_tokens_are_counted_by_distance(trained, tmp_path):
     draw = random.Random(3)
     text = [draw.randrange(256) for _ in range(700)]
     short, far = text[:100] + text[20:60], text + text[10:40] + text[690:700]
     (tmp_path / "ids").write_text("\n".join(" ".join(map(str, document)) for document in (short, far)))
     out = evaluated(tmp_path, trained["full"], "--ids", tmp_path / "ids", "--context", 1024)
-    found = {part["from"]: part["tokens"] for part in out["loss_by_repeat"]}
-    # The first eight tokens of a repeat have not yet eight before them that repeat, too.
+    found = {part["from"]: part["tokens"] for part in out["loss_by_recurrence"]}
+    # The first eight tokens of a recurring passage do not follow eight recurring ones.
     assert found == {1: 40 - 8 + 10 - 8, 513: 30 - 8, 1025: 0, 4097: 0, 0: 139 + 739 - 32 - 2 - 22}
-    assert out["tokens"] == 139 + 739 and sum(part["loss"] * part["tokens"] for part in out["loss_by_repeat"]) == (
+    assert out["tokens"] == 139 + 739 and sum(part["loss"] * part["tokens"] for part in out["loss_by_recurrence"]) == (
         pytest.approx(out["loss"] * out["tokens"], rel=1e-6)
     )
 
@@ -132,7 +134,7 @@ def test_gates_are_refused_beside_those_of_the_branches(corpus, tmp_path):
     assert "gated = true" in refused("train", "--out", tmp_path / "run", "--data", corpus, "--gated", *TINY)
 
 
-def test_the_recall_of_the_choice(trained, tmp_path):
+def test_selection_recall_matches_numpy(trained, tmp_path):
     """Beside a rendering of the one layer's queries and keys in numpy."""
     draw = random.Random(5)
     tokens = [draw.randrange(256) for _ in range(250)]
@@ -155,7 +157,7 @@ def test_the_recall_of_the_choice(trained, tmp_path):
         return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
     q, k = rotated("q_proj", config["num_heads"]), rotated("k_proj.slc", 1)[:, 0]
-    sums = {"chosen": 0.0, "best": 0.0, "random": 0.0}
+    sums = {"selected": 0.0, "oracle": 0.0, "random": 0.0}
     total = 0.0
     for t, blocks, forced in zip(*(head["map"][name] for name in ("query_positions", "blocks", "forced")), strict=True):
         scores = np.exp(q[t] @ k[: t + 1].T / math.sqrt(width))
@@ -165,12 +167,12 @@ def test_the_recall_of_the_choice(trained, tmp_path):
         picked = set(blocks) - set(forced)
         if len(picked) < len(free):
             total += sum(free)
-            sums["chosen"] += sum(of_block[b] for b in picked)
-            sums["best"] += sum(free[: len(picked)])
+            sums["selected"] += sum(of_block[b] for b in picked)
+            sums["oracle"] += sum(free[: len(picked)])
             sums["random"] += sum(free) * len(picked) / len(free)
-    assert total > 0 and head["recall"] == pytest.approx(
+    assert total > 0 and head["selection_recall"] == pytest.approx(
         {name: value / total for name, value in sums.items()}, rel=1e-3
     )
-    assert head["recall"]["chosen"] <= head["recall"]["best"] < 1
+    assert head["selection_recall"]["selected"] <= head["selection_recall"]["oracle"] < 1
     nsa("inspect", trained["nsa"], "--ids", tmp_path / "ids", "--set", "topk=16", "--json", tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text())["layers"][0]["kv_heads"][0]["recall"] is None
+    assert json.loads((tmp_path / "out.json").read_text())["layers"][0]["kv_heads"][0]["selection_recall"] is None

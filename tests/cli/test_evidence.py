@@ -85,8 +85,8 @@ def test_difference_of_one_seed_equals_that_of_the_program(measured, tmp_path):
     assert mean == pytest.approx(expected["against"]["difference"], abs=1e-6)
     assert half == pytest.approx(expected["against"]["half_width"], rel=1e-3)
     gain = stats.retained_gain(found["recipe-2"], found["full"], found["window"])
-    assert (gain is None) == (expected["window"]["kept"] is None)
-    assert gain is None or gain == pytest.approx(expected["window"]["kept"], rel=1e-3)
+    assert (gain is None) == (expected["window"]["retained_gain"] is None)
+    assert gain is None or gain == pytest.approx(expected["window"]["retained_gain"], rel=1e-3)
 
 
 def test_difference_of_two_seeds(measured):
@@ -107,7 +107,7 @@ def test_results_keep_the_losses_of_the_program(measured):
     given = json.loads((measured / "out" / "8k.recipe-2.1" / "eval.json").read_text())
     kept = results(measured)["recipe-2", 1]["eval"]
     assert [low for low, _ in kept["rows"]["by_position"]["bounds"]] == [0, 16, 32, 64, 128]
-    for name, told in (("by_position", "loss_by_position"), ("by_recurrence", "loss_by_repeat")):
+    for name, told in (("by_position", "loss_by_position"), ("by_recurrence", "loss_by_recurrence")):
         for low, high in kept["rows"][name]["bounds"]:
             inside = [p for p in given[told] if (p["from"], p["to"]) == (low, high) or low <= p["from"] < high]
             tokens = sum(part["tokens"] for part in inside)

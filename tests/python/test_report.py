@@ -139,12 +139,19 @@ RESULTS = {
         "exact": [[1, 0.9, 0.8, 0.9, 1], [1, 0.7, 0.5, 0.8, 1], [0.6, 0.2, 0.1, 0.4, 1]],
     },
     "recall": {
-        **{"kind": "nsa-recall", "chance": 0.0625, "nsa": 0.993, "window": 0.07, "nsa_window_gate_only": 0.06},
-        "full": 0.99,
-        "history": [{"step": s, "loss": 1, "accuracy": min(1, s / 300), "full": s / 500} for s in range(0, 500, 20)],
+        **{"kind": "nsa-recall", "chance": 0.0625},
+        "history": [
+            {"step": s, "nsa": {"loss": 1, "accuracy": min(1, s / 300)}, "full": {"accuracy": s / 500}}
+            for s in range(0, 500, 20)
+        ],
         "window_size": 4,
         "distances": [9, 100, 200],
-        "by_distance": {"nsa": [1, 0.98], "full": [1, None], "window": [0.1, 0]},
+        "scores": {
+            "nsa": {"accuracy": 0.993, "by_distance": [1, 0.98]},
+            "full": {"accuracy": 0.99, "by_distance": [1, None]},
+            "window": {"accuracy": 0.07, "by_distance": [0.1, 0]},
+            "nsa_window_gate_only": {"accuracy": 0.06},
+        },
     },
 }
 
@@ -160,7 +167,7 @@ def runs(tmp_path):
 
 PICTURES = {
     *("loss", "loss_by_position", "speed", "attention_time", "selection_map", "gates", "selection_health"),
-    *("needle", "recall", "lookup_map"),
+    *("needle", "recall", "recall_map"),
 }
 
 
@@ -373,9 +380,13 @@ def test_any_name_of_a_folder(tmp_path, name, capsys, coarse):
         ("bench", {"machine": 3}, "machine = 3: must be an object"),
         ("bench", {"settings": {}}, "no settings.dtype"),
         ("recall", {"chance": 1e308}, r"chance = 1e\+308: must be a number"),
-        ("recall", {"distances": [9, 100]}, "by_distance.nsa: 2 items: must be 1, between the distances"),
-        ("recall", {"by_distance": {"nsa": [1, 1]}}, "no by_distance.full"),
-        ("recall", {"history": [{"step": True, "accuracy": 1}]}, r"history\[0\].step = True: must be a whole number"),
+        ("recall", {"distances": [9, 100]}, "scores.nsa.by_distance: 2 items: must be 1, between the distances"),
+        ("recall", {"scores": {"full": {"by_distance": []}}}, "scores.full.by_distance: 0 items"),
+        (
+            "recall",
+            {"history": [{"step": True, "nsa": {"accuracy": 1}}]},
+            r"history\[0\].step = True: must be a whole number",
+        ),
     ],
 )
 def test_damaged_results(runs, capsys, file, fields, message):
@@ -449,10 +460,10 @@ def test_damaged_files(tmp_path, capsys, coarse):
         "bench": ["attention_time"],
         "gpu": ["cuda_time"],
         "needle": ["needle"],
-        "recall": ["recall", "lookup_map"],
+        "recall": ["recall", "recall_map"],
     }
     pictures |= {"inspect": ["selection_map", "gates"], "config": ["loss"], "metrics": [*("loss", "loss_by_position")]}
-    pictures["recall"] = ["recall", "lookup_map"]
+    pictures["recall"] = ["recall", "recall_map"]
     pictures["metrics"] += ["speed", "selection_health"]
     refused = drawn = 0
     for _ in range(400):

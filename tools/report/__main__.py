@@ -96,9 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
         ),
         ("needle", measurements.needle, "Needle in a haystack", "A fact hidden in a long text, asked for at its end."),
         (
-            "lookup_map",
-            measurements.lookup_map,
-            "Look-up map",
+            "recall_map",
+            measurements.recall_map,
+            "Recall map",
             "Keys asked for further back than any window reaches: three small models, trained on the same sequences.",
         ),
         ("recall", training.recall, "Recall", "Key-value pairs further apart than the sliding window."),

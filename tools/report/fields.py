@@ -195,10 +195,17 @@ _shares = items(nullable(number), least=1, most=256)
 _recall_fields = record(
     {"chance": number},
     {
-        **dict.fromkeys(("nsa", "full", "window", "nsa_window_gate_only"), nullable(number)),
-        "history": nullable(items(record({"step": _count, "accuracy": number}, {"full": number}))),
+        "scores": record(
+            {},
+            dict.fromkeys(
+                ("nsa", "full", "window", "nsa_window_gate_only"),
+                record({}, {"accuracy": nullable(number), "by_distance": _shares}),
+            ),
+        ),
+        "history": nullable(
+            items(record({"step": _count}, dict.fromkeys(("nsa", "full"), record({"accuracy": number}))))
+        ),
         "distances": items(_count, least=2, most=257),
-        "by_distance": record(dict.fromkeys(("nsa", "full", "window"), _shares)),
         "window_size": whole(1),
     },
 )
@@ -207,9 +214,11 @@ _recall_fields = record(
 def _recall(value: dict[str, Any], where: str) -> None:
     _recall_fields(value, where)
     parts = len(value.get("distances", [])) - 1
-    for model, row in value.get("by_distance", {}).items():
-        if model in ("nsa", "full", "window") and len(row) != parts:
-            raise ReportError(f"by_distance.{model}: {len(row)} items: must be {parts}, between the distances")
+    for model in ("nsa", "full", "window"):
+        row = value.get("scores", {}).get(model, {}).get("by_distance")
+        if row is not None and "distances" in value and len(row) != parts:
+            place = f"scores.{model}.by_distance"
+            raise ReportError(f"{place}: {len(row)} items: must be {parts}, between the distances")
 
 
 _step = record(

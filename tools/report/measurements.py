@@ -1,4 +1,4 @@
-"""Pictures of measurements: attention time over length, the selection map, the look-up map, the needle map."""
+"""Pictures of measurements: attention time over length, the selection map, the recall map, the needle map."""
 
 from __future__ import annotations
 
@@ -108,13 +108,16 @@ def selection_map(sources: Sources) -> Figure | None:
                 ax.set_xlabel("selection block")
             if c == 0:
                 ax.set_ylabel("query position (tokens)")
-    legend = [Patch(color=BRANCH_COLOURS["slc"], label="chosen"), Patch(color="#c9ced3", label="forced (first, local)")]
+    legend = [
+        Patch(color=BRANCH_COLOURS["slc"], label="selected"),
+        Patch(color="#c9ced3", label="forced (first, local)"),
+    ]
     fig.legend(handles=legend, loc="outside upper center", ncols=2, title="Selected blocks by query")
     return fig
 
 
 def _picture(chosen: dict[str, Any]) -> tuple[np.ndarray, list[int]]:
-    """0: not selected, 1: forced, 2: chosen; one row per query."""
+    """0: not selected, 1: forced, 2: selected; one row per query."""
     blocks = 1 + max((block for row in chosen["blocks"] + chosen["forced"] for block in row), default=0)
     picture = np.zeros((len(chosen["blocks"]), blocks))
     for row, (selected, forced) in enumerate(zip(chosen["blocks"], chosen["forced"], strict=True)):
@@ -123,15 +126,19 @@ def _picture(chosen: dict[str, Any]) -> tuple[np.ndarray, list[int]]:
     return picture, chosen["query_positions"]
 
 
-def lookup_map(sources: Sources) -> Figure | None:
-    """Share of look-ups answered by each model and by how far back the answer was read."""
-    results = [r for r in sources.of("recall") if "by_distance" in r and "distances" in r]
+def recall_map(sources: Sources) -> Figure | None:
+    """Recall accuracy of each model by the distance between a pair and its question."""
+    names = {"nsa": "NSA", "full": "full attention", "window": "window alone"}
+    results = [
+        result
+        for result in sources.of("recall")
+        if "distances" in result and all("by_distance" in result.get("scores", {}).get(name, {}) for name in names)
+    ]
     if not results:
         return None
     result = results[-1]
     edges = result["distances"]
-    names = {"nsa": "NSA", "full": "full attention", "window": "window alone"}
-    found = 100 * np.array([result["by_distance"][model] for model in names], dtype=float)
+    found = 100 * np.array([result["scores"][model]["by_distance"] for model in names], dtype=float)
     fig, (ax,) = figure(width=8.6, height=2.9)
     image = ax.imshow(found, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     for (row, column), value in np.ndenumerate(found):
@@ -139,7 +146,7 @@ def lookup_map(sources: Sources) -> Figure | None:
     ax.set_xticks(range(len(edges) - 1), [f"{a}-{b - 1}" for a, b in itertools.pairwise(edges)], fontsize=9)
     ax.set_yticks(range(len(names)), list(names.values()))
     reach = f"; the window: {result['window_size']}" if "window_size" in result else ""
-    ax.set(xlabel=f"how far back the answer was read (tokens{reach})", title="Look-ups answered")
+    ax.set(xlabel=f"distance from pair to question (tokens{reach})", title="Associative recall by distance")
     ax.grid(visible=False)
     fig.colorbar(image, ax=ax, label="right (%)")
     return fig

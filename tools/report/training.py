@@ -152,17 +152,18 @@ def recall(sources: Sources) -> Figure | None:
     result = results[-1]
     bars = {"nsa": "NSA", "nsa_window_gate_only": "NSA, window\ngate only", "full": "full\nattention"}
     bars["window"] = "window\nmodel"
-    bars = {key: name for key, name in bars.items() if result.get(key) is not None}
+    found = {key: result.get("scores", {}).get(key, {}).get("accuracy") for key in bars}
+    bars = {key: name for key, name in bars.items() if found[key] is not None}
     fig, axes = figure(columns=2, width=5.2)
     shades = {**ATTENTION_COLOURS, "nsa_window_gate_only": "#9cc3d5"}
-    drawn = axes[0].bar(list(bars.values()), [100 * result[key] for key in bars], color=[shades[key] for key in bars])
+    drawn = axes[0].bar(list(bars.values()), [100 * found[key] for key in bars], color=[shades[key] for key in bars])
     axes[0].bar_label(drawn, fmt="%.1f %%")
     axes[0].axhline(100 * result["chance"], color="black", ls=":", label=f"chance, {100 * result['chance']:.1f} %")
     axes[0].set(ylabel="recalled values (%)", ylim=(0, 108), title="Recall beyond the window")
     axes[0].legend()
     history = result.get("history") or []
-    for model, field in (("nsa", "accuracy"), ("full", "full")):
-        line = [(h["step"], 100 * h[field]) for h in history if field in h]
+    for model in ("nsa", "full"):
+        line = [(h["step"], 100 * h[model]["accuracy"]) for h in history if model in h]
         if line:
             axes[1].plot(*zip(*line, strict=True), color=shades[model], label=model)
     axes[1].set(xlabel="training step", ylabel="recalled values (%)", ylim=(0, 104), title="While they learn")

@@ -61,13 +61,13 @@ std::optional<SelectionRecall> selection_recall(const at::Tensor& q, const at::T
     all += total;
     sum.random += total * static_cast<double>(picks) / static_cast<double>(unforced.size());
     for (const auto block : map.blocks[i]) {
-      if (!is_forced(block, t, cfg)) sum.chosen += masses[block];
+      if (!is_forced(block, t, cfg)) sum.selected += masses[block];
     }
     std::sort(unforced.begin(), unforced.end(), std::greater<>());
-    for (std::size_t b = 0; b < picks; ++b) sum.best += unforced[b];
+    for (std::size_t b = 0; b < picks; ++b) sum.oracle += unforced[b];
   }
   if (all == 0) return {};
-  return SelectionRecall{sum.chosen / all, sum.best / all, sum.random / all};
+  return SelectionRecall{sum.selected / all, sum.oracle / all, sum.random / all};
 }
 
 }  // namespace
@@ -118,14 +118,14 @@ void to_json(nlohmann::json& json, const LayerView& layer) {
   for (std::size_t head = 0; head < layer.kv_heads.size(); ++head) {
     const auto& [stats, recall, map] = layer.kv_heads[head];
     nlohmann::json shares;
-    if (recall) shares = {{"chosen", recall->chosen}, {"best", recall->best}, {"random", recall->random}};
+    if (recall) shares = {{"selected", recall->selected}, {"oracle", recall->oracle}, {"random", recall->random}};
     json["kv_heads"].push_back(
         {{"kv_head", head},
          {"unforced_share", stats.unforced_share},
          {"entropy", stats.entropy},
          {"entropy_max", stats.entropy_max},
          {"neighbour_overlap", stats.neighbour_overlap},
-         {"recall", shares},
+         {"selection_recall", shares},
          {"map", {{"query_positions", map.query_positions}, {"blocks", map.blocks}, {"forced", map.forced}}}});
   }
 }

@@ -18,16 +18,17 @@ struct SelectionMap {
   std::vector<std::vector<std::int32_t>> forced;  // those of them that it had to take
 };
 
-/// How much of what the selected branch would attend to in all blocks lies in those that were chosen: its own softmax
-/// over the whole past, summed over the group's heads and over the queries of the map that had a choice. Of the mass
-/// outside of forced blocks, the share in the chosen ones; in as many of the heaviest; in as many at random.
+/// Selection recall: the fraction of the selected branch's attention mass that lies inside the selected blocks. The
+/// mass is the softmax over all past tokens, outside of forced blocks, summed over the group's heads and over the
+/// queries of the map that have more blocks than they may select. `oracle`: as many blocks with the most mass;
+/// `random`: as many random ones.
 struct SelectionRecall {
-  double chosen = 0, best = 0, random = 0;
+  double selected = 0, oracle = 0, random = 0;
 };
 
 struct KvHeadView {
   SelectionStats stats;
-  std::optional<SelectionRecall> recall;  // none where no query had a choice
+  std::optional<SelectionRecall> recall;  // none if every query selects all its blocks
   SelectionMap map;
 };
 

@@ -115,7 +115,7 @@ class RecallTrainer {
     }
     const auto right = at::cat(parts);
     RecallScore score;
-    score.exact = share_of(whole_chains(right, task.hops));
+    score.accuracy = share_of(whole_chains(right, task.hops));
     for (int hop = 0; hop < task.hops; ++hop) {
       score.by_hop.push_back(share_of(right.view({-1, task.hops}).select(1, hop)));
     }
@@ -131,7 +131,7 @@ class RecallTrainer {
   RecallScore evaluate_all(const ForwardOptions& forward = {}) const {
     auto score = evaluate(options_.task, forward);
     for (const int length : options_.lengths) {
-      score.by_length.push_back(evaluate(options_.task.stretched(length), forward).exact);
+      score.by_length.push_back(evaluate(options_.task.stretched(length), forward).accuracy);
     }
     return score;
   }
@@ -294,8 +294,8 @@ ModelConfig recall_model(at::Device device) {
 
 bool RecallReport::as_expected() const {
   const double chance = options.task.chance();
-  return nsa.exact >= 0.95 && nsa.exact >= full.exact - 0.01 && window.exact <= 2 * chance &&
-         nsa_window_alone <= 2 * chance;
+  return nsa.accuracy >= 0.95 && nsa.accuracy >= full.accuracy - 0.01 && window.accuracy <= 2 * chance &&
+         nsa_window_gate_only <= 2 * chance;
 }
 
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step) {
@@ -324,17 +324,17 @@ RecallReport run_recall(const RecallOptions& options, const std::function<void(c
   const auto with_gates = [&](std::array<double, 3> scale) {
     ForwardOptions forward;
     forward.gate_scale = scale;
-    return sparse.trainer.evaluate(task, forward).exact;
+    return sparse.trainer.evaluate(task, forward).accuracy;
   };
-  report.nsa_window_alone = with_gates({0, 0, 1});
+  report.nsa_window_gate_only = with_gates({0, 0, 1});
   report.nsa_without_cmp = with_gates({0, 1, 1});
   report.nsa_without_slc = with_gates({1, 0, 1});
 
   report.full = full.trainer.evaluate_all();
-  for (const auto& [name, method] : options.methods) {
+  for (const auto& [name, baseline] : options.baselines) {
     ForwardOptions forward;
-    forward.attention = method;
-    report.methods.push_back(full.trainer.evaluate_all(forward));
+    forward.attention = baseline;
+    report.baselines.push_back(full.trainer.evaluate_all(forward));
   }
 
   RecallTrainer window(options, AttentionKind::kWindow);
@@ -357,31 +357,29 @@ void to_json(nlohmann::json& json, const RecallReport& report) {
           {"chance", task.chance()},
           {"steps", report.history.empty() ? 0 : report.history.back().step},
           {"seconds", report.seconds},
-          {"nsa_window_gate_only", report.nsa_window_alone},
-          {"nsa_without_cmp", report.nsa_without_cmp},
-          {"nsa_without_slc", report.nsa_without_slc},
           {"distances", report.distances},
           {"lengths", report.options.lengths}};
   std::vector<std::pair<std::string, const RecallScore*>> scores = {
       {"nsa", &report.nsa}, {"full", &report.full}, {"window", &report.window}};
-  for (std::size_t i = 0; i < report.methods.size(); ++i) {
-    scores.emplace_back(report.options.methods[i].first, &report.methods[i]);
+  for (std::size_t i = 0; i < report.baselines.size(); ++i) {
+    scores.emplace_back(report.options.baselines[i].first, &report.baselines[i]);
   }
   for (const auto& [name, score] : scores) {
-    json[name] = score->exact;
-    json["by_hop"][name] = score->by_hop;
-    json["by_distance"][name] = score->by_distance;  // NaN becomes null
-    json["by_length"][name] = score->by_length;
+    json["scores"][name] = {{"accuracy", score->accuracy},
+                            {"by_hop", score->by_hop},
+                            {"by_distance", score->by_distance},  // NaN becomes null
+                            {"by_length", score->by_length}};
   }
+  for (const auto& [name, accuracy] : {std::pair{"nsa_window_gate_only", report.nsa_window_gate_only},
+                                       {"nsa_without_cmp", report.nsa_without_cmp},
+                                       {"nsa_without_slc", report.nsa_without_slc}}) {
+    json["scores"][name] = {{"accuracy", accuracy}};
+  }
+  const auto of_model = [](const RecallStep::Model& model) -> nlohmann::json {
+    return {{"pairs", model.pairs}, {"slot", model.slot}, {"loss", model.loss}, {"accuracy", model.accuracy}};
+  };
   for (const auto& step : report.history) {
-    json["history"].push_back({{"step", step.step},
-                               {"pairs", step.nsa.pairs},
-                               {"slot", step.nsa.slot},
-                               {"loss", step.nsa.loss},
-                               {"accuracy", step.nsa.accuracy},
-                               {"full_pairs", step.full.pairs},
-                               {"full_slot", step.full.slot},
-                               {"full", step.full.accuracy}});
+    json["history"].push_back({{"step", step.step}, {"nsa", of_model(step.nsa)}, {"full", of_model(step.full)}});
   }
 }
 

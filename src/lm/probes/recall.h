@@ -53,8 +53,8 @@ ModelConfig recall_model(at::Device device);
 struct RecallOptions {
   RecallTask task;
   std::vector<int> lengths;  // tokens: the trained models are evaluated on these, too
-  /// With names, what the trained model with full attention is evaluated by, too.
-  std::vector<std::pair<std::string, SequenceAttention>> methods;
+  /// Names and attention of the baselines with which the trained full-attention model is evaluated as well.
+  std::vector<std::pair<std::string, SequenceAttention>> baselines;
   ModelConfig model =
       recall_model(at::kCPU);  // of NSA; the others have attention `full` and `window` and are the same otherwise
   std::uint64_t seed = 1;
@@ -81,10 +81,10 @@ struct RecallStep {
 
 /// Of one model on fresh sequences.
 struct RecallScore {
-  double exact = 0;                 // share of chains all of whose answers are right; with one hop, of answers
+  double accuracy = 0;              // share of chains all of whose answers are right; with one hop, of answers
   std::vector<double> by_hop;       // share of right answers, the right ones given before
   std::vector<double> by_distance;  // the same between two edges of the report; NaN where nothing was asked
-  std::vector<double> by_length;    // `exact` at each of RecallOptions::lengths
+  std::vector<double> by_length;    // `accuracy` at each of RecallOptions::lengths
 };
 
 struct RecallReport {
@@ -93,11 +93,11 @@ struct RecallReport {
   std::vector<RecallStep> history;      // of the training, a line every 25 steps
   std::vector<std::int64_t> distances;  // edges in tokens, one more than there are parts
   RecallScore nsa, full, window;
-  std::vector<RecallScore> methods;  // in the order of the options
-  // RecallScore::exact of the NSA model with
-  double nsa_window_alone = 0;  // g_cmp = g_slc = 0
-  double nsa_without_cmp = 0;   // g_cmp = 0; the selection still uses the compressed keys
-  double nsa_without_slc = 0;   // g_slc = 0
+  std::vector<RecallScore> baselines;  // in the order of the options
+  // RecallScore::accuracy of the NSA model with
+  double nsa_window_gate_only = 0;  // g_cmp = g_slc = 0
+  double nsa_without_cmp = 0;       // g_cmp = 0; the selection still uses the compressed keys
+  double nsa_without_slc = 0;       // g_slc = 0
 
   /// NSA at 95 % or more and at most a point behind full attention; the window model and NSA through its window alone
   /// at chance (at most twice its share).

@@ -67,24 +67,24 @@ Comparison compare(const Evaluation& ours, const Evaluation& theirs) {
     return differences;
   };
   out.by_position = parts(&RowLosses::by_position, ours.by_position.size());
-  out.by_repeat = parts(&RowLosses::by_repeat, ours.by_repeat.size());
+  out.by_recurrence = parts(&RowLosses::by_recurrence, ours.by_recurrence.size());
   return out;
 }
 
 void to_json(nlohmann::json& json, const Comparison& comparison) {
   json = json_of(comparison.all);
   for (const auto& [name, parts] :
-       {std::pair{"by_position", &comparison.by_position}, std::pair{"by_repeat", &comparison.by_repeat}}) {
+       {std::pair{"by_position", &comparison.by_position}, std::pair{"by_recurrence", &comparison.by_recurrence}}) {
     json[name] = nlohmann::json::array();
     for (const Difference& part : *parts) json[name].push_back(json_of(part));
   }
 }
 
-std::optional<double> share_kept(const Evaluation& ours, const Evaluation& full, const Evaluation& window,
-                                 std::int64_t from) {
-  const double worth = loss_from(window, from) - loss_from(full, from);
-  if (worth <= 0) return {};
-  return (loss_from(window, from) - loss_from(ours, from)) / worth;
+std::optional<double> retained_gain(const Evaluation& ours, const Evaluation& full, const Evaluation& window,
+                                    std::int64_t from) {
+  const double gain = loss_from(window, from) - loss_from(full, from);
+  if (gain <= 0) return {};
+  return (loss_from(window, from) - loss_from(ours, from)) / gain;
 }
 
 }  // namespace nsa::lm

@@ -23,16 +23,16 @@ Difference paired_difference(const std::vector<LossSum>& ours, const std::vector
 
 struct Comparison {
   Difference all;
-  std::vector<Difference> by_position, by_repeat;  // as those of the evaluations
+  std::vector<Difference> by_position, by_recurrence;  // as those of the evaluations
 };
 
-/// Of two evaluations on the same rows.
+/// Compares two evaluations on the same rows.
 Comparison compare(const Evaluation& ours, const Evaluation& theirs);
 void to_json(nlohmann::json& json, const Comparison& comparison);
 
-/// R = (window - ours) / (window - full): which share is kept of what attention beyond the window is worth. Of the
-/// positions `from` and on; none where full attention is not ahead of the window, or no token is there.
-std::optional<double> share_kept(const Evaluation& ours, const Evaluation& full, const Evaluation& window,
-                                 std::int64_t from = 0);
+/// Retained long-range gain, (L_window - L_ours) / (L_window - L_full), over positions >= `from`; none if full
+/// attention is not ahead of the window, or without tokens.
+std::optional<double> retained_gain(const Evaluation& ours, const Evaluation& full, const Evaluation& window,
+                                    std::int64_t from = 0);
 
 }  // namespace nsa::lm

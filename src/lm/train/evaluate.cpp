@@ -11,7 +11,7 @@
 
 #include "base/device.h"
 #include "base/error.h"
-#include "lm/data/repeats.h"
+#include "lm/data/recurrences.h"
 #include "lm/model/selection_stats.h"
 
 namespace nsa::lm {
@@ -28,8 +28,8 @@ std::vector<std::int64_t> position_edges(std::int64_t context) {
   return edges;
 }
 
-/// Distances of repeats: within the default window, the tokens that NSA selects by default, half of a context, beyond.
-constexpr std::array<std::int64_t, 5> kRepeatEdges = {1, 513, 1025, 4097, 1 << 30};
+/// Bounds of recurrence distances: the default window, the tokens that NSA selects by default, half of a context.
+constexpr std::array<std::int64_t, 5> kRecurrenceEdges = {1, 513, 1025, 4097, 1 << 30};
 
 /// Of parts with these edges.
 std::vector<LossPart> parts_between(std::span<const std::int64_t> edges) {
@@ -114,7 +114,7 @@ void to_json(nlohmann::json& json, const RowLosses& row) {
   json = {{"loss", sum.loss},
           {"tokens", sum.tokens},
           {"by_position", columns(row.by_position)},
-          {"by_repeat", columns(row.by_repeat)}};
+          {"by_recurrence", columns(row.by_recurrence)}};
 }
 
 void to_json(nlohmann::json& json, const LossPart& part) {
@@ -125,8 +125,8 @@ void to_json(nlohmann::json& json, const Evaluation& evaluation) {
   json = {{"loss", evaluation.loss}, {"bits_per_byte", nullptr}, {"eval_tokens", evaluation.tokens}};
   if (evaluation.bits_per_byte) json["bits_per_byte"] = *evaluation.bits_per_byte;
   json["loss_by_position"] = evaluation.by_position;
-  json["loss_by_repeat"] = evaluation.by_repeat;
-  json["repeat_match"] = evaluation.repeat_match;
+  json["loss_by_recurrence"] = evaluation.by_recurrence;
+  json["recurrence_match"] = evaluation.recurrence_match;
   if (!evaluation.layers.empty()) json["layers"] = evaluation.layers;
 }
 
@@ -161,9 +161,9 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
   auto edges = position_edges(longest);
   edges.back() = std::min(edges.back(), longest);
   result.by_position = parts_between(edges);
-  result.by_repeat = parts_between(kRepeatEdges);
-  result.by_repeat.push_back({});
-  result.repeat_match = tokenizer && !tokenizer->is_byte_level() ? 3 : 8;
+  result.by_recurrence = parts_between(kRecurrenceEdges);
+  result.by_recurrence.push_back({});
+  result.recurrence_match = tokenizer && !tokenizer->is_byte_level() ? 3 : 8;
   std::int64_t bytes = 0;
   std::vector<LayerTrace> trace;
   for (const PackedSequence& row : rows) {
@@ -175,20 +175,20 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
     const float* loss = losses.const_data_ptr<float>();
     RowLosses& sums = result.rows.emplace_back();
     sums.by_position.resize(result.by_position.size());
-    sums.by_repeat.resize(result.by_repeat.size());
+    sums.by_recurrence.resize(result.by_recurrence.size());
     for (const Span& span : row) {
       const auto tokens = std::span(documents[static_cast<std::size_t>(span.document)].tokens)
                               .subspan(static_cast<std::size_t>(span.begin), static_cast<std::size_t>(span.length + 1));
-      const auto distances = repeat_distances(tokens, result.repeat_match);
+      const auto distances = recurrence_distances(tokens, result.recurrence_match);
       std::size_t position = 0;
       for (std::size_t t = 0; t < distances.size(); ++t, ++loss) {
         while (static_cast<std::int64_t>(t) >= result.by_position[position].to) ++position;
         const std::int64_t distance = distances[t];
-        const auto repeat =
-            std::find_if(result.by_repeat.begin(), result.by_repeat.end() - 1,
+        const auto part =
+            std::find_if(result.by_recurrence.begin(), result.by_recurrence.end() - 1,
                          [&](const LossPart& part) { return distance >= part.from && distance < part.to; });
         sums.by_position[position].add(*loss, 1);
-        sums.by_repeat[static_cast<std::size_t>(repeat - result.by_repeat.begin())].add(*loss, 1);
+        sums.by_recurrence[static_cast<std::size_t>(part - result.by_recurrence.begin())].add(*loss, 1);
         if (tokenizer) bytes += bytes_of(*tokenizer, tokens[t + 1]);
       }
     }
@@ -197,7 +197,7 @@ Evaluation evaluate(const Model& model, const std::vector<Document>& documents, 
     }
   }
   average(result.by_position, result.rows, &RowLosses::by_position);
-  average(result.by_repeat, result.rows, &RowLosses::by_repeat);
+  average(result.by_recurrence, result.rows, &RowLosses::by_recurrence);
   LossSum total;
   for (const LossPart& part : result.by_position) total.add(part.loss * static_cast<double>(part.tokens), part.tokens);
   result.loss = total.mean();

@@ -30,7 +30,7 @@ struct LossSum {
 
 /// Of one row, the sums of each part below.
 struct RowLosses {
-  std::vector<LossSum> by_position, by_repeat;
+  std::vector<LossSum> by_position, by_recurrence;
   LossSum sum() const;
 };
 /// Nats and tokens of the row and, in lists, of its parts.
@@ -52,10 +52,10 @@ struct Evaluation {
   std::optional<double> bits_per_byte;
   std::int64_t tokens = 0;
   std::vector<LossPart> by_position;  // in the context
-  /// By how long ago the token stood last behind the same `repeat_match` tokens, in tokens; the last part, 0 to 0, are
-  /// those that did not, or not within the context.
-  std::vector<LossPart> by_repeat;
-  std::int64_t repeat_match = 0;
+  /// By the distance to the previous occurrence of the token after the same `recurrence_match` tokens. The last part, 0
+  /// to 0, holds the tokens without one in the context.
+  std::vector<LossPart> by_recurrence;
+  std::int64_t recurrence_match = 0;
   std::vector<RowLosses> rows;
   std::vector<LayerScalars> layers;  // of the row evaluated last; attention `nsa` only
 };

@@ -9,12 +9,12 @@
 
 #include <limits>
 
-#include "lm/methods/method.h"
+#include "lm/baselines/baseline.h"
 
 namespace nsa::lm {
 namespace {
 
-class H2O : public Method {
+class H2O : public Baseline {
  public:
   H2O(const at::Tensor& k, std::int64_t budget)
       : budget_(budget),
@@ -47,7 +47,7 @@ class H2O : public Method {
 
 }  // namespace
 
-std::unique_ptr<Method> make_h2o(const at::Tensor&, const at::Tensor& k, std::int64_t budget) {
+std::unique_ptr<Baseline> make_h2o(const at::Tensor&, const at::Tensor& k, std::int64_t budget) {
   return std::make_unique<H2O>(k, budget);
 }
 

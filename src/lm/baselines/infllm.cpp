@@ -13,12 +13,12 @@
 
 #include <algorithm>
 
-#include "lm/methods/spans.h"
+#include "lm/baselines/spans.h"
 
 namespace nsa::lm {
 namespace {
 
-class InfLLM : public Method {
+class InfLLM : public Baseline {
  public:
   InfLLM(const at::Tensor& q, const at::Tensor& k, std::int64_t budget)
       : sinks_(std::min<std::int64_t>(128, budget / 16)),
@@ -48,7 +48,7 @@ class InfLLM : public Method {
 
 }  // namespace
 
-std::unique_ptr<Method> make_infllm(const at::Tensor& q, const at::Tensor& k, std::int64_t budget) {
+std::unique_ptr<Baseline> make_infllm(const at::Tensor& q, const at::Tensor& k, std::int64_t budget) {
   return std::make_unique<InfLLM>(q, k, budget);
 }
 

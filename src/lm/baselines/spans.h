@@ -1,7 +1,7 @@
-// What the methods share that rank spans of consecutive tokens.
+// What the baselines share that rank spans of consecutive tokens.
 #pragma once
 
-#include "lm/methods/method.h"
+#include "lm/baselines/baseline.h"
 
 namespace nsa::lm {
 

@@ -16,7 +16,7 @@
 
 #include <algorithm>
 
-#include "lm/methods/spans.h"
+#include "lm/baselines/spans.h"
 
 namespace nsa::lm {
 namespace {
@@ -25,7 +25,7 @@ at::Tensor unit(const at::Tensor& rows) {
   return rows / at::linalg_vector_norm(rows, 2, at::IntArrayRef{-1}, /*keepdim=*/true).clamp_min(1e-12);
 }
 
-class ClusterKV : public Method {
+class ClusterKV : public Baseline {
  public:
   ClusterKV(const at::Tensor& k, std::int64_t budget)
       : sinks_(std::min<std::int64_t>(16, budget / 4)), stretch_(std::clamp<std::int64_t>(budget / 2, 1, 320)) {
@@ -62,7 +62,7 @@ class ClusterKV : public Method {
 
 }  // namespace
 
-std::unique_ptr<Method> make_cluster_kv(const at::Tensor&, const at::Tensor& k, std::int64_t budget) {
+std::unique_ptr<Baseline> make_cluster_kv(const at::Tensor&, const at::Tensor& k, std::int64_t budget) {
   return std::make_unique<ClusterKV>(k, budget);
 }
 

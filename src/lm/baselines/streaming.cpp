@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <limits>
 
-#include "lm/methods/method.h"
+#include "lm/baselines/baseline.h"
 
 namespace nsa::lm {
 namespace {
 
-class Streaming : public Method {
+class Streaming : public Baseline {
  public:
   explicit Streaming(std::int64_t budget) : sinks_(std::min<std::int64_t>(4, budget / 2)) {}
 
@@ -27,7 +27,7 @@ class Streaming : public Method {
 
 }  // namespace
 
-std::unique_ptr<Method> make_streaming(const at::Tensor&, const at::Tensor&, std::int64_t budget) {
+std::unique_ptr<Baseline> make_streaming(const at::Tensor&, const at::Tensor&, std::int64_t budget) {
   return std::make_unique<Streaming>(budget);
 }
 

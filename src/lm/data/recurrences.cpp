@@ -1,11 +1,11 @@
-#include "lm/data/repeats.h"
+#include "lm/data/recurrences.h"
 
 #include <algorithm>
 #include <bit>
 
 namespace nsa::lm {
 
-std::vector<std::int64_t> repeat_distances(std::span<const std::int32_t> tokens, std::int64_t match) {
+std::vector<std::int64_t> recurrence_distances(std::span<const std::int32_t> tokens, std::int64_t match) {
   const auto count = static_cast<std::int64_t>(tokens.size());
   std::vector<std::int64_t> distances(static_cast<std::size_t>(std::max<std::int64_t>(0, count - 1)));
   // Where match + 1 tokens ended last, by their hash or, if others are there, in a place behind.

@@ -1,5 +1,5 @@
-// The methods that NSA is set against beside renderings of them in plain loops: for one query after the other the list
-// of tokens that it reads, then attention to these.
+// The baselines that NSA is set against beside renderings of them in plain loops: for one query after the other the
+// list of tokens that it reads, then attention to these.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/randn.h>
@@ -16,7 +16,7 @@
 
 #include "base/error.h"
 #include "bridge/attention.h"
-#include "lm/methods/method.h"
+#include "lm/baselines/baseline.h"
 
 namespace nsa::lm {
 namespace {
@@ -270,16 +270,17 @@ at::Tensor rendered(const Rendering& rendering, const Sequence& of, std::int64_t
   return out;
 }
 
-at::Tensor attended(const std::string& method, const Sequence& to, std::int64_t budget) {
-  return attend_by(method, budget, to.q, to.k, to.v);
+at::Tensor attended(const std::string& baseline, const Sequence& to, std::int64_t budget) {
+  return baseline_attention(baseline, budget, to.q, to.k, to.v);
 }
 
 double distance(const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>(); }
 
-class Methods : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(All, Methods, testing::ValuesIn(method_names()), [](const auto& info) { return info.param; });
+class Baselines : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, Baselines, testing::ValuesIn(baseline_names()),
+                         [](const auto& info) { return info.param; });
 
-TEST_P(Methods, AsRendered) {
+TEST_P(Baselines, AsRendered) {
   const auto& rendering = kRenderings.at(GetParam());
   const Sequence sequence(300);
   for (const std::int64_t budget : {1, 2, 5, 16, 23, 64, 100, 299, 300}) {
@@ -289,12 +290,12 @@ TEST_P(Methods, AsRendered) {
 }
 
 // Long enough for several clusters in each of several stretches, and for whole blocks of InfLLM.
-TEST_P(Methods, AsRenderedAtLength) {
+TEST_P(Baselines, AsRenderedAtLength) {
   const Sequence sequence(1100);
   EXPECT_LT(distance(attended(GetParam(), sequence, 500), rendered(kRenderings.at(GetParam()), sequence, 500)), 1e-10);
 }
 
-TEST_P(Methods, FullAttentionWithinTheBudget) {
+TEST_P(Baselines, FullAttentionWithinTheBudget) {
   const Sequence sequence(270);
   const auto full = bridge::causal_attention(sequence.q, sequence.k, sequence.v);
   for (const std::int64_t budget : {270, 271, 5000}) {
@@ -304,7 +305,7 @@ TEST_P(Methods, FullAttentionWithinTheBudget) {
   EXPECT_LT(distance(attended(GetParam(), sequence, 20).slice(0, 0, 20), full.slice(0, 0, 20)), 1e-12);
 }
 
-TEST_P(Methods, Causal) {
+TEST_P(Baselines, Causal) {
   const Sequence sequence(700);
   const auto whole = attended(GetParam(), sequence, 200);
   for (const std::int64_t length : {1, 199, 200, 201, 256, 257, 416, 517, 699}) {
@@ -313,16 +314,16 @@ TEST_P(Methods, Causal) {
   }
 }
 
-TEST_P(Methods, Float32) {
+TEST_P(Baselines, Float32) {
   const Sequence sequence(90);
-  const auto single =
-      attend_by(GetParam(), 90, sequence.q.to(at::kFloat), sequence.k.to(at::kFloat), sequence.v.to(at::kFloat));
+  const auto single = baseline_attention(GetParam(), 90, sequence.q.to(at::kFloat), sequence.k.to(at::kFloat),
+                                         sequence.v.to(at::kFloat));
   EXPECT_EQ(single.scalar_type(), at::kFloat);
   EXPECT_LT(distance(single, bridge::causal_attention(sequence.q, sequence.k, sequence.v)), 1e-5);
 }
 
 // A key that queries attend to a little and that the last one is all about, beyond any window.
-TEST_P(Methods, FindsWhatAWindowMisses) {
+TEST_P(Baselines, FindsWhatAWindowMisses) {
   constexpr std::int64_t kLength = 600, kMatch = 250;
   Sequence sequence(kLength);
   sequence.q.select(2, 0) += 1;
@@ -337,10 +338,10 @@ TEST_P(Methods, FindsWhatAWindowMisses) {
   }
 }
 
-TEST_P(Methods, SixteenBitNumbersAreComputedWithInFloat32) {
+TEST_P(Baselines, SixteenBitNumbersAreComputedWithInFloat32) {
   const Sequence sequence(90);
   const auto attended_as = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-    return attend_by(GetParam(), 20, q, k, v);
+    return baseline_attention(GetParam(), 20, q, k, v);
   };
   const auto q = sequence.q.to(at::kBFloat16), k = sequence.k.to(at::kBFloat16), v = sequence.v.to(at::kBFloat16);
   const auto narrow = attended_as(q, k, v);
@@ -348,17 +349,17 @@ TEST_P(Methods, SixteenBitNumbersAreComputedWithInFloat32) {
   EXPECT_TRUE(narrow.equal(attended_as(q.to(at::kFloat), k.to(at::kFloat), v.to(at::kFloat)).to(at::kBFloat16)));
 }
 
-TEST(Method, NamesAreChecked) {
+TEST(Baseline, NamesAreChecked) {
   const Sequence sequence(3);
   try {
     attended("snapkv", sequence, 2);
     FAIL() << "taken";
   } catch (const base::Error& error) {
-    EXPECT_STREQ(error.what(), "method snapkv: must be one of streaming, h2o, quest, infllm, clusterkv, exact");
+    EXPECT_STREQ(error.what(), "baseline snapkv: must be one of streaming, h2o, quest, infllm, clusterkv, exact");
   }
 }
 
-TEST(Method, BudgetOfNsa) {
+TEST(Baseline, BudgetOfNsa) {
   const NSAConfig config;  // the paper's: 16 blocks of 64, window 512, a compressed key for every 16 tokens
   EXPECT_EQ(nsa_budget(config, 31), 1536);
   EXPECT_EQ(nsa_budget(config, 8192), 1536 + 511);

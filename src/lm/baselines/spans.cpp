@@ -1,4 +1,4 @@
-#include "lm/methods/spans.h"
+#include "lm/baselines/spans.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>

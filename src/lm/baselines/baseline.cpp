@@ -1,4 +1,4 @@
-#include "lm/methods/method.h"
+#include "lm/baselines/baseline.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -17,14 +17,14 @@
 namespace nsa::lm {
 namespace {
 
-struct NamedMethod {
+struct NamedBaseline {
   const char* name;
-  std::unique_ptr<Method> (*make)(const at::Tensor& q, const at::Tensor& k, std::int64_t budget);
+  std::unique_ptr<Baseline> (*make)(const at::Tensor& q, const at::Tensor& k, std::int64_t budget);
 };
-constexpr std::array kMethods = {
-    NamedMethod{"streaming", make_streaming},  NamedMethod{"h2o", make_h2o},
-    NamedMethod{"quest", make_quest},          NamedMethod{"infllm", make_infllm},
-    NamedMethod{"clusterkv", make_cluster_kv}, NamedMethod{"exact", make_exact},
+constexpr std::array kBaselines = {
+    NamedBaseline{"streaming", make_streaming},  NamedBaseline{"h2o", make_h2o},
+    NamedBaseline{"quest", make_quest},          NamedBaseline{"infllm", make_infllm},
+    NamedBaseline{"clusterkv", make_cluster_kv}, NamedBaseline{"exact", make_exact},
 };
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -43,18 +43,18 @@ at::Tensor chosen(const at::Tensor& priorities, std::int64_t budget) {
 
 }  // namespace
 
-std::vector<std::string> method_names() {
+std::vector<std::string> baseline_names() {
   std::vector<std::string> names;
-  for (const NamedMethod& method : kMethods) names.emplace_back(method.name);
+  for (const NamedBaseline& baseline : kBaselines) names.emplace_back(baseline.name);
   return names;
 }
 
-at::Tensor attend_by(const std::string& method, std::int64_t budget, const at::Tensor& q, const at::Tensor& k,
-                     const at::Tensor& v) {
-  const auto* const named =
-      std::find_if(kMethods.begin(), kMethods.end(), [&](const NamedMethod& entry) { return entry.name == method; });
-  if (named == kMethods.end()) {
-    throw base::Error(fmt::format("method {}: must be one of {}", method, fmt::join(method_names(), ", ")));
+at::Tensor baseline_attention(const std::string& baseline, std::int64_t budget, const at::Tensor& q,
+                              const at::Tensor& k, const at::Tensor& v) {
+  const auto* const named = std::find_if(kBaselines.begin(), kBaselines.end(),
+                                         [&](const NamedBaseline& entry) { return entry.name == baseline; });
+  if (named == kBaselines.end()) {
+    throw base::Error(fmt::format("baseline {}: must be one of {}", baseline, fmt::join(baseline_names(), ", ")));
   }
   const std::int64_t length = q.size(0), kv_heads = k.size(1);
   const auto heads_first = [](const at::Tensor& t) {

@@ -8,12 +8,12 @@
 
 #include <algorithm>
 
-#include "lm/methods/spans.h"
+#include "lm/baselines/spans.h"
 
 namespace nsa::lm {
 namespace {
 
-class Quest : public Method {
+class Quest : public Baseline {
  public:
   Quest(const at::Tensor& k, std::int64_t budget) : page_(std::min<std::int64_t>(16, budget)) {
     const auto pages = whole_spans(k, page_);
@@ -34,7 +34,7 @@ class Quest : public Method {
 
 }  // namespace
 
-std::unique_ptr<Method> make_quest(const at::Tensor&, const at::Tensor& k, std::int64_t budget) {
+std::unique_ptr<Baseline> make_quest(const at::Tensor&, const at::Tensor& k, std::int64_t budget) {
   return std::make_unique<Quest>(k, budget);
 }
 
