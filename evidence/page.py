@@ -33,7 +33,7 @@ HEAD = f"""\
 
 Small language models (24 to 28 million parameters) are trained on source code, once with NSA and once with full
 attention. Both see the same data in the same order. NSA uses the recipe, the [default of nsa
-train](guide/training.md#which-model): `{RECIPE}`, with partial RoPE. All tables, commands and commits:
+train](guide/training.md#recipe-or-paper): `{RECIPE}`, with partial RoPE. All tables, commands and commits:
 [tables](evidence_tables.md).
 """
 PICTURE = """\
@@ -49,7 +49,7 @@ MISSED = """\
 Two other settings where the recipe misses a target: `recipe-1` (full RoPE), and `blocks-8-4-32-32` (recipe-1 with a
 compression block every 4 tokens)."""
 BASELINES = """\
-The [training-free methods](guide/measuring.md#other-sparse-methods) run the trained full-attention model and read as
+The [training-free methods](guide/measuring.md#training-free-sparse-attention-baselines) run the trained full-attention model and read as
 many tokens per query as NSA. Losses are nats per byte; the rest is accuracy. Values are means over seeds. Needle
 retrieval is over the depths that all rows share."""
 METHOD = """\
