@@ -126,7 +126,7 @@ __device__ inline void operand_a(std::uint32_t (&a)[4], const float (&c)[N][4], 
 //   start(scores, ring);  scores.run(s, ring, outputs);  ...  outputs.run(acc, s, ring);
 
 template <class T>
-inline constexpr int kAhead = sizeof(T) == 4 && kBeforeHopper ? 1 : 3;
+inline constexpr int kAhead = sizeof(T) == 4 && !kHopper ? 1 : 3;
 
 /// f(0), f(1), ... f(N - 1) with constants: for loops that `#pragma unroll` finds too long.
 template <int N, class F>

@@ -61,7 +61,7 @@ cudaError_t run_range_d_q(const BackwardArgs& args, const BackwardArgs* more, cu
   if (error != cudaSuccess) return error;
   RangeDqArgs ranges{{args, more ? *more : BackwardArgs{}}, more ? 2 : 1};
   if (more) ranges.branch[1].sum_from = args.sum_from;
-  return kernel.ptxVersion < 90 ? launch_range_d_q<false>(ranges, stream) : launch_range_d_q<true>(ranges, stream);
+  return kernel.ptxVersion / 10 == 9 ? launch_range_d_q<true>(ranges, stream) : launch_range_d_q<false>(ranges, stream);
 }
 
 cudaError_t run_selected_d_q(const BackwardArgs& args, cudaStream_t stream) {

@@ -17,7 +17,7 @@ struct KeyGradients {
   static constexpr int kRows = sizeof(T) == 2 ? (Dk > 128 ? 16 : 32) : 8;  // query rows of a stage
   static constexpr int kStages = sizeof(T) == 4 && Dk > 128 ? 1 : 2;       // within 99 KB
   // Steps of the keys and of the values that stay in registers.
-  static constexpr bool kRoom = sizeof(T) == 2 && (kBeforeHopper ? Dk < 128 : Dk <= 128);
+  static constexpr bool kRoom = sizeof(T) == 2 && (kHopper ? Dk <= 128 : Dk < 128);
   static constexpr int kHeldKeys = kRoom ? Dk / kStep<T> : 0;
   static constexpr int kHeldValues = kRoom ? (Dk == 128 ? 4 : Dv / kStep<T>) : 0;
   static constexpr int kValues = Tile<T, Dk>::bytes(kKeyTile);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
       }
     }
     if (partial) {
-      const Seen seen = kBeforeHopper ? my_keys() : seen_early;
+      const Seen seen = kHopper ? seen_early : my_keys();
       const auto visible = [&](int i, int j) {
         const int position = stage_position[slot][j];
         return position >= seen.from[i] && position <= seen.until[i];

@@ -13,7 +13,7 @@ namespace nsa::cuda::portable {
 
 /// kWide: Q and dO of 16-bit types in shared memory, of which only Hopper and later have enough for two thread blocks;
 /// that leaves registers for two times sixteen rows.
-template <class T, int Dk, int Dv, bool kWide = !kBeforeHopper>
+template <class T, int Dk, int Dv, bool kWide = kHopper>
 struct RangeDq {
   static constexpr int kTiles = kWide && sizeof(T) == 2 && Dk <= 128 ? 2 : 1;  // times sixteen rows of a warp
   static constexpr int kRows = 64 * kTiles;

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128, kHasSplits<Args> && sizeof(T) == 2 ? 2 : 
       q_row[i] = row[i].valid ? args.q.template at<T>(seq.batch, seq.q_begin + row[i].query, row[i].head) : nullptr;
     }
     // Before Hopper the pages of a cache take the registers.
-    constexpr bool kKept = sizeof(T) == 2 && !(kBeforeHopper && kHasSplits<Args> && Dk == 128);
+    constexpr bool kKept = sizeof(T) == 2 && !(!kHopper && kHasSplits<Args> && Dk == 128);
     const RowFragments<T, Dk, kKept> q(q_row[0], q_row[1], lane, args.scale < 0);
 
     // Keys of the block: those of its first row up to those of its last; all of its rows see [all_first, all_last).

@@ -15,7 +15,7 @@ __device__ inline std::int64_t scratch_row(const Geometry& p, int b, int kv_head
 
 /// Grid x: split, y: KV head, z: (sequence, tile of queries).
 template <class T, int Dk, class Args>
-__global__ void __launch_bounds__(128, sizeof(T) == 4 || (kBeforeHopper && Dk == 128) ? 2 : 3)
+__global__ void __launch_bounds__(128, sizeof(T) == 4 || (!kHopper && Dk == 128) ? 2 : 3)
     score_splits(const __grid_constant__ Args args) {
   constexpr int kKeys = SelectShape<T, Dk>::kKeys;
   extern __shared__ __align__(128) char memory[];
