@@ -49,9 +49,9 @@ MISSED = """\
 Two other settings where the recipe misses a target: `recipe-1` (full RoPE), and `blocks-8-4-32-32` (recipe-1 with a
 compression block every 4 tokens)."""
 BASELINES = """\
-The [training-free methods](guide/measuring.md#training-free-sparse-attention-baselines) run the trained full-attention model and read as
-many tokens per query as NSA. Losses are nats per byte; the rest is accuracy. Values are means over seeds. Needle
-retrieval is over the depths that all rows share."""
+The [training-free methods](guide/measuring.md#training-free-sparse-attention-baselines) run the trained full-attention
+model and read as many tokens per query as NSA. Losses are nats per byte; the rest is accuracy. Values are means over
+seeds. Needle retrieval is over the depths that all rows share."""
 METHOD = """\
 - `evidence/run.sh` runs every plan and resumes where it stopped. `python -m evidence.run PLAN` runs one. `--missing`
   lists what has no result. `python -m evidence.page` writes these pages from `evidence/results`.
