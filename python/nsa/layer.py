@@ -23,6 +23,14 @@ from .selector import Rope, sampled_divergence
 BRANCHES = ("cmp", "slc", "swa")
 
 
+class Branches(nn.ModuleDict):
+    """A module for each branch, which its repr explains: PEFT prints it when target_modules names the whole."""
+
+    def extra_repr(self) -> str:
+        """The line for adapters."""
+        return "one for each branch; adapters take them by name: k_proj.cmp, ..., v_proj.swa, or 'all-linear'"
+
+
 class NativeSparseAttention(nn.Module):
     """Projections, rotation, gates and output projection around `native_sparse_attention`.
 
@@ -113,7 +121,7 @@ class NativeSparseAttention(nn.Module):
             raise ValueError(f"gate_bias: {len(gate_bias)} numbers: must be three, for {', '.join(BRANCHES)}")
         if phi_hidden < 0:
             raise ValueError(f"phi_hidden = {phi_hidden}: must be >= 1, or 0 for 2 x head dim")
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.cfg = NSAConfig() if cfg is None else cfg
         self.gate_bias = tuple(gate_bias)
@@ -122,7 +130,7 @@ class NativeSparseAttention(nn.Module):
         self.recompute_compressed = recompute_compressed
 
         def of_branches(one: Callable[[], nn.Module]) -> nn.Module:
-            return one() if share_kv else nn.ModuleDict({branch: one() for branch in BRANCHES})
+            return one() if share_kv else Branches({branch: one() for branch in BRANCHES})
 
         def compression(dim: int, salt: int) -> CompressionFunction:
             sets = num_kv_heads if phi_per_kv_head else 1
@@ -140,6 +148,8 @@ class NativeSparseAttention(nn.Module):
         self.gate = nn.Sequential(nn.Linear(hidden_size, gate_hidden), nn.SiLU(), nn.Linear(gate_hidden, 3 * num_heads))
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=out_bias)
         self._reset_gate()
+        # Has the layer's dtype and device where q_proj has none: quantized modules have other weights or none.
+        self.register_buffer("_like", torch.empty(0), persistent=False)
         if rope is not None:
             rope_theta = None
         if rope_theta is not None:
@@ -179,14 +189,14 @@ class NativeSparseAttention(nn.Module):
 
     def make_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None, **options: Any) -> KVCache:
         """A KVCache for this layer, on its device; `options` are KVCache's (page_size, num_pages)."""
-        weight = self.q_proj.weight
+        like = self.q_proj.weight if self._is_plain(self.q_proj) else self.get_buffer("_like")
         if dtype == torch.float8_e4m3fn:
-            options = {"raw_dtype": weight.dtype} | options
+            options = {"raw_dtype": like.dtype} | options
         return KVCache(
             *(batch_size, self.num_kv_heads, self.head_dim, self.v_head_dim, self.cfg),
             max_length=max_length,
-            dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device,
+            dtype=like.dtype if dtype is None else dtype,
+            device=like.device,
             **options,
         )
 
@@ -243,18 +253,18 @@ class NativeSparseAttention(nn.Module):
         noise = self.noise if self.training else 0.0
         if noise and seed is None:
             raise ValueError("seed: None: must be given in training with noise, another one for each step")
-        width = self.q_proj.weight.shape[1]
-        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != width:
-            expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {width})"
+        if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != self.hidden_size:
+            expected = f"({'B, S' if cu_seqlens is None else 'total'}, hidden_size = {self.hidden_size})"
             raise ValueError(f"x: {tuple(x.shape)}: expected the shape {expected}")
         if max_seqlen is not None and not 0 <= max_seqlen <= 2**63 - 1:
             raise ValueError(f"max_seqlen = {max_seqlen}: must be 0 ... 2^63 - 1, or None for the total")
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
-        for name, tensor in (("cu_seqlens", cu_seqlens), ("q_proj.weight", self.q_proj.weight)):
+        weight = self.q_proj.weight if self._is_plain(self.q_proj) else None
+        for name, tensor in (("cu_seqlens", cu_seqlens), ("q_proj.weight", weight)):
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name}: on {tensor.device}: expected {x.device} as x")
-        self._check_dtype(x)
+        self._check_dtype(x, weight)
         self.selector_loss = None
         q = self._heads(self.q_proj(x), self.num_heads)
         q = q if self.q_norm is None else self.q_norm(q)
@@ -335,14 +345,25 @@ class NativeSparseAttention(nn.Module):
         if self.selector_queries and self.context_parallel is not None:
             raise ValueError(f"{given}: must be 0 with context_parallel")
 
-    def _check_dtype(self, x: Tensor) -> None:
-        weight, kind = self.q_proj.weight.dtype, x.device.type
-        if x.dtype == weight:
+    @staticmethod
+    def _is_plain(projection: nn.Module) -> bool:
+        """Whether it computes with its weight as it is: not quantized, adapted or replaced when it is called."""
+        if type(projection) is not nn.Linear:
+            return False
+        # torch.compile does not read __dict__.
+        return torch.compiler.is_compiling() or not ("forward" in vars(projection) or projection._forward_pre_hooks)
+
+    @staticmethod
+    def _check_dtype(x: Tensor, weight: Tensor | None) -> None:
+        """`weight`: of a plain projection. What others take is for them to say."""
+        if x.dtype in FLOATS and (weight is None or x.dtype == weight.dtype):
             return
-        # What quantized projections and those of adapters take is for them to say.
+        came, kind = str(x.dtype).removeprefix("torch."), x.device.type
+        if weight is None:
+            raise ValueError(f"x: dtype {came}: must be floating-point")
         cast = torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if x.dtype not in FLOATS or (type(self.q_proj) is nn.Linear and not cast):
-            came, expected = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, weight))
+        if x.dtype not in FLOATS or not cast:
+            expected = str(weight.dtype).removeprefix("torch.")
             raise ValueError(f"x: dtype {came}: must be {expected} as q_proj.weight, or floating-point in an autocast")
 
     _attend: Callable[..., Any] = staticmethod(native_sparse_attention)  # nsa.reference has others

@@ -308,3 +308,47 @@ def test_parameter_groups():
     assert [(g["lr"], len(g["params"])) for g in wide] == [(128 / 2048, 3)]
     assert nsa.parameter_groups(layer_of(cfg=SMALL, phi="mean"), 1.0)[0]["lr"] == 1.0
     torch.optim.AdamW(groups).step()
+
+
+class Packed(torch.nn.Module):
+    """A projection whose weights are packed four bits each, as of bitsandbytes: uint8 (N, 1)."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 7
+        codes = (linear.weight.detach() / self.scale).round().to(torch.int8) + 8
+        low, high = codes.to(torch.uint8).view(-1, 2).unbind(1)
+        self.weight = torch.nn.Parameter((low | high << 4)[:, None], requires_grad=False)
+        self.shape, self.bias = linear.weight.shape, linear.bias
+
+    def forward(self, x):
+        codes = torch.cat((self.weight & 15, self.weight >> 4), 1).view(self.shape)
+        return torch.nn.functional.linear(x, ((codes.float() - 8) * self.scale).to(x.dtype), self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["int8", "packed"])
+@pytest.mark.parametrize("share_kv", [False, True])
+def test_quantized_projections(kind, share_kv):
+    layer = layer_of(cfg=SMALL, share_kv=share_kv, phi="mean")  # all that is not a Linear may have no parameters
+    if kind == "int8":
+        layer = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, torch.qint8)
+    else:
+        for parent in [m for m in layer.modules() if not isinstance(m, torch.nn.Linear)]:
+            for name, child in list(parent.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(parent, name, Packed(child))
+    x = torch.randn(2, 60, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        cache = layer.make_cache(2, 60)
+        assert cache.k_slc.dtype == torch.float32
+        given = torch.cat([layer(part, cache=cache) for part in x.split((40, 12, 8), 1)], 1)
+        wrong = 0.05 * expected.abs().max() if kind == "int8" else 1e-5  # the range of int8 is that of a call
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=float(wrong))
+        with pytest.raises(ValueError, match=r"^x: dtype int64: must be floating-point$"):
+            layer(x.long())
+        with pytest.raises(ValueError, match=r"^x: \(2, 60, 31\): expected the shape \(B, S, hidden_size = 32\)$"):
+            layer(x[..., :31])
+    if kind != "int8":
+        assert layer.bfloat16().make_cache(1, 8).k_slc.dtype == torch.bfloat16
