@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,9 +47,10 @@ from .configuration import COLWISE, LAYER_TYPE, PHI, Mixin, NsaLlamaConfig, NsaQ
 from .packing import Rows, offsets_of_restarts
 
 
-@dataclass
 class Layout:
     """Where the sequences of a batch are, for all sparse layers of one forward.
+
+    A plain class, into which FSDP does not look: it would cast the tables of a dataclass to the type of the parameters.
 
     Attributes:
         tables: cosines and sines, float32 (positions, D / 2).
@@ -60,11 +60,27 @@ class Layout:
         max_seqlen: an upper bound of their lengths.
     """
 
-    tables: tuple[Tensor, Tensor]
-    rows: Rows | None = None
-    tokens: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
+    def __init__(self, tables: tuple[Tensor, Tensor]) -> None:
+        self.tables = tables
+        self.rows: Rows | None = None
+        self.tokens: Tensor | None = None
+        self.cu_seqlens: Tensor | None = None
+        self.max_seqlen: int | None = None
+        self._copies: dict[torch.device, Layout] = {}
+
+    def to(self, device: torch.device | str | int) -> Layout:
+        """The same on another device, copied once: accelerate moves what the layers of a model get to their devices."""
+        device = torch.device(device)
+        if self.tables[0].device == device:
+            return self
+        if device not in self._copies:
+            cos, sin = self.tables
+            copy = self._copies[device] = Layout((cos.to(device), sin.to(device)))
+            copy.rows = None if self.rows is None else self.rows.to(device)
+            copy.tokens = None if self.tokens is None else self.tokens.to(device)
+            copy.cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
+            copy.max_seqlen = self.max_seqlen
+        return self._copies[device]
 
 
 class NsaAttention(NativeSparseAttention):
@@ -109,7 +125,7 @@ class NsaAttention(NativeSparseAttention):
         k = {b: one.to(dtype) for b, one in self._branches(self.k_proj, self.k_norm, x).items()}
         gates = torch.sigmoid(self.gate(x)).to(dtype).unflatten(-1, (-1, 3))
         inputs = {"weights_k": self.phi_k(dtype), "weights_v": self.phi_v(dtype), "rope": layout.tables}
-        if not isinstance(self.k_proj, nn.Linear):
+        if isinstance(self.k_proj, nn.ModuleDict):
             inputs |= {"k_slc": k["slc"], "v_slc": v["slc"], "k_swa": k["swa"], "v_swa": v["swa"]}
         if cache is None:
             if cu_seqlens is not None:
@@ -212,6 +228,7 @@ class _SparseModel(_Sparse):
     """The base model: the layers that are not dense get an NsaAttention."""
 
     def __init__(self, config: NsaLlamaConfig | NsaQwen3Config) -> None:
+        config._complete()
         super().__init__(config)
         for i, layer in enumerate(self.layers):
             if i not in (config.dense_layers or ()):
@@ -299,7 +316,7 @@ class _SparseModel(_Sparse):
             if shape[0] != batch or shape[1] < least or (shape[1] > least and fixed <= 0):
                 expected = f"({batch}, {least}{' or more' if fixed > 0 else ''})"
                 raise ValueError(f"attention_mask: {shape}: must be {expected}: rows, tokens seen and these")
-            new = torch.arange(length, device=x.device) + seen
+            new = torch.arange(length, device=x.device) + (seen.to(x.device) if isinstance(seen, Tensor) else seen)
             tokens = attention_mask.to(x.device).bool().index_select(1, new)
             if isinstance(seen, Tensor) or not bool(tokens.all()):
                 layout.rows, layout.tokens, layout.max_seqlen = Rows.of(tokens), tokens, length

@@ -25,6 +25,10 @@ class Rows:
         """tokens: bool (B, S), True where a slot holds a token."""
         return Rows(torch.argsort((~tokens).int(), dim=1, stable=True), tokens.sum(1, dtype=torch.int32))
 
+    def to(self, device: torch.device) -> Rows:
+        """The same on another device."""
+        return Rows(self.order.to(device), self.count.to(device))
+
     def front(self, x: Tensor) -> Tensor:
         """x (B, S, ...) with the tokens of each row in front."""
         return _gather(x, self.order)
