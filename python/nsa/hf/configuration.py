@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,13 @@ PHI, COLWISE = "nsa_phi", "nsa_colwise"
 
 OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": False}
 """Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
+"""Those whose angles do not depend on a text's length: keys of a cache and other rows of a batch stay as they are."""
 
 
 if TYPE_CHECKING:
@@ -44,8 +52,29 @@ class _Sparse(Mixin):
         base_model_tp_plan: Any
         layer_types: Any
 
+    def _check_fields(self, more: dict[str, Any]) -> None:
+        """What transformers takes as it is and fails at, or computes nonsense with, later; `more`: unknown fields."""
+        for name in OPTIONS:
+            if name in more:
+                raise ValueError(f"{name} = {more[name]!r}: must be given in nsa")
+        for name in SIZES:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be >= 1")
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            what = f"num_key_value_heads = {self.num_key_value_heads}"
+            raise ValueError(f"{what}: must divide num_attention_heads = {self.num_attention_heads}")
+        for name, least in (("rms_norm_eps", "> 0"), ("initializer_range", ">= 0")):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf or (value == 0 and least == "> 0"):
+                raise ValueError(f"{name} = {value}: must be {least} and finite")
+        if self.attention_dropout not in (None, 0):
+            raise ValueError(f"attention_dropout = {self.attention_dropout}: must be 0")
+
     def _complete(self) -> None:
-        given = dict(self.nsa or {})
+        """Checks `nsa` and `dense_layers` and what follows from them; again for a model, as fields may be changed."""
+        given = {} if self.nsa is None else self.nsa
+        if not isinstance(given, dict):
+            raise ValueError(f"nsa = {given!r}: must be a dict or None")
         for name, value in given.items():
             if name not in OPTIONS:
                 raise ValueError(f"nsa: unknown field {name!r}: must be one of {', '.join(OPTIONS)}")
@@ -54,22 +83,42 @@ class _Sparse(Mixin):
         self.nsa = {**OPTIONS, **given}
         if self.nsa["phi"] not in ("mlp", "linear", "mean"):
             raise ValueError(f"nsa: phi = {self.nsa['phi']!r}: must be mean, linear or mlp")
+        if self.nsa["phi_hidden"] < 0:
+            raise ValueError(f"nsa: phi_hidden = {self.nsa['phi_hidden']}: must be >= 1, or 0 for 2 x head dim")
         self.nsa_config()
-        if self.attention_dropout:
-            raise ValueError(f"attention_dropout = {self.attention_dropout}: must be 0")
         if self.head_dim % 8:
             raise ValueError(f"head_dim = {self.head_dim}: must be a multiple of 8")
-        rope = (self.rope_parameters or {}).get("rope_type")
-        if rope in ("dynamic", "longrope"):  # keys of a cache and other rows of the batch would turn otherwise
-            allowed = "default, linear, yarn, llama3 or proportional, whose angles do not depend on a text's length"
-            raise ValueError(f"rope_parameters: rope_type = {rope!r}: must be {allowed}")
-        layers = sorted(set(self.dense_layers or []))
-        for layer in layers:
-            if not 0 <= layer < self.num_hidden_layers:
-                raise ValueError(f"dense_layers: {layer}: must be 0 ... {self.num_hidden_layers - 1}")
-        self.dense_layers = layers
+        self._check_rope()
+        dense = [] if self.dense_layers is None else self.dense_layers
+        if not isinstance(dense, (list, tuple)):
+            raise ValueError(f"dense_layers = {dense!r}: must be a list of integers or None")
+        for layer in dense:
+            if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
+                raise ValueError(f"dense_layers: {layer!r}: must be 0 ... {self.num_hidden_layers - 1}")
+        self.dense_layers = sorted(set(dense))
         self.base_model_tp_plan = {f"layers.*.{part}": style for part, style in self._tensor_parallel()}
-        self.layer_types = ["full_attention" if i in layers else LAYER_TYPE for i in range(self.num_hidden_layers)]
+        self.layer_types = ["full_attention" if i in dense else LAYER_TYPE for i in range(self.num_hidden_layers)]
+
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters or {}
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            allowed = f"{', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}, whose angles do not depend on a text's length"
+            raise ValueError(f"rope_parameters: rope_type = {kind!r}: must be {allowed}")
+        for name in rope.keys() - {"rope_type", "type", "truncate"}:
+            value = rope[name]
+            if value is None and name not in ("rope_theta", "factor"):
+                continue
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ValueError(f"rope_parameters: {name} = {value!r}: must be a finite number")
+            if value <= 0 and name != "partial_rotary_factor":
+                raise ValueError(f"rope_parameters: {name} = {value}: must be positive")
+        share = rope.get("partial_rotary_factor")
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"rope_parameters: partial_rotary_factor = {share}: must be 0 ... 1")
+        if share not in (None, 1) and kind != "proportional":
+            what = f"partial_rotary_factor = {share}"
+            raise ValueError(f"rope_parameters: {what}: must be 1 with rope_type = {kind!r}; goes with 'proportional'")
 
     def nsa_config(self) -> NSAConfig:
         return NSAConfig(**{name: self.nsa[name] for name in NSAConfig.__dataclass_fields__})
@@ -114,6 +163,7 @@ class NsaLlamaConfig(_Sparse, LlamaConfig):
     dense_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_fields(kwargs)
         super().__post_init__(**kwargs)
         self._complete()
 
@@ -127,6 +177,7 @@ class NsaQwen3Config(_Sparse, Qwen3Config):
     dense_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_fields(kwargs)
         self.layer_types = None
         super().__post_init__(**kwargs)
         if self.sliding_window is not None:
