@@ -178,6 +178,58 @@ def test_models_that_cannot_be_converted_in_memory():
         convert(model)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nsa": []}, "nsa: list: must be a dict or None"),
+        ({"nsa": {"share_kv": True}}, "nsa: share_kv = True: must be given as the argument separate_kv"),
+        ({"nsa": {"phi": "mlp"}}, "nsa: phi = 'mlp': must be given as the argument phi"),
+        ({"separate_kv": 1}, "separate_kv: int: must be "),
+        ({"dense_layers": 0}, "dense_layers: int: must be a sequence of integers"),
+        ({"dense_layers": "01"}, "dense_layers: str: must be a sequence of integers"),
+        ({"dense_layers": [0.5]}, "dense_layers[0]: float: must be an integer"),
+        ({"phi": ["mlp"]}, "nsa: phi = ['mlp']: must be of type str"),
+        ({"seed": 0.5}, "seed: float: must be an integer"),
+        ({"seed": 2**70}, "seed = 1180591620717411303424: must be above -2^32 and below 2^32"),
+    ],
+)
+def test_options_that_a_conversion_does_not_take(options, message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        convert(dense("llama"), **options)
+    assert str(raised.value).startswith(message)
+
+
+def test_weights_that_a_conversion_does_not_take():
+    with pytest.raises(TypeError, match=r"^model: str: must be "):
+        convert("llama")
+    for name, module in (("q_proj", torch.nn.Identity()), ("more", torch.nn.Linear(2, 2)), ("k_proj", SixteenBits())):
+        model = dense("llama")
+        setattr(model.model.layers[1].self_attn, name, module)
+        with pytest.raises(ValueError, match=rf"^model: model.layers.1.self_attn.{name}.weight: "):
+            convert(model)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"^model: model.embed_tokens.weight: on meta, as off"):
+        convert(dense("llama"))
+
+
+class SixteenBits(torch.nn.Module):
+    """With a weight of a tensor subclass, as torchao's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(32, 64).as_subclass(type("Packed", (torch.Tensor,), {})))
+
+
+def test_weights_keep_their_types_and_a_head_of_its_own():
+    model = dense("llama", tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.bfloat16().model.norm.float()
+    converted = convert(model, nsa=SMALL)
+    assert not converted.config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        given = converted.get_parameter(name)
+        assert given.dtype == tensor.dtype and torch.equal(given, tensor), name
+
+
 @pytest.mark.parametrize("option", ["--dense-layers=-1", "--dense-layers=0,x", "--lengths=2,-1", "--lengths=1,"])
 def test_options_that_are_no_numbers(capsys, option):
     with pytest.raises(SystemExit) as ended:

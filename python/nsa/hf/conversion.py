@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from .._arguments import check_type
 from ..layer import BRANCHES
 from .configuration import LAYER_TYPE, NsaLlamaConfig, NsaQwen3Config
 from .models import NsaLlamaForCausalLM, NsaQwen3ForCausalLM, initial_phi
@@ -50,17 +51,47 @@ def convert(
     Raises:
         ValueError: another architecture, or an option that does not fit it.
     """
+    check_type("model", model, PreTrainedModel)
+    check_type("separate_kv", separate_kv, bool)
+    check_type("dense_layers", dense_layers, Sequence[int])
+    check_type("seed", seed, int)
+    if not -(2**32) < seed < 2**32:
+        raise ValueError(f"seed = {seed}: must be above -2^32 and below 2^32")
+    if not isinstance(nsa, dict | None):
+        raise TypeError(f"nsa: {type(nsa).__name__}: must be a dict or None")
+    for name, option in (("share_kv", "separate_kv"), ("phi", "phi")):
+        if nsa and name in nsa:
+            raise ValueError(f"nsa: {name} = {nsa[name]!r}: must be given as the argument {option}")
     options = {**(nsa or {}), "share_kv": not separate_kv, "phi": phi}
     if getattr(model.config, "quantization_config", None):
         raise ValueError("quantization_config: must be absent")
     config = sparse_config(model.config, type(model).__name__, options, dense_layers)
+    weights = model.state_dict()
+    for name, tensor in weights.items():
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+            what = "on meta, as offloaded" if getattr(tensor, "is_meta", False) else type(tensor).__name__
+            raise ValueError(f"model: {name}: {what}: must be a plain tensor in memory; nsa.convert takes a folder")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if config.tie_word_embeddings and head.weight is not embedding.weight:  # the checkpoint had a head of its own
+        config.tie_word_embeddings = False
     with torch.device(model.device):
         result = SPARSE_MODELS[type(config)]._from_config(config, dtype=model.dtype)
-    for name, tensor in model.state_dict().items():
+    parameters = dict(result.named_parameters(remove_duplicate=False))
+    missing = set(parameters)
+
+    def take(name: str, value: Tensor) -> None:
+        parameters[name].data = value.to(parameters[name].device, copy=True)
+        missing.discard(name)
+
+    for name, tensor in weights.items():
         for target, value in targets(config, name, tensor):
-            result.get_parameter(target).data.copy_(value)
+            if target not in parameters or value.shape != parameters[target].shape:
+                raise ValueError(f"model: {name}: {tuple(tensor.shape)}: not a tensor of the architecture")
+            take(target, value)
     for name, tensor in added_tensors(config, result, seed):
-        result.get_parameter(name).data.copy_(tensor)
+        take(name, tensor.to(result.dtype))
+    if missing:
+        raise ValueError(f"model: {sorted(missing)[0]}: missing")
     result.generation_config = copy.deepcopy(model.generation_config)
     return result.train(model.training)
 
