@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from operator import index
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
@@ -17,21 +18,25 @@ R = TypeVar("R")
 F = TypeVar("F")
 
 _ABSENT = object()
+_IN_ORDER = (tuple, list, Tensor, NoneType)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Refuses an argument of another type than annotated: TypeError that names it.
 
-    Numbers and strings are looked at before the call, because torch would cut 4.5 to 4; the rest only if the call
-    fails, as it does with anything else, so that a good one does not pay for it. Flags are not looked at. Then it also
-    looks for what torch has no words for (`check_usable`).
+    Numbers and strings are looked at before the call, because torch would cut 4.5 to 4, and a set or a dict for a
+    sequence, whose order would be chance; the rest only if the call fails, as it does with anything else, so that a
+    good one does not pay for it. Flags are not looked at. Then it also looks for what torch has no words for
+    (`check_usable`).
     """
     hints = {name: hint for name, hint in get_type_hints(function).items() if name != "return"}
     flags = {name for name, hint in hints.items() if hint is bool}
     hints = {name: hint for name, hint in hints.items() if name not in flags}
     plain = {name: hint for name, hint in hints.items() if {*_alternatives(hint)} <= {int, float, str, NoneType}}
+    ordered = [name for name, hint in hints.items() if any(get_args(kind) for kind in _alternatives(hint))]
     names = tuple(inspect.signature(function).parameters)
     looked_at = [(i, name, plain[name], _usual(plain[name])) for i, name in enumerate(names) if name in plain]
+    in_order = [(i, name) for i, name in enumerate(names) if name in ordered]
 
     @functools.wraps(function)
     def run(*arguments: P.args, **named: P.kwargs) -> R:
@@ -39,6 +44,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             value = arguments[i] if i < len(arguments) else named.get(name, _ABSENT)
             if type(value) not in usual and value is not _ABSENT:
                 check_type(name, value, hint)
+        for i, name in in_order:
+            value = arguments[i] if i < len(arguments) else named.get(name)
+            if type(value) not in _IN_ORDER:
+                check_order(name, value)
         try:
             return function(*arguments, **named)
         except ValueError:
@@ -76,6 +85,12 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         if get_args(kind):
             for i, member in enumerate(value):
                 check_type(f"{name}[{i}]", member, get_args(kind)[0])
+
+
+def check_order(name: str, value: Any) -> None:
+    """Raises TypeError for a set or a dict where a sequence belongs."""
+    if isinstance(value, (AbstractSet, Mapping)):
+        raise TypeError(f"{name}: {type(value).__name__}: must be a sequence, whose members have an order") from None
 
 
 def check_usable(name: str, value: Any) -> None:
@@ -143,6 +158,6 @@ def _is(value: Any, kind: Any) -> bool:
 
 def _described(kind: Any) -> str:
     if get_args(kind):
-        return "a sequence of tensors"
+        return f"a sequence of {({int: 'integers', float: 'numbers'}).get(get_args(kind)[0], 'tensors')}"
     names = {Tensor: "a dense tensor", int: "an integer", float: "a number", str: "a string", NoneType: "None"}
     return names.get(kind) or f"{kind.__module__.split('.')[0]}.{kind.__name__}"

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-from ._arguments import check_sizes, check_type, check_usable, checked
+from ._arguments import check_order, check_sizes, check_type, check_usable, checked
 from ._pages import Copies, PageAllocator, Pool
 from ._registration import call, ops
 from .config import NSAConfig
@@ -55,8 +56,8 @@ class KVCache:
             read as stored * scale.
         raw_dtype: of the raw tokens that wait for the compression, which is the type of a step's q, k and v; default
             dtype, or bfloat16 beside torch.float8_e4m3fn.
-        k_scale, v_scale: of torch.float8_e4m3fn, a positive number or one for each KV head; default 1. Numbers beyond
-            448 times their scale are stored as that.
+        k_scale, v_scale: of torch.float8_e4m3fn, a number, at least 2^-126, or one for each KV head; default 1. Numbers
+            beyond 448 times their scale are stored as that.
         device: of all tensors of the cache, default torch's default device.
 
     Raises:
@@ -162,6 +163,7 @@ class KVCache:
         Raises:
             ValueError: a tensor's shape, dtype, device or content does not fit the others, cfg or max_length.
         """
+        check_order("tensors", tensors)
         if len(tensors) != len(NAMES):
             raise ValueError(f"tensors: {len(tensors)} tensors: must be {len(NAMES)}: {', '.join(NAMES)}")
         for name, tensor in zip(NAMES, tensors, strict=True):
@@ -225,6 +227,7 @@ class KVCache:
             TypeError: a bound is no integer.
             RuntimeError: the pool has too few free pages; nothing was reserved.
         """
+        check_order("upper_bound", upper_bound)
         given: Any = upper_bound
         if not hasattr(upper_bound, "__len__") or getattr(upper_bound, "ndim", 1) == 0:
             check_type("upper_bound", upper_bound, int)
@@ -611,6 +614,8 @@ def _raw_dtype(dtype: torch.dtype, raw_dtype: torch.dtype | None) -> torch.dtype
 def head_scales(name: str, scale: float | Tensor, heads: int, device: torch.device) -> Tensor:
     """float32 (heads) of a scale that is one number, or one for each head."""
     check_type(name, scale, float | Tensor)
+    if isinstance(scale, Tensor) and (scale.dtype == torch.bool or scale.is_complex()):
+        raise ValueError(f"{name}: dtype {str(scale.dtype).removeprefix('torch.')}: must be floating-point or integer")
     scales = torch.as_tensor(scale, dtype=torch.float32, device=None if isinstance(scale, Tensor) else device)
     if scales.dim() > 1 or scales.numel() not in (1, heads):
         raise ValueError(f"{name}: {tuple(scales.shape)}: must be one number, or {heads}, one for each KV head")
@@ -625,8 +630,11 @@ def _scales(keys: Tensor, *given: float | Tensor | None) -> list[Tensor | None]:
     for name, scale in zip(("k_scale", "v_scale"), given, strict=True):
         if keys.dtype == torch.float8_e4m3fn:
             scales = head_scales(name, 1.0 if scale is None else scale, keys.shape[2], keys.device)
-            if scales.device.type == "cpu" and not bool(((scales > 0) & scales.isfinite()).all()):
-                raise ValueError(f"{name}: {scales.tolist()}: must be positive and finite")
+            if not scales.is_meta and not is_fake(scales):
+                if not bool(((scales > 0) & scales.isfinite()).all()):
+                    raise ValueError(f"{name}: {scales.tolist()}: must be positive and finite")
+                if bool((scales < torch.finfo(torch.float32).tiny).any()):
+                    raise ValueError(f"{name}: {scales.tolist()}: must be at least 2^-126")
             result.append(scales)
         elif scale is None:
             result.append(None)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <exception>
 #include <initializer_list>
+#include <limits>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -38,10 +39,13 @@ Status check_scales(const KVCacheOptions& options) {
       return Status::invalid_argument(std::string(name) + ": " + std::to_string(scales->size()) +
                                       " numbers: must be one for each of " + std::to_string(options.num_kv_heads) +
                                       " KV heads");
-    for (const float scale : *scales)
-      if (!std::isfinite(scale) || scale <= 0)
-        return Status::invalid_argument(std::string(name) + ": " + std::to_string(scale) +
-                                        ": must be positive and finite");
+    for (const float scale : *scales) {
+      const auto refuse = [&](const char* rule) {
+        return Status::invalid_argument(std::string(name) + ": " + std::to_string(scale) + ": must be " + rule);
+      };
+      if (!std::isfinite(scale) || scale <= 0) return refuse("positive and finite");
+      if (scale < std::numeric_limits<float>::min()) return refuse("at least 2^-126");
+    }
   }
   return {};
 }

@@ -136,6 +136,7 @@ void Checker::scales(const std::string& name, const TensorView& view, Dim& n) {
   for (std::int64_t i = 0; i < host.size(0); ++i) {
     const float scale = host.as<const float>()[i * host.stride[0]];
     require(std::isfinite(scale) && scale > 0, name, "[", i, "] = ", scale, ": must be positive and finite");
+    require(!(scale < std::numeric_limits<float>::min()), name, "[", i, "] = ", scale, ": must be at least 2^-126");
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "core/branch_index.h"
@@ -78,7 +79,9 @@ class NsaForward {
 
   void attend(Worker& worker, const QueryGroup& group) const {
     Rows& attention = worker.attention;
-    const float scale = queries_.scale() * HeadScales::of(scales_.k, group.kv_head);
+    // A product of two small scales is taken as the smallest normal number, so that softmax() never has a scale of 0.
+    const float scale =
+        std::max(queries_.scale() * HeadScales::of(scales_.k, group.kv_head), std::numeric_limits<float>::min());
     std::fill_n(worker.sum.data(), worker.rows * columns_, 0.0f);
 
     queries_.load(group, attention);

@@ -292,6 +292,16 @@ def test_what_a_prefix_cannot_be():
         cache.keep_prefix(0, torch.ones(3))
     with pytest.raises(TypeError, match=r"tokens\[1\]"):
         cache.match_prefix(1, [1, 2.5])
+    for call in (
+        lambda: cache.keep_prefix(0, set(range(48))),
+        lambda: cache.match_prefix(1, dict.fromkeys(range(48))),
+        lambda: cache.select({0, 1}),
+        lambda: cache.crop({0: 70, 1: 0}.keys()),
+        lambda: cache.reserve({16, 96}),
+        lambda: nsa.KVCache.from_tensors(frozenset(cache.tensors()), SMALL, 96),
+    ):
+        with pytest.raises(TypeError, match=r"^\w+: \w+: must be a sequence, whose members have an order$"):
+            call()
     assert cache.keep_prefix(0, range(15)) == cache.keep_prefix(0, range(37)) == 0  # no full page; 38 tokens back
     assert cache.keep_prefix(0, range(38)) == 0 and cache.keep_prefix(0, range(48)) == 48
     assert cache.match_prefix(1, []) == cache.match_prefix(1, range(48)) == 0

@@ -583,6 +583,11 @@ def test_fp8_of_a_layer(backend, layer):
         ({"dtype": FP8, "k_scale": 0}, r"k_scale: \[0.0, 0.0\]: must be positive and finite"),
         ({"dtype": FP8, "v_scale": [1.0]}, "v_scale: list: must be a number or a dense tensor"),
         ({"dtype": FP8, "v_scale": torch.tensor([1, torch.nan])}, r"v_scale: \[1.0, nan\]: must be positive"),
+        ({"dtype": FP8, "k_scale": True}, "k_scale: bool: must be a number or a dense tensor"),
+        ({"dtype": FP8, "k_scale": torch.tensor(True)}, "k_scale: dtype bool: must be floating-point or integer"),
+        ({"dtype": FP8, "v_scale": torch.tensor(1j)}, "v_scale: dtype complex64: must be floating-point or integer"),
+        ({"dtype": FP8, "k_scale": 1e-45}, r"k_scale: \[1.4\d*e-45, 1.4\d*e-45\]: must be at least 2\^-126"),
+        ({"dtype": FP8, "k_scale": 1e39}, r"k_scale: \[inf, inf\]: must be positive and finite"),
         ({"dtype": FP8, "v_scale": torch.ones(3)}, r"v_scale: \(3,\): must be one number, or 2, one for each KV head"),
         ({"dtype": FP8, "v_scale": torch.ones(1, 2)}, r"v_scale: \(1, 2\): must be one number, or 2"),
     ],
@@ -590,6 +595,13 @@ def test_fp8_of_a_layer(backend, layer):
 def test_fp8_refused_options(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         nsa.KVCache(1, 2, 16, cfg=SMALL, max_length=40, **options)
+
+
+def test_fp8_of_scales_whose_product_is_no_float32(host):
+    q, k, v, gates = new_tokens(1)[0]
+    cache = nsa.KVCache(1, k.shape[2], k.shape[3], v.shape[3], SMALL, max_length=40, dtype=FP8, k_scale=2.0**-126)
+    step = [t[:, :12].bfloat16() for t in (q, k, v, gates)]
+    assert nsa.decode(*step, cache, softmax_scale=1e-37).isfinite().all()
 
 
 def test_fp8_refused_steps(host):
