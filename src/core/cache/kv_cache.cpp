@@ -12,6 +12,7 @@
 
 #include "core/backend.h"
 #include "core/cache/memory.h"
+#include "core/text.h"
 
 namespace nsa {
 namespace {
@@ -41,7 +42,7 @@ Status check_scales(const KVCacheOptions& options) {
                                       " KV heads");
     for (const float scale : *scales) {
       const auto refuse = [&](const char* rule) {
-        return Status::invalid_argument(std::string(name) + ": " + std::to_string(scale) + ": must be " + rule);
+        return Status::invalid_argument(text_of(name, ": ", scale, ": must be ", rule));
       };
       if (!std::isfinite(scale) || scale <= 0) return refuse("positive and finite");
       if (scale < std::numeric_limits<float>::min()) return refuse("at least 2^-126");
