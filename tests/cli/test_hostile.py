@@ -148,6 +148,8 @@ def test_memory_that_runs_out(tmp_path, reference, stopped):
         most = peak([*command, tmp_path / name])
         count = 26 if HOSTILE else 5
         limits[name] = [least + (most - least) * i // count for i in range(count)]
+    # Less than LibTorch's constructors take, which run before main().
+    limits["train"] += [least - i * 2**20 for i in (range(1, 40) if HOSTILE else (1, 8))]
 
     def check(case):
         name, limit = case
@@ -162,7 +164,11 @@ def test_memory_that_runs_out(tmp_path, reference, stopped):
             last = [line for line in re.split(r"[\r\n]", errors) if line][-1]
             assert last.startswith(("nsa: ", "libgomp: ")), errors
         nsa("train", "--out", out, "--resume")
-        same_bits(reference[0], out)
+        if name == "train":  # without a buffer MKL multiplies in another way, with other last bits
+            losses = [metrics(run, "eval")[-1]["loss"] for run in (reference[0], out)]
+            assert losses[1] == pytest.approx(losses[0], rel=0.01)
+        else:
+            same_bits(reference[0], out)
         shutil.rmtree(out)
 
     for_each(check, [(name, limit) for name in commands for limit in limits[name]])
