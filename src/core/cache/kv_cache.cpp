@@ -41,7 +41,7 @@ Status check_scales(const KVCacheOptions& options) {
                                       " numbers: must be one for each of " + std::to_string(options.num_kv_heads) +
                                       " KV heads");
     for (const float scale : *scales) {
-      const auto refuse = [&](const char* rule) {
+      const auto refuse = [name = name, scale](const char* rule) {
         return Status::invalid_argument(text_of(name, ": ", scale, ": must be ", rule));
       };
       if (!std::isfinite(scale) || scale <= 0) return refuse("positive and finite");
