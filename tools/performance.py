@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/performance.md, and the table of ratios in README.md, from the files in bench/results
+"""Writes docs/performance.md, and the speed table of README.md, from the files in bench/results
 and evidence/results.
 
 With --check it writes nothing; the exit code is 1 where a text is not what the files make. Every file there is read by
@@ -23,7 +23,7 @@ from tables.gpu import beside_earlier, gpu_h100, gpu_whole
 from tables.llama import llama
 from tables.operations import operations, portable, through_python
 from tables.peers import peers
-from tables.text import ROOT, table
+from tables.text import ROOT, fill, table
 
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
@@ -53,31 +53,34 @@ SECTIONS = [
 
 
 def ratios():
-    """How many times as long as NSA the others take, at a few lengths."""
+    """Speedup of NSA at a few lengths: the recipe's training step, then attention with the paper's hyperparameters."""
     lengths = (4096, 8192, 16384, 32768, 65536, 131072)
     bench = Bench("bench_cuda.json")
-    rows = [["speedup over other implementations, by tokens", *map(str, lengths)]]
+    rows = [["speedup, by sequence length", "setting", *map(str, lengths)]]
+    rows.append(["H200, training step, over full attention", "recipe", *training(lengths)])
     for pass_name, title in PASSES.items():
         whole, dense = bench.results(pass_name, bench.phi), bench.times(f"dense_{pass_name}", "cudnn")
         ours = {length: 1e3 * r["seconds"] for length, r in whole.items()}
         peer = {length: 1e3 * r["peer_s"] for length, r in whole.items() if r.get("peer")}
-        for name, other in (("dense attention, cuDNN", dense), ("fastest other NSA", peer)):
+        for name, other in (("dense attention (cuDNN)", dense), ("the fastest other NSA", peer)):
             cells = (f"{other[n] / ours[n]:.1f}" if n in other and n in ours else "" for n in lengths)
-            rows.append([f"H200, {title}: {name}", *cells])
-    rows.append(["H200, training step of the recipe (300 million parameters): full attention", *training(lengths)])
+            rows.append([f"H200, {title}, over {name}", "paper", *cells])
     cpu = Bench("bench_bfloat16.json")
     for pass_name, title in PASSES.items():
         found = {r["length"]: r for r in cpu.all["ratios"] if r["pass"] == pass_name}
         cells = (
             f"{found[n]['over_dense']:.1f}" + "*" * found[n]["extrapolated"] if n in found else "" for n in lengths
         )
-        rows.append([f"CPU, 2 threads, {title}: dense attention, torch", *cells])
-    note = "GPU: 64 query heads, 4 KV heads. CPU: 16 and 1. All: 128 channels, bfloat16, the paper's parameters."
-    return f"{table(rows)}\n\n{note} \\* extrapolated."
+        rows.append([f"CPU, {title}, over dense attention (torch)", "paper", *cells])
+    note = (
+        "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper), in a model of 300 million parameters. "
+        "Paper: attention alone with the paper's hyperparameters. All in bfloat16. \\* Dense time extrapolated."
+    )
+    return f"{table(rows)}\n\n{fill(note)}"
 
 
 def training(lengths):
-    """The same of a training step, at the context that the evidence measured it at."""
+    """Speedup of the recipe's training step, at the context that the evidence measured it at."""
     speed = read_all(EVIDENCE)["speed"]
     ratio = speed.tokens_per_second(RECIPE) / speed.tokens_per_second(BASE)
     return [f"{ratio:.1f}" if length == speed.shared["context"] else "" for length in lengths]
