@@ -74,7 +74,8 @@ def ratios():
         rows.append([f"CPU, {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper), in a model of 300 million "
-        "parameters. Paper: attention alone with the paper's hyperparameters. All in bfloat16. \\* Dense time extrapolated."
+        "parameters. Paper: attention alone with the paper's hyperparameters. All in bfloat16. \\* Dense time "
+        "extrapolated."
     )
     return f"{table(rows)}\n\n{fill(note)}"
 
