@@ -19,7 +19,7 @@ from evidence.results import read_all
 from tables.bench import PASSES, Bench
 from tables.cpu import cpu_operations, cpu_whole
 from tables.decoding import decode
-from tables.gpu import beside_earlier, gpu_h100, gpu_whole
+from tables.gpu import gpu_h100, gpu_whole
 from tables.llama import llama
 from tables.operations import operations, portable, through_python
 from tables.peers import peers
@@ -32,15 +32,14 @@ INTRODUCTION = """\
 <!-- Written by tools/performance.py from bench/results. Do not edit. -->
 # Performance
 
-Every table names its GPU or CPU, its day, its commit and its command. What is counted and how it is timed stands in
-[measuring](guide/measuring.md), how to renew the tables too. Speed and quality in training: [evidence](evidence.md).
-Single experiments are in the [findings](findings/README.md).
+Every table names its hardware, date, commit and command. [Measuring](guide/measuring.md) describes what is counted, how
+it is timed, and how to update the tables. Unless a table says otherwise, NSA has the paper's hyperparameters. Speed and
+quality of trained models: [evidence](evidence.md). Single experiments: [findings](findings/README.md).
 """
 
 SECTIONS = [
     gpu_whole,
     gpu_h100,
-    beside_earlier,
     peers,
     operations,
     through_python,

@@ -4,7 +4,7 @@ from tables.text import fill, read
 
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
 DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2"}
-RIVALS = {"dense": "torch's dense attention", "plain": "causal attention on our own kernels"}
+RIVALS = {"dense": "torch's dense attention", "plain": "causal attention on the library's own kernels"}
 
 
 class Bench:
@@ -34,21 +34,23 @@ class Bench:
 
 
 def crossovers(bench, rivals=("dense",)):
+    """Where NSA becomes faster, a sentence for each rival."""
     sentences = []
     for rival in rivals:
+        places = []
         for pass_name, title in PASSES.items():
-            lengths = sorted(bench.times(pass_name, bench.phi))
+            shortest = min(bench.times(pass_name, bench.phi))
             found = (bench.all["crossover"].get(pass_name) or {}).get(rival)
             if found is None:
-                where = "at no measured length"
-            elif found <= lengths[0]:
-                where = f"at every measured length, from {lengths[0]} tokens on"
+                places.append(f"at no measured length ({title})")
+            elif found <= shortest:
+                places.append(f"at every measured length ({title})")
             else:
-                where = f"from {round(found, -2):.0f} tokens on (interpolated)"
-            sentences.append(f"{title.capitalize()}, NSA is faster than {RIVALS[rival]} {where}.")
+                places.append(f"from {round(found, -2):.0f} tokens on ({title}, interpolated)")
+        sentences.append(f"NSA is faster than {RIVALS[rival]} {' and '.join(places)}.")
     return fill(" ".join(sentences))
 
 
 def limits(rates):
     products, copies = rates["gflops"] / 1e3, rates["bytes_per_s"] / 1e12
-    return f"{products:.0f} TFLOP/s (product of large matrices), {copies:.2f} TB/s (copy)"
+    return f"{products:.0f} TFLOP/s (large GEMM), {copies:.2f} TB/s (copy)"

@@ -1,17 +1,16 @@
-"""The whole and its operations on a CPU: `nsa bench`."""
+"""`nsa_attention` end to end and its operations on a CPU: `nsa bench`."""
 
 from tables.bench import PASSES, RIVALS, Bench, crossovers
 from tables.text import figure, fill, seconds, source, table
 
 
 def cpu_whole():
-    yield "## The whole on a CPU, beside dense attention"
+    yield "## End to end on a CPU, against dense attention"
     yield "![attention time over context length on a CPU](images/attention_time.png)"
     yield fill(
-        "Seconds, the best of several; everything included, compression by the mean. Dense is torch's "
-        "`scaled_dot_product_attention` with the same threads, the faster of expanded K/V and `enable_gqa`. Plain is "
-        "causal attention on our own kernels, so its ratio is the gain of the method alone. \\* extrapolated as the "
-        "square of the length."
+        "Seconds, the best of several calls; φ = mean. Dense is torch's `scaled_dot_product_attention` with the same "
+        "threads, the faster of expanded K/V and `enable_gqa`. Plain is causal attention on the library's own kernels, "
+        "so its ratio is the gain of the method alone. \\* Extrapolated as the square of the length."
     )
     for name in ("bench_bfloat16.json", "bench_float32.json"):
         bench = Bench(name)
@@ -30,13 +29,13 @@ def cpu_whole():
 
 
 def cpu_operations():
-    yield "### Operations alone on a CPU"
+    yield "### Single operations on a CPU"
     benches = [Bench("bench_bfloat16.json"), Bench("bench_float32.json")]
     length = 16384
     yield fill(
-        f"From the same runs, at {length} tokens. GF/s counts the products of the operation (see "
-        "[measuring](guide/measuring.md#what-is-counted)); peak is the share of what the registers can do, measured "
-        "right after each result."
+        f"From the same runs, at {length} tokens. GF/s counts the multiplications and additions of the operation "
+        "([measuring](guide/measuring.md#what-is-counted)). Peak is the share of the peak FMA rate, measured right "
+        "after each result."
     )
     rows = [["", *(f"{b.settings['dtype']}, {what}" for b in benches for what in ("ms", "GF/s", "peak"))]]
     for r in benches[0].all["results"]:

@@ -25,7 +25,7 @@ def stage_runs(name):
 def operations_alone(name):
     for heading, lengths in stage_runs(name):
         command, about = heading.split(": ", 1)
-        yield f"{about}: {PROBLEM}. Medians in ms, in brackets the workspace in MiB.\n\n    {command}"
+        yield fill(f"{about}: {PROBLEM}. Medians in ms, in brackets the workspace in MiB.") + f"\n\n    {command}"
         stages = list(next(iter(lengths.values())))
         rows = [["ms (MiB)", *map(str, lengths)]]
         for stage in stages:
@@ -35,7 +35,7 @@ def operations_alone(name):
 
 
 def operations():
-    yield "## Operations alone on a GPU"
+    yield "## Single operations on a GPU"
     yield from operations_alone("cuda_stages.txt")
     yield "### Groups of query heads"
     yield from groups()
@@ -44,13 +44,13 @@ def operations():
 
 
 def groups():
-    """The whole by number of KV heads, a row for each run of cuda_stages_groups.txt."""
+    """`nsa_attention` by number of KV heads, a row for each run of cuda_stages_groups.txt."""
     runs = stage_runs("cuda_stages_groups.txt")
     commands = "\n".join(f"    {heading.split(': ', 1)[0]}" for heading, _ in runs)
     about = runs[0][0].split(": ", 1)[1]
     problem = (
-        "B = 1, H = 64, values of 128, bfloat16, defaults, `nsa_attention` without compression. Medians in ms with "
-        "given blocks, random / clustered; G query heads share a KV head. In brackets the workspace in MiB."
+        "B = 1, H = 64, D = 128, bfloat16, defaults, `nsa_attention` without compression. Medians in ms with given "
+        "blocks, random / clustered. G query heads share a KV head. In brackets the workspace in MiB."
     )
     yield fill(f"{about}: {problem}") + f"\n\n{commands}"
     lengths = sorted({length for _, found in runs for length in found})
@@ -73,7 +73,7 @@ def minimax():
     bench = Bench("bench_minimax_m3.json")
     s = bench.settings
     unit = (
-        "`selected_attention` as MiniMax-M3 calls it. Medians in ms, in brackets the share of the limit: "
+        "`selected_attention` with the shapes of MiniMax-M3. Medians in ms, in brackets the share of the limit: "
         f"{limits(bench.all['rates'])}."
     )
     yield source(
@@ -95,15 +95,15 @@ def minimax():
 
 def through_python():
     result = read("through_python.json")
-    yield "## Through Python beside C++"
+    yield "## Python against C++"
     unit = (
-        f"`nsa.nsa_attention` and its gradients (torch {result['torch']}) beside the same in C++ (`cuda_stages`), "
-        "forward / backward / both in ms. Busy: the device has other work when the call is made, so that no time of "
-        "the host counts. Idle: it has none, and the host's time until the first launch counts; in C++ that of the "
-        "backward, too, which is a call of its own there. Medians, taking turns, the second-level cache flushed."
+        f"`nsa.nsa_attention` and its gradients (torch {result['torch']}) and the same in C++ (`cuda_stages`), "
+        "forward / backward / both in ms. Busy: the device has other work at the call, so no host time counts. Idle: "
+        "the host's time until the first launch counts. In C++ the backward is a call of its own. Medians of alternating "
+        "calls, L2 flushed."
     )
     yield source(gpu_of(result), result, result["problem"], unit)
-    rows = [["length", "the device is", "C++", "Python", "Python / C++, both"]]
+    rows = [["length", "device", "C++", "Python", "Python / C++, both"]]
     for length, ways in result["lengths"].items():
         for way, found in ways.items():
             cells = (" / ".join(figure(ms) for ms in found[who]) for who in ("cpp", "python"))
@@ -112,8 +112,8 @@ def through_python():
 
 
 def portable():
-    yield "## The portable CUDA kernels"
-    yield "What GPUs other than Hopper run, measured on an H200 with `NSA_CUDA_KERNELS=portable`."
+    yield "## Portable CUDA kernels"
+    yield "GPUs other than Hopper run these. Measured on an H200 with `NSA_CUDA_KERNELS=portable`."
     yield from operations_alone("cuda_stages_portable.txt")
     result = read("peers_portable.json")
     yield peers_about(result)

@@ -9,7 +9,7 @@ NAMES |= {"cudnn": "dense: cuDNN", "flash2": "dense: FlashAttention-2"}
 def peers_about(result):
     commits = ", ".join(f"{NAMES.get(name, name)} {commit}" for name, commit in result["commits"].items())
     versions = f"torch {result['torch']}, triton {result['triton']}, {commits}"
-    unit = f"Forward / backward in ms, medians, taking turns ({versions})."
+    unit = f"Forward / backward in ms, medians of alternating calls ({versions})."
     about = {"date": result["date"], "commit": result["commits"]["nsa"], "command": result["command"]}
     return source(gpu_of(result), about, result["problem"], unit)
 
@@ -20,7 +20,10 @@ def peers_table(result, wanted):
     stages = [(length, name, found) for length, name, found in stages if wanted(length, name)]
     shown = [name for name in NAMES if any(name in found for _, _, found in stages)]
     rows = [["length", "stage", *(NAMES[name] for name in shown)]]
-    rows += [[length, name, *(pair(found.get(one)) for one in shown)] for length, name, found in stages]
+    rows += [
+        [length, name.replace("whole", "end to end"), *(pair(found.get(one)) for one in shown)]
+        for length, name, found in stages
+    ]
     return table(rows)
 
 
@@ -30,16 +33,16 @@ def whole_or_dense(_, name):
 
 def peers():
     result = read("peers.json")
-    yield "## Beside other implementations of NSA"
+    yield "## Other implementations of NSA"
     yield peers_about(result)
     yield table_with_dense(result)
     yield fill(
-        "Stage by stage, each as a call of its own. In our whole the choice of blocks is part of the compressed "
-        "attention and the gated sum part of the window's, so the whole takes less than the sum of these."
+        "Each stage as a call of its own. End to end this library selects blocks within the compressed attention, and "
+        "adds the branches within the window's, so it takes less than the sum of these."
     )
     yield peers_table(result, lambda length, name: length == "65536" and not whole_or_dense(length, name))
     wide = read("peers_192.json")
-    yield "Keys of 192 channels, values of 128:"
+    yield "Head dims 192/128:"
     yield peers_about(wide)
     yield table_with_dense(wide)
 
