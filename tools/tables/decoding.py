@@ -40,10 +40,10 @@ def decode_steps(results):
     stages = [cuda_decode_stages(result) for result in results]
     yield fill(
         f"Microseconds of one step at {stages[0]['decode']['context']} tokens of context. A CUDA graph is replayed "
-        "while lengths grow, L2 flushed before each replay. Median, mean and worst are of 48 steps. Completing a block: "
-        "median of the steps that complete a compression block. Warm: without flushing. Chained: one of 32 steps in a graph, "
-        "each with its own cache. Bytes: time of a copy of the bytes that the step, or dense attention, has to read. "
-        "Where the time goes: [findings](findings/decoding/two_kernels.md)."
+        "while lengths grow, L2 flushed before each replay. Median, mean and worst are of 48 steps. Completing a "
+        "block: median of the steps that complete a compression block. Warm: without flushing. Chained: one of 32 "
+        "steps in a graph, each with its own cache. Bytes: time of a copy of the bytes that the step, or dense "
+        "attention, has to read. Where the time goes: [findings](findings/decoding/two_kernels.md)."
     )
     rows = [["GPU", "sequences", *TIMES.values(), "kernels", "workspace, MiB"]]
     for result, found in zip(results, stages, strict=True):
@@ -85,9 +85,9 @@ def against_peers(results):
     dense, peer = (results[0]["stages"][name] for name in ("decode_dense", "peer_decode"))
     yield fill(
         f"Microseconds of one step of one token, from the same runs (torch {peer['result']['torch']}). Dense attention "
-        "is the fastest of cuDNN over all keys, cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2. Its caches "
-        "are contiguous, and no keys are copied for the heads of a group (`bench/peers/dense_decode.py`). flash_nsa "
-        f"({peer['result']['flash_nsa'][:7]}) has φ = mean and pages of 128 (`bench/peers/peer_decode.py`)."
+        "is the fastest of cuDNN over all keys, cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2. Its "
+        "caches are contiguous, and no keys are copied for the heads of a group (`bench/peers/dense_decode.py`). "
+        f"flash_nsa ({peer['result']['flash_nsa'][:7]}) has φ = mean and pages of 128 (`bench/peers/peer_decode.py`)."
     )
     for result in results:
         stages = result["stages"]

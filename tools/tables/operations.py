@@ -97,9 +97,9 @@ def through_python():
     result = read("through_python.json")
     yield "## Python against C++"
     unit = (
-        f"`nsa.nsa_attention` and its gradients (torch {result['torch']}) and the same in C++ (`cuda_stages`), "
-        "forward / backward / both in ms. Busy: the device has other work at the call, so no host time counts. Idle: "
-        "the host's time until the first launch counts. In C++ the backward is a call of its own. Medians of alternating "
+        f"`nsa.nsa_attention` and its gradients (torch {result['torch']}) and the same in C++ (`cuda_stages`), forward "
+        "/ backward / both in ms. Busy: the device has other work at the call, so no host time counts. Idle: the "
+        "host's time until the first launch counts. In C++ the backward is a call of its own. Medians of alternating "
         "calls, L2 flushed."
     )
     yield source(gpu_of(result), result, result["problem"], unit)
