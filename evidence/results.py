@@ -16,13 +16,17 @@ from evidence.statistics import all_tokens, beyond, difference, retained_gain
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evidence" / "results"
+PARTS = {  # of an evaluation, and where a kept part begins: octaves of positions, and near, far and no recurrences
+    "by_position": lambda low: low & (low - 1) == 0,
+    "by_recurrence": lambda low: low == 0 or low > 4096,
+}
 
 
-def octaves(bounds):
-    """Places of parts that lie within the same two powers of two, put together: (low, high, places) of each."""
+def grouped(bounds, begins):
+    """Parts put together, a new one wherever `begins(low)`: (low, high, places) of each."""
     found = []
     for place, (low, high) in enumerate(bounds):
-        if found and low & (low - 1):  # not a power of two: the octave goes on
+        if found and not begins(low):
             found[-1] = (found[-1][0], high, [*found[-1][2], place])
         else:
             found.append((low, high, [place]))
@@ -32,11 +36,11 @@ def octaves(bounds):
 def compact_eval(answer):
     """(What the rows share, what they have) of the JSON of `nsa eval`."""
     rows = answer["rows"]
-    positions = octaves([(part["from"], part["to"]) for part in answer["loss_by_position"]])
-    recurrences = [(part["from"], part["to"], [i]) for i, part in enumerate(answer["loss_by_recurrence"])]
+    bounds = {name: [(part["from"], part["to"]) for part in answer[f"loss_{name}"]] for name in PARTS}
+    groups = {name: grouped(bounds[name], begins) for name, begins in PARTS.items()}
     shared = {"tokens": [row["tokens"] for row in rows]}
     own = {"loss": answer["loss"], "bits_per_byte": answer["bits_per_byte"], "nats": [row["loss"] for row in rows]}
-    for name, found in (("by_position", positions), ("by_recurrence", recurrences)):
+    for name, found in groups.items():
         shared[name] = {
             "bounds": [[low, high] for low, high, _ in found],
             "tokens": [[sum(row[name]["tokens"][i] for i in places) for _, _, places in found] for row in rows],

@@ -1,20 +1,13 @@
 #!/usr/bin/env python3
-"""Writes docs/performance.md, and the speed table of README.md, from the files in bench/results
-and evidence/results.
+"""Writes docs/performance.md, and the speed table of README.md, from the files in bench/results.
 
 With --check it writes nothing; the exit code is 1 where a text is not what the files make. Every file there is read by
 tools/tables, and names what was measured, where, when and by which command.
 """
 
 import argparse
+import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from evidence.plans import BASE, RECIPE
-from evidence.results import RESULTS as EVIDENCE
-from evidence.results import read_all
 
 from tables.bench import PASSES, Bench
 from tables.cpu import cpu_operations, cpu_whole
@@ -27,6 +20,7 @@ from tables.text import ROOT, fill, table
 
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
+SPEED = ROOT / "evidence" / "results" / "speed.jsonl"
 MARKS = "<!-- speed: written by tools/performance.py -->", "<!-- end of speed -->"
 INTRODUCTION = """\
 <!-- Written by tools/performance.py from bench/results. Do not edit. -->
@@ -80,10 +74,11 @@ def ratios():
 
 
 def training(lengths):
-    """Speedup of the recipe's training step, at the context that the evidence measured it at."""
-    speed = read_all(EVIDENCE)["speed"]
-    ratio = speed.tokens_per_second(RECIPE) / speed.tokens_per_second(BASE)
-    return [f"{ratio:.1f}" if length == speed.shared["context"] else "" for length in lengths]
+    """Speedup of the newest recipe's training step, at the context that the evidence measured it at."""
+    shared, *runs = map(json.loads, SPEED.read_text(encoding="utf-8").splitlines())
+    speed = {run["model"]: run["tokens_per_second"] for run in runs}
+    ratio = speed[max(model for model in speed if model.startswith("recipe-"))] / speed["full"]
+    return [f"{ratio:.1f}" if length == shared["context"] else "" for length in lengths]
 
 
 def update(path, text, check):
