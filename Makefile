@@ -9,7 +9,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build configure program package test bench demo mutation hostile wheel docs bundle format lint clean distclean
+.PHONY: help build configure program package test bench demo mutation adversarial wheel docs bundle format lint clean distclean
 
 ifneq ($(words $(CURDIR)),1)
 $(error The path of this checkout has a space in it, which make cannot handle: $(CURDIR))
@@ -52,8 +52,8 @@ help:
 	@echo 'make docs       the pages of docs/ and of the Python API as a site in build/docs/'
 	@echo 'make bundle     headers, test libraries and transformers for a machine without network, in bundle/'
 	@echo 'make format     clang-format and ruff over the tree        make lint   the same as a check, and clang-tidy'
-	@echo 'make mutation   do the tests notice planted faults?'
-	@echo 'make hostile    every fault of every call, every limit, every allocation: the long form of tests in make test'
+	@echo 'make mutation   tests of the tests: every mutant of the CPU backend must make one fail'
+	@echo 'make adversarial  full fault injection and fuzzing, of which make test runs a part'
 	@echo 'make clean      remove what was built                      make distclean   and .venv'
 	@echo
 	@sed -n 's/^#   /  /p' Makefile
@@ -103,8 +103,8 @@ demo: build
 mutation: build
 	@$(BIN)/python tests/mutation/run.py
 
-hostile: build
-	@tools/hostile.sh
+adversarial: build
+	@tools/adversarial.sh
 
 # The wheel is built from the sdist, unpacked outside of git; libnsa comes out of ccache once more.
 wheel: $(READY) $(CUDA_READY)

@@ -130,7 +130,7 @@ for step in $steps; do
       ;;
     sanitize)
       # The cases launch every kernel (tools/kernel_cases.py), with few thread blocks so that each takes several tiles.
-      # All four tools; memcheck's run is looked at for kernels that were left out. With a packed call of hostile offsets.
+      # All four tools; memcheck's run is looked at for kernels that were left out. With a packed call of adversarial offsets.
       export NSA_CUDA_PROCESSORS=2 NSA_CUDA_INSTANCES_ONCE=1 GTEST_TOTAL_SHARDS GTEST_FILTER
       rm -rf "$logs/traces" && mkdir -p "$logs/traces"
       for tool in ${TOOLS:-racecheck synccheck memcheck initcheck}; do  # the slowest first

@@ -1,4 +1,4 @@
-"""Runs the program with one call that fails or is its last (tests/hostile/faults.cpp), or with little memory."""
+"""Runs the program with one injected fault (tests/fault_injection/faults.cpp) or with little memory."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 from conftest import PROGRAM
 
 LIBRARY = PROGRAM.resolve().parents[1] / "lib" / "libnsa_faults.so"
-HOSTILE = os.environ.get("NSA_HOSTILE") == "1"  # `make hostile`: every case instead of one of each kind
+ADVERSARIAL = os.environ.get("NSA_ADVERSARIAL") == "1"  # `make adversarial`: every case instead of one of each kind
 # A process cannot be preloaded into where a sanitizer must come first.
 needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason=f"{LIBRARY} is not built")
 

@@ -6,13 +6,13 @@ import struct
 
 import pytest
 from faults import (
+    ADVERSARIAL,
     EACCES,
     EINTR,
     EIO,
     EMFILE,
     ENOSPC,
     FULL,
-    HOSTILE,
     for_each,
     killed,
     needs_library,
@@ -55,7 +55,7 @@ def is_checkpoint(call):
 def cases_of(calls):
     """All, or a part: a failure at the last call of each site, every one for a checkpoint's files and once for each
     kind of call, and kills around all that orders a checkpoint (or the whole, where there is none after another)."""
-    if HOSTILE:
+    if ADVERSARIAL:
         return [(call, action) for call in calls for action in ACTIONS[call.name]]
     cases, seen = [], set()
     for call in {call.site: call for call in calls}.values():
@@ -191,7 +191,7 @@ def test_overwriting(tmp_path, corpus, reference):
         scenario.remove(folder)
 
     cases = cases_of(scenario.calls)
-    for_each(check, cases if HOSTILE else [case for case in cases if case[0].number <= first + 2])
+    for_each(check, cases if ADVERSARIAL else [case for case in cases if case[0].number <= first + 2])
 
 
 def test_a_result_replaces_the_one_before_or_leaves_it(tmp_path, reference):

@@ -8,7 +8,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from faults import HOSTILE
+from faults import ADVERSARIAL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from conftest import PROGRAM, TINY, nsa, open_checkpoint, refused
 
 FUZZ = settings(
-    max_examples=600 if HOSTILE else 60,
+    max_examples=600 if ADVERSARIAL else 60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Do the C++ tests notice planted faults?
+"""Mutation testing: do the C++ tests catch every mutant?
 
-Copies the sources to a scratch folder, checks that the tests pass there, then plants one fault at a time in the CPU
-backend, rebuilds and runs the tests: each fault must make them fail. Writes docs/findings/reliability/mutants.md.
+Copies the sources to a scratch folder, checks that the tests pass there, then applies one mutant at a time to the CPU
+backend, rebuilds and runs the tests. Each mutant must make them fail. Writes docs/findings/reliability/mutants.md.
 
     tests/mutation/run.py [--keep] [--only NAME] [--check]
 """
@@ -23,13 +23,13 @@ REPORT = ROOT / "docs" / "findings" / "reliability" / "mutants.md"
 KERNELS = "src/cpu/kernels/"
 # The programs that check what the CPU backend computes, the quickest first.
 TESTS = ["selection_test", "inputs_test", "isolation_test", "grid_test"]
-# The faults are in code that is compiled once per instruction set: one of them is enough.
+# The mutants are in code that is compiled once per instruction set: one set is enough.
 OPTIONS = ["-DNSA_BUILD_LM=OFF", "-DNSA_BUILD_TESTS=ON", "-DNSA_CPU_ISAS=portable", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
 
 
 @dataclass
-class Fault:
-    """A fault as a replacement of source text that occurs exactly once."""
+class Mutant:
+    """A mutant as a replacement of source text that occurs exactly once."""
 
     name: str
     file: str
@@ -37,20 +37,20 @@ class Fault:
     new: str
 
 
-FAULTS = [
-    Fault(
+MUTANTS = [
+    Mutant(
         "visibility off by one: a compression block is seen one token late",
         KERNELS + "visible.h",
         "cfg.num_compressed(t + 1)",
         "cfg.num_compressed(t)",
     ),
-    Fault(
+    Mutant(
         "window off by one: one token short",
         KERNELS + "visible.h",
         "std::max<std::int64_t>(0, t + 1 - window)",
         "std::max<std::int64_t>(0, t + 2 - window)",
     ),
-    Fault(
+    Mutant(
         "all overlap weights 1",
         KERNELS + "block_selector.cpp",
         """  for (std::int64_t i = begin; i < end; i += kWidth) {
@@ -65,7 +65,7 @@ FAULTS = [
   }
 """,
     ),
-    Fault(
+    Mutant(
         "tie order reversed: to the higher index",
         KERNELS + "block_selector.cpp",
         """  for (std::int64_t j = 0; j < n; ++j)
@@ -74,25 +74,25 @@ FAULTS = [
   for (std::int64_t j = 0; j < n; ++j)
     if (ranks[j] > low || (ranks[j] == low && ties++ >= 0))""",
     ),
-    Fault(
+    Mutant(
         "a forced block dropped: the first of the local ones",
         KERNELS + "block_selector.cpp",
         "last = all ? candidates : candidates - cfg_.local_blocks;",
         "last = all ? candidates : candidates - cfg_.local_blocks + 1;",
     ),
-    Fault(
+    Mutant(
         "one head missing from the group sum",
         KERNELS + "block_selector.cpp",
         "for (int h = 0; h < p.heads; ++h) sum = fma(",
         "for (int h = 0; h + 1 < p.heads; ++h) sum = fma(",
     ),
-    Fault(
+    Mutant(
         "two gates swapped in nsa_attention",
         KERNELS + "nsa_forward.h",
         "gate[branch]",
         "gate[branch == kWindow ? branch : 1 - branch]",
     ),
-    Fault(
+    Mutant(
         "two gates swapped in combine",
         KERNELS + "combine.cpp",
         "gx = to_float(g[0]), gy = to_float(g[1])",
@@ -102,11 +102,11 @@ FAULTS = [
 
 
 def stale() -> list[str]:
-    """Faults that can no longer be planted, because the code they replace has changed."""
-    counts = [(ROOT / fault.file).read_text().count(fault.old) for fault in FAULTS]
+    """Mutants that no longer apply, because the code they replace has changed."""
+    counts = [(ROOT / mutant.file).read_text().count(mutant.old) for mutant in MUTANTS]
     return [
-        f"{fault.name}: {fault.file} holds the text to replace {count} times, not once"
-        for fault, count in zip(FAULTS, counts, strict=True)
+        f"{mutant.name}: {mutant.file} holds the text to replace {count} times, not once"
+        for mutant, count in zip(MUTANTS, counts, strict=True)
         if count != 1
     ]
 
@@ -162,19 +162,19 @@ def summary(failed: dict[str, list[str]]) -> str:
     return ", ".join(f"{test}: {kind} ({count})" for (test, kind), count in kinds.items())
 
 
-def plant(scratch: Path, fault: Fault) -> str:
-    """Returns the text that was there."""
-    path = scratch / fault.file
+def mutate(scratch: Path, mutant: Mutant) -> str:
+    """Applies the mutant; returns the original text."""
+    path = scratch / mutant.file
     text = path.read_text()
-    path.write_text(text.replace(fault.old, fault.new))
+    path.write_text(text.replace(mutant.old, mutant.new))
     return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder")
-    parser.add_argument("--only", default="", help="faults whose name contains this; writes no report")
-    parser.add_argument("--check", action="store_true", help="only see whether every fault can be planted")
+    parser.add_argument("--only", default="", help="run mutants whose name contains this; writes no report")
+    parser.add_argument("--check", action="store_true", help="check only that every mutant applies")
     arguments = parser.parse_args()
     if problems := stale():
         sys.exit("\n".join(problems))
@@ -187,30 +187,30 @@ def main() -> int:
         copy_sources(scratch)
         build(scratch)
         if failed := run_tests(scratch):
-            sys.exit(f"the tests fail without any fault: {summary(failed)}")
-        for fault in FAULTS:
-            if arguments.only not in fault.name:
+            sys.exit(f"the tests fail without a mutant: {summary(failed)}")
+        for mutant in MUTANTS:
+            if arguments.only not in mutant.name:
                 continue
             start = time.monotonic()
-            original = plant(scratch, fault)
+            original = mutate(scratch, mutant)
             build(scratch)
             failed = run_tests(scratch)
-            (scratch / fault.file).write_text(original)
+            (scratch / mutant.file).write_text(original)
             if not failed:
-                missed.append(fault.name)
-            rows.append(f"| {fault.name} | `{fault.file}` | {summary(failed)} |")
-            print(f"{'caught' if failed else 'MISSED'} in {time.monotonic() - start:.0f} s: {fault.name}", flush=True)
+                missed.append(mutant.name)
+            rows.append(f"| {mutant.name} | `{mutant.file}` | {summary(failed)} |")
+            print(f"{'caught' if failed else 'MISSED'} in {time.monotonic() - start:.0f} s: {mutant.name}", flush=True)
     finally:
         if not arguments.keep:
             shutil.rmtree(scratch)
     if not arguments.only:
         REPORT.parent.mkdir(parents=True, exist_ok=True)
         REPORT.write_text(
-            "# Planted faults\n\n"
-            "`make mutation` plants these faults one at a time in a copy of the CPU backend, rebuilds it and runs the\n"
-            "C++ tests that check what it computes, up to the first program that fails. Each has to make one fail. In\n"
-            "brackets: how many cases failed.\n\n"
-            "| fault | where | noticed by |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+            "# Mutants\n\n"
+            "`make mutation` applies these mutants one at a time to a copy of the CPU backend, rebuilds it and runs\n"
+            "the C++ tests of its results, up to the first program that fails. Each mutant must make one fail.\n"
+            "The number of failed cases is in brackets.\n\n"
+            "| mutant | file | caught by |\n|---|---|---|\n" + "\n".join(rows) + "\n"
         )
     return 1 if missed else 0
 

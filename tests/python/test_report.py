@@ -410,7 +410,7 @@ def test_no_place_to_write(runs, capsys):
     assert "name too long" in capsys.readouterr().err
 
 
-HOSTILE = [
+ADVERSARIAL = [
     *(None, True, 0, -1, 1, 3, 0.5, 2**31, 2**63, 10**4000, 1e-308, 1e308, -1e308, 1e15, math.nan, math.inf),
     *("", "x", "$", "$a$ $", "\\frac{", "\ud800", "\n", "\0", "y" * 5000, "nsa", "forward", "__", "{}", "%s"),
     *([], {}, [[]], [0], [None], [1, "x"], {"gpu": "$"}, {"": None}, [[-1, 10**9]]),
@@ -438,7 +438,7 @@ def damaged(rng, text):
             at = at[key]
         how = rng.random()
         if how < 0.7:
-            at[key] = rng.choice(HOSTILE)
+            at[key] = rng.choice(ADVERSARIAL)
         elif how < 0.85 or isinstance(at, dict):
             del at[key]
         else:

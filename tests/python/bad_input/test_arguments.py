@@ -10,7 +10,7 @@ import torch
 
 import nsa
 from problem import SMALL
-from valid_calls import HKV, HOSTILE, WEIGHTS, D, H, S, calls, make_cache, tensors_of, with_another
+from valid_calls import ADVERSARIAL, HKV, WEIGHTS, D, H, S, calls, make_cache, tensors_of, with_another
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -227,7 +227,7 @@ def test_any_mixture(name, data):
     """A refusal names an argument; it leaves a cache as it was. What is taken gives a result."""
     function, arguments = calls()[name]
     wrong = data.draw(st.lists(st.sampled_from(list(arguments)), min_size=1, max_size=3, unique=True))
-    changed = arguments | {argument: data.draw(st.sampled_from(HOSTILE)) for argument in wrong}
+    changed = arguments | {argument: data.draw(st.sampled_from(ADVERSARIAL)) for argument in wrong}
     cache = getattr(function, "__self__", arguments.get("cache"))
     before = bytes_of(cache) if isinstance(cache, nsa.KVCache) else None
     try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nsa
-from hostile_calls import cleaned, same, state
+from adversarial_calls import cleaned, same, state
 from nsa import parallel, serving
 from problem import SMALL
 from valid_calls import S, calls, make_cache, tensors_of, with_another

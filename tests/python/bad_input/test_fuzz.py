@@ -2,7 +2,7 @@
 nsa.reference has it, or one of the errors that the documents name. Never a crash, another exception, a changed argument
 after a refusal, or ten seconds.
 
-hypothesis makes up the cases; a worker (hostile_calls.py) that may crash runs them. NSA_HOSTILE=1 tries more.
+hypothesis makes up the cases; a worker (adversarial_calls.py) that may crash runs them. NSA_ADVERSARIAL=1 tries more.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import hostile_calls
+import adversarial_calls
 
-CASES = 4000 if os.environ.get("NSA_HOSTILE") == "1" else 500
+CASES = 4000 if os.environ.get("NSA_ADVERSARIAL") == "1" else 500
 LIMIT = 10.0  # seconds
-CATALOGUE = hostile_calls.catalogue()
+CATALOGUE = adversarial_calls.catalogue()
 
 
 class Worker:
@@ -39,7 +39,7 @@ class Worker:
 
     def start(self) -> subprocess.Popen[str]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "NSA_BACKEND": "cpu"}
-        command = [sys.executable, Path(hostile_calls.__file__)]
+        command = [sys.executable, Path(adversarial_calls.__file__)]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
         )
@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
     count = draw(st.sampled_from((1, 1, 1, 2, 3)))
     places = st.lists(st.sampled_from(CATALOGUE[name]), min_size=1, max_size=count, unique_by=lambda place: str(place))
     for path, what in draw(places):
-        kind = draw(st.sampled_from(hostile_calls.KINDS[what]))
+        kind = draw(st.sampled_from(adversarial_calls.KINDS[what]))
         changes.append([path, kind, draw(st.integers(0, 5039))])
     return {"call": name, "changes": changes, "threads": draw(st.sampled_from((1, 1, 1, 2)))}
 
@@ -99,11 +99,11 @@ def test_worker_finds_faults(worker):
     """What the worker is trusted with: a crash, a hang and an error of another kind are seen as such."""
     assert worker.run({"call": "combine", "changes": [], "threads": 1}) == ("taken", "as nsa.reference")
     assert worker.run({"call": "combine", "changes": [[["gates"], "rank", 0]], "threads": 1})[0] == "refused"
-    planted = {"crash": "crash", "error": "wrong", "write": "wrong", "bits": "wrong"}
-    for what, outcome in planted.items():
-        assert worker.run({"call": f"planted {what}", "changes": [], "threads": 1})[0] == outcome, what
+    injected = {"crash": "crash", "error": "wrong", "write": "wrong", "bits": "wrong"}
+    for what, outcome in injected.items():
+        assert worker.run({"call": f"injected {what}", "changes": [], "threads": 1})[0] == outcome, what
     worker.limit = 2.0
-    assert worker.run({"call": "planted hang", "changes": [], "threads": 1})[0] == "slow"
+    assert worker.run({"call": "injected hang", "changes": [], "threads": 1})[0] == "slow"
     worker.limit = LIMIT
 
 

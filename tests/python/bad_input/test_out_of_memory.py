@@ -1,7 +1,7 @@
 """Memory that runs out at any allocation of any operator: an error that says so, and the next call has the same bits.
 
 A process of its own runs this file with fail_allocation.cpp preloaded. By default some allocations of each operator
-fail; NSA_HOSTILE=1 tries every one.
+fail; NSA_ADVERSARIAL=1 tries every one.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ def main(library):
         hook.fail_allocation(0)
         operator(*again)
         total = hook.count_allocations()
-        every = os.environ.get("NSA_HOSTILE") == "1" or total <= SOME
+        every = os.environ.get("NSA_ADVERSARIAL") == "1" or total <= SOME
         for k in range(1, total + 1) if every else sorted({1 + i * (total - 1) // (SOME - 1) for i in range(SOME)}):
             now = copied(given)
             hook.fail_allocation(k)

@@ -181,7 +181,7 @@ def with_another(arguments: dict[str, Any], argument: str, value: Any) -> dict[s
     return arguments | {name: tuple(value if i == int(place) else t for i, t in enumerate(arguments[name]))}
 
 
-HOSTILE = [
+ADVERSARIAL = [
     *(None, True, 0, -1, 1, 16, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.0, -0.5, 1e308, math.nan, math.inf, 1j),
     *("", "mlp", [], [1], (), (None, None), {}, object(), np.zeros((1, S, 1, D)), np.int64(3), np.float64(0.5)),
     *(torch.tensor(3), torch.tensor([]), torch.zeros(3), torch.zeros((1,) * 6), torch.zeros(1, S, 1, 0)),

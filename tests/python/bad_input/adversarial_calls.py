@@ -2,7 +2,7 @@
 
 A case is {"call": NAME, "changes": [[PLACE, KIND, NUMBER], ...], "threads": 1 or 2}: one of the valid calls below with
 some arguments, or parts of them, replaced. The worker reads one case a line and answers with one line, [OUTCOME, TEXT]:
-"taken", "refused", or "wrong" with what is wrong. One case again: echo CASE | python hostile_calls.py
+"taken", "refused", or "wrong" with what is wrong. One case again: echo CASE | python adversarial_calls.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nsa.cache import NAMES
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a worker
 
 import test_operators
-from valid_calls import HOSTILE, calls
+from valid_calls import ADVERSARIAL, calls
 
 MEMORY = 3 << 30  # bytes that a case may allocate
 SMALL = 1 << 20  # elements up to which a tensor is copied and compared
@@ -43,8 +43,8 @@ FAR = 2**31 + 8  # elements between rows that lie far from each other
 def valid_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function and its arguments by name, new ones each time."""
     torch.manual_seed(0)
-    if name in PLANTED:
-        return PLANTED[name], {"x": torch.ones(3)}
+    if name in INJECTED:
+        return INJECTED[name], {"x": torch.ones(3)}
     if not name.startswith("ops."):
         return calls()[name]
     _, operator, index = name.split(".")
@@ -64,12 +64,12 @@ def fail(x: Tensor) -> None:
 
 
 _drawn = iter(range(1 << 60))
-PLANTED: dict[str, Callable[..., Any]] = {
-    "planted crash": lambda x: ctypes.string_at(8),
-    "planted hang": lambda x: time.sleep(1000),
-    "planted error": fail,
-    "planted write": write,
-    "planted bits": lambda x: x + next(_drawn),
+INJECTED: dict[str, Callable[..., Any]] = {
+    "injected crash": lambda x: ctypes.string_at(8),
+    "injected hang": lambda x: time.sleep(1000),
+    "injected error": fail,
+    "injected write": write,
+    "injected bits": lambda x: x + next(_drawn),
 }
 """Faults that test_fuzz.py must notice."""
 
@@ -316,7 +316,7 @@ def changed(arguments: dict[str, Any], path: list[Any], kind: str, number: int) 
     elif kind == "number":
         new = SCALARS[number % len(SCALARS)]
     elif kind == "value" or not isinstance(value, Tensor):
-        new = HOSTILE[number % len(HOSTILE)]
+        new = ADVERSARIAL[number % len(ADVERSARIAL)]
     else:
         new = CHANGES[kind](value, number)
     return replaced(arguments, tuple(path), new)

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from faults import HOSTILE, for_each, one_line, run, start
+from faults import ADVERSARIAL, for_each, one_line, run, start
 from test_resume import same_bits
 
 from conftest import TINY, metrics, nsa
@@ -20,7 +20,7 @@ OPTIONS = [*TINY, "--threads", 1, "--steps", 120, "--save-every", 5, "--log-ever
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, corpus):
     """A run and the seconds it took."""
-    out = tmp_path_factory.mktemp("hostile") / "reference"
+    out = tmp_path_factory.mktemp("adversarial") / "reference"
     begin = time.monotonic()
     nsa("train", "--out", out, "--data", corpus, *OPTIONS)
     return out, time.monotonic() - begin
@@ -29,7 +29,7 @@ def reference(tmp_path_factory, corpus):
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, corpus):
     """The same run, stopped at a checkpoint on its way."""
-    out = tmp_path_factory.mktemp("hostile") / "stopped"
+    out = tmp_path_factory.mktemp("adversarial") / "stopped"
     process = start(["train", "--out", out, "--data", corpus, *OPTIONS], stdout=None, stderr=None)
     while not (out / "metrics.jsonl").exists():
         assert process.poll() is None
@@ -61,7 +61,7 @@ def test_thirty_kills(tmp_path, corpus, reference):
             nsa("train", "--out", out, *arguments)
             same_bits(out_of_reference, out)
 
-    for_each(check, range(20) if HOSTILE else range(2))
+    for_each(check, range(20) if ADVERSARIAL else range(2))
 
 
 @pytest.mark.parametrize("how", [signal.SIG_DFL, signal.SIG_IGN])
@@ -146,10 +146,10 @@ def test_memory_that_runs_out(tmp_path, reference, stopped):
     for name, command in commands.items():
         shutil.copytree(stopped, tmp_path / name)
         most = peak([*command, tmp_path / name])
-        count = 26 if HOSTILE else 5
+        count = 26 if ADVERSARIAL else 5
         limits[name] = [least + (most - least) * i // count for i in range(count)]
     # Less than LibTorch's constructors take, which run before main().
-    limits["train"] += [least - i * 2**20 for i in (range(1, 40) if HOSTILE else (1, 8))]
+    limits["train"] += [least - i * 2**20 for i in (range(1, 40) if ADVERSARIAL else (1, 8))]
 
     def check(case):
         name, limit = case
