@@ -25,17 +25,19 @@ TOKENS, GPUS = 2**20, [2**i for i in range(1, 11)]
 # Latency and bandwidth where nothing was measured.
 WITHIN, BEYOND = "NVLink:4:350:8", "network:10:45"
 PROBLEM = "batch 1, 64 query heads, 4 KV heads of 128, bfloat16, φ mean, one set of keys and values"
-HOW = """\
-A row is the median of five calls on the slowest rank, or of as many as three seconds allow. Exposed is what forward and
-backward take beyond the rank's attention calls alone (timed in the same run with all keys there): collectives, and also
-compression, copies and sums. Waited is for how long the device waits in collectives, the slower rank included.
-Efficiency is the time of one GPU of the same run over P times that of P. Peak is the memory that torch allocated on a
-rank, inputs, dO and results included."""
-TOGETHER = "For both, the two passes are those of one rank together, the slowest."
-APART = """\
-For both, the two passes are the slowest forward and the slowest backward. That counts twice what one rank waits in its
-forward for another one's backward. Taken rank by rank it is"""
+HOW = f"""\
+Attention of one layer: {PROBLEM}.
+A row is the median of five calls on the slowest rank, or of as many as three seconds allow.
 
+- Exposed: share of forward and backward beyond the rank's attention calls alone, which are timed in the same run with
+  all keys in place. It includes collectives, compression, copies and sums.
+- Waited: time that the device waits in collectives, the slower rank included.
+- Efficiency: time of one GPU of the same run over P times that of P GPUs.
+- Peak: memory that torch allocated on a rank, inputs, dO and results included.
+- Exposed and efficiency are of one rank's two passes, the slowest. Where these were not recorded together they are of
+  the slowest forward and the slowest backward, which counts some waiting twice; in brackets rank by rank.
+
+"""
 
 TESTS = {
     "parallel": "context parallelism",
@@ -63,20 +65,6 @@ def rank_by_rank(times):
     return max(map(sum, zip(*passes, strict=True))) if all(passes) else both(times)
 
 
-def how_both(run, rows):
-    """A sentence on what `both` is of."""
-    if all("both_ms" in row for row in rows):
-        return TOGETHER
-    cells = []
-    for row in (row for row in rows if "attention_alone" in row and "forward_ms_of_ranks" in row):
-        whole = rank_by_rank(row)
-        told = f"{percent((whole - both(row['attention_alone'])) / whole)} exposed"
-        if "alone" in row:
-            told += f" and an efficiency of {rank_by_rank(row['alone']) / run.gpus / whole:.3f}"
-        cells.append(f"{told} at {row['tokens']} tokens")
-    return f"{APART} {'; '.join(cells)}." if cells else f"{APART} less."
-
-
 def attention_table(run):
     """Rows of context parallelism."""
     found = run.of("context_parallel")
@@ -84,13 +72,18 @@ def attention_table(run):
     head += ["efficiency", "exposed", "waited, ms", "peak, GiB"]
     rows = [head]
     for row in found["rows"]:
-        whole = both(row)
-        one = both(row["alone"]) if "alone" in row else None
-        exposed = (whole - both(row["attention_alone"])) / whole if "attention_alone" in row else None
+        exposed, efficiency = [], []
+        for time in (both,) if "both_ms" in row else (both, rank_by_rank):
+            whole = time(row)
+            if "attention_alone" in row:
+                exposed.append(percent((whole - both(row["attention_alone"])) / whole))
+            if "alone" in row:
+                efficiency.append(shown(time(row["alone"]) / run.gpus / whole, 3))
         cells = [str(row["tokens"]), row["layout"], str(row["kv_heads_at_once"])]
         cells += [shown(row[name]) for name in ("forward_ms", "backward_ms")]
-        cells += [shown(row.get("recomputed_backward_ms")), shown(one and one / run.gpus / whole, 3)]
-        rows.append([*cells, percent(exposed), shown(row.get("waited_ms")), shown(row.get("peak_gib"))])
+        cells += [shown(row.get("recomputed_backward_ms")), " (".join(efficiency) + ")" * (len(efficiency) > 1)]
+        cells += [" (".join(exposed) + ")" * (len(exposed) > 1)]
+        rows.append([*cells, shown(row.get("waited_ms")), shown(row.get("peak_gib"))])
     return table(rows)
 
 
@@ -103,21 +96,24 @@ def attention_checks(run):
         worst = max(max(one["difference"].values()) for one in sampled)
         rows, differ = sum(one["rows"] for one in sampled), sum(one["blocks_differ"] for one in sampled)
         said.append(
-            f"{rows} sampled queries of all lengths, and the gradients of keys and values that they cause, differ from "
-            f"float64 by at most {worst:.1e} of their norm; {differ} of their blocks are not float64's, by at most "
+            f"{rows} sampled queries, and the gradients of keys and values that they cause, differ from float64 by at "
+            f"most {worst:.1e} of their norm. {differ} of their blocks differ, by at most "
             f"{max(one['largest_gap'] for one in sampled):.1e} in importance."
         )
     beside = [max(row["beside_one"]["difference"].values()) for row in found["rows"] if "beside_one" in row]
     if beside:
-        said.append(f"All results differ from one GPU's whole call by at most {max(beside):.1e} of their norm.")
+        said.append(f"All results differ from one GPU's call by at most {max(beside):.1e} of their norm.")
+    cases = {}
     for one in bits["rows"] if bits else ():
         equal = [name for name, same in one["as_one_rank"].items() if same]
         other = [name for name, same in one["as_one_rank"].items() if not same]
-        said.append(
-            f"{one['tokens']} tokens in {one['chunks']} chunks, {one['layout']}, {one['dtype']}: "
-            f"{'the same bits' if one['same_in_all_runs'] else 'other bits'} in {one['runs']} runs; as on one rank: "
-            f"{', '.join(equal) or 'nothing'}{'; not ' + ', '.join(other) if other else ''}."
+        outcome = (
+            f"{'The same bits' if one['same_in_all_runs'] else 'Other bits'} in {one['runs']} runs of {one['tokens']} "
+            f"tokens in {one['chunks']} chunks; as on one rank: {', '.join(equal) or 'nothing'}"
+            f"{'; not ' + ', '.join(other) if other else ''}"
         )
+        cases.setdefault(outcome, []).append(f"{one['layout']} {one['dtype']}")
+    said += [f"{outcome} ({', '.join(found)})." for outcome, found in cases.items()]
     said += [f"{one['what']}: not run, {one['why']}." for one in found["not_run"]]
     return fill(" ".join(said))
 
@@ -140,9 +136,9 @@ def beside_one(one, all_of_them):
     if one["steps"] != all_of_them["steps"]:
         return f"medians over {one['steps']} and {all_of_them['steps']} steps"
     if one["weights_sha256"] == all_of_them["weights_sha256"]:
-        return f"the same bits of weights after {one['steps']} steps"
+        return f"equal weights after {one['steps']} steps"
     apart = max(abs(b / a - 1) for a, b in zip(one["losses"], all_of_them["losses"], strict=True))
-    return f"other weights after {one['steps']} steps, losses apart by at most {apart:.1e} of their size"
+    return f"different weights after {one['steps']} steps, losses within {apart:.1e}"
 
 
 def training_lines(run):
@@ -154,8 +150,8 @@ def training_lines(run):
         lines.append(
             f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
             f"{one['grad_accum']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
-            f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: {ratio:.2f} times as many, efficiency "
-            f"{ratio / run.gpus:.3f}, {beside_one(one, all_of_them)}."
+            f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: efficiency {ratio / run.gpus:.3f}, "
+            f"{beside_one(one, all_of_them)}."
         )
     for name in ("train_long_one", "train_long_all"):
         found = run.of(name)
@@ -163,16 +159,16 @@ def training_lines(run):
             losses = found["losses"]
             lines.append(
                 f"`{run.stages[name]['command'].partition('examples/')[2].partition(' --out')[0]}` on "
-                f"{1 if name.endswith('one') else run.gpus}: {found['tokens_per_second']:,.0f} tokens/s, "
-                f"{losses[0]:.3f} nats per byte in step 1, {losses[-1]:.3f} in step {len(losses)}."
+                f"{1 if name.endswith('one') else run.gpus}: {found['tokens_per_second']:,.0f} tokens/s. "
+                f"Nats per byte: {losses[0]:.3f} in step 1, {losses[-1]:.3f} in step {len(losses)}."
             )
     killed = run.of("killed")
     for one in killed["runs"] if killed else ():
         said = one["seconds_until_said"]
-        told = "said nothing" if said is None else f"said so after {said:.1f} s"
-        on = "went on to its end" if one["resumed"] == 0 else "failed"
+        told = "reported nothing" if said is None else f"reported it after {said:.1f} s"
+        on = "completed the run" if one["resumed"] == 0 else "failed"
         lines.append(
-            f"Rank {one['victim']} of {killed['ranks']} killed: another one {told}, torchrun ended after "
+            f"Rank {one['victim']} of {killed['ranks']} killed: another rank {told}, torchrun ended after "
             f"{one['seconds_until_torchrun_ended']:.1f} s; `--resume` {on}."
         )
     for name, what in TESTS.items():
@@ -191,15 +187,9 @@ def measured_section(run):
     commit = f"commit {about['commit']}" if about["commit"] else "commit not recorded"
     text = title + fill(f"{gpu_of(about)}, {about['date']}, {commit}, `{about['command']}`.") + "\n\n"
     if run.of("context_parallel"):
-        text += (
-            fill(f"Attention of one layer, {PROBLEM}. {HOW} {how_both(run, run.of('context_parallel')['rows'])}")
-            + "\n\n"
-            + attention_table(run)
-            + "\n\n"
-        )
-        text += attention_checks(run) + "\n\n"
+        text += f"{attention_table(run)}\n\n{attention_checks(run)}\n\n"
     if run.of("collectives"):
-        text += "Collectives, by what a rank receives:\n\n" + collectives_table(run) + "\n\n"
+        text += "Collectives, by bytes that a rank receives:\n\n" + collectives_table(run) + "\n\n"
     if lines := training_lines(run):
         text += lines + "\n\n"
     return text
@@ -213,9 +203,8 @@ def predicted_section(model, runs):
     if fabrics:
         names = " and ".join(run.name for run in runs if run.fabric())
         about = (
-            "What ran stands above. The collectives within a machine of eight are those measured on "
-            f"{names}, by a latency for each other rank and a bandwidth; beyond, 10 µs and 45 GB/s a GPU are "
-            "assumptions."
+            "Collectives within a machine of eight are those measured on "
+            f"{names}, as a latency per other rank and a bandwidth. Beyond, 10 µs and 45 GB/s a GPU are assumptions."
         )
     else:
         about = (
@@ -223,9 +212,9 @@ def predicted_section(model, runs):
             "10 µs a rank) and bandwidths (350 GB/s a GPU within a machine of eight, 45 GB/s beyond) are assumptions."
         )
     model_of_time = (
-        "Time is (a·S + b·S²) / P, with a and b of the least relative error; where several GPUs ran the "
-        "measured collectives come on top. The files are of different commits, and what became faster between them is "
-        "an error here. **Measured**, beside what the model says:"
+        "Time is (a·S + b·S²) / P, with a and b of the least relative error. Measured collectives are added where "
+        "several GPUs ran. The files are of different commits, so speedups between them appear as errors. **Measured** "
+        "and modelled:"
     )
     errors = "\n".join(model.errors(runs))
     done = {run.gpus for run in runs for row in run.rows() if row["tokens"] == TOKENS}
@@ -238,10 +227,9 @@ def predicted_section(model, runs):
 
     python bench/scale/scale_model.py --fabric {WITHIN} --fabric {BEYOND}
 
-predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1) from what one H200 was
-measured at: its whole forwards and backwards (`bench/results/bench_cuda.json`), and the slowest of eight ranks at a
-million tokens, each rank's calls played by one GPU after the other, one repeat
-(`bench/results/simulated_ranks.json`: its command, commit and day).
+predicts the attention of one layer (64 query heads, 4 KV heads of 128, bfloat16, batch 1). It uses measurements on one
+H200. `bench/results/bench_cuda.json` has forward and backward end to end. `bench/results/simulated_ranks.json` has the
+slowest of eight simulated ranks at a million tokens, whose calls one GPU runs one after the other.
 
 {fill(model_of_time)}
 
@@ -249,17 +237,17 @@ million tokens, each rank's calls played by one GPU after the other, one repeat
 
 {fill(f"**Predicted** for {TOKENS} tokens. {about}")}
 
-`--fabric NAME:LATENCY_us:GB/s[:most GPUs]` takes your fabric, `--collectives FILE` what `torchrun --nproc-per-node 8
-bench/scale/collectives.py --json FILE` measures. forward and backward are without collectives; "all" is both with
-them, nothing overlapped. Calls that are too short to fill a GPU are not in the model, so believe it less where a rank
-has few thousand tokens.
+`--fabric NAME:LATENCY_us:GB/s[:most GPUs]` describes your fabric. `--collectives FILE` takes the results of `torchrun
+--nproc-per-node 8 bench/scale/collectives.py --json FILE`. Forward and backward are without collectives; "all" is both
+with them, without overlap. The model ignores that short calls do not fill a GPU. It is less accurate where a rank has few
+thousand tokens.
 
 {predicted}
 
 ![predicted time and efficiency over the number of GPUs](../images/scale.png)
 
-At a fixed length the bytes that a rank receives stay the same and its work shrinks with P: context parallelism pays
-while S²/P does, within a fast fabric. Go on with data parallelism from there.
+At a fixed length a rank receives the same number of bytes while its work shrinks with P. Use context parallelism within
+a fast fabric, and data parallelism beyond.
 """,
     )
 
@@ -268,20 +256,20 @@ def page_end(model, runs):
     """The text after MARK, and the fabrics of the picture."""
     text = "## Measured on several GPUs\n\n"
     if runs:
-        text += "".join(measured_section(run) for run in runs)
+        text += HOW + "".join(measured_section(run) for run in runs)
     else:
         text += fill(
             "Nothing has run on several GPUs or over NCCL yet, and no collective between GPUs was timed. `tools/gpu.sh "
-            "scale` does all of it, on as many GPUs as a machine has; it has run with two CPU processes and tiny sizes."
+            "scale` measures all of it on the GPUs of a machine. It has run with two CPU processes and tiny sizes."
         )
         text += "\n\n"
     assumed, fabrics, predicted = predicted_section(model, runs)
-    text += predicted + "\n## What was run without several GPUs\n\n"
+    text += predicted + "\n## Tests without several GPUs\n\n"
     text += """\
-Of `tests/python/parallel`, `test_parallel.py` runs 8 chunks on one process and, under torchrun with gloo, on 2 and 4
-CPU processes: equal bits, batched and packed, float32, bfloat16 and (by the oracle, as CPUs have no kernels for it)
-float16. `test_train_long.py` trains dp, cp, tp and two of them at once on 1, 2 and 4, and goes on with another number.
-On one GPU each of eight ranks' calls ran, one after the other:
+In `tests/python/parallel`, `test_parallel.py` compares 8 chunks on one process with 2 and 4 CPU processes (torchrun,
+gloo). The bits are equal, batched and packed, in float32, bfloat16 and float16 (by the oracle). `test_train_long.py`
+trains with dp, cp, tp and two of them at once on 1, 2 and 4 processes, and resumes with another number. On one GPU the
+calls of eight ranks ran one after the other:
 
     python bench/scale/context_parallel.py --play 8 --tokens 1048576 --json played.json
 """
