@@ -73,7 +73,8 @@ def attention_table(run):
     rows = [head]
     for row in found["rows"]:
         exposed, efficiency = [], []
-        for time in (both,) if "both_ms" in row else (both, rank_by_rank):
+        by_rank = "both_ms" not in row and "forward_ms_of_ranks" in row
+        for time in (both, rank_by_rank) if by_rank else (both,):
             whole = time(row)
             if "attention_alone" in row:
                 exposed.append(percent((whole - both(row["attention_alone"])) / whole))
@@ -239,8 +240,8 @@ slowest of eight simulated ranks at a million tokens, whose calls one GPU runs o
 
 `--fabric NAME:LATENCY_us:GB/s[:most GPUs]` describes your fabric. `--collectives FILE` takes the results of `torchrun
 --nproc-per-node 8 bench/scale/collectives.py --json FILE`. Forward and backward are without collectives; "all" is both
-with them, without overlap. The model ignores that short calls do not fill a GPU. It is less accurate where a rank has few
-thousand tokens.
+with them, without overlap. The model ignores that short calls do not fill a GPU. It is less accurate where a rank has
+few thousand tokens.
 
 {predicted}
 
