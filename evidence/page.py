@@ -56,8 +56,8 @@ METHOD = """\
 - `evidence/run.sh` runs every plan and resumes where it stopped. `python -m evidence.run PLAN` runs one. `--missing`
   lists what has no result. `python -m evidence.page` writes these pages from `evidence/results`.
 - Models of a plan share data, order and seed, and are evaluated on the same held-out rows.
-- A difference is the mean over the seeds that both models have. ± is half of the 95 % interval by Student's t: the
-  wider of the interval over rows and the interval over seeds.
+- A difference is the mean over the seeds that both models have. The figure after ± is half of the 95 % interval by
+  Student's t, over rows or over seeds, whichever is wider.
 - Far recurrences are tokens that followed the same eight tokens (BPE: three) more than 4096 tokens ago. Non-recurring
   tokens did not follow them before within the context.
 - The retained long-range gain is (L_window − L) / (L_window − L_full): the share of the gain from attention beyond the

@@ -8,7 +8,8 @@ Checked are the Markdown files that git tracks:
   are left out: they name earlier commits;
 - src/README.md has a paragraph for every folder of src, and no other;
 - README.md has at most 120 lines, each finding at most 40;
-- findings, and all other Markdown, keep their limits of words (the bars and rules of tables are not words).
+- outside of findings no sentence has more than 35 words (code blocks, tables, headings and link targets do not count);
+- findings, and all other Markdown, keep their limits of words, as `wc -w` counts them.
 """
 
 import fnmatch
@@ -22,6 +23,9 @@ FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )")
+SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\[])")
 BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:(?:::|\.)[A-Za-z_]\w*)*(?:\(\))?")
 FILE_NAME = re.compile(r"[\w*-]+\.(?:h|cpp|cu|cuh|py|sh)")
@@ -36,8 +40,9 @@ FOREIGN |= {
     "AttentionImpl",
 }
 FINDING_LINES = 40  # of a file in a folder of docs/findings
-FINDINGS_WORDS = 20000
-DOCUMENTS_WORDS = 62000  # of the Markdown outside docs/findings
+FINDINGS_WORDS = 25000
+DOCUMENTS_WORDS = 56000  # of the Markdown outside docs/findings
+SENTENCE_WORDS = 35
 FOREIGN |= {"attention_registry.py", "base_attn_backend.py", "forward_decode", "forward_extend"}
 
 
@@ -50,9 +55,14 @@ def anchors(text):
     return slugs
 
 
-def count_words(text):
-    """Bars and rules of tables do not count."""
-    return sum(not re.fullmatch(r"[|:-]+", word) for word in text.split())
+def long_sentences(text):
+    for paragraph in PARAGRAPH_END.split(COMMENT.sub("\n\n", FENCE.sub("\n\n", text))):
+        if paragraph.lstrip().startswith(("|", "#")) or all(line.startswith("    ") for line in paragraph.splitlines()):
+            continue
+        for sentence in SENTENCE_END.split(" ".join(re.sub(r"\]\([^)]*\)", "]", paragraph).split())):
+            words = sentence.split()
+            if len(words) > SENTENCE_WORDS:
+                yield f"a sentence of {len(words)} words, at most {SENTENCE_WORDS}: {' '.join(words[:8])} ..."
 
 
 def broken_links(page, text):
@@ -140,7 +150,10 @@ def main():
             complaints.append(f"{text.count(chr(10))} lines: at most 120")
         if fnmatch.fnmatch(name, "docs/findings/*/*.md") and text.count("\n") > FINDING_LINES:
             complaints.append(f"{text.count(chr(10))} lines: at most {FINDING_LINES}")
-        words[name.startswith("docs/findings/")] += count_words(text)
+        is_finding = name.startswith("docs/findings/")
+        if not is_finding:
+            complaints += long_sentences(text)
+        words[is_finding] += len(text.split())
         for complaint in complaints:
             print(f"{name}: {complaint}")
         found += len(complaints)
