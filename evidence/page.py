@@ -365,13 +365,19 @@ def losses_section(results):
 
 def recall_section(results):
     kinds = ["nsa", BASE, "window", *METHODS]
-    head = ["task", "seed", "options", *kinds[:3], *(f"{BASE} + {name}" for name in METHODS.values())]
+    head = ["task", "options", *kinds[:3], *(f"{BASE} + {name}" for name in METHODS.values())]
     rows = []
     for task, seeds in results.models.items():
-        for seed, result in seeds.items():
-            scores = (result["scores"].get(kind, {}).get("accuracy") for kind in kinds)
-            rows.append([task, str(seed), f"`{result['options']}`", *map(percent, scores)])
-    yield "Accuracy. Sequences grow as a model learns, those of NSA and of full attention each at its own pace."
+        row = [task, f"`{next(iter(seeds.values()))['options']}`"]
+        for kind in kinds:
+            scores = [result["scores"].get(kind, {}).get("accuracy") for result in seeds.values()]
+            cells = ["–" if score is None else f"{100 * score:.1f}" for score in scores]
+            row.append(", ".join(cells) if any(score is not None for score in scores) else "")
+        rows.append(row)
+    yield (
+        "Accuracy in percent, a value for each seed. Sequences grow as a model learns, those of NSA and of full "
+        "attention each at its own pace."
+    )
     yield table([head, *rows])
 
 
