@@ -374,7 +374,7 @@ def recall_section(results):
             cells = ["–" if score is None else f"{100 * score:.1f}" for score in scores]
             row.append(", ".join(cells) if any(score is not None for score in scores) else "")
         rows.append(row)
-    yield (
+    yield fill(
         "Accuracy in percent, a value for each seed. Sequences grow as a model learns, those of NSA and of full "
         "attention each at its own pace."
     )
