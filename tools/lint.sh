@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Formatting, ruff, types, whether includes run one way and a folder is a namespace, whether the mutations still fit the
-# code and the documents agree with the tree, and clang-tidy over the library's scalar code (the kernels' intrinsics only
-# add noise).
+# code, the documents agree with the tree and the words are the field's, and clang-tidy over the library's scalar code
+# (the kernels' intrinsics only add noise).
 set -u
 cd "$(dirname "$0")/.."
 failed=0
@@ -11,6 +11,7 @@ mypy --no-error-summary || failed=1
 python3 tools/check_folders.py || failed=1
 python3 tests/mutation/run.py --check || failed=1
 python3 tools/check_docs.py || failed=1
+python3 tools/check_words.py || failed=1
 python3 tools/performance.py --check || failed=1
 python3 -m evidence.page --check || failed=1
 python3 tools/scale.py --check || failed=1

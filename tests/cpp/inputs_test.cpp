@@ -1,4 +1,4 @@
-// Inputs of every legal kind: hostile indices, stride 0, tensors given twice.
+// Inputs of every legal kind: adversarial indices, stride 0, tensors given twice.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ TEST_P(Inputs, HostileIndices) {
   const auto expected = run_selected(p, p.indices);
   // The same sets, shuffled, with duplicates and numbers that name no candidate block.
   constexpr std::int64_t kWidth = 13;
-  Tensor hostile(DType::kInt32, {2, 110, 2, kWidth}, Layout::kPadded);
+  Tensor adversarial(DType::kInt32, {2, 110, 2, kWidth}, Layout::kPadded);
   std::mt19937 random(5);
   for (std::int64_t b = 0; b < 2; ++b)
     for (std::int64_t t = 0; t < 110; ++t)
@@ -62,9 +62,9 @@ TEST_P(Inputs, HostileIndices) {
                                    p.indices.get({b, t, head, 0})};
         for (std::int64_t n = 0; n < p.c.cfg.topk; ++n) row.push_back(p.indices.get({b, t, head, n}));
         std::shuffle(row.begin(), row.end(), random);
-        for (std::int64_t n = 0; n < kWidth; ++n) hostile.set({b, t, head, n}, row[static_cast<std::size_t>(n)]);
+        for (std::int64_t n = 0; n < kWidth; ++n) adversarial.set({b, t, head, n}, row[static_cast<std::size_t>(n)]);
       }
-  const auto results = run_selected(p, hostile);
+  const auto results = run_selected(p, adversarial);
   for (std::size_t i = 0; i < results.size(); ++i) EXPECT_TRUE(same_bits(expected[i], results[i])) << "output " << i;
 }
 

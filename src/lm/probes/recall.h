@@ -107,7 +107,7 @@ struct RecallReport {
 /// Trains an NSA model and one with full attention, each on sequences that grow as it learns (4 chains, then twice as
 /// many whenever it has `kRecallGrowsAt` right), then one with the window alone on the NSA model's steps, and evaluates
 /// all three. Before they grow each value is asked for the key before it, too: attention to the token before is half of
-/// a look-up, and is learnt late from the answers alone.
+/// a recall, and is learnt late from the answers alone.
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step);
 
 void to_json(nlohmann::json& json, const RecallReport& report);

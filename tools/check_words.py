@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Do sources and documents use the field's words? Prints what does not, a line each; exit code 1 if anything does not.
+
+A pattern below stands for a word that this project does not use; with it comes the one that it uses. Findings and the
+changelog keep the words of their day, stored results those of the command that made them. A blank in a pattern also
+matches the end of a line of a comment.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = ("CHANGELOG.md", "docs/findings/", "bench/results/", "evidence/results/", "tools/check_words.py")
+TEXT = re.compile(r"\.(?:md|h|cpp|cu|cuh|py|sh|cmake|txt|toml|yml|yaml)$|(?:^|/)Makefile$")
+WORDS = {
+    r"\blook-ups?\b|--lookups\b|chains? of look": "associative recall, multi-hop recall",
+    r"\b(?:numbers|lines) hidden|hidden (?:numbers|lines)\b": "needle retrieval",
+    r"\bfar repeats?\b": "recurrences beyond 4096 tokens",
+    r"\bshare kept\b": "retained long-range gain",
+    r"\brecall of the choice\b": "selection recall",
+    r"\bfull by (?:quest|exact|streaming|h2o|infllm|clusterkv)\b": "full + Quest",
+    r"\bmissed by\b": "gap",
+    r"\bhostile\b|\bplanted\b": "adversarial, fault injection, mutant",
+    r"--accumulate\b|--first-context\b|--join\b": "--grad-accum, --context-warmup, --concat-by-folder",
+}
+LINE_END = r"\s+(?:(?://+|#+|\*) *)?"
+
+
+def main():
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    patterns = {re.compile(pattern.replace(" ", LINE_END), re.IGNORECASE): word for pattern, word in WORDS.items()}
+    found = 0
+    for name in files:
+        if name.startswith(LEFT_OUT) or not TEXT.search(name) or not (ROOT / name).is_file():
+            continue
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for pattern, word in patterns.items():
+            for match in pattern.finditer(text):
+                line = text.count("\n", 0, match.start()) + 1
+                print(f"{name}:{line}: {' '.join(match[0].split())}: the word here is {word}")
+                found += 1
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
