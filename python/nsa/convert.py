@@ -1,15 +1,19 @@
 """python -m nsa.convert SRC OUT: makes a folder that from_pretrained of nsa.hf loads.
 
 SRC is a folder of a dense LlamaForCausalLM or Qwen3ForCausalLM, which becomes sparse, or a run of the program `nsa`,
-whose model is renamed. SRC is only read; OUT appears whole or not at all.
+whose model is renamed. SRC is only read; OUT appears whole or not at all. Exit codes are those of the program: 2 when
+options or SRC are at fault, 1 when something else fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._files import open_regular, read_object, read_regular, shown
 from .config import NSAConfig
 from .hf import NsaLlamaConfig, NsaQwen3Config  # first: it says what to install
 from .hf.conversion import (
@@ -36,8 +41,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -47,9 +52,27 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 CARRIED = (".json", ".jinja", ".model", ".txt")
 """Endings of the files beside the weights that go along: tokenizer, generation_config, licence."""
+
+LIMITS = {
+    ("vocab_size",): (2, 1 << 20),
+    ("num_hidden_layers", "num_layers"): (1, 1024),
+    ("hidden_size",): (4, 1 << 16),
+    ("num_attention_heads", "num_heads"): (1, 1024),
+    ("num_key_value_heads", "num_kv_heads"): (1, 1024),
+    ("head_dim",): (8, 1024),
+    ("intermediate_size", "ffn_size"): (1, 1 << 18),
+}
+"""Sizes that the program takes, by their names in transformers and in a run."""
+
+USERS_FAULTS = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES),
+    *(errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
+}
+"""Errors that blame a name or a permission, not the machine."""
 
 BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
@@ -60,23 +83,35 @@ BLOCK_NAMES = {
 """Parts of a layer in a run of the program, and in transformers."""
 
 
+DTYPES = ("F32", "BF16", "F16")
+
+
 class Folder:
-    """The safetensors of a folder: which file has which tensor. Raises ValueError naming what is damaged."""
+    """What somebody else's folder holds: configuration, and which file has which tensor.
+
+    Everything that is read or copied is a regular file. In a run folder, and for what is copied, it is no link either,
+    unless one into the folder or the cache of the Hugging Face Hub that it belongs to. Raises ValueError naming what is
+    damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = _json(path / "config.json")
-        if (path / INDEX).exists():
-            index = _json(path / INDEX)
+        self.config = read_object(path / CONFIG)
+        self.is_run = "model" in self.config
+        if self.is_run:
+            self.config = read_object(path / CONFIG, follow=False)
+        _check_sizes(path / CONFIG, self.config["model"] if self.is_run else self.config)
+        if not self.is_run and os.path.lexists(path / INDEX):
+            index = read_object(path / INDEX)
             weight_map = index.get("weight_map")
             if not isinstance(index.get("metadata"), dict):  # transformers wants it
                 raise ValueError(f"{path / INDEX}: metadata: must be an object")
             if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
                 raise ValueError(f"{path / INDEX}: weight_map: must name a file for each tensor")
             self.files = sorted(set(weight_map.values()))
-            if any(Path(file).name != file for file in self.files):
-                raise ValueError(f"{path / INDEX}: weight_map: must name files in the same folder")
-        elif (path / SINGLE).exists():
+            if any(Path(file).name != file or not file.endswith(".safetensors") for file in self.files):
+                raise ValueError(f"{path / INDEX}: weight_map: must name .safetensors files in the same folder")
+        elif os.path.lexists(path / SINGLE):
             self.files = [SINGLE]
         else:
             raise ValueError(f"{path}: no {SINGLE} and no {INDEX}")
@@ -85,17 +120,40 @@ class Folder:
             with self.open(file) as tensors:
                 for name in tensors.keys():
                     if name in self.shapes:
-                        raise ValueError(f"{path / file}: {name}: in another file, too")
-                    self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                        raise ValueError(f"{path / file}: {shown(name)}: in another file, too")
+                    part = tensors.get_slice(name)
+                    self.shapes[name] = tuple(part.get_shape())
+                    dtype = part.get_dtype()
+                    if dtype not in DTYPES:
+                        raise ValueError(f"{path / file}: {shown(name)}: {dtype}: must be {' or '.join(DTYPES)}")
 
     @contextmanager
     def open(self, file: str) -> Iterator[Any]:
         """One of the files, as safetensors reads it."""
+        open_regular(self.path / file, follow=not self.is_run).close()
         try:
             with safe_open(self.path / file, framework="pt") as tensors:
                 yield tensors
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{self.path / file}: {error}") from None
+
+    def tensor(self, source: Any, file: str, name: str) -> Tensor:
+        """One of the tensors of an open file. Raises ValueError where it is not finite."""
+        tensor: Tensor = source.get_tensor(name)
+        if not tensor.isfinite().all():
+            raise ValueError(f"{self.path / file}: {shown(name)}: holds values that are not finite")
+        return tensor
+
+    def carried(self) -> Iterator[tuple[str, bytes]]:
+        """The files beside the weights that go along: names and contents."""
+        folder = Path(os.path.realpath(self.path))
+        cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+        for file in sorted(self.path.iterdir()):
+            if file.suffix not in CARRIED or file.name in (CONFIG, INDEX) or (file.is_dir() and not file.is_symlink()):
+                continue
+            if file.is_symlink() and Path(os.path.realpath(file)).parent not in (folder, cache):
+                raise ValueError(f"{file}: a link out of the folder: must be a file of its own")
+            yield file.name, read_regular(file)
 
     def check(self, expected: dict[str, Tensor], optional: set[str]) -> None:
         """Raises ValueError unless there are exactly these tensors, in their shapes."""
@@ -105,10 +163,11 @@ class Folder:
                     continue
                 raise ValueError(f"{self.path}: {name}: missing")
             if self.shapes[name] != tuple(tensor.shape):
-                raise ValueError(f"{self.path}: {name}: {self.shapes[name]}: must be {tuple(tensor.shape)}")
+                shape = shown(str(self.shapes[name]))
+                raise ValueError(f"{self.path}: {name}: {shape}: must be {tuple(tensor.shape)}")
         for name in self.shapes:
             if name not in expected and not name.endswith("rotary_emb.inv_freq"):
-                raise ValueError(f"{self.path}: {name}: not a tensor of the architecture")
+                raise ValueError(f"{self.path}: {shown(name)}: not a tensor of the architecture")
 
 
 @contextmanager
@@ -129,29 +188,40 @@ def appearing(out: Path) -> Iterator[Path]:
 
 
 def make_sparse(
-    src: Path, out: Path, nsa: dict[str, Any], *, separate_kv: bool, dense_layers: list[int], phi: str, seed: int
+    folder: Folder, out: Path, nsa: dict[str, Any], *, separate_kv: bool, dense_layers: list[int], phi: str, seed: int
 ) -> None:
     """Converts a dense folder, one file of weights at a time."""
-    folder = Folder(src)
+    src = folder.path
     architectures = folder.config.get("architectures") or ["none"]
-    if architectures[0] not in ARCHITECTURES:
-        raise ValueError(f"{src}: architecture = {architectures[0]}: must be {' or '.join(ARCHITECTURES)}")
+    architecture = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise ValueError(f"{src}: architecture = {shown(str(architecture))}: must be {' or '.join(ARCHITECTURES)}")
+    kind = ARCHITECTURES[architecture][0]
+    if folder.config.get("model_type") != kind.model_type:
+        found = shown(repr(folder.config.get("model_type")))
+        raise ValueError(f"{src}: model_type = {found}: must be {kind.model_type} with architecture {architecture}")
     if folder.config.get("quantization_config"):
         raise ValueError(f"{src}: quantization_config: must be absent")
-    with _understanding(src / "config.json"), torch.device("meta"):
-        dense = AutoConfig.from_pretrained(src)
+    if os.path.lexists(src / "adapter_config.json"):
+        raise ValueError(f"{src / 'adapter_config.json'}: must be absent: merge the adapter into the weights first")
+    carried = dict(folder.carried())
+    if GENERATION_CONFIG in carried:  # transformers reads it with either folder
+        with _understanding(src / GENERATION_CONFIG):
+            GenerationConfig.from_dict(read_object(src / GENERATION_CONFIG))
+    with _understanding(src / CONFIG), torch.device("meta"):
+        dense = kind.from_dict(folder.config)
+        _check_layers(folder, "num_hidden_layers", dense.num_hidden_layers)
         expected = AutoModelForCausalLM.from_config(dense).state_dict()
         options = {**nsa, "share_kv": not separate_kv, "phi": phi}
-        config = sparse_config(dense, architectures[0], options, dense_layers)
+        config = sparse_config(dense, architecture, options, dense_layers)
         model = SPARSE_MODELS[type(config)](config)
     folder.check(expected, {"lm_head.weight"} if dense.tie_word_embeddings else set())
     config.architectures = [type(model).__name__]
     config.dtype = dense.dtype
     with appearing(out) as made:
         config.save_pretrained(made)
-        for file in sorted(src.iterdir()):
-            if file.is_file() and file.suffix in CARRIED and file.name not in ("config.json", INDEX):
-                shutil.copyfile(file, made / file.name)
+        for name, content in carried.items():
+            (made / name).write_bytes(content)
         places, total = {}, 0
         for file in folder.files:
             tensors: dict[str, Tensor] = {}
@@ -159,7 +229,7 @@ def make_sparse(
                 for name in source.keys():
                     if name not in expected:
                         continue
-                    tensor = source.get_tensor(name)
+                    tensor = folder.tensor(source, file, name)
                     tensors.update(targets(config, name, tensor))
                     if name.endswith("self_attn.q_proj.weight"):
                         for added, value in added_tensors(config, model, seed, [int(name.split(".")[2])]):
@@ -172,11 +242,10 @@ def make_sparse(
             (made / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def rename_run(src: Path, out: Path) -> None:
+def rename_run(folder: Folder, out: Path) -> None:
     """Makes the model of a run folder of the program one of transformers: nsa, or with full or window attention."""
-    folder = Folder(src)
-    given = folder.config["model"]
-    with _understanding(src / "config.json"), torch.device("meta"):
+    src, given = folder.path, folder.config["model"]
+    with _understanding(src / CONFIG), torch.device("meta"):
         if given["v_head_dim"] != given["head_dim"]:
             raise ValueError(f"{src}: v_head_dim = {given['v_head_dim']}: must be head_dim = {given['head_dim']}")
         fields = {
@@ -214,10 +283,11 @@ def rename_run(src: Path, out: Path) -> None:
             config = (Qwen3Config if qk_norm else LlamaConfig)(**fields)
         else:
             raise ValueError(f"{src}: attention = {given['attention']}: must be nsa, full or, without qk_norm, window")
+        _check_layers(folder, "num_layers", config.num_hidden_layers)
         expected = kind(config).state_dict()
     config.architectures = [kind.__name__]
     with folder.open(SINGLE) as source:
-        tensors = {_renamed(name): source.get_tensor(name) for name in source.keys()}
+        tensors = {_renamed(name): folder.tensor(source, SINGLE, name) for name in source.keys()}
     folder.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     folder.check(expected, {"lm_head.weight"} if config.tie_word_embeddings else set())
     with appearing(out) as made:
@@ -227,7 +297,7 @@ def rename_run(src: Path, out: Path) -> None:
 
 def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dict[str, Any]]:
     """For each length: how the logits of the two folders differ on random tokens."""
-    dense = AutoModelForCausalLM.from_pretrained(src, attn_implementation="nsa")
+    dense = AutoModelForCausalLM.from_pretrained(src, attn_implementation="nsa", trust_remote_code=False)
     sparse = AutoModelForCausalLM.from_pretrained(out)
     generator = torch.Generator().manual_seed(seed)
     for length in lengths:
@@ -252,36 +322,65 @@ def main(arguments: list[str] | None = None) -> int:
         option(f"--{name.replace('_', '-')}", type=int, default=field.default, metavar="N", help="%(default)s")
     given = parser.parse_args(arguments)
     try:
-        if "model" in _json(given.src / "config.json"):
-            rename_run(given.src, given.out)
-            print(f"{given.out}: written")
-            return 0
-        nsa = {name: getattr(given, name) for name in NSAConfig.__dataclass_fields__}
-        made = {"separate_kv": given.separate_kv, "dense_layers": given.dense_layers, "phi": given.phi}
-        make_sparse(given.src, given.out, nsa, **made, seed=given.seed)
-        print(f"{given.out}: written")
-        lengths = [length for length in given.lengths if length > 0]
+        folder = Folder(given.src)
+        if folder.is_run:
+            rename_run(folder, given.out)
+        else:
+            nsa = {name: getattr(given, name) for name in NSAConfig.__dataclass_fields__}
+            made = {"separate_kv": given.separate_kv, "dense_layers": given.dense_layers, "phi": given.phi}
+            make_sparse(folder, given.out, nsa, **made, seed=given.seed)
+        _say(f"{given.out}: written")
+        lengths = [] if folder.is_run else [length for length in given.lengths if length > 0]
         for row in compare(given.src, given.out, lengths, given.seed) if lengths else ():
-            print(
+            _say(
                 f"{row['length']:>7} random tokens: max |logit difference| {row['max_difference']:.2g}, "
                 f"KL {row['kl']:.2g}, same best token {100 * row['top1']:.1f} %"
             )
-    except (ValueError, OSError, StrictDataclassError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    except (ValueError, StrictDataclassError) as error:
+        return _fail(str(error), 2)
+    except OSError as error:
+        message = f"{error.filename or given.out}: {error.strerror or error}"
+        return _fail(message, 2 if error.errno in USERS_FAULTS else 1)
+    except SafetensorError as error:  # of reading they are ValueErrors
+        return _fail(f"{given.out}: cannot be written: {error}", 1)
+    except MemoryError:
+        return _fail("out of memory", 1)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        return _fail(f"out of memory: {error}", 1)
     return 0
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _say(line: str) -> None:
     try:
-        content = json.loads(path.read_text())
+        print(line, flush=True)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must be an object")
-    return content
+        error.filename = "standard output"
+        raise
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {shown(' '.join(message.split()), 2000)}", file=sys.stderr)
+    return code
+
+
+def _check_sizes(path: Path, config: Any) -> None:
+    """Before anything is made of these sizes."""
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: model: must be an object")
+    for names, (low, high) in LIMITS.items():
+        for name in names:
+            value = config.get(name)
+            if type(value) is int and not low <= value <= high:
+                raise ValueError(f"{path}: {name} = {shown(str(value))}: must be {low} ... {high}")
+
+
+def _check_layers(folder: Folder, field: str, num_layers: int) -> None:
+    """Before modules are made for layers that the files do not have."""
+    last = f"{'' if folder.is_run else 'model.'}layers.{num_layers - 1}."
+    if not any(name.startswith(last) for name in folder.shapes):
+        raise ValueError(f"{folder.path}: {field} = {num_layers}: the files have no layer {num_layers - 1}")
 
 
 @contextmanager
@@ -328,4 +427,14 @@ def _renamed(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # the unfinished OUT goes
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may hold any byte
+    code = main()
+    try:
+        sys.stdout.flush()
+    except OSError:  # said by main(): not once more by the interpreter
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)

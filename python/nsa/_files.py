@@ -1,0 +1,90 @@
+"""Reading files that somebody else wrote, with the limits of the program `nsa`; showing what they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+MAX_BYTES = 100_000_000
+"""Of a file that is read whole: the limit that safetensors sets to its header."""
+
+MAX_LEVELS = 64
+"""Of objects and arrays in JSON."""
+
+
+def shown(text: str, length: int = 80) -> str:
+    """Text from a file in at most `length` characters of one line; what is not printable is escaped."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: length + 1])
+    return line if len(line) <= length else f"{line[: length - 3]}..."
+
+
+def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    Raises:
+        ValueError: `path` is a FIFO, which open() would wait for, a device or a folder; or a link without `follow`.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    if not follow and path.is_symlink():
+        raise ValueError(f"{path}: not a regular file, but a link")
+    try:
+        file = os.fdopen(os.open(path, flags), "rb")
+    except IsADirectoryError:
+        raise ValueError(f"{path}: not a regular file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path}: not a regular file")
+    return file
+
+
+def read_regular(path: Path, *, follow: bool = True) -> bytes:
+    """A whole regular file of at most MAX_BYTES. Raises ValueError as open_regular() does."""
+    with open_regular(path, follow=follow) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{path}: too large: must be at most {MAX_BYTES} bytes")
+    return content
+
+
+def read_object(path: Path, *, follow: bool = True) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, also for a field given twice and for more than MAX_LEVELS."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no number in JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise ValueError(f"field '{shown(twice)}' is there twice")
+        return fields
+
+    try:
+        content = json.loads(read_regular(path, follow=follow), parse_constant=refuse, object_pairs_hook=unique)
+        too_deep = _levels(content) > MAX_LEVELS
+    except RecursionError:
+        too_deep = True
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8") from None
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
+    if too_deep:
+        raise ValueError(f"{path}: nested deeper than {MAX_LEVELS} levels")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must be an object")
+    return content
+
+
+def _levels(value: Any) -> int:
+    """How deep objects and arrays nest, without recursion."""
+    levels, layer = 0, [value]
+    while layer := [item for item in layer if isinstance(item, (dict, list))]:
+        levels += 1
+        layer = [inner for item in layer for inner in (item.values() if isinstance(item, dict) else item)]
+    return levels
