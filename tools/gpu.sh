@@ -13,8 +13,9 @@
 #   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
 #   BUDGET=540   scale: seconds after which no step begins or goes on
 #   PEERS=FILE   bench: a result of bench/peers/peers.py on this GPU, for the table of `nsa bench`
+#   FLASH3=FILE   bench: extension module of FlashAttention-3; default: that of an installed package
 #   FLASH_NSA=FOLDER   decode: what bench/peers/peer_decode.py times beside
-# Beside $RESULTS the stage bench also writes bench_cuda.json and bench_minimax_m3.json, and hf llama.json.
+# Beside $RESULTS the stage bench also writes bench_cuda.json, bench_recipe.json and bench_minimax_m3.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench decode}
@@ -73,6 +74,16 @@ tests() { for t in build-gpu/bin/cuda_*_test; do [[ $t == *_full_size_* || $t ==
 pytest=(python3 -m pytest -q -p no:cacheprovider)
 python3 -c 'import xdist' 2>/dev/null && pytest+=(-n "${JOBS:-8}")
 
+find_flash3() {  # the extension module of an installed FlashAttention-3, if there is one
+  python3 - <<'PYTHON'
+from importlib.util import find_spec
+from pathlib import Path
+
+for found in filter(None, map(find_spec, ("flash_attn_3", "fa3_fwd"))):
+    print(*(path for folder in found.submodule_search_locations for path in Path(folder).glob("_C*.so")))
+    break
+PYTHON
+}
 build() {
   run configure cmake -S . -B build-gpu -G Ninja -DNSA_BUILD_CUDA=ON -DNSA_BUILD_PYTHON=ON -DNSA_BUILD_LM="${LM:-1}" \
     -DNSA_PYTHON="$(command -v python3)" -DCMAKE_CUDA_COMPILER="$(command -v nvcc)" -DCMAKE_PREFIX_PATH="$bundle/usr" \
@@ -163,10 +174,16 @@ for step in $steps; do
       ;;
     bench)
       if [[ -x $NSA_PROGRAM ]]; then
-        run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,16384,32768,65536,131072,262144 \
-          --selection random --longest-dense-forward 262144 --no-plain --budget 0.5 ${PEERS:+--peers "$PEERS"} \
-          --json "$(dirname "$results")/bench_cuda.json"
+        dense=(--selection random --longest-dense-forward 262144 --no-plain --budget 0.4)
+        flash3=${FLASH3:-$(find_flash3)}
+        [[ -z $flash3 ]] || dense+=(--flash3 "$flash3")
+        run bench build-gpu/bin/nsa bench --device cuda --lengths 4096,6144,7168,8192,16384,32768,65536,131072,262144 \
+          "${dense[@]}" ${PEERS:+--peers "$PEERS"} --json "$(dirname "$results")/bench_cuda.json"
         cat "$logs/bench.log"
+        run recipe build-gpu/bin/nsa bench --device cuda --lengths 4096,8192,12288,16384,32768,65536,131072 \
+          --kernel-size 8 --kernel-stride 8 --block-size 32 --topk 32 --phi mlp "${dense[@]}" \
+          --json "$(dirname "$results")/bench_recipe.json"
+        cat "$logs/recipe.log"
         # MiniMax-M3's attention: 16 blocks of 128.
         run minimax_m3 build-gpu/bin/nsa bench --device cuda --lengths 8192,65536 --heads 64 --kv-heads 4 --head-dim 128 \
           --block-size 128 --topk 16 --selection random --only selected_attention --budget 0.5 \

@@ -10,6 +10,7 @@ The ways, of which the fastest counts:
     cudnn     cuDNN over all keys at once
     cudnnN    cuDNN over N splits of the keys, whose outputs torch merges
     flash     FlashAttention-2 with lengths on the device, which splits keys by itself
+    flash3    FlashAttention-3 in the same way, where a package of it is installed
 """
 
 import argparse
@@ -19,10 +20,12 @@ import statistics
 
 import torch
 
+from peers import flash3_interface
+
 HEADS, KV_HEADS, DIM = 64, 4, 128
 TURNS = 256 << 20  # bytes of all caches
 SPLITS = 4, 16, 64
-WAYS = ["cudnn", *(f"cudnn{count}" for count in SPLITS), "flash"]
+WAYS = ["cudnn", *(f"cudnn{count}" for count in SPLITS), "flash", "flash3"]
 
 
 def numbers(text):
@@ -64,8 +67,16 @@ class Step:
         )[0]
         return o.view_as(self.q)
 
+    def flash3(self, k, v):
+        o = flash3_interface().flash_attn_with_kvcache(
+            self.q.flatten(1, 2)[:, None], k, v, cache_seqlens=self.lengths, causal=True
+        )
+        return (o[0] if isinstance(o, tuple) else o).view_as(self.q)
+
     def run(self, way, cache):
-        return self.flash(*cache) if way == "flash" else self.cudnn(*cache, int(way.removeprefix("cudnn") or 1))
+        if way.startswith("flash"):
+            return getattr(self, way)(*cache)
+        return self.cudnn(*cache, int(way.removeprefix("cudnn") or 1))
 
     def check(self):
         """All ways must give what the first one gives."""
@@ -73,7 +84,7 @@ class Step:
         for way in WAYS:
             try:
                 o = self.run(way, self.caches[0]).float()
-            except RuntimeError:
+            except (RuntimeError, ImportError):
                 continue
             first = o if first is None else first
             apart = (o - first).abs().max().item() / first.abs().max().item()
@@ -91,7 +102,7 @@ class Step:
             with torch.cuda.graph(graph):
                 for cache in self.caches:
                     self.run(way, cache)
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             print(f"{way}: {str(error).splitlines()[0]}")
             return None
         times = []

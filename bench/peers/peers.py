@@ -12,7 +12,8 @@ Within a stage the implementations take turns, the second-level cache is flushed
 Selected attention and the whole attend to given blocks, while everybody's own selection still runs: `random` ones, or
 `clustered`, of which neighbouring queries share about three quarters. The sliding window of the others is
 FlashAttention-2, as torch has it: they bring none. torch's dense attention by cuDNN and by FlashAttention-2 is measured
-beside. FlashAttention-2 gets its values padded where they are narrower than the keys.
+beside, and FlashAttention-3 where a package of it is installed (flash_attn_3, tokenspeed-fa3, or fa3-fwd, which has no
+backward). FlashAttention-2 gets its values padded where they are narrower than the keys.
 
 `nsa bench --peers` takes the JSON into its table.
 """
@@ -316,6 +317,26 @@ class Dense:
             yield "dense", lambda: self.attend(*inputs[:3]), inputs[:3]
 
 
+class Flash3(Dense):
+    """FlashAttention-3 by an installed package."""
+
+    def __init__(self, longest):
+        super().__init__("flash3", None, longest)
+        self.function = flash3_interface().flash_attn_func
+
+    def attend(self, q, k, v):
+        o = self.function(*(t[None] for t in (q, k, v)), causal=True)
+        return (o[0] if isinstance(o, tuple) else o)[0]  # older versions return the logsumexp, too
+
+
+def flash3_interface():
+    """The Python module of FlashAttention-3. Raises ImportError where no package of it is installed."""
+    try:
+        return importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return importlib.import_module("fa3_fwd_interface")
+
+
 # ------------------------------------------------------------------------------------------------------------- timing
 
 
@@ -473,6 +494,10 @@ def main():
     dense = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
     implementations = [Ours(ROOT, problem), *load(folders.items(), problem)]
     implementations += [Dense(name, backend, options.longest_dense) for name, backend in dense.items()]
+    try:
+        implementations.append(Flash3(options.longest_dense))
+    except ImportError as error:
+        print(f"skipped flash3: {error}")
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
     shape = "H={} Hkv={} Dk={} Dv={}".format(*problem)

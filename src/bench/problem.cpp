@@ -288,13 +288,26 @@ Case Problem::plain(bool backward) {
   return both;
 }
 
-std::vector<std::string> Problem::dense_forms(at::Device device) {
-  if (device.is_cpu()) return {"expanded", "gqa"};
+std::vector<std::string> Problem::dense_forms() const {
+  if (shape_.device.is_cpu()) return {"expanded", "gqa"};
+  if (shape_.flash3) return {"cudnn", "flash2", "flash3"};
   return {"cudnn", "flash2"};
 }
 
+std::function<void()> Problem::flash3_work(bool backward) const {
+  return [=, this, &flash3 = *shape_.flash3] {
+    const at::NoGradGuard no_grad;
+    const auto out = flash3.forward(q_, k_, v_);
+    if (backward) flash3.backward(d_o_, q_, k_, v_, out);
+  };
+}
+
 Case Problem::dense(const std::string& form, bool backward) {
+  const std::string op = backward ? "dense_forward_backward" : "dense_forward";
   if (backward) keep_gradients();
+  if (form == "flash3") {
+    return {.op = op, .variant = form, .cost = costs_.of(op), .work = flash3_work(backward), .staged = {}};
+  }
   const auto leaf = [&](const at::Tensor& x) { return x.detach().requires_grad_(backward); };
   const auto q = leaf(q_), k = leaf(k_), v = leaf(v_);
   const auto d_o = backward ? d_o_.transpose(1, 2) : at::Tensor();
@@ -321,7 +334,6 @@ Case Problem::dense(const std::string& form, bool backward) {
     o.backward(d_o);
     for (const auto& x : {q, k, v}) x.mutable_grad().reset();
   };
-  const std::string op = backward ? "dense_forward_backward" : "dense_forward";
   return {.op = op, .variant = form, .cost = costs_.of(op), .work = work, .staged = {}};
 }
 

@@ -6,11 +6,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bench/costs.h"
 #include "bench/device_timing.h"
+#include "bench/flash3.h"
 #include "bench/selection.h"
 #include "bridge/call.h"
 #include "bridge/compression.h"
@@ -21,6 +23,7 @@ namespace nsa::bench {
 struct Shape : Dims {
   Selection selection = Selection::kOwn;
   int threads = 2;
+  std::optional<Flash3> flash3;  // where given, dense attention by FlashAttention-3 is timed, too
   at::Device device = at::kCPU;
 };
 
@@ -43,11 +46,12 @@ class Problem {
   std::vector<Case> operations(const std::vector<CompressionKind>& phis, bool backward);
   /// Causal attention to everything on libnsa's own kernels: a window as long as the sequence.
   Case plain(bool backward);
-  /// The same by torch's scaled_dot_product_attention, in one of the forms below.
+  /// The same by torch's scaled_dot_product_attention or by FlashAttention-3, in one of the forms below.
   Case dense(const std::string& form, bool backward);
   /// On the CPU: K/V expanded to all heads, enable_gqa; on CUDA, enable_gqa on one back end each: cuDNN,
-  /// FlashAttention-2, which gets its values padded where they are narrower than the keys.
-  static std::vector<std::string> dense_forms(at::Device device);
+  /// FlashAttention-2, which gets its values padded where they are narrower than the keys, and FlashAttention-3 if the
+  /// shape has it.
+  std::vector<std::string> dense_forms() const;
 
   Cost cost(const std::string& name, CompressionKind phi) const { return costs_.of(name, phi); }
 
@@ -75,6 +79,7 @@ class Problem {
   CompressParams compress_params(const Side& side) const;
   CompressBackwardParams compress_backward_params(const Side& side) const;
   std::function<void()> compress_work(CompressionKind phi, bool backward) const;
+  std::function<void()> flash3_work(bool backward) const;
   TensorView keep(const at::Tensor& tensor);
   at::Tensor random(std::int64_t heads, std::int64_t width) const;
   void keep_branches();

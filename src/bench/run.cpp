@@ -124,7 +124,7 @@ class Runner {
     Result& best = dense_[backward];
     const bool all = length <= kLongestAllForms || before.length == 0 || !options_.shape.device.is_cpu();
     best = {};
-    for (const auto& form : Problem::dense_forms(options_.shape.device)) {
+    for (const auto& form : problem.dense_forms()) {
       if (!all && form != before.variant) continue;
       const auto result = time_form(problem, form, backward, length);
       if (result && (best.length == 0 || result->timing.seconds() < best.timing.seconds())) best = *result;

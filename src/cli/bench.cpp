@@ -151,6 +151,10 @@ class BenchCommand {
             "Blocks to attend to: own, or given ones (random, clustered) while the choice of its own still runs")
         ->check(CLI::IsMember({"own", "random", "clustered"}));
     command_.add_option("--peers", peers_, "Times of other implementations by bench/peers/peers.py, for the table");
+    command_.add_option(
+        "--flash3", flash3_,
+        "Extension module of FlashAttention-3 (flash_attn_3/_C.abi3.so), timed as dense attention besides; on cuda, "
+        "bfloat16");
     command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens")
         ->check(length_range);
     option("--longest-dense-forward", options_.longest_dense_forward,
@@ -211,6 +215,11 @@ class BenchCommand {
     at::set_num_threads(shape.threads);
 
     require_backend();
+    if (!flash3_.empty()) {
+      shape.flash3.emplace(flash3_);
+      if (!shape.device.is_cuda() || !shape.bfloat16)
+        throw base::Error("--flash3: needs --device cuda and --dtype bfloat16");
+    }
     if (!peers_.empty())
       options_.peers = bench::Peers(peers_, shape, shape.device.is_cuda() ? base::gpu_name() : base::cpu_name());
     print_machine(device);
@@ -273,7 +282,7 @@ class BenchCommand {
   CLI::App& command_;
   bench::Options options_ = bench::default_options(at::kCPU);
   DeviceOption device_;
-  std::string dtype_ = "bfloat16", model_, peers_, selection_ = "own";
+  std::string dtype_ = "bfloat16", model_, peers_, flash3_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};
   JsonOption json_;
   bool goals_ = false;

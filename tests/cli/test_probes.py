@@ -253,6 +253,12 @@ def test_bench_refuses_peers_of_other_devices(tmp_path):
     assert "cannot be read" in refused("bench", *TINY_BENCH, "--peers", tmp_path / "nowhere")
 
 
+def test_bench_refuses_flash3_that_does_not_load(tmp_path):
+    (tmp_path / "module.so").write_text("not a library")
+    for path in (tmp_path / "module.so", tmp_path / "nowhere"):
+        assert f"--flash3 {path}: cannot be loaded" in refused("bench", *TINY_BENCH, "--flash3", path)
+
+
 def test_bench_marks_what_it_extrapolates(tmp_path):
     limits = "--longest-dense-forward 64 --no-backward --no-parts".split()
     out, _ = result(tmp_path, "bench", *TINY_BENCH, *limits)

@@ -11,7 +11,11 @@ from .sources import Sources, shown
 from .style import ATTENTION_COLOURS, BRANCH_COLOURS, figure, length_axis
 
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
-_DENSE = {"cudnn": "dense attention, cuDNN", "flash2": "dense attention, FlashAttention-2"}
+_DENSE = {
+    "cudnn": ("dense attention, cuDNN", "s-"),
+    "flash2": ("dense attention, FlashAttention-2", "^--"),
+    "flash3": ("dense attention, FlashAttention-3", "v-."),
+}
 
 # In the order in which they run, with the branch they are coloured by and how strongly.
 _STAGES = {
@@ -108,9 +112,10 @@ def _draw_pass(ax: Axes, bench: Measured, pass_name: str) -> None:
         )
         low = high
     ax.plot(lengths, [whole[n] for n in lengths], "o-", color="black", ms=5, label=f"NSA, φ = {shown(bench.phi)}")
-    for (form, name), style in zip(_DENSE.items(), ("s-", "^--"), strict=True):
+    for form, (name, style) in _DENSE.items():
         dense = bench.times(f"dense_{pass_name}", form)
-        ax.plot(list(dense), list(dense.values()), style, color=ATTENTION_COLOURS["full"], ms=5, label=name)
+        if dense:
+            ax.plot(list(dense), list(dense.values()), style, color=ATTENTION_COLOURS["full"], ms=5, label=name)
     peers = bench.peers(pass_name)
     if peers:
         names = " or ".join(sorted({name for _, name in peers.values()}))

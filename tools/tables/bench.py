@@ -3,7 +3,7 @@
 from tables.text import fill, read
 
 PASSES = {"forward": "forward", "forward_backward": "forward and backward"}
-DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2"}
+DENSE = {"cudnn": "cuDNN", "flash2": "FlashAttention-2", "flash3": "FlashAttention-3"}
 RIVALS = {"dense": "torch's dense attention", "plain": "causal attention on the library's own kernels"}
 
 
@@ -26,6 +26,14 @@ class Bench:
     def times(self, op, variant):
         """Milliseconds by length."""
         return {length: 1e3 * r["seconds"] for length, r in self.results(op, variant).items()}
+
+    def fastest_dense(self, pass_name):
+        """Milliseconds of the fastest dense attention by length."""
+        fastest = {}
+        for form in DENSE:
+            for length, ms in self.times(f"dense_{pass_name}", form).items():
+                fastest[length] = min(ms, fastest.get(length, ms))
+        return fastest
 
     def problem(self):
         s = self.settings

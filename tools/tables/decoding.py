@@ -85,7 +85,7 @@ def against_peers(results):
     dense, peer = (results[0]["stages"][name] for name in ("decode_dense", "peer_decode"))
     yield fill(
         f"Microseconds of one step of one token, from the same runs (torch {peer['result']['torch']}). Dense attention "
-        "is the fastest of cuDNN over all keys, cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2. Its "
+        "is the fastest of cuDNN over all keys, cuDNN over 4, 16 or 64 splits of them, and FlashAttention-2 and 3. Its "
         "caches are contiguous, and no keys are copied for the heads of a group (`bench/peers/dense_decode.py`). "
         f"flash_nsa ({peer['result']['flash_nsa'][:7]}) has φ = mean and pages of 128 (`bench/peers/peer_decode.py`)."
     )

@@ -8,17 +8,18 @@ def gpu_times(bench):
     """Times by length, with those of dense attention and of the fastest other implementation."""
     phis = [bench.phi] + [phi for phi in ("mlp", "linear", "mean") if phi != bench.phi and bench.times("forward", phi)]
     peers = any(r.get("peer") for pass_name in PASSES for r in bench.results(pass_name, bench.phi).values())
-    rows = [
-        ["", "length", *(f"NSA, φ = {phi}" for phi in phis), *DENSE.values(), "other NSA", "cuDNN / NSA", "other / NSA"]
-    ]
+    forms = [form for form in DENSE if bench.times("dense_forward", form)]
+    columns = [*(f"NSA, φ = {phi}" for phi in phis), *(DENSE[form] for form in forms)]
+    rows = [["", "length", *columns, "other NSA", "fastest dense / NSA", "other / NSA"]]
     for pass_name, title in PASSES.items():
-        dense = {form: bench.times(f"dense_{pass_name}", form) for form in DENSE}
+        dense = {form: bench.times(f"dense_{pass_name}", form) for form in forms}
+        fastest = bench.fastest_dense(pass_name)
         for length, r in bench.results(pass_name, bench.phi).items():
             nsa, peer = 1e3 * r["seconds"], 1e3 * r["peer_s"] if r.get("peer") else None
             row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
-            row += [figure(dense[form].get(length)) for form in DENSE]
+            row += [figure(dense[form].get(length)) for form in forms]
             row += [f"{figure(peer)} ({r['peer']})" if peer else ""]
-            rows.append([*row, ratio(dense["cudnn"].get(length), nsa), ratio(peer, nsa)])
+            rows.append([*row, ratio(fastest.get(length), nsa), ratio(peer, nsa)])
     return table(rows if peers else [[*row[:-3], row[-2]] for row in rows])
 
 

@@ -3,7 +3,7 @@
 from tables.text import fill, gpu_of, pair, read, source, table
 
 NAMES = {"nsa": "this", "xunhaolai": "XunhaoLai", "flash_nsa": "flash_nsa"}
-NAMES |= {"cudnn": "dense: cuDNN", "flash2": "dense: FlashAttention-2"}
+NAMES |= {"cudnn": "dense: cuDNN", "flash2": "dense: FlashAttention-2", "flash3": "dense: FlashAttention-3"}
 
 
 def peers_about(result):
