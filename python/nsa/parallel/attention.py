@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from .._arguments import check_offsets, check_type, check_usable
-from .._registration import call, ops
+from .._registration import call, needs_gradient, ops
 from ..config import CompressionWeights, NSAConfig
 from ..functional import MEAN, PAPER, _signed
+from ..functional import native_sparse_attention as attend_alone
 from ..rotary import check_positions, rotate, rows_within
-from .exchange import ContextParallel
+from .exchange import ContextParallel, agree
 from .layout import Chunk, divide
 from .plan import Plan
 
@@ -97,38 +98,54 @@ def native_sparse_attention(
         for name, number, hint in numbers:
             check_type(name, number, hint)
         phi_tensors = {name: t for x, w in phi for name, t in _named(f"weights_{x}", w).items()}
-        for name, value in {**tensors, **phi_tensors, "rope": rope}.items():
+        for name, value in {**tensors, **phi_tensors, "rope": rope, "cu_seqlens": cu_seqlens}.items():
             check_usable(name, value)
         offsets = None
         if cu_seqlens is not None:
             check_offsets(cu_seqlens)
             offsets = cu_seqlens.tolist()
         at_once = _check(tensors, cp, packed, kv_heads_at_once, noise)
-        _signed(seed)
         chunks = divide(q.shape[0 if packed else 1] * cp.size, len(cp.owners), cfg, offsets)
         lengths = [q.shape[1] * cp.size] if offsets is None else [b - a for a, b in pairwise(offsets)]
         check_positions(rope, max(lengths), "the longest sequence")
-        for i, table in enumerate(rope or ()):
-            if table.device != q.device or table.dtype != torch.float32:
-                came = f"{table.dtype} on {table.device}".removeprefix("torch.")
-                raise ValueError(f"rope[{i}]: {came}: expected float32 on {q.device} as q")
-        if rope is not None and (rope[0].shape != rope[1].shape or 2 * rope[0].shape[1] > q.shape[-1]):
-            raise ValueError(f"rope: {tuple(rope[0].shape)}, {tuple(rope[1].shape)}: must be equal, with R <= Dk")
+        try_first_row()
         made.append((chunks, offsets, at_once))
-        given = {**tensors, **_named("weights_k", weights_k), **_named("weights_v", weights_v)}
-        described = {n: (tuple(t.shape), t.dtype, t.requires_grad) for n, t in given.items() if t is not None}
+        given = {name: t for name, t in {**tensors, **phi_tensors}.items() if t is not None}
         settings: dict[str, Any] = {
             "cfg": cfg,
-            "softmax_scale": softmax_scale,
-            "noise": noise,
-            "seed": seed,
+            "softmax_scale": None if softmax_scale is None else float(softmax_scale),
+            "noise": float(noise),
+            "seed": int(seed),
             "cp": (cp.owners, cp.reduction),
+            "weights": (weights_k.kind, weights_v.kind),
+            "kv_heads_at_once": at_once,
+            "rope": None if rope is None else tuple(table.shape[1] for table in rope),
+            # A hash of the offsets, which may be many.
+            "cu_seqlens": None if offsets is None else (f"{len(offsets)} offsets", hash(tuple(offsets))),
+            "device": q.device.type,
+            "backward": torch.is_grad_enabled() and needs_gradient(*given.values()),
         }
-        settings |= {"weights": (weights_k.kind, weights_v.kind), "kv_heads_at_once": at_once, "rope": rope is not None}
-        # A hash of the offsets, which may be many.
-        return described | settings | {"cu_seqlens": None if offsets is None else hash(tuple(offsets))}
+        return settings | {name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in given.items()}
 
-    cp.agree(describe)
+    def try_first_row() -> None:
+        """One process' call of the first row, which refuses what would otherwise be refused between exchanges."""
+
+        def first(t: Tensor | None) -> Any:
+            return None if t is None else t[:1][None] if packed else t[:, :1]
+
+        attend_alone(
+            **{name: first(t) for name, t in branches.items()},
+            indices=first(indices),
+            cfg=cfg,
+            weights_k=weights_k,
+            weights_v=weights_v,
+            rope=None if rope is None else (rope[0][:1], rope[1][:1]),
+            softmax_scale=softmax_scale,
+            noise=noise,
+            seed=seed,
+        )
+
+    agree(cp.group, describe)
     chunks, offsets, at_once = made[0]
     k_cmp = k
     k_slc, v_slc = k if k_slc is None else k_slc, v if v_slc is None else v_slc
@@ -137,7 +154,7 @@ def native_sparse_attention(
     if rope is not None:
         rows = cp.positions(q.shape[0 if packed else 1] * cp.size, q.device)
         if cu_seqlens is not None:
-            rows = rows_within(cu_seqlens, offsets[-1] if offsets else 0)[0][rows]
+            rows = rows_within(cu_seqlens.to(q.device), offsets[-1] if offsets else 0)[0][rows]
         cos, sin = rope[0][rows], rope[1][rows]
         q, k_slc = rotate(q, cos, sin), rotate(k_slc, cos, sin)
         k_swa = rotate(k_swa, cos, sin) if own_window else k_slc
@@ -180,10 +197,6 @@ def _check(
             raise ValueError(f"{name}: {tuple(t.shape)}: expected {shape} with the batch and rows of q")
         if t.device != q.device:
             raise ValueError(f"{name}: on {t.device}: expected {q.device} as q")
-        if name in ("k", "v") and t.shape[-1] > 1 and t.stride(-1) != 1:  # compressed where they lie
-            raise ValueError(f"{name}: the last dimension has stride {t.stride(-1)}, expected 1")
-        if name != "indices" and t.dtype != q.dtype:
-            raise ValueError(f"{name}: {t.dtype}: expected {q.dtype} as q")
         if name[0] in "kv" and t.shape[-2] != k.shape[-2]:
             raise ValueError(f"{name}: {t.shape[-2]} heads: expected {k.shape[-2]} as k")
     heads, kv_heads = q.shape[-2], k.shape[-2]
@@ -272,11 +285,10 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, _: Any) -> Any:
         s, kinds = ctx.plan, ctx.phi_kinds
-        if d_o is None:
-            return (None,) * (2 + ctx.given)
-        d_o = d_o.contiguous()
         saved = ctx.saved_tensors
         q, gates, k, v, k_slc, v_slc, k_swa, v_swa, *weights = saved[: ctx.given]
+        # Another rank, which has one, waits for this one.
+        d_o = q.new_zeros(*q.shape[:-1], v.shape[-1]) if d_o is None else d_o.contiguous()
         kept = iter(saved[ctx.given :])
         raw = [t for t in (k_slc, v_slc, k_swa, v_swa) if t is not None]
         with torch.enable_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import check_type, checked
+from .._arguments import check_type, check_usable, checked
 from .layout import chunk_owners
 
 REDUCTIONS = ("all_to_all", "reduce_scatter")
@@ -35,6 +37,7 @@ class ContextParallel:
         TypeError: `group` is of another type.
     """
 
+    @checked
     def __init__(
         self,
         group: DeviceMesh | dist.ProcessGroup | None = None,
@@ -42,14 +45,13 @@ class ContextParallel:
         chunks: int | None = None,
         reduction: str = "all_to_all",
     ) -> None:
+        check_type("group", group, DeviceMesh | dist.ProcessGroup | None)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction = {reduction!r}: must be {' or '.join(REDUCTIONS)}")
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(f"group: a mesh of {group.ndim} dimensions: must have one; take mesh[name]")
             group = group.get_group()
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group: {type(group).__name__}: must be a DeviceMesh, a ProcessGroup or None")
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.layout, self.reduction = layout, reduction
@@ -68,22 +70,30 @@ class ContextParallel:
             ValueError: the length is no multiple of the number of chunks, or x has no such dimension.
             TypeError: an argument of another type.
         """
-        check_type("x", x, Tensor)
-        if not -x.dim() <= dim < x.dim():
-            raise ValueError(f"dim = {dim}: must be one of the {x.dim()} dimensions of x")
-        size = self._size(x.shape[dim])
+        size = self._size(_length(x, dim))
         return torch.cat([x.narrow(dim, chunk * size, size) for chunk in self.own], dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole, on every rank, of the parts that the ranks have. No gradient.
 
         Raises:
-            ValueError: the length along `dim` is no multiple of a rank's chunks, or the ranks' shapes differ.
+            ValueError: on every rank, if the length along `dim` is no multiple of a rank's chunks, x has no such
+                dimension, or the ranks' arguments differ.
+            TypeError: an argument of another type; on the other ranks ValueError.
         """
-        x = x.detach()
-        self.agree(lambda: {"x": (tuple(x.shape), x.dtype), "rows of a chunk": self._part(x, dim)})
-        return torch.cat(self.gather([x], dim)()[0], dim)
 
+        def describe() -> dict[str, Any]:
+            check_type("dim", dim, int)
+            length = _length(x, dim)
+            check_usable("x", x)
+            if length % len(self.own):
+                raise ValueError(f"x: {length} rows: must be a multiple of the rank's {len(self.own)} chunks")
+            return {"x": (tuple(x.shape), x.dtype, x.device.type), "dim": dim, "owners": self.owners}
+
+        agree(self.group, describe)
+        return torch.cat(self.gather([x.detach()], dim)()[0], dim)
+
+    @checked
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """int64: where the rows of this rank stand in a sequence of `length` tokens (on all ranks together).
 
@@ -92,28 +102,6 @@ class ContextParallel:
         """
         size = self._size(length)
         return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.own])
-
-    def agree(self, describe: Callable[[], dict[str, Any]]) -> None:
-        """Calls describe() and raises on every rank if that fails on one, or if the ranks' results differ."""
-        error: Exception | None = None
-        mine: dict[str, Any] = {}
-        try:
-            mine = describe()
-        except Exception as failure:  # whatever it is, the others must hear of it
-            error = failure
-        found: list[Any] = [None] * self.size
-        if self.size > 1:
-            dist.all_gather_object(found, (None if error is None else str(error), mine), group=self.group)
-            for rank, (message, _) in enumerate(found):
-                if error is None and message is not None:
-                    error = ValueError(f"rank {rank} of the context: {message}")
-            for rank, (_, theirs) in enumerate(found):
-                for name in {**found[0][1], **theirs}:
-                    first, other = found[0][1].get(name), theirs.get(name)
-                    if error is None and first != other:
-                        error = ValueError(f"{name}: {first} on rank 0 of the context, {other} on rank {rank}")
-        if error is not None:
-            raise error
 
     def gather(self, tensors: Sequence[Tensor], dim: int) -> Callable[[], list[list[Tensor]]]:
         """Begins to bring every rank's tensors here; the result waits and gives each one's chunks in their order."""
@@ -132,9 +120,8 @@ class ContextParallel:
                 work.wait()
             chunks, start = [], 0
             for t in tensors:
-                parts = [
-                    row.view(t.shape).split(self._part(t, dim), dim) for row in received[:, start:][:, : t.numel()]
-                ]
+                rows = received[:, start:][:, : t.numel()]
+                parts = [row.view(t.shape).tensor_split(len(self.own), dim) for row in rows]
                 slots = [iter(part) for part in parts]
                 chunks.append([next(slots[owner]) for owner in self.owners])
                 start += t.numel()
@@ -182,7 +169,57 @@ class ContextParallel:
             )
         return length // chunks
 
-    def _part(self, x: Tensor, dim: int) -> int:
-        if x.shape[dim] % len(self.own):
-            raise ValueError(f"{x.shape[dim]} rows: must be a multiple of the rank's {len(self.own)} chunks")
-        return x.shape[dim] // len(self.own)
+
+def agree(group: dist.ProcessGroup | None, describe: Callable[[], dict[str, Any]]) -> None:
+    """Calls describe() and raises on every rank if that fails on one, or if the ranks' results differ.
+
+    Results are compared by their repr(). Ranks exchange digests, and JSON where these differ: nothing is unpickled.
+    """
+    error: Exception | None = None
+    mine: dict[str, str] = {}
+    try:
+        mine = {name: repr(value) for name, value in describe().items()}
+    except Exception as failure:  # whatever it is, the others must hear of it
+        error = failure
+    text = json.dumps([None if error is None else str(error), mine]).encode()
+    if group is not None and dist.get_world_size(group) > 1:
+        size = len(text).to_bytes(8, "little")
+        digests = _gather_bytes(size + hashlib.sha256(text).digest(), group)
+        if any(digest != digests[0] for digest in digests):
+            sizes = [int.from_bytes(digest[:8], "little") for digest in digests]
+            texts = _gather_bytes(text.ljust(max(sizes)), group)
+            error = error or _difference([json.loads(text) for text in texts])
+    if error is not None:
+        raise error
+
+
+def _difference(found: list[tuple[str | None, dict[str, str]]]) -> ValueError:
+    """The error of a rank that is not at fault, from every rank's error and description."""
+    for rank, (message, _) in enumerate(found):
+        if message is not None:
+            return ValueError(f"rank {rank} of the group: {message}")
+    first = found[0][1]
+    differences = (
+        f"{name}: {first.get(name)} on rank 0 of the group, {theirs.get(name)} on rank {rank}"
+        for rank, (_, theirs) in enumerate(found)
+        for name in {**first, **theirs}
+        if first.get(name) != theirs.get(name)
+    )
+    return ValueError(next(differences))
+
+
+def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's bytes, as many on each; in host memory if the group has a backend for it."""
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    return [bytes(row.tolist()) for row in received]
+
+
+def _length(x: Tensor, dim: int) -> int:
+    """Of a tensor along `dim`."""
+    check_type("x", x, Tensor)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim = {dim}: must be one of the {x.dim()} dimensions of x")
+    return x.shape[dim]

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from .._arguments import check_type
 from ..compression import CompressionFunction
 from ..config import CompressionWeights
+from .exchange import agree
 
 
 def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
@@ -36,29 +37,40 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         ValueError: a mesh of several dimensions, no layer, a layer that is divided already or has another forward (as
-            those of nsa.hf, whose models transformers divides by their tp_plan), or KV heads that the mesh does not
-            divide; nothing has changed then.
-        TypeError: an argument is of another type.
+            those of nsa.hf, whose models transformers divides by their tp_plan), KV heads that the mesh does not
+            divide, or layers that differ between ranks. Every rank raises it; nothing has changed then.
+        TypeError: an argument is of another type; on the other ranks ValueError.
     """
     from ..layer import NativeSparseAttention  # which is imported while this package is
 
-    check_type("layer_or_model", layer_or_model, nn.Module)
     check_type("mesh", mesh, DeviceMesh)
     if mesh.ndim != 1:
         raise ValueError(f"mesh: {mesh.ndim} dimensions: must have one; take mesh[name]")
-    layers = {n: layer for n, layer in layer_or_model.named_modules() if isinstance(layer, NativeSparseAttention)}
-    if not layers:
-        raise ValueError(f"layer_or_model: {type(layer_or_model).__name__}: has no nsa.NativeSparseAttention in it")
+    layers: dict[str, NativeSparseAttention] = {}
     ranks = mesh.size()
-    for name, layer in layers.items():
-        where = f"{name}.num_kv_heads" if name else "num_kv_heads"
-        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
-            raise ValueError(f"layer_or_model: {name or 'its parameters'}: must not be divided already")
-        if type(layer).forward is not NativeSparseAttention.forward:
-            what = f"{name or 'the layer'}: {type(layer).__name__}"
-            raise ValueError(f"layer_or_model: {what}: must not have a forward of its own (nsa.hf's have a tp_plan)")
-        if layer.num_kv_heads % ranks:
-            raise ValueError(f"{where} = {layer.num_kv_heads}: must be a multiple of the mesh's {ranks} ranks")
+
+    def describe() -> dict[str, Any]:
+        check_type("layer_or_model", layer_or_model, nn.Module)
+        found = {n: layer for n, layer in layer_or_model.named_modules() if isinstance(layer, NativeSparseAttention)}
+        if not found:
+            raise ValueError(f"layer_or_model: {type(layer_or_model).__name__}: has no nsa.NativeSparseAttention in it")
+        layers.update(found)
+        described: dict[str, Any] = {}
+        for name, layer in layers.items():
+            where = f"{name}.num_kv_heads" if name else "num_kv_heads"
+            if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+                raise ValueError(f"layer_or_model: {name or 'its parameters'}: must not be divided already")
+            if type(layer).forward is not NativeSparseAttention.forward:
+                what = f"layer_or_model: {name or 'the layer'}: {type(layer).__name__}"
+                raise ValueError(f"{what}: must not have a forward of its own (nsa.hf's have a tp_plan)")
+            if layer.num_kv_heads % ranks:
+                raise ValueError(f"{where} = {layer.num_kv_heads}: must be a multiple of the mesh's {ranks} ranks")
+            described[where] = layer.num_kv_heads
+            for parameter_name, p in layer.named_parameters(name):
+                described[parameter_name] = (tuple(p.shape), p.dtype, p.device.type, p.requires_grad)
+        return described
+
+    agree(mesh.get_group(), describe)
     for layer in layers.values():
         plan: dict[str, ParallelStyle] = {"gate.0": _Whole(), "gate.2": ColwiseParallel(), "o_proj": RowwiseParallel()}
         for name, module in layer.named_modules():

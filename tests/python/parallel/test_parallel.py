@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import nsa
+import wrong_calls
 from nsa.parallel import ContextParallel
 from nsa.parallel.attention import heads_at_once
 from nsa.parallel.layout import chunk_owners, divide
@@ -144,37 +145,30 @@ def layer_step(cp):
     return {"o": o.detach() if cp is None else cp.unshard(o)} | gradients
 
 
-def wrong_calls(cp):
-    """What this rank is told where one rank or all give something that is not allowed."""
-    last = cp.rank == cp.size - 1
-    inputs, settings, _, _, _ = problem()
-    here = {name: cp.shard(t) for name, t in inputs.items()}
-    cuts = torch.tensor([0, S // 2, S], dtype=torch.int32, device=DEVICE)
-    packed = {name: t[0] for name, t in here.items()}
-    calls = {
-        "short": {**{n: t[:, : 8 * len(cp.own) - 1] for n, t in here.items()}},
-        "one rank's rows": {n: t[:, :-32] if last else t for n, t in here.items()},
-        "one rank's dtype": {n: t.bfloat16() if last else t for n, t in here.items()},
-        "one rank's gates": here | ({"gates": here["gates"][..., :2]} if last else {}),
-        "one rank's type": here | ({"k": [1.0]} if last else {}),
-        "one rank's weights": here | ({"weights_k": "mlp"} if last else {}),
-        "one rank's cfg": here | {"cfg": WIDE if last else CFG},
-        "one rank's reduction": here
-        | ({"cp": ContextParallel(cp.group, "head_tail", CHUNKS, "reduce_scatter")} if last else {}),
-        "one rank's offsets": packed | {"cu_seqlens": cuts if last else cuts[[0, 2]]},
-        "offsets of a rank": packed | {"cu_seqlens": cuts // 2},
-        "rope": here | {"rope": nsa.rotary_tables(torch.arange(S - 1, device=DEVICE), 16)},
-        "heads at once": here | {"kv_heads_at_once": 3},
-        "noise": here | {"kv_heads_at_once": 1, "noise": 0.1},
-    }
-    told = {}
-    for name, arguments in calls.items():
-        try:
-            nsa.parallel.native_sparse_attention(**({"cfg": CFG, "rope": settings["rope"], "cp": cp} | arguments))
-            told[name] = "nothing"
-        except (ValueError, TypeError) as error:
-            told[name] = str(error)
-    return told
+class Dropped(torch.autograd.Function):
+    """The tensor itself; its gradient is dropped where `dropped` is true."""
+
+    @staticmethod
+    def forward(ctx, t, dropped):
+        ctx.dropped = dropped
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None if ctx.dropped else gradient, None
+
+
+def without_gradient_on_one_rank(cp):
+    """The gradient of k where the last rank's o is given none, and where it is given zeros."""
+    inputs, settings, _, _, d_o = problem(phi="mlp")
+    found = []
+    for dropped in (True, False):
+        here = {name: cp.shard(t).requires_grad_() for name, t in inputs.items()}
+        o = nsa.parallel.native_sparse_attention(**here, **settings, cp=cp)
+        last = cp.rank == cp.size - 1
+        incoming = torch.zeros_like(o) if last else cp.shard(d_o)
+        found.append(torch.autograd.grad(Dropped.apply(o, dropped and last), here["k"], incoming)[0])
+    return [cp.unshard(t) for t in found]
 
 
 def work(folder):
@@ -188,7 +182,10 @@ def work(folder):
         cp = ContextParallel(mesh, options.get("layout", "head_tail"), CHUNKS)
         results[case] = run(cp, case)
         repeated[case] = run(cp, case) if case == "packed" else {}
-    told = wrong_calls(ContextParallel(mesh, chunks=CHUNKS))
+    cp = ContextParallel(mesh, chunks=CHUNKS)
+    inputs, settings, *_ = problem(phi="mlp")
+    told = wrong_calls.told(wrong_calls.attention_calls(cp, inputs, settings, WIDE) | wrong_calls.other_calls(cp, mesh))
+    told["dropped gradient"] = without_gradient_on_one_rank(cp)
     layer = layer_step(ContextParallel(dist.group.WORLD))
     torch.save((results, repeated, told, layer, reduced(mesh)), f"{folder}/{dist.get_rank()}.pt")
     dist.barrier()
@@ -315,28 +312,17 @@ def test_the_layer_of_the_reference_refuses():
         layer(torch.zeros(1, S, 32))
 
 
-REFUSED = {
-    "short": "the shortest length that works is",
-    "one rank's rows": "q: ((2, ",
-    "one rank's dtype": "bfloat16",
-    "one rank's gates": "gates: ",
-    "one rank's type": "k: list: must be a dense tensor",
-    "one rank's weights": "weights_k: str: must be",
-    "one rank's cfg": "cfg: NSAConfig(",
-    "one rank's reduction": "'reduce_scatter') on rank",
-    "one rank's offsets": "cu_seqlens: ",
-    "offsets of a rank": "from 0 to 128: must rise from 0 to S = 256",
-    "rope": "rope: 255 positions: must be at least 256",
-    "heads at once": "kv_heads_at_once = 3: must divide the 2 heads of k",
-    "noise": "noise = 0.1: must be 0 with kv_heads_at_once",
-}
-
-
-def test_refused_on_every_rank(ranks):
+def test_every_rank_refuses_what_one_rank_gives(ranks):
     for _, _, told, *_ in ranks:
-        assert told.keys() == REFUSED.keys()
-        for name, message in REFUSED.items():
-            assert message in told[name], (name, told[name])
+        others = {name: found for name, found in told.items() if name != "dropped gradient"}
+        assert {name: found for name, found in others.items() if found[1] not in found[0]} == {}
+
+
+def test_a_rank_without_a_gradient_takes_part(ranks):
+    """Its backward has the bits of a gradient of zeros."""
+    for _, _, told, *_ in ranks:
+        found, expected = told["dropped gradient"]
+        assert torch.equal(found, expected) and expected.any()
 
 
 @pytest.mark.parametrize("cuts", (None, [0, 21, 24, 32]))
@@ -375,7 +361,7 @@ def test_layouts():
         ContextParallel(layout="ring")
     with pytest.raises(ValueError, match="reduction = 'ring': must be all_to_all or reduce_scatter"):
         ContextParallel(reduction="ring")
-    with pytest.raises(TypeError, match="group: int: must be a DeviceMesh"):
+    with pytest.raises(TypeError, match=r"group: int: must be torch\.DeviceMesh or torch.ProcessGroup or None"):
         ContextParallel(3)
 
 
