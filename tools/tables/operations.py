@@ -3,7 +3,7 @@
 import re
 
 from tables.bench import Bench, limits
-from tables.peers import peers_about, peers_table
+from tables.peers import peers_about, peers_table, whole_or_dense
 from tables.text import RESULTS, figure, fill, gpu_of, read, source, table
 
 PROBLEM = "B = 1, H = 64, Hkv = 4, bfloat16, φ = mlp, defaults"
@@ -117,4 +117,4 @@ def portable():
     yield from operations_alone("cuda_stages_portable.txt")
     result = read("peers_portable.json")
     yield peers_about(result)
-    yield peers_table(result, lambda _, name: True)
+    yield peers_table(result, lambda length, name: length == "65536" or whole_or_dense(length, name))
