@@ -55,7 +55,7 @@ def ratios():
         whole, dense = bench.results(pass_name, bench.phi), bench.fastest_dense(pass_name)
         ours = {length: 1e3 * r["seconds"] for length, r in whole.items()}
         peer = {length: 1e3 * r["peer_s"] for length, r in whole.items() if r.get("peer")}
-        for name, other in (("the fastest dense attention", dense), ("the fastest other NSA", peer)):
+        for name, other in (("the fastest dense attention", dense), ("the fastest other NSA implementation", peer)):
             cells = (f"{other[n] / ours[n]:.1f}" if n in other and n in ours else "" for n in lengths)
             rows.append([f"H200, {title}, over {name}", "paper", *cells])
     cpu = Bench("bench_bfloat16.json")
@@ -64,7 +64,7 @@ def ratios():
         cells = (
             f"{found[n]['over_dense']:.1f}" + "*" * found[n]["extrapolated"] if n in found else "" for n in lengths
         )
-        rows.append([f"CPU, {title}, over dense attention (torch)", "paper", *cells])
+        rows.append([f"CPU (2 threads), {title}, over dense attention (torch)", "paper", *cells])
     note = (
         "Recipe: the [default of nsa train](docs/guide/training.md#recipe-or-paper), in a model of 300 million "
         "parameters. Paper: attention alone with the paper's hyperparameters. All in bfloat16. \\* Dense time "
