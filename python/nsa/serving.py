@@ -161,8 +161,9 @@ class Step:
             A chunk that has as many tokens begins its prompt and runs as `nsa.prefill(first_chunk=True)`, on a GPU
             several times as fast.
 
-    Values in host memory are checked, values on a GPU with NSA_VALIDATE=1 only; without, a request without room
-    writes nothing, gets o = 0 and sets the flag that `check` reads.
+    Lengths and tables are copied: the caller may rewrite its tensors before `attend`. Values in host memory are
+    checked, values on a GPU with NSA_VALIDATE=1 only; without, a request without room writes nothing, gets o = 0 and
+    sets the flag that `check` reads.
 
     Raises:
         ValueError: an argument is not allowed.
@@ -210,13 +211,16 @@ class Step:
         if slot_mapping is not None and (slot_mapping.dtype != torch.int64 or slot_mapping.shape != (starts[-1],)):
             what = f"{str(slot_mapping.dtype).removeprefix('torch.')} {tuple(slot_mapping.shape)}"
             raise ValueError(f"slot_mapping: {what}: must be int64 ({starts[-1]},)")
+        # The caller may rewrite its tensors for the next step while layers run this one.
+        seq_lens, block_table, block_table_c = (
+            t.clone(memory_format=torch.contiguous_format) for t in (seq_lens, block_table, block_table_c)
+        )
         self.cfg, self.max_length, self.num_tokens, self.num_slots = cfg, max_length, starts[-1], max(slots) + 1
-        new = [b - a for a, b in pairwise(starts)]
+        self._tables = {"block_table": block_table, "block_table_c": block_table_c}
         self._last_pages: dict[str, int] = {}
-        if not seq_lens.is_cuda or os.environ.get("NSA_VALIDATE") == "1":
+        new = [b - a for a, b in pairwise(starts)]
+        if _values_are_checked(seq_lens):
             _check_values(new, seq_lens, block_table, block_table_c, cfg, max_length, page_size, slot_mapping)
-            for name, table in (("block_table", block_table), ("block_table_c", block_table_c)):
-                self._last_pages[name] = int(table.max()) if table.numel() else -1
         bounds = known = None if seq_lens.is_cuda else seq_lens.tolist()
         if seq_lens_cpu_upper_bound is not None:
             bounds, least = _integers("seq_lens_cpu_upper_bound", seq_lens_cpu_upper_bound), known or new
@@ -299,23 +303,27 @@ class Step:
             ValueError: an argument is not allowed; no memory was changed then.
         """
         _check_layer(layer)
+        check_usable("layer", layer)
         k_scale, v_scale = _scales_of(layer, k_scale, v_scale)
         for name, ring in zip(LayerCache._fields[4:], layer[4:], strict=True):
             if ring.shape[0] < self.num_slots:
                 raise ValueError(f"layer: {name}: {ring.shape[0]} slots: must have {self.num_slots}")
         given = [q, k, v, k_slc, v_slc, k_swa, v_swa, gates]
         names = ("q", "k", "v", "k_slc", "v_slc", "k_swa", "v_swa", "gates")
-        for name, tensor in zip(names, given, strict=True):
-            if tensor is not None and (tensor.dim() != 3 or tensor.shape[0] != self.num_tokens):
+        for name, tensor in zip(names, given, strict=True):  # as a chunk's operator would, after the decodes
+            if tensor is None:
+                continue
+            check_type(name, tensor, Tensor)
+            if tensor.dim() != 3 or tensor.shape[0] != self.num_tokens:
                 raise ValueError(f"{name}: {tuple(tensor.shape)}: must be ({self.num_tokens}, heads, ...)")
-            if tensor is not None and tensor.shape[2] > 1 and tensor.stride(2) != 1:  # before a decode is done
+            if tensor.shape[2] > 1 and tensor.stride(2) != 1:
                 raise ValueError(f"{name}: the last dimension has stride {tensor.stride(2)}, expected 1")
-            if tensor is not None and tensor.data_ptr() % tensor.element_size():
+            check_usable(name, tensor)
+            if tensor.data_ptr() % tensor.element_size():
                 raise ValueError(f"{name}: begins at an address that is no multiple of {tensor.element_size()}")
-        for name, pages in self._last_pages.items():
-            pool = layer.k_slc if name == "block_table" else layer.k_c
-            if pages >= pool.shape[0]:
-                raise ValueError(f"{name}: page {pages}: must be below {pool.shape[0]}, the pages of the layer")
+        for name, pool in (("block_table", layer.k_slc), ("block_table_c", layer.k_c)):
+            if _values_are_checked(self._tables[name]) and (last := self._last_page(name)) >= pool.shape[0]:
+                raise ValueError(f"{name}: page {last}: must be below {pool.shape[0]}, the pages of the layer")
         weights = weights_k, weights_v
 
         def run(step: Callable[..., Any], rows: _Rows, tensors: list[Tensor | None], num_new: Tensor | None) -> Tensor:
@@ -340,6 +348,13 @@ class Step:
             step = prefill_empty_rows if first else partial(call, ops.prefill)
             o[tokens] = run(step, row, [None if t is None else t[tokens][None] for t in given], None)[0]
         return o
+
+    def _last_page(self, name: str) -> int:
+        """The highest page number in a table."""
+        if name not in self._last_pages:
+            table = self._tables[name]
+            self._last_pages[name] = int(table.max()) if table.numel() else -1
+        return self._last_pages[name]
 
     def check(self) -> None:
         """Waits for the device. Raises RuntimeError if a request found no room in a layer of this step."""
@@ -546,6 +561,11 @@ def _integers(name: str, given: Sequence[int] | Tensor) -> list[int]:
     for i, number in enumerate(given):
         check_type(f"{name}[{i}]", number, int)
     return list(given)
+
+
+def _values_are_checked(tensor: Tensor) -> bool:
+    """Those on a GPU would have to be waited for."""
+    return not tensor.is_cuda or os.environ.get("NSA_VALIDATE") == "1"
 
 
 def _check_values(

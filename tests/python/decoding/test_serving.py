@@ -148,6 +148,12 @@ def test_a_wrong_step(message):
         Step(**good() | WRONG[message])
 
 
+def cut_short(t):
+    """Its storage ends before its last element."""
+    t.untyped_storage().resize_(t.untyped_storage().nbytes() - 4)
+    return t
+
+
 def memory(slots=5):
     torch.manual_seed(0)
     layer = allocate(CFG, KV_HEADS, DIM, page_size=16, num_pages=6, num_pages_c=2, num_slots=slots)
@@ -162,6 +168,7 @@ def memory(slots=5):
         (r"gates: .*\(.*2.*\)", 5, {3: torch.rand(24, HEADS, 2)}),
         (r"v: .*float64", 5, {2: torch.rand(24, KV_HEADS, DIM, dtype=torch.float64)}),
         (r"^v: the last dimension has stride 0, expected 1", 5, {2: torch.rand(24, KV_HEADS, 1).expand(-1, -1, DIM)}),
+        (r"^gates: float32 \(24, 4, 3\): needs 1152 bytes of its storage's 1148", 5, {3: cut_short(inputs()[3])}),
     ],
 )
 def test_a_refusal_changes_nothing(message, slots, change):
@@ -184,6 +191,18 @@ def test_a_page_that_the_layer_lacks_changes_nothing(name):
     with pytest.raises(ValueError, match=rf"^{name}: page 9: must be below \d, the pages of the layer"):
         step.attend(layer, *inputs())
     assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
+
+
+@pytest.mark.parametrize("change", [lambda t: t.roll(1, 0), lambda t: t.fill_(9)])
+@pytest.mark.parametrize("name", ["seq_lens", "block_table", "block_table_c"])
+def test_a_step_has_the_tables_of_its_construction(name, change):
+    """Decodes and chunks alike, whatever the caller writes to its tensors before a layer runs."""
+    given, layers, arguments = inputs(), (memory(), memory()), good()
+    expected = Step(**arguments).attend(layers[0], *given)
+    step = Step(**arguments)
+    arguments[name].copy_(change(arguments[name]))
+    found = step.attend(layers[1], *given)
+    assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
 
 
 @pytest.mark.parametrize(("bounds", "firsts"), [(None, 1), ([5, 20, 33], 1), ([99, 21, 99], 0)])
