@@ -40,6 +40,7 @@ def stopped(tmp_path_factory, corpus):
     return out
 
 
+@pytest.mark.bits
 def test_thirty_kills(tmp_path, corpus, reference):
     out_of_reference, seconds = reference
     kinds = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -64,6 +65,7 @@ def test_thirty_kills(tmp_path, corpus, reference):
     for_each(check, range(20) if ADVERSARIAL else range(2))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("how", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_limit_on_the_size_of_files(tmp_path, corpus, reference, stopped, how):
     """Written files end at 1, 64 and 200 KB: the process is killed by SIGXFSZ, or told, if that signal is ignored."""
@@ -86,6 +88,7 @@ def test_a_limit_on_the_size_of_files(tmp_path, corpus, reference, stopped, how)
     for_each(check, [1000, 64_000, 200_000])
 
 
+@pytest.mark.bits
 def test_a_disk_that_fills_up(tmp_path, corpus, reference, stopped):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -106,6 +109,7 @@ def test_a_disk_that_fills_up(tmp_path, corpus, reference, stopped):
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.bits
 def test_a_second_trainer_leaves_no_mark_on_the_first(tmp_path, corpus, reference):
     out = tmp_path / "run"
     arguments = ["train", "--out", out, "--data", corpus, *OPTIONS]
@@ -137,6 +141,7 @@ def peak(arguments):
     return most * 1024
 
 
+@pytest.mark.bits
 def test_memory_that_runs_out(tmp_path, reference, stopped):
     """From what the program needs to be loaded to what it needs to end: done, or one line and exit code 1."""
     commands = {"train": ["train", "--resume", "--out"], "generate": ["generate", "--tokens", 200, "--ignore-end"],

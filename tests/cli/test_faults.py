@@ -144,6 +144,7 @@ def goes_on(folder, anew, reference):
     assert names(folder) == names(reference)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("what", ["train", "resume"])
 def test_training(tmp_path, corpus, reference, half, what):
     anew = ["--data", corpus, *OPTIONS]
@@ -165,6 +166,7 @@ def test_training(tmp_path, corpus, reference, half, what):
     for_each(check, cases_of(scenario.calls))
 
 
+@pytest.mark.bits
 def test_overwriting(tmp_path, corpus, reference):
     """The old run or the new one; where it is neither, because the old one's removal has begun, that is said."""
     old = tmp_path / "old"

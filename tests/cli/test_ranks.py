@@ -66,6 +66,7 @@ def alone(corpus, tmp_path_factory):
     return out
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("number", (2, 4))
 @pytest.mark.parametrize("option", ((), ("--shard-optimizer",)), ids=("whole", "sharded"))
 def test_a_batch_for_each_rank(number, option, corpus, alone, tmp_path):
@@ -113,6 +114,7 @@ def test_two_batches_for_each_rank(corpus, alone, tmp_path):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", ("dense", "sparse"))
 def test_from_a_folder_of_transformers(kind, corpus, tmp_path):
     """The bits of one process that starts there."""
@@ -154,6 +156,7 @@ def wait_for_step(step, run, process):
         time.sleep(0.002)
 
 
+@pytest.mark.bits
 def test_stopped_and_resumed(long, tmp_path):
     """Bitwise with as many ranks, sharded or not; with another number it goes on, too."""
     arguments, expected = long
@@ -173,6 +176,7 @@ def test_stopped_and_resumed(long, tmp_path):
     same_bits(copy, expected)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("victim", (0, 1))
 def test_killed(victim, long, tmp_path):
     """A rank that dies ends the run, which says where; the last checkpoint goes on in the same bits."""

@@ -50,6 +50,7 @@ def interrupt(out, arguments, seconds, how):
     return process.wait(60)
 
 
+@pytest.mark.bits
 def test_kills_at_any_moment_leave_no_trace(tmp_path, corpus, uninterrupted):
     reference, seconds = uninterrupted
     draw = random.Random(time.time_ns())
@@ -74,6 +75,7 @@ def test_kills_at_any_moment_leave_no_trace(tmp_path, corpus, uninterrupted):
     same_bits(reference, out)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, how):
     reference, _ = uninterrupted
@@ -91,6 +93,7 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
     same_bits(reference, out)
 
 
+@pytest.mark.bits
 def test_a_run_from_before_some_options_goes_on_as_it_was(tmp_path, corpus):
     fan_in_256 = [16 if before == "--kernel-size" else option for before, option in pairwise(["", *TINY])]
     options = [*fan_in_256, "--data", corpus, "--steps", 200, "--phi-lr-scale", 1]
@@ -112,6 +115,7 @@ def test_a_run_from_before_some_options_goes_on_as_it_was(tmp_path, corpus):
     same_bits(tmp_path / "reference", out)
 
 
+@pytest.mark.bits
 def test_resuming_a_finished_run_changes_nothing(tmp_path, uninterrupted):
     reference, _ = uninterrupted
     shutil.copytree(reference, tmp_path / "run")
@@ -128,6 +132,7 @@ def test_other_options_are_refused_by_name(uninterrupted, option, expected):
     assert expected in refused("train", "--out", uninterrupted[0], "--resume", *option)
 
 
+@pytest.mark.bits
 def test_other_intervals_are_taken_over(tmp_path, corpus, uninterrupted):
     """How often a run logs, evaluates and saves changes what it tells, not what it learns."""
     out, options = tmp_path / "run", [*OPTIONS, "--log-every", 1]

@@ -207,6 +207,7 @@ def test_a_deliberate_change_is_made_and_said(run, tmp_path, command):
     assert json.loads(out.read_text())["set"] == ["topk=3", "window_size=20"]
 
 
+@pytest.mark.bits
 def test_a_deliberate_change_changes_the_result(run, tmp_path):
     losses = []
     for options in ([], ["--set", "topk=4"], ["--set", "rope_theta=100"]):

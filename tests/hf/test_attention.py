@@ -206,6 +206,7 @@ def test_block_indices_of_padded_batches():
             model(ids, attention_mask=mask)
 
 
+@pytest.mark.bits
 def test_block_indices_in_any_order_and_repeated_calls_give_the_same_bits():
     model = dense("minimax")
     model.set_attn_implementation("nsa")

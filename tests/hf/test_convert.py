@@ -53,6 +53,7 @@ def test_as_converted_a_short_text_is_almost_the_dense_models(name):
     assert long["kl"] > 100 * short["kl"]  # which is why a converted model has to be trained
 
 
+@pytest.mark.bits
 @BOTH
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 def test_separate_equals_shared_in_bits(name, phi):
@@ -79,6 +80,7 @@ def test_training_a_converted_model_lowers_the_loss(name):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.bits
 @BOTH
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

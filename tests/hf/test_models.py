@@ -42,6 +42,7 @@ def greedy(model, row, count=20):
 # Saving
 
 
+@pytest.mark.bits
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
@@ -62,6 +63,7 @@ def test_saved_and_loaded_by_the_auto_classes_it_gives_the_same_bits(name, dtype
     assert type(model)._from_config(model.config).config.nsa == model.config.nsa
 
 
+@pytest.mark.bits
 @BOTH
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_classifiers_begin_with_a_language_model(name, side, tmp_path):
@@ -280,6 +282,7 @@ def test_chunks_of_padded_rows(name):
         assert error(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()]) < 1e-5
 
 
+@pytest.mark.bits
 @BOTH
 def test_cropping_up_to_32_tokens(name):
     model = sparse(name)
@@ -394,6 +397,7 @@ def test_a_compiled_step_on_a_cache_of_fixed_size(backend):
 # Training
 
 
+@pytest.mark.bits
 @BOTH
 def test_checkpointed_gradients_are_the_same_bits(name):
     model = sparse(name, dense_layers=[1]).train()
@@ -503,6 +507,7 @@ def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
     assert saved["nsa"]["window_size"] == 20 and saved["dense_layers"] == [1]
 
 
+@pytest.mark.bits
 @BOTH
 def test_caches_select_repeat_and_start_anew(name):
     model = sparse(name, dense_layers=[1])

@@ -27,6 +27,7 @@ def one_process():
     dist.destroy_process_group()
 
 
+@pytest.mark.bits
 @BOTH
 def test_fully_sharded_in_mixed_precision_rotates_in_float32(name, one_process):
     model = sparse(name, dense_layers=[1])
@@ -68,6 +69,7 @@ def test_layers_on_two_devices(name):
             assert [cache.layers[i].device.index for i in (0, 2)] == [0, 1]
 
 
+@pytest.mark.bits
 @BOTH
 def test_offloaded_weights_give_the_same_bits(name, tmp_path):
     model, ids = sparse(name, dense_layers=[1]), tokens(1, 50)

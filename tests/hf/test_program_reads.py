@@ -156,6 +156,7 @@ def test_a_run_starts_from_a_folder_and_comes_back(rope, kind, name, tmp_path):
         assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-4)
 
 
+@pytest.mark.bits
 def test_a_run_that_was_stopped_goes_on_without_the_folder(tmp_path):
     sparse("qwen3", vocab_size=257, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("def value(self): return self in None\n" * 30)

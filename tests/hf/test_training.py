@@ -41,6 +41,7 @@ def losses(run):
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_thirty_steps_and_the_same_bits_when_resumed(name, tmp_path):
     def model():

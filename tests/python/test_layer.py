@@ -125,6 +125,7 @@ def test_packed_equals_alone(backend):
         torch.testing.assert_close(packed[begin:end], alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.bits
 def test_the_future_changes_nothing(backend):
     layer = layer_of(cfg=SMALL)
     x = torch.randn(1, 60, 32)
@@ -133,6 +134,7 @@ def test_the_future_changes_nothing(backend):
     assert torch.equal(layer(x)[:, :37], layer(other)[:, :37])
 
 
+@pytest.mark.bits
 def test_noise_only_in_training(backend):
     layer = layer_of(cfg=SMALL, noise=3.0)
     x = torch.randn(1, 200, 32)

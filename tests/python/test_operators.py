@@ -117,6 +117,7 @@ def test_opcheck_runs_all():
     assert len(list(arguments())) == 27
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_compile(backend, fresh_compiler, operation, packed):
@@ -137,6 +138,7 @@ def test_compile(backend, fresh_compiler, operation, packed):
         assert torch.equal(a, b)
 
 
+@pytest.mark.bits
 def test_compile_for_any_length_and_seed(backend, fresh_compiler):
     """The whole layer compiles once for all lengths, seeds and packings of one shape."""
     layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 16), SMALL, noise=0.5)
@@ -148,6 +150,7 @@ def test_compile_for_any_length_and_seed(backend, fresh_compiler):
     assert torch.equal(compiled(x, lengths, seed=3), layer(x, lengths, seed=3))
 
 
+@pytest.mark.bits
 def test_compile_with_inductor(device, fresh_compiler):
     problem = Problem([(60, 60)])
     inputs = {name: problem.shaped(t) for name, t in problem.inputs("nsa_attention", torch.float32).items()}
@@ -171,6 +174,7 @@ def test_gradcheck(monkeypatch, operation):
     torch.autograd.gradcheck(run, tuple(inputs.values()), eps=1e-5, atol=1e-5, rtol=1e-4, fast_mode=True)
 
 
+@pytest.mark.bits
 def test_only_wanted_gradients(backend):
     problem = Problem([(40, 40)])
     inputs = problem.inputs("nsa_attention", torch.float32)
@@ -218,6 +222,7 @@ def test_what_would_be_ignored_is_refused():
         nsa.native_sparse_attention(q, k, k, gates, cfg=SMALL, rope=rope)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_strides(backend, operation):
     """Padded, transposed and expanded inputs and gradients give the bits of contiguous ones."""
@@ -242,6 +247,7 @@ def test_strides(backend, operation):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.bits
 def test_broadcast_inputs(backend):
     """One key for all heads and sequences by stride 0; the gradients add up through torch's expand."""
     d, _ = head_dims(16, 16)
@@ -256,6 +262,7 @@ def test_broadcast_inputs(backend):
     torch.testing.assert_close(found, wanted.sum((0, 2), keepdim=True))
 
 
+@pytest.mark.bits
 def test_packed_tail_is_never_read(backend):
     """NaN behind the last sequence changes no bit and gets no gradient."""
     problem = Problem([(30, 30), (20, 20)], packed=True, tail=9)
@@ -277,6 +284,7 @@ def test_packed_tail_is_never_read(backend):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), operation
 
 
+@pytest.mark.bits
 def test_repeatable_with_any_number_of_threads(backend):
     problem = Problem([(130, 130)] * 2)
     inputs = problem.inputs("nsa_attention", torch.float32)
@@ -292,6 +300,7 @@ def test_repeatable_with_any_number_of_threads(backend):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.bits
 def test_threads_at_once(backend):
     problem = Problem([(100, 100)])
     inputs = problem.inputs("nsa_attention", torch.float32)
@@ -319,6 +328,7 @@ def test_inference_keeps_nothing():
     assert [t.numel() for t in kept] == [0] * 6
 
 
+@pytest.mark.bits
 def test_layer_has_the_bits_of_its_operations(device):
     """One call, with compressed tokens kept or computed again, and its operations one by one."""
     for problem in (Problem([(70, 70)] * 2), Problem([(70, 70), (0, 5), (9, 33)], packed=True, tail=7, phi="linear")):
@@ -357,6 +367,7 @@ def test_layer_keeps_only_what_it_says(device):
     assert kept() - kept(recompute_compressed=True) == sum(t.numel() for t in problem.compressed(inputs))
 
 
+@pytest.mark.bits
 def test_eager_and_compiled_code_take_different_ways_to_equal_gradients(device, fresh_compiler):
     """Past the registered formula, and through it."""
     problem = Problem([(40, 40)])

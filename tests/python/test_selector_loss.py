@@ -165,6 +165,7 @@ def test_draws_where_few_have_a_choice():
     assert set(begins) == {10, 11 + FIRST} and abs(begins.count(10) - 20) < 12
 
 
+@pytest.mark.bits
 def test_torch_seeds_them():
     layer, x = layer_of(selector_queries=3), torch.randn(2, 120, 32)
 
@@ -214,6 +215,7 @@ def test_sixteen_bits(dtype):
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
 
 
+@pytest.mark.bits
 def test_autocast(device):
     layer, x = layer_of(spread=0.2), torch.randn(1, 100, 32)
     layer(x)
@@ -229,6 +231,7 @@ def test_autocast(device):
     assert torch.equal(inside, divergence(*arguments))
 
 
+@pytest.mark.bits
 def test_sum_over_a_model():
     model = torch.nn.Sequential(layer_of(), torch.nn.Linear(32, 32), layer_of(selector_queries=0), layer_of())
     with pytest.raises(ValueError, match=r"^model: 0 has no selector loss: its last forward must be one in training"):
@@ -266,6 +269,7 @@ def test_refused():
         layer._check_selector_queries()
 
 
+@pytest.mark.bits
 def test_checkpointing():
     """The recomputation draws the same queries; one that has no gradients in forward is told of."""
     layer, x = layer_of(selector_queries=5), torch.randn(1, 110, 32, requires_grad=True)

@@ -81,6 +81,7 @@ def test_inductor(model, fresh_compiler):
             torch.testing.assert_close(out, model(x[:, i : i + 1], caches=caches[1]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.bits
 def test_a_compiled_first_chunk(model, fresh_compiler):
     """Of changing lengths and counts, in one graph: the bits of eager code, the cache included."""
     layer = model.layers[0].eval()
@@ -94,6 +95,7 @@ def test_a_compiled_first_chunk(model, fresh_compiler):
         assert all(torch.equal(a, b) for a, b in zip(*(cache.tensors() for cache in caches), strict=True))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(model, strict, tmp_path):
     """Saved, loaded and run at other sizes: the bits of eager code, and within 1e-5 by AOTInductor."""
@@ -127,6 +129,7 @@ def test_autocast(model):
         assert torch.cosine_similarity(found[name].flatten(), g.flatten(), 0) > 0.95, name
 
 
+@pytest.mark.bits
 def test_checkpointing(model):
     """Without re-entry, and with a policy that keeps what our operators computed: they run once more, or not at all."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -157,6 +160,7 @@ def test_checkpointing(model):
         assert len(calls) == count
 
 
+@pytest.mark.bits
 def test_copies(model, tmp_path):
     import torch.distributed.checkpoint as dcp
 

@@ -201,6 +201,7 @@ def test_tables_that_are_no_matrices():
             nsa.native_sparse_attention(x, x, x, gates, cfg=SMALL, rope=rope, cu_seqlens_q=offsets)
 
 
+@pytest.mark.bits
 def test_numbers_are_not_cut():
     x = torch.randn(1, S, 1, D)
     for wrong in (4.5, torch.tensor(4.5), np.float32(4), "4", None, 4j):

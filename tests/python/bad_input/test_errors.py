@@ -259,6 +259,7 @@ def test_memory_between_two_elements(shift):
         nsa.sliding_window_attention(x, x, v, 4)
 
 
+@pytest.mark.bits
 def test_integers_above_64_bits():
     x = torch.randn(1, 5, 1, 16)
     with pytest.raises(ValueError, match=r"^max_seqlen_k = 1.*: must be 0 \.\.\. 2\^63 - 1"):
@@ -312,6 +313,7 @@ def test_a_cache_of_negative_views(name):
     assert not cache.cache_seqlens.any()
 
 
+@pytest.mark.bits
 def test_queries_that_are_negative_views():
     x, gates = torch.randn(1, 2, 1, 16), torch.rand(1, 2, 1, 3)
     results = []

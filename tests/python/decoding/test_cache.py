@@ -80,6 +80,7 @@ def test_grow(device, layer, kind):
     assert_same(feed(layer, cache, x[:, 70:], [1, 16, 63]), layer(x)[:, 70:])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_crop(device, layer, kind):
     x = torch.randn(2, 100, 32)
@@ -115,6 +116,7 @@ def test_shared_pages_without_a_free_one(device, layer):
         assert_same(out[row], layer(torch.cat((x[:, :length], step), 1))[0, length:])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_reset(device, layer, kind):
     x = torch.randn(2, 60, 32)
@@ -129,6 +131,7 @@ def test_reset(device, layer, kind):
     cache.check()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_are_independent(device, layer, kind, copied):
@@ -144,6 +147,7 @@ def test_copies_are_independent(device, layer, kind, copied):
         other.rollback(1, 30)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_of_the_caller(device, layer, kind):
     x, step = torch.randn(2, 60, 32), torch.randn(2, 16, 32)
@@ -210,6 +214,7 @@ def test_a_refusal_changes_nothing(call, message):
     assert same(before[:3], state(cache)[:3])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("page_size", [16, 48])
 @pytest.mark.parametrize("more", [0, 3, 32])  # tokens behind the last full page
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])

@@ -46,6 +46,7 @@ def test_ragged_steps_and_idle_rows(backend, layer, kind):
     assert not idle.any()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [None, (60, 23, 0), (0, 0, 60), (0, 0, 0), (7, 8, 60)])
 def test_a_first_chunk_is_a_chunk(backend, layer, kind, counts):
@@ -230,6 +231,7 @@ def test_nothing_is_made_on_another_device(kind):
         assert layer(x[:, :3], cache=cache).device.type == "cuda"
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_rollback_is_as_if_never_appended(backend, layer, kind):
     x = torch.randn(1, 90, 32)
@@ -311,6 +313,7 @@ def test_a_step_without_room_writes_nothing(backend, layer):
     cache.check()
 
 
+@pytest.mark.bits
 def test_unwritten_memory_may_hold_nan(backend, layer):
     x = torch.randn(2, 60, 32)
     caches = [layer.make_cache(2, 96, page_size=16) for _ in range(2)]
@@ -324,6 +327,7 @@ def test_unwritten_memory_may_hold_nan(backend, layer):
     assert torch.equal(*outs)
 
 
+@pytest.mark.bits
 def test_folded_tokens_are_compressed_tokens(backend, layer):
     """k~ folded in decoding is bitwise compress's."""
     weights = layer.phi_k(torch.float32)
@@ -338,6 +342,7 @@ def test_folded_tokens_are_compressed_tokens(backend, layer):
     assert torch.equal(cache.k_c[:, : SMALL.num_compressed(50)], nsa.compress(k, weights, SMALL))
 
 
+@pytest.mark.bits
 def test_compiled_steps(backend, layer):
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -459,6 +464,7 @@ def run_steps(cache, new, branches, steps, **options):
     return torch.cat(outs, 1)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_stores_what_torch_rounds_to(backend, dtype):
     dim = head_dims(16, 16)[0]
@@ -518,6 +524,7 @@ def test_fp8_equals_forward_on_what_is_stored(backend, kind, steps):
     assert_same(o, expected)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_has_the_bits_that_a_sequence_has_alone(device, kind, dtype):
@@ -540,6 +547,7 @@ def test_fp8_has_the_bits_that_a_sequence_has_alone(device, kind, dtype):
     assert cache.cache_seqlens.tolist() == [LENGTH] * 2
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_forks_rollbacks_and_choices_of_rows(device, kind):
     new, branches = new_tokens(1)
@@ -622,6 +630,7 @@ def test_fp8_refused_steps(host):
         nsa.compress(k.to(FP8).expand(1, LENGTH, 2, 16), nsa.CompressionWeights("mean"), SMALL)
 
 
+@pytest.mark.bits
 def test_fp8_compiles(device):
     """opcheck itself cannot compare tensors in fp8."""
     new, branches = new_tokens(2)

@@ -193,6 +193,7 @@ def test_a_page_that_the_layer_lacks_changes_nothing(name):
     assert all(torch.equal(a, b) for a, b in zip(layer, before, strict=True))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("change", [lambda t: t.roll(1, 0), lambda t: t.fill_(9)])
 @pytest.mark.parametrize("name", ["seq_lens", "block_table", "block_table_c"])
 def test_a_step_has_the_tables_of_its_construction(name, change):
@@ -205,6 +206,7 @@ def test_a_step_has_the_tables_of_its_construction(name, change):
     assert torch.equal(found, expected) and all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("bounds", "firsts"), [(None, 1), ([5, 20, 33], 1), ([99, 21, 99], 0)])
 def test_a_chunk_that_begins_its_prompt(bounds, firsts, monkeypatch):
     """It is known by the lengths on the host, and has the same bits either way."""
@@ -344,6 +346,7 @@ def assert_as_alone(parts, truths):
     torch.testing.assert_close(o[alike], truths[0][alike], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("dtype", "scales"),
     ((torch.float32, None), (torch.bfloat16, None), (torch.float32, SCALES), (torch.bfloat16, SCALES)),
@@ -377,6 +380,7 @@ def test_decode_paged_gives_what_decode_gives(device, dtype, scales, own_table, 
             assert_as_alone(parts, [truth[begin:] for truth in truths])
 
 
+@pytest.mark.bits
 def test_a_step_in_fp8(device):
     """A chunk and a decode, as a cache alone has them, with rings of other slots around."""
     dim, scales = head_dims(DIM, DIM)[0], {name: here(scale) for name, scale in SCALES.items()}

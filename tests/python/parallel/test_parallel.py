@@ -203,6 +203,7 @@ def ranks(request, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", map_location=DEVICE) for rank in range(request.param)]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", REDUCED)
 def test_reduce_scatter(ranks, case):
     """o, dq and the gates' gradients in the same bits, those of keys and values closely."""
@@ -219,6 +220,7 @@ def test_reduce_scatter(ranks, case):
                 assert error <= 2 * allowed, name
 
 
+@pytest.mark.bits
 def test_reduce_scatter_on_one_process():
     """Nothing is sent, and the order is that of the chunks."""
     found = reduced(None)
@@ -243,6 +245,7 @@ def same_bits(found, expected):
         assert found[name].dtype == t.dtype and torch.equal(found[name], t), name
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", CASES)
 def test_bits_of_one_process(ranks, case):
     expected = run(ContextParallel(None, CASES[case].get("layout", "head_tail"), CHUNKS), case)
@@ -271,6 +274,7 @@ def test_as_one_call(case, chunks):
             assert error <= 2 * allowed, name
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("case", [case for case in CASES if case != "noise"])
 def test_heads_in_turn(case):
     """The bits of all heads at once."""
