@@ -1,8 +1,10 @@
 #include "bench/flash3.h"
 
+#include <ATen/Context.h>
 #include <dlfcn.h>
 #include <fmt/core.h>
 
+#include <filesystem>
 #include <map>
 #include <utility>
 
@@ -32,6 +34,11 @@ c10::Stack call(const c10::OperatorHandle& op, std::map<std::string, c10::IValue
 }  // namespace
 
 Flash3::Flash3(const std::string& library) {
+  // The module needs libtorch.so, which only joins torch's libraries: this program links to these, and finds them by
+  // its own search path.
+  Dl_info torch;
+  if (dladdr(reinterpret_cast<const void*>(&at::globalContext), &torch) != 0)
+    dlopen((std::filesystem::path(torch.dli_fname).parent_path() / "libtorch.so").c_str(), RTLD_LAZY | RTLD_GLOBAL);
   // Lazy: the module names functions of Python, which are called only when Python imports it. It stays loaded, as the
   // operators that it registers do.
   if (dlopen(library.c_str(), RTLD_LAZY | RTLD_LOCAL) == nullptr)

@@ -19,9 +19,9 @@ class Flash3 {
     at::Tensor o, lse;
   };
   /// Causal attention: q (1, S, H, Dk), k (1, S, Hkv, Dk), v (1, S, Hkv, Dv), 16-bit, on a GPU. Throws c10::Error for
-  /// what the build does not take.
+  /// what the build does not take; of a build for torch's stable interface it is another std::exception.
   Forward forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
-  /// Its gradients, dropped. Builds without a backward throw c10::Error.
+  /// Its gradients, dropped. Builds without a backward throw.
   void backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const Forward& forward) const;
 

@@ -135,13 +135,14 @@ class Runner {
     ratio.judged = ratio.judged && best.timing.judged;
   }
 
-  /// Nothing where torch refuses: not every back end takes every dtype and head dim.
+  /// Nothing where the back end refuses: not each takes every dtype and head dim, or has a backward.
   std::optional<Result> time_form(Problem& problem, const std::string& form, bool backward, std::int64_t length) {
     try {
       return time(problem.dense(form, backward), length);
-    } catch (const c10::Error& error) {
-      report_.refusals.push_back(
-          fmt::format("dense attention, {}, at {}: {}", form, length, error.what_without_backtrace()));
+    } catch (const std::exception& error) {  // FlashAttention-3 throws others than torch's
+      const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+      report_.refusals.push_back(fmt::format("dense attention, {}, at {}: {}", form, length,
+                                             torch != nullptr ? torch->what_without_backtrace() : error.what()));
       return std::nullopt;
     }
   }

@@ -107,7 +107,7 @@ void print_ratios(const bench::Report& report) {
   };
   for (const char* pass : {"forward", "forward_backward"}) {
     if (pass == std::string("forward_backward") && !report.options.backward) continue;
-    fmt::print("{}: faster than torch's dense attention {}, than dense attention on the same kernels {}\n", pass,
+    fmt::print("{}: faster than dense attention {}, than dense attention on the same kernels {}\n", pass,
                length(pass, &bench::Ratio::over_dense), length(pass, &bench::Ratio::over_plain));
   }
 }

@@ -31,7 +31,8 @@ def gpu_whole():
     yield "![attention time over context length on a GPU, with the stages of NSA](images/cuda_time.png)"
     unit = (
         f"Medians in ms, L2 flushed before each call. NSA includes compression and attends to {attends}. Dense "
-        "attention is torch's. The other NSA is the fastest public implementation in `bench/peers/peers.py`. Measured "
+        "attention is cuDNN and FlashAttention-2 through torch, and FlashAttention-3, whose packages have no backward. "
+        "The other NSA is the fastest public implementation in `bench/peers/peers.py`. Measured "
         f"limits: {limits(rates)}."
     )
     about = {key: bench.all[key] for key in ("date", "commit", "command")}
@@ -51,6 +52,20 @@ def gpu_whole():
             work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
             rows.append([name, figure(1e3 * r["seconds"]), *work, peer])
         yield table(rows)
+
+
+def gpu_recipe():
+    bench = Bench("bench_recipe.json")
+    s = bench.settings
+    yield "### With the recipe's blocks"
+    about = {key: bench.all[key] for key in ("date", "commit", "command")}
+    blocks = (
+        f"compression blocks of {s['kernel_size']} tokens, stride {s['kernel_stride']}, {s['topk']} selected blocks of "
+        f"{s['block_size']}"
+    )
+    yield source(gpu_of(bench.machine), about, f"{bench.problem()}, {blocks}", "Medians in ms, as above.")
+    yield gpu_times(bench)
+    yield crossovers(bench)
 
 
 def gpu_h100():
