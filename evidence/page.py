@@ -192,7 +192,8 @@ def converged(plans):
 def readme_block(plans):
     note = (
         "Losses are on held-out source code. NSA has the recipe's blocks and RoPE in every row, as in the speed "
-        "table's rows of the recipe. Both models see the same data in the same order. ± is half of the 95 % confidence interval."
+        "table's rows of the recipe. Both models see the same data in the same order. ± is half of the 95 % "
+        "confidence interval."
     )
     return f"{quality(plans, short_form=True)}\n\n{fill(note)}"
 

@@ -15,6 +15,8 @@ def gpu_times(bench):
         dense = {form: bench.times(f"dense_{pass_name}", form) for form in forms}
         fastest = bench.fastest_dense(pass_name)
         for length, r in bench.results(pass_name, bench.phi).items():
+            if length & (length - 1):
+                continue  # measured for the crossover
             nsa, peer = 1e3 * r["seconds"], 1e3 * r["peer_s"] if r.get("peer") else None
             row = [title, str(length), *(figure(bench.times(pass_name, phi).get(length)) for phi in phis)]
             row += [figure(dense[form].get(length)) for form in forms]
