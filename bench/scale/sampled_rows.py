@@ -1,7 +1,7 @@
-"""A few queries of a long sequence in float64: their output, their choice of blocks, and every gradient they cause.
+"""A few queries of a long sequence in float64: output, block selection, and every gradient they cause.
 
-What bench/scale/context_ranks.py sets beside a sequence that several GPUs share, where no oracle could compute the
-whole. phi is the mean, and all branches have the same keys and values.
+bench/scale/context_ranks.py compares a sequence that several GPUs share with these, as no oracle could compute all of
+it. phi is the mean, and all branches have the same keys and values.
 """
 
 from dataclasses import dataclass

@@ -229,8 +229,8 @@ def test_the_selector_loss_leaves_shared_keys_to_the_text(tmp_path, corpus):
         nsa("train", "--out", tmp_path / str(weight), "--data", corpus, *arguments)
         return load_file(tmp_path / str(weight) / "model.safetensors")
 
-    without, taught = weights(0), weights(10)
-    moved = {name for name in without if (without[name] != taught[name]).any()}
+    without, trained = weights(0), weights(10)
+    moved = {name for name in without if (without[name] != trained[name]).any()}
     assert moved and all(".phi_k." in name for name in moved), moved
 
 

@@ -204,7 +204,7 @@ TEST(SelectorLoss, GradientsAreFiniteDifferences) {
     in.q.requires_grad_(), in.k_slc.requires_grad_();
     for (at::Tensor& tensor : learning) tensor.requires_grad_();
     in.loss().backward();
-    EXPECT_FALSE(in.q.grad().defined() || in.k_slc.grad().defined()) << name;  // what teaches does not learn
+    EXPECT_FALSE(in.q.grad().defined() || in.k_slc.grad().defined()) << name;  // the target has no gradient
     const at::NoGradGuard no_grad;
     for (at::Tensor& tensor : learning) {
       const auto direction = at::randn_like(tensor);

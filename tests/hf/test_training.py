@@ -101,7 +101,7 @@ def test_selector_loss_asks_tokens_only(name):
 def test_selector_loss_in_trainer(tmp_path):
     told = []
 
-    class Taught(Trainer):
+    class SelectorTrainer(Trainer):
         def compute_loss(self, *arguments, **options):
             loss = super().compute_loss(*arguments, **options)
             told.append(nsa.selector_loss(self.model))
@@ -109,7 +109,7 @@ def test_selector_loss_in_trainer(tmp_path):
 
     model = asked(sparse("llama", nsa={"share_kv": True}, dense_layers=[1]), 16)
     model.gradient_checkpointing_enable()
-    trainer(model, tmp_path, 20, Taught, save_strategy="no").train()
+    trainer(model, tmp_path, 20, SelectorTrainer, save_strategy="no").train()
     assert sum(told[-5:]) < 0.8 * sum(told[:5])
 
 

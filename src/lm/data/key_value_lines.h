@@ -20,7 +20,7 @@ KeyValue random_key_value(base::Random& random);
 
 /// Overwrites about `fraction` of the tokens of each sequence with such lines. A fraction `pairs` of these tokens holds
 /// lines with two copies, both at uniform positions. The others hold lines with 16 copies, or as many as fit: distances
-/// from the first copy are log-uniform. Near copies teach associative recall at all; pairs teach it at any distance.
+/// from the first copy are log-uniform. Models learn associative recall from near copies, at any distance from pairs.
 /// For one line in eight the first copy's distance from the start of the sequence is log-uniform: few would be there
 /// otherwise.
 void insert_key_value_lines(TrainingBatch& batch, double fraction, double pairs, const Tokenizer& tokenizer,

@@ -1,4 +1,4 @@
-// How fast the channel pairs of rotary position embedding turn.
+// Frequencies of rotary position embedding.
 #pragma once
 
 #include <cstdint>

@@ -55,7 +55,7 @@ at::Tensor sparse_attention(const ModelConfig& config, const bridge::Compression
   if (trace && state.sample) {
     const auto sequence = [&](const at::Tensor& t) { return t.slice(0, state.sample->begin, state.sample->end); };
     trace->q = sequence(in.q.detach()).index_select(0, state.sample->positions);
-    // Keys that the selected branch shares teach, as the queries do: they would move what they teach.
+    // Shared keys and queries define the loss's target, so they get no gradient: it would move the target.
     trace->k_cmp = sequence(config.share_kv ? in.k_cmp.detach() : in.k_cmp);
     trace->k_slc = sequence(in.k_slc.detach());
   }

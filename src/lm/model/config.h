@@ -58,8 +58,8 @@ void to_json(nlohmann::json& json, const ModelConfig& config);
 void from_json(const nlohmann::json& json, ModelConfig& config);
 
 /// `config` with the keys and values, the blocks and the rotation of "recipe", which ends ahead of full attention in
-/// small models (docs/findings/training), or of "paper" (2502.11089). Half of the channel pairs turn in a recipe of
-/// NSA, all in one of full or window attention. Throws Error naming what is allowed.
+/// small models (docs/findings/training), or of "paper" (2502.11089). The recipe has partial RoPE (0.5) for NSA, full
+/// RoPE for full and window attention. Throws Error naming what is allowed.
 ModelConfig with_preset(ModelConfig config, const std::string& name);
 
 /// `config` with each "field=value" of `changes` in place, e.g. "topk=32". Throws Error naming what is unknown or not

@@ -14,7 +14,7 @@ struct ModelFlops {
 
 /// Forward and backward of one sequence. Every product counts 2 * m * n * k, three times: once forward, and for the
 /// gradients of its two factors. Attention counts the pairs of query and key that are visible (of the selected branch
-/// as many as it has places for). Lookups, norms, softmax, the choice of blocks, and what an implementation computes
+/// as many as it has places for). Lookups, norms, softmax, block selection, and what an implementation computes
 /// again in the backward, do not count.
 ModelFlops training_flops(const ModelConfig& config, std::int64_t length);
 

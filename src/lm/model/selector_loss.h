@@ -1,5 +1,5 @@
-// What teaches the choice of blocks, which has no gradient: how far the importances by which blocks are chosen are from
-// what the selected branch would attend to, had it the whole past.
+// Trains the block selector, as block selection has no gradient: KL divergence from the attention that the selected
+// branch would have over the whole past to the block importances.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace nsa::lm {
 
-/// Throws Error where a selector loss of this weight has nothing to teach: shared keys and a φ without weights.
+/// Throws Error where a selector loss of this weight has nothing to train: shared keys and a φ without weights.
 void require_a_selector(const ModelConfig& config, double weight);
 
 // What follows takes one layer, or several of the same shape as a first dimension of every tensor but `positions`.
@@ -53,9 +53,9 @@ struct SelectorInputs {
   at::Tensor q, k_cmp, k_slc;
   bridge::CompressionTensors phi;
 };
-/// The divergence of each layer: float32 or double (layers). Layers are asked together as far as memory allows, since a
+/// The divergence of each layer: float32 or double (layers). Layers are computed together as far as memory allows, since a
 /// GPU would wait for the host in each small operation. Gradients reach φ and k_cmp alone (detach a k_cmp that k_slc is
-/// made from): q asks both, and one that learnt here would move what it teaches.
+/// made from): a gradient to q would move the target.
 at::Tensor selector_losses(const std::vector<SelectorInputs>& layers, const at::Tensor& positions,
                            const Rotation& table, const NSAConfig& cfg);
 

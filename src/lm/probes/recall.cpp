@@ -30,7 +30,7 @@ namespace {
 constexpr int kFirstChains = 4;
 constexpr int kFirstSlot = 5;  // with 4, NSA may guess which of the two pairs of a compression block is meant, for good
 constexpr double kSuccess = 0.97;    // of the chains
-constexpr double kKeysWeight = 0.1;  // of their loss; more of it, and NSA learns no choice of blocks
+constexpr double kKeysWeight = 0.1;  // of their loss; more of it, and NSA learns no block selection
 constexpr double kMemory = 0.8;      // of the running accuracy, per step
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
 constexpr std::int64_t kDecaySteps = 400;  // at the full length, down to a tenth of the learning rate

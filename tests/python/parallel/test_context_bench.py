@@ -25,7 +25,7 @@ def bench():
 
 
 def test_times(tmp_path):
-    """All kinds of rows, and one device up to --alone; a sequence whose choice of blocks is one (32 of them)."""
+    """All kinds of rows, and one device up to --alone; a sequence with a real block selection (32 blocks)."""
     file = tmp_path / "times.json"
     options = ["--tokens", "1024,2048", "--alone", "1024", "--repeats", "1", "--dtype", "float32", "--json", file]
     printed = torchrun(2, BENCH, *SMALL, *options)
