@@ -53,9 +53,9 @@ struct SelectorInputs {
   at::Tensor q, k_cmp, k_slc;
   bridge::CompressionTensors phi;
 };
-/// The divergence of each layer: float32 or double (layers). Layers are computed together as far as memory allows, since a
-/// GPU would wait for the host in each small operation. Gradients reach φ and k_cmp alone (detach a k_cmp that k_slc is
-/// made from): a gradient to q would move the target.
+/// The divergence of each layer: float32 or double (layers). Layers are computed together as far as memory allows,
+/// since a GPU would wait for the host in each small operation. Gradients reach φ and k_cmp alone (detach a k_cmp that
+/// k_slc is made from): a gradient to q would move the target.
 at::Tensor selector_losses(const std::vector<SelectorInputs>& layers, const at::Tensor& positions,
                            const Rotation& table, const NSAConfig& cfg);
 
