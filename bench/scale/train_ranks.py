@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-SAID = re.compile(r"nsa: rank (\d+): step \d+: .*; the last checkpoint, of step \d+, is in .*; --resume goes on")
+SAID = re.compile(r"nsa: rank (\d+): step \d+: .*; the last checkpoint, of step \d+, is in .*; resume with --resume")
 
 
 def arguments():

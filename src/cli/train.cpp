@@ -308,7 +308,7 @@ class TrainCommand {
     const auto result = resume_ ? resume() : start();
     if (!execution_.ranks.first()) throw Exit{result.signal == 0 ? 0 : 128 + result.signal};
     if (result.signal != 0) {
-      fmt::print("stopped at step {}; saved in {}; --resume goes on\n", result.step, out_);
+      fmt::print("stopped at step {}; saved in {}; resume with --resume\n", result.step, out_);
       throw Exit{128 + result.signal};
     }
     fmt::print("done: {} steps, {} tokens, saved in {}\n", result.step, result.tokens, out_);

@@ -189,7 +189,7 @@ def test_killed(victim, long, tmp_path):
     codes = [-signal.SIGKILL if rank == victim else 1 for rank in (0, 1)]
     told = end(started, code=codes, timeout=15)[1 - victim]
     assert f"nsa: rank {1 - victim}: step " in told and "another rank is gone" in told, told
-    assert f"is in {out}; --resume goes on" in told, told
+    assert f"is in {out}; resume with --resume" in told, told
     end(ranks(2, "--out", out, "--resume"))
     same_bits(out, expected)
 

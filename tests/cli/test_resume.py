@@ -86,7 +86,7 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
     process.send_signal(how)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + how, errors
-    assert "--resume goes on" in output
+    assert "resume with --resume" in output
     end = metrics(out, "end")[-1]
     assert end["reason"] == "interrupted" and 0 < end["step"] < 60
     nsa("train", "--out", out, "--resume")

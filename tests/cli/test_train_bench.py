@@ -46,7 +46,7 @@ def test_kill(corpus, tmp_path):
     found = json.loads(file.read_text())
     assert found["same_weights"] and [run["victim"] for run in found["runs"]] == [0, 1]
     for run in found["runs"]:
-        assert run["code"] != 0 and 0 < run["seconds_until_said"] < 15 and "--resume goes on" in run["said"]
+        assert run["code"] != 0 and 0 < run["seconds_until_said"] < 15 and "resume with --resume" in run["said"]
         assert run["end"]["step"] == 400 and run["left_running"] == []
 
 

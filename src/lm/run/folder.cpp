@@ -84,7 +84,7 @@ void RunFolder::refuse_foreign(bool overwrite) const {
   if (is_regular(kConfig) && is_run_config(base::read_text(file(kConfig)))) {
     if (!overwrite) {
       throw base::Error(
-          fmt::format("{}: holds a run already; --resume goes on with it, --overwrite starts anew", path_));
+          fmt::format("{}: holds a run already; --resume continues it, --overwrite deletes it first", path_));
     }
     for (const auto& name : names()) {
       if (name == kModel) metadata_of(file(kModel), base::SafetensorsFile::open(file(kModel)), "step");
@@ -147,7 +147,7 @@ std::optional<TrainState> RunFolder::load(const RunConfig& config, const NamedTe
     // Metrics and the optimizer of a later step come after the first checkpoint, which is that of step 0.
     for (const auto& name : present) {
       if (name == kMetrics || (is_optimizer(name) && name != optimizer_name(0))) {
-        throw base::Error(fmt::format("{}: lost: {} is there; put it back, or --overwrite starts anew", path, name));
+        throw base::Error(fmt::format("{}: lost: {} is there; restore it, or pass --overwrite", path, name));
       }
     }
     return {};

@@ -34,9 +34,9 @@
 #include "lm/train/deferred_metrics.h"
 #include "lm/train/evaluate.h"
 #include "lm/train/optimizer.h"
-#include "lm/train/pace.h"
-#include "lm/train/stall_watch.h"
 #include "lm/train/throttle.h"
+#include "lm/train/throughput_meter.h"
+#include "lm/train/watchdog.h"
 
 namespace nsa::lm {
 namespace {
@@ -145,7 +145,7 @@ class Trainer {
   std::string lost(const std::string& why) const;
   void begin_on_device();
   void end_on_device() {
-    if (watch_) watch_->end();
+    if (watchdog_) watchdog_->end();
   }
 
   base::InterruptGuard interrupt_;  // from before the first checkpoint on
@@ -165,11 +165,11 @@ class Trainer {
   std::vector<LayerScalars> layers_;
   base::Progress progress_{0};
   Clock::time_point step_start_;
-  Pace pace_;                     // of this process's steps
+  ThroughputMeter meter_;         // of this process's steps
   int signal_ = 0;                // that came to a rank
   std::int64_t saved_step_ = -1;  // of the last checkpoint
   std::string out_;
-  std::optional<StallWatch> watch_;  // of several ranks
+  std::optional<Watchdog> watchdog_;  // of several ranks
 };
 
 void Trainer::print_summary(const base::DeviceChoice& device) const {
@@ -213,7 +213,7 @@ void Trainer::plan() {
   if (train.minutes == 0) {
     state_.planned_steps = train.planned_steps();
   } else {
-    const auto left = pace_.steps_left(train.minutes * 60, state_.seconds);
+    const auto left = meter_.steps_left(train.minutes * 60, state_.seconds);
     if (left) state_.planned_steps = state_.step + *left;
   }
 }
@@ -313,7 +313,7 @@ void Trainer::train_step(double rate) {
   const auto now = Clock::now();
   const double seconds = std::chrono::duration<double>(now - step_start_).count();
   step_start_ = now;
-  pace_.add(seconds, tokens);
+  meter_.add(seconds, tokens);
   state_.seconds += seconds;
   if (folder_) show_progress();
   if (log) {
@@ -324,7 +324,7 @@ void Trainer::train_step(double rate) {
 }
 
 void Trainer::show_progress() {
-  const auto step = pace_.mean_of_last(kShownSteps);
+  const auto step = meter_.mean_of_last(kShownSteps);
   const double left = state_.planned_steps > 0 ? static_cast<double>(state_.planned_steps - state_.step) * step.seconds
                                                : config_.train.minutes * 60 - state_.seconds;
   progress_.update(state_.step, fmt::format("{}{:.0f} tokens/s", shown_loss_, step.tokens / step.seconds), left);
@@ -414,23 +414,23 @@ void Trainer::load() {
 }
 
 std::string Trainer::lost(const std::string& why) const {
-  return fmt::format("step {}: {}; the last checkpoint, of step {}, is in {}; --resume goes on", state_.step, why,
+  return fmt::format("step {}: {}; the last checkpoint, of step {}, is in {}; resume with --resume", state_.step, why,
                      saved_step_, out_);
 }
 
 /// From here to end_on_device() the host may wait for a device that waits for another rank.
 void Trainer::begin_on_device() {
-  if (watch_) watch_->begin(lost("told to stop, and the device does not end its work: another rank is gone"));
+  if (watchdog_) watchdog_->begin(lost("stopped by a signal, but the device does not finish: another rank is gone"));
 }
 
 TrainResult Trainer::run(const std::string& out) {
   out_ = out;
   if (ranks_.size() > 1) {
-    const auto give_up = [this](const std::string& message) {
+    const auto on_timeout = [this](const std::string& message) {
       fmt::print(stderr, "nsa: rank {}: {}\n", ranks_.rank(), message);
       ::_exit(128 + interrupt_.signal());
     };
-    watch_.emplace([this] { return interrupt_.signal() != 0; }, give_up, kPatience);
+    watchdog_.emplace([this] { return interrupt_.signal() != 0; }, on_timeout, kPatience);
   }
   try {
     return run_steps();

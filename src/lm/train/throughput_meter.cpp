@@ -1,4 +1,4 @@
-#include "lm/train/pace.h"
+#include "lm/train/throughput_meter.h"
 
 #include <algorithm>
 #include <span>
@@ -11,7 +11,7 @@ constexpr double kTimedShare = 0.1;
 
 }  // namespace
 
-Pace::Step Pace::mean_of_last(std::size_t count) const {
+ThroughputMeter::Step ThroughputMeter::mean_of_last(std::size_t count) const {
   const auto last = std::span(steps_).last(std::min(count, steps_.size()));
   Step mean;
   for (const Step& step : last) {
@@ -21,7 +21,7 @@ Pace::Step Pace::mean_of_last(std::size_t count) const {
   return mean;
 }
 
-std::optional<std::int64_t> Pace::steps_left(double budget, double spent) const {
+std::optional<std::int64_t> ThroughputMeter::steps_left(double budget, double spent) const {
   if (steps_.size() < kTimedSteps || spent < kTimedShare * budget) return std::nullopt;
   const double more = std::max(0., budget - spent) / mean_of_last(steps_.size() / 2).seconds;
   return std::max<std::int64_t>(1, static_cast<std::int64_t>(more));

@@ -1,4 +1,4 @@
-#include "lm/train/stall_watch.h"
+#include "lm/train/watchdog.h"
 
 #include <algorithm>
 #include <optional>
@@ -7,15 +7,17 @@
 namespace nsa::lm {
 namespace {
 
-constexpr std::chrono::milliseconds kLook{50};
+constexpr std::chrono::milliseconds kPollInterval{50};
 
 }  // namespace
 
-StallWatch::StallWatch(std::function<bool()> stopped, std::function<void(const std::string&)> give_up,
-                       Duration patience)
-    : stopped_(std::move(stopped)), give_up_(std::move(give_up)), patience_(patience), thread_([this] { watch(); }) {}
+Watchdog::Watchdog(std::function<bool()> stopped, std::function<void(const std::string&)> on_timeout, Duration patience)
+    : stopped_(std::move(stopped)),
+      on_timeout_(std::move(on_timeout)),
+      patience_(patience),
+      thread_([this] { poll(); }) {}
 
-StallWatch::~StallWatch() {
+Watchdog::~Watchdog() {
   {
     const std::scoped_lock lock(mutex_);
     leaving_ = true;
@@ -24,23 +26,23 @@ StallWatch::~StallWatch() {
   thread_.join();
 }
 
-void StallWatch::begin(std::string where) {
+void Watchdog::begin(std::string where) {
   const std::scoped_lock lock(mutex_);
   working_ = true;
   where_ = std::move(where);
   begin_ = Clock::now();
 }
 
-void StallWatch::end() {
+void Watchdog::end() {
   const std::scoped_lock lock(mutex_);
   if (working_) recent_[next_++ % kRecent] = Clock::now() - begin_;
   working_ = false;
 }
 
-void StallWatch::watch() {
-  std::optional<Clock::time_point> signal;  // when it was first seen
+void Watchdog::poll() {
+  std::optional<Clock::time_point> signal;  // when it was first polled
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLook, [this] { return leaving_; })) {
+  while (!changed_.wait_for(lock, kPollInterval, [this] { return leaving_; })) {
     if (!signal) {
       if (stopped_()) signal = Clock::now();
       continue;
@@ -49,7 +51,7 @@ void StallWatch::watch() {
     if (!working_ || Clock::now() < std::max(*signal, begin_) + patience_ + 2 * longest) continue;
     const std::string where = where_;
     lock.unlock();
-    give_up_(where);
+    on_timeout_(where);
     return;
   }
 }
