@@ -272,7 +272,7 @@ gloo). The bits are equal, batched and packed, in float32, bfloat16 and float16 
 trains with dp, cp, tp and two of them at once on 1, 2 and 4 processes, and resumes with another number. On one GPU the
 calls of eight ranks ran one after the other:
 
-    python bench/scale/context_parallel.py --play 8 --tokens 1048576 --json played.json
+    python bench/scale/context_parallel.py --simulated-ranks 8 --tokens 1048576 --json simulated.json
 """
     ran = {run.gpus for run in runs}
     missing = [str(count) for count in (2, 4, 8) if count not in ran]

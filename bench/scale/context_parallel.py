@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Times context parallelism: the ranks of torchrun, or any number of ranks that one device plays one after the other.
+"""Times context parallelism: the ranks of torchrun, or ranks that one device simulates one after the other.
 
     torchrun --nproc-per-node 2 bench/scale/context_parallel.py --tokens 65536,262144,1048576 --json ranks.json
     torchrun --nproc-per-node 2 bench/scale/context_parallel.py --at-once 4,1,2 --tokens 65536,524288 --json heads.json
     torchrun --nproc-per-node 2 bench/scale/context_parallel.py --bits 20 --chunks 16 --tokens 65536 --json bits.json
-    python bench/scale/context_parallel.py --play 8 --tokens 1048576 --json played.json
-    python bench/scale/context_parallel.py --play 4 --tokens 4096 --heads 4 --kv-heads 2 --device cpu --dtype float32
+    python bench/scale/context_parallel.py --simulated-ranks 8 --tokens 1048576 --json simulated.json
+    python bench/scale/context_parallel.py --simulated-ranks 4 --tokens 4096 --heads 4 --kv-heads 2 --device cpu \
+        --dtype float32
 
 Inputs are random and batch 1; phi is the mean, and all branches have the same keys and values. GPU times are between
 two events, and peak memory is torch's.
@@ -30,9 +31,9 @@ of as many heads, and whether the results have the bits of the first row (same_b
 With --bits RUNS the results of as many runs are compared bit by bit, and with one rank's of as many --chunks, in both
 layouts; on GPUs in bfloat16 and float16.
 
-A played rank's part is one `nsa.nsa_attention` forward and backward for each of its chunks, with keys, values and
-compressed keys [:, :end of the chunk] there already: no collective, no compression and no sum of gradients is in these
-times. A warm-up call of every chunk comes first; of --repeats the medians count.
+A simulated rank calls the forward and backward of `nsa.nsa_attention` for each of its chunks. Keys, values and
+compressed keys up to the end of the chunk are given: the times contain no collective, compression or sum of gradients.
+Each chunk has one warm-up call; times are the medians of --repeats calls.
 """
 
 import argparse
@@ -48,22 +49,26 @@ import torch
 
 import nsa
 from nsa.parallel.layout import LAYOUTS, chunk_owners, divide
-from timing import DTYPES, device_name, median_of, play
+from timing import DTYPES, device_name, median_of, time_chunk
 
 
 def arguments():
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--play", type=int, metavar="N", help="ranks to play; without it those of torchrun run")
+    parser.add_argument(
+        "--simulated-ranks", type=int, metavar="N", help="ranks to simulate on one device (default: run torchrun's)"
+    )
     parser.add_argument("--tokens", default=str(2**20), help="of the whole sequence, or several (default %(default)s)")
-    parser.add_argument("--layout", choices=LAYOUTS, default="head_tail", help="of played ranks")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="head_tail", help="layout of simulated ranks (default %(default)s)"
+    )
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128, help="of keys and of values (default %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ranks", type=int, nargs="*", help="play these only (default: all)")
+    parser.add_argument("--ranks", type=int, nargs="*", help="simulated ranks to time (default: all)")
     parser.add_argument(
         "--alone", type=int, default=2**19, help="up to so many tokens on one device, too (%(default)s)"
     )
@@ -86,32 +91,32 @@ def arguments():
     for at_once in options.at_once:
         if at_once < 1 or options.kv_heads % at_once:
             parser.error(f"--at-once {at_once}: must divide the {options.kv_heads} KV heads")
-    if options.play is None and "RANK" not in os.environ:
-        parser.error("--play: must be given where torchrun does not start the ranks")
-    least = {"tokens": min(options.tokens), "play": options.play or 1}
-    for name in ("play", "tokens", "heads", "kv_heads", "head_dim", "repeats", "chunks"):
+    if options.simulated_ranks is None and "RANK" not in os.environ:
+        parser.error("--simulated-ranks: must be given where torchrun does not start the ranks")
+    least = {"tokens": min(options.tokens), "simulated_ranks": options.simulated_ranks or 1}
+    for name in ("simulated_ranks", "tokens", "heads", "kv_heads", "head_dim", "repeats", "chunks"):
         if (value := least.get(name, getattr(options, name))) < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
     for name in ("alone", "rows", "bits", "seconds"):
         if getattr(options, name) < 0:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 0")
-    if options.play is None:
+    if options.simulated_ranks is None:
         return parser, options
     if len(options.tokens) > 1:
-        parser.error("--tokens: must be one length with --play")
+        parser.error("--tokens: must be one length with --simulated-ranks")
     (options.tokens,) = options.tokens
     if not options.ranks:
-        options.ranks = list(range(options.play))
-    if not all(0 <= rank < options.play for rank in options.ranks):
-        parser.error(f"--ranks {options.ranks}: must be in 0 ... {options.play - 1}")
+        options.ranks = list(range(options.simulated_ranks))
+    if not all(0 <= rank < options.simulated_ranks for rank in options.ranks):
+        parser.error(f"--ranks {options.ranks}: must be in 0 ... {options.simulated_ranks - 1}")
     return parser, options
 
 
-def play_ranks(parser, options):
-    """Plays the ranks and prints a line for each."""
+def simulate_ranks(parser, options):
+    """Times each simulated rank and prints a line for it."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     try:
-        owners = chunk_owners(options.layout, options.play, None)
+        owners = chunk_owners(options.layout, options.simulated_ranks, None)
         chunks = divide(options.tokens, len(owners), nsa.NSAConfig(), None)
     except ValueError as error:
         parser.error(str(error))
@@ -126,7 +131,8 @@ def play_ranks(parser, options):
     gates = random(size, options.heads, 3).sigmoid()
     queries = [random(size, options.heads, dim), gates, random(size, options.heads, dim)]
     name = device_name(device)
-    print(f"{name}: {options.tokens} tokens, {options.play} ranks, {options.layout}, chunks of {size}, {options.dtype}")
+    settings = f"{options.tokens} tokens, {options.simulated_ranks} ranks, {options.layout}, chunks of {size}"
+    print(f"{name}: {settings}, {options.dtype}")
     print(f"{'rank':>4} {'chunks':<16} {'forward ms':>11} {'backward ms':>12} {'peak GiB':>9}")
     ranks = []
     for rank in options.ranks:
@@ -135,7 +141,7 @@ def play_ranks(parser, options):
             torch.cuda.reset_peak_memory_stats(device)
         sums = [0.0, 0.0]
         for i in own:
-            medians = median_of(partial(play, chunks[i], whole, queries, device), options.repeats)
+            medians = median_of(partial(time_chunk, chunks[i], whole, queries, device), options.repeats)
             sums = [total + one for total, one in zip(sums, medians, strict=True)]
         peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
         ranks.append({"rank": rank, "chunks": own, "forward_ms": sums[0], "backward_ms": sums[1], "peak_gib": peak})
@@ -145,17 +151,28 @@ def play_ranks(parser, options):
         times = [rank[which] for rank in ranks]
         print(f"{which}: slowest {max(times):.1f}, slowest / mean {max(times) / statistics.mean(times):.3f}")
     if options.json:
-        names = ("play", "tokens", "layout", "heads", "kv_heads", "head_dim", "dtype", "device", "repeats", "ranks")
+        names = (
+            "simulated_ranks",
+            "tokens",
+            "layout",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "dtype",
+            "device",
+            "repeats",
+            "ranks",
+        )
         settings = {key: getattr(options, key) for key in names}
-        options.json.write_text(json.dumps({**settings, "device_name": name, "played": ranks}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**settings, "device_name": name, "times": ranks}, indent=1) + "\n")
     return 0
 
 
 def main():
-    """Plays ranks, or is one."""
+    """Simulates ranks, or runs as one of torchrun's."""
     parser, options = arguments()
-    if options.play is not None:
-        return play_ranks(parser, options)
+    if options.simulated_ranks is not None:
+        return simulate_ranks(parser, options)
     import context_ranks
 
     return context_ranks.main(options)

@@ -1,4 +1,4 @@
-"""Context parallelism on the ranks of torchrun: what bench/scale/context_parallel.py does without --play."""
+"""Context parallelism on the ranks of torchrun: what bench/scale/context_parallel.py runs without --simulated-ranks."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from nsa.parallel import ContextParallel
 from nsa.parallel.attention import heads_at_once
 from nsa.parallel.layout import LAYOUTS, chunk_owners, divide
 from sampled_rows import Row, by_oracle
-from timing import DTYPES, device_name, mark, median_of, milliseconds, play, wait
+from timing import DTYPES, device_name, mark, median_of, milliseconds, time_chunk, wait
 
 NAMES = ("q", "k", "v", "gates", "d_o")
 RESULTS = ("o", "d_q", "d_k", "d_v", "d_gates")
@@ -176,7 +176,7 @@ def attention_alone(ranks, problem, cp, at_once, inputs, d_o, repeats):
         for first in range(0, kv_heads, at_once):
             keys = [t[:, :, first : first + at_once] for t in whole]
             queries = [t[:, :, first * ratio : (first + at_once) * ratio] for t in own]
-            medians = median_of(partial(play, chunks[c], keys, queries, ranks.device), repeats)
+            medians = median_of(partial(time_chunk, chunks[c], keys, queries, ranks.device), repeats)
             sums = [total + one for total, one in zip(sums, medians, strict=True)]
     found = {}
     for name, time_of in zip(("forward", "backward", "both"), (*sums, sum(sums)), strict=True):

@@ -3,14 +3,14 @@
 
     python bench/scale/scale_model.py --fabric NVLink:4:350:8 --fabric network:10:45 --picture scale.png
 
-Attention of S tokens on P GPUs takes (a S + b S^2) / P, as head_tail divides it. a and b fit whole forwards and
-backwards of `nsa bench` (from --from tokens on) and the slowest rank of each `context_parallel.py --play` with
-the least relative error. A collective takes (P - 1) latencies and the bytes that a rank receives over the bandwidth;
-the forward gathers keys and values, the backward gathers them again and sends or reduces their gradients. Nothing
-is overlapped, and no call is too short to fill its GPU: the first makes it slow, the second fast. A fabric is
-NAME:LATENCY_us:GB/s[:most GPUs]; --collectives takes latency and bandwidth from a result of bench/scale/collectives.py.
---measured takes results of `tools/gpu.sh scale`: their collectives, and the model's error at each time of their
-context parallelism. tools/scale.py writes docs/guide/scale.md with all that.
+Attention of S tokens on P GPUs takes (a S + b S^2) / P, as head_tail divides it. a and b fit, with the
+least relative error, whole forwards and backwards of `nsa bench` (from --from tokens on) and the slowest rank of each
+`context_parallel.py --simulated-ranks`. A collective takes (P - 1) latencies and the bytes that a rank receives over
+the bandwidth. The forward gathers keys and values; the backward gathers them again and sends or reduces their
+gradients. Nothing is overlapped, and no call is too short to fill its GPU: the first makes it slow, the second fast. A
+fabric is NAME:LATENCY_us:GB/s[:most GPUs]; --collectives takes latency and bandwidth from a result of
+bench/scale/collectives.py. --measured takes results of `tools/gpu.sh scale`: their collectives, and the model's error
+at each time of their context parallelism. tools/scale.py writes docs/guide/scale.md with all that.
 """
 
 import argparse
@@ -102,14 +102,16 @@ class Measured:
 class Model:
     """What was measured of one GPU, and what follows."""
 
-    def __init__(self, bench, played, shortest):
+    def __init__(self, bench, simulated, shortest):
         self.settings = settings = bench["settings"]
-        for result in played:
+        for result in simulated:
             for theirs, ours in SETTINGS.items():
                 if result[ours] != settings[theirs]:
-                    raise ValueError(f"{ours} = {result[ours]} of played ranks: must be the bench's {settings[theirs]}")
-            if result["layout"] != "head_tail" or len(result["ranks"]) != result["play"]:
-                raise ValueError("played ranks: must be all ranks of the layout head_tail")
+                    raise ValueError(
+                        f"{ours} = {result[ours]} of simulated ranks: must be the bench's {settings[theirs]}"
+                    )
+            if result["layout"] != "head_tail" or len(result["ranks"]) != result["simulated_ranks"]:
+                raise ValueError("simulated ranks: must be all ranks of the layout head_tail")
         self.row = settings["num_kv_heads"] * (settings["head_dim"] + settings["v_head_dim"])
         self.width, self.stride = BYTES[settings["dtype"]], settings["kernel_stride"]
         whole = {
@@ -123,10 +125,10 @@ class Model:
                 self.points["forward"].append((length, 1, seconds))
             elif length >= shortest and ("forward", length) in whole:
                 self.points["backward"].append((length, 1, seconds - whole["forward", length]))
-        for result in played:
+        for result in simulated:
             for name in PASSES:
-                slowest = max(rank[f"{name}_ms"] for rank in result["played"]) / 1000
-                self.points[name].append((result["tokens"], result["play"], slowest))
+                slowest = max(rank[f"{name}_ms"] for rank in result["times"]) / 1000
+                self.points[name].append((result["tokens"], result["simulated_ranks"], slowest))
         self.fits = {
             name: fit([(length / gpus, length**2 / gpus, seconds) for length, gpus, seconds in points])
             for name, points in self.points.items()
@@ -163,7 +165,7 @@ class Model:
 
         for name, points in self.points.items():
             for length, gpus, seconds in points:
-                of = "1" if gpus == 1 else f"1 that plays {gpus}"
+                of = "1" if gpus == 1 else f"1 simulating {gpus}"
                 yield line(length, of, name, seconds, self.attention(name, length, gpus))
         for run in measured:
             if (fabric := run.fabric()) is None:
@@ -218,10 +220,12 @@ def draw(model, options, fabrics, measured=()):
             times.plot(gpus, [1000 * t for t in totals], style, color=f"C{i}", label=label)
             shares = [alone / count / t for count, t in zip(gpus, totals, strict=True)]
             efficiency.plot(gpus, shares, style, color=f"C{i}")
-        played = {(n, p): t for n, p, t in model.points["forward"] if p > 1 and n == length}
+        simulated = {(n, p): t for n, p, t in model.points["forward"] if p > 1 and n == length}
         for n, p, t in model.points["backward"]:
-            if (n, p) in played:
-                times.plot([p], [1000 * (played[n, p] + t)], "o", color=f"C{i}", label="played, without collectives")
+            if (n, p) in simulated:
+                times.plot(
+                    [p], [1000 * (simulated[n, p] + t)], "o", color=f"C{i}", label="simulated, without collectives"
+                )
     for run in measured:
         for row in run.rows():
             if row["tokens"] in options.tokens:
@@ -255,7 +259,7 @@ def main():
     """Prints the errors, and a table for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="of nsa bench --json")
-    parser.add_argument("--played", type=Path, nargs="*", default=[RESULTS / "simulated_ranks.json"])
+    parser.add_argument("--simulated", type=Path, nargs="*", default=[RESULTS / "simulated_ranks.json"])
     parser.add_argument("--collectives", type=Path, nargs="*", default=[])
     parser.add_argument("--measured", type=Path, nargs="*", default=[])
     parser.add_argument("--fabric", type=Fabric.given, action="append", default=[])
@@ -266,7 +270,7 @@ def main():
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     try:
-        bench, *others = (json.loads(path.read_text()) for path in (options.bench, *options.played))
+        bench, *others = (json.loads(path.read_text()) for path in (options.bench, *options.simulated))
         model = Model(bench, others, options.shortest)
         runs = [Measured(json.loads(path.read_text())) for path in options.measured]
         for run in runs:

@@ -41,7 +41,7 @@ def median_of(call, repeats):
     return [statistics.median(numbers) for numbers in zip(*(call() for _ in range(repeats)), strict=True)]
 
 
-def play(chunk, whole, queries, device):
+def time_chunk(chunk, whole, queries, device):
     """Milliseconds of a chunk's `nsa_attention`, forward and backward.
 
     `whole`: k, v and the compressed ones of the whole sequence; `queries`: the chunk's q, gates and dO.

@@ -349,7 +349,7 @@ def test_the_first_chunk_alone_is_a_whole_sequence(monkeypatch):
 
 @BOTH
 def test_nothing_is_made_on_another_device(name):
-    """Forwards and steps on a GPU, played without one: an operation on tensors of two devices would fail."""
+    """Forwards and steps on a GPU, simulated without one: an operation on tensors of two devices would fail."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with torch.device("cuda"):
             model, ids = sparse(name, head_dim=64), tokens(2, 60)

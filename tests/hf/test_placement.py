@@ -48,7 +48,7 @@ def test_fully_sharded_in_mixed_precision_rotates_in_float32(name, one_process):
 
 @BOTH
 def test_layers_on_two_devices(name):
-    """As accelerate dispatches a model, played without GPUs: an operation on tensors of two devices would fail."""
+    """As accelerate dispatches a model, simulated without GPUs: an operation on tensors of two devices would fail."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with torch.device("cuda:0"):
             model = sparse(name, head_dim=64, num_hidden_layers=3)

@@ -220,7 +220,7 @@ def test_first_chunks_refused(layer, changes, message):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_made_on_another_device(kind):
-    """Steps on a GPU, played without one: an operation on tensors of two devices would fail."""
+    """Steps on a GPU, simulated without one: an operation on tensors of two devices would fail."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             layer = nsa.NativeSparseAttention(32, 4, 2, 64, cfg=SMALL, phi="mean").requires_grad_(False)

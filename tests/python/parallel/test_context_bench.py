@@ -89,13 +89,13 @@ def test_bits(tmp_path):
 
 
 @pytest.mark.parametrize("options, message", (
-    (("--tokens", "1024"), "--play: must be given where torchrun does not start the ranks"),
-    (("--play", "2", "--tokens", "1024,2048"), "--tokens: must be one length with --play"),
-    (("--play", "2", "--tokens", "1000"), "the shortest length that works is"),
-    (("--play", "2", "--tokens", "many"), "--tokens many: must be integers with commas between them"),
-    (("--play", "2", "--ranks", "2"), "--ranks [2]: must be in 0 ... 1"),
-    (("--play", "2", "--at-once", "1,x"), "--at-once 1,x: must be integers with commas between them"),
-    (("--play", "2", "--at-once", "2,3"), "--at-once 3: must divide the 2 KV heads"),
+    (("--tokens", "1024"), "--simulated-ranks: must be given where torchrun does not start the ranks"),
+    (("--simulated-ranks", "2", "--tokens", "1024,2048"), "--tokens: must be one length with --simulated-ranks"),
+    (("--simulated-ranks", "2", "--tokens", "1000"), "the shortest length that works is"),
+    (("--simulated-ranks", "2", "--tokens", "many"), "--tokens many: must be integers with commas between them"),
+    (("--simulated-ranks", "2", "--ranks", "2"), "--ranks [2]: must be in 0 ... 1"),
+    (("--simulated-ranks", "2", "--at-once", "1,x"), "--at-once 1,x: must be integers with commas between them"),
+    (("--simulated-ranks", "2", "--at-once", "2,3"), "--at-once 3: must divide the 2 KV heads"),
 ))  # fmt: skip
 def test_refused(bench, options, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(BENCH), *SMALL, *options])

@@ -32,16 +32,16 @@ BENCH = {
     + [row("forward_backward", n, 4 * seconds(n)) for n in (1000, 100000, 200000)]
     + [row("forward", 400000, 1.0) | {"extrapolated": True}],
 }
-PLAYED = {
+SIMULATED = {
     "heads": 16,
     "kv_heads": 2,
     "head_dim": 64,
     "dtype": "bfloat16",
     "layout": "head_tail",
-    "play": 2,
+    "simulated_ranks": 2,
     "ranks": [0, 1],
     "tokens": 1000000,
-    "played": [
+    "times": [
         {"forward_ms": 1000 * seconds(1e6, 2) * share, "backward_ms": 3000 * seconds(1e6, 2) * share}
         for share in (0.5, 1.0)
     ],
@@ -50,11 +50,11 @@ PLAYED = {
 
 @pytest.fixture
 def model(tmp_path):
-    def run(*options, bench=BENCH, played=PLAYED, fabrics=("here:10:100:4", "net:20:10")):
-        for name, result in (("bench", bench), ("played", played)):
+    def run(*options, bench=BENCH, simulated=SIMULATED, fabrics=("here:10:100:4", "net:20:10")):
+        for name, result in (("bench", bench), ("simulated", simulated)):
             (tmp_path / name).write_text(json.dumps(result))
         command = [sys.executable, str(ROOT / "bench/scale/scale_model.py"), "--bench", str(tmp_path / "bench")]
-        command += ["--played", str(tmp_path / "played"), "--tokens", "800000", *options]
+        command += ["--simulated", str(tmp_path / "simulated"), "--tokens", "800000", *options]
         command += [part for fabric in fabrics for part in ("--fabric", fabric)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout.splitlines(), done.stderr
@@ -82,14 +82,14 @@ def test_by_hand(model, reduction, width):
 
 
 def test_errors(model):
-    """Each measurement has a line: the two lengths that are long enough and the played one, of both passes."""
+    """Each measurement has a line: the two lengths that are long enough and the simulated one, of both passes."""
     _, printed, _ = model("--from", "100000")
     lines = [cells(line) for line in printed[2:8]]
-    assert [line[:2] for line in lines[:3]] == [["100000", "1"], ["200000", "1"], ["1000000", "1 that plays 2"]]
+    assert [line[:2] for line in lines[:3]] == [["100000", "1"], ["200000", "1"], ["1000000", "1 simulating 2"]]
     assert [line[5].lstrip("+-") for line in lines] == ["0 %"] * 6 and printed[8] == ""
-    slow = copy.deepcopy(PLAYED)
-    slow["played"][1]["forward_ms"] *= 1.5
-    _, printed, _ = model("--from", "100000", played=slow)
+    slow = copy.deepcopy(SIMULATED)
+    slow["times"][1]["forward_ms"] *= 1.5
+    _, printed, _ = model("--from", "100000", simulated=slow)
     found = [int(cells(line)[5].removesuffix(" %")) for line in printed[2:5]]
     assert found[0] < 0 < found[1] and found[2] < 0 and max(map(abs, found)) < 40
 
@@ -126,11 +126,11 @@ def test_picture(model, tmp_path):
 
 def test_refused(model):
     for change, message in (
-        ({"heads": 32}, "heads = 32 of played ranks: must be the bench's 16"),
-        ({"layout": "contiguous"}, "played ranks: must be all ranks of the layout head_tail"),
-        ({"ranks": [1]}, "played ranks: must be all ranks of the layout head_tail"),
+        ({"heads": 32}, "heads = 32 of simulated ranks: must be the bench's 16"),
+        ({"layout": "contiguous"}, "simulated ranks: must be all ranks of the layout head_tail"),
+        ({"ranks": [1]}, "simulated ranks: must be all ranks of the layout head_tail"),
     ):
-        code, _, told = model(played=PLAYED | change)
+        code, _, told = model(simulated=SIMULATED | change)
         assert code == 2 and message in told
     for fabrics, message in (
         ((), "--fabric, --collectives or --measured: must be given"),
@@ -139,7 +139,9 @@ def test_refused(model):
     ):
         code, _, told = model(fabrics=fabrics)
         assert code == 2 and message in told
-    code, _, told = model("--from", "200000", played=PLAYED | {"tokens": 200000, "play": 1, "ranks": [0]})
+    code, _, told = model(
+        "--from", "200000", simulated=SIMULATED | {"tokens": 200000, "simulated_ranks": 1, "ranks": [0]}
+    )
     assert code == 2 and "must be of at least two sizes" in told
 
 
