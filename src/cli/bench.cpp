@@ -18,7 +18,7 @@
 #include "base/machine.h"
 #include "base/names.h"
 #include "bench/run.h"
-#include "cli/bench_goals.h"
+#include "cli/bench_targets.h"
 #include "cli/commands.h"
 #include "cli/device.h"
 #include "cli/output.h"
@@ -176,13 +176,13 @@ class BenchCommand {
     for (const char* of_model : {"--heads", "--kv-heads", "--head-dim", "--v-head-dim", "--phi", "--kernel-size",
                                  "--kernel-stride", "--block-size", "--topk", "--window-size"})
       model->excludes(command_.get_option(of_model));
-    auto* const goals = command_.add_flag(
-        "--goals", goals_, "Say which of the project's speed goals are reached; exit code 1 if one is missed");
+    auto* const targets = command_.add_flag(
+        "--targets", targets_, "Say which of the project's speed targets are reached; exit code 1 if one is missed");
     command_
         .add_option("--only", options_.only,
                     "Of the operations alone those with this in their names; neither the whole nor dense attention")
         ->excludes(no_parts)
-        ->excludes(goals);
+        ->excludes(targets);
     json_.add(command_, "the results");
     command_.callback([this] { run(); });
   }
@@ -232,7 +232,7 @@ class BenchCommand {
     nlohmann::json json = report;
     json.update(origin());
     json_.write(json);
-    if (goals_) judge_goals(report);
+    if (targets_) judge_targets(report);
   }
 
   void take_model(const lm::ModelConfig& model) {
@@ -285,7 +285,7 @@ class BenchCommand {
   std::string dtype_ = "bfloat16", model_, peers_, flash3_, selection_ = "own";
   std::vector<std::string> phis_ = {"mean", "mlp"};
   JsonOption json_;
-  bool goals_ = false;
+  bool targets_ = false;
 };
 
 }  // namespace

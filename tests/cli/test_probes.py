@@ -283,7 +283,7 @@ def test_bench_marks_what_it_extrapolates(tmp_path):
         ["--lengths", "x"],
         ["--selection", "all"],
         ["--only", "selected", "--no-parts"],
-        ["--only", "selected", "--goals"],
+        ["--only", "selected", "--targets"],
     ],
 )
 def test_bench_refuses(arguments):
