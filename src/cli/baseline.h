@@ -19,10 +19,9 @@ template <class Names>
 CLI::Option* add_baseline(CLI::App& command, Names& names, std::int64_t& budget, const char* help) {
   auto* const baseline = command.add_option("--baseline", names, help)->check(CLI::IsMember(lm::baseline_names()));
   command
-      .add_option("--budget", budget,
-                  "Tokens per query that --baseline reads; 0: as many as NSA with the model's hyperparameters: n l' + "
-                  "w plus the "
-                  "number of compressed keys")
+      .add_option(
+          "--budget", budget,
+          "Number of tokens that each query reads with --baseline; 0: as many as NSA, n l' + w + compressed keys")
       ->check(CLI::Range(0, 1 << 24))
       ->needs(baseline);
   return baseline;
@@ -33,7 +32,7 @@ struct BaselineOptions {
   std::int64_t budget = 0;
 
   void add(CLI::App& command) {
-    add_baseline(command, name, budget, "Training-free sparse attention with which to run a full-attention model");
+    add_baseline(command, name, budget, "Training-free sparse attention of a full-attention model");
   }
 
   /// The attention that the layers of a full-attention model call.
@@ -43,7 +42,8 @@ struct BaselineOptions {
     };
   }
 
-  /// The same for the model of a checkpoint; empty without --baseline. Throws Error for other kinds of attention.
+  /// The attention for the model of a checkpoint; empty without --baseline. Throws Error unless the model has full
+  /// attention.
   lm::SequenceAttention of(const lm::ModelConfig& config) const {
     if (name.empty()) return {};
     if (config.attention != lm::AttentionKind::kFull) {
@@ -58,7 +58,7 @@ struct BaselineOptions {
     return budget > 0 ? budget : lm::nsa_budget(nsa, length);
   }
 
-  /// Print, and describe in a report, the budget for each of `lengths`; nothing without --baseline.
+  /// Prints the budget, or adds it to a report for each of `lengths`; nothing without --baseline.
   void print(const NSAConfig& nsa, std::int64_t length) const {
     if (name.empty()) return;
     fmt::print("baseline {}: {} tokens per query at length {}\n", name, tokens(nsa, length), length);

@@ -1,4 +1,4 @@
-// nsa bench: NSA over sequence length beside dense attention, as a table and as JSON.
+// nsa bench: time of NSA and of dense attention by sequence length, as a table and as JSON.
 #include <ATen/Parallel.h>
 #include <fmt/core.h>
 #include <fmt/ranges.h>
@@ -27,7 +27,7 @@
 namespace nsa::cli {
 namespace {
 
-/// Of this program's command line.
+/// This program's command line.
 std::vector<std::string> command_words() {
   std::ifstream file("/proc/self/cmdline");
   std::vector<std::string> words;
@@ -35,7 +35,7 @@ std::vector<std::string> command_words() {
   return words;
 }
 
-/// Where, when and of what the results are: {"command", "date", "commit"}, the last from COMMIT, null without it.
+/// Origin of the results: {"command", "date", "commit"}; the commit is the variable COMMIT, or null without it.
 nlohmann::json origin() {
   const char* const commit = std::getenv("COMMIT");
   const std::time_t now = std::time(nullptr);
@@ -46,9 +46,9 @@ nlohmann::json origin() {
           {"commit", commit != nullptr && *commit != 0 ? nlohmann::json(commit) : nlohmann::json()}};
 }
 
-/// OpenMP's idle threads spin by default, which looks like work in the CPU time and takes cores from whoever works. It
-/// reads the variable when the program starts, so the program starts again.
-void let_idle_threads_sleep() {
+/// OpenMP's idle threads spin by default, which counts as CPU time and takes cores from other threads. The runtime
+/// reads the variable at program start, so the program executes itself again.
+void restart_with_passive_threads() {
   if (std::getenv("OMP_WAIT_POLICY") != nullptr) return;
   setenv("OMP_WAIT_POLICY", "passive", 0);
   auto words = command_words();
@@ -56,10 +56,10 @@ void let_idle_threads_sleep() {
   for (auto& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   execv("/proc/self/exe", arguments.data());
-  throw base::Error("cannot start again with OMP_WAIT_POLICY=passive; set it yourself");
+  throw base::Error("cannot restart with OMP_WAIT_POLICY=passive; set the variable before starting");
 }
 
-/// The table of results. On the CPU there are columns for disturbed runs, on CUDA wider units and the peers.
+/// The table of results. The CPU table has a column for disturbed runs; the CUDA table has larger units and peers.
 class Table {
  public:
   Table(bool on_cuda, bool peers) : on_cuda_(on_cuda), peers_(peers) {}
@@ -90,8 +90,8 @@ class Table {
 };
 
 void print_ratios(const bench::Report& report) {
-  fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA beside dense", "length", "NSA ms", "torch ms",
-             "ratio", "own dense ms", "ratio");
+  fmt::print("\n{:<17} {:>7} {:>10} {:>12} {:>8} {:>13} {:>8}\n", "NSA vs dense", "length", "NSA ms", "torch ms",
+             "ratio", "libnsa dense", "ratio");
   for (const auto& r : report.ratios) {
     const auto peer =
         r.peer ? fmt::format("; {} {:.2f}, {:.2f}", r.peer->name, 1e3 * r.peer->seconds, r.peer->seconds / r.seconds)
@@ -115,8 +115,7 @@ void print_ratios(const bench::Report& report) {
 class BenchCommand {
  public:
   explicit BenchCommand(CLI::App& app)
-      : command_(
-            *app.add_subcommand("bench", "Time every operation and the whole of NSA, and dense attention beside.")) {
+      : command_(*app.add_subcommand("bench", "Time every operation, nsa_attention end to end, and dense attention.")) {
     const auto length_range = CLI::Range(std::int64_t{0}, std::int64_t{1} << 24);
     auto& shape = options_.shape;
     const auto cuda = bench::default_options(at::kCUDA);
@@ -126,61 +125,67 @@ class BenchCommand {
       return added;
     };
     device_.add(command_);
-    option("--lengths", options_.lengths, "Sequence lengths, tokens", cuda.lengths)
+    option("--lengths", options_.lengths, "Sequence lengths, tokens, comma-separated", cuda.lengths)
         ->delimiter(',')
         ->check(length_range);
-    command_.add_option("--dtype", dtype_, "bfloat16 or float32")->check(CLI::IsMember({"bfloat16", "float32"}));
-    option("--heads", shape.num_heads, "Query heads", cuda.shape.num_heads)->check(CLI::Range(1, 1024));
-    option("--kv-heads", shape.num_kv_heads, "Key/value heads", cuda.shape.num_kv_heads)->check(CLI::Range(1, 1024));
-    command_.add_option("--head-dim", shape.head_dim, "Channels of queries and keys")->check(CLI::Range(8, 1024));
-    command_.add_option("--v-head-dim", shape.v_head_dim, "Channels of values")->check(CLI::Range(8, 1024));
-    command_.add_option("--phi", phis_, "Compression functions: mean, linear, mlp; ratios are about the first")
-        ->delimiter(',');
-    command_.add_option("--threads", shape.threads, "Threads; 0: one for each core")->check(CLI::Range(0, kMaxThreads));
-    option("--repeats", options_.timing.repeats, "Undisturbed runs of each", cuda.timing.repeats)
-        ->check(CLI::Range(1, 1000));
-    command_.add_option("--budget", options_.timing.budget_s, "No further run after this long, seconds")
-        ->check(CLI::Range(0.0, 1e6));
-    command_.add_flag("!--no-backward", options_.backward, "Forward passes alone");
-    auto* const no_parts =
-        command_.add_flag("!--no-parts", options_.parts, "Only the whole, neither its stages nor each operation");
-    command_.add_flag("!--no-plain", options_.plain, "Without dense attention on libnsa's own kernels");
+    command_.add_option("--dtype", dtype_, "Data type: bfloat16 or float32")
+        ->check(CLI::IsMember({"bfloat16", "float32"}));
+    option("--heads", shape.num_heads, "Number of query heads", cuda.shape.num_heads)->check(CLI::Range(1, 1024));
+    option("--kv-heads", shape.num_kv_heads, "Number of key/value heads", cuda.shape.num_kv_heads)
+        ->check(CLI::Range(1, 1024));
+    command_.add_option("--head-dim", shape.head_dim, "Head dimension of queries and keys")->check(CLI::Range(8, 1024));
+    command_.add_option("--v-head-dim", shape.v_head_dim, "Head dimension of values")->check(CLI::Range(8, 1024));
     command_
-        .add_option(
-            "--selection", selection_,
-            "Blocks to attend to: own, or given ones (random, clustered) while the choice of its own still runs")
+        .add_option("--phi", phis_, "Compression functions: mean, linear, mlp, comma-separated; ratios use the first")
+        ->delimiter(',');
+    command_.add_option("--threads", shape.threads, "Number of CPU threads; 0: one per core")
+        ->check(CLI::Range(0, kMaxThreads));
+    option("--repeats", options_.timing.repeats, "Number of undisturbed runs per measurement", cuda.timing.repeats)
+        ->check(CLI::Range(1, 1000));
+    command_
+        .add_option("--budget", options_.timing.budget_s,
+                    "Time limit per measurement, seconds; no further run starts after it")
+        ->check(CLI::Range(0.0, 1e6));
+    command_.add_flag("!--no-backward", options_.backward, "Time only forward passes");
+    auto* const no_parts =
+        command_.add_flag("!--no-parts", options_.parts, "Time only end to end, without stages and single operations");
+    command_.add_flag("!--no-plain", options_.plain, "Skip dense attention on libnsa's own kernels");
+    command_
+        .add_option("--selection", selection_,
+                    "Block selection: own, or given block_indices (random, clustered); the selector runs in both cases")
         ->check(CLI::IsMember({"own", "random", "clustered"}));
-    command_.add_option("--peers", peers_, "Times of other implementations by bench/peers/peers.py, for the table");
+    command_.add_option("--peers", peers_,
+                        "JSON of bench/peers/peers.py, whose times of other implementations join the table");
     command_.add_option(
         "--flash3", flash3_,
-        "Extension module of FlashAttention-3 (flash_attn_3/_C.abi3.so), timed as dense attention besides; on cuda, "
-        "bfloat16");
-    command_.add_option("--longest-backward", options_.longest_backward, "No backward beyond this length, tokens")
+        "FlashAttention-3 extension module (flash_attn_3/_C.abi3.so) to time as dense attention, on cuda in bfloat16");
+    command_
+        .add_option("--longest-backward", options_.longest_backward,
+                    "Maximum sequence length with a backward pass, tokens")
         ->check(length_range);
     option("--longest-dense-forward", options_.longest_dense_forward,
-           "Beyond this length dense attention is extrapolated, tokens", cuda.longest_dense_forward)
+           "Maximum length of dense forward passes, tokens; longer ones are extrapolated", cuda.longest_dense_forward)
         ->check(length_range);
-    option("--longest-dense-backward", options_.longest_dense_backward, "The same with the backward",
-           cuda.longest_dense_backward)
+    option("--longest-dense-backward", options_.longest_dense_backward,
+           "Maximum length of dense backward passes, tokens; longer ones are extrapolated", cuda.longest_dense_backward)
         ->check(length_range);
     auto& nsa = shape.nsa;
-    command_.add_option("--kernel-size", nsa.kernel_size, "l: tokens in a compression block");
-    command_.add_option("--kernel-stride", nsa.kernel_stride, "d: tokens between compression blocks");
-    command_.add_option("--block-size", nsa.block_size, "l': tokens in a selection block");
-    command_.add_option("--topk", nsa.topk, "n: selection blocks per query");
-    command_.add_option("--window-size", nsa.window_size, "w: tokens of the sliding window");
+    command_.add_option("--kernel-size", nsa.kernel_size, "Compression block size l, tokens");
+    command_.add_option("--kernel-stride", nsa.kernel_stride, "Compression stride d, tokens");
+    command_.add_option("--block-size", nsa.block_size, "Selection block size l', tokens");
+    command_.add_option("--topk", nsa.topk, "Selected blocks per query, n");
+    command_.add_option("--window-size", nsa.window_size, "Sliding window size w, tokens");
     auto* const model = command_.add_option(
         "--model", model_,
-        "Heads, head dims and, if it is sparse, hyperparameters and compression function of the model in this run "
-        "folder or folder of transformers");
+        "Run folder or transformers folder; sets heads and head dimensions, and for NSA hyperparameters and phi");
     for (const char* of_model : {"--heads", "--kv-heads", "--head-dim", "--v-head-dim", "--phi", "--kernel-size",
                                  "--kernel-stride", "--block-size", "--topk", "--window-size"})
       model->excludes(command_.get_option(of_model));
-    auto* const targets = command_.add_flag(
-        "--targets", targets_, "Say which of the project's speed targets are reached; exit code 1 if one is missed");
+    auto* const targets =
+        command_.add_flag("--targets", targets_, "Judge the speed targets; exit code 1 if one is missed");
     command_
         .add_option("--only", options_.only,
-                    "Of the operations alone those with this in their names; neither the whole nor dense attention")
+                    "Time only operations whose name contains this text, and neither end to end nor dense attention")
         ->excludes(no_parts)
         ->excludes(targets);
     json_.add(command_, "the results");
@@ -190,7 +195,7 @@ class BenchCommand {
  private:
   void run() {
     auto& shape = options_.shape;
-    let_idle_threads_sleep();
+    restart_with_passive_threads();
     json_.open();
     const auto device = device_.choose();
     shape.device = device.device;
@@ -227,7 +232,8 @@ class BenchCommand {
     const Table table(shape.device.is_cuda(), !options_.peers.empty());
     table.print_header();
     const auto report = bench::run(options_, [&](const bench::Result& result) { table.print(result); });
-    if (report.results.empty()) throw base::Error(fmt::format("--only {}: in no operation's name", options_.only));
+    if (report.results.empty())
+      throw base::Error(fmt::format("--only {}: no operation's name contains it", options_.only));
     if (options_.only.empty()) print_ratios(report);
     nlohmann::json json = report;
     json.update(origin());
@@ -246,7 +252,7 @@ class BenchCommand {
     options_.phis = {model.phi};
   }
 
-  /// Refuses before the first measurement what libnsa cannot run.
+  /// Refuses what libnsa cannot run, before the first measurement.
   void require_backend() const {
     const auto& shape = options_.shape;
     Backend backend;
@@ -263,8 +269,8 @@ class BenchCommand {
     const auto text = [&](const char* field) { return machine[field].get<std::string>(); };
     fmt::print("device: {}\n", device.text);
     if (shape.device.is_cuda()) {
-      fmt::print("{}, kernels {}; torch {}, cuDNN {}; medians, second-level cache flushed before each run", text("gpu"),
-                 text("isa"), text("torch"), machine["cudnn"].get<long>());
+      fmt::print("{}, kernels {}; torch {}, cuDNN {}; medians, L2 flushed before each run", text("gpu"), text("isa"),
+                 text("torch"), machine["cudnn"].get<long>());
     } else {
       fmt::print("{}, {} threads, {} ({})", text("cpu"), shape.threads, text("backend"), text("isa"));
     }
@@ -275,7 +281,7 @@ class BenchCommand {
   void measure_rates() {
     const auto rates = bench::measure_device_rates(options_.shape.device, options_.shape.bfloat16);
     options_.rates = {rates.gflops, rates.bytes_per_s};
-    fmt::print("limits: product of 8192 x 8192 matrices {:.0f} TFLOP/s, copy of 1 GiB {:.2f} TB/s read and written\n",
+    fmt::print("limits: GEMM of 8192 x 8192 {:.0f} TFLOP/s, copy of 1 GiB {:.2f} TB/s read and written\n",
                1e-3 * rates.gflops, 1e-12 * rates.bytes_per_s);
   }
 

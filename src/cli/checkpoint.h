@@ -1,4 +1,4 @@
-// The checkpoint that a command opens, and how its model shall differ from what was trained.
+// The checkpoint that a command opens, with overrides of its configuration.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -17,13 +17,11 @@ struct CheckpointOptions {
   void add(CLI::App& command) {
     command
         .add_option("checkpoint", path,
-                    "Run folder, the model.safetensors in it, or a folder of transformers (Llama or Qwen3, dense or "
-                    "sparse)")
+                    "Run folder, its model.safetensors, or a transformers folder (Llama or Qwen3, dense or sparse)")
         ->required();
     command
         .add_option("--set", changes,
-                    "FIELD=VALUE: compute with another value of a field of config.json's model than was trained, e.g. "
-                    "topk=32; may be given several times")
+                    "Override FIELD=VALUE of the section model of config.json, e.g. topk=32; repeatable")
         ->allow_extra_args(false);
   }
   lm::OpenedCheckpoint open(at::Device device) const { return lm::open_checkpoint(path, changes, device, ids.empty()); }

@@ -1,4 +1,4 @@
-// nsa debug compare: a call that NSA_DUMP wrote, run again and compared with the oracle.
+// nsa debug compare: replays calls that NSA_DUMP wrote and compares them with the oracle.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -23,10 +23,11 @@ void compare(const std::string& path) {
       fmt::print("{:<22} {:>38.2f}  percent of rows equal\n", d.name, 100 * d.rows_equal);
       continue;
     }
-    fmt::print(
-        "{:<22} {:>12.3e} {:>12.3e} {:>12.3e}  {}\n", d.name, d.max_error, d.max_oracle,
-        d.max_oracle > 0 ? d.max_error / d.max_oracle : 0,
-        d.not_finite_differ > 0 ? fmt::format("{} elements are not finite in one alone", d.not_finite_differ) : "");
+    fmt::print("{:<22} {:>12.3e} {:>12.3e} {:>12.3e}  {}\n", d.name, d.max_error, d.max_oracle,
+               d.max_oracle > 0 ? d.max_error / d.max_oracle : 0,
+               d.not_finite_differ > 0
+                   ? fmt::format("{} elements are non-finite in only one of them", d.not_finite_differ)
+                   : "");
   }
 }
 
@@ -34,11 +35,11 @@ void compare(const std::string& path) {
 
 void add_debug(CLI::App& app) {
   static std::vector<std::string> dumps;  // the callback refers to them
-  auto* const debug = app.add_subcommand("debug", "Tools for whoever looks for an error.");
+  auto* const debug = app.add_subcommand("debug", "Debugging tools.");
   debug->require_subcommand(1);
   auto* const command =
-      debug->add_subcommand("compare", "Run dumped calls again and print how far each output is from the oracle's.");
-  command->add_option("dump", dumps, "Files that a program run with NSA_DUMP=folder left there")->required();
+      debug->add_subcommand("compare", "Replay dumped calls and print each output's error against the oracle.");
+  command->add_option("dump", dumps, "Files written by a program that ran with NSA_DUMP=folder")->required();
   command->callback([] {
     for (const auto& path : dumps) compare(path);
   });

@@ -13,16 +13,16 @@
 
 namespace nsa::cli {
 
-/// The values below go to what it is constructed with, so it lives as long as the command.
+/// Must outlive the command, whose callbacks refer to it.
 class DeviceOption {
  public:
   void add(CLI::App& command) {
     option_ = command.add_option("--device", wish_,
-                                 "cpu, cuda, or auto: cuda where this build and this machine have it, else cpu");
+                                 "Device: cpu, cuda, or auto (cuda if this build and this machine support it)");
     option_->check(CLI::IsMember({"auto", "cpu", "cuda"}))->take_last();
   }
 
-  /// Without `option`, `value` is `on_cuda` where a GPU computes.
+  /// Sets the default of `option` on a GPU: `value` becomes `on_cuda`.
   template <class T>
   void on_cuda(CLI::Option* option, T& value, const T& on_cuda) {
     if (value == on_cuda) return;
@@ -32,7 +32,7 @@ class DeviceOption {
     });
   }
 
-  /// Chooses and settles the values that depend on it. Throws base::Error where the device cannot be had.
+  /// Chooses the device and sets the defaults that depend on it. Throws base::Error if the device is not available.
   base::DeviceChoice choose() const {
     auto choice = base::choose_device(wish_);
     if (choice.device.is_cuda()) {

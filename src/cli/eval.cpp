@@ -1,4 +1,4 @@
-// nsa eval: loss on held-out documents, and by position in the context.
+// nsa eval: loss on held-out documents, by position in the context and by recurrence distance.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -133,20 +133,21 @@ struct EvalCommand {
 void add_eval(CLI::App& app) {
   static std::unique_ptr<EvalCommand> state;  // the callback refers to it
   state = std::make_unique<EvalCommand>();
-  auto* const command = app.add_subcommand("eval", "Measure the loss on held-out documents, and by position.");
+  auto* const command =
+      app.add_subcommand("eval", "Evaluate the loss on held-out documents, by position and by recurrence distance.");
   state->checkpoint.add(*command);
-  auto* const data = command->add_option("--data", state->data,
-                                         "Text files or folders; without it the documents that the run held out");
-  state->checkpoint.add_ids(*command, "File with documents as numbers of tokens, one on each line")->excludes(data);
-  command->add_option("--context", state->context, "Longest sequence, tokens; 0: as in training")
+  auto* const data =
+      command->add_option("--data", state->data, "Text files or folders; default: the documents that the run held out");
+  state->checkpoint.add_ids(*command, "File with one document per line, as token ids")->excludes(data);
+  command->add_option("--context", state->context, "Maximum sequence length, tokens; 0: as in training")
       ->check(CLI::Range(0, 1 << 24));
-  command->add_option("--tokens", state->tokens, "Evaluate about this many tokens, evenly spread; 0: all")
+  command->add_option("--tokens", state->tokens, "Approximate number of tokens to evaluate, evenly spread; 0: all")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 50));
   command->add_option(kAgainst, state->against,
-                      "Another run: its loss on the same rows, and the difference with its 95 % interval");
+                      "Second run to evaluate on the same rows; prints the difference with its 95 % interval");
   command->add_option(
       kWindow, state->window,
-      "Run with window attention: report the retained long-range gain, (L_window - L) / (L_window - L_against)");
+      "Run with window attention; prints the retained long-range gain, (L_window - L) / (L_window - L_against)");
   state->baseline.add(*command);
   state->machine.add(*command);
   state->json.add(*command, "the results");

@@ -1,4 +1,4 @@
-// nsa generate: text from a trained model, printed as it comes.
+// nsa generate: text from a trained model, streamed to standard output.
 #include <fmt/core.h>
 #include <fmt/ranges.h>
 
@@ -58,7 +58,7 @@ std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tok
   if (!arguments.prompts.empty()) {
     std::istringstream lines(base::read_text(arguments.prompts));
     for (std::string line; std::getline(lines, line);) texts.push_back(line);
-    if (texts.empty()) throw base::Error(fmt::format("{}: has no line, each of which is a prompt", arguments.prompts));
+    if (texts.empty()) throw base::Error(fmt::format("{}: is empty; expected one prompt per line", arguments.prompts));
   } else {
     texts.push_back(arguments.prompt_file.empty() ? arguments.prompt : base::read_text(arguments.prompt_file));
   }
@@ -69,8 +69,7 @@ std::vector<Prompt> prompts_of(const GenerateArguments& arguments, const lm::Tok
   return prompts;
 }
 
-/// Prints texts that grow side by side one after the other: the first that has not ended as it comes, the others when
-/// it is their turn.
+/// Prints the texts of a batch in order: streams the first unfinished one and buffers the others.
 class TextPrinter {
  public:
   TextPrinter(const std::vector<Prompt>& prompts, bool echo) : ended_(prompts.size(), false) {
@@ -78,7 +77,7 @@ class TextPrinter {
     flush();
   }
 
-  /// Whether it could be printed.
+  /// Returns whether it could be printed.
   bool add(std::size_t sequence, const std::string& text, bool last) {
     waiting_[sequence] += text;
     ended_[sequence] = last;
@@ -86,7 +85,7 @@ class TextPrinter {
     return std::ferror(stdout) == 0;
   }
 
-  /// Ends the texts, whether they have ended or not.
+  /// Prints what is buffered, with a line break after each text.
   void finish() {
     std::fill(ended_.begin(), ended_.end(), true);
     flush();
@@ -164,43 +163,46 @@ void run(GenerateArguments& arguments) {
 }  // namespace
 
 void add_generate(CLI::App& app) {
-  auto* const command = app.add_subcommand("generate", "Continue a text with a trained model.");
+  auto* const command = app.add_subcommand("generate", "Generate text with a trained model.");
   const auto arguments = std::make_shared<GenerateArguments>();
   auto& options = arguments->options;
   arguments->checkpoint.add(*command);
-  auto* const prompt = command->add_option("-p,--prompt", arguments->prompt, "Text to continue; empty: a new document");
+  auto* const prompt =
+      command->add_option("-p,--prompt", arguments->prompt, "Text to continue; empty: start a new document");
   auto* const file = command->add_option("--prompt-file", arguments->prompt_file, "File with the text to continue");
   file->excludes(prompt);
   auto* const lines = command->add_option("--prompts", arguments->prompts,
-                                          "File with a text to continue on each line, all side by side; their texts "
-                                          "are printed one after the other");
+                                          "File with one prompt per line, generated as a batch and printed in order");
   lines->excludes(prompt)->excludes(file);
   arguments->checkpoint
       .add_ids(*command,
-               "File with a prompt on each line as numbers of tokens; the new ones are printed as numbers, and the end "
-               "of a document does not stop it")
+               "File with one prompt per line, as token ids. The output is token ids; generation does not stop at the "
+               "end of "
+               "a document")
       ->excludes(prompt)
       ->excludes(file)
       ->excludes(lines);
-  command->add_option("-n,--tokens", options.max_tokens, "Tokens to generate at most, for each prompt")
+  command->add_option("-n,--tokens", options.max_tokens, "Maximum number of tokens to generate per prompt")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 30));
-  command->add_option("--temperature", options.sampler.temperature, "0: always the most likely token");
-  command->add_option("--top-k", options.sampler.top_k, "Choose among the k most likely tokens; 0: all");
+  command->add_option("--temperature", options.sampler.temperature, "Sampling temperature; 0: greedy decoding");
+  command->add_option("--top-k", options.sampler.top_k, "Sample from the k most likely tokens; 0: all");
   command->add_option("--top-p", options.sampler.top_p,
-                      "Choose among the fewest tokens whose probabilities reach this, 0 ... 1");
-  command->add_option("--seed", options.sampler.seed, "Of the choices");
+                      "Sample from the smallest set of tokens with this total probability, 0 to 1");
+  command->add_option("--seed", options.sampler.seed, "Seed of the sampler");
   command
-      ->add_option("--dtype", arguments->dtype,
-                   "Of matrix products and attention: float32, bfloat16, on cuda float16. Default: float32, on cuda "
-                   "bfloat16")
+      ->add_option(
+          "--dtype", arguments->dtype,
+          "Data type of matmuls and attention: float32, bfloat16, on cuda also float16; default: float32, on cuda "
+          "bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
   arguments->machine.add(*command);
-  command->add_flag("--no-cache", arguments->no_cache, "Run the whole model again for each token, to compare");
+  command->add_flag("--no-cache", arguments->no_cache,
+                    "Recompute the whole sequence for each token instead of using the KV cache, for comparison");
   command->add_flag("--no-graph", arguments->no_graph,
-                    "On cuda launch each kernel of a step by itself, to compare with one CUDA graph");
-  command->add_flag("--ignore-end", arguments->ignore_end, "Do not stop at the end of a document");
-  command->add_flag("--no-echo", arguments->no_echo, "Print the new text alone, without the prompt");
-  arguments->json.add(*command, "tokens, margins of the choices and times");
+                    "Launch kernels one by one on cuda instead of as a CUDA graph, for comparison");
+  command->add_flag("--ignore-end", arguments->ignore_end, "Continue past the end of a document");
+  command->add_flag("--no-echo", arguments->no_echo, "Print only the generated text, without the prompt");
+  arguments->json.add(*command, "tokens, logit margins and times");
   command->callback([arguments] { run(*arguments); });
 }
 

@@ -1,4 +1,4 @@
-// nsa info: what this build has, what the machine has, what was chosen and why.
+// nsa info: backends of this build, hardware of this machine, and the defaults chosen from them.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -25,7 +25,7 @@ void print_section(const char* title, std::string_view lines) {
   }
 }
 
-/// What `nsa info --describe` was asked about.
+/// Options of `nsa info --describe`.
 struct Description {
   bool wanted = false;
   std::string dtype = "bfloat16", phi = "mlp";
@@ -61,28 +61,29 @@ void print_info(bool device_alone) {
 }  // namespace
 
 void add_info(CLI::App& app) {
-  auto* const command =
-      app.add_subcommand("info", "Print version, backends, instruction sets and devices, what was chosen and why.");
+  auto* const command = app.add_subcommand(
+      "info", "Print version, backends, instruction sets and devices, and which of them are the default and why.");
   static bool device_alone = false;  // the callback refers to it
-  command->add_flag("--chosen-device", device_alone, "Print only what --device auto means here: cpu or cuda");
+  command->add_flag("--chosen-device", device_alone, "Print only the device that --device auto selects: cpu or cuda");
   static Description described;
-  command->add_flag("--describe", described.wanted,
-                    "Print only which CUDA kernels serve a call of the options below, and why portable ones do");
+  command->add_flag(
+      "--describe", described.wanted,
+      "Print only the CUDA kernels that a call with the options below launches, and why portable ones are chosen");
   const auto option = [&](const char* name, auto& value, const char* text) {
-    return command->add_option(name, value, text)->group("What --describe describes")->capture_default_str();
+    return command->add_option(name, value, text)->group("Call that --describe describes")->capture_default_str();
   };
-  option("--dtype", described.dtype, "bfloat16, float16 or float32")
+  option("--dtype", described.dtype, "Data type: bfloat16, float16 or float32")
       ->check(CLI::IsMember({"bfloat16", "float16", "float32"}));
-  option("--heads", described.query.num_heads, "H: query heads");
-  option("--kv-heads", described.query.num_kv_heads, "Hkv: key/value heads");
-  option("--head-dim", described.query.key_dim, "Dk: channels of a query or key");
-  option("--v-head-dim", described.query.value_dim, "Dv: channels of a value");
-  option("--kernel-size", described.query.cfg.kernel_size, "l: tokens in a compression block");
-  option("--kernel-stride", described.query.cfg.kernel_stride, "d: tokens between compression blocks");
-  option("--block-size", described.query.cfg.block_size, "l': tokens in a selection block");
-  option("--topk", described.query.cfg.topk, "n: selection blocks per query");
-  option("--phi", described.phi, "Compression function: mean, linear or mlp");
-  option("--phi-hidden", described.query.phi_hidden, "E: hidden units of phi mlp; 0: 2 x head dim");
+  option("--heads", described.query.num_heads, "Number of query heads, H");
+  option("--kv-heads", described.query.num_kv_heads, "Number of key/value heads, Hkv");
+  option("--head-dim", described.query.key_dim, "Head dimension of queries and keys, Dk");
+  option("--v-head-dim", described.query.value_dim, "Head dimension of values, Dv");
+  option("--kernel-size", described.query.cfg.kernel_size, "Compression block size l, tokens");
+  option("--kernel-stride", described.query.cfg.kernel_stride, "Compression stride d, tokens");
+  option("--block-size", described.query.cfg.block_size, "Selection block size l', tokens");
+  option("--topk", described.query.cfg.topk, "Selected blocks per query, n");
+  option("--phi", described.phi, "Compression function phi: mean, linear or mlp");
+  option("--phi-hidden", described.query.phi_hidden, "Hidden units of phi mlp, E; 0: 2 x head dimension");
   command->callback([] { described.wanted ? print_kernels(described) : print_info(device_alone); });
 }
 

@@ -1,4 +1,4 @@
-// nsa inspect: which blocks a checkpoint's queries select on a text, and what its gates do.
+// nsa inspect: selected blocks, gates and selection recall of a checkpoint on a text.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -102,20 +102,19 @@ struct InspectCommand {
 void add_inspect(CLI::App& app) {
   static std::unique_ptr<InspectCommand> state;  // the callback refers to it
   state = std::make_unique<InspectCommand>();
-  auto* const command =
-      app.add_subcommand("inspect", "Look inside the attention: selected blocks and gates on a text.");
+  auto* const command = app.add_subcommand("inspect", "Print selected blocks, gates and selection recall on a text.");
   state->checkpoint.add(*command);
   auto* const data = command->add_option(
-      "--data", state->data, "Text files or folders, of which the longest is read; without it the held-out documents");
-  state->checkpoint
-      .add_ids(*command, "File with documents as numbers of tokens, one on each line; the longest is read")
+      "--data", state->data, "Text files or folders; the longest document is read; default: the held-out documents");
+  state->checkpoint.add_ids(*command, "File with one document per line, as token ids; the longest is read")
       ->excludes(data);
-  command->add_option("--tokens", state->tokens, "Tokens to read; 0: the context of the training")
+  command->add_option("--tokens", state->tokens, "Number of tokens to read; 0: the training context")
       ->check(CLI::Range(0, 1 << 24));
-  command->add_option("--queries", state->queries, "Queries of each selection map")->check(CLI::Range(1, 100000));
+  command->add_option("--queries", state->queries, "Number of queries in a selection map")
+      ->check(CLI::Range(1, 100000));
   command->add_flag("--maps", state->maps, "Print the selection maps");
   state->machine.add(*command);
-  state->json.add(*command, "the results, maps included,");
+  state->json.add(*command, "the results with the selection maps");
   command->callback([] { state->run(); });
 }
 

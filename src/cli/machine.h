@@ -1,4 +1,4 @@
-// --device and --threads: where a command computes.
+// --device and --threads of a command.
 #pragma once
 
 #include "cli/device.h"
@@ -6,12 +6,13 @@
 
 namespace nsa::cli {
 
-/// Lives as long as the command.
+/// Must outlive the command.
 class MachineOptions : public DeviceOption {
  public:
   void add(CLI::App& command) {
     DeviceOption::add(command);
-    command.add_option("--threads", threads_, "0: one for each core")->check(CLI::Range(0, kMaxThreads));
+    command.add_option("--threads", threads_, "Number of CPU threads; 0: one per core")
+        ->check(CLI::Range(0, kMaxThreads));
   }
 
   /// DeviceOption::choose(), and torch's number of threads.

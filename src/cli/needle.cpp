@@ -1,4 +1,4 @@
-// nsa needle: a line hidden at several depths of contexts of several lengths, as a table and as JSON.
+// nsa needle: needle retrieval by context length and needle depth, as a table and as JSON.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -40,15 +40,17 @@ struct NeedleCommand {
     }
     fmt::print("device: {}\n", device.text);
     for (const auto length : options.lengths) baseline.print(opened.model().config().nsa, length);
-    fmt::print("{} samples each; exact: the whole answer, with its 95 % interval; gain: nats per token by the needle\n",
-               options.samples);
+    fmt::print(
+        "{} samples each; exact: all tokens of the answer, with its 95 % interval; gain: nats per token from the "
+        "needle\n",
+        options.samples);
     fmt::print("{:>9} {:>6} {:>14} {:>14} {:>13} {:>6}\n", "length", "depth", "exact", "", "tokens right", "gain");
     const auto print = [this](std::int64_t length, const auto& row) { print_row(length, row); };
     const auto cells = lm::run_needle(opened, texts.documents, options, print);
     json.write(to_json(cells, opened.model().config().nsa));
   }
 
-  /// A line for each depth; the darker the shade, the better.
+  /// One line per depth; a darker shade is better.
   void print_row(std::int64_t length, const std::vector<lm::NeedleCell>& row) const {
     static const std::string shades = " .:-=+*#%@";
     for (std::size_t d = 0; d < row.size(); ++d) {
@@ -88,26 +90,28 @@ void add_needle(CLI::App& app) {
   static std::unique_ptr<NeedleCommand> state;  // the callback refers to it
   state = std::make_unique<NeedleCommand>();
   auto* const command =
-      app.add_subcommand("needle", "Hide a line at several depths of long contexts and ask a checkpoint for it.");
+      app.add_subcommand("needle", "Measure needle retrieval: key-value needles at several depths of long contexts.");
   auto& options = state->options;
   state->checkpoint.add(*command);
-  command->add_option("--data", state->data,
-                      "Text files or folders for the haystack; without it the held-out documents");
+  command->add_option("--data", state->data, "Text files or folders for the haystack; default: the held-out documents");
   command
-      ->add_option("--lengths", options.lengths, "Contexts, tokens; default: 1/8, 1/4, 1/2 and all of the training's")
+      ->add_option("--lengths", options.lengths,
+                   "Context lengths, tokens, comma-separated; default: 1/8, 1/4, 1/2 and all of the training context")
       ->delimiter(',')
       ->check(CLI::Range(64, 1 << 24));
-  command->add_option("--depths", options.depths, "0: at the start, 1: at the end")
+  command->add_option("--depths", options.depths, "Needle depths, comma-separated; 0: start, 1: end of the context")
       ->delimiter(',')
       ->check(CLI::Range(0.0, 1.0));
-  command->add_option("--samples", options.samples, "Contexts of each length")->check(CLI::Range(1, 100000));
-  command->add_option("--needle", options.needle, "What is hidden; {key} and {value} are filled in")
+  command->add_option("--samples", options.samples, "Number of samples per length and depth")
+      ->check(CLI::Range(1, 100000));
+  command->add_option("--needle", options.needle, "Needle template with the placeholders {key} and {value}")
       ->default_str("'\\n{key} = {value}\\n'");
-  command->add_option("--question", options.question, "What is asked at the end; the answer is {value}")
+  command
+      ->add_option("--question", options.question, "Question template at the end of the context; the answer is {value}")
       ->default_str("'\\n{key} = '");
-  command->add_option("--seed", options.seed, "Of places, keys and values");
+  command->add_option("--seed", options.seed, "Seed of needle positions, keys and values");
   state->baseline.add(*command);
-  command->add_option("--dtype", state->dtype, "Of matrix products and attention: float32 or bfloat16")
+  command->add_option("--dtype", state->dtype, "Data type of matmuls and attention: float32 or bfloat16")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
   state->machine.add(*command);
   state->json.add(*command, "the results");

@@ -1,4 +1,4 @@
-// --json: where a subcommand's results go.
+// --json: the file for a subcommand's results.
 #pragma once
 
 #include <fmt/core.h>
@@ -13,14 +13,14 @@
 
 namespace nsa::cli {
 
-/// Lives as long as the command.
+/// Must outlive the command.
 class JsonOption {
  public:
   void add(CLI::App& command, const std::string& what) {
-    command.add_option("--json", path_, "Write " + what + " to this file; -: standard output");
+    command.add_option("--json", path_, "Write " + what + " as JSON to this file; -: standard output");
   }
 
-  /// Before the work begins: throws base::Error or base::Failure when the file cannot be written.
+  /// Opens the file before the work begins. Throws base::Error or base::Failure if it cannot be written.
   void open() {
     if (path_.empty() || path_ == "-") return;
     try {

@@ -27,17 +27,17 @@
 namespace nsa::cli {
 namespace {
 
-/// A closed standard stream becomes one that fails, so that no file opened later takes its number.
+/// Replaces a closed standard stream by one that fails, so that no file opened later gets its descriptor.
 void keep_standard_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(fd, F_GETFD) == -1) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
   }
 }
 
-std::string g_rank;  // before each message: "rank 1: "
+std::string g_rank;  // prefix of each message: "rank 1: "
 
 /// One line for a terminal: names of files and fields may hold any byte.
-void complain(std::string_view message) {
+void print_error(std::string_view message) {
   std::string line;
   for (const char c : message) {
     const auto byte = static_cast<unsigned char>(c);
@@ -57,40 +57,40 @@ int run(CLI::App& app, int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
-    complain(error.what());
+    print_error(error.what());
     fmt::print(stderr, "See nsa --help and nsa SUBCOMMAND --help.\n");
     return 2;
   } catch (const Exit& exit) {
     return exit.code;
   } catch (const base::Error& error) {
-    complain(error.what());
+    print_error(error.what());
     return 2;
   } catch (const base::Failure& failure) {
-    complain(failure.what());
+    print_error(failure.what());
     return 1;
   } catch (const std::filesystem::filesystem_error& error) {
-    complain(fmt::format("{}: {}", error.path1().string(), error.code().message()));
+    print_error(fmt::format("{}: {}", error.path1().string(), error.code().message()));
     return base::is_users_fault(error.code().value()) ? 2 : 1;
   } catch (const std::bad_alloc&) {
     fmt::print(stderr, "nsa: out of memory\n");
     return 1;
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
-    complain((is_out_of_memory(error, message) ? "out of memory: " : "internal error: ") + message);
+    print_error((is_out_of_memory(error, message) ? "out of memory: " : "internal error: ") + message);
     return 1;
   } catch (const std::exception& error) {
-    if (std::ferror(stdout) == 0) complain(fmt::format("internal error: {}", error.what()));
+    if (std::ferror(stdout) == 0) print_error(fmt::format("internal error: {}", error.what()));
     return 1;
   }
   return 0;
 }
 
-/// The exit code `code`, or 1 when something of the output was lost.
+/// Returns `code`, or 1 if output was lost.
 int close_output(int code) {
   const bool lost = std::ferror(stdout) != 0;
   if (std::fflush(stdout) == 0 && !lost) return code;
-  complain(lost ? "standard output: cannot write"
-                : fmt::format("standard output: cannot write: {}", std::strerror(errno)));
+  print_error(lost ? "standard output: cannot write"
+                   : fmt::format("standard output: cannot write: {}", std::strerror(errno)));
   return code == 0 ? 1 : code;
 }
 
@@ -104,11 +104,11 @@ int nsa_program(int argc, char** argv, const char* group) {
   try {
     if (group != nullptr) ranks = nsa::lm::Ranks(group);
   } catch (const nsa::base::Error& error) {
-    complain(error.what());
+    print_error(error.what());
     return 2;
   }
   if (ranks.size() > 1) g_rank = fmt::format("rank {}: ", ranks.rank());
-  CLI::App app("Native Sparse Attention: train, generate, measure and look inside.", "nsa");
+  CLI::App app("Native Sparse Attention: train, generate, benchmark, evaluate and inspect.", "nsa");
   app.set_version_flag("--version", std::string("nsa ") + nsa::version());
   app.require_subcommand(1);
   app.get_formatter()->column_width(40);

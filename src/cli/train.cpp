@@ -1,4 +1,4 @@
-// nsa train: a run folder from data and options, or on from its last checkpoint.
+// nsa train: starts a run folder from data and options, or resumes it from its last checkpoint.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -33,16 +33,17 @@ class TrainCommand {
  public:
   TrainCommand(CLI::App& app, const lm::Ranks& ranks)
       : command_(*app.add_subcommand("train", "Train a language model.")), execution_{.ranks = ranks} {
-    command_.add_option("-o,--out", out_, "Run folder: configuration, checkpoint and metrics")->required();
+    command_.add_option("-o,--out", out_, "Run folder for configuration, checkpoint and metrics")->required();
     fields_.emplace_back(
-        command_.add_option("--init", config_.train.init,
-                            "Start from the weights in a folder of transformers (LlamaForCausalLM, Qwen3ForCausalLM, "
-                            "NsaLlamaForCausalLM or NsaQwen3ForCausalLM), which says what the model is"),
+        command_.add_option(
+            "--init", config_.train.init,
+            "Start from the model and weights in a transformers folder (LlamaForCausalLM, Qwen3ForCausalLM, "
+            "NsaLlamaForCausalLM or NsaQwen3ForCausalLM)"),
         "init");
-    command_.add_flag("--resume", resume_, "Go on with the run in --out exactly where its last checkpoint stands");
-    command_.add_flag("--overwrite", overwrite_, "Start anew although --out holds a run");
+    command_.add_flag("--resume", resume_, "Resume the run in --out from its last checkpoint");
+    command_.add_flag("--overwrite", overwrite_, "Delete the run in --out and start from step 0");
     command_.add_flag("--equal-parameters", equal_parameters_,
-                      "Widen the feed-forward layers until there are as many parameters as with attention nsa");
+                      "Widen the feed-forward layers to the parameter count of --attention nsa");
     add_data_options();
     add_model_options();
     add_length_options();
@@ -62,7 +63,7 @@ class TrainCommand {
     fields_.emplace_back(added, field);
     return added;
   }
-  /// The same with a default of its own on CUDA.
+  /// Adds an option with a different default on CUDA.
   template <class T>
   CLI::Option* option(const std::string& name, const char* field, T& value, const std::string& help, const T& on_cuda) {
     CLI::Option* const added = option(name, field, value, help);
@@ -79,89 +80,97 @@ class TrainCommand {
     auto& data = config_.data;
     group_ = "Data";
     option("--data", "paths", data.paths,
-           "Text files or folders; without it the Python sources of this machine's Python and its packages");
-    option("--extension", "extensions", data.extensions, "Of the files taken from folders, e.g. .py; without it all");
+           "Text files or folders; default: the Python sources of this machine's Python and its packages");
+    option("--extension", "extensions", data.extensions, "File extensions taken from folders, e.g. .py; default: all");
     flag("--concat-by-folder", "concat_by_folder", data.concat_by_folder,
-         "Concatenate the files of each first-level folder into documents; always done with the default data");
+         "Concatenate the files of each first-level folder into documents; always on for the default data");
     option("--document-bytes", "document_bytes", data.document_bytes,
-           "Size at which a concatenated document ends, after the file that reaches it, bytes")
+           "Target size of a concatenated document, bytes; it ends with the file that reaches it")
         ->check(CLI::Range(1, std::numeric_limits<int>::max()));
     option("--held-out-percent", "held_out_percent", data.held_out_percent,
-           "Documents kept for evaluation, by hash, percent")
+           "Percentage of documents held out for evaluation, chosen by hash")
         ->check(CLI::Range(0, 100));
     option(
         "--retrieval-fraction", "retrieval_fraction", config_.train.retrieval_fraction,
-        "Fraction of the training tokens in key-value lines for associative recall (NAME = VALUE), 0 to 0.5. Each line "
+        "Fraction of the training tokens in key-value lines for associative recall, 0 to 0.5. Each line (NAME = VALUE) "
         "is repeated within its sequence. nsa needle evaluates this skill");
-    tokenizer_ = option("--tokenizer", "tokenizer", data.tokenizer, "bytes, or the path of a SentencePiece model");
+    tokenizer_ =
+        option("--tokenizer", "tokenizer", data.tokenizer, "Tokenizer: bytes, or the path of a SentencePiece model");
   }
 
   void add_model_options() {
     auto& model = config_.model;
     const auto cuda = lm::default_run_config("cuda");
     group_ = "Model";
-    option("--attention", "attention", attention_, "nsa, full or window");
+    option("--attention", "attention", attention_, "Attention: nsa, full or window");
     flag("--gated", "gated", model.gated,
-         "A sigmoid gate on each head's output of full or window attention, as the branches of nsa have");
-    option("--layers", "num_layers", model.num_layers, "Layers", cuda.model.num_layers);
-    option("--hidden-size", "hidden_size", model.hidden_size, "Width, channels", cuda.model.hidden_size);
-    option("--heads", "num_heads", model.num_heads, "Query heads", cuda.model.num_heads);
-    option("--kv-heads", "num_kv_heads", model.num_kv_heads, "Key/value heads", cuda.model.num_kv_heads);
-    option("--head-dim", "head_dim", model.head_dim, "Channels of a query or key", cuda.model.head_dim);
-    v_head_dim_ = option("--v-head-dim", "v_head_dim", model.v_head_dim, "Channels of a value; default --head-dim");
+         "Add a sigmoid gate to each head's output, as on the branches of nsa, to full or window attention");
+    option("--layers", "num_layers", model.num_layers, "Number of layers", cuda.model.num_layers);
+    option("--hidden-size", "hidden_size", model.hidden_size, "Hidden size, channels", cuda.model.hidden_size);
+    option("--heads", "num_heads", model.num_heads, "Number of query heads", cuda.model.num_heads);
+    option("--kv-heads", "num_kv_heads", model.num_kv_heads, "Number of key/value heads", cuda.model.num_kv_heads);
+    option("--head-dim", "head_dim", model.head_dim, "Head dimension of queries and keys", cuda.model.head_dim);
+    v_head_dim_ =
+        option("--v-head-dim", "v_head_dim", model.v_head_dim, "Head dimension of values; default: --head-dim");
     v_head_dim_->default_str("");
     ffn_size_ = option("--ffn-size", "ffn_size", model.ffn_size,
-                       "Inner width of the feed-forward layers, channels; default 3 x --hidden-size");
+                       "Intermediate size of the feed-forward layers, channels; default: 3 x --hidden-size");
     ffn_size_->default_str("");
-    flag("--qk-norm", "qk_norm", model.qk_norm, "RMSNorm of each head's queries and keys, before the rotation");
-    option("--rope-theta", "rope_theta", model.rope_theta, "Base of the rotary frequencies");
-    option("--partial-rotary-factor", "partial_rotary_factor", model.rope.partial_rotary_factor,
-           "Share of the channel pairs that turn, the fastest ones; the others say nothing of positions; default with "
-           "--preset recipe and NSA 0.5, else 1");
-    option("--norm-eps", "norm_eps", model.norm_eps, "Added to the mean square in RMSNorm");
+    flag("--qk-norm", "qk_norm", model.qk_norm, "Apply RMSNorm to each head's queries and keys, before RoPE");
+    option("--rope-theta", "rope_theta", model.rope_theta, "RoPE base (theta)");
+    option(
+        "--partial-rotary-factor", "partial_rotary_factor", model.rope.partial_rotary_factor,
+        "Rotary fraction: share of each head's channels that RoPE rotates, 0 to 1; default: 0.5 with --preset recipe "
+        "and --attention nsa, else 1");
+    option("--norm-eps", "norm_eps", model.norm_eps, "Epsilon of RMSNorm, added to the mean square");
     group_ = "Sparse attention";
     preset_option_ =
         command_
-            .add_option("--preset", preset_,
-                        "Defaults of the next four, --share-kv, --rope-theta and --partial-rotary-factor: recipe, "
-                        "or paper (32, 16, 64, 16, own keys and values for each branch, 10000, 1)")
+            .add_option(
+                "--preset", preset_,
+                "Default values of the next four options, --share-kv, --rope-theta and --partial-rotary-factor: "
+                "recipe, or paper (32, 16, 64, 16, --separate-kv, 10000, 1)")
             ->group(group_)
             ->take_last();
-    option("--kernel-size", "kernel_size", model.nsa.kernel_size, "l: tokens in a compression block");
-    option("--kernel-stride", "kernel_stride", model.nsa.kernel_stride, "d: tokens between compression blocks");
-    option("--block-size", "block_size", model.nsa.block_size, "l': tokens in a selection block");
-    option("--topk", "topk", model.nsa.topk, "n: selection blocks per query, forced ones included");
-    option("--init-blocks", "init_blocks", model.nsa.init_blocks, "First blocks, always selected");
-    option("--local-blocks", "local_blocks", model.nsa.local_blocks, "Last blocks, always selected");
-    option("--window-size", "window_size", model.nsa.window_size, "w: tokens of the sliding window");
-    option("--phi", "phi", phi_, "Compression function: mean, linear or mlp");
-    option("--phi-hidden", "phi_hidden", model.phi_hidden, "E: hidden units of phi mlp; 0: 2 x head dim");
-    flag("--phi-per-kv-head", "phi_per_kv_head", model.phi_per_kv_head, "Own weights of phi for each key/value head");
+    option("--kernel-size", "kernel_size", model.nsa.kernel_size, "Compression block size l, tokens");
+    option("--kernel-stride", "kernel_stride", model.nsa.kernel_stride, "Compression stride d, tokens");
+    option("--block-size", "block_size", model.nsa.block_size, "Selection block size l', tokens");
+    option("--topk", "topk", model.nsa.topk, "Selected blocks per query n, forced blocks included");
+    option("--init-blocks", "init_blocks", model.nsa.init_blocks, "Number of first blocks that are always selected");
+    option("--local-blocks", "local_blocks", model.nsa.local_blocks,
+           "Number of most recent blocks that are always selected");
+    option("--window-size", "window_size", model.nsa.window_size, "Sliding window size w, tokens");
+    option("--phi", "phi", phi_, "Compression function phi: mean, linear or mlp");
+    option("--phi-hidden", "phi_hidden", model.phi_hidden, "Hidden units of phi mlp, E; 0: 2 x head dimension");
+    flag("--phi-per-kv-head", "phi_per_kv_head", model.phi_per_kv_head,
+         "Use separate phi weights for each key/value head");
     flag("--share-kv,!--separate-kv", "share_kv", model.share_kv,
-         "One key and one value projection for the three branches, or one for each");
+         "Share one key and one value projection between the three branches; --separate-kv: one per branch");
     option("--dense-layers", "dense_layers", model.dense_layers,
-           "Numbers of the layers that keep full attention, from 0, e.g. 0,3")
+           "Indices of the layers with full attention, from 0, comma-separated, e.g. 0,3")
         ->default_str("");
     option("--noise", "noise", config_.train.noise,
-           "Exploration noise on the log-importances of the selection at the start");
-    option("--noise-until", "noise_until", config_.train.noise_until, "Share of the run after which the noise is 0");
+           "Initial scale of the exploration noise on the log-importances of block selection");
+    option("--noise-until", "noise_until", config_.train.noise_until, "Fraction of the run after which the noise is 0");
     option("--gate-balance", "gate_balance", config_.train.gate_balance,
            "Weight of the penalty on gates that neglect a branch");
-    selector_loss_ = option("--selector-loss", "selector_loss", config_.train.selector_loss,
-                            "Weight of the loss that teaches the choice of blocks what the selected branch attends to; "
-                            "default with --preset recipe, --share-kv and a phi that learns 0.1, else 0");
+    selector_loss_ =
+        option("--selector-loss", "selector_loss", config_.train.selector_loss,
+               "Weight of the loss that trains the block selector: KL to the selected branch's attention. Default: 0.1 "
+               "with --preset recipe, --share-kv and phi linear or mlp, else 0");
     selector_loss_->default_str("");
-    option("--selector-queries", "selector_queries", config_.train.selector_queries,
-           "Queries of a batch that it asks in each layer; 0: one of 256 tokens, 16 to 128, fewer in long contexts");
+    option(
+        "--selector-queries", "selector_queries", config_.train.selector_queries,
+        "Queries per batch and layer in the selector loss; 0: one per 256 tokens, 16 to 128, fewer in long contexts");
   }
 
   void add_length_options() {
     auto& train = config_.train;
-    group_ = "Length of the run (exactly one; without any: --minutes 3)";
-    option("--steps", "steps", train.steps, "Optimiser steps");
-    option("--tokens", "tokens", train.tokens, "Training tokens, rounded up to steps");
+    group_ = "Length of the run (at most one of these; default: --minutes 3)";
+    option("--steps", "steps", train.steps, "Number of optimizer steps");
+    option("--tokens", "tokens", train.tokens, "Number of training tokens, rounded up to whole steps");
     option("--minutes", "minutes", train.minutes,
-           "Minutes of training; the speed of the first tenth fixes the number of steps");
+           "Training time, minutes; the throughput of the first tenth sets the number of steps");
   }
 
   void add_training_options() {
@@ -169,42 +178,44 @@ class TrainCommand {
     const auto cuda = lm::default_run_config("cuda");
     group_ = "Training";
     device_.add(command_);
-    option("--context", "context", train.context, "Longest sequence, tokens", cuda.train.context);
+    option("--context", "context", train.context, "Maximum sequence length, tokens", cuda.train.context);
     option("--context-warmup", "context_warmup", train.context_warmup,
            "Initial sequence length, tokens. It doubles until it reaches --context halfway through the run. 0: always "
            "--context. Needs --steps or --tokens");
-    option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens at a time", cuda.train.batch_size);
+    option("--batch-size", "batch_size", train.batch_size, "Rows of --context tokens per batch", cuda.train.batch_size);
     grad_accum_ = option("--grad-accum", "grad_accum", train.grad_accum,
-                         "Gradient accumulation: batches per step over all ranks; default one per rank");
+                         "Gradient accumulation: batches per step over all ranks; default: one per rank");
     option("--lr", "lr", train.lr, "Peak learning rate of AdamW", cuda.train.lr);
-    option("--min-lr-ratio", "min_lr_ratio", train.min_lr_ratio, "The cosine ends at --lr times this");
-    option("--warmup-steps", "warmup_steps", train.warmup_steps, "Steps of linear warm-up", cuda.train.warmup_steps);
-    option("--weight-decay", "weight_decay", train.weight_decay, "Of the matrices");
+    option("--min-lr-ratio", "min_lr_ratio", train.min_lr_ratio,
+           "Final learning rate of the cosine schedule, as a fraction of --lr");
+    option("--warmup-steps", "warmup_steps", train.warmup_steps, "Number of linear warm-up steps",
+           cuda.train.warmup_steps);
+    option("--weight-decay", "weight_decay", train.weight_decay, "Weight decay of the matrices");
     option("--beta1", "beta1", train.beta1, "Decay of AdamW's first moment");
     option("--beta2", "beta2", train.beta2, "Decay of AdamW's second moment");
-    option("--clip", "clip", train.clip, "Largest norm of the gradients; 0: no clipping");
+    option("--clip", "clip", train.clip, "Maximum gradient norm; 0: no clipping");
     option("--phi-lr-scale", "phi_lr_scale", train.phi_lr_scale,
-           "Learning rate of the compression function over --lr; 0: by fan-in, 128 / (l * D) for its first matrix");
-    option("--seed", "seed", train.seed, "Of weights, order and noise");
+           "Learning rate of phi as a multiple of --lr; 0: by fan-in, 128 / (l * D) for its first matrix");
+    option("--seed", "seed", train.seed, "Seed of weights, data order and noise");
     option("--dtype", "dtype", train.dtype,
-           "Of matrix products and attention: auto (bfloat16 where the device has instructions for it), float32 or "
+           "Data type of matmuls and attention: auto (bfloat16 if the device has instructions for it), float32 or "
            "bfloat16");
     flag("--recompute", "recompute", train.recompute,
-         "Keep the inputs of the layers alone and compute the rest again in the backward: less memory, more time");
-    option("--threads", "threads", train.threads, "0: one for each core");
+         "Activation checkpointing: keep only layer inputs and recompute the rest in the backward pass");
+    option("--threads", "threads", train.threads, "Number of CPU threads; 0: one per core");
     command_
         .add_flag("--shard-optimizer", execution_.shard_optimizer,
-                  "Each rank keeps AdamW's moments of a share of the parameters: less memory, the same bits")
+                  "Shard AdamW's moments over the ranks: less memory, bitwise equal results")
         ->group(group_);
-    option("--log-every", "log_every", train.log_every, "Steps between lines in metrics.jsonl");
-    option("--eval-every", "eval_every", train.eval_every, "Steps between evaluations; 0: at the end alone");
-    option("--eval-tokens", "eval_tokens", train.eval_tokens, "Held-out tokens of an evaluation; 0: all",
+    option("--log-every", "log_every", train.log_every, "Interval between lines in metrics.jsonl, steps");
+    option("--eval-every", "eval_every", train.eval_every, "Interval between evaluations, steps; 0: only at the end");
+    option("--eval-tokens", "eval_tokens", train.eval_tokens, "Number of held-out tokens per evaluation; 0: all",
            cuda.train.eval_tokens);
-    option("--save-every", "save_every", train.save_every, "Steps between checkpoints; 0: at the end alone",
+    option("--save-every", "save_every", train.save_every, "Interval between checkpoints, steps; 0: only at the end",
            cuda.train.save_every);
   }
 
-  /// Takes model and tokenizer from --init.
+  /// Reads model and tokenizer from --init.
   void take_over() {
     auto& init = config_.train.init;
     const nlohmann::json model = config_.model;
@@ -223,11 +234,11 @@ class TrainCommand {
       config_.data.tokenizer = std::filesystem::absolute(folder.tokenizer()).string();
     } else if (config_.model.vocab_size != lm::make_tokenizer("bytes")->vocab_size()) {
       throw base::Error(
-          fmt::format("{}: no tokenizer.model (a tokenizer.json is not read); name one with --tokenizer", init));
+          fmt::format("{}: no tokenizer.model (a tokenizer.json is not read); pass one with --tokenizer", init));
     }
   }
 
-  /// What the preset says of fields that were not given.
+  /// Sets the fields that were not given from the preset.
   void take_preset() {
     const nlohmann::json preset = lm::with_preset(config_.model, preset_);
     nlohmann::json model = config_.model;
@@ -237,7 +248,7 @@ class TrainCommand {
     config_.model = model.get<lm::ModelConfig>();
   }
 
-  /// Settles the options that follow from others.
+  /// Sets the defaults that depend on other options.
   void complete() {
     auto& model = config_.model;
     model.attention = lm::attention_kind(attention_);
@@ -246,15 +257,15 @@ class TrainCommand {
     if (v_head_dim_->count() == 0) model.v_head_dim = model.head_dim;
     if (ffn_size_->count() == 0) model.ffn_size = 3 * model.hidden_size;
     auto& train = config_.train;
-    const bool taught = model.attention == AttentionKind::kNsa && preset_ == "recipe" && train.init.empty() &&
-                        model.share_kv && model.phi != CompressionKind::kMean;
-    if (selector_loss_->count() == 0 && taught) train.selector_loss = 0.1;
+    const bool trains_selector = model.attention == AttentionKind::kNsa && preset_ == "recipe" && train.init.empty() &&
+                                 model.share_kv && model.phi != CompressionKind::kMean;
+    if (selector_loss_->count() == 0 && trains_selector) train.selector_loss = 0.1;
     if (grad_accum_->count() == 0) train.grad_accum = execution_.ranks.size();
     if (train.steps == 0 && train.tokens == 0 && train.minutes == 0) train.minutes = 3;
     if (equal_parameters_) model.ffn_size = equal_ffn_size(model);
   }
 
-  /// What --equal-parameters makes of such a model.
+  /// The feed-forward size of --equal-parameters for this model.
   int equal_ffn_size(lm::ModelConfig model) const {
     model.ffn_size = ffn_size_->count() > 0 ? config_.model.ffn_size : 3 * model.hidden_size;
     lm::ModelConfig sparse = model;
@@ -295,11 +306,11 @@ class TrainCommand {
     return lm::resume(out_, fields, execution_);
   }
 
-  /// Processes that torchrun starts would all train the same.
+  /// Refuses torchrun: its processes would all train the same model.
   void refuse_unshared() const {
     const char* const size = std::getenv("WORLD_SIZE");
     if (execution_.ranks.size() > 1 || size == nullptr || std::string_view(size) == "1") return;
-    throw base::Error(fmt::format("WORLD_SIZE = {}: several ranks train together by torchrun ... -m nsa.train", size));
+    throw base::Error(fmt::format("WORLD_SIZE = {}: run several ranks with torchrun ... -m nsa.train", size));
   }
 
   void run() {

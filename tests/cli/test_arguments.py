@@ -6,6 +6,7 @@ import re
 import signal
 import stat
 import subprocess
+from itertools import pairwise
 
 import pytest
 
@@ -17,16 +18,52 @@ def subcommands():
     return re.findall(r"^  (\w+)", text, re.MULTILINE)
 
 
-def test_train_and_generate_are_there():
+def test_train_and_generate_exist():
     assert {"train", "generate"} <= set(subcommands())
 
 
-@pytest.mark.parametrize("name", subcommands())
-def test_every_subcommand_has_help(name):
-    text = nsa(name, "--help").stdout.decode()
+EVERY_SUBCOMMAND = [[], ["debug", "compare"], *([name] for name in subcommands())]
+HELP_COLUMN = 40  # of the formatter in src/cli/program.cpp
+NO_OPENING = re.compile(
+    r"(of|what|whether|where|how|which|a|an|the|no|without|beyond|only|0|[a-z]'?):?\b", re.IGNORECASE
+)
+
+
+def option_help(*subcommand):
+    """{option: help} of a subcommand, its positional arguments included."""
+    text = nsa(*subcommand, "--help").stdout.decode()
     assert "Usage: nsa" in text
-    for line in re.findall(r"^  -.*", text, re.MULTILINE):
-        assert len(line) > 10
+    lines, found = text.partition("Usage:")[2].splitlines()[1:], {}
+    for line, following in pairwise([*lines, ""]):
+        if named := re.match(r"  (\S+)", line):  # the help begins at the column, or on the line after a long name
+            found[named[1]] = following.strip() if following.startswith(" " * HELP_COLUMN) else line[HELP_COLUMN:]
+    return found
+
+
+def faults_of_help(text):
+    """What is wrong with the help of an option."""
+    text = re.sub(r"(\[.*?\]|\{[^}]*,[^}]*\})", "", text)  # defaults and allowed values
+    if not re.match(r"[A-Z]", text) or NO_OPENING.match(text):
+        yield "opening: must be a noun or a verb, capitalised"
+    for sentence in re.split(r"[.;] ", text):
+        if len(sentence.split()) > 25:
+            yield f"length: {len(sentence.split())} words in a sentence, must be at most 25"
+
+
+@pytest.mark.parametrize("name", EVERY_SUBCOMMAND, ids=" ".join)
+def test_option_help_opens_with_a_noun_or_a_verb(name):
+    found = option_help(*name)
+    assert "-h,--help" in found
+    faults = [f"{option}: {fault}" for option, text in found.items() for fault in faults_of_help(text)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Of the matrices", "What is asked", "0: one for each core", "l: tokens", "nsa, full", "A dtype", "Word " * 26],
+)
+def test_bad_help_is_found(text):
+    assert list(faults_of_help(text))
 
 
 @pytest.mark.parametrize("name", subcommands())
@@ -69,9 +106,6 @@ def test_numbers_that_are_none_are_refused(arguments, expected, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     message = refused(*arguments)
     assert expected in message and arguments[-2].lstrip("-") in message.replace("_", "-"), message
-
-
-EVERY_SUBCOMMAND = [[], *([name] for name in subcommands())]
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["info"], *([*name, "--help"] for name in EVERY_SUBCOMMAND)])

@@ -149,7 +149,7 @@ def test_prompts_by_numbers(trained, tmp_path):
     ("options", "expected"),
     [(["--temperature", -1], "temperature = -1"), (["--top-p", 0], "top_p = 0"), (["--top-k", -3], "top_k = -3"),
      (["--tokens", 0], "--tokens"), (["--dtype", "int8"], "--dtype"), (["--prompt-file", "/no/such/file"], "/no/such"),
-     (["--prompts", "/dev/null"], "/dev/null: has no line"), (["--prompts", "x", "--prompt", "y"], "--prompts")],
+     (["--prompts", "/dev/null"], "/dev/null: is empty"), (["--prompts", "x", "--prompt", "y"], "--prompts")],
 )  # fmt: skip
 def test_bad_arguments_are_refused_by_name(trained, options, expected):
     assert expected in refused("generate", trained["nsa"], *options)

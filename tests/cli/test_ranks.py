@@ -251,4 +251,4 @@ def test_how_it_is_started(tmp_path, monkeypatch):
         f"nsa.train: no {tmp_path}/lib/libnsa_program.so"
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "several ranks train together by torchrun ... -m nsa.train" in refused("train", "--out", tmp_path / "run")
+    assert "run several ranks with torchrun ... -m nsa.train" in refused("train", "--out", tmp_path / "run")
