@@ -53,7 +53,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except ValueError:
             raise
         except Exception:
-            given = (*zip(names, arguments, strict=False), *named.items())
+            given = [*zip(names, arguments, strict=False), *named.items()]
+            if function.__name__ == "__init__":
+                del given[0]  # the object, whose members are not all there
             for name, value in given:
                 if name in hints:
                     check_type(name, value, hints[name])

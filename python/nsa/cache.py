@@ -18,6 +18,8 @@ from .config import NSAConfig
 ROLLBACK = 32
 """How many tokens a rollback may go back: the rings keep this many more than attention needs."""
 
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
 _LARGEST = 2**31 - 16
 """The largest size: a multiple of 16 in 32 bits, as positions and page numbers are."""
 
@@ -61,8 +63,9 @@ class KVCache:
         device: of all tensors of the cache, default torch's default device.
 
     Raises:
-        ValueError: a size is not allowed.
+        ValueError: a size or dtype is not allowed.
         TypeError: an argument is of another type.
+        RuntimeError: torch cannot allocate the memory, or does not know the device.
 
     Attributes:
         block_table: int32 (B, max_pages), page p of a sequence, -1: none.
@@ -104,6 +107,7 @@ class KVCache:
         if not 0 <= num_prefixes <= _LARGEST or (num_prefixes and page_size is None):
             raise ValueError(f"num_prefixes = {num_prefixes}: must be 0 ... {_LARGEST}, and goes with page_size")
         raw_dtype = _raw_dtype(dtype, raw_dtype)
+        check_rings(cfg)
         self.cfg = cfg
         self.max_length = max_length
         self.contiguous = page_size is None
@@ -140,7 +144,7 @@ class KVCache:
         self.k_scale, self.v_scale = _scales(self.k_slc, k_scale, v_scale)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
-        self._new_tables()
+        self.block_table, self.block_table_c = self._new_tables(batch_size, tokens.max_pages, compressed.max_pages)
         self._longest = [0] * batch_size  # before the last rollback: the rings have lost what is older than 32 tokens
         if self.contiguous:
             self.reserve(max_length)
@@ -448,7 +452,8 @@ class KVCache:
             self._copy_pages(self._pages.select(rows, lengths))
         self._take_rows(NAMES[4:9], place)
         if len(rows) != len(lengths):
-            self._new_tables()
+            widths = [pages.max_pages for pages in self._pages.pools]
+            self.block_table, self.block_table_c = self._new_tables(len(rows), *widths)
         self._write_tables()
         self._longest = [max(self._longest[row], lengths[row]) for row in rows]
 
@@ -468,6 +473,7 @@ class KVCache:
 
         Raises:
             ValueError: a size is not allowed.
+            RuntimeError: torch cannot allocate the memory; the cache is as it was.
         """
         check_sizes(_LARGEST, max_length=max_length, num_pages=num_pages)
         if max_length < self.max_length:
@@ -481,40 +487,46 @@ class KVCache:
         if self.contiguous:
             sizes = _multiple_of_16(max_length), _multiple_of_16(longest_c)
         num_pages_c = None if num_pages is None else self._compressed_pages(num_pages, *sizes, self.batch_size)
-        for pages, names, longest, size, count, more in zip(
-            self._pages.pools,
-            (("k_slc", "v_slc"), ("k_c", "v_c")),
-            (max_length, longest_c),
-            sizes,
-            (num_pages, num_pages_c),
-            (0, len(self._longest_of_prefix)),
-            strict=True,
-        ):
-            per_sequence = -(-longest // size)
-            count = max(len(pages.uses), (self.batch_size * per_sequence if count is None else count) + more)
+        per_sequence = [-(-longest // size) for longest, size in zip((max_length, longest_c), sizes, strict=True)]
+        pools, more = self._pages.pools, (0, len(self._longest_of_prefix))
+        counts = [
+            max(len(pages.uses), (self.batch_size * per if given is None else given) + extra)
+            for pages, given, per, extra in zip(pools, (num_pages, num_pages_c), per_sequence, more, strict=True)
+        ]
+        widths = [max(pages.max_pages, per) for pages, per in zip(pools, per_sequence, strict=True)]
+        tables: tuple[Tensor, Tensor] | None = None
+        before: dict[str, torch.Size] = {}
+        try:
+            for names, count, size in zip((("k_slc", "v_slc"), ("k_c", "v_c")), counts, sizes, strict=True):
+                for name in names:
+                    old = getattr(self, name)
+                    if (count, size) != old.shape[:2]:
+                        with torch.inference_mode(False):
+                            larger = old.new_zeros(count, size, *old.shape[2:])
+                        larger[: old.shape[0], : old.shape[1]] = old
+                        before[name] = old.shape
+                        setattr(self, name, larger)
+            if widths != [pages.max_pages for pages in pools]:
+                tables = self._new_tables(self.batch_size, *widths)
+        except BaseException:  # out of memory
+            for name, shape in before.items():
+                setattr(self, name, getattr(self, name)[: shape[0], : shape[1]])
+            raise
+        for pages, size, count, width in zip(pools, sizes, counts, widths, strict=True):
             pages.page_size = size
-            pages.extend(count, per_sequence)
-            for name in names:
-                old = getattr(self, name)
-                if (count, size) != old.shape[:2]:
-                    with torch.inference_mode(False):
-                        larger = old.new_zeros(count, size, *old.shape[2:])
-                    larger[: old.shape[0], : old.shape[1]] = old
-                    setattr(self, name, larger)
+            pages.extend(count, width)
         self.max_length = max_length
-        if any(table.shape[1] != pages.max_pages for pages, table in self._pools()):
-            self._new_tables()
+        if tables is not None:
+            self.block_table, self.block_table_c = tables
             self._pages.changed = set(range(self.batch_size))
             self._write_tables()
 
     @torch.inference_mode(False)
-    def _new_tables(self) -> None:
-        """The tables anew, in one tensor, so that one copy uploads both."""
-        shapes = [(len(pages.held), pages.max_pages) for pages in self._pages.pools]
-        sizes = [rows * pages for rows, pages in shapes]
-        both = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self.k_slc.device)
-        parts = zip(both.split(sizes), shapes, strict=True)
-        self.block_table, self.block_table_c = (part.view(shape) for part, shape in parts)
+    def _new_tables(self, rows: int, *widths: int) -> tuple[Tensor, Tensor]:
+        """Tables without pages, in one tensor, so that one copy uploads both."""
+        both = torch.full((rows * sum(widths),), -1, dtype=torch.int32, device=self.k_slc.device)
+        table, table_c = both.split([rows * width for width in widths])
+        return table.view(rows, -1), table_c.view(rows, -1)
 
     def _pools(self) -> tuple[tuple[Pool, Tensor], tuple[Pool, Tensor]]:
         return (self._pages.tokens, self.block_table), (self._pages.compressed, self.block_table_c)
@@ -602,8 +614,19 @@ class KVCache:
             raise ValueError(f"length = {length}: must be at most {ROLLBACK} below the longest it has been, {longest}")
 
 
+def check_rings(cfg: NSAConfig) -> None:
+    """Raises ValueError if a ring has 2^31 tokens or more."""
+    for name in ("window_size", "kernel_size"):
+        if (value := getattr(cfg, name)) >= 2**31 - ROLLBACK:
+            raise ValueError(f"cfg.{name} = {value}: must be below 2^31 - {ROLLBACK} in a cache")
+
+
 def _raw_dtype(dtype: torch.dtype, raw_dtype: torch.dtype | None) -> torch.dtype:
     """Of the raw tokens in a cache of this dtype."""
+    for name, one, allowed in (("dtype", dtype, (*_DTYPES, torch.float8_e4m3fn)), ("raw_dtype", raw_dtype, _DTYPES)):
+        check_type(name, one, torch.dtype | None)
+        if one is not None and one not in allowed:
+            raise ValueError(f"{name} = {one}: must be {', '.join(map(str, allowed))}")
     if dtype != torch.float8_e4m3fn and raw_dtype not in (None, dtype):
         raise ValueError(f"raw_dtype = {raw_dtype}: another than dtype goes with dtype = torch.float8_e4m3fn")
     if raw_dtype is None:

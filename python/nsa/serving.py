@@ -19,7 +19,7 @@ from torch import Tensor
 from ._arguments import check_sizes, check_type, check_usable, checked
 from ._first_chunk import prefill_empty_rows
 from ._registration import call, ops
-from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, head_scales
+from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, check_rings, head_scales
 from .config import CompressionWeights, NSAConfig
 from .decoding import MAX_DECODE_TOKENS, _step
 from .functional import MEAN, branch_names
@@ -89,7 +89,8 @@ def allocate(
     dtype, raw_dtype: as in `nsa.KVCache`.
 
     Raises:
-        ValueError: a size is not allowed.
+        ValueError: a size or dtype is not allowed.
+        RuntimeError: torch cannot allocate the memory, or does not know the device.
     """
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size, "num_slots": num_slots}
     check_sizes(2**31 - 16, **sizes, num_pages=num_pages, num_pages_c=num_pages_c, v_head_dim=v_head_dim)
@@ -97,6 +98,7 @@ def allocate(
         raise ValueError(f"page_size = {page_size}: must be a multiple of 16")
 
     raw_dtype = _raw_dtype(dtype, raw_dtype)
+    check_rings(cfg)
 
     def both(*shape: int, dtype: torch.dtype = dtype) -> list[Tensor]:
         dims = head_dim, head_dim if v_head_dim is None else v_head_dim

@@ -295,6 +295,8 @@ TEST(CacheRefused, Options) {
             "v_scale: 0: must be positive and finite");
   EXPECT_EQ(message([](auto& o) { o.k_scale = {1.0f}, o.v_scale = {0x1p-127f}; }),
             "v_scale: 5.877472e-39: must be at least 2^-126");
+  EXPECT_EQ(message([](auto& o) { o.cfg.window_size = INT32_MAX; }),
+            "cfg.window_size = 2147483647: must be below 2^31 - 32 in a cache");
   EXPECT_EQ(message([](auto& o) { o.capacity = 0; }), "capacity = 0: must be >= 1 and below 2^31");
   EXPECT_EQ(message([](auto& o) { o.page_size = 24; }),
             "page_size = 24: must be a positive multiple of 16, or 0: contiguous");

@@ -63,6 +63,9 @@ Status check_options(const KVCacheOptions& options) {
     if (value < 1) return fail(name, value, ">= 1");
     if (value > INT32_MAX) return fail(name, value, "below 2^31");
   }
+  for (const auto& [name, value] :
+       {std::pair{"cfg.window_size", options.cfg.window_size}, {"cfg.kernel_size", options.cfg.kernel_size}})
+    if (value > INT32_MAX - kRollback) return fail(name, value, "below 2^31 - 32 in a cache");
   if (options.dtype == DType::kInt32) return Status::invalid_argument("dtype = int32: must be a floating-point type");
   if (options.dtype == DType::kFloat8E4M3)
     return Status::invalid_argument("dtype = float8_e4m3fn: must be the type of q; k_scale and v_scale store e4m3");

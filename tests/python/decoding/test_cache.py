@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa
 from devices import head_dims
+from nsa.serving import allocate
 from problem import SMALL, assert_same, feed
 from test_decode import KINDS
 
@@ -78,6 +79,65 @@ def test_grow(device, layer, kind):
     )
     cache.reserve(150)
     assert_same(feed(layer, cache, x[:, 70:], [1, 16, 63]), layer(x)[:, 70:])
+
+
+class OutOfMemory(TorchDispatchMode):
+    """The n-th tensor that is made from nothing cannot be allocated."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.left = n
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.full.default):
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_growth_without_memory_changes_nothing(device, layer, kind):
+    x = torch.randn(2, 150, 32)
+    cache = filled(layer, x[:, :70], kind, max_length=72)
+    before, shapes, tables = state(cache), [t.shape for t in cache.tensors()], 0 if cache.contiguous else 1
+    for n in range(4 + tables):
+        with OutOfMemory(n), pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            cache.grow(200)
+        assert cache.max_length == 72 and [t.shape for t in cache.tensors()] == shapes and same(before, state(cache))
+    assert_same(layer(x[:, 70:71], cache=cache), layer(x[:, :71])[:, 70:])
+    cache.grow(200)
+    cache.reserve(150)
+    assert_same(feed(layer, cache, x[:, 71:], [16, 63]), layer(x)[:, 71:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"device": "nowhere"}, RuntimeError, "device string: nowhere"),
+        ({"num_pages": 2**31 - 16, "head_dim": 2**20}, RuntimeError, "memory|allocat"),
+        ({"batch_size": 2**31 - 16, "head_dim": 2**31 - 16, "num_kv_heads": 2**31 - 16}, RuntimeError, "overflow"),
+        (
+            {"cfg": nsa.NSAConfig(window_size=2**31 - 1)},
+            ValueError,
+            r"^cfg.window_size = 2147483647: must be below",
+        ),
+        ({"dtype": torch.int8}, ValueError, r"^dtype = torch.int8: must be torch.float32, "),
+        ({"dtype": "float32"}, TypeError, r"^dtype: str: must be torch.dtype"),
+        (
+            {"dtype": torch.float8_e4m3fn, "raw_dtype": torch.bool},
+            ValueError,
+            r"^raw_dtype = torch.bool: must be ",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_made(wrong, kind, message):
+    given = {"num_kv_heads": 1, "head_dim": 8, "page_size": 16, "cfg": SMALL} | wrong
+    with pytest.raises(kind, match=message):
+        nsa.KVCache(**{"batch_size": 2, "max_length": 96} | given)
+    given = {"num_slots": given.pop("batch_size", 2), "num_pages": 2, "num_pages_c": 2} | given
+    with pytest.raises(kind, match=message):
+        allocate(**given)
 
 
 @pytest.mark.bits
