@@ -345,7 +345,7 @@ def test_recall(tmp_path):
     scores = results(tmp_path, "recall")["2k", 1]["scores"]
     assert {"nsa", "full", "window", "quest", "nsa_without_cmp"} <= scores.keys()
     write_page(tmp_path)
-    row = f"| 2k | 1 | `--length 2048` | {100 * scores['nsa']['accuracy']:.1f} % |"
+    row = f"| 2k | `--length 2048` | {100 * scores['nsa']['accuracy']:.1f} |"
     assert row in page_of(tmp_path, "evidence_tables.md")
 
 
