@@ -21,7 +21,10 @@ WORDS = {
     r"\bshare kept\b": "retained long-range gain",
     r"\brecall of the choice\b": "selection recall",
     r"\bfull by (?:quest|exact|streaming|h2o|infllm|clusterkv)\b": "full + Quest",
-    r"\bmissed by\b": "gap",
+    r"(?<!-)\bgoals?\b|\bmissed by\b": "target, stretch target, gap",
+    r"(?-i:\bPace\b)|\bStallWatch\b|\bplayed ranks?\b|\bbeside_64ed625\b": (
+        "ThroughputMeter, Watchdog, simulated ranks, regression against a commit"
+    ),
     r"\bhostile\b|\bplanted\b": "adversarial, fault injection, mutant",
     r"--accumulate\b|--first-context\b|--join\b": "--grad-accum, --context-warmup, --concat-by-folder",
 }
