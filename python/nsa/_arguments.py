@@ -44,6 +44,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             value = arguments[i] if i < len(arguments) else named.get(name, _ABSENT)
             if type(value) not in usual and value is not _ABSENT:
                 check_type(name, value, hint)
+                if isinstance(value, Tensor):  # as a tensor of 32 bits it would wrap where it is compared with 2^63
+                    number = float(value) if float in usual else index(value)
+                    arguments, named = _replaced(arguments, named, i, name, number)
         for i, name in in_order:
             value = arguments[i] if i < len(arguments) else named.get(name)
             if type(value) not in _IN_ORDER:
@@ -130,6 +133,13 @@ def check_offsets(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         what = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}".removeprefix("torch.")
         raise ValueError(f"{name}: {what}: expected int32 (B + 1)")
+
+
+def _replaced(arguments: Any, named: Any, i: int, name: str, value: Any) -> tuple[Any, Any]:
+    """The arguments of a call with another value for the i-th."""
+    if i < len(arguments):
+        return (*arguments[:i], value, *arguments[i + 1 :]), named
+    return arguments, {**named, name: value}
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -49,12 +49,15 @@ def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens:
         (B, N_c(S), Hkv, D); or packed (total // d, Hkv, D), the sequences' compressed tokens at the offsets
         `compressed_cu_seqlens`, the rows past the last one zero.
     """
+    if cu_seqlens is not None:
+        check_offsets(cu_seqlens)
     return call(ops.compress, k, *weights.as_arguments(), cfg.as_list(), cu_seqlens)
 
 
 @checked
 def compressed_cu_seqlens(cu_seqlens: Tensor, cfg: NSAConfig) -> Tensor:
     """Offsets of the sequences in the packed result of `compress`, int32 (batch + 1), like cu_seqlens."""
+    check_offsets(cu_seqlens)
     return call(ops.compressed_cu_seqlens, cu_seqlens, cfg.as_list())
 
 
@@ -417,13 +420,11 @@ def _positions(
     if cu_q is None:
         check_positions(rope, k.shape[1])
         return slice(k.shape[1] - q.shape[1], k.shape[1]), slice(0, k.shape[1])
-    check_offsets(cu_q, "cu_seqlens_q")
     at_q, sequence = rows_within(cu_q, q.shape[0])
     if cu_k is None:
         check_positions(rope, max_q)
         at_k = at_q
     else:
-        check_offsets(cu_k, "cu_seqlens_k")
         check_positions(rope, max_k)
         at_k, _ = rows_within(cu_k, k.shape[0])
         at_q = at_q + (cu_k.diff() - cu_q.diff())[sequence]
@@ -441,6 +442,9 @@ def _packed(
             raise ValueError(f"{name} = {value}: must be given with cu_seqlens_q only")
         if value is not None and not 0 <= value <= 2**63 - 1:
             raise ValueError(f"{name} = {value}: must be 0 ... 2^63 - 1, or None for the total")
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is not None:
+            check_offsets(offsets, name)
     return cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0
 
 

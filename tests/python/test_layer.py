@@ -125,6 +125,20 @@ def test_packed_equals_alone(backend):
         torch.testing.assert_close(packed[begin:end], alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rotation", [{}, {"rope_theta": None}, {"rope": nsa.rotary_tables(torch.arange(0), 16)}])
+def test_without_tokens(backend, rotation):
+    """Batches, packs and a batch without rows: outputs of their shapes, and gradients that are zero."""
+    layer = layer_of(cfg=SMALL, head_dim=head_dims(16, 16)[0], **({} if on_gpu() and "rope" in rotation else rotation))
+    offsets = torch.tensor([0, 0, 0], dtype=torch.int32)
+    for x, *given in ((torch.randn(2, 0, 32),), (torch.randn(0, 32), offsets), (torch.randn(0, 0, 32),)):
+        layer.zero_grad()
+        out, indices = layer(x.requires_grad_(), *given, return_indices=True)
+        assert out.shape == x.shape and indices.shape == (*x.shape[:-1], 2, SMALL.topk)
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+        assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
+
+
 @pytest.mark.bits
 def test_the_future_changes_nothing(backend):
     layer = layer_of(cfg=SMALL)

@@ -200,8 +200,9 @@ void check_forward(Checker& check, Shapes& shapes, const NsaAttentionParams& par
   check_whole(check, shapes, params, results, false);
 }
 
-/// The last position at which a compressed key is rotated; 0 where the lengths lie on a device.
+/// The last position at which a compressed key is rotated; 0 where the lengths lie on a device, -1 without tokens.
 std::int64_t last_compressed_position(Checker& check, const Shapes& shapes, const NsaAttentionParams& params) {
+  if (shapes.Sk.value == 0) return -1;
   std::int64_t longest = shapes.packed ? 0 : shapes.Sk.value;
   if (shapes.packed) {
     const Packed& packed = params.packed;

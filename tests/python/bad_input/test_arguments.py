@@ -148,9 +148,9 @@ def test_sizes_of_32_bits():
 
 
 def test_offsets_of_another_dtype_are_named():
-    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype Long: "):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: int64 \(2,\): expected int32 \(B \+ 1\)$"):
         nsa.compressed_cu_seqlens(torch.tensor([0, 9]), SMALL)
-    with pytest.raises(ValueError, match=r"^(compressed_cu_seqlens: )?cu_seqlens: 0 dimensions"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: int32 \(\): expected int32 \(B \+ 1\)$"):
         nsa.compressed_cu_seqlens(torch.tensor(9, dtype=torch.int32), SMALL)
 
 
@@ -210,6 +210,36 @@ def test_numbers_are_not_cut():
     expected, _ = nsa.sliding_window_attention(x, x, x, 4)
     for whole in (np.int64(4), torch.tensor(4)):
         assert torch.equal(nsa.sliding_window_attention(x, x, x, whole)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_numbers_may_be_tensors_of_any_integer_type(dtype):
+    """As trainers have the longest sequence of a pack."""
+    x, gates = torch.randn(S, 1, D), torch.rand(S, 1, 3)
+    packed = {"cfg": SMALL, "cu_seqlens_q": torch.tensor([0, 8, S], dtype=torch.int32)}
+    longest = torch.tensor(S - 8, dtype=dtype)
+    for bound in ({"max_seqlen_q": longest}, {"max_seqlen_q": longest, "max_seqlen_k": longest}):
+        nsa.native_sparse_attention(x, x, x, gates, **packed, **bound)
+    layer = nsa.NativeSparseAttention(8, 1, 1, D, cfg=SMALL)
+    layer(torch.randn(S, 8), packed["cu_seqlens_q"], longest)
+    nsa.sliding_window_attention(x[None], x[None], x[None], torch.tensor(4, dtype=dtype))
+    with pytest.raises(ValueError, match=r"^max_seqlen_q = -1: must be 0 \.\.\. 2\^63 - 1, or None for the total"):
+        nsa.native_sparse_attention(x, x, x, gates, **packed, max_seqlen_q=torch.tensor(-1, dtype=torch.int32))
+    assert nsa.NSAConfig(window_size=torch.tensor(4, dtype=dtype)).window_size == 4
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+@pytest.mark.parametrize("wrong", [torch.tensor([0, S]), torch.tensor([0.0, S])])
+def test_offsets_of_another_dtype(name, wrong):
+    x, gates = torch.randn(S, 1, D), torch.rand(S, 1, 3)
+    given = {name: torch.tensor([0, S], dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")} | {name: wrong}
+    message = rf"^{name}: {str(wrong.dtype)[6:]} \(2,\): expected int32 \(B \+ 1\)$"
+    for call in (
+        lambda: nsa.native_sparse_attention(x, x, x, gates, cfg=SMALL, **given),
+        lambda: nsa.sliding_window_attention(x, x, x, 4, **given),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # ------------------------------------------------------------------------------------------------------ random mixtures
