@@ -1,4 +1,4 @@
-"""What the operations run on here."""
+"""Backends of the operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NAMES = ("auto", "cpu", "cuda", "reference")
 
 
 class Backend(NamedTuple):
-    """What executes a call.
+    """A backend, which executes calls.
 
     Attributes:
         name: "cpu", "cuda" or "reference" (fp64 loops; not the module nsa.reference).
         takes: dtypes and head dims.
         available: whether it runs on this machine.
-        variant: of its kernels that runs here; None if not available.
-        reason: why it is not available, else None.
+        variant: kernel variant for this machine; None if not available.
+        reason: reason why it is not available, else None.
         chosen: whether it runs calls on tensors of its device ("reference": of the host).
     """
 
@@ -47,9 +47,9 @@ def backends() -> list[Backend]:
 
 
 class use_backend:
-    """Calls of the whole process go to backend `name` from now on, or inside of a with statement.
+    """Selects backend `name` for all calls of the process, or for a with statement.
 
-    As the environment variable NSA_BACKEND, which it sets. "auto": the fast backend of the tensors' device.
+    Sets the environment variable NSA_BACKEND. "auto": the fast backend of the tensors' device.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run here.
@@ -81,5 +81,5 @@ def describe_backends() -> str:
 
 
 def device_count() -> int:
-    """CUDA devices that the operations can use; 0 as well if the package was built without CUDA."""
+    """Number of CUDA devices that the operations can use; 0 if the package was built without CUDA."""
     return ops.device_count()

@@ -1,4 +1,4 @@
-"""Reading files that somebody else wrote, with the limits of the program `nsa`; showing what they hold."""
+"""Readers of untrusted files, with the limits of the program `nsa`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MAX_BYTES = 100_000_000
-"""Of a file that is read whole: the limit that safetensors sets to its header."""
+"""Maximum size of a file that is read into memory: safetensors' limit for its header."""
 
 MAX_LEVELS = 64
-"""Of objects and arrays in JSON."""
+"""Maximum nesting depth of objects and arrays in JSON."""
 
 
 def shown(text: str, length: int = 80) -> str:
@@ -44,7 +44,7 @@ def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
 
 
 def read_regular(path: Path, *, follow: bool = True) -> bytes:
-    """A whole regular file of at most MAX_BYTES. Raises ValueError as open_regular() does."""
+    """Contents of a regular file of at most MAX_BYTES. Raises ValueError as open_regular() does."""
     with open_regular(path, follow=follow) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -82,7 +82,7 @@ def read_object(path: Path, *, follow: bool = True) -> dict[str, Any]:
 
 
 def _levels(value: Any) -> int:
-    """How deep objects and arrays nest, without recursion."""
+    """Nesting depth of objects and arrays, computed without recursion."""
     levels, layer = 0, [value]
     while layer := [item for item in layer if isinstance(item, (dict, list))]:
         levels += 1

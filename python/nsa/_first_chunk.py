@@ -1,7 +1,7 @@
-"""The first chunk of a prompt: attention among its tokens by the operators of training, which then go to the cache.
+"""The first chunk of a prompt: the operators of training compute attention, then the tokens are appended to the cache.
 
-Nothing waits for the device, and sizes do not depend on what the lengths are: what a row does not take is written where
-the same value goes anyway.
+Nothing waits for the device, and sizes do not depend on the lengths. A token that a row does not take is written to a
+slot that receives the same value.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Cache(NamedTuple):
 
 
 def prefill_empty_rows(*arguments: Any, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
-    """What the operator `prefill` does with the same arguments in rows that are empty. Others take no tokens."""
+    """The operator `prefill` for empty rows. Other rows take no tokens."""
     branches, cache, others = arguments[:8], _Cache(*arguments[8:20]), arguments[20:]
     *layer, num_new, indices, k_scale, v_scale = others
     lengths = cache.cache_seqlens
-    # An idle step of one token looks at all arguments but m and num_new, and changes nothing.
+    # An idle step of one token checks all arguments but m and num_new, and changes nothing.
     idle = (torch.zeros_like(lengths), None if indices is None else _first_token(indices), k_scale, v_scale)
     call(ops.prefill, *map(_first_token, branches), *cache, *layer, *idle, names=names)
     batch, m = branches[0].shape[:2]
@@ -95,11 +95,11 @@ def _first_token(x: Tensor) -> Tensor:
 def _append(
     cache: _Cache, branches: tuple[Tensor, ...], compressed: tuple[Tensor, Tensor], num_new: Tensor, cfg: NSAConfig
 ) -> Tensor:
-    """Puts the first num_new tokens of rows that are empty and have room into the cache; returns how many, (B)."""
+    """Appends the first num_new tokens of empty rows with capacity to the cache; returns their number, (B)."""
     k_cmp, v_cmp, k_slc, v_slc, k_swa, v_swa = branches
     blocks = _num_compressed(num_new, cfg)
-    room = _holds(cache.block_table, cache.k_slc, num_new) & _holds(cache.block_table_c, cache.k_c, blocks)
-    fits = room & (cache.cache_seqlens == 0)
+    capacity = _holds(cache.block_table, cache.k_slc, num_new) & _holds(cache.block_table_c, cache.k_c, blocks)
+    fits = capacity & (cache.cache_seqlens == 0)
     cache.overflow.masked_fill_((~fits & (num_new > 0)).any(), 1)
     num_new = num_new.where(fits, 0)
     blocks = blocks.where(fits, 0)
@@ -119,12 +119,12 @@ def _append(
 
 
 def _num_compressed(lengths: Tensor, cfg: NSAConfig) -> Tensor:
-    """As `NSAConfig.num_compressed`."""
+    """`NSAConfig.num_compressed` of a tensor."""
     return ((lengths - cfg.kernel_size) // cfg.kernel_stride + 1).clamp(min=0)
 
 
 def _holds(table: Tensor, pool: Tensor, tokens: Tensor) -> Tensor:
-    """bool (B), whether a row's first pages are enough for its `tokens`."""
+    """bool (B): a row's first pages have capacity for its `tokens`."""
     return (table >= 0).cumprod(1).sum(1) * pool.shape[1] >= tokens
 
 
@@ -135,7 +135,7 @@ def _to_pages(pool: Tensor, table: Tensor, tokens: Tensor, count: Tensor) -> Non
     at = torch.arange(tokens.shape[1], device=pool.device)
     page = table[:, (at // pool.shape[1]).clamp(max=table.shape[1] - 1)].long()
     slot = (at % pool.shape[1]).expand_as(page)
-    # What is not to be written becomes the first token of the row that has most, or what the pool begins with.
+    # A token that must not be written becomes the first token of the longest row, or the first slot of the pool.
     most, row = count.max(0, keepdim=True)  # (1): a number would have to be waited for
     spare = pool[0, :1].where((most == 0)[..., None, None], tokens[:, 0].index_select(0, row))
     valid = at < count[:, None]
@@ -145,7 +145,7 @@ def _to_pages(pool: Tensor, table: Tensor, tokens: Tensor, count: Tensor) -> Non
 
 
 def _to_ring(ring: Tensor, tokens: Tensor, count: Tensor) -> None:
-    """Token u goes to slot u mod ring size; of more tokens than slots the last ones."""
+    """Token u goes to slot u mod ring size; if there are more tokens than slots, the last ones are kept."""
     last = count.long()[:, None] - 1
     token = last - (last - torch.arange(ring.shape[1], device=ring.device)) % ring.shape[1]
     place = token.clamp(min=0)[..., None, None].expand(-1, -1, *tokens.shape[2:])

@@ -1,6 +1,6 @@
-"""Floating-point operations of the operators for torch.utils.flop_counter, counted as `nsa bench` counts them.
+"""Floating-point operations of the operators for torch.utils.flop_counter, counted as in `nsa bench`.
 
-Of attention 2 * channels for each visible (query, key) pair, head and product; of phi its matrix products. The
+Attention counts 2 * channels for each visible (query, key) pair, head and matmul; phi counts its matmuls. Block
 selection, gates and sums are not counted.
 """
 
@@ -104,13 +104,13 @@ for _suffix, _backward in (("", False), ("_backward", True)):
         return _attention(a, _window_pairs(_spans(a, a["k"].shape[1]), a["window_size"]), a["v"], backward)
 
     @_formula("nsa_attention" + _suffix)
-    def _whole(a, backward=_backward):
+    def _end_to_end(a, backward=_backward):
         cfg, spans = NSAConfig(*a["cfg"]), _spans(a, a["k_slc"].shape[1])
         pairs = _compressed_pairs(spans, cfg) + _selected_pairs(spans, cfg.topk, cfg.block_size)
         return _attention(a, pairs + _window_pairs(spans, cfg.window_size), a["v_slc"], backward)
 
     @_formula("native_sparse_attention" + _suffix)
-    def _(a, backward=_backward, whole=_whole):
+    def _(a, backward=_backward, end_to_end=_end_to_end):
         cfg, lengths = NSAConfig(*a["cfg"]), [keys for _, keys in _spans(a, a["k_cmp"].shape[1])]
         phi = (_compress(a[f"{x}_cmp"], lengths, a[f"kind_{x}"], a[f"w1_{x}"], cfg, backward) for x in "kv")
-        return whole(a, backward) + sum(phi)
+        return end_to_end(a, backward) + sum(phi)

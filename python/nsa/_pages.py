@@ -1,4 +1,4 @@
-"""Which pages the sequences of a cache have, and which the prefixes that are kept: numbers, whosever the memory is."""
+"""Page numbers of a cache's sequences and of cached prefixes. The memory belongs to the caller."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .config import NSAConfig
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Copies = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""(from, to) of pages whose contents belong into other ones: of tokens, of compressed tokens."""
+"""(source, destination) of pages to copy: pages of tokens, and pages of compressed tokens."""
 
 
 class Pool:
-    """Pages of one kind: how many have each, which are free, which each sequence has."""
+    """Pages of one kind: reference counts, the free list, and the pages of each sequence."""
 
     def __init__(self, name: str, page_size: int, num_pages: int, batch: int, max_pages: int) -> None:
         self.name, self.page_size, self.max_pages = name, page_size, max_pages
@@ -28,7 +28,7 @@ class Pool:
         self.uploaded = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def table(self, changed: set[int]) -> Tensor:
-        """int32 (B, max_pages) in host memory, -1: none. Sequences that are not in `changed` have what they had."""
+        """int32 (B, max_pages) in host memory, -1: none. Updates only the sequences in `changed`."""
         shape = len(self.held), self.max_pages
         if self.uploaded.shape != shape:
             changed = set(range(len(self.held)))
@@ -95,11 +95,11 @@ def _all_or_nothing(method: Method) -> Method:
 
 
 class PageAllocator:
-    """The pages of sequences and of kept prefixes; with the same calls it takes the same pages as nsa::PageAllocator.
+    """Allocates pages to sequences and cached prefixes, with the same results as nsa::PageAllocator.
 
-    Whoever has the memory copies pages and rings, and uploads the tables if sequences have `changed` (`flush`). A page
-    that several have is full, and nobody writes to it. When pages are short, kept prefixes give way, the least recently
-    used first. A RuntimeError leaves everything as it was.
+    Tracks page numbers only. The owner of the memory copies pages and rings, and uploads the tables of `changed`
+    sequences (`flush`). Shared pages are full and read-only. When pages run out, cached prefixes are evicted, the least
+    recently used first. A RuntimeError leaves the state unchanged.
     """
 
     def __init__(self, cfg: NSAConfig, tokens: Pool, compressed: Pool, num_prefixes: int = 0) -> None:
@@ -139,7 +139,7 @@ class PageAllocator:
 
     @_all_or_nothing
     def rollback(self, lengths: dict[int, int]) -> Copies:
-        """Sequences go on at these lengths: pages that they would write to and share are replaced by copies."""
+        """Truncates sequences to these lengths: shared pages that they would write to are replaced by copies."""
         copies: Copies = ([], [])
         for b, length in lengths.items():
             for pool, count, copied in zip(self.pools, self.sizes(length), copies, strict=True):
@@ -162,9 +162,9 @@ class PageAllocator:
 
     @_all_or_nothing
     def select(self, rows: Sequence[int], lengths: Sequence[int]) -> Copies:
-        """Row b goes on as row rows[b] did with its tokens.
+        """Row b becomes row rows[b] with its tokens.
 
-        The first to go on as a row takes its pages; others share the full ones and get a copy of the last.
+        The first successor of a row takes its pages; others share the full ones and get a copy of the last.
         """
         copies: Copies = ([], [])
         counts = [self.sizes(length) for length in lengths]
@@ -217,7 +217,7 @@ class PageAllocator:
         pages = self.tokens.share(held[: len(tokens) // self.tokens.page_size])
         pages_c = self.compressed.share(held_c[:full])
         copies: Copies = ([], [])
-        if part:  # the sequence goes on writing to this one
+        if part:  # the sequence still writes to this one
             pages_c.append(self.compressed.take())
             copies[1].append((held_c[full], pages_c[-1]))
         self.kept.append(Prefix(tokens, name, self.free_slots.pop(), (pages, pages_c)))
@@ -274,7 +274,7 @@ class PageAllocator:
         self.changed = set()
 
     def _hashes(self, tokens: tuple[int, ...]) -> list[int]:
-        """Of the tokens up to the end of each full page."""
+        """Hashes of the tokens up to the end of each full page."""
         size, found, last = self.tokens.page_size, [], 0
         for begin in range(0, len(tokens) - size + 1, size):
             last = hash((last, tokens[begin : begin + size]))

@@ -25,19 +25,19 @@ if not _LIBRARY.exists():
     raise ImportError(f"{_LIBRARY} is missing: install the package, or build the target nsa_torch")
 torch.ops.load_library(_LIBRARY)
 NAMESPACE = ctypes.string_at(ctypes.c_char_p.in_dll(ctypes.CDLL(str(_LIBRARY)), "nsa_torch_namespace")).decode()
-"""Of the operators in torch.ops, as it was chosen when the extension was built: "nsa" by default."""
+"""Namespace of the operators in torch.ops, chosen when the extension is built: "nsa" by default."""
 ops = getattr(torch.ops, NAMESPACE)
 
 _REFUSED, _UNSUPPORTED = "invalid argument: ", "not supported: "
-"""How messages of the extension begin, which has no other way to tell one exception from another."""
+"""Prefixes of the extension's messages, which is how its exceptions are told apart."""
 
 Fn = Callable[..., Any]
 F = TypeVar("F", bound=Fn)
 
 _eager: dict[Any, Fn] = {}
-"""How eager code runs an operator, where it is not torch.ops' way."""
+"""Functions for operators that eager code does not call through torch.ops."""
 _transformed: dict[Any, Fn] = {}
-"""How it runs inside of torch.func's transforms."""
+"""Functions for operators inside torch.func's transforms."""
 
 
 def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
@@ -68,7 +68,7 @@ def call(operator: Any, *arguments: Any, names: Mapping[str, str] = MappingProxy
 
 
 def compressed_cu_seqlens_on_device(cu_seqlens: Tensor, cfg: Sequence[int]) -> Tensor:
-    """By torch, so that nothing waits for the offsets."""
+    """compressed_cu_seqlens with torch operations, so that nothing waits for the offsets."""
     config = NSAConfig(*cfg)
     check_offsets(cu_seqlens)
     blocks = (cu_seqlens.diff() - config.kernel_size) // config.kernel_stride + 1

@@ -16,7 +16,7 @@ from ._registration import call, ops
 from .config import NSAConfig
 
 ROLLBACK = 32
-"""How many tokens a rollback may go back: the rings keep this many more than attention needs."""
+"""Maximum number of tokens of a rollback: the rings keep this many more than attention needs."""
 
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -56,8 +56,8 @@ class KVCache:
             page_size.
         dtype: of keys and values. With torch.float8_e4m3fn all that attention reads is stored in it, as x / scale, and
             read as stored * scale.
-        raw_dtype: of the raw tokens that wait for the compression, which is the type of a step's q, k and v; default
-            dtype, or bfloat16 beside torch.float8_e4m3fn.
+        raw_dtype: dtype of raw tokens that wait for compression, and of a step's q, k and v; default: dtype, or
+            bfloat16 if dtype is torch.float8_e4m3fn.
         k_scale, v_scale: of torch.float8_e4m3fn, a number, at least 2^-126, or one for each KV head; default 1. Numbers
             beyond 448 times their scale are stored as that.
         device: of all tensors of the cache, default torch's default device.
@@ -128,7 +128,7 @@ class KVCache:
             return Pool(name, size, count, batch_size, per_sequence), keys, values
 
         def rings(rows: int) -> list[Tensor]:
-            """Of so many sequences, in the order of NAMES."""
+            """Rings of `rows` sequences, in the order of NAMES."""
             return [
                 torch.zeros(rows, tokens + ROLLBACK, num_kv_heads, dim, dtype=kind, device=device)
                 for tokens, kind in ((cfg.window_size, dtype), (cfg.kernel_size, raw_dtype))
@@ -256,7 +256,7 @@ class KVCache:
 
     @checked
     def rollback(self, sequence: int, length: int) -> None:
-        """Forgets the tokens of a row from `length` on, as if they had never been appended. Waits for the device.
+        """Removes the tokens of a row from `length` on, as if they had never been appended. Waits for the device.
 
         Raises:
             ValueError: the row, or a length above its own or more than 32 below the longest that it has been.
@@ -413,15 +413,15 @@ class KVCache:
 
     @property
     def max_positions(self) -> int:
-        """How many tokens a sequence may get, max_length in whole pages; `rope` must have as many positions."""
+        """Maximum length of a sequence, max_length rounded up to pages; `rope` needs as many positions."""
         size = int(self.k_slc.shape[1])
         return -(-self.max_length // size) * size
 
     @checked
     def select(self, rows: Sequence[int] | Tensor) -> None:
-        """Row b goes on as row rows[b] did (beam search); as many rows as there are numbers. Waits for the device.
+        """Row b becomes row rows[b] (beam search); the result has len(rows) rows. Waits for the device.
 
-        With pages the first that goes on as a row takes its pages, with the room reserved; others share the full ones
+        With pages the first successor of a row takes its pages and its reserved capacity. Others share the full ones
         and must reserve what follows. If the number of rows changes, the tensors are new ones, except the pools of a
         cache with pages.
 
@@ -523,7 +523,7 @@ class KVCache:
 
     @torch.inference_mode(False)
     def _new_tables(self, rows: int, *widths: int) -> tuple[Tensor, Tensor]:
-        """Tables without pages, in one tensor, so that one copy uploads both."""
+        """Allocates both tables, without pages, in one tensor, so that one copy uploads them."""
         both = torch.full((rows * sum(widths),), -1, dtype=torch.int32, device=self.k_slc.device)
         table, table_c = both.split([rows * width for width in widths])
         return table.view(rows, -1), table_c.view(rows, -1)
@@ -622,7 +622,7 @@ def check_rings(cfg: NSAConfig) -> None:
 
 
 def _raw_dtype(dtype: torch.dtype, raw_dtype: torch.dtype | None) -> torch.dtype:
-    """Of the raw tokens in a cache of this dtype."""
+    """dtype of raw tokens in a cache of this dtype."""
     for name, one, allowed in (("dtype", dtype, (*_DTYPES, torch.float8_e4m3fn)), ("raw_dtype", raw_dtype, _DTYPES)):
         check_type(name, one, torch.dtype | None)
         if one is not None and one not in allowed:
@@ -648,7 +648,7 @@ def head_scales(name: str, scale: float | Tensor, heads: int, device: torch.devi
 
 
 def _scales(keys: Tensor, *given: float | Tensor | None) -> list[Tensor | None]:
-    """Of the keys and of the values of a cache."""
+    """Scales of a cache's keys and values."""
     result: list[Tensor | None] = []
     for name, scale in zip(("k_scale", "v_scale"), given, strict=True):
         if keys.dtype == torch.float8_e4m3fn:

@@ -119,6 +119,6 @@ class CompressionFunction(nn.Module):
         return CompressionWeights(self.kind, *(None if t is None else t.to(dtype) for t in tensors))
 
     def extra_repr(self) -> str:
-        """What print shows of the module."""
+        """Arguments for the module's repr."""
         sizes = f"kernel_size={self.kernel_size}, head_dim={self.head_dim}, num_sets={self.num_sets}"
         return f"{self.kind}, {sizes}" + ("" if self.hidden is None else f", hidden={self.hidden}")

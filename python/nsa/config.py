@@ -70,7 +70,7 @@ class NSAConfig:
 
         Finer blocks than the paper's: compression blocks of 8 tokens next to each other, 32 selected blocks of 32. It
         goes with one key and one value projection for the three branches (share_kv in `NativeSparseAttention`), a
-        rotary base of 500000 for half of the channel pairs (partial_rotary_factor=0.5), `selector_loss` with a weight
+        partial RoPE with base 500000 (partial_rotary_factor=0.5), `selector_loss` with a weight
         of .1, and `parameter_groups` for the optimizer. docs/evidence.md has the figures.
         """
         return cls(kernel_size=8, kernel_stride=8, block_size=32, topk=32)

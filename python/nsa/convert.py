@@ -1,7 +1,7 @@
 """python -m nsa.convert SRC OUT: makes a folder that from_pretrained of nsa.hf loads.
 
 SRC is a folder of a dense LlamaForCausalLM or Qwen3ForCausalLM, which becomes sparse, or a run of the program `nsa`,
-whose model is renamed. SRC is only read; OUT appears whole or not at all. Exit codes are those of the program: 2 when
+whose model is renamed. SRC is only read; OUT is written atomically. Exit codes are those of the program: 2 when
 options or SRC are at fault, 1 when something else fails.
 """
 
@@ -55,7 +55,7 @@ from transformers import (
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
 CARRIED = (".json", ".jinja", ".model", ".txt")
-"""Endings of the files beside the weights that go along: tokenizer, generation_config, licence."""
+"""Extensions of files that are copied with the weights: tokenizer, generation_config, licence."""
 
 LIMITS = {
     ("vocab_size",): (2, 1 << 20),
@@ -87,7 +87,7 @@ DTYPES = ("F32", "BF16", "F16")
 
 
 class Folder:
-    """What somebody else's folder holds: configuration, and which file has which tensor.
+    """An untrusted model folder: its configuration, and the file of each tensor.
 
     Everything that is read or copied is a regular file. In a run folder, and for what is copied, it is no link either,
     unless one into the folder or the cache of the Hugging Face Hub that it belongs to. Raises ValueError naming what is
@@ -145,7 +145,7 @@ class Folder:
         return tensor
 
     def carried(self) -> Iterator[tuple[str, bytes]]:
-        """The files beside the weights that go along: names and contents."""
+        """Files that are copied with the weights: names and contents."""
         folder = Path(os.path.realpath(self.path))
         cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
         for file in sorted(self.path.iterdir()):
@@ -172,7 +172,7 @@ class Folder:
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not."""
+    """A temporary folder next to `out`: renamed to `out` if the block succeeds, removed if it raises."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists: must be a new folder")
     if not out.parent.is_dir():
@@ -296,7 +296,7 @@ def rename_run(folder: Folder, out: Path) -> None:
 
 
 def compare(src: Path, out: Path, lengths: list[int], seed: int) -> Iterator[dict[str, Any]]:
-    """For each length: how the logits of the two folders differ on random tokens."""
+    """Difference between the logits of the two folders on random tokens, for each length."""
     dense = AutoModelForCausalLM.from_pretrained(src, attn_implementation="nsa", trust_remote_code=False)
     sparse = AutoModelForCausalLM.from_pretrained(out)
     generator = torch.Generator().manual_seed(seed)
@@ -385,7 +385,7 @@ def _check_layers(folder: Folder, field: str, num_layers: int) -> None:
 
 @contextmanager
 def _understanding(path: Path) -> Iterator[None]:
-    """Whatever transformers stumbles over in a configuration becomes a ValueError that names the file."""
+    """Converts an exception of transformers about a configuration to a ValueError that names the file."""
     try:
         yield
     except (ValueError, StrictDataclassError):

@@ -87,8 +87,8 @@ def decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends m = 1 ... 16 new tokens per sequence, compresses the blocks that they complete, and attends.
 
-    Query r of a sequence stands at cache_seqlens + r; the step then adds num_new to cache_seqlens. Room must have been
-    reserved (`KVCache.reserve`). No gradient: a backward through o raises. Hyperparameters are the cache's.
+    Query r of a sequence has position cache_seqlens + r; the step then adds num_new to cache_seqlens. Capacity must
+    have been reserved (`KVCache.reserve`). No gradient: a backward through o raises. Hyperparameters are the cache's.
 
     Args:
         q: (B, m, H, Dk).
@@ -180,9 +180,9 @@ def prefill(
     """`decode` for any m >= 1: a chunk of the prompt against what the cache holds. Arguments as there.
 
     Args:
-        first_chunk: the rows are empty, so the chunk is attended to as a whole sequence, as by
-            `native_sparse_attention`: on a GPU with its kernels, several times as fast for long prompts. A row that is
-            not empty takes no tokens, as one without room.
+        first_chunk: the rows are empty, so the chunk is computed as a sequence of its own by
+            `native_sparse_attention`. On a GPU this is several times as fast for long prompts. A row that is not empty
+            takes no tokens, like one without capacity.
     """
     keys, values = (k, k_slc, k_swa), (v, v_slc, v_swa)
     weights = (weights_k, weights_v)
@@ -211,7 +211,7 @@ def _step(
     weights_k, weights_v = (MEAN if w is None else w for w in weights)
     at: Tensor | slice = slice(None)
     if rope is not None and q.dim() == 4:  # else the operator refuses q
-        check_positions(rope, cache.max_positions, "the cache's max_length in whole pages")
+        check_positions(rope, cache.max_positions, "the cache's max_length rounded up to pages")
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
         at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those without room
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""The six operations of Native Sparse Attention and the whole, with autograd.
+"""The operations of Native Sparse Attention, single and end to end, with autograd.
 
 Shapes: batched (B, S, heads, D), or packed (total, heads, D) with int32 `cu_seqlens_q` (and `cu_seqlens_k`, if keys and
 queries differ in length) of length batch + 1. H query heads share Hkv key/value heads. Any strides with a contiguous
 last dimension. q, k, v and gates of one call share a dtype: float32 or bfloat16, on a GPU float16 too (float64 with
 NSA_BACKEND=reference). All tensors of a call are on one device; on a GPU it runs on torch's current stream.
-Query i of Sq stands at position t = i + Sk - Sq. A query that sees no key gets o = 0 and lse = -inf.
+Query i of Sq has position t = i + Sk - Sq. A query that sees no key gets o = 0 and lse = -inf.
 
 `max_seqlen_q` and `max_seqlen_k` are upper bounds of the lengths in tokens (default: the totals); `softmax_scale`
 defaults to 1 / sqrt(Dk). Equal inputs give bitwise equal results, with any number of threads
@@ -394,7 +394,7 @@ def native_sparse_attention(
 def branch_names(
     k_slc: Tensor | None, v_slc: Tensor | None, k_swa: Tensor | None, v_swa: Tensor | None
 ) -> dict[str, str]:
-    """How the caller named the operators' arguments, where k and v serve the branches that were not given."""
+    """Names of the operators' arguments for messages; k and v serve the branches that were not given."""
     return _names(
         k_cmp="k",
         v_cmp="v",

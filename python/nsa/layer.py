@@ -24,7 +24,7 @@ BRANCHES = ("cmp", "slc", "swa")
 
 
 class Branches(nn.ModuleDict):
-    """A module for each branch, which its repr explains: PEFT prints it when target_modules names the whole."""
+    """One module per branch. PEFT prints its repr if target_modules names the container, so the repr explains this."""
 
     def extra_repr(self) -> str:
         """The line for adapters."""
@@ -43,14 +43,14 @@ class NativeSparseAttention(nn.Module):
     as in the checkpoints of the program `nsa`.
 
     Attributes:
-        context_parallel: an `nsa.parallel.ContextParallel`, whose ranks share the sequences: `forward` then takes this
-            rank's rows of x, and the cu_seqlens of the whole; compressed tokens are always recomputed in the backward.
-            None: every sequence is here whole.
-        selector_loss: what the last forward left for `nsa.selector_loss`: a scalar, float32 (float64 of such a layer),
+        context_parallel: an `nsa.parallel.ContextParallel`, whose ranks share the sequences. `forward` then takes this
+            rank's rows of x and the global cu_seqlens; the backward always recomputes compressed tokens. None: this
+            process has complete sequences.
+        selector_loss: scalar of the last forward for `nsa.selector_loss`, float32 (float64 in a float64 layer). It is
             the mean over `selector_queries` queries of one sequence and over KV heads of KL(attention || importances)
-            over the blocks that are not forced, both as shares. The attention is what the selected branch would give
-            each block, had it the whole past. 0 where all sequences are too short for a choice; None after a forward
-            that was not asked: with selector_queries = 0, in evaluation, without gradients or with a cache.
+            over the blocks that are not forced, both normalised. The attention is the mass that the selected branch
+            would give each block if it attended to all past tokens. 0 if all sequences are too short to select.
+            None after a forward with selector_queries = 0, in evaluation, without gradients or with a cache.
 
     Args:
         hidden_size: width of x.
@@ -62,8 +62,8 @@ class NativeSparseAttention(nn.Module):
         phi: the compression function's kind, "mlp", "linear" or "mean".
         phi_hidden: E of the mlp; 0: 2 * D.
         phi_per_kv_head: own weights of phi for each KV head instead of one set for all.
-        rope_theta: base of the rotation; None: no rotation.
-        partial_rotary_factor: share of the channel pairs that turn by it, the fastest ones, as in `rotary_tables`.
+        rope_theta: RoPE base; None: no RoPE.
+        partial_rotary_factor: fraction of the channels that RoPE rotates, as in `rotary_tables`.
         rope: instead of rope_theta, cosines and sines as in `native_sparse_attention`, float32 (max_positions, R / 2)
             each, or a function that gives those of int64 positions (n), (n, R / 2) each.
         qkv_bias, out_bias: biases of the projections.
@@ -79,8 +79,8 @@ class NativeSparseAttention(nn.Module):
             no cost; the attribute may be changed.
 
     Raises:
-        ValueError: num_kv_heads does not divide num_heads, a size is not allowed, or selector_queries where there is
-            nothing to teach: phi = "mean" with share_kv.
+        ValueError: num_kv_heads does not divide num_heads, a size is not allowed, or selector_queries > 0 although
+            the selector has no weights to train: phi = "mean" with share_kv.
         TypeError: an argument is of another type.
     """
 
@@ -214,7 +214,7 @@ class NativeSparseAttention(nn.Module):
         seed: int | None = None,
         return_indices: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention over whole sequences, or, with a cache, of new tokens to all that the cache holds.
+        """Attention over complete sequences, or, with a cache, of new tokens to all cached tokens.
 
         Args:
             x: (B, S, hidden_size); or packed (total, hidden_size) with cu_seqlens.
@@ -233,8 +233,8 @@ class NativeSparseAttention(nn.Module):
             Like x; or (that, indices int32 (B, S, Hkv, topk) or (total, Hkv, topk)).
 
         Raises:
-            ValueError: arguments that do not go together, or that an operation refuses; selector_queries where there is
-                nothing to teach, or with context_parallel.
+            ValueError: arguments that do not go together, or that an operation refuses; selector_queries > 0
+                although the selector has no weights to train, or with context_parallel.
             TypeError: an argument of another type.
         """
         if cache is not None and cu_seqlens is not None:
@@ -326,7 +326,7 @@ class NativeSparseAttention(nn.Module):
         if not (self.selector_queries and self.training and torch.is_grad_enabled()):
             return
         self._check_selector_queries()
-        # Shared keys teach: a gradient of the loss would move what they say.
+        # Keys shared with the selected branch define the target of the loss, so they get no gradient from it.
         k_cmp = k["cmp"] if isinstance(self.k_proj, nn.ModuleDict) else k["cmp"].detach()
         self.selector_loss = sampled_divergence(
             *(q, k_cmp, k["slc"], weights, self.cfg, rope, self.selector_queries),
@@ -341,13 +341,15 @@ class NativeSparseAttention(nn.Module):
         if self.selector_queries < 0:
             raise ValueError(f"{given}: must be >= 0")
         if self.selector_queries and self.phi_k.kind == "mean" and not isinstance(self.k_proj, nn.ModuleDict):
-            raise ValueError(f"{given}: must be 0 with share_kv and phi = mean, which leave the choice no weights")
+            raise ValueError(
+                f"{given}: must be 0 with share_kv and phi = mean, as the selector has no weights to train"
+            )
         if self.selector_queries and self.context_parallel is not None:
             raise ValueError(f"{given}: must be 0 with context_parallel")
 
     @staticmethod
     def _is_plain(projection: nn.Module) -> bool:
-        """Whether it computes with its weight as it is: not quantized, adapted or replaced when it is called."""
+        """Returns whether the projection uses its weight unchanged: not quantized, adapted or replaced."""
         if type(projection) is not nn.Linear:
             return False
         # torch.compile does not read __dict__.

@@ -10,7 +10,7 @@ from ._arguments import checked
 from .compression import CompressionFunction
 
 _FAN_IN = 128
-"""Inputs of a matrix of phi that learns at the whole rate."""
+"""Number of inputs up to which a matrix of phi learns at the full rate."""
 
 
 @checked

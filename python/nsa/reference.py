@@ -81,7 +81,7 @@ def select_blocks(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> Tensor:
-    """As `nsa.select_blocks`; lse is computed anew."""
+    """As `nsa.select_blocks`; recomputes lse."""
     lengths = _Lengths(q, cu_seqlens_q, cu_seqlens_k, seqlen_k, cfg)
     q, k_c = q.detach(), k_c.detach()
 
@@ -259,7 +259,7 @@ class NativeSparseAttention(layer.NativeSparseAttention):
 
 
 def importance(q: Tensor, k_c: Tensor, cfg: NSAConfig, seqlen_k: int, softmax_scale: float | None = None) -> Tensor:
-    """What the selection ranks blocks by (eq. 9 and 10): (B, Hkv, Sq, blocks), summed over the heads of a KV head."""
+    """Importance scores of blocks (eq. 9 and 10): (B, Hkv, Sq, blocks), summed over a KV head's query heads."""
     visible = _visible_compressed(q, k_c, cfg, seqlen_k)
     group = q.shape[2] // k_c.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -370,9 +370,9 @@ def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 
 
 class _Lengths:
-    """Where the sequences of a call lie: rows of queries, keys and compressed tokens, and the number of raw keys.
+    """Offsets of a call's sequences: rows of queries, keys and compressed tokens, and the number of raw keys.
 
-    With `cfg` the call's keys are compressed.
+    `cfg` means that the call's keys are compressed.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class _Lengths:
             begin_c = end_c
 
     def positions(self, q: Tensor, k: Tensor, k_c: Tensor, cfg: NSAConfig) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and the first tokens of compressed keys; 0 past the last sequence."""
+        """Positions of queries, keys and first tokens of compressed keys; 0 past the last sequence."""
         device = q.device
         if not self.packed:
             keys = torch.arange(k.shape[1], device=device)

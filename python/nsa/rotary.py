@@ -1,4 +1,4 @@
-"""Rotary position embedding: channel pairs (j, j + D/2) turn by position * theta^(-2j/D)."""
+"""Rotary position embedding (RoPE): rotates channel pairs (j, j + D/2) by position * theta^(-2j/D)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions (...), integers or floating-point numbers, each float32 (..., head_dim / 2).
 
-    Below 1, partial_rotary_factor is the share of the pairs that turn, rounded down: the fastest ones (2410.06205; the
-    rope_type "proportional" of transformers). Those of the others are 1 and 0.
+    Partial RoPE: partial_rotary_factor is the fraction of the channel pairs that are rotated, rounded down. They are
+    those with the highest frequencies (2410.06205; the rope_type "proportional" of transformers). The cosines and sines
+    of the others are 1 and 0.
 
     Raises:
         ValueError: head_dim is not even, positive and below 2^31, theta not positive and finite, partial_rotary_factor
@@ -42,7 +43,7 @@ def rotary_tables(
 
 
 def check_rotation(head_dim: int, name: str, theta: float, partial_rotary_factor: float) -> None:
-    """Raises ValueError unless channels can turn in pairs by angles from `theta`, which the caller calls `name`."""
+    """Raises ValueError unless RoPE can rotate head_dim channels with base `theta`, which messages call `name`."""
     if not 0 <= partial_rotary_factor <= 1:
         raise ValueError(f"partial_rotary_factor = {partial_rotary_factor}: must be 0 ... 1")
     if not 2 <= head_dim < 2**31 or head_dim % 2:
@@ -59,7 +60,7 @@ def check_rotation(head_dim: int, name: str, theta: float, partial_rotary_factor
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x (..., S, heads, D) by its tokens' rows cos, sin (..., S, R/2), at least in float32; result like x.
 
-    R <= D: of a wider x the first R channels turn, in pairs (j, j + R/2), and the others stay. Leading dimensions of
+    R <= D: only the first R channels of x are rotated, in pairs (j, j + R/2). Leading dimensions of
     cos and sin broadcast to those of x.
 
     Raises:
@@ -76,8 +77,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x[..., :rotated].to(torch.promote_types(x.dtype, torch.float32))
     low, high = wide.chunk(2, dim=-1)
     parts = (low * cos - high * sin, high * cos + low * sin)
-    turned = torch.cat(parts, dim=-1).to(x.dtype)
-    return turned if rotated == x.shape[-1] else torch.cat((turned, x[..., rotated:]), dim=-1)
+    result = torch.cat(parts, dim=-1).to(x.dtype)
+    return result if rotated == x.shape[-1] else torch.cat((result, x[..., rotated:]), dim=-1)
 
 
 def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -100,7 +101,7 @@ def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 class Rotated(NamedTuple):
-    """What the operators take for unrotated arguments: they rotate compressed keys alone."""
+    """Arguments of the operators, which rotate only compressed keys themselves."""
 
     q: Tensor
     k: Tensor  # of the compressed branch, unrotated
@@ -123,15 +124,15 @@ def rotate_inputs(
 ) -> Rotated:
     """Rotates q, k_slc and k_swa by the rows at_q and at_k of the tables `rope`.
 
-    The operators turn all channels of a compressed key, in pairs (j, j + Dk/2). Where fewer turn, q, keys and phi's
-    weights come back in another order of channels, the same in all of them, in which that is so.
+    The operators rotate all channels of a compressed key, in pairs (j, j + Dk/2). With partial RoPE the channels of q,
+    keys and phi's weights are permuted, all in the same way, so that the rotated pairs have this form.
     """
     if rope is None:
         return Rotated(q, k, k_slc, k_swa, weights_k, None, None)
     cos, sin = rope
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ValueError("rope: requires a gradient: must not, as none comes from the compressed keys")
-    # What the operators refuse is left to them: they name it.
+    # The operators refuse these arguments and name them.
     if q.dim() < 3 or cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
         return Rotated(q, k, k_slc, k_swa, weights_k, cos, sin)
     shared, own = k_swa is k_slc, k is k_slc
@@ -143,8 +144,8 @@ def rotate_inputs(
         weights_k = _reordered(weights_k, rotated)
         cos = torch.nn.functional.pad(cos, (0, (width - rotated) // 2), value=1.0)
         sin = torch.nn.functional.pad(sin, (0, (width - rotated) // 2))
-    q, k_slc = _turned(q, cos, sin, at_q), _turned(k_slc, cos, sin, at_k)
-    return Rotated(q, k, k_slc, k_slc if shared else _turned(k_swa, cos, sin, at_k), weights_k, cos, sin)
+    q, k_slc = _at_positions(q, cos, sin, at_q), _at_positions(k_slc, cos, sin, at_k)
+    return Rotated(q, k, k_slc, k_slc if shared else _at_positions(k_swa, cos, sin, at_k), weights_k, cos, sin)
 
 
 def check_positions(rope: tuple[Tensor, Tensor] | None, length: int, what: str = "the length of the keys") -> None:
@@ -171,7 +172,7 @@ def rows_within(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return torch.where(rows < cu_seqlens[-1], rows - cu_seqlens[sequence], 0), sequence
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Tensor:
+def _at_positions(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Tensor:
     if cos.device != x.device or sin.device != x.device:
         return x  # refused by the operator
     try:
@@ -187,14 +188,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor | slice) -> Tensor:
 
 
 def _halves(x: Tensor, rotated: int, dim: int = -1) -> Tensor:
-    """Channels in the order in which the pairs (j, j + rotated / 2) and those of the others are (j, j + D / 2)."""
+    """Permutes channels so that pairs (j, j + rotated / 2), and the other channels, become pairs (j, j + D / 2)."""
     rest = x.shape[dim] - rotated
     low, high, first, second = x.split((rotated // 2, rotated // 2, rest // 2, rest - rest // 2), dim)
     return torch.cat((low, first, high, second), dim)
 
 
 def _reordered(weights: CompressionWeights, rotated: int) -> CompressionWeights:
-    """Of phi between channels in the order of `_halves`."""
+    """phi for channels in the order of `_halves`."""
     kind, pe, w1, b1, w2, b2 = weights.as_arguments()
     last = w1 if kind == "linear" else w2
 

@@ -1,9 +1,9 @@
-"""The selector loss: teaches the choice of blocks, which has no gradient.
+"""The selector loss: trains the block selector, because block selection has no gradient.
 
-It is the divergence KL(attention || importances) over the selection blocks that a query may choose, neither forced nor
-later, both as shares; a mean over queries, each weighed by how much of its attention goes to these blocks. The
-importances are those by which blocks are chosen; the attention is what the selected branch would give each block, had
-it the whole past. As in the program `nsa` (`nsa train --selector-loss`).
+The loss is KL(attention || importances) over the selection blocks that are neither forced nor in the future, both
+normalised. It is a mean over queries, weighted by their attention mass in these blocks. The importances rank the blocks
+in block selection. The attention is the mass that the selected branch would give each block if it attended to all past
+tokens. `nsa train --selector-loss` uses the same loss.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ Rope = tuple[Tensor, Tensor]
 
 @checked
 def selector_loss(model: nn.Module) -> Tensor:
-    """The sum of what the layers of `model` that are asked left in their last forward: add it, weighed, to the loss.
+    """Sum of the selector losses of the layers with selector_queries > 0, from their last forward.
 
-    Layers are asked by `selector_queries` of `NativeSparseAttention`, which says what they leave. With L layers and
-    a weight of .1:
+    Add it, with a weight, to the training loss (see `NativeSparseAttention`). With a weight of 0.1:
 
         loss = lm_loss + 0.1 * nsa.selector_loss(model)
 
-    The loss of another forward is another one: with micro-batches, call this once after each.
+    Each forward has its own loss: with micro-batches, call this once after each.
 
     Returns:
         A scalar, float32 (float64 for such layers), on the device of the first layer. Its gradient reaches phi of keys
-        and, where the branches have keys of their own, those of the compressed branch and what lies below.
+        and, if the branches have separate keys, the keys of the compressed branch and the layers below.
 
     Raises:
-        ValueError: no layer is asked, or one has not run in training with gradients since.
+        ValueError: no layer has selector_queries > 0, or one has not run in training mode with gradients.
         TypeError: model is no module.
     """
-    asked = {name: m for name, m in model.named_modules() if getattr(m, "selector_queries", 0)}
-    if not asked:
-        raise ValueError("model: no NativeSparseAttention in it has selector_queries > 0: must be set in one at least")
+    layers = {name: m for name, m in model.named_modules() if getattr(m, "selector_queries", 0)}
+    if not layers:
+        raise ValueError("model: no NativeSparseAttention in it has selector_queries > 0: must be set in at least one")
     losses = []
-    for name, module in asked.items():
+    for name, module in layers.items():
         if not isinstance(loss := module.selector_loss, Tensor):
             raise ValueError(
                 f"model: {name or 'it'} has no selector loss: its last forward must be one in training mode, with "
@@ -81,11 +80,11 @@ def sampled_divergence(
         rope: cosines and sines (positions, R / 2).
         cu_seqlens: int32 (batch + 1) of packed sequences.
         max_seqlen: an upper bound of their lengths, default the total.
-        lengths: how many first rows of each packed sequence count, integers (batch); default all.
+        lengths: number of first rows that count in each packed sequence, integers (batch); default: all.
         compress: `nsa.compress`, or that of nsa.reference.
 
     Returns:
-        float32 or float64, a scalar; 0 where no query has a choice.
+        float32 or float64, a scalar; 0 if no query has more blocks than it selects.
     """
     if cu_seqlens is None:
         batch, longest = q.shape[:2]
@@ -94,7 +93,7 @@ def sampled_divergence(
     else:
         longest = q.shape[0] if max_seqlen is None else min(max_seqlen, q.shape[0])
         longest = longest if rope is None else min(longest, rope[0].shape[0])
-    first = max(cfg.topk * cfg.block_size, cfg.kernel_size)  # that may choose: it has a block more than it selects
+    first = max(cfg.topk * cfg.block_size, cfg.kernel_size)  # the first query with more blocks than it selects
     if longest <= first or cu_seqlens.shape[0] < 2:
         return q.new_zeros((), dtype=_wide(q.dtype))
     last_row = q.shape[0] - 1
@@ -116,10 +115,10 @@ def divergence(
     """KL(attention || importances), a mean over queries and KV heads: float32 or float64, a scalar.
 
     Args:
-        q: (T, H, D) at int64 `positions` (T), each of which has a choice; rotated, and detached by the caller.
-        k_c: (n, Hkv, D), compressed keys of the sequence, not rotated; they learn.
+        q: (T, H, D) at int64 `positions` (T) with more blocks than they select; rotated, detached by the caller.
+        k_c: (n, Hkv, D), compressed keys of the sequence, not rotated; they get the gradient.
         k_slc: (S, Hkv, D), keys of the sequence, rotated.
-        shares: (T), what each query counts, beside how much of its attention goes to blocks that are not forced.
+        shares: (T), weight of each query, in addition to its attention mass in blocks that are not forced.
         rope: cosines and sines (S, R / 2).
     """
     stride, blocks = cfg.kernel_stride, -(-k_slc.shape[0] // cfg.block_size)
@@ -138,20 +137,20 @@ def divergence(
 
         block = torch.arange(blocks, device=q.device)
         own = (positions // cfg.block_size)[:, None]
-        hidden = (block < cfg.init_blocks) | (block > own - cfg.local_blocks)  # forced or later
+        ineligible = (block < cfg.init_blocks) | (block > own - cfg.local_blocks)  # forced or later
 
-        attention, importances = (masses.masked_fill(hidden, 0) for masses in (attention, importances))
-        mass, whole = (masses.sum(-1, keepdim=True).clamp_min(_TINY) for masses in (attention, importances))
-        found = (importances / whole).clamp_min(_TINY).log()
+        attention, importances = (masses.masked_fill(ineligible, 0) for masses in (attention, importances))
+        mass, total = (masses.sum(-1, keepdim=True).clamp_min(_TINY) for masses in (attention, importances))
+        found = (importances / total).clamp_min(_TINY).log()
         each = kl_div(found, attention / mass, reduction="none").sum(-1)  # (Hkv, T)
         weights = shares * mass.squeeze(-1)
         return (each * weights / weights.sum(-1, keepdim=True).clamp_min(_TINY)).sum(-1).mean()
 
 
 def _draw(begins: Tensor, lengths: Tensor, first: int, longest: int, wanted: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a drawn sequence begins, positions of `wanted` queries in it, and what each counts in the mean.
+    """Begin of a drawn sequence, positions of `wanted` queries in it, and the weight of each in the mean.
 
-    A sequence that has fewer queries with a choice gives each of them; the others are at any position and count 0.
+    If fewer queries have more blocks than they select, all of them are drawn; the rest have weight 0.
     """
     random = torch.rand(1 + wanted, dtype=torch.float64, device=lengths.device)
     choices = (lengths.long() - first).clamp(min=0)
@@ -168,7 +167,7 @@ def _draw(begins: Tensor, lengths: Tensor, first: int, longest: int, wanted: int
 
 
 def _group_attention(q: Tensor, k: Tensor, seen_from: Tensor, positions: Tensor) -> Tensor:
-    """Of queries (T, H, D) to keys (n, Hkv, D), each seen from a position on; summed over a group: (Hkv, T, n)."""
+    """Attention of queries (T, H, D) to keys (n, Hkv, D), visible from `seen_from` on, by KV head: (Hkv, T, n)."""
     (count, heads, dim), (keys, kv_heads, _) = q.shape, k.shape
     q = (q.to(_wide(q.dtype)) * dim**-0.5).view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     scores = q.reshape(kv_heads, -1, dim) @ k.to(q.dtype).permute(1, 2, 0)
@@ -177,7 +176,7 @@ def _group_attention(q: Tensor, k: Tensor, seen_from: Tensor, positions: Tensor)
 
 
 def _sum_over(masses: Tensor, size: int, blocks: int) -> Tensor:
-    """Each `size` of the last dimension together, behind which are zeros: (..., blocks)."""
+    """Sums each `size` elements of the last dimension, padded with zeros: (..., blocks)."""
     if behind := blocks * size - masses.shape[-1]:
         masses = pad(masses, (0, behind))
     return masses.reshape(*masses.shape[:-1], blocks, size).sum(-1)

@@ -113,7 +113,7 @@ def allocate(
 
 
 class _Rows:
-    """What a step needs of a cache: the memory of some ring slots that lie side by side, and their tables."""
+    """A step's view of a cache: the memory of contiguous ring slots and their tables."""
 
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -126,7 +126,7 @@ class _Rows:
         self.cache_seqlens = lengths
 
     def of(self, layer: LayerCache, k_scale: Tensor | None, v_scale: Tensor | None) -> _Rows:
-        """With the memory of a layer. The operators advance the lengths, each layer's own."""
+        """Binds the memory of a layer. The operators advance the lengths, of which each layer has a copy."""
         self.layer, self.cache_seqlens = layer, self.lengths.clone()
         self.k_scale, self.v_scale = k_scale, v_scale
         return self
@@ -138,7 +138,7 @@ class _Rows:
 
 
 class Step:
-    """What one step of an engine does to which request: made once, used by all layers.
+    """The schedule of one engine step: made once, used by all layers.
 
     A request with at most 16 new tokens is a decode (or a draft to verify), and all decodes run as one batch; every
     other request is a chunk of a prompt, which runs by itself after them. The batch spans the ring slots from the
@@ -370,7 +370,7 @@ _PAGED_NAMES = (
     | {f"cache.block_table{end}": f"block_table{end}" for end in ("", "_c", "_swa", "_cmp")}
     | {"cache.cache_seqlens": "seq_lens", "prefill": "decode_paged", "decode": "decode_paged"}
 )
-"""What callers of `decode_paged` call the operator's arguments."""
+"""Names of the operator's arguments in `decode_paged`, for messages."""
 
 
 @checked
@@ -459,7 +459,7 @@ def decode_paged(
 
 
 def _positions(rope: tuple[Tensor, Tensor], starts: Tensor, seq_lens: Tensor, q: Tensor) -> Tensor:
-    """Of packed new tokens, rows of the rotation's tables."""
+    """Positions of packed new tokens, as rows of the RoPE tables."""
     for name, tensor in (("q", q), ("query_start_loc", starts), ("seq_lens", seq_lens)):
         check_type(name, tensor, Tensor)
         check_usable(name, tensor)
@@ -489,7 +489,7 @@ def fork(
     parent_length: int,
     cfg: NSAConfig,
 ) -> None:
-    """Lets the request in slot `child` go on after the first `length` tokens of that in slot `parent`: a shared prefix.
+    """Forks slot `parent` into slot `child` after its first `length` tokens: a shared prefix.
 
     The caller's tables say what is shared: full pages before `length`, and pages of compressed tokens that are full
     with the cfg.num_compressed(length) first ones. The child has pages of its own for what follows, into which the
@@ -540,7 +540,7 @@ def _check_layer(layer: LayerCache) -> None:
 
 
 def _scales_of(layer: LayerCache, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-    """As the operators take them, from what engines have: one number for a layer, or one for each KV head."""
+    """Converts the scales of engines for the operators: one number for a layer, or one per KV head."""
     scales: list[Tensor | None] = []
     for name, scale in zip(("k_scale", "v_scale"), given, strict=True):
         check_type(name, scale, Tensor | None)

@@ -24,7 +24,7 @@ def stop(message: str) -> NoReturn:
 
 
 def load_program() -> ctypes.CDLL:
-    """libnsa_program, which lies beside the program."""
+    """Loads libnsa_program from the program's lib folder."""
     built = Path(__file__).resolve().parents[2] / "build" / "bin" / "nsa"
     program = os.environ.get("NSA_PROGRAM") or shutil.which("nsa") or built
     path = Path(program).resolve().parent.parent / "lib" / "libnsa_program.so"

@@ -34,10 +34,10 @@ def nsa_attention_mask(
     device: torch.device | str = "cpu",
     **_: object,
 ) -> Tensor | None:
-    """What `nsa_attention_forward` must know of padding and of documents: None, or a tensor (B, kv_length).
+    """The mask for `nsa_attention_forward`, from padding and documents: None, or a tensor (B, kv_length).
 
-    Of padding, int8: 1 where a key is a token, 0 where it is padding, -1 behind the last query, in a cache of fixed
-    size. Of a padding-free batch, int32: the number of the document that a token belongs to.
+    With padding, int8: 1 for a token, 0 for padding, -1 behind the last query in a cache of fixed size. For a
+    padding-free batch, int32: the document index of each token.
 
     Raises:
         ValueError: the model's attention is its own, or asks for a pattern that is neither causal nor a sliding window.
@@ -73,10 +73,10 @@ def nsa_attention_mask(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _hands_over(config: type) -> bool:
-    """Whether the model of a configuration calls the attention function that it is told; True if it is not known."""
+    """Returns whether a configuration's model calls the attention function that is set; True if unknown."""
     try:
         model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None) or MODEL_MAPPING.get(config, None)
-    except ValueError:  # the table names a class that is not there
+    except ValueError:  # the table names a class that does not exist
         return True
     if not hasattr(model, "_can_set_attn_implementation"):
         return True
@@ -110,9 +110,9 @@ def nsa_attention_forward(
 
     Args:
         query: (B, H, Sq, D).
-        key, value: (B, Hkv, Sk, D and Dv); query i stands at i + Sk - Sq.
-        attention_mask: what `nsa_attention_mask` made; int32 are numbers of documents, each a sequence.
-        sliding_window: the last tokens that a query sees, itself included; None: all.
+        key, value: (B, Hkv, Sk, D and Dv); query i has position i + Sk - Sq.
+        attention_mask: result of `nsa_attention_mask`; int32: document indices, one sequence per document.
+        sliding_window: number of last tokens that a query attends to, itself included; None: all.
         block_indices: int (B, Hkv, Sq, n), the blocks of `module.indexer.block_size` keys that a query sees, in any
             order, padded with -1.
         position_ids: (B or 1, Sq); a position that does not follow the one before starts a sequence.

@@ -85,7 +85,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
         return self.slots + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove slots, at most 32 tokens below the longest that a row has been."""
+        """Removes the last -tokens_to_remove slots, to at most 32 tokens below a row's maximum length so far."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove = {tokens_to_remove}: must be 0 or negative")
         if tokens_to_remove == 0 or self.cache is None:
@@ -139,7 +139,7 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
 
 
 class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `device` is a plain attribute
-    """Of fixed size, for compiled steps: nothing in a step depends on the lengths."""
+    """Layer of a static cache for compiled steps: nothing in a step depends on the lengths."""
 
     _layer_type = LAYER_TYPE
     is_croppable = False
@@ -154,7 +154,7 @@ class NsaStaticLayer(_NsaLayer, StaticLayer):  # type: ignore[misc]  # there `de
         self.empty = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """In place: a compiled step has the addresses."""
+        """Reorders in place, because a compiled step holds the addresses."""
         if self.cache is not None:
             self.cache.select(beam_idx)
 

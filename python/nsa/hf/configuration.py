@@ -13,10 +13,10 @@ from ..config import NSAConfig
 from ..layer import BRANCHES
 
 LAYER_TYPE = "nsa"
-"""What `layer_types` calls a sparse layer, and caches of transformers look up."""
+"""Name of a sparse layer in `layer_types` and in the caches of transformers."""
 
 PHI, COLWISE = "nsa_phi", "nsa_colwise"
-"""Styles of tensor parallelism: of phi, and of names that stand for what is split by columns and for other things."""
+"""Styles of tensor parallelism: for phi, and for names that denote a column-split module in some configurations."""
 
 OPTIONS = {**NSAConfig().__dict__, "share_kv": False, "phi": "mlp", "phi_hidden": 0, "phi_per_kv_head": False}
 """Fields of `nsa` and their defaults: those of NSAConfig and of the layer `nsa.NativeSparseAttention`."""
@@ -37,7 +37,7 @@ else:
 
 
 class _Sparse(Mixin):
-    """What both configurations add.
+    """Fields that both configurations add.
 
     Fields:
         nsa: hyperparameters of NSAConfig; `share_kv`, one key and one value projection for the three branches; `phi`,
@@ -53,7 +53,7 @@ class _Sparse(Mixin):
         layer_types: Any
 
     def _check_fields(self, more: dict[str, Any]) -> None:
-        """What transformers takes as it is and fails at, or computes nonsense with, later; `more`: unknown fields."""
+        """Checks fields that transformers accepts and that would fail or be wrong later; `more`: unknown fields."""
         for name in OPTIONS:
             if name in more:
                 raise ValueError(f"{name} = {more[name]!r}: must be given in nsa")
@@ -147,7 +147,7 @@ class _Sparse(Mixin):
         yield "mlp.down_proj", "rowwise"
 
     def to_dict(self) -> dict[str, Any]:
-        """Without layer_types, whose names Trainer, which reads config.json as of no model, would refuse."""
+        """Omits layer_types, because Trainer reads config.json without a model and would refuse the names."""
         return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
 
     def validate_layer_type(self) -> None:

@@ -1,7 +1,7 @@
 """Dense Llama and Qwen3 made sparse: the weights stay, gates are added.
 
-phi is the mean, and the gates start almost closed but for the selection: as long as the selection and the window hold
-the whole text, the converted model gives almost the dense one's logits.
+phi is the mean, and all gates but that of the selected branch start almost closed. While the selected blocks and the
+window cover the text, the logits are almost those of the dense model.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def sparse_config(
 
 
 def targets(config: NsaLlamaConfig | NsaQwen3Config, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """What a tensor of the dense model becomes: itself, or a copy for each branch."""
+    """Targets of a tensor of the dense model: itself, or a copy per branch."""
     parts = name.split(".")
     sparse = parts[:2] == ["model", "layers"] and config.layer_types[int(parts[2])] == LAYER_TYPE
     if sparse and config.nsa and not config.nsa["share_kv"] and parts[-2] in ("k_proj", "v_proj", "k_norm"):

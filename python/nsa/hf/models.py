@@ -48,7 +48,7 @@ from .packing import Rows, offsets_of_restarts
 
 
 class Layout:
-    """Where the sequences of a batch are, for all sparse layers of one forward.
+    """Positions of a batch's sequences, shared by all sparse layers of a forward.
 
     A plain class, into which FSDP does not look: it would cast the tables of a dataclass to the type of the parameters.
 
@@ -69,7 +69,7 @@ class Layout:
         self._copies: dict[torch.device, Layout] = {}
 
     def to(self, device: torch.device | str | int) -> Layout:
-        """The same on another device, copied once: accelerate moves what the layers of a model get to their devices."""
+        """Copies to another device, once: accelerate moves the inputs of each layer to its device."""
         device = torch.device(device)
         if self.tables[0].device == device:
             return self
@@ -152,8 +152,8 @@ class NsaAttention(NativeSparseAttention):
         # With tensor parallelism `heads` is more than there are.
         if x.shape[-1] % self.head_dim:
             raise ValueError(
-                f"tp_size: {x.shape[-1]} of {heads * self.head_dim} channels on this rank are no whole heads of "
-                f"{self.head_dim}: tp_size must divide the number of key/value heads, {self.num_kv_heads}"
+                f"tp_size: {x.shape[-1]} of {heads * self.head_dim} channels on this rank are not a multiple of "
+                f"head_dim = {self.head_dim}: tp_size must divide the number of key/value heads, {self.num_kv_heads}"
             )
         return x.unflatten(-1, (-1, self.head_dim))
 
@@ -201,7 +201,7 @@ _styles.register(COLWISE, SomeColwise())
 
 
 class _Sparse(Mixin):
-    """What the classes of both architectures share."""
+    """Methods that the classes of both architectures share."""
 
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = False
 
@@ -248,7 +248,7 @@ class _SparseModel(_Sparse):
         use_cache: bool | None = None,
         **kwargs: object,
     ) -> BaseModelOutputWithPast:
-        """As transformers' own, with these differences.
+        """Forward as in transformers, with these differences.
 
         Args:
             attention_mask: (B, tokens seen, these included) or None. Each row is computed as if its padding were not
@@ -337,14 +337,14 @@ class _SparseModel(_Sparse):
         """Cosines and sines of at least `positions` tokens; kept, so that a step computes none."""
         tables = self._tables
         if tables is None or tables[0].shape[0] < positions or tables[0].device != device:
-            length = max(64, 1 << (positions - 1).bit_length())  # whole pages of a cache, too
+            length = max(64, 1 << (positions - 1).bit_length())  # a multiple of a cache's page, too
             like = torch.empty(0, dtype=torch.float32, device=device)
             both = self.rotary_emb(like, position_ids=torch.arange(length, device=device)[None])
             tables = self._tables = tuple(t[0, :, : t.shape[-1] // 2].contiguous() for t in both)
         return tables
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": None}  # what is computed anew need not be pickled
+        return {**self.__dict__, "_tables": None}  # recomputed, so not pickled
 
 
 class NsaLlamaModel(_SparseModel, LlamaModel):
@@ -355,7 +355,7 @@ class NsaLlamaModel(_SparseModel, LlamaModel):
 
 
 class NsaLlamaForCausalLM(_Sparse, LlamaForCausalLM):
-    """With a language modelling head."""
+    """Sparse model with a language modelling head."""
 
     config: NsaLlamaConfig
     config_class = NsaLlamaConfig
@@ -366,14 +366,14 @@ class NsaLlamaForCausalLM(_Sparse, LlamaForCausalLM):
 
 
 class NsaLlamaForSequenceClassification(_Sparse, LlamaForSequenceClassification):
-    """With a head for the last token of each sequence: classes, or a reward (num_labels=1)."""
+    """Sparse model with a head on the last token of each sequence: classes, or a reward (num_labels=1)."""
 
     config: NsaLlamaConfig
     config_class = NsaLlamaConfig
 
 
 class NsaLlamaForTokenClassification(_Sparse, LlamaForTokenClassification):
-    """With a head for every token."""
+    """Sparse model with a head on every token."""
 
     config: NsaLlamaConfig
     config_class = NsaLlamaConfig
@@ -387,7 +387,7 @@ class NsaQwen3Model(_SparseModel, Qwen3Model):
 
 
 class NsaQwen3ForCausalLM(_Sparse, Qwen3ForCausalLM):
-    """With a language modelling head."""
+    """Sparse model with a language modelling head."""
 
     config: NsaQwen3Config
     config_class = NsaQwen3Config
@@ -398,14 +398,14 @@ class NsaQwen3ForCausalLM(_Sparse, Qwen3ForCausalLM):
 
 
 class NsaQwen3ForSequenceClassification(_Sparse, Qwen3ForSequenceClassification):
-    """With a head for the last token of each sequence: classes, or a reward (num_labels=1)."""
+    """Sparse model with a head on the last token of each sequence: classes, or a reward (num_labels=1)."""
 
     config: NsaQwen3Config
     config_class = NsaQwen3Config
 
 
 class NsaQwen3ForTokenClassification(_Sparse, Qwen3ForTokenClassification):
-    """With a head for every token."""
+    """Sparse model with a head on every token."""
 
     config: NsaQwen3Config
     config_class = NsaQwen3Config

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Rows:
-    """The order of a padded batch in which the tokens of each row stand in front.
+    """A permutation of a padded batch that moves the tokens of each row to the front.
 
     Attributes:
         order: int64 (B, S), the slot that comes at each place.
@@ -26,7 +26,7 @@ class Rows:
         return Rows(torch.argsort((~tokens).int(), dim=1, stable=True), tokens.sum(1, dtype=torch.int32))
 
     def to(self, device: torch.device) -> Rows:
-        """The same on another device."""
+        """Copies to another device."""
         return Rows(self.order.to(device), self.count.to(device))
 
     def front(self, x: Tensor) -> Tensor:

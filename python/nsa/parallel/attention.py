@@ -1,4 +1,4 @@
-"""The whole of a layer's attention over a sequence that several ranks share.
+"""A layer's attention, end to end, over a sequence that several ranks share.
 
 Compressed keys are made where their tokens are, with the first tokens of the next chunk as halo. Then every rank gets
 all keys and values, and runs one `nsa_attention` for each of its chunks on views of them. The backward gathers them
@@ -60,9 +60,9 @@ def native_sparse_attention(
         k, v, k_slc, v_slc, k_swa, v_swa, gates, indices: likewise, otherwise as in `nsa.native_sparse_attention`.
         cp: the ranks and the layout.
         cfg, weights_k, weights_v, softmax_scale, return_indices: as there.
-        rope: as there; rows are positions in the whole sequence (within a document, if packed).
+        rope: as there; rows are positions in the global sequence (within a document, if packed).
         noise, seed: as there, but where documents are packed the draws are others than in one process.
-        cu_seqlens: int32 (documents + 1) of the whole sequence, the same on every rank; from 0 to S. Documents may
+        cu_seqlens: int32 (documents + 1) of the global sequence, the same on every rank; from 0 to S. Documents may
             end anywhere.
         kv_heads_at_once: gather keys and values of so many KV heads at a time, the next ones while these are attended
             to; the same bits. Must divide Hkv; noise must be 0. None: on a GPU as few as keep a chunk's call at 2^22
@@ -172,11 +172,11 @@ def _named(name: str, weights: CompressionWeights) -> dict[str, Tensor | None]:
 
 
 def heads_at_once(rows: int, kv_heads: int) -> int:
-    """How many KV heads to gather at once where a GPU's calls have `rows` rows of q for each.
+    """Number of KV heads to gather at once if a GPU's calls have `rows` rows of q per KV head.
 
-    The next gather hides beside calls that are long, and the compressed keys of few heads meet in the second-level
-    cache; short calls leave processors idle at their end. 2^22 rows are a chunk of 256k tokens with 16 query heads: a
-    million tokens on two H200s (docs/guide/scale.md).
+    The next gather overlaps with long calls, and the compressed keys of few heads fit into L2. Short calls leave SMs
+    idle at their end. 2^22 rows are a chunk of 256k tokens with 16 query heads: a million tokens on two H200s
+    (docs/guide/scale.md).
     """
     enough = (n for n in range(1, kv_heads) if kv_heads % n == 0 and n * rows >= 2**22)
     return next(enough, kv_heads)
@@ -220,7 +220,7 @@ class _Joined:
         self.whole: Tensor | None = None
 
     def put(self, part: Tensor, slot: int, first: int) -> None:
-        """The rows of an own chunk, of heads from the first on. What is whole by itself is not copied."""
+        """Writes the rows of an own chunk, for heads from `first` on. A complete tensor is kept without a copy."""
         dim, slots, heads = self.plan.dim, len(self.plan.cp.own), part.shape[-2]
         dtype = part.dtype if self.dtype is None else self.dtype
         if slots == 1 and heads == self.heads:

@@ -64,7 +64,7 @@ class ContextParallel:
 
     @checked
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor that every rank has whole, along `dim`.
+        """Returns this rank's part, along `dim`, of a tensor that every rank has in full.
 
         Raises:
             ValueError: the length is no multiple of the number of chunks, or x has no such dimension.
@@ -74,7 +74,7 @@ class ContextParallel:
         return torch.cat([x.narrow(dim, chunk * size, size) for chunk in self.own], dim)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole, on every rank, of the parts that the ranks have. No gradient.
+        """Gathers the full tensor on every rank from the ranks' parts. No gradient.
 
         Raises:
             ValueError: on every rank, if the length along `dim` is no multiple of a rank's chunks, x has no such
@@ -95,7 +95,7 @@ class ContextParallel:
 
     @checked
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """int64: where the rows of this rank stand in a sequence of `length` tokens (on all ranks together).
+        """int64: positions of this rank's rows in a sequence of `length` tokens over all ranks.
 
         Raises:
             ValueError: as `shard`.
@@ -144,8 +144,8 @@ class ContextParallel:
             input_split_sizes=[count * width for count in sent],
             group=self.group,
         )
-        pieces = iter(received.split([count for row in counts for count in row]))
-        return [[next(pieces).view(shape) for shape in row] for row in shapes]
+        tensors = iter(received.split([count for row in counts for count in row]))
+        return [[next(tensors).view(shape) for shape in row] for row in shapes]
 
     def reduce_scatter(self, flat: Tensor) -> Tensor:
         """This rank's of P equal parts of the sum over the ranks."""
@@ -218,7 +218,7 @@ def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def _length(x: Tensor, dim: int) -> int:
-    """Of a tensor along `dim`."""
+    """Length of a tensor along `dim`."""
     check_type("x", x, Tensor)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim = {dim}: must be one of the {x.dim()} dimensions of x")

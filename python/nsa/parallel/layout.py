@@ -1,4 +1,4 @@
-"""Which rank has which part of a sequence, and what of the keys each part sees. Integers of the host alone."""
+"""Layout of context parallelism: each rank's chunks and the keys that each chunk attends to. Host integers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between the ranks in a call of context parallelism."""
+"""Communication between the ranks in a call of context parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .layout import Chunk, halo
 
 @dataclass(frozen=True)
 class Plan:
-    """What a forward and its backward share besides tensors."""
+    """Settings that a forward shares with its backward."""
 
     cp: ContextParallel
     chunks: list[Chunk]
@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def dim(self) -> int:
-        """Of rows in q, k and the like."""
+        """Dimension of the rows in q, k, v and gates."""
         return 0 if self.packed else 1
 
     @property
@@ -45,7 +45,7 @@ class Plan:
         return list(t.split(self.size, self.dim))
 
     def groups(self, kv_heads: int) -> list[tuple[int, int]]:
-        """Of KV heads that are gathered at once: the first of each, and the first after it."""
+        """Groups of KV heads that are gathered at once: (begin, end) of each."""
         return [(first, first + self.at_once) for first in range(0, kv_heads, self.at_once)]
 
     def block_rows(self, t: Tensor, count: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Plan:
         return whole
 
     def halo_to_owners(self, gradients: list[list[Tensor]], like: list[Tensor]) -> list[Tensor]:
-        """From the gradients of `with_halo`'s rows those of the tensors. Rows of two chunks are added in float32."""
+        """Sends the gradients of `with_halo`'s rows to their owners. Rows of two chunks are added in float32."""
         cp, reach, dim, size = self.cp, halo(self.cfg, self.packed), self.dim, self.size
         wide = torch.promote_types(like[0].dtype, torch.float32)
         found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
@@ -130,7 +130,7 @@ class Plan:
         return torch.tensor(offsets, dtype=torch.int32, device=like.device)
 
     def gather(self, compressed: list[list[Tensor]], tensors: list[Tensor], heads: tuple[int, int]) -> Any:
-        """Begins to gather a group's heads; the result waits and gives k_c, v_c and the others whole."""
+        """Starts to gather a group's heads; calling the result waits and returns the full k_c, v_c and others."""
         dim, most = self.dim, max(c.own_blocks[1] - c.own_blocks[0] for c in self.chunks)
         padded = []
         for x in (0, 1):
@@ -142,7 +142,7 @@ class Plan:
             padded.append(torch.cat(rows, dim))
         finish = self.cp.gather([*padded, *(t[..., slice(*heads), :] for t in tensors)], dim)
 
-        def whole() -> list[Tensor]:
+        def gathered() -> list[Tensor]:
             gathered = finish()
             for x in (0, 1):
                 parts = [
@@ -155,10 +155,10 @@ class Plan:
                 gathered[x] = parts
             return [torch.cat(parts, dim) for parts in gathered]
 
-        return whole
+        return gathered
 
     def seen(self, chunk: Chunk, whole: list[Tensor]) -> list[Tensor]:
-        """What a chunk's call sees: k_c, v_c, k_slc, v_slc, k_swa, v_swa."""
+        """Keys and values of a chunk's call: k_c, v_c, k_slc, v_slc, k_swa, v_swa."""
         keys = chunk.rows[1] - chunk.first_key
         blocks = keys // self.cfg.kernel_stride if self.packed else chunk.seen_blocks
         views = [t.narrow(self.dim, chunk.first_block, blocks) for t in whole[:2]]
@@ -177,34 +177,34 @@ class Plan:
         return None if self.indices is None else self.own(self.indices)[slot][..., slice(*heads), :].contiguous()
 
     def shares_to_owners(self, shares: dict[int, list[Tensor]], like: Tensor) -> list[list[Tensor]]:
-        """From each own chunk's gradients of what it saw, in the order of `seen`, those of every own chunk's rows."""
+        """Sends gradients of each own chunk, ordered as in `seen`, to the owners; returns those of the own rows."""
         cp, kinds = self.cp, next(iter(shares.values()))
         if cp.reduction == "reduce_scatter":
             return self._summed_on_the_way(shares, kinds, like)
 
-        def pieces(readers: list[int], owners: list[int]) -> list[tuple[int, int, int, int, int]]:
+        def overlaps(readers: list[int], owners: list[int]) -> list[tuple[int, int, int, int, int]]:
             found = [(c, o, i, *self._overlap(c, o, i)[:2]) for c in readers for o in owners for i in range(len(kinds))]
-            return [piece for piece in found if piece[3] < piece[4]]
+            return [overlap for overlap in found if overlap[3] < overlap[4]]
 
         sent = [
             [
                 shares[c][i].narrow(self.dim, begin, end - begin)
-                for c, _, i, begin, end in pieces(cp.own, cp.chunks_of(r))
+                for c, _, i, begin, end in overlaps(cp.own, cp.chunks_of(r))
             ]
             for r in range(cp.size)
         ]
-        incoming = [pieces(cp.chunks_of(r), cp.own) for r in range(cp.size)]
+        incoming = [overlaps(cp.chunks_of(r), cp.own) for r in range(cp.size)]
         shapes = [[self.block_rows(kinds[i], end - begin) for *_, i, begin, end in row] for row in incoming]
         received = cp.send(sent, shapes, like)
         arrived = {
-            piece[:3]: t
+            overlap[:3]: t
             for row, parts in zip(incoming, received, strict=True)
-            for piece, t in zip(row, parts, strict=True)
+            for overlap, t in zip(row, parts, strict=True)
         }
         return [[self._sum(arrived, o, i, t) for i, t in enumerate(kinds)] for o in cp.own]
 
     def _sum(self, arrived: dict[tuple[int, int, int], Tensor], owner: int, i: int, like: Tensor) -> Tensor:
-        """Of the shares of tensor i of a chunk's rows, always in the order of the chunks that they come of."""
+        """Sums the shares of tensor i of a chunk's rows, in the fixed order of their source chunks."""
         dim, wide, rows = self.dim, torch.promote_types(like.dtype, torch.float32), self._rows(owner, i)
         total = None
         for c in range(owner, len(self.chunks)):
@@ -240,12 +240,12 @@ class Plan:
         ]
 
     def _rows(self, owner: int, i: int) -> int:
-        """How many rows of tensor i of `seen` a chunk owns."""
+        """Number of rows of tensor i of `seen` that a chunk owns."""
         begin, end = self.chunks[owner].own_blocks
         return self.size if i >= 2 else end - begin
 
     def _overlap(self, reader: int, owner: int, i: int) -> tuple[int, int, int]:
-        """What a chunk sees of another's rows of tensor i of `seen`: begin and end there, and begin in the owner's."""
+        """Rows of tensor i of `seen` that a chunk reads from another: begin and end there, and begin in the owner's."""
         a, b = self.chunks[reader], self.chunks[owner]
         begin, end = a.blocks_of(b) if i < 2 else a.keys_of(b)
         if begin >= end:

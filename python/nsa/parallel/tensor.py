@@ -24,10 +24,10 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
     mesh's first rank are taken. Afterwards a layer's parameters are DTensors on the mesh: q_proj, k_proj, v_proj,
     gate.2 and phi per KV head by rows, o_proj by columns; what all heads share (gate.0, q_norm, k_norm, one phi for
     all heads) is on every rank, and its gradient is the sum over the ranks. num_heads and num_kv_heads become the
-    rank's. x and the output are whole on every rank: between them forward and backward sum once each over the ranks.
+    rank's. x and the output are replicated: forward and backward have one all-reduce each.
     indices, given or returned, are those of the rank's heads. A model's other parameters stay as they are.
 
-    A rank has whole KV heads, because a block's importance is the sum over the query heads of one. Exploration noise
+    A rank has complete KV heads, because a block's importance is the sum over the query heads of one. Exploration noise
     draws by head within a rank, so otherwise than in one process.
 
     Args:
@@ -72,7 +72,11 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
 
     agree(mesh.get_group(), describe)
     for layer in layers.values():
-        plan: dict[str, ParallelStyle] = {"gate.0": _Whole(), "gate.2": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        plan: dict[str, ParallelStyle] = {
+            "gate.0": _Replicated(),
+            "gate.2": ColwiseParallel(),
+            "o_proj": RowwiseParallel(),
+        }
         for name, module in layer.named_modules():
             if name.startswith(("q_proj", "k_proj", "v_proj")) and isinstance(module, nn.Linear):
                 plan[name] = ColwiseParallel()
@@ -86,7 +90,7 @@ def shard_heads(layer_or_model: nn.Module, mesh: DeviceMesh) -> None:
         layer.num_kv_heads //= ranks
 
 
-def _whole(x: Any, mesh: DeviceMesh) -> Any:
+def _replicated(x: Any, mesh: DeviceMesh) -> Any:
     """A tensor that every rank has, as DTensor."""
     plain = isinstance(x, Tensor) and not isinstance(x, DTensor)
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False) if plain else x
@@ -99,8 +103,8 @@ class _Input:
         self.mesh = mesh
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        named = {name: _whole(value, self.mesh) if name == "x" else value for name, value in named.items()}
-        return tuple(_whole(x, self.mesh) for x in args[:1]) + args[1:], named
+        named = {name: _replicated(value, self.mesh) if name == "x" else value for name, value in named.items()}
+        return tuple(_replicated(x, self.mesh) for x in args[:1]) + args[1:], named
 
 
 class _SumGradient(torch.autograd.Function):
@@ -120,21 +124,21 @@ class _SumGradient(torch.autograd.Function):
 
 
 def _of_this_rank(parameter: Tensor) -> Tensor:
-    """What a rank computes its heads with, of a parameter that has a row for each head or is on every rank."""
+    """The part of a parameter that a rank's heads use: its rows of a sharded one, or all of a replicated one."""
     assert isinstance(parameter, DTensor)
     local: Tensor = parameter.to_local()
     return local if parameter.placements[0].is_shard() else _SumGradient.apply(local, parameter.device_mesh)  # type: ignore[no-untyped-call]
 
 
-class _Whole(ParallelStyle):
-    """A Linear that every rank computes whole."""
+class _Replicated(ParallelStyle):
+    """A Linear that every rank computes in full."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def input(_: nn.Module, inputs: tuple[DTensor], mesh: DeviceMesh) -> Any:
             x = inputs[0].to_local(grad_placements=[Partial()])
             if x.requires_grad and mesh.get_local_rank():
-                x.register_hook(torch.zeros_like)  # all have the whole gradient: the first rank's counts
-            return _whole(x, mesh)
+                x.register_hook(torch.zeros_like)  # all ranks have the full gradient: only the first rank's counts
+            return _replicated(x, mesh)
 
         return distribute_module(
             module, device_mesh, input_fn=input, output_fn=lambda _, output, mesh: output.to_local()
