@@ -26,7 +26,9 @@ def stop(message: str) -> NoReturn:
 def load_program() -> ctypes.CDLL:
     """Loads libnsa_program from the program's lib folder."""
     built = Path(__file__).resolve().parents[2] / "build" / "bin" / "nsa"
-    program = os.environ.get("NSA_PROGRAM") or shutil.which("nsa") or built
+    # An empty or relative folder in PATH would name a library of the working directory.
+    folders = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if os.path.isabs(folder)]
+    program = os.environ.get("NSA_PROGRAM") or shutil.which("nsa", path=os.pathsep.join(folders)) or built
     path = Path(program).resolve().parent.parent / "lib" / "libnsa_program.so"
     if not path.is_file():
         stop(f"no {path}; build the program, or name it in NSA_PROGRAM")

@@ -2,11 +2,13 @@
 
 #include <fmt/core.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
 #include <sstream>
@@ -25,8 +27,19 @@ struct FoundFile {
   std::string name;
 };
 
-/// The Python whose sources are the default corpus: the one this program was built with, else the first in PATH.
-std::string python() { return fs::exists(NSA_PYTHON) ? NSA_PYTHON : "python3"; }
+/// The Python whose sources are the default corpus: the one this program was built with, else the first in PATH. Empty
+/// and relative folders of PATH are skipped: what lies in the working directory is never run.
+std::string python() {
+  std::error_code error;
+  if (fs::exists(NSA_PYTHON, error)) return NSA_PYTHON;
+  const char* const path = std::getenv("PATH");
+  std::istringstream folders(path == nullptr ? "" : path);
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const auto found = fs::path(folder) / "python3";
+    if (found.is_absolute() && ::access(found.c_str(), X_OK) == 0) return found.string();
+  }
+  return {};
+}
 
 /// One word of the shell.
 std::string quoted(const std::string& word) {
@@ -37,9 +50,10 @@ std::string quoted(const std::string& word) {
 
 /// The folders of Python's standard library and of the packages that it finds.
 std::vector<std::string> python_source_folders() {
+  // -I: Python imports nothing from the working directory or PYTHONPATH.
   const std::string command =
       quoted(python()) +
-      " -c \"import sys, sysconfig; print(sysconfig.get_paths()['stdlib'], *(folder for folder in sys.path "
+      " -I -c \"import sys, sysconfig; print(sysconfig.get_paths()['stdlib'], *(folder for folder in sys.path "
       "if folder.endswith(('site-packages', 'dist-packages'))), sep='\\n')\" 2>/dev/null";
   const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command.c_str(), "r"), ::pclose);
   std::string output;
@@ -48,7 +62,7 @@ std::vector<std::string> python_source_folders() {
   std::istringstream lines(output);
   std::vector<std::string> folders;
   for (std::string line; std::getline(lines, line);) {
-    if (fs::is_directory(line)) folders.push_back(line);
+    if (fs::path(line).is_absolute() && fs::is_directory(line)) folders.push_back(line);
   }
   if (folders.empty()) throw base::Error("no Python found for the default data; name files or folders with --data");
   return folders;

@@ -1,0 +1,93 @@
+"""Links, FIFOs, devices, endless and empty files: the program opens regular files, and each in its own folder."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from safetensors.numpy import save_file
+
+from conftest import PROGRAM, TINY, nsa, open_checkpoint
+
+SECONDS = 30  # a process that waits for a FIFO or reads a device is stopped then, and fails
+
+
+def one_refusal(*arguments, cwd=None):
+    """The message of a program that refuses at once: exit code 2, one line, no trace."""
+    done = subprocess.run(
+        [PROGRAM, *map(str, arguments)], capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL, cwd=cwd
+    )
+    message = done.stderr.decode()
+    assert done.returncode == 2 and message.startswith("nsa: "), (done.returncode, message[-2000:])
+    assert "frame #" not in message and len(message) < 2500 and message.count("\n") <= 2, message
+    return message
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained["nsa"], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def replace(path, kind):
+    """Puts something else in the place of a file."""
+    outside = path.parent.parent / "outside"
+    moved = path.read_bytes() if path.exists() else b""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(outside)
+    if kind == "link":
+        outside.write_bytes(moved)
+    return outside
+
+
+MODULES = ["sysconfig", "sys", "encodings", "site", "sitecustomize", "usercustomize", "os"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONPATH": "."}, {"PYTHONPATH": ""}])
+def test_default_data_run_no_file_of_the_working_directory(tmp_path, variables):
+    """Also where PYTHONPATH names it; the run is refused after its data were found, which takes seconds otherwise."""
+    for module in MODULES:
+        (tmp_path / f"{module}.py").write_text("open('ran', 'w')\nraise SystemExit(1)\n")
+    for program in ("python", "python3", "sh", "env"):
+        (tmp_path / program).write_text("#!/bin/sh\ntouch ran\n")
+        (tmp_path / program).chmod(0o755)
+    environment = {**os.environ, **variables, "PATH": f":.:{os.environ['PATH']}:", "NSA_DEVICE": "cpu"}
+    command = [PROGRAM, "train", "--out", "run", "--tokenizer", "none", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment, timeout=60)
+    assert done.returncode == 2 and not (tmp_path / "ran").exists(), done.stderr
+
+
+def test_no_library_comes_from_the_working_directory(tmp_path):
+    """Nor where the program has empty folders in its library path, which the dynamic linker takes for this one."""
+    listing = subprocess.run(["ldd", PROGRAM], capture_output=True, text=True, check=True).stdout
+    libraries = re.findall(r"^\s*(\S+) => /", listing, re.MULTILINE)
+    assert len(libraries) > 5
+    for library in libraries:
+        (tmp_path / library).write_text("no library")
+    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_on_ranks_loads_no_library_of_the_working_directory(tmp_path, monkeypatch):
+    import nsa.train
+
+    for file in ("bin/nsa", "lib/libnsa_program.so"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text("no library")
+        (tmp_path / file).chmod(0o755)
+    monkeypatch.chdir(tmp_path / "bin")
+    monkeypatch.delenv("NSA_PROGRAM", raising=False)
+    monkeypatch.setattr(nsa.train, "__file__", "/nowhere/python/nsa/train.py")  # no build beside it
+    for path in (".", "", "../bin", ":/nowhere"):
+        monkeypatch.setenv("PATH", path)
+        with pytest.raises(SystemExit, match="name it in NSA_PROGRAM") as refusal:
+            nsa.train.load_program()
+        assert str(tmp_path) not in str(refusal.value)
