@@ -138,7 +138,7 @@ def retrieved(results, model, length, reduce):
 
 
 def quality(plans, short_form=False):
-    """NSA beside full attention, the recipe only; in short form for the README."""
+    """NSA and full attention, the recipe only; in short form for the README."""
     recall = plans.get("recall")
     short, long = plans.get("retrieval-8k"), plans.get("retrieval-64k")
     rows = [

@@ -5,7 +5,7 @@
 
 dp divides the sequences of a batch, cp the tokens of a sequence, tp the heads and the units of the MLPs; FSDP2 divides
 parameters and optimizer state over dp x cp. A process takes the GPU of its LOCAL_RANK, or the CPU where there is none.
-What a step sees depends on its number alone, so a run goes on from its last checkpoint on any number of processes.
+What a step sees depends on its number alone, so a run resumes from its last checkpoint on any number of processes.
 """
 
 import argparse

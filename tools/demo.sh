@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From Python sources to a report: trains a byte-level NSA model beside the same model with full attention, generates
+# From Python sources to a report: trains a byte-level NSA model and the same model with full attention, generates
 # text, measures attention over length, looks at the selection, and lets small models look up what lies beyond their
 # window. Called by `make demo`; about 9 minutes on 2 cores. With a GPU (nsa info says) the models are larger: 31 million
 # parameters at 8192 tokens; their texts have lines to be looked up, and the NSA model is asked for such.

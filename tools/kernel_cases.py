@@ -6,7 +6,7 @@
     kernel_cases.py check TRACES LIBRARY            fails, with names, if a kernel was not launched
 
 TRACES has a folder PROGRAM.KERNELS for every program run with NSA_CUDA_TRACE (tests/cuda/main.cpp), in it a file for
-each test that names the kernels it launched, and beside it PROGRAM.KERNELS[.SHARD].xml of GoogleTest.
+each test that names the kernels it launched, and PROGRAM.KERNELS[.SHARD].xml of GoogleTest.
 """
 
 import json

@@ -42,7 +42,7 @@ A row is the median of five calls on the slowest rank, or of as many as three se
 TESTS = {
     "parallel": "context parallelism",
     "parallel_training": "DDP, FSDP2, tensor parallelism",
-    "train_bits": "`nsa train` beside one process",
+    "train_bits": "`nsa train` against one process",
 }
 
 

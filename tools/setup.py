@@ -18,7 +18,7 @@ BUNDLE = ROOT / "bundle" / "usr"  # of `make bundle`; CMake looks there too
 INCLUDE_FOLDERS = ["/usr/include", "/usr/local/include", str(BUNDLE / "include")]
 INCLUDE_FOLDERS += os.environ.get("CPATH", "").split(":")
 
-# Debian package -> how to see that what we need of it is there, whoever put it there.
+# Debian package -> how to see that what is needed of it is there.
 PROGRAMS = {"g++": "g++"}
 COMFORTS = {"git": "git", "ccache": "ccache"}  # a build offline does without
 HEADERS = {
@@ -146,7 +146,7 @@ def read_requirements(torch, purpose):
 
 def make_venv(venv, torch):
     """Creates the environment; for TORCH=system it also sees the packages of the Python that runs this."""
-    # Without ensurepip (Debian's python3-venv) it uses the pip beside the system's torch.
+    # Without ensurepip (Debian's python3-venv) it uses the pip of the system's torch.
     options = [] if has_module("ensurepip") else ["--without-pip"]
     ready = has_module("pip", venv / "bin" / "python")
     if not ready and not run([sys.executable, "-m", "venv", *options, str(venv)]):

@@ -227,7 +227,7 @@ class WithoutTransformers:
 
 
 class Clock:
-    """Seconds of calls, and the most memory that they took beside the weights."""
+    """Seconds of calls, and their peak memory without the weights."""
 
     def __init__(self, device):
         self.cuda = torch.device(device).type == "cuda"
@@ -360,7 +360,7 @@ def selections(kept, given=None):
 def equality(device, dtype):
     """Errors of the logits against float64, and the bound: twice those of plain torch, and 1e-5 of the largest."""
     torch.manual_seed(1)
-    length, prompt, short = 1024, 360, 376  # of the short one all blocks are selected, whoever selects them
+    length, prompt, short = 1024, 360, 376  # all blocks of the short one are selected
     config = configuration("tiny", length)
     config.initializer_range = config.hidden_size**-0.5  # with less, attention hardly counts
     dense = LlamaForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Times one token of dense attention by torch on a GPU, beside bench/gpu/cuda_decode.cu.
+"""Times one token of dense attention by torch on a GPU, for comparison with bench/gpu/cuda_decode.cu.
 
     python bench/peers/dense_decode.py --contexts 8192,65536 --batch 32,8,1 --json FILE
 

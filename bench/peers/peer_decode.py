@@ -1,4 +1,4 @@
-"""Times flash_nsa's decode step on a GPU, beside bench/gpu/cuda_decode.cu.
+"""Times flash_nsa's decode step on a GPU, for comparison with bench/gpu/cuda_decode.cu.
 
     python bench/peers/peer_decode.py FOLDER --steps 32x65536,1x65536 --json FILE
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Public implementations of Native Sparse Attention beside this one: one GPU, one problem, one run.
+"""Compares public implementations of Native Sparse Attention with this one: one GPU, one problem, one run.
 
     python bench/peers/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json bench/results/peers.json
 
@@ -481,7 +481,7 @@ def main():
     parser.add_argument("--only", default="", metavar="TEXT", help="only stages with this in their names")
     parser.add_argument("--longest-dense", type=int, default=131072, help="no dense attention beyond, tokens")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="written anew after every length")
+    parser.add_argument("--json", type=Path, help="result file, written after every length")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error("--repeats must be 1 or more")

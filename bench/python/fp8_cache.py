@@ -1,4 +1,4 @@
-"""A cache in fp8 beside one in bfloat16, on a CPU: bytes, the time of a step, and how far the outputs are apart.
+"""Compares a cache in fp8 with one in bfloat16 on a CPU: bytes, the time of a step, and the error of the outputs.
 
 Both hold the same normal values, with scale 1. The difference of the outputs is its norm over the norm with bfloat16:
 with the blocks that each chooses, and with the same blocks for both. Usage: fp8_cache.py [--threads N]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Attention through Python beside the same through C++, one GPU: what the way from Python costs.
+"""Overhead of attention called from Python over the same call from C++, one GPU.
 
     python bench/python/through_python.py --stages build-gpu/bin/cuda_stages --json bench/results/through_python.json
 
-`nsa.nsa_attention` and its gradients beside the whole of bench/gpu/cuda_stages.cu: B = 1, H = 64, Hkv = 4, D = 128,
+`nsa.nsa_attention` and its gradients against those of bench/gpu/cuda_stages.cu: B = 1, H = 64, Hkv = 4, D = 128,
 bfloat16, defaults, given random blocks. Two ways, both after the second-level cache was written over: `busy`, where
 the device has more than a millisecond of other work when the call is made, so that no time of the host counts; `idle`,
 where the host waits for the device before the call, so that its time until the first launch counts. Medians between two
@@ -92,7 +92,7 @@ def main():
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default="4096,8192,65536")
     parser.add_argument("--repeats", type=int, default=15, help="calls through Python in a turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="written anew after every turn")
+    parser.add_argument("--json", type=Path, help="result file, written after every turn")
     options = parser.parse_args()
     if min(options.repeats, options.turns, *options.lengths) < 1:
         parser.error("--repeats, --turns and --lengths must be 1 or more")

@@ -20,7 +20,7 @@ forward and backward of the same rank together. Rows of head_tail have besides:
 and those of all KV heads at once:
 - recomputed_backward_ms: a backward that runs the forward again (activation checkpointing).
 - alone: each device with the whole sequence, up to --alone tokens; beside_one: how far its results are.
-- sampled: --rows queries of each chunk beside float64 (sampled_rows.py).
+- sampled: --rows queries of each chunk, compared with float64 (sampled_rows.py).
 Where the default on a GPU is another number of KV heads, it has a row. The longest sequence has a row of the other
 layout too, and one of single KV heads. What a device has no memory for, and what --seconds leave no time for, is named
 in not_run. Results are written after each row; the exit code is 1 where one is out of bounds.
@@ -73,7 +73,7 @@ def arguments():
         "--alone", type=int, default=2**19, help="up to so many tokens on one device, too (%(default)s)"
     )
     parser.add_argument(
-        "--rows", type=int, default=4, help="of each chunk beside float64 (default %(default)s; 0: none)"
+        "--rows", type=int, default=4, help="queries per chunk compared with float64 (default %(default)s; 0: none)"
     )
     parser.add_argument("--seconds", type=float, default=600, help="begin no row after so many (default %(default)s)")
     parser.add_argument("--at-once", default="", metavar="N,N", help="KV heads at once, a row for each")

@@ -195,7 +195,7 @@ def difference(found, expected):
 
 
 def sampled(ranks, problem, cp, at_once, count):
-    """The differences of some rows from float64, their choice of blocks, and whether all that is within bounds.
+    """The differences of some rows from float64, their selected blocks, and whether all of it is within bounds.
 
     dO is zero elsewhere, so that all of dK and dV comes of these rows.
     """

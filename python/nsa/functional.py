@@ -37,7 +37,7 @@ MEAN = CompressionWeights("mean")
 
 @checked
 def compress(k: Tensor, weights: CompressionWeights, cfg: NSAConfig, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Squeezes every block of kernel_size tokens into one: out[i] = phi(k[i*d : i*d + l] + pe) (eq. 7).
+    """Compresses every block of kernel_size tokens into one key or value: out[i] = phi(k[i*d : i*d + l] + pe) (eq. 7).
 
     Args:
         k: (B, S, Hkv, D) or (total, Hkv, D), keys (not rotated) or values.

@@ -1,5 +1,5 @@
 // Prints a hash of every result of the library: every operation on the grid of the tests, forward and backward, and
-// decoding with a cache. same_results.py compiles this beside the tests of a tree, which bring the grid.
+// decoding with a cache. same_results.py compiles this together with the tests of a tree, which have the grid.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

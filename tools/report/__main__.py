@@ -14,7 +14,7 @@ from report.sources import read_sources
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python tools/report",
-        description="Draws training runs and measurements as one HTML page with PNGs beside it. What cannot be read is "
+        description="Draws training runs and measurements as one HTML page and PNGs. What cannot be read is "
         "named on stderr and left out; the exit code is then 2.",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ from .style import ATTENTION_COLOURS, figure, length_axis
 
 
 def decode_time(sources: Sources) -> Figure | None:
-    """A panel for each number of sequences: the step and its bytes, beside those of dense attention and flash_nsa."""
+    """A panel for each number of sequences: the step and its bytes, those of dense attention, and flash_nsa."""
     results = sources.of("decode")
     if not results:
         return None
