@@ -1,4 +1,4 @@
-// Who executes a call. What a backend supports is decided in one place, which can be asked before a call.
+// Backend selection. supports() tells before a call whether a backend can run it.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace nsa {
 
 enum class Backend : std::int8_t {
   kAuto,       // as NSA_BACKEND=auto|cpu|cuda|reference says; auto: the fast backend of the tensors' device
-  kReference,  // fp64 loops straight from the specification, in host memory; runs only when asked for
+  kReference,  // fp64 loops straight from the specification, in host memory; runs only on request
   kCPU,        // vectorised and threaded
   kCUDA,       // NVIDIA GPUs from compute capability 8.0 on, if the library was built with it
 };
@@ -34,11 +34,11 @@ struct Context {
   void* workspace = nullptr;       // memory of the tensors' device, aligned to 256 bytes; free again after the call
   std::size_t workspace_size = 0;  // bytes, at least what workspace_size() (operations.h) says
   // For timing: on a GPU nsa_attention and nsa_attention_backward call it on the host with a stage's name whenever all
-  // of that stage, or a part of it, has been launched. It may record an event on the stream. Null: nobody listens.
+  // of that stage, or a part of it, has been launched. It may record an event on the stream. Null: not called.
   const std::function<void(const char* stage)>* on_stage = nullptr;
 };
 
-/// What the choice of a backend depends on.
+/// What backend selection depends on.
 struct Problem {
   DType dtype = DType::kFloat32;  // of q, k, v
   Device device;

@@ -36,7 +36,7 @@ struct NSAConfig {
   bool operator==(const NSAConfig&) const = default;
 };
 
-/// The function that squeezes one block of l tokens into one (section 3.3.1).
+/// The function that compresses one block of l tokens into one (section 3.3.1).
 enum class CompressionKind : std::int8_t {
   kMean,    // average over the l tokens, no parameters
   kLinear,  // flatten -> D

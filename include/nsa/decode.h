@@ -8,15 +8,15 @@
 
 namespace nsa {
 
-/// How many tokens a rollback may go back: the rings keep this many more than attention needs.
+/// Most tokens of a rollback: the rings keep this many more than attention needs.
 inline constexpr int kRollback = 32;
 /// The most new tokens of one decode step; more is prefill.
 inline constexpr int kMaxDecodeTokens = 16;
 
-/// The memory of a cache of B sequences. Lengths and tables lie on the tensors' device, so that a step needs no host
-/// synchronisation. Selection keys/values and compressed tokens lie in pages; a contiguous cache has one page per
-/// sequence. Window and not yet compressed tokens lie in rings: token u in slot u mod ring size; or, as in a serving
-/// engine's memory, in pages of their own. A page number is only read if the step needs a token of that page.
+/// The memory of a cache of B sequences. Lengths and tables are on the tensors' device, so that a step needs no host
+/// synchronisation. Selection keys/values and compressed tokens are in pages; a contiguous cache has one page per
+/// sequence. Window and not yet compressed tokens are in rings, token u in slot u mod ring size. In a serving engine's
+/// memory they are in pages of their own. A page number is only read if the step needs a token of that page.
 ///
 /// What attention reads (k_slc, k_c, k_swa_ring and their values) is in q's type, or all of it in kFloat8E4M3 with a
 /// scale for the keys and one for the values of each KV head: stored = x / scale in float32, rounded to nearest even
@@ -26,8 +26,8 @@ struct KVCacheView {
   TensorView k_slc, v_slc;  // (num_pages, page_size, Hkv, D), page_size a positive multiple of 16
   TensorView block_table;   // int32 (B, max_pages): page p of a sequence; -1: none
   TensorView k_c, v_c;      // (num_pages_c, page_size_c, Hkv, D): compressed tokens, keys rotated
-  // int32 (B, max_pages_c). Without it compressed tokens lie with the tokens, in pages of k_c and v_c that block_table
-  // numbers, (num_pages, page_size / d, Hkv, D): token i where its block's last token is, in slot i + l / d - 1 of the
+  // int32 (B, max_pages_c). Without it compressed tokens are with the tokens, in pages of k_c and v_c by block_table,
+  // (num_pages, page_size / d, Hkv, D): token i where its block's last token is, in slot i + l / d - 1 of the
   // sequence, so that a full page of tokens can be shared with its compressed tokens.
   TensorView block_table_c;
   TensorView k_swa_ring, v_swa_ring;  // (B, window_size + kRollback, Hkv, D)
@@ -35,8 +35,8 @@ struct KVCacheView {
   // int32 (B, max_pages), optional: the rings are pages, (num_pages, page_size, Hkv, D) of any number and size. Pages
   // are needed from the first query's window on, or from the first token whose block is not complete.
   TensorView block_table_swa, block_table_cmp;
-  // float32 (Hkv), any stride, positive and finite: of a cache in kFloat8E4M3, else not given. `fork`, which copies
-  // what is stored, does not look at them.
+  // float32 (Hkv), any stride, positive and finite: of a cache in kFloat8E4M3, else not given. `fork` copies
+  // what is stored and does not read them.
   TensorView k_scale, v_scale;
   TensorView cache_seqlens;  // int32 (B): lengths before the step; the step adds num_new
   TensorView overflow;       // int32 (1): set to 1 by a step that found no room for a sequence
@@ -58,8 +58,8 @@ struct DecodeParams {
   CompressionWeights weights_k, weights_v;
   NSAConfig cfg;
   std::optional<double> softmax_scale;
-  // float32 (max_positions, Dk / 2), optional: rotates compressed key i at i * d. On a device nothing looks whether
-  // they reach as far as a sequence gets: to the end of its last page at most.
+  // float32 (max_positions, Dk / 2), optional: rotates compressed key i by position i * d. On a device the table length
+  // is not checked. Tables must cover every position up to the end of the last page.
   TensorView rope_cos, rope_sin;
   TensorView num_new;  // int32 (B), 0 ... m, optional: default m; 0 is an idle slot, o = 0
   // int32 (B + 1), optional, in place of num_new: the new tokens are packed. All that is (B, m, ...) here is (T, ...)

@@ -1,4 +1,4 @@
-// Which sequence has which pages, and a cache in memory of its own beside it, on the host or on a device.
+// A KV cache that owns its memory, on the host or on a device, and the page allocator that it uses.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace nsa {
 
-/// Where a cache gets its memory: of its device, aligned to 256 bytes, in the order of `stream` (KVCacheOptions).
+/// Allocates a cache's memory: on its device, aligned to 256 bytes, in the order of `stream` (KVCacheOptions).
 struct KVCacheAllocator {
   std::function<void*(std::size_t bytes, void* stream)> allocate;  // null: there is none
   std::function<void(void* data, std::size_t bytes, void* stream)> release;
@@ -28,15 +28,15 @@ struct KVCacheOptions {
   std::int64_t capacity = 0;   // tokens that one sequence may have
   std::int64_t page_size = 0;  // a positive multiple of 16; 0: contiguous, one page per sequence
   std::int64_t num_pages = 0;  // pages for all sequences together; 0: enough for every sequence at capacity
-  // Of each KV head. With them what attention reads is stored in kFloat8E4M3 (KVCacheView), without in `dtype`.
+  // One scale per KV head. If given, what attention reads is stored in kFloat8E4M3 (KVCacheView), else in `dtype`.
   std::vector<float> k_scale, v_scale;
-  std::int64_t num_prefixes = 0;  // prefixes to keep at a time, each with rings of its own; goes with page_size
+  std::int64_t num_prefixes = 0;  // prefixes kept at a time, each with its own rings; needs page_size
   Device device;
-  void* stream = nullptr;      // cudaStream_t of `device`: what the cache does there, between the steps on it
-  KVCacheAllocator allocator;  // both functions, or none: memory of C++, or cudaMallocAsync's
+  void* stream = nullptr;      // cudaStream_t of `device`, on which the steps run, too
+  KVCacheAllocator allocator;  // both functions, or none: C++ memory, or cudaMallocAsync
 };
 
-/// Pages whose contents belong into other ones, before anybody writes to these.
+/// Pages to copy into other ones, before these are written.
 struct PageCopies {
   struct Copy {
     std::int32_t from, to;
@@ -44,33 +44,33 @@ struct PageCopies {
   std::vector<Copy> tokens, compressed;
 };
 
-/// Which pages each sequence has, and which the kept prefixes. It knows numbers alone: whoever has the memory copies
-/// pages and rings, and uploads tables(). A page that several have is full, and nobody writes to it. When pages are
-/// short, kept prefixes give way, the least recently used first. What is refused changes nothing.
+/// The pages of each sequence and of the kept prefixes. Tracks page numbers only. The owner of the memory copies pages
+/// and rings, and uploads tables(). A shared page is full and never written. When pages run out, kept prefixes are
+/// evicted, the least recently used first. A refused call changes nothing.
 class PageAllocator {
  public:
   struct PoolSizes {
     std::int64_t page_size = 16, num_pages = 0, max_pages = 0;  // max_pages: of a sequence
   };
-  /// A prefix that is kept: `length` tokens, 0: none. Its rings are in place `slot` of those for prefixes.
+  /// A kept prefix: `length` tokens, 0: none. Its rings are in `slot` of those for prefixes.
   struct Prefix {
     std::int64_t length = 0, slot = -1;
-    bool fresh = false;  // kept now: the rings belong into the slot
+    bool fresh = false;  // kept by this call: copy the rings into the slot
   };
 
   PageAllocator() = default;
   PageAllocator(std::int64_t batch, const NSAConfig& cfg, PoolSizes tokens, PoolSizes compressed,
                 std::int64_t num_prefixes = 0);
 
-  /// Pages for sequences that will have up to these lengths, one entry per sequence.
+  /// Reserves pages for sequences of up to these lengths, one entry per sequence.
   Status reserve(std::span<const std::int64_t> lengths);
   /// Whether the sequence has the pages for this length.
   bool has_room(std::int64_t sequence, std::int64_t length) const;
   /// Whether every sequence has, so that reserve() has nothing to do.
   bool has_room(std::span<const std::int64_t> lengths) const;
-  /// The sequence goes on at `length`: pages that it would write to and shares are replaced by copies.
+  /// The sequence continues at `length`: shared pages that it would write to are replaced by copies.
   Status rollback(std::int64_t sequence, std::int64_t length, PageCopies& copies);
-  /// The child gets the parent's full pages before `length`, and pages of its own for the rest.
+  /// The child gets the parent's full pages before `length`, and new pages for the rest.
   Status fork(std::int64_t parent, std::int64_t child, std::int64_t length);
   void release(std::int64_t sequence);
 
@@ -134,32 +134,31 @@ class PageAllocator {
 
 class CacheMemory;
 
-/// Every sequence starts empty. Before a step: reserve(); after it, or once in a while: check(). What is refused
+/// Every sequence starts empty. Call reserve() before a step, and check() after it or once in a while. A refused call
 /// changes nothing.
 ///
-/// On a device all calls go to the stream of the options, as the steps should, and return at once: page numbers go
-/// there in one copy from pinned memory, and that only if they have changed; pages, rings and a sequence's length in
-/// one kernel. Only check() waits for the stream, and the end for what it has uploaded. None of this belongs into a
-/// CUDA graph, where those that return a Status are refused; steps do, and find what changed between two replays. Steps
-/// advance the device's lengths, which the host does not read: it knows what appended() was told.
+/// On a device all calls use the stream of the options, as the steps should, and return at once. Changed page numbers
+/// are one copy from pinned memory. Pages, rings and a sequence's length are one kernel. Only check() waits for the
+/// stream, and the destructor for its uploads. Steps may be captured in a CUDA graph, and replays see what changed
+/// between them. The cache's own calls may not: those that return a Status refuse capture. Steps advance the lengths on
+/// the device; the host does not read them and counts what appended() got.
 class KVCache {
  public:
   KVCache() = default;
 
-  /// Invalid argument names the option; unsupported says why there are no kernels for such a cache on its device;
-  /// internal: no memory for it.
+  /// Invalid argument: the message names the option. Unsupported: why its device has no kernels for such a cache.
+  /// Internal: out of memory.
   static Status create(const KVCacheOptions& options, KVCache& cache);
 
-  /// What decode and prefill take, on the device of the options. Valid as long as the cache lives and is not moved.
+  /// The view for decode and prefill. Valid until the cache is moved or destroyed.
   KVCacheView view();
 
-  /// Pages for sequences that will have up to these lengths, one entry per sequence. Out of capacity names a sequence,
-  /// the pages that it needs and those that are free.
+  /// Reserves pages for sequences of up to these lengths, one entry per sequence. Out of capacity: the message names a
+  /// sequence, the pages that it needs and those that are free.
   Status reserve(const std::vector<std::int64_t>& lengths);
 
-  /// A step that appends so many tokens to each sequence has been put into the stream, one entry per sequence. Out of
-  /// capacity where a sequence has no pages for them. In host memory the step itself has changed length(), and this
-  /// does nothing.
+  /// Counts a launched step that appends so many tokens to each sequence, one entry per sequence. Out of capacity if a
+  /// sequence has no pages for them. In host memory the step itself changes length(), and this does nothing.
   Status appended(const std::vector<std::int64_t>& num_new);
 
   /// Out of capacity if a step since the last check found no room for a sequence; forgets it then. On a device it waits
@@ -168,7 +167,7 @@ class KVCache {
 
   std::int64_t length(std::int64_t sequence) const;
 
-  /// Forgets the tokens from `length` on, at most kRollback back from the longest the sequence has been.
+  /// Discards the tokens from `length` on, at most kRollback below the longest the sequence has been.
   Status rollback(std::int64_t sequence, std::int64_t length);
 
   /// The empty sequence `child` continues `parent` at `length`, at most kRollback below the parent's longest. Full
@@ -176,7 +175,7 @@ class KVCache {
   /// check() finds no room for the child.
   Status fork(std::int64_t parent, std::int64_t child, std::int64_t length);
 
-  /// The sequence is empty again, its pages free unless shared. Where a device refuses, the next call says so.
+  /// Empties the sequence and frees its pages unless shared. The next call reports a device error.
   void release(std::int64_t sequence);
 
   /// Keeps the sequence's first tokens, whose ids these are, up to the last full page, beyond its release. `kept`: how

@@ -1,15 +1,16 @@
-// The six operations of Native Sparse Attention, forward and backward, and the whole, after compress and with it.
+// The six operations of Native Sparse Attention, forward and backward; nsa_attention, which is all of them but
+// compress, and native_sparse_attention, which is all of them.
 //
 // Shapes. Batched: (B, S, heads, D). Packed (cu_seqlens given): (total, heads, D), the sequences one after the other.
 // H query heads share Hkv key/value heads, G = H / Hkv; query head h belongs to KV head h / G. Any strides with a
 // contiguous last dimension; inputs may have stride 0. q, k, v and gates of one call share a dtype; lse is float32.
-// Query i of Sq stands at position t = i + Sk - Sq; Sq > Sk is an error.
+// Query i of Sq has position t = i + Sk - Sq; Sq > Sk is an error.
 //
 // A row that sees no key gets o = 0, lse = -inf and zero gradients. Packed rows past cu_seqlens[-1] are never read;
 // their outputs are o = 0, lse = -inf, indices = -1, gradients = 0.
 //
 // Every call is reentrant and bitwise repeatable, whatever the number of threads. Outputs are overwritten, gradients
-// too (they are not added to what is there). Outputs may not overlap inputs or each other. An output view that is not
+// too (not accumulated). Outputs may not overlap inputs or each other. An output view that is not
 // defined is not computed where the comment says "optional".
 #pragma once
 
@@ -24,13 +25,13 @@
 
 namespace nsa {
 
-/// Bytes of device memory that the call with these parameters works in (Context::workspace); 0 on the CPU, which
+/// Bytes of device memory that the call needs in Context::workspace; 0 on the CPU, which
 /// allocates. It depends on shapes, types and options only, not on what the tensors hold. `Params` is the parameter
 /// struct of any operation of this header or of decode.h; the views must be such that the call would be accepted.
 template <class Params>
 Status workspace_size(const Params& params, std::size_t& bytes, const Context& context = {});
 
-/// Where the sequences of a packed call lie. All views undefined: the call is batched.
+/// Offsets of the sequences of a packed call. All views undefined: the call is batched.
 struct Packed {
   TensorView cu_seqlens_q;        // int32 (B + 1): 0 = first, not decreasing, last <= total
   TensorView cu_seqlens_k;        // int32 (B + 1), of raw key tokens; undefined: cu_seqlens_q
@@ -218,9 +219,11 @@ Status nsa_attention_backward(const NsaAttentionBackwardParams& params, const Co
 struct NativeSparseAttentionParams {
   TensorView k_cmp, v_cmp;  // (B, Sk, Hkv, D) or (total_k, Hkv, D); keys not rotated
   CompressionWeights weights_k, weights_v;
-  // Cosines and sines, float32 (max_positions, Dk / 2): compressed key i turns at i*d, in pairs (x[j], x[j + Dk/2]).
+  // Cosines and sines, float32 (max_positions, Dk / 2): rotates compressed key i by position i*d, in pairs
+  // (x[j], x[j + Dk/2]).
   TensorView rope_cos, rope_sin;  // undefined: no rotation
-  // The rest. k_c (rotated) and v_c are results here: both or none, for a backward that shall not compute them again.
+  // The other arguments. Here k_c (rotated) and v_c are outputs. Pass both or neither. If passed, the backward reuses
+  // them.
   NsaAttentionParams attention;
 };
 Status native_sparse_attention(const NativeSparseAttentionParams& params, const Context& context = {});
