@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Runs tests that compare bits under each instruction set of torch and of libnsa that this processor has.
+
+Otherwise the processor at hand decides whether a test notices results that depend on torch's vector code. `make test`
+runs the newest set of both, so the older ones run here: torch's oldest with libnsa's oldest, and so on. The tests are
+those marked `bits`, without those that compile, fail allocations or kill processes, which take minutes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ATEN = ("default", "avx2", "avx512")  # from the oldest to the newest, as the values of ATEN_CPU_CAPABILITY
+LIBNSA = ("portable", "avx2", "avx512", "avx512bf16")  # those of NSA_CPU_ISA
+SLOW = "compile or export or reference or every_operator or figures or [4- or kill or before_some or intervals"
+SUITES = (["tests/python"], ["tests/hf"], ["tests/cli/test_resume.py", "tests/cli/test_ranks.py"])
+
+
+def available() -> tuple[list[str], list[str]]:
+    """The sets of torch and of libnsa, as their own code finds them on this processor."""
+    import torch
+
+    import nsa  # noqa: F401
+
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    newest = max((i for i, name in enumerate(ATEN) if best.startswith(name)), default=0)
+    described = torch.ops.nsa.describe_instruction_sets()
+    return list(ATEN[: newest + 1]), [name for name in LIBNSA if f"{name}: available\n" in described]
+
+
+def flags() -> set[str]:
+    """Of this processor, as Linux reports them."""
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", file.read_text(), re.M) if file.exists() else None
+    return set(found[1].split()) if found else set()
+
+
+def run(aten: str, libnsa: str) -> bool:
+    """Whether the tests pass under these two."""
+    names = {"ATEN_CPU_CAPABILITY": aten, "NSA_CPU_ISA": libnsa, "OMP_WAIT_POLICY": "passive"}
+    print(f"== ATEN_CPU_CAPABILITY={aten} NSA_CPU_ISA={libnsa}", flush=True)
+    begin, passed = time.monotonic(), True
+    for suite in SUITES:
+        if suite == ["tests/hf"] and sys.version_info < (3, 11):  # as transformers wants
+            continue
+        command = [
+            sys.executable,
+            *"-m pytest -q -r fE -n 2 --dist loadfile -m bits -k".split(),
+            f"not ({SLOW})",
+            *suite,
+        ]
+        passed &= subprocess.run(command, cwd=ROOT, env=os.environ | names, check=False).returncode == 0
+    print(f"{'passed' if passed else 'FAILED'} in {time.monotonic() - begin:.0f} s", flush=True)
+    return passed
+
+
+def main() -> int:
+    """Runs the pairs one by one, and prints which sets are left out and why."""
+    for name in ("ATEN_CPU_CAPABILITY", "NSA_CPU_ISA"):
+        os.environ.pop(name, None)
+    aten, libnsa = available()
+    if aten[-1] == "avx512" and not {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags():
+        sys.exit("torch chooses AVX-512 code, which /proc/cpuinfo does not list")
+    for variable, every, usable in (("ATEN_CPU_CAPABILITY", ATEN, aten), ("NSA_CPU_ISA", LIBNSA, libnsa)):
+        for name in sorted({*every} - {*usable}, key=every.index):
+            print(f"skipped, not on this processor or not built: {variable}={name}")
+    count = max(len(aten), len(libnsa))
+    pairs = [(aten[min(i, len(aten) - 1)], libnsa[min(i, len(libnsa) - 1)]) for i in range(count)]
+    print("skipped, run by make test: ATEN_CPU_CAPABILITY={} NSA_CPU_ISA={}".format(*pairs.pop()))
+    return 0 if all([run(*pair) for pair in pairs]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
