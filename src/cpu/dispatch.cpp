@@ -1,7 +1,14 @@
 // The CPU backend's operations: forwarded to the kernels of the chosen instruction set.
+#include <pthread.h>
+
+#include <atomic>
+#include <exception>
+#include <thread>
+
 #include "core/backend.h"
 #include "core/native_sparse_attention.h"
 #include "cpu/isa.h"
+#include "cpu/threads.h"
 
 #define NSA_DECLARE(operation, Params) Status run(const Params& params, const Context& context);
 namespace nsa::cpu::portable {
@@ -20,6 +27,29 @@ NSA_KERNEL_OPERATIONS(NSA_DECLARE)
 
 namespace nsa::cpu {
 namespace {
+
+std::atomic<bool> forked = false;
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+/// run(context). A process that fork() made has the forking thread's OpenMP pool without the threads in it, for which a
+/// parallel region would wait forever. There run(context) is on a new thread, which gets a pool of its own.
+template <class Run>
+Status with_usable_pool(const Context& context, const Run& run) {
+  if (!forked) return run(context);
+  Context own = context;
+  own.num_threads = threads_of(context);  // a new thread does not inherit omp_set_num_threads()
+  Status status;
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      status = run(own);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
+  return status;
+}
 
 template <class Params>
 Status run_kernels(const Params& params, const Context& context) {
@@ -60,8 +90,10 @@ Status usable() {
   return choose_isa(isa);
 }
 
-#define NSA_DEFINE(operation, Params) \
-  Status run(const Params& params, const Context& context) { return run_kernels(params, context); }
+#define NSA_DEFINE(operation, Params)                                                                     \
+  Status run(const Params& params, const Context& context) {                                              \
+    return with_usable_pool(context, [&](const Context& usable) { return run_kernels(params, usable); }); \
+  }
 NSA_KERNEL_OPERATIONS(NSA_DEFINE)
 #undef NSA_DEFINE
 

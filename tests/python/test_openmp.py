@@ -39,3 +39,37 @@ def test_one_runtime_and_one_pool():
     assert runtimes == 1
     assert with_torch == 2, "set_num_threads(3) adds two threads"
     assert with_both == with_torch, "libnsa runs on the threads that torch started"
+
+
+FORKED = """
+import os, torch, nsa
+
+torch.set_num_threads(3)
+q, k, v = torch.randn(1, 512, 4, 16), torch.randn(1, 512, 1, 16), torch.randn(1, 512, 1, 16)
+gates = torch.rand(1, 512, 4, 3)
+cfg = nsa.NSAConfig(kernel_size=8, kernel_stride=4, block_size=16, topk=4, window_size=20)
+
+def call():
+    inputs = [t.clone().requires_grad_() for t in (q, k, v, gates)]
+    o = nsa.native_sparse_attention(*inputs, cfg=cfg)
+    return [o, *torch.autograd.grad(o, inputs, torch.ones_like(o))]
+
+def matches():
+    return all(torch.equal(a, b) for a, b in zip(call(), expected, strict=True))
+
+expected = call()
+torch.randn(1 << 20).exp_()  # torch has used the pool, too
+child = os.fork()
+if child == 0:
+    os._exit(0 if matches() and matches() else 1)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), matches())
+"""
+
+
+@pytest.mark.bits
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_that_fork_made_computes_the_same_bits():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "True"]
