@@ -313,6 +313,19 @@ def test_assisted_decoding(name):
         assert torch.equal(out, model.generate(row[None], **GREEDY))
 
 
+def test_more_drafts_than_a_cache_takes_back():
+    model, row = sparse("llama"), tokens(1, 150).repeat(1, 2)
+    options = {"max_new_tokens": 60, "do_sample": False}
+    with pytest.raises(
+        ValueError,
+        match=r"^tokens_to_remove = -4.: length = 30.: must be at most 32 below the longest it has been, 34.; "
+        r"num_assistant_tokens and prompt_lookup_num_tokens must be at most 32$",
+    ):
+        model.generate(row, **options, prompt_lookup_num_tokens=40)
+    out = model.generate(row, **options, prompt_lookup_num_tokens=32)
+    assert torch.equal(out, model.generate(row, **options))
+
+
 def test_what_a_cache_takes():
     """Memory of a layer: keys and values of the selection and compressed ones by capacity, rings of w + 32, l + 32."""
     model = sparse("llama")

@@ -108,6 +108,8 @@ def test_adapters_of_one_projection_of_three():
     model = sparse("llama", dense_layers=[1])
     with pytest.raises(ValueError, match=r"adapters take them by name: k_proj.cmp, ..., v_proj.swa, or 'all-linear'"):
         peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    with pytest.raises(ValueError, match=r"specify `target_modules`"):  # PEFT has no default for these models
+        peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM"))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj.slc"]))
     names = {
         name.split(".lora_A")[0].split("layers.")[1] for name, _ in adapted.named_parameters() if ".lora_A" in name

@@ -116,6 +116,20 @@ def test_export(model, strict, tmp_path):
             torch.testing.assert_close(packaged(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_export_with_gradients(model):
+    """The exported program trains. Its shortest sequence has two compressed tokens, else torch names the bound."""
+
+    def export(shortest):
+        dynamic = {"x": {0: torch.export.Dim("B", min=2, max=8), 1: torch.export.Dim("S", min=shortest, max=256)}}
+        return torch.export.export(model, (torch.randn(2, 60, 32),), dynamic_shapes=dynamic)
+
+    program, x = export(SMALL.kernel_size + SMALL.kernel_stride).module(), torch.randn(3, 75, 32)
+    found = gradients(program, program(x))
+    assert_near(found, gradients(model, model(x)))
+    with pytest.raises(torch._dynamo.exc.UserError, match=r"Suggested fixes:\n.*S = Dim\('S', min=8, max=256\)"):
+        export(2)
+
+
 def test_autocast(model):
     x = torch.randn(2, 60, 32)
     exact = model(x)

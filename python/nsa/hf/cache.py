@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from ..cache import KVCache
+from ..cache import ROLLBACK, KVCache
 from ..config import NSAConfig
 from ..decoding import MAX_DECODE_TOKENS, decode, prefill
 from .configuration import LAYER_TYPE, Mixin
@@ -93,12 +93,15 @@ class NsaDynamicLayer(_NsaLayer, CacheLayerMixin):
         left = self.slots + tokens_to_remove
         if left < 0:
             raise ValueError(f"tokens_to_remove = {tokens_to_remove}: must be at least -{self.slots}")
-        if self.seen is None:
-            self.cache.crop(tokens_to_remove)
-        else:
-            lost = self.seen[:, left : self.slots].sum(1)
-            self.cache.crop((self.cache.cache_seqlens - lost).tolist())
-            self.seen = self.seen[:, :left]
+        length: int | list[int] = tokens_to_remove
+        if self.seen is not None:
+            length = (self.cache.cache_seqlens - self.seen[:, left : self.slots].sum(1)).tolist()
+        try:
+            self.cache.crop(length)
+        except ValueError as error:
+            options = f"num_assistant_tokens and prompt_lookup_num_tokens must be at most {ROLLBACK}"
+            raise ValueError(f"tokens_to_remove = {tokens_to_remove}: {error}; {options}") from None
+        self.seen = None if self.seen is None else self.seen[:, :left]
         self.slots = left
 
     def reset(self) -> None:
