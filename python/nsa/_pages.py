@@ -72,6 +72,19 @@ class Pool:
         self.max_pages = max(self.max_pages, max_pages)
 
 
+def check_sharing(name: str, rows: Sequence[Sequence[int]], full: Sequence[int]) -> None:
+    """Raises ValueError for a page that a row has twice, or several rows have beyond their first `full` ones."""
+    found: dict[int, tuple[int, int]] = {}
+    for b, pages in enumerate(rows):
+        for p, page in enumerate(pages):
+            other, place = found.setdefault(page, (b, p))
+            if (other, place) == (b, p):
+                continue
+            if other == b or p >= full[b] or place >= full[other]:
+                rule = "only full pages can be shared, by different sequences"
+                raise ValueError(f"{name}[{b}, {p}] = {page}: {name}[{other}, {place}] is this page too: {rule}")
+
+
 class Prefix(NamedTuple):
     """A prefix that is kept: its tokens, their hash, its place among the rings of prefixes, its pages of both kinds."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from ._arguments import check_order, check_sizes, check_type, check_usable, checked
-from ._pages import Copies, PageAllocator, Pool
+from ._pages import Copies, PageAllocator, Pool, check_sharing
 from ._registration import call, ops
 from .config import NSAConfig
 
@@ -162,10 +162,12 @@ class KVCache:
         """A cache in memory of the caller: the tensors of another one, in the order of `tensors`.
 
         Pages belong to the sequences as the tables say; the host reads them and the lengths. A cache of one page per
-        sequence and as many pages as sequences is contiguous. `k_scale`, `v_scale`: as in the constructor.
+        sequence and as many pages as sequences is contiguous. `k_scale`, `v_scale`: as in the constructor. Sequences
+        can share full pages, to which no step writes.
 
         Raises:
-            ValueError: a tensor's shape, dtype, device or content does not fit the others, cfg or max_length.
+            ValueError: a tensor's shape, dtype, device or content does not fit the others, cfg or max_length, or
+                sequences share a page that is not full.
         """
         check_order("tensors", tensors)
         if len(tensors) != len(NAMES):
@@ -206,6 +208,9 @@ class KVCache:
             room = min(max_length, len(pools[0].held[b]) * pools[0].page_size)
             if not 0 <= length <= room:
                 raise ValueError(f"cache_seqlens[{b}] = {length}: must be 0 ... {room}, what its pages hold")
+        sizes = zip(*map(cache._pages.sizes, cache._longest), strict=True)
+        for name, pages, lengths in zip(NAMES[10:], pools, sizes, strict=True):
+            check_sharing(name, pages.held, [length // pages.page_size for length in lengths])
         cache.contiguous = all(p.max_pages == 1 and len(p.uses) == len(p.held) and set(p.uses) == {1} for p in pools)
         return cache
 

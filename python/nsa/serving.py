@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._arguments import check_sizes, check_type, check_usable, checked
 from ._first_chunk import prefill_empty_rows
+from ._pages import check_sharing
 from ._registration import call, ops
 from .cache import ROLLBACK, _multiple_of_16, _raw_dtype, check_rings, head_scales
 from .config import CompressionWeights, NSAConfig
@@ -583,20 +584,25 @@ def _check_values(
     size_c = compressed_page_size(cfg, page_size)
     lengths, pages, pages_c = seq_lens.tolist(), block_table.tolist(), block_table_c.tolist()
     slots = iter(() if slot_mapping is None else slot_mapping.tolist())
+    needed: dict[str, list[list[int]]] = {"block_table": [], "block_table_c": []}
     for r, (count, length) in enumerate(zip(new, lengths, strict=True)):
         if not count <= length <= max_length:
             raise ValueError(
                 f"seq_lens[{r}] = {length}: must be {count} (its new tokens) ... max_length = {max_length}"
             )
-        for name, row, needed in (
+        for name, row, least in (
             ("block_table", pages[r], -(-length // page_size)),
             ("block_table_c", pages_c[r], -(-cfg.num_compressed(length) // size_c)),
         ):
-            if len(row) < needed or min(row[:needed], default=0) < 0 or min(row, default=0) < -1:
-                what = f"{name}[{r}]: {row}: must be at least {needed} pages for {length} tokens"
+            if len(row) < least or min(row[:least], default=0) < 0 or min(row, default=0) < -1:
+                what = f"{name}[{r}]: {row}: must be at least {least} pages for {length} tokens"
                 raise ValueError(what + ", then -1" * (min(row, default=0) < -1))
+            needed[name].append(row[:least])
         for position in range(length - count, length) if slot_mapping is not None else ():
             found, expected = next(slots), pages[r][position // page_size] * page_size + position % page_size
             if found != expected:
                 what = f"slot_mapping: {found} for token {position} of request {r}"
                 raise ValueError(f"{what}: must be {expected}, as block_table says")
+    before = [length - count for length, count in zip(lengths, new, strict=True)]
+    check_sharing("block_table", needed["block_table"], [length // page_size for length in before])
+    check_sharing("block_table_c", needed["block_table_c"], [cfg.num_compressed(length) // size_c for length in before])

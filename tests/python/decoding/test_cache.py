@@ -223,6 +223,28 @@ def test_memory_of_the_caller(device, layer, kind):
         other.rollback(1, 43)
 
 
+@pytest.mark.bits
+def test_memory_of_the_caller_with_shared_pages(device, layer):
+    """Full ones are shared and not written to; the pages of a fork are refused once the parent's length says less."""
+    x, step = torch.randn(2, 60, 32), torch.randn(2, 16, 32)
+    one = layer.make_cache(2, 96, page_size=16)
+    one.reserve([96, 0])
+    layer(x, cache=one, num_new=torch.tensor([60, 0], dtype=torch.int32))
+    one.fork(0, 1, 50)
+    one.reserve(96)
+    assert one.block_table[0, :3].equal(one.block_table[1, :3])
+    memory = [t.clone() for t in one.tensors()]
+    memory[8][0] = 47
+    with pytest.raises(ValueError, match=r"block_table\[1, 2\] = \d+: block_table\[0, 2\] is this page too: only full"):
+        nsa.KVCache.from_tensors(memory, layer.cfg, 96)
+    memory[8][0] = 60
+    other = nsa.KVCache.from_tensors(memory, layer.cfg, 96)
+    assert same(state(one)[:1], state(other)[:1]) and other._pages.tokens.uses == one._pages.tokens.uses
+    other.rollback(1, 40)  # into a shared page, which is copied
+    one.rollback(1, 40)
+    assert torch.equal(layer(step, cache=other), layer(step, cache=one))
+
+
 CHANGES = {
     "tensors: 11 tensors: must be 12: k_slc, ": lambda t: t[:-1],
     "k_slc: .*: must be .pages, page_size, Hkv, D": lambda t: [t[0][0], *t[1:]],
@@ -231,6 +253,19 @@ CHANGES = {
     r"cache_seqlens: int64": lambda t: [*t[:8], t[8].long(), *t[9:]],
     r"cache_seqlens\[1\] = 97: must be 0 ... 96": lambda t: [*t[:8], t[8] + torch.tensor([0, 97]).int(), *t[9:]],
     r"block_table\[0\]: must be pages below 12, then -1": lambda t: [*t[:10], t[10] + 7, t[11]],
+    r"block_table\[1, 0\] = 0: block_table\[0, 0\] is this page too: only full pages can be shared": lambda t: [
+        *t[:10],
+        t[10][[0, 0]],
+        t[11],
+    ],
+    r"block_table_c\[1, 0\] = 0: block_table_c\[0, 0\] is this page too": lambda t: [*t[:11], t[11][[0, 0]]],
+    r"block_table\[0, 1\] = 5: block_table\[0, 0\] is this page too: .*, by different sequences": lambda t: [
+        *t[:8],
+        t[8] + 96,
+        t[9],
+        t[10][:, [5, 5, 3, 2, 1, 0]],
+        t[11],
+    ],
     r"block_table: .2, 5.: must have 6 pages per sequence for max_length = 96": lambda t: [
         *t[:10],
         t[10][:, 1:],

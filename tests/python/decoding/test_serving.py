@@ -88,7 +88,9 @@ class NoFork(Engine):
 @pytest.mark.parametrize("broken", (WrongSlots, EarlyFree, Unverified, NoFork))
 def test_a_fault_of_the_engine_shows(broken, model, prompts):
     engine = broken(model, *prompts, seed=3)
-    with pytest.raises(AssertionError, match="other tokens"):
+    refused = ValueError, "is this page too: only full pages can be shared"
+    kind, message = refused if broken is EarlyFree else (AssertionError, "other tokens")
+    with pytest.raises(kind, match=message):
         for request in engine.run(200):
             expected = [*request.prompt, *engine.truth[request.prompt][: request.wanted]]
             assert request.tokens == expected, "other tokens"
@@ -131,6 +133,15 @@ WRONG = {
     r"block_table_c\[1\]: \[-1\]: must be at least 1 pages for 20 tokens": {
         "block_table_c": torch.tensor([[-1], [-1], [1]], dtype=torch.int32)
     },
+    r"block_table\[2, 0\] = 3: block_table\[0, 0\] is this page too: only full pages can be shared": {
+        "block_table": torch.tensor([[3, -1, -1], [0, 1, -1], [3, 4, 5]], dtype=torch.int32)
+    },
+    r"block_table\[2, 2\] = 2: block_table\[2, 0\] is this page too": {
+        "block_table": torch.tensor([[3, -1, -1], [0, 1, -1], [2, 4, 2]], dtype=torch.int32)
+    },
+    r"block_table_c\[2, 0\] = 0: block_table_c\[1, 0\] is this page too": {
+        "block_table_c": torch.tensor([[-1], [0], [0]], dtype=torch.int32)
+    },
     r"block_table: int32 \(2, 3\): must be int32 \(3, max_pages\)": {
         "block_table": torch.zeros(2, 3, dtype=torch.int32)
     },
@@ -145,7 +156,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_step(message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        Step(**good() | WRONG[message])
+        Step(**good() | {"slot_mapping": None} | WRONG[message])
 
 
 def cut_short(t):
