@@ -14,8 +14,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from evidence.plans import BASE, FULL_ROPE, METHODS, RECIPE
-from evidence.results import RESULTS, ROOT, by_method, is_method, read_all
+from evidence.plans import BASE, BASELINES, FULL_ROPE, RECIPE
+from evidence.results import RESULTS, ROOT, by_baseline, is_baseline, read_all
 from evidence.statistics import beyond, far_recurrences, loss, non_recurring
 from evidence.targets import OTHERS, printed, signed, targets_of
 
@@ -44,14 +44,14 @@ thick line is their mean."""
 TARGETS = """\
 A loss is minus that of full attention unless the row says otherwise, in nats per byte. It counts with the upper end of
 its interval. Points, gains and speedups count as measured; brackets hold the lowest and highest seed. The gap is to the
-target, not to the stretch target. Baselines are the training-free methods [below](#training-free-sparse-attention)."""
+target, not to the stretch target. The baselines are [below](#training-free-sparse-attention)."""
 MISSED = """\
 Two other settings where the recipe misses a target: `recipe-1` (full RoPE), and `blocks-8-4-32-32` (recipe-1 with a
 compression block every 4 tokens)."""
-BASELINES = """\
-The [training-free methods](guide/measuring.md#training-free-sparse-attention-baselines) run the trained full-attention
-model and read as many tokens per query as NSA. Losses are nats per byte; the rest is accuracy. Values are means over
-seeds. Needle retrieval is over the depths that all rows share."""
+BASELINES_TEXT = """\
+The [baselines](guide/measuring.md#training-free-sparse-attention-baselines) run the trained full-attention model and
+read as many tokens per query as NSA. Losses are nats per byte; the rest is accuracy. Values are means over seeds.
+Needle retrieval is over the depths that all rows share."""
 METHOD = """\
 - `evidence/run.sh` runs every plan and resumes where it stopped. `python -m evidence.run PLAN` runs one. `--missing`
   lists what has no result. `python -m evidence.page` writes these pages from `evidence/results`.
@@ -199,7 +199,7 @@ def readme_block(plans):
 
 
 def claims(plans):
-    """What the results show, a line each."""
+    """Claims that the results support, a line each."""
     pairs = [
         results.difference_of_seed(RECIPE, BASE, seed, far_recurrences)
         for results in plans.values()
@@ -248,7 +248,7 @@ def targets_section(plans):
 
 
 def baselines_section(plans):
-    """NSA, full attention and the training-free methods in one table; nothing without methods."""
+    """NSA, full attention and the training-free baselines in one table; nothing without baselines."""
     rows = {}
     if "8k" in plans:
         for model, seeds in plans["8k"].models.items():
@@ -257,23 +257,23 @@ def baselines_section(plans):
     recall = plans.get("recall")
     tasks = [task for task in ("2k", "16k", "multi-hop-8k") if recall and task in recall.models]
     found = plans["retrieval-8k"].retrieval() if "retrieval-8k" in plans else {}
-    kinds = {RECIPE: "nsa", BASE: BASE, "window": "window"} | {by_method(method): method for method in METHODS}
-    methods = [
+    kinds = {RECIPE: "nsa", BASE: BASE, "window": "window"} | {by_baseline(name): name for name in BASELINES}
+    baselines = [
         model
         for model, kind in kinds.items()
-        if is_method(model) and (model in rows or model in found or any(recall.scores(task, kind) for task in tasks))
+        if is_baseline(model) and (model in rows or model in found or any(recall.scores(task, kind) for task in tasks))
     ]
-    if not methods:
+    if not baselines:
         return ""
     cells = []
-    for model in [RECIPE, *OTHERS, BASE, "window", *methods]:
+    for model in [RECIPE, *OTHERS, BASE, "window", *baselines]:
         row = [model, *rows.get(model, ["", ""])]
         for task in tasks:
             scores = recall.scores(task, kinds[model]) if model in kinds else []
             row.append(percent(statistics.mean(scores)) if scores else "")
         cells.append([*row, percent(found.get(model), 0)])
     head = ["", "loss, `8k`", "far recurrences", *(f"recall, {task}" for task in tasks), "needle, 8k"]
-    return f"## Training-free sparse attention\n\n{fill(BASELINES)}\n\n{table([head, *cells])}\n"
+    return f"## Training-free sparse attention\n\n{fill(BASELINES_TEXT)}\n\n{table([head, *cells])}\n"
 
 
 def main_page(plans):
@@ -358,15 +358,17 @@ def losses_section(results):
             ]
         )
     yield table([[*head, *more], *rows])
-    methods = {model: seeds for model, seeds in results.models.items() if model in (BASE, RECIPE) or is_method(model)}
-    if any(map(is_method, methods)):
+    compared = {
+        model: seeds for model, seeds in results.models.items() if model in (BASE, RECIPE) or is_baseline(model)
+    }
+    if any(map(is_baseline, compared)):
         yield "The model with full attention, evaluated with training-free sparse attention:"
-        yield table([head, *losses_rows(results, methods)])
+        yield table([head, *losses_rows(results, compared)])
 
 
 def recall_section(results):
-    kinds = ["nsa", BASE, "window", *METHODS]
-    head = ["task", "options", *kinds[:3], *(f"{BASE} + {name}" for name in METHODS.values())]
+    kinds = ["nsa", BASE, "window", *BASELINES]
+    head = ["task", "options", *kinds[:3], *(f"{BASE} + {name}" for name in BASELINES.values())]
     rows = []
     for task, seeds in results.models.items():
         row = [task, f"`{next(iter(seeds.values()))['options']}`"]

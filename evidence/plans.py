@@ -1,4 +1,4 @@
-"""What is trained and measured: a plan is a length of training and the models that share it.
+"""Plans of experiments: a plan is a length of training and the models that share it.
 
 Models are options of `nsa train` on top of the plan's. `recipe-2` is its default (partial RoPE), `recipe-1` the same
 with full RoPE. The ablations change one thing in recipe-1. `blocks-A-B-C-D` has kernel size A, kernel stride B, block
@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 BASE, RECIPE, WINDOW = "full", "recipe-2", "window"
-# Training-free sparse attention, by which the model with full attention is evaluated too.
-METHODS = {
+# Training-free sparse attention, with which full attention is evaluated as well.
+BASELINES = {
     "streaming": "StreamingLLM",
     "h2o": "H2O",
     "quest": "Quest",
@@ -90,8 +90,8 @@ class Plan(NamedTuple):
     fewer: Mapping[str, int] = MappingProxyType({})  # models that have only so many of the seeds
     evaluations: tuple[str, ...] = ("eval", "inspect")  # of every model
     needle: Needle | None = None
-    # Evaluations that full attention gets by every method, too; of the plan `recall`, the models that do.
-    by_method: Mapping[str, Needle | None] = MappingProxyType({})
+    # Evaluations of full attention with every baseline; in the plan `recall`, the models with baselines.
+    by_baseline: Mapping[str, Needle | None] = MappingProxyType({})
     command: str = "train"  # `recall` trains and evaluates NSA, full attention and the window in one call
 
     def seeds_of(self, model: str) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ PLANS = {
         fewer=dict.fromkeys(("full-gated", WINDOW, "full-partial-rope"), 3)
         | dict.fromkeys(("window-128", "blocks-16-8-32-32"), 1)
         | {"blocks-8-4-32-32": 4},
-        by_method={"eval": None},
+        by_baseline={"eval": None},
     ),
     "8k-long": Plan(
         "Byte-level, context 8192, 301 million bytes",
@@ -150,7 +150,7 @@ PLANS = {
         fewer=dict.fromkeys(("16k", "64k", "16k-full-rope", "64k-full-rope"), 3)
         | dict.fromkeys(("2k", "8k", "32k"), 2)
         | dict.fromkeys(("4k", "4k-no-selector-loss"), 1),
-        by_method=dict.fromkeys(("2k", "16k", "multi-hop-8k")),
+        by_baseline=dict.fromkeys(("2k", "16k", "multi-hop-8k")),
         command="recall",
     ),
     "retrieval-8k": Plan(
@@ -159,7 +159,7 @@ PLANS = {
         some(RECIPE, "recipe-1", "blocks-8-4-32-32", WINDOW, BASE),
         fewer=dict.fromkeys(("recipe-1", "blocks-8-4-32-32", WINDOW), 1),
         needle=Needle((8192,), DEPTHS, 100),
-        by_method={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O evicts token by token, which takes minutes
+        by_baseline={"needle": Needle((8192,), "0,.3,.6,.9", 5)},  # H2O evicts token by token, which takes minutes
     ),
     "retrieval-64k": Plan(
         "Byte-level, context 65536, 236 million bytes, half of them key-value lines, RoPE base 1 million",

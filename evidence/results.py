@@ -11,7 +11,7 @@ import statistics
 from contextlib import contextmanager
 from pathlib import Path
 
-from evidence.plans import BASE, METHODS, PLANS, RECIPE, WINDOW
+from evidence.plans import BASE, BASELINES, PLANS, RECIPE, WINDOW
 from evidence.statistics import all_tokens, beyond, difference, retained_gain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +34,7 @@ def grouped(bounds, begins):
 
 
 def compact_eval(answer):
-    """(What the rows share, what they have) of the JSON of `nsa eval`."""
+    """(values that runs share, values of this run) of the JSON of `nsa eval`."""
     rows = answer["rows"]
     bounds = {name: [(part["from"], part["to"]) for part in answer[f"loss_{name}"]] for name in PARTS}
     groups = {name: grouped(bounds[name], begins) for name, begins in PARTS.items()}
@@ -62,7 +62,7 @@ def compact_needle(answer):
 
 
 def compact_recall(answer):
-    """Of the JSON of `nsa recall`: the scores of each model, and how it was trained."""
+    """Scores and training settings in the JSON of `nsa recall`."""
     return {name: answer[name] for name in ("steps", "seconds", "chance", "distances", "lengths", "scores")}
 
 
@@ -82,7 +82,7 @@ def read(folder, plan):
         return {}, {}
     shared, *results = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     for result in results:
-        for evaluation in [result.get("eval"), *result.get("eval_by_method", {}).values()]:
+        for evaluation in [result.get("eval"), *result.get("eval_by_baseline", {}).values()]:
             if evaluation:
                 evaluation["rows"] = shared["rows"]
     return shared, {(result["model"], result["seed"]): result for result in results}
@@ -118,7 +118,7 @@ def write(folder, plan, shared, result):
         results[result["model"], result["seed"]] = rounded(result)
         ordered = sorted(results.values(), key=lambda each: (order.index(each["model"]), each["seed"]))
         for each in ordered:
-            for evaluation in [each.get("eval"), *each.get("eval_by_method", {}).values()]:
+            for evaluation in [each.get("eval"), *each.get("eval_by_baseline", {}).values()]:
                 if evaluation:
                     evaluation.pop("rows", None)
         temporary = folder / f"{plan}.tmp"
@@ -129,16 +129,16 @@ def write(folder, plan, shared, result):
 
 
 def complete(results, plan, model, seed):
-    """Is the result there, with the evaluations by method?"""
+    """Is the result there, with the evaluations by baseline?"""
     if (model, seed) not in results:
         return False
     if plan.command == "recall" or model != BASE:
         return True
-    return all(f"{evaluation}_by_method" in results[model, seed] for evaluation in plan.by_method)
+    return all(f"{evaluation}_by_baseline" in results[model, seed] for evaluation in plan.by_baseline)
 
 
 class Results:
-    """Of one plan: results[model][seed], models in the plan's order."""
+    """Results of one plan: results[model][seed], models in the plan's order."""
 
     def __init__(self, name, shared, results):
         self.name, self.plan, self.shared = name, PLANS[name], shared
@@ -148,8 +148,8 @@ class Results:
             self.models.setdefault(model, {})[seed] = result
         self.trained = dict(self.models)
         for seed, result in self.models.get(BASE, {}).items():
-            for method, evaluation in result.get("eval_by_method", {}).items():
-                self.models.setdefault(by_method(method), {})[seed] = {"eval": evaluation}
+            for baseline, evaluation in result.get("eval_by_baseline", {}).items():
+                self.models.setdefault(by_baseline(baseline), {})[seed] = {"eval": evaluation}
         if self.plan.command == "train" and ("--minutes" in shared["options"] or not self.plan.evaluations):
             found = sorted({str(result["gpu"]) for result in self.all})
             if len(found) > 1:
@@ -170,7 +170,7 @@ class Results:
         return sorted(set.intersection(*(set(self.models.get(name, {})) for name in models)))
 
     def evaluations(self, *models):
-        """Of these seeds, a list for each model."""
+        """Evaluations of the common seeds, a list for each model."""
         return [[self.models[name][seed]["eval"] for seed in self.common(*models)] for name in models]
 
     def difference(self, model, other=BASE, of=all_tokens):
@@ -192,22 +192,22 @@ class Results:
         return retained_gain(*evaluations), retained_gain(*evaluations, beyond(selected))
 
     def scores(self, task, kind):
-        """Accuracies of a model or method in a task of the plan `recall`, one for each seed that has it."""
+        """Accuracies of a model or baseline in a task of the plan `recall`, one for each seed that has it."""
         seeds = self.models.get(task, {}).values()
         return [result["scores"][kind]["accuracy"] for result in seeds if kind in result["scores"]]
 
     def needles(self):
-        """(model, seed, its retrieval), the methods last."""
+        """(model, seed, its retrieval), the baselines last."""
         for model, seeds in self.trained.items():
             for seed, result in seeds.items():
                 if "needle" in result:
                     yield model, seed, result["needle"]
         for seed, result in self.models.get(BASE, {}).items():
-            for method, answer in result.get("needle_by_method", {}).items():
-                yield by_method(method), seed, answer
+            for baseline, answer in result.get("needle_by_baseline", {}).items():
+                yield by_baseline(baseline), seed, answer
 
     def retrieval(self, seeds=None):
-        """Retrieval accuracy by model and method (of these seeds), over the depths at which all were evaluated."""
+        """Retrieval accuracy by model and baseline (of these seeds), over the depths at which all were evaluated."""
         found = [(model, answer) for model, seed, answer in self.needles() if seeds is None or seed in seeds]
         depths = set.intersection(*(set(answer["depths"]) for _, answer in found)) if found else set()
         values = {}
@@ -218,11 +218,11 @@ class Results:
         return {model: statistics.mean(value) for model, value in values.items() if value}
 
 
-def by_method(method):
-    return f"{BASE} + {METHODS[method]}"
+def by_baseline(baseline):
+    return f"{BASE} + {BASELINES[baseline]}"
 
 
-def is_method(model):
+def is_baseline(model):
     return model.startswith(f"{BASE} + ")
 
 

@@ -11,7 +11,7 @@
 All models of a plan (plans.py) share the length of training, the data, their order and the seed. `nsa eval`, `inspect`
 and, where the plan has it, `needle` evaluate what was trained. A result is a line of PLAN.jsonl in --results, written
 when its run has ended and has been evaluated. Runs are kept in --out. When all models are evaluated, full attention is
-evaluated with the training-free sparse methods too, if its runs exist.
+evaluated with the training-free sparse baselines too, if its runs exist.
 
 What follows `--` goes to every `nsa train` (or `recall`); later options override the plan's. Results that differ in it
 are not comparable and are refused: choose another --results, and another --out, too.
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from evidence import results as stored
-from evidence.plans import METHODS, PLANS, Needle, Plan
+from evidence.plans import BASELINES, PLANS, Needle, Plan
 
 ROOT = stored.ROOT
 
@@ -134,20 +134,20 @@ class Runs:
             temporary.replace(answer)
         return json.loads(answer.read_text())
 
-    def needle(self, folder: Path, needle: Needle, *method: str) -> dict:
-        """What `nsa needle` gives, one call for each length."""
+    def needle(self, folder: Path, needle: Needle, *baseline: str) -> dict:
+        """Results of `nsa needle`, one call for each length."""
         needle = needle._replace(
             lengths=self.given.lengths or needle.lengths, samples=self.given.samples or needle.samples
         )
         dtype = ["--dtype", "bfloat16"] if self.about["gpu"] else []
-        options = ["--depths", needle.depths, "--samples", str(needle.samples), *dtype, *method]
+        options = ["--depths", needle.depths, "--samples", str(needle.samples), *dtype, *baseline]
         parts = [self.evaluate(folder, "needle", "--lengths", str(length), *options) for length in needle.lengths]
         found = [stored.compact_needle(part) for part in parts]
         lists = ("lengths", "accuracy", "interval")
         return found[0] | {name: [row for part in found for row in part[name]] for name in lists}
 
     def shared(self, plan: Plan) -> dict:
-        """What all results of a plan share before anything has run."""
+        """Settings that all results of a plan share."""
         return {"command": plan.command, "options": shlex.join(merged(plan.options.split(), self.given.options))}
 
     def measure(self, name: str, plan: Plan, model: str, seed: int) -> tuple[dict, dict]:
@@ -159,8 +159,8 @@ class Runs:
         if plan.command == "recall":
             folder.mkdir(parents=True, exist_ok=True)
             options = merged(plan.options.split(), plan.models[model].split(), self.given.options)
-            methods = ["--baseline", ",".join(METHODS)] if model in plan.by_method else []
-            self.nsa("recall", "--seed", seed, *options, *methods, "--json", folder / "recall.json")
+            baselines = ["--baseline", ",".join(BASELINES)] if model in plan.by_baseline else []
+            self.nsa("recall", "--seed", seed, *options, *baselines, "--json", folder / "recall.json")
             return shared, result | stored.compact_recall(json.loads((folder / "recall.json").read_text()))
         self.train(plan, model, seed, folder)
         config = json.loads((folder / "config.json").read_text())
@@ -187,17 +187,17 @@ class Runs:
             result["needle"] = self.needle(folder, plan.needle)
         return shared, result
 
-    def by_method(self, name: str, plan: Plan, model: str, seed: int) -> dict:
-        """Of full attention: what `measure` leaves to the end, as the methods take minutes each."""
+    def by_baseline(self, name: str, plan: Plan, model: str, seed: int) -> dict:
+        """Evaluations of full attention with the baselines, after all others because each takes minutes."""
         folder = self.given.out / f"{name}.{model}.{seed}"
         return {
-            f"{evaluation}_by_method": {
-                method: self.needle(folder, needle, "--baseline", method)
+            f"{evaluation}_by_baseline": {
+                baseline: self.needle(folder, needle, "--baseline", baseline)
                 if needle
-                else stored.compact_eval(self.evaluate(folder, evaluation, "--baseline", method))[1]
-                for method in METHODS
+                else stored.compact_eval(self.evaluate(folder, evaluation, "--baseline", baseline))[1]
+                for baseline in BASELINES
             }
-            for evaluation, needle in plan.by_method.items()
+            for evaluation, needle in plan.by_baseline.items()
         }
 
 
@@ -235,15 +235,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("plan", nargs="?", choices=PLANS)
-    option("models", nargs="*", help="without: all of the plan")
-    option("--seeds", type=int, nargs="+", help="without: those of the plan")
-    option("--limit", type=float, help="seconds; then the run in progress is saved and the call ends with code 3")
-    option("--spare", type=float, default=60, help="seconds of --limit kept for the evaluations after training")
-    option("--nsa", type=Path, default=ROOT / "build" / "bin" / "nsa", help="the program")
-    option("--out", type=Path, default=ROOT / "build" / "evidence", help="folder of the runs")
+    option("models", nargs="*", help="models to run (default: all of the plan)")
+    option("--seeds", type=int, nargs="+", help="seeds (default: those of the plan)")
+    option("--limit", type=float, help="time limit, seconds; saves the run in progress and exits with code 3")
+    option("--spare", type=float, default=60, help="seconds of --limit reserved for the evaluations after training")
+    option("--nsa", type=Path, default=ROOT / "build" / "bin" / "nsa", help="path of the program nsa")
+    option("--out", type=Path, default=ROOT / "build" / "evidence", help="folder of the runs (default: build/evidence)")
     option("--results", type=Path, default=stored.RESULTS)
-    option("--lengths", type=int, nargs="+", help="contexts of `nsa needle` instead of the plan's")
-    option("--samples", type=int, help="of `nsa needle` instead of the plan's")
+    option("--lengths", type=int, nargs="+", help="context lengths of nsa needle, tokens (default: those of the plan)")
+    option("--samples", type=int, help="samples of nsa needle (default: those of the plan)")
     option("--list", action="store_true")
     option("--missing", action="store_true")
     own = sys.argv[1:]
@@ -298,9 +298,9 @@ def main() -> int:
         for which in wanted:
             model, seed = which[2:]
             if not stored.complete(found(), plan, model, seed):
-                if not finished(given.out / f"{given.plan}.{model}.{seed}"):  # the methods need this run, not another
+                if not finished(given.out / f"{given.plan}.{model}.{seed}"):  # the baselines need this run, not another
                     measure(which)
-                result = found()[model, seed] | runs.by_method(*which)
+                result = found()[model, seed] | runs.by_baseline(*which)
                 stored.write(given.results, given.plan, runs.shared(plan), result)
     except Stopped:
         print("stopped; the same command continues", file=sys.stderr)

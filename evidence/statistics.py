@@ -28,7 +28,7 @@ def all_tokens(evaluation):
 
 
 def parts(name, chosen):
-    """The same of those parts, `by_position` or `by_recurrence`, whose bounds `chosen` takes."""
+    """Losses in the parts, `by_position` or `by_recurrence`, whose bounds `chosen` accepts."""
 
     def of(evaluation):
         shared = evaluation["rows"][name]

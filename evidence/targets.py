@@ -1,12 +1,12 @@
-"""What the comparisons are to show: a target and a stretch target for each, and the gap where one is not met."""
+"""Targets of the comparisons: a target and a stretch target for each, and the gap if it is not met."""
 
 # ruff: noqa: RUF001 (minus signs as in print)
 import math
 import statistics
 from typing import NamedTuple
 
-from evidence.plans import BASE, METHODS, RECIPE
-from evidence.results import is_method
+from evidence.plans import BASE, BASELINES, RECIPE
+from evidence.results import is_baseline
 from evidence.statistics import all_tokens, beyond, far_recurrences
 
 OTHERS = ("recipe-1", "blocks-8-4-32-32")  # settings shown where the recipe misses a target
@@ -25,18 +25,18 @@ def signed(value, digits=4):
     return text if half is None else f"{text} ± {half:.{digits}f}"
 
 
-def name_of(method):
-    return method.removeprefix(f"{BASE} + ")
+def name_of(baseline):
+    return baseline.removeprefix(f"{BASE} + ")
 
 
 def furthest_ahead(found):
-    """(name, measured) of the method by which a model is furthest behind; None where none was measured."""
+    """(name, measured) of the baseline by which a model is furthest behind; None where none was measured."""
     measured = {name: value for name, value in found.items() if value}
     return max(measured.items(), key=lambda item: item[1][1], default=None)
 
 
 class Measured:
-    """What a model reaches, from the results of all plans: (text, value, seeds), or None where some are missing."""
+    """Values of a model from the results of all plans: (text, value, seeds), or None if some are missing."""
 
     def __init__(self, plans, model):
         self.plans, self.model = plans, model
@@ -86,29 +86,29 @@ class Measured:
         ]
         return (f"{min(worst):.1f}", min(worst), len(worst)) if worst else None
 
-    def best_method(self, of):
-        """The model minus the method that is best at some of the tokens."""
-        methods = filter(is_method, self.plans["8k"].models if "8k" in self.plans else ())
-        best = furthest_ahead({model: self.difference("8k", model, of) for model in methods})
+    def best_baseline(self, of):
+        """The model minus the baseline that is best at some of the tokens."""
+        baselines = filter(is_baseline, self.plans["8k"].models if "8k" in self.plans else ())
+        best = furthest_ahead({model: self.difference("8k", model, of) for model in baselines})
         if best is None:
             return None
         name, (text, *rest) = best
         return f"{text} ({name_of(name)})", *rest
 
-    def best_method_recall(self):
-        best = furthest_ahead({name: self.recall(("16k", "multi-hop-8k"), method) for method, name in METHODS.items()})
+    def best_baseline_recall(self):
+        best = furthest_ahead({name: self.recall(("16k", "multi-hop-8k"), key) for key, name in BASELINES.items()})
         if best is None:
             return None
         name, (text, *rest) = best
         return f"{text}, {name}", *rest
 
-    def best_method_needle(self):
+    def best_baseline_needle(self):
         seeds = self.plans["retrieval-8k"].common(self.model, BASE) if "retrieval-8k" in self.plans else []
         found = self.plans["retrieval-8k"].retrieval(seeds) if seeds else {}
-        methods = list(filter(is_method, found))
-        if self.model not in found or not methods:
+        baselines = list(filter(is_baseline, found))
+        if self.model not in found or not baselines:
             return None
-        best = max(methods, key=found.get)
+        best = max(baselines, key=found.get)
         behind = 100 * (found[best] - found[self.model])
         return f"{printed(f'{behind:+.1f}')}, {name_of(best)}", behind, len(seeds)
 
@@ -135,7 +135,7 @@ class Target(NamedTuple):
         return self.target - value if self.stretch > self.target else value - self.target
 
     def cells(self, unknown=""):
-        """What was measured, the seeds, the gap."""
+        """Measured value, seeds and gap."""
         if self.measured is None:
             return [unknown, "", ""]
         text, _, seeds = self.measured
@@ -159,9 +159,9 @@ def targets_of(plans, model):
         Target("Associative recall, 16k and 64k: full − NSA, points", found.recall(("16k", "64k")), 1, 0),
         Target("Needle retrieval, 64k: worst depth, percent", found.needle("retrieval-64k", 65536), 99, 100),
         Target("Multi-hop recall, 3 hops, 8k: full − NSA, points", found.recall(("multi-hop-8k",)), 1, 0),
-        Target("`8k` beyond position 4096: loss minus the best baseline", found.best_method(far), 0, -0.02),
-        Target("`8k`, far recurrences: loss minus the best baseline", found.best_method(far_recurrences), 0, -0.02),
-        Target("Recall, 16k and 3 hops: best baseline − NSA, points", found.best_method_recall(), 1, 0),
-        Target("Needle retrieval, 8k: best baseline − NSA, points", found.best_method_needle(), 1, 0),
+        Target("`8k` beyond position 4096: loss minus the best baseline", found.best_baseline(far), 0, -0.02),
+        Target("`8k`, far recurrences: loss minus the best baseline", found.best_baseline(far_recurrences), 0, -0.02),
+        Target("Recall, 16k and 3 hops: best baseline − NSA, points", found.best_baseline_recall(), 1, 0),
+        Target("Needle retrieval, 8k: best baseline − NSA, points", found.best_baseline_needle(), 1, 0),
         Target("Training throughput, 300 million parameters, 32k: speedup", found.speedup(), 4, 5),
     ]

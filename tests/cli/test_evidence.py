@@ -68,7 +68,7 @@ def rewrite(folder, change, plan="8k", source=None):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("evidence")
-    for plan in ("8k", "ablations"):  # of one model without methods, in the second plan
+    for plan in ("8k", "ablations"):  # of one model without baselines, in the second plan
         models = ["full", "recipe-2", "window"] if plan == "8k" else ["full", "last-layer-dense"]
         options = ["--steps", 16, *(["--layers", 8] if plan == "ablations" else [])]
         run(folder, corpus, plan, *models, "--seeds", 1, 2, options=options)
@@ -235,7 +235,7 @@ def test_results_of_two_gpus(measured, tmp_path):
 
 
 def test_other_settings_where_the_recipe_misses_a_target(measured, tmp_path):
-    """A model that is better at every row than full attention, beside a recipe that is worse."""
+    """A model better than full attention in every row, and a recipe that is worse."""
     shared, found = stored.read(measured / "results", "8k")
     full = found["full", 1]
     (tmp_path / "results").mkdir()
@@ -257,11 +257,11 @@ def test_other_settings_where_the_recipe_misses_a_target(measured, tmp_path):
     assert "`recipe-1` | seeds" not in page_of(tmp_path)
 
 
-def test_needle_retrieval_beside_the_methods(tmp_path):
-    """Over the depths at which the model and each method were evaluated, and the seeds that both have."""
+def test_needle_retrieval_of_model_and_baselines(tmp_path):
+    """Over the depths at which the model and each baseline were evaluated, and the seeds that both have."""
     answer = {"depths": [0, 0.5, 1], "lengths": [64], "samples": 20, "accuracy": [[1, 0, 0.9]]}
     fewer = {"depths": [0, 1], "lengths": [64], "samples": 5}
-    by_method = {"quest": fewer | {"accuracy": [[1, 1]]}, "h2o": fewer | {"accuracy": [[0.2, 1]]}}
+    by_baseline = {"quest": fewer | {"accuracy": [[1, 1]]}, "h2o": fewer | {"accuracy": [[0.2, 1]]}}
     shared = {"command": "train", "options": ""}
 
     def write(model, seed, **more):
@@ -269,15 +269,15 @@ def test_needle_retrieval_beside_the_methods(tmp_path):
         return stored.read_all(tmp_path)
 
     write("recipe-2", 1, needle=answer)
-    plans = write("full", 1, needle=answer, needle_by_method=by_method)
+    plans = write("full", 1, needle=answer, needle_by_baseline=by_baseline)
     found = {"recipe-2": 0.95, "full": 0.95, "full + Quest": 1, "full + H2O": 0.6}
     assert plans["retrieval-8k"].retrieval() == pytest.approx(found)
-    text, value, seeds = targets.Measured(plans, "recipe-2").best_method_needle()
+    text, value, seeds = targets.Measured(plans, "recipe-2").best_baseline_needle()
     assert (text, seeds) == ("+5.0, Quest", 1) and value == pytest.approx(5)
-    none = {method: fewer | {"accuracy": [[0, 0]]} for method in by_method}
-    plans = write("full", 2, needle=answer, needle_by_method=none)
+    none = {baseline: fewer | {"accuracy": [[0, 0]]} for baseline in by_baseline}
+    plans = write("full", 2, needle=answer, needle_by_baseline=none)
     assert plans["retrieval-8k"].retrieval()["full + Quest"] == pytest.approx(0.5)
-    assert targets.Measured(plans, "recipe-2").best_method_needle() == (text, value, 1)
+    assert targets.Measured(plans, "recipe-2").best_baseline_needle() == (text, value, 1)
 
 
 def test_differences_of_curves_over_time():
