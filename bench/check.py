@@ -34,7 +34,7 @@ def read(path):
 
 
 def differences(new, old):
-    """What of machine and settings differs, as text."""
+    """Differences of machine and settings, as text."""
     for part in ("machine", "settings"):
         for name in sorted((new[part].keys() | old[part].keys()) - FREE):
             values = new[part].get(name), old[part].get(name)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The benchmark: NSA against dense attention, both dtypes, with the project's speed targets. About 20 minutes on two
+# The benchmark: NSA and dense attention in both dtypes, with the speed targets judged. About 20 minutes on two
 # cores. Results: build/bench/{bfloat16,float32}.{txt,json}; exit code 1 if a target was missed.
 #   NSA=path of the program      OUT=folder for the results
 set -uo pipefail

@@ -1,6 +1,6 @@
 """Generation with a KVCache: a prompt in chunks, steps, fork, rollback, rows of different lengths.
 
-Whatever the cache went through, its results are those of the layer over the whole sequence.
+After any of these operations the results equal those of the layer over the full sequence.
 
     python examples/caches.py
 """
@@ -22,7 +22,7 @@ def compare(what: str, found: Tensor, expected: Tensor) -> None:
 
 @torch.no_grad()
 def main() -> None:
-    """Each part continues with the cache of the one before."""
+    """Runs the parts in order on one cache."""
     torch.manual_seed(0)
     layer = nsa.NativeSparseAttention(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, cfg=CFG).eval()
     text, other = torch.randn(2, 1, 300, 64)  # hidden states of two texts
@@ -50,7 +50,7 @@ def main() -> None:
     compare("ten steps of one token", torch.cat(steps, 1), whole[:, 250:260])
     compare("one step of eight tokens", append(text[:, 260:268])[:1], whole[:, 260:268])
 
-    # Fork: row 1 continues row 0. Full pages are shared, only the last one is copied.
+    # Fork: row 1 becomes a copy of row 0. Full pages are shared, only the last one is copied.
     free = cache.free_pages
     cache.fork(parent=0, child=1)
     print(f"fork: {free - cache.free_pages} of the 17 pages of row 0 are copied")

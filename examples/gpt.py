@@ -22,7 +22,7 @@ CFG = nsa.NSAConfig(kernel_size=16, kernel_stride=8, block_size=16, topk=8, wind
 
 
 class Block(nn.Module):
-    """Attention and MLP. The layer stands where q, k, v, rotation, scaled_dot_product_attention and o would."""
+    """Attention and MLP. The layer replaces q, k, v, RoPE, scaled_dot_product_attention and o."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def draw(picture: Tensor, path: str) -> None:
 
 
 def main() -> None:
-    """Trains, then looks at the selection."""
+    """Trains, then inspects block selection."""
     torch.manual_seed(0)
     text = sources()
     held_out, text = text[: 8 * (LENGTH + 1)].view(8, -1).long(), text[8 * (LENGTH + 1) :]

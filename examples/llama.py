@@ -65,7 +65,7 @@ def main() -> None:
             print(f"step {step:2}: {loss.item():.3f} nats per token")
     assert losses[-1] < 0.5 * losses[0], "the model has not learnt"
 
-    # Generation runs on the caches of NSA and writes what the whole forward would choose.
+    # Generation runs on the caches of NSA and writes the tokens that a forward without a cache predicts.
     model.eval()
     prompt = texts(1)[:, :100]
     tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)

@@ -1,7 +1,7 @@
-"""Blocks of your own choice (`indices=`) beside those that the scores of the compressed keys choose.
+"""Given block indices (`indices=`) compared with block selection by the scores of the compressed keys.
 
-A needle is hidden for each query: one key that its query matches, whose value is the answer. The selection finds it by
-the block's compressed keys, an oracle is told where it is, and a random choice has the chance of its share of blocks.
+Each query has a needle: one key that it matches, whose value is the answer. Block selection finds it through compressed
+keys, an oracle gets its position, and random blocks contain it with the probability of their fraction.
 
     python examples/own_indices.py
 """

@@ -5,7 +5,7 @@
 
 dp divides the sequences of a batch, cp the tokens of a sequence, tp the heads and the units of the MLPs; FSDP2 divides
 parameters and optimizer state over dp x cp. A process takes the GPU of its LOCAL_RANK, or the CPU where there is none.
-What a step sees depends on its number alone, so a run resumes from its last checkpoint on any number of processes.
+The data of a step depends only on its number, so a run resumes from its last checkpoint on any number of processes.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from nsa.parallel import ContextParallel, shard_heads
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"dp": 1, "cp": 1, "tp": 1, "tokens": 2048, "batch": 2, "steps": 20, "save-every": 1000}
     sizes |= {"layers": 2, "width": 64, "heads": 4, "kv-heads": 2, "head-dim": 32}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--bfloat16", action="store_true", help="compute in it; parameters stay float32")
+    parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16; parameters stay float32")
     parser.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs for the backward")
     parser.add_argument("--data", type=Path, help="a file of bytes (default: modules of Python's standard library)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoints")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out")
     options = parser.parse_args(given)
     if options.dp * options.cp * options.tp != (ranks := dist.get_world_size()):
         parser.error(f"--dp {options.dp} x --cp {options.cp} x --tp {options.tp}: must be the {ranks} processes")
@@ -125,7 +125,7 @@ def saved(out: Path) -> list[int]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint has: this rank's parts, with the names of the whole."""
+    """Contents of a checkpoint: this rank's parts, under the full model's names."""
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 

@@ -101,7 +101,7 @@ def attention_checks(run):
             f"most {worst:.1e} of their norm. {differ} of their blocks differ, by at most "
             f"{max(one['largest_gap'] for one in sampled):.1e} in importance."
         )
-    beside = [max(row["beside_one"]["difference"].values()) for row in found["rows"] if "beside_one" in row]
+    beside = [max(row["vs_one_gpu"]["difference"].values()) for row in found["rows"] if "vs_one_gpu" in row]
     if beside:
         said.append(f"All results differ from one GPU's call by at most {max(beside):.1e} of their norm.")
     cases = {}
@@ -132,7 +132,7 @@ def collectives_table(run):
     return table(rows)
 
 
-def beside_one(one, all_of_them):
+def vs_one_gpu(one, all_of_them):
     """Whether a training on several GPUs became what it did on one."""
     if one["steps"] != all_of_them["steps"]:
         return f"medians over {one['steps']} and {all_of_them['steps']} steps"
@@ -152,7 +152,7 @@ def training_lines(run):
             f"`nsa train`, {one['parameters'] / 1e6:.0f} million parameters, {one['context']} tokens a row, "
             f"{one['grad_accum']} rows a step on both: {one['tokens_per_second']:,.0f} tokens/s on one GPU, "
             f"{all_of_them['tokens_per_second']:,.0f} on {run.gpus}: efficiency {ratio / run.gpus:.3f}, "
-            f"{beside_one(one, all_of_them)}."
+            f"{vs_one_gpu(one, all_of_them)}."
         )
     for name in ("train_long_one", "train_long_all"):
         found = run.of(name)

@@ -64,13 +64,15 @@ def speed(folder, texts, tokens):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--data", required=True, help="texts to train a step on")
+    parser.add_argument("--data", required=True, help="text files or folders for the one step of training")
     parser.add_argument("--contexts", type=numbers, default=[1024, 8192, 32768, 65536, 131072, 262144])
-    parser.add_argument("--batch", type=numbers, default=[1], help="sequences")
-    parser.add_argument("--most", type=int, default=32 * 65536, help="tokens of all prompts; more are left out")
-    parser.add_argument("--tokens", type=int, default=400, help="to generate, for each sequence")
+    parser.add_argument("--batch", type=numbers, default=[1], help="numbers of sequences, comma-separated")
+    parser.add_argument(
+        "--most", type=int, default=32 * 65536, help="maximum number of tokens of all prompts; larger cases are skipped"
+    )
+    parser.add_argument("--tokens", type=int, default=400, help="number of tokens to generate per sequence")
     parser.add_argument("--attentions", default="nsa,full")
-    parser.add_argument("--json", type=Path, help="file for the results, in addition to what it has")
+    parser.add_argument("--json", type=Path, help="file to which the results are added")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     result = {"problem": PROBLEM, "unit": "tokens/s", "steps": []}

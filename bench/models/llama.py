@@ -238,7 +238,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def start_of_memory(self):
-        """What is allocated now is not counted."""
+        """Excludes the memory that is allocated now."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
@@ -360,7 +360,7 @@ def selections(kept, given=None):
 def equality(device, dtype):
     """Errors of the logits against float64, and the bound: twice those of plain torch, and 1e-5 of the largest."""
     torch.manual_seed(1)
-    length, prompt, short = 1024, 360, 376  # all blocks of the short one are selected
+    length, prompt, short = 1024, 360, 376  # in the short one every block is selected
     config = configuration("tiny", length)
     config.initializer_range = config.hidden_size**-0.5  # with less, attention hardly counts
     dense = LlamaForCausalLM(config)
@@ -549,11 +549,13 @@ def arguments(given):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--lengths", default="8192,32768,65536", help="tokens (default %(default)s)")
-    parser.add_argument("--batches", default="1,8", help="sequences of a decode step (default %(default)s)")
-    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: all; on a CPU without graph)")
-    parser.add_argument("--repeats", type=int, default=0, help="of a figure (default: 5, of the longest texts 3)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--lengths", default="8192,32768,65536", help="text lengths, tokens (default %(default)s)")
+    parser.add_argument("--batches", default="1,8", help="numbers of sequences in a decode step (default %(default)s)")
+    parser.add_argument("--parts", help=f"parts to run: {','.join(PARTS)} (default: all; on a CPU without graph)")
+    parser.add_argument(
+        "--repeats", type=int, default=0, help="repeats per figure (default: 5, for the longest texts 3)"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(given)
     options.given = [word for word in given if word not in ("--json", str(options.json))]
     can = PARTS if options.device == "cuda" else PARTS[:-1]

@@ -1,10 +1,10 @@
-"""Times one token of dense attention by torch on a GPU, for comparison with bench/gpu/cuda_decode.cu.
+"""Times one token of torch's dense attention on a GPU, to compare with bench/gpu/cuda_decode.cu.
 
     python bench/peers/dense_decode.py --contexts 8192,65536 --batch 32,8,1 --json FILE
 
 H = 64, Hkv = 4, D = 128, bfloat16. Keys and values of a sequence are contiguous, which pages are not, and not copied
 for the heads of a group: these are rows of one tile. Medians of replays of a graph in microseconds. Caches take turns
-in a graph, so that none is in the second-level cache, and share its launch, where cuda_decode has one for each step.
+in a graph, so that none is in L2, and share its launch, where cuda_decode has one for each step.
 The ways, of which the fastest counts:
 
     cudnn     cuDNN over all keys at once
@@ -37,7 +37,7 @@ def normal(*shape):
 
 
 class Step:
-    """One token of `batch` sequences, with caches of their own in turn."""
+    """One token of `batch` sequences; consecutive steps use different caches."""
 
     def __init__(self, batch, context):
         self.batch, self.context = batch, context
@@ -119,7 +119,7 @@ class Step:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=numbers, default=[8192, 16384, 32768, 65536, 131072, 262144])
-    parser.add_argument("--batch", type=numbers, default=[32, 8, 1], help="sequences")
+    parser.add_argument("--batch", type=numbers, default=[32, 8, 1], help="numbers of sequences, comma-separated")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if not all(context > 0 and context % SPLITS[-1] == 0 for context in options.contexts):

@@ -1,8 +1,8 @@
-"""Times flash_nsa's decode step on a GPU, for comparison with bench/gpu/cuda_decode.cu.
+"""Times flash_nsa's decode step on a GPU, to compare with bench/gpu/cuda_decode.cu.
 
     python bench/peers/peer_decode.py FOLDER --steps 32x65536,1x65536 --json FILE
 
-FOLDER holds github.com/mdy666/Scalable-Flash-Native-Sparse-Attention. Packages that it wants besides triton: einops.
+FOLDER holds github.com/mdy666/Scalable-Flash-Native-Sparse-Attention. It needs the packages triton and einops.
 
 H = 64, Hkv = 4, D = 128, bfloat16, default hyperparameters, pages of 128 that are shuffled, compression by the mean,
 which is all that it has. The lengths are those of --steps and stand still; for multiples of the stride every replay
@@ -31,7 +31,7 @@ BOUND = 5e-3  # of the relative error of bfloat16 and of scores in float16
 
 
 def numbered(pages, count):
-    """Where tokens 0 ... count - 1 lie, (B, count)."""
+    """Pool slots of tokens 0 ... count - 1, (B, count)."""
     token = torch.arange(count, device=pages.device)
     return pages.long()[:, token // PAGE] * PAGE + token % PAGE
 
@@ -148,7 +148,7 @@ def main():
         "--steps",
         type=sizes,
         default=",".join(f"{batch}x{context}" for context in CONTEXTS for batch in (32, 1, 8)),
-        help="SEQUENCESxTOKENS, with commas (default: 32, 1 and 8 of 8192 ... 262144)",
+        help="steps as SEQUENCESxTOKENS, comma-separated (default: 32, 1 and 8 of 8192 ... 262144)",
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()

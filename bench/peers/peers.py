@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Compares public implementations of Native Sparse Attention with this one: one GPU, one problem, one run.
+"""Times public implementations of Native Sparse Attention and this one: one GPU, one problem, one run.
 
     python bench/peers/peers.py --xunhaolai FOLDER --flash-nsa FOLDER --json bench/results/peers.json
 
 The folders hold github.com/XunhaoLai/native-sparse-attention-triton and
-github.com/mdy666/Scalable-Flash-Native-Sparse-Attention; what is not there or does not load is skipped. Packages that
-they want besides triton: einops.
+github.com/mdy666/Scalable-Flash-Native-Sparse-Attention; those that are missing or do not load are
+skipped. They need the packages triton and einops.
 
 B = 1, bfloat16, default hyperparameters, compression by the mean; H = 64, Hkv = 4 and D = 128 unless said otherwise.
-Within a stage the implementations take turns, the second-level cache is flushed before every call, and medians count.
-Selected attention and the whole attend to given blocks, while everybody's own selection still runs: `random` ones, or
-`clustered`, of which neighbouring queries share about three quarters. The sliding window of the others is
-FlashAttention-2, as torch has it: they bring none. torch's dense attention by cuDNN and by FlashAttention-2 is measured
-beside, and FlashAttention-3 where a package of it is installed (flash_attn_3, tokenspeed-fa3, or fa3-fwd, which has no
-backward). FlashAttention-2 gets its values padded where they are narrower than the keys.
+Within a stage calls of the implementations alternate, L2 is flushed before every call, and times are medians. Selected
+attention and end to end use given blocks, while each implementation's own selection still runs. The blocks are
+`random`, or `clustered`: neighbouring queries share about three quarters. The others have no sliding window, so torch's
+FlashAttention-2 computes it. Dense attention is that of torch by cuDNN and by FlashAttention-2, and FlashAttention-3 if
+a package of it is installed (flash_attn_3, tokenspeed-fa3, or fa3-fwd, which has no backward). FlashAttention-2 gets
+its values padded where they are narrower than the keys.
 
 `nsa bench --peers` takes the JSON into its table.
 """
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNEL, STRIDE, BLOCK, TOPN, INIT, LOCAL, WINDOW = 32, 16, 64, 16, 1, 2, 512
-# A block's score is drawn anew after as many queries as stand here, at a moment of its own.
+# Number of queries after which a block's random score is redrawn, with a random phase per block.
 PATTERNS = {"random": 1, "clustered": 3}
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +59,7 @@ def chosen_blocks(length, period, kv_heads, device="cuda"):
     heads = torch.arange(kv_heads, device=device)[:, None]
     chosen = torch.full((length, kv_heads, TOPN), -1, dtype=torch.int32, device=device)
     for rows in torch.arange(length, device=device).split(1024):
-        x = (rows[:, None, None] + blocks) // period * 1_000_003 + blocks * 8191 + heads * 131  # what is drawn anew
+        x = (rows[:, None, None] + blocks) // period * 1_000_003 + blocks * 8191 + heads * 131  # index of the draw
         for factor in (0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D):
             x = x * factor
             x = x ^ (x >> 29)
@@ -123,10 +123,10 @@ class Window(torch.autograd.Function):
 
 
 class Implementation:
-    """Of NSA, stage by stage."""
+    """An implementation of NSA, stage by stage."""
 
     def stages(self, inputs, branches, chosen):
-        """(stage, call, what it is differentiated by)."""
+        """(stage, call, inputs of its gradient)."""
         q, k, v, logits = inputs
         k_c, v_c = (t.detach().requires_grad_() for t in self.compress(k, v))
         own = {pattern: self.native(blocks) for pattern, blocks in chosen.items()}
@@ -230,8 +230,8 @@ class XunhaoLai(Peer):
 
 
 class FlashNsa(Peer):
-    """The whole is its own fused layer, which is told which blocks it chose; where values are narrower than keys that
-    wants FlashAttention-3, and the whole is its stages."""
+    """End to end is its fused layer with given blocks. With values narrower than keys the layer needs FlashAttention-3;
+    then end to end is the stages in sequence."""
 
     name = "flash_nsa"
 
@@ -446,7 +446,7 @@ def commit_of(folder):
 
 
 def load(kinds, problem):
-    """What can be had of [(class, folder)]."""
+    """Loads those of [(class, folder)] that are available."""
     loaded = []
     for kind, folder in kinds:
         try:
@@ -477,11 +477,13 @@ def main():
     parser.add_argument("--lengths", type=lengths_of, default="8192,32768,65536")
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dims", type=dims_of, default="128,128", metavar="DK,DV", help="of keys, of values")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only stages with this in their names")
-    parser.add_argument("--longest-dense", type=int, default=131072, help="no dense attention beyond, tokens")
+    parser.add_argument(
+        "--head-dims", type=dims_of, default="128,128", metavar="DK,DV", help="head dimensions of keys and values"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only stages whose name contains this text")
+    parser.add_argument("--longest-dense", type=int, default=131072, help="maximum length of dense attention, tokens")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="result file, written after every length")
+    parser.add_argument("--json", type=Path, help="file for the results, rewritten after every length")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error("--repeats must be 1 or more")

@@ -1,7 +1,7 @@
-"""Compares a cache in fp8 with one in bfloat16 on a CPU: bytes, the time of a step, and the error of the outputs.
+"""Compares a cache in fp8 with one in bfloat16 on a CPU: bytes, time of a step, and difference of the outputs.
 
 Both hold the same normal values, with scale 1. The difference of the outputs is its norm over the norm with bfloat16:
-with the blocks that each chooses, and with the same blocks for both. Usage: fp8_cache.py [--threads N]
+with each one's block selection, and with the same blocks for both. Usage: fp8_cache.py [--threads N]
 """
 
 import argparse

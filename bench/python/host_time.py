@@ -24,7 +24,7 @@ from nsa._registration import call, ops
 
 
 class Nothing(Function):
-    """What torch takes for a node of autograd around no work, with eight inputs."""
+    """An empty autograd node with eight inputs: torch's own overhead."""
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -116,7 +116,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     times = measure(ways(), options.repeats, options.calls)

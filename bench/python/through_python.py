@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Overhead of attention called from Python over the same call from C++, one GPU.
+"""Overhead of calling attention from Python rather than C++, on one GPU.
 
     python bench/python/through_python.py --stages build-gpu/bin/cuda_stages --json bench/results/through_python.json
 
-`nsa.nsa_attention` and its gradients against those of bench/gpu/cuda_stages.cu: B = 1, H = 64, Hkv = 4, D = 128,
-bfloat16, defaults, given random blocks. Two ways, both after the second-level cache was written over: `busy`, where
-the device has more than a millisecond of other work when the call is made, so that no time of the host counts; `idle`,
-where the host waits for the device before the call, so that its time until the first launch counts. Medians between two
-events; C++ and Python take turns, and of the turns the median counts.
+Compares `nsa.nsa_attention` and its gradients with bench/gpu/cuda_stages.cu end to end: B = 1, H = 64, Hkv = 4, D =
+128, bfloat16, defaults, given random blocks. L2 is flushed before each call. In mode `busy` the device has more than a
+millisecond of queued work, so host time does not count. In mode `idle` the host first waits for the device, so its time
+until the first launch counts. Times are medians between two events. C++ and Python alternate; the result is the median
+of the rounds.
 """
 
 import argparse
@@ -88,11 +88,13 @@ def through_cpp(program, lengths, way):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=Path, required=True, metavar="PROGRAM", help="bench/gpu/cuda_stages.cu, built")
+    parser.add_argument(
+        "--stages", type=Path, required=True, metavar="PROGRAM", help="built program of bench/gpu/cuda_stages.cu"
+    )
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default="4096,8192,65536")
-    parser.add_argument("--repeats", type=int, default=15, help="calls through Python in a turn")
+    parser.add_argument("--repeats", type=int, default=15, help="calls from Python in a round")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="result file, written after every turn")
+    parser.add_argument("--json", type=Path, help="file for the results, rewritten after every round")
     options = parser.parse_args()
     if min(options.repeats, options.turns, *options.lengths) < 1:
         parser.error("--repeats, --turns and --lengths must be 1 or more")

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 
 def arguments():
-    """What the command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="1,4,16,64,256,1024,2048", help="MiB (default %(default)s)")
-    parser.add_argument("--ranks", help="also among the first so many, as 2,4 (default: all alone)")
+    parser.add_argument("--sizes", default="1,4,16,64,256,1024,2048", help="sizes, MiB (default %(default)s)")
+    parser.add_argument("--ranks", help="additional group sizes, e.g. 2,4 (default: only all ranks)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     options.sizes = [float(size) for size in options.sizes.split(",")]
     options.ranks = [int(count) for count in options.ranks.split(",")] if options.ranks else []
@@ -56,7 +56,7 @@ def calls(ranks, size, device):
 
 
 def seconds(call, device):
-    """Of a call, on this rank."""
+    """Seconds of a call on this rank."""
     if device == "cpu":
         begin = time.perf_counter()
         call()

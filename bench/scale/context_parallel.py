@@ -14,16 +14,16 @@ two events, and peak memory is torch's.
 Under torchrun a row is a length, a layout and a number of KV heads that are gathered at once: forward and backward of
 `nsa.parallel.native_sparse_attention`, the medians of --repeats on the slowest rank, fewer where they take more than
 three seconds, and how long the device waits for collectives in them, the slower rank included (waited_ms). both_ms is
-forward and backward of the same rank together. Rows of head_tail have besides:
-- attention_alone: the rank's `nsa_attention` calls with all keys there. What the whole takes beyond them is counted as
+forward and backward of the same rank together. Rows of head_tail also have:
+- attention_alone: the rank's `nsa_attention` calls with all keys local. The rest of the end-to-end time counts as
   exposed communication: collectives, but also compression, copies and sums.
-and those of all KV heads at once:
+Rows of all KV heads at once also have:
 - recomputed_backward_ms: a backward that runs the forward again (activation checkpointing).
-- alone: each device with the whole sequence, up to --alone tokens; beside_one: how far its results are.
-- sampled: --rows queries of each chunk, compared with float64 (sampled_rows.py).
+- alone: each device with the global sequence, up to --alone tokens; vs_one_gpu: difference of the results.
+- sampled: --rows queries of each chunk compared with float64 (sampled_rows.py).
 Where the default on a GPU is another number of KV heads, it has a row. The longest sequence has a row of the other
-layout too, and one of single KV heads. What a device has no memory for, and what --seconds leave no time for, is named
-in not_run. Results are written after each row; the exit code is 1 where one is out of bounds.
+layout too, and one of single KV heads. Rows that do not fit into memory or into --seconds are
+listed in not_run. Results are written after each row; the exit code is 1 where one is out of bounds.
 
 With --at-once each length has a row for each of these numbers of KV heads, in head_tail, with attention_alone of calls
 of as many heads, and whether the results have the bits of the first row (same_bits).
@@ -53,33 +53,39 @@ from timing import DTYPES, device_name, median_of, time_chunk
 
 
 def arguments():
-    """What the command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--simulated-ranks", type=int, metavar="N", help="ranks to simulate on one device (default: run torchrun's)"
     )
-    parser.add_argument("--tokens", default=str(2**20), help="of the whole sequence, or several (default %(default)s)")
+    parser.add_argument("--tokens", default=str(2**20), help="sequence lengths, tokens (default %(default)s)")
     parser.add_argument(
         "--layout", choices=LAYOUTS, default="head_tail", help="layout of simulated ranks (default %(default)s)"
     )
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=128, help="of keys and of values (default %(default)s)")
+    parser.add_argument(
+        "--head-dim", type=int, default=128, help="head dimension of keys and values (default %(default)s)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", help="simulated ranks to time (default: all)")
     parser.add_argument(
-        "--alone", type=int, default=2**19, help="up to so many tokens on one device, too (%(default)s)"
+        "--alone", type=int, default=2**19, help="maximum length that one device runs too, tokens (%(default)s)"
     )
     parser.add_argument(
-        "--rows", type=int, default=4, help="queries per chunk compared with float64 (default %(default)s; 0: none)"
+        "--rows", type=int, default=4, help="queries per chunk to compare with float64 (default %(default)s; 0: none)"
     )
-    parser.add_argument("--seconds", type=float, default=600, help="begin no row after so many (default %(default)s)")
-    parser.add_argument("--at-once", default="", metavar="N,N", help="KV heads at once, a row for each")
-    parser.add_argument("--bits", type=int, default=0, metavar="RUNS", help="compare the bits of so many runs")
-    parser.add_argument("--chunks", type=int, default=16, help="of --bits (default %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="time limit after which no row starts, seconds (default %(default)s)"
+    )
+    parser.add_argument(
+        "--at-once", default="", metavar="N,N", help="numbers of KV heads gathered at once, a row for each"
+    )
+    parser.add_argument("--bits", type=int, default=0, metavar="RUNS", help="number of runs whose bits are compared")
+    parser.add_argument("--chunks", type=int, default=16, help="number of chunks in --bits (default %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     try:
         options.tokens = [int(number) for number in options.tokens.split(",")]

@@ -53,7 +53,7 @@ class Ranks:
         return max(self.gathered(value))
 
     def all(self, value):
-        """Whether it holds on every rank."""
+        """Returns whether the value is true on every rank."""
         return min(self.gathered(value)) > 0
 
     def free_gib(self):
@@ -65,31 +65,31 @@ class Ranks:
 
 
 class Problem:
-    """Inputs of a sequence, of which every rank can make any piece."""
+    """Inputs of a sequence in parts, each of which any rank can generate."""
 
-    def __init__(self, options, tokens, pieces, device, dtype=None):
-        self.tokens, self.pieces, self.device = tokens, pieces, device
+    def __init__(self, options, tokens, parts, device, dtype=None):
+        self.tokens, self.parts, self.device = tokens, parts, device
         self.dtype = DTYPES[options.dtype] if dtype is None else dtype
         heads, kv_heads, dim = options.heads, options.kv_heads, options.head_dim
         shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, 3), (heads, dim))
         self.shapes = dict(zip(NAMES, shapes, strict=True))
 
-    def piece(self, name, i):
-        """Of a tensor."""
+    def part(self, name, i):
+        """Part i of a tensor."""
         seed = NAMES.index(name) + len(NAMES) * i
         generator = torch.Generator(self.device).manual_seed(seed)
-        shape = (1, self.tokens // self.pieces, *self.shapes[name])
+        shape = (1, self.tokens // self.parts, *self.shapes[name])
         t = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
         return t.sigmoid() if name == "gates" else t
 
     def whole(self, name):
-        """Of all ranks."""
-        return torch.cat([self.piece(name, i) for i in range(self.pieces)], 1)
+        """The tensor over all ranks."""
+        return torch.cat([self.part(name, i) for i in range(self.parts)], 1)
 
     def local(self, name, cp):
         """The rows of this rank's chunks."""
-        share = self.pieces // len(cp.owners)
-        return torch.cat([self.piece(name, c * share + i) for c in cp.own for i in range(share)], 1)
+        share = self.parts // len(cp.owners)
+        return torch.cat([self.part(name, c * share + i) for c in cp.own for i in range(share)], 1)
 
 
 def run(call, inputs, d_o):
@@ -106,8 +106,8 @@ def timed(ranks, call, inputs, d_o, repeats, warm=True):
     backward together count that twice, both_ms counts it once.
 
     A first call does not count. Of --repeats there are as many as SECONDS allow, at least one. Short ones follow each
-    other without a wait, after one more that does not count: the host's part of a call runs beside what the device
-    still has to do, as in a model.
+    other without a wait, after one more that does not count: the host's part of a call overlaps with queued device
+    work, as in a model.
     """
     marks, results = [], None
 
@@ -252,7 +252,7 @@ class Bench:
         self.result |= {"commit": os.environ.get("COMMIT"), "torch": torch.__version__, "rows": [], "not_run": []}
 
     def left(self, what):
-        """Whether there is time for more; --seconds are the slowest rank's."""
+        """Returns whether there is time for another row; --seconds counts on the slowest rank."""
         late = self.ranks.largest(time.monotonic() - self.begin) > self.options.seconds
         if late:
             self.skip(what, f"{self.options.seconds} s were over")
@@ -277,24 +277,24 @@ class Bench:
         """A row."""
         self.result["rows"].append(row)
         self.failed |= not row.get("sampled", {}).get("within_bounds", True)
-        self.failed |= not row.get("beside_one", {}).get("within_bounds", True)
+        self.failed |= not row.get("vs_one_gpu", {}).get("within_bounds", True)
         self.failed |= not row.get("same_bits", True)
         self.save()
         if self.ranks.rank == 0:
             parts = [f"{row['tokens']} tokens {row['layout']} {row['kv_heads_at_once']} KV heads at once:"]
             parts += [f"{name} {row[name]:.1f}" for name in row if name.endswith(("_ms", "_gib"))]
-            for name in ("alone", "attention_alone", "beside_one", "sampled", "same_bits"):
+            for name in ("alone", "attention_alone", "vs_one_gpu", "sampled", "same_bits"):
                 parts += [f"{name} {json.dumps(row[name])}"] if name in row else []
             print(*parts, flush=True)
 
-    def beside_one(self, problem, cp, results):
-        """One device with the whole sequence, all of them at the same time: its times, and how far the results are."""
+    def vs_one_gpu(self, problem, cp, results):
+        """Times of one device with the global sequence, all devices at once, and the difference of the results."""
         ranks = self.ranks
         *inputs, d_o = (problem.whole(name) for name in NAMES)
         found, expected = timed(ranks, nsa.native_sparse_attention, inputs, d_o, self.options.repeats)
         apart = {name: ranks.largest(difference(t, cp.shard(expected[name]))) for name, t in results.items()}
         bound = max(apart.values()) <= ALLOWED[problem.dtype]
-        return {"alone": found, "beside_one": {"difference": apart, "within_bounds": bound}}
+        return {"alone": found, "vs_one_gpu": {"difference": apart, "within_bounds": bound}}
 
     def row(self, problem, cp, at_once, parts, expected=None):
         """A row: times, and of `parts` the share of attention, a backward that runs the forward again, and the checks.
@@ -336,7 +336,7 @@ class Bench:
             if why := enough(ranks, problem, None):
                 self.skip(f"{problem.tokens} tokens on one device", why)
             else:
-                row |= self.beside_one(problem, cp, results)
+                row |= self.vs_one_gpu(problem, cp, results)
         del results
         if self.options.rows:
             row["sampled"] = sampled(ranks, problem, cp, at_once, self.options.rows)
@@ -388,7 +388,7 @@ class Bench:
                         self.skip(what, str(error).split(". ")[0])
 
     def bits(self):
-        """The same bits in every run, and those of one rank with as many chunks."""
+        """Compares the bits of every run with those of one rank with as many chunks."""
         options, ranks = self.options, self.ranks
         types = ("bfloat16", "float16") if ranks.device.type == "cuda" else (options.dtype,)
         for tokens in options.tokens:

@@ -25,10 +25,10 @@ class Row:
 
 @dataclass
 class Found:
-    """Of the rows: o and dq (rows, H, D), d_gates (rows, H, 3); of all tokens dk and dv (tokens, Hkv, D), float32.
+    """Float32 results: o and dq (rows, H, D), d_gates (rows, H, 3) of the rows; dk and dv (tokens, Hkv, D) of all.
 
-    blocks_differ: chosen blocks that are not among the best; largest_gap: by how much of itself the importance of the
-    worst block that was chosen lies below that of the best one that was not, at most.
+    blocks_differ: number of selected blocks that are not among the best. largest_gap: largest relative difference by
+    which the worst selected block is less important than the best other one.
     """
 
     o: Tensor
@@ -53,7 +53,7 @@ def seen_tokens(position: int, indices: Tensor, cfg: nsa.NSAConfig) -> tuple[Ten
 
 
 def importances(p: Tensor, blocks: int, cfg: nsa.NSAConfig) -> Tensor:
-    """Of each selection block, from the probabilities (heads, compressed keys) of a KV head's query heads (eq. 9)."""
+    """Importance of each selection block, from the probabilities (heads, compressed keys) of a query group (eq. 9)."""
     total = p.new_zeros(blocks)
     strides = torch.arange(p.shape[1], device=p.device)
     for i in range(cfg.kernel_size // cfg.kernel_stride):
@@ -62,7 +62,7 @@ def importances(p: Tensor, blocks: int, cfg: nsa.NSAConfig) -> Tensor:
 
 
 def compare_choice(importance: Tensor, indices: Tensor, position: int, cfg: nsa.NSAConfig) -> tuple[int, float]:
-    """How many of the chosen blocks are not among the best, and the gap (as in Found)."""
+    """Number of selected blocks that are not among the best, and the gap (as in Found)."""
     own = position // cfg.block_size
     blocks = torch.arange(own + 1, device=importance.device)
     forced = (blocks < cfg.init_blocks) | (blocks > own - cfg.local_blocks)
@@ -78,7 +78,7 @@ def compare_choice(importance: Tensor, indices: Tensor, position: int, cfg: nsa.
 
 
 def by_oracle(rows: list[Row], k: Tensor, v: Tensor, cfg: nsa.NSAConfig) -> Found:
-    """What float64 makes of the rows, with the blocks that the device chose; k and v (tokens, Hkv, D)."""
+    """Results of the rows in float64, with the blocks that the device selected; k and v (tokens, Hkv, D)."""
     heads, dim = rows[0].q.shape
     kv_heads = k.shape[1]
     ratio, scale = heads // kv_heads, dim**-0.5

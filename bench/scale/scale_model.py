@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Predicts the time of a sequence's attention over 2 ... 1024 GPUs from what one GPU and its fabric were measured at.
+"""Predicts the time of a sequence's attention over 2 ... 1024 GPUs from measurements of one GPU and its fabric.
 
     python bench/scale/scale_model.py --fabric NVLink:4:350:8 --fabric network:10:45 --picture scale.png
 
@@ -49,7 +49,7 @@ class Fabric:
 
     @classmethod
     def given(cls, text):
-        """From NAME:LATENCY_us:GB/s[:most GPUs]."""
+        """Parses NAME:LATENCY_us:GB/s[:most GPUs]."""
         name, *numbers = text.split(":")
         if len(numbers) not in (2, 3):
             raise argparse.ArgumentTypeError(f"{text}: must be NAME:LATENCY_us:GB/s[:most GPUs]")
@@ -70,7 +70,7 @@ class Fabric:
         return cls(f"{result['backend']}, {result['device_name']}", costs)
 
     def seconds(self, collective, ranks, count):
-        """Of a collective in which every rank receives `count` bytes."""
+        """Seconds of a collective in which every rank receives `count` bytes."""
         latency, bandwidth = self.costs[collective]
         return (ranks - 1) * latency + count / bandwidth
 
@@ -83,7 +83,7 @@ class Measured:
         self.gpus, self.name = result["gpus"], f"{result['gpus']} x {result['gpu']}"
 
     def of(self, stage):
-        """What a stage found, or None."""
+        """Result of a stage, or None."""
         return self.stages.get(stage, {}).get("result")
 
     def fabric(self):
@@ -92,7 +92,7 @@ class Measured:
         return Fabric.measured(found) if found else None
 
     def rows(self):
-        """Of its context parallelism, with all KV heads at once in head_tail."""
+        """Rows of its context parallelism, with all KV heads at once in head_tail."""
         found = self.of("context_parallel")
         if not found:
             return []
@@ -100,7 +100,7 @@ class Measured:
 
 
 class Model:
-    """What was measured of one GPU, and what follows."""
+    """Cost model fitted to measurements on one GPU."""
 
     def __init__(self, bench, simulated, shortest):
         self.settings = settings = bench["settings"]
@@ -258,14 +258,20 @@ def numbers(text):
 def main():
     """Prints the errors, and a table for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="of nsa bench --json")
+    parser.add_argument("--bench", type=Path, default=RESULTS / "bench_cuda.json", help="result of nsa bench --json")
     parser.add_argument("--simulated", type=Path, nargs="*", default=[RESULTS / "simulated_ranks.json"])
     parser.add_argument("--collectives", type=Path, nargs="*", default=[])
     parser.add_argument("--measured", type=Path, nargs="*", default=[])
     parser.add_argument("--fabric", type=Fabric.given, action="append", default=[])
     parser.add_argument("--tokens", type=numbers, default=[2**20])
     parser.add_argument("--gpus", type=numbers, default=[2**i for i in range(1, 11)])
-    parser.add_argument("--from", type=int, default=16384, dest="shortest", help="tokens (default %(default)s)")
+    parser.add_argument(
+        "--from",
+        type=int,
+        default=16384,
+        dest="shortest",
+        help="minimum length in the fit, tokens (default %(default)s)",
+    )
     parser.add_argument("--reduction", choices=("all_to_all", "reduce_scatter"), default="all_to_all")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()

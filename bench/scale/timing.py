@@ -1,4 +1,4 @@
-"""What bench/scale/context_parallel.py and bench/scale/context_ranks.py time with, and what they time."""
+"""Timing helpers of bench/scale/context_parallel.py and bench/scale/context_ranks.py."""
 
 import statistics
 import time
@@ -11,18 +11,18 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def device_name(device):
-    """Of a GPU its name."""
+    """Name of the GPU, or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def wait(device):
-    """For the device."""
+    """Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def mark(device):
-    """A moment in the device's work."""
+    """A time stamp in the device's work."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -31,12 +31,12 @@ def mark(device):
 
 
 def milliseconds(begin, end):
-    """Between two marks, once the device has come to the second one."""
+    """Milliseconds between two marks; the device must have reached the second one."""
     return 1000 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
 
 
 def median_of(call, repeats):
-    """The medians of the numbers that the call gives, after one that does not count."""
+    """Medians of the numbers that the call returns, after one warm-up call."""
     call()
     return [statistics.median(numbers) for numbers in zip(*(call() for _ in range(repeats)), strict=True)]
 
@@ -44,7 +44,7 @@ def median_of(call, repeats):
 def time_chunk(chunk, whole, queries, device):
     """Milliseconds of a chunk's `nsa_attention`, forward and backward.
 
-    `whole`: k, v and the compressed ones of the whole sequence; `queries`: the chunk's q, gates and dO.
+    `whole`: k, v, k_c and v_c of the global sequence; `queries`: the chunk's q, gates and dO.
     """
     end = chunk.rows[1]
     q, gates, d_o = queries

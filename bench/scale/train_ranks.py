@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `nsa train` does on several ranks: its speed, and what becomes of it when a rank is killed.
+"""Tests `nsa train` on several ranks: its speed, and its behaviour when a rank is killed.
 
     python bench/scale/train_ranks.py speed --ranks 2 --out runs/two --json two.json -- --data text --steps 80
     python bench/scale/train_ranks.py kill --ranks 2 --out runs/killed --json killed.json -- --data text --steps 400
@@ -35,16 +35,20 @@ SAID = re.compile(r"nsa: rank (\d+): step \d+: .*; the last checkpoint, of step 
 
 
 def arguments():
-    """What the command line asks for."""
+    """Parses the command line."""
     given = sys.argv[1:]
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "kill"))
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("--at", type=int, default=50, help="kill: after this step was logged (default %(default)s)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of each start (default %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument(
+        "--at", type=int, default=50, help="step after whose log line a rank is killed (default %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120, help="time limit of each start, seconds (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(given[:split])
     if options.ranks < (least := 2 if options.what == "kill" else 1):
         parser.error(f"--ranks {options.ranks}: must be at least {least}")
@@ -70,7 +74,7 @@ class Torchrun:
             print(f"[{self.process.pid}] {line}", end="", flush=True)
 
     def pids(self):
-        """Of the ranks, by rank."""
+        """Process ids by rank."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -168,7 +172,7 @@ def kill(options):
 
 
 def fine(options, found):
-    """Whether all is as it has to be."""
+    """Returns whether the results are as expected."""
     if options.what == "speed":
         return found["losses"][-1] < found["losses"][0]
     runs = found["runs"]

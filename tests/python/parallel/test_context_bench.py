@@ -41,7 +41,7 @@ def test_times(tmp_path):
             assert row[f"{name}_ms"] == max(row[f"{name}_ms_of_ranks"]) > 0 and len(row[f"{name}_ms_of_ranks"]) == 2
     first, second, *others = found["rows"]
     assert first["alone"]["forward_ms"] > 0 and "alone" not in second and "sampled" not in others[0]
-    assert first["beside_one"]["within_bounds"] and max(first["beside_one"]["difference"].values()) < 1e-5
+    assert first["vs_one_gpu"]["within_bounds"] and max(first["vs_one_gpu"]["difference"].values()) < 1e-5
     for row in (first, second):
         # No time is set against another: both ranks share the machine with other tests.
         assert row["recomputed_backward_ms"] > 0 and row["waited_ms"] > 0

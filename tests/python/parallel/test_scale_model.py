@@ -169,7 +169,7 @@ def times(tokens, alone=None):
         "within_bounds": True,
     }
     if alone:
-        row |= {"alone": alone, "beside_one": {"difference": differences, "within_bounds": True}}
+        row |= {"alone": alone, "vs_one_gpu": {"difference": differences, "within_bounds": True}}
     return row
 
 
