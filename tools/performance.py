@@ -10,9 +10,9 @@ import json
 import sys
 
 from tables.bench import PASSES, Bench
-from tables.cpu import cpu_operations, cpu_whole
+from tables.cpu import cpu_end_to_end, cpu_operations
 from tables.decoding import decode
-from tables.gpu import gpu_h100, gpu_recipe, gpu_whole
+from tables.gpu import gpu_end_to_end, gpu_h100, gpu_recipe
 from tables.llama import llama
 from tables.operations import operations, portable, through_python
 from tables.peers import peers
@@ -32,7 +32,7 @@ quality of trained models: [evidence](evidence.md). Single experiments: [finding
 """
 
 SECTIONS = [
-    gpu_whole,
+    gpu_end_to_end,
     gpu_recipe,
     gpu_h100,
     peers,
@@ -41,7 +41,7 @@ SECTIONS = [
     decode,
     llama,
     portable,
-    cpu_whole,
+    cpu_end_to_end,
     cpu_operations,
 ]
 
@@ -57,9 +57,9 @@ def ratios():
         cells = (f"{dense[n] / ours[n]:.1f}" if n in dense and n in ours else "" for n in lengths)
         rows.append([f"H200, {title}, over the fastest dense attention", "recipe", *cells])
     for pass_name, title in PASSES.items():
-        whole, dense = bench.results(pass_name, bench.phi), bench.fastest_dense(pass_name)
-        ours = {length: 1e3 * r["seconds"] for length, r in whole.items()}
-        peer = {length: 1e3 * r["peer_s"] for length, r in whole.items() if r.get("peer")}
+        end_to_end, dense = bench.results(pass_name, bench.phi), bench.fastest_dense(pass_name)
+        ours = {length: 1e3 * r["seconds"] for length, r in end_to_end.items()}
+        peer = {length: 1e3 * r["peer_s"] for length, r in end_to_end.items() if r.get("peer")}
         for name, other in (("the fastest dense attention", dense), ("the fastest other NSA implementation", peer)):
             cells = (f"{other[n] / ours[n]:.1f}" if n in other and n in ours else "" for n in lengths)
             rows.append([f"H200, {title}, over {name}", "paper", *cells])

@@ -137,7 +137,7 @@ class Implementation:
         yield "sliding window", lambda: self.window(q, k, v), (q, k, v)
         yield "combine", lambda: self.combine(*branches, logits), (*branches, logits)
         for pattern, blocks in own.items():
-            yield f"whole, {pattern}", lambda b=blocks: self.whole(*inputs, b), inputs
+            yield f"end to end, {pattern}", lambda b=blocks: self.end_to_end(*inputs, b), inputs
 
 
 class Ours(Implementation):
@@ -173,7 +173,7 @@ class Ours(Implementation):
     def combine(self, cmp, slc, swa, logits):
         return self.nsa.combine(cmp[None], slc[None], swa[None], logits.sigmoid()[None])
 
-    def whole(self, q, k, v, logits, blocks):
+    def end_to_end(self, q, k, v, logits, blocks):
         q, k, v, gates = (t[None] for t in (q, k, v, logits.sigmoid()))
         # The operator: nsa.native_sparse_attention itself takes no blocks. What its backward needs is kept.
         options = (self.cfg.as_list(), None, None, None, 0.0, 0, None, None, 0, 0, blocks, True, True)
@@ -202,7 +202,7 @@ class Peer(Implementation):
         g = logits.sigmoid()
         return g[..., 0:1] * cmp + g[..., 1:2] * slc + g[..., 2:3] * swa
 
-    def whole(self, q, k, v, logits, blocks):
+    def end_to_end(self, q, k, v, logits, blocks):
         cmp = self.attend_and_select(q, *self.compress(k, v))
         return self.combine(cmp, self.selected(q, k, v, blocks), self.window(q, k, v), logits)
 
@@ -279,9 +279,9 @@ class FlashNsa(Peer):
     def combine(self, cmp, slc, swa, logits):
         return self.gate(cmp, slc, swa, logits)
 
-    def whole(self, q, k, v, logits, blocks):
+    def end_to_end(self, q, k, v, logits, blocks):
         if self.problem.key_dim != self.problem.value_dim:
-            return super().whole(q, k, v, logits, blocks)
+            return super().end_to_end(q, k, v, logits, blocks)
         self.given = blocks
         return self.layer.NSAFunction.apply(q, k, v, logits, None, None, self.problem.scale)
 

@@ -96,7 +96,7 @@ void make_torch_deterministic(at::Device device) {
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
   auto& context = at::globalContext();
   context.setDeterministicAlgorithms(true, /*warn_only=*/false);
-  context.setDeterministicFillUninitializedMemory(false);  // costs time; nothing here reads what nobody wrote
+  context.setDeterministicFillUninitializedMemory(false);  // costs time; nothing here reads uninitialized memory
 }
 
 at::Tensor upload(const at::Tensor& host, at::Device device) {

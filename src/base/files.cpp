@@ -35,7 +35,7 @@ Bytes bytes_of(const std::string& text) { return std::as_bytes(std::span(text));
 
 fs::path folder_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : "."; }
 
-/// Creates a new file beside `path`, under a name that nothing had before: neither a file nor a link is followed.
+/// Creates a new file in the folder of `path` under a new name; follows neither a file nor a link.
 Descriptor create_temporary(const std::string& path, std::string& temporary) {
   for (std::int64_t number = ::getpid();; ++number) {
     const auto stem = fs::path(path).filename().string().substr(0, 200);  // names end at 255 bytes

@@ -32,16 +32,16 @@ bool is_users_fault(int error);
 /// Throws what errno says of `path`: Error where the user is at fault, Failure where the machine is.
 [[noreturn]] void throw_errno(const std::string& path, const char* what);
 
-/// A whole file. Throws as throw_errno() does.
+/// Reads a file. Throws as throw_errno() does.
 std::string read_text(const std::string& path);
-/// The same of a file that nobody typed: a FIFO, which would be waited for, a device or a folder is an Error.
+/// The same of a file that the user did not name: a FIFO, which would block, a device or a folder is an Error.
 std::string read_regular_text(const std::string& path);
 
 using Bytes = std::span<const std::byte>;
 
-/// Writes the parts to a new file beside `path`, `.nsa-NAME.NUMBER.tmp`, flushes it to the disk, renames it to `path`
-/// and flushes the folder. Throws as throw_errno() does when one of these fails; `path` then is as it was, unless it
-/// was the last.
+/// Writes the parts to a new file in the same folder, `.nsa-NAME.NUMBER.tmp`, flushes it to the disk, renames it to
+/// `path` and flushes the folder. Throws as throw_errno() does when one of these fails; `path` then is as it was,
+/// unless it was the last.
 void replace_file(const std::string& path, const std::vector<Bytes>& parts);
 void replace_file(const std::string& path, const std::string& text);
 

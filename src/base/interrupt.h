@@ -1,4 +1,4 @@
-// Turns Ctrl-C, SIGTERM and a lost terminal into a flag that a loop can poll.
+// Converts Ctrl-C, SIGTERM and a lost terminal into a flag that a loop can poll.
 #pragma once
 
 #include <array>

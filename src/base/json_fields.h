@@ -43,7 +43,7 @@ class FieldReader {
     value = *it;
   }
 
-  /// Refuses fields that nobody read.
+  /// Refuses fields that were not read.
   void finish() const {
     for (const auto& item : json_.items()) {
       if (!seen_.count(item.key())) {

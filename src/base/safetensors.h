@@ -24,13 +24,13 @@ using Metadata = std::map<std::string, std::string>;
 /// A file mapped into memory; the tensors point into it.
 class SafetensorsFile {
  public:
-  /// Throws Error, naming the file and what is wrong, unless the whole file is sound: header, names, dtypes, shapes and
+  /// Throws Error, naming the file and what is wrong, unless the file is sound: header, names, dtypes, shapes and
   /// offsets, which must cover the data without gaps or overlaps, and the checksum where it has one.
   static SafetensorsFile open(const std::string& path);
 
   const Metadata& metadata() const { return metadata_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
-  /// What write_safetensors() returned; empty for files of other programs.
+  /// The checksum that write_safetensors() returned; empty for files of other programs.
   const std::string& checksum() const { return checksum_; }
 
  private:

@@ -47,10 +47,10 @@ Costs::Costs(const Dims& dims, std::int64_t length)
       {"compressed_attention_backward", attention_backward(compressed_pairs_, blocks_)},
       {"selected_attention_backward", selected(attention_backward(selected_pairs_, length_))},
       {"sliding_window_attention_backward", attention_backward(window_pairs_, length_)},
-      {"dense_forward", whole(causal_pairs_, false)},
-      {"dense_forward_backward", whole(causal_pairs_, true)},
-      {"plain_forward", whole(causal_pairs_, false)},
-      {"plain_forward_backward", whole(causal_pairs_, true)},
+      {"dense_forward", end_to_end(causal_pairs_, false)},
+      {"dense_forward_backward", end_to_end(causal_pairs_, true)},
+      {"plain_forward", end_to_end(causal_pairs_, false)},
+      {"plain_forward_backward", end_to_end(causal_pairs_, true)},
       // Stages. The scores of the compressed attention serve the selection too; the window's output is added at once.
       {"compressed attention, selection", attention(compressed_pairs_, blocks_) + cost(0, indices_)},
       {"selected attention", selected(attention(selected_pairs_, length_))},
@@ -121,7 +121,7 @@ Cost Costs::compress(CompressionKind phi, bool backward) const {
 
 /// Attention to the raw tokens, which are read once whatever happens in between; the backward starts from the inputs
 /// and o's gradient, and writes a gradient for each input.
-Cost Costs::whole(double pairs, bool backward) const {
+Cost Costs::end_to_end(double pairs, bool backward) const {
   Cost result = cost(attention(pairs, 0).gflop * 1e9, q_ + keys_and_values(length_) + o_);
   if (!backward) return result;
   return {result.gflop + attention_backward(pairs, 0).gflop, 2 * result.bytes, 0};
@@ -132,7 +132,7 @@ Cost Costs::of(const std::string& name, CompressionKind phi) const {
   if (name == "compress_backward") return compress(phi, true);
   if (name == "forward" || name == "forward_backward") {
     const bool backward = name != "forward";
-    Cost result = whole(compressed_pairs_ + selected_pairs_ + window_pairs_, backward);
+    Cost result = end_to_end(compressed_pairs_ + selected_pairs_ + window_pairs_, backward);
     result.gflop += compress(phi, false).gflop + (backward ? compress(phi, true).gflop : 0);
     result.bytes += static_cast<std::int64_t>((backward ? 2 : 1) * (gates_ + weights(phi)));
     return result;

@@ -1,4 +1,4 @@
-// What the benchmark's pieces of work cost at least: floating-point operations and bytes, from shapes alone.
+// Minimum cost of the benchmark's tasks, floating-point operations and bytes, from shapes alone.
 //
 // Counted is what the algorithm needs: of attention 2 * channels for each visible (query, key) pair, head and product;
 // bytes of every input read once and of every output written once.
@@ -29,8 +29,8 @@ class Costs {
  public:
   Costs(const Dims& dims, std::int64_t length);
 
-  /// `name`: an operation of libnsa, its backward ("combine", "compress_backward", ...), a whole ("forward",
-  /// "forward_backward", the same after "dense_" or "plain_"), or a stage of a whole as Context::on_stage tells it.
+  /// `name`: an operation of libnsa, its backward ("combine", "compress_backward", ...), end to end ("forward",
+  /// "forward_backward", also with the prefix "dense_" or "plain_"), or a stage of Context::on_stage.
   /// phi matters where it compresses. Throws std::logic_error for any other name.
   Cost of(const std::string& name, CompressionKind phi = CompressionKind::kMean) const;
 
@@ -43,7 +43,7 @@ class Costs {
   Cost key_gradients(double pairs, double keys) const;
   Cost selected(Cost cost) const;
   Cost compress(CompressionKind phi, bool backward) const;
-  Cost whole(double pairs, bool backward) const;
+  Cost end_to_end(double pairs, bool backward) const;
 
   Dims dims_;
   double length_, blocks_;  // raw and compressed tokens

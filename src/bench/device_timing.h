@@ -11,7 +11,7 @@
 
 namespace nsa::bench {
 
-/// Told the name of a stage when all of it has been launched, or a part of it.
+/// Receives the name of a stage after all or a part of it has been launched.
 using StageMark = std::function<void(const char* stage)>;
 
 struct StageTiming {

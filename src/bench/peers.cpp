@@ -20,7 +20,7 @@ Parts parts_of(const std::string& op, Selection selection) {
   const std::string pattern = selection == Selection::kClustered ? ", clustered" : ", random";
   const std::string compress = "compress k and v", choose = "compressed attention, selection",
                     window = "sliding window";
-  const std::string selected = "selected attention" + pattern, whole = "whole" + pattern;
+  const std::string selected = "selected attention" + pattern, end_to_end = "end to end" + pattern;
   const std::map<std::string, Parts> table = {
       {"compress", {{compress}, {"forward"}}},
       {"compress_backward", {{compress}, {"backward"}}},
@@ -33,8 +33,8 @@ Parts parts_of(const std::string& op, Selection selection) {
       {"sliding_window_attention_backward", {{window}, {"backward"}}},
       {"combine", {{"combine"}, {"forward"}}},
       {"sliding window, combine", {{window, "combine"}, {"forward"}}},
-      {"forward", {{whole}, {"forward"}}},
-      {"forward_backward", {{whole}, {"forward", "backward"}}},
+      {"forward", {{end_to_end}, {"forward"}}},
+      {"forward_backward", {{end_to_end}, {"forward", "backward"}}},
   };
   const auto found = table.find(op);
   return found == table.end() ? Parts{} : found->second;

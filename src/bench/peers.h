@@ -19,15 +19,15 @@ struct PeerTime {
 
 class Peers {
  public:
-  /// Nobody.
+  /// No peers.
   Peers() = default;
   /// Throws Error for a file that is not one of bench/peers/peers.py, or is about another GPU or another problem.
   Peers(const std::string& path, const Dims& dims, const std::string& gpu);
 
   bool empty() const { return times_.empty(); }
 
-  /// The fastest of the others at what the benchmark calls `op` (an operation, a stage or a whole); empty where nobody
-  /// has it alone. They compress by the mean. For the selection `own` counts what they take for a random one.
+  /// The fastest peer for `op` (an operation, a stage or end to end); empty if no peer times it. Peers compress by the
+  /// mean. For the selection `own` their time with a random selection counts.
   std::optional<PeerTime> best(const std::string& op, std::int64_t length, Selection selection) const;
 
  private:

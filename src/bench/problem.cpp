@@ -182,9 +182,10 @@ std::function<void()> Problem::compress_work(CompressionKind phi, bool backward)
   };
 }
 
-// ------------------------------------------------------------------------------------------------- whole and by parts
+// ------------------------------------------------------------------------------------------------- end to end and by
+// parts
 
-Case Problem::whole(CompressionKind phi, bool backward) {
+Case Problem::end_to_end(CompressionKind phi, bool backward) {
   if (backward) keep_gradients();
   auto forward = attention_;
   if (!backward) {  // keep nothing that only the backward needs
@@ -202,13 +203,13 @@ Case Problem::whole(CompressionKind phi, bool backward) {
     mark("compress_backward");
   };
   const std::string op = backward ? "forward_backward" : "forward";
-  Case whole{.op = op,
-             .variant = name_of(phi),
-             .cost = cost(op, phi),
-             .work = [work] { work([](const char*) {}); },
-             .staged = {}};
-  if (shape_.device.is_cuda()) whole.staged = work;
-  return whole;
+  Case task{.op = op,
+            .variant = name_of(phi),
+            .cost = cost(op, phi),
+            .work = [work] { work([](const char*) {}); },
+            .staged = {}};
+  if (shape_.device.is_cuda()) task.staged = work;
+  return task;
 }
 
 std::vector<Case> Problem::operations(const std::vector<CompressionKind>& phis, bool backward) {

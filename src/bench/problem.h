@@ -1,5 +1,5 @@
 // One sequence of random data and everything the benchmark times on it: the operations of libnsa one by one, forward
-// and backward, the whole, and dense attention beside it.
+// and backward, end to end, and dense attention.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ namespace nsa::bench {
 struct Shape : Dims {
   Selection selection = Selection::kOwn;
   int threads = 2;
-  std::optional<Flash3> flash3;  // where given, dense attention by FlashAttention-3 is timed, too
+  std::optional<Flash3> flash3;  // if given, FlashAttention-3 is timed as dense attention
   at::Device device = at::kCPU;
 };
 
@@ -32,16 +32,16 @@ struct Case {
   std::string op, variant;
   Cost cost;
   std::function<void()> work;
-  std::function<void(const StageMark&)> staged;  // the same, telling of its stages; empty where it has none
+  std::function<void(const StageMark&)> staged;  // the same with stage marks; empty without stages
 };
 
 class Problem {
  public:
   Problem(const Shape& shape, std::int64_t length);
 
-  /// All of NSA: compress keys and values by `phi`, attend; with `backward` the gradients of everything too. It attends
-  /// to what the shape's `selection` says, while the choice of its own still runs. On CUDA it tells of its stages.
-  Case whole(CompressionKind phi, bool backward);
+  /// NSA end to end: compress keys and values by `phi`, attend; with `backward` also all gradients. It attends to the
+  /// blocks of the shape's `selection`; the selector always runs. On CUDA it reports its stages.
+  Case end_to_end(CompressionKind phi, bool backward);
   /// The operations one by one, as a caller has them.
   std::vector<Case> operations(const std::vector<CompressionKind>& phis, bool backward);
   /// Causal attention to everything on libnsa's own kernels: a window as long as the sequence.

@@ -31,9 +31,9 @@ class Runner {
       }
       Ratio ratio{.pass = backward ? "forward_backward" : "forward", .length = length};
       for (std::size_t i = 0; i < options_.phis.size(); ++i) {
-        const auto whole = problem.whole(options_.phis[i], backward);
-        const auto result = time(whole, length);
-        if (options_.parts && whole.staged) time_stages(problem, whole, options_.phis[i], length);
+        const auto task = problem.end_to_end(options_.phis[i], backward);
+        const auto result = time(task, length);
+        if (options_.parts && task.staged) time_stages(problem, task, options_.phis[i], length);
         if (i > 0) continue;
         ratio.seconds = result.timing.seconds();
         ratio.judged = result.timing.judged;
@@ -81,11 +81,11 @@ class Runner {
     }
   }
 
-  void time_stages(const Problem& problem, const Case& whole, CompressionKind phi, std::int64_t length) {
-    for (const auto& [stage, timing] : time_device_stages(whole.staged, options_.timing, options_.shape.device)) {
+  void time_stages(const Problem& problem, const Case& task, CompressionKind phi, std::int64_t length) {
+    for (const auto& [stage, timing] : time_device_stages(task.staged, options_.timing, options_.shape.device)) {
       add({.op = stage,
-           .variant = whole.variant,
-           .part_of = whole.op,
+           .variant = task.variant,
+           .part_of = task.op,
            .length = length,
            .timing = timing,
            .cost = problem.cost(stage, phi),

@@ -1,4 +1,4 @@
-// The benchmark: NSA over sequence length, by operation and as a whole, with dense attention beside it.
+// The benchmark: NSA by sequence length, by operation and end to end, and dense attention.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace nsa::bench {
 
-/// What the machine does at most. On the CPU the registers, measured right after each result; on CUDA torch's product
-/// of large matrices and a copy in its memory, measured once.
+/// Peak rates of the machine. On the CPU the register peak, measured right after each result; on CUDA a large GEMM of
+/// torch and a device copy, measured once.
 struct Rates {
   std::optional<double> gflops, bytes_per_s;
 };
@@ -23,11 +23,11 @@ struct Rates {
 struct Options {
   Shape shape;
   std::vector<std::int64_t> lengths;
-  std::vector<CompressionKind> phis;  // of compress and of the whole; ratios are about the first
+  std::vector<CompressionKind> phis;  // of compress and end to end; ratios use the first
   bool backward = true;
-  bool parts = true;  // the stages of the whole on CUDA, and each operation alone
+  bool parts = true;  // stages of end to end on CUDA, and single operations
   bool plain = true;  // dense attention on libnsa's kernels
-  std::string only;   // if it is given, of the operations alone those with this in their names, and nothing else
+  std::string only;   // if given, time only operations whose name contains it
   TimingOptions timing;
   std::int64_t longest_backward = 131072;      // no backward beyond this length
   std::int64_t longest_dense_forward = 32768;  // beyond it dense and plain attention grow as the length squared

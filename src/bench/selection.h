@@ -11,8 +11,8 @@ namespace nsa::bench {
 
 enum class Selection : std::int8_t {
   kOwn,        // what the queries choose themselves
-  kRandom,     // forced blocks and others by chance, anew for every query
-  kClustered,  // the same, each drawn anew for every third query, at a moment of its own: neighbours share about 3/4
+  kRandom,     // forced blocks and random others, drawn for every query
+  kClustered,  // random, each redrawn every third query with a random phase: neighbours share 3/4
 };
 
 const char* name_of(Selection selection);

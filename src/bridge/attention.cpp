@@ -13,7 +13,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-/// A tensor for the gradient of `like`, or an undefined one where nobody asks for it.
+/// A tensor for the gradient of `like`, or an undefined one if it is not needed.
 at::Tensor gradient_of(const at::Tensor& like, bool wanted = true) {
   return like.defined() && wanted ? at::empty(like.sizes(), like.options()) : at::Tensor();
 }

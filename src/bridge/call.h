@@ -23,7 +23,7 @@ void check_launch(int error, const char* kernel);
 Context with_workspace(Context context, at::Device device, std::size_t bytes, at::Tensor& memory);
 
 /// Runs an operation of libnsa, e.g. call(nsa::combine, params, device), on tensors of `device`. Throws as check does.
-/// torch gives the workspace to nobody else before the stream has passed the operation.
+/// torch does not reuse the workspace before the stream has passed the operation.
 template <class Params>
 void call(Status (*operation)(const Params&, const Context&), const Params& params, at::Device device,
           const Context& context = {}) {

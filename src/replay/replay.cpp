@@ -1,4 +1,4 @@
-// A dumped call, run again on any backend, and its outputs beside the oracle's.
+// Replays a dumped call on any backend and compares its outputs with the oracle's.
 #include <ATen/core/grad_mode.h>
 #include <fmt/core.h>
 
@@ -166,14 +166,14 @@ void add_outputs(CallArguments& a, NsaAttentionParams& p, const char* keys, cons
   p.lse_swa = a.out("lse_swa", lse, at::kFloat);
 }
 
-Status replay_whole(CallArguments& a, const at::Tensor& imposed, const Context& context) {
+Status replay_nsa_attention(CallArguments& a, const at::Tensor& imposed, const Context& context) {
   auto p = whole_params(a);
   if (imposed.defined()) p.imposed_indices = bridge::view_of(imposed);
   add_outputs(a, p, "k_c", "v_c");
   return nsa::nsa_attention(p, context);
 }
 
-Status replay_whole_backward(CallArguments& a, const Context& context) {
+Status replay_nsa_attention_backward(CallArguments& a, const Context& context) {
   return nsa::nsa_attention_backward({.forward = whole_params(a),
                                       .d_o = a.in("d_o"),
                                       .d_q = a.out_like("d_q", "q"),
@@ -338,8 +338,8 @@ void replay(const DumpedCall& call, CallArguments& a, Backend backend, const at:
        }},
       {"combine", [&] { return replay_combine(a, false, context); }},
       {"combine_backward", [&] { return replay_combine(a, true, context); }},
-      {"nsa_attention", [&] { return replay_whole(a, imposed, context); }},
-      {"nsa_attention_backward", [&] { return replay_whole_backward(a, context); }},
+      {"nsa_attention", [&] { return replay_nsa_attention(a, imposed, context); }},
+      {"nsa_attention_backward", [&] { return replay_nsa_attention_backward(a, context); }},
       {"native_sparse_attention", [&] { return replay_layer(a, imposed, context); }},
       {"native_sparse_attention_backward", [&] { return replay_layer_backward(a, context); }},
       {"decode", [&] { return replay_decode(a, imposed, false, context); }},

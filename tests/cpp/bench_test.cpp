@@ -206,7 +206,7 @@ TEST_F(BenchPeersTest, TellsTheFastestOfThoseWhoHaveAllParts) {
   write("", R"("sliding window": {"nsa": {"forward": 1}, "a": {"forward": 3}, "b": {"forward": 2},
                                   "c": {"forward": 1}},
                "combine": {"nsa": {"forward": 1}, "a": {"forward": 1}, "b": {"forward": 4}},
-               "whole, random": {"nsa": {"forward": 1, "backward": 1}, "a": {"forward": 9, "backward": null},
+               "end to end, random": {"nsa": {"forward": 1, "backward": 1}, "a": {"forward": 9, "backward": null},
                                  "b": {"forward": 10, "backward": 20}})");
   const Peers peers(path_, Dims{}, "GPU, compute capability 9.0");
   const auto best = [&](const char* op, Selection selection = Selection::kOwn) {

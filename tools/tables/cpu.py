@@ -4,7 +4,7 @@ from tables.bench import PASSES, RIVALS, Bench, crossovers
 from tables.text import figure, fill, seconds, source, table
 
 
-def cpu_whole():
+def cpu_end_to_end():
     yield "## End to end on a CPU, against dense attention"
     yield "![attention time over context length on a CPU](images/attention_time.png)"
     yield fill(

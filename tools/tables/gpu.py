@@ -25,7 +25,7 @@ def gpu_times(bench):
     return table(rows if peers else [[*row[:-3], row[-2]] for row in rows])
 
 
-def gpu_whole():
+def gpu_end_to_end():
     bench = Bench("bench_cuda.json")
     given, rates = bench.settings["selection"], bench.all["rates"]
     attends = "the blocks that it selects" if given == "own" else f"given {given} blocks; its own selection still runs"
@@ -45,12 +45,12 @@ def gpu_whole():
     for pass_name, title in PASSES.items():
         length = 65536
         rows = [[f"{title}, {length} tokens", "ms", "TFLOP", "GB", "share of the limit", "other NSA"]]
-        whole = bench.results(pass_name, bench.phi)[length]
+        end_to_end = bench.results(pass_name, bench.phi)[length]
         stages = [r for r in bench.all["results"] if r.get("part_of") == pass_name and r["length"] == length]
         stages = [r for r in stages if r["variant"] == bench.phi]
-        for r in [*stages, whole]:
+        for r in [*stages, end_to_end]:
             peer = f"{figure(1e3 * r['peer_s'])} ({r['peer']})" if r.get("peer") else ""
-            name = "**end to end**" if r is whole else r["op"].replace("_", " ")
+            name = "**end to end**" if r is end_to_end else r["op"].replace("_", " ")
             work = [f"{r['gflop'] / 1e3:.2f}", f"{r['bytes'] / 1e9:.2f}", f"{r['share']:.0%}"]
             rows.append([name, figure(1e3 * r["seconds"]), *work, peer])
         yield table(rows)

@@ -20,15 +20,12 @@ def peers_table(result, wanted):
     stages = [(length, name, found) for length, name, found in stages if wanted(length, name)]
     shown = [name for name in NAMES if any(name in found for _, _, found in stages)]
     rows = [["length", "stage", *(NAMES[name] for name in shown)]]
-    rows += [
-        [length, name.replace("whole", "end to end"), *(pair(found.get(one)) for one in shown)]
-        for length, name, found in stages
-    ]
+    rows += [[length, name, *(pair(found.get(one)) for one in shown)] for length, name, found in stages]
     return table(rows)
 
 
 def whole_or_dense(_, name):
-    return name.startswith(("whole", "dense"))
+    return name.startswith(("end to end", "dense"))
 
 
 def peers():

@@ -34,7 +34,7 @@ class Baseline {
   virtual at::Tensor priorities(const QueryBlock& block) = 0;
 };
 
-/// q (Hkv, G, S, Dk) times the softmax scale and k (Hkv, S, Dk), both rotated, of a whole sequence; `budget` >= 1.
+/// q (Hkv, G, S, Dk) times the softmax scale and k (Hkv, S, Dk), both rotated, of a full sequence; `budget` >= 1.
 std::unique_ptr<Baseline> make_streaming(const at::Tensor& q, const at::Tensor& k, std::int64_t budget);
 std::unique_ptr<Baseline> make_h2o(const at::Tensor& q, const at::Tensor& k, std::int64_t budget);
 std::unique_ptr<Baseline> make_quest(const at::Tensor& q, const at::Tensor& k, std::int64_t budget);

@@ -1,8 +1,8 @@
 // ClusterKV: Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression", arXiv
 // 2412.03213. The first 16 tokens are always read. The others are clustered in stretches of 320, as the paper does with
-// what it decodes: whenever a stretch is whole, k-means by the cosine of the keys makes a cluster for every 80 tokens
+// what it decodes: whenever a chunk is complete, k-means by the cosine of the keys makes a cluster for every 80 tokens
 // of it. Clusters are read in the order of their centroids' scores with the query, summed over the query heads of the
-// KV head; the last one is cut where the budget ends. Tokens of a stretch that is not whole are all read. Budgets below
+// KV head; the last one is cut where the budget ends. Tokens of an incomplete chunk are all read. Budgets below
 // 640 (64) tokens have stretches (sinks) of half (a quarter of) their size. Simplified: a prompt is treated as if it
 // were decoded, not clustered all at once; k-means starts from evenly spaced keys, not random ones, and ends after ten
 // rounds; every layer chooses, where the paper's code leaves the first two dense.

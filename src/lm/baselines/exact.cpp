@@ -1,5 +1,5 @@
-// Exact top-n: the tokens that full attention weighs most, the bound that NSA's paper sets its choice against (Yuan et
-// al., arXiv 2502.11089, section 4, "Exact-Top"). A KV head's choice goes by the sum of its query heads' weights.
+// Exact top-n: the tokens that full attention weighs most, the bound with which NSA's paper compares block selection
+// (Yuan et al., arXiv 2502.11089, section 4, "Exact-Top"). A KV head selects by the sum of its query heads' weights.
 #include "lm/baselines/baseline.h"
 
 namespace nsa::lm {

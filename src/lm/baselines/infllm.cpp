@@ -3,10 +3,10 @@
 // the last ones, the rest to blocks of 64 out of what lies between. Four tokens represent a block: those whose keys
 // score highest with the queries of the local window behind them. The blocks are read whose representatives score
 // highest with the query, summed over them and the query heads of the KV head; the last one is cut where the budget
-// ends. Tokens that have left the window before their block is whole are read, too. Simplified: each query chooses for
-// itself, as in the paper's decoding, not a chunk of queries together; one KV head by itself, not all heads of a layer
-// together; and distant keys stay rotated by their place in the text, where the paper gives them all one distance, in
-// the choice, too.
+// ends. Tokens that have left the window before their block is complete are read, too. Simplified: each query chooses
+// for itself, as in the paper's decoding, not a chunk of queries together; one KV head by itself, not all heads of a
+// layer together; and distant keys stay rotated by their place in the text, where the paper gives them all one
+// distance, in the choice, too.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/matmul.h>

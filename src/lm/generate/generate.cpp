@@ -33,7 +33,7 @@ using Sequences = std::vector<std::vector<std::int64_t>>;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 /// The next token of every sequence.
-struct Choice {
+struct Sampled {
   std::vector<std::int64_t> tokens;
   std::vector<double> margins;
   std::vector<bool> finite;  // the logits it was chosen from
@@ -51,17 +51,17 @@ class SequenceSamplers {
   }
 
   /// logits: float32 (B, vocab_size) in host memory. Sequences that have ended draw nothing.
-  Choice choose(const at::Tensor& logits, const std::vector<bool>& ended) {
-    Choice choice;
+  Sampled choose(const at::Tensor& logits, const std::vector<bool>& ended) {
+    Sampled sampled;
     const auto size = static_cast<std::size_t>(logits.size(1));
     for (std::size_t b = 0; b < samplers_.size(); ++b) {
       const std::span<const float> row(logits.const_data_ptr<float>() + b * size, size);
       const bool finite = std::all_of(row.begin(), row.end(), [](float logit) { return std::isfinite(logit); });
-      choice.tokens.push_back(finite && !ended[b] ? samplers_[b].sample(row) : 0);
-      choice.margins.push_back(margin(row));
-      choice.finite.push_back(finite);
+      sampled.tokens.push_back(finite && !ended[b] ? samplers_[b].sample(row) : 0);
+      sampled.margins.push_back(margin(row));
+      sampled.finite.push_back(finite);
     }
-    return choice;
+    return sampled;
   }
 
  private:
@@ -94,7 +94,7 @@ class Continuation {
   /// wait. A sequence that has ended has a step or two too many.
   bool runs_ahead() const { return greedy_ && decoder_ && model_.device().is_cuda(); }
 
-  /// Begins the choice of the tokens behind the prompts.
+  /// Starts to sample the tokens behind the prompts.
   void begin(const Sequences& prompts) {
     if (!decoder_) return go_on(prompts);
     std::vector<at::Tensor> rows;
@@ -119,25 +119,25 @@ class Continuation {
     send();
   }
 
-  /// The choice that began first.
-  Choice wait(const std::vector<bool>& ended) {
+  /// Waits for the oldest samples.
+  Sampled wait(const std::vector<bool>& ended) {
     const Sent sent = std::move(sent_.front());
     sent_.pop_front();
     if (sent.arrival) sent.arrival->synchronize();
     if (!greedy_) {
-      Choice choice = samplers_.choose(sent.numbers, ended);
-      tokens_.copy_(base::upload(at::tensor(choice.tokens), tokens_.device()));
-      return choice;
+      Sampled sampled = samplers_.choose(sent.numbers, ended);
+      tokens_.copy_(base::upload(at::tensor(sampled.tokens), tokens_.device()));
+      return sampled;
     }
-    Choice choice;
+    Sampled sampled;
     const auto* const values = sent.numbers.const_data_ptr<double>();
     const auto count = static_cast<std::size_t>(sent.numbers.size(1));
     for (std::size_t b = 0; b < count; ++b) {
-      choice.tokens.push_back(static_cast<std::int64_t>(values[b]));
-      choice.margins.push_back(values[count + b]);
-      choice.finite.push_back(values[2 * count + b] != 0);
+      sampled.tokens.push_back(static_cast<std::int64_t>(values[b]));
+      sampled.margins.push_back(values[count + b]);
+      sampled.finite.push_back(values[2 * count + b] != 0);
     }
-    return choice;
+    return sampled;
   }
 
   void end(std::size_t sequence) {
@@ -203,7 +203,7 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
 
   auto start = Clock::now();
   next.begin(sequences);
-  auto choice = next.wait(ended);
+  auto sampled = next.wait(ended);
   result.prefill_seconds = seconds_since(start);
   start = Clock::now();
   std::int64_t begun = 0;                   // steps
@@ -213,13 +213,13 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
     bool stopped = false;
     for (std::size_t b = 0; b < sequences.size() && !stopped; ++b) {
       if (ended[b]) continue;
-      if (!choice.finite[b]) {
+      if (!sampled.finite[b]) {
         throw base::Failure(fmt::format("the logits behind token {} are not finite", sequences[b].size()));
       }
-      const std::int64_t token = choice.tokens[b];
+      const std::int64_t token = sampled.tokens[b];
       auto& generated = result.sequences[b];
       generated.tokens.push_back(token);
-      generated.margins.push_back(choice.margins[b]);
+      generated.margins.push_back(sampled.margins[b]);
       sequences[b].push_back(token);
       const bool last = token == options.stop_token || count == options.max_tokens;
       if (last) {
@@ -231,7 +231,7 @@ Generation generate(const Model& model, const Sequences& prompts, const Generate
     }
     if (left == 0 || stopped) break;
     if (!next.runs_ahead()) next.go_on(sequences);
-    choice = next.wait(ended);
+    sampled = next.wait(ended);
   }
   result.decode_seconds = seconds_since(start);
   return result;

@@ -14,7 +14,7 @@ namespace nsa::lm {
 struct GenerateOptions {
   std::int64_t max_tokens = 500;  // of each sequence
   std::int64_t stop_token = -1;   // a sequence ends with it; -1: none
-  bool cached = true;             // false: the whole forward again for each token
+  bool cached = true;             // false: a full forward for each token
   bool graph = true;              // false: a step launches each of its kernels, also where a graph can hold them
   SamplerConfig sampler;          // every sequence's own; the first one's seed is `seed`
 };
@@ -31,7 +31,7 @@ struct Generation {
 };
 
 /// What is called with each new token of a sequence as soon as it is known; `last`: the sequence has no more. Returning
-/// false stops the whole generation.
+/// false stops generation.
 using OnToken = std::function<bool(std::size_t sequence, std::int64_t token, bool last)>;
 
 /// Continues all prompts side by side. Each holds at least one token. Throws Failure when logits are not finite.

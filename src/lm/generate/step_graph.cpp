@@ -37,7 +37,7 @@ c10::cuda::CUDACachingAllocator::CUDAAllocator& allocator() {
   return *static_cast<c10::cuda::CUDACachingAllocator::CUDAAllocator*>(c10::GetAllocator(c10::kCUDA));
 }
 
-/// Memory of torch's allocator that nobody else gets. torch itself counts the first number up from 1.
+/// A private pool of torch's allocator. torch itself counts the first number up from 1.
 c10::MempoolId_t new_pool() {
   static std::atomic<c10::CaptureId_t> last{c10::CaptureId_t{1} << 40};
   return {++last, 0};

@@ -112,7 +112,7 @@ class AddAndNorm : public torch::autograd::Function<AddAndNorm> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& added,
                                const at::Tensor& weight, double eps) {
     const auto fused = fused_norm(x, added.contiguous(), weight, eps);
-    ctx->set_materialize_grads(false);  // nobody reads the last sum
+    ctx->set_materialize_grads(false);  // the last sum is not read
     ctx->save_for_backward({fused.sum, weight, fused.scale});
     return {fused.sum, fused.y};
   }

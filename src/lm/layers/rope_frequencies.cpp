@@ -14,9 +14,9 @@ namespace {
 double scaled(const RopeScaling& scaling, double frequency) {
   if (scaling.type == RopeType::kDefault) return frequency;
   if (scaling.type == RopeType::kLinear) return frequency / scaling.factor;
-  const double turns = scaling.original_context * frequency / (2 * std::numbers::pi);
-  const double high =
-      std::clamp((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0);
+  const double rotations = scaling.original_context * frequency / (2 * std::numbers::pi);
+  const double high = std::clamp(
+      (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0);
   return frequency * (high + (1 - high) / scaling.factor);
 }
 

@@ -21,13 +21,13 @@ RopeType rope_type(const std::string& name);
 struct RopeScaling {
   RopeType type = RopeType::kDefault;
   double factor = 1;
-  double low_freq_factor = 1, high_freq_factor = 4;  // llama3: turns over the original context
+  double low_freq_factor = 1, high_freq_factor = 4;  // llama3: rotations over the original context
   int original_context = 8192;                       // llama3: tokens
-  double partial_rotary_factor = 1;                  // share of the pairs that turn, the fastest ones (2410.06205)
+  double partial_rotary_factor = 1;                  // partial RoPE: fraction rotated, the fastest pairs (2410.06205)
   bool operator==(const RopeScaling&) const = default;
 };
 
-/// Of the head_dim / 2 pairs, radians per token: theta^(-2j / head_dim), scaled; 0 for those that do not turn.
+/// Of the head_dim / 2 pairs, radians per token: theta^(-2j / head_dim), scaled; 0 for pairs that are not rotated.
 std::vector<double> rope_frequencies(std::int64_t head_dim, double theta, const RopeScaling& scaling);
 
 }  // namespace nsa::lm

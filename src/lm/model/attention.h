@@ -30,7 +30,7 @@ struct ForwardState {
   Rotation rotation;                  // at each token's position in its sequence
   Rotation table;                     // of every position
   ForwardOptions options;
-  std::optional<SelectorSample> sample;  // of the selector loss, where it is asked for and a query has a choice
+  std::optional<SelectorSample> sample;  // of the selector loss, if it is on and a query can select
 };
 
 /// Attention within packed sequences; `layer` is the layer's number, `trace` may be null.

@@ -17,7 +17,7 @@
 namespace nsa::lm {
 
 /// The weights of a layer as a forward uses them: in the compute dtype, projections of one input joined into one
-/// matrix. Made anew for every training step (so that gradients reach the parameters) and once for a generation.
+/// matrix. Made for every training step, so that gradients reach the parameters, and once for a generation.
 struct BlockWeights {
   at::Tensor attention_norm, ffn_norm;  // float32 (hidden)
   at::Tensor q_norm;                    // float32 (Dk); undefined without
@@ -53,7 +53,7 @@ class Block {
   at::Tensor ffn_norm_, gate_proj_, up_proj_, down_proj_;
 };
 
-/// A whole layer, in which `attend` gives (rows, H, Dv); `rotation` holds each row's angles.
+/// A full layer, in which `attend` gives (rows, H, Dv); `rotation` holds each row's angles.
 using Attend = std::function<at::Tensor(const AttentionInputs&)>;
 Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
                        const Rotation& rotation, const Attend& attend);

@@ -51,8 +51,8 @@ at::Tensor group_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 /// other: (T, Hkv, blocks).
 at::Tensor sum_over_blocks(const at::Tensor& attention, std::int64_t size, std::int64_t blocks) {
   const std::int64_t behind = blocks * size - attention.size(-1);
-  const auto whole = behind == 0 ? attention : at::constant_pad_nd(attention, {0, behind});
-  return whole.unflatten(-1, {-1, size}).sum({-3, -1}).transpose(-3, -2);
+  const auto padded = behind == 0 ? attention : at::constant_pad_nd(attention, {0, behind});
+  return padded.unflatten(-1, {-1, size}).sum({-3, -1}).transpose(-3, -2);
 }
 
 /// bool (T, 1, blocks)
@@ -66,8 +66,8 @@ void require_a_selector(const ModelConfig& config, double weight) {
   if (config.attention != AttentionKind::kNsa || !config.share_kv || config.phi != CompressionKind::kMean) return;
   if (weight == 0) return;
   throw base::Error(
-      fmt::format("selector_loss = {}: must be 0 with share_kv and phi = mean, where the choice has no "
-                  "weights of its own to learn by",
+      fmt::format("selector_loss = {}: must be 0 with share_kv and phi = mean, as the selector has no "
+                  "weights to train",
                   weight));
 }
 
@@ -90,14 +90,14 @@ at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors
   }
   keys = at_least_float(keys);
   const auto halves = keys.chunk(2, -1);
-  const auto turn = [&](const at::Tensor& t) {  // the rows at which blocks begin
+  const auto rows = [&](const at::Tensor& t) {  // the rows at which blocks begin
     return t.slice(0, 0, (keys.size(-2) - 1) * cfg.kernel_stride + 1, cfg.kernel_stride).to(keys.scalar_type());
   };
-  const auto cos = turn(table.cos), sin = turn(table.sin);
-  const auto turned = at::cat({at::addcmul(halves[0] * cos, halves[1], sin, -1),  //
-                               at::addcmul(halves[1] * cos, halves[0], sin)},
-                              -1);
-  return turned.transpose(-3, -2);
+  const auto cos = rows(table.cos), sin = rows(table.sin);
+  const auto rotated = at::cat({at::addcmul(halves[0] * cos, halves[1], sin, -1),  //
+                                at::addcmul(halves[1] * cos, halves[0], sin)},
+                               -1);
+  return rotated.transpose(-3, -2);
 }
 
 at::Tensor block_importances(const at::Tensor& q, const at::Tensor& k_c, const at::Tensor& positions,

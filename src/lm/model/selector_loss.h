@@ -42,8 +42,8 @@ struct SelectorSample {
   std::int64_t begin = 0, end = 0;  // rows of the sequence
   at::Tensor positions;             // int64 (T) in the sequence, on the device
 };
-/// The sequence is drawn by how many queries with a choice it has, up to `num_queries` of these evenly over it. Nothing
-/// where no query has a choice.
+/// Draws a sequence, with a probability proportional to its queries that have more blocks than they select, and up to
+/// `num_queries` of these queries evenly over it. Nothing if there is no such query.
 std::optional<SelectorSample> draw_queries(const std::vector<std::int64_t>& offsets, const NSAConfig& cfg,
                                            std::int64_t num_queries, std::uint64_t seed, at::Device device);
 

@@ -1,4 +1,4 @@
-// A needle in a haystack: does a model find a line far back in its context?
+// Needle retrieval: key-value needles in a haystack, by context length and needle depth.
 #pragma once
 
 #include <array>
@@ -12,11 +12,11 @@
 
 namespace nsa::lm {
 
-/// The context: a stretch of the texts with the needle "NAME = VALUE" in it, then the beginning of the same line, which
-/// the model is to end. {key} and {value} stand for a name of letters and a number, drawn anew for each sample.
+/// The context: text from the haystack with the needle "NAME = VALUE" in it, then the beginning of the same line, which
+/// the model completes. {key} and {value} stand for a name of letters and a number, drawn for each sample.
 struct NeedleOptions {
   std::vector<std::int64_t> lengths;  // tokens, question and answer included
-  // Where the needle lies: 0 at the start, 1 right before the question. See needle_place().
+  // Needle depth: 0 is the start, 1 is right before the question. See needle_place().
   std::vector<double> depths = {0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1};
   int samples = 10;
   std::uint64_t seed = 1;

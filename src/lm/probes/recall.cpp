@@ -27,9 +27,9 @@
 namespace nsa::lm {
 namespace {
 
-constexpr int kFirstChains = 4;
+constexpr int kFirstQueries = 4;
 constexpr int kFirstSlot = 5;  // with 4, NSA may guess which of the two pairs of a compression block is meant, for good
-constexpr double kSuccess = 0.97;    // of the chains
+constexpr double kSuccess = 0.97;    // of the queries
 constexpr double kKeysWeight = 0.1;  // of their loss; more of it, and NSA learns no block selection
 constexpr double kMemory = 0.8;      // of the running accuracy, per step
 constexpr std::int64_t kWarmupSteps = 50, kHistoryEvery = 25;
@@ -41,7 +41,7 @@ at::Tensor right_answers(const at::Tensor& logits, const at::Tensor& answers) {
   return logits.argmax(-1).cpu().eq(answers).to(at::kFloat);
 }
 
-at::Tensor whole_chains(const at::Tensor& right, int hops) { return right.view({-1, hops}).prod(1); }
+at::Tensor all_hops(const at::Tensor& right, int hops) { return right.view({-1, hops}).prod(1); }
 
 double share_of(const at::Tensor& right) { return right.mean().item<float>(); }
 
@@ -68,7 +68,7 @@ class RecallTrainer {
   };
 
   struct Result {
-    double loss = 0, accuracy = 0, exact = 0;  // the share of right answers, and of chains without a wrong one
+    double loss = 0, accuracy = 0, exact = 0;  // of single answers, and of queries with all hops right
   };
 
   Result step(const Plan& plan) {
@@ -89,13 +89,13 @@ class RecallTrainer {
         logits_at(data.batch, at::cat({data.queries, data.values}), forward).split(data.queries.size(0));
     const auto loss = token_losses(logits[0], data.answers).mean();
     const auto keys = data.batch.tokens.index_select(0, data.values - 1);
-    auto whole = plan.keys_too ? loss + kKeysWeight * token_losses(logits[1], keys).mean() : loss;
-    if (forward.trace) whole = whole + options_.selector_loss * selector_loss(trace);
-    whole.backward();
+    auto total = plan.keys_too ? loss + kKeysWeight * token_losses(logits[1], keys).mean() : loss;
+    if (forward.trace) total = total + options_.selector_loss * selector_loss(trace);
+    total.backward();
     optimizer_.step(plan.lr);
     ++steps_;
     const auto right = right_answers(logits[0].detach(), data.answers);
-    return {loss.item<float>(), share_of(right), share_of(whole_chains(right, task.hops))};
+    return {loss.item<float>(), share_of(right), share_of(all_hops(right, task.hops))};
   }
 
   /// On fresh sequences of the task; `forward` as the model is to be run.
@@ -115,7 +115,7 @@ class RecallTrainer {
     }
     const auto right = at::cat(parts);
     RecallScore score;
-    score.accuracy = share_of(whole_chains(right, task.hops));
+    score.accuracy = share_of(all_hops(right, task.hops));
     for (int hop = 0; hop < task.hops; ++hop) {
       score.by_hop.push_back(share_of(right.view({-1, task.hops}).select(1, hop)));
     }
@@ -142,7 +142,7 @@ class RecallTrainer {
     config.attention = attention;
     config.vocab_size = options.task.vocab_size();
     Model model(config, options.seed);
-    // Tokens as loud as what the first layer adds to them: else they drown in it, and are not told from each other.
+    // Embeddings as large as the first layer's output, which would otherwise dominate them.
     const at::NoGradGuard no_grad;
     for (const auto& [name, tensor] : model.parameters()) {
       if (name == "embedding.weight") tensor.mul_(std::sqrt(static_cast<double>(config.hidden_size)));
@@ -166,7 +166,7 @@ struct Learner {
   const RecallOptions& options;
   RecallTrainer trainer;
   std::vector<RecallTrainer::Plan> plans = {};  // of each step
-  int first_pairs = std::min(kFirstChains * options.task.hops, options.task.pairs);
+  int first_pairs = std::min(kFirstQueries * options.task.hops, options.task.pairs);
   int pairs = first_pairs, slot = std::min(kFirstSlot, options.task.slot);
   double running = 0, running_exact = 0;  // means since the last change of size, of which they begin at 0
   double weight = 0;                      // of what they have taken in
@@ -182,8 +182,8 @@ struct Learner {
     if (done()) return;
     --left;
     const auto& task = options.task;
-    const bool whole = pairs == task.pairs && slot == task.slot;
-    if (whole) ++at_full_length;
+    const bool full_length = pairs == task.pairs && slot == task.slot;
+    if (full_length) ++at_full_length;
     const double warmup = std::min(1.0, static_cast<double>(plans.size() + 1) / kWarmupSteps);
     const double decay = std::max(0.1, 1 - static_cast<double>(at_full_length) / kDecaySteps);
     plans.push_back({pairs, slot, options.lr * warmup * decay, pairs == first_pairs});
@@ -192,7 +192,7 @@ struct Learner {
     running_exact = kMemory * running_exact + (1 - kMemory) * exact;
     weight = kMemory * weight + (1 - kMemory);
     last = {.pairs = pairs, .slot = slot, .loss = loss, .accuracy = running / weight};
-    if (whole) {
+    if (full_length) {
       if (running_exact > kSuccess) left = std::min(left, options.steps_after_success);
     } else if (running >= kRecallGrowsAt) {
       if (pairs < task.pairs) {

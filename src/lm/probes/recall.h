@@ -13,22 +13,22 @@
 
 namespace nsa::lm {
 
-/// A sequence: `pairs` slots of a key, its value and padding; a gap; then keys, each to be answered with its value. The
-/// values are nowhere else, so that only attention to the pair helps. With one hop every key is asked, in random order
-/// and repeatedly. With more, pairs form chains: the value of a pair is the key of the chain's next one, `hops` times,
-/// and a value in the end. Each chain is asked once, by its first key, and its answers are written out one after the
-/// other. Tokens: 0 padding, 1 ... num_values values, then the keys.
+/// Associative recall (MQAR). A sequence has `pairs` slots of a key, its value and padding; a gap; then query keys,
+/// each followed by its value. The values occur nowhere else, so only attention to the pair predicts them. With one hop
+/// every key is queried repeatedly, in random order. Multi-hop recall links `hops` pairs: the value of each is the key
+/// of the next, and the last has a value. A query is the first key, followed by the answers of all hops. Tokens: 0
+/// padding, 1 ... num_values values, then the keys.
 struct RecallTask {
-  int pairs = 80;  // what chains leave over is never asked for
+  int pairs = 80;  // those beyond a multiple of `hops` are never queried
   int hops = 1;    // at most `pairs`
   int slot = 4;    // tokens from a key to the next
-  int gap = 9;     // more than layers * (window_size - 1): no chain of windows reaches from a query to a pair
+  int gap = 9;     // more than layers * (window_size - 1): stacked windows do not reach from a query to a pair
   int num_values = 32;
 
   int vocab_size() const { return 1 + num_values + pairs; }
   int num_queries() const { return hops == 1 ? pairs * slot / 2 : pairs / hops * hops; }
   int length() const { return pairs * slot + gap + num_queries(); }
-  double chance() const { return 1.0 / num_values; }  // of the value, and so of a chain at most
+  double chance() const { return 1.0 / num_values; }  // of a value; an upper bound for several hops
 
   /// The same task in `tokens` tokens: the longest slots that fit, and what they leave for the gap. Throws Error.
   RecallTask stretched(int tokens) const;
@@ -37,10 +37,10 @@ struct RecallTask {
 /// In host memory.
 struct RecallBatch {
   Batch batch;
-  at::Tensor queries;    // int64: rows of the packed tokens that ask
-  at::Tensor answers;    // int64: what they ask for
-  at::Tensor distances;  // int64: how many tokens ago the key that they ask for was read
-  at::Tensor values;     // int64: rows of the pairs' values, without those that are keys again; the key stands before
+  at::Tensor queries;    // int64: rows of the packed tokens that query
+  at::Tensor answers;    // int64: the values to predict
+  at::Tensor distances;  // int64: distance in tokens to the queried pair
+  at::Tensor values;     // int64: rows of the pairs' values that are no keys; the key is the row before
 };
 
 /// `sequences` sequences with `pairs` <= task.pairs pairs each, their keys drawn from all of the task's.
@@ -60,7 +60,7 @@ struct RecallOptions {
   std::uint64_t seed = 1;
   std::int64_t tokens_per_step = 1024;
   std::int64_t most_steps = 1500;
-  std::int64_t steps_after_success = 100;  // success: 97 % of the chains right at the whole length
+  std::int64_t steps_after_success = 100;  // success: 97 % accuracy at the full length
   double lr = 5e-3;
   double selector_loss = 0;  // weight of the selector loss of NSA
   at::Device device = at::kCPU;
@@ -81,8 +81,8 @@ struct RecallStep {
 
 /// Of one model on fresh sequences.
 struct RecallScore {
-  double accuracy = 0;              // share of chains all of whose answers are right; with one hop, of answers
-  std::vector<double> by_hop;       // share of right answers, the right ones given before
+  double accuracy = 0;              // fraction of queries with all hops right
+  std::vector<double> by_hop;       // accuracy of each hop, given the right answers before it
   std::vector<double> by_distance;  // the same between two edges of the report; NaN where nothing was asked
   std::vector<double> by_length;    // `accuracy` at each of RecallOptions::lengths
 };
@@ -104,10 +104,10 @@ struct RecallReport {
   bool as_expected() const;
 };
 
-/// Trains an NSA model and one with full attention, each on sequences that grow as it learns (4 chains, then twice as
-/// many whenever it has `kRecallGrowsAt` right), then one with the window alone on the NSA model's steps, and evaluates
-/// all three. Before they grow each value is asked for the key before it, too: attention to the token before is half of
-/// a recall, and is learnt late from the answers alone.
+/// Trains an NSA model and one with full attention, each on sequences that grow as it learns: 4 queries, then twice as
+/// many whenever its accuracy reaches `kRecallGrowsAt`. Then trains one with window attention on the NSA model's steps,
+/// and evaluates all three. On the shortest sequences each value also predicts the key before it: recall needs
+/// attention to the previous token, which is learned late from the answers alone.
 RecallReport run_recall(const RecallOptions& options, const std::function<void(const RecallStep&)>& on_step);
 
 void to_json(nlohmann::json& json, const RecallReport& report);

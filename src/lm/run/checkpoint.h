@@ -21,7 +21,7 @@ std::string save_tensors(const std::string& path, const NamedTensors& tensors, c
 /// shape or dtype, and Failure naming the first that holds NaN or infinity.
 void load_tensors(const std::string& path, const base::SafetensorsFile& file, const NamedTensors& tensors);
 
-/// Throws Failure naming the first tensor that holds NaN or infinity; `where` names the whole.
+/// Throws Failure naming the first tensor that holds NaN or infinity; `where` names the file.
 void require_finite(const std::string& where, const NamedTensors& tensors);
 
 /// `name` in the metadata of the model's file at `path`. Throws Error when it is no checkpoint of this program.
@@ -48,7 +48,7 @@ struct LoadedModel {
 /// `path`: a run folder, the model.safetensors in it, or a folder of transformers; `device` and `dtype`: as for
 /// Model::place, whatever the training used; `changes`: "topk=32" for each field of the model that shall be other than
 /// in training, which is noted on stderr. Throws Error when it is no sound checkpoint of this program, or when
-/// config.json beside it describes another model than was trained.
+/// config.json in the folder describes another model than was trained.
 LoadedModel load_model(const std::string& path, const std::vector<std::string>& changes, at::Device device,
                        at::ScalarType dtype);
 

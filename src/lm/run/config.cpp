@@ -133,7 +133,7 @@ void to_json(nlohmann::json& json, const TrainConfig& config) {
 void from_json(const nlohmann::json& json, TrainConfig& config) {
   base::FieldReader reader(json, "train");
   for_each_field(config, [&](const std::string& name, auto& value) {
-    if (!json.contains(name)) {  // a run from before there was a choice goes on as it was
+    if (!json.contains(name)) {  // a run older than the field keeps its behaviour
       if (name == "device" || name == "init" || name == "retrieval_fraction" || name == "selector_loss" ||
           name == "selector_queries" || name == "context_warmup")
         return;

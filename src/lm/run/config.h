@@ -34,7 +34,7 @@ struct TrainConfig {
   std::int64_t selector_queries = 0;  // that it asks of a batch; 0: default_selector_queries()
   double retrieval_fraction = 0;      // fraction of the tokens in key-value lines, see insert_key_value_lines()
   std::uint64_t seed = 0;
-  std::string device = "cpu";     // cpu or cuda: resuming goes on there
+  std::string device = "cpu";     // cpu or cuda, also when resuming
   std::string dtype = "auto";     // auto, float32, bfloat16
   bool recompute = false;         // layers keep their inputs alone and run again in the backward
   std::int64_t threads = 0;       // 0: as many as torch takes

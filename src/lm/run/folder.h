@@ -27,7 +27,8 @@ class RunFolder {
   const std::string& path() const { return path_; }
   RunConfig config() const;
 
-  /// Makes it the folder of this run. The one that it held stays whole until the new configuration is there, then goes.
+  /// Makes it the folder of this run. The old run stays complete until the new configuration is written, then it is
+  /// removed.
   void begin(const RunConfig& config) const;
 
   /// Gives the run that it holds another configuration, with other intervals.

@@ -60,7 +60,7 @@ FolderLock::FolderLock(const std::string& folder) : folder_(folder) {
       if (errno != EWOULDBLOCK) base::throw_errno(path, "cannot be locked");
       throw base::Error(fmt::format("{}: is being trained in by {}", folder, holder(path)));
     }
-    if (!is_named(file.get(), path)) continue;  // whoever held it took the name away at its end
+    if (!is_named(file.get(), path)) continue;  // its owner removed the name at its end
     if (::ftruncate(file.get(), 0) != 0) base::throw_errno(path, "cannot write");
     base::append_text(path, self());
     file_ = std::move(file);

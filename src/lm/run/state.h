@@ -9,7 +9,7 @@
 
 namespace nsa::lm {
 
-/// What a checkpoint keeps beside weights and moments. With the configuration it determines the rest of the run: the
+/// State of a checkpoint other than weights and moments. With the configuration it determines the rest of the run: the
 /// rows, the noise and the learning rate are functions of the step.
 struct TrainState {
   std::int64_t step = 0;

@@ -17,7 +17,7 @@ class DeferredMetrics {
   /// Waits for the device; returns the sum of the losses. Throws Failure when a norm was not finite; `step` is the next
   /// step.
   double sync(std::int64_t step);
-  /// Goes on at `step` with this sum.
+  /// Resumes at `step` with this sum.
   void restart(std::int64_t step, double loss_sum);
 
  private:

@@ -28,12 +28,13 @@ inline constexpr double kPhiFanIn = 128;
 class AdamW {
  public:
   /// The gradients of a step are the same on all ranks. `shard`: each rank keeps the moments of a share of the
-  /// parameters, whole tensors, updates those and sends them to the others (ZeRO-1, arXiv 1910.02054); the same bits.
+  /// parameters (complete tensors), updates those and sends them to the others (ZeRO-1, arXiv 1910.02054); the same
+  /// bits.
   AdamW(const NamedTensors& parameters, const AdamWConfig& config, const Ranks& ranks = {}, bool shard = false);
 
   /// Clips, updates and frees the gradients; returns their norm before the clipping, a float64 scalar on the
   /// parameters' device, for which the host does not wait. Parameters without a gradient keep their values; on a GPU,
-  /// where nobody has looked at the norm yet, all do if it is not finite.
+  /// if the norm has not been checked yet, all do if it is not finite.
   at::Tensor step(double learning_rate);
 
   /// The moments and the number of steps of each parameter: what a checkpoint holds. All of them on the first rank,

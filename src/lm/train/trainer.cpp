@@ -115,7 +115,7 @@ class Trainer {
   void print_summary(const base::DeviceChoice& device) const;
   /// Begins a new run in the folder.
   void begin();
-  /// Goes on with the run in the folder.
+  /// Resumes the run in the folder.
   void load();
   TrainResult run(const std::string& out);
 
@@ -273,7 +273,7 @@ double Trainer::noise() const {
 void Trainer::train_step(double rate) {
   const bool log = (state_.step + 1) % config_.train.log_every == 0;
   const bool is_nsa = config_.model.attention == AttentionKind::kNsa;
-  const bool teaches = is_nsa && config_.train.selector_loss > 0;
+  const bool trains_selector = is_nsa && config_.train.selector_loss > 0;
   begin_on_device();
   std::int64_t tokens = 0;
   const auto batches = next_batches(tokens);
@@ -284,19 +284,19 @@ void Trainer::train_step(double rate) {
     options.noise = noise();
     options.recompute = config_.train.recompute;
     options.seed = base::derive_seed({config_.train.seed, 2, static_cast<std::uint64_t>(state_.step), number});
-    if (teaches) {
+    if (trains_selector) {
       const auto wanted = config_.train.selector_queries;
       options.selector_queries =
           wanted > 0 ? wanted : default_selector_queries(rows.targets.numel(), config_.train.context);
     }
-    if (is_nsa && (log || config_.train.gate_balance > 0 || teaches)) options.trace = &trace;
+    if (is_nsa && (log || config_.train.gate_balance > 0 || trains_selector)) options.trace = &trace;
     const auto losses = token_losses(model_.forward(rows.batch, options), rows.targets).sum();
     auto loss = losses / static_cast<double>(tokens);
     const double share = static_cast<double>(rows.targets.numel()) / static_cast<double>(tokens);
     if (is_nsa && config_.train.gate_balance > 0) {
       loss = loss + gate_imbalance(trace) * (config_.train.gate_balance * share);
     }
-    if (teaches) {
+    if (trains_selector) {
       loss = loss + selector_loss(trace) * (config_.train.selector_loss * share);
     }
     loss.backward();

@@ -34,8 +34,8 @@ struct TrainResult {
 /// writes it, prints and evaluates.
 TrainResult train(TrainRequest request);
 
-/// Goes on, on the kind of device that the run began on; with as many ranks bitwise as if never interrupted. `given`
-/// holds the options given anew, by the name of their field in config.json's sections; an interval is taken over,
+/// Resumes the run on its kind of device; with as many ranks bitwise as if never interrupted. `given` holds the options
+/// to override, by the name of their field in config.json's sections; an interval is taken over,
 /// another value that differs is refused by name, and so are changed data.
 TrainResult resume(const std::string& out, const nlohmann::json& given, const Execution& execution);
 
