@@ -215,17 +215,17 @@ def _step(
         rows = cache.cache_seqlens[:, None] + torch.arange(q.shape[1], device=cache.cache_seqlens.device)
         at = rows.clamp(max=cache.max_positions - 1)  # idle rows and those without room
     with torch.no_grad():
-        turned = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
+        rotated = rotate_inputs(rope, q, k, k_slc, k_swa, weights_k, at, at)
         o, selected = step(
-            *(turned.q, turned.k, v, turned.k_slc, v_slc, turned.k_swa, v_swa, gates),
+            *(rotated.q, rotated.k, v, rotated.k_slc, v_slc, rotated.k_swa, v_swa, gates),
             *cache.tensors(),
-            *turned.weights_k.as_arguments(),
+            *rotated.weights_k.as_arguments(),
             *weights_v.as_arguments(),
             *(
                 cache.cfg.as_list(),
                 softmax_scale,
-                turned.cos,
-                turned.sin,
+                rotated.cos,
+                rotated.sin,
                 num_new,
                 indices,
                 cache.k_scale,

@@ -376,12 +376,12 @@ def native_sparse_attention(
     cfg = PAPER if cfg is None else cfg
     at_q, at_k = _positions(q, k, packed, rope)
     keys = (k, k if k_slc is None else k_slc, k if k_swa is None else k_swa)
-    turned = rotate_inputs(rope, q, *keys, MEAN if weights_k is None else weights_k, at_q, at_k)
+    rotated = rotate_inputs(rope, q, *keys, MEAN if weights_k is None else weights_k, at_q, at_k)
     values = (v, v if v_slc is None else v_slc, v if v_swa is None else v_swa)
-    branches = (turned.q, turned.k, values[0], turned.k_slc, values[1], turned.k_swa, values[2], gates)
-    weights = (*turned.weights_k.as_arguments(), *(MEAN if weights_v is None else weights_v).as_arguments())
+    branches = (rotated.q, rotated.k, values[0], rotated.k_slc, values[1], rotated.k_swa, values[2], gates)
+    weights = (*rotated.weights_k.as_arguments(), *(MEAN if weights_v is None else weights_v).as_arguments())
     keep = torch.is_grad_enabled() and needs_gradient(*branches, *weights[1:6], *weights[7:])
-    settings = (cfg.as_list(), softmax_scale, turned.cos, turned.sin, float(noise), _signed(seed))
+    settings = (cfg.as_list(), softmax_scale, rotated.cos, rotated.sin, float(noise), _signed(seed))
     results = call(
         ops.native_sparse_attention,
         *(*branches, *weights, *settings, *packed, indices),

@@ -19,7 +19,7 @@ TINY_RUN = "--context 256 --batch-size 1 --held-out-percent 20 --log-every 4 --e
 TINY = TINY_MODEL + TINY_NSA + TINY_RUN
 
 
-# Under nohup SIGHUP is ignored, in a job in the background SIGINT; a program that inherits that rightly goes on.
+# Under nohup SIGHUP is ignored, in a job in the background SIGINT; a program that inherits this must ignore them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

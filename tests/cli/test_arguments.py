@@ -131,7 +131,7 @@ def generate(trained, json_path, **keywords):
     return nsa("generate", trained["nsa"], "--tokens", 3, "--json", json_path, **keywords)
 
 
-def test_json_goes_to_standard_output_by_a_dash(trained, tmp_path, monkeypatch):
+def test_json_dash_is_standard_output(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = generate(trained, "-").stdout.decode(errors="replace").splitlines()
     assert json.loads(lines[-1])["kind"] == "nsa-generate" and not os.listdir(tmp_path)

@@ -130,12 +130,12 @@ def test_gates_on_attention_without_branches(attention, corpus, trained, tmp_pat
     assert texts[0]["margins"] == pytest.approx(texts[1]["margins"], abs=1e-4)
 
 
-def test_gates_are_refused_beside_those_of_the_branches(corpus, tmp_path):
+def test_gated_is_refused_with_branch_gates(corpus, tmp_path):
     assert "gated = true" in refused("train", "--out", tmp_path / "run", "--data", corpus, "--gated", *TINY)
 
 
 def test_selection_recall_matches_numpy(trained, tmp_path):
-    """Beside a rendering of the one layer's queries and keys in numpy."""
+    """Compared with numpy on the one layer's queries and keys."""
     draw = random.Random(5)
     tokens = [draw.randrange(256) for _ in range(250)]
     (tmp_path / "ids").write_text(" ".join(map(str, tokens)))

@@ -51,7 +51,7 @@ def test_a_run_of_another_device_is_not_resumed_here(trained, tmp_path):
     assert "train.device" in refused("train", "--out", out, "--resume", "--device", "cpu")
 
 
-def test_the_device_is_told_with_the_reason(trained, tmp_path, corpus):
+def test_device_is_printed_with_reason(trained, tmp_path, corpus):
     assert chosen(nsa("eval", trained["nsa"], "--tokens", 256, "--device", "cpu").text) == "cpu (as asked for)"
     done = nsa("generate", trained["nsa"], "--prompt", "x", "--tokens", 1)
     assert chosen(done.stderr.decode()) == "cpu (NSA_DEVICE = cpu)"
@@ -67,7 +67,7 @@ def test_unknown_devices_are_refused(trained):
 
 @pytest.fixture(scope="module")
 def trained_on_cuda(tmp_path_factory, corpus):
-    """The run of an attention, trained once a test asks for it; mixed: its second layer is dense. In bfloat16, which
+    """The run of an attention, trained on first use; mixed: its second layer is dense. In bfloat16, which
     is the default on a GPU."""
 
     @functools.cache
@@ -230,7 +230,7 @@ def test_few_rows_in_bfloat16_are_those_of_the_forward(tmp_path, corpus, attenti
 
 
 def cached_and_not(run, tmp_path, prompts, *options):
-    """The texts that follow greedily on the GPU, through the cache and by the whole forward for each token."""
+    """The texts that follow greedily on the GPU, through the cache and by a full forward for each token."""
     (tmp_path / "prompts.txt").write_text("".join(f"{prompt!r}\n" for prompt in prompts))
     reports = []
     for i, cache in enumerate(([], ["--no-cache"])):
@@ -340,7 +340,7 @@ def test_other_head_dims_are_refused_on_cuda(trained, tmp_path, corpus):
 
 @needs_gpu
 @pytest.mark.skipif(os.environ.get("NSA_GPU_ALONE") != "1", reason="times need a GPU of their own: NSA_GPU_ALONE=1")
-def test_stages_add_up_to_the_whole(tmp_path):
+def test_stage_times_sum_to_end_to_end(tmp_path):
     path = tmp_path / "out.json"
     nsa("bench", "--device", "cuda", "--lengths", "8192,16384", "--repeats", 20, "--json", path)
     results = json.loads(path.read_text())["results"]

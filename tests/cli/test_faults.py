@@ -54,7 +54,7 @@ def is_checkpoint(call):
 
 def cases_of(calls):
     """All, or a part: a failure at the last call of each site, every one for a checkpoint's files and once for each
-    kind of call, and kills around all that orders a checkpoint (or the whole, where there is none after another)."""
+    kind of call, and kills around all that orders a checkpoint (or all calls, if there is no earlier checkpoint)."""
     if ADVERSARIAL:
         return [(call, action) for call in calls for action in ACTIONS[call.name]]
     cases, seen = [], set()
@@ -101,7 +101,7 @@ class Scenario:
         return call.name, call.site[1].replace(str(self.scratch), "").split("/", 2)[2:]
 
     def meet(self, case):
-        """The folder and the exit code after the fault; looks at what the program said."""
+        """The folder and the exit code after the fault; checks the program's message."""
         call, action = case
         folder = self.folder(f"{call.number}_{action}")
         log = self.scratch / f"{folder.name}.log"
@@ -137,9 +137,9 @@ def half(tmp_path_factory, corpus):
     return folder
 
 
-def goes_on(folder, anew, reference):
+def resume_and_compare(folder, options, reference):
     """The run ends as if nothing had been, and leaves nothing else behind."""
-    nsa("train", "--out", folder, *(["--resume"] if (folder / "config.json").exists() else anew))
+    nsa("train", "--out", folder, *(["--resume"] if (folder / "config.json").exists() else options))
     same_bits(reference, folder)
     assert names(folder) == names(reference)
 
@@ -147,8 +147,8 @@ def goes_on(folder, anew, reference):
 @pytest.mark.bits
 @pytest.mark.parametrize("what", ["train", "resume"])
 def test_training(tmp_path, corpus, reference, half, what):
-    anew = ["--data", corpus, *OPTIONS]
-    scenario = Scenario(tmp_path, ["train", *anew] if what == "train" else ["train", "--resume"],
+    options = ["--data", corpus, *OPTIONS]
+    scenario = Scenario(tmp_path, ["train", *options] if what == "train" else ["train", "--resume"],
                         half if what == "resume" else None)  # fmt: skip
     saved = [call.number for call in scenario.calls if is_checkpoint(call)]
     steps = [0, 2, 4][-len(saved) :]
@@ -160,7 +160,7 @@ def test_training(tmp_path, corpus, reference, half, what):
             there.append(2)
         if there:  # else it may have ended before its first checkpoint
             assert step_of(folder / "model.safetensors") >= max(there), "a checkpoint is lost"
-        goes_on(folder, anew, reference)
+        resume_and_compare(folder, options, reference)
         scenario.remove(folder)
 
     for_each(check, cases_of(scenario.calls))
@@ -181,9 +181,9 @@ def test_overwriting(tmp_path, corpus, reference):
         if code == 0:
             same_bits(reference, folder)
         elif case[0].number < begun:
-            goes_on(folder, [], old)
+            resume_and_compare(folder, [], old)
         elif case[0].number > first:
-            goes_on(folder, [], reference)
+            resume_and_compare(folder, [], reference)
         else:
             code, errors = run(["train", "--resume", "--out", folder])
             if code != 0:
@@ -223,7 +223,7 @@ def test_a_result_replaces_the_one_before_or_leaves_it(tmp_path, reference):
     for_each(check, cases_of(calls))
 
 
-def test_a_power_failure_finds_a_whole_checkpoint(tmp_path, corpus):
+def test_power_failure_leaves_a_complete_checkpoint(tmp_path, corpus):
     """What takes a name is on the disk before, and the name is on the disk before what it replaces is removed."""
     scenario = Scenario(tmp_path, ["train", "--data", corpus, *OPTIONS])
     unwritten, unnamed, renames = set(), False, 0

@@ -83,7 +83,7 @@ def prompts(tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["nsa", "full", "window"])
-def test_a_prompt_beside_others_goes_on_as_it_does_alone(trained, tmp_path, prompts, attention):
+def test_batched_prompt_generates_as_alone(trained, tmp_path, prompts, attention):
     options = ["--temperature", 0, "--tokens", 40, "--ignore-end"]
     cached, done = reported(trained[attention], tmp_path, "--prompts", prompts, *options)
     again, _ = reported(trained[attention], tmp_path, "--prompts", prompts, *options, "--no-cache")

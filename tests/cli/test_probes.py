@@ -78,7 +78,7 @@ def test_needle_asks_at_eleven_depths(trained, tmp_path):
     assert len(re.findall(r"^ +64 ", text, re.MULTILINE)) == 11
 
 
-def test_look_ups_in_the_training_text(corpus, tmp_path):
+def test_key_value_lines_in_training_data(corpus, tmp_path):
     """The same seed plants the same lines, other text stays, and so do the documents held out."""
 
     def run(name, *options):
@@ -156,7 +156,7 @@ def test_recall_refuses_a_gap_that_windows_can_bridge():
     assert "gap = 5" in refused("recall", "--gap", 5, "--steps", 1)
 
 
-def test_recall_refuses_what_cannot_be_asked():
+def test_recall_refuses_impossible_tasks():
     assert "length = 100: must be at least 249" in refused("recall", "--length", 100)
     assert "length = 64: must be at least 249" in refused("recall", "--steps", 1, "--lengths", "512,64")
     assert "hops = 5: must be at most pairs = 4" in refused("recall", "--pairs", 4, "--hops", 5)
@@ -240,7 +240,7 @@ def test_bench_of_minimax_m3(tmp_path):
     pairs = sum(min(t + 1, 15 * 128 + t % 128 + 1) for t in range(length))
     assert rows["selected_attention"]["gflop"] == pytest.approx(4e-9 * pairs * 64 * 128)
     assert rows["selected_attention_backward"]["gflop"] == pytest.approx(10e-9 * pairs * 64 * 128)
-    assert out["ratios"] == [] and "beside dense" not in text
+    assert out["ratios"] == [] and "vs dense" not in text
 
 
 def test_bench_refuses_peers_of_other_devices(tmp_path):

@@ -19,7 +19,7 @@ WAIT = 60  # s, for what takes a few
 
 
 def ranks(number, *arguments, own=None, **environment):
-    """Starts the ranks as torchrun does; `own`: what each is given besides."""
+    """Starts the ranks as torchrun does; `own`: further options of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -158,7 +158,7 @@ def wait_for_step(step, run, process):
 
 @pytest.mark.bits
 def test_stopped_and_resumed(long, tmp_path):
-    """Bitwise with as many ranks, sharded or not; with another number it goes on, too."""
+    """Bitwise with as many ranks, sharded or not; another number of ranks resumes, too."""
     arguments, expected = long
     out = tmp_path / "run"
     started = ranks(2, "--out", out, *arguments)
@@ -179,7 +179,7 @@ def test_stopped_and_resumed(long, tmp_path):
 @pytest.mark.bits
 @pytest.mark.parametrize("victim", (0, 1))
 def test_killed(victim, long, tmp_path):
-    """A rank that dies ends the run, which says where; the last checkpoint goes on in the same bits."""
+    """A rank that dies ends the run with a message; resuming from the last checkpoint gives the same bits."""
     arguments, expected = long
     out, draw = tmp_path / "run", random.Random(victim)
     started = ranks(2, "--out", out, *arguments)
@@ -195,7 +195,7 @@ def test_killed(victim, long, tmp_path):
 
 
 def test_torchrun(corpus, tmp_path):
-    """Ctrl-C of the whole."""
+    """Ctrl-C of all ranks."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nsa.train"]
     command += ["--out", out, "--data", corpus, "--minutes", 1, *RUN]

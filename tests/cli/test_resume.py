@@ -94,7 +94,7 @@ def test_an_interrupt_saves_and_ends_cleanly(tmp_path, corpus, uninterrupted, ho
 
 
 @pytest.mark.bits
-def test_a_run_from_before_some_options_goes_on_as_it_was(tmp_path, corpus):
+def test_old_run_resumes_without_newer_options(tmp_path, corpus):
     fan_in_256 = [16 if before == "--kernel-size" else option for before, option in pairwise(["", *TINY])]
     options = [*fan_in_256, "--data", corpus, "--steps", 200, "--phi-lr-scale", 1]
     nsa("train", "--out", tmp_path / "reference", *options)
@@ -156,7 +156,7 @@ def test_other_intervals_are_taken_over(tmp_path, corpus, uninterrupted):
 
 
 def test_equal_parameters_are_those_of_the_run(tmp_path, corpus):
-    """--equal-parameters asks for what the run's own model makes of it, not this command line's defaults."""
+    """--equal-parameters uses the run's own model, not this command line's defaults."""
     out = tmp_path / "run"
     nsa("train", "--out", out, "--data", corpus, *TINY, "--steps", 1, "--attention", "full", "--equal-parameters")
     nsa("train", "--out", out, "--resume", "--equal-parameters")
@@ -186,7 +186,7 @@ def test_a_run_is_opened_from_any_folder(tmp_path, corpus, monkeypatch):
     assert "data.paths" in refused("train", "--out", out, "--resume", "--data", corpus.name)
 
 
-def test_texts_that_are_not_found_are_told_with_their_extensions(tmp_path, corpus):
+def test_missing_texts_are_named_with_extensions(tmp_path, corpus):
     message = refused("train", "--out", tmp_path / "run", "--data", corpus, "--extension", "py", "--steps", 1)
     assert f"no text found in {corpus} with the extensions py" in message
 

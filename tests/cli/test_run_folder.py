@@ -53,7 +53,7 @@ def start(corpus):
 
 
 @pytest.mark.parametrize("options", [["--resume"], ["--overwrite"], []])
-def test_a_second_trainer_is_refused_and_told_of_the_first(tmp_path, corpus, start, options):
+def test_second_trainer_is_refused_and_names_the_first(tmp_path, corpus, start, options):
     first = start(tmp_path / "run")
     data = [] if options == ["--resume"] else ["--data", corpus, *TINY, "--steps", 1]
     message = refused("train", "--out", tmp_path / "run", *data, *options)
@@ -142,7 +142,7 @@ def test_a_link_at_the_temporary_name_is_not_followed(run):
     victim.write_text("mine")
     script = f"ln -s {victim} {run}/.nsa-metrics.jsonl.$$.tmp; exec {PROGRAM} train --out {run} --resume"
     with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "step": 10')  # cut off: written anew by the resume
+        file.write('{"kind": "train", "step": 10')  # truncated: the resume rewrites it
     subprocess.run(["sh", "-c", script], check=True, capture_output=True)
     assert victim.read_text() == "mine"
     assert all(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
@@ -159,7 +159,7 @@ def test_overwrite_keeps_the_old_run_until_the_new_one_can_begin(run, corpus, tm
     assert content(run) == before
 
 
-def test_a_lost_checkpoint_is_not_begun_anew(run):
+def test_lost_checkpoint_is_not_overwritten(run):
     (run / "model.safetensors").unlink()
     before = content(run)
     message = refused("train", "--out", run, "--resume")

@@ -214,9 +214,9 @@ def test_the_queries_of_the_selector_loss(tmp_path, corpus):
         nsa("train", "--out", out, "--data", corpus, "--steps", 4, "--selector-loss", 1, *TINY, *options)
         return metrics(out, "train")[-1]["layers"][0]["selector_loss"]
 
-    asked = divergence()
-    assert asked == divergence("--selector-queries", 16)  # of 256 tokens
-    assert asked != divergence("--selector-queries", 100)
+    given = divergence()
+    assert given == divergence("--selector-queries", 16)  # of 256 tokens
+    assert given != divergence("--selector-queries", 100)
     message = refused("train", "--out", tmp_path / "refused", "--data", corpus, "--selector-queries", 4, *TINY)
     assert "selector_queries = 4: needs a selector_loss above 0" in message
 
@@ -238,8 +238,8 @@ def test_the_selector_loss_is_nothing_to_full_attention(tmp_path, corpus):
     for weight in (0, 0.1):
         options = ["--attention", "full", "--steps", 2, "--selector-loss", weight, *TINY, "--threads", 1]
         nsa("train", "--out", tmp_path / str(weight), "--data", corpus, *options)
-    without, asked = (load_file(tmp_path / weight / "model.safetensors") for weight in ("0", "0.1"))
-    assert all((without[name] == asked[name]).all() for name in without)
+    without, given = (load_file(tmp_path / weight / "model.safetensors") for weight in ("0", "0.1"))
+    assert all((without[name] == given[name]).all() for name in without)
 
 
 def test_without_selector_loss_nothing_is_computed(trained, tmp_path, corpus):
@@ -278,7 +278,7 @@ def test_bad_arguments_are_refused_by_name(tmp_path, corpus, arguments, expected
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_a_finished_run_is_not_overwritten_unasked(trained, corpus):
+def test_finished_run_needs_overwrite(trained, corpus):
     assert "--resume" in refused("train", "--out", trained["nsa"], "--data", corpus, "--steps", 1)
 
 

@@ -1,4 +1,4 @@
-"""bench/scale/train_ranks.py: the speed of several ranks, and that a run goes on when one of them was killed."""
+"""bench/scale/train_ranks.py: the speed of several ranks, and a run that resumes after a rank was killed."""
 
 import json
 import os

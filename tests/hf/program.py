@@ -1,4 +1,4 @@
-"""The program `nsa` beside transformers."""
+"""Helpers that compare the program `nsa` with transformers."""
 
 from __future__ import annotations
 

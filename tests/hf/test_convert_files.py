@@ -75,7 +75,7 @@ def test_what_is_no_regular_file_is_refused_at_once(src, capsys, name, kind):
         os.mkfifo(path)
     elif kind == "folder":
         if name not in (CONFIG, INDEX, WEIGHTS):
-            return  # folders beside the weights are passed over
+            return  # folders next to the weights are skipped
         path.mkdir()
     else:
         path.symlink_to("/dev/zero" if kind == "device" else src.parent.parent / "outside")

@@ -44,7 +44,7 @@ def test_its_figures(llama, tmp_path):
             assert equal["within"] and 0 < equal["cpu"] <= equal["bound"]
 
 
-def test_a_wrong_result_and_a_failure_are_told(llama, tmp_path, monkeypatch, capsys):
+def test_wrong_result_and_failure_are_reported(llama, tmp_path, monkeypatch, capsys):
     file = tmp_path / "llama.json"
     real = nsa.native_sparse_attention
 

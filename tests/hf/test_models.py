@@ -165,7 +165,7 @@ def test_eager_is_the_reference_for_every_rotation(name, rope):
     largest = max(g.abs().max() for g in results["eager"][1].values())
     for n, grad in results["eager"][1].items():
         assert (results["nsa"][1][n] - grad).abs().max() < 1e-3 * largest
-    with torch.no_grad():  # positions do not turn otherwise because a text became longer
+    with torch.no_grad():  # the rotation of a position does not depend on the length
         cache = model(ids[:, :150], attention_mask=mask[:, :150], use_cache=True).cache
         last = model(ids[:, 150:], attention_mask=mask, cache=cache, use_cache=True).logits
     assert error(last[1], out.logits[1, 150:]) < 1e-4
@@ -256,7 +256,7 @@ def test_sampling_by_seed_beams_and_several_sequences(name):
 
 
 @BOTH
-def test_a_prompt_in_chunks_and_going_on_with_a_returned_cache(name):
+def test_chunked_prompt_and_returned_cache(name):
     model = sparse(name, dense_layers=[1])
     row = tokens(150)
     expected = model.generate(row[None], **GREEDY)
@@ -341,7 +341,7 @@ def test_what_a_cache_takes():
     assert sum(t.nbytes for t in held.tensors()[:8]) == per_token * (capacity + rings)
 
 
-def test_the_first_chunk_alone_is_a_whole_sequence(monkeypatch):
+def test_only_the_first_chunk_is_a_full_sequence(monkeypatch):
     firsts = []
 
     def recording(*arguments, first_chunk, **options):
@@ -522,7 +522,7 @@ def test_the_saved_configuration_names_what_other_readers_need(tmp_path):
 
 @pytest.mark.bits
 @BOTH
-def test_caches_select_repeat_and_start_anew(name):
+def test_caches_select_repeat_and_reset(name):
     model = sparse(name, dense_layers=[1])
     rows = [tokens(n) for n in LENGTHS]
     ids, mask = padded(rows, "left")

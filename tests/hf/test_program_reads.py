@@ -157,7 +157,7 @@ def test_a_run_starts_from_a_folder_and_comes_back(rope, kind, name, tmp_path):
 
 
 @pytest.mark.bits
-def test_a_run_that_was_stopped_goes_on_without_the_folder(tmp_path):
+def test_stopped_run_resumes_without_the_folder(tmp_path):
     sparse("qwen3", vocab_size=257, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("def value(self): return self in None\n" * 30)
     options = "--steps 60 --context 64 --batch-size 1 --held-out-percent 0 --save-every 5 --log-every 1".split()

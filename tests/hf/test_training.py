@@ -67,8 +67,8 @@ def test_under_autocast(tmp_path):
     assert losses(run)[-1] < 0.8 * losses(run)[0]
 
 
-def asked(model, queries):
-    """The model in training, its sparse layers asked for the selector loss."""
+def with_selector_loss(model, queries):
+    """The model in training, with the selector loss of its sparse layers."""
     for module in model.modules():
         if isinstance(module, nsa.NativeSparseAttention):
             module.selector_queries = queries
@@ -77,7 +77,7 @@ def asked(model, queries):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_selector_loss_asks_tokens_only(name):
-    model = asked(sparse(name, nsa={"share_kv": True}), 1 << 20)
+    model = with_selector_loss(sparse(name, nsa={"share_kv": True}), 1 << 20)
     rows = [tokens(20), tokens(180)]  # the first is too short for a choice, its padding would not be
     model(rows[1][None])
     alone = nsa.selector_loss(model)
@@ -107,7 +107,7 @@ def test_selector_loss_in_trainer(tmp_path):
             told.append(nsa.selector_loss(self.model))
             return 0 * loss + told[-1]
 
-    model = asked(sparse("llama", nsa={"share_kv": True}, dense_layers=[1]), 16)
+    model = with_selector_loss(sparse("llama", nsa={"share_kv": True}, dense_layers=[1]), 16)
     model.gradient_checkpointing_enable()
     trainer(model, tmp_path, 20, SelectorTrainer, save_strategy="no").train()
     assert sum(told[-5:]) < 0.8 * sum(told[:5])

@@ -1,4 +1,4 @@
-"""The hub's layout, which tools/hub_layout.py made in the folder NSA_HUB, beside the installed package."""
+"""The hub's layout, which tools/hub_layout.py made in the folder NSA_HUB, together with the installed package."""
 
 import os
 import subprocess

@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 # Read when the OpenMP runtime is loaded. The calls here are tiny: threads that spin between them only steal time from
-# each other, many times over where other work runs beside the tests.
+# each other, many times over where other work runs at the same time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -16,7 +16,7 @@ from devices import BACKENDS, running
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    """Every test that asks for it runs on all backends, with its tensors on the backend's device."""
+    """Runs every test that uses it on all backends, with its tensors on the backend's device."""
     with running(request.param):
         yield request.param
 

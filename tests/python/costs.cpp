@@ -1,4 +1,4 @@
-// What `nsa bench` counts for one sequence: flop of compress, of the three attentions and of the whole.
+// What `nsa bench` counts for one sequence: flop of compress, of the three attentions and end to end.
 #include <cmath>
 #include <iostream>
 

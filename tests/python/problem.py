@@ -133,7 +133,7 @@ class Problem:
         """One of native_sparse_attention's inputs as attention sees it, (total, heads, D)."""
         lens = self.k_lens if name[0] == "k" else self.q_lens
         at = [i for n, sk in zip(lens, self.k_lens, strict=True) for i in range(sk - n, sk)]
-        return self.turned(inputs[name], at)
+        return self.rotated_at(inputs[name], at)
 
     def compressed(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """k_c, rotated with one rounding, and v_c behind the inputs of native_sparse_attention; (total_c, Hkv, D)."""
@@ -142,9 +142,9 @@ class Problem:
         k_c = nsa.compress(k, self.weights(inputs, "_k"), self.cfg, cu_seqlens)
         v_c = nsa.compress(v, self.weights(inputs, "_v"), self.cfg, cu_seqlens)
         first = [i * self.cfg.kernel_stride for n in self.c_lens for i in range(n)]
-        return self.turned(self.flat(k_c).double(), first).to(k_c.dtype), self.flat(v_c)
+        return self.rotated_at(self.flat(k_c).double(), first).to(k_c.dtype), self.flat(v_c)
 
-    def turned(self, x: Tensor, at: list[int]) -> Tensor:
+    def rotated_at(self, x: Tensor, at: list[int]) -> Tensor:
         """Rows of x rotated; those past `at` stay."""
         positions = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         positions[: len(at)] = torch.tensor(at, dtype=torch.int64, device=x.device)

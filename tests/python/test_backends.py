@@ -70,7 +70,7 @@ import sys
 for absent in ("numpy", "transformers", "accelerate", "safetensors", "matplotlib"):
     sys.modules[absent] = None  # an import of it fails
 import warnings
-warnings.simplefilter("ignore")  # torch's, that numpy is not there
+warnings.simplefilter("ignore")  # torch's warning about missing numpy
 import torch
 import nsa
 layer = nsa.NativeSparseAttention(32, 4, 2, 8)

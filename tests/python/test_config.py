@@ -41,7 +41,7 @@ def test_message_is_the_librarys(change, message):
 
 
 @pytest.mark.parametrize("value", [1.5, "32", None, True, 2**31])
-def test_whole_numbers_only(value):
+def test_integers_only(value):
     with pytest.raises(ValueError, match=r"window_size = .*: must be an integer"):
         nsa.NSAConfig(window_size=value)
 

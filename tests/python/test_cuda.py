@@ -301,7 +301,7 @@ def test_one_device():
         nsa.sliding_window_attention(x.cpu(), x, x, 4)
 
 
-def test_offsets_are_read_only_when_asked(monkeypatch):
+def test_offsets_are_read_only_on_request(monkeypatch):
     weights, k = nsa.CompressionWeights("mean"), torch.randn(50, 2, 64)
     wrong = torch.tensor([0, 30, 51], dtype=torch.int32)
     assert nsa.compress(k, weights, SMALL, wrong).shape == (12, 2, 64)  # the kernels clamp

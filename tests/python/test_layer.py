@@ -86,7 +86,7 @@ def test_layer_is_its_operations(backend, options):
     def of(projection, branch):
         return heads(projection if options.get("share_kv") else projection[branch], 2)
 
-    def turned(t, positions):
+    def rotated_rows(t, positions):
         if layer.rope_theta is None:
             return t
         pairs = layer.head_dim // 2
@@ -101,12 +101,12 @@ def test_layer_is_its_operations(backend, options):
     k_c = nsa.compress(of(layer.k_proj, "cmp"), layer.phi_k(torch.float32), SMALL)
     v_c = nsa.compress(of(layer.v_proj, "cmp"), layer.phi_v(torch.float32), SMALL)
     o, indices = nsa.nsa_attention(
-        turned(heads(layer.q_proj, 6), rows),
-        *(turned(of(layer.k_proj, "slc"), rows), of(layer.v_proj, "slc")),
+        rotated_rows(heads(layer.q_proj, 6), rows),
+        *(rotated_rows(of(layer.k_proj, "slc"), rows), of(layer.v_proj, "slc")),
         torch.sigmoid(layer.gate(x)).unflatten(-1, (6, 3)),
-        k_c=turned(k_c, torch.arange(k_c.shape[1]) * 4),
+        k_c=rotated_rows(k_c, torch.arange(k_c.shape[1]) * 4),
         v_c=v_c,
-        k_swa=turned(of(layer.k_proj, "swa"), rows),
+        k_swa=rotated_rows(of(layer.k_proj, "swa"), rows),
         v_swa=of(layer.v_proj, "swa"),
         cfg=SMALL,
         return_indices=True,

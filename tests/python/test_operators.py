@@ -140,7 +140,7 @@ def test_compile(backend, fresh_compiler, operation, packed):
 
 @pytest.mark.bits
 def test_compile_for_any_length_and_seed(backend, fresh_compiler):
-    """The whole layer compiles once for all lengths, seeds and packings of one shape."""
+    """The layer compiles once for all lengths, seeds and packings of one shape."""
     layer = nsa.NativeSparseAttention(32, 4, 2, *head_dims(16, 16), SMALL, noise=0.5)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for length, seed in ((70, 1), (90, 2), (41, 2**62)):
@@ -339,11 +339,11 @@ def test_layer_has_the_bits_of_its_operations(device):
             d_out = torch.randn_like(o) if d_out is None else d_out
             found.append([o, indices, *torch.autograd.grad(o, list(inputs.values()), d_out)])
         k_c, v_c = (problem.shaped(t.detach()) for t in problem.compressed(inputs))
-        turned = {name: problem.shaped(problem.rotated(name, inputs)) for name in ("q", "k_slc", "k_swa")}
+        rotated = {name: problem.shaped(problem.rotated(name, inputs)) for name in ("q", "k_slc", "k_swa")}
         v, v_swa, gates = (problem.shaped(inputs[name]) for name in ("v_slc", "v_swa", "gates"))
-        options = {"k_c": k_c, "v_c": v_c, "k_swa": turned["k_swa"], "v_swa": v_swa, "cfg": SMALL}
+        options = {"k_c": k_c, "v_c": v_c, "k_swa": rotated["k_swa"], "v_swa": v_swa, "cfg": SMALL}
         options |= problem.packing(k_c)
-        o, indices = nsa.nsa_attention(turned["q"], turned["k_slc"], v, gates, return_indices=True, **options)
+        o, indices = nsa.nsa_attention(rotated["q"], rotated["k_slc"], v, gates, return_indices=True, **options)
         assert torch.equal(o, found[0][0]) and torch.equal(indices, found[0][1])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

@@ -315,7 +315,7 @@ def test_steps_of_another_problem_are_not_those_of_the_first():
     assert set(expected) == {(batch, n) for batch in (32, 1) for n in (8192, 65536)}
 
 
-def test_decode_steps_have_a_picture_without_what_is_beside_them(tmp_path):
+def test_decode_picture_without_peers(tmp_path):
     path, out = tmp_path / "decode.json", tmp_path / "out"
     result = decode_result()
     del result["stages"]["decode_dense"], result["stages"]["generate_speed"]

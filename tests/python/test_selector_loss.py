@@ -1,4 +1,4 @@
-"""The selector loss beside a rendering in plain loops, what it moves, and how its queries are drawn."""
+"""The selector loss compared with plain loops, its gradients, and how its queries are drawn."""
 
 import copy
 
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def layer_of(module=nsa, spread=0.3, **options):
-    """A layer with parameters far from their initial values, where the choice is far from what it should be."""
+    """A layer with parameters far from their initial values, where block selection is far from its target."""
     dim, _ = head_dims(16, 16)
     options = {"cfg": CFG, "selector_queries": ALL} | options
     layer = module.NativeSparseAttention(32, 4, 2, dim, **options)
@@ -43,7 +43,7 @@ def rendering(layer, x):
         q, k_cmp, k_slc = layer.q_norm(q), layer.k_norm(k_cmp), layer.k_norm(k_slc)
     tables = layer._tables(length, x.device)
 
-    def turned(vector, position):
+    def rotated(vector, position):
         if tables is None:
             return vector
         angle = torch.complex(*(table[position].double() for table in tables))
@@ -63,13 +63,13 @@ def rendering(layer, x):
     mean = 0
     for kv in range(2):
         total, masses = 0, 0
-        k_c = [turned(compressed(kv, i), i * stride) for i in range(CFG.num_compressed(length))]
-        keys = [turned(k_slc[u, kv], u) for u in range(length)]
+        k_c = [rotated(compressed(kv, i), i * stride) for i in range(CFG.num_compressed(length))]
+        keys = [rotated(k_slc[u, kv], u) for u in range(length)]
         for t in range(FIRST, length):
             blocks = t // block + 1
             importance, attention = [0] * blocks, [0] * blocks
             for head in (2 * kv, 2 * kv + 1):
-                query = turned(q[t, head], t) / 4
+                query = rotated(q[t, head], t) / 4
                 seen = [k_c[i] for i in range(len(k_c)) if i * stride + size - 1 <= t]
                 for i, p in enumerate((torch.stack(seen) @ query).softmax(0)):
                     for u in range(i * stride, i * stride + size):
@@ -153,7 +153,7 @@ def test_draws():
     assert places == set(range(FIRST, 150))
 
 
-def test_draws_where_few_have_a_choice():
+def test_draws_with_few_selecting_queries():
     offsets, begins = torch.tensor([0, 10, 10 + FIRST + 1, 11 + 2 * FIRST + 2]), []  # 0, 1 and 2 queries
     for seed in range(60):
         torch.manual_seed(seed)
@@ -189,7 +189,7 @@ def test_batch_and_pack_are_the_same(device):
         torch.testing.assert_close(nsa.selector_loss(layer), batched)
 
 
-def test_too_short_for_a_choice(device):
+def test_too_short_to_select(device):
     layer, x = layer_of(), torch.randn(3, FIRST, 32)
     layer(x)
     assert nsa.selector_loss(layer) == 0
@@ -271,7 +271,7 @@ def test_refused():
 
 @pytest.mark.bits
 def test_checkpointing():
-    """The recomputation draws the same queries; one that has no gradients in forward is told of."""
+    """The recomputation draws the same queries; one without gradients in forward is reported."""
     layer, x = layer_of(selector_queries=5), torch.randn(1, 110, 32, requires_grad=True)
 
     def gradients(run):

@@ -247,7 +247,7 @@ class _Attention(torch.autograd.Function):
         raw = [t for t in (k_slc, v_slc, k_swa, v_swa) if t is not None]
         phi = CompressionWeights(kinds[0], *weights[:5]), CompressionWeights(kinds[1], *weights[5:])
         compressed = [
-            [s.compressed(t, w, s.chunks[c], turned) for t, w, turned in zip(pair, phi, (True, False), strict=True)]
+            [s.compressed(t, w, s.chunks[c], rotated) for t, w, rotated in zip(pair, phi, (True, False), strict=True)]
             for c, pair in zip(s.cp.own, s.with_halo([k, v]), strict=True)
         ]
         keep = any(ctx.needs_input_grad)
@@ -296,7 +296,10 @@ class _Attention(torch.autograd.Function):
             weights = [None if t is None else t.detach().requires_grad_() for t in weights]
             phi = CompressionWeights(kinds[0], *weights[:5]), CompressionWeights(kinds[1], *weights[5:])
             graph = [
-                [s.compressed(t, w, s.chunks[c], turned) for t, w, turned in zip(pair, phi, (True, False), strict=True)]
+                [
+                    s.compressed(t, w, s.chunks[c], rotated)
+                    for t, w, rotated in zip(pair, phi, (True, False), strict=True)
+                ]
                 for c, pair in zip(s.cp.own, leaves, strict=True)
             ]
         compressed = [[t.detach() for t in pair] for pair in graph]

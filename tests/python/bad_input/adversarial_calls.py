@@ -493,7 +493,7 @@ def judge(case: dict[str, Any]) -> tuple[str, str]:
                 return "refused", "out of memory"  # of which one thread may have had enough
             equal = same(state(its), state(result)) if outcome == "taken" else type(its) is type(result)
             if other != outcome or not equal:
-                return "wrong", f"alone {outcome}: {result!r:.300}; beside another thread {other}: {its!r:.300}"
+                return "wrong", f"alone {outcome}: {result!r:.300}; with another thread {other}: {its!r:.300}"
     if outcome == "refused":
         text = f"{type(result).__name__}: {result}"
         if not allowed(result, operator):

@@ -83,7 +83,7 @@ OPERATIONS = [name for name in NAMES if name in vars(nsa) or "layer" in name]
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_on_meta(name):
-    """Torch would take the fake kernel, whose result is memory that nobody wrote."""
+    """Torch would take the fake kernel, whose result is uninitialized memory."""
     function, arguments = calls()[name]
     for argument, tensor in tensors_of(arguments):
         if name in ("compressed_cu_seqlens", "rotary_tables", "CompressionWeights"):

@@ -16,7 +16,7 @@ PAGE_C = compressed_page_size(CFG, PAGE)
 
 
 class Model:
-    """Two layers without a product over the batch: the bits of a token do not depend on what runs beside it."""
+    """Two layers without a product over the batch: the bits of a token do not depend on the rest of the batch."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
@@ -140,7 +140,7 @@ class Engine:
         return table([r.pages for r in requests], width), table([r.pages_c for r in requests], width_c)
 
     def copy(self, parent, child, length):
-        """The child, which has a slot, goes on behind `length` tokens of the parent."""
+        """Forks the parent after `length` tokens into the child, which has a slot."""
         full, full_c = length // PAGE, CFG.num_compressed(length) // PAGE_C
         child.pages, child.pages_c = self.pages.share(parent.pages[:full]), self.pages_c.share(parent.pages_c[:full_c])
         if not self.room(child, length):

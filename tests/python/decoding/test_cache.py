@@ -41,7 +41,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [[2, 0, 0], [1, 1, 1], [0, 1, 2], [2], [1, 0, 2, 2, 0]])
-def test_select_goes_on_as_the_rows(backend, layer, kind, rows):
+def test_selected_rows_continue_as_their_source(backend, layer, kind, rows):
     x, more = torch.randn(3, 75, 32), torch.randn(len(rows), 40, 32)
     cache = filled(layer, x, kind, num_pages=48) if kind == "paged" else filled(layer, x, kind)
     if kind == "large pages":
@@ -367,7 +367,7 @@ def test_prefixes_give_way_the_least_recently_used_first(device):
     assert cache.free_pages == 1
     assert cache.match_prefix(1, texts[0]) == 32  # used now
     cache.release(1)
-    cache.reserve([48, 0])  # three pages: the second text's two beside the free one
+    cache.reserve([48, 0])  # three pages: the second text's two and the free one
     assert cache.match_prefix(1, texts[1]) == 0
     for text in (texts[0], texts[2]):
         assert cache.match_prefix(1, text) == 32
@@ -408,7 +408,7 @@ def test_what_a_prefix_cannot_be():
 
 
 class Uploads(TorchDispatchMode):
-    """Sizes of the copies that nobody waits for."""
+    """Sizes of the copies without a wait."""
 
     def __init__(self):
         super().__init__()

@@ -50,7 +50,7 @@ def test_ragged_steps_and_idle_rows(backend, layer, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [None, (60, 23, 0), (0, 0, 60), (0, 0, 0), (7, 8, 60)])
 def test_a_first_chunk_is_a_chunk(backend, layer, kind, counts):
-    """On the CPU the same bits everywhere, the cache included; steps go on from it."""
+    """Equal bits on the CPU, the cache included; steps continue from it."""
     x, caches = torch.randn(3, 80, 32), [layer.make_cache(3, 80, **KINDS[kind]) for _ in range(2)]
     num_new, chunk = None, x[:, :60].clone()
     if counts is not None:
@@ -152,7 +152,7 @@ def test_a_gradient_of_a_step_is_refused(layer, way, learnt):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_backward_through_a_layer_with_a_cache_is_refused(layer, compiled):
-    """Not lost: only what stands behind the step could have its gradient."""
+    """Raises: a gradient could only come from behind the step."""
     torch._dynamo.reset()
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
     x, cache = torch.randn(1, 20, 32, requires_grad=True), layer.make_cache(1, 40)
@@ -528,7 +528,7 @@ def test_fp8_equals_forward_on_what_is_stored(backend, kind, steps):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_has_the_bits_that_a_sequence_has_alone(device, kind, dtype):
-    """Beside others, paged anyhow, as a first chunk or a chunk; unused pages hold NaN."""
+    """With others in the batch, any paging, as first chunk or chunk; unused pages hold NaN."""
     new, branches = new_tokens(2, dtype)
     alone = fp8_cache(1, dtype)
     expected = run_steps(alone, [t[1:] for t in new], {n: t[1:] for n, t in branches.items()}, [60, 16, 34])
@@ -549,7 +549,7 @@ def test_fp8_has_the_bits_that_a_sequence_has_alone(device, kind, dtype):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_forks_rollbacks_and_choices_of_rows(device, kind):
+def test_fp8_fork_rollback_and_select(device, kind):
     new, branches = new_tokens(1)
     cache = fp8_cache(2, **KINDS[kind])
     rows = [t.expand(2, *t.shape[1:]) for t in new], {n: t.expand(2, *t.shape[1:]) for n, t in branches.items()}

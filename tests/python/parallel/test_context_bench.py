@@ -1,4 +1,4 @@
-"""bench/scale/context_parallel.py on two gloo processes, and the float64 that it sets beside single queries."""
+"""bench/scale/context_parallel.py on two gloo processes, and its comparison of single queries with float64."""
 
 import importlib
 import json
@@ -51,7 +51,7 @@ def test_times(tmp_path):
         assert row["sampled"]["difference"].keys() == {"o", "d_q", "d_k", "d_v", "d_gates"}
 
 
-def test_heads_in_turn(tmp_path):
+def test_kv_heads_gathered_one_by_one(tmp_path):
     file = tmp_path / "heads.json"
     options = ["--tokens", "2048,1024", "--at-once", "2,1", "--dtype", "bfloat16", "--repeats", "2", "--json", file]
     torchrun(2, BENCH, *SMALL, *options)
@@ -143,7 +143,7 @@ def test_sampled_rows(sampled_rows, problem):
     assert (found.blocks_differ, found.largest_gap) == (0, 0)
 
 
-def test_another_choice_is_told(sampled_rows, problem):
+def test_other_selection_is_reported(sampled_rows, problem):
     """A block that is not among the best counts with its gap, a missing or forced one without bound."""
     (_, k, v, _), _, rows = problem
     row = rows[-1]

@@ -27,7 +27,7 @@ WIDE = nsa.NSAConfig(kernel_size=8, kernel_stride=2, block_size=32, topk=3, wind
 S, CHUNKS = 256, 8
 DK, DV = (16, 8) if DEVICE == "cpu" else (64, 64)
 CLOSE = 1e-5 if DEVICE == "cpu" else 5e-5  # of float32 sums in another order, as in test_cuda.py
-# Documents of one token, empty, over several chunks, with ends on and beside those of chunks, blocks across chunks.
+# Documents of one token, empty, over several chunks, with ends on and near those of chunks, blocks across chunks.
 CUTS = [0, 1, 8, 30, 32, 32, 63, 66, 128, 129, 137, 240, 251, 256]
 ODD = [0, 100, 257, 280]  # chunks of 35 tokens, no multiple of kernel_stride
 
@@ -41,20 +41,27 @@ CASES = {
     "packed, odd chunks": {"cuts": ODD, "phi": "linear", "sets": 3},
     "packed, contiguous, not rotated": {"cuts": CUTS, "layout": "contiguous", "rotated": 0},
     "three sets": {"sets": 3, "phi": "mlp", "per_head": True},
-    "three sets, heads in turn": {"sets": 3, "phi": "linear", "at_once": 1, "cuts": CUTS},
+    "three sets, KV heads one by one": {"sets": 3, "phi": "linear", "at_once": 1, "cuts": CUTS},
     "window's own, part rotated": {"sets": 2, "rotated": 8, "at_once": 1},
     "wide window, not rotated": {"cfg": WIDE, "rotated": 0, "phi": "mlp"},
     "given blocks": {"imposed": True},
     "noise": {"noise": 0.5},
 }
 
-REDUCED = ("float32", "bfloat16", "float16", "packed", "packed, contiguous, not rotated", "three sets, heads in turn")
+REDUCED = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "packed",
+    "packed, contiguous, not rotated",
+    "three sets, KV heads one by one",
+)
 
 
 def problem(
     dtype=torch.float32, cuts=None, phi="mean", per_head=False, sets=1, rotated=16, cfg=CFG, imposed=False, **_
 ):
-    """Inputs, weights and settings of the whole sequence."""
+    """Inputs, weights and settings of the global sequence."""
     generator = torch.Generator().manual_seed(3)
     rows = (2, S) if cuts is None else (cuts[-1],)
 
@@ -83,7 +90,7 @@ def backend_of(case):
 
 
 def run(cp, case, options=None):
-    """o, indices and gradients of the whole sequence, and of phi's weights this rank's share."""
+    """o, indices and gradients of the global sequence, and of phi's weights this rank's share."""
     options = CASES[case] if options is None else options
     inputs, settings, indices, offsets, d_o = problem(**options)
     dim = 1 if offsets is None else 0
@@ -276,7 +283,7 @@ def test_as_one_call(case, chunks):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("case", [case for case in CASES if case != "noise"])
-def test_heads_in_turn(case):
+def test_kv_heads_gathered_one_by_one(case):
     """The bits of all heads at once."""
     options = CASES[case]
     cp = ContextParallel(None, options.get("layout", "head_tail"), CHUNKS)
@@ -396,7 +403,7 @@ def test_the_guides_module_for_megatron():
 
 @pytest.mark.parametrize("offsets", (None, CUTS, [0, 256], [0, *range(5, 256, 7), 256]))
 def test_every_block_is_made_once(offsets):
-    """The chunks' own blocks are those of the whole, in their order."""
+    """The chunks' own blocks are those of the global sequence, in order."""
     documents = [0, S] if offsets is None else offsets
     starts = []
     for begin, end in pairwise(documents):

@@ -18,7 +18,7 @@ from torchrun import BACKENDS, DEVICE, RANKS, torchrun
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 COMMON = f"--steps 4 --save-every 2 --tokens 1536 --head-dim {16 if DEVICE == 'cpu' else 64}".split()
-# For a number of processes: name, options, and the run whose second step it goes on from.
+# For a number of processes: name, options, and the run from whose second step it resumes.
 RUNS = {
     4: {"cp x tp": ("--cp 2 --tp 2", None), "dp x cp": ("--dp 2 --cp 2", None)},
     2: {

@@ -1,4 +1,4 @@
-"""Calls of nsa.parallel that one rank or all make wrongly, and what every rank is told."""
+"""Wrong calls of nsa.parallel by one rank or all, and the message on every rank."""
 
 import dataclasses
 from functools import partial
@@ -103,7 +103,7 @@ def other_calls(cp, mesh):
 
 
 def told(calls):
-    """What this rank is told, and what it should be."""
+    """This rank's message, and the expected one."""
     found = {}
     for name, (call, says) in calls.items():
         try:
