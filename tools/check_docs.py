@@ -47,7 +47,7 @@ FOREIGN |= {"attention_registry.py", "base_attn_backend.py", "forward_decode", "
 
 
 def anchors(text):
-    """What GitHub calls the headings of a page."""
+    """Anchors that GitHub gives the headings of a page."""
     slugs = set()
     for heading in HEADING.findall(FENCE.sub("", text)):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
@@ -87,7 +87,7 @@ def spellings(code):
 
 
 class Tree:
-    """What git tracks: names of files, and the words in those that are no documents."""
+    """Files that git tracks: their names, and the words in those that are no documents."""
 
     def __init__(self):
         self.files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
@@ -102,12 +102,12 @@ class Tree:
             self.words |= set(re.findall(r"\w+|--[a-z][a-z-]*", (ROOT / name).read_text(encoding="utf-8")))
 
     def has_path(self, path, folder):
-        """From the root, from the page's folder, as an include, or below src."""
+        """Returns whether a path exists from the root, the page's folder, include or src."""
         spellings = (str(Path(base, path)) for base in ("", folder, "include", "src"))
         return any(fnmatch.filter(self.paths, spelling) for spelling in spellings)
 
     def complaint(self, code, folder):
-        """Of what is in backticks on a page of a folder; None: it is there, or nothing that could be."""
+        """Complaint about text in backticks on a page of a folder; None if it exists or names nothing."""
         for spelling in spellings(code):
             if re.fullmatch(r"[\w.-]+/[\w./*-]*", spelling) and self.has_path(spelling.split("/")[0], folder):
                 if not self.has_path(spelling.rstrip("/"), folder):

@@ -3,7 +3,7 @@
 
 ARROWS is the order of the rooms: a file may include files of its own folder, the public headers (nsa/) and the folders
 named there. A folder without an entry belongs to the nearest one above it that has one. NAMESPACES has the folders
-whose namespace is not their path; what lies in them shares it. A file may open namespaces besides its own.
+whose namespace is not their path; files in them share it. A file may open further namespaces.
 """
 
 import re

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From Python sources to a report: trains a byte-level NSA model and the same model with full attention, generates
-# text, measures attention over length, looks at the selection, and lets small models look up what lies beyond their
-# window. Called by `make demo`; about 9 minutes on 2 cores. With a GPU (nsa info says) the models are larger: 31 million
-# parameters at 8192 tokens; their texts have lines to be looked up, and the NSA model is asked for such.
+# text, measures attention by length, inspects block selection, and trains small models on associative recall beyond
+# their window. Called by `make demo`; about 9 minutes on 2 cores. With a GPU (nsa info says) the models are larger: 31 million
+# parameters at 8192 tokens; their training data has key-value lines, and needle retrieval of the NSA model is measured.
 #   OUT=demo       where everything goes        MINUTES=...   training time of each model: 2.5, with a GPU 3
 #   NSA_DEVICE=cpu   leaves the GPU alone
 set -euo pipefail
@@ -48,7 +48,7 @@ printf 'class Config:\n    """Options of a run."""\n\n    def __init__(self, pat
 step "attention over sequence length"
 "$nsa" bench "${bench[@]}" --no-parts --phi mlp --json "$out/bench.json"
 
-step "what the selection looks at"
+step "block selection"
 "$nsa" inspect "$out/nsa" --json "$out/nsa/inspect.json"
 
 step "looking up what was read beyond the window: NSA, full attention, the window alone"

@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine without network: torch, nvcc and cmake are there, what else is missing comes
-# from `make bundle` (bundle/). What each stage found goes to $RESULTS (default bench/results/gpu.json), beside what it says
-# of other stages on the same commit and GPU; logs to build-gpu/results, and with OUT=folder both there too, as one
-# archive and one JSON.
+# Runs everything that needs a GPU on a machine without network, with torch, nvcc and cmake; other dependencies come from
+# `make bundle` (bundle/). Results are added to $RESULTS (default bench/results/gpu.json), which keeps other stages of the
+# same commit and GPU. Logs go to build-gpu/results; with OUT=folder both go there too, as one archive and one JSON.
 #   tools/gpu.sh [build] [test] [python] [cli] [sanitize] [repeat] [bench] [decode]      all of them without arguments
-#   tools/gpu.sh scale   what wants all GPUs of the machine (tools/gpu/scale.sh); to scale_xN.json beside $RESULTS' default
+#   tools/gpu.sh scale   tests on all GPUs of the machine (tools/gpu/scale.sh); writes bench/results/scale_xN.json
 #   tools/gpu.sh hf      a Llama through transformers (bench/models/llama.py), with transformers from WHEELS=bundle/wheels, if it is there
 #   JOBS=8       tests at a time      SHARDS=2   sanitize: processes for the cases of a program (racecheck: 3 times as many)
 #   TOOLS="racecheck memcheck"   sanitize: with these alone
 #   LIMIT=3600   seconds after which a program is stopped and has failed
 #   LM=0         without LibTorch's part of the program: no cli stage
 #   PREBUILT=FOLDER   in place of the stage build: what tools/prebuilt.sh wrote; built here if it does not load
-#   BUDGET=540   scale: seconds after which no step begins or goes on
+#   BUDGET=540   scale: time limit of the steps, seconds
 #   PEERS=FILE   bench: a result of bench/peers/peers.py on this GPU, for the table of `nsa bench`
 #   FLASH3=FILE   bench: extension module of FlashAttention-3; default: that of an installed package
-#   FLASH_NSA=FOLDER   decode: what bench/peers/peer_decode.py times beside
-# Beside $RESULTS the stage bench also writes bench_cuda.json, bench_recipe.json and bench_minimax_m3.json, and hf llama.json.
+#   FLASH_NSA=FOLDER   decode: sources of flash_nsa for bench/peers/peer_decode.py
+# The stage bench also writes, next to $RESULTS, bench_cuda.json, bench_recipe.json and bench_minimax_m3.json, and hf llama.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 steps=${*:-build test python cli sanitize repeat bench decode}
@@ -38,7 +37,7 @@ execute() {  # name, command...: its log, the tests that it ran and how it ended
     env --default-signal=INT timeout --signal="${STOP:-INT}" --kill-after="${GRACE:-20}" "${LIMIT:-3600}" "$@" >"$logs/$name.log" 2>&1 || code=$?
   printf '%s\n%s\n%s\n' "$code" $((SECONDS - start)) "$*" >"$logs/$name.end"
 }
-start() {  # the same beside others, JOBS at a time; `finish` waits for them
+start() {  # in the background, JOBS at a time; `finish` waits for them
   while (($(jobs -rp | wc -l) >= ${JOBS:-8})); do wait -n; done
   waiting+=("$1")
   execute "$@" &

@@ -27,7 +27,7 @@ VERSION = 1  # of the interface; the hub numbers its branches by it
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sdist", type=Path, help="sources of the package, which `make wheel` puts into dist/")
-    parser.add_argument("folder", type=Path, help="where the layout goes; what was in its build/VARIANT is replaced")
+    parser.add_argument("folder", type=Path, help="folder of the layout; its build/VARIANT is replaced")
     options = parser.parse_args()
     identity = hashlib.sha256(options.sdist.read_bytes()).hexdigest()[:8]
     namespace = f"{NAME.replace('-', '_')}_cpu_{identity}"

@@ -3,9 +3,9 @@
 # that GPU, the same torch and no time to compile: PREBUILT=FOLDER tools/gpu.sh ... takes them there.
 #   tools/prebuilt.sh FOLDER
 #   ARCHITECTURE=90   INSTANCES="Bf16;Half;float"   HEAD_DIMS="64x64;128x128"   PYTHON=.venv/bin/python   JOBS=1
-# Besides torch it wants the libraries of C, C++ and OpenMP alone; SentencePiece's comes along, if it is here.
-# about.json says of what all that was built. Should it not load there, tools/gpu.sh builds, the program only with the
-# headers of `make bundle`: if they are here, they come along.
+# It needs torch and the libraries of C, C++ and OpenMP; SentencePiece's is included if it is installed. about.json has
+# the versions of the build. If it does not load, tools/gpu.sh builds from source; the program then needs the headers of
+# `make bundle`, which are included if present.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?tools/prebuilt.sh FOLDER}

@@ -60,7 +60,7 @@ def both(times):
 
 
 def rank_by_rank(times):
-    """The same of the slowest rank, where each one's passes were recorded."""
+    """Time of the slowest rank, if the times of each rank were recorded."""
     passes = [times.get(f"{name}_ms_of_ranks") for name in ("forward", "backward")]
     return max(map(sum, zip(*passes, strict=True))) if all(passes) else both(times)
 
@@ -133,7 +133,7 @@ def collectives_table(run):
 
 
 def vs_one_gpu(one, all_of_them):
-    """Whether a training on several GPUs became what it did on one."""
+    """Compares a training on several GPUs with one GPU."""
     if one["steps"] != all_of_them["steps"]:
         return f"medians over {one['steps']} and {all_of_them['steps']} steps"
     if one["weights_sha256"] == all_of_them["weights_sha256"]:
@@ -143,7 +143,7 @@ def vs_one_gpu(one, all_of_them):
 
 
 def training_lines(run):
-    """Of `nsa train` and examples/train_long.py."""
+    """Lines of `nsa train` and examples/train_long.py."""
     lines = []
     one, all_of_them = run.of("train_one"), run.of("train_all")
     if one and all_of_them:

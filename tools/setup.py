@@ -27,10 +27,9 @@ HEADERS = {
     "nlohmann-json3-dev": "nlohmann/json.hpp",
     "libgtest-dev": "gtest/gtest.h",
 }
-# Pieces of words in `nsa train --tokenizer`, and what trains them in the tests. Installed where apt can; nothing else
-# needs them.
+# SentencePiece for `nsa train --tokenizer`, and its trainer for the tests. Installed if apt can; optional.
 OPTIONAL = {"libsentencepiece-dev": "/usr/include/sentencepiece_processor.h", "sentencepiece": "/usr/bin/spm_train"}
-# What `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run want besides;
+# Further packages for `make docs`, `make lint`, `make wheel`, `make build CUDA=1` without nvcc and .ci/run;
 # tools/requirements/*.txt have the rest.
 EXTRA = {
     "cuda": {},
@@ -97,7 +96,7 @@ def missing_debian_packages(need_venv, purpose, offline):
 
 
 def install_debian_packages(missing, offline, sudo):
-    """By apt-get as root, or with `sudo` through a sudo that asks nothing; else stops with the line to run."""
+    """Installs with apt-get as root or a sudo without password; else stops with the command to run."""
     if not missing:
         return
     names = " ".join(missing)
@@ -168,7 +167,7 @@ def missing_python_packages(venv, wanted):
 
 def check_disk():
     """Says what the first set-up fetches, and refuses before anything is downloaded, not in the middle of it."""
-    need = DISK + DOWNLOAD + BUILD_DISK  # pip unpacks beside the downloaded files
+    need = DISK + DOWNLOAD + BUILD_DISK  # pip keeps the downloaded files while it unpacks
     free = shutil.disk_usage(ROOT).free
     say(
         f"torch and the other Python packages: {DOWNLOAD / GB:.1f} GB to download, {DISK / GB:.1f} GB on disk; "
@@ -227,11 +226,16 @@ def make_cuda_root(venv):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--venv", type=pathlib.Path, default=ROOT / ".venv", help="where the environment is or shall be")
-    option("--torch", choices=["pypi", "system"], default="pypi", help="PyPI's at the pinned version, or this Python's")
+    option("--venv", type=pathlib.Path, default=ROOT / ".venv", help="folder of the environment")
+    option(
+        "--torch",
+        choices=["pypi", "system"],
+        default="pypi",
+        help="torch from PyPI at the pinned version, or this Python's",
+    )
     option("--offline", action="store_true", help="fetch nothing; stop when something is missing")
     option("--sudo", action="store_true", help="install Debian packages with sudo, which must ask for no password")
-    option("--for", dest="purpose", choices=sorted(EXTRA), help="also what docs, lint, tsan, a wheel or CUDA wants")
+    option("--for", dest="purpose", choices=sorted(EXTRA), help="purpose that needs further packages")
     options = parser.parse_args()
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells an older Python
         stop(f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}; name another by PYTHON=")

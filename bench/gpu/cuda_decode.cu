@@ -9,8 +9,8 @@
 //   The other options and the problem: cuda_kv_cache.cuh.
 //
 // Every time is of a replay of a graph, in microseconds, of 48 steps: lengths grow from step to step, so that one
-// sequence completes a compression block in three of them. Before a step 192 MB are read, so that its cache is not in
-// the second-level cache; "warm" is without, "folding" the median of those in which a block is completed. Beside them
+// sequence completes a compression block in three of them. Before a step 192 MB are read, so that its KV cache is
+// not in L2; "warm" is without, "folding" the median of steps that complete a block. The output also has
 // the bytes that a step must read (of the blocks of all its queries together; φ's weights where a block is completed),
 // and how long these take at the rate of a copy.
 #include <cmath>

@@ -7,9 +7,9 @@
 //   --mixed      with --engine: the last sequence has the whole chunk, the others one token each
 //   The other options and the problem: cuda_kv_cache.cuh.
 //
-// Beside it, in turn, nsa_attention for the same queries on contiguous tensors of what the cache holds, in bfloat16:
-// medians of 15 replays of a graph, in microseconds, 192 MB read before each, so that nothing is in the second-level
-// cache; the stages of plain calls, if there is one sequence; and how far the results are apart. With --engine the
+// Alternates with nsa_attention for the same queries on contiguous tensors of what the cache holds, in bfloat16:
+// medians of 15 replays of a graph, in microseconds, 192 MB read before each, so that nothing is in
+// L2; the stages of plain calls, if there is one sequence; and how far the results are apart. With --engine the
 // packed call alone: medians of 9 replays, one after another.
 #include <bit>
 #include <cmath>

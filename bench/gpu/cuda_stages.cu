@@ -2,9 +2,9 @@
 //   cuda_stages [--heads 64] [--kv-heads 4] [--key-dim 128] [--kernel-size 32] [--kernel-stride 16] [--block-size 64]
 //               [--forward] [--idle] [--only TEXT] [length ...]
 // B = 1, values of 128, bfloat16, MLP phi and the mean, otherwise default hyperparameters; --forward leaves out the
-// backward, --only all rows without TEXT in their names. Medians of 7 calls in milliseconds, the second-level cache
-// flushed before each; with --idle the host waits for that, so that its time until the first launch counts. The
-// workspace beside it, and below it the stages that a whole consists of.
+// backward, --only all rows without TEXT in their names. Medians of 7 calls in milliseconds, L2 flushed
+// before each; with --idle the host waits for the flush, so that its time until the first launch counts. Each row has
+// its workspace, and the rows of its stages follow.
 #include <cmath>
 #include <functional>
 #include <string>

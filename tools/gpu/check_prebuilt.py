@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether what tools/prebuilt.sh wrote into a folder loads here and runs on every GPU: check_prebuilt.py FOLDER."""
+"""Checks that a folder of tools/prebuilt.sh loads here and runs on every GPU: check_prebuilt.py FOLDER."""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What the stages of tools/gpu.sh found, as one JSON: results.py LOGS JSON COMMAND [NAME CODE SECONDS COMMAND]...
+"""Collects the results of tools/gpu.sh in one JSON: results.py LOGS JSON COMMAND [NAME CODE SECONDS COMMAND]...
 
-A file that tells of the same commit, GPU and driver keeps its other stages.
+An existing file of the same commit, GPU and driver keeps its other stages.
 """
 
 import json
@@ -47,7 +47,7 @@ def timings(text):
 
 
 def training(text):
-    """Of examples/train_long.py."""
+    """Losses and speed in the output of examples/train_long.py."""
     lines = re.findall(r"^step \d+: (\S+) nats per byte, (\d+) tokens/s$", text, re.MULTILINE)
     losses, speeds = [float(loss) for loss, _ in lines], [int(speed) for _, speed in lines[1:]]
     return {"losses": losses, "tokens_per_second": statistics.median(speeds) if speeds else None}

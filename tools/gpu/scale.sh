@@ -16,7 +16,7 @@ one=(python3 -m torch.distributed.run --standalone --nproc-per-node 1)
 runs=$(mktemp -d -p "$([[ -w /dev/shm ]] && echo /dev/shm || echo "$logs")" nsa-scale.XXXXXX)
 trap 'rm -rf "$runs"' EXIT
 export GLOO_SOCKET_IFNAME=lo NSA_PARALLEL_DEVICE=$device NSA_SCALE=$$.$RANDOM
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # NVLink multicast is off unless it is asked for
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}  # NVLink multicast is off by default
 export GPUS=$gpus STOP=TERM GRACE=5
 [[ $device == cpu ]] && export NSA_DEVICE=cpu OMP_NUM_THREADS=1
 
@@ -27,7 +27,7 @@ sweep() {  # ends what a step left running, by what it has in its environment
     [[ ${folder#/proc/} == "$BASHPID" ]] || kill -KILL "${folder#/proc/}" 2>/dev/null
   done
 }
-begin() {  # name, seconds at most, command...: beside others until `settle`
+begin() {  # name, seconds at most, command...: in the background until `settle`
   local name=$1 limit=$2 left=$((budget - SECONDS))
   shift 2
   rm -f "$logs/$name.json"
@@ -84,11 +84,11 @@ dp=$((gpus >= 4 ? 2 : 1))
 step collectives 75 "${ranks[@]}" bench/scale/collectives.py --sizes "$sizes" --json "$logs/collectives.json"
 step context_parallel 200 env PYTORCH_ALLOC_CONF=expandable_segments:True "${ranks[@]}" bench/scale/context_parallel.py \
   --tokens "$lengths" --seconds 140 --json "$logs/context_parallel.json" "${shape[@]}"
-# Bits, not times: beside each other.
+# Bits, not times: run at the same time.
 begin bits 90 "${ranks[@]}" bench/scale/context_parallel.py "${bits[@]}" --seconds 60 --json "$logs/bits.json" "${shape[@]}"
 begin parallel 120 python3 -m pytest -q -p no:cacheprovider tests/python/parallel/test_parallel.py "${tests[@]}"
 settle
-# One GPU each, beside each other.
+# One GPU each, at the same time.
 begin train_one 100 python3 bench/scale/train_ranks.py speed --ranks 1 --limit 90 --out "$runs/one" \
   --json "$logs/train_one.json" -- "${train[@]}" --steps "$steps_of_one"
 CUDA_VISIBLE_DEVICES=1 begin train_long_one 100 "${one[@]}" examples/train_long.py "${long[@]}" \

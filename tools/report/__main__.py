@@ -22,11 +22,13 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="a run folder of `nsa train` (results lying in it are shown too), or a JSON file of nsa bench, eval, "
+        help="run folder of nsa train (with the results in it), or a JSON file of nsa bench, eval, "
         "needle, inspect, recall or tools/gpu.sh decode",
     )
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
-    parser.add_argument("--only", metavar="NAME", help="this picture alone, without the page")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)"
+    )
+    parser.add_argument("--only", metavar="NAME", help="draw only this picture, without the page")
     options = parser.parse_args(arguments)
     sources = read_sources(options.paths)
     for line in sources.left_out:
@@ -94,12 +96,17 @@ def main(arguments: list[str] | None = None) -> int:
             "Selection during training",
             "A collapsing selection shows as entropy or free picks that fall towards 0.",
         ),
-        ("needle", measurements.needle, "Needle in a haystack", "A fact hidden in a long text, asked for at its end."),
+        (
+            "needle",
+            measurements.needle,
+            "Needle in a haystack",
+            "Retrieval accuracy of a key-value needle by context length and needle depth.",
+        ),
         (
             "recall_map",
             measurements.recall_map,
             "Recall map",
-            "Keys asked for further back than any window reaches: three small models, trained on the same sequences.",
+            "Associative recall beyond the sliding window: three small models, trained on the same sequences.",
         ),
         ("recall", training.recall, "Recall", "Key-value pairs further apart than the sliding window."),
     ]

@@ -1,4 +1,4 @@
-"""What the files must hold: every field that a picture reads, checked once, where the file is read."""
+"""Schemas of the files: every field that a picture reads, checked once, when the file is read."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ _generate_step = record({"attention": _text, "batch": whole(1), "context": whole
 
 
 def cuda_decode_stages(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What `cuda_decode` found in a result of `tools/gpu.sh decode`, by stage."""
+    """Results of `cuda_decode` in a file of `tools/gpu.sh decode`, by stage."""
     stages = result["stages"].items()
     return {name: stage["result"] for name, stage in stages if name.startswith("decode") and name != "decode_dense"}
 

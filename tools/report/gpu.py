@@ -48,7 +48,7 @@ class Measured:
         self.gpu = self.machine["gpu"].split(",")[0]
 
     def results(self, op: str, variant: str, part_of: str = "") -> dict[int, dict[str, Any]]:
-        """By length, what was measured and not extrapolated."""
+        """Measured results by length, without extrapolated ones."""
         return {
             r["length"]: r
             for r in self.bench["results"]

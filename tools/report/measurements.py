@@ -82,7 +82,7 @@ def _series(bench: dict[str, Any], pass_name: str) -> dict[tuple[str, str], list
 
 
 def selection_map(sources: Sources) -> Figure | None:
-    """Which blocks each query selected, per layer and KV head."""
+    """Selected blocks of each query, per layer and KV head."""
     results = [r for r in sources.of("inspect") if r["layers"]]
     if not results:
         return None
@@ -153,7 +153,7 @@ def recall_map(sources: Sources) -> Figure | None:
 
 
 def needle(sources: Sources) -> Figure | None:
-    """Share of needles found by length of the text and depth of the needle in it."""
+    """Needle retrieval accuracy by context length and needle depth."""
     results = sources.of("needle")
     if not results:
         return None

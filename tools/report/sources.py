@@ -42,7 +42,7 @@ class Sources:
     runs: list[Run] = field(default_factory=list)
     results: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {kind: [] for kind in fields.RESULTS})
     left_out: list[str] = field(default_factory=list)
-    """What could not be read, and why: a line each."""
+    """Files that could not be read, with the reason, a line each."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return self.results[f"nsa-{kind}"]

@@ -1,4 +1,4 @@
-"""How the pictures look: one colour per attention and per branch, everywhere the same."""
+"""Style of the pictures: one colour per attention and per branch, the same in all of them."""
 
 from __future__ import annotations
 

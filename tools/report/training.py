@@ -177,12 +177,12 @@ def _selecting(sources: Sources) -> list[Run]:
 
 
 def _number(layer: dict[str, Any], place: int) -> int:
-    """Of a layer in a line of metrics; runs from before layers could be dense have none."""
+    """Index of a layer in a line of metrics; runs older than dense layers have none."""
     return layer.get("layer", place)
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Mean of the neighbourhood, a fiftieth of the whole to either side."""
+    """Moving average over a fiftieth of the values to either side."""
     reach = len(values) // 50
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - reach) : i + reach + 1])]
 

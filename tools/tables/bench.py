@@ -42,7 +42,7 @@ class Bench:
 
 
 def crossovers(bench, rivals=("dense",)):
-    """Where NSA becomes faster, a sentence for each rival."""
+    """Crossover lengths from which NSA is faster, a sentence for each rival."""
     sentences = []
     for rival in rivals:
         places = []

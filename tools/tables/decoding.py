@@ -63,13 +63,13 @@ def other_steps(results):
     cases = {}
     for result in results:
         stages = cuda_decode_stages(result)
-        whole = stages["decode"]
+        default = stages["decode"]
         for found in stages.values():
-            if found["layers"] or found is whole:
+            if found["layers"] or found is default:
                 continue
             context = f"1024 … {2 * found['context']}" if found["ragged"] else str(found["context"])
             dims = re.search(r" (D=\S+)", found["problem"])[1]
-            other = "" if dims in whole["problem"].split() else f", {dims}"
+            other = "" if dims in default["problem"].split() else f", {dims}"
             for times in found["steps"]:
                 case = (context, str(times["batch"]), str(times["new"]), found["selection"], times["cache"] + other)
                 cases.setdefault(case, {})[card(result)] = [f"{times[name]:.0f}" for name in ("median", "floor")]

@@ -1,4 +1,4 @@
-"""What the tables share: their files, Markdown, and the lines above a table."""
+"""Helpers of the tables: files, Markdown, and the lines above a table."""
 
 import json
 import textwrap
@@ -51,6 +51,6 @@ def gpu_of(about):
 
 
 def noted(stage):
-    """What is odd about a stage's figures."""
+    """Notes on a stage's figures."""
     if "note" in stage:
         yield fill(stage["note"])
