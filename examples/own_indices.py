@@ -36,19 +36,19 @@ def main() -> None:
     gates = torch.tensor([0.0, 1.0, 0.0]).expand(1, QUERIES, 1, 3)  # compressed, selected, window
     own = torch.arange(LENGTH - QUERIES, LENGTH) // CFG.block_size
 
-    def imposed(others: Tensor) -> Tensor:
+    def given(others: Tensor) -> Tensor:
         """int32 (B, Sq, Hkv, topk). Any order; -1 is no block, and a block that is named twice counts once."""
         blocks = torch.cat((forced(own), others), -1)
         blocks = torch.nn.functional.pad(blocks, (0, CFG.topk - blocks.shape[-1]), value=-1)
         return blocks[None, :, None].int()
 
     random = torch.rand(QUERIES, BLOCKS - 4).argsort(-1)[:, : CFG.topk - 3] + 1  # neither the first nor the last ones
-    choices = {"scores": None, "oracle": imposed(at[:, None] // CFG.block_size), "random": imposed(random)}
+    choices = {"scores": None, "oracle": given(at[:, None] // CFG.block_size), "random": given(random)}
 
     found = {}
     for name, indices in choices.items():
         o, selected = nsa.native_sparse_attention(q, k, v, gates, cfg=CFG, indices=indices, return_indices=True)
-        blocks = selected if indices is None else indices  # `selected` is what the scores choose, whatever is imposed
+        blocks = selected if indices is None else indices  # `selected` is what the scores choose, whatever is given
         answer = (o[0, :, 0] @ v[0, :, 0].T).argmax(-1)  # whose value it is
         found[name] = (answer == at).float().mean().item()
         hit = (blocks[0, :, 0] == at[:, None] // CFG.block_size).any(-1).float().mean()

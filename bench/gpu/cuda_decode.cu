@@ -69,7 +69,7 @@ double copy_rate(cudaStream_t stream) {
 
 /// Selected tokens that the queries of a step read together, over all sequences, of one KV head.
 double selected_tokens(const DecodeParams& p, std::int64_t batch, std::int64_t kv_heads) {
-  const TensorView& indices = p.imposed_indices.defined() ? p.imposed_indices : p.indices;
+  const TensorView& indices = p.block_indices.defined() ? p.block_indices : p.indices;
   const std::vector<int> all = to_host(indices);
   const std::int64_t topk = indices.size(-1), m = indices.numel() / (batch * kv_heads * topk);
   std::size_t blocks = 0;

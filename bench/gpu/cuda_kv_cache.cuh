@@ -5,7 +5,7 @@
 //   --capacity   tokens that each sequence of the cache has room for, if that is more than it gets
 //   --key-dim    of queries and keys (128); values have 128
 //   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
-//   --selection  own: the call chooses its blocks. random, clustered: they are imposed, of neighbouring queries four
+//   --selection  own: the call selects its blocks. random, clustered: given blocks, of neighbouring queries four
 //                fifths alike or none
 //   --engine     packed new tokens, compressed tokens in the pages of their tokens, window and raw tokens in pages
 //   --kernels    the kernels of a call: registers, shared memory, clusters that fit
@@ -291,8 +291,8 @@ inline void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_
   keys_and_values(device, c.k_swa_ring, c.v_swa_ring, {all, kPage, kv_heads}, key_dim, 1, stored);
   keys_and_values(device, c.k_cmp_ring, c.v_cmp_ring, {all, kPage, kv_heads}, key_dim);
   c.block_table_swa = page_table(device, batch, pages), c.block_table_cmp = page_table(device, batch, pages);
-  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.o, &p.indices,
-                        &p.imposed_indices})
+  for (TensorView* t :
+       {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.o, &p.indices, &p.block_indices})
     if (t->defined())
       *t = TensorView::contiguous(t->data, t->dtype, {starts.back(), t->size(2), t->size(3)}, t->device);
   p.query_start_loc = device.integers(starts, {batch + 1}), p.max_query_len = m;
@@ -335,7 +335,7 @@ inline DecodeParams make_params(Tensors& device, const std::vector<int>& lengths
     p.indices = device.tensor(DType::kInt32, {batch, m, options.kv_heads, cfg.topk});
   } else {
     const int shortest = *std::min_element(lengths.begin(), lengths.end());
-    p.imposed_indices = device.integers(
+    p.block_indices = device.integers(
         made_up_blocks(batch, m, options.kv_heads, shortest, cfg, options.selection == "clustered" ? 4 : 0),
         {batch, m, options.kv_heads, cfg.topk});
   }

@@ -134,7 +134,7 @@ void run_chunk(std::int64_t batch, DType stored, const Options& options, cudaStr
     for (const TensorView* t : {&p.k_swa, &p.v_swa})
       copy_rows(device.random({1, batch * m, options.kv_heads, t->size(-1)}, 1, 0, stored), 0, 0, batch * m, *t, 0, 0);
   NsaAttentionParams a;
-  a.q = p.q, a.gates = p.gates, a.cfg = p.cfg, a.imposed_indices = p.imposed_indices;
+  a.q = p.q, a.gates = p.gates, a.cfg = p.cfg, a.block_indices = p.block_indices;
   const auto whole = [&](std::int64_t tokens, TensorView& k, TensorView& v) {
     k = device.tensor(DType::kBFloat16, {batch, tokens, options.kv_heads, options.key_dim});
     v = device.tensor(DType::kBFloat16, {batch, tokens, options.kv_heads, kDim});

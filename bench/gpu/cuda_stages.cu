@@ -184,7 +184,7 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
   whole.v_swa = v_swa;
   whole.gates = gates;
   whole.cfg = cfg;
-  whole.imposed_indices = random;
+  whole.block_indices = random;
   whole.o = out();
   whole.indices = dev.tensor(DType::kInt32, {1, s, kv, 16});
   whole.o_cmp = out(), whole.o_slc = out(), whole.o_swa = out();
@@ -202,7 +202,7 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
   time("sliding_window_attention", swa, nsa::sliding_window_attention, flush);
   time("combine", CombineParams{whole.o_cmp, whole.o_slc, whole.o_swa, gates, whole.o}, nsa::combine, flush);
   time("nsa_attention, random", whole, nsa::nsa_attention, flush);
-  whole.imposed_indices = clustered;
+  whole.block_indices = clustered;
   time("nsa_attention, clustered", whole, nsa::nsa_attention, flush);
   if (!backward) return;
 
@@ -225,7 +225,7 @@ void run(std::int64_t s, std::int64_t h, std::int64_t kv, std::int64_t dk, const
       whole,       d_o,         d_q,         like(k_c),   like(v_c),
       like(k_slc), like(v_slc), like(k_swa), like(v_swa), dev.tensor(DType::kBFloat16, {1, s, h, 3})};
   time("nsa_attention backward, clustered", back, nsa::nsa_attention_backward, flush);
-  back.forward.imposed_indices = random;
+  back.forward.block_indices = random;
   time("nsa_attention backward, random", back, nsa::nsa_attention_backward, flush);
 }
 

@@ -66,7 +66,7 @@ struct DecodeParams {
   // then, sequence b in rows query_start_loc[b] ... query_start_loc[b + 1] - 1; o = 0 in rows behind the last.
   TensorView query_start_loc;
   std::int64_t max_query_len = 0;  // packed: at least the most new tokens of a sequence, m; 0: T
-  TensorView imposed_indices;      // int32 (B, m, Hkv, topk), optional: attend to these blocks
+  TensorView block_indices;        // int32 (B, m, Hkv, topk), optional: attend to these blocks
   TensorView o;                    // (B, m, H, Dv)
   TensorView indices;              // int32 (B, m, Hkv, topk), optional
 };

@@ -195,8 +195,8 @@ struct NsaAttentionParams {
   double noise = 0;
   std::uint64_t seed = 0;
   Packed packed;
-  TensorView imposed_indices;  // int32, like indices, optional: attend to these; the own ones still go to `indices`
-  TensorView o;                // (B, Sq, H, Dv) or (total_q, H, Dv)
+  TensorView block_indices;  // int32, like indices, optional: attend to these; the selected ones still go to `indices`
+  TensorView o;              // (B, Sq, H, Dv) or (total_q, H, Dv)
   // What the backward needs; each optional.
   TensorView indices;                    // int32 (B, Sq, Hkv, topk) or (total_q, Hkv, topk)
   TensorView o_cmp, o_slc, o_swa;        // like o

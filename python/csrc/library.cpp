@@ -50,15 +50,15 @@ void define(Library& m) {
   def("combine_backward(Tensor d_o, Tensor o_cmp, Tensor o_slc, Tensor o_swa, Tensor gates, bool[] needs) -> " +
       tensors(4));
   def("nsa_attention(" + kBranches + ", int[] cfg, float? softmax_scale, float noise, SymInt seed, " + kPacked +
-      ", Tensor? imposed_indices, bool keep) -> " + tensors(8));
+      ", Tensor? block_indices, bool keep) -> " + tensors(8));
   def("nsa_attention_backward(Tensor d_o, " + kBranches + ", Tensor indices, " + kSaved +
-      ", int[] cfg, float? softmax_scale, " + kPacked + ", Tensor? imposed_indices, bool[] needs) -> " + tensors(8));
+      ", int[] cfg, float? softmax_scale, " + kPacked + ", Tensor? block_indices, bool[] needs) -> " + tensors(8));
   def("native_sparse_attention(" + kLayer + ", int[] cfg, float? softmax_scale, " + kRotation +
-      ", float noise, SymInt seed, " + kPacked + ", Tensor? imposed_indices, bool keep, bool keep_compressed) -> " +
+      ", float noise, SymInt seed, " + kPacked + ", Tensor? block_indices, bool keep, bool keep_compressed) -> " +
       tensors(10));
   def("native_sparse_attention_backward(Tensor d_o, " + kLayer + ", Tensor indices, Tensor k_c, Tensor v_c, " + kSaved +
       ", int[] cfg, float? softmax_scale, " + kRotation + ", " + kPacked +
-      ", Tensor? imposed_indices, bool[] needs) -> " + tensors(18));
+      ", Tensor? block_indices, bool[] needs) -> " + tensors(18));
   def("describe_backends() -> str");
   def("describe_devices() -> str");
   def("describe_instruction_sets() -> str");

@@ -11,7 +11,7 @@ TensorView kept(const Tensor& tensor, const char* name) {
 NativeSparseAttentionParams params_of(const BranchArguments& branches, const PhiArguments& weights_k,
                                       const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
                                       const RotationArguments& rotation, const PackedArguments& packed,
-                                      const OptionalTensor& imposed_indices) {
+                                      const OptionalTensor& block_indices) {
   NativeSparseAttentionParams params;
   params.k_cmp = input(branches.k_cmp, "k_cmp");
   params.v_cmp = input(branches.v_cmp, "v_cmp");
@@ -19,7 +19,7 @@ NativeSparseAttentionParams params_of(const BranchArguments& branches, const Phi
   params.weights_v = weights_v.views();
   params.rope_cos = input(rotation.cos, "rope_cos");
   params.rope_sin = input(rotation.sin, "rope_sin");
-  params.attention = attention_of(branches, cfg, softmax_scale, packed, imposed_indices);
+  params.attention = attention_of(branches, cfg, softmax_scale, packed, block_indices);
   return params;
 }
 
@@ -28,9 +28,9 @@ NativeSparseAttentionParams params_of(const BranchArguments& branches, const Phi
 Tensors<10> native_sparse_attention(const BranchArguments& branches, const PhiArguments& weights_k,
                                     const PhiArguments& weights_v, const Ints& cfg, Scale softmax_scale,
                                     const RotationArguments& rotation, double noise, std::int64_t seed,
-                                    const PackedArguments& packed, const OptionalTensor& imposed_indices, bool keep,
+                                    const PackedArguments& packed, const OptionalTensor& block_indices, bool keep,
                                     bool keep_compressed) {
-  auto params = params_of(branches, weights_k, weights_v, cfg, softmax_scale, rotation, packed, imposed_indices);
+  auto params = params_of(branches, weights_k, weights_v, cfg, softmax_scale, rotation, packed, block_indices);
   NsaAttentionParams& attention = params.attention;
   attention.noise = noise;
   attention.seed = static_cast<std::uint64_t>(seed);
@@ -55,10 +55,10 @@ Tensors<18> native_sparse_attention_backward(const Tensor& d_o, const BranchArgu
                                              const Tensor& indices, const Tensor& k_c, const Tensor& v_c,
                                              const SavedArguments& saved, const Ints& cfg, Scale softmax_scale,
                                              const RotationArguments& rotation, const PackedArguments& packed,
-                                             const OptionalTensor& imposed_indices, const Bools& needs) {
+                                             const OptionalTensor& block_indices, const Bools& needs) {
   expect_needs(needs, 18);
   NativeSparseAttentionBackwardParams params;
-  params.forward = params_of(branches, weights_k, weights_v, cfg, softmax_scale, rotation, packed, imposed_indices);
+  params.forward = params_of(branches, weights_k, weights_v, cfg, softmax_scale, rotation, packed, block_indices);
   take_outputs(params.forward.attention, indices, saved);
   params.forward.attention.k_c = kept(k_c, "k_c");
   params.forward.attention.v_c = kept(v_c, "v_c");

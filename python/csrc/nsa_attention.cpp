@@ -3,7 +3,7 @@
 namespace nsa::python {
 
 NsaAttentionParams attention_of(const BranchArguments& branches, const Ints& cfg, Scale softmax_scale,
-                                const PackedArguments& packed, const OptionalTensor& imposed_indices) {
+                                const PackedArguments& packed, const OptionalTensor& block_indices) {
   NsaAttentionParams params;
   params.q = input(branches.q, "q");
   params.k_slc = input(branches.k_slc, "k_slc");
@@ -14,7 +14,7 @@ NsaAttentionParams attention_of(const BranchArguments& branches, const Ints& cfg
   params.cfg = config_of(cfg);
   params.softmax_scale = softmax_scale;
   params.packed = packed.views();
-  params.imposed_indices = input(imposed_indices, "imposed_indices");
+  params.block_indices = input(block_indices, "block_indices");
   check(params.cfg.validate());  // before a size is taken from it
   return params;
 }
@@ -65,9 +65,9 @@ BranchGradients::BranchGradients(const BranchArguments& of, const Bools& needs)
       gates(of.gates, needs[7]) {}
 
 Tensors<8> nsa_attention(const BranchArguments& branches, const Ints& cfg, Scale softmax_scale, double noise,
-                         std::int64_t seed, const PackedArguments& packed, const OptionalTensor& imposed_indices,
+                         std::int64_t seed, const PackedArguments& packed, const OptionalTensor& block_indices,
                          bool keep) {
-  auto params = attention_of(branches, cfg, softmax_scale, packed, imposed_indices);
+  auto params = attention_of(branches, cfg, softmax_scale, packed, block_indices);
   params.k_c = input(branches.k_cmp, "k_c");
   params.v_c = input(branches.v_cmp, "v_c");
   params.noise = noise;
@@ -80,11 +80,11 @@ Tensors<8> nsa_attention(const BranchArguments& branches, const Ints& cfg, Scale
 
 Tensors<8> nsa_attention_backward(const Tensor& d_o, const BranchArguments& branches, const Tensor& indices,
                                   const SavedArguments& saved, const Ints& cfg, Scale softmax_scale,
-                                  const PackedArguments& packed, const OptionalTensor& imposed_indices,
+                                  const PackedArguments& packed, const OptionalTensor& block_indices,
                                   const Bools& needs) {
   expect_needs(needs, 8);
   NsaAttentionBackwardParams params;
-  params.forward = attention_of(branches, cfg, softmax_scale, packed, imposed_indices);
+  params.forward = attention_of(branches, cfg, softmax_scale, packed, block_indices);
   params.forward.k_c = input(branches.k_cmp, "k_c");
   params.forward.v_c = input(branches.v_cmp, "v_c");
   take_outputs(params.forward, indices, saved);

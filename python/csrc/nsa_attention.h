@@ -7,7 +7,7 @@ namespace nsa::python {
 
 /// All but compressed keys and values, options of the forward and outputs.
 NsaAttentionParams attention_of(const BranchArguments& branches, const Ints& cfg, Scale softmax_scale,
-                                const PackedArguments& packed, const OptionalTensor& imposed_indices);
+                                const PackedArguments& packed, const OptionalTensor& block_indices);
 
 /// The outputs of a forward, on the way into its backward.
 void take_outputs(NsaAttentionParams& params, const Tensor& indices, const SavedArguments& saved);

@@ -406,7 +406,7 @@ def branch_names(
 
 
 def _names(**names: str) -> dict[str, str]:
-    names["imposed_indices"] = "indices"
+    names["block_indices"] = "indices"
     return names
 
 

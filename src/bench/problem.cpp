@@ -27,7 +27,7 @@ SelectedAttentionParams selected(const NsaAttentionParams& p) {
   return {.q = p.q,
           .k = p.k_slc,
           .v = p.v_slc,
-          .indices = p.imposed_indices.defined() ? p.imposed_indices : p.indices,
+          .indices = p.block_indices.defined() ? p.block_indices : p.indices,
           .block_size = p.cfg.block_size,
           .o = p.o_slc,
           .lse = p.lse_slc};
@@ -70,7 +70,7 @@ Problem::Problem(const Shape& shape, std::int64_t length)
   p.o = keep(at::empty({1, length, heads, dv}, q_.options()));
   if (auto blocks = chosen_blocks(shape.selection, cfg, length, kv_heads); !blocks.empty()) {
     const auto on_host = at::from_blob(blocks.data(), {1, length, kv_heads, cfg.topk}, at::kInt);
-    p.imposed_indices = keep(on_host.clone().to(shape.device));
+    p.block_indices = keep(on_host.clone().to(shape.device));
   }
   p.k_c = keep(at::empty({1, blocks_, kv_heads, dk}, q_.options()));
   p.v_c = keep(at::empty({1, blocks_, kv_heads, dv}, q_.options()));

@@ -44,7 +44,7 @@ void attend(const DecodeParams& p, const StepSequence& s) {
                                .indices = own_indices.view()},
             Context{});
   add({own_indices.view()}, step_rows(p.indices));
-  const TensorView indices = p.imposed_indices.defined() ? step_rows(p.imposed_indices) : own_indices.view();
+  const TensorView indices = p.block_indices.defined() ? step_rows(p.block_indices) : own_indices.view();
 
   const TokenBuffer k_slc = gathered(p.k_slc, s.k_slc, 0, s.length), v_slc = gathered(p.v_slc, s.v_slc, 0, s.length);
   (void)run(SelectedAttentionParams{.q = q,

@@ -68,7 +68,7 @@ Status run(const NsaAttentionParams& p, DType precision) {
   (void)run(compressed, precision);
   add({lse.view()}, p.lse_cmp);
 
-  if (p.indices.defined() || !p.imposed_indices.defined()) {
+  if (p.indices.defined() || !p.block_indices.defined()) {
     const SelectBlocksParams selection{.q = p.q,
                                        .k_c = p.k_c,
                                        .lse = lse.view(),
@@ -84,7 +84,7 @@ Status run(const NsaAttentionParams& p, DType precision) {
   }
 
   SelectedAttentionParams selected =
-      selected_branch(p, p.imposed_indices.defined() ? p.imposed_indices : own_indices.view());
+      selected_branch(p, p.block_indices.defined() ? p.block_indices : own_indices.view());
   selected.o = o_slc.view(), selected.lse = p.lse_slc;
   (void)run(selected, precision);
 
@@ -108,7 +108,7 @@ Status run(const NsaAttentionParams& p, DType precision) {
 Status run(const NsaAttentionBackwardParams& p, DType precision) {
   // The forward again, so that the branches enter unrounded, and over the blocks that it attended to.
   NsaAttentionParams f = p.forward;
-  if (!f.imposed_indices.defined()) f.imposed_indices = f.indices;
+  if (!f.block_indices.defined()) f.block_indices = f.indices;
   const Temporary o(p.d_o, DType::kFloat64), o_cmp(p.d_o, DType::kFloat64), o_slc(p.d_o, DType::kFloat64),
       o_swa(p.d_o, DType::kFloat64);
   f.o = o.view(), f.o_cmp = o_cmp.view(), f.o_slc = o_slc.view(), f.o_swa = o_swa.view();
@@ -135,7 +135,7 @@ Status run(const NsaAttentionBackwardParams& p, DType precision) {
                                               .d_k_c = p.d_k_c,
                                               .d_v_c = p.d_v_c},
             precision);
-  (void)run(SelectedAttentionBackwardParams{.forward = selected_branch(f, f.imposed_indices),
+  (void)run(SelectedAttentionBackwardParams{.forward = selected_branch(f, f.block_indices),
                                             .d_o = d_o_slc.view(),
                                             .d_q = d_q_slc.view(),
                                             .d_k = p.d_k_slc,

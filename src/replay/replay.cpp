@@ -143,7 +143,7 @@ NsaAttentionParams whole_params(CallArguments& a) {
           .noise = a.scalar<double>("noise"),
           .seed = a.scalar<std::uint64_t>("seed"),
           .packed = a.packed(),
-          .imposed_indices = a.in("imposed_indices"),
+          .block_indices = a.in("block_indices"),
           .indices = a.in("indices"),
           .o_cmp = a.in("o_cmp"),
           .o_slc = a.in("o_slc"),
@@ -168,7 +168,7 @@ void add_outputs(CallArguments& a, NsaAttentionParams& p, const char* keys, cons
 
 Status replay_nsa_attention(CallArguments& a, const at::Tensor& imposed, const Context& context) {
   auto p = whole_params(a);
-  if (imposed.defined()) p.imposed_indices = bridge::view_of(imposed);
+  if (imposed.defined()) p.block_indices = bridge::view_of(imposed);
   add_outputs(a, p, "k_c", "v_c");
   return nsa::nsa_attention(p, context);
 }
@@ -199,7 +199,7 @@ NativeSparseAttentionParams layer_params(CallArguments& a) {
 
 Status replay_layer(CallArguments& a, const at::Tensor& imposed, const Context& context) {
   auto p = layer_params(a);
-  if (imposed.defined()) p.attention.imposed_indices = bridge::view_of(imposed);
+  if (imposed.defined()) p.attention.block_indices = bridge::view_of(imposed);
   add_outputs(a, p.attention, "k_cmp", "v_cmp");
   return nsa::native_sparse_attention(p, context);
 }
@@ -255,7 +255,7 @@ Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, 
                                    {"rope_cos", &p.rope_cos},
                                    {"rope_sin", &p.rope_sin},
                                    {"num_new", &p.num_new},
-                                   {"imposed_indices", &p.imposed_indices}}) {
+                                   {"block_indices", &p.block_indices}}) {
     *view = a.in(name);
   }
   p.weights_k = a.weights("weights_k.");
@@ -264,7 +264,7 @@ Status replay_decode(CallArguments& a, const at::Tensor& imposed, bool prefill, 
   p.softmax_scale = a.softmax_scale();
   p.cache.advance = !a.has_scalar("cache.advance");  // noted if false
   if (a.has_scalar("max_query_len")) p.max_query_len = a.scalar<std::int64_t>("max_query_len");
-  if (imposed.defined()) p.imposed_indices = bridge::view_of(imposed);
+  if (imposed.defined()) p.block_indices = bridge::view_of(imposed);
   p.indices = a.out("indices", indices_shape(a.shape("q"), a.shape("k_cmp"), p.cfg.topk), at::kInt);
   p.o = a.out("o", with_width(a.shape("q"), a.shape("v_cmp").back()));
   for (const auto& [name, view] : {std::pair{"cache.k_slc", &p.cache.k_slc},
@@ -360,7 +360,7 @@ std::vector<Difference> compare_with_oracle(const DumpedCall& call) {
   CallArguments mine(call, false), exact(call, true);
   replay(call, mine, Backend::kAuto);
   at::Tensor chosen;
-  if (call.operation != "select_blocks" && !mine.has("imposed_indices")) {
+  if (call.operation != "select_blocks" && !mine.has("block_indices")) {
     for (const auto& [name, tensor] : mine.outputs()) {
       if (name == "indices") chosen = tensor;
     }

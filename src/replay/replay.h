@@ -12,8 +12,8 @@
 namespace nsa::replay {
 
 /// Runs the call on `backend`. Throws Error for an operation that cannot be repeated, or when the backend refuses.
-/// `imposed`: the blocks that the whole and decode are to attend to, if not their own choice.
-void replay(const DumpedCall& call, CallArguments& arguments, Backend backend, const at::Tensor& imposed = {});
+/// `given`: the blocks that nsa_attention and decode attend to instead of selecting.
+void replay(const DumpedCall& call, CallArguments& arguments, Backend backend, const at::Tensor& given = {});
 
 /// How far an output of `got` is from the oracle's.
 struct Difference {
@@ -24,7 +24,7 @@ struct Difference {
   bool is_integer = false;
 };
 
-/// The backend that a call takes by default against the oracle, output by output. Blocks that it selected are imposed
+/// The backend that a call takes by default against the oracle, output by output. Blocks that it selected are given
 /// on the oracle, so that a tie decided otherwise does not count as an error of the attention.
 std::vector<Difference> compare_with_oracle(const DumpedCall& call);
 

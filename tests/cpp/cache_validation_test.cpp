@@ -78,8 +78,8 @@ TEST(CacheRefused, Decode) {
       {[](P& p) { p.rope_cos.shape[1] = 16; },
        "rope_cos: float32 (90, 16): expected the shape (max_positions, Dk / 2 = 8)"},
       {[](P& p) { p.weights_v.w2 = {}; }, "weights_v.w2: not given: expected float64 (P = 2, E = 16, Dv = 8)"},
-      {[](P& p) { p.imposed_indices = slice(p.indices, 3, 0, 2); },
-       "imposed_indices: int32 (2, 3, 2, 2): expected the shape (B = 2, m = 3, Hkv = 2, topk = 4)"},
+      {[](P& p) { p.block_indices = slice(p.indices, 3, 0, 2); },
+       "block_indices: int32 (2, 3, 2, 2): expected the shape (B = 2, m = 3, Hkv = 2, topk = 4)"},
       {[](P& p) { p.o = p.q; }, "o: float64 (2, 3, 6, 16): expected the shape (B = 2, m = 3, H = 6, Dv = 8)"},
       {[](P& p) { p.k_slc.device.type = DeviceType::kCUDA; }, "k_slc: on cuda:0: expected cpu as q"},
   };

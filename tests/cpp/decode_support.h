@@ -213,7 +213,7 @@ inline void take_compressed(KVCache& cache, const NSAConfig& cfg, const TensorVi
 struct Feed {
   const Stream& stream;
   KVCache& cache;
-  const Tensor* imposed = nullptr;  // indices like Results::indices
+  const Tensor* given = nullptr;  // indices like Results::indices
   std::optional<double> softmax_scale = {};
 
   Status operator()(const std::vector<std::int64_t>& counts, Results& results, std::vector<std::int64_t> rows = {},
@@ -239,7 +239,7 @@ struct Feed {
     p.q = take(stream.q), p.gates = take(stream.gates);
     p.k_cmp = take(stream.k_cmp), p.k_slc = take(stream.k_slc), p.k_swa = take(stream.k_swa);
     p.v_cmp = take(stream.v_cmp), p.v_slc = take(stream.v_slc), p.v_swa = take(stream.v_swa);
-    if (imposed) p.imposed_indices = take(*imposed);
+    if (given) p.block_indices = take(*given);
     p.cache = cache.view();
     p.weights_k = stream.weights_k.view(), p.weights_v = stream.weights_v.view();
     p.cfg = c.cfg;

@@ -21,22 +21,22 @@ class Steps : public testing::Test {
 
   StreamCase c;
 
-  /// Imposed indices: equal to the forward but for rounding. Own indices: equal but for ties within rounding.
+  /// Given blocks: equal to the forward but for rounding. Own indices: equal but for ties within rounding.
   void expect_forward(const Stream& stream, const std::vector<std::vector<std::int64_t>>& steps) {
     KVCache filled = make_cache(c);
     Results ignored(c);
     if (c.float8())
       for (const auto& counts : steps) expect_ok(Feed{stream, filled}(counts, ignored));
     const Forward forward(stream, &filled);
-    for (const bool imposed : {true, false}) {
+    for (const bool given : {true, false}) {
       KVCache cache = make_cache(c);
       Results results(c);
       for (const auto& counts : steps)
-        expect_ok(Feed{stream, cache, imposed ? &forward.indices : nullptr}(counts, results));
+        expect_ok(Feed{stream, cache, given ? &forward.indices : nullptr}(counts, results));
       for (std::int64_t b = 0; b < c.batch; ++b) {
-        SCOPED_TRACE("sequence " + std::to_string(b) + (imposed ? ", imposed indices" : ""));
+        SCOPED_TRACE("sequence " + std::to_string(b) + (given ? ", given indices" : ""));
         const auto fed = [&](const TensorView& t) { return slice(slice(t, 0, b, b + 1), 1, 0, cache.length(b)); };
-        if (imposed) {
+        if (given) {
           expect_close(fed(results.o), fed(forward.o), tolerance_of(c.dtype));
           expect_compressed(forward, cache, b);
         }

@@ -76,13 +76,13 @@ TEST_P(Grid, Combine) {
 
 TEST_P(Grid, NsaAttention) {
   NsaAttentionParams f = p.whole();
-  f.imposed_indices = p.indices;
+  f.block_indices = p.indices;
   auto compared = whole_outputs(p);
   compared.erase(compared.begin() + 1);  // the indices have their own rule
   check<NsaAttentionParams>(f, compared, under_test.nsa_attention, reference::run);
 
   // Now with its own choice of blocks, which the backward then takes as given.
-  f.imposed_indices = {};
+  f.block_indices = {};
   const auto outputs = outputs_of(f, whole_outputs(p), false, [](const NsaAttentionParams& params) {
     return under_test.nsa_attention(params, kCpu);
   });
@@ -93,7 +93,7 @@ TEST_P(Grid, NsaAttention) {
 
 TEST_P(Layer, ForwardAndBackward) {
   NativeSparseAttentionParams f = p.layer();
-  f.attention.imposed_indices = p.indices;
+  f.attention.block_indices = p.indices;
   auto compared = layer_outputs(p);
   compared.erase(compared.begin() + 1);  // the indices have their own rule
   check<NativeSparseAttentionParams>(f, compared, under_test.native_sparse_attention, reference::run);

@@ -95,7 +95,7 @@ TEST_P(Inputs, ScaleOfZeroOrLessInEveryBranch) {
     const Problem p(c);
     run_selected(p, p.indices);
     NsaAttentionParams whole = p.whole();
-    whole.imposed_indices = p.indices;
+    whole.block_indices = p.indices;
     run_both<SlidingWindowAttentionParams, SlidingWindowAttentionBackwardParams>(
         p, p.window(), window_outputs(p), under_test.sliding_window_attention, reference::run,
         window_backward_outputs(p), under_test.sliding_window_attention_backward, reference::run);

@@ -86,12 +86,12 @@ TEST_P(Isolation, UnselectedBlocks) {
   for (std::int64_t begin = block; begin < 130; begin += 2 * block)
     for (const Tensor* t : {&poisoned.k_slc, &poisoned.v_slc})
       fill_value(slice(*t, 1, begin, std::min<std::int64_t>(begin + block, 130)), kNan);
-  for (const bool imposed : {false, true}) {
+  for (const bool given : {false, true}) {
     std::vector<std::vector<Tensor>> results;
     for (const Problem* problem : {&p, &poisoned}) {
-      if (imposed) {
+      if (given) {
         NsaAttentionParams f = problem->whole();
-        f.imposed_indices = problem->indices;
+        f.block_indices = problem->indices;
         results.push_back(outputs_of(f, whole_outputs(*problem), false, [](const NsaAttentionParams& params) {
           return under_test.nsa_attention(params, kCpu);
         }));
@@ -113,7 +113,7 @@ TEST_P(Isolation, UnselectedBlocks) {
     for (const std::size_t pass : {0, 1})
       for (std::size_t i = 0; i < results[pass].size(); ++i)
         EXPECT_TRUE(agree(results[pass][i], results[pass + 2][i], true))
-            << (imposed ? "nsa_attention" : "selected_attention") << (pass ? " backward" : "") << ", output " << i;
+            << (given ? "nsa_attention" : "selected_attention") << (pass ? " backward" : "") << ", output " << i;
   }
 }
 
@@ -154,7 +154,7 @@ TEST_P(Isolation, VisibleNaNPropagates) {
       expect_within_bound<CompressParams>(f, compress_outputs(p, f), p.c.dtype, under_test.compress, reference::run,
                                           under_test.floor);
     NsaAttentionParams f = p.whole();
-    f.imposed_indices = p.indices;
+    f.block_indices = p.indices;
     auto outputs = whole_outputs(p);
     outputs.erase(outputs.begin() + 1);
     expect_within_bound<NsaAttentionParams>(f, outputs, p.c.dtype, under_test.nsa_attention, reference::run,
@@ -177,7 +177,7 @@ TEST_P(Isolation, NaNGradient) {
   Problem p(batched());
   p.d_o.set({1, 77, 4, 3}, kNan);
   NsaAttentionParams f = p.whole();
-  f.imposed_indices = p.indices;
+  f.block_indices = p.indices;
   const auto outputs = outputs_of(f, whole_outputs(p), false, [](const NsaAttentionParams& params) {
     return under_test.nsa_attention(params, kCpu);
   });

@@ -170,7 +170,7 @@ TEST_P(OracleGradient, NsaAttention) {
   NsaAttentionParams f = p.whole();
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.o = o;
-  f.imposed_indices = p.indices;  // the choice of blocks has no gradient, so it must not change with the step
+  f.block_indices = p.indices;  // the choice of blocks has no gradient, so it must not change with the step
   const auto L = [&] {
     EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);
@@ -187,7 +187,7 @@ TEST_P(OracleGradient, NativeSparseAttention) {
   NativeSparseAttentionParams f = p.layer();
   const Tensor o = p.query_rows(p.c.heads(), p.c.dv, DType::kFloat64);
   f.attention.o = o;
-  f.attention.imposed_indices = p.indices;
+  f.attention.block_indices = p.indices;
   const auto L = [&] {
     EXPECT_TRUE(reference::run(f, Context{}).ok());
     return inner_product(o, p.d_o);

@@ -386,8 +386,8 @@ TEST(Refused, NsaAttention) {
            "nsa_attention: k_c: float32 (2, 10, 2, 16): expected the shape (B = 2, N_c(Sk) = 11, Hkv = 2, Dk = 16)"},
           {[](P& p) { p.v_swa.shape[3] = 16; },
            "nsa_attention: v_swa: float32 (2, 48, 2, 16): expected the shape (B = 2, Sk = 48, Hkv = 2, Dv = 8)"},
-          {[](P& p) { p.imposed_indices = p.gates; },
-           "nsa_attention: imposed_indices: float32 (2, 40, 6, 3): expected int32"},
+          {[](P& p) { p.block_indices = p.gates; },
+           "nsa_attention: block_indices: float32 (2, 40, 6, 3): expected int32"},
           {[](P& p) { p.noise = -1; }, "nsa_attention: noise = -1: must be finite and >= 0"},
           {[](P& p) { p.o_cmp = p.o; }, "nsa_attention: o: an output at the same address as o_cmp"},
       });

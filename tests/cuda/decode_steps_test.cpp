@@ -228,7 +228,7 @@ TEST_F(SharedQueries, HaveTheSameBitsInAnyStep) {
   expect_same_bits_in_any_step(c, kClusteredStart, 4);
 }
 
-/// Results of a step of eight tokens; blocks: imposed.
+/// Results of a step of eight tokens; blocks: given.
 Results after_eight(const Stream& stream, const Tensor* blocks = nullptr) {
   KVCache cache = filled_cache(stream, kClusteredStart);
   Results results(stream.c);
@@ -262,11 +262,11 @@ TEST_F(SharedQueries, DoNotSeeWhatTheOthersSee) {
     if (chosen.indices.get(i) == kBlock) chosen.indices.set(i, -1);
   });
   chosen.indices.set({0, kClusteredStart + 1, 0, 0}, kBlock);
-  const Results imposed = after_eight(stream, &chosen.indices);
+  const Results given = after_eight(stream, &chosen.indices);
   stream.v_slc.set({0, kBlock * 32 + 5, 0, 0}, INFINITY);
   const Results with_block = after_eight(stream, &chosen.indices);
-  EXPECT_TRUE(same_bits(rows(with_block, 0, 1), rows(imposed, 0, 1)));
-  EXPECT_TRUE(same_bits(rows(with_block, 2, 8), rows(imposed, 2, 8)));
+  EXPECT_TRUE(same_bits(rows(with_block, 0, 1), rows(given, 0, 1)));
+  EXPECT_TRUE(same_bits(rows(with_block, 2, 8), rows(given, 2, 8)));
   EXPECT_FALSE(std::isfinite(value(with_block, 1)));
 }
 

@@ -54,8 +54,8 @@ void for_views(CombineParams& p, const F& f) {
 }
 template <class F>
 void for_views(NsaAttentionParams& p, const F& f) {
-  for (TensorView* t : {&p.q, &p.k_c, &p.v_c, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.imposed_indices,
-                        &p.o, &p.indices, &p.o_cmp, &p.o_slc, &p.o_swa, &p.lse_cmp, &p.lse_slc, &p.lse_swa})
+  for (TensorView* t : {&p.q, &p.k_c, &p.v_c, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.block_indices, &p.o,
+                        &p.indices, &p.o_cmp, &p.o_slc, &p.o_swa, &p.lse_cmp, &p.lse_slc, &p.lse_swa})
     f(*t);
   for_views(p.packed, f);
 }
@@ -76,7 +76,7 @@ void for_views(KVCacheView& c, const F& f) {
 template <class F>
 void for_views(DecodeParams& p, const F& f) {
   for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.rope_cos,
-                        &p.rope_sin, &p.num_new, &p.query_start_loc, &p.imposed_indices, &p.o, &p.indices})
+                        &p.rope_sin, &p.num_new, &p.query_start_loc, &p.block_indices, &p.o, &p.indices})
     f(*t);
   for_views(p.cache, f);
   for_views(p.weights_k, f);

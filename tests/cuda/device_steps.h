@@ -136,19 +136,19 @@ inline void expect_alike(const TensorView& indices, const TensorView& expected) 
   EXPECT_GE(static_cast<double>(same) / static_cast<double>(own.size()), 0.99);
 }
 
-/// Steps of these sizes behind `start` tokens give what one forward gives: with its blocks imposed but for rounding,
+/// Steps of these sizes behind `start` tokens give what one forward gives: with its blocks given but for rounding,
 /// with their own choice the same blocks but for ties within rounding.
 inline void expect_forward(const StreamCase& c, std::int64_t start, const std::vector<std::int64_t>& sizes) {
   const Stream stream(c);
   const Forward forward(stream);
   const double tolerance = c.dtype == DType::kFloat32 ? 1e-5 : 0.01;
-  for (const bool imposed : {true, false}) {
+  for (const bool given : {true, false}) {
     KVCache cache = filled_cache(stream, start);
     Results results(c);
-    const Feed feed{stream, cache, imposed ? &forward.indices : nullptr};
+    const Feed feed{stream, cache, given ? &forward.indices : nullptr};
     for (const std::int64_t m : sizes) expect_ok(feed({m, m}, results));
     const auto fed = [&](const TensorView& t) { return slice(t, 1, start, cache.length(0)); };
-    if (imposed) expect_close(fed(results.o), fed(forward.o), tolerance);
+    if (given) expect_close(fed(results.o), fed(forward.o), tolerance);
     expect_alike(fed(results.indices), fed(forward.indices));
   }
 }
@@ -173,12 +173,12 @@ inline void expect_portable(
   }
   const auto fed = [&](const TensorView& t) { return slice(t, 1, start, end); };
   each_way([&] {
-    Results results(c), imposed(c);
+    Results results(c), given(c);
     feed(results, nullptr);
-    feed(imposed, &portable.indices);
-    expect_close(fed(imposed.o), fed(portable.o), 0.01);
+    feed(given, &portable.indices);
+    expect_close(fed(given.o), fed(portable.o), 0.01);
     expect_alike(fed(results.indices), fed(portable.indices));
-    EXPECT_NE(same_bits(fed(imposed.o), fed(portable.o)), hopper_kernels_run()) << "are other kernels";
+    EXPECT_NE(same_bits(fed(given.o), fed(portable.o)), hopper_kernels_run()) << "are other kernels";
   });
 }
 

@@ -49,16 +49,16 @@ TEST(Prefill, ChunksInFloat8AreTheOracle) {
   StreamCase c = in_float8(chunk_case(2));
   c.batch = 1, c.length = 700;
   const Stream stream(c);
-  const auto feed = [&](KVCache& cache, Results& results, const Tensor* imposed) {
-    for (const std::int64_t m : {300, 17, 200, 150}) expect_ok(Feed{stream, cache, imposed}({m}, results));
+  const auto feed = [&](KVCache& cache, Results& results, const Tensor* given) {
+    for (const std::int64_t m : {300, 17, 200, 150}) expect_ok(Feed{stream, cache, given}({m}, results));
   };
   KVCache own = make_cache(c), cache = make_cache(c);
-  Results results(c), imposed(c);
+  Results results(c), given(c);
   feed(own, results, nullptr);
   const Forward forward(stream, &own);
-  feed(cache, imposed, &forward.indices);
+  feed(cache, given, &forward.indices);
   const auto fed = [](const TensorView& t) { return slice(t, 1, 0, 667); };
-  expect_close(fed(imposed.o), fed(forward.o), 0.01);
+  expect_close(fed(given.o), fed(forward.o), 0.01);
   expect_alike(fed(results.indices), fed(forward.indices));
 }
 
@@ -77,8 +77,8 @@ TEST(Prefill, AChunkMayHaveMoreTokensThanAGridHasRows) {
 }
 
 void feed_chunks(const Stream& stream, KVCache& cache, Results& results,
-                 const std::vector<std::vector<std::int64_t>>& chunks, const Tensor* imposed = nullptr) {
-  for (const auto& counts : chunks) expect_ok(Feed{stream, cache, imposed}(counts, results));
+                 const std::vector<std::vector<std::int64_t>>& chunks, const Tensor* given = nullptr) {
+  for (const auto& counts : chunks) expect_ok(Feed{stream, cache, given}(counts, results));
 }
 
 TEST(Prefill, TheCacheHasTheBitsOfThePortableKernels) {

@@ -267,7 +267,7 @@ class _Attention(torch.autograd.Function):
                     ops.nsa_attention,
                     *(s.own(q)[slot][..., of_q, :], *s.seen(chunk, whole), s.own(gates)[slot][..., of_q, :]),
                     *(s.cfg.as_list(), s.softmax_scale, s.noise, s.seed, *s.lengths(chunk, q)),
-                    *(s.imposed(slot, heads), keep),
+                    *(s.given(slot, heads), keep),
                 )
                 output.put(o, slot, of_q.start)
                 chosen.put(selected, slot, heads[0])
@@ -323,7 +323,7 @@ class _Attention(torch.autograd.Function):
                 dq, *d_seen, dg = ops.nsa_attention_backward(
                     *(s.own(d_o)[slot][..., of_q, :], s.own(q)[slot][..., of_q, :], *seen),
                     *(s.own(gates)[slot][..., of_q, :], *outputs),
-                    *(s.cfg.as_list(), s.softmax_scale, *s.lengths(chunk, q), s.imposed(slot, heads), [True] * 8),
+                    *(s.cfg.as_list(), s.softmax_scale, *s.lengths(chunk, q), s.given(slot, heads), [True] * 8),
                 )
                 if len(raw) == 2:  # the window's keys are the selection's
                     d_seen = [*d_seen[:2], d_seen[2].add_(d_seen[4]), d_seen[3].add_(d_seen[5])]

@@ -172,7 +172,7 @@ class Plan:
         cu_q, cu_k = self.offsets(chunk.lengths_q, like), self.offsets(chunk.lengths_k, like)
         return cu_q, cu_k, max(chunk.lengths_q), max(chunk.lengths_k)
 
-    def imposed(self, slot: int, heads: tuple[int, int]) -> Tensor | None:
+    def given(self, slot: int, heads: tuple[int, int]) -> Tensor | None:
         """The given indices of an own chunk, if any are."""
         return None if self.indices is None else self.own(self.indices)[slot][..., slice(*heads), :].contiguous()
 

@@ -184,7 +184,7 @@ void check_whole(Checker& check, Shapes& shapes, const NsaAttentionParams& param
   check.softmax_scale(params.softmax_scale);
   check.noise(params.noise, params.seed);
   check_lengths(check, shapes, params.packed, shapes.Sk.value);
-  check.optional_int32("imposed_indices", params.imposed_indices, Access::kInput, shapes.indices(topk));
+  check.optional_int32("block_indices", params.block_indices, Access::kInput, shapes.indices(topk));
   const bool backward = results == Access::kInput;
   if (!backward) check.tensor("o", params.o, results, shapes.o());
   if (backward || params.indices.defined()) check.int32("indices", params.indices, results, shapes.indices(topk));

@@ -178,7 +178,7 @@ Status validate(const DecodeParams& params, Call& call) {
   check.softmax_scale(params.softmax_scale);
   s.max_positions = check_rotation(check, params.rope_cos, params.rope_sin, s.Dk);
   check.optional_int32("num_new", params.num_new, Access::kInput, {&s.B});
-  check.optional_int32("imposed_indices", params.imposed_indices, Access::kInput, s.new_tokens(s.Hkv, s.topk));
+  check.optional_int32("block_indices", params.block_indices, Access::kInput, s.new_tokens(s.Hkv, s.topk));
   check.tensor("o", params.o, Access::kOutput, s.new_tokens(s.H, s.Dv));
   check.optional_int32("indices", params.indices, Access::kOutput, s.new_tokens(s.Hkv, s.topk));
   check_new_tokens(check, s, params);

@@ -93,7 +93,7 @@ Status run(const NsaAttentionBackwardParams& p, const Context& context) {
                               f.softmax_scale);
   call.gates = f.gates, call.d_gates = p.d_gates;
   add(call, compressed_branch(f.cfg), f.k_c, f.v_c, f.o_cmp, f.lse_cmp, p.d_k_c, p.d_v_c);
-  add(call, selected_branch(f.imposed_indices.defined() ? f.imposed_indices : f.indices, f.cfg.block_size), f.k_slc,
+  add(call, selected_branch(f.block_indices.defined() ? f.block_indices : f.indices, f.cfg.block_size), f.k_slc,
       f.v_slc, f.o_slc, f.lse_slc, p.d_k_slc, p.d_v_slc);
   add(call, window_branch(f.cfg.window_size), f.k_swa, f.v_swa, f.o_swa, f.lse_swa, p.d_k_swa, p.d_v_swa);
   return run(call, context);

@@ -15,7 +15,7 @@ NsaAttentionParams attention_of(const DecodeParams& p) {
   attention.gates = p.gates;
   attention.cfg = p.cfg;
   attention.softmax_scale = p.softmax_scale;
-  attention.imposed_indices = p.imposed_indices;
+  attention.block_indices = p.block_indices;
   attention.o = p.o;
   attention.indices = p.indices;
   return attention;

@@ -129,10 +129,10 @@ class NsaForward {
     }
   }
 
-  /// Selects blocks by the probabilities that compressed attention left, unless the choice is imposed and the caller
+  /// Selects blocks by the probabilities that compressed attention left, unless block_indices are given and the caller
   /// does not want the indices.
   void choose_blocks(Worker& worker, const QueryGroup& group) const {
-    if (p_.imposed_indices.defined() && !p_.indices.defined()) return;
+    if (p_.block_indices.defined() && !p_.indices.defined()) return;
     const Sequence& s = queries_.sequence(group);
     for (int a = 0; a < group.count; ++a) {
       std::int32_t* own = worker.own.data() + a * p_.cfg.topk;
@@ -145,9 +145,9 @@ class NsaForward {
   }
 
   const std::int32_t* blocks(const Worker& worker, const QueryGroup& group, int query) const {
-    if (!p_.imposed_indices.defined()) return worker.own.data() + query * p_.cfg.topk;
+    if (!p_.block_indices.defined()) return worker.own.data() + query * p_.cfg.topk;
     const Sequence& s = queries_.sequence(group);
-    return rows_of<const std::int32_t>(p_.imposed_indices, s.batch, s.q_begin).at(group.first + query, group.kv_head);
+    return rows_of<const std::int32_t>(p_.block_indices, s.batch, s.q_begin).at(group.first + query, group.kv_head);
   }
 
   const NsaAttentionParams& p_;

@@ -152,7 +152,7 @@ inline Branches branches_of(const NsaAttentionParams& p) {
   b.slc = {p.q,
            p.k_slc,
            p.v_slc,
-           p.imposed_indices.defined() ? p.imposed_indices : p.indices,
+           p.block_indices.defined() ? p.block_indices : p.indices,
            p.cfg.block_size,
            p.softmax_scale,
            p.packed,
@@ -161,7 +161,7 @@ inline Branches branches_of(const NsaAttentionParams& p) {
   b.swa = {p.q, p.k_swa, p.v_swa, p.cfg.window_size, p.softmax_scale, p.packed, p.o_swa, p.lse_swa};
   const std::int64_t longest = raw_geometry(b.slc).k_len;
   b.causal = {p.q, p.k_slc, p.v_slc, std::max<std::int64_t>(longest, 1), p.softmax_scale, p.packed, p.o_slc, p.lse_slc};
-  b.all_selected = !p.imposed_indices.defined() && longest <= std::int64_t{p.cfg.topk} * p.cfg.block_size;
+  b.all_selected = !p.block_indices.defined() && longest <= std::int64_t{p.cfg.topk} * p.cfg.block_size;
   return b;
 }
 

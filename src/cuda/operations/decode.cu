@@ -61,8 +61,8 @@ class Step {
   bool float8() const { return p_.cache.k_slc.dtype == DType::kFloat8E4M3; }
   bool measuring() const { return e_.arena.measuring(); }
   bool uses_splits() const { return tokens() <= kMaxDecodeTokens; }
-  /// True if blocks are chosen: none are imposed, or the caller wants the indices.
-  bool selects() const { return !p_.imposed_indices.defined() || p_.indices.defined(); }
+  /// True if blocks are chosen: none are given, or the caller wants the indices.
+  bool selects() const { return !p_.block_indices.defined() || p_.indices.defined(); }
   std::int64_t score_row() const { return scratch_keys_of(p_.cfg, geometry_); }
   TensorView take(std::initializer_list<std::int64_t> shape, DType dtype) {
     return take_like(e_.arena, TensorView::contiguous(nullptr, dtype, shape, p_.q.device), dtype);
@@ -251,7 +251,7 @@ template <class Tokens>
 Status Step::attend() {
   indices_ =
       p_.indices.defined() ? p_.indices : take({p_.q.size(0), p_.q.size(1), kv_heads(), p_.cfg.topk}, DType::kInt32);
-  attended_ = p_.imposed_indices.defined() ? p_.imposed_indices : indices_;
+  attended_ = p_.block_indices.defined() ? p_.block_indices : indices_;
   if (uses_splits()) {
     // Splits of the compressed keys grow with the capacity, and with the rows, all of which have sums in every split.
     const std::int64_t keys = p_.cfg.num_compressed(geometry_.k_len);
@@ -468,7 +468,7 @@ Status Step::attend_on_hopper() {
   sm90::decode::StepAttendArgs args{};
   args.geometry = geometry_;
   args.q = strided(p_.q), args.gates = strided(p_.gates), args.o = strided(p_.o);
-  args.imposed = strided(p_.imposed_indices), args.indices = strided(p_.indices);
+  args.given = strided(p_.block_indices), args.indices = strided(p_.indices);
   const auto branch = [](const Slots& keys, const Slots& values, const TensorView& pages,
                          const TensorView& table) -> sm90::decode::CachedBranch {
     return {cached(keys, pages, table), cached(values, pages, table)};
@@ -506,7 +506,7 @@ ChunkTokens Step::chunk_tokens() const {
 /// Packed rows as a batch of one.
 DecodeParams in_batches(DecodeParams p) {
   if (!p.query_start_loc.defined()) return p;
-  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.imposed_indices,
+  for (TensorView* t : {&p.q, &p.k_cmp, &p.v_cmp, &p.k_slc, &p.v_slc, &p.k_swa, &p.v_swa, &p.gates, &p.block_indices,
                         &p.o, &p.indices}) {
     if (!t->defined()) continue;
     t->rank = 4;

@@ -53,7 +53,7 @@ Status attend_sequence(const DecodeParams& p, const StepGeometry& g, const Chunk
   a.k_swa = take(seen, p.k_swa), a.v_swa = take(seen, p.v_swa);
   a.cfg = p.cfg;
   a.softmax_scale = p.softmax_scale;
-  a.imposed_indices = sequence_of(p.imposed_indices, row);
+  a.block_indices = sequence_of(p.block_indices, row);
   a.o = sequence_of(p.o, row), a.indices = sequence_of(p.indices, row);
   if (!e.arena.measuring()) {
     const sm90::decode::GatherChunkArgs args{.geometry = g,

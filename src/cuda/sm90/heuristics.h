@@ -84,7 +84,7 @@ struct StepDesc {
   bool phi_compatible = true;               // tokens and weights of φ: as tma_compatible
   std::int64_t queries = 1;                 // of all sequences and KV heads
   std::int64_t tokens = 1;                  // new ones of a sequence, an upper bound
-  bool chooses = true;                      // blocks; else they are imposed
+  bool chooses = true;                      // blocks; else they are given
   int processors = 132;                     // multiprocessors of the device
   bool batch_invariant = false;             // a query's bits do not depend on how many there are
 };

@@ -142,8 +142,8 @@ __device__ __forceinline__ int count_before(const int* blocks, int count, int bl
 }
 
 /// Of the `topk` blocks that are given to a query those that count, to `found` in any order; their number. One warp.
-__device__ __forceinline__ int read_imposed(const int* given, int topk, int position, int block_size, int* found,
-                                            int lane) {
+__device__ __forceinline__ int read_given(const int* given, int topk, int position, int block_size, int* found,
+                                          int lane) {
   int count = 0;
   for (int first = 0; first < topk; first += 32) {
     const int i = first + lane;
@@ -350,10 +350,10 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
     }
     sort(writes);
   }
-  if (args.imposed.data) {
+  if (args.given.data) {
     if (warp == 0) {
-      const int* const given = args.imposed.template at<const int>(b, row, kv_head);
-      const int count = read_imposed(given, topk, position, 1 << shape.log2_block, found, lane);
+      const int* const given = args.given.template at<const int>(b, row, kv_head);
+      const int count = read_given(given, topk, position, 1 << shape.log2_block, found, lane);
       if (lane == 0) choice.count() = count;
     }
     sort(false);

@@ -94,7 +94,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     }
     commit_copies();
   };
-  const bool chooses = args.imposed.data == nullptr || args.indices.data != nullptr;
+  const bool chooses = args.given.data == nullptr || args.indices.data != nullptr;
   // The compressed keys of the others' queries come first, in phases below 0.
   const int first_phase = kMany && chooses ? 1 - clusters : 0;
   const auto cluster_of = [&](int phase) { return phase == 0 ? mine : -1 - phase + (-1 - phase >= mine); };

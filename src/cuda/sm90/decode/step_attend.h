@@ -85,7 +85,7 @@ struct BlockKeys {
 struct StepAttendArgs {
   StepGeometry geometry;
   Strided q, gates, o;
-  Strided imposed;                 // int32: blocks to attend to; null data: the own choice
+  Strided given;                   // int32: blocks to attend to; null data: the step selects
   Strided indices;                 // int32, the own choice; null data: not wanted
   CachedBranch cached[kBranches];  // the step's own tokens are in them once the kernel in front has ended
   int window;

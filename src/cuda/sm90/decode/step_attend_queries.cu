@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(exchange)) : blockIdx.z;
   const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
   const int here = warp_uniform(wish.possible ? min(wish.added - first_query, S::kQueries) : 0);  // queries of the tile
-  const auto chooses = [&] { return args.imposed.data == nullptr || args.indices.data != nullptr; };
+  const auto chooses = [&] { return args.given.data == nullptr || args.indices.data != nullptr; };
   // Whether a query there does not take all blocks.
   const auto weighs = [&](int position) { return chooses() && !Candidates(args, position).all(args); };
   const auto row_of = [&](int query) { return p.starts ? min(max(p.starts[b] + query, 0), p.rows - 1) : query; };
@@ -356,11 +356,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       sync();
       named_barrier_arrive(QueriesBarrier::kLists, S::kThreads);
     };
-    const auto take_imposed = [&] {
-      if (args.imposed.data == nullptr) return;
+    const auto take_given = [&] {
+      if (args.given.data == nullptr) return;
       if (group == 0 && active) {
-        const int* const given = args.imposed.template at<const int>(b, row_of(again(query)), kv_head);
-        const int count = read_imposed(given, topk, position, 1 << shape.log2_block, list.found(), lane);
+        const int* const given = args.given.template at<const int>(b, row_of(again(query)), kv_head);
+        const int count = read_given(given, topk, position, 1 << shape.log2_block, list.found(), lane);
         if (lane == 0) list.count() = count;
         __syncwarp();
         list.sort(lane, 32);
@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       sync();
     };
     if (!chooses()) {
-      take_imposed();
+      take_given();
       unite_lists();
     }
 
@@ -454,8 +454,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
         for (int i = lane; i < topk; i += 32)
           args.indices.template at<int>(b, row_of(again(query)), kv_head)[i] =
               room && i < list.count() ? list.blocks()[i] : -1;
-      if (args.imposed.data) sync();
-      take_imposed();
+      if (args.given.data) sync();
+      take_given();
       unite_lists();
     }
 
