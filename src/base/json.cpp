@@ -10,7 +10,7 @@
 namespace nsa::base {
 namespace {
 
-constexpr int kMostLevels = 64;
+constexpr int kMaxLevels = 64;
 
 }  // namespace
 
@@ -18,8 +18,8 @@ nlohmann::json parse_json(std::string_view text, const std::string& where) {
   using Event = nlohmann::json::parse_event_t;
   std::vector<std::set<std::string>> fields;  // of the objects that are open
   const auto check = [&](int depth, Event event, const nlohmann::json& parsed) {
-    if (depth >= kMostLevels && (event == Event::object_start || event == Event::array_start)) {
-      throw Error(fmt::format("{}: not sound JSON: nested deeper than {} levels", where, kMostLevels));
+    if (depth >= kMaxLevels && (event == Event::object_start || event == Event::array_start)) {
+      throw Error(fmt::format("{}: not sound JSON: nested deeper than {} levels", where, kMaxLevels));
     }
     if (event == Event::object_start) fields.emplace_back();
     if (event == Event::object_end) fields.pop_back();

@@ -10,7 +10,7 @@ namespace nsa::bench {
 namespace {
 
 constexpr double kShortestRun = 0.02;  // seconds: below that the wake-up of threads shows
-constexpr int kMostCalls = 1000;
+constexpr int kMaxCalls = 1000;
 
 struct Run {
   double wall_s = 0, cpu_over_wall = 0;
@@ -44,7 +44,7 @@ Timing time_runs(const std::function<void()>& work, const TimingOptions& options
   };
   const Run first = run_once(work, 1);
   if (first.wall_s > options.budget_s / 2) keep(first);
-  const int calls = std::clamp(static_cast<int>(std::ceil(kShortestRun / first.wall_s)), 1, kMostCalls);
+  const int calls = std::clamp(static_cast<int>(std::ceil(kShortestRun / first.wall_s)), 1, kMaxCalls);
   const auto repeats = static_cast<std::size_t>(options.repeats);
   while (judged.size() < repeats && all.size() < 3 * repeats) {
     const bool late = wall_seconds() - start > options.budget_s;

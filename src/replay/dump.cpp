@@ -29,7 +29,7 @@ at::ScalarType scalar_type(const DumpedCall& dump, const base::StoredTensor& ten
 }
 
 // A damaged file can ask for any size; of a tensor of 256k tokens with 16 heads of 128 channels this is half.
-constexpr std::int64_t kMostElements = std::int64_t{1} << 28;
+constexpr std::int64_t kMaxElements = std::int64_t{1} << 28;
 
 /// What is float32 in a call of any type.
 bool is_always_float32(const std::string& name) {
@@ -100,9 +100,9 @@ TensorView CallArguments::state(const std::string& name) {
 TensorView CallArguments::out(const std::string& name, at::IntArrayRef shape, at::ScalarType dtype) {
   std::int64_t elements = 1;
   for (const std::int64_t size : shape) {
-    if (__builtin_mul_overflow(elements, size, &elements) || elements > kMostElements) {
+    if (__builtin_mul_overflow(elements, size, &elements) || elements > kMaxElements) {
       throw base::Error(fmt::format("{}: output '{}' ({}) would have more than {} elements", call_.path, name,
-                                    fmt::join(shape, ", "), kMostElements));
+                                    fmt::join(shape, ", "), kMaxElements));
     }
   }
   // What the call forgets to write shows.

@@ -223,7 +223,7 @@ TEST(SelectedDs, EveryEntryHasALane) {
         const selected::EntryLanes lanes(together);
         std::set<std::pair<int, int>> entries;
         for (int lane = 0; lane < 32; ++lane)
-          for (int i = 0; i < selected::EntryLanes::kMost; ++i) {
+          for (int i = 0; i < selected::EntryLanes::kMax; ++i) {
             const int query = lanes.query(lane), rank = lanes.rank(lane, i);
             EXPECT_TRUE(lanes.mask(query) >> lane & 1);
             EXPECT_TRUE(entries.emplace(query, rank).second);

@@ -84,8 +84,7 @@ bool same_shapes(const CompressParams& a, const CompressParams& b) {
 
 void take_segments(sm90::compress::CompressWork& work, Execution& e) {
   work.totals = e.arena.take<sm90::compress::CompressTotals>(1);
-  work.segments =
-      e.arena.take<sm90::compress::CompressSegment>(work.max_segments(work.problem[0]) + work.kMostSegments);
+  work.segments = e.arena.take<sm90::compress::CompressSegment>(work.max_segments(work.problem[0]) + work.kMaxSegments);
 }
 Status choose_tiles(sm90::compress::CompressWork& work) {
   const CompressArgs& args = work.problem[0];
@@ -118,8 +117,8 @@ Status compress_backward_on_hopper(const sm90::CompressKernels& hopper, sm90::co
   }
   take_segments(work, e);
   work.max_token_segments = to_int(work.max_segments_of_tokens(first.geometry));
-  work.token_segments = e.arena.take<sm90::compress::TokenSegment>(work.max_token_segments + work.kMostSegments);
-  work.column_partials = e.arena.take<float>(ceil_div(work.max_segments(first), work.kMostSegments) * work.problems *
+  work.token_segments = e.arena.take<sm90::compress::TokenSegment>(work.max_token_segments + work.kMaxSegments);
+  work.column_partials = e.arena.take<float>(ceil_div(work.max_segments(first), work.kMaxSegments) * work.problems *
                                              first.geometry.kv_heads * (first.hidden + first.dim));
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);

@@ -401,7 +401,7 @@ Status Step::append_to_rings(int* lengths) {
 /// The kernels of compute capability 9.0 that can serve this step here.
 sm90::StepKernels Step::hopper_kernels() const {
   if (!uses_splits()) return {};
-  constexpr std::int64_t kMost = 1 << 30;  // bytes are counted in 32 bits
+  constexpr std::int64_t kMax = 1 << 30;  // bytes are counted in 32 bits
   const KVCacheView& cache = p_.cache;
   sm90::StepDesc call{p_.q.dtype, p_.q.size(3), p_.o.size(3), geometry_.group, geometry_.k_len, p_.cfg};
   call.float8 = float8();
@@ -410,7 +410,7 @@ sm90::StepKernels Step::hopper_kernels() const {
     const Strided rows = strided(*t);
     // Rows in e4m3 begin at multiples of 16 bytes (supports_layout).
     const bool compatible = t->dtype == DType::kFloat8E4M3 || sm90::tma_compatible(rows);
-    call.tma_compatible &= compatible && rows.row < kMost && rows.head < kMost;
+    call.tma_compatible &= compatible && rows.row < kMax && rows.head < kMax;
   }
   call.phi_k = p_.weights_k.kind, call.phi_v = p_.weights_v.kind;
   for (const CompressionWeights* w : {&p_.weights_k, &p_.weights_v}) {
@@ -420,7 +420,7 @@ sm90::StepKernels Step::hopper_kernels() const {
   }
   for (const TensorView* t : {&p_.k_cmp, &p_.v_cmp, &cache.k_cmp_ring, &cache.v_cmp_ring}) {
     const Strided rows = strided(*t);
-    call.phi_compatible &= sm90::tma_compatible(rows) && rows.row < kMost && rows.head < kMost;
+    call.phi_compatible &= sm90::tma_compatible(rows) && rows.row < kMax && rows.head < kMax;
   }
   call.queries = batches() * tokens() * kv_heads(), call.tokens = tokens(), call.chooses = selects();
   return sm90::kernels_for(p_.q.device.index, call);
@@ -490,7 +490,7 @@ Status Step::attend_on_hopper() {
   args.block_keys = sm90::decode::BlockKeys(cfg);
   args.shape = hopper_.shape;
   const std::int64_t sequences = args.geometry.batches;
-  args.longest_first = hopper_.longest_first && sequences > 1 && sequences <= sm90::decode::kMostOrdered;
+  args.longest_first = hopper_.longest_first && sequences > 1 && sequences <= sm90::decode::kMaxOrdered;
   return status_of(hopper_.attend(args, e_.stream), "step_attend");
 }
 

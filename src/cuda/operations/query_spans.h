@@ -33,7 +33,7 @@ inline Geometry span_of(Geometry g, const QuerySpan& span) {
 /// memory, and that their dS, if it is stored, fits into its budget. Where a sequence is cut does not depend on the
 /// others.
 inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int64_t> ds_budget) {
-  constexpr int kMost = 16384;
+  constexpr int kMax = 16384;
   const int step = small_chunk(g.q_len);
   if (g.cu_q) return {{.sequence = 0, .sequences = g.batches, .first = 0, .count = g.q_len}};
   std::vector<QuerySpan> spans;
@@ -41,7 +41,7 @@ inline std::vector<QuerySpan> spans_of(const Geometry& g, std::optional<std::int
     const auto bytes = [&](int end) {
       return DsBuffer::bytes(span_of(g, {.sequence = 0, .sequences = 1, .first = first, .count = end - first}));
     };
-    const std::int64_t left = g.q_len - first, count = ceil_div(left, kMost);
+    const std::int64_t left = g.q_len - first, count = ceil_div(left, kMax);
     const int most = first + to_int(count == 1 ? left : ceil_div(left, count * step) * step);
     next = ds_budget ? std::min(first + step, most) : most;
     while (next < most && bytes(std::min(next + step, most)) <= *ds_budget) next = std::min(next + step, most);
@@ -69,11 +69,11 @@ inline std::int64_t selected_ds_budget(const Geometry& g) {
 /// The windows of a call whose dS of the selection is stored: queries of a sequence or of several, rows of a packed
 /// call. About as many in each as there is room for; none where that is too few for the kernels.
 inline std::vector<QuerySpan> selected_windows(const Geometry& g, std::int64_t row_bytes, std::int64_t budget) {
-  constexpr std::int64_t kStep = 128, kLeast = 1024;
+  constexpr std::int64_t kStep = 128, kMin = 1024;
   const std::int64_t length = g.cu_q ? g.total_q : g.q_len;
   if (length == 0 || row_bytes == 0 || g.batches == 0) return {};
   std::int64_t most = budget / row_bytes;
-  if (most < std::min(length, kLeast)) return {};
+  if (most < std::min(length, kMin)) return {};
   std::vector<QuerySpan> windows;
   if (length > most) {
     most = most / kStep * kStep;

@@ -37,22 +37,22 @@ Kernels instances(std::int64_t key_dim, std::int64_t value_dim) {
 /// choose. Query by query the time falls with G, and where neighbours choose alike: with G = 2 it is then a tenth less
 /// (and four times as much where they do not), with G = 4 half (and twice as much), with G = 8 even where they do not
 /// it is a seventh more only.
-constexpr int kMostBlockMajor = 2, kMostEitherOrder = 7;
+constexpr int kMaxBlockMajor = 2, kMaxEitherOrder = 7;
 
 /// Leaves the loop orders of selected attention that can be the faster one.
 void choose_loop_order(Kernels& kernels, int group) {
-  if (group > kMostEitherOrder) kernels.selected_block_major = nullptr;
-  if (group <= kMostBlockMajor && kernels.selected_block_major) kernels.selected_query_major = nullptr;
+  if (group > kMaxEitherOrder) kernels.selected_block_major = nullptr;
+  if (group <= kMaxBlockMajor && kernels.selected_block_major) kernels.selected_query_major = nullptr;
 }
 
 /// Of strides shorter than this a scratch of single keys is too large (64k tokens, 8: 1.4 GB). What a block is made of
 /// must lie in a window of keys when the last 64 of them come.
-constexpr int kLeastStride = 8, kMostStrides = select_blocks::CompressedSelectScratch::kRingKeys - 64;
+constexpr int kMinStride = 8, kMaxStrides = select_blocks::CompressedSelectScratch::kRingKeys - 64;
 
 /// Of shorter chunks the portable kernels are done sooner, at least those of several sequences.
-constexpr std::int64_t kLeastChunk = 128;
+constexpr std::int64_t kMinChunk = 128;
 /// Of packed ones, for each sequence: the calls of the short ones fill the rows of all behind them.
-constexpr std::int64_t kLeastPackedChunk = 512;
+constexpr std::int64_t kMinPackedChunk = 512;
 
 template <class T, int D>
 CompressKernels compress_instances() {
@@ -128,7 +128,7 @@ std::int64_t clusters_at_once(decode::ClusterShape shape, std::int64_t blocks, i
 /// Of fewer new tokens, or fewer queries for two multiprocessors, each query has a cluster to itself. A choice of
 /// blocks goes over the compressed keys twice. At 64k tokens 2.9 queries took as long, 3.9 took 7 % less; with a
 /// choice 3.9 took 10 % longer, 5.8 took 3 to 13 % less.
-constexpr std::int64_t kLeastSharedTokens = 3, kSharedPerTwoProcessors = 3, kSharedChoosingPerTwoProcessors = 5;
+constexpr std::int64_t kMinSharedTokens = 3, kSharedPerTwoProcessors = 3, kSharedChoosingPerTwoProcessors = 5;
 
 /// Whether thread blocks of four queries serve the step: each takes as long as several clusters of one query.
 bool shares_queries(const StepDesc& call) {
@@ -137,7 +137,7 @@ bool shares_queries(const StepDesc& call) {
   const decode::QueriesMemory memory(decode::BlockKeys(call.cfg), static_cast<int>(call.key_dim), call.cfg.topk,
                                      call.capacity / call.cfg.block_size + 1);
   const std::int64_t least = call.chooses ? kSharedChoosingPerTwoProcessors : kSharedPerTwoProcessors;
-  return memory.fits() && call.tokens >= kLeastSharedTokens && 2 * call.queries > least * call.processors;
+  return memory.fits() && call.tokens >= kMinSharedTokens && 2 * call.queries > least * call.processors;
 }
 
 /// Clusters of a step.
@@ -178,8 +178,8 @@ const char* selection_obstacle(const AttentionDesc& call) {
   if (call.group > 16 * select_blocks::WarpTiles::kWarpTiles) return "too many heads in a group";
   const NSAConfig& cfg = *call.selection;
   if (!select_blocks::adds_keys_up(cfg.kernel_size, cfg.kernel_stride, cfg.block_size)) return nullptr;
-  if (cfg.kernel_stride < kLeastStride) return "a stride of compression below 8";
-  if (cfg.kernel_size + cfg.block_size > kMostStrides * cfg.kernel_stride) return "blocks of too many compressed keys";
+  if (cfg.kernel_stride < kMinStride) return "a stride of compression below 8";
+  if (cfg.kernel_size + cfg.block_size > kMaxStrides * cfg.kernel_stride) return "blocks of too many compressed keys";
   return nullptr;
 }
 
@@ -221,7 +221,7 @@ const char* obstacle(const StepDesc& call) {
   const NSAConfig& cfg = call.cfg;
   if (cfg.block_size != 32 && cfg.block_size != 64 && cfg.block_size != 128)
     return "blocks other than of 32, 64 or 128 tokens";
-  if (cfg.topk > decode::kMostBlocks) return "more than 64 blocks for a query";
+  if (cfg.topk > decode::kMaxBlocks) return "more than 64 blocks for a query";
   const int keys = cfg.block_size / cfg.kernel_stride, strides = cfg.kernel_size / cfg.kernel_stride;
   if (keys < 2 || keys > decode::kUnitKeys) return "blocks of less than 2 or more than 16 compressed keys";
   if (strides > keys + 1) return "compression blocks longer than a selection block and a stride";
@@ -251,9 +251,9 @@ const char* obstacle(const ChunkDesc& call) {
   if (const char* why = obstacle(call.attention)) return why;
   if (const char* why = selected_obstacle(call.attention)) return why;
   if (const char* why = selection_obstacle(call.attention)) return why;
-  if (call.tokens < kLeastChunk) return "few new tokens";
+  if (call.tokens < kMinChunk) return "few new tokens";
   // Which sequences are long is not known here, and each costs as much as some hundred tokens.
-  if (call.packed_rows > 0 && call.sequences > 1 && call.packed_rows < kLeastPackedChunk * call.sequences)
+  if (call.packed_rows > 0 && call.sequences > 1 && call.packed_rows < kMinPackedChunk * call.sequences)
     return "few packed new tokens for so many sequences";
   return nullptr;
 }
@@ -331,7 +331,7 @@ std::string describe(const KernelQuery& query) {
   line("decode", obstacle(step)        ? portable(obstacle(step))
                  : fold_obstacle(step) ? "sm90 step_attend; compress by " + portable(fold_obstacle(step))
                                        : "sm90 step_fold and step_attend");
-  ChunkDesc chunk{.attention = call, .tokens = kLeastChunk};
+  ChunkDesc chunk{.attention = call, .tokens = kMinChunk};
   chunk.attention.selection = query.cfg;
   line("prefill", obstacle(chunk) ? portable(obstacle(chunk)) : "sm90 as nsa_attention, over what it gathers");
   return text;

@@ -28,7 +28,7 @@ constexpr std::array kBaselines = {
 };
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr std::int64_t kMostScores = std::int64_t{1} << 26;  // of a block of queries: 256 MiB in float32
+constexpr std::int64_t kMaxScores = std::int64_t{1} << 26;  // of a block of queries: 256 MiB in float32
 
 /// The `budget` tokens of highest priority, bool of the same shape; of those that are level with the last one the
 /// first.
@@ -64,7 +64,7 @@ at::Tensor baseline_attention(const std::string& baseline, std::int64_t budget, 
   const auto keys = heads_first(k), values = heads_first(v);
   const auto positions = at::arange(length, q.options().dtype(at::kLong));
   const auto ranking = named->make(heads, keys, budget);
-  const std::int64_t step = std::clamp<std::int64_t>(kMostScores / (q.size(1) * length), 1, 256);
+  const std::int64_t step = std::clamp<std::int64_t>(kMaxScores / (q.size(1) * length), 1, 256);
   std::vector<at::Tensor> outputs;
   for (std::int64_t begin = 0; begin < length; begin += step) {
     const std::int64_t end = std::min(begin + step, length);

@@ -35,7 +35,7 @@ bool is_fused(const RotaryCopy& copy) {
 
 fused::RotaryCopyArgs rotary_copy_args(const std::vector<RotaryCopy>& copies, const at::Tensor& cos,
                                        const at::Tensor& sin) {
-  TORCH_CHECK(copies.size() <= fused::kMostRotaryCopies, "fused_rotary_copy: ", copies.size(), " copies");
+  TORCH_CHECK(copies.size() <= fused::kMaxRotaryCopies, "fused_rotary_copy: ", copies.size(), " copies");
   fused::RotaryCopyArgs args{.count = static_cast<int>(copies.size()),
                              .cos = cos.const_data_ptr<float>(),
                              .sin = sin.const_data_ptr<float>(),

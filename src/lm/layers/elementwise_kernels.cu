@@ -154,7 +154,7 @@ unsigned row_threads(std::int64_t width) {
 
 /// One group of columns a thread, where that is enough, leaves room for more thread blocks on a multiprocessor.
 constexpr std::int64_t kOneGroup = kThreads * kColumns;
-constexpr int kMostGroups = static_cast<int>(kWidest / kOneGroup);
+constexpr int kMaxGroups = static_cast<int>(kWidest / kOneGroup);
 
 template <class Args>
 int launch_rows(const Args& args, void* stream, void (*narrow)(Args), void (*wide)(Args)) {
@@ -182,13 +182,13 @@ std::int64_t num_partials(std::int64_t rows, std::int64_t width) {
 }
 
 int norm(const NormArgs& args, void* stream) {
-  return args.d_y ? launch_rows(args, stream, norm_rows_backward<1>, norm_rows_backward<kMostGroups>)
-                  : launch_rows(args, stream, norm_rows<1>, norm_rows<kMostGroups>);
+  return args.d_y ? launch_rows(args, stream, norm_rows_backward<1>, norm_rows_backward<kMaxGroups>)
+                  : launch_rows(args, stream, norm_rows<1>, norm_rows<kMaxGroups>);
 }
 
 int biased_silu(const BiasedSiluArgs& args, void* stream) {
-  return args.d_y ? launch_rows(args, stream, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMostGroups>)
-                  : launch_rows(args, stream, biased_silu_rows<1>, biased_silu_rows<kMostGroups>);
+  return args.d_y ? launch_rows(args, stream, biased_silu_rows_backward<1>, biased_silu_rows_backward<kMaxGroups>)
+                  : launch_rows(args, stream, biased_silu_rows<1>, biased_silu_rows<kMaxGroups>);
 }
 
 }  // namespace nsa::lm::fused

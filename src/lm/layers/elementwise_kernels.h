@@ -22,9 +22,9 @@ struct RotaryCopy {
   int heads, half;
   float direction;  // +1, -1: back, 0: copied
 };
-inline constexpr int kMostRotaryCopies = 8;
+inline constexpr int kMaxRotaryCopies = 8;
 struct RotaryCopyArgs {
-  RotaryCopy copies[kMostRotaryCopies];
+  RotaryCopy copies[kMaxRotaryCopies];
   int count;
   const float *cos, *sin;  // (rows, half of those that rotate)
   std::int64_t rows;

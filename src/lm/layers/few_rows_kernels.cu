@@ -16,11 +16,11 @@ constexpr int kTileRows = 8;                // rows of the matrix in a tile
 constexpr int kPiece = 128;                 // columns of a tile that a warp reads at a time
 constexpr int kStep = kWarps * kPiece;      // and all warps
 constexpr int kChunks = kPiece / kColumns;  // pieces of 16 bytes in that
-constexpr int kMostTiles = 3;  // tiles of a thread block, which then has one stage; or stages of its one tile
-static_assert(kMostRows <= kTileRows && kThreads == kRotaryThreads);
+constexpr int kMaxTiles = 3;  // tiles of a thread block, which then has one stage; or stages of its one tile
+static_assert(kMaxRows <= kTileRows && kThreads == kRotaryThreads);
 
 /// Thread blocks that share the columns of the matrix.
-__host__ __device__ constexpr int groups_of(const FewRowsArgs& args) { return (args.rows + kMostRows - 1) / kMostRows; }
+__host__ __device__ constexpr int groups_of(const FewRowsArgs& args) { return (args.rows + kMaxRows - 1) / kMaxRows; }
 
 /// 16 bytes to shared memory; zeros unless `there`.
 __device__ void copy16(uint4* to, const void* from, bool there) {
@@ -123,7 +123,7 @@ __device__ void prepare(const FewRowsArgs& args, int first_row, int count, __nv_
 /// The product of a thread block: `block` of the columns, of the rows `group`.
 template <int most, int kTiles>
 __device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group) {
-  constexpr int kStages = kMostTiles / kTiles, kBlockRows = kTiles * kTileRows;
+  constexpr int kStages = kMaxTiles / kTiles, kBlockRows = kTiles * kTileRows;
   constexpr int kChains = kTiles == 1 ? 4 : 2;  // independent sums of a tile: the tensor cores' latency
   extern __shared__ uint4 memory[];
   __shared__ float parts[kWarps];
@@ -133,8 +133,8 @@ __device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group)
   auto* const rows = reinterpret_cast<__nv_bfloat16*>(memory + kWarps * stages * kBlockRows * kChunks);
   const int first_row = block * kBlockRows;
   // The few rows that the thread block has of args.rows.
-  const int first_input = most == kMostRows ? group * kMostRows : 0;
-  const int count = most == kMostRows ? min(args.rows - first_input, kMostRows) : args.rows;
+  const int first_input = most == kMaxRows ? group * kMaxRows : 0;
+  const int count = most == kMaxRows ? min(args.rows - first_input, kMaxRows) : args.rows;
 
   // A lane copies the same columns of every second row.
   static_assert(kChunks == 16);
@@ -201,7 +201,7 @@ __device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group)
     }
   }
   __syncthreads();
-  static_assert(kMostRows * kBlockRows <= kThreads);
+  static_assert(kMaxRows * kBlockRows <= kThreads);
   const int result = static_cast<int>(threadIdx.x), column = first_row + result % kBlockRows;
   if (result >= count * kBlockRows || column >= args.columns) return;
   float y = 0;
@@ -240,14 +240,14 @@ auto* kernel_of(int rows) {
   return rows == 1   ? few_rows_product<1, kTiles>
          : rows == 2 ? few_rows_product<2, kTiles>
          : rows <= 4 ? few_rows_product<4, kTiles>
-                     : few_rows_product<kMostRows, kTiles>;
+                     : few_rows_product<kMaxRows, kTiles>;
 }
 
 auto* kernel_with_rotation_of(int rows) {
   return rows == 1   ? few_rows_product_and_rotation<1>
          : rows == 2 ? few_rows_product_and_rotation<2>
          : rows <= 4 ? few_rows_product_and_rotation<4>
-                     : few_rows_product_and_rotation<kMostRows>;
+                     : few_rows_product_and_rotation<kMaxRows>;
 }
 
 int column_blocks(const FewRowsArgs& args, int block_rows) { return (args.columns + block_rows - 1) / block_rows; }
@@ -257,7 +257,7 @@ template <class... Params, class... More>
 int launch_product(void (*kernel)(Params...), const FewRowsArgs& args, int block_rows, int most_stages, dim3 blocks,
                    void* stream, const More&... more) {
   const int stages = std::min((args.depth + kStep - 1) / kStep, most_stages);
-  const int rows = std::min(args.rows, kMostRows);
+  const int rows = std::min(args.rows, kMaxRows);
   const int memory = kWarps * stages * block_rows * kPiece * 2 + rows * row_stride(args.depth) * 2;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory);
   // Thread blocks of several kernels lie on a multiprocessor beside each other.
@@ -276,16 +276,16 @@ int few_rows(const FewRowsArgs& args, void* stream) {
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   // Three tiles a thread block where one each would be more than two thread blocks on a multiprocessor.
   const bool several = args.depth <= kStep && args.columns > 2 * multiprocessors * kTileRows;
-  const int block_rows = several ? kMostTiles * kTileRows : kTileRows;
-  auto* const kernel = several ? kernel_of<kMostTiles>(args.rows) : kernel_of<1>(args.rows);
+  const int block_rows = several ? kMaxTiles * kTileRows : kTileRows;
+  auto* const kernel = several ? kernel_of<kMaxTiles>(args.rows) : kernel_of<1>(args.rows);
   const dim3 blocks(static_cast<unsigned>(column_blocks(args, block_rows)), static_cast<unsigned>(groups_of(args)));
-  return launch_product(kernel, args, block_rows, several ? 1 : kMostTiles, blocks, stream);
+  return launch_product(kernel, args, block_rows, several ? 1 : kMaxTiles, blocks, stream);
 }
 
 int few_rows_and_rotary_copy(const FewRowsArgs& args, const RotaryCopyArgs& copies, void* stream) {
   const RotaryCopyGrid grid(copies);
   const auto product_blocks = static_cast<unsigned>(column_blocks(args, kTileRows) * groups_of(args));
-  return launch_product(kernel_with_rotation_of(args.rows), args, kTileRows, kMostTiles,
+  return launch_product(kernel_with_rotation_of(args.rows), args, kTileRows, kMaxTiles,
                         dim3(product_blocks + grid.blocks(copies)), stream, copies, grid, product_blocks);
 }
 

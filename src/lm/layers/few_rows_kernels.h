@@ -7,12 +7,12 @@
 
 namespace nsa::lm::fused {
 
-inline constexpr int kMostRows = 8;
+inline constexpr int kMaxRows = 8;
 /// rows * depth, at most: the factor's rows lie in shared memory.
-inline constexpr std::int64_t kMostElements = 24 * 1024;
+inline constexpr std::int64_t kMaxElements = 24 * 1024;
 /// More rows, in groups of so many, each of which reads the matrix again: of no more than so many elements.
-inline constexpr int kMostGroupedRows = 32;
-inline constexpr std::int64_t kMostRepeated = 16 * 1024;
+inline constexpr int kMaxGroupedRows = 32;
+inline constexpr std::int64_t kMaxRepeated = 16 * 1024;
 
 /// What becomes of the input before the product.
 enum class RowInput {

@@ -24,10 +24,10 @@ bool are_aligned(const at::Tensor& x) {
 }
 
 bool are_few(std::int64_t rows, const at::Tensor& matrix) {
-  const std::int64_t depth = matrix.size(1), group = std::min<std::int64_t>(rows, fused::kMostRows);
-  const int most = matrix.numel() <= fused::kMostRepeated ? fused::kMostGroupedRows : fused::kMostRows;
+  const std::int64_t depth = matrix.size(1), group = std::min<std::int64_t>(rows, fused::kMaxRows);
+  const int most = matrix.numel() <= fused::kMaxRepeated ? fused::kMaxGroupedRows : fused::kMaxRows;
   return matrix.is_cuda() && matrix.scalar_type() == at::kBFloat16 && matrix.is_contiguous() && are_aligned(matrix) &&
-         !at::GradMode::is_enabled() && rows > 0 && rows <= most && group * depth <= fused::kMostElements &&
+         !at::GradMode::is_enabled() && rows > 0 && rows <= most && group * depth <= fused::kMaxElements &&
          depth % fused::kColumns == 0;
 }
 

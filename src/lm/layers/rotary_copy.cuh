@@ -9,7 +9,7 @@ inline constexpr unsigned kRotaryThreads = 256;
 
 /// The copies' thread blocks one after the other; first_block[i] is where copy i starts.
 struct RotaryCopyGrid {
-  unsigned first_block[kMostRotaryCopies + 1];
+  unsigned first_block[kMaxRotaryCopies + 1];
 
   explicit RotaryCopyGrid(const RotaryCopyArgs& args) : first_block{} {
     for (int i = 0; i < args.count; ++i) {

@@ -170,7 +170,7 @@ struct Learner {
   int pairs = first_pairs, slot = std::min(kFirstSlot, options.task.slot);
   double running = 0, running_exact = 0;  // means since the last change of size, of which they begin at 0
   double weight = 0;                      // of what they have taken in
-  std::int64_t at_full_length = 0, left = options.most_steps;
+  std::int64_t at_full_length = 0, left = options.max_steps;
   RecallStep::Model last = {};
 
   Learner(const RecallOptions& of, AttentionKind attention) : options(of), trainer(of, attention) {}

@@ -24,7 +24,7 @@ __host__ __device__ inline int summed_columns(const CompressArgs& args) {
   return args.hidden + (args.mlp ? args.dim : 0);
 }
 __device__ inline int lines_of(const CompressWork& work) {
-  return (work.totals->segments + work.kMostSegments - 1) / work.kMostSegments;
+  return (work.totals->segments + work.kMaxSegments - 1) / work.kMaxSegments;
 }
 __device__ inline float* partials_of(const CompressWork& work, int problem, int head, int line) {
   const CompressArgs& args = work.problem[0];
@@ -38,11 +38,11 @@ template <class T>
 __global__ void __launch_bounds__(256)
     column_partials(const __grid_constant__ CompressWork work, const __grid_constant__ Strided z0,
                     const __grid_constant__ Strided z1) {
-  __shared__ float of_warp[CompressWork::kMostSegments][32 * 8];
+  __shared__ float of_warp[CompressWork::kMaxSegments][32 * 8];
   if (static_cast<int>(blockIdx.x) >= lines_of(work)) return;
   const CompressArgs& args = work.problem[blockIdx.z];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y, columns = summed_columns(args);
-  const CompressSegment rows = work.segments[blockIdx.x * work.kMostSegments + warp];
+  const CompressSegment rows = work.segments[blockIdx.x * work.kMaxSegments + warp];
   float* to = partials_of(work, blockIdx.z, head, blockIdx.x);
   for (int first = 0; first < columns; first += 256) {
     const int column = first + lane * 8;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < 8; ++i) of_warp[warp][lane * 8 + i] = sum[i];
     __syncthreads();
     float all = 0;
-    for (int i = 0; i < work.kMostSegments; ++i) all += of_warp[i][threadIdx.x];
+    for (int i = 0; i < work.kMaxSegments; ++i) all += of_warp[i][threadIdx.x];
     if (first + static_cast<int>(threadIdx.x) < columns) to[first + threadIdx.x] = all;
   }
 }
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 constexpr int kTokenColumns = 256;  // token of the group and channel
 
 struct TokenLayout {
-  static constexpr int kRows = CompressWork::kWideRows, kSegments = CompressWork::kMostSegments;
+  static constexpr int kRows = CompressWork::kWideRows, kSegments = CompressWork::kMaxSegments;
   static constexpr int kLeftBytes = kRows * 128, kRightBytes = kTokenColumns * 128;
   static constexpr int kStages = (kSharedMemory - kReserved) / (kLeftBytes + kRightBytes);
   static constexpr int kMemory = 1024 + kStages * (kLeftBytes + kRightBytes);
@@ -423,7 +423,7 @@ cudaError_t run_sums(const CompressWork& work, cudaStream_t stream) {
   for (const CompressArgs& x : work.problem) wanted |= x.pe.data || x.d_pe.data || x.d_b1.data || x.d_b2.data;
   if (!wanted) return cudaSuccess;
   const int heads = args.geometry.kv_heads;
-  const dim3 grid(static_cast<unsigned>(ceil_div(work.max_segments(args), work.kMostSegments)), heads, work.problems);
+  const dim3 grid(static_cast<unsigned>(ceil_div(work.max_segments(args), work.kMaxSegments)), heads, work.problems);
   const cudaError_t error = launch(column_partials<T>, grid, 256, 0, stream, work, hidden_gradient(args),
                                    hidden_gradient(work.problem[work.problems - 1]));
   if (error != cudaSuccess) return error;

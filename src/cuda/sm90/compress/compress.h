@@ -35,7 +35,7 @@ struct CompressTotals {
 struct CompressWork {
   static constexpr int kSegment = 16;                      // rows
   static constexpr int kWideRows = 128, kNarrowRows = 64;  // of a tile
-  static constexpr int kMostSegments = kWideRows / kSegment;
+  static constexpr int kMaxSegments = kWideRows / kSegment;
   static constexpr int kNarrowHidden = 512;  // hidden units, at most
   /// Of wide tiles: more accumulators and outputs have no place in the registers.
   static constexpr __host__ __device__ int wide_hidden(int dim) { return dim <= 128 ? 256 : 128; }

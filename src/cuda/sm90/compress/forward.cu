@@ -140,7 +140,7 @@ __device__ inline void write_segments(const CompressWork& work) {
   __syncthreads();
   const int segments = before.segments, token_segments = before.token_segments;
   if (threadIdx.x == 0) *work.totals = {segments, before.rows, token_segments};
-  if (threadIdx.x >= work.kMostSegments) return;
+  if (threadIdx.x >= work.kMaxSegments) return;
   work.segments[segments + threadIdx.x] = {};
   if (work.token_segments) work.token_segments[token_segments + threadIdx.x] = {};
 }

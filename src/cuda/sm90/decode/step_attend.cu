@@ -14,8 +14,8 @@ cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream) 
     else
       return launch_step_pairs<T, Dk, Dv>(args, stream);
   }
-  if (step_clusters(group) > 1) return launch_tiles<T, Dk, Dv, kMostTiles, true, kFloat8, 1>(args, stream);
-  return step_tiles(group) > 1 ? launch_tiles<T, Dk, Dv, kMostTiles, false, kFloat8, 1>(args, stream)
+  if (step_clusters(group) > 1) return launch_tiles<T, Dk, Dv, kMaxTiles, true, kFloat8, 1>(args, stream);
+  return step_tiles(group) > 1 ? launch_tiles<T, Dk, Dv, kMaxTiles, false, kFloat8, 1>(args, stream)
                                : launch_tiles<T, Dk, Dv, 1, false, kFloat8, 1>(args, stream);
 }
 template cudaError_t launch_step_attend<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM, false>(const StepAttendArgs&,

@@ -19,9 +19,9 @@ namespace nsa::cuda::sm90::decode {
 
 inline constexpr int kTileRows = 16;  // (query, head)
 inline constexpr int kUnitKeys = 16;
-inline constexpr int kMostTiles = 2;      // of a cluster
-inline constexpr int kMostBlocks = 64;    // n
-inline constexpr int kMostOrdered = 128;  // sequences that are served by their lengths
+inline constexpr int kMaxTiles = 2;      // of a cluster
+inline constexpr int kMaxBlocks = 64;    // n
+inline constexpr int kMaxOrdered = 128;  // sequences that are served by their lengths
 
 /// Thread blocks of a cluster, warps of a thread block, units of keys that a warp multiplies at once, and neighbouring
 /// queries that share what is loaded. By default those of steps whose bits depend on no other query.
@@ -37,8 +37,8 @@ inline constexpr ClusterShape kClusterShapes[] = {{8, 8, 2}, {8, 8}, {4, 8, 2}, 
 inline constexpr ClusterShape kSharedQueries{1, 8, 4, 4};
 
 /// Tiles of a cluster, and clusters of a query and KV head: they share out the heads of the group.
-constexpr int step_tiles(int group) { return group > kTileRows ? kMostTiles : 1; }
-constexpr int step_clusters(int group) { return (group + kMostTiles * kTileRows - 1) / (kMostTiles * kTileRows); }
+constexpr int step_tiles(int group) { return group > kTileRows ? kMaxTiles : 1; }
+constexpr int step_clusters(int group) { return (group + kMaxTiles * kTileRows - 1) / (kMaxTiles * kTileRows); }
 
 /// The shapes that have kernels: of clusters with two tiles two of them; two units at once where registers allow, and
 /// then, but for 1 x 8 with keys of 128, only that. Of e4m3 1 x 8 lacks five registers for it.
@@ -134,7 +134,7 @@ struct StepMemory {
                        std::int64_t{topk} * (shape.ranks * 8 + 4));
   }
   std::int64_t bytes() const { return ring + queries + kept + rows + others + choice; }
-  bool fits() const { return scratch <= ring && bytes() <= kMostBytes; }
+  bool fits() const { return scratch <= ring && bytes() <= kMaxBytes; }
 
   /// The units of `keys` compressed keys of which a thread block keeps sums.
   static std::int64_t kept_units(int ranks, int stage_units, std::int64_t keys) {
@@ -142,7 +142,7 @@ struct StepMemory {
     return (stages + ranks - 1) / ranks * stage_units;
   }
 
-  static constexpr std::int64_t kMostBytes = 227 * 1024;
+  static constexpr std::int64_t kMaxBytes = 227 * 1024;
 };
 
 /// What a thread block of kSharedQueries has in shared memory, in bytes, in this order.
@@ -163,7 +163,7 @@ struct QueriesMemory {
                         4 * kQueries * (sums_of(block_keys, blocks) + units_of(block_keys, blocks)))),
         scratch(12 * blocks + 4 * 64 + 24) {}
   std::int64_t bytes() const { return ring + rows + lists + shared; }
-  bool fits() const { return kQueries * scratch <= ring && bytes() <= StepMemory::kMostBytes; }
+  bool fits() const { return kQueries * scratch <= ring && bytes() <= StepMemory::kMaxBytes; }
 
   /// A count and twice topk numbers.
   __host__ __device__ static constexpr int list_bytes(int topk) { return 4 * (1 + 2 * topk); }

@@ -23,10 +23,10 @@ namespace {
 constexpr int kThreads = 32 * kFoldWarps;
 constexpr int kRows = 16 * kFoldTiles, kEntries = kRows - 1;  // rows 1 ... of a pass are completed blocks
 constexpr int kSequences = 64;                                // whose blocks are listed at a time
-constexpr int kMostCompleted = 16;                            // of a sequence in a step
-constexpr int kMostGroups = 2;                                // of sixteen hidden units, of a thread block
-constexpr int kMostPairs = 192 / 2 / kFoldRanks;              // of channels, of a thread block
-constexpr int kMostBiases = 16 * kMostGroups;                 // of the first layer, of a thread block
+constexpr int kMaxCompleted = 16;                             // of a sequence in a step
+constexpr int kMaxGroups = 2;                                 // of sixteen hidden units, of a thread block
+constexpr int kMaxPairs = 192 / 2 / kFoldRanks;               // of channels, of a thread block
+constexpr int kMaxBiases = 16 * kMaxGroups;                   // of the first layer, of a thread block
 constexpr int kTokenStage = kRows * kFoldStageRows * 2;       // bytes of raw tokens in a stage
 
 /// A completed block: its sequence and its number; length before the step.
@@ -89,13 +89,13 @@ __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, in
 /// What the threads of a thread block share beside the dynamic memory.
 template <class T>
 struct FoldShared {
-  unsigned short entries[kSequences * kMostCompleted];  // kMostCompleted times the sequence's place, and which block
-  int first[kSequences], before[kSequences];            // of the sequences: first block, length before the step
+  unsigned short entries[kSequences * kMaxCompleted];  // kMaxCompleted times the sequence's place, and which block
+  int first[kSequences], before[kSequences];           // of the sequences: first block, length before the step
   int warp_counts[kFoldWarps];
-  int room[kRows * kTables / kFoldRanks];      // of some rows, in some tables; read by the cluster
-  float biases[kMostBiases + 2 * kMostPairs];  // of both layers
+  int room[kRows * kTables / kFoldRanks];    // of some rows, in some tables; read by the cluster
+  float biases[kMaxBiases + 2 * kMaxPairs];  // of both layers
   __align__(16) float sums[kRows * 16];
-  __align__(16) T hidden[kRows * 16], w2[kMostGroups][16 * 192];
+  __align__(16) T hidden[kRows * 16], w2[kMaxGroups][16 * 192];
 };
 
 /// φ of `count` rows from number `first` on: completed blocks of the list, for one head each, at most kEntries.
@@ -114,8 +114,8 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
   const int weight_head = side.clusters > 1 ? set : 0;
   const auto entry_of = [&](int row) {
     const int at = shared_memory.entries[shared ? (first + row) / p.kv_heads : first + row];
-    const int place = at / kMostCompleted;
-    return Entry{sequence0 + place, shared_memory.first[place] + at % kMostCompleted, shared_memory.before[place]};
+    const int place = at / kMaxCompleted;
+    return Entry{sequence0 + place, shared_memory.first[place] + at % kMaxCompleted, shared_memory.before[place]};
   };
   const auto head_of = [&](int row) { return shared ? (first + row) % p.kv_heads : set; };
 
@@ -158,7 +158,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
 
   // The second layer's weights of this thread block's hidden units, sixteen at a time, come with the first stage.
   constexpr int kGroups = (kN * 4 + kFoldRanks - 1) / kFoldRanks;
-  static_assert(kGroups <= kMostGroups && kThreads == 16 * 16);
+  static_assert(kGroups <= kMaxGroups && kThreads == 16 * 16);
   if (side.mlp)
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -180,10 +180,10 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
   const auto read_bias = [&](const Weights& biases, int at) {
     if (biases.data) bias = to_float(*biases.at<T>(weight_head, 0, at));
   };
-  if (thread < kMostBiases) {
+  if (thread < kMaxBiases) {
     const int unit = (rank + thread / 16 * kFoldRanks) * 16 + thread % 16;
     if (side.mlp && unit < kHidden) read_bias(side.b1, unit);
-  } else if (const int i = thread - kMostBiases; i < 2 * pairs) {
+  } else if (const int i = thread - kMaxBiases; i < 2 * pairs) {
     const int which = i >= pairs;
     read_bias(side.mlp ? side.b2 : side.b1, rank * pairs + i - which * pairs + which * half);
   } else if (const int row = thread - 64; row >= 0 && row < count && &side == &args.sides[0] && args.rotation.cos) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
     const bool room = __syncthreads_and(own_room(args, wish, b, look % kTables));
     if (thread == 0) shared_memory.room[look / kFoldRanks] = room;
   }
-  if (thread < kMostBiases + 2 * pairs) shared_memory.biases[thread] = bias;
+  if (thread < kMaxBiases + 2 * pairs) shared_memory.biases[thread] = bias;
   float acc[kFoldTiles][kN][4] = {};
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
@@ -326,7 +326,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
       if (!side.mlp) x[i] += load_remote_float(map_to_rank(shared_address(mine), from));
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) x[i] = sum_of_ranks(x[i]) + shared_memory.biases[kMostBiases + i * pairs + of_pairs];
+    for (int i = 0; i < 2; ++i) x[i] = sum_of_ranks(x[i]) + shared_memory.biases[kMaxBiases + i * pairs + of_pairs];
     static_assert(kFoldRanks == 16 && kTables <= kFoldRanks);
     const unsigned full = __ballot_sync(0xffffffffu, !room) >> (lane & 16) & 0xffff;  // tables, of these lanes
     if (full || from != 0) continue;
@@ -368,7 +368,7 @@ __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& s
     }
 #pragma unroll 1
     for (int i = 0; i < completed; ++i)
-      shared_memory.entries[place + i] = static_cast<unsigned short>(thread * kMostCompleted + i);
+      shared_memory.entries[place + i] = static_cast<unsigned short>(thread * kMaxCompleted + i);
     if (thread < kSequences) shared_memory.first[thread] = first, shared_memory.before[thread] = before;
     __syncthreads();
     const int rows = all * (side.clusters == 1 ? p.kv_heads : 1);

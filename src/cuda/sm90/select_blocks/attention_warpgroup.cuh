@@ -74,7 +74,7 @@ __device__ __forceinline__ void attend(const CompressedSelectArgs& args, const F
   const int lane = threadIdx.x % 32, own = warp_uniform(threadIdx.x / 32);  // own: warp tile of the tile
   const float scale = positive_scale(args.range.scale);
   const std::uint32_t q = descriptor(queries + group * L::kQueryBytes, 16);
-  KeyValueRings<Dk, Dv, kKeys, L::kStages, kMostStages> rings(barriers, keys, values);
+  KeyValueRings<Dk, Dv, kKeys, L::kStages, kMaxStages> rings(barriers, keys, values);
   PipelineState<kBuffers> buffer;
   stagger_warpgroups(group, 2500);
 

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&barriers.scratch_full[0][0] + i), 8);    // the lanes that leave minus_lse
       mbarrier_init(shared_address(&barriers.scratch_empty[0][0] + i), 32);  // those that read them
     }
-    for (int i = 0; i < kSelectorWarps * kMostChunks; ++i)
+    for (int i = 0; i < kSelectorWarps * kMaxChunks; ++i)
       mbarrier_init(shared_address(&barriers.chunk_full[0][0] + i), 1);
     fence_mbarrier_init();
   }
@@ -269,7 +269,7 @@ cudaError_t launch_heads(const CompressedSelectArgs& call, int processors, cudaS
   args.spread_rows = static_cast<int>(spread_rows(rows));
   const int blocks = selection_blocks(g, args.block_size);
   args.near_keys = !args.keys ? blocks : filters(args) ? (blocks + 1) / 2 : 0;
-  args.chunks = kMostChunks;
+  args.chunks = kMaxChunks;
   const bool key_rings = adds_keys_up(g.kernel_size, g.kernel_stride, args.block_size);
   while (args.chunks > 1 && L::memory(args.warp_tiles, args.near_keys, args.chunks, key_rings) > kDynamic)
     --args.chunks;

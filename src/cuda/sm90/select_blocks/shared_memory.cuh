@@ -14,14 +14,14 @@ inline constexpr int kWarpTiles = kGroups * 4;
 static_assert(kWarpTiles == WarpTiles::kWarpTiles);
 inline constexpr int kKeys = 64;  // of a key tile
 inline constexpr int kComputeRegisters = 144, kHelperRegisters = 80;
-inline constexpr int kMostStages = 4;  // of the ring of key and value tiles
+inline constexpr int kMaxStages = 4;  // of the ring of key and value tiles
 inline constexpr int kBuffers = CompressedSelectScratch::kBuffers,
                      kSelectorWarps = CompressedSelectScratch::kSelectorWarps;
-inline constexpr int kMostChunks = 4;  // on their way; fewer where shared memory is full of scores
+inline constexpr int kMaxChunks = 4;  // on their way; fewer where shared memory is full of scores
 
 template <int Dk, int Dv>
 struct SelectLayout {
-  static constexpr int kStages = Dk > 128 ? 3 : kMostStages;
+  static constexpr int kStages = Dk > 128 ? 3 : kMaxStages;
   static constexpr int kKeyBytes = kKeys * Dk * 2, kValueBytes = kKeys * Dv * 2, kQueryBytes = 64 * Dk * 2;
   static constexpr int kFixed = 1024 + kGroups * kQueryBytes + kStages * (kKeyBytes + kValueBytes);
   /// Of a selector warp: chunks, rings of keys, then a list and keys of a query, or lists of four.
@@ -39,10 +39,10 @@ struct SelectLayout {
   }
 };
 
-struct SelectBarriers : ForwardBarriers<kMostStages, kGroups> {
+struct SelectBarriers : ForwardBarriers<kMaxStages, kGroups> {
   std::uint64_t scratch_full[kBuffers][kWarpTiles],
       scratch_empty[kBuffers][kWarpTiles];  // the scratch is complete; may be overwritten
-  std::uint64_t chunk_full[kSelectorWarps][kMostChunks];
+  std::uint64_t chunk_full[kSelectorWarps][kMaxChunks];
   MinusLse minus_lse[kBuffers][kWarpTiles];
 };
 

@@ -20,8 +20,8 @@ namespace {
 /// As many as fit into shared memory.
 template <int Dk, int Dv>
 inline constexpr int kStages = Dk + Dv <= 256 ? 5 : 4;
-constexpr int kFar = 63;       // the last key of an item
-constexpr int kMostBoxes = 8;  // queries of a stage, for a copy each
+constexpr int kFar = 63;      // the last key of an item
+constexpr int kMaxBoxes = 8;  // queries of a stage, for a copy each
 /// Of a thread that produces; those that compute share the rest.
 template <int Dk, int Dv>
 inline constexpr int kProducerRegisters = Dk + Dv <= 128 ? 40 : 24;
@@ -280,13 +280,13 @@ __device__ inline void produce_items(const ListKeyArgs& args, const KeyMaps& map
 template <int Dk, int Dv, int kKept, int kGiven>
 __device__ __forceinline__ void exchange_sums(float (&kept)[kKept], const float (&given)[kGiven],
                                               const Memory<Dk, Dv>& memory, char* dynamic, int warpgroup) {
-  constexpr int kPart = Memory<Dk, Dv>::kPart, kMost = std::max(kKept, kGiven);
-  static_assert(kKept % kPart == 0 && kGiven % kPart == 0 && kMost / kPart % 2 == 0);
+  constexpr int kPart = Memory<Dk, Dv>::kPart, kMax = std::max(kKept, kGiven);
+  static_assert(kKept % kPart == 0 && kGiven % kPart == 0 && kMax / kPart % 2 == 0);
   auto* shared = reinterpret_cast<float4*>(dynamic + Memory<Dk, Dv>::kSums) + threadIdx.x % 128;
   float4* from = shared + (warpgroup ^ 1) * (kPart / 4 * 128);
   float4* to = shared + warpgroup * (kPart / 4 * 128);
 #pragma unroll
-  for (int first = 0; first < kMost; first += kPart) {
+  for (int first = 0; first < kMax; first += kPart) {
     const std::uint32_t phase = first / kPart & 1;
     mbarrier_wait_warp(memory.sums_empty(warpgroup), phase ^ 1);
 #pragma unroll
@@ -467,7 +467,7 @@ cudaError_t launch_selected_d_kv<NSA_ELEMENT, NSA_KEY_DIM, NSA_VALUE_DIM>(const 
   if (work.items == 0) return cudaSuccess;
   const float scale = log2_scale(branch.scale);
   ListKeyArgs args{ListSchedule(branch, work), scale, masked_score(scale)};
-  args.gather = args.packing.queries > kMostBoxes;
+  args.gather = args.packing.queries > kMaxBoxes;
   args.planes = std::min(branch.block_size, 64) / SelectedDs::kPlaneKeys;
   KeyMaps maps;
   // One query each: a stage gathers them.

@@ -16,9 +16,9 @@
 namespace nsa::cuda::sm90::selected_attention {
 
 inline constexpr int kQueryGroups = 2,
-                     kLeastQueryGroup = 2048;  // query groups of a sequence; queries for which one is enough
-inline constexpr int kQueryGroupRows = 8;      // rows of a query for which more than one pays
-inline constexpr int kLeastItem = 1024;        // queries that an item may have in any case
+                     kMinQueryGroup = 2048;  // query groups of a sequence; queries for which one is enough
+inline constexpr int kQueryGroupRows = 8;    // rows of a query for which more than one pays
+inline constexpr int kMinItem = 1024;        // queries that an item may have in any case
 
 struct ListCut {
   int chunks;        // of the inverse index
@@ -28,11 +28,11 @@ struct ListCut {
 
   /// heads: rows of a query in a tile. `window`: the queries are a window of several.
   __host__ __device__ ListCut(int q_len, int heads, bool window) {
-    const int chunk = InverseIndex::chunk(q_len), wanted = (q_len + kLeastQueryGroup - 1) / kLeastQueryGroup;
+    const int chunk = InverseIndex::chunk(q_len), wanted = (q_len + kMinQueryGroup - 1) / kMinQueryGroup;
     chunks = (q_len + chunk - 1) / chunk;
     query_groups = wanted < 1 || heads < kQueryGroupRows || window ? 1 : wanted < kQueryGroups ? wanted : kQueryGroups;
     query_group = (chunks + query_groups - 1) / query_groups;
-    most = query_group * chunk / 16 > kLeastItem ? query_group * chunk / 16 : kLeastItem;
+    most = query_group * chunk / 16 > kMinItem ? query_group * chunk / 16 : kMinItem;
   }
 };
 
@@ -58,7 +58,7 @@ struct ListWork {
   ListWork(const Geometry& g, const InverseIndex& lists, bool window) : lines(g.kv_heads * g.batches) {
     const RowPrefix all = end_prefix(g);
     const std::int64_t tiles = (all.k / lists.block_size + all.sequences) * lists.tiles_per_block;
-    const int most = g.cu_q ? kLeastItem : ListCut(g.q_len, HeadPacking(g.group).heads, window).most;
+    const int most = g.cu_q ? kMinItem : ListCut(g.q_len, HeadPacking(g.group).heads, window).most;
     const std::int64_t entries = all.q * lists.width;
     // In a window only lists of more than `most` queries are cut, into less than twice what their length makes.
     const std::int64_t lists_cut =
@@ -81,10 +81,10 @@ struct ListWork {
       return lists_cut * g.batches;
     }
     // A query group ends a chunk after its even share at the latest, a sixteenth of the sequence if it is one of
-    // several. Such sequences have more than kLeastQueryGroup queries, those with a cut list more than kLeastItem.
+    // several. Such sequences have more than kMinQueryGroup queries, those with a cut list more than kMinItem.
     const std::int64_t queries = std::min(g.total_q, g.total_k);
     const std::int64_t seen = kQueryGroups * g.total_k - queries * (kQueryGroups - 1) / 2 + queries * kQueryGroups / 16;
-    return seen / block_size + kQueryGroups * (queries / kLeastItem + 1);
+    return seen / block_size + kQueryGroups * (queries / kMinItem + 1);
   }
   std::int64_t bytes() const {
     return items * sizeof(KeyItem) + lines * sizeof(ItemCounts) + sizeof(ItemQueue) + sums * sizeof(int);

@@ -18,8 +18,8 @@ using Shape = SelectedShape<Dk, 0, kKeys, (Dk > 64 ? 12 : 16)>;
 /// The entries of a warp's queries: blocks, and where in the inverse index they are.
 struct OwnEntries {
   EntryLanes lanes;
-  int key[EntryLanes::kMost];  // the first one of the block; -1: no entry, or one that does not count
-  int place[EntryLanes::kMost];
+  int key[EntryLanes::kMax];  // the first one of the block; -1: no entry, or one that does not count
+  int place[EntryLanes::kMax];
 
   __device__ OwnEntries(const BackwardArgs& args, const GatherPlan& p, const SelectedTile& tile, int warp, int lane)
       : lanes(p.together) {
@@ -27,7 +27,7 @@ struct OwnEntries {
     const bool valid = number < p.together && query < tile.seq.q_len;
     const int row = tile.seq.q_begin + query;
 #pragma unroll
-    for (int i = 0; i < EntryLanes::kMost; ++i) {
+    for (int i = 0; i < EntryLanes::kMax; ++i) {
       const int rank = lanes.rank(lane, i);
       key[i] = -1;
       if (!valid || rank >= p.topk) continue;
@@ -42,7 +42,7 @@ struct OwnEntries {
   __device__ __forceinline__ int find(int first, unsigned of_query, int topk) const {
     int found = -1;
 #pragma unroll
-    for (int i = 0; i < EntryLanes::kMost; ++i) {
+    for (int i = 0; i < EntryLanes::kMax; ++i) {
       if (i << lanes.log2 >= topk) break;
       const unsigned holders = __ballot_sync(0xffffffffu, key[i] == first) & of_query;
       const int there = __shfl_sync(0xffffffffu, place[i], __ffs(static_cast<int>(holders)) - 1);

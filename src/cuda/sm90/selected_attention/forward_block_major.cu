@@ -25,7 +25,7 @@
 namespace nsa::cuda::sm90::selected_attention {
 namespace {
 
-constexpr int kMostPartials = 128;  // of a query head
+constexpr int kMaxPartials = 128;  // of a query head
 
 /// Warpgroups of a thread block of attend_blocks, and such thread blocks on a multiprocessor.
 template <int Dk>
@@ -372,7 +372,7 @@ template <class T, int Dv>
 __global__ void __launch_bounds__(256) combine_partials(const __grid_constant__ BlockArgs args, int number) {
   if (args.selected.fallback.flag && *args.selected.fallback.flag) return;
   constexpr int kLanes = Dv / 8, kAtOnce = 32 / kLanes, kAhead = 8;
-  __shared__ float weights[8][kMostPartials];
+  __shared__ float weights[8][kMaxPartials];
   float* weight = weights[threadIdx.x / 32];
   const SelectedArgs& call = args.selected;
   const Geometry& g = call.geometry;

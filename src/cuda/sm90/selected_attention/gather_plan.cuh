@@ -12,9 +12,9 @@
 namespace nsa::cuda::sm90::selected_attention {
 
 inline constexpr int kBuilders = 96, kProducers = 128;  // threads
-inline constexpr int kFullBarriers = 512, kMostSlots = 32;
+inline constexpr int kFullBarriers = 512, kMaxSlots = 32;
 inline constexpr int kSharedBytes = 16 << 20;  // keys and values of all heads that may be in use at once
-inline constexpr int kMostEntries = 1024;      // of the lists of a tile, unless sixteen rows are one query
+inline constexpr int kMaxEntries = 1024;       // of the lists of a tile, unless sixteen rows are one query
 
 /// How a call is cut into tiles, and how shared memory is.
 struct GatherPlan {
@@ -34,7 +34,7 @@ struct GatherPlan {
 
 /// In shared memory behind the ring and what a kernel has of its own.
 struct SelectedControl {
-  std::uint64_t full[kFullBarriers], empty[kMostSlots], union_full[2], union_empty[2];
+  std::uint64_t full[kFullBarriers], empty[kMaxSlots], union_full[2], union_empty[2];
   int size[2];  // blocks of a union
   unsigned issued;
   unsigned unused;
@@ -80,7 +80,7 @@ struct SelectedShape {
 
 /// Queries whose rows a warp has, of `warps` in a tile.
 inline int queries_of_warp(const Geometry& g, int topk, int warps) {
-  return std::clamp(kMostEntries / (warps * topk), 1, std::min(16 / std::min(g.group, 16), 64 / warps));
+  return std::clamp(kMaxEntries / (warps * topk), 1, std::min(16 / std::min(g.group, 16), 64 / warps));
 }
 
 template <class Shape>
@@ -102,7 +102,7 @@ GatherPlan make_gather_plan(const Geometry& g, int topk, int block_size) {
   p.entries = static_cast<int>(ceil_div(p.queries * topk, 32)) * 32;
   while ((1 << p.table_bits) < 2 * p.entries) ++p.table_bits;
   const int fixed = Shape::kMoreBytes + SelectedControl::bytes(p);
-  p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMostSlots);
+  p.slots = std::min((kSharedMemory - fixed) / Shape::kSlotBytes, kMaxSlots);
   p.memory = p.slots * Shape::kSlotBytes + fixed;
   p.by_queries = FastDivmod(p.queries);
   p.by_slots = FastDivmod(p.slots);
@@ -178,7 +178,7 @@ template <class Shape>
 __device__ inline void init_control(SelectedControl& c) {
   constexpr int kWarps = Shape::kWarps;
   for (int i = threadIdx.x; i < kFullBarriers; i += Shape::kThreads) mbarrier_init(shared_address(&c.full[i]), 1);
-  if (threadIdx.x < kMostSlots) mbarrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
+  if (threadIdx.x < kMaxSlots) mbarrier_init(shared_address(&c.empty[threadIdx.x]), kWarps);
   if (threadIdx.x < 2) {
     mbarrier_init(shared_address(&c.union_full[threadIdx.x]), kBuilders);
     mbarrier_init(shared_address(&c.union_empty[threadIdx.x]), kWarps * 32 + 1);

@@ -5,7 +5,7 @@ namespace nsa::cuda::sm90::selected_attention {
 
 /// Each query has as many lanes, a power of two; the ranks of its row go round them.
 struct EntryLanes {
-  static constexpr int kMost = 5;  // entries of a lane
+  static constexpr int kMax = 5;  // entries of a lane
 
   int log2 = 5;  // of the lanes of a query
 
