@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 
 step() { printf '\n== %s\n' "$*"; }
 
-# Documents are joined files of about 64 KiB.
+# Documents are concatenated files of about 64 KiB.
 if [[ $device == cuda ]]; then
   minutes=${MINUTES:-3}
   training=(--minutes "$minutes" --retrieval-fraction 0.02 --overwrite)  # and the defaults of nsa train on cuda

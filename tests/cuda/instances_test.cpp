@@ -109,7 +109,7 @@ void expect_the_same_bits(const char* processors, const Run& run) {
   for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(same_bits(few[i], all[i])) << "result " << i;
 }
 
-std::vector<Tensor> joined(std::vector<Tensor> outputs, std::vector<Tensor> gradients) {
+std::vector<Tensor> concatenated(std::vector<Tensor> outputs, std::vector<Tensor> gradients) {
   std::move(gradients.begin(), gradients.end(), std::back_inserter(outputs));
   return outputs;
 }
@@ -119,10 +119,10 @@ std::vector<Tensor> selected_results(const Problem& p) {
   const auto run = [](const SelectedAttentionParams& params) { return under_test.selected_attention(params, kCpu); };
   std::vector<Tensor> outputs = outputs_of(p.selected(), selected_outputs(p), false, run);
   const auto b = backward_of(p.selected(), views_of(outputs), p.d_o);
-  return joined(std::move(outputs),
-                outputs_of(b, selected_backward_outputs(p), false, [](const SelectedAttentionBackwardParams& params) {
-                  return under_test.selected_attention_backward(params, kCpu);
-                }));
+  return concatenated(std::move(outputs), outputs_of(b, selected_backward_outputs(p), false,
+                                                     [](const SelectedAttentionBackwardParams& params) {
+                                                       return under_test.selected_attention_backward(params, kCpu);
+                                                     }));
 }
 
 /// Its kernels differ by whether dS is stored, which they do where there is memory for it, and by blocks.
@@ -206,11 +206,11 @@ TEST_P(Phi, FewThreadBlocksGiveTheSameBits) {
   const auto compressed = [](const Problem& p) {
     const CompressParams f = p.compress_keys();
     const CompressBackwardParams b{f, p.d_k_c, {}, {}};
-    return joined(outputs_of(f, compress_outputs(p, f), false,
-                             [](const CompressParams& params) { return under_test.compress(params, kCpu); }),
-                  outputs_of(b, compress_backward_outputs(p, f), false, [](const CompressBackwardParams& params) {
-                    return under_test.compress_backward(params, kCpu);
-                  }));
+    return concatenated(outputs_of(f, compress_outputs(p, f), false,
+                                   [](const CompressParams& params) { return under_test.compress(params, kCpu); }),
+                        outputs_of(b, compress_backward_outputs(p, f), false, [](const CompressBackwardParams& params) {
+                          return under_test.compress_backward(params, kCpu);
+                        }));
   };
   const auto [dtype, dim] = GetParam();
   for (const std::int64_t hidden : {0, 64, 192, 256, 384, 512})

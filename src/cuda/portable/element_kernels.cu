@@ -69,7 +69,7 @@ cudaError_t run_layer(const CompressPair& pair, int m, const N& n, const Inner& 
   if constexpr (!std::is_same_v<Op<T>, Constants<T>>) {  // these are one row
     if (m > 256) return run_tiles<ManyRows<T>>(both, m, most, counts, stream);
   }
-  return run_tiles<FewRows<T>>(both, m, most, counts, stream);
+  return run_tiles<SkinnyGemm<T>>(both, m, most, counts, stream);
 }
 
 int heads_of(const CompressArgs& args) { return args.geometry.kv_heads; }

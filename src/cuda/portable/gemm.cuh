@@ -29,7 +29,7 @@ template <class T>
 using ManyRows = GemmTiles<64, 64, 32, 2, 128>;
 /// Few rows: what matters is that all multiprocessors read B, much at a time.
 template <class T>
-using FewRows = GemmTiles<16, 16, 256 / sizeof(T), 4, 256>;
+using SkinnyGemm = GemmTiles<16, 16, 256 / sizeof(T), 4, 256>;
 
 /// The A operand when the tile's rows are the reduction: columns `column` .. + 15, reduction rows `row` .. .
 template <class T, int kRows>

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 struct FoundFile {
   fs::path path;
-  std::string group;  // files that may be joined into one document share it
+  std::string group;  // files that may be concatenated into one document share it
   std::string name;
 };
 
@@ -121,7 +121,7 @@ std::vector<Text> read_texts(const DataConfig& config) {
     }
   }
   std::vector<Text> texts;
-  std::string open_group;  // of the last text, while more may be joined to it
+  std::string open_group;  // of the last text, while more may be appended to it
   for (const auto& file : files) {
     std::string text = base::read_text(file.path.string());
     if (text.empty() || is_binary(text)) continue;

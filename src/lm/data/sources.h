@@ -12,7 +12,7 @@ struct Text {
   std::string name, text;
 };
 
-/// The texts that `config` asks for, in a fixed order, joined where it says so. Throws Error.
+/// The texts that `config` asks for, in a fixed order, concatenated where it says so. Throws Error.
 std::vector<Text> read_texts(const DataConfig& config);
 
 }  // namespace nsa::lm

@@ -86,7 +86,7 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   }
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
-    impl_->weights.back().settled = true;  // every pass begins with kernels that wait for the cast
+    impl_->weights.back().weights_ready = true;  // every pass begins with kernels that wait for the cast
     impl_->caches.push_back(
         make_layer_cache(block.config(), sequences, capacity, on_device.dtype(model.compute_dtype()), impl_->rotation));
   }

@@ -83,7 +83,7 @@ class Continuation {
     for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
     decoder_.emplace(model, tokens_.size(0), static_cast<std::int64_t>(longest) + options.max_tokens);
     if (!options.graph || !StepGraph::possible(model.device()) || !decoder_->steps_are_alike()) return;
-    step();  // torch's products take memory at their first call
+    step();  // torch's matmuls allocate memory at their first call
     graph_.emplace(model.device(), [this] { step(); });
     graph_numbers_ = numbers_;
   }

@@ -1,5 +1,5 @@
 // Everything here is limited by the memory's bandwidth: threads load and store 16 bytes of bfloat16 at a time. All are
-// dependent launches, for the few rows of a step.
+// dependent launches, for the rows of a decode step.
 #include "lm/layers/elementwise_kernels.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The parameters as matrix products want them: in their dtype, and joined where they have one input.
+// Fused weights: the parameters in the dtype of the linear layers, concatenated where layers share an input.
 #pragma once
 
 #include <ATen/core/Tensor.h>

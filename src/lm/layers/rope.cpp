@@ -95,7 +95,7 @@ class SplitHeads : public Function<SplitHeads> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin,
                                const std::vector<HeadGroup>& groups) {
-    const auto [outputs, copies] = unturned_heads(x.detach(), groups);
+    const auto [outputs, copies] = unrotated_heads(x.detach(), groups);
     std::vector<std::int64_t> rotated;
     for (const HeadGroup& group : groups) rotated.push_back(group.rotated ? 1 : 0);
     rotate_all(copies, cos, sin);
@@ -145,8 +145,8 @@ at::Tensor rotate(const at::Tensor& x, const Rotation& rotation) {
   return Rotate::apply(x, rotation.cos, rotation.sin);
 }
 
-UnturnedHeads unturned_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups) {
-  UnturnedHeads out;
+UnrotatedHeads unrotated_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups) {
+  UnrotatedHeads out;
   std::int64_t column = 0;
   for (const HeadGroup& group : groups) {
     const auto columns = columns_of(x, column, group.heads, group.dim);

@@ -36,10 +36,10 @@ std::vector<at::Tensor> split_heads(const at::Tensor& x, const std::vector<HeadG
                                     const Rotation& rotation);
 
 /// The same without a gradient, with the rotations left to the caller.
-struct UnturnedHeads {
+struct UnrotatedHeads {
   std::vector<at::Tensor> heads;   // of each group
   std::vector<RotaryCopy> copies;  // that write the rotated ones
 };
-UnturnedHeads unturned_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups);
+UnrotatedHeads unrotated_heads(const at::Tensor& x, const std::vector<HeadGroup>& groups);
 
 }  // namespace nsa::lm

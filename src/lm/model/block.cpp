@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "lm/layers/fused_weights.h"
-#include "lm/layers/products.h"
+#include "lm/layers/linear.h"
 
 namespace nsa::lm {
 namespace {
@@ -68,7 +68,7 @@ AttentionInputs take_apart(const ModelConfig& config, const BlockWeights& weight
   if (weights.gate_out.defined()) {
     groups.push_back({1, weights.gate_bias.size(0), false});
     auto split = split_heads_and_gates(projected, groups, rotation, weights.gate_bias,
-                                       {weights.gate_out, weights.settled}, weights.gate_out_bias);
+                                       {weights.gate_out, weights.weights_ready}, weights.gate_out_bias);
     parts = std::move(split.heads);
     out.gates = split.gates.view({rows, config.num_heads, -1});
   } else {
@@ -164,14 +164,14 @@ BlockWeights Block::weights(at::ScalarType dtype) const {
 
 Residual block_forward(const ModelConfig& config, const BlockWeights& weights, const Residual& in,
                        const Rotation& rotation, const Attend& attend) {
-  const auto factor = [&](const at::Tensor& matrix) { return Factor{matrix, weights.settled}; };
-  const auto [x, projected] = norm_and_product(in, weights.attention_norm, config.norm_eps, factor(weights.in_proj));
+  const auto weight = [&](const at::Tensor& matrix) { return LinearWeight{matrix, weights.weights_ready}; };
+  const auto [x, projected] = norm_and_linear(in, weights.attention_norm, config.norm_eps, weight(weights.in_proj));
   const auto inputs = take_apart(config, weights, projected, rotation);
   auto o = attend(inputs);
   if (config.gated) o = o * inputs.gates;
-  const Residual attended = {x, product(o.reshape({o.size(0), o.size(1) * o.size(2)}), factor(weights.o_proj))};
-  const auto [y, hidden] = norm_and_product(attended, weights.ffn_norm, config.norm_eps, factor(weights.ffn_in));
-  return {y, swiglu_and_product(hidden, factor(weights.ffn_out))};
+  const Residual attended = {x, linear(o.reshape({o.size(0), o.size(1) * o.size(2)}), weight(weights.o_proj))};
+  const auto [y, hidden] = norm_and_linear(attended, weights.ffn_norm, config.norm_eps, weight(weights.ffn_in));
+  return {y, swiglu_and_linear(hidden, weight(weights.ffn_out))};
 }
 
 }  // namespace nsa::lm

@@ -12,7 +12,7 @@ struct ModelFlops {
   double phi = 0;   // N_c times for keys and for values, not once per token
 };
 
-/// Forward and backward of one sequence. Every product counts 2 * m * n * k, three times: once forward, and for the
+/// Forward and backward of one sequence. Every matmul counts 2 * m * n * k, three times: once forward, and for the
 /// gradients of its two factors. Attention counts the pairs of query and key that are visible (of the selected branch
 /// as many as it has places for). Lookups, norms, softmax, block selection, and what an implementation computes
 /// again in the backward, do not count.

@@ -16,7 +16,7 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "bridge/call.h"
-#include "lm/layers/products.h"
+#include "lm/layers/linear.h"
 #include "lm/layers/recompute.h"
 #include "lm/model/attention.h"
 #include "lm/model/block.h"
@@ -167,8 +167,8 @@ at::Tensor Model::Impl::head_weights() const {
   return at::constant_pad_nd(head.to(dtype), {0, 0, 0, whole - config.vocab_size});
 }
 
-at::Tensor Model::Impl::logits(const Residual& x, const Factor& head) const {
-  return norm_and_product(x, norm, config.norm_eps, head).y.narrow(1, 0, config.vocab_size);
+at::Tensor Model::Impl::logits(const Residual& x, const LinearWeight& head) const {
+  return norm_and_linear(x, norm, config.norm_eps, head).y.narrow(1, 0, config.vocab_size);
 }
 
 const Rotation& Model::Impl::rotation(std::int64_t positions) {

@@ -70,7 +70,7 @@ class Model {
   /// Parameters in a fixed order, float32, under the names of the checkpoint; they share memory with the model.
   const NamedTensors& parameters() const;
 
-  /// Moves the parameters to `device` and sets the dtype of the matrix products and of attention: float32 (default),
+  /// Moves the parameters to `device` and sets the dtype of matmuls and attention: float32 (default),
   /// bfloat16 or, on CUDA, float16. Norms, the residual stream, the logits and the parameters themselves stay float32.
   /// Throws Error when libnsa cannot attend there with the model's head dims or in that dtype.
   void place(at::Device device, at::ScalarType dtype);

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "lm/layers/products.h"
+#include "lm/layers/linear.h"
 #include "lm/model/block.h"
 #include "lm/model/model.h"
 #include "lm/model/selector_loss.h"
@@ -26,7 +26,7 @@ struct Model::Impl {
   /// The head as logits() multiplies by it, in the compute dtype.
   at::Tensor head_weights() const;
   /// The last norm and the head: (rows, hidden) -> (rows, vocab_size) in the compute dtype.
-  at::Tensor logits(const Residual& x, const Factor& head) const;
+  at::Tensor logits(const Residual& x, const LinearWeight& head) const;
 };
 
 }  // namespace nsa::lm

@@ -82,7 +82,7 @@ at::Tensor compressed_keys(const at::Tensor& k, const bridge::CompressionTensors
     const auto layer = [](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
       return at::matmul(x, weight).add_(bias.unsqueeze(-2));
     };
-    // Heads with the same weights are rows of one product.
+    // Heads with the same weights are rows of one matmul.
     const auto x = (blocks + phi.pe.unsqueeze(-3)).flatten(-2).unflatten(-3, {sets, -1}).flatten(-3, -2);
     keys = layer(x, phi.w1, phi.b1);
     if (phi.kind == CompressionKind::kMlp) keys = layer(at::silu(keys), phi.w2, phi.b2);

@@ -54,8 +54,8 @@ constexpr double kPairsAlone = 0.6;
 // kills after 30 s.
 constexpr std::chrono::seconds kPatience{5};
 
-/// True if the CPU multiplies bfloat16. Where it does not, torch's products of bfloat16 are slower than of float32.
-bool has_bfloat16_products() {
+/// True if the CPU multiplies bfloat16. Where it does not, torch's bfloat16 matmuls are slower than those of float32.
+bool has_bfloat16_matmul() {
 #ifdef __x86_64__
   return __builtin_cpu_supports("avx512bf16");
 #else
@@ -64,7 +64,7 @@ bool has_bfloat16_products() {
 }
 
 at::ScalarType dtype_of(const std::string& name, at::Device device) {
-  if (name == "auto") return device.is_cuda() || has_bfloat16_products() ? at::kBFloat16 : at::kFloat;
+  if (name == "auto") return device.is_cuda() || has_bfloat16_matmul() ? at::kBFloat16 : at::kFloat;
   return name == "bfloat16" ? at::kBFloat16 : at::kFloat;
 }
 

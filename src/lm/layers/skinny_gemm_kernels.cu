@@ -1,8 +1,8 @@
-// Reading the matrix is the work. All of it that a thread block multiplies is under way to its shared memory before the
-// kernel waits for the one ahead of it in the stream, as weights depend on no kernel; so the chain of kernels has the
-// latency of the few rows alone. Products are those of the tensor cores: eight rows of the matrix are the columns of a
-// tile, the few rows its rows. The warps of a thread block share out the columns of the matrix and add up in the end.
-#include "lm/layers/few_rows_kernels.h"
+// Skinny GEMM: loading the weight matrix takes nearly all the time. A thread block issues the loads of its whole share
+// before griddepcontrol.wait, because weights depend on no kernel. The chain of kernels then has the latency of the
+// activations only. The products run on the tensor cores: eight rows of the matrix are the columns of a tile, up to
+// eight rows of activations its rows. The warps of a thread block split the depth and add their sums at the end.
+#include "lm/layers/skinny_gemm_kernels.h"
 
 #include <algorithm>
 
@@ -20,7 +20,9 @@ constexpr int kMaxTiles = 3;  // tiles of a thread block, which then has one sta
 static_assert(kMaxRows <= kTileRows && kThreads == kRotaryThreads);
 
 /// Thread blocks that share the columns of the matrix.
-__host__ __device__ constexpr int groups_of(const FewRowsArgs& args) { return (args.rows + kMaxRows - 1) / kMaxRows; }
+__host__ __device__ constexpr int groups_of(const SkinnyGemmArgs& args) {
+  return (args.rows + kMaxRows - 1) / kMaxRows;
+}
 
 /// 16 bytes to shared memory; zeros unless `there`.
 __device__ void copy16(uint4* to, const void* from, bool there) {
@@ -44,7 +46,7 @@ __device__ void multiply(float (&sums)[4], unsigned a0, unsigned a2, unsigned b0
       : "r"(a0), "r"(a2), "r"(0), "r"(b0), "r"(b1));
 }
 
-/// Elements from one of the few rows to the next in shared memory: a phase of a load of 16 bytes reads two of them.
+/// Elements from one row of activations to the next in shared memory: a phase of a load of 16 bytes reads two of them.
 __host__ __device__ constexpr int row_stride(int depth) { return (depth + 63) / 64 * 64 + 32; }
 
 /// Where a thread block keeps a chunk of a row of a tile: neighbours in different banks.
@@ -52,7 +54,7 @@ __device__ int place(int row, int chunk) { return row * kChunks + (chunk ^ ((row
 
 /// Writes `count` rows of the input to shared memory, each by the same share of the threads.
 template <int most>
-__device__ void prepare(const FewRowsArgs& args, int first_row, int count, __nv_bfloat16* rows, float* parts) {
+__device__ void prepare(const SkinnyGemmArgs& args, int first_row, int count, __nv_bfloat16* rows, float* parts) {
   constexpr int kTeam = kThreads / most, kStride = kTeam * kColumns;
   const int r = static_cast<int>(threadIdx.x) / kTeam, first = static_cast<int>(threadIdx.x) % kTeam * kColumns;
   const bool works = r < count;
@@ -120,9 +122,9 @@ __device__ void prepare(const FewRowsArgs& args, int first_row, int count, __nv_
     store(out, c, normed(sum(c), load(args.norm + c)));
 }
 
-/// The product of a thread block: `block` of the columns, of the rows `group`.
+/// The output tile of a thread block: columns `block`, rows `group`.
 template <int most, int kTiles>
-__device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group) {
+__device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group) {
   constexpr int kStages = kMaxTiles / kTiles, kBlockRows = kTiles * kTileRows;
   constexpr int kChains = kTiles == 1 ? 4 : 2;  // independent sums of a tile: the tensor cores' latency
   extern __shared__ uint4 memory[];
@@ -132,7 +134,7 @@ __device__ void multiply_few_rows(const FewRowsArgs& args, int block, int group)
   uint4* const mine = memory + warp * stages * kBlockRows * kChunks;
   auto* const rows = reinterpret_cast<__nv_bfloat16*>(memory + kWarps * stages * kBlockRows * kChunks);
   const int first_row = block * kBlockRows;
-  // The few rows that the thread block has of args.rows.
+  // The rows of activations of this thread block.
   const int first_input = most == kMaxRows ? group * kMaxRows : 0;
   const int count = most == kMaxRows ? min(args.rows - first_input, kMaxRows) : args.rows;
 
@@ -217,45 +219,43 @@ constexpr int blocks_per_multiprocessor(int most) { return most <= 2 ? 4 : 2; }
 
 template <int most, int kTiles>
 __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
-    few_rows_product(const __grid_constant__ FewRowsArgs args) {
-  multiply_few_rows<most, kTiles>(args, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
+    skinny_gemm_kernel(const __grid_constant__ SkinnyGemmArgs args) {
+  multiply_skinny<most, kTiles>(args, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y));
 }
 
 template <int most>
 __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
-    few_rows_product_and_rotation(const __grid_constant__ FewRowsArgs args,
-                                  const __grid_constant__ RotaryCopyArgs copies,
-                                  const __grid_constant__ RotaryCopyGrid grid, unsigned product_blocks) {
-  const unsigned blocks = product_blocks / static_cast<unsigned>(groups_of(args));
-  if (blockIdx.x < product_blocks)
-    return multiply_few_rows<most, 1>(args, static_cast<int>(blockIdx.x % blocks),
-                                      static_cast<int>(blockIdx.x / blocks));
+    skinny_gemm_and_rotation(const __grid_constant__ SkinnyGemmArgs args, const __grid_constant__ RotaryCopyArgs copies,
+                             const __grid_constant__ RotaryCopyGrid grid, unsigned gemm_blocks) {
+  const unsigned blocks = gemm_blocks / static_cast<unsigned>(groups_of(args));
+  if (blockIdx.x < gemm_blocks)
+    return multiply_skinny<most, 1>(args, static_cast<int>(blockIdx.x % blocks), static_cast<int>(blockIdx.x / blocks));
   launch_dependents();
   wait_for_launcher();
-  rotate_pairs(copies, grid, blockIdx.x - product_blocks);
+  rotate_pairs(copies, grid, blockIdx.x - gemm_blocks);
 }
 
 template <int kTiles>
 auto* kernel_of(int rows) {
-  return rows == 1   ? few_rows_product<1, kTiles>
-         : rows == 2 ? few_rows_product<2, kTiles>
-         : rows <= 4 ? few_rows_product<4, kTiles>
-                     : few_rows_product<kMaxRows, kTiles>;
+  return rows == 1   ? skinny_gemm_kernel<1, kTiles>
+         : rows == 2 ? skinny_gemm_kernel<2, kTiles>
+         : rows <= 4 ? skinny_gemm_kernel<4, kTiles>
+                     : skinny_gemm_kernel<kMaxRows, kTiles>;
 }
 
 auto* kernel_with_rotation_of(int rows) {
-  return rows == 1   ? few_rows_product_and_rotation<1>
-         : rows == 2 ? few_rows_product_and_rotation<2>
-         : rows <= 4 ? few_rows_product_and_rotation<4>
-                     : few_rows_product_and_rotation<kMaxRows>;
+  return rows == 1   ? skinny_gemm_and_rotation<1>
+         : rows == 2 ? skinny_gemm_and_rotation<2>
+         : rows <= 4 ? skinny_gemm_and_rotation<4>
+                     : skinny_gemm_and_rotation<kMaxRows>;
 }
 
-int column_blocks(const FewRowsArgs& args, int block_rows) { return (args.columns + block_rows - 1) / block_rows; }
+int column_blocks(const SkinnyGemmArgs& args, int block_rows) { return (args.columns + block_rows - 1) / block_rows; }
 
 /// A kernel whose thread blocks have `block_rows` columns, in up to `most_stages` stages.
 template <class... Params, class... More>
-int launch_product(void (*kernel)(Params...), const FewRowsArgs& args, int block_rows, int most_stages, dim3 blocks,
-                   void* stream, const More&... more) {
+int launch_gemm(void (*kernel)(Params...), const SkinnyGemmArgs& args, int block_rows, int most_stages, dim3 blocks,
+                void* stream, const More&... more) {
   const int stages = std::min((args.depth + kStep - 1) / kStep, most_stages);
   const int rows = std::min(args.rows, kMaxRows);
   const int memory = kWarps * stages * block_rows * kPiece * 2 + rows * row_stride(args.depth) * 2;
@@ -265,12 +265,12 @@ int launch_product(void (*kernel)(Params...), const FewRowsArgs& args, int block
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  return launch(kernel, blocks, kThreads, static_cast<std::size_t>(memory), stream, args.settled, args, more...);
+  return launch(kernel, blocks, kThreads, static_cast<std::size_t>(memory), stream, args.weights_ready, args, more...);
 }
 
 }  // namespace
 
-int few_rows(const FewRowsArgs& args, void* stream) {
+int skinny_gemm(const SkinnyGemmArgs& args, void* stream) {
   int device = 0, multiprocessors = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -279,14 +279,14 @@ int few_rows(const FewRowsArgs& args, void* stream) {
   const int block_rows = several ? kMaxTiles * kTileRows : kTileRows;
   auto* const kernel = several ? kernel_of<kMaxTiles>(args.rows) : kernel_of<1>(args.rows);
   const dim3 blocks(static_cast<unsigned>(column_blocks(args, block_rows)), static_cast<unsigned>(groups_of(args)));
-  return launch_product(kernel, args, block_rows, several ? 1 : kMaxTiles, blocks, stream);
+  return launch_gemm(kernel, args, block_rows, several ? 1 : kMaxTiles, blocks, stream);
 }
 
-int few_rows_and_rotary_copy(const FewRowsArgs& args, const RotaryCopyArgs& copies, void* stream) {
+int skinny_gemm_and_rotary_copy(const SkinnyGemmArgs& args, const RotaryCopyArgs& copies, void* stream) {
   const RotaryCopyGrid grid(copies);
-  const auto product_blocks = static_cast<unsigned>(column_blocks(args, kTileRows) * groups_of(args));
-  return launch_product(kernel_with_rotation_of(args.rows), args, kTileRows, kMaxTiles,
-                        dim3(product_blocks + grid.blocks(copies)), stream, copies, grid, product_blocks);
+  const auto gemm_blocks = static_cast<unsigned>(column_blocks(args, kTileRows) * groups_of(args));
+  return launch_gemm(kernel_with_rotation_of(args.rows), args, kTileRows, kMaxTiles,
+                     dim3(gemm_blocks + grid.blocks(copies)), stream, copies, grid, gemm_blocks);
 }
 
 }  // namespace nsa::lm::fused

@@ -1,4 +1,4 @@
-// The kernel behind products.h. Pointers to the device; all is bfloat16 and contiguous but for what says otherwise.
+// Skinny GEMM: the kernel of linear.h. Device pointers; tensors are bfloat16 and contiguous unless noted.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 namespace nsa::lm::fused {
 
 inline constexpr int kMaxRows = 8;
-/// rows * depth, at most: the factor's rows lie in shared memory.
+/// rows * depth, at most: the weight's rows lie in shared memory.
 inline constexpr std::int64_t kMaxElements = 24 * 1024;
 /// More rows, in groups of so many, each of which reads the matrix again: of no more than so many elements.
 inline constexpr int kMaxGroupedRows = 32;
 inline constexpr std::int64_t kMaxRepeated = 16 * 1024;
 
-/// What becomes of the input before the product.
+/// The elementwise operation on the input before the GEMM.
 enum class RowInput {
   kPlain,   // x (rows, depth)
   kNorm,    // the norm of residual + added
@@ -22,7 +22,7 @@ enum class RowInput {
   kSilu     // silu(x + bias)
 };
 
-struct FewRowsArgs {
+struct SkinnyGemmArgs {
   RowInput input;
   const void* x;
   std::int64_t x_row;     // stride of x
@@ -33,14 +33,14 @@ struct FewRowsArgs {
   float eps;              // kNorm
   float* sum;             // residual + added, null without `added`; kNorm
   const void* matrix;     // (columns, depth)
-  const void* gate_bias;  // (columns): y = sigmoid(product + bias); null: y = product
+  const void* gate_bias;  // (columns): y = sigmoid(x W^T + bias); null: y = x W^T
   int rows, depth, columns;
-  void* y;       // (rows, columns)
-  bool settled;  // no kernel that may be running yet writes the matrix
+  void* y;             // (rows, columns)
+  bool weights_ready;  // no kernel that may still be running writes the matrix
 };
 /// Returns a cudaError_t.
-int few_rows(const FewRowsArgs& args, void* stream);
-/// Beside the product of columns that fit into few thread blocks, what depends on the same kernel ahead.
-int few_rows_and_rotary_copy(const FewRowsArgs& args, const RotaryCopyArgs& copies, void* stream);
+int skinny_gemm(const SkinnyGemmArgs& args, void* stream);
+/// The skinny GEMM of few columns, and in spare thread blocks a rotary copy that waits for the same kernel.
+int skinny_gemm_and_rotary_copy(const SkinnyGemmArgs& args, const RotaryCopyArgs& copies, void* stream);
 
 }  // namespace nsa::lm::fused

@@ -1,0 +1,118 @@
+#include "lm/layers/linear.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "bridge/call.h"
+#include "lm/layers/activations.h"
+#include "lm/layers/elementwise.h"
+#include "lm/layers/elementwise_kernels.h"
+#include "lm/layers/skinny_gemm_kernels.h"
+
+namespace nsa::lm {
+namespace {
+
+#ifdef NSA_LM_CUDA
+
+/// Whether lanes can load eight columns at a time.
+bool are_aligned(const at::Tensor& x) {
+  return x.stride(1) == 1 && x.storage_offset() % fused::kColumns == 0 && x.stride(0) % fused::kColumns == 0;
+}
+
+bool is_skinny(std::int64_t rows, const at::Tensor& matrix) {
+  const std::int64_t depth = matrix.size(1), group = std::min<std::int64_t>(rows, fused::kMaxRows);
+  const int most = matrix.numel() <= fused::kMaxRepeated ? fused::kMaxGroupedRows : fused::kMaxRows;
+  return matrix.is_cuda() && matrix.scalar_type() == at::kBFloat16 && matrix.is_contiguous() && are_aligned(matrix) &&
+         !at::GradMode::is_enabled() && rows > 0 && rows <= most && group * depth <= fused::kMaxElements &&
+         depth % fused::kColumns == 0;
+}
+
+/// With `copies`, if there are any, in the same kernel.
+at::Tensor skinny_gemm(fused::SkinnyGemmArgs args, std::int64_t rows, const LinearWeight& weight,
+                       const fused::RotaryCopyArgs& copies = {}) {
+  const at::Tensor& matrix = weight.matrix;
+  const auto y = at::empty({rows, matrix.size(0)}, matrix.options());
+  args.matrix = matrix.const_data_ptr();
+  args.rows = static_cast<int>(rows);
+  args.depth = static_cast<int>(matrix.size(1));
+  args.columns = static_cast<int>(matrix.size(0));
+  args.y = y.mutable_data_ptr();
+  args.weights_ready = weight.weights_ready;
+  void* const stream = bridge::current_stream(matrix.device());
+  const int error =
+      copies.count > 0 ? fused::skinny_gemm_and_rotary_copy(args, copies, stream) : fused::skinny_gemm(args, stream);
+  bridge::check_launch(error, "skinny_gemm");
+  return y;
+}
+
+at::Tensor skinny_gemm(fused::RowInput input, const at::Tensor& x, const LinearWeight& weight) {
+  return skinny_gemm({.input = input, .x = x.const_data_ptr(), .x_row = x.stride(0)}, x.size(0), weight);
+}
+
+#else
+
+bool is_skinny(std::int64_t, const at::Tensor&) { return false; }
+bool are_aligned(const at::Tensor&) { return false; }
+at::Tensor skinny_gemm(const fused::SkinnyGemmArgs&, std::int64_t, const LinearWeight&) { return {}; }
+at::Tensor skinny_gemm(fused::RowInput, const at::Tensor&, const LinearWeight&) { return {}; }
+
+#endif
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& x, const LinearWeight& weight) {
+  if (is_skinny(x.size(0), weight.matrix) && are_aligned(x)) return skinny_gemm(fused::RowInput::kPlain, x, weight);
+  return at::linear(x, weight.matrix);
+}
+
+NormedLinear norm_and_linear(const Residual& in, const at::Tensor& norm_weight, double eps,
+                             const LinearWeight& weight) {
+  const std::int64_t rows = in.x.size(0);
+  if (!is_skinny(rows, weight.matrix) || !are_aligned(in.x) || !in.x.is_contiguous()) {
+    const auto normed = add_and_norm(in, norm_weight, eps, weight.matrix.scalar_type());
+    return {normed.x, at::linear(normed.y, weight.matrix)};
+  }
+  fused::SkinnyGemmArgs args{.input = fused::RowInput::kNorm,
+                             .residual = in.x.const_data_ptr<float>(),
+                             .norm = norm_weight.const_data_ptr<float>(),
+                             .eps = static_cast<float>(eps)};
+  if (!in.added.defined()) return {in.x, skinny_gemm(args, rows, weight)};
+  const auto added = in.added.contiguous(), sum = at::empty(in.x.sizes(), in.x.options());
+  args.added = added.const_data_ptr();
+  args.sum = sum.mutable_data_ptr<float>();
+  return {sum, skinny_gemm(args, rows, weight)};
+}
+
+at::Tensor swiglu_and_linear(const at::Tensor& x, const LinearWeight& weight) {
+  if (is_skinny(x.size(0), weight.matrix) && are_aligned(x)) return skinny_gemm(fused::RowInput::kSwiglu, x, weight);
+  return at::linear(swiglu(x), weight.matrix);
+}
+
+HeadsAndGates split_heads_and_gates(const at::Tensor& x, const std::vector<HeadGroup>& groups, const Rotation& rotation,
+                                    const at::Tensor& bias, const LinearWeight& weight, const at::Tensor& gate_bias) {
+#ifdef NSA_LM_CUDA
+  if (is_skinny(x.size(0), weight.matrix) && are_aligned(x) && bias.storage_offset() % fused::kColumns == 0) {
+    auto [heads, copies] = unrotated_heads(x, groups);
+    const auto last = heads.back().squeeze(1);
+    if (are_aligned(last) && std::ranges::all_of(copies, is_fused)) {
+      const auto cos = rotation.cos.contiguous(), sin = rotation.sin.contiguous();
+      const auto gates = skinny_gemm({.input = fused::RowInput::kSilu,
+                                      .x = last.const_data_ptr(),
+                                      .x_row = last.stride(0),
+                                      .bias = bias.const_data_ptr(),
+                                      .gate_bias = gate_bias.const_data_ptr()},
+                                     x.size(0), weight, rotary_copy_args(copies, cos, sin));
+      return {heads, gates};
+    }
+  }
+#endif
+  auto heads = split_heads(x, groups, rotation);
+  const auto gates = at::linear(biased_silu(heads.back().squeeze(1), bias), weight.matrix, gate_bias).sigmoid();
+  return {std::move(heads), gates};
+}
+
+}  // namespace nsa::lm
