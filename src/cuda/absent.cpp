@@ -1,4 +1,4 @@
-// Stands in for the CUDA backend in a build without it.
+// The stub of the CUDA backend in a build without it.
 #include "core/backend.h"
 #include "core/cache/memory.h"
 

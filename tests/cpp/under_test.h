@@ -23,13 +23,13 @@ struct Operations {
   Operation<NativeSparseAttentionBackwardParams> native_sparse_attention_backward;
   double floor;  // see within_bound
   /// Whether other kernels, which round otherwise, compute in 16-bit types where an input is not finite.
-  bool (*stands_in)();
+  bool (*has_fallback)();
 };
 
 extern const Operations under_test;
 
 /// Of the rule for indices, for those that nsa_attention chooses: the scores of other kernels may be 16-bit.
-inline double rho_of_whole(DType dtype) { return dtype != DType::kFloat32 && under_test.stands_in() ? 1e-3 : 1e-5; }
+inline double rho_of_whole(DType dtype) { return dtype != DType::kFloat32 && under_test.has_fallback() ? 1e-3 : 1e-5; }
 
 /// Whether two results have the same bits, or, where `nonfinite` inputs may have made other kernels compute one of
 /// them, agree within what 16-bit types resolve; indices then in 97 % of their rows.

@@ -1,4 +1,4 @@
-// Kernels that stand in for others: see Fallback in params.h.
+// Fallback kernels: see Fallback in params.h.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -18,8 +18,8 @@ __device__ __forceinline__ bool runs(const Args& args) {
   return runs(args.fallback);
 }
 
-/// launch(), but a kernel that stands in may begin beside the one in front, and the next one of them beside it: they
-/// wait for each other, so that those without work end shortly one after the other.
+/// launch(), but a fallback kernel is a programmatic dependent launch: it may start before the kernel in front ends,
+/// and the next fallback before it ends. Each waits for the one in front, so fallbacks without work end at once.
 template <class... Params, class... Args>
 cudaError_t launch(const Fallback& fallback, void (*kernel)(Params...), dim3 grid, dim3 threads, std::size_t memory,
                    cudaStream_t stream, const Args&... args) {
@@ -33,7 +33,7 @@ cudaError_t launch(const Fallback& fallback, void (*kernel)(Params...), dim3 gri
 ///   if (!block.any()) return;
 ///   do { ... block.x() ... } while (block.next());
 ///
-/// Only kernels of 16-bit types, and not those of a step with a cache, have others to stand in for.
+/// Only kernels of 16-bit types, except those of a step with a cache, are fallbacks.
 template <class T, class Args, bool kIsFallback = sizeof(T) == 2 && !kHasSplits<Args>>
 struct FallbackGrid {
   __device__ __forceinline__ explicit FallbackGrid(const Args&) {}

@@ -28,7 +28,7 @@ __device__ inline bool nonfinite_row(const Checked& c, unsigned row, unsigned la
 
 /// Rows and heads are counted in 32 bits, because 2^32 of them would take a terabyte.
 template <class T>
-__global__ void __launch_bounds__(256) look_for_nonfinite(const __grid_constant__ NonfiniteArgs args) {
+__global__ void __launch_bounds__(256) scan_nonfinite(const __grid_constant__ NonfiniteArgs args) {
   const unsigned thread = blockIdx.x * 256 + threadIdx.x, threads = gridDim.x * 256;
   bool found = false;
 #pragma unroll 1
@@ -62,8 +62,8 @@ cudaError_t find_nonfinite(DType dtype, const NonfiniteArgs& args, cudaStream_t 
   std::int64_t most = args.queries.rows * args.queries.heads;
   for (const Checked& c : args.tensors) most = std::max(most, c.rows * 32);
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(ceil_div(most, 256), 132 * 8));
-  if (dtype == DType::kBFloat16) return launch(look_for_nonfinite<Bf16>, blocks, 256, 0, stream, args);
-  return launch(look_for_nonfinite<Half>, blocks, 256, 0, stream, args);
+  if (dtype == DType::kBFloat16) return launch(scan_nonfinite<Bf16>, blocks, 256, 0, stream, args);
+  return launch(scan_nonfinite<Half>, blocks, 256, 0, stream, args);
 }
 
 }  // namespace nsa::cuda

@@ -1,4 +1,4 @@
-// Looks for what the Hopper kernels do not expect: NaN and infinity where a masked score would meet them.
+// Scans for what the Hopper kernels do not handle: NaN and infinity where a masked score would meet them.
 #pragma once
 
 #include <cuda_runtime.h>

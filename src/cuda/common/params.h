@@ -30,9 +30,9 @@ inline constexpr bool kHasSplits = requires(const Args& args) {
   args.splits;
 };
 
-/// For a kernel that stands in for another one where inputs are not finite (nonfinite.h): it works only where
-/// *flag is set, so it is mostly launched in vain, with few thread blocks that then share the work of a larger grid.
-/// Without a flag it works always.
+/// Of a fallback kernel, for inputs that are not finite (nonfinite.h). It works only where *flag is set, so most
+/// launches do nothing: they have few thread blocks, which share the work of a larger grid. Without a flag it always
+/// works.
 struct Fallback {
   const int* flag = nullptr;
   unsigned x = 0, y = 0, z = 0;  // the larger grid

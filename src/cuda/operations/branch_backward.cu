@@ -11,7 +11,7 @@ namespace nsa::cuda {
 
 namespace {
 
-/// A portable kernel, alone or behind the one for which it stands in.
+/// A portable kernel, alone or as the fallback behind another one.
 template <class Kernel>
 Status run_portable(const Kernel& kernel, const Prepared& x, bool is_fallback, const char* name, Execution& e) {
   BackwardArgs args = x.args;
@@ -156,11 +156,11 @@ Status run_queries(const Prepared& x, Execution& e) {
   return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, hopper, "selected_d_q", e);
 }
 
-Status stand_in_queries(const Prepared& x, Execution& e) {
+Status launch_queries_fallback(const Prepared& x, Execution& e) {
   return run_portable(kernels_of(x.branch->q, x.branch->v).selected_d_q, x, true, "selected_d_q", e);
 }
 
-Status stand_in_keys(const Prepared& x, const Packed& packed, Execution& e) {
+Status launch_keys_fallback(const Prepared& x, const Packed& packed, Execution& e) {
   const portable::AttentionKernels& kernels = kernels_of(x.branch->q, x.branch->v);
   const TensorView& cu_k = packed.cu_seqlens_k.defined() ? packed.cu_seqlens_k : packed.cu_seqlens_q;
   if (Status s = fill(x.out->d_k, cu_k, 0, nullptr, e.stream); !s.ok()) return s;
@@ -243,8 +243,8 @@ Status single_backward(const Params& p, const TensorView& d_k, const TensorView&
       if (Status s = stored.run_keys(window, e); !s.ok()) return s;
       if (Status s = stored.run_queries(window, e); !s.ok()) return s;
     }
-    if (Status s = stand_in_queries(x, e); !s.ok()) return s;
-    if (Status s = stand_in_keys(x, packed, e); !s.ok()) return s;
+    if (Status s = launch_queries_fallback(x, e); !s.ok()) return s;
+    if (Status s = launch_keys_fallback(x, packed, e); !s.ok()) return s;
   } else if (x.ds_budget) {
     if (Status s = begin_spans(x, e); !s.ok()) return s;
     for (const QuerySpan& span : spans_of(x.args.geometry, x.ds_budget)) {

@@ -5,7 +5,7 @@
 
 #include "cuda/common/cut_sequences.h"
 #include "cuda/operations/branch.h"
-#include "cuda/operations/finite_check.h"
+#include "cuda/operations/nonfinite_guard.h"
 #include "cuda/operations/query_spans.h"
 
 namespace nsa::cuda {
@@ -35,7 +35,7 @@ std::optional<std::int64_t> ds_budget_for(const Branch& b, const TensorView& d_o
                                           const TensorView& d_v);
 
 /// Takes what the branch needs from the workspace. `ds_budget`: of ds_budget_for. `flag` is set where inputs are not
-/// finite. `stored`: of the selection, dK and dV will be made by windows (StoredSelection), but for what stands in.
+/// finite. `stored`: of the selection, dK and dV will be made by windows (StoredSelection), except by the fallback.
 Prepared prepare(const Branch& b, const TensorView& d_o, const TensorView& lse, PerRow delta, PerRow gate,
                  const BranchGradients& out, std::optional<std::int64_t> ds_budget, bool stored, int* flag,
                  Execution& e);
@@ -55,10 +55,10 @@ Status run_both(const Prepared& compressed, const Prepared& window, Execution& e
 /// dK and dV; of a span of a call whose dS is stored, too.
 Status run_keys(const Prepared& x, const Packed& packed, const NSAConfig* compressed, Execution& e);
 
-/// After the windows of the selection, the kernels that stand in where inputs are not finite: dQ; dK and dV, and rows
+/// After the windows of the selection, the fallback kernels for inputs that are not finite: dQ; dK and dV, and rows
 /// past the end.
-Status stand_in_queries(const Prepared& x, Execution& e);
-Status stand_in_keys(const Prepared& x, const Packed& packed, Execution& e);
+Status launch_queries_fallback(const Prepared& x, Execution& e);
+Status launch_keys_fallback(const Prepared& x, const Packed& packed, Execution& e);
 
 /// Before the keys of the spans of a call whose dS is stored.
 Status begin_spans(const Prepared& x, Execution& e);

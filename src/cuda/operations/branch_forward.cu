@@ -10,15 +10,15 @@ namespace {
 /// args: of the portable kernel. Where there are others, fast() launches them, and the portable one comes later.
 template <class Args, class Fast>
 Status launch_with_fallback(const char* name, Args& args, bool any_fast, const Fast& fast,
-                            cudaError_t (*portable)(const Args&, cudaStream_t), Finiteness& values, Execution& e) {
+                            cudaError_t (*portable)(const Args&, cudaStream_t), NonfiniteGuard& guard, Execution& e) {
   const auto run = [=, stream = e.stream](const Args& these) { return status_of(portable(these, stream), name); };
   if (!any_fast) {
-    if (Status s = values.stand_in(); !s.ok()) return s;
+    if (Status s = guard.launch_fallback(); !s.ok()) return s;
     return run(args);
   }
-  args.fallback.flag = values.flag();
-  if (Status s = values.look(e); !s.ok()) return s;
-  values.later([=] { return run(args); });
+  args.fallback.flag = guard.flag();
+  if (Status s = guard.scan(e); !s.ok()) return s;
+  guard.defer([=] { return run(args); });
   return fast();
 }
 
@@ -75,7 +75,7 @@ RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse
 }
 
 template <class Params>
-Status launch_forward(const Params& p, Finiteness& values, Execution& e) {
+Status launch_forward(const Params& p, NonfiniteGuard& guard, Execution& e) {
   const Branch b = branch_of(p);
   const TensorView &o = p.o, &lse = p.lse;
   const sm90::Kernels hopper = hopper_kernels(b, o);
@@ -97,17 +97,17 @@ Status launch_forward(const Params& p, Finiteness& values, Execution& e) {
                       .scale = static_cast<float>(b.scale)};
     return launch_with_fallback(
         "selected_forward", args, hopper.selected_query_major || hopper.selected_block_major,
-        [&] { return orders.run(args, hopper, e); }, kernels.selected_forward, values, e);
+        [&] { return orders.run(args, hopper, e); }, kernels.selected_forward, guard, e);
   }
   RangeArgs args = range_args(b, o, lse);
   return launch_with_fallback(
       "range_forward", args, hopper.range_forward != nullptr,
-      [&] { return status_of(hopper.range_forward(args, e.stream), "range_forward"); }, kernels.range_forward, values,
+      [&] { return status_of(hopper.range_forward(args, e.stream), "range_forward"); }, kernels.range_forward, guard,
       e);
 }
 
-template Status launch_forward(const CompressedAttentionParams&, Finiteness&, Execution&);
-template Status launch_forward(const SelectedAttentionParams&, Finiteness&, Execution&);
-template Status launch_forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
+template Status launch_forward(const CompressedAttentionParams&, NonfiniteGuard&, Execution&);
+template Status launch_forward(const SelectedAttentionParams&, NonfiniteGuard&, Execution&);
+template Status launch_forward(const SlidingWindowAttentionParams&, NonfiniteGuard&, Execution&);
 
 }  // namespace nsa::cuda

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/operations/branch.h"
-#include "cuda/operations/finite_check.h"
+#include "cuda/operations/nonfinite_guard.h"
 
 namespace nsa::cuda {
 
@@ -14,19 +14,19 @@ Status fill_outputs(const TensorView& o, const TensorView& lse, const Packed& pa
 
 RangeArgs range_args(const Branch& b, const TensorView& o, const TensorView& lse);
 
-/// The attention of one branch, but for what stands in for it (values.stand_in()).
+/// The attention of one branch without its fallback (guard.launch_fallback()).
 template <class Params>
-Status launch_forward(const Params& p, Finiteness& values, Execution& e);
-extern template Status launch_forward(const CompressedAttentionParams&, Finiteness&, Execution&);
-extern template Status launch_forward(const SelectedAttentionParams&, Finiteness&, Execution&);
-extern template Status launch_forward(const SlidingWindowAttentionParams&, Finiteness&, Execution&);
+Status launch_forward(const Params& p, NonfiniteGuard& guard, Execution& e);
+extern template Status launch_forward(const CompressedAttentionParams&, NonfiniteGuard&, Execution&);
+extern template Status launch_forward(const SelectedAttentionParams&, NonfiniteGuard&, Execution&);
+extern template Status launch_forward(const SlidingWindowAttentionParams&, NonfiniteGuard&, Execution&);
 
 /// All of it. `value`: that of the branch.
 template <class Params>
 Status forward(const Params& p, const TensorView& value, Execution& e) {
-  Finiteness values({value}, e);
-  if (Status s = launch_forward(p, values, e); !s.ok()) return s;
-  return values.stand_in();
+  NonfiniteGuard guard({value}, e);
+  if (Status s = launch_forward(p, guard, e); !s.ok()) return s;
+  return guard.launch_fallback();
 }
 
 }  // namespace nsa::cuda

@@ -14,18 +14,18 @@ namespace nsa::cuda {
 namespace {
 
 /// The choice of blocks together with the compressed attention `cmp`: by one kernel where there is one.
-Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, Finiteness& values,
+Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectBlocksParams& p, NonfiniteGuard& guard,
                              Execution& e) {
   const Branch b = branch_of(cmp);
   const sm90::Kernels hopper = hopper_kernels(b, cmp.o, p.cfg);
   if (!hopper.compressed_select) {
-    if (Status s = launch_forward(cmp, values, e); !s.ok()) return s;
-    if (Status s = values.stand_in(); !s.ok()) return s;
+    if (Status s = launch_forward(cmp, guard, e); !s.ok()) return s;
+    if (Status s = guard.launch_fallback(); !s.ok()) return s;
     return run(p, e);
   }
   SelectArgs select = select_args(p);
   const int count = selecting_blocks(select);
-  // The kernels that stand in come later: they can have the same scratch. Until then the indices may be anything.
+  // The fallback kernels come later and can share the scratch. Until then the indices are undefined.
   const std::int64_t bytes =
       std::max(sm90::select_blocks::CompressedSelectScratch(b.geometry, b.q.size(-1), select.block_size).bytes(),
                scratch_floats(select, count) * 4);
@@ -34,8 +34,8 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (Status s = fill_outputs(cmp.o, cmp.lse, cmp.packed, e); !s.ok()) return s;
   if (Status s = fill(p.indices, p.packed.cu_seqlens_q, 0xffffffffu, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = values.look(e); !s.ok()) return s;
-  int* flag = values.flag();
+  if (Status s = guard.scan(e); !s.ok()) return s;
+  int* flag = guard.flag();
   RangeArgs range = range_args(b, cmp.o, cmp.lse);
   range.fallback.flag = select.fallback.flag = flag;
   select.scratch = static_cast<float*>(scratch);
@@ -51,52 +51,52 @@ Status compressed_and_select(const CompressedAttentionParams& cmp, const SelectB
   args.seed = select.seed;
   args.flag = flag;
   args.scratch = scratch;
-  values.later([=, attend = kernels_of(b.q, b.v).range_forward, stream = e.stream] {
+  guard.defer([=, attend = kernels_of(b.q, b.v).range_forward, stream = e.stream] {
     return status_of(attend(range, stream), "range_forward");
   });
-  values.later([=, choose = portable::element_kernels(p.q.dtype)->select_blocks, key_dim = to_int(p.q.size(-1)),
-                stream = e.stream] { return status_of(choose(select, key_dim, count, stream), "select_blocks"); });
+  guard.defer([=, choose = portable::element_kernels(p.q.dtype)->select_blocks, key_dim = to_int(p.q.size(-1)),
+               stream = e.stream] { return status_of(choose(select, key_dim, count, stream), "select_blocks"); });
   return status_of(hopper.compressed_select(args, e.stream), "compressed_select");
 }
 
 /// The sliding window and the sum of the branches by one kernel. swa.o may be undefined.
 Status window_and_combine(const SlidingWindowAttentionParams& swa, CombineParams sum, const sm90::Kernels& hopper,
-                          Finiteness& values, Execution& e) {
+                          NonfiniteGuard& guard, Execution& e) {
   const Branch b = branch_of(swa);
   if (e.arena.measuring()) return {};
   if (!e.arena.enough()) return out_of_workspace(e.arena);
   if (swa.o.defined())
     if (Status s = fill(swa.o, swa.packed.cu_seqlens_q, 0, nullptr, e.stream); !s.ok()) return s;
   if (Status s = fill(swa.lse, swa.packed.cu_seqlens_q, kMinusInfinity, nullptr, e.stream); !s.ok()) return s;
-  if (Status s = values.look(e); !s.ok()) return s;
+  if (Status s = guard.scan(e); !s.ok()) return s;
   RangeArgs range = range_args(b, swa.o, swa.lse);
-  range.fallback.flag = values.flag();
+  range.fallback.flag = guard.flag();
   const sm90::range_attention::WindowCombineArgs args{.range = range,
                                                       .o_cmp = strided(sum.o_cmp),
                                                       .o_slc = strided(sum.o_slc),
                                                       .gates = strided(sum.gates),
                                                       .o = strided(sum.o)};
-  // The kernels that stand in have two steps; what is between them may lie in o itself.
+  // The fallback takes two kernels; the intermediate result may lie in o itself.
   sum.o_swa = swa.o.defined() ? swa.o : sum.o;
   range.o = strided(sum.o_swa);
   CombineArgs combine = combine_args(sum);
-  combine.fallback.flag = values.flag();
-  values.later([=, attend = kernels_of(b.q, b.v).range_forward, stream = e.stream] {
+  combine.fallback.flag = guard.flag();
+  guard.defer([=, attend = kernels_of(b.q, b.v).range_forward, stream = e.stream] {
     return status_of(attend(range, stream), "range_forward");
   });
-  values.later([=, add = portable::element_kernels(sum.o.dtype)->combine, batches = rows_of(sum.o, 2).batches,
-                stream = e.stream] { return status_of(add(combine, batches, stream), "combine"); });
+  guard.defer([=, add = portable::element_kernels(sum.o.dtype)->combine, batches = rows_of(sum.o, 2).batches,
+               stream = e.stream] { return status_of(add(combine, batches, stream), "combine"); });
   return status_of(hopper.window_combine(args, e.stream), "window_combine");
 }
 
 }  // namespace
 
 Status run(const NsaAttentionParams& p, Execution& e) {
-  Finiteness values({p.v_c, p.v_slc, p.v_swa}, e);
-  return attend_branches(p, p.packed, values, e);
+  NonfiniteGuard guard({p.v_c, p.v_slc, p.v_swa}, e);
+  return attend_branches(p, p.packed, guard, e);
 }
 
-Status attend_branches(const NsaAttentionParams& p, const Packed& window, Finiteness& values, Execution& e) {
+Status attend_branches(const NsaAttentionParams& p, const Packed& window, NonfiniteGuard& guard, Execution& e) {
   // What the caller does not want to keep lives in the workspace.
   NsaAttentionParams kept = p;
   TensorView lse;
@@ -135,19 +135,19 @@ Status attend_branches(const NsaAttentionParams& p, const Packed& window, Finite
                                   .indices = kept.indices};
   const CombineParams sum{
       .o_cmp = kept.o_cmp, .o_slc = kept.o_slc, .o_swa = kept.o_swa, .gates = kept.gates, .o = kept.o};
-  if (Status s = compressed_and_select(b.cmp, select, values, e); !s.ok()) return s;
+  if (Status s = compressed_and_select(b.cmp, select, guard, e); !s.ok()) return s;
   e.stage_done("compressed attention, selection");
   // Causal attention is the faster one there. Not by the portable kernels: a sequence has the same bits packed or
   // alone.
   const bool causal = b.all_selected && hopper_kernels(branch_of(b.causal), p.o).range_forward;
-  if (Status s = causal ? launch_forward(b.causal, values, e) : launch_forward(b.slc, values, e); !s.ok()) return s;
+  if (Status s = causal ? launch_forward(b.causal, guard, e) : launch_forward(b.slc, guard, e); !s.ok()) return s;
   e.stage_done("selected attention");
   if (hopper.window_combine) {
-    if (Status s = window_and_combine(b.swa, sum, hopper, values, e); !s.ok()) return s;
-    if (Status s = values.stand_in(); !s.ok()) return s;
+    if (Status s = window_and_combine(b.swa, sum, hopper, guard, e); !s.ok()) return s;
+    if (Status s = guard.launch_fallback(); !s.ok()) return s;
   } else {
-    if (Status s = launch_forward(b.swa, values, e); !s.ok()) return s;
-    if (Status s = values.stand_in(); !s.ok()) return s;
+    if (Status s = launch_forward(b.swa, guard, e); !s.ok()) return s;
+    if (Status s = guard.launch_fallback(); !s.ok()) return s;
     if (Status s = run(sum, e); !s.ok()) return s;
   }
   e.stage_done("sliding window, combine");
@@ -280,7 +280,7 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
     for (const QuerySpan& span : spans_in(part)) {
       const auto run_selected = [&]() -> Status {
         if (Status s = stored.run_queries(span_of(window, span.from(part)), e); !s.ok()) return s;
-        return stand_in_queries(span_of(selected, span), e);
+        return launch_queries_fallback(span_of(selected, span), e);
       };
       if (Status s = sum_span(span, run_selected); !s.ok()) return s;
     }
@@ -288,11 +288,12 @@ Status run(const NsaAttentionBackwardParams& p, Execution& e) {
   if (!stored || packed)
     for (const QuerySpan& span : spans) {
       const Prepared x = span_of(selected, span);
-      if (Status s = sum_span(span, [&] { return stored ? stand_in_queries(x, e) : run_queries(x, e); }); !s.ok())
+      if (Status s = sum_span(span, [&] { return stored ? launch_queries_fallback(x, e) : run_queries(x, e); });
+          !s.ok())
         return s;
     }
   if (stored)
-    if (Status s = stand_in_keys(selected, f.packed, e); !s.ok()) return s;
+    if (Status s = launch_keys_fallback(selected, f.packed, e); !s.ok()) return s;
   return fill(p.d_q, f.packed.cu_seqlens_q, 0, nullptr, e.stream);
 }
 

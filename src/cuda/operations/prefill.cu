@@ -72,8 +72,8 @@ Status attend_sequence(const DecodeParams& p, const StepGeometry& g, const Chunk
   }
   const auto view = [&](int* ends) { return TensorView::contiguous(ends, DType::kInt32, {2}, p.q.device); };
   a.packed = {view(offsets->q), view(offsets->k), g.q_len, g.k_len};
-  Finiteness values(&offsets->nonfinite);
-  return attend_branches(a, {a.packed.cu_seqlens_q, view(offsets->window), g.q_len, seen}, values, e);
+  NonfiniteGuard guard(&offsets->nonfinite);
+  return attend_branches(a, {a.packed.cu_seqlens_q, view(offsets->window), g.q_len, seen}, guard, e);
 }
 
 }  // namespace

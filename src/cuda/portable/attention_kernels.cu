@@ -23,7 +23,7 @@ Fallback& fallback_of(Args& args) {
 }
 Fallback& fallback_of(RangeDqArgs& args) { return args.branch[0].fallback; }
 
-/// A launch, or one with few blocks for a kernel that stands in (fallback.cuh).
+/// A launch, with few thread blocks for a fallback kernel (fallback.cuh).
 template <class Args>
 cudaError_t launch_attention(void (*kernel)(Args), dim3 grid, int memory, cudaStream_t stream, Args args) {
   Fallback& fallback = fallback_of(args);

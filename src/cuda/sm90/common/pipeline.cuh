@@ -90,8 +90,8 @@ __device__ __forceinline__ void stagger_warpgroups(int group, int cycles) {
   }
 }
 
-/// Reads the flag of a kernel for which another one stands in; all threads of the block, who get the same answer.
-__device__ __forceinline__ bool left_to_fallback(const int* flag) {
+/// Whether the fallback kernel computes the result. For all threads of the block, which get the same answer.
+__device__ __forceinline__ bool should_fall_back(const int* flag) {
   return __syncthreads_or(flag && threadIdx.x == 0 && *static_cast<const volatile int*>(flag)) != 0;
 }
 

@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const RangeArgs& args = call.range;
   extern __shared__ __align__(1024) char memory[];
   __shared__ Barriers<L::kStages> barriers;
-  if (left_to_fallback(args.fallback.flag)) return;
+  if (should_fall_back(args.fallback.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {

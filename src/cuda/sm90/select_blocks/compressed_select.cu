@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using L = SelectLayout<Dk, Dv>;
   extern __shared__ __align__(1024) char memory[];
   __shared__ SelectBarriers barriers;
-  if (left_to_fallback(args.flag)) return;
+  if (should_fall_back(args.flag)) return;
   const std::uint32_t queries = (shared_address(memory) + 1023) & ~1023u;
   const std::uint32_t keys = queries + kGroups * L::kQueryBytes, values = keys + L::kStages * L::kKeyBytes;
   if (threadIdx.x == 0) {

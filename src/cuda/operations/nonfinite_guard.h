@@ -1,4 +1,4 @@
-// Kernels that suppose finite values: what has to be looked at before them.
+// Kernels that require finite values: the scan before them and the fallback behind them.
 #pragma once
 
 #include <algorithm>
@@ -22,12 +22,12 @@ inline Checked checked(const TensorView& t) {
           .columns = to_int(t.size(-1))};
 }
 
-/// For kernels that suppose finite values: a flag that is set where there are others. The first kernel that asks has
-/// the values of all branches looked at. The kernels that stand in where the flag is set come behind all that suppose
-/// finite values, one after the other.
-class Finiteness {
+/// For kernels that require finite values: a device flag that is set where there are others. The first kernel that
+/// needs it scans the values of all branches. The fallback kernels, which work only where the flag is set, are launched
+/// behind all kernels that require finite values, one after the other.
+class NonfiniteGuard {
  public:
-  Finiteness(std::initializer_list<TensorView> values, Execution& e) : dtype_(values.begin()->dtype) {
+  NonfiniteGuard(std::initializer_list<TensorView> values, Execution& e) : dtype_(values.begin()->dtype) {
     inputs_.flag = e.arena.take<int>(1);
     const TensorView* before = nullptr;
     Checked* next = inputs_.tensors;
@@ -38,21 +38,21 @@ class Finiteness {
     }
   }
 
-  /// Somebody else looks at the values, and sets `flag` before the first kernel that asks.
-  explicit Finiteness(int* flag) : looked_(true) { inputs_.flag = flag; }
+  /// Another kernel scans the values and sets `flag` before the first kernel that reads it.
+  explicit NonfiniteGuard(int* flag) : scanned_(true) { inputs_.flag = flag; }
 
   int* flag() const { return inputs_.flag; }
-  Status look(Execution& e) {
-    if (looked_) return {};
-    looked_ = true;
+  Status scan(Execution& e) {
+    if (scanned_) return {};
+    scanned_ = true;
     return status_of(find_nonfinite(dtype_, inputs_, e.stream), "find_nonfinite");
   }
 
-  /// Has something launched later, by stand_in().
-  void later(std::function<Status()> launch) { later_.push_back(std::move(launch)); }
-  /// Comes before anything that reads results and does not look at the flag.
-  Status stand_in() {
-    for (const auto& launch : std::exchange(later_, {}))
+  /// Defers a launch until launch_fallback().
+  void defer(std::function<Status()> launch) { deferred_.push_back(std::move(launch)); }
+  /// Must come before anything that reads results without reading the flag.
+  Status launch_fallback() {
+    for (const auto& launch : std::exchange(deferred_, {}))
       if (Status s = launch(); !s.ok()) return s;
     return {};
   }
@@ -60,8 +60,8 @@ class Finiteness {
  private:
   DType dtype_ = DType::kBFloat16;
   NonfiniteArgs inputs_{};
-  bool looked_ = false;
-  std::vector<std::function<Status()>> later_;
+  bool scanned_ = false;
+  std::vector<std::function<Status()>> deferred_;
 };
 
 }  // namespace nsa::cuda
