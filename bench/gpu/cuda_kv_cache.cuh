@@ -2,7 +2,7 @@
 // replays of graphs.
 //
 //   --context    tokens of context          --batch      sequences          --heads, --kv-heads
-//   --capacity   tokens that each sequence of the cache has room for, if that is more than it gets
+//   --capacity   tokens of each sequence of the cache, if that is more than it gets
 //   --key-dim    of queries and keys (128); values have 128
 //   --cache      bfloat16, fp8 (e4m3 with scales), or both with a comma: a row for each
 //   --selection  own: the call selects its blocks. random, clustered: given blocks, of neighbouring queries four
@@ -34,7 +34,7 @@ constexpr std::int64_t kDim = 128, kPage = 128;  // of values
 /// Options that the programs have in common.
 struct CommonOptions {
   std::int64_t context = 65536, heads = 64, kv_heads = 4, key_dim = kDim;
-  std::int64_t capacity = 0;  // tokens that a sequence has room for, where that is more than it gets
+  std::int64_t capacity = 0;  // tokens of a sequence, where that is more than it gets
   std::vector<std::int64_t> batches{32, 8, 1};
   std::vector<DType> caches{DType::kBFloat16};
   std::string selection = "own";
@@ -298,14 +298,17 @@ inline void to_memory_of_an_engine(Tensors& device, DecodeParams& p, std::int64_
   p.query_start_loc = device.integers(starts, {batch + 1}), p.max_query_len = m;
 }
 
-/// A cache of sequences of these lengths, random, with room for `appended` tokens or more, and one call's arguments.
+/// A cache of sequences of these lengths, random, with capacity for `appended` tokens or more, and one call's
+/// arguments.
 inline DecodeParams make_params(Tensors& device, const std::vector<int>& lengths, std::int64_t m, std::int64_t appended,
                                 DType stored, const CommonOptions& options) {
   DecodeParams p;
   const NSAConfig& cfg = p.cfg;
   const auto batch = static_cast<std::int64_t>(lengths.size());
-  const std::int64_t room = std::max(*std::max_element(lengths.begin(), lengths.end()) + appended, options.capacity),
-                     pages = (room + kPage - 1) / kPage, pages_c = (cfg.num_compressed(room) + kPage - 1) / kPage;
+  const std::int64_t capacity =
+                         std::max(*std::max_element(lengths.begin(), lengths.end()) + appended, options.capacity),
+                     pages = (capacity + kPage - 1) / kPage,
+                     pages_c = (cfg.num_compressed(capacity) + kPage - 1) / kPage;
   KVCacheView& c = p.cache;
   const std::int64_t kv_heads = options.kv_heads, key_dim = options.key_dim;
   keys_and_values(device, c.k_slc, c.v_slc, {batch * pages, kPage, kv_heads}, key_dim, 1, stored);

@@ -186,7 +186,7 @@ void run_chunk(std::int64_t batch, DType stored, const Options& options, cudaStr
     begin();
     attention_times.push_back(events.time(stream, [&] { attention_graph.launch(stream); }));
   }
-  if (to_host(p.cache.overflow)[0]) std::printf("  a chunk had no room: these times are of nothing\n");
+  if (to_host(p.cache.overflow)[0]) std::printf("  a chunk exceeded the capacity: these times are of nothing\n");
   std::printf("  %5lld %7lld %9s %10.1f %13.1f %7.3f %9zu %9.1f %9.2g %8.3f\n", static_cast<long long>(batch),
               static_cast<long long>(m), name_of_cache(stored), median(chunk_times), median(attention_times),
               median(chunk_times) / median(attention_times), chunk_graph.size(),

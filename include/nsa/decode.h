@@ -39,15 +39,15 @@ struct KVCacheView {
   // what is stored and does not read them.
   TensorView k_scale, v_scale;
   TensorView cache_seqlens;  // int32 (B): lengths before the step; the step adds num_new
-  TensorView overflow;       // int32 (1): set to 1 by a step that found no room for a sequence
+  TensorView overflow;       // int32 (1): set to 1 by a step that exceeds a sequence's capacity
   /// False: cache_seqlens belongs to the caller. It holds the lengths with the new tokens, and no call writes to it.
   bool advance = true;
 };
 
-/// Appends the new tokens, folds the compression blocks that they complete, attends, then advances cache_seqlens.
-/// Query r of a sequence stands at cache_seqlens + r. A sequence without room writes nothing, keeps its length, gets
-/// o = 0 and sets `overflow`. On a device that is also what happens where lengths or tables lead out of bounds, or the
-/// rotation's angles do not reach.
+/// Appends the new tokens, compresses the blocks that they complete, attends, then advances cache_seqlens.
+/// Query r of a sequence stands at cache_seqlens + r. A sequence without capacity writes nothing, keeps its length,
+/// gets o = 0 and sets `overflow`. On a device that is also what happens where lengths or tables lead out of bounds, or
+/// the rotation's angles do not reach.
 struct DecodeParams {
   TensorView q;             // (B, m, H, Dk), rotated
   TensorView k_cmp, v_cmp;  // (B, m, Hkv, D): the new tokens' raw keys and values, not rotated

@@ -65,9 +65,9 @@ class PageAllocator {
   /// Reserves pages for sequences of up to these lengths, one entry per sequence.
   Status reserve(std::span<const std::int64_t> lengths);
   /// Whether the sequence has the pages for this length.
-  bool has_room(std::int64_t sequence, std::int64_t length) const;
+  bool has_capacity(std::int64_t sequence, std::int64_t length) const;
   /// Whether every sequence has, so that reserve() has nothing to do.
-  bool has_room(std::span<const std::int64_t> lengths) const;
+  bool has_capacity(std::span<const std::int64_t> lengths) const;
   /// The sequence continues at `length`: shared pages that it would write to are replaced by copies.
   Status rollback(std::int64_t sequence, std::int64_t length, PageCopies& copies);
   /// The child gets the parent's full pages before `length`, and new pages for the rest.
@@ -115,7 +115,7 @@ class PageAllocator {
   bool evict(const Pool& pool);
   void drop(std::size_t kept);
   template <class Need>
-  Status make_room(Pool& pool, std::int64_t sequence, Need need);
+  Status evict_for(Pool& pool, std::int64_t sequence, Need need);
   Status extend(Pool& pool, std::int64_t sequence, std::int64_t tokens);
   Status own(Pool& pool, std::int64_t sequence, std::int64_t tokens, std::vector<PageCopies::Copy>& copies);
   void share(Pool& pool, std::int64_t sequence, std::span<const std::int32_t> pages);

@@ -10,7 +10,7 @@ enum class StatusCode {
   kOk = 0,
   kInvalidArgument,  // the caller's fault: a value, shape, dtype, stride or device that is not allowed
   kUnsupported,      // valid by the specification, but the chosen backend cannot do it
-  kOutOfCapacity,    // a cache has no room
+  kOutOfCapacity,    // a cache has no free pages
   kInternal,         // a backend failed (out of memory, a failed launch)
 };
 

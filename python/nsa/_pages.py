@@ -135,13 +135,13 @@ class PageAllocator:
         """Tokens, and compressed tokens, of a sequence of this length."""
         return length, self.cfg.num_compressed(length)
 
-    def has_room(self, sequence: int, length: int) -> bool:
+    def has_capacity(self, sequence: int, length: int) -> bool:
         sizes = zip(self.pools, self.sizes(length), strict=True)
         return all(len(pool.held[sequence]) >= pool.pages_for(count) for pool, count in sizes)
 
     def reserve(self, lengths: Sequence[int]) -> None:
         """Pages for sequences of up to these lengths."""
-        if not all(self.has_room(b, length) for b, length in enumerate(lengths)):
+        if not all(self.has_capacity(b, length) for b, length in enumerate(lengths)):
             self._reserve(lengths)
 
     @_all_or_nothing
@@ -207,7 +207,7 @@ class PageAllocator:
         """
         hashes = self._hashes(tokens)
         tokens = tokens[: len(hashes) * self.tokens.page_size]
-        if not hashes or not self.has_room(sequence, len(tokens)):
+        if not hashes or not self.has_capacity(sequence, len(tokens)):
             return None
         for i, prefix in enumerate(self.kept):
             if prefix.hash == hashes[-1] and prefix.tokens == tokens:

@@ -26,7 +26,7 @@ void clear_rows(const TensorView& tensor, std::int64_t batch, std::int64_t begin
     for (std::int64_t head = 0; head < tensor.size(-2); ++head) std::memset(rows.at(r, head), byte, bytes);
 }
 
-bool has_room(const KVCacheView& cache, const NSAConfig& cfg, const StepSequence& s) {
+bool has_capacity(const KVCacheView& cache, const NSAConfig& cfg, const StepSequence& s) {
   const auto needed = pages_needed(cache, cfg, s.length_before, s.length);
   return std::all_of(needed.begin(), needed.end(), [&](const PagesNeeded& n) {
     for (std::int64_t p = n.begin / n.page_size; p * n.page_size < n.end; ++p)
@@ -82,7 +82,7 @@ CacheStep::CacheStep(const DecodeParams& params) : params_(params) {
     s.num_new = params.num_new.defined() ? int32_at(params.num_new, b) : rows;
     s.length_before = int32_at(params.cache.cache_seqlens, b) - (params.cache.advance ? 0 : s.num_new);
     s.length = s.length_before + s.num_new;
-    if (s.num_new > 0 && !has_room(params.cache, params.cfg, s)) {
+    if (s.num_new > 0 && !has_capacity(params.cache, params.cfg, s)) {
       *params.cache.overflow.as<std::int32_t>() = 1;
       s.num_new = 0;
     }
@@ -112,12 +112,12 @@ void CacheStep::add_sequence(StepSequence s) {
 
 Status CacheStep::append(Compress compress, const Context& context) {
   // Folding first: it needs tokens that the append may overwrite.
-  if (Status s = fold(params_.k_cmp, &StepSequence::k_cmp, &StepSequence::k_c, params_.weights_k,
-                      params_.rope_cos.defined(), compress, context);
+  if (Status s = compress_completed(params_.k_cmp, &StepSequence::k_cmp, &StepSequence::k_c, params_.weights_k,
+                                    params_.rope_cos.defined(), compress, context);
       !s.ok())
     return s;
-  if (Status s =
-          fold(params_.v_cmp, &StepSequence::v_cmp, &StepSequence::v_c, params_.weights_v, false, compress, context);
+  if (Status s = compress_completed(params_.v_cmp, &StepSequence::v_cmp, &StepSequence::v_c, params_.weights_v, false,
+                                    compress, context);
       !s.ok())
     return s;
   for (const StepSequence& s : sequences_) {
@@ -136,26 +136,26 @@ Status CacheStep::append(Compress compress, const Context& context) {
   return {};
 }
 
-Status CacheStep::fold(const TensorView& fresh, TokenRows StepSequence::*raw_rows, TokenRows StepSequence::*compressed,
-                       const CompressionWeights& weights, bool rotated, Compress compress,
-                       const Context& context) const {
+Status CacheStep::compress_completed(const TensorView& fresh, TokenRows StepSequence::*raw_rows,
+                                     TokenRows StepSequence::*compressed, const CompressionWeights& weights,
+                                     bool rotated, Compress compress, const Context& context) const {
   // One packed call: of each sequence that completes blocks, the tokens from the start of the first of them on.
   const NSAConfig& cfg = params_.cfg;
   const std::int64_t stride = cfg.kernel_stride;
   const auto begin_of = [&](const StepSequence& s) { return open_block_begin(cfg, s.length_before); };
-  std::vector<const StepSequence*> folding;
+  std::vector<const StepSequence*> completing;
   std::vector<std::int32_t> offsets{0};
   for (const StepSequence& s : sequences_) {
     if (cfg.num_compressed(s.length) == cfg.num_compressed(s.length_before)) continue;
-    folding.push_back(&s);
+    completing.push_back(&s);
     offsets.push_back(offsets.back() + static_cast<std::int32_t>(s.length - begin_of(s)));
   }
-  if (folding.empty()) return {};
+  if (completing.empty()) return {};
 
   const std::int64_t total = offsets.back(), heads = fresh.size(-2), dim = fresh.size(-1);
-  const TokenBuffer raw(fresh, 0, total), folded(fresh, 0, total / stride);
-  for (std::size_t n = 0; n < folding.size(); ++n) {
-    const StepSequence& s = *folding[n];
+  const TokenBuffer raw(fresh, 0, total), outputs(fresh, 0, total / stride);
+  for (std::size_t n = 0; n < completing.size(); ++n) {
+    const StepSequence& s = *completing[n];
     const std::int64_t begin = begin_of(s);
     TokenRows to = raw.rows();
     to.first = begin - offsets[n];
@@ -167,14 +167,14 @@ Status CacheStep::fold(const TensorView& fresh, TokenRows StepSequence::*raw_row
   call.weights = weights;
   call.cfg = cfg;
   call.cu_seqlens = TensorView::contiguous(offsets.data(), DType::kInt32, {static_cast<std::int64_t>(offsets.size())});
-  call.out = TensorView::contiguous(folded.view().data, fresh.dtype, {total / stride, heads, dim});
+  call.out = TensorView::contiguous(outputs.view().data, fresh.dtype, {total / stride, heads, dim});
   if (Status status = compress(call, context); !status.ok()) return status;
 
   const RotationTable table{params_.rope_cos, params_.rope_sin};
   std::int64_t row = 0;
-  for (const StepSequence* s : folding) {
+  for (const StepSequence* s : completing) {
     const std::int64_t begin = cfg.num_compressed(s->length_before), end = cfg.num_compressed(s->length);
-    TokenRows made = folded.rows();
+    TokenRows made = outputs.rows();
     made.first = begin - row;
     for (std::int64_t i = begin; rotated && i < end; ++i)
       for (std::int64_t head = 0; head < heads; ++head)

@@ -1,5 +1,5 @@
-// One step of decoding in host memory, as far as it is the same for every backend: who has room, appending the new
-// tokens, folding the compression blocks they complete. Attending is the backend's.
+// One step of decoding in host memory, as far as it is the same for every backend: capacity, appending the new
+// tokens, compressing the blocks that they complete. Attending is the backend's.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +51,8 @@ class CacheStep {
  public:
   using Compress = Status (*)(const CompressParams&, const Context&);
 
-  /// Finds the sequences with new tokens and room for them. The others get o = 0 and indices = -1, as do rows past
-  /// num_new; those without room set the overflow flag.
+  /// Finds the sequences with new tokens and capacity for them. The others get o = 0 and indices = -1, as do rows past
+  /// num_new; those without capacity set the overflow flag.
   explicit CacheStep(const DecodeParams& params);
 
   /// Writes the new tokens and the compressed tokens that they complete, rotated.
@@ -65,8 +65,9 @@ class CacheStep {
 
  private:
   void add_sequence(StepSequence sequence);
-  Status fold(const TensorView& fresh, TokenRows StepSequence::*raw, TokenRows StepSequence::*compressed,
-              const CompressionWeights& weights, bool rotate, Compress compress, const Context& context) const;
+  Status compress_completed(const TensorView& fresh, TokenRows StepSequence::*raw, TokenRows StepSequence::*compressed,
+                            const CompressionWeights& weights, bool rotate, Compress compress,
+                            const Context& context) const;
 
   const DecodeParams& params_;
   std::vector<StepSequence> sequences_;

@@ -15,7 +15,7 @@ class Arena {
   Arena() = default;
   Arena(void* memory, std::size_t size) : memory_(static_cast<char*>(memory)), size_(size), measuring_(false) {}
 
-  /// `count` elements, aligned to 256 bytes; null when measuring or when there is no room.
+  /// `count` elements, aligned to 256 bytes; null when measuring or beyond the workspace.
   template <class T>
   T* take(std::int64_t count) {
     const std::size_t at = used_;

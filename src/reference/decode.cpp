@@ -1,4 +1,4 @@
-// One step with a cache: append, fold, then the operations of the whole on what each sequence's cache holds.
+// One step with a cache: append, compress, then the operations of nsa_attention on what each sequence's cache holds.
 #include "core/backend.h"
 #include "core/cache_step.h"
 #include "reference/reference.h"

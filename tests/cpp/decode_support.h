@@ -39,8 +39,8 @@ struct DecodeOperations {
   Operation<DecodeParams> decode, prefill;
   Operation<ForkParams> fork;
   bool prefill_has_the_bits_of_steps;
-  bool (*chunks_fold_as_steps_do)();
-  bool (*fold_has_the_bits_of_compress)();
+  bool (*chunks_compress_as_steps_do)();
+  bool (*step_has_the_bits_of_compress)();
 };
 
 extern const DecodeOperations under_test;
@@ -130,7 +130,7 @@ inline Tensor read_again(const TensorView& x, const std::vector<float>& scales) 
 inline void take_compressed(KVCache& cache, const NSAConfig& cfg, const TensorView& pages, const TensorView& to);
 
 /// What steps are to give. From a cache in e4m3 it is what the oracle makes of the keys and values that it stands for;
-/// compressed tokens are those of `cache`, if it is given: where they are folded by other kernels than those of
+/// compressed tokens are those of `cache`, if it is given: where they are made by other kernels than those of
 /// compress, both agree within rounding, which e4m3 makes an eighth.
 struct Forward : Results {
   explicit Forward(const Stream& s, KVCache* cache = nullptr) : Results(s.c) {
@@ -255,7 +255,7 @@ struct Feed {
       const std::int64_t added = cache.length(b) - before[b];
       copy_rows(o, b, 0, results.o, b, before[b], added);
       copy_rows(indices, b, 0, results.indices, b, before[b], added);
-      for (std::int64_t r = added; r < m; ++r) {  // idle, or without room
+      for (std::int64_t r = added; r < m; ++r) {  // idle, or without capacity
         EXPECT_EQ(values_of(slice(slice(o, 0, b, b + 1), 1, r, r + 1)),
                   std::vector<double>(static_cast<std::size_t>(c.kv_heads * c.group * c.dv), 0.0));
         EXPECT_EQ(values_of(slice(slice(indices, 0, b, b + 1), 1, r, r + 1)),

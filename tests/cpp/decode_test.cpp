@@ -51,7 +51,7 @@ class Steps : public testing::Test {
     }
   }
 
-  /// The folded tokens are those of compress, rotated: bitwise, or within rounding where other kernels fold.
+  /// A step's compressed tokens are those of compress, rotated: bitwise, or within rounding where kernels differ.
   void expect_compressed(const Forward& forward, KVCache& cache, std::int64_t b) {
     const KVCacheView view = cache.view();
     for (std::int64_t i = 0; i < c.cfg.num_compressed(cache.length(b)); ++i) {
@@ -65,7 +65,7 @@ class Steps : public testing::Test {
       if (c.float8()) {
         const Tensor key = quantised(computed(forward.k_c), c.k_scale);
         const Tensor value = quantised(computed(forward.v_c), c.v_scale);
-        if (under_test.fold_has_the_bits_of_compress()) {
+        if (under_test.step_has_the_bits_of_compress()) {
           EXPECT_TRUE(same_bits(cached(view.k_c), key)) << "key " << i;
           EXPECT_TRUE(same_bits(cached(view.v_c), value)) << "value " << i;
         } else {
@@ -74,7 +74,7 @@ class Steps : public testing::Test {
         }
         continue;
       }
-      if (!under_test.fold_has_the_bits_of_compress()) {
+      if (!under_test.step_has_the_bits_of_compress()) {
         SCOPED_TRACE("compressed token " + std::to_string(i));
         expect_close(cached(view.k_c), computed(forward.k_c), tolerance_of(c.dtype));
         expect_close(cached(view.v_c), computed(forward.v_c), tolerance_of(c.dtype));
@@ -185,7 +185,7 @@ TEST_P(Decode, ForksOfASharedPrefixDiverge) {
       // What the parent rewrote are steps; alone, its prefix may have been a chunk.
       const std::int64_t steps = under_test.prefill_has_the_bits_of_steps ? 0 : shared + below;
       expect_close(rows(results.o, 0, 0, steps), rows(expected.o, 0, 0, steps), tolerance_of(c.dtype));
-      if (under_test.chunks_fold_as_steps_do()) {
+      if (under_test.chunks_compress_as_steps_do()) {
         EXPECT_TRUE(same_bits(rows(results.o, 0, steps, end + below), rows(expected.o, 0, steps, end + below)));
       } else {  // alone, some of the prefix was compressed as a chunk
         expect_close(rows(results.o, 0, steps, end + below), rows(expected.o, 0, steps, end + below),
@@ -233,7 +233,7 @@ TEST_P(Decode, AKeptPrefixHasTheBitsOfItsTokens) {
   }
 }
 
-TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
+TEST_P(Decode, WithoutCapacityWritesNothingAndSetsOverflow) {
   if (c.page_size == 0) GTEST_SKIP() << "pages only";
   const Stream stream(c);
   KVCache cache = make_cache(c);
@@ -257,9 +257,9 @@ TEST_P(Decode, NoRoomWritesNothingAndSetsTheFlag) {
     EXPECT_TRUE(same_bits(slice(ring, 0, 1, 2), slice(before[n++], 0, 1, 2)));
   const Status status = cache.check();
   EXPECT_EQ(status.code(), StatusCode::kOutOfCapacity);
-  EXPECT_EQ(status.message(), "a step found no room for a sequence: reserve() before each step");
+  EXPECT_EQ(status.message(), "a step exceeded the capacity of a sequence: reserve() before each step");
   expect_ok(cache.check());
-  // With room, it goes on as if nothing had been.
+  // With capacity, the sequence continues as if nothing had happened.
   expect_ok(feed({0, 3}, results));
   const Forward forward(stream, &cache);
   const auto fed = [&](const TensorView& t) { return slice(t, 1, 0, page + 1); };

@@ -254,7 +254,7 @@ TEST(EngineShapedChunks, PackedTokensOfSeveral) {
   }
 }
 
-TEST(EngineShapedChunks, APackedSequenceWithoutRoomLeavesTheOthersAlone) {
+TEST(EngineShapedChunks, OverflowOfAPackedSequenceLeavesTheOthersUnchanged) {
   for (const StreamCase& c : chunk_cases(3, 560)) {
     if (c.page_size != 16) continue;
     SCOPED_TRACE(name_of(c));
@@ -263,7 +263,7 @@ TEST(EngineShapedChunks, APackedSequenceWithoutRoomLeavesTheOthersAlone) {
     KVCache rings = make_cache(c);
     for (const std::int64_t m : {20, 520}) expect_ok(Feed{stream, rings}({m, m, m}, expected));
     for (std::int64_t lost = 0; lost < c.batch; ++lost) {
-      SCOPED_TRACE("without room: sequence " + std::to_string(lost));
+      SCOPED_TRACE("without capacity: sequence " + std::to_string(lost));
       EngineCache cache(c, kAll);
       Results results(c);
       const std::vector<std::int64_t> rows{0, 1, 2};
@@ -337,7 +337,7 @@ TEST_P(EngineShaped, OnlyPagesThatAStepNeedsMustBeThere) {
   }
 }
 
-TEST_P(EngineShaped, OffsetsOutOfBoundsAreNoRoom) {
+TEST_P(EngineShaped, OffsetsOutOfBoundsSetOverflow) {
   const Environment one_shape("NSA_BATCH_INVARIANT", "1");  // steps of three tokens and of four
   const Stream stream(c);
   Results results(c), expected(c);
@@ -363,7 +363,7 @@ TEST_P(EngineShaped, AForkOfPagesAlone) {
   // Without rings it may be anywhere, here far before the parent's end and in the middle of a page and of a block.
   const Stream stream(c);
   for (const std::int64_t length : {0, 7, 21, 37, 60}) {
-    if (length == 7 && !under_test.chunks_fold_as_steps_do()) continue;  // the parent's are of a chunk
+    if (length == 7 && !under_test.chunks_compress_as_steps_do()) continue;  // the parent's are of a chunk
     SCOPED_TRACE(length);
     EngineCache cache(c, kAll);
     Results results(c), expected(c);

@@ -95,7 +95,7 @@ struct Vocabulary {
     return step;
   }
 
-  /// The sequence takes these tokens, for which it has room; returns what the last one gets.
+  /// The sequence takes these tokens, for which it has capacity; returns what the last one gets.
   std::vector<double> append(KVCache& cache, std::int64_t sequence, const Ids& ids) const {
     std::vector<double> last;
     for (auto rest = ids.begin(); rest != ids.end();) {

@@ -155,7 +155,7 @@ class Soak {
   }
 
   /// Pages of either kind that no sequence but those left out has: kept prefixes give way to whoever needs them.
-  std::int64_t room(bool compressed, std::int64_t without = -1) {
+  std::int64_t capacity(bool compressed, std::int64_t without = -1) {
     std::set<std::int32_t> held;
     const std::vector<Ids> pages = table(compressed);
     for (std::int64_t b = 0; b < kBatch; ++b)
@@ -170,7 +170,7 @@ class Soak {
     return compressed ? kConfig.num_compressed(length) : length;
   }
 
-  /// A call that is refused exactly where there is no room, and then changes nothing.
+  /// A call that is refused exactly where the capacity is exceeded, and then changes nothing.
   template <class Call>
   bool granted(bool enough, Call call) {
     const auto before = std::pair{table(false), table(true)};
@@ -194,7 +194,7 @@ class Soak {
       const std::vector<Ids> pages = table(compressed);
       const std::int64_t missing = (entries(compressed, lengths[static_cast<std::size_t>(b)]) + kPage - 1) / kPage -
                                    std::ssize(pages[static_cast<std::size_t>(b)]);
-      enough = enough && missing <= room(compressed);
+      enough = enough && missing <= capacity(compressed);
     }
     if (!granted(enough, [&] { return cache_.reserve(lengths); })) return;
     tokens(b).insert(tokens(b).end(), ids.begin(), ids.end());
@@ -217,7 +217,7 @@ class Soak {
     const std::int64_t to = back(parent);
     bool enough = true;
     for (const bool compressed : {false, true})
-      enough = enough && (entries(compressed, to) % kPage > 0) <= room(compressed, child);
+      enough = enough && (entries(compressed, to) % kPage > 0) <= capacity(compressed, child);
     if (!granted(enough, [&] { return cache_.fork(parent, child, to); })) return;
     ++forks;
     tokens(child).assign(tokens(parent).begin(), tokens(parent).begin() + to);
@@ -236,7 +236,7 @@ class Soak {
         shared += std::ranges::count_if(pages, [&](const Ids& other) {
                     return std::ranges::count(other, own[static_cast<std::size_t>(p)]);
                   }) > 1;
-      enough = enough && shared <= room(compressed);
+      enough = enough && shared <= capacity(compressed);
     }
     if (!granted(enough, [&] { return cache_.rollback(b, to); })) return;
     ++rollbacks;
@@ -396,7 +396,7 @@ TEST(KVCacheMemory, StepsThatAreCounted) {
   EXPECT_EQ(cache.length(1), 0) << "no step did it";
 }
 
-TEST(KVCacheMemory, AStepWithoutRoom) {
+TEST(KVCacheMemory, OverflowOfAStep) {
   KVCache cache = make(options_of(2, 0, 0));
   const Vocabulary vocabulary;
   ASSERT_TRUE(cache.reserve({32, 16}).ok());
@@ -405,7 +405,7 @@ TEST(KVCacheMemory, AStepWithoutRoom) {
     const Status status = under_test.step(taken.params);
     ASSERT_TRUE(status.ok()) << status.message();
   }
-  EXPECT_EQ(cache.check().message(), "a step found no room for a sequence: reserve() before each step");
+  EXPECT_EQ(cache.check().message(), "a step exceeded the capacity of a sequence: reserve() before each step");
   EXPECT_EQ(cache.length(0), 20);
   EXPECT_EQ(cache.length(1), 16);
   EXPECT_TRUE(cache.check().ok());

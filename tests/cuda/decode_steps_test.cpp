@@ -110,9 +110,9 @@ INSTANTIATE_TEST_SUITE_P(Every, StepInstances,
                          testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
                                           testing::Values(64, 128, 192), testing::Values(16, 20, 48)));
 
-/// Every instance of step_fold: by hidden units, 0 for twice the head dims where these differ.
-class FoldInstances : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
-TEST_P(FoldInstances, AreThePortableKernels) {
+/// Every instance of append_compress: by hidden units, 0 for twice the head dims where these differ.
+class AppendCompressInstances : public testing::TestWithParam<std::tuple<DType, std::int64_t>> {};
+TEST_P(AppendCompressInstances, AreThePortableKernels) {
   const auto [dtype, hidden] = GetParam();
   for (const bool float8 : {false, true}) {
     SCOPED_TRACE(float8 ? "e4m3" : name_of(dtype));
@@ -122,7 +122,7 @@ TEST_P(FoldInstances, AreThePortableKernels) {
     expect_portable(float8 ? in_float8(c) : c, 100, {16, 1, 7, 16, 3});
   }
 }
-INSTANTIATE_TEST_SUITE_P(Every, FoldInstances,
+INSTANTIATE_TEST_SUITE_P(Every, AppendCompressInstances,
                          testing::Combine(testing::Values(DType::kBFloat16, DType::kFloat16),
                                           testing::Values(0, 64, 128, 192, 256, 384, 512)));
 
@@ -270,9 +270,9 @@ TEST_F(SharedQueries, DoNotSeeWhatTheOthersSee) {
   EXPECT_FALSE(std::isfinite(value(with_block, 1)));
 }
 
-TEST_F(SharedQueries, ReplayedOrWithoutRoom) {
+TEST_F(SharedQueries, ReplayedOrWithoutCapacity) {
   expect_replays_as_calls(clustered_case(16), kClusteredStart, 40, {4});
-  expect_no_room(clustered_case(16), kClusteredStart, 4);
+  expect_overflow(clustered_case(16), kClusteredStart, 4);
 }
 
 void expect_same_bits_beside_others(StreamCase c) {
@@ -332,10 +332,10 @@ TEST(DecodeSteps, SixtyFourStepsRepeatBitForBit) {
   }
 }
 
-TEST(DecodeSteps, LengthsAndTablesOutOfBoundsAreNoRoom) {
-  expect_no_room(long_case(), 600, 2);
-  expect_no_room(clustered_case(16), kClusteredStart, 2);
-  expect_no_room(in_float8(clustered_case(16)), kClusteredStart, 2);
+TEST(DecodeSteps, LengthsAndTablesOutOfBoundsSetOverflow) {
+  expect_overflow(long_case(), 600, 2);
+  expect_overflow(clustered_case(16), kClusteredStart, 2);
+  expect_overflow(in_float8(clustered_case(16)), kClusteredStart, 2);
 }
 
 TEST(DecodeSteps, ForkOnTheDeviceIsThatOfTheHost) {

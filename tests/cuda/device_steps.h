@@ -101,7 +101,7 @@ class DeviceSteps {
   std::optional<DeviceMemory> workspace_;
 };
 
-/// A cache that holds the first `length` tokens of every sequence, with room for all.
+/// A cache that holds the first `length` tokens of every sequence, with capacity for all.
 inline KVCache filled_cache(const Stream& stream, std::int64_t length) {
   const StreamCase& c = stream.c;
   KVCache cache = make_cache(c);
@@ -215,7 +215,7 @@ inline void expect_replays_as_calls(const StreamCase& c, std::int64_t start, std
 }
 
 /// Sequence 1 is led astray; sequence 0 must not notice, and nothing of sequence 1 may change.
-inline void expect_no_room(const StreamCase& c, std::int64_t length, std::int64_t m) {
+inline void expect_overflow(const StreamCase& c, std::int64_t length, std::int64_t m) {
   const Stream stream(c);
   KVCache sound = filled_cache(stream, length);
   DeviceSteps expected(stream, sound, m);

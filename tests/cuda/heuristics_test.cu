@@ -198,13 +198,13 @@ StepDesc step() {
 
 TEST(Heuristics, StepsOfTheDefaultsHaveTwoKernels) {
   const StepKernels k = choose_kernels(step());
-  EXPECT_TRUE(k.attend && k.fold);
+  EXPECT_TRUE(k.attend && k.append_compress);
   StepDesc d = step();
   d.float8 = true;
   const StepKernels float8 = choose_kernels(d);
-  EXPECT_TRUE(float8.attend && float8.attend != k.attend && float8.fold == k.fold);
+  EXPECT_TRUE(float8.attend && float8.attend != k.attend && float8.append_compress == k.append_compress);
   const std::string defaults = describe_kernels({});
-  EXPECT_NE(defaults.find("decode: sm90 step_fold and step_attend"), std::string::npos) << defaults;
+  EXPECT_NE(defaults.find("decode: sm90 append_compress and step_attend"), std::string::npos) << defaults;
   EXPECT_NE(defaults.find("prefill: sm90 as nsa_attention"), std::string::npos) << defaults;
 }
 
@@ -215,7 +215,7 @@ TEST(Heuristics, StepsOfEveryGroupHaveThem) {
       d.float8 = float8, d.group = group;
       EXPECT_EQ(obstacle(d), nullptr) << group;
       const StepKernels k = choose_kernels(d);
-      EXPECT_TRUE(k.attend && k.fold) << group;
+      EXPECT_TRUE(k.attend && k.append_compress) << group;
       EXPECT_EQ(decode::step_tiles(group), group > 16 ? 2 : 1);
       EXPECT_EQ(decode::step_clusters(group), (group + 31) / 32);
     }
@@ -240,8 +240,8 @@ TEST(Heuristics, EveryStepWithoutThemHasAReason) {
   EXPECT_STREQ(obstacle(with([](auto& d) { d.capacity = 1 << 24; })), "a cache of too many tokens for a sequence");
   const StepDesc odd = with([](auto& d) { d.hidden_k = 320; });
   EXPECT_EQ(obstacle(odd), nullptr);
-  EXPECT_NE(fold_obstacle(odd), nullptr);
-  EXPECT_TRUE(choose_kernels(odd).attend && !choose_kernels(odd).fold);
+  EXPECT_NE(append_compress_obstacle(odd), nullptr);
+  EXPECT_TRUE(choose_kernels(odd).attend && !choose_kernels(odd).append_compress);
 }
 
 TEST(Heuristics, ClustersAreSmallerWhereThereAreManyQueries) {
@@ -272,7 +272,7 @@ TEST(Heuristics, ClustersAreSmallerWhereThereAreManyQueries) {
   EXPECT_EQ(shape(4, pairs), invariant);
   EXPECT_EQ(shape(64, pairs), Shape(2, 8));
   EXPECT_EQ(shape(128, [](auto& d) { d.float8 = true; }), Shape(2, 8));
-  // What a thread block keeps for the choice leaves no room for smaller clusters.
+  // What a thread block caches for the selection leaves no space for smaller clusters.
   const auto capacity = [&](std::int64_t queries, std::int64_t tokens) {
     return shape(queries, [&](auto& d) { d.capacity = tokens; });
   };
@@ -294,26 +294,26 @@ TEST(Heuristics, LongSequencesAreFirstWhereClustersWait) {
   EXPECT_TRUE(longest_first(128, 131072));  // clusters of two thread blocks, of which 66 are there at once
 }
 
-TEST(Heuristics, TwoUnitsAtOnceWhereTheyAreFaster) {
+TEST(Heuristics, TwoKeyTilesAtOnceWhereFaster) {
   StepDesc d = step();
-  const auto units = [&](std::int64_t queries) {
+  const auto key_tiles = [&](std::int64_t queries) {
     d.queries = queries;
-    return choose_kernels(d).shape.units;
+    return choose_kernels(d).shape.key_tiles;
   };
-  EXPECT_EQ(units(1), 2);
-  EXPECT_EQ(units(32), 1);   // 8 x 4
-  EXPECT_EQ(units(66), 2);   // 2 x 8
-  EXPECT_EQ(units(132), 1);  // 1 x 8, all at once
-  EXPECT_EQ(units(133), 2);
+  EXPECT_EQ(key_tiles(1), 2);
+  EXPECT_EQ(key_tiles(32), 1);   // 8 x 4
+  EXPECT_EQ(key_tiles(66), 2);   // 2 x 8
+  EXPECT_EQ(key_tiles(132), 1);  // 1 x 8, all at once
+  EXPECT_EQ(key_tiles(133), 2);
   d.float8 = true;
-  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 2);  // clusters
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(key_tiles(queries), 2);  // clusters
   d.capacity = 8192;
-  EXPECT_EQ(units(133), 1);  // 1 x 8, two thread blocks on a multiprocessor
+  EXPECT_EQ(key_tiles(133), 1);  // 1 x 8, two thread blocks on a multiprocessor
   d = step();
   d.key_dim = 192;
-  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(key_tiles(queries), 1);
   d.key_dim = 128, d.group = 20;
-  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(units(queries), 1);
+  for (const std::int64_t queries : {1, 32, 66, 132, 133}) EXPECT_EQ(key_tiles(queries), 1);
 }
 
 TEST(Heuristics, QueriesShareWhatTheyReadWhereThereAreMany) {

@@ -55,7 +55,7 @@ std::vector<std::string> in_spans(const Geometry& g, std::int64_t ds_budget, std
       if (t.count == 0) continue;
       EXPECT_EQ(t.query_begin * g.group % 32, 0);  // tiles of dS
       EXPECT_LT(t.partial + t.item, args.partial_items);
-      const auto [place, fresh] =
+      const auto [slot, fresh] =
           partials.emplace(t.partial + t.item, queries(span.first + t.query_begin, span.first + t.query_end));
       EXPECT_TRUE(fresh);
       for (int i = t.query_begin; i < t.query_end; ++i)

@@ -172,7 +172,7 @@ TEST(Prefill, ValuesThatAreNotFiniteStayWhereTheyAreSeen) {
   expect_not_finite_where_seen(in_float8(chunk_case(16)));
 }
 
-void expect_no_room_of_one(const StreamCase& c) {
+void expect_overflow_of_one(const StreamCase& c) {
   const Stream stream(c);
   KVCache cache = make_cache(c), alone = make_cache(c);
   Results results(c), expected(c);
@@ -189,12 +189,12 @@ void expect_no_room_of_one(const StreamCase& c) {
   EXPECT_TRUE(same_bits(fed(results.indices), fed(expected.indices)));
 }
 
-TEST(Prefill, ASequenceWithoutRoomLeavesTheOthersAlone) {
+TEST(Prefill, OverflowOfASequenceLeavesTheOthersUnchanged) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
-    for (const StreamCase& c : {chunk_case(16, dtype), in_float8(chunk_case(16, dtype))}) expect_no_room_of_one(c);
+    for (const StreamCase& c : {chunk_case(16, dtype), in_float8(chunk_case(16, dtype))}) expect_overflow_of_one(c);
 }
 
-TEST(Prefill, LengthsAndTablesOutOfBoundsAreNoRoom) { expect_no_room(chunk_case(16), 600, 130); }
+TEST(Prefill, LengthsAndTablesOutOfBoundsSetOverflow) { expect_overflow(chunk_case(16), 600, 130); }
 
 TEST(Prefill, GraphReplaysAsLengthsGrow) {
   expect_replays_as_calls(chunk_case(16), 405, 520, {130});

@@ -282,7 +282,7 @@ Status KVCache::reserve(const std::vector<std::int64_t>& lengths) {
                                      " tokens: the capacity is " + std::to_string(options_.capacity));
   }
   if (Status s = changeable(); !s.ok()) return s;
-  if (allocator_.has_room(lengths)) return {};  // most steps
+  if (allocator_.has_capacity(lengths)) return {};  // most steps
   if (Status s = allocator_.reserve(lengths); !s.ok()) return s;
   return upload();
 }
@@ -294,7 +294,7 @@ Status KVCache::appended(const std::vector<std::int64_t>& num_new) {
     const std::int64_t count = num_new[static_cast<std::size_t>(b)];
     const std::string name = "appended: sequence " + std::to_string(b) + ": ";
     if (count < 0) return Status::invalid_argument(name + std::to_string(count) + " tokens: must be >= 0");
-    if (count > 0 && !allocator_.has_room(b, length(b) + count))
+    if (count > 0 && !allocator_.has_capacity(b, length(b) + count))
       return Status::out_of_capacity(name + std::to_string(length(b) + count) +
                                      " tokens: it has no pages for them: reserve() before the step");
   }
@@ -314,7 +314,7 @@ Status KVCache::check() {
   lengths_.assign(found.begin(), found.end() - 1);
   if (found.back() == 0) return {};
   if (Status s = memory_->edit({}, numbers(at.overflow), 0); !s.ok()) return s;
-  return Status::out_of_capacity("a step found no room for a sequence: reserve() before each step");
+  return Status::out_of_capacity("a step exceeded the capacity of a sequence: reserve() before each step");
 }
 
 Status KVCache::check_sequence(const char* what, std::int64_t sequence) const {

@@ -47,7 +47,7 @@ Status PageAllocator::all_or_nothing(Change change) {
 
 /// Prefixes give way until there are as many free pages as `need()`, which may become less by that.
 template <class Need>
-Status PageAllocator::make_room(Pool& pool, std::int64_t sequence, Need need) {
+Status PageAllocator::evict_for(Pool& pool, std::int64_t sequence, Need need) {
   while (need() > static_cast<std::int64_t>(pool.free.size()))
     if (!evict(pool))
       return Status::out_of_capacity("KVCache: sequence " + std::to_string(sequence) + " needs " +
@@ -81,24 +81,24 @@ Status PageAllocator::extend(Pool& pool, std::int64_t sequence, std::int64_t tok
   if (end > pool.max_pages)
     return Status::out_of_capacity("KVCache: sequence " + std::to_string(sequence) + " needs " + std::to_string(end) +
                                    " pages of " + pool.name + ", its table has " + std::to_string(pool.max_pages));
-  if (Status s = make_room(pool, sequence, [&] { return end - p; }); !s.ok()) return s;
+  if (Status s = evict_for(pool, sequence, [&] { return end - p; }); !s.ok()) return s;
   for (; p < end; ++p) row(pool, sequence)[p] = pool.take();
   return {};
 }
 
-bool PageAllocator::has_room(std::int64_t sequence, std::int64_t length) const {
+bool PageAllocator::has_capacity(std::int64_t sequence, std::int64_t length) const {
   return held(tokens_, sequence) >= tokens_.pages_for(length) &&
          held(compressed_, sequence) >= compressed_.pages_for(cfg_.num_compressed(length));
 }
 
-bool PageAllocator::has_room(std::span<const std::int64_t> lengths) const {
+bool PageAllocator::has_capacity(std::span<const std::int64_t> lengths) const {
   for (std::int64_t b = 0; b < batch_; ++b)
-    if (!has_room(b, lengths[static_cast<std::size_t>(b)])) return false;
+    if (!has_capacity(b, lengths[static_cast<std::size_t>(b)])) return false;
   return true;
 }
 
 Status PageAllocator::reserve(std::span<const std::int64_t> lengths) {
-  if (has_room(lengths)) return {};
+  if (has_capacity(lengths)) return {};
   return all_or_nothing([&](PageAllocator& tried) -> Status {
     for (std::int64_t b = 0; b < batch_; ++b) {
       const std::int64_t length = lengths[static_cast<std::size_t>(b)];
@@ -114,7 +114,7 @@ Status PageAllocator::own(Pool& pool, std::int64_t sequence, std::int64_t tokens
   const std::span<std::int32_t> pages(row(pool, sequence), static_cast<std::size_t>(held(pool, sequence)));
   const auto written = pages.subspan(std::min(pages.size(), static_cast<std::size_t>(tokens / pool.page_size)));
   const auto shared = [&](std::int32_t page) { return pool.uses[static_cast<std::size_t>(page)] > 1; };
-  if (Status s = make_room(pool, sequence, [&] { return std::ranges::count_if(written, shared); }); !s.ok()) return s;
+  if (Status s = evict_for(pool, sequence, [&] { return std::ranges::count_if(written, shared); }); !s.ok()) return s;
   for (std::int32_t& page : written) {
     if (!shared(page)) continue;
     copies.push_back({page, pool.take()});
@@ -197,7 +197,7 @@ PageAllocator::Prefix PageAllocator::keep_prefix(std::int64_t sequence, std::spa
     if (tried.free_slots_.empty()) tried.drop(0);
     const std::int32_t *pages = tried.row(tried.tokens_, sequence), *pages_c = tried.row(tried.compressed_, sequence);
     const std::int64_t full = blocks / compressed_.page_size, part = compressed_.pages_for(blocks) - full;
-    if (Status s = tried.make_room(tried.compressed_, sequence, [&] { return part; }); !s.ok()) return s;
+    if (Status s = tried.evict_for(tried.compressed_, sequence, [&] { return part; }); !s.ok()) return s;
     Kept kept{std::make_shared<const std::vector<std::int32_t>>(prefix.begin(), prefix.end()),
               hashes.back(),
               tried.free_slots_.back(),

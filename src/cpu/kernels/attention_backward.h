@@ -55,14 +55,15 @@ template <class In>
 struct BackwardWorkspace {
   HeadGroup<In> group;
   Buffer<Slot> entries, items;
-  std::int64_t entries_room = 0, items_room = 0;
+  std::int64_t entries_capacity = 0, items_capacity = 0;
   std::vector<std::uint8_t> nonfinite;  // per item: its q or d_o holds a NaN or an infinity
 
   void reserve(const Chunk& chunk) {
     const auto n = static_cast<std::int64_t>(chunk.entries().size()),
                m = static_cast<std::int64_t>(chunk.items().size());
-    if (n > entries_room) entries = Buffer<Slot>(static_cast<std::size_t>((entries_room = n) * 2 * group.block_slots));
-    if (m > items_room) items = Buffer<Slot>(static_cast<std::size_t>((items_room = m) * group.item_slots));
+    if (n > entries_capacity)
+      entries = Buffer<Slot>(static_cast<std::size_t>((entries_capacity = n) * 2 * group.block_slots));
+    if (m > items_capacity) items = Buffer<Slot>(static_cast<std::size_t>((items_capacity = m) * group.item_slots));
     nonfinite.resize(static_cast<std::size_t>(m));
   }
 

@@ -12,15 +12,15 @@ namespace nsa::cpu::NSA_ISA {
 namespace {
 
 /// y[i] = x[2 i] + x[2 i + 1]
-void fold_pairs(const float* __restrict x, float* __restrict y, std::int64_t n) {
+void add_pairs(const float* __restrict x, float* __restrict y, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) y[i] = x[2 * i] + x[2 * i + 1];
 }
 
 /// out[i] = the sum of x[i * width ... i * width + width - 1]; x is used up. Both hold n * width values.
-void fold(float* x, float* out, std::int64_t n, std::int64_t width) {
+void sum_groups(float* x, float* out, std::int64_t n, std::int64_t width) {
   float* result = out;
   for (; width % 2 == 0; width /= 2) {
-    fold_pairs(x, out, n * width / 2);
+    add_pairs(x, out, n * width / 2);
     std::swap(x, out);
   }
   for (std::int64_t i = 0; width > 1 && i < n; ++i) {
@@ -81,7 +81,7 @@ void BlockSelector::importance(const Probabilities& p, std::int64_t first, std::
     for (std::int64_t b = 0; b < per_key_; ++b) sum += load(sums + i - b);
     store(strides + i - begin, sum);
   }
-  fold(strides, importance_.data(), last - first, per_block);
+  sum_groups(strides, importance_.data(), last - first, per_block);
 }
 
 void BlockSelector::rank(std::int64_t first, std::int64_t last, std::int64_t t, const Noise& noise, int heads) {

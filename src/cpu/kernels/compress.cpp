@@ -1,5 +1,5 @@
 // out[i] = phi(k[i*d : i*d + l] + pe). Each block is computed by itself in a fixed order: the same bits alone, in a
-// batch, packed, or folded during decoding.
+// batch, packed, or by a decode step.
 #include "cpu/kernels/compress.h"
 
 #include "cpu/kernels/for_dtype.h"

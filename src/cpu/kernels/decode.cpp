@@ -1,4 +1,4 @@
-// A step with a cache: append and fold (core/cache_step.h), then the pass of nsa_attention over pages and rings.
+// A step with a cache: append and compress (core/cache_step.h), then the pass of nsa_attention over pages and rings.
 #include "core/cache_step.h"
 #include "cpu/kernels/cached_tokens.h"
 #include "cpu/kernels/for_dtype.h"

@@ -9,7 +9,7 @@ namespace nsa::cuda {
 /// What a step does to one sequence. Lengths lie on the device, so it is decided there (plan_step).
 struct StepPlan {
   int before;     // length before the step: its first new token and query stand there
-  int added;      // new tokens; 0: idle, or without room
+  int added;      // new tokens; 0: idle, or without capacity
   int sequence;   // its number, which is that of its page in a ring
   int completed;  // compression blocks that the new tokens complete
   int served;     // 0; counts clusters that have read the length (sm90/decode)
@@ -48,13 +48,13 @@ struct PlanArgs {
   StepPlan* plan;             // (B), for the kernels behind
   const int* lengths;         // (B), before the step
   const int* num_new;         // (B); null: m
-  int* overflow;              // set to 1 if a sequence has no room
+  int* overflow;              // set to 1 if a sequence has no capacity
   PageTable tables[kTables];  // null pages: compressed tokens lie with the tokens; a ring
   int window_size;            // tokens
   int positions;              // that can be rotated
 };
 
-/// Room for the tokens of sequences: pages found through a table. A ring is the only page of its sequence.
+/// Storage of the tokens of sequences: pages found through a table. A ring is the only page of its sequence.
 struct Slots {
   Strided rows;                // (pages, size, heads, D)
   int size = 1;                // slots of a page

@@ -10,7 +10,7 @@ namespace nsa::cuda {
 __device__ __forceinline__ bool runs(const Fallback& fallback) {
   if (!fallback.flag) return true;
   launch_dependents();
-  wait_for_launcher();
+  griddepcontrol_wait();
   return *fallback.flag != 0;
 }
 template <class Args>

@@ -11,7 +11,8 @@ cudaError_t build_inverse_index(const InverseArgs& args, cudaStream_t stream) {
   cudaError_t error = launch(mark_queries<false>, grid, 256, 0, stream, args);
   if (error == cudaSuccess) error = launch(scan_queries, dim3(1, g.kv_heads, g.batches), 1024, 0, stream, args);
   if (error != cudaSuccess) return error;
-  return launch(args.lists.places.data ? mark_queries<true, true> : mark_queries<true>, grid, 256, 0, stream, args);
+  return launch(args.lists.entry_slots.data ? mark_queries<true, true> : mark_queries<true>, grid, 256, 0, stream,
+                args);
 }
 
 }  // namespace nsa::cuda

@@ -51,7 +51,7 @@ __device__ inline void for_marked(const InverseArgs& args, const DeviceSequence&
   }
 }
 
-template <bool kFill, bool kPlaces = false>
+template <bool kFill, bool kSlots = false>
 __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ InverseArgs args) {
   if (!runs(args)) return;
   const int kv_head = blockIdx.y;
@@ -65,29 +65,29 @@ __global__ void __launch_bounds__(256) mark_queries(const __grid_constant__ Inve
     for (int block = threadIdx.x; block < lists.blocks; block += blockDim.x) offsets[block] = 0;
   __syncthreads();
   for (int first = begin; first < end; first += 32 * kMaskWords) {
-    const auto place = [&](int query, int rank, int block, const unsigned(&words)[kMaskWords]) {
+    const auto slot = [&](int query, int rank, int block, const unsigned(&words)[kMaskWords]) {
       int at = lists.begin[block] + offsets[block];
 #pragma unroll
       for (int w = 0; w < kMaskWords; ++w)
         at += __popc(words[w] & (w < query / 32 ? ~0u : w == query / 32 ? (1u << query % 32) - 1 : 0));
-      args.lists.places.at<int>(seq.batch, seq.q_begin + first + query, kv_head)[rank] =
+      args.lists.entry_slots.at<int>(seq.batch, seq.q_begin + first + query, kv_head)[rank] =
           static_cast<int>(lists.list - args.lists.list) + at;
     };
-    for_marked<kPlaces>(args, seq, kv_head, first, min(end - first, 32 * kMaskWords), place,
-                        [&](int block, const unsigned(&words)[kMaskWords]) {
-                          int at = offsets[block];
-                          if (kFill) {
-                            int* list = lists.list + lists.begin[block];
+    for_marked<kSlots>(args, seq, kv_head, first, min(end - first, 32 * kMaskWords), slot,
+                       [&](int block, const unsigned(&words)[kMaskWords]) {
+                         int at = offsets[block];
+                         if (kFill) {
+                           int* list = lists.list + lists.begin[block];
 #pragma unroll
-                            for (int w = 0; w < kMaskWords; ++w)
-                              for (unsigned bits = words[w]; bits != 0; bits &= bits - 1)
-                                list[at++] = first + w * 32 + __ffs(static_cast<int>(bits)) - 1;
-                          } else {
+                           for (int w = 0; w < kMaskWords; ++w)
+                             for (unsigned bits = words[w]; bits != 0; bits &= bits - 1)
+                               list[at++] = first + w * 32 + __ffs(static_cast<int>(bits)) - 1;
+                         } else {
 #pragma unroll
-                            for (int w = 0; w < kMaskWords; ++w) at += __popc(words[w]);
-                          }
-                          offsets[block] = at;
-                        });
+                           for (int w = 0; w < kMaskWords; ++w) at += __popc(words[w]);
+                         }
+                         offsets[block] = at;
+                       });
   }
 }
 

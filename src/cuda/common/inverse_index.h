@@ -18,7 +18,7 @@ struct InverseIndex {
   std::int64_t entries = 0, slots = 0;
   int chunks = 0;          // of queries, in which the lists are made: an upper bound per sequence
   int* offsets = nullptr;  // (KV head, chunks, slots): where in a block's list the part of a chunk ends
-  Strided places;          // int32, as the rows of indices: where in `list` an entry that counts is; null: not wanted
+  Strided entry_slots;     // int32, as the rows of indices: where in `list` an entry that counts is; null: not wanted
 
   /// Queries of a chunk.
   __host__ __device__ static int chunk(int q_len) { return q_len > 128 * 128 ? (q_len + 127) / 128 : 128; }

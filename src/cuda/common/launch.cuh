@@ -29,10 +29,10 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size
 }
 
 // Programmatic dependent launch, from compute capability 9.0 on. A kernel that was launched so may begin before the one
-// in front of it has ended; it must not read what that one writes, nor write what it reads, before wait_for_launcher(),
-// and every thread block calls it before it ends.
+// in front of it has ended; it must not read what that one writes, nor write what it reads, before
+// griddepcontrol_wait(), and every thread block calls it before it ends.
 
-__device__ __forceinline__ void wait_for_launcher() {
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -44,7 +44,7 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-/// launch() of a kernel that calls wait_for_launcher(). Where no code for compute capability 9.0 is compiled it is
+/// launch() of a kernel that calls griddepcontrol_wait(). Where no code for compute capability 9.0 is compiled it is
 /// launch().
 template <class... Params, class... Args>
 cudaError_t launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 threads, std::size_t memory,

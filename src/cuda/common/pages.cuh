@@ -30,14 +30,14 @@ __device__ inline bool all_pages(const PageTable& t, int tokens, const Good& goo
   return __syncthreads_and(own_pages(t, tokens, good, begin));
 }
 
-/// What a step wants to add to a sequence, before its pages are looked at. Lengths come from the device.
-struct StepWish {
+/// What a step is to add to a sequence, before its pages are checked. Lengths come from the device.
+struct StepRequest {
   int before, added;     // tokens; 0 added: idle
   int completed, first;  // compression blocks that the new tokens complete, and the first of them
   int q_begin;           // row of its first new token: in its batch, or of packed ones
   bool possible;         // within the capacity, the rotation's angles and the packed rows
 
-  __device__ StepWish(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b) {
+  __device__ StepRequest(const StepGeometry& p, const int* lengths, const int* num_new, int positions, int b) {
     before = lengths[b];
     q_begin = p.starts ? p.starts[b] : 0;
     added = p.starts ? p.starts[b + 1] - q_begin : num_new ? min(max(num_new[b], 0), p.q_len) : p.q_len;
@@ -52,22 +52,22 @@ struct StepWish {
   __device__ int after() const { return before + added; }
 };
 
-/// Whether this thread's share of the pages of one table exists that a possible wish needs.
-__device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b, int table) {
+/// Whether the pages of one table that a possible request needs exist: this thread's share of them.
+__device__ inline bool own_capacity(const PlanArgs& args, const StepRequest& request, int b, int table) {
   const PageTable& t = args.tables[table];
   if (!t.pages) return true;
-  const int begin = table == kWindowTable ? max(wish.before - args.window_size + 1, 0)
-                    : table == kRawTable  ? wish.first * args.geometry.kernel_stride
+  const int begin = table == kWindowTable ? max(request.before - args.window_size + 1, 0)
+                    : table == kRawTable  ? request.first * args.geometry.kernel_stride
                                           : 0;
-  const int end = table == kCompressedTable ? wish.first + wish.completed : wish.after();
+  const int end = table == kCompressedTable ? request.first + request.completed : request.after();
   return own_pages(
       t, end, [&](int page) { return has_page(t, b, page); }, begin);
 }
 /// The same of all tables.
-__device__ inline bool own_room(const PlanArgs& args, const StepWish& wish, int b) {
+__device__ inline bool own_capacity(const PlanArgs& args, const StepRequest& request, int b) {
   bool all = true;
 #pragma unroll 1
-  for (int table = 0; table < kTables; ++table) all &= own_room(args, wish, b, table);
+  for (int table = 0; table < kTables; ++table) all &= own_capacity(args, request, b, table);
   return all;
 }
 

@@ -22,7 +22,7 @@ struct SelectedDs {
   SelectedDs(std::int64_t list_entries, int group) : entries(list_entries), rows(list_entries * group) {}
 
   /// Of two rows and two keys: where a lane of d_kv has what it stores, of the pair lane % 4; what a lane of d_q loads,
-  /// twice as much, of the pair lane / 4, whose place is the row's (offset).
+  /// twice as much, of the pair lane / 4, whose slot is the row's (offset).
   __host__ __device__ static int stored_piece(int lane) { return lane % 4 * (2 * kRow) + lane / 4 * 8; }
   __host__ __device__ static int loaded_piece(int lane) { return lane % 4 * 16; }
 

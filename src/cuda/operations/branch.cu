@@ -2,7 +2,7 @@
 
 namespace nsa::cuda {
 
-InverseArgs take_lists(const Branch& b, Arena& arena, bool places) {
+InverseArgs take_lists(const Branch& b, Arena& arena, bool entry_slots) {
   const Geometry& g = b.geometry;
   const RowPrefix all = end_prefix(g);
   InverseArgs args{};
@@ -20,11 +20,11 @@ InverseArgs take_lists(const Branch& b, Arena& arena, bool places) {
   lists.item_begin = arena.take<int>(g.kv_heads * lists.slots * lists.tiles_per_block);
   lists.chunks = to_int(std::clamp<std::int64_t>(ceil_div(g.q_len, InverseIndex::chunk(g.q_len)), 1, 128));
   lists.offsets = arena.take<int>(g.kv_heads * lists.chunks * lists.slots);
-  if (places)
-    lists.places = {.data = arena.take<int>(g.kv_heads * all.q * args.topk),
-                    .batch = std::int64_t{g.q_len} * args.topk,
-                    .row = args.topk,
-                    .head = all.q * args.topk};
+  if (entry_slots)
+    lists.entry_slots = {.data = arena.take<int>(g.kv_heads * all.q * args.topk),
+                         .batch = std::int64_t{g.q_len} * args.topk,
+                         .row = args.topk,
+                         .head = all.q * args.topk};
   return args;
 }
 

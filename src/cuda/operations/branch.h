@@ -110,8 +110,8 @@ inline sm90::Kernels hopper_kernels(const Branch& b, const TensorView& rows,
   return sm90::kernels_for(b.q.device.index, call);
 }
 
-/// The lists of queries that chose each block in memory of the arena. `places`: also where each entry is in them.
-InverseArgs take_lists(const Branch& b, Arena& arena, bool places = false);
+/// The lists of queries that chose each block in memory of the arena. `entry_slots`: also where each entry is in them.
+InverseArgs take_lists(const Branch& b, Arena& arena, bool entry_slots = false);
 
 inline Rotation rotation_of(const TensorView& cos, const TensorView& sin) {
   if (!cos.defined()) return {};

@@ -137,7 +137,7 @@ Prepared span_of(Prepared x, const QuerySpan& span) {
   };
   for (Strided* t : {&args.q, &args.d_o, &args.d_q}) move(*t, span.first, size);
   for (Strided* t : {&args.k, &args.v, &args.d_k, &args.d_v}) move(*t, 0, size);
-  for (Strided* t : {&args.indices, &args.lists.places}) move(*t, span.first, sizeof(int));
+  for (Strided* t : {&args.indices, &args.lists.entry_slots}) move(*t, span.first, sizeof(int));
   for (PerRow* t : {&args.lse, &args.delta, &args.gate})
     if (t->data) t->data += span.sequence * t->batch + span.first * t->row;
   if (DsBuffer& stored = args.ds_buffer; stored.sums) {

@@ -24,13 +24,13 @@ class Step {
 
   Status run() {
     describe();
-    if (hopper_.fold) {
-      if (Status s = fold_on_hopper(); !s.ok()) return s;
+    if (hopper_.append_compress) {
+      if (Status s = append_compress_on_hopper(); !s.ok()) return s;
       return attend_on_hopper();
     }
     if (Status s = plan(); !s.ok()) return s;
     if (Status s = quantise(); !s.ok()) return s;
-    if (Status s = fold(); !s.ok()) return s;
+    if (Status s = compress_completed(); !s.ok()) return s;
     if (hopper_.attend) {  // reads the new tokens where they are appended
       if (Status s = clear(); !s.ok()) return s;
       if (Status s = append_to_rings(nullptr); !s.ok()) return s;
@@ -72,8 +72,8 @@ class Step {
   PlanArgs plan_args() const;
   Status plan();
   Status quantise();
-  Status fold();
-  Status fold_on_hopper();
+  Status compress_completed();
+  Status append_compress_on_hopper();
   template <class Tokens>
   Status attend();
   Status attend_on_hopper();
@@ -213,7 +213,7 @@ Status Step::quantise() {
 
 /// The tokens of the blocks that the step completes, laid out for compress; the results go to their pages. The tokens
 /// of the selection branch go to theirs on the way.
-Status Step::fold() {
+Status Step::compress_completed() {
   const std::int64_t blocks = ceil_div(tokens(), p_.cfg.kernel_stride);  // that a sequence may complete
   const std::int64_t raw_tokens = (blocks - 1) * p_.cfg.kernel_stride + p_.cfg.kernel_size;
   const std::int64_t B = batches(), h = kv_heads(), Dk = p_.k_cmp.size(3), Dv = p_.v_cmp.size(3);
@@ -271,7 +271,7 @@ Status Step::attend() {
     lse_ = take({p_.q.size(0), heads(), p_.q.size(1)}, DType::kFloat32);
   }
   if (Status s = clear(); !s.ok()) return s;
-  // The branches of a chunk have the same place for their lse.
+  // The branches of a chunk share the memory of their lse.
   if (Status s = uses_splits() ? attend_ranges<Tokens>() : attend_range<Tokens>(kCompressed); !s.ok()) return s;
   if (Status s = select<Tokens>(); !s.ok()) return s;
   if (Status s = attend_selected<Tokens>(); !s.ok()) return s;
@@ -426,10 +426,10 @@ sm90::StepKernels Step::hopper_kernels() const {
   return sm90::kernels_for(p_.q.device.index, call);
 }
 
-Status Step::fold_on_hopper() {
+Status Step::append_compress_on_hopper() {
   if (measuring()) return {};
   const KVCacheView& cache = p_.cache;
-  sm90::decode::StepFoldArgs args{plan_args()};
+  sm90::decode::AppendCompressArgs args{plan_args()};
   const HeadScales none, k_scales = scales_of(cache.k_scale), v_scales = scales_of(cache.v_scale);
   const auto append = [&](const TensorView& fresh, const Slots& slots, const TensorView& pages, const TensorView& table,
                           const HeadScales& scales) -> sm90::decode::Append {
@@ -443,7 +443,7 @@ Status Step::fold_on_hopper() {
   args.appends[5] = append(p_.v_cmp, raw(cache.v_cmp_ring), cache.v_cmp_ring, cache.block_table_cmp, none);
   const auto side = [&](const TensorView& fresh, const sm90::decode::CachedTensor& raw, const Slots& out,
                         const TensorView& pages, const CompressionWeights& w) {
-    sm90::decode::FoldSide side{};
+    sm90::decode::CompressSide side{};
     side.fresh = strided(fresh), side.raw = raw, side.out = cached(out, pages, compressed_table());
     side.pe = weights_of(w.pe), side.w1 = weights_of(w.w1), side.b1 = weights_of(w.b1);
     side.w2 = weights_of(w.w2), side.b2 = weights_of(w.b2);
@@ -458,7 +458,7 @@ Status Step::fold_on_hopper() {
   args.rotation = rotation_of(p_.rope_cos, p_.rope_sin);
   args.o = strided(p_.o), args.indices = strided(p_.indices);
   args.value_dim = to_int(p_.o.size(3)), args.topk = p_.cfg.topk;
-  return status_of(hopper_.fold(args, e_.stream), "step_fold");
+  return status_of(hopper_.append_compress(args, e_.stream), "append_compress");
 }
 
 Status Step::attend_on_hopper() {

@@ -67,7 +67,7 @@ inline std::int64_t selected_ds_budget(const Geometry& g) {
   return g.cu_q ? kPacked : g.heads * kHead;
 }
 /// The windows of a call whose dS of the selection is stored: queries of a sequence or of several, rows of a packed
-/// call. About as many in each as there is room for; none where that is too few for the kernels.
+/// call. About as many in each as fit; none where that is too few for the kernels.
 inline std::vector<QuerySpan> selected_windows(const Geometry& g, std::int64_t row_bytes, std::int64_t budget) {
   constexpr std::int64_t kStep = 128, kMin = 1024;
   const std::int64_t length = g.cu_q ? g.total_q : g.q_len;
@@ -94,7 +94,7 @@ inline std::vector<QuerySpan> selected_windows(const Geometry& g, std::int64_t r
 }
 
 /// The memory for dS of a call's compressed branch: about that of two of its inputs q, within bounds in which less
-/// costs time and more brings none. None: dS is not stored. A packed call is one span: its dS has room or is not
+/// costs time and more brings none. None: dS is not stored. A packed call is one span: its dS fits or is not
 /// stored.
 inline std::optional<std::int64_t> ds_budget_of(const Geometry& g, DType dtype, std::int64_t key_dim) {
   if (size_of(dtype) != 2 || g.q_len == 0) return {};

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
   if (!args.gate.data && thread < kRows) stage_gate[0][thread] = stage_gate[1][thread] = 1;
   __syncthreads();
   // Row r of this item: a query and a head of the group.
-  const auto place = [&](int r, int& query, int& head) {
+  const auto find_row = [&](int r, int& query, int& head) {
     const int i = p.by_group.divide(r);
     head = r - i * p.group;
     query = tile.query_start + i;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     if (lane >= kRows) return;
     const int r = stage * kRows + lane;
     int query = 0, head = 0;
-    if (r < rows) place(r, query, head);
+    if (r < rows) find_row(r, query, head);
     stage_offset[stage % 2][lane] =
         r < rows ? make_longlong2(query * args.q.row + head * args.q.head, query * args.d_o.row + head * args.d_o.head)
                  : make_longlong2(-1, -1);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(128, 2) d_kv(const __grid_constant__ BackwardA
     if (lane < kRows) {  // a warp each: lse, delta, gate, position
       const int r = stage * kRows + lane, slot = stage % 2;
       int query = 0, head = 0;
-      if (r < rows) place(r, query, head);
+      if (r < rows) find_row(r, query, head);
       if (warp == 3) {
         stage_position[slot][lane] = r < rows ? seq.position(query) : -1;
         if (kSmallChunks && lane == 0)

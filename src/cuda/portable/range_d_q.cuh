@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
 
     // What is needed of the rows, in shared memory: registers are scarce. Row of the batch (-1: none), head, batch and
     // position; lse, delta, gate, and where the keys end that it sees.
-    __shared__ int4 places[Shape::kRows];
+    __shared__ int4 slots[Shape::kRows];
     __shared__ float4 terms[Shape::kRows];
     const std::uint32_t kept = shared_address(memory) + 2 * Shape::kStage + warp * Shape::kWarp;
     const auto row_in_tile = [&](int m, int i) { return (warp * kM + m) * 16 + lane / 4 + 8 * i; };
@@ -158,8 +158,7 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
         mine[m].head[i] = r.head;
         mine[m].row[i] = seq.q_begin + r.query;
         if (lane % 4 == 0)
-          places[row_in_tile(m, i)] =
-              make_int4(r.valid ? mine[m].row[i] : -1, r.head, seq.batch, seq.position(r.query));
+          slots[row_in_tile(m, i)] = make_int4(r.valid ? mine[m].row[i] : -1, r.head, seq.batch, seq.position(r.query));
       }
     const auto q = fragments_of<T, Dk, kM, Shape::kShared, Shape::kKept>(
         [&](int m, int i) { return mine[m].template at<T>(ranges.branch[0].q, seq.batch, i); }, kept, lane);
@@ -179,25 +178,25 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
       const BackwardArgs& args = ranges.branch[range];
       const int key_begin = args.window ? seq.k_begin : compressed_begin(p, block.z());
       const int key_count = args.window ? seq.k_len : num_compressed(p, seq.k_len);
-      __syncthreads();  // places are written, the stages are free
+      __syncthreads();  // slots are written, the stages are free
       if (lane % 4 == 0) {
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int4 place = places[row_in_tile(m, i)];
-            if (place.x < 0) {
+            const int4 slot = slots[row_in_tile(m, i)];
+            if (slot.x < 0) {
               terms[row_in_tile(m, i)] = make_float4(0, 0, 0, 0);
             } else {
               terms[row_in_tile(m, i)] = make_float4(
-                  args.lse.at(place.z, place.x, place.y) * kLog2e, args.delta.at(place.z, place.x, place.y),
-                  gate_of(args, place.z, place.x, place.y), __int_as_float(visible_keys(p, args.window, place.w).last));
+                  args.lse.at(slot.z, slot.x, slot.y) * kLog2e, args.delta.at(slot.z, slot.x, slot.y),
+                  gate_of(args, slot.z, slot.x, slot.y), __int_as_float(visible_keys(p, args.window, slot.w).last));
             }
           }
       }
       __syncwarp();
-      const KeyRange head = visible_keys(p, args.window, places[0].w),
-                     tail = visible_keys(p, args.window, places[last].w);
+      const KeyRange head = visible_keys(p, args.window, slots[0].w),
+                     tail = visible_keys(p, args.window, slots[last].w);
       const int first_tile = head.first / kKeys, last_tile = (min(tail.last, key_count) + kKeys - 1) / kKeys;
 
       if constexpr (sizeof(T) == 2) {
@@ -267,12 +266,12 @@ __global__ void __launch_bounds__(128, 2) range_d_q(const __grid_constant__ Rang
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int4 place = places[row_in_tile(m, i)];
-        if (place.x < 0) continue;
+        const int4 slot = slots[row_in_tile(m, i)];
+        if (slot.x < 0) continue;
         const auto& sum = sixteen<kM>(acc, m);
 #pragma unroll
         for (int first = 0; first < Dk / 8; first += kPairs)  // more at a time would spill
-          store_d_q<T, kPairs>(args, place.z, place.x, place.y, 8 * first + 2 * (lane & 3), [&](int n) {
+          store_d_q<T, kPairs>(args, slot.z, slot.x, slot.y, 8 * first + 2 * (lane & 3), [&](int n) {
             return float2{sum[first + n][2 * i] * args.scale, sum[first + n][2 * i + 1] * args.scale};
           });
       }

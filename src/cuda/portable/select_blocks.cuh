@@ -34,7 +34,7 @@ __device__ inline void top_k_blocks(const Args& args, const DeviceSequence& seq,
   }
   const int first_local = max(candidates - args.local_blocks, 0);
   const auto forced = [&](int j) { return j < args.init_blocks || j >= first_local; };
-  const int places = args.topk - min(args.init_blocks, candidates) - (candidates - max(first_local, args.init_blocks));
+  const int slots = args.topk - min(args.init_blocks, candidates) - (candidates - max(first_local, args.init_blocks));
   const int visible = num_compressed(p, position + 1), l = p.kernel_size, d = p.kernel_stride;
   for (int j = thread; j < candidates; j += kThreads) {
     const int begin = j * args.block_size, end = begin + args.block_size;
@@ -57,7 +57,7 @@ __device__ inline void top_k_blocks(const Args& args, const DeviceSequence& seq,
   }
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) held[i] = key_of(i * kThreads + thread);
-  // The largest threshold that at least `places` unforced blocks reach, bit by bit.
+  // The largest threshold that at least `slots` unforced blocks reach, bit by bit.
   const auto reach = [&](unsigned threshold, int round) {
     int n = 0;
 #pragma unroll
@@ -77,11 +77,11 @@ __device__ inline void top_k_blocks(const Args& args, const DeviceSequence& seq,
   for (int bit = 31; bit >= 0; --bit) {
     const unsigned next = threshold | (1u << bit);
     const int n = reach(next, round++);
-    if (n >= places) threshold = next;
-    if (n == places) break;
+    if (n >= slots) threshold = next;
+    if (n == slots) break;
   }
   above = threshold == 0xffffffffu ? 0 : reach(threshold + 1, round);
-  int ties = places - above, written = 0;
+  int ties = slots - above, written = 0;
   if (thread >= 32) return;
   const int lane = thread;
   for (int first = 0; first < candidates; first += 32) {

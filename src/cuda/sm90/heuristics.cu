@@ -81,7 +81,7 @@ CompressKernels all_kernels(const CompressDesc& call) {
 
 template <class T, bool kFloat8>
 StepKernels step_instances(std::int64_t key_dim, std::int64_t value_dim) {
-  const auto with = [](auto attend) { return StepKernels{attend, decode::launch_step_fold<T>}; };
+  const auto with = [](auto attend) { return StepKernels{attend, decode::launch_append_compress<T>}; };
   if (key_dim == 64 && value_dim == 64) return with(decode::launch_step_attend<T, 64, 64, kFloat8>);
   if (key_dim == 128 && value_dim == 128) return with(decode::launch_step_attend<T, 128, 128, kFloat8>);
   if (key_dim == 192 && value_dim == 128) return with(decode::launch_step_attend<T, 192, 128, kFloat8>);
@@ -223,7 +223,7 @@ const char* obstacle(const StepDesc& call) {
     return "blocks other than of 32, 64 or 128 tokens";
   if (cfg.topk > decode::kMaxBlocks) return "more than 64 blocks for a query";
   const int keys = cfg.block_size / cfg.kernel_stride, strides = cfg.kernel_size / cfg.kernel_stride;
-  if (keys < 2 || keys > decode::kUnitKeys) return "blocks of less than 2 or more than 16 compressed keys";
+  if (keys < 2 || keys > decode::kTileKeys) return "blocks of less than 2 or more than 16 compressed keys";
   if (strides > keys + 1) return "compression blocks longer than a selection block and a stride";
   if (!call.tma_compatible)
     return "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB";
@@ -231,9 +231,9 @@ const char* obstacle(const StepDesc& call) {
   return nullptr;
 }
 
-const char* fold_obstacle(const StepDesc& call) {
+const char* append_compress_obstacle(const StepDesc& call) {
   if (!call.phi_compatible) return "addresses or strides that are no multiples of 16 bytes";
-  constexpr int kSlice = decode::kFoldRanks * decode::kFoldStageRows;
+  constexpr int kSlice = decode::kCompressRanks * decode::kCompressStageRows;
   const auto fits = [&](CompressionKind kind, std::int64_t dim, std::int64_t hidden) {
     const std::int64_t tiles = hidden / 64;
     return kind == CompressionKind::kMean || (call.cfg.kernel_size * dim % kSlice == 0 && hidden % 64 == 0 &&
@@ -287,7 +287,7 @@ StepKernels choose_kernels(const StepDesc& call) {
           ? call.processors
           : clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.processors);
   kernels.longest_first = clusters_of(call, kernels.shape) > at_once;
-  if (fold_obstacle(call)) kernels.fold = nullptr;
+  if (append_compress_obstacle(call)) kernels.append_compress = nullptr;
   return kernels;
 }
 
@@ -328,9 +328,10 @@ std::string describe(const KernelQuery& query) {
     return query.phi == CompressionKind::kMlp ? (query.phi_hidden > 0 ? query.phi_hidden : 2 * dim) : dim;
   };
   step.hidden_k = columns(query.key_dim), step.hidden_v = columns(query.value_dim);
-  line("decode", obstacle(step)        ? portable(obstacle(step))
-                 : fold_obstacle(step) ? "sm90 step_attend; compress by " + portable(fold_obstacle(step))
-                                       : "sm90 step_fold and step_attend");
+  line("decode", obstacle(step) ? portable(obstacle(step))
+                 : append_compress_obstacle(step)
+                     ? "sm90 step_attend; compress by " + portable(append_compress_obstacle(step))
+                     : "sm90 append_compress and step_attend");
   ChunkDesc chunk{.attention = call, .tokens = kMinChunk};
   chunk.attention.selection = query.cfg;
   line("prefill", obstacle(chunk) ? portable(obstacle(chunk)) : "sm90 as nsa_attention, over what it gathers");
@@ -373,7 +374,7 @@ StepKernels kernels_for(int index, const StepDesc& call) {
   if (logs_details()) {
     const char* const why = supported ? obstacle(call) : kNoDevice;
     log_portable("decode", why);
-    if (!why) log_portable("compress of a step", fold_obstacle(call));
+    if (!why) log_portable("compress of a step", append_compress_obstacle(call));
   }
   if (!supported) return {};
   StepDesc here = call;

@@ -10,8 +10,8 @@
 #include <string>
 
 #include "cuda/sm90/compress/compress.h"
+#include "cuda/sm90/decode/append_compress.h"
 #include "cuda/sm90/decode/step_attend.h"
-#include "cuda/sm90/decode/step_fold.h"
 #include "cuda/sm90/range_attention/range_attention.h"
 #include "cuda/sm90/select_blocks/compressed_select.h"
 #include "cuda/sm90/selected_attention/selected_attention.h"
@@ -92,9 +92,10 @@ struct StepDesc {
 /// Null: there is none.
 struct StepKernels {
   cudaError_t (*attend)(const decode::StepAttendArgs&, cudaStream_t) = nullptr;
-  cudaError_t (*fold)(const decode::StepFoldArgs&, cudaStream_t) = nullptr;  // null: by portable kernels
-  decode::ClusterShape shape;                                                // of attend's clusters
-  bool longest_first = false;  // there are more clusters than a device holds
+  cudaError_t (*append_compress)(const decode::AppendCompressArgs&,
+                                 cudaStream_t) = nullptr;  // null: by portable kernels
+  decode::ClusterShape shape;                              // of attend's clusters
+  bool longest_first = false;                              // there are more clusters than a device holds
 };
 
 /// What decides whether a chunk of the prompt behind what a cache holds is attended to by the kernels of a forward
@@ -121,7 +122,7 @@ const char* obstacle(const CompressDesc& call);
 const char* obstacle(const StepDesc& call);
 const char* obstacle(const ChunkDesc& call);
 /// Why what a step does before it attends has none, though obstacle() is null.
-const char* fold_obstacle(const StepDesc& call);
+const char* append_compress_obstacle(const StepDesc& call);
 /// Why selected attention has none, or the choice of blocks together with compressed attention, though obstacle() is
 /// null.
 const char* selected_obstacle(const AttentionDesc& call);

@@ -33,13 +33,13 @@ struct Decoder::Impl {
   std::int64_t capacity;
   std::vector<std::int64_t> lengths;
   std::vector<bool> ended;
-  StepPlaces places;  // num_new is 1 for sequences that have begun and not ended; slots are dense attention's
+  StepState state;  // num_new is 1 for sequences that have begun and not ended; slots are dense attention's
   Rotation rotation;
   std::vector<BlockWeights> weights;
   at::Tensor head;
   std::vector<std::unique_ptr<LayerCache>> caches;
 
-  void require_room(std::int64_t sequence, std::int64_t count) const {
+  void require_capacity(std::int64_t sequence, std::int64_t count) const {
     const std::int64_t length = lengths.at(static_cast<std::size_t>(sequence));
     if (count >= 1 && length + count <= capacity) return;
     throw base::Error(
@@ -62,7 +62,7 @@ struct Decoder::Impl {
     const auto ids = at::tensor(c10::ArrayRef<std::int64_t>(tokens.data(), tokens.size()), at::kLong);
     const auto begin = length;
     length += static_cast<std::int64_t>(tokens.size());
-    places.positions.narrow(0, sequence, 1).fill_(length);
+    state.positions.narrow(0, sequence, 1).fill_(length);
     const Rotation here{rotation.cos.slice(0, begin, length), rotation.sin.slice(0, begin, length)};
     return run(at::embedding(model.embedding, base::upload(ids, model.device)), here,
                {.first = sequence, .count = 1, .start = begin});
@@ -76,13 +76,13 @@ Decoder::Decoder(const Model& model, std::int64_t sequences, std::int64_t capaci
   const auto on_device = at::TensorOptions(model.device());
   impl_->lengths.assign(static_cast<std::size_t>(sequences), 0);
   impl_->ended.assign(static_cast<std::size_t>(sequences), false);
-  impl_->places.positions = at::zeros({sequences}, on_device.dtype(at::kLong));
-  impl_->places.num_new = at::zeros({sequences}, on_device.dtype(at::kInt));
+  impl_->state.positions = at::zeros({sequences}, on_device.dtype(at::kLong));
+  impl_->state.num_new = at::zeros({sequences}, on_device.dtype(at::kInt));
   impl_->rotation =
       rotation_table(capacity, rope_frequencies(config.head_dim, config.rope_theta, config.rope), model.device());
   impl_->head = impl_->model.head_weights();
   if (config.attention == AttentionKind::kFull || !config.dense_layers.empty()) {
-    impl_->places.first_slots = at::arange(sequences, on_device.dtype(at::kLong)) * capacity;
+    impl_->state.first_slots = at::arange(sequences, on_device.dtype(at::kLong)) * capacity;
   }
   for (const Block& block : impl_->model.blocks) {
     impl_->weights.push_back(block.weights(model.compute_dtype()));
@@ -100,8 +100,8 @@ std::int64_t Decoder::length(std::int64_t sequence) const {
 
 at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t> tokens) {
   const at::NoGradGuard no_grad;
-  impl_->require_room(sequence, static_cast<std::int64_t>(tokens.size()));
-  impl_->places.num_new.narrow(0, sequence, 1).fill_(1);
+  impl_->require_capacity(sequence, static_cast<std::int64_t>(tokens.size()));
+  impl_->state.num_new.narrow(0, sequence, 1).fill_(1);
   const auto most = impl_->model.device.is_cuda() ? kChunkOnCuda : kChunkOnCpu;
   Residual x;
   while (!tokens.empty()) {
@@ -116,7 +116,7 @@ at::Tensor Decoder::prefill(std::int64_t sequence, std::span<const std::int64_t>
 void Decoder::count_step() {
   for (std::size_t b = 0; b < impl_->lengths.size(); ++b) {
     if (impl_->ended[b]) continue;
-    impl_->require_room(static_cast<std::int64_t>(b), 1);
+    impl_->require_capacity(static_cast<std::int64_t>(b), 1);
     ++impl_->lengths[b];
   }
 }
@@ -124,11 +124,11 @@ void Decoder::count_step() {
 at::Tensor Decoder::enqueue_step(const at::Tensor& tokens) {
   const at::NoGradGuard no_grad;
   // An ended sequence may be full: it is turned by the last angle, which nobody looks at.
-  const auto in = step_inputs(tokens, impl_->model.embedding, impl_->rotation, impl_->places);
+  const auto in = step_inputs(tokens, impl_->model.embedding, impl_->rotation, impl_->state);
   const CacheRows rows{.first = 0,
                        .count = tokens.size(0),
                        .idle = impl_->ended,
-                       .num_new = impl_->places.num_new,
+                       .num_new = impl_->state.num_new,
                        .slots = in.slots,
                        .lengths = in.lengths};
   return impl_->model.logits(impl_->run(in.x, in.rotation, rows), {impl_->head, true});
@@ -140,7 +140,7 @@ bool Decoder::steps_are_alike() const {
 
 void Decoder::end(std::int64_t sequence) {
   impl_->ended.at(static_cast<std::size_t>(sequence)) = true;
-  impl_->places.num_new.narrow(0, sequence, 1).fill_(0);
+  impl_->state.num_new.narrow(0, sequence, 1).fill_(0);
 }
 
 }  // namespace nsa::lm

@@ -14,7 +14,7 @@ namespace nsa::lm {
 /// B sequences of lengths of their own. Weights are cast to the compute dtype once, when it is made.
 class Decoder {
  public:
-  /// Room for `capacity` tokens of each sequence. `model` must outlive it and keep its weights, its device and its
+  /// `capacity`: tokens of each sequence. `model` must outlive it and keep its weights, its device and its
   /// compute dtype.
   Decoder(const Model& model, std::int64_t sequences, std::int64_t capacity);
   ~Decoder();
@@ -22,11 +22,11 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   /// Appends at least one token to a sequence; returns the logits after the last one, (vocab_size) in the compute
-  /// dtype, on the device. Throws Error when there is no room.
+  /// dtype, on the device. Throws Error beyond the capacity.
   at::Tensor prefill(std::int64_t sequence, std::span<const std::int64_t> tokens);
 
   /// A step appends a token to every sequence that has not ended. The host's half of it: lengths. Throws Error when
-  /// there is no room.
+  /// the capacity is exceeded.
   void count_step();
   /// What it puts into the device's stream: tokens int64 (B) on the device, of which those of ended sequences have no
   /// meaning, to the logits after them, (B, vocab_size) in the compute dtype. Before the first token it may come any

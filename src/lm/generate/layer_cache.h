@@ -18,21 +18,21 @@ struct CacheRows {
   std::vector<bool> idle = {};  // (count): those that take none, whose o is finite and has no meaning; empty: none
   at::Tensor num_new = {};      // the same for libnsa, int32 (count) on the device: 0 or m; undefined: m
   // A step's, for dense attention on the device; undefined where no layer has it.
-  at::Tensor slots = {};    // int64 (count): where the new token goes, sequence * capacity + its place
+  at::Tensor slots = {};    // int64 (count): where the new token goes, sequence * capacity + its position
   at::Tensor lengths = {};  // int32 (count): with it
 };
 
 class LayerCache {
  public:
   virtual ~LayerCache() = default;
-  /// Appends m projected tokens to each of the sequences, for which there must be room, and attends. `in`
+  /// Appends m projected tokens to each of the sequences, within the capacity, and attends. `in`
   /// (count * m, heads, D), sequence by sequence; o (count * m, H, Dv).
   virtual at::Tensor attend(const BlockWeights& weights, const AttentionInputs& in, const CacheRows& rows) = 0;
   /// Whether a step is the same kernels every time, which find its lengths on the device.
   virtual bool steps_are_alike() const = 0;
 };
 
-/// The cache for the model's kind of attention, of keys and values like `options`: room for `capacity` tokens of each
+/// The cache for the model's kind of attention, of keys and values like `options`: `capacity` tokens of each
 /// sequence. `rotation` is the table that rotates compressed keys; it must outlive the cache.
 std::unique_ptr<LayerCache> make_layer_cache(const ModelConfig& config, std::int64_t sequences, std::int64_t capacity,
                                              const at::TensorOptions& options, const Rotation& rotation);

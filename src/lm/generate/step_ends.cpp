@@ -17,12 +17,12 @@ namespace nsa::lm {
 namespace {
 
 StepInputs inputs_by_torch(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
-                           const StepPlaces& places) {
-  const auto at = places.positions.clamp_max(table.cos.size(0) - 1);
+                           const StepState& state) {
+  const auto at = state.positions.clamp_max(table.cos.size(0) - 1);
   StepInputs in{.x = at::embedding(embedding, tokens), .rotation = table.at(at), .slots = {}, .lengths = {}};
-  if (places.first_slots.defined()) in.slots = at + places.first_slots;
-  places.positions.add_(places.num_new);
-  if (places.first_slots.defined()) in.lengths = places.positions.to(at::kInt);
+  if (state.first_slots.defined()) in.slots = at + state.first_slots;
+  state.positions.add_(state.num_new);
+  if (state.first_slots.defined()) in.lengths = state.positions.to(at::kInt);
   return in;
 }
 
@@ -38,8 +38,8 @@ at::Tensor most_likely_by_torch(const at::Tensor& logits, const at::Tensor& toke
 #ifdef NSA_LM_CUDA
 
 StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
-                       const StepPlaces& places) {
-  if (!tokens.is_cuda()) return inputs_by_torch(tokens, embedding, table, places);
+                       const StepState& state) {
+  if (!tokens.is_cuda()) return inputs_by_torch(tokens, embedding, table, state);
   const std::int64_t rows = tokens.size(0), width = embedding.size(1), half = table.cos.size(1);
   StepInputs in{
       .x = at::empty({rows, width}, embedding.options()),
@@ -47,8 +47,8 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
       .slots = {},
       .lengths = {}};
   fused::StepInputsArgs args{.tokens = tokens.const_data_ptr<std::int64_t>(),
-                             .num_new = places.num_new.const_data_ptr<int>(),
-                             .positions = places.positions.mutable_data_ptr<std::int64_t>(),
+                             .num_new = state.num_new.const_data_ptr<int>(),
+                             .positions = state.positions.mutable_data_ptr<std::int64_t>(),
                              .capacity = table.cos.size(0),
                              .embedding = embedding.const_data_ptr<float>(),
                              .cos = table.cos.const_data_ptr<float>(),
@@ -59,10 +59,10 @@ StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, co
                              .x = in.x.mutable_data_ptr<float>(),
                              .turned_cos = in.rotation.cos.mutable_data_ptr<float>(),
                              .turned_sin = in.rotation.sin.mutable_data_ptr<float>()};
-  if (places.first_slots.defined()) {
-    in.slots = at::empty({rows}, places.positions.options());
-    in.lengths = at::empty({rows}, places.num_new.options());
-    args.first_slots = places.first_slots.const_data_ptr<std::int64_t>();
+  if (state.first_slots.defined()) {
+    in.slots = at::empty({rows}, state.positions.options());
+    in.lengths = at::empty({rows}, state.num_new.options());
+    args.first_slots = state.first_slots.const_data_ptr<std::int64_t>();
     args.slots = in.slots.mutable_data_ptr<std::int64_t>();
     args.lengths = in.lengths.mutable_data_ptr<int>();
   }
@@ -91,8 +91,8 @@ at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens
 #else
 
 StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
-                       const StepPlaces& places) {
-  return inputs_by_torch(tokens, embedding, table, places);
+                       const StepState& state) {
+  return inputs_by_torch(tokens, embedding, table, state);
 }
 
 at::Tensor most_likely_tokens(const at::Tensor& logits, const at::Tensor& tokens) {

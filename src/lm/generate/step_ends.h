@@ -8,7 +8,7 @@
 namespace nsa::lm {
 
 /// Where the sequences of a step are; tensors on the device.
-struct StepPlaces {
+struct StepState {
   at::Tensor positions;    // int64 (B): their lengths, which a step advances
   at::Tensor num_new;      // int32 (B): 1, or 0 for sequences that take no part
   at::Tensor first_slots;  // int64 (B): of each in a cache of slots; undefined: no layer has one
@@ -23,7 +23,7 @@ struct StepInputs {
 
 /// `tokens`: int64 (B); `embedding`: float32 (tokens, hidden). Adds num_new to the positions.
 StepInputs step_inputs(const at::Tensor& tokens, const at::Tensor& embedding, const Rotation& table,
-                       const StepPlaces& places);
+                       const StepState& state);
 
 /// double (3, B): the most likely tokens, of equals the first, how far the second ones are behind, and whether all
 /// logits are finite. `tokens`, int64 (B), gets the first of them, too. `logits`: (B, vocab_size).

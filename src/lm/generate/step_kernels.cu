@@ -15,20 +15,20 @@ constexpr int kInputThreads = 256;
 __global__ void __launch_bounds__(kInputThreads) begin_step(const __grid_constant__ StepInputsArgs args) {
   launch_dependents();  // whose weights may come: all that is ahead of this kernel has ended
   const auto row = static_cast<std::int64_t>(blockIdx.x);
-  const std::int64_t position = args.positions[row], place = min(position, args.capacity - 1);
+  const std::int64_t position = args.positions[row], slot = min(position, args.capacity - 1);
   const float* const embedding = args.embedding + args.tokens[row] * args.width;
   for (int c = static_cast<int>(threadIdx.x); c < args.width; c += kInputThreads)
     args.x[row * args.width + c] = embedding[c];
   for (int c = static_cast<int>(threadIdx.x); c < args.half; c += kInputThreads) {
-    args.turned_cos[row * args.half + c] = args.cos[place * args.half + c];
-    args.turned_sin[row * args.half + c] = args.sin[place * args.half + c];
+    args.turned_cos[row * args.half + c] = args.cos[slot * args.half + c];
+    args.turned_sin[row * args.half + c] = args.sin[slot * args.half + c];
   }
   __syncthreads();  // all have read the position
   if (threadIdx.x > 0) return;
   const std::int64_t length = position + args.num_new[row];
   args.positions[row] = length;
   if (!args.first_slots) return;
-  args.slots[row] = place + args.first_slots[row];
+  args.slots[row] = slot + args.first_slots[row];
   args.lengths[row] = static_cast<int>(length);
 }
 
@@ -56,7 +56,7 @@ constexpr int kRowThreads = 1024;
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) most_likely_of_rows(const MostLikelyArgs args) {
   __shared__ Highest parts[kRowThreads / 32];
-  wait_for_launcher();
+  griddepcontrol_wait();
   const T* const logits = static_cast<const T*>(args.logits) + blockIdx.x * args.row;
   Highest mine{-INFINITY, -INFINITY, args.columns, true};
   for (int column = static_cast<int>(threadIdx.x); column < args.columns; column += kRowThreads) {

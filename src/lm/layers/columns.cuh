@@ -58,10 +58,10 @@ __device__ inline float block_sum(float x, float* parts) {
 }
 
 // Programmatic dependent launch, from compute capability 9.0 on. A kernel that was launched so may begin before the one
-// ahead of it has ended: it must not read what that one writes, nor write at all, before wait_for_launcher(), which all
-// of its thread blocks call. So whoever waits for it waits for everything ahead, too.
+// ahead of it has ended: it must not read what that one writes, nor write at all, before griddepcontrol_wait(), which
+// all of its thread blocks call. So whoever waits for it waits for everything ahead, too.
 
-__device__ inline void wait_for_launcher() {
+__device__ inline void griddepcontrol_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -73,7 +73,7 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
-/// Brings what no kernel writes into the second-level cache: ahead of wait_for_launcher(), since weights of one layer
+/// Brings what no kernel writes into the second-level cache: ahead of griddepcontrol_wait(), since weights of one layer
 /// are no longer there when the next token comes.
 __device__ inline void prefetch(const void* from, std::int64_t bytes) {
   constexpr std::int64_t kLine = 128;

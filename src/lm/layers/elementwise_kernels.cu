@@ -19,7 +19,7 @@ static_assert(kThreads == kRotaryThreads);
 __global__ void __launch_bounds__(kThreads)
     rotate_heads(const __grid_constant__ RotaryCopyArgs args, const __grid_constant__ RotaryCopyGrid grid) {
   launch_dependents();
-  wait_for_launcher();
+  griddepcontrol_wait();
   rotate_pairs(args, grid, blockIdx.x);
 }
 
@@ -30,7 +30,7 @@ __device__ float silu_slope(float x) {
 }
 
 __global__ void __launch_bounds__(kThreads) swiglu_columns(const SwigluArgs args) {
-  wait_for_launcher();
+  griddepcontrol_wait();
   const std::int64_t per_row = args.width / kColumns, row = own_index() / per_row;
   if (row >= args.rows) return;
   const std::int64_t column = own_index() % per_row * kColumns, from = row * 2 * args.width + column;
@@ -57,7 +57,7 @@ __device__ void for_columns(std::int64_t width, const F& f) {
 template <int groups>
 __global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
   prefetch(args.weight, args.width * std::int64_t{sizeof(float)});
-  wait_for_launcher();
+  griddepcontrol_wait();
   __shared__ float parts[kThreads / 32];
   const float per_column = 1 / static_cast<float>(args.width);
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows(const NormArgs args) {
 /// dx = s (w dy) - x s^3 mean(x w dy) + dsum, dw = sum over rows of dy x s, with s the row's scale.
 template <int groups>
 __global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs args) {
-  wait_for_launcher();
+  griddepcontrol_wait();
   __shared__ float parts[kThreads / 32];
   const float per_column = 1 / static_cast<float>(args.width);
   Eight d_weight[groups] = {};
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows_backward(const NormArgs ar
 
 template <int groups>
 __global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArgs args) {
-  wait_for_launcher();
+  griddepcontrol_wait();
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     for_columns<groups>(args.width, [&](int, unsigned column) {
       const Eight x = load(args.x, row * args.row + column), bias = load(args.bias, column);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) biased_silu_rows(const BiasedSiluArg
 
 template <int groups>
 __global__ void __launch_bounds__(kThreads) biased_silu_rows_backward(const BiasedSiluArgs args) {
-  wait_for_launcher();
+  griddepcontrol_wait();
   Eight d_bias[groups] = {};
   for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     for_columns<groups>(args.width, [&](int j, unsigned column) {
@@ -152,7 +152,7 @@ unsigned row_threads(std::int64_t width) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((width / kColumns + 31) / 32 * 32, 32, kThreads));
 }
 
-/// One group of columns a thread, where that is enough, leaves room for more thread blocks on a multiprocessor.
+/// One group of columns a thread, where that is enough, lets more thread blocks share an SM.
 constexpr std::int64_t kOneGroup = kThreads * kColumns;
 constexpr int kMaxGroups = static_cast<int>(kWidest / kOneGroup);
 

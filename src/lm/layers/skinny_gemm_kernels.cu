@@ -50,7 +50,7 @@ __device__ void multiply(float (&sums)[4], unsigned a0, unsigned a2, unsigned b0
 __host__ __device__ constexpr int row_stride(int depth) { return (depth + 63) / 64 * 64 + 32; }
 
 /// Where a thread block keeps a chunk of a row of a tile: neighbours in different banks.
-__device__ int place(int row, int chunk) { return row * kChunks + (chunk ^ ((row & 1) << 2)); }
+__device__ int slot(int row, int chunk) { return row * kChunks + (chunk ^ ((row & 1) << 2)); }
 
 /// Writes `count` rows of the input to shared memory, each by the same share of the threads.
 template <int most>
@@ -149,7 +149,7 @@ __device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group
       for (int i = 0; i < kBlockRows / 2; ++i) {
         const int row = i * 2 + lane / kChunks;
         const bool there = first_row + row < args.columns && step * kStep + copied < args.depth;
-        copy16(mine + step % kStages * kBlockRows * kChunks + place(row, lane % kChunks),
+        copy16(mine + step % kStages * kBlockRows * kChunks + slot(row, lane % kChunks),
                from + step * kStep + i * 2 * args.depth, there);
       }
     }
@@ -161,7 +161,7 @@ __device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group
   if (args.input == RowInput::kNorm) prefetch(args.norm, args.depth * std::int64_t{sizeof(float)});
   if (args.input == RowInput::kSilu) prefetch(args.bias, args.depth * std::int64_t{sizeof(__nv_bfloat16)});
   if (args.gate_bias) prefetch(args.gate_bias, args.columns * std::int64_t{sizeof(__nv_bfloat16)});
-  wait_for_launcher();
+  griddepcontrol_wait();
   prepare<most>(args, first_input, count, rows, parts);
   __syncthreads();
 
@@ -179,7 +179,7 @@ __device__ void multiply_skinny(const SkinnyGemmArgs& args, int block, int group
       if (row < count && at < args.depth) x = *reinterpret_cast<const uint4*>(rows + row * stride + at);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const uint4 w = stage[t * kTileRows * kChunks + place(row, chunk)];
+        const uint4 w = stage[t * kTileRows * kChunks + slot(row, chunk)];
         multiply(sums[t][2 * i % kChains], x.x, x.y, w.x, w.y);
         multiply(sums[t][(2 * i + 1) % kChains], x.z, x.w, w.z, w.w);
       }
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(most))
   if (blockIdx.x < gemm_blocks)
     return multiply_skinny<most, 1>(args, static_cast<int>(blockIdx.x % blocks), static_cast<int>(blockIdx.x / blocks));
   launch_dependents();
-  wait_for_launcher();
+  griddepcontrol_wait();
   rotate_pairs(copies, grid, blockIdx.x - gemm_blocks);
 }
 

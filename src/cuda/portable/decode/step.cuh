@@ -1,5 +1,5 @@
-// A step with a cache but its arithmetic: who has room, and bytes that move. Lengths and tables lie on the device; a
-// sequence that they would lead out of bounds has no room, and nothing else reads them.
+// A step with a cache without its arithmetic: capacity, and bytes that move. Lengths and tables lie on the device. A
+// sequence that they would lead out of bounds has no capacity, and nothing else reads them.
 #pragma once
 
 #include "cuda/common/pages.cuh"
@@ -9,11 +9,12 @@ namespace nsa::cuda::portable {
 /// A thread block per sequence.
 __global__ void __launch_bounds__(256) plan_step(const __grid_constant__ PlanArgs args) {
   const int b = blockIdx.x;
-  const StepWish wish(args.geometry, args.lengths, args.num_new, args.positions, b);
-  const bool room = wish.possible && __syncthreads_and(own_room(args, wish, b));
+  const StepRequest request(args.geometry, args.lengths, args.num_new, args.positions, b);
+  const bool fits = request.possible && __syncthreads_and(own_capacity(args, request, b));
   if (threadIdx.x > 0) return;
-  args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, wish.q_begin};
-  if (wish.added > 0 && !room) *args.overflow = 1;
+  args.plan[b] = {max(request.before, 0), fits ? request.added : 0, b, fits ? request.completed : 0, 0,
+                  request.q_begin};
+  if (request.added > 0 && !fits) *args.overflow = 1;
 }
 
 /// Grid y: kind of tokens, z: sequence.

@@ -10,7 +10,7 @@
 
 namespace nsa::cuda::sm90 {
 
-/// In shared memory: barriers of the rings of keys and of values and of a place for the queries of each warpgroup,
+/// In shared memory: barriers of the rings of keys and of values and of a slot for the queries of each warpgroup,
 /// with the tile they belong to.
 template <int kStages, int kGroups>
 struct ForwardBarriers {
@@ -19,7 +19,7 @@ struct ForwardBarriers {
 
   __device__ __forceinline__ Pipeline<kStages> keys() const { return {shared_address(key_barriers)}; }
   __device__ __forceinline__ Pipeline<kStages> values() const { return {shared_address(value_barriers)}; }
-  /// Its stages are the places of the warpgroups.
+  /// Its stages are the slots of the warpgroups.
   __device__ __forceinline__ Pipeline<kGroups> queries() const { return {shared_address(query_barriers)}; }
 
   /// One thread; fence_mbarrier_init() is to follow.

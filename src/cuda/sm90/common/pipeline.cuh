@@ -10,7 +10,7 @@
 
 namespace nsa::cuda::sm90 {
 
-/// The place of a thread in a ring of kStages.
+/// The position of a thread in a ring of kStages.
 template <int kStages>
 class PipelineState {
  public:

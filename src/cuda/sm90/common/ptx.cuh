@@ -118,7 +118,7 @@ __device__ __forceinline__ void warpgroup_reg_dealloc() {
 }
 
 /// A named barrier (1 .. 15; 0 is __syncthreads) of `threads` threads: one of an enum class of the kernel family, or
-/// the one `of` places behind it. The warps may come from different instructions: bar.sync would promise that all of
+/// the one `of` slots behind it. The warps may come from different instructions: bar.sync would promise that all of
 /// them execute the same one.
 template <class Barrier>
 __device__ __forceinline__ void named_barrier_sync(Barrier barrier, int threads, int of = 0) {

@@ -1,5 +1,5 @@
-// The choice of blocks within a cluster: sums of probabilities that warps keep as keys stream past, importances of the
-// blocks that a thread block has kept, the top n of them, and the top n of all.
+// The choice of blocks within a cluster: sums of probabilities that warps cache as keys stream past, importances of
+// the blocks of a thread block, the top n of them, and the top n of all.
 #pragma once
 
 #include "cuda/common/block_list.cuh"
@@ -10,19 +10,20 @@
 
 namespace nsa::cuda::sm90::decode {
 
-/// What is kept of a unit and tile (BlockKeys::kept_bytes). Rows r and r + 8 lie side by side, as one lane has them.
-struct KeptUnit {
+/// The cached scores of a key tile and a tile of rows (BlockKeys::scores_bytes). Rows r and r + 8 lie side by side, as
+/// one lane has them.
+struct CachedScores {
   char* memory;
   int blocks;
 
   __device__ __half* sums(int block) const { return reinterpret_cast<__half*>(memory) + block * kTileRows; }
-  __device__ __half* crossing() const { return sums(blocks); }  // what its keys give to the next unit's first block
+  __device__ __half* crossing() const { return sums(blocks); }  // what its keys give to the next key tile's first block
   __device__ float* reference() const { return reinterpret_cast<float*>(sums(blocks + 1)); }
-  __device__ static int row_of(int place) { return place / 2 + place % 2 * 8; }
+  __device__ static int row_of(int slot) { return slot / 2 + slot % 2 * 8; }
 };
 
-/// Equation 9 as a product: how many strides each key of a unit shares with blocks first ... first + 7, counted from
-/// the unit's own first one, as this lane's B operand of sixteen keys.
+/// Equation 9 as a product: how many strides each key of a key tile shares with blocks first ... first + 7, counted
+/// from the key tile's own first one, as this lane's B operand of sixteen keys.
 struct BlockWeights {
   std::uint32_t b[2];
 
@@ -39,16 +40,16 @@ struct BlockWeights {
   }
 };
 
-/// Keeps the probabilities p of one of kAtOnce units, relative to `reference` (base 2) of the lane's two rows, as sums
-/// over selection blocks. weights: from block 0 on.
+/// Keeps the probabilities p of one of kAtOnce key tiles, relative to `reference` (base 2) of the lane's two rows, as
+/// sums over selection blocks. weights: from block 0 on.
 template <int kAtOnce>
-__device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys& shape, const BlockWeights& weights,
-                                          const float (&p)[2 * kAtOnce][4], int which, const float (&reference)[2],
-                                          int lane) {
+__device__ __forceinline__ void cache_scores(const CachedScores& key_tile, const BlockKeys& shape,
+                                             const BlockWeights& weights, const float (&p)[2 * kAtOnce][4], int which,
+                                             const float (&reference)[2], int lane) {
   const int column = 2 * (lane & 3);  // the lane's, and the next one
-  char* const mine = unit.memory + (column * kTileRows * 2 + lane / 4 * 4);
+  char* const mine = key_tile.memory + (column * kTileRows * 2 + lane / 4 * 4);
   const auto keep = [&](int block, float low, float high) {
-    if (column + block <= unit.blocks)
+    if (column + block <= key_tile.blocks)
       *reinterpret_cast<std::uint32_t*>(mine + block * kTileRows * 2) = pack(Half{}, low, high);
   };
   std::uint32_t a[4];
@@ -57,25 +58,26 @@ __device__ __forceinline__ void keep_unit(const KeptUnit& unit, const BlockKeys&
   mma(Half{}, sums, a, weights.b[0], weights.b[1]);
   keep(0, sums[0], sums[2]);
   keep(1, sums[1], sums[3]);
-  if (unit.blocks == 8) {  // the next unit's is the ninth
+  if (key_tile.blocks == 8) {  // the next key tile's is the ninth
     const BlockWeights beyond(shape, 8, lane);
     float rest[4] = {};
     mma(Half{}, rest, a, beyond.b[0], beyond.b[1]);
     keep(8, rest[0], rest[2]);
   }
-  if (column == 0) reinterpret_cast<float2*>(unit.reference())[lane / 4] = make_float2(reference[0], reference[1]);
+  if (column == 0) reinterpret_cast<float2*>(key_tile.reference())[lane / 4] = make_float2(reference[0], reference[1]);
 }
 
-/// Where the units of a cluster lie: stages of kStageUnits units go to the ranks in turn, and a rank's units follow
-/// each other in its memory.
-template <int kRanks, int kStageUnits>
-struct UnitPlace {
+/// Where the key tiles of a cluster lie: stages of kStageKeyTiles key tiles go to the ranks in turn, and a rank's key
+/// tiles follow each other in its memory.
+template <int kRanks, int kStageKeyTiles>
+struct KeyTileSlot {
   int rank, local;
 
-  __device__ explicit UnitPlace(int unit)
-      : rank(unit / kStageUnits % kRanks), local(unit / kStageUnits / kRanks * kStageUnits + unit % kStageUnits) {}
-  __device__ static int unit_of(int local, int rank) {
-    return (local / kStageUnits * kRanks + rank) * kStageUnits + local % kStageUnits;
+  __device__ explicit KeyTileSlot(int key_tile)
+      : rank(key_tile / kStageKeyTiles % kRanks),
+        local(key_tile / kStageKeyTiles / kRanks * kStageKeyTiles + key_tile % kStageKeyTiles) {}
+  __device__ static int key_tile_of(int local, int rank) {
+    return (local / kStageKeyTiles * kRanks + rank) * kStageKeyTiles + local % kStageKeyTiles;
   }
 };
 
@@ -90,7 +92,7 @@ __device__ __forceinline__ int block_of(unsigned long long candidate) {
 
 /// How many of the `count` numbers come before number `at`, which is `mine`: larger ones, and equal ones in front of
 /// it. count: a multiple of four.
-__device__ __forceinline__ int place_among(const unsigned* numbers, int count, int at, unsigned mine) {
+__device__ __forceinline__ int slot_among(const unsigned* numbers, int count, int at, unsigned mine) {
   const auto* const four = reinterpret_cast<const uint4*>(numbers);
   int counts[4] = {};
   const auto add = [&](int i, unsigned least) {
@@ -155,15 +157,15 @@ __device__ __forceinline__ int read_given(const int* given, int topk, int positi
   return count;
 }
 
-/// The candidates of a query at `position`, those that are forced, and the places left for the others.
+/// The candidates of a query at `position`, those that are forced, and the slots left for the others.
 struct Candidates {
-  int count, init, first_local, places;
+  int count, init, first_local, slots;
 
   __device__ Candidates(const StepAttendArgs& args, int position) {
     count = (position >> args.block_keys.log2_block) + 1;
     init = min(args.init_blocks, count);
     first_local = max(max(count - args.local_blocks, 0), init);
-    places = args.topk - init - (count - first_local);
+    slots = args.topk - init - (count - first_local);
   }
   __device__ bool all(const StepAttendArgs& args) const { return count <= args.topk; }
   __device__ bool forced(int block) const { return block < init || block >= first_local; }
@@ -184,22 +186,22 @@ struct ChoiceMemory {
   __device__ int* blocks() const { return &count() + 1; }
 };
 
-/// A block's importance for the first `count` rows of a tile: its sums over them, if the unit has any keys, and for a
-/// unit's first block what the keys of the unit before give, which lies in the thread block `rank`. totals: of the
-/// tile's rows.
+/// A block's importance for the first `count` rows of a tile: its sums over them, if the key tile has any keys, and for
+/// a key tile's first block what the keys of the key tile before give, which lies in the thread block `rank`. totals:
+/// of the tile's rows.
 template <int kRanks>
-__device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int block, bool crosses, KeptUnit before,
-                                               int rank, const float2* totals, int count) {
+__device__ __forceinline__ float importance_of(bool has_keys, CachedScores key_tile, int block, bool crosses,
+                                               CachedScores before, int rank, const float2* totals, int count) {
   float sum = 0;
 #pragma unroll 1
-  for (int r = 0; r < kTileRows; r += 8) {  // eight places of rows at a time
+  for (int r = 0; r < kTileRows; r += 8) {  // eight slots of rows at a time
     uint4 sums{}, crossings{};
     constexpr float kNone = -INFINITY;
     float4 low{kNone, kNone, kNone, kNone}, high = low, low_before = low, high_before = low;
     if (has_keys) {
-      sums = *reinterpret_cast<const uint4*>(unit.sums(block) + r);
-      low = *reinterpret_cast<const float4*>(unit.reference() + r);
-      high = *reinterpret_cast<const float4*>(unit.reference() + r + 4);
+      sums = *reinterpret_cast<const uint4*>(key_tile.sums(block) + r);
+      low = *reinterpret_cast<const float4*>(key_tile.reference() + r);
+      high = *reinterpret_cast<const float4*>(key_tile.reference() + r + 4);
     }
     if (crosses) {
       const auto* const reference = reinterpret_cast<const float4*>(before.reference() + r);
@@ -207,7 +209,7 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
       low_before = load_rank<kRanks>(reference, rank), high_before = load_rank<kRanks>(reference + 1, rank);
     }
     const auto add = [&](int i, float x, float reference_of, float y, float reference_before) {
-      const int row = KeptUnit::row_of(r + i);
+      const int row = CachedScores::row_of(r + i);
       const float2 all = totals[row];
       const float share = x * exp2_fast(reference_of - all.x) + y * exp2_fast(reference_before - all.x);
       sum += row < count ? share * all.y : 0;
@@ -230,28 +232,28 @@ __device__ __forceinline__ float importance_of(bool has_keys, KeptUnit unit, int
 template <class S, class TotalsOf>
 __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b, char* memory,
                                               const TotalsOf& totals_of, int tiles, const ChoiceMemory& choice,
-                                              char* all_kept, int row, int position, int compressed, bool chooses,
-                                              bool room, bool writes) {
-  constexpr int kRanks = S::kRanks, kUnits = S::kStageUnits, kThreads = S::kThreads;
+                                              char* all_scores, int row, int position, int compressed, bool chooses,
+                                              bool fits, bool writes) {
+  constexpr int kRanks = S::kRanks, kStageTiles = S::kStageKeyTiles, kThreads = S::kThreads;
   const BlockKeys& shape = args.block_keys;
   const int thread = threadIdx.x, lane = thread % 32, warp = warp_uniform(thread / 32), rank = S::rank();
   const int kv_head = blockIdx.y, topk = args.topk;
   const Candidates candidates(args, position);
   const bool ranks_blocks = chooses && !candidates.all(args);  // else all of them fit
   if (ranks_blocks) {
-    const int kept_bytes = shape.kept_bytes(), log2_blocks = shape.log2_blocks();
-    const int units = (compressed + kUnitKeys - 1) / kUnitKeys;
-    const int all_units = (candidates.count + shape.blocks() - 1) >> log2_blocks;
-    const int stages = max((all_units + kUnits * (kRanks - rank) - 1) / (kUnits * kRanks), 0);
-    const int local_blocks = stages * kUnits << log2_blocks;    // in this thread block
-    const int each = (local_blocks + kThreads - 1) / kThreads;  // neighbouring blocks of a thread
-    auto* const keys = reinterpret_cast<unsigned*>(memory);     // their importances
-    unsigned* const largest = keys + local_blocks;              // of each thread
+    const int scores_bytes = shape.scores_bytes(), log2_blocks = shape.log2_blocks();
+    const int key_tiles = (compressed + kTileKeys - 1) / kTileKeys;
+    const int all_key_tiles = (candidates.count + shape.blocks() - 1) >> log2_blocks;
+    const int stages = max((all_key_tiles + kStageTiles * (kRanks - rank) - 1) / (kStageTiles * kRanks), 0);
+    const int local_blocks = stages * kStageTiles << log2_blocks;  // in this thread block
+    const int each = (local_blocks + kThreads - 1) / kThreads;     // neighbouring blocks of a thread
+    auto* const keys = reinterpret_cast<unsigned*>(memory);        // their importances
+    unsigned* const largest = keys + local_blocks;                 // of each thread
     unsigned& threshold = largest[kThreads];
     int& listed = reinterpret_cast<int&>(largest[kThreads + 1]);
     auto* const list = reinterpret_cast<unsigned long long*>(largest + kThreads + 4);  // blocks above the threshold
     const auto block_at = [&](int local) {
-      return (S::Place::unit_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
+      return (S::TileSlot::key_tile_of(local >> log2_blocks, rank) << log2_blocks) + (local & (shape.blocks() - 1));
     };
     for (int i = thread; i < topk; i += kThreads) choice.candidates()[i] = 0;
     const auto each_own = [&](const auto& body) {
@@ -260,20 +262,20 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
         if (const int local = thread * each + i; local < local_blocks) body(local);
     };
     each_own([&](int local) {
-      const int local_unit = local >> log2_blocks, in_unit = local & (shape.blocks() - 1);
-      const int unit = S::Place::unit_of(local_unit, rank), block = block_at(local);
+      const int local_tile = local >> log2_blocks, in_tile = local & (shape.blocks() - 1);
+      const int key_tile = S::TileSlot::key_tile_of(local_tile, rank), block = block_at(local);
       unsigned key = 0;
       if (block < candidates.count && !candidates.forced(block)) {
-        const bool crosses = in_unit == 0 && unit > 0 && unit <= units && shape.strides > 1;
-        const typename S::Place before(max(unit - 1, 0));
+        const bool crosses = in_tile == 0 && key_tile > 0 && key_tile <= key_tiles && shape.strides > 1;
+        const typename S::TileSlot before(max(key_tile - 1, 0));
         float sum = 0;
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile) {
-          char* const of_tile = all_kept + tile * args.kept_units * kept_bytes;
-          const KeptUnit here{of_tile + local_unit * kept_bytes, shape.blocks()};
-          const KeptUnit there{of_tile + before.local * kept_bytes, shape.blocks()};
-          sum += importance_of<kRanks>(unit < units, here, in_unit, crosses, there, before.rank, totals_of(tile),
-                                       args.geometry.group - tile * kTileRows);
+          char* const of_tile = all_scores + tile * args.cached_tiles * scores_bytes;
+          const CachedScores here{of_tile + local_tile * scores_bytes, shape.blocks()};
+          const CachedScores there{of_tile + before.local * scores_bytes, shape.blocks()};
+          sum += importance_of<kRanks>(key_tile < key_tiles, here, in_tile, crosses, there, before.rank,
+                                       totals_of(tile), args.geometry.group - tile * kTileRows);
         }
         key = ordered(sum);
       }
@@ -286,12 +288,12 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
     __syncthreads();
     // The thread block's candidates, the most important first. They belong to the first threads in the order of largest
     // importances, and none is below that of the last of these.
-    const int place = mine ? place_among(largest, min(local_blocks, kThreads), thread, mine) : candidates.places;
-    const bool among_first = place < candidates.places;
+    const int slot = mine ? slot_among(largest, min(local_blocks, kThreads), thread, mine) : candidates.slots;
+    const bool among_first = slot < candidates.slots;
     if (each == 1) {
-      if (among_first) choice.candidates()[place] = candidate(mine, block_at(thread));
+      if (among_first) choice.candidates()[slot] = candidate(mine, block_at(thread));
     } else {
-      if (place == candidates.places - 1) threshold = mine;
+      if (slot == candidates.slots - 1) threshold = mine;
       __syncthreads();
       if (among_first)
         each_own([&](int local) {
@@ -303,7 +305,7 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
       for (int i = thread; i < count; i += kThreads) {
         const unsigned long long candidate = list[i];
         const int larger = count_larger(list, count, candidate);
-        if (larger < candidates.places) choice.candidates()[larger] = candidate;
+        if (larger < candidates.slots) choice.candidates()[larger] = candidate;
       }
     }
     S::sync();
@@ -315,12 +317,12 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
     __syncthreads();
     for (int i = thread; i < topk; i += kThreads) {
       const int count = choice.count(), block = i < count ? found[i] : -1;
-      int place = i;
+      int slot = i;
       if (i < count) {
-        place = count_before(found, count, block);
-        choice.blocks()[place] = block;
+        slot = count_before(found, count, block);
+        choice.blocks()[slot] = block;
       }
-      if (writes) args.indices.template at<int>(b, row, kv_head)[place] = room ? block : -1;
+      if (writes) args.indices.template at<int>(b, row, kv_head)[slot] = fits ? block : -1;
     }
     __syncthreads();
   };
@@ -328,9 +330,9 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
     if (kRanks > 1 && ranks_blocks)
 #pragma unroll 1
       for (int i = thread; i < kRanks * topk; i += kThreads) {
-        const int place = i / kRanks, of_rank = i % kRanks;
-        const uint2 x = load_remote_uint2(map_to_rank(shared_address(choice.candidates() + place), of_rank));
-        entries[of_rank * topk + place] = static_cast<unsigned long long>(x.y) << 32 | x.x;
+        const int slot = i / kRanks, of_rank = i % kRanks;
+        const uint2 x = load_remote_uint2(map_to_rank(shared_address(choice.candidates() + slot), of_rank));
+        entries[of_rank * topk + slot] = static_cast<unsigned long long>(x.y) << 32 | x.x;
       }
     const bool all = candidates.all(args);
     for (int i = thread; i < topk; i += kThreads)
@@ -342,9 +344,9 @@ __device__ __forceinline__ void choose_blocks(const StepAttendArgs& args, int b,
       for (int i = thread; i < kRanks * topk; i += kThreads) {
         const unsigned long long mine = kRanks == 1 ? choice.candidates()[i] : entries[i];
         if (mine == 0) continue;
-        const int place = kRanks == 1 ? i : count_larger<kRanks>(entries, topk, mine);
-        if (place >= candidates.places) continue;
-        found[candidates.num_forced() + place] = block_of(mine);
+        const int slot = kRanks == 1 ? i : count_larger<kRanks>(entries, topk, mine);
+        if (slot >= candidates.slots) continue;
+        found[candidates.num_forced() + slot] = block_of(mine);
         atomicAdd(&choice.count(), 1);
       }
     }

@@ -51,16 +51,16 @@ __device__ __forceinline__ void unite(const BlockList& to, const BlockList (&fro
   if (lane == 0) to.count() = counts[0] + counts[1] - common;
 }
 
-/// What a query's importances are made from: sums of probabilities, of blocks by keys that begin in their unit, and of
-/// what each unit's keys give to the next one's first block.
+/// What a query's importances are made from: sums of probabilities, of blocks by keys that begin in their key tile, and
+/// of what each key tile's keys give to the next one's first block.
 struct Importances {
   float* blocks;
   float* crossings;
 
   __device__ float of(const BlockKeys& shape, int block) const {
-    const int unit = block >> shape.log2_blocks();
-    const bool crosses = (block & (shape.blocks() - 1)) == 0 && unit > 0;
-    return blocks[block] + (crosses ? crossings[unit - 1] : 0);
+    const int key_tile = block >> shape.log2_blocks();
+    const bool crosses = (block & (shape.blocks() - 1)) == 0 && key_tile > 0;
+    return blocks[block] + (crosses ? crossings[key_tile - 1] : 0);
   }
 };
 
@@ -91,12 +91,12 @@ __device__ __forceinline__ void find_blocks(const StepAttendArgs& args, char* me
   largest[thread] = mine;
   if (thread == 0) threshold = 1, listed = 0;
   sync();
-  // The places belong to blocks of the first threads in the order of largest importances, and none is below that of the
+  // The slots belong to blocks of the first threads in the order of largest importances, and none is below that of the
   // last of these.
-  const int place = mine ? place_among(largest, kThreads, thread, mine) : candidates.places;
-  if (place == candidates.places - 1) threshold = mine;
+  const int slot = mine ? slot_among(largest, kThreads, thread, mine) : candidates.slots;
+  if (slot == candidates.slots - 1) threshold = mine;
   sync();
-  if (place < candidates.places)
+  if (slot < candidates.slots)
 #pragma unroll 1
     for (int block = first; block < last; ++block)
       if (keys[block] >= threshold) found_blocks[atomicAdd(&listed, 1)] = candidate(keys[block], block);
@@ -108,9 +108,9 @@ __device__ __forceinline__ void find_blocks(const StepAttendArgs& args, char* me
     for (int i = thread; i < others; i += kThreads) {
       const unsigned long long block = found_blocks[i];
       const int larger = count_larger(found_blocks, others, block);
-      if (larger < candidates.places) list.found()[known + larger] = block_of(block);
+      if (larger < candidates.slots) list.found()[known + larger] = block_of(block);
     }
-    if (thread == 0) list.count() = known + min(others, max(candidates.places, 0));
+    if (thread == 0) list.count() = known + min(others, max(candidates.slots, 0));
   }
   sync();
   if (active) list.sort(thread, kThreads);

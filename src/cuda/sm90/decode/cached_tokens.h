@@ -57,14 +57,14 @@ struct TokenPages {
         by_size(slots.size) {}
 
   /// A page by its number in the table, and a row in it.
-  struct Place {
+  struct Slot {
     int number, row;
   };
-  __device__ Place place_of(int token) const {
+  __device__ Slot slot_of(int token) const {
     const int slot = token + first, number = by_size.divide(slot);
     return {number, slot - number * size};
   }
-  /// A page of sequence b; 0 where there is none, as may be while it is not known whether there is room. Written out:
+  /// A page of sequence b; 0 where there is none, as may be while the capacity is not known. Written out:
   /// as calls of the two below it is more instructions of every kernel.
   __device__ int page_of(int b, int number) const {
     if (!table) return b;
@@ -90,8 +90,8 @@ struct CachedTensor : TokenPages {
       : TokenPages(slots, num_pages, table_columns), rows(slots) {}
 
   __device__ char* at(int b, int token, int head) const {
-    const Place place = place_of(token);
-    return rows.data + page_of(b, place.number) * rows.page + static_cast<std::int64_t>(place.row) * rows.row +
+    const Slot slot = slot_of(token);
+    return rows.data + page_of(b, slot.number) * rows.page + static_cast<std::int64_t>(slot.row) * rows.row +
            head * rows.head;
   }
 };

@@ -74,7 +74,7 @@ struct BranchTiles {
   }
 };
 
-/// The place of a thread in a ring of up to eight slots, in one register.
+/// The position of a thread in a ring of up to eight slots, in one register.
 template <int kSlots>
 class SlotState {
  public:
@@ -105,45 +105,45 @@ class TileCopier {
 
   /// Where a tile lies: whole: all its rows one after the other from this one of a page on. Else the lane's row; below
   /// 0: it is not loaded. page: not checked yet, so that nothing waits for it.
-  struct Place {
+  struct TileSlot {
     int page, row;
     bool whole;
   };
-  __device__ __forceinline__ Place place(const StepAttendArgs& args, const CachedBranch& cached,
-                                         const BranchTiles& tiles, int tile, int b) const {
+  __device__ __forceinline__ TileSlot slot_of(const StepAttendArgs& args, const CachedBranch& cached,
+                                              const BranchTiles& tiles, int tile, int b) const {
     const int log2_block = args.block_keys.log2_block;
     const int key = tiles.key_of(tile, tiles.branch == kSelected ? tiles.entry(tile) : 0, log2_block);
     const int behind = tiles.branch == kSelected ? min(tiles.end, key + (1 << log2_block)) : tiles.end;
-    TokenPages::Place at = cached.place_of(key);
+    TokenPages::Slot at = cached.slot_of(key);
     const bool whole = key >= tiles.begin && key + S::kKeys <= behind && at.row + S::kKeys <= cached.size;
     if (!whole) {
       const int token = key + first_row_ + lane_;
-      at = cached.place_of(min(max(token, tiles.begin), behind - 1));
+      at = cached.slot_of(min(max(token, tiles.begin), behind - 1));
       if (token < tiles.begin || token >= behind) at.row = -1;
     }
     return {cached.listed_page(b, at.number), at.row, whole};
   }
 
   /// Keys or values into the next slot, as soon as that is free.
-  __device__ __forceinline__ void copy(const CachedBranch& cached, const CachedRows& from, const Place& place,
+  __device__ __forceinline__ void copy(const CachedBranch& cached, const CachedRows& from, const TileSlot& slot,
                                        int kv_head) {
     barriers_.acquire_warp(state_);
     const std::uint32_t to = to_ + state_.stage() * S::kTile;
     const char* const mine = from.data + (kv_head * from.head + lane_ % 8 * 16);
-    const int page = cached.checked(place.page);
+    const int page = cached.checked(slot.page);
     const auto copy_rows = [&](int i, const char* row, bool valid) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
         copy16((to ^ (i * kTogether % 8 * 16)) + i * kTogether * 128 + panel * S::kPanel, row + panel * 128, valid);
     };
-    if (place.whole) {
+    if (slot.whole) {
       const char* const first =
-          mine + page * from.page + static_cast<std::int64_t>(place.row + first_row_ + lane_ / 8) * from.row;
+          mine + page * from.page + static_cast<std::int64_t>(slot.row + first_row_ + lane_ / 8) * from.row;
 #pragma unroll
       for (int i = 0; i < kRows / kTogether; ++i)
         copy_rows(i, first + static_cast<std::int64_t>(i * kTogether) * from.row, true);
     } else {
-      const long long own = place.row < 0 ? -1 : page * from.page + static_cast<std::int64_t>(place.row) * from.row;
+      const long long own = slot.row < 0 ? -1 : page * from.page + static_cast<std::int64_t>(slot.row) * from.row;
 #pragma unroll
       for (int i = 0; i < kRows / kTogether; ++i) {
         const long long row = __shfl_sync(0xffffffffu, own, i * kTogether + lane_ / 8);
@@ -168,12 +168,12 @@ __device__ __forceinline__ void copy_branch(TileCopier<S>& copier, const StepAtt
                                             bool values, int first_added, int b, int kv_head) {
   const CachedBranch& cached = args.cached[kBranch];
   const auto look = [&](int tile) {
-    if (tile >= tiles.count) return typename TileCopier<S>::Place{};
-    if (kBranch != kSelected && tiles.key_of(tile, 0, 0) + S::kKeys > first_added) wait_for_launcher();
-    return copier.place(args, cached, tiles, tile, b);
+    if (tile >= tiles.count) return typename TileCopier<S>::TileSlot{};
+    if (kBranch != kSelected && tiles.key_of(tile, 0, 0) + S::kKeys > first_added) griddepcontrol_wait();
+    return copier.slot_of(args, cached, tiles, tile, b);
   };
   // The first page is loaded in the loop, too: else the compiler lets each tile wait for the load of the next one's.
-  typename TileCopier<S>::Place next{};
+  typename TileCopier<S>::TileSlot next{};
 #pragma unroll 1
   for (int tile = -1; tile < tiles.count; ++tile) {
     const auto now = next;

@@ -15,10 +15,10 @@ __device__ __forceinline__ int longest_sequence(const StepAttendArgs& args, int*
   __syncthreads();
   if (thread < count) {
     const int mine = lengths[thread];
-    int place = 0;
+    int rank = 0;
 #pragma unroll 4
-    for (int i = 0; i < count; ++i) place += lengths[i] > mine || (lengths[i] == mine && i < thread);
-    if (place == static_cast<int>(blockIdx.z)) lengths[count] = thread;
+    for (int i = 0; i < count; ++i) rank += lengths[i] > mine || (lengths[i] == mine && i < thread);
+    if (rank == static_cast<int>(blockIdx.z)) lengths[count] = thread;
   }
   __syncthreads();
   return warp_uniform(lengths[count]);

@@ -8,8 +8,8 @@ template <class T, int Dk, int Dv, bool kFloat8>
 cudaError_t launch_step_attend(const StepAttendArgs& args, cudaStream_t stream) {
   const int group = args.geometry.group;
   if (args.shape == kSharedQueries) return launch_step_queries<T, Dk, Dv>(args, stream);
-  if (args.shape.units == 2) {
-    if constexpr (kFloat8)  // with as many registers as one unit
+  if (args.shape.key_tiles == 2) {
+    if constexpr (kFloat8)  // with as many registers as one key tile
       return launch_tiles<T, Dk, Dv, 1, false, true, 2>(args, stream);
     else
       return launch_step_pairs<T, Dk, Dv>(args, stream);

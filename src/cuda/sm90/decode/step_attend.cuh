@@ -1,11 +1,11 @@
-// step_attend, for two files: one with the kernels that multiply two units of keys at once in 16 bits, one with the
+// step_attend, for two files: one with the kernels that multiply two key tiles of keys at once in 16 bits, one with the
 // others. They say by NSA_STEP_REGISTERS how many registers a thread may have.
 //
 // A cluster of thread blocks has one query of one KV head: one or two tiles of sixteen rows, the heads of the group.
 // How many thread blocks and warps (ClusterShape) depends on how many queries a step has. The thread blocks share out
-// the keys of each branch in stages of one unit of sixteen keys per warp, which loads it. The warps of a tile share out
-// the units of a stage, and merge their sums when the branch ends. The order of every sum follows from the shape and
-// the keys' numbers, not from lengths, other sequences or the step's other queries.
+// the keys of each branch in stages of one key tile of sixteen keys per warp, which loads it. The warps of a tile share
+// out the key tiles of a stage, and merge their sums when the branch ends. The order of every sum follows from the
+// shape and the keys' numbers, not from lengths, other sequences or the step's other queries.
 //
 // A group of more than 32 heads has a cluster for every 32. As all heads choose the blocks together, each multiplies
 // the compressed keys with the other clusters' queries too, before its own.
@@ -67,26 +67,26 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   const int first_head = mine * S::kRows, num_heads = min(p.group - first_head, S::kRows);
   const std::uint32_t ring = shared_address(memory);
 
-  const int kept_bytes = shape.kept_bytes();
+  const int scores_bytes = shape.scores_bytes();
   char* const queries = memory + S::kRing + tile * (S::kQueries / kTiles) + lane * 16;
-  char* const all_kept = memory + S::kRing + S::kQueries;
-  char* const row_memory = all_kept + clusters * kTiles * args.kept_units * kept_bytes;
+  char* const all_scores = memory + S::kRing + S::kQueries;
+  char* const row_memory = all_scores + clusters * kTiles * args.cached_tiles * scores_bytes;
   auto& rows = *reinterpret_cast<RowMemory<S>*>(row_memory);
   auto* const others = reinterpret_cast<OtherRows<S>*>(row_memory + sizeof(RowMemory<S>));  // own: not used
   const ChoiceMemory choice{reinterpret_cast<char*>(others + (clusters > 1 ? clusters : 0)), args.topk};
 
   const bool longest_first = S::kAtOnce == 2 && args.longest_first;
-  const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(all_kept)) : blockIdx.z;
+  const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(all_scores)) : blockIdx.z;
 
   // Queries and gates are inputs of the step: they may be read before the kernel in front has ended, as may the lengths
   // before the step and all keys that were there. Queries come by way of the ring.
   /// The query's row; somewhere in the packed ones where the step cannot serve it. Read anew, rather than kept.
   const auto row = [&] { return p.starts ? min(max(p.starts[b] + query, 0), p.rows - 1) : query; };
-  const auto copy_queries = [&](int of_cluster) {
+  const auto copy_queries = [&](int cluster_id) {
     const int at = row();
 #pragma unroll
     for (int i = threadIdx.x; i < S::kRows * (Dk / 8); i += kThreads) {
-      const int r = i / (Dk / 8), chunk = i % (Dk / 8), head = of_cluster * S::kRows + r;
+      const int r = i / (Dk / 8), chunk = i % (Dk / 8), head = cluster_id * S::kRows + r;
       const T* const from = args.q.template at<T>(b, at, kv_head * p.group + min(head, p.group - 1));
       copy16(ring + r / kTileRows * Tile<T, Dk>::bytes(kTileRows) +
                  Tile<T, Dk>::at(r % kTileRows, chunk / 8 * 128, chunk % 8 * 16),
@@ -99,13 +99,13 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   const int first_phase = kMany && chooses ? 1 - clusters : 0;
   const auto cluster_of = [&](int phase) { return phase == 0 ? mine : -1 - phase + (-1 - phase >= mine); };
   copy_queries(cluster_of(first_phase));
-  const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
-  const auto leave_length = [&] {
-    wait_for_launcher();
+  const StepRequest request(p, args.lengths, args.num_new, args.positions, b);
+  const auto publish_length = [&] {
+    griddepcontrol_wait();
     if (rank == 0 && threadIdx.x == 0) advance_lengths(args, longest_first, b, p.q_len * clusters * p.kv_heads);
   };
-  if (!wish.possible || query >= wish.added) {  // all thread blocks of the cluster
-    if (!p.starts) {                            // packed rows are cleared by the kernel in front
+  if (!request.possible || query >= request.added) {  // all thread blocks of the cluster
+    if (!p.starts) {                                  // packed rows are cleared by the kernel in front
 #pragma unroll 1
       for (int head = rank; head < num_heads; head += kRanks)
         for (int i = threadIdx.x; i < Dv / 2; i += kThreads)
@@ -115,26 +115,28 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
         for (int i = threadIdx.x; i < args.topk; i += kThreads)
           args.indices.template at<int>(b, query, kv_head)[i] = -1;
     }
-    leave_length();
+    publish_length();
     wait_copies<0>();
     return;
   }
-  const int position = wish.before + query;
+  const int position = request.before + query;
   const int compressed = shape.compressed(p.kernel_size, position + 1);
-  const auto unit_in_ring = [&](int slot, int unit) { return unit * S::kUnits + (slot & 1) * S::kUnit; };
-  /// The page of a unit of keys; where not all of it is in one, each lane has that of key lane % 16. Page numbers are
-  /// read a stage ahead of the copies; they may be anything where the step finds no room. Keys from `end` on are
+  const auto key_tile_in_ring = [&](int slot, int key_tile) {
+    return key_tile * S::kWarpRing + (slot & 1) * S::kKeyTileBytes;
+  };
+  /// The page of a key tile of keys; where not all of it is in one, each lane has that of key lane % 16. Page numbers
+  /// are read a stage ahead of the copies; they are undefined where the step finds no capacity. Keys from `end` on are
   /// nowhere.
   const auto page_of = [&](int branch, int key, int end) {
     if (key >= end) return 0;
     const CachedBranch& cached = args.cached[branch];
-    const CachedBranch::Place first = cached.place_of(key);
+    const CachedBranch::Slot first = cached.slot_of(key);
     return cached.page_of(
-        b, first.row + kUnitKeys <= cached.size ? first.number : cached.place_of(key + lane % kUnitKeys).number);
+        b, first.row + kTileKeys <= cached.size ? first.number : cached.slot_of(key + lane % kTileKeys).number);
   };
-  /// Begins the copies of the warp's unit of a stage: keys and values from `key` on. Those that are not begin ... end -
-  /// 1 become zeros, as do all values that are not wanted.
-  const auto load_unit = [&](int branch, int page, int key, int begin, int end, int slot, bool wants_values) {
+  /// Begins the copies of the warp's key tile of a stage: keys and values from `key` on. Those that are not begin ...
+  /// end - 1 become zeros, as do all values that are not wanted.
+  const auto load_key_tile = [&](int branch, int page, int key, int begin, int end, int slot, bool wants_values) {
     const CachedBranch& cached = args.cached[branch];
     constexpr int kKeyBytes = Dk * S::kItem, kValueBytes = Dv * S::kItem;
     constexpr int kLanes = (kKeyBytes | kValueBytes) % 128 ? 4 : 8;  // of a row
@@ -142,7 +144,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     const auto of_page = [&](const CachedRows& rows, int page) {
       return rows.data + page * rows.page + (kv_head * rows.head + chunk);
     };
-    const std::uint32_t to = ring + unit_in_ring(slot, warp);
+    const std::uint32_t to = ring + key_tile_in_ring(slot, warp);
     const auto copy_row = [&](int r, const char* keys, const char* values, int row) {
       const bool counts = static_cast<unsigned>(key + r - begin) < static_cast<unsigned>(end - begin);
       const char* const key_row = keys + static_cast<std::int64_t>(row) * cached.k.row;
@@ -153,16 +155,16 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
       for (int c = 0; c < kValueBytes; c += 16 * kLanes)
         copy16(to + S::kValues + S::Values::at(r, c, chunk), value_row + c, counts && wants_values);
     };
-    const int first = cached.place_of(key).row;
-    if (first + kUnitKeys <= cached.size) {
+    const int first = cached.slot_of(key).row;
+    if (first + kTileKeys <= cached.size) {
       const char *const keys = of_page(cached.k, page), *const values = of_page(cached.v, page);
 #pragma unroll
-      for (int r = 0; r < kUnitKeys; r += 32 / kLanes) copy_row(r + row0, keys, values, first + r + row0);
+      for (int r = 0; r < kTileKeys; r += 32 / kLanes) copy_row(r + row0, keys, values, first + r + row0);
     } else {
 #pragma unroll 1
-      for (int r = 0; r < kUnitKeys; r += 32 / kLanes) {
+      for (int r = 0; r < kTileKeys; r += 32 / kLanes) {
         const int mine = r + row0, its_page = __shfl_sync(0xffffffffu, page, mine);
-        copy_row(mine, of_page(cached.k, its_page), of_page(cached.v, its_page), cached.place_of(key + mine).row);
+        copy_row(mine, of_page(cached.k, its_page), of_page(cached.v, its_page), cached.slot_of(key + mine).row);
       }
     }
   };
@@ -172,9 +174,9 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   };
   const auto load_of = [&](const CachedBranch& cached, int key, int end) {
     if (key >= end) return Load{key, 0, 0};
-    const CachedBranch::Place place = cached.place_of(key);
-    const bool in_one = place.row + S::kLoadKeys <= cached.size;
-    return Load{key, cached.page_of(b, in_one ? place.number : cached.place_of(key + lane).number), place.row};
+    const CachedBranch::Slot slot = cached.slot_of(key);
+    const bool in_one = slot.row + S::kLoadKeys <= cached.size;
+    return Load{key, cached.page_of(b, in_one ? slot.number : cached.slot_of(key + lane).number), slot.row};
   };
   /// A lane's chunk of row lane / kLanes: in page 0, and in a tile.
   struct LaneChunk {
@@ -187,7 +189,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     return LaneChunk{rows.data + (kv_head * rows.head + chunk) + static_cast<std::int64_t>(row) * rows.row,
                      tile + decltype(tile_of_rows)::at(row, 0, chunk)};
   };
-  /// Begins the copies of its keys, or its values, to a tile; as load_unit.
+  /// Begins the copies of its keys, or its values, to a tile; as load_key_tile.
   const auto load_rows = [&](auto tile_of_rows, const CachedBranch& cached, const CachedRows& rows, LaneChunk chunk,
                              const Load& load, int begin, int end) {
     using Rows = decltype(tile_of_rows);
@@ -209,7 +211,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 #pragma unroll 1
       for (int r = 0; r < S::kLoadKeys; r += kTogether) {
         const int its_page = __shfl_sync(0xffffffffu, load.page, r + row0);
-        const int row = cached.place_of(load.key + r + row0).row - row0;
+        const int row = cached.slot_of(load.key + r + row0).row - row0;
         copy_row(r, from + its_page * rows.page + static_cast<std::int64_t>(row) * rows.row);
       }
     }
@@ -272,14 +274,14 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   read_queries();
 
   using Scores = float[2 * S::kAtOnce][4];
-  /// The scores of the warp's tile and the units whose keys lie at `keys`.
+  /// The scores of the warp's tile and the key tiles whose keys lie at `keys`.
   const auto multiply_keys = [&](Scores& s, std::uint32_t keys) {
     if constexpr (kFloat8) {
 #pragma unroll
       for (int k = 0; k < Dk / 16; k += 2) {
         std::uint32_t fragment[S::kAtOnce][4];  // of eight keys each: (keys, sixteen channels)
 #pragma unroll
-        for (int u = 0; u < S::kAtOnce; ++u) S::Keys::load_a(fragment[u], keys, u * kUnitKeys, k / 2, lane);
+        for (int u = 0; u < S::kAtOnce; ++u) S::Keys::load_a(fragment[u], keys, u * kTileKeys, k / 2, lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint4 x = *reinterpret_cast<const uint4*>(queries + (k + i) * 512);
@@ -297,13 +299,13 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 #pragma unroll
         for (int u = 0; u < S::kAtOnce; ++u) {
           std::uint32_t fragment[4];
-          Tile<T, Dk>::load_b(fragment, keys, u * kUnitKeys, k, lane);
+          Tile<T, Dk>::load_b(fragment, keys, u * kTileKeys, k, lane);
           mma(T{}, s[2 * u], q[k], fragment[0], fragment[1]);
           mma(T{}, s[2 * u + 1], q[k], fragment[2], fragment[3]);
         }
     }
   };
-  /// Scores to probabilities, relative to state.max; of the units' keys the query sees begin ... end - 1.
+  /// Scores to probabilities, relative to state.max; of the key tiles' keys the query sees begin ... end - 1.
   const auto update = [&](OnlineSoftmax<Dv>& state, Scores& s, int begin, int end) {
     if (begin > 0 || end < S::kLoadKeys) {
 #pragma unroll
@@ -314,7 +316,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     }
     state.update(s, scale);
   };
-  /// Adds p V of the units whose values lie at `values`.
+  /// Adds p V of the key tiles whose values lie at `values`.
   const auto add_values = [&](OnlineSoftmax<Dv>& state, const Scores& p, std::uint32_t values) {
 #pragma unroll
     for (int u = 0; u < S::kAtOnce; ++u) {
@@ -326,7 +328,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 #pragma unroll
         for (int n = 0; n < Dv / 32; ++n) {
           std::uint32_t v[4];
-          S::Values::load_b_rows(v, values, u * kUnitKeys, n * 16, lane);
+          S::Values::load_b_rows(v, values, u * kTileKeys, n * 16, lane);
 #pragma unroll
           for (int i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
 #pragma unroll
@@ -339,7 +341,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 #pragma unroll
         for (int n = 0; n < Dv / 16; ++n) {
           std::uint32_t v[4];
-          Tile<T, Dv>::load_b_rows(v, values, u * kUnitKeys, n * 16, lane);
+          Tile<T, Dv>::load_b_rows(v, values, u * kTileKeys, n * 16, lane);
           mma(T{}, state.acc[2 * n], a, v[0], v[1]);
           mma(T{}, state.acc[2 * n + 1], a, v[2], v[3]);
         }
@@ -347,11 +349,11 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     }
   };
 
-  /// The warp's tile and a unit of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
+  /// The warp's tile and a key tile of a stage, of whose keys the query sees begin ... end - 1. keep(p): takes the
   /// probabilities, relative to state.max. What the query does not see has not been loaded, so that values there are 0.
-  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int unit, int begin, int end, bool wants_values,
+  const auto attend = [&](OnlineSoftmax<Dv>& state, int slot, int key_tile, int begin, int end, bool wants_values,
                           const auto& keep) {
-    const std::uint32_t keys = ring + unit_in_ring(slot, unit), values = keys + S::kValues;
+    const std::uint32_t keys = ring + key_tile_in_ring(slot, key_tile), values = keys + S::kValues;
     Scores s = {};
     if constexpr (kFloat8) {
       multiply_keys(s, keys);
@@ -378,11 +380,12 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   };
 
   using OwnSums = float[S::kOwnColumns][4];
-  /// Merges what the warps of each tile have of a branch, in their own units of the ring, which nobody reads or fills:
-  /// each warp gets its columns, relative to the maximum that goes to `softmaxes`, which all of the cluster may read.
+  /// Merges what the warps of each tile have of a branch, in their own key tiles of the ring, which nobody reads or
+  /// fills: each warp gets its columns, relative to the maximum that goes to `softmaxes`, which all of the cluster may
+  /// read.
   const auto merge = [&](float2* softmaxes, const OnlineSoftmax<Dv>& state, OwnSums& sums, bool wants_values) {
     if (wants_values) {
-      auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kUnits) + lane;
+      auto* const mine = reinterpret_cast<float4*>(memory + warp * S::kWarpRing) + lane;
 #pragma unroll
       for (int n = 0; n < S::kColumns; ++n)
         mine[n * 32] = make_float4(state.acc[n][0], state.acc[n][1], state.acc[n][2], state.acc[n][3]);
@@ -415,7 +418,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
 #pragma unroll
       for (int w = 0; w < S::kSplits; ++w) {
         const float4 x = reinterpret_cast<const float4*>(
-            memory + (tile * S::kSplits + w) * S::kUnits)[(split * S::kOwnColumns + n) * 32 + lane];
+            memory + (tile * S::kSplits + w) * S::kWarpRing)[(split * S::kOwnColumns + n) * 32 + lane];
         sums[n][0] += x.x * factor[0][w], sums[n][1] += x.y * factor[0][w];
         sums[n][2] += x.z * factor[1][w], sums[n][3] += x.w * factor[1][w];
       }
@@ -440,24 +443,24 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
   };
 
   OwnSums known, own;  // of the branches so far, and of the last one
-  bool room = true;
+  bool fits = true;
 #pragma unroll 1
   for (int phase = first_phase; phase < kBranches; ++phase) {
     const bool wants_values = !kMany || phase >= 0;
     const BranchIndex branch = !wants_values || phase == 0 ? kCompressed : phase == 1 ? kWindow : kSelected;
-    const int of_cluster = wants_values ? mine : cluster_of(phase);
+    const int cluster_id = wants_values ? mine : cluster_of(phase);
     const bool compresses = branch == kCompressed, in_window = branch == kWindow, selects = branch == kSelected;
     // The query sees the keys begin ... end - 1, of the selection those in its blocks.
     const int begin = in_window ? max(position - args.window + 1, 0) : 0, end = compresses ? compressed : position + 1;
     const int first_load = begin / S::kLoadKeys;
     const int turn = in_window ? kRanks - 1 - rank : rank;  // the first ranks have a stage more of compressed keys
     const int num_blocks = selects ? choice.count() : 0;
-    const auto key_of = [&](int stage, int unit) {
-      const int number = (stage * kRanks + turn) * kWarps + unit;
+    const auto key_of = [&](int stage, int key_tile) {
+      const int number = (stage * kRanks + turn) * kWarps + key_tile;
       if (!selects) return (first_load + number) * S::kLoadKeys;
-      const int log2_loads = shape.log2_block - 4 - S::kAtOnce / 2, place = number >> log2_loads;
-      if (place >= num_blocks) return end;
-      return (choice.blocks()[place] << shape.log2_block) + (number & ((1 << log2_loads) - 1)) * S::kLoadKeys;
+      const int log2_loads = shape.log2_block - 4 - S::kAtOnce / 2, slot = number >> log2_loads;
+      if (slot >= num_blocks) return end;
+      return (choice.blocks()[slot] << shape.log2_block) + (number & ((1 << log2_loads) - 1)) * S::kLoadKeys;
     };
     const int keys = selects ? num_blocks << shape.log2_block : end - first_load * S::kLoadKeys;
     const int stages = max((keys + S::kStageKeys * (kRanks - turn) - 1) / (S::kStageKeys * kRanks), 0);
@@ -465,29 +468,30 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     const BlockWeights weights(shape, 0, lane);
     OnlineSoftmax<Dv> state;
     if constexpr (S::kAtOnce == 2) {
-      // Each warp by itself. Its keys make room for the next ones once they are multiplied, while its values are on
-      // their way, and the other way around.
+      // Each warp by itself. Its keys are overwritten by the next ones once they are multiplied, while its values are
+      // on their way, and the other way around.
       const CachedBranch& cached = args.cached[branch];
-      const std::uint32_t here = ring + warp * S::kUnits, values_here = here + S::Keys::bytes(S::kLoadKeys);
+      const std::uint32_t here = ring + warp * S::kWarpRing, values_here = here + S::Keys::bytes(S::kLoadKeys);
       constexpr int kEvery = kRanks * kWarps;
       const int loads = ((keys + S::kLoadKeys - 1) / S::kLoadKeys - (turn * kWarps + warp) + kEvery - 1) / kEvery;
       // Of e4m3 there are no registers to keep these: they are worked out again.
       const auto key_chunk = [&](int lane) { return chunk_of(typename S::Keys{}, cached.k, here, lane); };
       const auto value_chunk = [&](int lane) { return chunk_of(typename S::Values{}, cached.v, values_here, lane); };
-      const LaneChunk kept_keys = key_chunk(lane), kept_values = value_chunk(lane);
+      const LaneChunk own_key_chunk = key_chunk(lane), own_value_chunk = value_chunk(lane);
       const auto load_keys = [&](const Load& load) {
         // Before the first that may have a token of the step, the kernel in front must have ended.
-        if (!selects && load.key + S::kLoadKeys > (compresses ? wish.first : wish.before)) wait_for_launcher();
-        load_rows(typename S::Keys{}, cached, cached.k, kFloat8 ? key_chunk(again(lane)) : kept_keys, load, begin, end);
-        commit_copies();
-      };
-      const auto load_values = [&](const Load& load) {
-        load_rows(typename S::Values{}, cached, cached.v, kFloat8 ? value_chunk(again(lane)) : kept_values, load, begin,
+        if (!selects && load.key + S::kLoadKeys > (compresses ? request.first : request.before)) griddepcontrol_wait();
+        load_rows(typename S::Keys{}, cached, cached.k, kFloat8 ? key_chunk(again(lane)) : own_key_chunk, load, begin,
                   end);
         commit_copies();
       };
+      const auto load_values = [&](const Load& load) {
+        load_rows(typename S::Values{}, cached, cached.v, kFloat8 ? value_chunk(again(lane)) : own_value_chunk, load,
+                  begin, end);
+        commit_copies();
+      };
       const bool keeps = compresses && chooses;
-      char* kept = all_kept + warp * S::kAtOnce * kept_bytes;
+      char* scores = all_scores + warp * S::kAtOnce * scores_bytes;
       Load next = load_of(cached, key_of(0, warp), end), after = load_of(cached, key_of(1, warp), end);
       int key = next.key;
       if (loads > 0) load_keys(next), load_values(next);
@@ -506,10 +510,10 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
           commit_copies();
         update(state, s, begin - key, end - key);
         if (keeps) {
-          keep_unit<2>({kept, shape.blocks()}, shape, weights, s, 0, state.max, lane);
-          if (key + kUnitKeys < compressed)
-            keep_unit<2>({kept + kept_bytes, shape.blocks()}, shape, weights, s, 1, state.max, lane);
-          kept += S::kStageUnits * kept_bytes;
+          cache_scores<2>({scores, shape.blocks()}, shape, weights, s, 0, state.max, lane);
+          if (key + kTileKeys < compressed)
+            cache_scores<2>({scores + scores_bytes, shape.blocks()}, shape, weights, s, 1, state.max, lane);
+          scores += S::kStageKeyTiles * scores_bytes;
         }
         wait_copies<1>();
         __syncwarp();
@@ -528,28 +532,30 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
       for (int stage = -1; stage < stages; ++stage) {
         if (stage + 1 < stages) {
           // Before the first stage that may have a token of the step, the kernel in front must have ended.
-          if (!selects && key_of(stage + 1, kWarps) > (compresses ? wish.first : wish.before)) wait_for_launcher();
-          load_unit(branch, next, key_of(stage + 1, warp), begin, end, stage + 1, wants_values);
+          if (!selects && key_of(stage + 1, kWarps) > (compresses ? request.first : request.before))
+            griddepcontrol_wait();
+          load_key_tile(branch, next, key_of(stage + 1, warp), begin, end, stage + 1, wants_values);
         }
         commit_copies();
         next = page_of(branch, key_of(stage + 2, warp), end);
         if (stage < 0) continue;
         wait_copies<1>();
         sync_readers();
-        // The units that are the warp's.
+        // The key tiles that are the warp's.
 #pragma unroll 1
         for (int i = 0; i < kWarps / S::kSplits; ++i) {
-          const int unit = split + i * S::kSplits, key = key_of(stage, unit);
-          attend(state, stage, unit, begin - key, end - key, wants_values, [&](const float(&probabilities)[2][4]) {
-            const int place = ((of_cluster * kTiles + tile) * args.kept_units + stage * kWarps + unit) * kept_bytes;
+          const int key_tile = split + i * S::kSplits, key = key_of(stage, key_tile);
+          attend(state, stage, key_tile, begin - key, end - key, wants_values, [&](const float(&probabilities)[2][4]) {
+            const int slot =
+                ((cluster_id * kTiles + tile) * args.cached_tiles + stage * kWarps + key_tile) * scores_bytes;
             if (compresses && chooses && key < compressed)
-              keep_unit<1>({all_kept + place, shape.blocks()}, shape, weights, probabilities, 0, state.max, lane);
+              cache_scores<1>({all_scores + slot, shape.blocks()}, shape, weights, probabilities, 0, state.max, lane);
           });
         }
         sync_readers();
       }
     }
-    merge(wants_values ? rows.branches[branch] : others[of_cluster].own, state, own, wants_values);
+    merge(wants_values ? rows.branches[branch] : others[cluster_id].own, state, own, wants_values);
 
     if (!wants_values) {
       copy_queries(cluster_of(phase + 1));
@@ -585,21 +591,21 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
           known[n][2 * i + 1] = known[n][2 * i + 1] * by_compressed + own[n][2 * i + 1] * by_window;
         }
       }
-      wait_for_launcher();
+      griddepcontrol_wait();
       // The next kernel may read what it does not get from here. Earlier its reads would delay the compressed keys.
       launch_dependents();
-      room = args.plan[b].added > 0;
+      fits = args.plan[b].added > 0;
       const auto totals_of = [&](int of_tile) -> const float2* {
         const int of = of_tile / kTiles;
         return (of == mine ? rows.totals[kCompressed] : others[of].totals) + of_tile % kTiles * kTileRows;
       };
-      choose_blocks<S>(args, b, memory, totals_of, clusters * kTiles, choice, all_kept, row(), position, compressed,
-                       chooses, room, args.indices.data && rank == 0 && mine == 0);
+      choose_blocks<S>(args, b, memory, totals_of, clusters * kTiles, choice, all_scores, row(), position, compressed,
+                       chooses, fits, args.indices.data && rank == 0 && mine == 0);
     }
   }
 
   const int at_row = row();
-  if constexpr (kFloat8 && S::kAtOnce == 2) room = args.plan[b].added > 0;  // again: there is no register to keep it
+  if constexpr (kFloat8 && S::kAtOnce == 2) fits = args.plan[b].added > 0;  // again: there is no register to keep it
   /// Eight columns of a tile that are the lane's: those of two of its rows.
   const auto write = [&](int of_tile, int column, const float(&o)[4]) {
 #pragma unroll
@@ -607,7 +613,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
       const int head = of_tile * kTileRows + lane / 4 + 8 * i;
       if (head >= num_heads) continue;
       T* const to = args.o.template at<T>(b, at_row, kv_head * p.group + first_head + head);
-      const float x = room ? o[2 * i] : 0, y = room ? o[2 * i + 1] : 0;
+      const float x = fits ? o[2 * i] : 0, y = fits ? o[2 * i + 1] : 0;
       if constexpr (kFloat8) {  // every other one of sixteen channels
         T* const mine = to + (column / 2 * 16 + column % 2 + 4 * (lane & 3));
         mine[0] = from_float<T>(x), mine[2] = from_float<T>(y);
@@ -630,7 +636,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
                           known[n][2] + own[n][2] * share[1], known[n][3] + own[n][3] * share[1]};
       write(tile, split * S::kOwnColumns + n, o);
     }
-    leave_length();
+    publish_length();
     return;
   }
 
@@ -674,7 +680,7 @@ __global__ void NSA_STEP_REGISTERS step_attend(const __grid_constant__ StepAtten
     }
     write(of_tile, column, o);
   }
-  leave_length();
+  publish_length();
   S::sync_reads();  // nobody ends while others read its memory
 }
 
@@ -685,23 +691,23 @@ cudaError_t launch_shape(StepAttendArgs args, cudaStream_t stream) {
   const StepMemory memory(S::kShape, g.group, args.block_keys, Dk, Dv, S::kFloat8, args.topk, keys,
                           (g.k_len >> args.block_keys.log2_block) + 1);
   if (memory.ring != S::kRing || memory.rows != sizeof(RowMemory<S>) || !memory.fits()) return cudaErrorInvalidValue;
-  args.kept_units = static_cast<int>(StepMemory::kept_units(S::kRanks, S::kStageUnits, keys));
+  args.cached_tiles = static_cast<int>(StepMemory::cached_tiles(S::kRanks, S::kStageKeyTiles, keys));
   args.clusters = step_clusters(g.group);
   const dim3 grid(g.q_len * args.clusters * S::kRanks, g.kv_heads, g.batches);
   return launch_cluster(step_attend<S, T, Dk, Dv, kMany>, S::kRanks, true, grid, S::kThreads,
                         static_cast<std::size_t>(memory.bytes()), stream, args);
 }
 
-/// By the one of kClusterShapes from `at` on that the arguments name, of those with kUnits at once.
-template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8, int kUnits, int at = 0>
+/// By the one of kClusterShapes from `at` on that the arguments name, of those with kKeyTiles at once.
+template <class T, int Dk, int Dv, int kTiles, bool kMany, bool kFloat8, int kKeyTiles, int at = 0>
 cudaError_t launch_tiles(const StepAttendArgs& args, cudaStream_t stream) {
   constexpr ClusterShape shape = kClusterShapes[at];
-  if constexpr (shape.units == kUnits && has_kernel(shape, kTiles, Dk, kFloat8))
+  if constexpr (shape.key_tiles == kKeyTiles && has_kernel(shape, kTiles, Dk, kFloat8))
     if (args.shape == shape)
-      return launch_shape<StepShape<T, Dk, Dv, kTiles, kFloat8, shape.ranks, shape.warps, kUnits>, T, Dk, Dv, kMany>(
+      return launch_shape<StepShape<T, Dk, Dv, kTiles, kFloat8, shape.ranks, shape.warps, kKeyTiles>, T, Dk, Dv, kMany>(
           args, stream);
   if constexpr (at + 1 < static_cast<int>(std::size(kClusterShapes)))
-    return launch_tiles<T, Dk, Dv, kTiles, kMany, kFloat8, kUnits, at + 1>(args, stream);
+    return launch_tiles<T, Dk, Dv, kTiles, kMany, kFloat8, kKeyTiles, at + 1>(args, stream);
   return cudaErrorInvalidValue;
 }
 

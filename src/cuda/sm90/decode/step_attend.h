@@ -2,7 +2,7 @@
 // kernel.
 //
 // A cluster of up to eight thread blocks serves one query of one KV head, or 32 heads of it. Its rows, heads of the
-// group, lie in tiles of sixteen, one tensor-core tile each; keys come in units of sixteen. Design:
+// group, lie in tiles of sixteen, one tensor-core tile each; keys come in key tiles of sixteen. Design:
 // docs/design/decode.md.
 #pragma once
 
@@ -18,19 +18,19 @@
 namespace nsa::cuda::sm90::decode {
 
 inline constexpr int kTileRows = 16;  // (query, head)
-inline constexpr int kUnitKeys = 16;
+inline constexpr int kTileKeys = 16;
 inline constexpr int kMaxTiles = 2;      // of a cluster
 inline constexpr int kMaxBlocks = 64;    // n
 inline constexpr int kMaxOrdered = 128;  // sequences that are served by their lengths
 
-/// Thread blocks of a cluster, warps of a thread block, units of keys that a warp multiplies at once, and neighbouring
-/// queries that share what is loaded. By default those of steps whose bits depend on no other query.
+/// Thread blocks of a cluster, warps of a thread block, key tiles of keys that a warp multiplies at once, and
+/// neighbouring queries that share what is loaded. By default those of steps whose bits depend on no other query.
 struct ClusterShape {
-  std::int16_t ranks = 8, warps = 4, units = 1, queries = 1;
+  std::int16_t ranks = 8, warps = 4, key_tiles = 1, queries = 1;
   constexpr bool operator==(const ClusterShape&) const = default;
 };
 
-/// The most warps for a query first. Two units at once last of 1 x 8: where clusters come one after another.
+/// The most warps for a query first. Two key tiles at once last of 1 x 8: where clusters come one after another.
 inline constexpr ClusterShape kClusterShapes[] = {{8, 8, 2}, {8, 8}, {4, 8, 2}, {4, 8},   {8, 4},
                                                   {2, 8, 2}, {2, 8}, {1, 8},    {1, 8, 2}};
 /// For many steps of several new tokens: step_attend_queries.cu.
@@ -40,24 +40,24 @@ inline constexpr ClusterShape kSharedQueries{1, 8, 4, 4};
 constexpr int step_tiles(int group) { return group > kTileRows ? kMaxTiles : 1; }
 constexpr int step_clusters(int group) { return (group + kMaxTiles * kTileRows - 1) / (kMaxTiles * kTileRows); }
 
-/// The shapes that have kernels: of clusters with two tiles two of them; two units at once where registers allow, and
-/// then, but for 1 x 8 with keys of 128, only that. Of e4m3 1 x 8 lacks five registers for it.
+/// The shapes that have kernels: of clusters with two tiles two of them; two key tiles at once where registers allow,
+/// and then, but for 1 x 8 with keys of 128, only that. Of e4m3 1 x 8 lacks five registers for it.
 constexpr bool has_kernel(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
   if (tiles > 1) return shape == ClusterShape{} || shape == ClusterShape{2, 8};
   const bool pairs = shape.warps == 8 && key_dim <= 128 && !(float8 && shape.ranks == 1);
-  return shape.units == 2 ? pairs : !pairs || (shape.ranks == 1 && key_dim == 128);
+  return shape.key_tiles == 2 ? pairs : !pairs || (shape.ranks == 1 && key_dim == 128);
 }
 
 /// Warps of a multiprocessor that share out its registers, and the thread blocks that these are.
 constexpr int warps_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
-  return tiles > 1 || key_dim > 128 ? 8 : float8 ? 16 : shape.units == 2 ? 8 : 12;
+  return tiles > 1 || key_dim > 128 ? 8 : float8 ? 16 : shape.key_tiles == 2 ? 8 : 12;
 }
 constexpr int blocks_per_processor(ClusterShape shape, int tiles, std::int64_t key_dim, bool float8) {
   return warps_per_processor(shape, tiles, key_dim, float8) / shape.warps;
 }
 
-/// What the importance of a selection block is made of. A unit holds whole blocks: 2, 4, 8 or 16 compressed keys each
-/// begin in a block. A key covers `strides` strides of d tokens and so reaches one block further at most.
+/// What the importance of a selection block is made of. A key tile holds whole blocks: 2, 4, 8 or 16 compressed keys
+/// each begin in a block. A key covers `strides` strides of d tokens and so reaches one block further at most.
 struct BlockKeys {
   int log2_keys = 2;    // of l' / d
   int strides = 2;      // l / d
@@ -71,15 +71,15 @@ struct BlockKeys {
         log2_block(std::bit_width(static_cast<unsigned>(cfg.block_size)) - 1) {
     log2_keys = log2_block - log2_stride;
   }
-  __host__ __device__ int log2_blocks() const { return 4 - log2_keys; }  // of a unit
+  __host__ __device__ int log2_blocks() const { return 4 - log2_keys; }  // of a key tile
   __host__ __device__ int blocks() const { return 1 << log2_blocks(); }
   /// N_c(length).
   __device__ int compressed(int kernel_size, int length) const {
     return length < kernel_size ? 0 : ((length - kernel_size) >> log2_stride) + 1;
   }
-  /// Bytes that are kept of a unit and tile: sums of its blocks for sixteen rows, what its last key gives to the next
-  /// unit (both float16), and what they are relative to (float32).
-  __host__ __device__ int kept_bytes() const { return (blocks() + 1) * kTileRows * 2 + kTileRows * 4; }
+  /// Bytes of the cached scores of a key tile and a tile of rows: sums of its blocks for sixteen rows, what its last
+  /// key gives to the next key tile (both float16), and what they are relative to (float32).
+  __host__ __device__ int scores_bytes() const { return (blocks() + 1) * kTileRows * 2 + kTileRows * 4; }
 };
 
 struct StepAttendArgs {
@@ -99,16 +99,17 @@ struct StepAttendArgs {
   StepPlan* plan;                       // of the kernel in front
   BlockKeys block_keys;
   ClusterShape shape;
-  // Filled in by the launch: units of which a thread block keeps sums, an upper bound; clusters of a query and KV head.
-  int kept_units, clusters;
+  // Filled in by the launch: key tiles whose scores a thread block caches, an upper bound; clusters of a query and KV
+  // head.
+  int cached_tiles, clusters;
   bool longest_first;  // has the first clusters, of kernels that can begin with it
 };
 
 /// What a thread block has in shared memory, in bytes, in this order.
 struct StepMemory {
-  std::int64_t ring;     // two units per warp; between the branches also what the choice is made from
+  std::int64_t ring;     // two key tiles per warp; between the branches also what the choice is made from
   std::int64_t queries;  // of e4m3: fragments of them
-  std::int64_t kept;     // sums for the choice
+  std::int64_t scores;   // sums for the choice
   std::int64_t rows;     // softmaxes of the rows
   std::int64_t others;   // softmaxes of compressed keys for all heads; none where a query has one cluster
   std::int64_t choice;   // candidates and lists
@@ -119,27 +120,27 @@ struct StepMemory {
              int topk, std::int64_t keys, std::int64_t blocks) {
     const int tiles = step_tiles(group), clusters = step_clusters(group), row_count = tiles * kTileRows;
     const auto row_bytes = [&](int dim) { return !float8 ? 2 * dim : dim % 128 ? dim + 16 : dim; };  // as in a Tile
-    ring = std::int64_t{2} * shape.warps * kUnitKeys * (row_bytes(key_dim) + row_bytes(value_dim));
+    ring = std::int64_t{2} * shape.warps * kTileKeys * (row_bytes(key_dim) + row_bytes(value_dim));
     queries = float8 ? std::int64_t{row_count} * key_dim * 2 : 0;
-    const int stage_units = shape.warps * shape.units;
-    kept = clusters * tiles * kept_units(shape.ranks, stage_units, keys) * block_keys.kept_bytes();
+    const int stage_key_tiles = shape.warps * shape.key_tiles;
+    scores = clusters * tiles * cached_tiles(shape.ranks, stage_key_tiles, keys) * block_keys.scores_bytes();
     rows = std::int64_t{8} * (shape.warps * kTileRows + 2 * 3 * row_count) + 4 * (shape.ranks + 3) * row_count;
     choice = 12 * topk + 8;
     others = clusters > 1 ? std::int64_t{16} * clusters * row_count : 0;
     const std::int64_t threads = 32 * shape.warps;
-    const std::int64_t local = kept_units(shape.ranks, stage_units, blocks << block_keys.log2_keys)
+    const std::int64_t local = cached_tiles(shape.ranks, stage_key_tiles, blocks << block_keys.log2_keys)
                                << block_keys.log2_blocks();
     const std::int64_t each = (local + threads - 1) / threads;
     scratch = std::max(16 + 4 * threads + 4 * local + 8 * std::min(local, topk * each),
                        std::int64_t{topk} * (shape.ranks * 8 + 4));
   }
-  std::int64_t bytes() const { return ring + queries + kept + rows + others + choice; }
+  std::int64_t bytes() const { return ring + queries + scores + rows + others + choice; }
   bool fits() const { return scratch <= ring && bytes() <= kMaxBytes; }
 
-  /// The units of `keys` compressed keys of which a thread block keeps sums.
-  static std::int64_t kept_units(int ranks, int stage_units, std::int64_t keys) {
-    const std::int64_t stages = (keys + kUnitKeys * stage_units - 1) / (kUnitKeys * stage_units);
-    return (stages + ranks - 1) / ranks * stage_units;
+  /// The key tiles of `keys` compressed keys whose scores a thread block caches.
+  static std::int64_t cached_tiles(int ranks, int stage_key_tiles, std::int64_t keys) {
+    const std::int64_t stages = (keys + kTileKeys * stage_key_tiles - 1) / (kTileKeys * stage_key_tiles);
+    return (stages + ranks - 1) / ranks * stage_key_tiles;
   }
 
   static constexpr std::int64_t kMaxBytes = 227 * 1024;
@@ -160,7 +161,7 @@ struct QueriesMemory {
         rows((2 * kGroups * 8 + kBranches * 4) * kQueries * kTileRows + kGroups * 2 * kSlots * 8 + 16),
         lists(((kQueries + kGroups) * list_bytes(topk) + 15) / 16 * 16),
         shared(std::max(std::int64_t{kGroups} * kQueries * kTileRows * dim * 2,
-                        4 * kQueries * (sums_of(block_keys, blocks) + units_of(block_keys, blocks)))),
+                        4 * kQueries * (sums_of(block_keys, blocks) + key_tiles_of(block_keys, blocks)))),
         scratch(12 * blocks + 4 * 64 + 24) {}
   std::int64_t bytes() const { return ring + rows + lists + shared; }
   bool fits() const { return kQueries * scratch <= ring && bytes() <= StepMemory::kMaxBytes; }
@@ -168,15 +169,15 @@ struct QueriesMemory {
   /// A count and twice topk numbers.
   __host__ __device__ static constexpr int list_bytes(int topk) { return 4 * (1 + 2 * topk); }
   /// Units that `blocks` blocks reach into, and one, and blocks of these.
-  static std::int64_t units_of(const BlockKeys& block_keys, std::int64_t blocks) {
+  static std::int64_t key_tiles_of(const BlockKeys& block_keys, std::int64_t blocks) {
     return ((blocks - 1) >> block_keys.log2_blocks()) + 2;
   }
   static std::int64_t sums_of(const BlockKeys& block_keys, std::int64_t blocks) {
-    return units_of(block_keys, blocks) << block_keys.log2_blocks();
+    return key_tiles_of(block_keys, blocks) << block_keys.log2_blocks();
   }
 };
 
-/// By kernels that multiply two units at once, of 16 bits.
+/// By kernels that multiply two key tiles at once, of 16 bits.
 template <class T, int Dk, int Dv>
 [[gnu::weak]] cudaError_t launch_step_pairs(const StepAttendArgs& args, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The instances of step_attend that multiply two units of keys in 16 bits at once: compiled with NSA_ELEMENT,
+// The instances of step_attend that multiply two key tiles of keys in 16 bits at once: compiled with NSA_ELEMENT,
 // NSA_KEY_DIM and NSA_VALUE_DIM. A file of their own compiles beside the other one.
 #define NSA_STEP_REGISTERS __maxnreg__(200)
 #include "cuda/sm90/decode/step_attend.cuh"

@@ -32,7 +32,7 @@ struct QueriesTile {
   static constexpr int kExchange = kHalf * 512;  // bytes of a warp
 };
 
-/// Maxima in base-2 units and sums of softmaxes of each warpgroup, gates, barriers of the rings and of turns.
+/// Maxima in base-2 key tiles and sums of softmaxes of each warpgroup, gates, barriers of the rings and of turns.
 template <class S>
 struct QueriesRows {
   float2 softmaxes[2][S::kGroups][S::kRows];
@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
 
   const bool longest_first = args.longest_first;
   const int b = longest_first ? longest_sequence(args, reinterpret_cast<int*>(exchange)) : blockIdx.z;
-  const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
-  const int here = warp_uniform(wish.possible ? min(wish.added - first_query, S::kQueries) : 0);  // queries of the tile
+  const StepRequest request(p, args.lengths, args.num_new, args.positions, b);
+  const int here =
+      warp_uniform(request.possible ? min(request.added - first_query, S::kQueries) : 0);  // queries of the tile
   const auto chooses = [&] { return args.given.data == nullptr || args.indices.data != nullptr; };
   // Whether a query there does not take all blocks.
   const auto weighs = [&](int position) { return chooses() && !Candidates(args, position).all(args); };
@@ -87,18 +88,18 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     if (args.indices.data && group == 0)
       for (int i = lane; i < topk; i += 32) args.indices.template at<int>(b, query, kv_head)[i] = -1;
   }
-  const auto leave_length = [&] {
-    wait_for_launcher();
+  const auto publish_length = [&] {
+    griddepcontrol_wait();
     if (threadIdx.x == 0) advance_lengths(args, longest_first, b, static_cast<int>(gridDim.x) * p.kv_heads);
   };
   if (here <= 0) {
-    leave_length();
+    publish_length();
     return;
   }
 
   // All queries in turn 0, and where an output is not finite each by itself.
-  const auto is_last = [&](int turn, bool all_finite, bool room) {
-    return turn > 0 ? turn == here : all_finite || !room || here == 1;
+  const auto is_last = [&](int turn, bool all_finite, bool fits) {
+    return turn > 0 ? turn == here : all_finite || !fits || here == 1;
   };
   if (threadIdx.x < S::kGroups) {
     Pipeline<S::kSlots>{shared_address(rows.barriers[threadIdx.x])}.init(S::kCopiers * 32, S::kQueries);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   if (!computes) {
     warpgroup_reg_dealloc<S::kCopyRegisters>();
     TileCopier<S> copier(ring, barriers, warp % S::kCopiers, lane);
-    const int first_position = wish.before + first_query;
+    const int first_position = request.before + first_query;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
       const int first = turn == 0 ? 0 : turn - 1, last = turn == 0 ? here - 1 : turn - 1;
@@ -120,23 +121,23 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
         if (pass == 2 && !weighs(first_position + last)) continue;
         if (pass == 3) {
           named_barrier_sync(QueriesBarrier::kLists, S::kThreads);
-          wait_for_launcher();
+          griddepcontrol_wait();
         }
         const auto copy = [&](auto branch, bool values, int first_added) {
           const BranchTiles tiles(args, branch, first_position + first, first_position + last, group, together);
           copy_branch<branch>(copier, args, tiles, values, first_added, b, kv_head);
         };
         if (pass == 1) {
-          copy(std::integral_constant<int, kWindow>{}, true, wish.before);
+          copy(std::integral_constant<int, kWindow>{}, true, request.before);
         } else if (pass == 3) {
           copy(std::integral_constant<int, kSelected>{}, true, 0);
         } else {
-          copy(std::integral_constant<int, kCompressed>{}, pass == 0, wish.first);
+          copy(std::integral_constant<int, kCompressed>{}, pass == 0, request.first);
         }
       }
       if (is_last(turn, turn_barrier.wait(turn), args.plan[b].added > 0)) break;
     }
-    leave_length();
+    publish_length();
     return;
   }
   warpgroup_reg_alloc<S::kComputeRegisters>();
@@ -145,11 +146,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   const bool owner = mine / 2 == group;  // of the query's sums of selected blocks
   const BlockList list = list_at(mine);
   auto* const sums = reinterpret_cast<float*>(exchange);
-  const int all_units = args.kept_units, all_blocks = all_units << shape.log2_blocks();
-  const Importances importances{sums + mine * all_blocks, sums + S::kQueries * all_blocks + mine * all_units};
+  const int all_key_tiles = args.cached_tiles, all_blocks = all_key_tiles << shape.log2_blocks();
+  const Importances importances{sums + mine * all_blocks, sums + S::kQueries * all_blocks + mine * all_key_tiles};
 
   // Queries and gates are inputs of the step, as are keys that were there before it.
-  const int position = wish.before + query, compressed = shape.compressed(p.kernel_size, position + 1);
+  const int position = request.before + query, compressed = shape.compressed(p.kernel_size, position + 1);
   const float scale = positive_scale(args.scale);
   std::uint32_t q[D / 16][4];
   {
@@ -180,13 +181,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
   const auto release = [&](int slot) {
     if (lane == 0) barriers.release(slot);
   };
-  bool room = true;
+  bool fits = true;
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     // The active queries, first to last.
     const int first = turn == 0 ? 0 : turn - 1, last = turn == 0 ? here - 1 : turn - 1;
     const bool active = mine >= first && mine <= last;
-    const int first_position = wish.before + first_query + first, last_position = wish.before + first_query + last;
+    const int first_position = request.before + first_query + first,
+              last_position = request.before + first_query + last;
 
     float s[S::kKeys / 2];
     const auto multiply_keys = [&](int slot) {
@@ -315,9 +317,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
         if constexpr (has_next) slot = next_scores();
 #pragma unroll
         for (int i = 0; i < S::kKeys / 4; ++i) shares[i] &= counted[i % 2];
-        // Of each unit what its blocks have of the lane's rows, and what the next one's first block has; then lane 4 r
-        // + u has block r of unit u.
-        static_assert(S::kKeys / kUnitKeys == 4);
+        // Of each key tile what its blocks have of the lane's rows, and what the next one's first block has; then lane
+        // 4 r
+        // + u has block r of key tile u.
+        static_assert(S::kKeys / kTileKeys == 4);
         float low[4], high[4];
 #pragma unroll
         for (int u = 0; u < 4; ++u) {
@@ -326,12 +329,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
           for (int i = 0; i < 2; ++i) mma(Half{}, of_blocks, weights, shares[4 * u + i], shares[4 * u + 2 + i]);
           low[u] = of_blocks[0] + of_blocks[1], high[u] = of_blocks[2] + of_blocks[3];
         }
-        const int unit = key / kUnitKeys + (lane & 3), block = lane / 4;
+        const int key_tile = key / kTileKeys + (lane & 3), block = lane / 4;
         const float of_block = quad_sums(low, lane),
                     beyond_all = shape.blocks() == 8 ? quad_sums(high, lane) : of_block;
-        if (unit * kUnitKeys < end) {
-          if (block < shape.blocks()) importances.blocks[(unit << shape.log2_blocks()) + block] = of_block;
-          if (block == (shape.blocks() & 7)) importances.crossings[unit] = beyond_all;
+        if (key_tile * kTileKeys < end) {
+          if (block < shape.blocks()) importances.blocks[(key_tile << shape.log2_blocks()) + block] = of_block;
+          if (block == (shape.blocks() & 7)) importances.crossings[key_tile] = beyond_all;
         }
       };
       int slot = next_scores();
@@ -341,8 +344,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
     };
     const auto clear_sums = [&] {
       const int used = (Candidates(args, last_position).count >> shape.log2_blocks()) + 1;
-      for (int i = thread; i < S::kQueries * all_units; i += S::kComputing)
-        if (i % all_units < used) sums[S::kQueries * all_blocks + i] = 0;
+      for (int i = thread; i < S::kQueries * all_key_tiles; i += S::kComputing)
+        if (i % all_key_tiles < used) sums[S::kQueries * all_blocks + i] = 0;
       for (int i = thread; i < S::kQueries * all_blocks; i += S::kComputing)
         if (i % all_blocks >> shape.log2_blocks() < used) sums[i] = 0;
     };
@@ -417,7 +420,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
         }
       }
     };
-    const auto leave_softmax = [&](int branch) {
+    const auto publish_softmax = [&](int branch) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float all = row_sum(sum[i]);
@@ -432,11 +435,11 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       const int branch = pass == 0 ? kCompressed : pass == 1 ? kWindow : kSelected;
       attend(branch);
       if (branch == kSelected) break;
-      leave_softmax(branch);
+      publish_softmax(branch);
       if (branch == kWindow) {
-        wait_for_launcher();
+        griddepcontrol_wait();
         launch_dependents();
-        room = warp_uniform(args.plan[b].added > 0);
+        fits = warp_uniform(args.plan[b].added > 0);
       }
       sync();
       merge(branch);
@@ -453,7 +456,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
       if (args.indices.data && active && group == 0)
         for (int i = lane; i < topk; i += 32)
           args.indices.template at<int>(b, row_of(again(query)), kv_head)[i] =
-              room && i < list.count() ? list.blocks()[i] : -1;
+              fits && i < list.count() ? list.blocks()[i] : -1;
       if (args.given.data) sync();
       take_given();
       unite_lists();
@@ -499,13 +502,13 @@ __global__ void __launch_bounds__(S::kThreads, 1) step_attend_queries(const __gr
 #pragma unroll
           for (int i = 0; i < 2; ++i)
             if (lane / 4 + 8 * i < p.group)
-              store_pair(outputs[i] + (half * S::kHalf + n) * 8, room ? o[2 * i] : 0, room ? o[2 * i + 1] : 0);
+              store_pair(outputs[i] + (half * S::kHalf + n) * 8, fits ? o[2 * i] : 0, fits ? o[2 * i + 1] : 0);
         }
     }
     if (turn == 0 && !finite) turn_barrier.report();
-    if (is_last(turn, turn_barrier.wait(turn), room)) break;
+    if (is_last(turn, turn_barrier.wait(turn), fits)) break;
   }
-  leave_length();
+  publish_length();
 }
 
 }  // namespace
@@ -522,7 +525,7 @@ cudaError_t launch_step_queries(const StepAttendArgs& of_step, cudaStream_t stre
     const QueriesMemory memory(args.block_keys, Dk, args.topk, blocks);
     if (memory.ring != S::kRing || memory.rows != sizeof(QueriesRows<S>) || !memory.fits() || g.group > kTileRows)
       return cudaErrorInvalidValue;
-    args.kept_units = static_cast<int>(QueriesMemory::units_of(args.block_keys, blocks));
+    args.cached_tiles = static_cast<int>(QueriesMemory::key_tiles_of(args.block_keys, blocks));
     args.clusters = 1;
     const dim3 grid((g.q_len + S::kQueries - 1) / S::kQueries, g.kv_heads, g.batches);
     return launch_dependent(step_attend_queries<S, T, Dk>, grid, dim3(S::kThreads),

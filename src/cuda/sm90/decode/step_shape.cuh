@@ -10,29 +10,29 @@
 namespace nsa::cuda::sm90::decode {
 
 /// kFloat8: keys and values are in e4m3 and are multiplied in float16. kRanks, kWarps: as in ClusterShape.
-template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps, int kOfUnits>
+template <class T, int Dk, int Dv, int kOfTiles, bool kInFloat8, int kOfRanks, int kOfWarps, int kOfKeyTiles>
 struct StepShape {
   static constexpr int kTiles = kOfTiles;
   static constexpr bool kFloat8 = kInFloat8;
-  static constexpr ClusterShape kShape{kOfRanks, kOfWarps, kOfUnits};
+  static constexpr ClusterShape kShape{kOfRanks, kOfWarps, kOfKeyTiles};
   static constexpr int kRanks = kOfRanks, kWarps = kOfWarps, kThreads = 32 * kWarps;
   // Of a multiprocessor: its registers are shared out among so many thread blocks, each of so many threads.
   static constexpr int kBlocks = blocks_per_processor(kShape, kTiles, Dk, kFloat8);
-  static constexpr int kAtOnce = kOfUnits;
+  static constexpr int kAtOnce = kOfKeyTiles;
   static constexpr int kRegisterThreads = 32 * warps_per_processor(kShape, kTiles, Dk, kFloat8) / kBlocks;
-  static constexpr int kLoadKeys = kUnitKeys * kAtOnce;
-  static constexpr int kStageUnits = kWarps * kAtOnce;
-  using Place = UnitPlace<kRanks, kStageUnits>;
+  static constexpr int kLoadKeys = kTileKeys * kAtOnce;
+  static constexpr int kStageKeyTiles = kWarps * kAtOnce;
+  using TileSlot = KeyTileSlot<kRanks, kStageKeyTiles>;
   using Element = std::conditional_t<kFloat8, Half, T>;  // of products
   static constexpr int kItem = kFloat8 ? 1 : 2;          // bytes of a stored element
-  // Rows of keys and values in shared memory, in units of two bytes.
+  // Rows of keys and values in shared memory, in key tiles of two bytes.
   using Keys = Tile<Half, Dk * kItem / 2>;
   using Values = Tile<Half, Dv * kItem / 2>;
   static constexpr int kSplits = kWarps / kTiles;  // warps of a tile
   static constexpr int kRows = kTiles * kTileRows;
-  static constexpr int kValues = Keys::bytes(kUnitKeys), kUnit = kValues + Values::bytes(kUnitKeys);
-  static constexpr int kStageKeys = kUnitKeys * kStageUnits, kUnits = 2 * kUnit,
-                       kRing = kUnits * kWarps;  // kUnits: a warp's
+  static constexpr int kValues = Keys::bytes(kTileKeys), kKeyTileBytes = kValues + Values::bytes(kTileKeys);
+  static constexpr int kStageKeys = kTileKeys * kStageKeyTiles, kWarpRing = 2 * kKeyTileBytes,
+                       kRing = kWarpRing * kWarps;  // kWarpRing: a warp's
   static constexpr int kQueries = kFloat8 ? kTiles * Tile<T, Dk>::bytes(kTileRows) : 0;
   static constexpr int kColumns = Dv / 8;                 // tiles of eight columns
   static constexpr int kOwnColumns = kColumns / kSplits;  // that a warp has of its tile after a merge
@@ -43,17 +43,17 @@ struct StepShape {
   static __device__ __forceinline__ void sync_reads() {
     if constexpr (kRanks > 1) cluster_sync_reads();
   }
-  static_assert(kSums <= kUnits && kColumns % kSplits == 0 && kColumns % kRanks == 0);
+  static_assert(kSums <= kWarpRing && kColumns % kSplits == 0 && kColumns % kRanks == 0);
 };
 
-/// Maxima in base-2 units and sums of softmaxes of compressed keys: of a thread block, read by the others, and totals
-/// as in RowMemory. For heads that are another cluster's.
+/// Maxima in base-2 key tiles and sums of softmaxes of compressed keys: of a thread block, read by the others, and
+/// totals as in RowMemory. For heads that are another cluster's.
 template <class S>
 struct OtherRows {
   float2 own[S::kRows], totals[S::kRows];
 };
 
-/// Maxima in base-2 units and sums of the softmaxes of a thread block's rows, in shared memory.
+/// Maxima in base-2 key tiles and sums of the softmaxes of a thread block's rows, in shared memory.
 template <class S>
 struct RowMemory {
   float2 warps[S::kWarps][kTileRows];

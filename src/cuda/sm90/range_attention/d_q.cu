@@ -83,7 +83,7 @@ struct Memory {
   __device__ std::uint32_t v(int stage) const { return k(stage) + kQ; }
   __device__ Pipeline<kStages> keys() const { return {base + kBarriers}; }
   __device__ Pipeline<kStages> values() const { return {keys().full(2 * kStages)}; }
-  /// Its stages are the places of the warpgroups.
+  /// Its stages are the slots of the warpgroups.
   __device__ Pipeline<kWarpgroups> queries() const { return {keys().full(4 * kStages)}; }
 };
 

@@ -18,7 +18,7 @@
 //
 // For other l and l' the scratch has single keys, and selector warps add the sums over heads up to blocks (AnyBlocks).
 //
-// The computing warps go on with later queries meanwhile: the scratch has kBuffers places per warp tile of a tile. fp16
+// The computing warps go on with later queries meanwhile: the scratch has kBuffers slots per warp tile of a tile. fp16
 // is enough: what it loses of a probability is 2^-11 of it or 2^-25.
 //
 // Here: the warp that loads, the kernel and its launch. shared_memory.cuh has what all of its warps share.
@@ -303,7 +303,7 @@ CompressedSelectArgs of_head(CompressedSelectArgs args, int kv_head) {
   return args;
 }
 
-/// Whether KV heads are served one after the other: where their keys and values together leave no room for the scratch
+/// Whether KV heads are served one after the other: where their keys and values together leave no space for the scratch
 /// in the second-level cache, and each has so many tiles that the last round of them, which few thread blocks have,
 /// does not matter. The noise of a head depends on its number.
 bool heads_in_turn(const CompressedSelectArgs& args, int processors) {

@@ -29,7 +29,7 @@ template <int kTiles>
 class ScratchWriter {
  public:
   __device__ __forceinline__ ScratchWriter(ScratchTile* first, int lane)
-      : mine_(reinterpret_cast<char*>(first) + place_of(lane)), lane_(lane) {}
+      : mine_(reinterpret_cast<char*>(first) + slot_of(lane)), lane_(lane) {}
 
   /// sums: of the lane's two rows, one after the other; reference: of these rows.
   __device__ __forceinline__ void write(const float (&sums)[2][4 * kTiles], const float (&reference)[2]) {
@@ -40,14 +40,14 @@ class ScratchWriter {
                      pack(Half{}, sums[0][n + 2], sums[1][n + 2]), pack(Half{}, sums[0][n + 3], sums[1][n + 3]));
     const int tile = lane_ & 3;
     if (tile < kTiles)
-      *reinterpret_cast<float2*>(mine_ - place_of(lane_) + tile * sizeof(ScratchTile) + sizeof(ScratchTile::sums) +
+      *reinterpret_cast<float2*>(mine_ - slot_of(lane_) + tile * sizeof(ScratchTile) + sizeof(ScratchTile::sums) +
                                  lane_ / 4 % 4 * 16 + lane_ / 16 * 8) = make_float2(reference[0], reference[1]);
     mine_ += kTiles * sizeof(ScratchTile);
   }
 
  private:
   /// Of the lane's first sum. A row's sums of a key tile are those of its four lanes, kTiles words of each.
-  __device__ __forceinline__ static int place_of(int lane) {
+  __device__ __forceinline__ static int slot_of(int lane) {
     const int word = lane % 4 * kTiles;
     return word / 4 * static_cast<int>(sizeof(ScratchTile)) + (lane / 4 * 4 + word % 4) * 16;
   }
@@ -220,7 +220,7 @@ class QuadOfQueries {
   }
 
   int r_, c_;
-  int at_[2];           // of the lane's head in a word: its place among the references
+  int at_[2];           // of the lane's head in a word: its slot among the references
   float minus_lse_[2];  // -inf: none of its query
   unsigned bytes_[2];   // of a pair of halves and zeros, that make the word
 };

@@ -79,7 +79,7 @@ class SelectorWarp {
         if (own.count == 0) continue;
         int* out = indices_of(scheduler, query);
         write_forced(args_, own, out, lane_, 32);
-        if (!own.choice || places() == 0) continue;
+        if (!own.choice || slots() == 0) continue;
         if constexpr (std::is_same_v<Tiles, WarpTilesOfSixteen>) begin_next(scheduler, query + kSelectorWarps);
         if (args_.noise > 0) {
           for (int j = args_.init_blocks + lane_; j < own.last; j += 32) {
@@ -88,9 +88,9 @@ class SelectorWarp {
           }
         }
         if constexpr (kFiltered) {
-          top_k_filtered(keys, filter, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+          top_k_filtered(keys, filter, args_.init_blocks, own.last, slots(), list_, out + args_.init_blocks, lane_);
         } else {
-          top_k(keys, args_.init_blocks, own.last, places(), list_, out + args_.init_blocks, lane_);
+          top_k(keys, args_.init_blocks, own.last, slots(), list_, out + args_.init_blocks, lane_);
         }
         __syncwarp();
       }
@@ -119,7 +119,7 @@ class SelectorWarp {
   __device__ __forceinline__ void consumer_release(int warp_tile) const {
     mbarrier_arrive(shared_address(&barriers_.scratch_empty[buffer_.stage()][warp_tile]));
   }
-  __device__ __forceinline__ int places() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
+  __device__ __forceinline__ int slots() const { return args_.topk - args_.init_blocks - args_.local_blocks; }
   __device__ __forceinline__ int* indices_of(const TileScheduler& scheduler, int query) const {
     return args_.indices.template at<int>(scheduler.seq.batch, scheduler.seq.q_begin + scheduler.first_query + query,
                                           scheduler.kv_head);
@@ -236,7 +236,7 @@ class SelectorWarp {
           [&](int complete) {
 #pragma unroll 1
             for (; block < complete; block += 8)
-              single[place_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, key_ring, block, own_keys));
+              single[slot_of(block, lane_ % 4)] = __float_as_uint(block_of_keys(args_, key_ring, block, own_keys));
           });
       vectors = (most_blocks + 31) / 32;
     } else {
@@ -266,13 +266,13 @@ class SelectorWarp {
                  });
     }
     if (is_last) consumer_release(warp_tile);
-    if (places() == 0) return;
+    if (slots() == 0) return;
     if (Blocks::kAddsKeysUp || args_.noise > 0) rank_all(scheduler, own.position, keys, vectors, last, most);
-    QuadSelector(keys, vectors, args_.init_blocks, last, lane_).top_k(most, places(), list_, out + args_.init_blocks);
+    QuadSelector(keys, vectors, args_.init_blocks, last, lane_).top_k(most, slots(), list_, out + args_.init_blocks);
   }
 
   /// Where the key of one of four queries for a block lies: see QuadSelector.
-  __device__ __forceinline__ static int place_of(int block, int query) {
+  __device__ __forceinline__ static int slot_of(int block, int query) {
     return (block / 32 * 32 + block % 16 / 2 * 4 + query) * 4 + block % 32 / 16 * 2 + block % 2;
   }
 

@@ -1,6 +1,6 @@
 // The choice of blocks from keys that order like their ranks, by selector warps (selector_warp.cuh).
 //
-// Of n places, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
+// Of n slots, at least n blocks reach the n-th largest of 32 maxima over every 32nd block, and seldom many more: these
 // are listed, and each counts the larger ones. Where they are too many the n-th largest key is found bit by bit.
 #pragma once
 
@@ -53,18 +53,18 @@ __device__ __forceinline__ unsigned nth_largest(unsigned x, int n, unsigned* all
 }
 
 /// Lane i holds entry i, {key, block}, of a list in the order of blocks, or {0, 0} behind the list's end. Writes the
-/// `places` blocks of largest key. `threshold`, not 0, is the smallest of their keys; of equals, the earlier.
-__device__ __forceinline__ void write_best(uint2 entry, unsigned threshold, int places, int* out, int lane) {
+/// `slots` blocks of largest key. `threshold`, not 0, is the smallest of their keys; of equals, the earlier.
+__device__ __forceinline__ void write_best(uint2 entry, unsigned threshold, int slots, int* out, int lane) {
   const unsigned above = __ballot_sync(0xffffffffu, entry.x > threshold);
   const unsigned tied = __ballot_sync(0xffffffffu, entry.x == threshold);
-  const bool chosen = entry.x > threshold || ((tied >> lane & 1) != 0 && before(tied, lane) < places - __popc(above));
+  const bool chosen = entry.x > threshold || ((tied >> lane & 1) != 0 && before(tied, lane) < slots - __popc(above));
   const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
   if (chosen) out[before(lanes, lane)] = static_cast<int>(entry.y);
 }
 
-/// Writes the `places` blocks of largest key of those on the list, which are at least as many, in order; of equals,
+/// Writes the `slots` blocks of largest key of those on the list, which are at least as many, in order; of equals,
 /// the earlier. There are 32 entries, of which the first `listed` count.
-__device__ __forceinline__ void write_best_listed(uint2* list, int listed, int places, int* out, int lane) {
+__device__ __forceinline__ void write_best_listed(uint2* list, int listed, int slots, int* out, int lane) {
   if (lane >= listed) list[lane] = make_uint2(0, 0);
   __syncwarp();
   const uint2 mine = list[lane];
@@ -77,33 +77,32 @@ __device__ __forceinline__ void write_best_listed(uint2* list, int listed, int p
       larger += two.x > mine.x, larger += two.z > mine.x;
     }
   }
-  const bool chosen = lane < listed && larger < places;
+  const bool chosen = lane < listed && larger < slots;
   const unsigned lanes = __ballot_sync(0xffffffffu, chosen);
-  if (__popc(lanes) == places) {
+  if (__popc(lanes) == slots) {
     if (chosen) out[before(lanes, lane)] = static_cast<int>(mine.y);
   } else {
-    write_best(mine, __reduce_min_sync(0xffffffffu, chosen ? mine.x : 0xffffffffu), places, out, lane);
+    write_best(mine, __reduce_min_sync(0xffffffffu, chosen ? mine.x : 0xffffffffu), slots, out, lane);
   }
 }
 
-/// The largest threshold that `places` keys reach, bit by bit. reach(x): how many keys reach x. Then: how many of those
+/// The largest threshold that `slots` keys reach, bit by bit. reach(x): how many keys reach x. Then: how many of those
 /// with exactly this key are to be taken.
 template <class Reach>
-__device__ __forceinline__ unsigned find_threshold(int places, int& ties, const Reach& reach) {
+__device__ __forceinline__ unsigned find_threshold(int slots, int& ties, const Reach& reach) {
   unsigned threshold = 0;
 #pragma unroll 1
   for (int bit = 31; bit >= 0; --bit)
-    if (reach(threshold | 1u << bit) >= places) threshold |= 1u << bit;
+    if (reach(threshold | 1u << bit) >= slots) threshold |= 1u << bit;
   const int above = reach(threshold == 0xffffffffu ? threshold : threshold + 1);
-  ties = places - (threshold == 0xffffffffu ? 0 : above);
+  ties = slots - (threshold == 0xffffffffu ? 0 : above);
   return threshold;
 }
 
-/// Where a list does not do: with many equal keys, or many places. Of top_k.
-__device__ __forceinline__ void top_k_exactly(const unsigned* key, int first, int last, int places, int* out,
-                                              int lane) {
+/// Where a list does not do: with many equal keys, or many slots. Of top_k.
+__device__ __forceinline__ void top_k_exactly(const unsigned* key, int first, int last, int slots, int* out, int lane) {
   int ties;
-  const unsigned threshold = find_threshold(places, ties, [&](unsigned x) {
+  const unsigned threshold = find_threshold(slots, ties, [&](unsigned x) {
     int n = 0;
     for (int j = first + lane; j < last; j += 32) n += key[j] >= x;
     return static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<unsigned>(n)));
@@ -137,10 +136,10 @@ __device__ __forceinline__ void list_reaching(const unsigned (&x)[4], int begin,
 
 inline constexpr int kFew = 128;  // blocks, of which a lane has four in registers
 
-/// Writes the `places` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
-/// are more than `places`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
+/// Writes the `slots` blocks of largest key among first .. last - 1 in ascending order; of equals, the earlier. There
+/// are more than `slots`. Keys lie in shared memory; overwrites those before `first`, and from `last` to the next
 /// multiple of 128. One warp.
-__device__ __forceinline__ void top_k(unsigned* key, int first, int last, int places, uint2* list, int* out, int lane) {
+__device__ __forceinline__ void top_k(unsigned* key, int first, int last, int slots, uint2* list, int* out, int lane) {
   int listed = kListed + 1;
   auto* const maxima = reinterpret_cast<unsigned*>(list);
   __syncwarp();
@@ -152,8 +151,8 @@ __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int pl
       x[u] = j >= first && j < last ? key[j] : 0;
       most = max(most, x[u]);
     }
-    const unsigned bound = nth_largest(most, min(places, 32), maxima, lane);
-    if (bound > 0 && places <= 32) listed = 0, list_reaching(x, 0, bound, list, listed, lane);
+    const unsigned bound = nth_largest(most, min(slots, 32), maxima, lane);
+    if (bound > 0 && slots <= 32) listed = 0, list_reaching(x, 0, bound, list, listed, lane);
   } else {
     for (int j = lane; j < first; j += 32) key[j] = 0;
     for (int j = last + lane; j < (last + 127) / 128 * 128; j += 32) key[j] = 0;
@@ -164,8 +163,8 @@ __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int pl
 #pragma unroll
       for (int u = 0; u < 4; ++u) most = max(most, key[begin + 32 * u + lane]);
     }
-    const unsigned bound = nth_largest(most, min(places, 32), maxima, lane);
-    if (bound > 0 && places <= 32) listed = 0;
+    const unsigned bound = nth_largest(most, min(slots, 32), maxima, lane);
+    if (bound > 0 && slots <= 32) listed = 0;
     for (int begin = 0; begin < last && listed <= kListed; begin += 128) {
       unsigned x[4];
 #pragma unroll
@@ -173,14 +172,14 @@ __device__ __forceinline__ void top_k(unsigned* key, int first, int last, int pl
       list_reaching(x, begin, bound, list, listed, lane);
     }
   }
-  if (listed > kListed) return top_k_exactly(key, first, last, places, out, lane);
-  write_best_listed(list, listed, places, out, lane);
+  if (listed > kListed) return top_k_exactly(key, first, last, slots, out, lane);
+  write_best_listed(list, listed, slots, out, lane);
 }
 
 /// The same where the keys lie in global memory: `filter`, in shared memory, has the upper halves of them, of which a
 /// multiple of 256 is read. Who is listed by these is ranked by the keys themselves. Overwrites halves only.
 __device__ __forceinline__ void top_k_filtered(const unsigned* key, unsigned short* filter, int first, int last,
-                                               int places, uint2* list, int* out, int lane) {
+                                               int slots, uint2* list, int* out, int lane) {
   for (int j = lane; j < first; j += 32) filter[j] = 0;
   for (int j = last + lane; j < (last + 255) / 256 * 256; j += 32) filter[j] = 0;
   __syncwarp();
@@ -193,8 +192,8 @@ __device__ __forceinline__ void top_k_filtered(const unsigned* key, unsigned sho
       even = max(even, x & 0xffff), odd = max(odd, x >> 16);
     }
   }
-  const unsigned bound = nth_largest(max(even, odd), min(places, 32), reinterpret_cast<unsigned*>(list), lane);
-  int listed = bound > 0 && places <= 32 ? 0 : kListed + 1;
+  const unsigned bound = nth_largest(max(even, odd), min(slots, 32), reinterpret_cast<unsigned*>(list), lane);
+  int listed = bound > 0 && slots <= 32 ? 0 : kListed + 1;
   for (int begin = 0; begin < last && listed <= kListed; begin += 256) {
     unsigned x[4];
 #pragma unroll
@@ -210,10 +209,10 @@ __device__ __forceinline__ void top_k_filtered(const unsigned* key, unsigned sho
       listed += __popc(evens) + __popc(odds);
     }
   }
-  if (listed > kListed) return top_k_exactly(key, first, last, places, out, lane);
+  if (listed > kListed) return top_k_exactly(key, first, last, slots, out, lane);
   __syncwarp();
   if (lane < listed) list[lane].x = key[list[lane].y];
-  write_best_listed(list, listed, places, out, lane);
+  write_best_listed(list, listed, slots, out, lane);
 }
 
 /// Four queries at a time, as of QuadOfQueries: lane 4 r + c has the keys of query c.
@@ -224,17 +223,17 @@ class QuadSelector {
   __device__ __forceinline__ QuadSelector(const uint4* keys, int vectors, int first, int last, int lane)
       : mine_(keys + lane), vectors_(vectors), first_(first), last_(last), lane_(lane) {}
 
-  /// The `places` best blocks of each query in ascending order; of equals, the earlier. outs: of this lane's query.
+  /// The `slots` best blocks of each query in ascending order; of equals, the earlier. outs: of this lane's query.
   /// most: maxima of the lane's four blocks of a vector over all vectors. list: four times kListed.
-  __device__ __forceinline__ void top_k(unsigned (&most)[4], int places, uint2* list, int* out) const {
+  __device__ __forceinline__ void top_k(unsigned (&most)[4], int slots, uint2* list, int* out) const {
     transpose_in_quad(most, lane_);
-    nth_largest(most, min(places, 32), lane_);
+    nth_largest(most, min(slots, 32), lane_);
     const unsigned bound = of_query(most);
-    const bool listable = bound > 0 && places <= 32;
+    const bool listable = bound > 0 && slots <= 32;
     int listed = list_blocks(listable ? bound : 0xffffffffu, list + lane_ % 4 * kListed);
     if (last_ > 0 && !listable) listed = kListed + 1;
     __syncwarp();
-    if (__any_sync(0xffffffffu, listed > kListed)) return top_k_exactly(places, out);
+    if (__any_sync(0xffffffffu, listed > kListed)) return top_k_exactly(slots, out);
     uint2 entries[4];
     unsigned thresholds[4];
 #pragma unroll
@@ -243,12 +242,12 @@ class QuadSelector {
       entries[q] = lane_ < count ? list[q * kListed + lane_] : make_uint2(0, 0);
       thresholds[q] = entries[q].x;
     }
-    nth_largest(thresholds, places, lane_);
+    nth_largest(thresholds, slots, lane_);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const int count = __shfl_sync(0xffffffffu, listed, q);
       int* to = reinterpret_cast<int*>(__shfl_sync(0xffffffffu, reinterpret_cast<std::uint64_t>(out), q));
-      if (count > 0) write_best(entries[q], thresholds[q], places, to, lane_);
+      if (count > 0) write_best(entries[q], thresholds[q], slots, to, lane_);
     }
     __syncwarp();
   }
@@ -301,11 +300,11 @@ class QuadSelector {
     return listed;
   }
 
-  /// Where a list does not do: with many equal keys, or many places.
-  __device__ __forceinline__ void top_k_exactly(int places, int* out) const {
+  /// Where a list does not do: with many equal keys, or many slots.
+  __device__ __forceinline__ void top_k_exactly(int slots, int* out) const {
     const auto in = [&](int block) { return block >= first_ && block < last_; };
     int ties, written = 0;
-    const unsigned threshold = find_threshold(places, ties, [&](unsigned bound) {
+    const unsigned threshold = find_threshold(slots, ties, [&](unsigned bound) {
       int n = 0;
 #pragma unroll 1
       for (int v = 0; v < vectors_; ++v) {

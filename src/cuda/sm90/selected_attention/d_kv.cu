@@ -37,7 +37,7 @@ struct StageInfo {
   std::int8_t lead[64];  // of a row: the last key that it sees; kFar: all
   int all;               // every row sees every key
   int ds_rows;           // number of rows whose dS is stored
-  char* ds;              // where row 0 of warp 0 has its place
+  char* ds;              // the slot of row 0 of warp 0
 };
 static_assert(sizeof(StageInfo) <= 256);
 

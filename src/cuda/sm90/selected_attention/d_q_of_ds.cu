@@ -19,7 +19,7 @@ using Shape = SelectedShape<Dk, 0, kKeys, (Dk > 64 ? 12 : 16)>;
 struct OwnEntries {
   EntryLanes lanes;
   int key[EntryLanes::kMax];  // the first one of the block; -1: no entry, or one that does not count
-  int place[EntryLanes::kMax];
+  int slot[EntryLanes::kMax];
 
   __device__ OwnEntries(const BackwardArgs& args, const GatherPlan& p, const SelectedTile& tile, int warp, int lane)
       : lanes(p.together) {
@@ -32,7 +32,7 @@ struct OwnEntries {
       key[i] = -1;
       if (!valid || rank >= p.topk) continue;
       const int block = args.indices.at<int>(tile.seq.batch, row, tile.kv_head)[rank];
-      place[i] = args.lists.places.at<int>(tile.seq.batch, row, tile.kv_head)[rank];
+      slot[i] = args.lists.entry_slots.at<int>(tile.seq.batch, row, tile.kv_head)[rank];
       if (block >= 0 && static_cast<std::int64_t>(block) * p.block_size <= tile.seq.position(query))
         key[i] = block * p.block_size;
     }
@@ -45,7 +45,7 @@ struct OwnEntries {
     for (int i = 0; i < EntryLanes::kMax; ++i) {
       if (i << lanes.log2 >= topk) break;
       const unsigned holders = __ballot_sync(0xffffffffu, key[i] == first) & of_query;
-      const int there = __shfl_sync(0xffffffffu, place[i], __ffs(static_cast<int>(holders)) - 1);
+      const int there = __shfl_sync(0xffffffffu, slot[i], __ffs(static_cast<int>(holders)) - 1);
       if (holders) found = there;
     }
     return found;

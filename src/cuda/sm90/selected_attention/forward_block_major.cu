@@ -6,7 +6,7 @@
 //   attend_blocks     item -> for each of its query rows the attention to these keys alone: output and lse, a partial
 //   combine_partials  partials of a query head -> output and lse, in the order of its row of indices
 //
-// There is room for the partials of a buffer of queries and KV heads (forward_block_major.h); buffers follow each
+// The scratch holds the partials of a buffer of queries and KV heads (forward_block_major.h); buffers follow each
 // other.
 //
 // attend_blocks: thread blocks of two warpgroups, two on a multiprocessor (keys of 192: one of three), take items as
@@ -38,7 +38,7 @@ struct Control {
   std::uint64_t full;
 };
 
-/// K and V of an item, and for each warpgroup Q of two tiles. Outputs take the place of Q.
+/// K and V of an item, and for each warpgroup Q of two tiles. Outputs overwrite Q.
 template <int Dk, int Dv>
 struct BlockMemory {
   static constexpr int kK = kTileBytes<Dk>, kV = kTileBytes<Dv>, kControl = kK + kV + 2 * kGroups<Dk> * kK;

@@ -12,7 +12,7 @@
 //
 // gather_plan.cuh has what all of them share, gather_producers.cuh the first two.
 //
-// Order of the union: blocks appear by the lowest rank that one of their users gives them (its place in the row of
+// Order of the union: blocks appear by the lowest rank that one of their users gives them (its position in the row of
 // indices). So each stretch of the ring holds work for every warp, and neighbours, whose lists are alike, stay close.
 //
 // Positions count the fills of all tiles of a thread block; position p lies in slot p % slots. A warp skips what it

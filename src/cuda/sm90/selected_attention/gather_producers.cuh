@@ -22,12 +22,12 @@ __device__ inline unsigned* find_block(SelectedControl& c, const GatherPlan& p, 
   }
 }
 
-/// Which place in the union the block whose first entry is `entry` has.
-__device__ inline int place_of(SelectedControl& c, const GatherPlan& p, unsigned entry) {
+/// The slot in the union of the block whose first entry is `entry`.
+__device__ inline int slot_of(SelectedControl& c, const GatherPlan& p, unsigned entry) {
   const unsigned* first = c.first(p);
-  int place = __popc(first[entry / 32] & ((1u << (entry % 32)) - 1));
-  for (unsigned i = 0; i < entry / 32; ++i) place += __popc(first[i]);
-  return place;
+  int slot = __popc(first[entry / 32] & ((1u << (entry % 32)) - 1));
+  for (unsigned i = 0; i < entry / 32; ++i) slot += __popc(first[i]);
+  return slot;
 }
 
 /// The union of a tile's lists into a buffer that wait_empty() says is free; complete when all threads are back.
@@ -67,17 +67,17 @@ __device__ inline void build_union(SelectedControl& c, const GatherPlan& p, cons
 #pragma unroll 1
   for (int e = thread; e < p.entries; e += kBuilders)
     if (c.first(p)[e / 32] >> (e % 32) & 1) {
-      const int place = place_of(c, p, e);
-      c.block(p, buffer)[place] = wanted[e];
-      c.users(p, buffer)[place] = make_uint2(0, 0);
+      const int slot = slot_of(c, p, e);
+      c.block(p, buffer)[slot] = wanted[e];
+      c.users(p, buffer)[slot] = make_uint2(0, 0);
     }
-  if (thread == 0) c.size[buffer] = place_of(c, p, p.entries - 1) + (c.first(p)[p.entries / 32 - 1] >> 31);
+  if (thread == 0) c.size[buffer] = slot_of(c, p, p.entries - 1) + (c.first(p)[p.entries / 32 - 1] >> 31);
   sync();
 #pragma unroll 1
   for (int e = thread; e < p.entries; e += kBuilders)
     if (wanted[e] >= 0) {
       const int query = e - p.by_queries.divide(e) * p.queries;
-      unsigned* users = &c.users(p, buffer)[place_of(c, p, *find_block(c, p, wanted[e], e))].x;
+      unsigned* users = &c.users(p, buffer)[slot_of(c, p, *find_block(c, p, wanted[e], e))].x;
       atomicOr(users + query / 32, 1u << (query % 32));
     }
   sync();

@@ -1,5 +1,5 @@
-// What a decode step does before it attends, on Hopper, by one kernel: who has room, the new tokens to their places,
-// and φ of the compression blocks that they complete. Design: docs/design/decode.md.
+// What a decode step does before it attends, on Hopper, by one kernel: checks capacity, appends the new tokens,
+// and compresses the blocks that they complete. Design: docs/design/decode.md.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,15 +9,15 @@
 
 namespace nsa::cuda::sm90::decode {
 
-inline constexpr int kFoldRanks = 16;      // thread blocks of a cluster
-inline constexpr int kFoldWarps = 8;       // of a thread block
-inline constexpr int kFoldTiles = 2;       // of sixteen rows at a time, at most; row 0 is the position encoding
-inline constexpr int kFoldStageRows = 32;  // of the first layer's weights
-inline constexpr int kFoldStages = 4;
+inline constexpr int kCompressRanks = 16;      // thread blocks of a cluster
+inline constexpr int kCompressWarps = 8;       // of a thread block
+inline constexpr int kCompressTiles = 2;       // of sixteen rows at a time, at most; row 0 is the position encoding
+inline constexpr int kCompressStageRows = 32;  // of the first layer's weights
+inline constexpr int kCompressStages = 4;
 
 /// φ of keys or of values, with weights as in CompressArgs. A cluster has one set of weights: that of a KV head, or the
 /// one that all of them share.
-struct FoldSide {
+struct CompressSide {
   Strided fresh;      // (B, m, Hkv, D): the step's raw tokens
   CachedTensor raw;   // those before
   CachedTensor out;   // compressed tokens
@@ -37,15 +37,15 @@ struct Append {
   HeadScales scales;  // given: they are stored in e4m3, half as many bytes
 };
 
-struct StepFoldArgs : PlanArgs {
-  Append appends[6];   // selection, window, compression; keys and values
-  FoldSide sides[2];   // keys, values
-  Rotation rotation;   // of the keys
-  Strided o, indices;  // of packed queries: rows of nobody are cleared; null indices: not wanted
+struct AppendCompressArgs : PlanArgs {
+  Append appends[6];      // selection, window, compression; keys and values
+  CompressSide sides[2];  // keys, values
+  Rotation rotation;      // of the keys
+  Strided o, indices;     // of packed queries: rows of nobody are cleared; null indices: not wanted
   int value_dim, topk;
 };
 
 template <class T>
-[[gnu::weak]] cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream);
+[[gnu::weak]] cudaError_t launch_append_compress(const AppendCompressArgs& args, cudaStream_t stream);
 
 }  // namespace nsa::cuda::sm90::decode

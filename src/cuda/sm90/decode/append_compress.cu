@@ -1,8 +1,8 @@
-// One instance of step_fold: compiled with NSA_ELEMENT.
+// One instance of append_compress: compiled with NSA_ELEMENT.
 //
 // The first clusters have a set of weights of φ each and share out its first layer's sum: every thread block streams
 // some rows of W1, for all of its columns, and multiplies them with the raw tokens of the completed blocks. The other
-// thread blocks have a sequence each: they look whether it has room, write its plan and append its tokens. The rings
+// thread blocks have a sequence each: they check its capacity, write its plan and append its tokens. The rings
 // hold more tokens than anybody reads, so nothing has to wait until old tokens have been read.
 //
 //   W1 and tokens in stages │ exchange: z, SiLU │ second layer, shared out by its rows │ exchange: rotation, pages
@@ -15,31 +15,31 @@
 #include "cuda/common/tile.cuh"
 #include "cuda/sm90/common/cluster.cuh"
 #include "cuda/sm90/common/ptx.cuh"
-#include "cuda/sm90/decode/step_fold.h"
+#include "cuda/sm90/decode/append_compress.h"
 
 namespace nsa::cuda::sm90::decode {
 namespace {
 
-constexpr int kThreads = 32 * kFoldWarps;
-constexpr int kRows = 16 * kFoldTiles, kEntries = kRows - 1;  // rows 1 ... of a pass are completed blocks
-constexpr int kSequences = 64;                                // whose blocks are listed at a time
-constexpr int kMaxCompleted = 16;                             // of a sequence in a step
-constexpr int kMaxGroups = 2;                                 // of sixteen hidden units, of a thread block
-constexpr int kMaxPairs = 192 / 2 / kFoldRanks;               // of channels, of a thread block
-constexpr int kMaxBiases = 16 * kMaxGroups;                   // of the first layer, of a thread block
-constexpr int kTokenStage = kRows * kFoldStageRows * 2;       // bytes of raw tokens in a stage
+constexpr int kThreads = 32 * kCompressWarps;
+constexpr int kRows = 16 * kCompressTiles, kEntries = kRows - 1;  // rows 1 ... of a pass are completed blocks
+constexpr int kSequences = 64;                                    // whose blocks are listed at a time
+constexpr int kMaxCompleted = 16;                                 // of a sequence in a step
+constexpr int kMaxGroups = 2;                                     // of sixteen hidden units, of a thread block
+constexpr int kMaxPairs = 192 / 2 / kCompressRanks;               // of channels, of a thread block
+constexpr int kMaxBiases = 16 * kMaxGroups;                       // of the first layer, of a thread block
+constexpr int kTokenStage = kRows * kCompressStageRows * 2;       // bytes of raw tokens in a stage
 
 /// A completed block: its sequence and its number; length before the step.
 struct Entry {
   int sequence, block, before;
 };
 
-/// Dynamic shared memory: the ring of stages, in whose place are z and then the second layer's sums.
-struct FoldMemory {
+/// Dynamic shared memory: the ring of stages, overwritten by z and then by the second layer's sums.
+struct CompressMemory {
   int ring, exchange;
 
-  __host__ __device__ explicit FoldMemory(const FoldSide& side)
-      : ring(side.clusters ? kFoldStages * (kFoldStageRows * side.hidden * 2 + kTokenStage) : 0),
+  __host__ __device__ explicit CompressMemory(const CompressSide& side)
+      : ring(side.clusters ? kCompressStages * (kCompressStageRows * side.hidden * 2 + kTokenStage) : 0),
         exchange(side.clusters ? kRows * (side.hidden + (side.mlp ? side.dim : 0)) * 4 : 0) {}
   int bytes() const { return std::max(ring, exchange); }
 };
@@ -54,27 +54,27 @@ __device__ __forceinline__ int token_at(int r, int c) { return r * 64 + ((c ^ (r
 /// The thread's number, of which compilers know that it is not negative.
 __device__ __forceinline__ int thread_of_block() { return static_cast<int>(threadIdx.x % kThreads); }
 
-/// The sum over kFoldRanks neighbouring lanes.
+/// The sum over kCompressRanks neighbouring lanes.
 __device__ __forceinline__ float sum_of_ranks(float x) {
 #pragma unroll
-  for (int offset = kFoldRanks / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  for (int offset = kCompressRanks / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
 }
 
 /// Whether the sequence can take its new tokens: all of its pages exist. All threads of the thread block call it.
-__device__ __forceinline__ bool has_room(const StepFoldArgs& args, const StepWish& wish, int b) {
-  return __syncthreads_and(wish.possible && own_room(args, wish, b));
+__device__ __forceinline__ bool has_capacity(const AppendCompressArgs& args, const StepRequest& request, int b) {
+  return __syncthreads_and(request.possible && own_capacity(args, request, b));
 }
 
 /// A pair of channels (channel, channel + D / 2) of a compressed token to its page; of keys (side 0) turned.
 template <bool kFloat8, class T>
-__device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, int side, const T (&pair)[2], int b,
+__device__ __forceinline__ void store_pair_of_token(const AppendCompressArgs& args, int side, const T (&pair)[2], int b,
                                                     int block, int head, int channel) {
   T turned[2] = {pair[0], pair[1]};
   if (side == 0 && args.rotation.cos)
     rotate_pair(args.rotation, static_cast<std::int64_t>(block) * args.geometry.kernel_stride, channel, 1, false, pair,
                 turned);
-  const FoldSide& of = args.sides[side];
+  const CompressSide& of = args.sides[side];
   const int half = of.dim / 2;
   if constexpr (kFloat8) {
     const std::uint32_t stored = to_float8(to_float(turned[0]), to_float(turned[1]), of.scales[head]);
@@ -88,56 +88,57 @@ __device__ __forceinline__ void store_pair_of_token(const StepFoldArgs& args, in
 
 /// What the threads of a thread block share beside the dynamic memory.
 template <class T>
-struct FoldShared {
-  unsigned short entries[kSequences * kMaxCompleted];  // kMaxCompleted times the sequence's place, and which block
+struct CompressShared {
+  unsigned short entries[kSequences * kMaxCompleted];  // kMaxCompleted times the sequence's slot, and which block
   int first[kSequences], before[kSequences];           // of the sequences: first block, length before the step
-  int warp_counts[kFoldWarps];
-  int room[kRows * kTables / kFoldRanks];    // of some rows, in some tables; read by the cluster
-  float biases[kMaxBiases + 2 * kMaxPairs];  // of both layers
+  int warp_counts[kCompressWarps];
+  int fits[kRows * kTables / kCompressRanks];  // of some rows, in some tables; read by the cluster
+  float biases[kMaxBiases + 2 * kMaxPairs];    // of both layers
   __align__(16) float sums[kRows * 16];
   __align__(16) T hidden[kRows * 16], w2[kMaxGroups][16 * 192];
 };
 
 /// φ of `count` rows from number `first` on: completed blocks of the list, for one head each, at most kEntries.
-/// sequence0: whose place in it is 0. Rows of shared weights are all heads of a block one after the other. kN: columns
+/// sequence0: the one in slot 0. Rows of shared weights are all heads of a block one after the other. kN: columns
 /// of the first layer / 64. The whole cluster.
 template <class T, int kN, bool kFloat8>
-__device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSide& side, int set, int sequence0,
-                                          int first, int count, FoldShared<T>& shared_memory, char* memory) {
-  constexpr int kHidden = 64 * kN, kRowBytes = kHidden * 2, kWeightStage = kFoldStageRows * kRowBytes;
+__device__ __forceinline__ void compress_rows(const AppendCompressArgs& args, const CompressSide& side, int set,
+                                              int sequence0, int first, int count, CompressShared<T>& shared_memory,
+                                              char* memory) {
+  constexpr int kHidden = 64 * kN, kRowBytes = kHidden * 2, kWeightStage = kCompressStageRows * kRowBytes;
   constexpr int kStage = kWeightStage + kTokenStage;
   const StepGeometry& p = args.geometry;
   const int thread = thread_of_block(), lane = thread % 32, warp = thread / 32, rank = cluster_rank();
   const bool shared = side.clusters == 1;
-  const int flat = p.kernel_size * side.dim, slice = flat / kFoldRanks, begin = rank * slice;
-  const int stages = slice / kFoldStageRows, tiles = (count + 1 + 15) / 16;
+  const int flat = p.kernel_size * side.dim, slice = flat / kCompressRanks, begin = rank * slice;
+  const int stages = slice / kCompressStageRows, tiles = (count + 1 + 15) / 16;
   const int weight_head = side.clusters > 1 ? set : 0;
   const auto entry_of = [&](int row) {
     const int at = shared_memory.entries[shared ? (first + row) / p.kv_heads : first + row];
-    const int place = at / kMaxCompleted;
-    return Entry{sequence0 + place, shared_memory.first[place] + at % kMaxCompleted, shared_memory.before[place]};
+    const int slot = at / kMaxCompleted;
+    return Entry{sequence0 + slot, shared_memory.first[slot] + at % kMaxCompleted, shared_memory.before[slot]};
   };
   const auto head_of = [&](int row) { return shared ? (first + row) % p.kv_heads : set; };
 
   // Of a stage each thread copies some columns of a row of W1; the first ones also sixteen bytes of a row of raw
   // tokens, of which a stage has a part of one for each block. Rows behind the last are not loaded: nobody reads their
   // sums.
-  static_assert(kThreads == kFoldStageRows * 8);
+  static_assert(kThreads == kCompressStageRows * 8);
   const char* weights_from =
       reinterpret_cast<const char*>(side.w1.at<T>(weight_head, begin + thread / 8, 0)) + thread % 8 * 16;
   const std::uint32_t ring = shared_address(memory), weights_to = ring + weight_at(thread / 8, thread % 8, kRowBytes);
-  const std::int64_t stage_bytes = side.w1.row * (kFoldStageRows * 2);
+  const std::int64_t stage_bytes = side.w1.row * (kCompressStageRows * 2);
   const int token_row = thread / 4, token_chunk = thread % 4;
   const bool loads_tokens = token_row <= count, has_tokens = token_row > 0 || side.pe.data;
   const Entry entry = token_row > 0 && loads_tokens ? entry_of(token_row - 1) : Entry{0, 0, 0};
   const int head = token_row > 0 && loads_tokens ? head_of(token_row - 1) : 0;
-  int of_block = rank * p.kernel_size / kFoldRanks, channel = begin - of_block * side.dim;  // of the next stage
-  const T* tokens_from = nullptr;                                                           // channel 0 of the token
+  int of_block = rank * p.kernel_size / kCompressRanks, channel = begin - of_block * side.dim;  // of the next stage
+  const T* tokens_from = nullptr;  // channel 0 of the token
   const auto load = [&](int stage) {
     if (stage >= stages) return;
-    const int place = stage % kFoldStages * kStage;
+    const int slot = stage % kCompressStages * kStage;
 #pragma unroll
-    for (int j = 0; j < kN; ++j) copy16(weights_to + place + j * 128, weights_from + j * 128, true);
+    for (int j = 0; j < kN; ++j) copy16(weights_to + slot + j * 128, weights_from + j * 128, true);
     weights_from += stage_bytes;
     if (!loads_tokens) return;
     if (stage == 0 || channel == 0) {
@@ -150,19 +151,19 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
       else
         tokens_from = reinterpret_cast<const T*>(side.raw.at(entry.sequence, token, head));
     }
-    copy16(ring + place + kWeightStage + token_at(token_row, token_chunk), tokens_from + channel + token_chunk * 8,
+    copy16(ring + slot + kWeightStage + token_at(token_row, token_chunk), tokens_from + channel + token_chunk * 8,
            has_tokens);
-    channel += kFoldStageRows;
+    channel += kCompressStageRows;
     if (channel == side.dim) channel = 0, ++of_block;
   };
 
   // The second layer's weights of this thread block's hidden units, sixteen at a time, come with the first stage.
-  constexpr int kGroups = (kN * 4 + kFoldRanks - 1) / kFoldRanks;
+  constexpr int kGroups = (kN * 4 + kCompressRanks - 1) / kCompressRanks;
   static_assert(kGroups <= kMaxGroups && kThreads == 16 * 16);
   if (side.mlp)
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int unit = (rank + g * kFoldRanks) * 16, r = thread / 16, c = thread % 16;
+      const int unit = (rank + g * kCompressRanks) * 16, r = thread / 16, c = thread % 16;
       const T* const from = side.w2.at<T>(weight_head, unit + r, c * 8);
       const std::uint32_t to = shared_address(shared_memory.w2[g]) + weight_at(r, c, side.dim * 2);
 #pragma unroll
@@ -170,18 +171,18 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
         if (unit < kHidden && (c + 16 * j) * 8 < side.dim) copy16(to + j * 256, from + j * 128, true);
     }
 #pragma unroll 1
-  for (int i = 0; i < kFoldStages - 1; ++i) {
+  for (int i = 0; i < kCompressStages - 1; ++i) {
     load(i);
     commit_copies();
   }
   // Biases of what this thread block works out, and the angles of its keys.
-  const int half = side.dim / 2, pairs = half / kFoldRanks;
+  const int half = side.dim / 2, pairs = half / kCompressRanks;
   float bias = 0;
   const auto read_bias = [&](const Weights& biases, int at) {
     if (biases.data) bias = to_float(*biases.at<T>(weight_head, 0, at));
   };
   if (thread < kMaxBiases) {
-    const int unit = (rank + thread / 16 * kFoldRanks) * 16 + thread % 16;
+    const int unit = (rank + thread / 16 * kCompressRanks) * 16 + thread % 16;
     if (side.mlp && unit < kHidden) read_bias(side.b1, unit);
   } else if (const int i = thread - kMaxBiases; i < 2 * pairs) {
     const int which = i >= pairs;
@@ -192,28 +193,28 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
     prefetch_line(args.rotation.cos + at * args.rotation.cos_row + rank * pairs);
     prefetch_line(args.rotation.sin + at * args.rotation.sin_row + rank * pairs);
   }
-  // Each thread block looks at the room of some rows in a table.
+  // Each thread block checks the capacity of some rows in a table.
 #pragma unroll 1
-  for (int look = rank; look < count * kTables; look += kFoldRanks) {
+  for (int look = rank; look < count * kTables; look += kCompressRanks) {
     const int b = entry_of(look / kTables).sequence;
-    const StepWish wish(args.geometry, args.lengths, args.num_new, args.positions, b);
-    const bool room = __syncthreads_and(own_room(args, wish, b, look % kTables));
-    if (thread == 0) shared_memory.room[look / kFoldRanks] = room;
+    const StepRequest request(args.geometry, args.lengths, args.num_new, args.positions, b);
+    const bool fits = __syncthreads_and(own_capacity(args, request, b, look % kTables));
+    if (thread == 0) shared_memory.fits[look / kCompressRanks] = fits;
   }
   if (thread < kMaxBiases + 2 * pairs) shared_memory.biases[thread] = bias;
-  float acc[kFoldTiles][kN][4] = {};
+  float acc[kCompressTiles][kN][4] = {};
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
-    wait_copies<kFoldStages - 2>();
+    wait_copies<kCompressStages - 2>();
     __syncthreads();
-    load(stage + kFoldStages - 1);
+    load(stage + kCompressStages - 1);
     commit_copies();
-    const std::uint32_t weights = ring + stage % kFoldStages * kStage, tokens = weights + kWeightStage;
+    const std::uint32_t weights = ring + stage % kCompressStages * kStage, tokens = weights + kWeightStage;
 #pragma unroll
-    for (int k = 0; k < kFoldStageRows / 16; ++k) {
-      std::uint32_t a[kFoldTiles][4];
+    for (int k = 0; k < kCompressStageRows / 16; ++k) {
+      std::uint32_t a[kCompressTiles][4];
 #pragma unroll
-      for (int m = 0; m < kFoldTiles; ++m)
+      for (int m = 0; m < kCompressTiles; ++m)
         if (m < tiles) ldmatrix4(a[m], tokens + token_at(m * 16 + (lane & 15), k * 2 + lane / 16));
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
@@ -221,7 +222,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
         const int chunk = warp * kN + n + (n + 1 < kN ? lane / 16 : 0);
         ldmatrix4_transposed(b, weights + weight_at(k * 16 + (lane & 15), chunk, kRowBytes));
 #pragma unroll
-        for (int m = 0; m < kFoldTiles; ++m) {
+        for (int m = 0; m < kCompressTiles; ++m) {
           if (m >= tiles) break;
           mma(T{}, acc[m][n], a[m], b[0], b[1]);
           if (n + 1 < kN) mma(T{}, acc[m][n + 1], a[m], b[2], b[3]);
@@ -234,7 +235,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
   auto* const z = reinterpret_cast<float*>(memory);  // (kRows, kHidden): this thread block's share of the sums
   auto* const second = z + kRows * kHidden;          // (kRows, D): the same of the second layer
 #pragma unroll
-  for (int m = 0; m < kFoldTiles; ++m) {
+  for (int m = 0; m < kCompressTiles; ++m) {
     if (m >= tiles) break;
 #pragma unroll
     for (int n = 0; n < kN; ++n)
@@ -246,20 +247,20 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
   cluster_sync();
   const int columns = side.dim / 64;  // tiles of eight columns for a warp, of the second layer
   if (side.mlp) {
-    float out[kFoldTiles][3][4] = {};
+    float out[kCompressTiles][3][4] = {};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int unit = (rank + g * kFoldRanks) * 16;
+      const int unit = (rank + g * kCompressRanks) * 16;
       if (unit >= kHidden) break;
         // Sums over the thread blocks, four hidden units of a row at a time: sixteen neighbouring lanes have a thread
         // block each.
 #pragma unroll 1
-      for (int e = thread / kFoldRanks; e < 4 * (count + 1); e += kThreads / kFoldRanks) {
-        float4 sum =
-            load_remote_float4(map_to_rank(shared_address(z + e / 4 * kHidden + unit + e % 4 * 4), lane % kFoldRanks));
+      for (int e = thread / kCompressRanks; e < 4 * (count + 1); e += kThreads / kCompressRanks) {
+        float4 sum = load_remote_float4(
+            map_to_rank(shared_address(z + e / 4 * kHidden + unit + e % 4 * 4), lane % kCompressRanks));
         sum.x = sum_of_ranks(sum.x), sum.y = sum_of_ranks(sum.y);
         sum.z = sum_of_ranks(sum.z), sum.w = sum_of_ranks(sum.w);
-        if (lane % kFoldRanks == 0) reinterpret_cast<float4*>(shared_memory.sums)[e] = sum;
+        if (lane % kCompressRanks == 0) reinterpret_cast<float4*>(shared_memory.sums)[e] = sum;
       }
       __syncthreads();
       // Rows of sixteen hidden units, as an A operand has them. What row 0, the position encoding, gives is added to
@@ -276,9 +277,9 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
             row > 0 && row <= count ? pack(T{}, silu(0), silu(1)) : 0;
       }
       __syncthreads();
-      std::uint32_t a[kFoldTiles][4];
+      std::uint32_t a[kCompressTiles][4];
 #pragma unroll
-      for (int m = 0; m < kFoldTiles; ++m)
+      for (int m = 0; m < kCompressTiles; ++m)
         if (m < tiles)
           ldmatrix4(a[m], shared_address(shared_memory.hidden + (m * 16 + (lane & 15)) * 16 + lane / 16 * 8));
 #pragma unroll
@@ -288,7 +289,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
         const int chunk = warp * columns + n + (n + 1 < columns ? lane / 16 : 0);
         ldmatrix4_transposed(b, shared_address(shared_memory.w2[g]) + weight_at(lane & 15, chunk, side.dim * 2));
 #pragma unroll
-        for (int m = 0; m < kFoldTiles; ++m) {
+        for (int m = 0; m < kCompressTiles; ++m) {
           if (m >= tiles) break;
           mma(T{}, out[m][n], a[m], b[0], b[1]);
           if (n + 1 < columns) mma(T{}, out[m][(n + 1) % 3], a[m], b[2], b[3]);
@@ -297,7 +298,7 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
       if (g + 1 < kGroups) __syncthreads();  // the rows and sums are free
     }
 #pragma unroll
-    for (int m = 0; m < kFoldTiles; ++m) {
+    for (int m = 0; m < kCompressTiles; ++m) {
       if (m >= tiles) break;
 #pragma unroll
       for (int n = 0; n < 3; ++n) {
@@ -313,11 +314,12 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
   // Pairs of channels (j, j + D / 2), which a rotation turns.
   const float* const sums = side.mlp ? second : z;
 #pragma unroll 1
-  for (int e = thread / kFoldRanks; e < count * pairs; e += kThreads / kFoldRanks) {
-    const int row = e / pairs, of_pairs = e - row * pairs, channel = rank * pairs + of_pairs, from = lane % kFoldRanks;
+  for (int e = thread / kCompressRanks; e < count * pairs; e += kThreads / kCompressRanks) {
+    const int row = e / pairs, of_pairs = e - row * pairs, channel = rank * pairs + of_pairs,
+              from = lane % kCompressRanks;
     const int look = row * kTables + from % kTables;
-    const bool room =
-        load_remote_int(map_to_rank(shared_address(shared_memory.room + look / kFoldRanks), look % kFoldRanks));
+    const bool fits =
+        load_remote_int(map_to_rank(shared_address(shared_memory.fits + look / kCompressRanks), look % kCompressRanks));
     float x[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -327,8 +329,8 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) x[i] = sum_of_ranks(x[i]) + shared_memory.biases[kMaxBiases + i * pairs + of_pairs];
-    static_assert(kFoldRanks == 16 && kTables <= kFoldRanks);
-    const unsigned full = __ballot_sync(0xffffffffu, !room) >> (lane & 16) & 0xffff;  // tables, of these lanes
+    static_assert(kCompressRanks == 16 && kTables <= kCompressRanks);
+    const unsigned full = __ballot_sync(0xffffffffu, !fits) >> (lane & 16) & 0xffff;  // tables, of these lanes
     if (full || from != 0) continue;
     const Entry of_row = entry_of(row);
     const T pair[2] = {from_float<T>(x[0]), from_float<T>(x[1])};
@@ -340,8 +342,8 @@ __device__ __forceinline__ void fold_rows(const StepFoldArgs& args, const FoldSi
 
 /// The whole cluster, for its set of weights.
 template <class T, int kN, bool kFloat8>
-__device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& side, int set,
-                                     FoldShared<T>& shared_memory, char* memory) {
+__device__ __forceinline__ void compress_completed(const AppendCompressArgs& args, const CompressSide& side, int set,
+                                                   CompressShared<T>& shared_memory, char* memory) {
   const StepGeometry& p = args.geometry;
   const int thread = thread_of_block(), lane = thread % 32, warp = thread / 32;
 #pragma unroll 1
@@ -349,51 +351,53 @@ __device__ __forceinline__ void fold(const StepFoldArgs& args, const FoldSide& s
     // The completed blocks of some sequences, in their order.
     int completed = 0, first = 0, before = 0;
     if (thread < kSequences && begin + thread < p.batches) {
-      const StepWish wish(p, args.lengths, args.num_new, args.positions, begin + thread);
-      if (wish.possible) completed = wish.completed, first = wish.first, before = wish.before;
+      const StepRequest request(p, args.lengths, args.num_new, args.positions, begin + thread);
+      if (request.possible) completed = request.completed, first = request.first, before = request.before;
     }
-    int place = completed;
+    int slot = completed;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, place, offset);
-      if (lane >= offset) place += other;
+      const int other = __shfl_up_sync(0xffffffffu, slot, offset);
+      if (lane >= offset) slot += other;
     }
-    if (lane == 31) shared_memory.warp_counts[warp] = place;
+    if (lane == 31) shared_memory.warp_counts[warp] = slot;
     __syncthreads();
     int all = 0;
 #pragma unroll
-    for (int w = 0; w < kFoldWarps; ++w) {
-      if (w == warp) place += all - completed;
+    for (int w = 0; w < kCompressWarps; ++w) {
+      if (w == warp) slot += all - completed;
       all += shared_memory.warp_counts[w];
     }
 #pragma unroll 1
     for (int i = 0; i < completed; ++i)
-      shared_memory.entries[place + i] = static_cast<unsigned short>(thread * kMaxCompleted + i);
+      shared_memory.entries[slot + i] = static_cast<unsigned short>(thread * kMaxCompleted + i);
     if (thread < kSequences) shared_memory.first[thread] = first, shared_memory.before[thread] = before;
     __syncthreads();
     const int rows = all * (side.clusters == 1 ? p.kv_heads : 1);
 #pragma unroll 1
     for (int row = 0; row < rows; row += kEntries) {
       const int count = min(rows - row, kEntries);
-      fold_rows<T, kN, kFloat8>(args, side, set, begin, row, count, shared_memory, memory);
+      compress_rows<T, kN, kFloat8>(args, side, set, begin, row, count, shared_memory, memory);
     }
   }
 }
 
 /// The mean of the blocks that sequence b completes, all heads.
 template <class T, bool kFloat8>
-__device__ __forceinline__ void fold_mean(const StepFoldArgs& args, int i, const StepWish& wish, int b) {
+__device__ __forceinline__ void compress_mean(const AppendCompressArgs& args, int i, const StepRequest& request,
+                                              int b) {
   const StepGeometry& p = args.geometry;
-  const FoldSide& side = args.sides[i];
+  const CompressSide& side = args.sides[i];
   const int half = side.dim / 2;
-  for (int e = threadIdx.x; e < wish.completed * p.kv_heads * half; e += kThreads) {
-    const int channel = e % half, head = e / half % p.kv_heads, block = wish.first + e / half / p.kv_heads;
+  for (int e = threadIdx.x; e < request.completed * p.kv_heads * half; e += kThreads) {
+    const int channel = e % half, head = e / half % p.kv_heads, block = request.first + e / half / p.kv_heads;
     float sum[2] = {};
 #pragma unroll 4
     for (int r = 0; r < p.kernel_size; ++r) {
       const int token = block * p.kernel_stride + r;
-      const T* const from = token >= wish.before ? side.fresh.at<T>(b, wish.q_begin + token - wish.before, head)
-                                                 : reinterpret_cast<const T*>(side.raw.at(b, token, head));
+      const T* const from = token >= request.before
+                                ? side.fresh.at<T>(b, request.q_begin + token - request.before, head)
+                                : reinterpret_cast<const T*>(side.raw.at(b, token, head));
       sum[0] += to_float(from[channel]), sum[1] += to_float(from[channel + half]);
     }
     const auto l = static_cast<float>(p.kernel_size);
@@ -402,14 +406,14 @@ __device__ __forceinline__ void fold_mean(const StepFoldArgs& args, int i, const
   }
 }
 
-/// Packed rows that no query of a possible wish has, before step_attend writes the others: no output, no blocks.
+/// Packed rows that no query of a possible request has, before step_attend writes the others: no output, no blocks.
 template <class T>
-__device__ __forceinline__ void clear_rows(const StepFoldArgs& args, const StepWish& wish, int b) {
+__device__ __forceinline__ void clear_rows(const AppendCompressArgs& args, const StepRequest& request, int b) {
   const StepGeometry& p = args.geometry;
   // Those behind all sequences and those in front, by all thread blocks in turn; then the sequence's own.
 #pragma unroll 1
-  for (int i = wish.possible ? 1 : 2; i >= 0; --i) {
-    const int begin = i == 2 ? max(wish.q_begin, 0) : b + (i == 1 ? max(p.starts[p.batches], 0) : 0);
+  for (int i = request.possible ? 1 : 2; i >= 0; --i) {
+    const int begin = i == 2 ? max(request.q_begin, 0) : b + (i == 1 ? max(p.starts[p.batches], 0) : 0);
     const int end = i == 2 ? p.starts[b + 1] : i == 1 ? p.rows : p.starts[0];
 #pragma unroll 1
     for (int row = begin; row < min(end, p.rows); row += i == 2 ? 1 : p.batches) {
@@ -429,31 +433,31 @@ __device__ __forceinline__ void clear_rows(const StepFoldArgs& args, const StepW
 }
 
 template <class T, bool kFloat8>
-__device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
+__device__ __forceinline__ void append(const AppendCompressArgs& args, int b) {
   const StepGeometry& p = args.geometry;
-  const StepWish wish(p, args.lengths, args.num_new, args.positions, b);
+  const StepRequest request(p, args.lengths, args.num_new, args.positions, b);
   // The six kinds of tokens side by side, so that their copies do not wait for each other, in pieces of 16 bytes; the
-  // first ones are read before the room is known.
-  const int rows = wish.possible ? wish.added * p.kv_heads : 0,
+  // first ones are read before the capacity is known.
+  const int rows = request.possible ? request.added * p.kv_heads : 0,
             most = max(args.appends[0].pieces, args.appends[1].pieces);
   const int pieces = 6 * rows * most;
-  struct Place {
+  struct Item {
     int kind, token, head, piece;
   };
-  const auto place_of = [&](int e) {
+  const auto item_of = [&](int e) {
     const int kind = e / (rows * most), i = e - kind * rows * most, row = i / most, token = row / p.kv_heads;
-    return Place{kind, token, row - token * p.kv_heads, i - row * most};
+    return Item{kind, token, row - token * p.kv_heads, i - row * most};
   };
-  const auto read = [&](const Place& at) {
+  const auto read = [&](const Item& at) {
     const Append& a = args.appends[at.kind];
     return at.piece < a.pieces
-               ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, wish.q_begin + at.token, at.head))[at.piece]
+               ? reinterpret_cast<const uint4*>(a.fresh.at<char>(b, request.q_begin + at.token, at.head))[at.piece]
                : uint4{};
   };
-  const auto write = [&](const Place& at, const uint4& x) {
+  const auto write = [&](const Item& at, const uint4& x) {
     const Append& a = args.appends[at.kind];
     if (at.piece >= a.pieces) return;
-    char* const to = a.to.at(b, wish.before + at.token, at.head);
+    char* const to = a.to.at(b, request.before + at.token, at.head);
     if constexpr (kFloat8) {
       if (a.scales.data) {
         reinterpret_cast<uint2*>(to)[at.piece] = to_float8<T>(x, a.scales[at.head]);
@@ -467,84 +471,85 @@ __device__ __forceinline__ void append(const StepFoldArgs& args, int b) {
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
     const int e = threadIdx.x + i * kThreads;
-    if (e < pieces) early[i] = read(place_of(e));
+    if (e < pieces) early[i] = read(item_of(e));
   }
-  const bool room = has_room(args, wish, b);
+  const bool fits = has_capacity(args, request, b);
   if (threadIdx.x == 0) {
-    args.plan[b] = {max(wish.before, 0), room ? wish.added : 0, b, room ? wish.completed : 0, 0, wish.q_begin};
-    if (wish.added > 0 && !room) *args.overflow = 1;
+    args.plan[b] = {max(request.before, 0), fits ? request.added : 0, b, fits ? request.completed : 0, 0,
+                    request.q_begin};
+    if (request.added > 0 && !fits) *args.overflow = 1;
   }
-  if (p.starts) clear_rows<T>(args, wish, b);
-  if (!room) return;
+  if (p.starts) clear_rows<T>(args, request, b);
+  if (!fits) return;
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) {
     const int e = threadIdx.x + i * kThreads;
-    if (e < pieces) write(place_of(e), early[i]);
+    if (e < pieces) write(item_of(e), early[i]);
   }
 #pragma unroll(kFloat8 ? 1 : 4)  // a division is many instructions
   for (int e = threadIdx.x + kEarly * kThreads; e < pieces; e += kThreads) {
-    const Place at = place_of(e);
+    const Item at = item_of(e);
     write(at, read(at));
   }
   for (int i = 0; i < 2; ++i)
-    if (args.sides[i].clusters == 0) fold_mean<T, kFloat8>(args, i, wish, b);
+    if (args.sides[i].clusters == 0) compress_mean<T, kFloat8>(args, i, request, b);
 }
 
 /// kKeys, kValues: columns of the first layer / 64.
 template <class T, int kKeys, int kValues, bool kFloat8>
 __global__ void __launch_bounds__(kThreads, kKeys + kValues > 9 ? 1 : 2)
-    step_fold(const __grid_constant__ StepFoldArgs args) {
+    append_compress(const __grid_constant__ AppendCompressArgs args) {
   extern __shared__ __align__(128) char memory[];
-  __shared__ FoldShared<T> shared_memory;
-  wait_for_launcher();
+  __shared__ CompressShared<T> shared_memory;
+  griddepcontrol_wait();
   launch_dependents();  // step_attend begins with what was there before the step, and with what this kernel waited for
-  const int cluster = blockIdx.x / kFoldRanks, of_keys = args.sides[0].clusters, of_values = args.sides[1].clusters;
+  const int cluster = blockIdx.x / kCompressRanks, of_keys = args.sides[0].clusters, of_values = args.sides[1].clusters;
   if (cluster < of_keys) {
-    fold<T, kKeys, kFloat8>(args, args.sides[0], cluster, shared_memory, memory);
+    compress_completed<T, kKeys, kFloat8>(args, args.sides[0], cluster, shared_memory, memory);
   } else if (cluster < of_keys + of_values) {
-    fold<T, kValues, kFloat8>(args, args.sides[1], cluster - of_keys, shared_memory, memory);
+    compress_completed<T, kValues, kFloat8>(args, args.sides[1], cluster - of_keys, shared_memory, memory);
   } else {
-    const int b = blockIdx.x - (of_keys + of_values) * kFoldRanks;
+    const int b = blockIdx.x - (of_keys + of_values) * kCompressRanks;
     if (b < args.geometry.batches) append<T, kFloat8>(args, b);
   }
 }
 
 template <class T, bool kFloat8>
-cudaError_t launch_stored(const StepFoldArgs& args, cudaStream_t stream) {
-  const FoldSide &keys = args.sides[0], &values = args.sides[1];
-  const int clusters = keys.clusters + values.clusters + (args.geometry.batches + kFoldRanks - 1) / kFoldRanks;
-  const int bytes = std::max(FoldMemory(keys).bytes(), FoldMemory(values).bytes());
+cudaError_t launch_stored(const AppendCompressArgs& args, cudaStream_t stream) {
+  const CompressSide &keys = args.sides[0], &values = args.sides[1];
+  const int clusters = keys.clusters + values.clusters + (args.geometry.batches + kCompressRanks - 1) / kCompressRanks;
+  const int bytes = std::max(CompressMemory(keys).bytes(), CompressMemory(values).bytes());
   const auto launch = [&](auto kernel) {
-    return launch_cluster(kernel, kFoldRanks, true, clusters * kFoldRanks, kThreads, bytes, stream, args);
+    return launch_cluster(kernel, kCompressRanks, true, clusters * kCompressRanks, kThreads, bytes, stream, args);
   };
   // A side without a cluster goes with any.
   const int of_keys = (keys.clusters ? keys : values).hidden / 64;
   const int of_values = (values.clusters ? values : keys).hidden / 64;
-  if (of_keys == 6 && of_values == 4) return launch(step_fold<T, 6, 4, kFloat8>);
-  if (of_keys == 3 && of_values == 2) return launch(step_fold<T, 3, 2, kFloat8>);
+  if (of_keys == 6 && of_values == 4) return launch(append_compress<T, 6, 4, kFloat8>);
+  if (of_keys == 3 && of_values == 2) return launch(append_compress<T, 3, 2, kFloat8>);
   if (of_keys != of_values) return cudaErrorInvalidValue;
   switch (of_keys) {
     case 0:
     case 1:
-      return launch(step_fold<T, 1, 1, kFloat8>);
+      return launch(append_compress<T, 1, 1, kFloat8>);
     case 2:
-      return launch(step_fold<T, 2, 2, kFloat8>);
+      return launch(append_compress<T, 2, 2, kFloat8>);
     case 3:
-      return launch(step_fold<T, 3, 3, kFloat8>);
+      return launch(append_compress<T, 3, 3, kFloat8>);
     case 4:
-      return launch(step_fold<T, 4, 4, kFloat8>);
+      return launch(append_compress<T, 4, 4, kFloat8>);
     case 6:
-      return launch(step_fold<T, 6, 6, kFloat8>);
+      return launch(append_compress<T, 6, 6, kFloat8>);
     default:
-      return launch(step_fold<T, 8, 8, kFloat8>);
+      return launch(append_compress<T, 8, 8, kFloat8>);
   }
 }
 }  // namespace
 
 template <class T>
-cudaError_t launch_step_fold(const StepFoldArgs& args, cudaStream_t stream) {
+cudaError_t launch_append_compress(const AppendCompressArgs& args, cudaStream_t stream) {
   return args.sides[0].scales.data ? launch_stored<T, true>(args, stream) : launch_stored<T, false>(args, stream);
 }
-template cudaError_t launch_step_fold<NSA_ELEMENT>(const StepFoldArgs&, cudaStream_t);
+template cudaError_t launch_append_compress<NSA_ELEMENT>(const AppendCompressArgs&, cudaStream_t);
 
 }  // namespace nsa::cuda::sm90::decode
