@@ -18,7 +18,7 @@ namespace {
 
 /// Why libnsa or LibTorch cannot use a device; empty if both can. libtorch_cuda.so, which registers torch's CUDA
 /// kernels when it is loaded, is loaded only here: it would take 0.2 s of every start.
-std::string obstacle() {
+std::string unsupported_reason() {
   if (device_count() == 0) {
     const std::string lines = describe_devices(), why = lines.substr(0, lines.find('\n'));
     return why.starts_with("none: ") ? why.substr(6) : why;
@@ -75,7 +75,7 @@ DeviceChoice choose_device(const std::string& wish) {
   const std::string name = by_variable ? said : wish;
   const std::string why = by_variable ? fmt::format("NSA_DEVICE = {}", name) : name == "auto" ? "auto" : "as asked for";
   if (name == "cpu") return {at::kCPU, fmt::format("cpu ({})", why)};
-  const std::string not_cuda = obstacle();
+  const std::string not_cuda = unsupported_reason();
   if (not_cuda.empty()) return {at::Device(at::kCUDA, 0), fmt::format("cuda:0 {} ({})", gpu_name(), why)};
   if (name == "cuda") throw Error(fmt::format("device = cuda: {}", not_cuda));
   return {at::kCPU, fmt::format("cpu ({}; cuda: {})", why, not_cuda)};

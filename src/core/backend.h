@@ -66,11 +66,11 @@ class Scope {
 Status copy_to_host(void* host, const void* device, std::size_t bytes);
 /// A copy of `t` with a contiguous last dimension in the execution's memory.
 Status make_contiguous(TensorView& t, Execution& execution);
-/// Offsets of packed sequences, which lie on the device, as kernels may trust them: copies in the execution's memory,
-/// all zero (every sequence is empty) unless both ascend from 0 on and end at most at total_q and total_k. cu_k may be
+/// Sanitizes the offsets of packed sequences, which lie on the device: copies in the execution's memory, all zero
+/// (every sequence is empty) unless both ascend from 0 on and end at most at total_q and total_k. cu_k may be
 /// undefined: the keys have the offsets of the queries.
-Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
-                     Execution& execution);
+Status sanitize_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
+                        Execution& execution);
 /// Memory of a device for a cache with these options, without an allocator by cudaMallocAsync.
 Status make_cache_memory(const KVCacheOptions& options, std::unique_ptr<CacheMemory>& memory);
 

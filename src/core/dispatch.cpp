@@ -48,15 +48,15 @@ constexpr TensorView Params::*incoming_gradient() {
 }
 
 /// Backends may rely on a contiguous last dimension; incoming gradients may come expanded or transposed. run(params)
-/// is called with a copy where they do, which make_plain(view) makes.
-template <class Params, class MakePlain, class Run>
-Status with_plain_gradient(const Params& params, const MakePlain& make_plain, const Run& run) {
+/// is called with a copy where they do, which make_contiguous_grad(view) makes.
+template <class Params, class MakeContiguous, class Run>
+Status with_contiguous_grad(const Params& params, const MakeContiguous& make_contiguous_grad, const Run& run) {
   if constexpr (incoming_gradient<Params>() != nullptr) {
     const TensorView& gradient = params.*incoming_gradient<Params>();
     if (gradient.size(-1) > 1 && gradient.stride[static_cast<std::size_t>(gradient.rank - 1)] != 1) {
-      Params plain = params;
-      if (Status status = make_plain(plain.*incoming_gradient<Params>()); !status.ok()) return status;
-      return run(plain);
+      Params contiguous = params;
+      if (Status status = make_contiguous_grad(contiguous.*incoming_gradient<Params>()); !status.ok()) return status;
+      return run(contiguous);
     }
   }
   return run(params);
@@ -96,30 +96,30 @@ Offsets offsets_of(Params& p) {
   return {};
 }
 
-/// run(plain) is a backend's.
+/// run(contiguous) is a backend's.
 template <class Params, class Run>
 Status run_on_host(const Params& params, const Run& run) {
   std::optional<ContiguousCopy> copy;
-  const auto make_plain = [&](TensorView& gradient) {
+  const auto make_contiguous_grad = [&](TensorView& gradient) {
     gradient = copy.emplace(gradient).view;
     return Status{};
   };
-  return with_plain_gradient(params, make_plain, run);
+  return with_contiguous_grad(params, make_contiguous_grad, run);
 }
 
 template <class Params>
 Status run_on_device(const char* name, const Params& params, const Device& device, Execution& execution) {
   const cuda::Scope scope(device, name);
-  Params trusted = params;
-  if (const Offsets offsets = offsets_of(trusted); offsets.q) {
+  Params sanitized = params;
+  if (const Offsets offsets = offsets_of(sanitized); offsets.q) {
     TensorView same;
     Status status =
-        cuda::trust_offsets(*offsets.q, offsets.k ? *offsets.k : same, offsets.total_q, offsets.total_k, execution);
+        cuda::sanitize_offsets(*offsets.q, offsets.k ? *offsets.k : same, offsets.total_q, offsets.total_k, execution);
     if (!status.ok()) return status;
   }
-  return with_plain_gradient(
-      trusted, [&](TensorView& gradient) { return cuda::make_contiguous(gradient, execution); },
-      [&](const Params& plain) { return cuda::run(plain, execution); });
+  return with_contiguous_grad(
+      sanitized, [&](TensorView& gradient) { return cuda::make_contiguous(gradient, execution); },
+      [&](const Params& contiguous) { return cuda::run(contiguous, execution); });
 }
 
 Status accept(const auto& params, const Context& context, Call& call, Backend& backend) {
@@ -166,8 +166,8 @@ Status run(const char* name, const Params& params, const Context& context) {
           static_cast<CUstream_st*>(context.stream), {context.workspace, context.workspace_size}, context.on_stage};
       return run_on_device(name, params, call.problem.device, execution);
     }
-    return run_on_host(params, [&](const Params& plain) {
-      return backend == Backend::kReference ? reference::run(plain, context) : cpu::run(plain, context);
+    return run_on_host(params, [&](const Params& contiguous) {
+      return backend == Backend::kReference ? reference::run(contiguous, context) : cpu::run(contiguous, context);
     });
   });
 }

@@ -18,7 +18,7 @@ Scope::Scope(const Device&, const char*) {}
 Scope::~Scope() = default;
 Status copy_to_host(void*, const void*, std::size_t) { return absent(); }
 Status make_contiguous(TensorView&, Execution&) { return absent(); }
-Status trust_offsets(TensorView&, TensorView&, std::int64_t, std::int64_t, Execution&) { return absent(); }
+Status sanitize_offsets(TensorView&, TensorView&, std::int64_t, std::int64_t, Execution&) { return absent(); }
 Status make_cache_memory(const KVCacheOptions&, std::unique_ptr<CacheMemory>&) { return absent(); }
 const char* variant() { return "none"; }
 bool built(const Problem&) { return false; }

@@ -37,17 +37,17 @@ TEST(Heuristics, NoneForFloat32OrOtherGroupsOrLayouts) {
 }
 
 TEST(Heuristics, EveryCallWithoutThemHasAReason) {
-  EXPECT_EQ(obstacle(call()), nullptr);
-  EXPECT_EQ(selected_obstacle(call()), nullptr);
-  EXPECT_EQ(selection_obstacle(call()), nullptr);
+  EXPECT_EQ(unsupported_reason(call()), nullptr);
+  EXPECT_EQ(selected_unsupported_reason(call()), nullptr);
+  EXPECT_EQ(selection_unsupported_reason(call()), nullptr);
   AttentionDesc c = call();
   c.dtype = DType::kFloat32;
-  EXPECT_STREQ(obstacle(c), "neither bfloat16 nor float16");
+  EXPECT_STREQ(unsupported_reason(c), "neither bfloat16 nor float16");
   c = call(), c.key_dim = 80;
-  EXPECT_STREQ(obstacle(c), "head dims other than 64/64, 128/128 and 192/128");
+  EXPECT_STREQ(unsupported_reason(c), "head dims other than 64/64, 128/128 and 192/128");
   c = call(), c.topk = 65;
-  EXPECT_STREQ(selected_obstacle(c), "more than 64 blocks for a query");
-  EXPECT_EQ(obstacle(c), nullptr);
+  EXPECT_STREQ(selected_unsupported_reason(c), "more than 64 blocks for a query");
+  EXPECT_EQ(unsupported_reason(c), nullptr);
 }
 
 TEST(Heuristics, ADescriptionNamesTheKernelsOrTheReason) {
@@ -140,11 +140,11 @@ TEST(Heuristics, LargeGroups) {
 
 TEST(Heuristics, ChunksBehindACache) {
   const ChunkDesc good{.attention = call(), .tokens = 8192};
-  EXPECT_EQ(obstacle(good), nullptr);
+  EXPECT_EQ(unsupported_reason(good), nullptr);
   const auto why = [&](const auto& change) {
     ChunkDesc c = good;
     change(c);
-    return std::string(obstacle(c) ? obstacle(c) : "");
+    return std::string(unsupported_reason(c) ? unsupported_reason(c) : "");
   };
   const std::string few = "few packed new tokens for so many sequences";
   EXPECT_EQ(why([](ChunkDesc& c) { c.sequences = 64; }), "");
@@ -213,7 +213,7 @@ TEST(Heuristics, StepsOfEveryGroupHaveThem) {
     for (const int group : {1, 5, 16, 17, 32, 33, 48, 64, 80, 128}) {
       StepDesc d = step();
       d.float8 = float8, d.group = group;
-      EXPECT_EQ(obstacle(d), nullptr) << group;
+      EXPECT_EQ(unsupported_reason(d), nullptr) << group;
       const StepKernels k = choose_kernels(d);
       EXPECT_TRUE(k.attend && k.append_compress) << group;
       EXPECT_EQ(decode::step_tiles(group), group > 16 ? 2 : 1);
@@ -227,20 +227,23 @@ TEST(Heuristics, EveryStepWithoutThemHasAReason) {
     change(d);
     return d;
   };
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.dtype = DType::kFloat32; })), "neither bfloat16 nor float16");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.key_dim = 80; })), "head dims other than 64/64, 128/128 and 192/128");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.block_size = 48; })), "blocks other than of 32, 64 or 128 tokens");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.topk = 65; })), "more than 64 blocks for a query");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_stride = 64, d.cfg.kernel_size = 64; })),
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.dtype = DType::kFloat32; })), "neither bfloat16 nor float16");
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.key_dim = 80; })),
+               "head dims other than 64/64, 128/128 and 192/128");
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.cfg.block_size = 48; })),
+               "blocks other than of 32, 64 or 128 tokens");
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.cfg.topk = 65; })), "more than 64 blocks for a query");
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.cfg.kernel_stride = 64, d.cfg.kernel_size = 64; })),
                "blocks of less than 2 or more than 16 compressed keys");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.cfg.kernel_size = 96; })),
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.cfg.kernel_size = 96; })),
                "compression blocks longer than a selection block and a stride");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.tma_compatible = false; })),
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.tma_compatible = false; })),
                "addresses or strides that are no multiples of 16 bytes, or strides of more than 2 GiB");
-  EXPECT_STREQ(obstacle(with([](auto& d) { d.capacity = 1 << 24; })), "a cache of too many tokens for a sequence");
+  EXPECT_STREQ(unsupported_reason(with([](auto& d) { d.capacity = 1 << 24; })),
+               "a cache of too many tokens for a sequence");
   const StepDesc odd = with([](auto& d) { d.hidden_k = 320; });
-  EXPECT_EQ(obstacle(odd), nullptr);
-  EXPECT_NE(append_compress_obstacle(odd), nullptr);
+  EXPECT_EQ(unsupported_reason(odd), nullptr);
+  EXPECT_NE(append_compress_unsupported_reason(odd), nullptr);
   EXPECT_TRUE(choose_kernels(odd).attend && !choose_kernels(odd).append_compress);
 }
 
@@ -250,7 +253,7 @@ TEST(Heuristics, ClustersAreSmallerWhereThereAreManyQueries) {
     StepDesc d = step();
     d.queries = queries;
     change(d);
-    EXPECT_EQ(obstacle(d), nullptr);
+    EXPECT_EQ(unsupported_reason(d), nullptr);
     EXPECT_EQ(choose_kernels(d).shape, cluster_shape(d));
     return Shape(cluster_shape(d).ranks, cluster_shape(d).warps);
   };
@@ -321,7 +324,7 @@ TEST(Heuristics, QueriesShareWhatTheyReadWhereThereAreMany) {
     StepDesc d = step();
     d.queries = queries, d.tokens = tokens, d.chooses = false;
     change(d);
-    EXPECT_EQ(obstacle(d), nullptr);
+    EXPECT_EQ(unsupported_reason(d), nullptr);
     EXPECT_EQ(choose_kernels(d).shape, cluster_shape(d));
     return cluster_shape(d) == decode::kSharedQueries;
   };
@@ -358,7 +361,7 @@ TEST(Heuristics, LargeGroupsWantShorterCaches) {
   StepDesc d = step();
   const auto longest = [&](std::int64_t group) {
     d.group = group;
-    for (d.capacity = 1 << 14; obstacle(d) == nullptr;) d.capacity *= 2;
+    for (d.capacity = 1 << 14; unsupported_reason(d) == nullptr;) d.capacity *= 2;
     return d.capacity / 2;
   };
   EXPECT_GE(longest(16), 1 << 20);

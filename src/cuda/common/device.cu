@@ -200,8 +200,8 @@ Status copy_to_host(void* host, const void* device, std::size_t bytes) {
   return status_of(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copy to the host");
 }
 
-Status trust_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
-                     Execution& execution) {
+Status sanitize_offsets(TensorView& cu_q, TensorView& cu_k, std::int64_t total_q, std::int64_t total_k,
+                        Execution& execution) {
   const std::int64_t count = cu_q.size(0);
   Offsets args{.cu_q = cu_q.as<const int>(),
                .cu_k = cu_k.as<const int>(),

@@ -61,7 +61,7 @@ struct DeviceSequence {
   __device__ int position(int i) const { return i + k_len - q_len; }
 };
 
-/// Offsets are known to be good (trust_offsets of core/backend.h). Without this ptxas spills in selected_forward.
+/// Offsets are sanitized before (sanitize_offsets of core/backend.h). Without this ptxas spills in selected_forward.
 __device__ inline int clamp_offset(int x, std::int64_t total) {
   return x < 0 ? 0 : x > total ? static_cast<int>(total) : x;
 }

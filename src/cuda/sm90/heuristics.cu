@@ -155,7 +155,7 @@ void log_portable(const char* what, const char* why) {
 
 }  // namespace
 
-const char* obstacle(const AttentionDesc& call) {
+const char* unsupported_reason(const AttentionDesc& call) {
   if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
   if (!any(all_kernels(call))) return "head dims other than 64/64, 128/128 and 192/128";
   // Rows of a tile are the heads of a group for some queries, or sixteen of its heads.
@@ -165,14 +165,14 @@ const char* obstacle(const AttentionDesc& call) {
   return nullptr;
 }
 
-const char* selected_obstacle(const AttentionDesc& call) {
+const char* selected_unsupported_reason(const AttentionDesc& call) {
   if (call.block_size != 32 && call.block_size != 64 && call.block_size != 128)
     return "blocks other than of 32, 64 or 128 tokens";
   if (call.topk < 1 || call.topk > 64) return "more than 64 blocks for a query";
   return nullptr;
 }
 
-const char* selection_obstacle(const AttentionDesc& call) {
+const char* selection_unsupported_reason(const AttentionDesc& call) {
   if (!call.selection) return "no choice of blocks";
   // Slices of a group are warp tiles of a thread block's tile.
   if (call.group > 16 * select_blocks::WarpTiles::kWarpTiles) return "too many heads in a group";
@@ -184,9 +184,9 @@ const char* selection_obstacle(const AttentionDesc& call) {
 }
 
 Kernels choose_kernels(const AttentionDesc& call) {
-  if (obstacle(call)) return {};
+  if (unsupported_reason(call)) return {};
   Kernels kernels = all_kernels(call);
-  if (selected_obstacle(call)) {
+  if (selected_unsupported_reason(call)) {
     kernels.selected_query_major = nullptr;
     kernels.selected_block_major = nullptr;
     kernels.selected_d_q = nullptr;
@@ -195,11 +195,11 @@ Kernels choose_kernels(const AttentionDesc& call) {
   // Pairs of rows are stored: those of one query.
   if (call.group % 2 != 0 || !kernels.selected_d_kv) kernels.selected_d_q_of_ds = nullptr;
   choose_loop_order(kernels, call.group);
-  if (selection_obstacle(call)) kernels.compressed_select = nullptr;
+  if (selection_unsupported_reason(call)) kernels.compressed_select = nullptr;
   return kernels;
 }
 
-const char* obstacle(const CompressDesc& call) {
+const char* unsupported_reason(const CompressDesc& call) {
   if (call.kind == CompressionKind::kMean) return "the mean is no matrix product";
   if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
   if (!all_kernels(call).compress) return "head dims other than 64, 128 and 192";
@@ -212,10 +212,10 @@ const char* obstacle(const CompressDesc& call) {
 }
 
 CompressKernels choose_kernels(const CompressDesc& call) {
-  return obstacle(call) ? CompressKernels{} : all_kernels(call);
+  return unsupported_reason(call) ? CompressKernels{} : all_kernels(call);
 }
 
-const char* obstacle(const StepDesc& call) {
+const char* unsupported_reason(const StepDesc& call) {
   if (call.dtype != DType::kBFloat16 && call.dtype != DType::kFloat16) return "neither bfloat16 nor float16";
   if (!all_kernels(call).attend) return "head dims other than 64/64, 128/128 and 192/128";
   const NSAConfig& cfg = call.cfg;
@@ -231,7 +231,7 @@ const char* obstacle(const StepDesc& call) {
   return nullptr;
 }
 
-const char* append_compress_obstacle(const StepDesc& call) {
+const char* append_compress_unsupported_reason(const StepDesc& call) {
   if (!call.phi_compatible) return "addresses or strides that are no multiples of 16 bytes";
   constexpr int kSlice = decode::kCompressRanks * decode::kCompressStageRows;
   const auto fits = [&](CompressionKind kind, std::int64_t dim, std::int64_t hidden) {
@@ -247,10 +247,10 @@ const char* append_compress_obstacle(const StepDesc& call) {
   return nullptr;
 }
 
-const char* obstacle(const ChunkDesc& call) {
-  if (const char* why = obstacle(call.attention)) return why;
-  if (const char* why = selected_obstacle(call.attention)) return why;
-  if (const char* why = selection_obstacle(call.attention)) return why;
+const char* unsupported_reason(const ChunkDesc& call) {
+  if (const char* why = unsupported_reason(call.attention)) return why;
+  if (const char* why = selected_unsupported_reason(call.attention)) return why;
+  if (const char* why = selection_unsupported_reason(call.attention)) return why;
   if (call.tokens < kMinChunk) return "few new tokens";
   // Which sequences are long is not known here, and each costs as much as some hundred tokens.
   if (call.packed_rows > 0 && call.sequences > 1 && call.packed_rows < kMinPackedChunk * call.sequences)
@@ -279,7 +279,7 @@ decode::ClusterShape cluster_shape(const StepDesc& call) {
 }
 
 StepKernels choose_kernels(const StepDesc& call) {
-  if (obstacle(call)) return {};
+  if (unsupported_reason(call)) return {};
   StepKernels kernels = all_kernels(call);
   kernels.shape = cluster_shape(call);
   const std::int64_t at_once =
@@ -287,7 +287,7 @@ StepKernels choose_kernels(const StepDesc& call) {
           ? call.processors
           : clusters_at_once(kernels.shape, blocks_at_once(call, kernels.shape), call.processors);
   kernels.longest_first = clusters_of(call, kernels.shape) > at_once;
-  if (append_compress_obstacle(call)) kernels.append_compress = nullptr;
+  if (append_compress_unsupported_reason(call)) kernels.append_compress = nullptr;
   return kernels;
 }
 
@@ -301,19 +301,19 @@ std::string describe(const KernelQuery& query) {
   const std::int64_t hidden = query.phi_hidden > 0 ? query.phi_hidden : 2 * query.key_dim;
   phi.hidden = query.phi == CompressionKind::kMlp ? hidden : query.key_dim;
   const auto portable = [](const char* why) { return std::string("portable kernels: ") + why; };
-  const char* const why = obstacle(call);
+  const char* const why = unsupported_reason(call);
   const auto attention = [&](const char* kernels) { return why ? portable(why) : std::string(kernels); };
   std::string text;
   const auto line = [&](const char* operation, const std::string& served) {
     text += (text.empty() ? "" : "\n") + std::string(operation) + ": " + served;
   };
-  line("compress", obstacle(phi) ? portable(obstacle(phi)) : "sm90 compress, forward and backward");
+  line("compress", unsupported_reason(phi) ? portable(unsupported_reason(phi)) : "sm90 compress, forward and backward");
   line("compressed_attention", attention("sm90 range_attention, forward and backward"));
   call.selection = query.cfg;
-  const char* const unselected = why ? why : selection_obstacle(call);
+  const char* const unselected = why ? why : selection_unsupported_reason(call);
   line("select_blocks", unselected ? portable(unselected) : "sm90 compressed_select, with the attention in one pass");
   call.selection = {}, call.block_size = query.cfg.block_size, call.topk = query.cfg.topk;
-  const char* const unserved = why ? why : selected_obstacle(call);
+  const char* const unserved = why ? why : selected_unsupported_reason(call);
   const Kernels k = choose_kernels(call);
   line("selected_attention", unserved                  ? portable(unserved)
                              : !k.selected_query_major ? "sm90 block-major, d_q and d_kv"
@@ -328,13 +328,14 @@ std::string describe(const KernelQuery& query) {
     return query.phi == CompressionKind::kMlp ? (query.phi_hidden > 0 ? query.phi_hidden : 2 * dim) : dim;
   };
   step.hidden_k = columns(query.key_dim), step.hidden_v = columns(query.value_dim);
-  line("decode", obstacle(step) ? portable(obstacle(step))
-                 : append_compress_obstacle(step)
-                     ? "sm90 step_attend; compress by " + portable(append_compress_obstacle(step))
+  line("decode", unsupported_reason(step) ? portable(unsupported_reason(step))
+                 : append_compress_unsupported_reason(step)
+                     ? "sm90 step_attend; compress by " + portable(append_compress_unsupported_reason(step))
                      : "sm90 append_compress and step_attend");
   ChunkDesc chunk{.attention = call, .tokens = kMinChunk};
   chunk.attention.selection = query.cfg;
-  line("prefill", obstacle(chunk) ? portable(obstacle(chunk)) : "sm90 as nsa_attention, over what it gathers");
+  line("prefill",
+       unsupported_reason(chunk) ? portable(unsupported_reason(chunk)) : "sm90 as nsa_attention, over what it gathers");
   return text;
 }
 
@@ -357,24 +358,24 @@ bool batch_invariant() {
 Kernels kernels_for(int index, const AttentionDesc& call) {
   const bool supported = device_supported(index);
   if (logs_details()) {
-    const char* const why = supported ? obstacle(call) : kNoDevice;
+    const char* const why = supported ? unsupported_reason(call) : kNoDevice;
     log_portable(call.block_size ? "selected attention" : "attention", why);
-    if (!why && call.block_size) log_portable("selected attention", selected_obstacle(call));
-    if (!why && call.selection) log_portable("choice of blocks", selection_obstacle(call));
+    if (!why && call.block_size) log_portable("selected attention", selected_unsupported_reason(call));
+    if (!why && call.selection) log_portable("choice of blocks", selection_unsupported_reason(call));
   }
   return supported ? choose_kernels(call) : Kernels{};
 }
 CompressKernels kernels_for(int index, const CompressDesc& call) {
   const bool supported = device_supported(index);
-  if (logs_details()) log_portable("compress", supported ? obstacle(call) : kNoDevice);
+  if (logs_details()) log_portable("compress", supported ? unsupported_reason(call) : kNoDevice);
   return supported ? choose_kernels(call) : CompressKernels{};
 }
 StepKernels kernels_for(int index, const StepDesc& call) {
   const bool supported = device_supported(index);
   if (logs_details()) {
-    const char* const why = supported ? obstacle(call) : kNoDevice;
+    const char* const why = supported ? unsupported_reason(call) : kNoDevice;
     log_portable("decode", why);
-    if (!why) log_portable("compress of a step", append_compress_obstacle(call));
+    if (!why) log_portable("compress of a step", append_compress_unsupported_reason(call));
   }
   if (!supported) return {};
   StepDesc here = call;
@@ -384,7 +385,7 @@ StepKernels kernels_for(int index, const StepDesc& call) {
 }
 
 bool serves(int index, const ChunkDesc& call) {
-  const char* const why = device_supported(index) ? obstacle(call) : kNoDevice;
+  const char* const why = device_supported(index) ? unsupported_reason(call) : kNoDevice;
   if (logs_details()) log_portable("prefill", why);
   return !why;
 }

@@ -117,16 +117,16 @@ StepKernels choose_kernels(const StepDesc& call);
 decode::ClusterShape cluster_shape(const StepDesc& call);
 
 /// Why a call has none of these kernels: "float32", "head dims 80/80", ... Null: it has.
-const char* obstacle(const AttentionDesc& call);
-const char* obstacle(const CompressDesc& call);
-const char* obstacle(const StepDesc& call);
-const char* obstacle(const ChunkDesc& call);
-/// Why what a step does before it attends has none, though obstacle() is null.
-const char* append_compress_obstacle(const StepDesc& call);
-/// Why selected attention has none, or the choice of blocks together with compressed attention, though obstacle() is
-/// null.
-const char* selected_obstacle(const AttentionDesc& call);
-const char* selection_obstacle(const AttentionDesc& call);
+const char* unsupported_reason(const AttentionDesc& call);
+const char* unsupported_reason(const CompressDesc& call);
+const char* unsupported_reason(const StepDesc& call);
+const char* unsupported_reason(const ChunkDesc& call);
+/// Why what a step does before it attends has none, though unsupported_reason() is null.
+const char* append_compress_unsupported_reason(const StepDesc& call);
+/// Why selected attention has none, or the choice of blocks together with compressed attention, though
+/// unsupported_reason() is null.
+const char* selected_unsupported_reason(const AttentionDesc& call);
+const char* selection_unsupported_reason(const AttentionDesc& call);
 
 /// A line per operation, as nsa::describe_kernels.
 std::string describe(const KernelQuery& query);
@@ -139,7 +139,7 @@ bool batch_invariant();
 Kernels kernels_for(int index, const AttentionDesc& call);
 CompressKernels kernels_for(int index, const CompressDesc& call);
 StepKernels kernels_for(int index, const StepDesc& call);
-/// Whether there is no obstacle().
+/// Whether there is no unsupported_reason().
 bool serves(int index, const ChunkDesc& call);
 
 }  // namespace nsa::cuda::sm90
